@@ -1,0 +1,233 @@
+"""Killed, out of space or beaten to it at any point, the store is whole and the same command finishes the work."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_stage import publish, stage, start, wait
+
+from wmcli.artifacts import Artifact, Run, check
+from wmcli.errors import BusyError, MachineError
+
+FAILPOINTS = [
+    "write-synced",
+    "work-opened",
+    "checkpoint",
+    "publish-start",
+    "publish-file",
+    "publish-sealed",
+    "publish-manifest",
+    "publish-renamed",
+    "publish-durable",
+    "latest-drafted",
+    "publish-linked",
+    "discard-renamed",
+    "publish-done",
+]
+
+
+def assert_whole(run: Run, published: Artifact, before: Artifact) -> None:
+    """One new version after `before`, both intact, and nothing else in the folder."""
+    assert check(run) == [("tokenizer@1", "ok", ""), ("tokenizer@2", "ok", "")]
+    assert (published.version, before.version) == (2, 1)
+    assert published.file("model.safetensors").read_text() == "weights 7 after 3"
+    assert {entry.name for entry in (run.path / "tokenizer").iterdir()} - {".lock", ".holder"} == {
+        "v0001",
+        "v0002",
+        "latest",
+    }
+    assert (run.path / "tokenizer" / "latest").readlink() == Path("v0002")
+
+
+@pytest.mark.parametrize("name", FAILPOINTS)
+def test_a_kill_at_any_failpoint_is_repaired_by_the_same_command(tmp_path: Path, name: str) -> None:
+    killed = 0
+    while True:
+        folder = tmp_path / f"run{killed}"
+        before = stage(folder, identity=1)
+        status = wait(start(lambda: stage(folder, identity=7), {"WM_FAILPOINT": f"{name}:{killed + 1}"}))  # noqa: B023
+        run = Run.open(folder, create=False)
+        assert {state for _, state, _ in check(run)} == {"ok"}
+        assert_whole(run, stage(folder, identity=7), before)
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        killed += 1
+    assert killed > 0, "never reached"
+
+
+def test_a_kill_while_the_run_is_bound_leaves_a_run_that_can_be_bound(tmp_path: Path) -> None:
+    assert wait(start(lambda: stage(tmp_path / "run"), {"WM_FAILPOINT": "write-synced"})) == -signal.SIGKILL
+    assert Run.open(tmp_path / "run", create=False).bound() is None
+    stage(tmp_path / "run")
+    assert Run.open(tmp_path / "run", create=False).bound()["preset"] == "catch"
+
+
+def test_a_failpoint_is_set_from_outside(tmp_path: Path) -> None:
+    code = f"from small_stage import stage, Path; stage(Path({str(tmp_path / 'run')!r}))"
+    environment = {**os.environ, "WM_FAILPOINT": "publish-renamed", "PYTHONPATH": str(Path(__file__).parent)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == -signal.SIGKILL
+    assert Run.open(tmp_path / "run", create=False).versions("tokenizer") == [1]
+
+
+def test_kills_during_prune_leave_a_pruned_version(tmp_path: Path) -> None:
+    run = Run.open(tmp_path, create=True)
+    for identity in range(3):
+        publish(run, "dynamics", identity)
+    assert wait(start(lambda: run.prune("dynamics", {3}), {"WM_FAILPOINT": "prune-file:2"})) == -signal.SIGKILL
+    assert [state for _, state, _ in check(run)] == ["pruned", "ok", "ok"]
+    assert run.prune("dynamics", {3}) == [1, 2]
+    assert [state for _, state, _ in check(run)] == ["pruned", "pruned", "ok"]
+    assert sorted(entry.name for entry in (tmp_path / "dynamics" / "v0001").iterdir()) == ["manifest.json", "pruned"]
+
+
+def test_publish_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut loses what was not forced to the disk: the payload is before the rename, the rename is after it."""
+    events = []
+    rename = os.rename
+
+    def fsync(descriptor: int) -> None:
+        events.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()).rpartition("/run/")[2])
+
+    def renames(source: Path, target: Path) -> None:
+        events.append(f"rename {Path(source).name} {Path(target).name}")
+        rename(source, target)
+
+    run = Run.open(tmp_path / "run", create=True)
+    job = run.job("dynamics", {}, {})
+    with job.work() as work:
+        (work.payload / "chunks").mkdir()
+        for name in ("chunks/0", "chunks/1", "model"):
+            (work.payload / name).write_text(name)
+        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(os, "rename", renames)
+        work.publish(settings={}, metrics={}, environment=None, machine={})
+    home = f"dynamics/{job.work_folder.name}"
+    start = events.index("rename payload v0001")
+    payload = f"{home}/payload"
+    assert set(events[: start - 2]) == {
+        f"{payload}{name}" for name in ("/chunks/0", "/chunks/1", "/model", "/chunks", "")
+    }
+    assert events[start - 2 : start] == [f"{payload}/manifest.json", payload]
+    assert set(events[start + 1 : start + 3]) == {home, "dynamics"}
+
+
+# -- the disk fails ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename", "replace"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_full_disk_at_any_call_publishes_nothing_or_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    works = getattr(os, call)
+    failures = 0
+    while True:
+        folder = tmp_path / f"run{failures}"
+        before = stage(folder, identity=1)
+        run = Run.open(folder, create=False)
+        left = failures
+
+        def fails(*arguments: object, **options: object) -> object:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                raise OSError(number, os.strerror(number))
+            return works(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fails)
+            try:
+                stage(folder, identity=7)
+            except MachineError as error:
+                assert os.strerror(number) in str(error) and "\n" not in str(error)
+        assert {state for _, state, _ in check(run)} == {"ok"}
+        assert_whole(run, stage(folder, identity=7), before)
+        if left >= 0:
+            break
+        failures += 1
+    assert failures > 0, "never called"
+
+
+def test_a_limit_on_file_sizes_is_a_limit_of_the_machine(run: Run) -> None:
+    def too_big() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        with pytest.raises(MachineError, match="File too large"), run.job("profile", {}, {}).work() as work:
+            (work.payload / "big").write_bytes(bytes(8192))
+
+    assert wait(start(too_big)) == 0
+    assert run.versions("profile") == []
+
+
+def test_other_oserrors_are_not_taken_for_the_machines_limits(run: Run) -> None:
+    with pytest.raises(FileNotFoundError), run.job("profile", {}, {}).work() as work:
+        (work.path / "missing").read_bytes()
+
+
+# -- several processes ------------------------------------------------------------------------------------------------
+
+
+def test_the_lock_names_its_holder_and_dies_with_it(run: Run) -> None:
+    ready, tell = os.pipe()
+
+    def hold() -> None:
+        with run.job("dynamics", {"seed": 1}, {}).work():
+            os.write(tell, b"!")
+            time.sleep(60)
+
+    child = start(hold)
+    os.read(ready, 1)
+    try:
+        for identity in ({"seed": 1}, {"seed": 2}):  # another job of the same kind would be in the way as well
+            with pytest.raises(BusyError, match=f"process {child}"), run.job("dynamics", identity, {}).work():
+                pass
+        with pytest.raises(BusyError):
+            publish(run, "dynamics")
+        publish(run, "tokenizer")  # other kinds are free
+    finally:
+        os.kill(child, signal.SIGKILL)
+        wait(child)
+        os.close(ready)
+        os.close(tell)
+    assert publish(run, "dynamics").version == 1
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_processes_that_publish_at_once_never_lose_or_mix_versions(tmp_path: Path, same: bool) -> None:
+    folder = tmp_path / "run"
+    Run.open(folder, create=True).bind("catch", {"seed": 3, "tokenizer": {"codes": 17}})
+    won = 0
+    for turn in range(8):
+
+        def attempt(identity: int) -> None:
+            try:
+                stage(folder, identity=identity, updates=1)
+            except BusyError:
+                os._exit(BusyError.exit_code)
+
+        children = [start(lambda each=each: attempt(10 * turn if same else 10 * turn + each)) for each in range(3)]  # noqa: B023
+        statuses = [wait(child) for child in children]
+        assert set(statuses) <= {0, BusyError.exit_code}
+        assert 0 in statuses
+        won += 1 if same else statuses.count(0)
+    run = Run.open(folder, create=False)
+    assert run.versions("tokenizer") == list(range(1, won + 1))
+    assert {state for _, state, _ in check(run)} == {"ok"}
+    assert (folder / "tokenizer" / "latest").readlink() == Path(f"v{won:04d}")
+
+
+def test_a_version_taken_meanwhile_is_not_overwritten(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = publish(run, "dynamics", 1)
+    numbers = iter([1, 1, 2])  # what a process believes that looked before the other one published
+    monkeypatch.setattr(Run, "next_version", lambda self, kind: next(numbers))
+    second = publish(run, "dynamics", 2)
+    assert (first.version, second.version) == (1, 2)
+    assert check(run) == [("dynamics@1", "ok", ""), ("dynamics@2", "ok", "")]

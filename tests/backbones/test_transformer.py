@@ -1,0 +1,95 @@
+"""The transformer's own promises: sizes, initialisation, limits, the cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from wmcli.backbones import BackboneSettings, Size, build
+from wmcli.backbones.transformer import Transformer, TransformerSettings
+from wmcli.config import validate
+from wmcli.errors import UsageError
+
+LENGTH, D = 9, 8
+
+
+def small() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(TransformerSettings(heads=2), Size(D, 2, 0.0, LENGTH, 3)).eval()
+
+
+def test_parameter_counts_and_initialisation():
+    model = build(BackboneSettings(name="transformer", layers=10), max_length=340, block=17)
+    assert sum(p.numel() for p in model.layers[0].parameters()) == 789_760
+    assert sum(p.numel() for p in model.norm.parameters()) == 512
+    assert model.positions.weight.numel() == 87_040
+    assert sum(p.numel() for p in model.parameters()) == 10 * 789_760 + 512 + 87_040
+    for weight in (model.positions.weight, model.layers[0].qkv.weight, model.layers[9].down.weight):
+        assert weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert not model.layers[3].up.bias.any()
+
+
+def test_it_equals_attention_written_out():
+    """Softmax attention with scale 1 / sqrt(head width), exact GELU, positions added once."""
+    model = small()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    x = torch.randn(2, 5, D)
+    h = x + model.positions.weight[:5]
+    for layer in model.layers:
+        q, k, v = (p.unflatten(-1, (2, 4)).transpose(1, 2) for p in layer.qkv(layer.attention_norm(h)).chunk(3, -1))
+        weight = (q @ k.mT / 2).masked_fill(~torch.ones(5, 5).tril().bool(), float("-inf")).softmax(-1)
+        h = h + layer.out((weight @ v).transpose(1, 2).flatten(2))
+        inner = layer.up(layer.ffn_norm(h))
+        h = h + layer.down(inner * 0.5 * (1 + torch.erf(inner / 2**0.5)))
+    assert_close(model(x, None)[0], model.norm(h), rtol=1e-5, atol=1e-5)
+
+
+def test_what_does_not_fit_is_refused():
+    model, x = small(), torch.randn(1, 10, D)
+    _, state = model(x[:, :9], model.initial_state(1))
+    cases = (
+        lambda: model(x, None),
+        lambda: model(x, model.initial_state(1)),
+        lambda: model.step(x[:, 0], state),
+        lambda: model(x[:, :1], state),
+        lambda: model.fork(x[:, :9].unflatten(1, (3, 3)), x[0, :1], None),
+        lambda: model.fork(x[:, :9].unflatten(1, (3, 3)), x[0, :1], model.initial_state(1)),
+    )
+    for case in cases:
+        with pytest.raises(ValueError, match="max_length = 9"):
+            case()
+    model.fork(x[:, :8].unflatten(1, (2, 4)), x[0, :1], model.initial_state(1))  # exactly full
+
+
+def test_resets_free_the_cache():
+    """After a reset a row may take max_length elements again; one element more is an error, not a wrong answer."""
+    model, x = small(), torch.randn(2, 9, D)
+    _, state = model(x, model.initial_state(2))
+    want = model(x, None)[0]
+    with torch.no_grad():
+        for t in range(9):
+            y, state = model.step(x[:, t], state, torch.full((2,), t == 0))
+            assert_close(y, want[:, t], rtol=1e-5, atol=1e-6)
+        with pytest.raises((IndexError, RuntimeError)):
+            model.step(x[:, 0], state)
+
+
+def test_the_cache_is_written_in_place_only_without_gradients():
+    model, x = small(), torch.randn(2, 4, D)
+    state = model.initial_state(2)
+    _, after = model(x, state)
+    assert after.layers[0].data_ptr() != state.layers[0].data_ptr() and not state.layers[0].any()
+    with torch.no_grad():
+        _, after = model(x, state)
+        assert after.layers[0].data_ptr() == state.layers[0].data_ptr()
+    assert after.filled == 4 and after.even and after.length.tolist() == [4, 4]
+
+
+def test_a_wrong_name_or_head_count_is_a_usage_error():
+    with pytest.raises(UsageError, match="did you mean 'transformer'"):
+        validate(BackboneSettings, {"name": "transformr"}, "test")
+    with pytest.raises(UsageError, match="backbone.transformer.heads = 3"):
+        build(BackboneSettings(name="transformer", transformer=TransformerSettings(heads=3)), 340, 17)

@@ -1,0 +1,206 @@
+"""Parsing, help, start-up and exit codes of `wm`, with stages that do nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from wmcli import __version__
+from wmcli.cli import main, presets
+from wmcli.config import preset_names
+from wmcli.errors import ArtifactError, BusyError, DivergedError, MachineError, Stopped, UsageError
+
+FULL = Path("/dev/full")  # where every write fails for lack of space
+HEAVY = ("torch", "zarr", "matplotlib", "gymnasium", "numpy")
+
+
+def fresh(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a new interpreter."""
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environment, timeout=60
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["collect", "--help"], ["eval", "-h"], ["colect"]])
+def test_no_heavy_import_before_work_starts(arguments):
+    # Typer itself needs pydantic to parse a command's options, but not for help and version.
+    heavy = HEAVY + (("pydantic",) if arguments[0].startswith("--") else ())
+    code = f"""
+import sys
+from wmcli.cli.main import run
+run({arguments!r})
+print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)
+"""
+    done = fresh(code)
+    assert done.stderr.splitlines()[-1] == "[]", done.stderr
+
+
+def test_listing_presets_needs_no_torch():
+    done = fresh("import sys; from wmcli.cli.main import run; run(['presets']); sys.exit('torch' in sys.modules)")
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_is_quick():
+    """0.2 s of processor time, which a busy machine does not change much; waiting is not counted."""
+
+    def processor_seconds():
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    seconds = []
+    for _ in range(3):
+        before = processor_seconds()
+        subprocess.run([sys.executable, "-m", "wmcli", "--help"], capture_output=True, check=True)
+        seconds.append(processor_seconds() - before)
+    assert min(seconds) < 0.5
+
+
+def test_version(capsys):
+    assert main.run(["--version"]) == 0
+    assert capsys.readouterr() == (f"wm {__version__}\n", "")
+
+
+def test_bare_wm_shows_help_and_is_wrong_usage(capsys):
+    assert main.run([]) == 2
+    out, err = capsys.readouterr()
+    assert "train-dynamics" in out
+    assert err == ""
+
+
+@pytest.mark.parametrize("name", [*main.STAGES, *main.ANSWERS, "presets"])
+def test_every_command_has_a_sentence_and_an_example(name, capsys):
+    assert main.run([name, "--help"]) == 0
+    out, _ = capsys.readouterr()
+    assert f"wm {name}" in out.split("Example", 1)[1]
+
+
+def test_examples_name_presets_that_exist():
+    texts = [command.__doc__ for command in (*main.STAGES.values(), *main.ANSWERS.values())]
+    texts += [main.app.info.epilog, presets.presets.__doc__, presets.show.__doc__]
+    named = set(re.findall(r"(?:wm run|--preset|presets show) (\w[\w-]*)", " ".join(texts)))
+    assert named and named <= set(preset_names())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["colect"], "wm: No such command 'colect'. Did you mean 'collect'? See: wm --help"),
+        (["collect", "--stepz", "3"], "wm collect: No such option: --stepz (Possible options: --seed, --set, --steps)"),
+        (["collect", "--steps", "many"], "wm collect: Invalid value for '--steps'"),
+        (["collect", "--steps", "0"], "wm collect: Invalid value for '--steps'"),
+        (["collect", "--steps"], "wm collect: Option '--steps' requires an argument"),
+        (["play"], "wm play: Missing option '--out'"),
+        (["imagine", "extra"], "wm imagine: Got unexpected extra argument"),
+        (["imagine", "--more", "--force"], "wm imagine: --more goes on from the newest version"),
+        (["eval", "--protocol", "speed"], "wm eval: Invalid value for '--protocol'"),
+        (["eval", "--against", "runs/a"], "wm eval: --against compares"),
+        (["run", "one", "--preset", "two"], "wm run: two presets"),
+        (["presets", "show"], "wm presets: Missing argument 'NAME'"),
+        (["artifacts", "dynamic"], "wm artifacts: no artifacts of kind 'dynamic'; did you mean 'dynamics'?"),
+        (["presets", "show", "no-such-preset"], "wm presets: no preset called 'no-such-preset'"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_code_2(arguments, line, capsys):
+    assert main.run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(line)
+    assert err.count("\n") == 1
+
+
+# -- exceptions to exit codes -----------------------------------------------------------------------------------------
+
+
+def raising(monkeypatch, error):
+    """Replace the command line by one whose `collect` raises."""
+    app = typer.Typer()
+
+    @app.callback()
+    def top() -> None: ...
+
+    @app.command()
+    def collect() -> None:
+        raise error
+
+    monkeypatch.setattr(main, "app", app)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UsageError("wrong\n key"), 2, "wm collect: wrong key\n"),
+        (ArtifactError("gone"), 3, "wm collect: gone\n"),
+        (BusyError("held"), 4, "wm collect: held\n"),
+        (DivergedError("nan"), 5, "wm collect: nan\n"),
+        (MachineError("full"), 6, "wm collect: full\n"),
+        (Stopped("again"), 75, "wm collect: again\n"),
+        (MemoryError(), 6, "wm collect: out of memory: "),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 6, "wm collect: out of memory: "),
+        (OSError(errno.ENOSPC, "No space left on device", "v1"), 6, "wm collect: No space left on device: v1: free"),
+        (PermissionError(errno.EACCES, "Permission denied", "run"), 2, "wm collect: Permission denied: run\n"),
+        (KeyboardInterrupt(), 130, "wm collect: interrupted.\n"),
+    ],
+)
+def test_an_error_is_one_line_and_its_code(error, code, line, monkeypatch, capsys):
+    raising(monkeypatch, error)
+    assert main.run(["collect"]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(line)
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [KeyError("missing"), OSError(errno.ENOTDIR, "Not a directory"), RuntimeError("x")])
+def test_a_defect_shows_where(error, monkeypatch, capsys):
+    raising(monkeypatch, error)
+    assert main.run(["collect"]) == 1
+    _, err = capsys.readouterr()
+    assert "Traceback" in err
+    assert "raise error" in err
+    assert err.splitlines()[-1].startswith("wm collect: this is a defect of wm")
+
+
+def test_cuda_out_of_memory_is_a_limit_of_the_machine(monkeypatch, capsys):
+    torch = pytest.importorskip("torch")
+    raising(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
+    assert main.run(["collect"]) == 6
+
+
+def test_reader_of_the_pipe_goes_away():
+    """Under the printing of Typer itself and under that of a command."""
+    for arguments in (["--help"], ["presets", "list", "--json"]):
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run([sys.executable, "-m", "wmcli", *arguments], stdout=write, stderr=subprocess.PIPE)
+        os.close(write)
+        assert done.returncode == 141
+        assert done.stderr == b""
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+def test_stdout_on_a_full_disk_is_a_limit_of_the_machine():
+    with FULL.open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "wmcli", "--version"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 6
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("wm train-", "train-tokenizer"), ("wm artifacts dyn", "dynamics"), ("wm imagine --dynamics d", "dynamics")],
+)
+def test_completion(words, expected):
+    environment = {"_WM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = fresh("from wmcli.cli.main import main; main()", **environment)
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout.split()

@@ -1,0 +1,226 @@
+"""What each stage command hands to its stage, and what it prints: the stages are replaced by recorders."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from wmcli.cli import main
+from wmcli.cli.evaluate import score_rows
+
+SCORE = {
+    "mean": 0.5,
+    "median": 1.0,
+    "stderr": 0.25,
+    "episodes": 4,
+    "returns": [1.0, 1.0, -1.0, 1.0],
+    "random_mean": -0.5,
+    "human_normalized": None,
+    "rows": [{"part": "encode", "seconds": 0.125}, {"part": "imagine", "seconds": 2.0}],
+}
+AGGREGATE = {
+    "scores": {"Pong": [0.5, 1.0]},
+    "runs": 3,
+    "iqm": {"value": 0.75, "low": 0.5, "high": 1.0},
+    "probability_of_improvement": {"value": 0.9, "low": float("nan"), "high": None},
+}
+# module, function, command line, what the context is opened with beyond the defaults, what the stage is given
+CASES = [
+    ("collect", "collect", ["collect"], {"create": True}, {"controller": None, "steps": None}),
+    ("collect", "collect", ["collect", "--steps", "7", "--controller", "controller@2", "--fresh"],
+     {"create": True, "fresh": True}, {"controller": "controller@2", "steps": 7}),
+    ("tokenizer", "train_tokenizer", ["train-tokenizer", "--updates", "9", "--more"],
+     {"overrides": ["tokenizer.updates=9"], "more": True}, {"experience": None}),
+    ("tokenizer", "train_tokenizer", ["train-tokenizer", "--experience", "."],
+     {"create": True}, {"experience": "."}),
+    ("dynamics", "train_dynamics", ["train-dynamics", "--backbone", "transformer", "--updates", "5", "--force"],
+     {"overrides": ["backbone.name=transformer", "dynamics.updates=5"], "force": True},
+     {"tokenizer": None, "experience": None}),
+    ("dynamics", "train_dynamics", ["train-dynamics", "--tokenizer", ".", "--experience", "experience@1"],
+     {"create": False}, {"tokenizer": ".", "experience": "experience@1"}),
+    ("imagine", "imagine", ["imagine", "--updates", "3", "--dynamics", "dynamics@4"],
+     {"overrides": ["controller.updates=3"]}, {"dynamics": "dynamics@4", "experience": None}),
+    ("evaluate", "evaluate", ["eval", "--episodes", "11", "--fresh"],
+     {"fresh": True}, {"controller": None, "episodes": 11, "protocol": "returns"}),
+    ("profile", "profile", ["profile", "--force"], {"create": True, "force": True}, {}),
+    ("loop", "run_loop", ["run", "quickstart"], {"create": True, "preset": "quickstart"}, {}),
+    ("loop", "run_loop", ["run"], {"create": True}, {}),
+    ("play", "play", ["play", "--out", "a.gif", "--imagination"], {},
+     {"source": "imagination", "out": Path("a.gif"), "controller": None, "seed": 17}),
+    ("play", "play", ["play", "-o", "b.gif"], {},
+     {"source": "real", "out": Path("b.gif"), "controller": None, "seed": 17}),
+]  # fmt: skip
+STAGES = [case for case in CASES if case[0] != "play"]
+
+
+@dataclass
+class Recorder:
+    """Stands for every stage: keeps what it was called with and returns a made-up artifact."""
+
+    opened: list[dict[str, Any]] = field(default_factory=list)
+    called: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    aggregated: list[Any] = field(default_factory=list)
+
+    def open_context(self, run: Path, preset: str | None, overrides: list[str], **keywords: bool) -> Any:
+        self.opened.append({"run": run, "preset": preset, "overrides": overrides} | keywords)
+        return SimpleNamespace(settings=SimpleNamespace(seed=17))
+
+    def stage(self, name: str) -> Any:
+        def run(context: Any, **keywords: Any) -> Any:
+            print("talk", file=sys.stderr)
+            self.called.append((name, keywords))
+            return keywords["out"] if name == "play" else ARTIFACT
+
+        return run
+
+    def aggregate(self, runs: list[Path], against: list[Path] | None) -> dict[str, Any]:
+        self.aggregated.append((runs, against))
+        return AGGREGATE
+
+
+ARTIFACT = SimpleNamespace(
+    kind="evaluation",
+    version=3,
+    name="evaluation@3",
+    path=Path("runs/x/evaluation/v0003"),
+    digest="ab12",
+    metrics=SCORE,
+    manifest={"environment": {"id": "wm/Catch-v0"}},
+)
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    recorder = Recorder()
+    context = SimpleNamespace(open_context=recorder.open_context)
+    monkeypatch.setitem(sys.modules, "wmcli.stages.context", context)
+    for module, function, *_ in CASES:
+        fake = SimpleNamespace(**{function: recorder.stage(module)}, aggregate=recorder.aggregate)
+        monkeypatch.setitem(sys.modules, f"wmcli.stages.{module}", fake)
+    monkeypatch.delenv("WM_RUN", raising=False)
+    return recorder
+
+
+@pytest.mark.parametrize(("module", "function", "line", "opened", "given"), CASES)
+def test_the_stage_gets_what_the_command_line_says(module, function, line, opened, given, recorder):
+    assert main.run(line) == 0
+    want = {"run": Path("runs/default"), "preset": None, "overrides": [], "create": False, "quiet": False} | opened
+    got = recorder.opened[0]
+    assert {key: got[key] for key in want} == want
+    assert not any(got[key] for key in ("fresh", "force", "more") if key in got and key not in opened)
+    assert recorder.called == [(module, given)]
+
+
+@pytest.mark.parametrize(("module", "function", "line", "opened", "given"), CASES)
+def test_the_real_stages_take_these_arguments(module, function, line, opened, given):
+    stage = getattr(importlib.import_module(f"wmcli.stages.{module}"), function)
+    inspect.signature(stage).bind(object(), **given)
+
+
+def test_the_real_context_takes_these_arguments(recorder):
+    recorded = recorder.open_context
+    sys.modules.pop("wmcli.stages.context")
+    real = inspect.signature(importlib.import_module("wmcli.stages.context").open_context)
+    sys.modules["wmcli.stages.context"] = SimpleNamespace(open_context=recorded)  # type: ignore[assignment]
+    for _, _, line, _, _ in CASES:
+        main.run(line)
+    for call in recorder.opened:
+        real.bind(**call)
+
+
+@pytest.mark.parametrize("line", [case[2] for case in CASES])
+def test_options_that_all_share(line, recorder, monkeypatch):
+    monkeypatch.setenv("WM_RUN", "runs/from-environment")
+    shared = ["--set", "a.b=1", "--set", "c=x y", "--seed", "4", "--device", "cuda:1", "--quiet"]
+    assert main.run([*line, *shared]) == 0
+    assert recorder.opened[0]["run"] == Path("runs/from-environment")
+    assert recorder.opened[0]["overrides"][:4] == ["a.b=1", "c=x y", "seed=4", "training.device=cuda:1"]
+    assert recorder.opened[0]["quiet"]
+    assert main.run([*line, "--run", "runs/flag"]) == 0
+    assert recorder.opened[1]["run"] == Path("runs/flag")
+
+
+@pytest.mark.parametrize("line", [case[2] for case in STAGES])
+def test_stdout_is_the_published_path_and_nothing_else(line, recorder, capsys):
+    assert main.run(line) == 0
+    out, err = capsys.readouterr()
+    assert out == "runs/x/evaluation/v0003\n"
+    assert err == "talk\n"
+
+
+@pytest.mark.parametrize("line", [case[2] for case in STAGES if case[0] != "evaluate"])
+def test_json_is_one_object(line, recorder, capsys):
+    assert main.run([*line, "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert json.loads(out) == {
+        "kind": "evaluation",
+        "version": 3,
+        "name": "evaluation@3",
+        "path": "runs/x/evaluation/v0003",
+        "digest": "ab12",
+        "metrics": SCORE,
+    }
+
+
+def test_play_prints_where_the_video_is(recorder, capsys):
+    assert main.run(["play", "--out", "a.gif"]) == 0
+    assert capsys.readouterr().out == "a.gif\n"
+    assert main.run(["play", "--out", "a.gif", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"path": "a.gif"}
+
+
+def test_eval_json_is_the_score(recorder, capsys):
+    assert main.run(["eval", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == SCORE | {"artifact": "runs/x/evaluation/v0003", "name": "evaluation@3", "digest": "ab12"}
+
+
+@pytest.mark.parametrize(("line", "expected"), [(["eval"], ["0.5", "-0.5"]), (["profile"], ["encode", "0.125"])])
+def test_a_person_gets_a_table_beside_the_path(line, expected, recorder, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main.run(line) == 0
+    out, err = capsys.readouterr()
+    assert out == "runs/x/evaluation/v0003\n"
+    assert all(text in err for text in expected)
+    for silent in ("--json", "--quiet"):
+        assert main.run([*line, silent]) == 0
+        assert capsys.readouterr().err == "talk\n"
+
+
+def test_one_episode_has_no_standard_error(recorder, capsys, monkeypatch):
+    monkeypatch.setitem(SCORE, "stderr", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main.run(["eval"]) == 0
+    assert "standard error" not in capsys.readouterr().err
+
+
+def test_an_atari_score_stands_beside_the_published_ones():
+    artifact = SimpleNamespace(metrics=SCORE, manifest={"environment": {"id": "ALE/Pong-v5"}})
+    rows = {row["name"]: row for row in score_rows(artifact)}
+    assert list(rows)[0] == "this run"
+    assert rows["this run"]["score"] == 0.5
+    assert rows["this run"]["human_normalized"] == pytest.approx((0.5 + 20.7) / (14.6 + 20.7))
+    assert {"random", "human", "REM", "IRIS"} <= set(rows)
+
+
+def test_many_runs(recorder, capsys):
+    assert main.run(["eval", "runs/a", "runs/b", "--against", "runs/c", "--against", "runs/d"]) == 0
+    assert recorder.aggregated == [([Path("runs/a"), Path("runs/b")], [Path("runs/c"), Path("runs/d")])]
+    assert recorder.opened == []
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["runs\t3\t-\t-", "iqm\t0.75\t0.5\t1.0", "probability_of_improvement\t0.9\tnan\t-"]
+    assert main.run(["eval", "runs/a", "--json"]) == 0
+    assert recorder.aggregated[1] == ([Path("runs/a")], None)
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["scores"] == AGGREGATE["scores"]
+    assert shown["iqm"] == AGGREGATE["iqm"]
+    assert shown["probability_of_improvement"]["low"] is None

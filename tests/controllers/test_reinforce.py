@@ -1,0 +1,346 @@
+"""The recurrent controller: sizes, order of updates, burn-in, and its loss against a graph kept in imagination."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.distributions import Categorical
+from torch.nn import functional as F
+
+from wmcli.config import validate
+from wmcli.controllers.base import sample
+from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings, Rollout, imagine
+from wmcli.errors import UsageError
+from wmcli.world_models.base import Imagined
+
+SMALL: dict[str, Any] = {
+    "width": 7,
+    "latent_channels": (6, 2),
+    "pixel_channels": (3, 2),
+    "burn_in": 5,
+    "horizon": 4,
+    "discount": 0.9,
+    "trace_decay": 0.7,
+    "entropy": 0.3,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rem": {},
+    "no-burn-in-actions": {"burn_in_actions": False},
+    "no-actions": {"action_inputs": False},
+    "iris": {"input": "pixels", "action_inputs": False},
+    "pixels-and-actions": {"input": "pixels"},
+    "no-burn-in": {"burn_in": 0},
+}
+
+
+def small(dtype=torch.float64, **changes) -> ReinforceController:
+    torch.manual_seed(3)
+    settings = ReinforceSettings(**(SMALL | changes))
+    return ReinforceController(settings, (5, 2, 3), image_size=8, actions=4).to(dtype)
+
+
+def parameters(controller: ReinforceController) -> int:
+    return sum(parameter.numel() for parameter in controller.parameters())
+
+
+# -- sizes ---
+
+
+@pytest.mark.parametrize("actions", [4, 18])
+def test_parameter_counts(actions):
+    with torch.device("meta"):
+        rem = ReinforceController(ReinforceSettings(), (256, 8, 8), 64, actions)
+        coarse = ReinforceController(ReinforceSettings(), (256, 4, 4), 64, actions)
+        silent = ReinforceController(ReinforceSettings(action_inputs=False), (256, 8, 8), 64, actions)
+        iris = ReinforceController(ReinforceSettings(input="pixels", action_inputs=False), (256, 4, 4), 64, actions)
+    assert parameters(rem) == 4_568_257 + 1_025 * actions
+    assert parameters(coarse) == 2_999_493 + 1_025 * (actions - 4)
+    assert parameters(silent) == 4_568_257 + 513 * actions
+    assert parameters(iris) == 3_215_905 + 513 * actions
+    (group,) = rem.parameter_groups()
+    assert sum(parameter.numel() for parameter in group["params"]) == parameters(rem)
+    assert group["weight_decay"] == 0.01
+    assert rem.window == 21
+
+
+def test_settings_from_a_table():
+    settings = validate(ReinforceSettings, {"latent_channels": [8, 4], "discount": 1}, "here")
+    assert settings.latent_channels == (8, 4)
+    assert validate(ReinforceSettings, settings.model_dump(mode="json"), "here") == settings
+    with pytest.raises(UsageError, match=r"here: pixel_channels\.1 = 2\.5"):
+        validate(ReinforceSettings, {"pixel_channels": [8, 2.5]}, "here")
+
+
+def test_an_input_that_does_not_fit():
+    with pytest.raises(UsageError, match=r"controller\.input=pixels"):
+        ReinforceController(ReinforceSettings(), (30,), 64, 4)
+    with pytest.raises(UsageError, match=r"environment\.size = 40 must be a multiple of 16"):
+        ReinforceController(ReinforceSettings(input="pixels"), (256, 8, 8), 40, 4)
+
+
+def test_it_starts_nearly_uniform():
+    torch.manual_seed(0)
+    controller = ReinforceController(ReinforceSettings(width=64), (16, 4, 4), 64, actions=6)
+    logits, _, _ = controller.policy(torch.randn(50, 16, 4, 4), controller.initial_state(50))
+    entropy = Categorical(logits=logits.detach()).entropy()
+    assert float((entropy - math.log(6)).abs().max()) < 0.03
+
+
+def test_encoders_layer_by_layer():
+    """Channels, rows and columns where the papers have them; bytes become [-1, 1]."""
+    features = torch.randn(3, 5, 2, 3, dtype=torch.float64)
+    first, second, dense = [layer for layer in small().encoder if list(layer.parameters())]
+    x = F.silu(F.conv2d(features, first.weight, first.bias, padding=1))
+    x = F.silu(F.conv2d(x, second.weight, second.bias, padding=1))
+    want = F.silu(F.linear(x.reshape(3, 12), dense.weight, dense.bias))
+    torch.testing.assert_close(small()._encode(features), want)
+
+    images = torch.randint(256, (3, 8, 8, 3), dtype=torch.uint8)
+    first, second = [layer for layer in small(input="pixels").encoder if list(layer.parameters())]
+    x = torch.stack([images[..., channel].double() * 2 / 255 - 1 for channel in range(3)], dim=1)
+    x = F.max_pool2d(F.relu(F.conv2d(x, first.weight, first.bias, padding=1)), 2)
+    x = F.max_pool2d(F.relu(F.conv2d(x, second.weight, second.bias, padding=1)), 2)
+    torch.testing.assert_close(small(input="pixels")._encode(images), x.reshape(3, 8))
+
+
+# -- the order of LSTM updates ---
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_unroll_is_policy_and_follow_in_turn(variant, world):
+    controller = small(**VARIANTS[variant])
+    frames, actions = torch.randint(97, (3, 6)), torch.randint(4, (3, 6))
+    pixels = controller.settings.input == "pixels"
+    observation = world.decode(frames) if pixels else world._features(frames)
+    reset = torch.rand(3, 6) < 0.3
+    reset[:, 0] = False
+    reset[1, 4] = True
+    start = (torch.randn(3, 7, dtype=torch.float64), torch.randn(3, 7, dtype=torch.float64))
+
+    state, hidden = start, []
+    for t in range(6):
+        state = controller.cleared(state, reset[:, t])
+        logits, value, state = controller.policy(observation[:, t], state)
+        assert logits.shape == (3, 4)
+        assert value.shape == (3,)
+        hidden.append(state[0])
+        state = controller.follow(actions[:, t], state)
+    got, got_state = controller.unroll(observation, actions, start, reset)
+    torch.testing.assert_close(got, torch.stack(hidden, dim=1))
+    torch.testing.assert_close(got_state, state)
+    got, _ = controller.unroll(observation, actions[:, :-1], start, reset)  # the last action is not seen by any output
+    torch.testing.assert_close(got, torch.stack(hidden, dim=1))
+
+
+def test_an_action_is_known_from_the_next_frame_on(world):
+    controller = small()
+    observation, actions = world._features(torch.randint(97, (3, 6))), torch.randint(4, (3, 6))
+    before, _ = controller.unroll(observation, actions, controller.initial_state(3))
+    actions[:, 2] = (actions[:, 2] + 1) % 4
+    after, _ = controller.unroll(observation, actions, controller.initial_state(3))
+    torch.testing.assert_close(after[:, :3], before[:, :3], rtol=0, atol=0)
+    assert (after[:, 3:] != before[:, 3:]).all()
+
+
+def test_a_reset_is_a_new_start(world):
+    controller = small()
+    observation, actions = world._features(torch.randint(97, (3, 6))), torch.randint(4, (3, 6))
+    reset = torch.zeros(3, 6, dtype=torch.bool)
+    reset[1, 4] = True
+    got, _ = controller.unroll(observation, actions, controller.initial_state(3), reset)
+    whole, _ = controller.unroll(observation, actions, controller.initial_state(3))
+    tail, _ = controller.unroll(observation[:, 4:], actions[:, 4:], controller.initial_state(3))
+    torch.testing.assert_close(got[1, 4:], tail[1])
+    torch.testing.assert_close(got[1, :4], whole[1, :4])
+    torch.testing.assert_close(got[[0, 2]], whole[[0, 2]])
+
+
+# -- imagination ---
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_burn_in_equals_going_over_the_real_frames_alone(variant, world, make_batch):
+    controller = small(**VARIANTS[variant])
+    settings, window = controller.settings, controller.window
+    real = tuple(min(n, window) for n in (3, 6, 1))
+    batch = make_batch(real, window)
+    rollout = imagine(controller, world, batch)
+    for row, n in enumerate(real):
+        frames, actions = batch.latent[row, -n:], batch.action[row, -n:]
+        seen, _ = world.observe(frames[None], actions[None], torch.arange(n)[None] == 0)
+        seen = world.decode(frames[None]) if settings.input == "pixels" else seen
+        state = controller.initial_state(1)
+        for t in range(n - 1):
+            _, _, state = controller.policy(seen[:, t], state)
+            if settings.burn_in_actions:
+                state = controller.follow(actions[t : t + 1], state)
+        torch.testing.assert_close((rollout.start[0][row], rollout.start[1][row]), (state[0][0], state[1][0]))
+        torch.testing.assert_close(rollout.observation[row, 0], seen[0, -1])
+
+
+def test_padding_leaves_no_trace(world, make_batch):
+    controller = small()
+    batch = make_batch((3, 6, 1), 6)
+    other = make_batch((3, 6, 1), 6, seed=1)
+    mixed = batch._replace(
+        latent=torch.where(batch.valid, batch.latent, other.latent),
+        action=torch.where(batch.valid, batch.action, other.action),
+        first=batch.first & torch.tensor([True, False] * 3),
+    )
+    torch.manual_seed(0)
+    want = imagine(controller, world, batch)
+    torch.manual_seed(0)
+    torch.testing.assert_close(imagine(controller, world, mixed), want, rtol=0, atol=0)
+
+
+def test_a_rollout_records_what_the_world_did(world, make_batch):
+    controller = small()
+    batch = make_batch((3, 6, 4), 6)
+    rollout = imagine(controller, world, batch)
+    starts = torch.arange(6) == 6 - torch.tensor([[3], [6], [4]])
+    _, state = world.observe(batch.latent, batch.action, starts)
+    for t in range(4):
+        torch.testing.assert_close(rollout.observation[:, t], world.features(state))
+        imagined, state = world.imagine(state, rollout.action[:, t])
+        torch.testing.assert_close(rollout.reward[:, t], imagined.reward)
+        torch.testing.assert_close(rollout.terminated[:, t], imagined.terminated)
+    torch.testing.assert_close(rollout.observation[:, 4], world.features(state))
+    assert not any(tensor.requires_grad for tensor in [*rollout.start, *rollout[1:]])
+    assert rollout.terminated.any(), "the test wants a termination inside a rollout"
+
+
+def test_a_model_that_learns_its_encoder_is_given_frames(world, make_batch):
+    controller = small()
+    batch = make_batch((3, 6, 4), 6)
+    torch.manual_seed(0)
+    want = imagine(controller, world, batch)
+    frames = batch.latent[..., None, None, None].expand(3, 6, 8, 8, 3).to(torch.uint8)
+    world.frozen_encoder = False
+    torch.manual_seed(0)
+    torch.testing.assert_close(imagine(controller, world, batch._replace(latent=frames)), want)
+
+
+def test_a_world_model_in_training_mode_is_refused(world, make_batch):
+    with pytest.raises(AssertionError, match="eval"):
+        imagine(small(), world.train(), make_batch((3, 6, 4), 6))
+
+
+# -- the loss ---
+
+
+def loss_with_the_graph_kept(controller: ReinforceController, world, rollout: Rollout, batch) -> torch.Tensor:
+    """The losses term by term, with autograd running through imagination itself."""
+    settings = controller.settings
+    starts = batch.valid.clone()
+    starts[:, 1:] &= ~batch.valid[:, :-1]
+    _, world_state = world.observe(batch.latent, batch.action, starts)
+    state, value, log_probability, entropy, reward, ended = rollout.start, [], [], [], [], []
+    for _ in range(settings.horizon):
+        logits, v, state = controller.policy(controller.view(world, world_state), state)
+        action = sample(logits.detach())
+        policy = Categorical(logits=logits)
+        value.append(v)
+        log_probability.append(policy.log_prob(action))
+        entropy.append(policy.entropy())
+        state = controller.follow(action, state)
+        imagined, world_state = world.imagine(world_state, action)
+        reward.append(imagined.reward)
+        ended.append(imagined.terminated)
+    _, v, _ = controller.policy(controller.view(world, world_state), state)
+    value.append(v)
+
+    target = value[-1].detach()
+    total = torch.zeros((), dtype=v.dtype)
+    decisions = settings.horizon * len(target)
+    for t in reversed(range(settings.horizon)):
+        future = (1 - settings.trace_decay) * value[t + 1].detach() + settings.trace_decay * target
+        target = reward[t] + settings.discount * (1 - ended[t].double()) * future
+        total = total + ((value[t] - target) ** 2).sum() / decisions
+        total = total - (log_probability[t] * (target - value[t].detach())).sum() / decisions
+        total = total - settings.entropy * entropy[t].sum() / decisions
+    return total
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_phases_give_the_gradient_of_one(variant, world, make_batch):
+    controller = small(**VARIANTS[variant])
+    window = controller.window
+    batch = make_batch(tuple(min(n, window) for n in (3, 6, 4)), window)
+
+    torch.manual_seed(11)
+    rollout = imagine(controller, world, batch)
+    torch.manual_seed(11)
+    want = loss_with_the_graph_kept(controller, world, rollout, batch)
+    want_gradients = torch.autograd.grad(want, list(controller.parameters()))
+
+    torch.manual_seed(11)
+    total, metrics = controller.loss(world, batch)
+    gradients = torch.autograd.grad(total, list(controller.parameters()))
+    torch.testing.assert_close(total, want)
+    torch.testing.assert_close(gradients, want_gradients)
+    assert all(bool(gradient.any()) for gradient in gradients), "every parameter learns"
+    assert not any(metric.requires_grad for metric in metrics.values())
+    assert float(metrics["imagined_reward"]) == pytest.approx(float(rollout.reward.mean()))
+
+
+def test_float32_and_bfloat16(world, make_batch):
+    controller = small(torch.float32, width=32)
+    batch = make_batch((3, 6, 4), 6)
+    rollout = imagine(controller, world, batch)
+    want, _ = controller.rollout_loss(rollout)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = imagine(
+            controller, world, batch
+        )  # without gradient, in the same autocast: its casts must not be reused
+        total, metrics = controller.rollout_loss(rollout)
+    total.backward()
+    assert {tensor.dtype for tensor in [*rough.start, total, *metrics.values()]} == {torch.float32}
+    for parameter in controller.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.any()
+    assert float(total.detach()) == pytest.approx(float(want.detach()), rel=2e-2)
+
+
+# -- learning ---
+
+
+def test_sample_follows_the_softmax():
+    probability = torch.tensor([0.05, 0.6, 0.0, 0.35])
+    generator = torch.Generator().manual_seed(0)
+    drawn = sample(probability.log().expand(20_000, 4), generator)
+    share = torch.bincount(drawn, minlength=4) / 20_000
+    torch.testing.assert_close(share, probability, atol=0.015, rtol=0)
+    assert share[2] == 0
+
+
+def test_reinforce_finds_the_good_arm(world, make_batch):
+    """A bandit whose frames show which of three arms pays: a policy that ignores them earns a third."""
+
+    class Bandit(type(world)):
+        feature_shape = (3, 1, 1)
+
+        def _features(self, total):
+            return torch.nn.functional.one_hot(total % 3, 3).float()[..., None, None]
+
+        def imagine(self, state, action):
+            frame = torch.randint(3, action.shape)
+            reward = (action == state.total % 3).float()
+            return Imagined(frame, reward, torch.ones_like(reward, dtype=torch.bool)), state._replace(total=frame)
+
+    bandit = Bandit(actions=3)
+    torch.manual_seed(0)
+    settings = ReinforceSettings(width=16, latent_channels=(4,), burn_in=0, horizon=4, entropy=0.01)
+    controller = ReinforceController(settings, bandit.feature_shape, 8, bandit.actions)
+    optimiser = torch.optim.AdamW(controller.parameter_groups(), lr=1e-2)
+    reward = []
+    for seed in range(200):
+        total, metrics = controller.loss(bandit, make_batch((1,) * 16, 1, actions=3, seed=seed))
+        optimiser.zero_grad()
+        total.backward()
+        optimiser.step()
+        reward.append(float(metrics["imagined_reward"]))
+    assert sum(reward[:10]) / 10 < 0.5
+    assert sum(reward[-20:]) / 20 > 0.95

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from wmcli.envs import EnvironmentSettings, Streams, make
+from wmcli.errors import ArtifactError
+
+CATCH = EnvironmentSettings(size=32, count=3)
+
+
+def play(streams: Streams, actions: np.ndarray) -> list[tuple[np.ndarray, ...]]:
+    """Everything that can be seen while playing (T, E) actions."""
+    seen = []
+    for action in actions:
+        transition = streams.step(action)
+        seen.append((streams.observation, streams.first, *transition))
+    return seen
+
+
+def assert_same(got: list[tuple[np.ndarray, ...]], want: list[tuple[np.ndarray, ...]]) -> None:
+    for step, other in zip(got, want, strict=True):
+        for a, b in zip(step, other, strict=True):
+            assert a.dtype == b.dtype and (a == b).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "train"),
+    [
+        (CATCH, True),
+        (EnvironmentSettings(id="Pong", protocol="rem", size=24, count=3), True),
+        (EnvironmentSettings(id="Breakout", protocol="rem", size=24, count=3), True),
+        (EnvironmentSettings(id="Breakout", protocol="rem", size=24, count=3), False),
+    ],
+)
+def test_restored_streams_go_on_exactly(settings: EnvironmentSettings, train: bool) -> None:
+    actions = np.random.default_rng(1).integers(3, size=(100, 3))
+    streams = Streams(settings, train=train, seed=11)
+    before = play(streams, actions[:60])
+    state = streams.state()
+    now, first = streams.observation, streams.first
+    want = play(streams, actions[60:])
+    again = Streams.restore(settings, train, state)
+    assert (again.observation == now).all() and (again.first == first).all()
+    assert_same(play(again, actions[60:]), want)
+    after, expected = again.state(), streams.state()
+    assert all(np.array_equal(after[key], expected[key]) for key in expected)
+    terminated = sum(step[3].sum() for step in before + want)
+    lives_lost = sum((step[3] & ~step[6]).sum() for step in before + want)
+    if settings.id == "Breakout":
+        assert (lives_lost > 0) == train  # or the hardest case was not tried
+    if settings is CATCH:
+        assert terminated == 3 * (100 // 7) and lives_lost == 0
+    streams.close()
+    again.close()
+
+
+def test_restoring_right_after_a_lost_life_keeps_the_opening_flag() -> None:
+    settings = EnvironmentSettings(id="Breakout", protocol="rem", size=24)
+    streams = Streams(settings, train=True, seed=2)
+    for _ in range(200):
+        transition = streams.step(np.array([1]))  # keeps firing, never moves
+        if transition.terminated[0]:
+            break
+    assert not transition.game_over[0] and streams.first[0] and transition.lives[0] == 4
+    again = Streams.restore(settings, True, streams.state())
+    assert again.first[0] and (again.observation == streams.observation).all()
+
+
+def test_reset_frames_follow_the_end_and_open_an_episode() -> None:
+    streams = Streams(CATCH, train=True, seed=0)
+    assert streams.first.all()
+    for step in range(1, 29):
+        transition = streams.step(np.ones(3, np.int64))
+        ended = step % 7 == 0
+        assert (transition.terminated == ended).all() and (transition.game_over == ended).all()
+        assert (streams.first == ended).all() and (transition.lives == -1).all()
+        assert ((transition.reward != 0) == ended).all()
+        assert not transition.truncated.any()
+
+
+def test_every_game_and_stream_has_its_own_seed() -> None:
+    streams = Streams(EnvironmentSettings(size=16, count=4), train=True, seed=5)
+    starts = [[frame.tobytes() for frame in streams.observation]]
+    for _ in range(30):
+        for _ in range(7):
+            streams.step(np.ones(4, np.int64))
+        starts.append([frame.tobytes() for frame in streams.observation])
+    for stream in range(4):
+        assert len({row[stream] for row in starts}) > 4  # of 8 columns
+    columns = {tuple(row[stream] for row in starts) for stream in range(4)}
+    assert len(columns) == 4
+    other = Streams(EnvironmentSettings(size=16, count=4), train=True, seed=6)
+    assert [frame.tobytes() for frame in other.observation] != starts[0]
+
+
+def test_a_stream_does_not_depend_on_its_neighbours() -> None:
+    one = Streams(EnvironmentSettings(size=16, count=1), train=True, seed=9)
+    five = Streams(EnvironmentSettings(size=16, count=5), train=True, seed=9)
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        action = rng.integers(3, size=5)
+        one.step(action[:1])
+        five.step(action)
+        assert (one.observation[0] == five.observation[0]).all()
+
+
+def test_another_number_of_streams_is_refused() -> None:
+    state = Streams(CATCH, train=True, seed=0).state()
+    with pytest.raises(ArtifactError, match="environment.count=3"):
+        Streams.restore(EnvironmentSettings(size=32, count=2), True, state)
+
+
+class Noise(gymnasium.Env):
+    """Ignores its seed."""
+
+    observation_space, action_space = spaces.Box(0, 255, (9, 8, 3), np.uint8), spaces.Discrete(2)
+    rng = np.random.default_rng(0)
+
+    def reset(self, *, seed=None, options=None):
+        return self.rng.integers(256, size=(9, 8, 3), dtype=np.uint8), {}
+
+    def step(self, action):
+        return self.reset()[0], 0.0, False, False, {}
+
+
+def test_an_environment_that_does_not_follow_its_seed_is_noticed() -> None:
+    gymnasium.registry.pop("test/Noise-v0", None)
+    gymnasium.register("test/Noise-v0", entry_point=Noise)
+    settings = EnvironmentSettings(id="test/Noise-v0", size=12, count=2)
+    streams = Streams(settings, train=True, seed=0)
+    play(streams, np.zeros((4, 2), np.int64))
+    with pytest.raises(ArtifactError, match="does not follow its seed"):
+        Streams.restore(settings, True, streams.state())
+
+
+def test_streams_equal_playing_the_environment_by_hand() -> None:
+    settings = EnvironmentSettings(id="Breakout", protocol="rem", size=24)
+    streams, env = Streams(settings, train=True, seed=4), make(settings, train=True)
+    seed = int(np.random.SeedSequence((4, 0, 0)).generate_state(1)[0]) >> 1
+    frame, _ = env.reset(seed=seed)
+    assert (streams.observation[0] == frame).all()
+    lives_lost = 0
+    for action in np.random.default_rng(3).integers(4, size=(400, 1)):
+        transition = streams.step(action)
+        frame, reward, terminated, truncated, info = env.step(action[0])
+        assert tuple(column[0] for column in transition[:4]) == (reward, terminated, truncated, info["lives"])
+        if transition.game_over[0]:
+            break
+        if terminated:
+            lives_lost += 1
+            frame, _ = env.reset()
+        assert (streams.observation[0] == frame).all() and streams.first[0] == terminated
+    assert lives_lost == 4 and transition.terminated[0]

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import zarr
+
+from wmcli.errors import ArtifactError
+from wmcli.experience import Recorder, read_segment, segment, write_segment
+
+
+def arrays(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {
+        "observation": rng.integers(256, size=(rows, 6, 5, 3), dtype=np.uint8),
+        "action": rng.integers(4, size=rows).astype(np.int32),
+        "reward": rng.normal(size=rows).astype(np.float32),
+        "terminated": rng.random(rows) < 0.1,
+        "truncated": rng.random(rows) < 0.1,
+        "first": rng.random(rows) < 0.1,
+        "lives": rng.integers(-1, 5, size=rows).astype(np.int16),
+        "stream": rng.integers(2, size=rows).astype(np.int16),
+    }
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 300])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_round_trip_is_bit_exact(tmp_path, monkeypatch, rows: int, shards: int) -> None:
+    if shards == 3:
+        monkeypatch.setattr(segment, "SHARD", 2 * segment.CHUNK)
+    want = arrays(rows)
+    want["reward"][0] = np.nan
+    write_segment(tmp_path / "s", want)
+    got = read_segment(tmp_path / "s")
+    assert list(got) == list(want)
+    for name in want:
+        assert got[name].dtype == want[name].dtype and got[name].tobytes() == want[name].tobytes()
+    assert len(list((tmp_path / "s" / "observation" / "c").iterdir())) == (-(-rows // 128) if shards == 3 else 1)
+    with pytest.raises(zarr.errors.ContainsGroupError):
+        write_segment(tmp_path / "s", want)
+
+
+def files(folder) -> list:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_all_zero_arrays_are_written_too(tmp_path) -> None:
+    write_segment(tmp_path / "s", {name: np.zeros_like(array) for name, array in arrays(70).items()})
+    assert len(files(tmp_path / "s")) == 1 + 2 * len(segment.FIELDS)
+    assert not any(array.any() for array in read_segment(tmp_path / "s").values())
+
+
+def test_any_missing_or_cut_file_is_noticed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(segment, "SHARD", segment.CHUNK)
+    folder = tmp_path / "s"
+    write_segment(folder, arrays(150))
+    assert len(files(folder)) == 1 + len(segment.FIELDS) + len(segment.FIELDS) + 2
+    for file in files(folder):
+        content = file.read_bytes()
+        file.unlink()
+        with pytest.raises(ArtifactError, match="wm verify"):
+            read_segment(folder)
+        file.write_bytes(content[: len(content) // 2])
+        with pytest.raises(ArtifactError, match="wm verify"):
+            read_segment(folder)
+        file.write_bytes(content)
+    read_segment(folder)
+
+
+def test_flipped_bits_are_noticed(tmp_path) -> None:
+    folder = tmp_path / "s"
+    write_segment(folder, arrays(100))
+    rng = np.random.default_rng(4)
+    for file in (folder / "observation" / "c").rglob("*"):
+        if file.is_file():
+            content = file.read_bytes()
+            for _ in range(30):
+                changed = bytearray(content)
+                changed[rng.integers(len(changed))] ^= 1 << int(rng.integers(8))
+                file.write_bytes(changed)
+                with pytest.raises(ArtifactError):
+                    read_segment(folder)
+
+
+def test_arrays_that_do_not_fit_together_are_noticed(tmp_path) -> None:
+    write_segment(tmp_path / "long", arrays(90))
+    write_segment(tmp_path / "short", arrays(80))
+    (tmp_path / "short" / "reward").rename(tmp_path / "short" / "old")
+    (tmp_path / "long" / "reward").rename(tmp_path / "short" / "reward")
+    with pytest.raises(ArtifactError, match=r"reward: float32 \(90,\) does not fit a segment of 80 rows"):
+        read_segment(tmp_path / "short")
+
+
+def test_other_formats_are_refused(tmp_path) -> None:
+    with pytest.raises(ArtifactError, match="no experience segment"):
+        read_segment(tmp_path)
+    zarr.create_group(tmp_path / "g", attributes={"format": "wm-segment", "schema": 2, "rows": 3})
+    with pytest.raises(ArtifactError, match="'schema': 2"):
+        read_segment(tmp_path / "g")
+
+
+def test_recorder_interleaves_streams_and_goes_on_after_a_load() -> None:
+    source = arrays(21)
+    steps = [{name: array[3 * t : 3 * t + 3] for name, array in source.items() if name != "stream"} for t in range(7)]
+    whole = Recorder(7, 3, (6, 5, 3))
+    part = Recorder(4, 3, (6, 5, 3))
+    for step in steps:
+        whole.add(step)
+    for step in steps[:4]:
+        part.add(step)
+    resumed = Recorder(7, 3, (6, 5, 3))
+    resumed.load(part.arrays())
+    assert len(resumed) == 12
+    for step in steps[4:]:
+        resumed.add(step)
+    source["stream"] = np.tile(np.arange(3), 7).astype(np.int16)
+    for name, array in source.items():
+        assert (whole.arrays()[name] == array).all()
+        assert (resumed.arrays()[name] == array).all()
+    with pytest.raises(AssertionError, match="full"):
+        whole.add(steps[0])

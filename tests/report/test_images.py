@@ -1,0 +1,202 @@
+"""Pictures: what is where, pixel for pixel, and that files read back as what was written."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from wmcli.errors import UsageError
+from wmcli.report import images
+from wmcli.report.images import _BAR as BAR
+from wmcli.report.images import _GAP as GAP
+
+T, H, W = 5, 40, 48  # enlarged five times in an animation, three times in a strip
+
+
+def frames(seed, time=T, colours=256):
+    return np.random.default_rng(seed).integers(0, colours, (time, H, W, 3), dtype=np.uint8)
+
+
+def read_gif(path):
+    with Image.open(path) as gif:
+        shown = []
+        for index in range(gif.n_frames):
+            gif.seek(index)
+            shown.append((np.asarray(gif.convert("RGB")), gif.info["duration"]))
+        return shown, gif.info["loop"]
+
+
+def test_upscale_repeats_pixels_and_never_shrinks():
+    small = frames(0)
+    large = images.upscale(small, 200)
+    assert large.shape == (T, 5 * H, 5 * W, 3)
+    np.testing.assert_array_equal(large[:, 2::5, 4::5], small)
+    np.testing.assert_array_equal(images.upscale(small, 10), small)
+    for height in (32, 64, 84, 96, 128, 210):
+        assert 160 <= images.upscale(np.zeros((1, height, 8, 3), np.uint8)).shape[1] <= 256
+
+
+def test_side_by_side_shows_each_frame_in_its_panel():
+    real, imagined = frames(1), frames(2)
+    movie = images.side_by_side(real, imagined, context=2, error=True)
+    width = 5 * W
+    assert movie.shape == (T, BAR + 5 * H, 3 * width + 2 * GAP, 3)
+    difference = np.abs(real.astype(int) - imagined.astype(int))
+    for index, panel in enumerate((real, imagined, difference)):
+        left = index * (width + GAP)
+        np.testing.assert_array_equal(movie[:, BAR + 2 :: 5, left + 2 : left + width : 5], panel)
+    assert (movie[:2, BAR:, width : width + GAP] == images.LINE).all()
+    assert (movie[2:, :, width : width + GAP] == images.MARKER).all()
+    right = slice(width + GAP, 2 * width + GAP)
+    assert (movie[0, :BAR, right] == movie[1, :BAR, right]).all()  # "context"
+    assert (movie[1, :BAR, right] != movie[2, :BAR, right]).any()  # "imagined"
+    assert (movie[0, :BAR, :width] == images.TEXT).all(axis=-1).any()  # something is written
+
+
+def test_without_context_no_marker_is_drawn():
+    movie = images.side_by_side(frames(1), frames(2))
+    assert not (movie == images.MARKER).all(axis=-1).any()
+
+
+def test_grey_frames_become_rgb():
+    grey = frames(1)[..., :1]
+    np.testing.assert_array_equal(images.side_by_side(grey, grey), images.side_by_side(*[grey.repeat(3, axis=-1)] * 2))
+
+
+def test_captions_say_step_action_reward_and_return():
+    captions = images.play_captions([0, 2, 1], [0.0, 1.0, -2.5], ["NOOP", "FIRE", "LEFT"])
+    assert captions == [
+        "step 0   NOOP\nreward 0   return 0",
+        "step 1   LEFT\nreward +1   return 1",
+        "step 2   FIRE\nreward -2.5   return -1.5",
+    ]
+    assert images.play_captions(np.array([3]), np.array([1.0], np.float32)) == [
+        "step 0   action 3\nreward +1   return 1"
+    ]
+
+
+def test_captioned_keeps_the_frames_and_writes_below():
+    real = frames(3)
+    movie = images.captioned(real, ["a\nb", "a\nb", "a", "", "x" * 500])
+    assert movie.shape == (T, 5 * H + 2 * BAR, 5 * W, 3)
+    np.testing.assert_array_equal(movie[:, : 5 * H : 5, ::5], real)
+    assert (movie[0, 5 * H :] == movie[1, 5 * H :]).all() and (movie[0, 5 * H :] != movie[2, 5 * H :]).any()
+    assert (movie[3, 5 * H :] == images.BACKGROUND).all()
+    assert (movie[4, 5 * H :, -4:] == images.BACKGROUND).all()  # too long a line is cut before the edge
+
+
+@pytest.mark.parametrize("context", [3, 4])
+def test_strip_has_time_to_the_right_and_a_line_before_the_first_imagined_frame(context):
+    real, imagined = frames(4, 7), frames(5, 7)
+    picture = images.strip(real, imagined, every=2, context=context)  # columns 0, 2 | 4, 6
+    tile, margin = 3 * W, picture.shape[1] - 4 * (3 * W + GAP) + GAP
+    assert picture.shape[0] == BAR + 2 * 3 * H + GAP
+    for column, step in enumerate((0, 2, 4, 6)):
+        left = margin + column * (tile + GAP)
+        for row, source in enumerate((real, imagined)):
+            top = BAR + row * (3 * H + GAP)
+            np.testing.assert_array_equal(picture[top + 1 : top + 3 * H : 3, left + 1 : left + tile : 3], source[step])
+    marked = np.flatnonzero((picture == images.MARKER).all(axis=(0, 2)))
+    assert marked.tolist() == [margin + 2 * (tile + GAP) - 2, margin + 2 * (tile + GAP) - 1]
+
+
+def test_grid_wraps_and_shows_the_error_below():
+    originals, decoded = frames(6), frames(7)
+    picture = images.grid(originals, decoded, columns=3)  # 3 and 2 columns
+    tile, margin = 3 * W, picture.shape[1] - 3 * (3 * W + GAP) + GAP
+    block = 3 * (3 * H + GAP) - GAP
+    assert picture.shape[0] == 2 * block + 4 * GAP
+    rows = (originals, decoded, np.abs(originals.astype(int) - decoded.astype(int)))
+    for index in range(T):
+        left = margin + index % 3 * (tile + GAP)
+        for row, source in enumerate(rows):
+            top = index // 3 * (block + 4 * GAP) + row * (3 * H + GAP)
+            np.testing.assert_array_equal(picture[top + 1 : top + 3 * H : 3, left + 1 : left + tile : 3], source[index])
+    assert (picture[-block:, margin + 2 * (tile + GAP) :] == images.BACKGROUND).all()
+
+
+def test_png_reads_back(tmp_path):
+    picture = frames(8)[0]
+    images.write_png(tmp_path / "a.png", picture)
+    np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "a.png")), picture)
+
+
+def test_a_gif_of_few_colours_is_exact_and_keeps_its_time(tmp_path):
+    movie = frames(9, 7, colours=6)  # at most 216 colours
+    movie[3] = movie[2]  # a still: the writer may join the two, but not shorten the film
+    images.write_gif(tmp_path / "a.gif", movie, fps=15)
+    shown, loop = read_gif(tmp_path / "a.gif")
+    assert loop == 0
+    assert sum(duration for _, duration in shown) == 470  # 7 / 15 s in whole hundredths
+    np.testing.assert_array_equal([picture for picture, _ in shown], movie[[0, 1, 2, 4, 5, 6]])
+
+
+def test_a_gif_of_many_colours_stays_close_and_keeps_a_rare_one(tmp_path):
+    ramp = np.linspace(0, 255, 64).round()
+    movie = np.zeros((4, 64, 64, 3), np.uint8)
+    movie[..., 0], movie[..., 1], movie[..., 2] = ramp[:, None], ramp[None], 90  # 4096 colours
+    for time in range(4):
+        movie[time, 30:32, 10 + time : 12 + time] = (0, 255, 255)  # a ball of four pixels
+    images.write_gif(tmp_path / "a.gif", movie, fps=10)
+    shown, _ = read_gif(tmp_path / "a.gif")
+    error = np.abs(np.stack([picture for picture, _ in shown]).astype(int) - movie)
+    assert error.mean() < 6 and error.max() < 40
+    assert all(error[time, 30:32, 10 + time : 12 + time].max() < 16 for time in range(4))
+
+
+def test_the_same_frames_give_the_same_bytes(tmp_path):
+    for name in ("a.gif", "b.gif"):
+        images.write_gif(tmp_path / name, frames(10), fps=8)
+    assert (tmp_path / "a.gif").read_bytes() == (tmp_path / "b.gif").read_bytes()
+
+
+@pytest.mark.parametrize("fps", [0, -1, 51, float("nan")])
+def test_a_gif_refuses_a_rate_it_cannot_play(tmp_path, fps):
+    with pytest.raises(UsageError, match="50 frames per second"):
+        images.write_gif(tmp_path / "a.gif", frames(0), fps)
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_suffix_and_missing_folder_are_one_line(tmp_path):
+    with pytest.raises(UsageError, match=r"\.gif or \.mp4"):
+        images.write_animation(tmp_path / "a.avi", frames(0), 10)
+    with pytest.raises(UsageError, match="create it first"):
+        images.write_animation(tmp_path / "none" / "a.gif", frames(0), 10)
+    (tmp_path / "folder.gif").mkdir()
+    with pytest.raises(UsageError, match="cannot write"):
+        images.write_gif(tmp_path / "folder.gif", frames(0), 10)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.gif"]  # no draft left
+
+
+def test_mp4_without_the_extra_names_it_and_the_alternative(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    with pytest.raises(UsageError, match=r"pip install 'wmcli\[video\]'.*\.gif"):
+        images.write_animation(tmp_path / "a.mp4", frames(0), 10)
+
+
+def test_mp4_hands_the_encoder_even_frames(tmp_path, monkeypatch):
+    received = []
+
+    def write_frames(path, size, **options):
+        received.append((size, options["fps"]))
+        with Path(path).open("wb") as file:
+            while True:
+                try:
+                    frame = yield
+                except GeneratorExit:
+                    return
+                if frame is not None:
+                    received.append(frame)
+                    file.write(b"x")
+
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", types.SimpleNamespace(write_frames=write_frames))
+    odd = frames(11)[:, :-1, :-3]
+    images.write_mp4(tmp_path / "a.mp4", odd, 12)
+    assert received[0] == ((W - 2, H), 12)
+    np.testing.assert_array_equal(np.stack(received[1:])[:, : H - 1, : W - 3], odd)
+    assert (tmp_path / "a.mp4").read_bytes() == b"x" * T

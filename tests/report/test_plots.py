@@ -1,0 +1,175 @@
+"""Figures: which lines they hold, how metrics.jsonl is read, and that files are reproducible."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from wmcli.errors import ArtifactError, UsageError
+from wmcli.report import plots
+
+
+def record(update, loss, stage="train-dynamics", **more):
+    return {"time": "2024-05-01T10:00:00+00:00", "stage": stage, "update": update, "loss": loss, **more}
+
+
+def write(path, records, tail=""):
+    path.write_text("".join(json.dumps(r) + "\n" for r in records) + tail)
+    return path
+
+
+def labels(axes):
+    return [line.get_label() for line in axes.get_lines()]
+
+
+def test_a_torn_last_line_is_ignored_and_a_later_record_replaces_the_earlier(tmp_path):
+    records = [
+        record(10, 3.0),
+        record(20, 9.0),
+        record(20, 2.0),
+        record(20, 5.0, version=2),
+        record(20, 7.0, "imagine"),
+    ]
+    for tail in ("", '{"stage": "train-dyn', "nul", "17"):
+        got = plots.read_metrics(write(tmp_path / "metrics.jsonl", records, tail))
+        assert [r["loss"] for r in got] == [3.0, 2.0, 5.0, 7.0]
+
+
+@pytest.mark.parametrize("line", ['{"stage": "tr', "[1]", "17", "[" * 100_000, "\x00\x00"])
+def test_a_line_cut_short_by_a_crash_hides_no_other(tmp_path, line):
+    path = write(tmp_path / "metrics.jsonl", [record(1, 3.0)], f"{line}\n" + json.dumps(record(2, 4.0)) + "\n")
+    assert [r["loss"] for r in plots.read_metrics(path)] == [3.0, 4.0]
+
+
+def test_no_file_and_no_records_are_user_errors(tmp_path):
+    with pytest.raises(ArtifactError, match="no metrics at"):
+        plots.read_metrics(tmp_path / "metrics.jsonl")
+    with pytest.raises(UsageError):
+        plots.learning_curves([{"stage": "collect", "steps": 5}])
+    with pytest.raises(UsageError):
+        plots.learning_curves([record(1, 1.0)], stages=["imagine"])
+    with pytest.raises(UsageError):
+        plots.return_curve([], [])
+    with pytest.raises(UsageError):
+        plots.returns_histogram([])
+
+
+def test_curves_hold_the_finite_numbers_of_each_stage_in_order():
+    records = [
+        {"kl": 0.5, **record(20, 2.0, done=True, note="x", empty=None)},
+        record(10, 3.0),
+        record(30, float("nan"), kl=float("inf")),
+        record(5, 8.0, "imagine"),
+        {"stage": "collect", "steps": 100},
+    ]
+    curves = plots.curves_by_stage(records)
+    assert {stage: list(metrics) for stage, metrics in curves.items()} == {
+        "train-dynamics": ["loss", "kl"],
+        "imagine": ["loss"],
+    }
+    np.testing.assert_array_equal(curves["train-dynamics"]["loss"], [[10, 20], [3, 2]])
+
+
+def test_a_version_that_counts_anew_is_drawn_behind_the_one_before():
+    anew = [record(u, u, version=v) for v in (1, 2, 3) for u in (10, 20)]
+    x, y = plots.curves_by_stage(anew)["train-dynamics"]["loss"]
+    np.testing.assert_array_equal(x, [10, 20, 30, 40, 50, 60])
+    np.testing.assert_array_equal(y, [10, 20, 10, 20, 10, 20])
+    going_on = [record(u, u, version=1 + u // 25) for u in (10, 20, 30, 40)]
+    np.testing.assert_array_equal(plots.curves_by_stage(going_on)["train-dynamics"]["loss"][0], [10, 20, 30, 40])
+
+
+def test_learning_curves_has_a_named_panel_per_metric(tmp_path):
+    records = [record(u, 1 / u, observation_loss=2 / u) for u in range(1, 201)]
+    records += [record(u, u, "imagine", entropy=1.0, value_loss=3.0) for u in (1, 2, 3)]
+    figure = plots.learning_curves(write(tmp_path / "metrics.jsonl", records), columns=2)
+    panels = {axes.get_title(loc="left"): axes for axes in figure.axes[:2]}
+    assert list(panels) == ["loss", "observation loss"]
+    raw, smooth = panels["observation loss"].get_lines()
+    np.testing.assert_allclose(raw.get_ydata(), 2 / np.arange(1, 201))
+    assert smooth.get_ydata()[0] > smooth.get_ydata()[-1]
+    shown = [axes.get_title(loc="left") for axes in figure.axes if axes.get_visible()]
+    assert shown == ["loss", "observation loss", "loss", "entropy", "value loss"]
+    assert len(figure.axes[2].get_lines()) == 1  # few points: no smoothing
+    only = plots.learning_curves(records, stages=["imagine"])
+    assert len([axes for axes in only.axes if axes.get_visible()]) == 3
+
+
+def test_smoothing_keeps_a_straight_line_straight_and_a_mean_unbiased():
+    line = np.arange(50.0)
+    np.testing.assert_allclose(plots._smoothed(line, 5)[2:-2], line[2:-2])
+    np.testing.assert_allclose(plots._smoothed(np.full(9, 3.0), 4), 3.0)
+
+
+def test_return_curve_draws_scores_band_and_references():
+    figure = plots.return_curve(
+        [1000, 2000, 3000], [1.0, 2.0, 4.0], band=([0, 1, 3], [2, 3, 5]), references={"random": -1.0, "human": 4.01}
+    )
+    (axes,) = figure.axes
+    scores, *lines = axes.get_lines()
+    np.testing.assert_array_equal(scores.get_xdata(), [1000, 2000, 3000])
+    np.testing.assert_array_equal(scores.get_ydata(), [1, 2, 4])
+    assert [line.get_ydata()[0] for line in lines] == [-1.0, 4.01]
+    assert [text.get_text() for text in axes.texts] == ["random -1", "human 4.01"]
+    assert axes.get_xlabel() == "environment steps"
+    low, high = axes.get_ylim()
+    assert low < -1 and high > 5
+
+
+def test_names_of_near_references_do_not_overlap():
+    figure = plots.return_curve([1, 2], [0, 100], references={"IRIS": 50.0, "human": 50.0, "REM": 50.5})
+    heights = [text.get_position()[1] for text in figure.axes[0].texts]
+    assert np.diff(heights).min() >= 0.05
+
+
+def test_histogram_counts_every_episode_once():
+    whole = [-1, -1, 1, 1, 1, 0]
+    bars = plots.returns_histogram(whole, references={"random": -0.5}).axes[0].patches
+    assert [bar.get_height() for bar in bars] == [2, 1, 3]
+    assert [bar.get_x() + bar.get_width() / 2 for bar in bars] == pytest.approx([-1, 0, 1])
+    many = np.random.default_rng(0).gamma(3, 400, 100)
+    figure = plots.returns_histogram(many)
+    assert sum(bar.get_height() for bar in figure.axes[0].patches) == 100
+    assert f"mean {many.mean():.4g}" in labels(figure.axes[0])
+    assert sum(bar.get_height() for bar in plots.returns_histogram([2.5]).axes[0].patches) == 1
+
+
+def test_profiles_have_one_named_line_each_and_a_band_where_there_is_one():
+    taus, share = np.linspace(0, 2, 5), np.linspace(1, 0, 5)
+    figure = plots.performance_profiles(
+        taus, {"ours": (share, share - 0.1, share + 0.1), "theirs": (share, None, None)}
+    )
+    (axes,) = figure.axes
+    assert labels(axes) == ["ours", "theirs"]
+    assert len(axes.collections) == 1
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_a_figure_gives_the_same_bytes_again(tmp_path, suffix):
+    for name in ("a", "b"):
+        plots.write_figure(tmp_path / (name + suffix), plots.returns_histogram([1, 2, 2]))
+    data = (tmp_path / ("a" + suffix)).read_bytes()
+    assert data == (tmp_path / ("b" + suffix)).read_bytes() and len(data) > 1000
+
+
+def test_png_bytes_is_a_picture_and_an_unknown_suffix_is_refused(tmp_path):
+    with Image.open(io.BytesIO(plots.png_bytes(plots.returns_histogram([1, 2])))) as picture:
+        assert picture.format == "PNG" and min(picture.size) > 400
+    with pytest.raises(UsageError, match=r"\.png, \.svg or \.pdf"):
+        plots.write_figure(tmp_path / "a.bmp", plots.returns_histogram([1, 2]))
+
+
+def test_nothing_heavy_is_imported_and_pyplot_never():
+    code = (
+        "import sys, wmcli.metrics.atari, wmcli.metrics.statistics, wmcli.report.images, wmcli.report.plots as p\n"
+        "assert not {'torch', 'matplotlib', 'zarr', 'imageio_ffmpeg'} & set(sys.modules), 'at import'\n"
+        "p.png_bytes(p.returns_histogram([1, 2]))\n"
+        "assert not {'torch', 'matplotlib.pyplot'} & set(sys.modules), 'after drawing'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,192 @@
+"""Quantisers: nearest by brute force, straight-through gradients, round trips, restarts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from wmcli.tokenizers.quantisers import (
+    AverageVectorQuantiser,
+    Quantiser,
+    ScalarQuantiser,
+    VectorQuantiser,
+    straight_through,
+)
+
+
+def make(name: str, codes: int = 15, width: int = 6) -> Quantiser:
+    torch.manual_seed(0)
+    if name == "vq":
+        return VectorQuantiser(codes, width, 0.25)
+    if name == "vq-ema":
+        return AverageVectorQuantiser(codes, width, 0.25, 0.9, 0.1)
+    return ScalarQuantiser((3, 5), width)
+
+
+NAMES = ("vq", "vq-ema", "fsq")
+
+
+@pytest.mark.parametrize("name", ["vq", "vq-ema"])
+def test_token_is_the_nearest_code(name: str) -> None:
+    quantiser = make(name)
+    h = torch.randn(40, 6) / 15
+    codebook = quantiser.vectors().detach()
+    want = [min(range(15), key=lambda code: float((row - codebook[code]).square().sum())) for row in h]
+    assert quantiser.tokens(h).tolist() == want
+    assert len(set(want)) > 5
+
+
+@pytest.mark.parametrize("name", ["vq", "vq-ema"])
+def test_nearest_resolves_codes_that_are_close_together_far_from_the_origin(name: str) -> None:
+    quantiser = make(name)
+    with torch.no_grad():
+        quantiser.codebook.mul_(0.01)
+    h = quantiser.vectors().detach() + 0
+    assert quantiser.tokens(h).tolist() == list(range(15))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert quantiser.tokens(h).tolist() == list(range(15))
+
+
+def test_straight_through_is_exact_forward_and_identity_backward() -> None:
+    torch.manual_seed(0)
+    h = torch.randn(4, 3, requires_grad=True)
+    value = torch.randn(4, 3) * 1e-3
+    out = straight_through(value, h)
+    assert torch.equal(out, value)
+    upstream = torch.randn(4, 3)
+    out.backward(upstream)
+    assert h.grad is not None and torch.equal(h.grad, upstream)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_gives_the_rows_that_its_tokens_name(name: str) -> None:
+    quantiser = make(name).eval()
+    h = torch.randn(33, quantiser.inputs)
+    out = quantiser(h)
+    assert torch.equal(out.tokens, quantiser.tokens(h))
+    torch.testing.assert_close(out.vectors, quantiser.vectors()[out.tokens])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_reaches_the_features(name: str) -> None:
+    quantiser = make(name)
+    h = torch.randn(33, quantiser.inputs, requires_grad=True)
+    upstream = torch.randn(33, 6)
+    (quantiser(h).vectors * upstream).sum().backward()
+    assert h.grad is not None
+    if name == "fsq":  # through the projection and tanh, as if nothing had been rounded
+        assert isinstance(quantiser, ScalarQuantiser)
+        smooth = h.detach().requires_grad_()
+        (quantiser.project(torch.tanh(smooth)) * upstream).sum().backward()
+        torch.testing.assert_close(h.grad, smooth.grad)
+    else:
+        assert torch.equal(h.grad, upstream)
+
+
+def test_losses_of_the_learned_codebook_pull_each_side_to_the_other() -> None:
+    quantiser = make("vq")
+    h = torch.randn(20, 6, requires_grad=True)
+    losses = quantiser(h).losses
+    error = float((h - quantiser.vectors()[quantiser.tokens(h)]).square().mean())
+    assert float(losses["codebook"]) == pytest.approx(error)
+    assert float(losses["commitment"]) == pytest.approx(0.25 * error)
+    losses["codebook"].backward()
+    assert h.grad is None
+    quantiser.zero_grad()
+    quantiser(h).losses["commitment"].backward()
+    assert h.grad is not None and all(parameter.grad is None for parameter in quantiser.parameters())
+
+
+@pytest.mark.parametrize("levels", [(4, 4, 4), (3, 5, 2, 7), (8,)])
+def test_fsq_tokens_and_combinations_are_each_others_inverse(levels: tuple[int, ...]) -> None:
+    quantiser = ScalarQuantiser(levels, 9)
+    code = quantiser.combinations()
+    assert code.shape == (math.prod(levels), len(levels))
+    assert len({tuple(row) for row in code.tolist()}) == math.prod(levels)
+    tokens = torch.arange(math.prod(levels))
+    assert torch.equal(quantiser.tokens(torch.atanh(code * 0.999)), tokens)
+    vectors = quantiser(torch.atanh(code * 0.999)).vectors
+    torch.testing.assert_close(vectors, quantiser.vectors())
+
+
+def test_fsq_levels_are_evenly_spaced_and_first_channel_runs_fastest() -> None:
+    code = ScalarQuantiser((3, 2), 4).combinations()
+    assert code.tolist() == [[-1, -1], [0, -1], [1, -1], [-1, 1], [0, 1], [1, 1]]
+    extreme = torch.tensor([[-90.0, 90.0], [90.0, 90.0], [90.0, -90.0]])
+    assert ScalarQuantiser((3, 2), 4).tokens(extreme).tolist() == [3, 5, 2]
+
+
+# -- moving averages --------------------------------------------------------------------------------------------------
+
+
+def clusters(count: int, rows: int) -> Tensor:
+    """`count` tight groups of vectors, the first of which holds nine tenths of all rows."""
+    centre = torch.eye(6).repeat(2, 1)[:count] * torch.arange(1, count + 1)[:, None]
+    member = torch.where(torch.rand(rows) < 0.9, 0, torch.randint(count, (rows,)))
+    return centre[member] + 0.01 * torch.randn(rows, 6)
+
+
+def test_restarts_bring_dead_codes_to_rare_clusters() -> None:
+    torch.manual_seed(0)
+    quantiser = AverageVectorQuantiser(24, 6, 1.0, 0.9, 0.03)
+    with torch.no_grad():  # all codes but one far away, so that nothing ever uses them
+        quantiser.codebook[1:] = 1000.0
+        quantiser.uses[0] = 100
+    h = clusters(8, 500)
+    assert len(quantiser.tokens(h).unique()) == 1
+    for _ in range(60):
+        quantiser(clusters(8, 500))
+    assert len(quantiser.tokens(h).unique()) >= 8
+    assert (h - quantiser.vectors()[quantiser.tokens(h)]).norm(dim=1).max() < 0.5
+
+
+def test_no_restarts_when_switched_off() -> None:
+    torch.manual_seed(0)
+    quantiser = AverageVectorQuantiser(24, 6, 1.0, 0.9, 0.0)
+    with torch.no_grad():
+        quantiser.codebook[1:] = 1000.0
+        quantiser.uses.fill_(100.0)
+        quantiser.sums.copy_(quantiser.codebook * 100)
+    for _ in range(20):
+        quantiser(clusters(8, 500))
+    assert len(quantiser.tokens(clusters(8, 500)).unique()) == 1
+
+
+def test_average_is_that_of_the_vectors_that_use_the_code() -> None:
+    torch.manual_seed(0)
+    quantiser = AverageVectorQuantiser(2, 6, 1.0, 0.5, 0.01)
+    with torch.no_grad():
+        quantiser.codebook.copy_(torch.tensor([[1.0] * 6, [-1.0] * 6]))
+        quantiser.uses.fill_(4.0)
+        quantiser.sums.copy_(quantiser.codebook * 4)
+    h = torch.cat([torch.full((3, 6), 2.0), torch.full((5, 6), -0.5)])
+    quantiser(h)
+    # uses: 0.5 * 4 + 0.5 * 3 = 3.5, sum: 0.5 * 4 + 0.5 * 6 = 5; and 4.5 with -0.5 * 4 - 0.5 * 2.5 = -3.25
+    torch.testing.assert_close(quantiser.vectors()[:, 0], torch.tensor([5 / 3.5, -3.25 / 4.5]))
+
+
+def test_updates_stop_outside_training() -> None:
+    quantiser = make("vq-ema").eval()
+    before = quantiser.vectors().clone()
+    quantiser(torch.randn(30, 6))
+    assert torch.equal(before, quantiser.vectors())
+
+
+def test_resume_from_buffers_and_generator_is_exact() -> None:
+    quantiser = make("vq-ema")
+    for _ in range(3):
+        quantiser(torch.randn(50, 6))
+    other = make("vq-ema", 15, 6)
+    other.load_state_dict(quantiser.state_dict())
+    h = torch.randn(4, 50, 6)
+    state = torch.get_rng_state()
+    for batch in h:
+        quantiser(batch)
+    torch.set_rng_state(state)
+    for batch in h:
+        other(batch)
+    for name, tensor in quantiser.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name

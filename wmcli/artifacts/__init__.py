@@ -1,0 +1,22 @@
+"""The run directory: versioned, immutable, verified artifacts, and the work that makes them. Imports no torch."""
+
+from wmcli.artifacts.job import Job, Work
+from wmcli.artifacts.lineage import Tree, lineage
+from wmcli.artifacts.manifest import KINDS, MAKERS, Artifact, InputRef, Kind, make_command, open_artifact
+from wmcli.artifacts.store import Run, check
+
+__all__ = [
+    "KINDS",
+    "MAKERS",
+    "Artifact",
+    "InputRef",
+    "Job",
+    "Kind",
+    "Run",
+    "Tree",
+    "Work",
+    "check",
+    "lineage",
+    "make_command",
+    "open_artifact",
+]

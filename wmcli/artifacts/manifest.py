@@ -1,0 +1,331 @@
+"""An artifact: an immutable folder of files, and the manifest that says what it is, of what it was made, what is in it.
+
+`manifest.json` has one spelling, and it carries the sha256 of its own content (without that entry), so that any changed
+byte in it shows. Every other byte of the artifact is covered by the sizes and digests it lists. A manifest is untrusted
+input: its size is limited before it is parsed, and no path in it is followed before it was checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shlex
+import stat
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationError
+
+from wmcli.artifacts.files import regular_files, sync_folder
+from wmcli.config import Section, canonical_json, digest, problem
+from wmcli.errors import ArtifactError
+
+MANIFEST = "manifest.json"
+PRUNED = "pruned"  # marker file: the payload was removed to save space, the manifest kept
+SCHEMA = 1
+MAX_MANIFEST_BYTES = 1 << 20  # 7,000 files; an artifact has tens
+
+Kind = Literal["experience", "tokenizer", "dynamics", "controller", "evaluation", "profile"]
+KINDS: tuple[Kind, ...] = ("experience", "tokenizer", "dynamics", "controller", "evaluation", "profile")
+
+MAKERS: dict[str, str] = {
+    "experience": "wm collect",
+    "tokenizer": "wm train-tokenizer",
+    "dynamics": "wm train-dynamics",
+    "controller": "wm imagine",
+    "evaluation": "wm eval",
+    "profile": "wm profile",
+}
+"""The command that makes an artifact of each kind."""
+
+
+# -- the manifest's form ----------------------------------------------------------------------------------------------
+
+
+def _inside(path: str) -> str:
+    if not path.isprintable() or "\\" in path or path.startswith("/"):
+        raise ValueError(f"{path[:80]!r} is no path inside the artifact")
+    if str(PurePosixPath(path)) != path or {".", ".."} & set(path.split("/")):
+        raise ValueError(f"{path[:80]!r} is no path inside the artifact")
+    return path
+
+
+def _input_place(path: str) -> str:
+    return "/" + _inside(path.removeprefix("/")) if path.startswith("/") else _inside(path)
+
+
+Sha256 = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
+
+
+class FileEntry(Section):
+    path: Annotated[str, AfterValidator(_inside)]
+    """Inside the artifact, with forward slashes."""
+    size: int = Field(ge=0)
+    """Bytes."""
+    sha256: Sha256
+    """Of the file's bytes."""
+
+
+class InputRef(Section):
+    """An artifact that another was made from."""
+
+    kind: Kind
+    version: int = Field(ge=1)
+    digest: Sha256
+    path: Annotated[str, AfterValidator(_input_place)]
+    """Where it was: relative to the run directory if it was in the same run, else absolute."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}@{self.version}"
+
+
+class _Manifest(Section):
+    kind: Kind
+    version: int = Field(ge=1)
+    created: str
+    job: Sha256
+    preset: str = ""
+    settings: dict[str, Any]
+    environment: dict[str, Any] | None
+    inputs: dict[str, InputRef]
+    metrics: dict[str, Any]
+    machine: dict[str, Any]
+    files: list[FileEntry]
+    extra: dict[str, Any]
+    digest: Sha256
+
+
+def render(manifest: dict[str, Any]) -> bytes:
+    """The one spelling of a manifest on disk: canonical JSON, a line for each entry and for each file."""
+    lines = []
+    for key, value in sorted(manifest.items()):
+        if key == "files":
+            text = "[\n  " + ",\n  ".join(canonical_json(entry) for entry in value) + "\n ]" if value else "[]"
+        else:
+            text = canonical_json(value)
+        lines.append(f' "{key}": {text}')
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def write_manifest(folder: Path, body: dict[str, Any]) -> dict[str, Any]:
+    """Complete `body` with the schema and its own digest, write it durably into `folder`, return it as it reads."""
+    manifest = json.loads(canonical_json({"schema": SCHEMA, **body}))
+    manifest["digest"] = digest(manifest)
+    with (folder / MANIFEST).open("wb") as file:
+        file.write(render(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+    return manifest
+
+
+# -- the artifact -----------------------------------------------------------------------------------------------------
+
+_verified: set[tuple[Path, str]] = set()
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One published version. Made by `open_artifact`, which has checked the manifest but not yet the files."""
+
+    path: Path
+    """Absolute."""
+    manifest: dict[str, Any]
+
+    @property
+    def kind(self) -> Kind:
+        kind: Kind = self.manifest["kind"]
+        return kind
+
+    @property
+    def version(self) -> int:
+        return int(self.manifest["version"])
+
+    @property
+    def name(self) -> str:
+        """For people: `dynamics@3`."""
+        return f"{self.kind}@{self.version}"
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the canonical manifest, hence of all it lists."""
+        return str(self.manifest["digest"])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict(self.manifest["settings"])
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        return dict(self.manifest["metrics"])
+
+    @property
+    def inputs(self) -> dict[str, InputRef]:
+        """What it was made from, by role."""
+        return {role: InputRef.model_validate(value) for role, value in self.manifest["inputs"].items()}
+
+    @property
+    def run(self) -> Path:
+        """The run directory it stands in."""
+        return self.path.parent.parent
+
+    @property
+    def pruned(self) -> bool:
+        """Whether only the manifest was kept."""
+        return (self.path / PRUNED).exists()
+
+    def __str__(self) -> str:
+        return f"{self.name} ({shown(self.path)})"
+
+    def file(self, name: str) -> Path:
+        """The path of a file, or of a folder of files, of this artifact, all of which is verified first."""
+        self.verify()
+        files = [entry["path"] for entry in self.manifest["files"]]
+        if not any(each == name or each.startswith(f"{name}/") for each in files):
+            raise ArtifactError(f"{self} has no {name!r}; it has: {', '.join(files)}. {self._remedy()}")
+        return self.path / name
+
+    def verify(self) -> None:
+        """Check every file against the manifest, once per process. Raises ArtifactError naming the first wrong one."""
+        key = (self.path, self.digest)
+        if key not in _verified:
+            self.verify_again()
+            _verified.add(key)
+
+    def verify_again(self) -> None:
+        """`verify`, even if this process has done it before."""
+        if self.pruned:
+            raise ArtifactError(f"{self} was pruned: its manifest was kept, its files are gone. {self._remedy()}")
+        try:
+            self._compare(regular_files(self.path, str(self)))
+        except OSError as error:
+            raise ArtifactError(f"{self}: {error.filename}: {error.strerror}. {self._remedy()}") from None
+
+    def _compare(self, found: dict[str, int]) -> None:
+        listed = {entry["path"]: entry for entry in self.manifest["files"]}
+        for path, entry in listed.items():
+            if path not in found:
+                raise ArtifactError(f"{self}: file {path!r} is missing. {self._remedy()}")
+            if found[path] != entry["size"]:
+                raise ArtifactError(
+                    f"{self}: file {path!r} has {found[path]} bytes instead of {entry['size']}. {self._remedy()}"
+                )
+        for path in found:
+            # An unlisted file could be taken for a chunk of an array. Hidden ones are a file manager's.
+            if path not in listed and path != MANIFEST and not path.split("/")[-1].startswith("."):
+                raise ArtifactError(f"{self}: file {path!r} is not in its manifest; remove it.")
+        for path, entry in listed.items():
+            with (self.path / path).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                    raise ArtifactError(f"{self}: file {path!r} is damaged: its sha256 is wrong. {self._remedy()}")
+
+    def input(self, role: str) -> Artifact:
+        """Open what this was made from. Raises ArtifactError, naming both, if it is gone or is another one by now."""
+        reference = self.inputs[role]
+        place = self.run / reference.path
+        try:
+            artifact = open_artifact(place)
+        except ArtifactError as error:
+            raise ArtifactError(
+                f"{self} was made from {reference.name} ({reference.digest[:12]}), which cannot be read: {error}"
+            ) from None
+        if artifact.digest != reference.digest:
+            raise ArtifactError(
+                f"{self} was made from {reference.name} ({reference.digest[:12]}), but {shown(place)} is now"
+                f" another one ({artifact.digest[:12]}). {self._remedy()}"
+            )
+        return artifact
+
+    def _remedy(self) -> str:
+        return f"Make another with: {make_command(self.kind, self.run)} --force"
+
+
+def open_artifact(path: Path | str) -> Artifact:
+    """Read and check the manifest of a version directory (or of the `manifest.json` in it). The files are not read.
+
+    Raises ArtifactError if there is none, if it is damaged, or if a newer wm wrote it.
+    """
+    path = Path(path)
+    if path.name == MANIFEST and not path.is_dir():
+        path = path.parent
+    where = f"{shown(path)}/{MANIFEST}"
+    try:
+        path = path.resolve(strict=True)
+        data = _read_limited(path / MANIFEST)
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or error
+        raise ArtifactError(f"{where}: {reason}; list what there is with: wm artifacts") from None
+    return Artifact(path, _parse(data, where))
+
+
+def _read_limited(path: Path) -> bytes:
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("not a regular file")
+    if status.st_size > MAX_MANIFEST_BYTES:
+        raise ValueError(f"larger than {MAX_MANIFEST_BYTES} bytes, so it is no manifest")
+    with path.open("rb") as file:
+        return file.read(MAX_MANIFEST_BYTES)
+
+
+def _parse(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        manifest = json.loads(data)
+        if not isinstance(manifest, dict) or "schema" not in manifest:
+            raise ArtifactError(f"{where}: not a manifest.")
+        schema = manifest["schema"]
+        if schema != SCHEMA or isinstance(schema, bool):
+            raise ArtifactError(
+                f"{where}: manifest schema {str(schema)[:20]}, but this wm reads {SCHEMA}; use the wm that wrote it."
+            )
+        body = {key: value for key, value in manifest.items() if key != "schema"}
+        checked = _Manifest.model_validate(body)
+        paths = [entry.path for entry in checked.files]
+        if len(set(paths)) != len(paths) or {MANIFEST, PRUNED} & set(paths):
+            raise ArtifactError(f"{where}: lists a file twice, or itself.")
+        content = {key: value for key, value in manifest.items() if key != "digest"}
+        whole = digest(content) == checked.digest and render(manifest) == data
+    except ValidationError as error:
+        raise ArtifactError(f"{where}: {problem(_Manifest, body, error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{where}: not valid JSON: {str(error)[:200]}") from None
+    if not whole:
+        raise ArtifactError(f"{where}: was changed after it was published (its digest does not fit); restore it.")
+    return manifest
+
+
+def finite(value: Any) -> Any:
+    """A JSON value with NaN and infinity, which JSON lacks, replaced by None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(finite(each) for each in value)
+    return value
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def shown(path: Path) -> str:
+    """A path as people want to read it: relative to where they are, if it is below."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def make_command(kind: str, run: Path) -> str:
+    """The command line that makes an artifact of this kind in this run."""
+    return f"{MAKERS[kind]} --run {shlex.quote(shown(run))}"
+
+
+VERSION_NAME = re.compile(r"v([0-9]{4,9})")
+
+
+def version_name(version: int) -> str:
+    """`7` -> `v0007`."""
+    return f"v{version:04d}"

@@ -1,0 +1,49 @@
+"""Sequence models, interchangeable through the contract in `base`. This file knows them all by name."""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator
+
+from wmcli.backbones.base import Backbone, Size, State, map_state
+from wmcli.backbones.retnet import RetNet, RetNetSettings
+from wmcli.backbones.transformer import Transformer, TransformerSettings
+from wmcli.config import Section, did_you_mean
+
+__all__ = ["BACKBONES", "Backbone", "BackboneSettings", "Size", "State", "build", "map_state"]
+
+# Each is made from the section of its own name and a Size.
+BACKBONES = {"retnet": RetNet, "transformer": Transformer}
+
+
+class BackboneSettings(Section):
+    """The sequence model of a world model."""
+
+    name: str = "retnet"
+    """Which one: a section of that name below holds its own settings."""
+    width: int = Field(default=256, ge=1)
+    """Width of an element, of input and output."""
+    layers: int = Field(default=5, ge=1)
+    """Number of layers."""
+    dropout: float = Field(default=0.1, ge=0, lt=1)
+    """Probability, wherever the backbone has dropout."""
+    retnet: RetNetSettings = RetNetSettings()
+    """Used when name is retnet."""
+    transformer: TransformerSettings = TransformerSettings()
+    """Used when name is transformer."""
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in BACKBONES:
+            raise ValueError(f"no backbone called '{name}'; {did_you_mean(name, BACKBONES)}")
+        return name
+
+
+def build(settings: BackboneSettings, max_length: int, block: int) -> Backbone:
+    """A freshly initialised backbone, drawn from torch's global generator.
+
+    max_length is the longest sequence one state must hold, in elements, the queries of the last fork included; block is
+    the number of elements of one time step. Raises UsageError when the settings do not fit together.
+    """
+    size = Size(settings.width, settings.layers, settings.dropout, max_length, block)
+    return BACKBONES[settings.name](getattr(settings, settings.name), size)

@@ -1,0 +1,79 @@
+"""The contract of every backbone: a causal sequence model with an explicit state.
+
+Axes: B batch, T time (elements), D width, N blocks, L elements of a block, Q queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+State = (
+    Any  # nested tuples (also named), lists and dicts whose leaves are tensors, batch first; other leaves are constants
+)
+
+
+class Size(NamedTuple):
+    """What every backbone is built for, whatever its kind."""
+
+    width: int  # D, of the input and the output
+    layers: int
+    dropout: float  # probability
+    max_length: int  # elements that one state may hold, queries included; backbones without such a limit ignore it
+    block: int  # elements of a block (one time step of the environment)
+
+
+class Backbone(nn.Module):
+    """A causal sequence model (B, T, D) -> (B, T, D).
+
+    A state is returned, never kept on the module. `state=None` means: start fresh, and give no state back (None), which
+    spares the bookkeeping. States are float32 (float64 in a float64 model), also under autocast. What a state holds and
+    how long an old one stays valid stands with each backbone. Nothing here waits for the device.
+    """
+
+    width: int
+    max_length: int | None  # elements that one state may hold, None without limit
+
+    def initial_state(self, batch: int) -> State:
+        """The state before the first element, for `batch` rows."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, state: State, reset: Tensor | None = None) -> tuple[Tensor, State]:
+        """All of x (B, T, D) at once. reset (B, T) bool clears a row's state before that element.
+
+        Returns y (B, T, D) and the state after the last element.
+        """
+        raise NotImplementedError
+
+    def step(self, x: Tensor, state: State, reset: Tensor | None = None) -> tuple[Tensor, State]:
+        """One element x (B, D), reset (B,) bool; equals `forward` to rounding. Returns y (B, D) and the new state."""
+        raise NotImplementedError
+
+    def fork(self, x: Tensor, queries: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
+        """Parallel Observation Prediction (REM: Cohen et al. 2024, arXiv 2402.05643), for any backbone.
+
+        x (B, N, L, D) is N blocks of L elements; queries is (Q, D), the same everywhere, or (B, N, Q, D). After each
+        block its queries are answered as if they stood next, causal among themselves, and leave no trace in the state.
+        Returns y (B, N, L, D), which equals `forward` on the blocks, the answers (B, N, Q, D), and the state after the
+        last block.
+        """
+        raise NotImplementedError
+
+
+def for_each_block(queries: Tensor, x: Tensor) -> Tensor:
+    """Queries (Q, D) or (B, N, Q, D) as (B, N, Q, D), in the dtype of x (B, N, L, D)."""
+    return queries.to(x.dtype).expand(*x.shape[:2], *queries.shape[-2:])
+
+
+def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:
+    """`function` on every tensor of a state, for example `map_state(torch.Tensor.detach, state)`; the rest is kept."""
+    if isinstance(state, Tensor):
+        return function(state)
+    if isinstance(state, dict):
+        return {key: map_state(function, value) for key, value in state.items()}
+    if isinstance(state, tuple | list):
+        values = [map_state(function, value) for value in state]
+        return type(state)(*values) if hasattr(state, "_fields") else type(state)(values)
+    return state

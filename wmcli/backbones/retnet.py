@@ -1,0 +1,249 @@
+"""RetNet (Sun et al. 2023, arXiv 2307.08621) as REM trains it (Cohen et al. 2024, arXiv 2402.05643).
+
+It differs from Sun et al. where REM's public code (leor-c/REM on fkodom/yet-another-retnet) does: log-spaced decays,
+rotation without a length scale, no normaliser but the GroupNorm per token, SiLU instead of GELU, no final LayerNorm.
+
+Positions. Queries and keys are rotated by their position, and only differences of positions matter. A state is kept
+relative to the element that comes next, which stands at position 0: a call with n elements turns the incoming state
+back by n and gives its elements the positions -n ... -1. So a state carries no position, rows of different age share a
+batch, and `reset` needs no bookkeeping. The results are those of absolute positions.
+
+Axes: B batch, T time (elements), D width, H heads, K width of a head (= D / H), N blocks, L elements of a block, Q
+queries.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wmcli.backbones.base import Backbone, Size, for_each_block
+from wmcli.config import Section
+from wmcli.errors import UsageError
+from wmcli.kernels.linear_recurrence import linear_recurrence, linear_recurrence_fork, linear_recurrence_step
+
+NORM_EPS = 1e-6
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}
+
+
+class RetNetSettings(Section):
+    """What is particular to the RetNet backbone."""
+
+    heads: int = Field(default=4, ge=1)
+    """Retention heads, each with its own decay."""
+    ffn: int = Field(default=4, ge=1)
+    """Width of the feed-forward layer, in multiples of the backbone's width."""
+    activation: Literal["silu", "gelu"] = "silu"
+    """Of the feed-forward layer. REM's scores come from silu; its paper says gelu."""
+    decay: Literal["log", "paper"] = "log"
+    """Decays per element: log-spaced 1 - 1/32 ... 1 - 1/512 (REM's scores), or 1 - 2^(-5-head) (its paper)."""
+    decay_range_blocks: list[float] = []
+    """Instead of `decay`: shortest and longest half-life in blocks, heads log-spaced between; empty to use `decay`."""
+    chunk: int = Field(default=128, ge=1)
+    """Elements computed together inside a long sequence: changes cost, never results."""
+
+
+class RetNet(Backbone):
+    """The state is a tuple with one (B, H, K, K) tensor per layer, key axis first. Old states always stay valid."""
+
+    layers: Any  # nn.ModuleList of RetNetLayer
+
+    def __init__(self, settings: RetNetSettings, size: Size) -> None:
+        super().__init__()
+        if size.width % (2 * settings.heads):
+            raise UsageError(
+                f"backbone.retnet.heads = {settings.heads}: must divide backbone.width = {size.width} into even widths."
+            )
+        self.width, self.max_length = size.width, None
+        self.heads, self.head_width, self.chunk = settings.heads, size.width // settings.heads, settings.chunk
+        self.decays = head_decays(settings, size.block)
+        self.layers = nn.ModuleList(RetNetLayer(settings, size) for _ in range(size.layers))
+
+    def initial_state(self, batch: int) -> tuple[Tensor, ...]:
+        weight = self.layers[0].qkvg.weight
+        shape = (batch, self.heads, self.head_width, self.head_width)
+        dtype = _wide(weight.dtype)
+        return tuple(torch.zeros(shape, device=weight.device, dtype=dtype) for _ in self.layers)
+
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, ...] | None, reset: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        rotations, log_decay = self._rotations(x), self._log_decay(x)
+        rotation = rotations.between(-x.shape[1], 0)
+        after = []
+        for index, layer in enumerate(self.layers):
+            q, k, v, gate = layer.project(x, rotation)
+            before = None if state is None else rotations.turn_back(state[index], x.shape[1])
+            y, new = linear_recurrence(q, k, v, log_decay, before, reset, self.chunk)
+            x = layer.finish(x, y, gate)
+            after.append(new)
+        return x, None if state is None else tuple(after)
+
+    def step(
+        self, x: Tensor, state: tuple[Tensor, ...] | None, reset: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        rotations, log_decay = self._rotations(x[:, None]), self._log_decay(x)
+        rotation = rotations.between(-1, 0)
+        after = []
+        x = x[:, None]  # (B, 1, D)
+        for layer, old in zip(self.layers, self.initial_state(len(x)) if state is None else state, strict=True):
+            q, k, v, gate = layer.project(x, rotation)
+            before = rotations.turn_back(old, 1)
+            y, new = linear_recurrence_step(q[:, :, 0], k[:, :, 0], v[:, :, 0], log_decay, before, reset)
+            x = layer.finish(x, y[:, :, None], gate)
+            after.append(new)
+        return x[:, 0], None if state is None else tuple(after)
+
+    def fork(
+        self, x: Tensor, queries: Tensor, state: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...] | None]:
+        blocks, block = x.shape[1:3]
+        x = torch.cat((x, for_each_block(queries, x)), 2)  # (B, N, L + Q, D)
+        shape = x.shape[1:3]
+        rotations, log_decay = self._rotations(x), self._log_decay(x)
+        rotation = torch.cat([rotations.between(-n * block, shape[1] - n * block) for n in range(blocks, 0, -1)])
+        after = []
+        x = x.flatten(1, 2)  # (B, N (L + Q), D)
+        for index, layer in enumerate(self.layers):
+            q, k, v, gate = layer.project(x, rotation)
+            before = None if state is None else rotations.turn_back(state[index], blocks * block)
+            q, k, v = (part.unflatten(2, shape) for part in (q, k, v))  # (B, H, N, L + Q, K)
+            y, new = linear_recurrence_fork(q, k, v, log_decay, block, before)
+            x = layer.finish(x, y.flatten(2, 3), gate)
+            after.append(new)
+        y, answers = x.unflatten(1, shape).split((block, shape[1] - block), 2)
+        return y, answers, None if state is None else tuple(after)
+
+    def _rotations(self, x: Tensor) -> Rotations:
+        return rotations(self.head_width, math.prod(x.shape[1:-1]), x.device, _wide(x.dtype))
+
+    def _log_decay(self, x: Tensor) -> Tensor:
+        return _constant(tuple(math.log(decay) for decay in self.decays), x.device, _wide(x.dtype))
+
+
+class RetNetLayer(nn.Module):
+    """Multi-scale retention and a feed-forward layer, each with LayerNorm before and a residual around."""
+
+    def __init__(self, settings: RetNetSettings, size: Size) -> None:
+        super().__init__()
+        width, hidden = size.width, settings.ffn * size.width
+        self.heads, self.dropout = settings.heads, size.dropout
+        self.activation = ACTIVATIONS[settings.activation]
+        self.retention_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.qkvg = nn.Linear(width, 4 * width)  # query, key, value and gate in one product
+        self.out = nn.Linear(width, width)
+        self.ffn_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+        with torch.no_grad():
+            for weight in (*self.qkvg.weight.chunk(4), self.out.weight, self.up.weight, self.down.weight):
+                nn.init.xavier_normal_(weight)
+            for linear in (self.qkvg, self.out, self.up, self.down):
+                nn.init.zeros_(linear.bias)
+
+    def project(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x (B, T, D), rotation (T, 2, 1, K / 2) -> rotated q and k, and v (B, H, T, K); the gate (B, T, D)."""
+        qk, v, gate = self.qkvg(self.retention_norm(x)).split((2 * self.width, self.width, self.width), -1)
+        qk = qk.to(_wide(qk.dtype)).unflatten(-1, (2, self.heads, -1, 2))  # (B, T, 2, H, K / 2, 2)
+        qk = torch.view_as_complex(qk) * rotation
+        qk = torch.view_as_real(qk.permute(2, 0, 3, 1, 4).contiguous()).flatten(-2).to(v.dtype)  # (2, B, H, T, K)
+        return qk[0], qk[1], v.unflatten(-1, (self.heads, -1)).transpose(1, 2), gate
+
+    def finish(self, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+        """What follows the retention y (B, H, T, K) of x (B, T, D): norm, gate, projection, residual, feed-forward."""
+        y = self._drop(y.transpose(1, 2))  # (B, T, H, K)
+        # A GroupNorm of H groups without affine on each token by itself.
+        y = F.layer_norm(y, y.shape[-1:], eps=NORM_EPS).flatten(2)
+        x = x + self._drop(self.out(F.silu(gate) * y))
+        hidden = self._drop(self.activation(self.up(self.ffn_norm(x))))
+        return x + self._drop(self.down(hidden))
+
+    @property
+    def width(self) -> int:
+        return self.out.in_features
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+
+# -- decays and rotations ----------------------------------------------------------------------------------------------
+
+
+def head_decays(settings: RetNetSettings, block: int) -> tuple[float, ...]:
+    """What is left of a state after one element, per head: fastest first. `block` is the number of elements of a block.
+
+    Raises UsageError when `decay_range_blocks` is neither empty nor two ascending positive numbers.
+    """
+    heads = settings.heads
+    bounds = settings.decay_range_blocks
+    if bounds:
+        if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
+            raise UsageError(
+                f"backbone.retnet.decay_range_blocks = {bounds}: two half-lives in blocks, ascending, as [0.25, 8]."
+            )
+        return tuple(0.5 ** (1 / (block * half_life)) for half_life in _log_spaced(bounds[0], bounds[1], heads))
+    if settings.decay == "paper":
+        return tuple(1 - 2.0 ** (-5 - head) for head in range(heads))
+    return tuple(1 - share for share in _log_spaced(1 / 32, 1 / 512, heads))
+
+
+class Rotations:
+    """Factors exp(i n theta_j), theta_j = 10000^(-j / (K / 2 - 1)), for the interleaved pairs (2j, 2j + 1)."""
+
+    def __init__(self, head_width: int, reach: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.reach = reach
+        pairs = head_width // 2
+        # Angles in float64: in lower precision they are wrong by far more than the rounding of what they rotate.
+        theta = 10000.0 ** -torch.linspace(0, 1, pairs, dtype=torch.float64, device=device)
+        angle = torch.arange(-reach, reach + 1, dtype=torch.float64, device=device)[:, None] * theta
+        unit = torch.polar(torch.ones_like(angle), angle)  # (positions, K / 2)
+        # One table rotates queries and keys together; keys are scaled by 1 / sqrt(K) on the way.
+        complex_dtype = torch.complex128 if dtype == torch.float64 else torch.complex64
+        self.table = torch.stack((unit, unit * head_width**-0.5), 1)[:, :, None].to(complex_dtype)
+        # A state is turned along its key axis, pairs being neighbours: cos * S + sin * (S with the pairs swapped).
+        self.cos = angle.cos().repeat_interleave(2, 1)[..., None].to(dtype)  # (positions, K, 1)
+        self.sin = torch.stack((-angle.sin(), angle.sin()), 2).flatten(1)[..., None].to(dtype)
+
+    def between(self, start: int, stop: int) -> Tensor:
+        """For queries and keys at the positions start ... stop - 1: (stop - start, 2, 1, K / 2)."""
+        assert -self.reach <= start <= stop <= self.reach + 1
+        return self.table[start + self.reach : stop + self.reach]
+
+    def turn_back(self, state: Tensor, count: int) -> Tensor:
+        """The state (B, H, K, V) as seen from `count` positions further on."""
+        swapped = state.unflatten(2, (-1, 2)).flip(3).flatten(2, 3)
+        index = self.reach - count
+        return torch.addcmul(state * self.cos[index], swapped, self.sin[index])
+
+
+def rotations(head_width: int, reach: int, device: torch.device, dtype: torch.dtype) -> Rotations:
+    """The table for positions up to +-reach, from a cache that holds one per power of two."""
+    return _rotations(head_width, 1 << (reach - 1).bit_length(), device, dtype)
+
+
+@functools.cache
+def _rotations(head_width: int, reach: int, device: torch.device, dtype: torch.dtype) -> Rotations:
+    with torch.inference_mode(False), torch.no_grad():  # the first caller's mode must not stick to the table
+        return Rotations(head_width, reach, device, dtype)
+
+
+@functools.cache
+def _constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(values, device=device, dtype=dtype)
+
+
+def _log_spaced(first: float, last: float, count: int) -> list[float]:
+    return [first * (last / first) ** (i / max(count - 1, 1)) for i in range(count)]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states, decays and positions for operands of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

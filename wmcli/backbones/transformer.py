@@ -1,0 +1,265 @@
+"""The GPT of IRIS (Micheli et al. 2023, arXiv 2209.00588): pre-norm causal attention with learned absolute positions.
+
+Axes: B batch, T time (elements), D width, H heads, K width of a head, S slots of the key/value cache, N blocks, L
+elements of a block, Q queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wmcli.backbones.base import Backbone, Size, for_each_block
+from wmcli.config import Section
+from wmcli.errors import UsageError
+
+INIT_STD = 0.02
+
+
+class TransformerSettings(Section):
+    """What is particular to the transformer backbone."""
+
+    heads: int = Field(default=4, ge=1)
+    """Attention heads."""
+    ffn: int = Field(default=4, ge=1)
+    """Width of the feed-forward layer, in multiples of the backbone's width."""
+
+
+class Cache(NamedTuple):
+    """The state: keys and values of fixed size, and how much of them is in use.
+
+    `filled` is known on the host, so that attention reads no more slots than needed and nothing waits for the device:
+    an upper bound of `length`, and equal to it in every row as long as `even`.
+    """
+
+    layers: tuple[Tensor, ...]  # one (B, 2, H, max_length, K) per layer, keys first
+    length: Tensor  # (B,) int64
+    filled: int
+    even: bool
+
+
+# Puts the new keys and values (B, 2, H, T, K) of a layer into its part of the cache; returns those to attend to,
+# and the layer's new part.
+Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Transformer(Backbone):
+    """The state is a `Cache` for at most `max_length` elements.
+
+    With gradients on, every call makes a new cache and old ones stay valid. With gradients off the cache is written in
+    place behind what it holds: an old state may still be read (forked again, say), but of several continuations of one
+    state only the newest is valid, and a row's older states are void once the row was reset. Clone a state with
+    `map_state` to branch it.
+
+    Too many elements raise ValueError. After a reset rows differ in length and only the device knows it: then it is
+    torch's index check that stops a row which grows past `max_length`.
+    """
+
+    max_length: int
+    layers: Any  # nn.ModuleList of TransformerLayer
+
+    def __init__(self, settings: TransformerSettings, size: Size) -> None:
+        super().__init__()
+        if size.width % settings.heads:
+            raise UsageError(
+                f"backbone.transformer.heads = {settings.heads}: must divide backbone.width = {size.width}."
+            )
+        self.width, self.max_length = size.width, size.max_length
+        self.heads, self.dropout = settings.heads, size.dropout
+        self.positions = nn.Embedding(size.max_length, size.width)
+        self.layers = nn.ModuleList(TransformerLayer(settings, size) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=INIT_STD)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
+    def initial_state(self, batch: int) -> Cache:
+        weight = self.positions.weight
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        shape = (batch, 2, self.heads, self.max_length, self.width // self.heads)
+        # Zeros, not empty: an unused slot has weight 0 in attention, but 0 * NaN would be NaN.
+        layers = tuple(torch.zeros(shape, device=weight.device, dtype=dtype) for _ in self.layers)
+        return Cache(layers, torch.zeros(batch, device=weight.device, dtype=torch.int64), 0, True)
+
+    def forward(self, x: Tensor, state: Cache | None, reset: Tensor | None = None) -> tuple[Tensor, Cache | None]:
+        count = x.shape[1]
+        if reset is not None:
+            return self._forward_with_resets(x, state, reset)
+        if state is None:
+            self._check(count, 0)
+            return self._run(x, torch.arange(count, device=x.device), None, causal=True, cache=None, extend=None)
+        slots, extend, seen = self._append(state, count)
+        mask = None
+        causal = state.even and state.filled == 0
+        if not causal and not (state.even and count == 1):
+            mask = torch.arange(seen, device=x.device) <= slots[..., None]  # (T, S) or (B, T, S)
+        return self._run(x, slots, mask, causal, _grown(state, count, seen), extend)
+
+    def step(self, x: Tensor, state: Cache | None, reset: Tensor | None = None) -> tuple[Tensor, Cache | None]:
+        if reset is not None and state is not None:
+            state = state._replace(length=state.length.masked_fill(reset, 0), even=False)
+        y, state = self.forward(x[:, None], state)
+        return y[:, 0], state
+
+    def fork(self, x: Tensor, queries: Tensor, state: Cache | None) -> tuple[Tensor, Tensor, Cache | None]:
+        queries = for_each_block(queries, x)
+        (blocks, block), count = x.shape[1:3], queries.shape[2]
+        real = blocks * block
+        if state is None:
+            self._check(real + count, 0)
+            slots, extend, seen, cache = torch.arange(real, device=x.device), None, real, None
+        else:
+            if state.even:
+                self._check(real + count, state.filled)
+            slots, extend, seen = self._append(state, real)
+            cache = _grown(state, real, seen)
+        # Each block's queries stand behind its last element and see what that element sees ...
+        ends = slots[..., block - 1 :: block, None]  # (N, 1) or (B, N, 1)
+        asked = (ends + 1 + torch.arange(count, device=x.device)).flatten(-2)  # (N Q,) or (B, N Q)
+        limit = torch.cat((slots, ends.expand(*ends.shape[:-1], count).flatten(-2)), -1)
+        stored = torch.arange(seen, device=x.device) <= limit[..., None]  # (T, S) or (B, T, S), T = N L + N Q
+        # ... and each other up to themselves.
+        among = torch.block_diag(*torch.ones(blocks, count, count, device=x.device).tril()).bool()
+        among = F.pad(among, (0, 0, real, 0)).expand(*stored.shape[:-1], -1)  # real elements see no query
+        y, cache = self._run(
+            torch.cat((x.flatten(1, 2), queries.flatten(1, 2)), 1),
+            torch.cat((slots, asked), -1),
+            torch.cat((stored, among), -1),
+            causal=False,
+            cache=cache,
+            extend=extend,
+        )
+        y, answers = y.split((real, blocks * count), 1)
+        return y.unflatten(1, (blocks, block)), answers.unflatten(1, (blocks, count)), cache
+
+    # -- the layers ----------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        cache: Cache | None,
+        extend: Extend | None,
+    ) -> tuple[Tensor, Cache | None]:
+        """All layers on x (B, T, D) at positions (T,) or (B, T), under mask (T, S) or (B, T, S), True where seen."""
+        if mask is not None and mask.dim() == 3:
+            mask = mask[:, None]  # (B, 1, T, S)
+        x = F.dropout(x + self.positions(positions), self.dropout, self.training)
+        parts = []
+        for index, layer in enumerate(self.layers):
+            q, kv = layer.project(x)
+            if cache is not None:
+                assert extend is not None
+                kv, part = extend(cache.layers[index], kv)
+                parts.append(part)
+            k, v = kv.unbind(1)
+            drop = self.dropout if self.training else 0.0
+            x = layer.finish(x, F.scaled_dot_product_attention(q, k, v, mask, drop, causal))
+        return self.norm(x), None if cache is None else cache._replace(layers=tuple(parts))
+
+    # -- the cache -----------------------------------------------------------------------------------------------------
+
+    def _append(self, state: Cache, count: int) -> tuple[Tensor, Extend, int]:
+        """For `count` new elements: their slots (T,) or (B, T), how to write them, and the number of slots then in use.
+
+        Keys and values beyond `count`, those of queries, are attended to but not written.
+        """
+        steps = torch.arange(count, device=state.length.device)
+        if state.even:
+            self._check(count, state.filled)
+            slots = steps + state.filled
+        else:
+            self._check(count, 0)
+            slots = state.length[:, None] + steps
+        seen = min(state.filled + count, self.max_length)
+
+        def extend(part: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+            new = kv[:, :, :, :count].to(part.dtype)
+            in_place = not torch.is_grad_enabled() and not part.requires_grad
+            in_place = in_place and part.is_inference() == torch.is_inference_mode_enabled()
+            if not in_place:
+                part = part.clone()
+            if state.even:
+                part[:, :, :, state.filled : seen] = new
+            else:
+                part.scatter_(3, slots[:, None, None, :, None].expand_as(new), new)
+            held = part[:, :, :, :seen].to(kv.dtype)
+            return (held if count == kv.shape[3] else torch.cat((held, kv[:, :, :, count:]), 3)), part
+
+        return slots, extend, seen
+
+    def _forward_with_resets(self, x: Tensor, state: Cache | None, reset: Tensor) -> tuple[Tensor, Cache | None]:
+        count = x.shape[1]
+        self._check(count, 0)
+        steps = torch.arange(count, device=x.device)
+        start = torch.where(reset, steps, -1).cummax(1).values  # (B, T): the last reset so far, -1 before the first
+        length = torch.zeros(len(x), device=x.device, dtype=torch.int64) if state is None else state.length
+        positions = torch.where(start < 0, length[:, None] + steps, steps - start)
+        mask = (steps <= steps[:, None]) & (steps >= start[..., None])  # (B, T, T)
+        if state is None:
+            return self._run(x, positions, mask, causal=False, cache=None, extend=None)
+        slots = torch.arange(state.filled, device=x.device)
+        kept = (slots < length[:, None])[:, None] & (start < 0)[
+            ..., None
+        ]  # (B, T, S): the cache, until the first reset
+        # The elements that stay run to the end, so slot s takes element s + T - (new length), if that one stays.
+        length = positions[:, -1] + 1
+        source = torch.arange(self.max_length, device=x.device) + (count - length)[:, None]  # (B, max_length)
+        stays = (source >= start[:, -1:].clamp(min=0)) & (source < count)
+        source = source.clamp(0, count - 1)[:, None, None, :, None]
+
+        def extend(part: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+            attended = torch.cat((part[:, :, :, : state.filled].to(kv.dtype), kv), 3)
+            new = kv.to(part.dtype).gather(3, source.expand_as(part))
+            return attended, torch.where(stays[:, None, None, :, None], new, part)
+
+        cache = Cache(state.layers, length, min(state.filled + count, self.max_length), False)
+        return self._run(x, positions, torch.cat((kept, mask), -1), causal=False, cache=cache, extend=extend)
+
+    def _check(self, count: int, filled: int) -> None:
+        if filled + count > self.max_length:
+            raise ValueError(
+                f"{count} elements (queries included) after {filled} do not fit: this transformer was built for "
+                f"max_length = {self.max_length}."
+            )
+
+
+def _grown(state: Cache, count: int, filled: int) -> Cache:
+    return state._replace(length=state.length + count, filled=filled)
+
+
+class TransformerLayer(nn.Module):
+    """Causal self-attention and a feed-forward layer, each with LayerNorm before and a residual around."""
+
+    def __init__(self, settings: TransformerSettings, size: Size) -> None:
+        super().__init__()
+        width, hidden = size.width, settings.ffn * size.width
+        self.heads, self.dropout = settings.heads, size.dropout
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)  # query, key and value in one product
+        self.out = nn.Linear(width, width)
+        self.ffn_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (B, T, D) -> queries (B, H, T, K), keys and values (B, 2, H, T, K)."""
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(0, 2, 3, 1, 4)
+        return qkv[:, 0], qkv[:, 1:]
+
+    def finish(self, x: Tensor, y: Tensor) -> Tensor:
+        """What follows the attention y (B, H, T, K) of x (B, T, D)."""
+        x = x + self._drop(self.out(y.transpose(1, 2).flatten(2)))
+        return x + self._drop(self.down(F.gelu(self.up(self.ffn_norm(x)))))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)

@@ -1,0 +1,55 @@
+"""`wm collect`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from wmcli.cli.options import (
+    DEFAULT_RUN,
+    INPUT_PANEL,
+    Device,
+    Fresh,
+    Json,
+    Preset,
+    Quiet,
+    RunFolder,
+    Seed,
+    Set,
+    complete_actor,
+    overrides,
+)
+from wmcli.cli.output import published
+
+
+def collect(
+    run: RunFolder = DEFAULT_RUN,
+    preset: Preset = None,
+    settings: Set = None,
+    seed: Seed = None,
+    device: Device = None,
+    controller: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REF",
+            help="Controller that acts: controller@7, a path, or random. Default: the newest of this run, else random.",
+            rich_help_panel=INPUT_PANEL,
+            autocompletion=complete_actor,
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Decisions to take in this collect.")] = None,
+    fresh: Fresh = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Play the environment and add what was seen to the run's experience.
+
+    Example: wm collect --run runs/catch --preset quickstart --steps 2000
+    """
+    from wmcli.stages.collect import collect as stage
+    from wmcli.stages.context import open_context
+
+    changes = overrides(settings, {"seed": seed, "training.device": device})
+    context = open_context(run, preset, changes, create=True, quiet=quiet, fresh=fresh)
+    published(stage(context, controller=controller, steps=steps), as_json)

@@ -1,0 +1,20 @@
+"""`wm envs`."""
+
+from __future__ import annotations
+
+from wmcli.cli.options import Json
+from wmcli.cli.output import answer, emit_json
+
+
+def envs(as_json: Json = False) -> None:
+    """List the environments that can be played here.
+
+    Example: wm envs --json
+    """
+    from wmcli.envs import list_environments
+
+    rows = list_environments()
+    if as_json:
+        emit_json(rows)
+    else:
+        answer(rows, list(dict.fromkeys(column for row in rows for column in row)))

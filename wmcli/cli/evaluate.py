@@ -1,0 +1,144 @@
+"""`wm eval`: score a controller, or put the scores of several runs together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from wmcli.cli.options import (
+    DEFAULT_RUN,
+    Controller,
+    Device,
+    Force,
+    Fresh,
+    Json,
+    Preset,
+    Quiet,
+    RunFolder,
+    Seed,
+    Set,
+    may_create,
+    overrides,
+)
+from wmcli.cli.output import Row, answer, draw_beside, emit_json, identity, line
+from wmcli.errors import UsageError
+
+if TYPE_CHECKING:
+    from wmcli.artifacts import Artifact
+
+MANY_PANEL = "Many runs"
+
+
+def evaluate(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN]...", help="Runs already scored, to put together.", show_default=False),
+    ] = None,
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="RUN", help="Compare RUN... with this one. Repeatable.", rich_help_panel=MANY_PANEL),
+    ] = None,
+    run: RunFolder = DEFAULT_RUN,
+    preset: Preset = None,
+    settings: Set = None,
+    seed: Seed = None,
+    device: Device = None,
+    controller: Controller = None,
+    episodes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Complete episodes that make the score.")
+    ] = None,
+    protocol: Annotated[Literal["returns"], typer.Option(help="What is measured.")] = "returns",
+    fresh: Fresh = False,
+    force: Force = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Score the controller over complete episodes, or put the scores of several runs together.
+
+    Examples: wm eval --run runs/catch --episodes 100; wm eval runs/a runs/b --against runs/c --against runs/d
+    """
+    if runs:
+        _together(runs, against, as_json)
+        return
+    if against:
+        raise UsageError("--against compares with runs that stand before it: wm eval RUN... --against RUN")
+    from wmcli.stages.context import open_context
+    from wmcli.stages.evaluate import evaluate as stage
+
+    changes = overrides(settings, {"seed": seed, "training.device": device})
+    context = open_context(run, preset, changes, create=may_create(controller), quiet=quiet, fresh=fresh, force=force)
+    artifact = stage(context, controller=controller, episodes=episodes, protocol=protocol)
+    if not (as_json or quiet):
+        show_score(artifact)
+    if as_json:
+        who = identity(artifact)
+        emit_json(artifact.metrics | {"artifact": who["path"], "name": who["name"], "digest": who["digest"]})
+    else:
+        line(str(artifact.path))
+
+
+# -- one score --------------------------------------------------------------------------------------------------------
+
+
+def show_score(evaluation: Artifact) -> None:
+    """Our score beside the published ones, for a person who watches; a log has the stage's own line."""
+    metrics = evaluation.metrics
+    title = f"{evaluation.name}, episodes: {metrics['episodes']}"
+    if metrics["stderr"] is not None:
+        title += f", standard error of the mean: {metrics['stderr']:.2g}"
+    columns = ["name", "score", "lowest", "highest", "runs", "human_normalized", "caveat"]
+    rows = score_rows(evaluation)
+    draw_beside(rows, [column for column in columns if any(row.get(column) is not None for row in rows)], title)
+
+
+def score_rows(evaluation: Artifact) -> list[Row]:
+    """This run first, then what is published for its game, or else a random policy. Lowest and highest are of runs."""
+    from wmcli.metrics.atari import game_table
+
+    metrics = evaluation.metrics
+    published_rows = game_table(evaluation.manifest["environment"]["id"], [metrics["mean"]])
+    if published_rows is None:
+        ours = {"name": "this run", "score": metrics["mean"], "runs": 1}
+        return [ours, {"name": "random", "score": metrics["random_mean"]}]
+    return [
+        {
+            "name": row.name,
+            "score": row.score,
+            "lowest": row.low if row.runs > 1 else None,
+            "highest": row.high if row.runs > 1 else None,
+            "runs": row.runs,
+            "human_normalized": row.human_normalized,
+            "caveat": row.caveat or None,
+        }
+        for row in published_rows
+    ]
+
+
+# -- many runs --------------------------------------------------------------------------------------------------------
+
+
+def _together(runs: list[Path], against: list[Path] | None, as_json: bool) -> None:
+    from wmcli.stages.evaluate import aggregate
+
+    result = aggregate(runs, against or None)
+    if as_json:
+        emit_json(result)
+    else:
+        answer(aggregate_rows(result), ["statistic", "value", "low", "high"])
+
+
+def aggregate_rows(result: Mapping[str, Any]) -> list[Row]:
+    """A row for each number of an aggregate, and for each estimate `{"value", "low", "high"}` with its 95 % interval.
+
+    Single scores and the performance profile are only in the JSON.
+    """
+    rows: list[Row] = []
+    for name, value in result.items():
+        if not isinstance(value, Mapping):
+            rows.append({"statistic": name, "value": value})
+        elif "value" in value:
+            rows.append({"statistic": name, **value})
+    return rows

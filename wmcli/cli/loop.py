@@ -1,0 +1,58 @@
+"""`wm run`: the whole circle of a preset in one process."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from wmcli.cli.evaluate import show_score
+from wmcli.cli.options import (
+    DEFAULT_RUN,
+    Device,
+    Fresh,
+    Json,
+    Preset,
+    Quiet,
+    RunFolder,
+    Seed,
+    Set,
+    complete_preset,
+    overrides,
+)
+from wmcli.cli.output import published
+from wmcli.errors import UsageError
+
+
+def run(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PRESET]",
+            help="Preset of a new run. Without it, the run goes on with its own.",
+            autocompletion=complete_preset,
+        ),
+    ] = None,
+    run: RunFolder = DEFAULT_RUN,
+    preset: Preset = None,
+    settings: Set = None,
+    seed: Seed = None,
+    device: Device = None,
+    fresh: Fresh = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Collect, train and imagine in turn until the preset's epochs are over, then evaluate.
+
+    Example: wm run quickstart --run runs/catch
+    """
+    if name and preset and name != preset:
+        raise UsageError(f"two presets, {name} and --preset {preset}: give one of them.")
+    from wmcli.stages.context import open_context
+    from wmcli.stages.loop import run_loop
+
+    changes = overrides(settings, {"seed": seed, "training.device": device})
+    artifact = run_loop(open_context(run, name or preset, changes, create=True, quiet=quiet, fresh=fresh))
+    if artifact.kind == "evaluation" and not (as_json or quiet):
+        show_score(artifact)
+    published(artifact, as_json)

@@ -1,0 +1,153 @@
+"""The options that several commands share, spelled once, and what the shell completes them with.
+
+Nothing here may import torch, zarr or the settings at module level: `wm --help` reads this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from wmcli.errors import UsageError
+
+DEFAULT_RUN = Path("runs/default")
+
+RUN_PANEL = "Run and settings"
+INPUT_PANEL = "Inputs"
+REPEAT_PANEL = "When it was done before"
+OUTPUT_PANEL = "Output"
+
+
+# -- shell completion -------------------------------------------------------------------------------------------------
+
+
+def complete_preset() -> list[str]:
+    from wmcli.config import preset_names
+
+    return preset_names()
+
+
+def complete_kind() -> list[str]:
+    from wmcli.artifacts import KINDS
+
+    return list(KINDS)
+
+
+def complete_reference(context: typer.Context) -> list[str]:
+    """The kinds, and every version in the run that `--run` names so far."""
+    from wmcli.artifacts import KINDS, Run
+
+    folder = Path(context.params.get("run") or DEFAULT_RUN)
+    if not folder.is_dir():
+        return list(KINDS)
+    run = Run.open(folder, create=False)
+    return [*KINDS, *(f"{kind}@{version}" for kind in KINDS for version in run.versions(kind))]
+
+
+def _reference(flag: str, what: str) -> Any:
+    return typer.Option(
+        flag,
+        metavar="REF",
+        help=f"{what}: {flag[2:]}@7 or the path of another run's. Default: the newest of this run.",
+        rich_help_panel=INPUT_PANEL,
+        autocompletion=_complete_kind_of(flag[2:]),
+    )
+
+
+def _complete_kind_of(kind: str) -> Callable[[typer.Context], list[str]]:
+    def complete(context: typer.Context) -> list[str]:
+        return [name for name in complete_reference(context) if name.partition("@")[0] == kind]
+
+    return complete
+
+
+def complete_actor(context: typer.Context) -> list[str]:
+    return [*_complete_kind_of("controller")(context), "random"]
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+RunFolder = Annotated[
+    Path,
+    typer.Option("--run", metavar="DIR", envvar="WM_RUN", help="The run directory.", rich_help_panel=RUN_PANEL),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        "--preset",
+        metavar="NAME",
+        help="Preset of a new run (see: wm presets). A run remembers its own.",
+        rich_help_panel=RUN_PANEL,
+        autocompletion=complete_preset,
+    ),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change one setting for this command, e.g. controller.horizon=10. Repeatable.",
+        rich_help_panel=RUN_PANEL,
+    ),
+]
+Seed = Annotated[
+    int | None, typer.Option("--seed", metavar="N", help="Short for --set seed=N.", rich_help_panel=RUN_PANEL)
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="auto, cpu, cuda, cuda:1, ... Short for --set training.device=NAME.",
+        rich_help_panel=RUN_PANEL,
+    ),
+]
+
+Experience = Annotated[str | None, _reference("--experience", "Experience to learn from")]
+Tokenizer = Annotated[str | None, _reference("--tokenizer", "Tokenizer to use")]
+Dynamics = Annotated[str | None, _reference("--dynamics", "Dynamics model to imagine with")]
+Controller = Annotated[str | None, _reference("--controller", "Controller that acts")]
+
+Fresh = Annotated[
+    bool,
+    typer.Option("--fresh", help="Start again instead of resuming stopped work.", rich_help_panel=REPEAT_PANEL),
+]
+More = Annotated[
+    bool,
+    typer.Option("--more", help="Train the existing version one further.", rich_help_panel=REPEAT_PANEL),
+]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Make another version from the start.", rich_help_panel=REPEAT_PANEL),
+]
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.", rich_help_panel=OUTPUT_PANEL)]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Only warnings and errors on stderr.", rich_help_panel=OUTPUT_PANEL)
+]
+
+
+# -- what they mean ---------------------------------------------------------------------------------------------------
+
+
+def overrides(given: Sequence[str] | None, short: Mapping[str, Any]) -> list[str]:
+    """`--set` texts followed by the short forms that were used, which therefore win: `{"seed": 3}` -> `"seed=3"`."""
+    return [*(given or ()), *(f"{key}={value}" for key, value in short.items() if value is not None)]
+
+
+def may_create(*references: str | None) -> bool:
+    """Whether a stage may make a new run: only when every input is given by the path of one that exists."""
+    from wmcli.artifacts import KINDS
+
+    return all(
+        reference is not None and reference.partition("@")[0] not in KINDS and Path(reference).exists()
+        for reference in references
+    )
+
+
+def refuse_both(more: bool, force: bool) -> None:
+    if more and force:
+        raise UsageError("--more goes on from the newest version and --force starts without it: give one of them.")

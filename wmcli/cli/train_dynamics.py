@@ -1,0 +1,61 @@
+"""`wm train-dynamics`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from wmcli.cli.options import (
+    DEFAULT_RUN,
+    Device,
+    Experience,
+    Force,
+    Fresh,
+    Json,
+    More,
+    Preset,
+    Quiet,
+    RunFolder,
+    Seed,
+    Set,
+    Tokenizer,
+    may_create,
+    overrides,
+    refuse_both,
+)
+from wmcli.cli.output import published
+
+
+def train_dynamics(
+    run: RunFolder = DEFAULT_RUN,
+    preset: Preset = None,
+    settings: Set = None,
+    seed: Seed = None,
+    device: Device = None,
+    tokenizer: Tokenizer = None,
+    experience: Experience = None,
+    backbone: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="retnet, transformer, ... Short for --set backbone.name=NAME."),
+    ] = None,
+    updates: Annotated[int | None, typer.Option(min=1, metavar="N", help="Short for --set dynamics.updates=N.")] = None,
+    fresh: Fresh = False,
+    more: More = False,
+    force: Force = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train the dynamics model on the tokens of the collected frames.
+
+    Example: wm train-dynamics --run runs/catch --backbone transformer
+    """
+    refuse_both(more, force)
+    from wmcli.stages.context import open_context
+    from wmcli.stages.dynamics import train_dynamics as stage
+
+    short = {"seed": seed, "training.device": device, "backbone.name": backbone, "dynamics.updates": updates}
+    create = may_create(tokenizer, experience)
+    changes = overrides(settings, short)
+    context = open_context(run, preset, changes, create=create, quiet=quiet, fresh=fresh, force=force, more=more)
+    published(stage(context, tokenizer=tokenizer, experience=experience), as_json)

@@ -1,0 +1,1 @@
+"""Controllers: they act, and learn to act inside a world model's imagination."""

@@ -1,0 +1,92 @@
+"""The contract of a controller: how it acts and how it learns, whatever the world model.
+
+B batch (rows: imagined rollouts, or environments side by side), A actions.
+A controller sees a world model only through `wmcli.world_models.base.WorldModel`. What it remembers between frames is a
+state that goes in and comes out of every call: a tree of tensors with the batch first. The controller keeps none.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from wmcli.world_models.base import Batch, WorldModel
+
+State = Any
+"""A nested tuple, list or dict of tensors (B, ...)."""
+
+
+class Controller(nn.Module, ABC):
+    """Acts on what a world model makes of the frames, and learns from windows of experience."""
+
+    window: int
+    """Frames in each row of the batch that `loss` takes, left-padded where an episode is shorter."""
+
+    # -- acting on one frame, batched over rows ---
+
+    @abstractmethod
+    def initial_state(self, batch: int) -> State:
+        """The state before the first frame of an episode, for `batch` rows, on the controller's device."""
+
+    @abstractmethod
+    def cleared(self, state: State, reset: Tensor) -> State:
+        """`state` with the rows where `reset` (B,) is True back at the initial state."""
+
+    @abstractmethod
+    def decide(self, world_model: WorldModel, world_state: State, state: State) -> tuple[Tensor, State]:
+        """Look at the current frame: logits (B, A) float32 of the next action, and the state after the look.
+
+        `world_state` is the world model's state after it perceived the frame. A search may imagine from it.
+        """
+
+    @abstractmethod
+    def follow(self, action: Tensor, state: State) -> State:
+        """Tell the controller which action (B,) was taken after its last look."""
+
+    @abstractmethod
+    def burn_in(self, world_model: WorldModel, world_state: State, action: Tensor, state: State) -> State:
+        """Go past one real frame and the action (B,) taken on it when no decision is wanted."""
+
+    # -- learning ---
+
+    @abstractmethod
+    def loss(self, world_model: WorldModel, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss to minimise on windows of experience, and metrics (detached, still on the device)."""
+
+    @abstractmethod
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """What the optimiser is given: all parameters, in groups that state their weight decay."""
+
+
+class Actor(Protocol):
+    """Plays in environments side by side (E rows). Collection and evaluation know no more than this."""
+
+    def act(self, observation: np.ndarray | Tensor, first: np.ndarray | Tensor) -> np.ndarray:
+        """Actions (E,) int64 for the current frames (E, H, W, C) uint8; `first` (E,): it opens an episode."""
+
+    def burn_in(
+        self, observation: np.ndarray | Tensor, action: np.ndarray | Tensor, valid: np.ndarray | Tensor
+    ) -> None:
+        """Start anew from the last frames (E, T, ...) of running episodes, left-padded where `valid` is False."""
+
+    def reset_rows(self, rows: np.ndarray | Tensor) -> None:
+        """Forget everything in the rows (E,) marked True: the next frame opens an episode there."""
+
+    def state(self) -> dict[str, Tensor]:
+        """All that changes while playing, the random generator included."""
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Go on exactly where `state` was taken."""
+
+
+def sample(logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One category (...) for each row of `logits` (..., A), with the global generator unless one is given.
+
+    The largest of logits plus Gumbel noise is a sample of their softmax. Never waits for the device.
+    """
+    noise = torch.empty_like(logits).exponential_(generator=generator)
+    return (logits - noise.log()).argmax(-1)

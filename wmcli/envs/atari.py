@@ -1,0 +1,229 @@
+"""Atari by named protocols: explicit, complete, recorded. Defaults of an environment id are never relied on.
+
+Protocol `rem` is the chain of REM (Cohen et al. 2024, arXiv 2402.05643) and IRIS (Micheli et al. 2023, arXiv
+2209.00588), as their public code runs it (leor-c/REM and eloialonso/iris, after openai/baselines), innermost first:
+
+1. the bare emulator: one frame an action, no sticky actions, the game's minimal action set;
+2. each 210 x 160 frame is resized to size x size with Pillow's bilinear filter, which is antialiased;
+3. a time limit, counted in emulator frames;
+4. after a reset of the game, a number of no-op frames;
+5. each action is repeated for 4 frames, rewards are summed, and what is seen is the elementwise maximum of the resized
+   frames 3 and 4;
+6. in training the loss of a life ends the episode, and the reset after it plays one no-op action in the same game.
+
+Only frames 3 and 4 are resized here. That is exact: frames 1 and 2 never enter the maximum and resizing has no side
+effect. A game that ends inside the repeat leaves the maximum over what the two-frame buffer then holds, older frames
+included, as in the public code; the frame that follows the last action of an episode is no input to anything.
+
+One thing differs on purpose: a time limit is reported as truncation, where the public code calls it termination.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import re
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any, SupportsInt
+
+import gymnasium
+import numpy as np
+from PIL import Image
+
+from wmcli.errors import UsageError
+
+CONTINUES = "wm/continues"  # info key: this episode is over, but reset() without a seed goes on with the same game
+NOOP = 0  # index of the no-op in every minimal action set
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What differs between training and test."""
+
+    life_loss_ends_episode: bool
+    no_ops_min: int  # emulator frames after a reset of the game, drawn uniformly, both ends included
+    no_ops_max: int
+    time_limit: int  # emulator frames since the reset of the game, no-ops included
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How Atari is played: the whole of it."""
+
+    frameskip: int  # the emulator's own; the repeat below comes on top
+    repeat_action_probability: float  # sticky actions
+    full_action_space: bool
+    action_repeat: int  # emulator frames a decision
+    max_over_last: int  # frames of each repeat that are merged by an elementwise maximum
+    resize: str  # filter, and whether it comes before or after that maximum
+    colour: str
+    clip_reward: bool
+    train: Rules
+    test: Rules
+
+
+PROTOCOLS = {
+    "rem": Protocol(
+        frameskip=1,
+        repeat_action_probability=0.0,
+        full_action_space=False,
+        action_repeat=4,
+        max_over_last=2,
+        resize="pillow bilinear, before the maximum",
+        colour="rgb",
+        clip_reward=False,
+        train=Rules(life_loss_ends_episode=True, no_ops_min=1, no_ops_max=30, time_limit=20_000),
+        test=Rules(life_loss_ends_episode=False, no_ops_min=1, no_ops_max=1, time_limit=108_000),
+    )
+}
+
+
+class Atari(gymnasium.Env[np.ndarray, int]):
+    """One Atari game under one protocol. Frames (size, size, 3) uint8; minimal actions 0 .. n-1.
+
+    `reset(seed=...)` always starts a new game; all that follows depends on the seed and the actions alone. `reset()`
+    goes on with the same game after a lost life (training) and starts a new one otherwise.
+    info: `lives`, and `wm/continues` when an episode has ended but its game has not.
+
+    `drawing`: set it to False to play known actions again without pictures, about four times as fast; the frames that
+    come back are then old. One step of a running game with `drawing` on makes the next frames right again.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}
+
+    def __init__(self, game: str, size: int, protocol: str, *, train: bool) -> None:
+        self.drawing = True
+        self._protocol = PROTOCOLS[protocol]
+        self._rules = self._protocol.train if train else self._protocol.test
+        self._size = size
+        self._emulator = _open_emulator(game, self._protocol)
+        self._ale = self._emulator.ale
+        self._actions = self._emulator._action_set
+        self._recent = np.zeros((self._protocol.max_over_last, size, size, 3), np.uint8)
+        self._elapsed = 0  # emulator frames since the reset of the game
+        self._game_over = True
+        self._lives = 0
+        self.observation_space = gymnasium.spaces.Box(0, 255, (size, size, 3), np.uint8)
+        self.action_space = gymnasium.spaces.Discrete(len(self._actions))  # type: ignore[assignment]
+
+    def get_action_meanings(self) -> list[str]:
+        """The name of each action."""
+        return [action.name for action in self._actions]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        """Open the next episode: a new game, or the next life of this one."""
+        super().reset(seed=seed)
+        if seed is not None or self._game_over:
+            frame = self._start_game(seed)
+        else:
+            # Should this no-op end the game, the next step finds it over at once and says so.
+            self._repeat(NOOP)
+            frame = self._recent.max(axis=0)
+        self._lives = self._ale.lives()
+        return frame, {"lives": self._lives}
+
+    def step(self, action: SupportsInt) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """One decision: `action` for 4 emulator frames (protocol rem)."""
+        reward = self._repeat(int(action))
+        over = self._over()
+        truncated = not over and self._elapsed >= self._rules.time_limit
+        self._game_over = over or truncated
+        lives = self._ale.lives()
+        # Some games (Qbert) show 0 lives for a few frames before they are over: that is no end of its own.
+        life_lost = self._rules.life_loss_ends_episode and 0 < lives < self._lives
+        self._lives = lives
+        info = {"lives": lives, CONTINUES: life_lost and not self._game_over}
+        return self._recent.max(axis=0), reward, over or life_lost, truncated, info
+
+    def _start_game(self, seed: int | None) -> np.ndarray:
+        no_ops = self.np_random.integers(self._rules.no_ops_min, self._rules.no_ops_max + 1)
+        self._reset_emulator(seed)
+        for _ in range(no_ops):
+            self._ale.act(self._actions[NOOP])
+            self._elapsed += 1
+            if self._over() or self._elapsed >= self._rules.time_limit:
+                self._reset_emulator(None)
+        self._game_over = False
+        return self._resized()
+
+    def _reset_emulator(self, seed: int | None) -> None:
+        with contextlib.redirect_stdout(sys.stderr):  # ale-py prints where it loads ROMs from
+            self._emulator.reset(seed=seed)
+        self._elapsed = 0
+
+    def _repeat(self, action: int) -> float:
+        """Play `action` until the repeat or the game is over; returns the summed reward."""
+        reward = 0.0
+        drawn_from = self._protocol.action_repeat - self._protocol.max_over_last
+        for frame in range(self._protocol.action_repeat):
+            reward += self._ale.act(self._actions[action])
+            self._elapsed += 1
+            if self.drawing and frame >= drawn_from:
+                self._recent[frame - drawn_from] = self._resized()
+            if self._over() or self._elapsed >= self._rules.time_limit:
+                break
+        return reward
+
+    def _over(self) -> bool:
+        return self._ale.game_over(with_truncation=False)
+
+    def _resized(self) -> np.ndarray:
+        image = Image.fromarray(self._ale.getScreenRGB())
+        return np.array(image.resize((self._size, self._size), Image.Resampling.BILINEAR))
+
+    def close(self) -> None:
+        """Free the emulator."""
+        self._emulator.close()
+
+
+def _open_emulator(game: str, protocol: Protocol) -> Any:
+    import ale_py
+
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
+    with contextlib.redirect_stdout(sys.stderr):
+        return gymnasium.make(
+            f"ALE/{game}-v5",
+            frameskip=protocol.frameskip,
+            repeat_action_probability=protocol.repeat_action_probability,
+            full_action_space=protocol.full_action_space,
+            max_num_frames_per_episode=None,  # the time limit is the protocol's
+            disable_env_checker=True,
+        ).unwrapped
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def games() -> dict[str, str]:
+    """Every game that can be played alone: its name (`MsPacman`) and its ROM's (`ms_pacman`)."""
+    import ale_py.roms  # importing ale_py registers its games with gymnasium
+
+    names = {rom.title().replace("_", ""): rom for rom in sorted(ale_py.roms.get_all_rom_ids())}
+    return {name: rom for name, rom in names.items() if f"ALE/{name}-v5" in gymnasium.registry}
+
+
+def game_of(identifier: str) -> str | None:
+    """`ALE/Pong-v5`, `PongNoFrameskip-v4`, `Pong-v0` and `Pong` -> `Pong`; None for what is no Atari game."""
+    known = games()
+    match = re.fullmatch(r"(?:ale_py:)?(?:ALE/)?(\w+?)(?:NoFrameskip)?(?:-v\d+)?", identifier)
+    spec = gymnasium.registry.get(identifier)
+    if spec is not None and not str(spec.entry_point).startswith("ale_py"):
+        return None  # another package's environment that happens to bear a game's name
+    return match[1] if match and match[1] in known else None
+
+
+def describe(game: str, protocol: str) -> dict[str, Any]:
+    """The protocol's table as plain values, with the md5 of the game's ROM. Raises UsageError when that is missing."""
+    import ale_py.roms
+
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            path = ale_py.roms.get_rom_path(games()[game])
+        assert path is not None, "games() lists only what ale-py knows"
+        rom = hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+    except OSError as error:
+        raise UsageError(f"{game}: its ROM cannot be read: {' '.join(str(error).split())}") from None
+    return {"game": game, "rom_md5": rom, **asdict(PROTOCOLS[protocol])}

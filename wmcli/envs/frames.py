@@ -1,0 +1,100 @@
+"""Any gymnasium environment that shows images, as size x size x 3 uint8 frames and actions 0 .. n-1.
+
+H height, W width, C colour channel.
+"""
+
+from __future__ import annotations
+
+from typing import Any, SupportsInt
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from PIL import Image
+
+from wmcli.errors import UsageError
+
+
+class Frames(gymnasium.Wrapper[np.ndarray, int, Any, Any]):
+    """Resizes what an environment shows, copies it, and counts its actions from 0.
+
+    Grey images (H, W) or (H, W, 1) are repeated into three equal channels. An image that is not square is stretched.
+    Raises UsageError when the environment does not show uint8 images or does not take discrete actions.
+    """
+
+    def __init__(self, env: gymnasium.Env, size: int) -> None:
+        super().__init__(env)
+        name = env.spec.id if env.spec else type(env.unwrapped).__name__
+        self._shape = _image_shape(env.observation_space, name)
+        self._name = name
+        actions = env.action_space
+        if not isinstance(actions, spaces.Discrete):
+            raise UsageError(f"{name}: its actions are {_describe(actions)}; wm needs discrete actions.")
+        self._size = size
+        self._filter = resize_filter(self._shape[0], self._shape[1], size)
+        self._first_action = int(actions.start)
+        self.observation_space = spaces.Box(0, 255, (size, size, 3), np.uint8)
+        self.action_space = spaces.Discrete(int(actions.n))  # type: ignore[assignment]
+
+    @property
+    def resizing(self) -> str:
+        """How frames are brought to size: `none`, `box`, `nearest` or `bilinear`."""
+        return "none" if self._filter is None else self._filter.name.lower()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        """As the environment's own, with the frame brought to size."""
+        observation, info = self.env.reset(seed=seed, options=options)
+        return self._frame(observation), info
+
+    def step(self, action: SupportsInt) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """As the environment's own, with the frame brought to size and the reward a float."""
+        observation, reward, terminated, truncated, info = self.env.step(self._first_action + int(action))
+        value = float(np.asarray(reward).item())
+        return self._frame(observation), value, bool(terminated), bool(truncated), info
+
+    def _frame(self, observation: Any) -> np.ndarray:
+        if not isinstance(observation, np.ndarray) or observation.shape != self._shape or observation.dtype != np.uint8:
+            seen = f"{getattr(observation, 'dtype', type(observation).__name__)} {np.shape(observation)}"
+            raise UsageError(f"{self._name}: it promises uint8 {self._shape} frames but returned {seen}.")
+        image = observation
+        if image.ndim == 2:
+            image = image[:, :, None]
+        if image.shape[2] == 1:
+            image = image.repeat(3, axis=2)  # (H, W, 1) -> (H, W, 3)
+        if self._filter is None:
+            return image.copy()  # environments may draw the next frame into the same buffer
+        return np.array(Image.fromarray(np.ascontiguousarray(image)).resize((self._size, self._size), self._filter))
+
+
+def resize_filter(height: int, width: int, size: int) -> Image.Resampling | None:
+    """The filter that brings (height, width) to (size, size), None if nothing is to do.
+
+    Box where pixels merge by whole numbers (the mean of each area), nearest for pure enlarging (no colours that
+    were not there), else bilinear, which Pillow antialiases.
+    """
+    if height == width == size:
+        return None
+    if height % size == 0 and width % size == 0:
+        return Image.Resampling.BOX
+    if height <= size and width <= size:
+        return Image.Resampling.NEAREST
+    return Image.Resampling.BILINEAR
+
+
+def _image_shape(space: spaces.Space, name: str) -> tuple[int, ...]:
+    if isinstance(space, spaces.Box) and space.dtype == np.uint8:
+        shape = tuple(space.shape)
+        if (len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))) and min(shape) > 0:
+            return shape
+    raise UsageError(
+        f"{name}: its observations are {_describe(space)}; wm needs images, "
+        f"uint8 of shape (H, W), (H, W, 1) or (H, W, 3)."
+    )
+
+
+def _describe(space: spaces.Space) -> str:
+    if isinstance(space, spaces.Dict):
+        return f"a Dict of {', '.join(space.spaces)}"
+    if isinstance(space, spaces.Box):
+        return f"a Box of {space.dtype} {space.shape}"
+    return f"a {type(space).__name__}"

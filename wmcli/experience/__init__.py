@@ -1,0 +1,14 @@
+"""Experience: what was played, on disk (segments) and in memory, and how training windows are drawn from it.
+
+The time convention, once: `action[t]` was taken after seeing `observation[t]`; `reward[t]`, `terminated[t]` and
+`truncated[t]` came of it. `first[t]`: `observation[t]` opens an episode. The frame that follows the last action of an
+episode is not kept.
+"""
+
+from __future__ import annotations
+
+from wmcli.experience.memory import Episodes, Memory
+from wmcli.experience.sampler import Windows, WindowSampler
+from wmcli.experience.segment import Recorder, read_segment, write_segment
+
+__all__ = ["Episodes", "Memory", "Recorder", "WindowSampler", "Windows", "read_segment", "write_segment"]

@@ -1,0 +1,174 @@
+"""All experience in memory, once: frames as uint8 on the training device.
+
+N rows, H height, W width, C colour channel. Rows stand as they arrived, streams interleaved. `order` lists them episode
+by episode, so that a window of an episode is a run of positions in `order`: position -> row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from wmcli.errors import ArtifactError, MachineError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Episodes(NamedTuple):
+    """Where each episode lies in `order`: E episodes, by the row of their first frame."""
+
+    start: np.ndarray  # int64 (E,): position of the first frame
+    length: np.ndarray  # int64 (E,): frames
+
+
+class Memory:
+    """A growing store of rows as tensors on one device.
+
+    `frames` uint8 (N, H, W, C); `action` int64, `reward` float32, `terminated`, `truncated`, `first` bool, each (N,).
+    An *episode* is a run of rows of one stream from a row that opens one to the next; the last one of each stream may
+    be unfinished and goes on with the next segment. `upto`: digest of the newest artifact in it, set by the caller.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        import torch
+
+        self.upto: str | None = None
+        self.device = torch.device(device)
+        self._dtypes = {
+            "observation": torch.uint8,
+            "action": torch.int64,
+            "reward": torch.float32,
+            "terminated": torch.bool,
+            "truncated": torch.bool,
+            "first": torch.bool,
+        }
+        self._columns: dict[str, torch.Tensor] = {}
+        self._rows = 0
+        self._episode = np.zeros(0, np.int64)  # (N,): which episode a row belongs to
+        self._running: dict[int, int] = {}  # stream -> its newest episode
+        self._count = 0  # episodes
+
+    @classmethod
+    def empty(cls, device: torch.device | str) -> Memory:
+        """A memory without rows on `device`."""
+        return cls(device)
+
+    def __len__(self) -> int:
+        """Rows."""
+        return self._rows
+
+    @property
+    def frames(self) -> torch.Tensor:
+        """uint8 (N, H, W, C)."""
+        return self._column("observation")
+
+    @property
+    def action(self) -> torch.Tensor:
+        """int64 (N,)."""
+        return self._column("action")
+
+    @property
+    def reward(self) -> torch.Tensor:
+        """float32 (N,), as the environment gave it."""
+        return self._column("reward")
+
+    @property
+    def terminated(self) -> torch.Tensor:
+        """bool (N,)."""
+        return self._column("terminated")
+
+    @property
+    def truncated(self) -> torch.Tensor:
+        """bool (N,)."""
+        return self._column("truncated")
+
+    @property
+    def first(self) -> torch.Tensor:
+        """bool (N,)."""
+        return self._column("first")
+
+    @property
+    def order(self) -> np.ndarray:
+        """int64 (N,): position -> row, the episodes one after the other, each in the order of time."""
+        return np.argsort(self._episode, kind="stable")
+
+    @property
+    def episodes(self) -> Episodes:
+        """Where each episode lies in `order`."""
+        length = np.bincount(self._episode, minlength=self._count).astype(np.int64)
+        return Episodes(np.cumsum(length) - length, length)
+
+    def running(self, stream: int) -> np.ndarray:
+        """int64 (n,): rows of the newest episode of a stream, oldest first; empty for a stream it has not seen."""
+        return (
+            np.flatnonzero(self._episode == self._running[stream]) if stream in self._running else np.zeros(0, np.int64)
+        )
+
+    def reserve(self, rows: int, frame: tuple[int, ...]) -> None:
+        """Make room for `rows` rows in all, of frames (H, W, C), so that growing does not copy.
+
+        Raises MachineError when the device has no room for them.
+        """
+        import torch
+
+        if self._columns and len(self._columns["action"]) >= rows:
+            return
+        try:
+            for name, dtype in self._dtypes.items():
+                shape = (rows, *frame) if name == "observation" else (rows,)
+                grown = torch.empty(shape, dtype=dtype, device=self.device)
+                if self._rows:
+                    grown[: self._rows] = self._column(name)
+                self._columns[name] = grown
+        except (RuntimeError, MemoryError) as error:
+            size = rows * int(np.prod(frame)) / 1e9
+            raise MachineError(
+                f"{rows} frames of experience ({size:.1f} GB) do not fit in the memory of {self.device}: "
+                f"{str(error).splitlines()[0] if str(error) else 'out of memory'}"
+            ) from error
+
+    def extend(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Add a segment's arrays (see `segment.FIELDS`) behind what is there.
+
+        Raises ArtifactError when its frames have another shape, or when a stream starts in the middle of an episode
+        that this memory does not hold.
+        """
+        import torch
+
+        frame = arrays["observation"].shape[1:]
+        if self._columns and frame != tuple(self._columns["observation"].shape[1:]):
+            held = tuple(self._columns["observation"].shape[1:])
+            raise ArtifactError(f"frames of shape {frame} cannot join experience with frames of shape {held}.")
+        numbers = self._number_episodes(arrays["first"], arrays["stream"])
+        rows = self._rows + len(numbers)
+        if not self._columns or rows > len(self._columns["action"]):
+            self.reserve(max(rows, self._rows * 3 // 2), frame)  # by halves: each row is copied a few times at most
+        for name in self._dtypes:
+            source = torch.from_numpy(np.require(arrays[name], requirements=["C", "W"]))
+            self._columns[name][self._rows : rows].copy_(source)  # converts the type, too
+        self._episode = np.concatenate([self._episode, numbers])
+        self._rows = rows
+
+    def _number_episodes(self, first: np.ndarray, stream: np.ndarray) -> np.ndarray:
+        """The episode of each new row, int64 (n,). Episodes are numbered by the row of their first frame, so that the
+        numbers do not depend on how the rows were cut into segments."""
+        opened = self._count - 1 + np.cumsum(first)  # at rows that open one: its number
+        numbers = np.empty(len(first), np.int64)
+        running = dict(self._running)
+        for s in np.unique(stream).tolist():
+            rows = np.flatnonzero(stream == s)
+            if not first[rows[0]] and s not in running:
+                raise ArtifactError(f"stream {s} starts in the middle of an episode: an earlier segment is missing.")
+            # each row takes the number of the newest opening row at or before it; numbers grow with the rows
+            numbers[rows] = np.maximum.accumulate(np.where(first[rows], opened[rows], running.get(s, -1)))
+            running[s] = int(numbers[rows[-1]])
+        self._running = running
+        self._count += int(first.sum())
+        return numbers
+
+    def _column(self, name: str) -> torch.Tensor:
+        assert self._columns, "nothing in memory yet"
+        return self._columns[name][: self._rows]

@@ -1,0 +1,1 @@
+"""Scores and their statistics: pure functions, no models, no torch."""

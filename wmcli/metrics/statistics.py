@@ -1,0 +1,266 @@
+"""Statistics over runs and tasks, with bootstrap intervals (Agarwal et al. 2021, NeurIPS, arXiv 2108.13264).
+
+Scores are (usually human-normalised) numbers, one per training run, grouped by task (game). Tasks may have different
+numbers of runs. Three spellings are accepted everywhere:
+
+    {"Pong": [0.9, 1.1], "Alien": [0.1, 0.2, 0.1]}      a mapping, task -> runs
+    [[0.9, 1.1], [0.1, 0.2, 0.1]]                       a sequence over tasks
+    array of shape (runs, tasks)                        the papers' convention
+
+Axis legend: B bootstrap samples, R runs of one task, N runs of all tasks together, K thresholds.
+A statistic takes a list over tasks of arrays (..., R) and reduces the last axis, so that one call serves all bootstrap
+samples at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from wmcli.errors import UsageError
+
+Scores = Mapping[str, ArrayLike] | Sequence[ArrayLike] | np.ndarray
+Statistic = Callable[[list[np.ndarray]], np.ndarray]
+
+_CHUNK = 1 << 22  # numbers held at once while bootstrapping: bounds the memory (32 MiB) for any amount of data
+
+
+class Estimate(NamedTuple):
+    """A statistic and its bootstrap interval. `low` and `high` are None where no task has more than one run."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+class Profile(NamedTuple):
+    """A performance profile: the share of runs above each threshold, (K,) each."""
+
+    thresholds: np.ndarray
+    value: np.ndarray
+    low: np.ndarray | None
+    high: np.ndarray | None
+
+
+# -- point statistics -------------------------------------------------------------------------------------------------
+
+
+def mean(scores: Scores) -> float:
+    """Mean over tasks of the mean over runs."""
+    return float(_mean(by_task(scores)))
+
+
+def median(scores: Scores) -> float:
+    """Median over tasks of the mean over runs."""
+    return float(_median(by_task(scores)))
+
+
+def iqm(scores: Scores) -> float:
+    """Interquartile mean: the mean of the middle half of all runs of all tasks pooled.
+
+    A 25 % trimmed mean: floor(N / 4) values are dropped at each end. A task with more runs weighs more.
+    """
+    return float(_iqm(by_task(scores)))
+
+
+def optimality_gap(scores: Scores, target: float = 1.0) -> float:
+    """How far runs fall short of `target`: target - mean over all runs of min(score, target). Lower is better."""
+    return float(_optimality_gap(by_task(scores), target))
+
+
+def probability_of_improvement(ours: Scores, theirs: Scores) -> float:
+    """How likely a run of ours beats a run of theirs: mean over tasks of P(X > Y) + P(X = Y) / 2.
+
+    Per task this is the Mann-Whitney U statistic divided by the number of pairs. Both must hold the same tasks.
+    """
+    return float(_probability_of_improvement(*_paired(ours, theirs)))
+
+
+def performance_profile(
+    scores: Scores,
+    thresholds: ArrayLike,
+    rng: np.random.Generator | None = None,
+    *,
+    repetitions: int = 2000,
+    confidence: float = 0.95,
+) -> Profile:
+    """The share of all runs of all tasks whose score is greater than each threshold.
+
+    With `rng`, pointwise stratified bootstrap limits come along (None where no task has more than one run).
+    """
+    tasks, taus = by_task(scores), np.asarray(thresholds, dtype=np.float64)
+
+    def shares(sample: list[np.ndarray]) -> np.ndarray:
+        pooled = np.sort(np.concatenate(sample, axis=-1), axis=-1)  # (..., N)
+        rows = pooled.reshape(-1, pooled.shape[-1])
+        above = np.stack([row.size - np.searchsorted(row, taus, side="right") for row in rows])
+        return above.reshape(*pooled.shape[:-1], taus.size) / pooled.shape[-1]  # (..., K)
+
+    value = shares(tasks)
+    if rng is None or not _varies(tasks):
+        return Profile(taus, value, None, None)
+    low, high = _interval(_resampled([tasks], lambda sample: shares(sample[0]), rng, repetitions), confidence)
+    return Profile(taus, value, low, high)
+
+
+def superhuman(scores: Scores) -> int:
+    """On how many tasks the mean over runs is at least the human's: a human-normalised score of 1, up to rounding."""
+    return sum(float(task.mean()) >= 1.0 - 1e-9 for task in by_task(scores))
+
+
+# -- bootstrap --------------------------------------------------------------------------------------------------------
+
+
+def bootstrap(
+    scores: Scores,
+    statistic: str,
+    rng: np.random.Generator,
+    *,
+    repetitions: int = 2000,
+    confidence: float = 0.95,
+) -> Estimate:
+    """A statistic with its stratified percentile bootstrap interval (Agarwal et al. 2021, section 4.1).
+
+    statistic: a key of STATISTICS. Runs are drawn with replacement within each task, `repetitions` times; the interval
+    is the middle `confidence` of the resulting values. Tasks with a single run add no spread, so the interval is too
+    narrow where they are common. One task with the returns of many episodes gives the interval of a mean return.
+    """
+    tasks, compute = by_task(scores), STATISTICS[statistic]
+    if not _varies(tasks):
+        return Estimate(float(compute(tasks)), None, None)
+    low, high = _interval(_resampled([tasks], lambda sample: compute(sample[0]), rng, repetitions), confidence)
+    return Estimate(float(compute(tasks)), float(low), float(high))
+
+
+def bootstrap_improvement(
+    ours: Scores,
+    theirs: Scores,
+    rng: np.random.Generator,
+    *,
+    repetitions: int = 2000,
+    confidence: float = 0.95,
+) -> Estimate:
+    """`probability_of_improvement` with its interval; the runs of both sides are resampled, each within its task."""
+    x, y = _paired(ours, theirs)
+    value = float(_probability_of_improvement(x, y))
+    if not (_varies(x) or _varies(y)):
+        return Estimate(value, None, None)
+    samples = _resampled([x, y], lambda sample: _probability_of_improvement(*sample), rng, repetitions)
+    low, high = _interval(samples, confidence)
+    return Estimate(value, float(low), float(high))
+
+
+def aggregate(scores: Scores, rng: np.random.Generator, *, repetitions: int = 2000) -> dict[str, Estimate]:
+    """Mean, median, IQM and optimality gap, each with its 95 % interval: the last lines of an Atari-100k table."""
+    return {name: bootstrap(scores, name, rng, repetitions=repetitions) for name in STATISTICS}
+
+
+# -- the statistics over (..., R) -------------------------------------------------------------------------------------
+
+
+def _means(tasks: list[np.ndarray]) -> np.ndarray:
+    return np.stack([task.mean(axis=-1) for task in tasks], axis=-1)  # (..., tasks)
+
+
+def _mean(tasks: list[np.ndarray]) -> np.ndarray:
+    return _means(tasks).mean(axis=-1)
+
+
+def _median(tasks: list[np.ndarray]) -> np.ndarray:
+    return np.median(_means(tasks), axis=-1)
+
+
+def _iqm(tasks: list[np.ndarray]) -> np.ndarray:
+    pooled = np.sort(np.concatenate(tasks, axis=-1), axis=-1)  # (..., N)
+    drop = pooled.shape[-1] // 4
+    return pooled[..., drop : pooled.shape[-1] - drop].mean(axis=-1)
+
+
+def _optimality_gap(tasks: list[np.ndarray], target: float = 1.0) -> np.ndarray:
+    return target - np.minimum(np.concatenate(tasks, axis=-1), target).mean(axis=-1)
+
+
+def _probability_of_improvement(ours: list[np.ndarray], theirs: list[np.ndarray]) -> np.ndarray:
+    per_task = []
+    for x, y in zip(ours, theirs, strict=True):
+        x, y = x[..., :, None], y[..., None, :]  # (..., R ours, R theirs)
+        per_task.append(((x > y) + 0.5 * (x == y)).mean(axis=(-2, -1)))
+    return np.mean(per_task, axis=0)
+
+
+STATISTICS: dict[str, Statistic] = {
+    "mean": _mean,
+    "median": _median,
+    "iqm": _iqm,
+    "optimality_gap": _optimality_gap,
+}
+
+
+# -- input and resampling ---------------------------------------------------------------------------------------------
+
+
+def by_task(scores: Scores) -> list[np.ndarray]:
+    """Scores in any of the three spellings as a list over tasks of float64 arrays (R,).
+
+    Raises UsageError where a task has no run or a score is not finite.
+    """
+    if isinstance(scores, np.ndarray):
+        if scores.ndim != 2:
+            raise UsageError(f"scores have shape {scores.shape}; write them as (runs, tasks).")
+        names, values = [str(task) for task in range(scores.shape[1])], list(scores.T)
+    elif isinstance(scores, Mapping):
+        names, values = list(scores), [scores[name] for name in scores]
+    else:
+        names, values = [str(task) for task in range(len(scores))], list(scores)
+    if not values:
+        raise UsageError("no scores to aggregate: evaluate at least one run on one task first.")
+    tasks = [np.asarray(value, dtype=np.float64) for value in values]
+    for name, task in zip(names, tasks, strict=True):
+        if task.ndim != 1 or task.size == 0 or not np.isfinite(task).all():
+            raise UsageError(f"task {name}: needs one finite score for each of one or more runs, got {task.tolist()}.")
+    return tasks
+
+
+def _paired(ours: Scores, theirs: Scores) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        if set(ours) != set(theirs):
+            alone = ", ".join(sorted(set(ours) ^ set(theirs)))
+            raise UsageError(f"the two sides hold different tasks; only one of them has: {alone}")
+        theirs = {name: theirs[name] for name in ours}
+    x, y = by_task(ours), by_task(theirs)
+    if len(x) != len(y):
+        raise UsageError(f"the two sides hold different tasks: {len(x)} and {len(y)} of them.")
+    return x, y
+
+
+def _varies(tasks: list[np.ndarray]) -> bool:
+    return any(task.size > 1 for task in tasks)
+
+
+def _resampled(
+    sides: list[list[np.ndarray]],
+    compute: Callable[[list[list[np.ndarray]]], np.ndarray],
+    rng: np.random.Generator,
+    repetitions: int,
+) -> np.ndarray:
+    """`compute` on `repetitions` stratified resamples of `sides` -> (B, ...)."""
+    size = sum(task.size for tasks in sides for task in tasks)
+    step = max(1, min(repetitions, _CHUNK // size))
+    values = []
+    for start in range(0, repetitions, step):
+        count = min(step, repetitions - start)
+        sample = [
+            [task[rng.integers(task.size, size=(count, task.size))] for task in tasks] for tasks in sides
+        ]  # (B, R)
+        values.append(compute(sample))
+    return np.concatenate(values)
+
+
+def _interval(samples: np.ndarray, confidence: float) -> tuple[np.ndarray, np.ndarray]:
+    assert 0 < confidence < 1, confidence
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(samples, [tail, 1 - tail], axis=0)
+    return low, high

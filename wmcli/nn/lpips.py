@@ -1,0 +1,127 @@
+"""LPIPS: the perceptual distance of two images, from the features of a frozen VGG16.
+
+B batch, C channels, H height, W width. At five depths the features of both images are scaled to length one over
+channels; their squared difference is weighted channel by channel, averaged over positions, and summed over the depths.
+
+Source: Zhang et al. 2018, CVPR, arXiv 1801.03924, in the form that the tokenizers of IRIS and REM train with (the LPIPS
+of CompVis/taming-transformers, weights `vgg.pth`). The weights are not part of this package. They come from one
+safetensors file that holds two sets, under the names they have at their source:
+
+- VGG16 trained on ImageNet, convolutions only (torchvision's `vgg16`, without its `classifier.*`):
+  `features.N.weight` (out, in, 3, 3) and `features.N.bias` (out,), N = 0 2 5 7 10 12 14 17 19 21 24 26 28.
+- The five learned channel weightings of `vgg.pth` (md5 d507d7349b931f0638a25a48a722f98a):
+  `linN.model.1.weight` (1, C, 1, 1), N = 0 1 2 3 4, C = 64 128 256 512 512.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from wmcli.errors import UsageError
+
+# One row per depth: the convolutions up to the features that are compared, as (index in torchvision's vgg16, in, out).
+# Between rows stands a 2x2 max pooling.
+STAGES = (
+    ((0, 3, 64), (2, 64, 64)),
+    ((5, 64, 128), (7, 128, 128)),
+    ((10, 128, 256), (12, 256, 256), (14, 256, 256)),
+    ((17, 256, 512), (19, 512, 512), (21, 512, 512)),
+    ((24, 512, 512), (26, 512, 512), (28, 512, 512)),
+)
+SMALLEST_IMAGE = 16  # pixels; four poolings must leave at least one
+SHIFT = (-0.030, -0.088, -0.188)  # per colour channel, for images in [-1, 1]
+SCALE = (0.458, 0.448, 0.450)
+
+WEIGHTS_NEEDED = (
+    "one safetensors file with VGG16's ImageNet convolutions (features.N.weight, features.N.bias) and the five LPIPS "
+    "channel weightings (linN.model.1.weight)"
+)
+
+
+def weight_shapes() -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor that the weights file must hold; 14,716,160 numbers in all."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for depth, convolutions in enumerate(STAGES):
+        for index, inputs, outputs in convolutions:
+            shapes[f"features.{index}.weight"] = (outputs, inputs, 3, 3)
+            shapes[f"features.{index}.bias"] = (outputs,)
+        shapes[f"lin{depth}.model.1.weight"] = (1, convolutions[-1][2], 1, 1)
+    return shapes
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The weights in `path` as float32. Raises UsageError when the file is absent, unreadable or does not fit."""
+    hint = "or train without the perceptual loss: --set tokenizer.perceptual=none"
+    if not path.is_file():
+        raise UsageError(f"tokenizer.lpips_weights: no file at {path}; give {WEIGHTS_NEEDED}, {hint}")
+    try:
+        found = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"tokenizer.lpips_weights: {path} is no readable safetensors file ({error}); {hint}") from None
+    wanted = weight_shapes()
+    problems = [f"missing {name}" for name in wanted if name not in found]
+    problems += [f"unexpected {name}" for name in found if name not in wanted]
+    problems += [
+        f"{name} has shape {tuple(found[name].shape)}, not {shape}"
+        for name, shape in wanted.items()
+        if name in found and tuple(found[name].shape) != shape
+    ]
+    if problems:
+        raise UsageError(f"tokenizer.lpips_weights: {path} does not fit: {', '.join(problems)}; {hint}")
+    return {name: tensor.float() for name, tensor in found.items()}
+
+
+class LPIPS(nn.Module):
+    """Perceptual distance with frozen weights, which move with the module but belong to neither its parameters nor its
+    state_dict: they are the user's file, not something that was learned here.
+
+    `dropout`: drop half of the channel differences at random while in training mode, as the published trainers of IRIS
+    and REM do by accident (their whole model tree is in training mode); the expectation is the same, the loss noisier.
+    """
+
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, weights: dict[str, Tensor], *, dropout: bool = False) -> None:
+        super().__init__()
+        self.dropout = dropout
+        for name, tensor in weights.items():
+            self.register_buffer(_buffer_name(name), tensor, persistent=False)
+        self.register_buffer("shift", torch.tensor(SHIFT).view(1, 3, 1, 1), persistent=False)
+        self.register_buffer("scale", torch.tensor(SCALE).view(1, 3, 1, 1), persistent=False)
+
+    def features(self, image: Tensor) -> list[Tensor]:
+        """(B, 3, H, W) in [-1, 1] -> the features at five depths, scaled to length one over channels, float32."""
+        x = (image.float() - self.shift) / self.scale
+        found = []
+        for depth, convolutions in enumerate(STAGES):
+            if depth > 0:
+                x = F.max_pool2d(x, 2)
+            for index, _, _ in convolutions:
+                weight = self.get_buffer(_buffer_name(f"features.{index}.weight"))
+                bias = self.get_buffer(_buffer_name(f"features.{index}.bias"))
+                x = F.relu(F.conv2d(x, weight, bias, padding=1))
+            tall = x.float()  # float32 here even under bf16 autocast: the length is a small sum of squares
+            found.append(tall / (tall.square().sum(1, keepdim=True).sqrt() + 1e-10))
+        return found
+
+    def forward(self, image: Tensor, target: Tensor) -> Tensor:
+        """(B, 3, H, W) twice, in [-1, 1] -> (B,) distances. Gradients flow into `image` only."""
+        with torch.no_grad():
+            wanted = self.features(target)
+        total = torch.zeros(image.shape[0], device=image.device)
+        for depth, (got, want) in enumerate(zip(self.features(image), wanted, strict=True)):
+            difference = F.dropout((got - want).square(), 0.5, self.dropout and self.training)
+            weighting = self.get_buffer(_buffer_name(f"lin{depth}.model.1.weight"))
+            total = total + (difference * weighting).sum(1).mean((1, 2))  # channels, then positions
+        return total
+
+
+def _buffer_name(name: str) -> str:
+    return name.replace(".", "_")  # torch allows no dots in buffer names

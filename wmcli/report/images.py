@@ -1,0 +1,323 @@
+"""Frames as pictures: real beside imagined, strips, reconstructions, captions; PNG, GIF and MP4 files.
+
+Axis legend: T time, N pictures, H height, W width; the last axis is red, green, blue. All frames are uint8. Every
+function gives the same pixels for the same input.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from wmcli.errors import UsageError
+from wmcli.report.files import write_whole
+
+BACKGROUND = (24, 24, 27)
+TEXT = (236, 236, 240)
+FAINT = (150, 150, 158)
+LINE = (84, 84, 92)
+MARKER = (255, 176, 0)  # where the context ends and imagination begins
+
+_PANEL = 192  # pixels a panel of an animation is high, about
+_TILE = 128  # pixels a picture of a strip or a grid is high, about
+_FONT = 13  # pixels
+_BAR = 20  # pixels a line of text is high
+_GAP = 2  # pixels between two panels
+_GIF_COLOURS = 255  # one index less than GIF has, so that the writer can mark unchanged pixels
+
+
+# -- building blocks --------------------------------------------------------------------------------------------------
+
+
+def upscale(frames: np.ndarray, height: int = _PANEL) -> np.ndarray:
+    """Frames (T, H, W, 3) enlarged by the whole factor that brings them nearest to `height` pixels; never shrunk."""
+    factor = max(1, round(height / frames.shape[1]))
+    return frames.repeat(factor, axis=1).repeat(factor, axis=2)
+
+
+def side_by_side(
+    real: np.ndarray,
+    imagined: np.ndarray,
+    *,
+    context: int = 0,
+    labels: tuple[str, str] = ("real", "imagined"),
+    error: bool = False,
+) -> np.ndarray:
+    """Real and imagined frames (T, H, W, 3) as labelled panels -> (T, H', W', 3).
+
+    context: how many leading frames were given to the model and not imagined; over these the right label reads
+        "context" and the line between the panels is grey, afterwards it is amber.
+    error: a third panel with the absolute difference.
+    """
+    real, imagined = _frames(real), _frames(imagined)
+    assert real.shape == imagined.shape, (real.shape, imagined.shape)
+    panels = [upscale(real), upscale(imagined)]
+    if error:
+        panels.append(upscale(_difference(real, imagined)))
+    names = [*labels, "|difference|"][: len(panels)]
+    time, height, width = panels[0].shape[:3]
+
+    movie = np.empty((time, _BAR + height, len(panels) * (width + _GAP) - _GAP, 3), dtype=np.uint8)
+    movie[:] = LINE
+    movie[:, :_BAR] = BACKGROUND
+    for index, (panel, name) in enumerate(zip(panels, names, strict=True)):
+        left = index * (width + _GAP)
+        movie[:, _BAR:, left : left + width] = panel
+        movie[:, :_BAR, left : left + width] = _text(name, width, TEXT)
+        if index == 1:
+            movie[:context, :_BAR, left : left + width] = _text("context", width, FAINT)
+            movie[context:, :, left - _GAP : left] = MARKER if context else LINE
+    return movie
+
+
+def captioned(frames: np.ndarray, captions: Sequence[str]) -> np.ndarray:
+    """Frames (T, H, W, 3), enlarged, each over a bar with its caption (T of them; "\\n" starts a second line)."""
+    frames = upscale(_frames(frames))
+    time, height, width = frames.shape[:3]
+    assert len(captions) == time, (len(captions), time)
+    lines = max((caption.count("\n") + 1 for caption in captions), default=1)
+    movie = np.empty((time, height + lines * _BAR, width, 3), dtype=np.uint8)
+    movie[:] = BACKGROUND
+    movie[:, :height] = frames
+    for index, caption in enumerate(captions):
+        for row, line in enumerate(caption.split("\n")):
+            top = height + row * _BAR
+            movie[index, top : top + _BAR] = _text(line, width, TEXT)
+    return movie
+
+
+def play_captions(actions: Sequence[int], rewards: Sequence[float], meanings: Sequence[str] | None = None) -> list[str]:
+    """Captions of two lines for an episode: step and action, then its reward and the return so far.
+
+    meanings: the actions' names by index (as Atari gives them); without it the number is shown.
+    """
+    captions, total = [], 0.0
+    for step, (action, reward) in enumerate(zip(actions, rewards, strict=True)):
+        total += float(reward)
+        name = meanings[int(action)] if meanings else f"action {int(action)}"
+        gained = f"{reward:+g}" if reward else "0"
+        captions.append(f"step {step}   {name}\nreward {gained}   return {total:g}")
+    return captions
+
+
+def strip(
+    real: np.ndarray,
+    imagined: np.ndarray,
+    *,
+    every: int = 1,
+    context: int = 0,
+    labels: tuple[str, str] = ("real", "imagined"),
+) -> np.ndarray:
+    """Frames (T, H, W, 3) as one picture of two rows, time to the right -> (H', W', 3).
+
+    every: show every so many-th frame; its time step stands over the column.
+    context: how many leading frames were given to the model; an amber line stands before the first imagined frame.
+    """
+    real, imagined = _frames(real), _frames(imagined)
+    assert real.shape == imagined.shape, (real.shape, imagined.shape)
+    steps = list(range(0, len(real), every))
+    picture, tile, margin = _table([real[steps], imagined[steps]], labels)
+    first = next((index for index, step in enumerate(steps) if step >= context), len(steps))
+    for index, step in enumerate(steps):
+        left = margin + index * (tile + _GAP)
+        head = f"t = {step}" if index == 0 else str(step)
+        picture[:_BAR, left : left + tile] = _text(head, tile, FAINT if step < context else TEXT, centre=True)
+    if 0 < first < len(steps):
+        left = margin + first * (tile + _GAP)
+        picture[:, left - _GAP : left] = MARKER
+    return picture
+
+
+def grid(
+    originals: np.ndarray,
+    reconstructions: np.ndarray,
+    *,
+    columns: int = 8,
+    labels: tuple[str, str, str] = ("original", "decoded", "|difference|"),
+) -> np.ndarray:
+    """Pictures (N, H, W, 3) over their reconstructions over the absolute difference, `columns` a row -> (H', W', 3)."""
+    originals, reconstructions = _frames(originals), _frames(reconstructions)
+    assert originals.shape == reconstructions.shape, (originals.shape, reconstructions.shape)
+    rows = [originals, reconstructions, _difference(originals, reconstructions)]
+    blocks = [
+        _table([row[start : start + columns] for row in rows], labels)[0][_BAR:]  # nothing to say in the head line
+        for start in range(0, len(originals), columns)
+    ]
+    gap = 4 * _GAP  # wider than within a block, so that the three rows are seen to belong together
+    height, width = blocks[0].shape[:2]
+    picture = np.empty((len(blocks) * (height + gap) - gap, width, 3), dtype=np.uint8)
+    picture[:] = BACKGROUND
+    for index, block in enumerate(blocks):
+        top = index * (height + gap)
+        picture[top : top + height, : block.shape[1]] = block
+    return picture
+
+
+def _table(rows: Sequence[np.ndarray], labels: Sequence[str]) -> tuple[np.ndarray, int, int]:
+    """Rows of frames (N, H, W, 3) under an empty head line, labels at the left -> picture, tile width, left margin."""
+    tiles = [upscale(row, _TILE) for row in rows]
+    count, height, width = tiles[0].shape[:3]
+    margin = max(int(np.ceil(_font().getlength(label))) for label in labels) + 16
+    picture = np.empty((_BAR + len(rows) * (height + _GAP) - _GAP, margin + count * (width + _GAP) - _GAP, 3), np.uint8)
+    picture[:] = BACKGROUND
+    for row, (frames, label) in enumerate(zip(tiles, labels, strict=True)):
+        top = _BAR + row * (height + _GAP)
+        middle = top + (height - _BAR) // 2
+        picture[middle : middle + _BAR, :margin] = _text(label, margin, TEXT)
+        for column, frame in enumerate(frames):
+            left = margin + column * (width + _GAP)
+            picture[top : top + height, left : left + width] = frame
+    return picture, width, margin
+
+
+def _frames(frames: np.ndarray) -> np.ndarray:
+    """Checks (T, H, W, 3) uint8; a single grey channel is repeated three times."""
+    assert frames.dtype == np.uint8 and frames.ndim == 4, (frames.dtype, frames.shape)
+    assert frames.shape[-1] in (1, 3) and frames.size, frames.shape
+    return frames.repeat(3, axis=-1) if frames.shape[-1] == 1 else frames
+
+
+def _difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.maximum(a, b) - np.minimum(a, b)  # uint8, without wrapping round
+
+
+@functools.cache
+def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(_FONT)
+
+
+def _text(line: str, width: int, colour: tuple[int, int, int], *, centre: bool = False) -> np.ndarray:
+    """One line of text on the background, (_BAR, width, 3); what does not fit is cut with an ellipsis."""
+    font = _font()
+    room = width - 4 if centre else width - 8
+    if font.getlength(line) > room:
+        while line and font.getlength(line + "…") > room:
+            line = line[:-1]
+        line += "…"
+    image = Image.new("RGB", (width, _BAR), BACKGROUND)
+    x, anchor = (width / 2, "mm") if centre else (6, "lm")
+    ImageDraw.Draw(image).text((x, _BAR / 2), line, fill=colour, font=font, anchor=anchor)
+    return np.asarray(image)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def write_png(path: Path, picture: np.ndarray) -> None:
+    """Write one picture (H, W, 3) as PNG."""
+    assert picture.dtype == np.uint8 and picture.ndim == 3, (picture.dtype, picture.shape)
+    write_whole(path, lambda draft: Image.fromarray(picture).save(draft, "PNG", optimize=True))
+
+
+def write_animation(path: Path, frames: np.ndarray, fps: float) -> None:
+    """Write frames (T, H, W, 3) as GIF or MP4, by the suffix of `path`. Raises UsageError for another suffix."""
+    writers = {".gif": write_gif, ".mp4": write_mp4}
+    writer = writers.get(path.suffix.lower())
+    if writer is None:
+        raise UsageError(f"{path}: an animation is written as .gif or .mp4, not '{path.suffix}'.")
+    writer(path, frames, fps)
+
+
+def write_gif(path: Path, frames: np.ndarray, fps: float) -> None:
+    """Write frames (T, H, W, 3) as an endlessly looping GIF with one palette of 255 colours for all frames.
+
+    Up to 255 different colours are kept exactly; more are clustered, with rare colours (a ball of a few pixels) given
+    more weight than their area. GIF counts time in hundredths of a second: the rate is met on average. At most 50 fps.
+    """
+    if not 0 < fps <= 50:
+        raise UsageError(
+            f"{path}: a GIF plays at most 50 frames per second, got {fps:g}; choose fewer, or write an .mp4."
+        )
+    frames = _frames(frames)
+    palette, indices = _indexed(frames)
+    images = []
+    for index in indices:
+        image = Image.frombytes("P", index.shape[::-1], index.tobytes())
+        image.putpalette(palette.tobytes())
+        images.append(image)
+    ends = np.round(np.arange(len(frames) + 1) * 100 / fps).astype(int)
+    durations = [int(10 * ticks) for ticks in np.diff(ends)]  # milliseconds, whole hundredths
+    data = io.BytesIO()
+    images[0].save(
+        data, "GIF", save_all=True, append_images=images[1:], duration=durations, loop=0, disposal=1, optimize=False
+    )
+    write_whole(path, lambda draft: draft.write_bytes(data.getvalue()))
+
+
+def write_mp4(path: Path, frames: np.ndarray, fps: float) -> None:
+    """Write frames (T, H, W, 3) as H.264 MP4. Raises UsageError where the `video` extra is not installed."""
+    try:
+        import imageio_ffmpeg
+    except ImportError:
+        raise UsageError(
+            f"{path}: MP4 needs an encoder; install it with: pip install 'wmcli[video]', or write a .gif instead."
+        ) from None
+    if not 0 < fps < float("inf"):
+        raise UsageError(f"{path}: a film plays at more than 0 frames per second, got {fps:g}.")
+    frames = _frames(frames)
+    height, width = frames.shape[1:3]
+    even = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")  # H.264 wants even sizes
+
+    def write(draft: Path) -> None:
+        size = (even.shape[2], even.shape[1])
+        writer = imageio_ffmpeg.write_frames(
+            str(draft), size, fps=fps, codec="libx264", pix_fmt_out="yuv420p", quality=8, macro_block_size=2
+        )
+        writer.send(None)
+        try:
+            for frame in even:
+                writer.send(np.ascontiguousarray(frame))
+        finally:
+            writer.close()
+
+    write_whole(path, write)
+
+
+def _indexed(frames: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """One palette (K, 3) uint8 with K <= 255 for all frames, and the frames as indices into it (T, H, W) uint8."""
+    seen = np.zeros(1 << 24, dtype=bool)
+    for frame in frames:
+        seen[_packed(frame)] = True
+    colours = _unpacked(np.flatnonzero(seen))  # (K, 3), every colour there is
+    palette = colours if len(colours) <= _GIF_COLOURS else _clustered(frames)
+    table = np.zeros(1 << 24, dtype=np.uint8)
+    for start in range(0, len(colours), 8192):
+        some = colours[start : start + 8192]
+        distance = ((some[:, None].astype(np.int32) - palette.astype(np.int32)) ** 2).sum(axis=-1)
+        table[_packed(some)] = distance.argmin(axis=1)
+    return palette, np.stack([table[_packed(frame)] for frame in frames])
+
+
+def _clustered(frames: np.ndarray) -> np.ndarray:
+    """255 colours (K, 3) that stand for all of `frames`: median cut and k-means, weighted by the root of the area.
+
+    Colours that agree in their first five bits are taken together first, as their mean.
+    """
+    cells = 1 << 15
+    sums = np.zeros((4, cells))  # red, green, blue, count
+    for frame in frames:
+        pixels = frame.reshape(-1, 3).astype(np.int32)
+        cell = pixels[:, 0] >> 3 << 10 | pixels[:, 1] >> 3 << 5 | pixels[:, 2] >> 3
+        for row, weight in enumerate((*pixels.T, None)):
+            sums[row] += np.bincount(cell, weight, minlength=cells)
+    sums = sums[:, sums[3] > 0]
+    colours = (sums[:3] / sums[3]).round().astype(np.uint8).T
+    weights = np.ceil(np.sqrt(sums[3] / sums[3].max()) * 256).astype(int)
+    sample = Image.fromarray(colours.repeat(weights, axis=0)[None])
+    palette = sample.quantize(_GIF_COLOURS, Image.Quantize.MEDIANCUT, kmeans=1).getpalette()
+    assert palette is not None
+    return np.array(palette, dtype=np.uint8).reshape(-1, 3)[:_GIF_COLOURS]
+
+
+def _packed(colours: np.ndarray) -> np.ndarray:
+    wide = colours.astype(np.int32)
+    return wide[..., 0] << 16 | wide[..., 1] << 8 | wide[..., 2]
+
+
+def _unpacked(packed: np.ndarray) -> np.ndarray:
+    return np.stack([packed >> 16, packed >> 8 & 255, packed & 255], axis=-1).astype(np.uint8)

@@ -1,0 +1,328 @@
+"""Curves and histograms as matplotlib figures.
+
+Every function returns a Figure and touches no global state; `write_figure` makes a file of it, `png_bytes` the bytes
+for a page. Matplotlib is imported when the first figure is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from wmcli.errors import ArtifactError, UsageError
+from wmcli.report.files import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Band = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]  # value, low, high: (K,) each
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # told apart by everybody
+_INK, _GREY, _GRID = "#222222", "#777777", "#e6e6e6"
+_NOT_METRICS = ("time", "stage", "version", "update")
+_SMOOTH_FROM = 60  # points from which a smoothed line is laid over the raw one
+_POINTS = 2000  # drawn per line at most
+_FILE_METADATA: dict[str, dict[str, None]] = {
+    ".png": {"Software": None},
+    ".svg": {"Date": None},
+    ".pdf": {"CreationDate": None},
+}
+
+
+# -- metrics.jsonl ----------------------------------------------------------------------------------------------------
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, in order, with repeated ones replaced (see `latest_records`).
+
+    A line that is no JSON object is left out: a killed process leaves its last one cut short, and the process that goes
+    on writes below it. Raises ArtifactError where there is no such file.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ArtifactError(f"no metrics at {path} ({error.strerror}); train a stage of this run first.") from None
+    records = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            records.append(json.loads(line))
+    return latest_records(record for record in records if isinstance(record, dict))
+
+
+def latest_records(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Records in which a later one of the same (stage, version, update) has taken the place of the earlier.
+
+    That happens where a stage was interrupted and went on from a checkpoint. Records without `update` are all kept.
+    """
+    kept: dict[Any, dict[str, Any]] = {}
+    for index, record in enumerate(records):
+        update = record.get("update")
+        key = index if update is None else (record.get("stage"), record.get("version"), update)
+        kept[key] = dict(record)
+    return list(kept.values())
+
+
+def curves_by_stage(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """stage -> metric -> (updates (K,), values (K,)): stages in order of appearance, `loss` before the other metrics.
+
+    Every number in a record is a metric, save for time, stage, version and update; NaN and infinity are left out. Where
+    the update count of a stage starts again with a new version, that version is drawn behind the one before.
+    """
+    by_version: dict[str, dict[Any, list[dict[str, Any]]]] = {}
+    for record in latest_records(records):
+        if isinstance(record.get("update"), int) and isinstance(record.get("stage"), str):
+            by_version.setdefault(record["stage"], {}).setdefault(record.get("version"), []).append(record)
+    curves: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+    for stage, versions in by_version.items():
+        points: dict[str, list[tuple[float, float]]] = {}
+        end = 0
+        for group in versions.values():
+            group.sort(key=lambda record: record["update"])
+            offset = end if group[0]["update"] <= end else 0
+            end = offset + group[-1]["update"]
+            for record in group:
+                for name, value in record.items():
+                    if name not in _NOT_METRICS and _is_number(value):
+                        points.setdefault(name, []).append((offset + record["update"], float(value)))
+        if points:
+            names = sorted(points, key=lambda name: name != "loss")  # stable: the others stay as they appeared
+            curves[stage] = {name: (np.array(points[name])[:, 0], np.array(points[name])[:, 1]) for name in names}
+    return curves
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+def learning_curves(
+    source: Path | Iterable[Mapping[str, Any]], *, stages: Sequence[str] | None = None, columns: int = 4
+) -> Figure:
+    """One small panel per metric, grouped by stage, against the stage's updates.
+
+    source: a metrics.jsonl or its records. stages: only these, in this order. Raises UsageError where there is nothing
+    to draw.
+    """
+    curves = curves_by_stage(read_metrics(source) if isinstance(source, Path) else source)
+    if stages is not None:
+        curves = {stage: curves[stage] for stage in stages if stage in curves}
+    if not curves:
+        raise UsageError("no training records to draw; train a stage first, for example with: wm train-dynamics")
+    columns = min(columns, max(len(metrics) for metrics in curves.values()))
+    rows = {stage: math.ceil(len(metrics) / columns) for stage, metrics in curves.items()}
+    heights = [1.75 * count + 0.35 for count in rows.values()]
+    figure = _figure(max(2.6 * columns, 4.0), sum(heights))
+    figure.set_layout_engine("constrained", h_pad=0.07)  # inches: keeps the stages' names off the edge
+    parts = figure.subfigures(len(curves), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for part, (stage, metrics), colour in zip(parts, curves.items(), _cycle(len(curves)), strict=True):
+        part.suptitle(stage, x=0.01, ha="left", fontsize=10, fontweight="bold", color=_INK)
+        grid = part.subplots(rows[stage], columns, squeeze=False)
+        for index, axes in enumerate(grid.flat):
+            if index >= len(metrics):
+                axes.set_visible(False)
+                continue
+            name, (x, y) = list(metrics.items())[index]
+            _style(axes)
+            axes.set_title(name.replace("_", " "), loc="left", fontsize=8, color=_INK)
+            _line(axes, x, y, colour)
+            axes.margins(x=0.02)
+            axes.locator_params(axis="y", nbins=4)
+            axes.locator_params(axis="x", nbins=4)
+            axes.xaxis.set_major_formatter(_count)
+            if index + columns >= len(metrics):
+                axes.set_xlabel("updates", fontsize=8, color=_GREY)
+    return figure
+
+
+def return_curve(
+    steps: Sequence[float] | np.ndarray,
+    scores: Sequence[float] | np.ndarray,
+    *,
+    band: tuple[Sequence[float], Sequence[float]] | None = None,
+    references: Mapping[str, float] | None = None,
+    title: str = "",
+    ylabel: str = "mean return",
+) -> Figure:
+    """Scores against environment steps, with a dashed, named line per reference ("random", "human", a paper's score).
+
+    band: low and high limits, drawn as a shade. references: name -> score, in the unit of `scores`.
+    """
+    if not len(steps):
+        raise UsageError("no evaluations to draw; make one with: wm eval")
+    figure = _figure(6.0, 3.6)
+    axes = figure.subplots()
+    _style(axes)
+    x, y = np.asarray(steps, dtype=float), np.asarray(scores, dtype=float)
+    if band is not None:
+        axes.fill_between(x, np.asarray(band[0]), np.asarray(band[1]), color=COLOURS[0], alpha=0.18, linewidth=0)
+    axes.plot(x, y, color=COLOURS[0], linewidth=1.8, marker="o", markersize=3.5 if len(x) <= 60 else 0)
+    for value in (references or {}).values():
+        axes.axhline(value, color=_GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    axes.margins(x=0.02, y=0.08)
+    _name_lines(axes, references or {})
+    axes.xaxis.set_major_formatter(_count)
+    axes.set_xlabel("environment steps", color=_INK)
+    axes.set_ylabel(ylabel, color=_INK)
+    axes.set_title(title, loc="left", fontsize=10, color=_INK)
+    return figure
+
+
+def returns_histogram(
+    returns: Sequence[float] | np.ndarray, *, references: Mapping[str, float] | None = None, title: str = ""
+) -> Figure:
+    """How the returns of the evaluation episodes are spread, with their mean and any references marked.
+
+    Whole-numbered returns of a small range get one bar for each value.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    values = np.asarray(returns, dtype=float)
+    if not values.size:
+        raise UsageError("no episodes to draw; make some with: wm eval")
+    figure = _figure(6.0, 3.4)
+    axes = figure.subplots()
+    _style(axes)
+    span = values.max() - values.min()
+    if np.array_equal(values, values.round()) and span <= 40:
+        edges = np.arange(values.min() - 0.5, values.max() + 1.5)
+    else:
+        edges = np.histogram_bin_edges(values, bins=min(30, max(5, math.ceil(2 * values.size ** (1 / 3)))))
+    axes.hist(values, bins=edges.tolist(), color=COLOURS[0], edgecolor="white", linewidth=0.8)
+    axes.axvline(values.mean(), color=COLOURS[1], linewidth=1.8, label=f"mean {values.mean():.4g}")
+    for (name, value), dash in zip((references or {}).items(), ((4, 3), (1, 2), (6, 2, 1, 2)) * 9, strict=False):
+        axes.axvline(value, color=_GREY, linewidth=1.2, linestyle=(0, dash), label=f"{name} {value:.4g}")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("return of an episode", color=_INK)
+    axes.set_ylabel("episodes", color=_INK)
+    axes.set_title(title or f"{values.size} episodes", loc="left", fontsize=10, color=_INK)
+    _legend(axes)
+    return figure
+
+
+def performance_profiles(
+    thresholds: Sequence[float] | np.ndarray,
+    profiles: Mapping[str, Band],
+    *,
+    xlabel: str = "human-normalised score τ",
+    title: str = "",
+) -> Figure:
+    """Per system, the share of its runs that score more than τ (Agarwal et al. 2021), with its interval as a shade.
+
+    profiles: name -> (value, low, high), (K,) each; low and high may be None.
+    """
+    figure = _figure(6.0, 3.6)
+    axes = figure.subplots()
+    _style(axes)
+    for (name, (value, low, high)), colour in zip(profiles.items(), _cycle(len(profiles)), strict=True):
+        if low is not None and high is not None:
+            axes.fill_between(thresholds, low, high, color=colour, alpha=0.15, linewidth=0)
+        axes.plot(thresholds, value, color=colour, linewidth=1.8, label=name)
+    axes.set_ylim(0, 1.02)
+    axes.margins(x=0)
+    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f} %")
+    axes.set_xlabel(xlabel, color=_INK)
+    axes.set_ylabel("runs with a score above τ", color=_INK)
+    axes.set_title(title, loc="left", fontsize=10, color=_INK)
+    _legend(axes)
+    return figure
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def write_figure(path: Path, figure: Figure) -> None:
+    """Write a figure as PNG, SVG or PDF, by the suffix of `path`; the same figure gives the same bytes."""
+    suffix = path.suffix.lower()
+    if suffix not in _FILE_METADATA:
+        raise UsageError(f"{path}: a figure is written as .png, .svg or .pdf, not '{path.suffix}'.")
+    write_whole(path, lambda draft: draft.write_bytes(_rendered(figure, suffix)))
+
+
+def png_bytes(figure: Figure) -> bytes:
+    """A figure as PNG, for embedding in a page."""
+    return _rendered(figure, ".png")
+
+
+def _rendered(figure: Figure, suffix: str) -> bytes:
+    import matplotlib
+
+    data = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "wmcli"}):  # names in an SVG are random without it
+        figure.savefig(data, format=suffix[1:], dpi=144, facecolor="white", metadata=_FILE_METADATA[suffix])
+    return data.getvalue()
+
+
+# -- style ------------------------------------------------------------------------------------------------------------
+
+
+def _figure(width: float, height: float) -> Figure:
+    """An empty figure of width x height inches that draws with Agg, whatever the user's backend is."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _style(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_GREY)
+    axes.tick_params(colors=_INK, labelsize=8, length=3, color=_GREY)
+    axes.grid(True, color=_GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(frameon=False, fontsize=8, labelcolor=_INK)
+
+
+def _cycle(count: int) -> list[str]:
+    return [COLOURS[index % len(COLOURS)] for index in range(count)]
+
+
+def _line(axes: Axes, x: np.ndarray, y: np.ndarray, colour: str) -> None:
+    """A thin line; from `_SMOOTH_FROM` points on it is faint, and a running mean over a fiftieth of them lies on it."""
+    keep = np.unique(np.linspace(0, len(x) - 1, min(len(x), _POINTS)).round().astype(int))
+    if len(x) < _SMOOTH_FROM:
+        axes.plot(x, y, color=colour, linewidth=1.4, marker="o", markersize=3 if len(x) < 15 else 0)
+        return
+    axes.plot(x[keep], y[keep], color=colour, linewidth=0.7, alpha=0.35)
+    axes.plot(x[keep], _smoothed(y, max(3, len(y) // 50))[keep], color=colour, linewidth=1.5)
+
+
+def _smoothed(y: np.ndarray, width: int) -> np.ndarray:
+    """Centred running mean over `width` points (made odd), over fewer at the ends."""
+    half = width // 2
+    total = np.concatenate([[0.0], np.cumsum(y)])
+    low = np.maximum(np.arange(len(y)) - half, 0)
+    high = np.minimum(np.arange(len(y)) + half + 1, len(y))
+    return (total[high] - total[low]) / (high - low)
+
+
+def _name_lines(axes: Axes, references: Mapping[str, float]) -> None:
+    """Write each reference's name at the right end of its line, pushed upwards where two would overlap."""
+    low, high = axes.get_ylim()
+    taken = -math.inf
+    for name, value in sorted(references.items(), key=lambda item: item[1]):
+        place = max((value - low) / (high - low), taken + 0.055)  # share of the height; a line of text is 0.055 high
+        axes.text(1.01, place, f"{name} {value:.4g}", transform=axes.transAxes, fontsize=8, color=_GREY, va="center")
+        taken = place
+
+
+def _count(value: float, _position: object = None) -> str:
+    """Numbers of steps the way people say them: 500, 20k, 1.5M."""
+    for size, letter in ((1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{letter}"
+    return f"{value:g}"

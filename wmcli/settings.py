@@ -1,0 +1,116 @@
+"""All sections of the settings in one tree, and how a preset and overrides become it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from wmcli.backbones import BackboneSettings
+from wmcli.config import Section, merge, nested, parse_override, preset_values, validate
+from wmcli.controllers.reinforce import ReinforceSettings
+from wmcli.envs.settings import EnvironmentSettings
+from wmcli.tokenizers.vq import TokenizerSettings
+from wmcli.training.settings import TrainingSettings
+from wmcli.world_models.token import TokenWorldModelSettings
+
+
+class CollectSettings(Section):
+    steps: int = Field(200, ge=1)
+    """Decisions one collect takes, over all environments together (a decision is 4 frames in Atari)."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides the policy's logits before an action is sampled."""
+    epsilon: float = Field(0.01, ge=0, le=1)
+    """Probability of replacing the action by a uniformly random one."""
+    feed_executed_action: bool = True
+    """Tell the controller the action that was executed; the public code of REM tells it the one before epsilon."""
+
+
+class EvaluationSettings(Section):
+    episodes: int = Field(100, ge=1)
+    """Complete episodes that make a score."""
+    environments: int = Field(8, ge=1)
+    """Environments side by side."""
+    temperature: float = Field(0.5, gt=0)
+    """Divides the policy's logits before an action is sampled."""
+
+
+class RunSettings(Section):
+    """The papers' loop: each epoch collects, then trains what has started."""
+
+    epochs: int = Field(600, ge=1)
+    """Epochs of `wm run`."""
+    collect_epochs: int = Field(500, ge=1)
+    """Only the first so many epochs collect."""
+    tokenizer_after: int = Field(5, ge=0)
+    """The tokenizer trains in epochs after this one."""
+    dynamics_after: int = Field(25, ge=0)
+    """The dynamics model trains in epochs after this one."""
+    controller_after: int = Field(50, ge=0)
+    """The controller trains in epochs after this one."""
+    evaluate_every: int = Field(10, ge=0)
+    """Epochs between evaluations on the way; 0 evaluates only at the end."""
+    evaluate_episodes: int = Field(16, ge=1)
+    """Episodes of an evaluation on the way; the last one takes evaluation.episodes."""
+    keep: int = Field(2, ge=1)
+    """Newest versions of each model whose weights stay on disk; of older ones only the manifest does."""
+
+
+class Settings(Section):
+    seed: int = Field(1, ge=0)
+    """Every random stream of every stage derives from it."""
+    environment: EnvironmentSettings = EnvironmentSettings()
+    collect: CollectSettings = CollectSettings()
+    tokenizer: TokenizerSettings = TokenizerSettings()
+    dynamics: TokenWorldModelSettings = TokenWorldModelSettings()
+    backbone: BackboneSettings = BackboneSettings()
+    controller: ReinforceSettings = ReinforceSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    run: RunSettings = RunSettings()
+    training: TrainingSettings = TrainingSettings()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Settings:
+        if self.dynamics.shared_embeddings and self.tokenizer.width != self.backbone.width:
+            raise ValueError(
+                f"tokenizer.width is {self.tokenizer.width} but backbone.width is {self.backbone.width}: shared embeddings"
+                " need them equal, or set dynamics.shared_embeddings=false"
+            )
+        blocks = self.dynamics.context + self.controller.horizon
+        if blocks > self.dynamics.horizon:
+            raise ValueError(
+                f"dynamics.context + controller.horizon = {blocks} blocks, but the dynamics model is trained on"
+                f" dynamics.horizon = {self.dynamics.horizon}: lower controller.horizon or raise dynamics.horizon"
+            )
+        return self
+
+    def select(self, *sections: str) -> dict[str, Any]:
+        """Plain values of some sections: what a stage's result depends on."""
+        return self.model_dump(mode="json", include=set(sections))
+
+
+def resolve(preset: str, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None) -> Settings:
+    """The settings of `preset` (or the plain values `base` in its place) with `a.b=c` overrides laid on top.
+
+    Raises UsageError with one line for an unknown preset or key, a wrong type or an impossible combination.
+    """
+    values = dict(base) if base is not None else preset_values(preset)
+    where = f"preset {preset}"
+    for text in overrides:
+        values = merge(values, nested(*parse_override(text)))
+        where = f"--set {text}" if len(overrides) == 1 else "--set"
+    return validate(Settings, values, where)
+
+
+def flatten(settings: Section) -> dict[str, Any]:
+    """`{"controller.lr": 1e-4, ...}` in the order of the files."""
+
+    def walk(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for key, value in table.items():
+            if isinstance(value, dict):
+                yield from walk(f"{prefix}{key}.", value)
+            else:
+                yield prefix + key, value
+
+    return dict(walk("", settings.model_dump(mode="json")))

@@ -1,0 +1,209 @@
+"""`wm collect`: act in the environment and publish what was seen as one more segment of experience."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from wmcli.artifacts import Artifact, Work
+from wmcli.artifacts.failpoint import failpoint
+from wmcli.assemble import load_controller
+from wmcli.controllers.agent import Agent, UniformAgent
+from wmcli.controllers.base import Actor
+from wmcli.envs import Streams
+from wmcli.errors import Stopped
+from wmcli.experience import Memory, Recorder, write_segment
+from wmcli.stages.context import SEGMENT, Context, check_same_environment
+from wmcli.training.checkpoint import load_tensors, save_tensors
+from wmcli.training.device import derived_seed
+from wmcli.training.interrupt import stop_requests
+
+STREAMS = "streams.safetensors"  # where the environments stand at the segment's end: the next collect goes on there
+CHECKPOINT = "checkpoint.safetensors"
+
+
+def collect(
+    context: Context,
+    *,
+    controller: str | None = None,
+    steps: int | None = None,
+    previous: str | None = None,
+    extend: bool = True,
+) -> Artifact:
+    """Take `steps` decisions (default `collect.steps`) and publish the experience that now ends with them.
+
+    `controller` is a reference, "random", or None for the run's newest controller if it has one. The environments go on where
+    `previous` left them (default: the newest experience, unless `extend` is off). With several environments the steps are
+    rounded up to a whole number for each.
+
+    Raises ArtifactError when the previous experience is of another environment, Stopped after a signal.
+    """
+    settings, run = context.settings, context.run
+    environment = context.environment
+    before = run.resolve(previous, "experience") if previous else run.latest("experience") if extend else None
+    actor = _controller(context, controller)
+    inputs = {"previous": before, "controller": actor}
+    given = {role: artifact for role, artifact in inputs.items() if artifact is not None}
+    for artifact in given.values():
+        check_same_environment(environment, artifact)
+    rounds = -(-(steps or settings.collect.steps) // settings.environment.count)
+    job = run.job("experience", settings.select("seed", "environment", "collect") | {"rounds": rounds}, given)
+    if (existing := job.done()) and not context.force:
+        context.progress.say(f"collect: {existing.name} is this very job, nothing to do")
+        return existing
+    with job.work(fresh=context.fresh) as work:
+        who = actor.name if actor else "the uniformly random policy"
+        context.progress.say(f"collect: {rounds * settings.environment.count} steps of {environment['id']} by {who}")
+        streams, recorder, agent = _begin(context, work, before, actor, rounds)
+        _play(context, work, streams, recorder, agent, rounds)
+        arrays = recorder.arrays()
+        write_segment(work.payload / SEGMENT, arrays)
+        save_tensors(work.payload / STREAMS, *_streams_state(streams))
+        artifact = work.publish(
+            settings=settings.model_dump(mode="json"),
+            metrics=_summary(arrays) | {"total_steps": len(recorder) + (before.metrics["total_steps"] if before else 0)},
+            environment=environment,
+            machine=context.machine.block(),
+        )
+    context.streams = (artifact.digest, streams)
+    context.progress.say(f"collect: published {artifact.name}")
+    return artifact
+
+
+def _controller(context: Context, reference: str | None) -> Artifact | None:
+    if reference == "random":
+        return None
+    if reference is None:
+        return context.run.latest("controller")
+    return context.run.resolve(reference, "controller")
+
+
+def _begin(
+    context: Context, work: Work, before: Artifact | None, actor: Artifact | None, rounds: int
+) -> tuple[Streams, Recorder, Actor]:
+    """Environments, rows so far and who acts: from this job's checkpoint, else from the experience before it, else new."""
+    settings = context.settings
+    checkpoint = work.path / CHECKPOINT
+    if checkpoint.exists():
+        tensors, about = load_tensors(checkpoint)
+        streams = Streams.restore(settings.environment, True, _streams_from(tensors, about))
+    elif before is not None and context.streams is not None and context.streams[0] == before.digest:
+        streams = context.streams[1]
+    elif before is not None:
+        before.verify()
+        streams = Streams.restore(settings.environment, True, _streams_from(*load_tensors(before.file(STREAMS))))
+    else:
+        streams = Streams(settings.environment, train=True, seed=derived_seed(settings.seed, "collect"))
+    recorder = Recorder(rounds, len(streams.observation), streams.observation.shape[1:])
+    agent = _agent(context, actor, before.version if before else 0)
+    if checkpoint.exists():
+        parts = [load_tensors(work.path / _part(index))[0] for index in range(about["parts"])]
+        recorder.load({name: torch.cat([part[name] for part in parts]).numpy() for name in parts[0]})
+        agent.load({name.removeprefix("agent/"): value for name, value in tensors.items() if name.startswith("agent/")})
+        streams.first = tensors["first"].numpy()
+        context.progress.say(f"collect: resuming at step {len(recorder)}")
+    elif before is not None and isinstance(agent, Agent):
+        agent.burn_in(*_last_frames(context.experience(before), streams, settings.controller.burn_in))
+    return streams, recorder, agent
+
+
+def _agent(context: Context, actor: Artifact | None, number: int) -> Actor:
+    settings = context.settings
+    generator = torch.Generator().manual_seed(derived_seed(settings.seed, "collect actions", number))
+    count = settings.environment.count
+    if actor is None:
+        return UniformAgent(context.environment["actions"], count, generator=generator)
+    world_model, controller = load_controller(actor, context.machine.device)
+    return Agent(
+        world_model,
+        controller,
+        count,
+        temperature=settings.collect.temperature,
+        epsilon=settings.collect.epsilon,
+        feed_executed_action=settings.collect.feed_executed_action,
+        generator=generator,
+    )
+
+
+def _last_frames(memory: Memory, streams: Streams, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The last `length` frames (E, T, H, W, C) of each running episode, actions (E, T) and which of them are real."""
+    count = len(streams.observation)
+    frames = np.zeros((count, length, *streams.observation.shape[1:]), np.uint8)
+    action, valid = np.zeros((count, length), np.int64), np.zeros((count, length), bool)
+    for stream in range(count):
+        rows = memory.running(stream)[-length:]
+        if length and not streams.first[stream]:
+            frames[stream, -len(rows) :] = memory.frames[rows].cpu().numpy()
+            action[stream, -len(rows) :] = memory.action[rows].cpu().numpy()
+            valid[stream, -len(rows) :] = True
+    return frames, action, valid
+
+
+def _play(context: Context, work: Work, streams: Streams, recorder: Recorder, agent: Actor, rounds: int) -> None:
+    """Fill the recorder, with a checkpoint every `training.checkpoint_seconds` and on the first signal."""
+    count, total = context.settings.environment.count, rounds * context.settings.environment.count
+    saved, parts = len(recorder), len(list(work.path.glob(_part("*"))))
+    saved_at = time.monotonic()
+    with stop_requests() as stop, context.progress.bar("collect", total, "steps", start=saved) as bar:
+        while len(recorder) < total:
+            observation, first = streams.observation, streams.first
+            with context.machine.autocast():
+                action = agent.act(observation, first)
+            after = streams.step(action)
+            recorder.add(
+                {
+                    "observation": observation,
+                    "action": action.astype(np.int32),
+                    "reward": after.reward,
+                    "terminated": after.terminated,
+                    "truncated": after.truncated,
+                    "first": first,
+                    "lives": after.lives,
+                }
+            )
+            bar.advance(count)
+            if (stop or time.monotonic() - saved_at >= context.settings.training.checkpoint_seconds) and len(recorder) < total:
+                rows = {name: torch.from_numpy(array[saved:]) for name, array in recorder.arrays().items()}
+                save_tensors(work.path / _part(parts), rows, {})
+                saved, parts = len(recorder), parts + 1
+                tensors, about = _streams_state(streams)
+                tensors |= {f"agent/{name}": value for name, value in agent.state().items()}
+                save_tensors(work.path / CHECKPOINT, tensors, about | {"parts": parts})
+                failpoint("checkpoint")
+                saved_at = time.monotonic()
+                if stop:
+                    raise Stopped(f"collect stopped after step {saved} of {total}; the same command goes on from there.")
+
+
+def _part(index: int | str) -> str:
+    return f"part-{index:04d}.safetensors" if isinstance(index, int) else f"part-{index}.safetensors"
+
+
+def _streams_state(streams: Streams) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    state = streams.state()
+    tensors = {name: torch.from_numpy(value) for name, value in state.items() if isinstance(value, np.ndarray)}
+    return tensors, {"seed": state["seed"]}
+
+
+def _streams_from(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> dict[str, Any]:
+    names = ("game", "length", "action", "frame")
+    return {"seed": about["seed"]} | {name: tensors[name].numpy() for name in names}
+
+
+def _summary(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Steps, and the mean return of the episodes that lie in the segment whole."""
+    returns = []
+    for stream in np.unique(arrays["stream"]):
+        rows = arrays["stream"] == stream
+        ended = arrays["terminated"][rows] | arrays["truncated"][rows]
+        totals = np.add.reduceat(arrays["reward"][rows], np.flatnonzero(arrays["first"][rows])) if arrays["first"][rows].any() else []
+        returns += list(totals[: int(ended[np.argmax(arrays["first"][rows]) :].sum())])
+    return {
+        "steps": len(arrays["action"]),
+        "episodes": len(returns),
+        "mean_return": float(np.mean(returns)) if returns else None,
+    }

@@ -1,0 +1,92 @@
+"""`wm train-dynamics`: learn what follows an action, in the tokenizer's latents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wmcli.artifacts import Artifact
+from wmcli.assemble import build_world_model, load_tokenizer
+from wmcli.errors import ArtifactError
+from wmcli.experience.sampler import WindowSampler
+from wmcli.stages.context import Context, check_same_environment
+from wmcli.stages.latents import gather, latents_of
+from wmcli.stages.train import Lesson, parent_of, train
+from wmcli.training.loop import Trainee
+from wmcli.training.optim import build_optimiser, update
+
+
+def train_dynamics(
+    context: Context, *, tokenizer: str | None = None, experience: str | None = None, parent: str | None = None
+) -> Artifact:
+    """Train the run's dynamics model for `dynamics.updates` updates and publish it.
+
+    Raises ArtifactError when an input is missing or of another environment, DivergedError, Stopped.
+    """
+    settings = context.settings.dynamics
+    frames = context.run.resolve(experience or "experience", "experience")
+    codes = context.run.resolve(tokenizer or "tokenizer", "tokenizer")
+    environment = context.environment
+    for artifact in (frames, codes):
+        check_same_environment(environment, artifact)
+    inputs = {"experience": frames, "tokenizer": codes} | parent_of(context, "dynamics", parent)
+    if "parent" in inputs:
+        _check_descent(codes, inputs["parent"])
+
+    def prepare(rng: np.random.Generator) -> Lesson:
+        device = context.machine.device
+        memory = context.experience(frames)
+        world_model = build_world_model(context.settings, load_tokenizer(codes, device), environment["actions"]).to(device)
+        latents = latents_of(context, world_model, codes, memory)
+        sampler = WindowSampler(
+            memory.episodes,
+            memory.order,
+            length=settings.horizon,
+            minimum=settings.context + 1,
+            pad="right",
+            sampling=context.settings.training.sampling,
+            rng=rng,
+        )
+        optimiser = build_optimiser(
+            "adamw", world_model.parameter_groups(), settings.learning_rate, settings.weight_decay
+        )
+
+        def step() -> Mapping[str, Tensor]:
+            batch = gather(memory, latents, sampler.batch(settings.batch))
+            with context.machine.autocast():
+                loss, metrics = world_model.loss(batch)
+            return {"loss": loss, **metrics, "gradient_norm": update(optimiser, loss, settings.clip)}
+
+        def finish(payload: Path) -> dict[str, Any]:
+            return {}
+
+        trainee = Trainee({"dynamics": world_model}, optimiser, rng, {"sampler": sampler})
+        return Lesson(trainee, step, finish)
+
+    return train(
+        context,
+        "train-dynamics",
+        "dynamics",
+        sections=("environment", "dynamics", "backbone"),
+        inputs=inputs,
+        updates=settings.updates,
+        prepare=prepare,
+    )
+
+
+def _check_descent(tokenizer: Artifact, parent: Artifact) -> None:
+    """A dynamics model may go on with its own tokenizer or with one trained further from it: codes keep their meaning."""
+    known = parent.inputs["tokenizer"].digest
+    ancestor = tokenizer
+    while ancestor.digest != known:
+        if "parent" not in ancestor.inputs:
+            raise ArtifactError(
+                f"{parent.name} was trained on tokenizer@{parent.inputs['tokenizer'].version}, and {tokenizer.name} does not"
+                " descend from it; train the dynamics anew without --more."
+            )
+        ancestor = ancestor.input("parent")

@@ -1,0 +1,252 @@
+"""`wm eval`: scores of the trained controller in the real environment, and aggregates over runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from wmcli.artifacts import Artifact, Run
+from wmcli.assemble import load_controller, settings_of
+from wmcli.controllers.agent import Agent, UniformAgent
+from wmcli.controllers.base import Actor
+from wmcli.envs import EnvironmentSettings, Streams
+from wmcli.errors import ArtifactError, UsageError
+from wmcli.metrics import atari, statistics
+from wmcli.progress import Progress
+from wmcli.report.images import captioned, play_captions, write_gif
+from wmcli.report.plots import return_curve, returns_histogram, write_figure
+from wmcli.stages.context import Context, check_same_environment
+from wmcli.stages.pictures import beside, write_side_by_side
+from wmcli.training.device import derived_seed
+from wmcli.world_models.base import WorldModel
+
+PROTOCOLS = ("returns",)
+FILMED_STEPS = 300  # of the first episode
+
+
+class Played(NamedTuple):
+    """Complete episodes, in the order in which they were started."""
+
+    returns: list[float]
+    lengths: list[int]
+    frames: np.ndarray
+    """The first episode's first frames (T, H, W, 3) uint8."""
+    actions: np.ndarray
+    """The actions taken in them (T,)."""
+    rewards: np.ndarray
+    """The rewards these brought (T,)."""
+
+
+def play_episodes(
+    settings: EnvironmentSettings, agent: Actor, *, episodes: int, environments: int, seed: int, progress: Progress, what: str
+) -> Played:
+    """Play exactly `episodes` complete test episodes, at most `environments` at a time (the rows that `agent` has).
+
+    Every episode that is started counts, however long it takes, so that short ones are not over-represented.
+    """
+    count = min(environments, episodes)
+    streams = Streams(settings.model_copy(update={"count": count}), train=False, seed=seed)
+    number = np.arange(count)  # the episode each environment is playing; those from `episodes` on do not count
+    started = count
+    returns, lengths = np.zeros(episodes), np.zeros(episodes, dtype=np.int64)
+    film: list[tuple[np.ndarray, int, float]] = []
+    with progress.bar(what, episodes, "episodes") as bar:
+        while (number < episodes).any():
+            frames = streams.observation
+            action = agent.act(frames, streams.first)
+            after = streams.step(action)
+            if number[0] == 0 and len(film) < FILMED_STEPS:
+                film.append((frames[0], int(action[0]), float(after.reward[0])))
+            counted = number < episodes
+            returns[number[counted]] += after.reward[counted]
+            lengths[number[counted]] += 1
+            for environment in np.flatnonzero(after.terminated | after.truncated):
+                if number[environment] < episodes:
+                    bar.advance()
+                number[environment] = started
+                started += 1
+    streams.close()
+    shown, actions, rewards = zip(*film, strict=True)
+    return Played(returns.tolist(), lengths.tolist(), np.stack(shown), np.array(actions), np.array(rewards))
+
+
+def evaluate(
+    context: Context, *, controller: str | None = None, episodes: int | None = None, protocol: str = "returns"
+) -> Artifact:
+    """Play complete episodes with the run's controller and publish the scores, with pictures.
+
+    The metrics hold mean, median, standard error, all returns, the random policy's mean (published for the 26 Atari-100k
+    games, measured over as many episodes otherwise) and the human-normalised score where the game has reference scores.
+
+    Raises UsageError for an unknown protocol, ArtifactError when there is no controller or it is of another environment.
+    """
+    if protocol not in PROTOCOLS:
+        raise UsageError(f"--protocol {protocol} is not known; use one of: {', '.join(PROTOCOLS)}.")
+    settings, run = context.settings, context.run
+    actor = run.resolve(controller or "controller", "controller")
+    environment = context.environment
+    check_same_environment(environment, actor)
+    episodes = episodes or settings.evaluation.episodes
+    identity = settings.select("seed", "environment", "evaluation") | {"episodes": episodes, "protocol": protocol}
+    job = run.job("evaluation", identity, {"controller": actor})
+    if (existing := job.done()) and not context.force:
+        context.progress.say(f"eval: {existing.name} is this very job, nothing to do (--force plays again)")
+        return existing
+    with job.work(fresh=context.fresh) as work:
+        context.progress.say(f"eval: {episodes} episodes of {environment['id']} by {actor.name} on {context.machine}")
+        world_model, policy = load_controller(actor, context.machine.device)
+        generator = torch.Generator().manual_seed(derived_seed(settings.seed, "eval actions"))
+        rows = min(settings.evaluation.environments, episodes)
+        agent = Agent(
+            world_model, policy, rows, temperature=settings.evaluation.temperature, epsilon=0.0, generator=generator
+        )
+        with context.machine.autocast():
+            played = play_episodes(
+                settings.environment,
+                agent,
+                episodes=episodes,
+                environments=rows,
+                seed=derived_seed(settings.seed, "eval"),
+                progress=context.progress,
+                what="eval",
+            )
+            pictures = _first_episode_imagined(context, world_model, settings_of(actor).dynamics.context, played)
+        random_mean = atari.reference(environment["id"], "random")
+        if random_mean is None:
+            random_mean = float(np.mean(_random_episodes(context, episodes, rows).returns))
+        metrics = score(played.returns) | {
+            "random_mean": random_mean,
+            "human_normalized": atari.human_normalized(environment["id"], float(np.mean(played.returns))),
+            "lengths": played.lengths,
+            "protocol": protocol,
+            "environment": environment["id"],
+            "total_steps": _steps_behind(actor),
+        }
+        captions = play_captions(played.actions, played.rewards, environment.get("action_meanings"))
+        write_gif(work.payload / "episode.gif", captioned(played.frames, captions), fps=10)
+        write_side_by_side(work.payload, pictures)
+        _write_plots(work.payload, run, metrics)
+        artifact = work.publish(
+            settings=settings.model_dump(mode="json"),
+            metrics=metrics,
+            environment=environment,
+            machine=context.machine.block(),
+        )
+    context.progress.say(f"eval: published {artifact.name}, mean return {metrics['mean']:.3f}, random {random_mean:.3f}")
+    return artifact
+
+
+def score(returns: Sequence[float]) -> dict[str, Any]:
+    """Mean, median and standard error of the mean of some episodes' returns."""
+    values = np.asarray(returns, dtype=np.float64)
+    return {
+        "mean": float(values.mean()),
+        "median": float(np.median(values)),
+        "stderr": float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None,
+        "episodes": len(values),
+        "returns": values.tolist(),
+    }
+
+
+def _random_episodes(context: Context, episodes: int, environments: int) -> Played:
+    settings = context.settings
+    generator = torch.Generator().manual_seed(derived_seed(settings.seed, "eval random"))
+    return play_episodes(
+        settings.environment,
+        UniformAgent(context.environment["actions"], environments, generator=generator),
+        episodes=episodes,
+        environments=environments,
+        seed=derived_seed(settings.seed, "eval"),
+        progress=context.progress,
+        what="random play",
+    )
+
+
+def _first_episode_imagined(context: Context, world_model: WorldModel, known: int, played: Played):
+    """The filmed episode's beginning beside its imagination under the same actions; None when it is too short."""
+    length = min(len(played.frames), 32)
+    if length <= known:
+        return None
+    device = context.machine.device
+    frames = torch.from_numpy(played.frames[None, :length]).to(device)
+    actions = torch.from_numpy(played.actions[None, :length]).to(device)
+    generator = derived_seed(context.settings.seed, "eval pictures")
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(generator)
+        return beside(world_model, frames, world_model.encode(frames), actions, known)
+
+
+def _steps_behind(actor: Artifact) -> int:
+    """Environment steps the controller's experience held."""
+    return int(actor.input("experience").metrics["total_steps"])
+
+
+def _write_plots(payload: Path, run: Run, metrics: dict[str, Any]) -> None:
+    lines = {"random": metrics["random_mean"]}
+    human = atari.reference(metrics["environment"], "human")
+    if human is not None:
+        lines["human"] = human
+    title = metrics["environment"]
+    write_figure(payload / "returns.png", returns_histogram(metrics["returns"], references=lines, title=title))
+    scores = {earlier["total_steps"]: earlier["mean"] for earlier in _earlier(run)} | {metrics["total_steps"]: metrics["mean"]}
+    steps = sorted(scores)
+    write_figure(payload / "curve.png", return_curve(steps, [scores[step] for step in steps], references=lines, title=title))
+
+
+def _earlier(run: Run) -> list[dict[str, Any]]:
+    return [run.get("evaluation", version).metrics for version in run.versions("evaluation")]
+
+
+# -- several runs -----------------------------------------------------------------------------------------------------
+
+
+def aggregate(runs: Sequence[Path], against: Sequence[Path] | None = None) -> dict[str, Any]:
+    """Statistics over the newest evaluations of several runs, a task being an environment (Agarwal et al. 2021).
+
+    Scores are human-normalised when every environment has reference scores, else raw returns. With `against`, the
+    probability that a run of `runs` beats one of `against`. Intervals are 95 % stratified bootstrap intervals.
+
+    Raises ArtifactError for a run without evaluation, UsageError when protocols differ or tasks cannot be pooled.
+    """
+    tables = [_by_task(runs), _by_task(against)] if against else [_by_task(runs)]
+    evaluated = [evaluation for table in tables for evaluations in table.values() for evaluation in evaluations]
+    protocols = {evaluation.manifest["environment"]["protocol"] for evaluation in evaluated}
+    if len(protocols) > 1:
+        raise UsageError(f"these runs played under different protocols ({', '.join(sorted(protocols))}); compare runs of one.")
+    normalized = all(evaluation.metrics["human_normalized"] is not None for evaluation in evaluated)
+    if not normalized and len({evaluation.metrics["environment"] for evaluation in evaluated}) > 1:
+        raise UsageError("returns of different environments cannot be pooled without reference scores; give runs of one.")
+    key = "human_normalized" if normalized else "mean"
+    scores = [
+        {task: np.array([evaluation.metrics[key] for evaluation in evaluations]) for task, evaluations in table.items()}
+        for table in tables
+    ]
+    rng = np.random.default_rng(0)
+    result: dict[str, Any] = {
+        "scores": {task: values.tolist() for task, values in scores[0].items()},
+        "unit": "human-normalised score" if normalized else "return",
+        "runs": len(runs),
+        "tasks": len(scores[0]),
+        **{name: estimate._asdict() for name, estimate in statistics.aggregate(scores[0], rng).items()},
+    }
+    low, high = min(map(np.min, scores[0].values())), max(map(np.max, scores[0].values()))
+    thresholds = np.linspace(low, high, 21)
+    profile = statistics.performance_profile(scores[0], thresholds)
+    result["performance_profile"] = {"threshold": thresholds.tolist(), "share": np.asarray(profile.value).tolist()}
+    if against:
+        result["probability_of_improvement"] = statistics.bootstrap_improvement(scores[0], scores[1], rng)._asdict()
+    return result
+
+
+def _by_task(runs: Sequence[Path]) -> dict[str, list[Artifact]]:
+    table: dict[str, list[Artifact]] = {}
+    for path in runs:
+        newest = Run.open(path, create=False).latest("evaluation")
+        if newest is None:
+            raise ArtifactError(f"no evaluation in {path}; make one with: wm eval --run {path}")
+        table.setdefault(newest.metrics["environment"], []).append(newest)
+    return table

@@ -1,0 +1,76 @@
+"""Real frames beside imagined ones from the same start, under the same actions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wmcli.experience.memory import Memory
+from wmcli.report.images import side_by_side, strip, write_gif, write_png
+from wmcli.settings import Settings
+from wmcli.world_models.base import WorldModel
+
+EPISODES = 3  # shown under each other
+STEPS = 24  # imagined at most
+
+
+class SideBySide(NamedTuple):
+    """Frames (T, H, W, 3) uint8, episodes under each other; before `context` the right side is reconstruction."""
+
+    real: np.ndarray
+    imagined: np.ndarray
+    context: int
+
+
+@torch.no_grad()
+def imagined_beside_real(
+    world_model: WorldModel, memory: Memory, latents: Tensor, settings: Settings
+) -> SideBySide | None:
+    """Imagine the newest episodes of the experience from their beginning, with the actions that were taken.
+
+    None when no episode is long enough to imagine one step.
+    """
+    context = settings.dynamics.context
+    starts, lengths = memory.episodes.start, memory.episodes.length
+    longest = np.flatnonzero(lengths > context)[-50:]
+    if len(longest) == 0:
+        return None
+    chosen = longest[np.argsort(lengths[longest], kind="stable")[-EPISODES:]]
+    length = int(min(context + STEPS, lengths[chosen].min()))
+    rows = torch.from_numpy(memory.order[starts[chosen][:, None] + np.arange(length)]).to(latents.device)
+    return beside(world_model, memory.frames[rows], latents[rows], memory.action[rows], context)
+
+
+@torch.no_grad()
+def beside(world_model: WorldModel, frames: Tensor, latents: Tensor, action: Tensor, context: int) -> SideBySide:
+    """`frames` (B, T, H, W, 3), their latents (B, T, ...) and the actions taken (B, T): imagined from `context` frames on."""
+    known = latents[:, :context]
+    first = torch.zeros(known.shape[:2], dtype=torch.bool, device=latents.device)
+    first[:, 0] = True
+    _, state = world_model.observe(known, action[:, :context], first)
+    seen = [known]
+    for t in range(context - 1, frames.shape[1] - 1):
+        imagined, state = world_model.imagine(state, action[:, t])
+        seen.append(imagined.latent[:, None])
+    decoded = world_model.decode(torch.cat(seen, 1))
+    return SideBySide(_stack(frames), _stack(decoded), context)
+
+
+def _stack(frames: Tensor) -> np.ndarray:
+    # (B, T, H, W, 3) -> (T, B*H, W, 3)
+    return torch.cat(list(frames), dim=1).cpu().numpy()
+
+
+def write_side_by_side(folder: Path, pictures: SideBySide | None) -> None:
+    """`imagination.gif` (real left, imagined right) and `imagination.png` (real above, imagined below)."""
+    if pictures is None:
+        return
+    write_gif(folder / "imagination.gif", side_by_side(pictures.real, pictures.imagined), fps=5)
+    one = pictures.real.shape[1] // EPISODES if pictures.real.shape[1] % EPISODES == 0 else pictures.real.shape[1]
+    write_png(
+        folder / "imagination.png", strip(pictures.real[:, :one], pictures.imagined[:, :one], context=pictures.context)
+    )

@@ -1,0 +1,93 @@
+"""`wm play`: a film of the trained agent in the real environment, or in its own imagination."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from wmcli.assemble import load_controller
+from wmcli.controllers.agent import Agent
+from wmcli.controllers.base import sample
+from wmcli.controllers.reinforce import ReinforceController
+from wmcli.envs import Streams
+from wmcli.report.images import captioned, play_captions, write_animation
+from wmcli.stages.context import Context, check_same_environment
+from wmcli.training.device import derived_seed, isolated_randomness
+from wmcli.world_models.base import WorldModel
+
+FPS = 10
+STEPS = 500  # filmed at most
+
+Film = tuple[list[np.ndarray], list[int], list[float]]
+
+
+def play(context: Context, *, source: Literal["real", "imagination"], out: Path, controller: str | None, seed: int) -> Path:
+    """Film one episode to `out` (.gif or .mp4) and return it.
+
+    "real" plays a test episode. "imagination" shows the controller one real frame and lets it act in the world model from
+    there until the model says that the episode ends.
+
+    Raises ArtifactError when there is no controller or it is of another environment, UsageError for another file type.
+    """
+    settings = context.settings
+    actor = context.run.resolve(controller or "controller", "controller")
+    check_same_environment(context.environment, actor)
+    world_model, policy = load_controller(actor, context.machine.device)
+    with isolated_randomness(derived_seed(seed, "play"), context.machine.device), context.machine.autocast():
+        streams = Streams(settings.environment.model_copy(update={"count": 1}), train=False, seed=derived_seed(seed, "play"))
+        if source == "real":
+            agent = Agent(
+                world_model,
+                policy,
+                1,
+                temperature=settings.evaluation.temperature,
+                epsilon=0.0,
+                generator=torch.Generator().manual_seed(derived_seed(seed, "play actions")),
+            )
+            frames, actions, rewards = _real(streams, agent)
+        else:
+            frames, actions, rewards = _imagined(streams, world_model, policy, settings.evaluation.temperature)
+        streams.close()
+    captions = play_captions(actions, rewards, context.environment.get("action_meanings"))
+    write_animation(out, captioned(np.stack(frames), captions), FPS)
+    context.progress.say(f"play: {len(frames)} frames, return {sum(rewards):g}, written to {out}")
+    return out
+
+
+def _real(streams: Streams, agent: Agent) -> Film:
+    frames: list[np.ndarray] = []
+    actions: list[int] = []
+    rewards: list[float] = []
+    ended = False
+    while not ended and len(frames) < STEPS:
+        frames.append(streams.observation[0])
+        action = agent.act(streams.observation, streams.first)
+        after = streams.step(action)
+        actions.append(int(action[0]))
+        rewards.append(float(after.reward[0]))
+        ended = bool(after.terminated[0] | after.truncated[0])
+    return frames, actions, rewards
+
+
+@torch.no_grad()
+def _imagined(streams: Streams, world_model: WorldModel, policy: ReinforceController, temperature: float) -> Film:
+    device = next(policy.parameters()).device
+    frame = torch.from_numpy(streams.observation).to(device)
+    nothing = torch.zeros(1, dtype=torch.int64, device=device)
+    world = world_model.perceive(None, frame, nothing, torch.ones(1, dtype=torch.bool, device=device))
+    state = policy.initial_state(1)
+    frames, actions, rewards = [], [], []
+    ended = False
+    while not ended and len(frames) < STEPS:
+        frames.append(world_model.decode(world_model.latent(world), world)[0].cpu().numpy())
+        logits, state = policy.decide(world_model, world, state)
+        action = sample(logits / temperature)
+        state = policy.follow(action, state)
+        imagined, world = world_model.imagine(world, action)
+        actions.append(int(action))
+        rewards.append(float(imagined.reward))
+        ended = bool(imagined.terminated)
+    return frames, actions, rewards

@@ -1,0 +1,200 @@
+"""`wm profile`: how fast each stage is on this machine, at the shapes of the run's settings."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from wmcli.artifacts import Artifact
+from wmcli.assemble import build_controller, build_tokenizer, build_world_model
+from wmcli.controllers.agent import UniformAgent
+from wmcli.envs import Streams
+from wmcli.stages.context import Context
+from wmcli.training.device import derived_seed, isolated_randomness
+from wmcli.training.optim import build_optimiser, update
+from wmcli.world_models.base import Batch
+from wmcli.world_models.token import TokenWorldModel
+
+REPEATS = 5
+COLLECT_STEPS = 400
+
+
+def profile(context: Context) -> Artifact:
+    """Measure and publish: collection, one update of each model, imagination in parallel and token by token.
+
+    Fresh models on random frames: speed depends on shapes, not on what was learned. Each row gives the median of REPEATS
+    timings after a warm-up, with the fastest and slowest. The two ways to imagine are timed in turn, in one process.
+    """
+    settings, machine = context.settings, context.machine
+    job = context.run.job("profile", settings.select(*type(settings).model_fields), {})
+    with job.work(fresh=True) as work, isolated_randomness(derived_seed(settings.seed, "profile"), machine.device):
+        context.progress.say(f"profile: preset {context.preset} on {machine}")
+        rows = [_collection(context), *_models(context)]
+        artifact = work.publish(
+            settings=settings.model_dump(mode="json"),
+            metrics={"rows": rows},
+            environment=context.environment,
+            machine=machine.block(),
+        )
+    context.progress.say(f"profile: published {artifact.name}")
+    return artifact
+
+
+def _collection(context: Context) -> dict[str, Any]:
+    settings = context.settings.environment
+    streams = Streams(settings, train=True, seed=0)
+    agent = UniformAgent(context.environment["actions"], settings.count, generator=torch.Generator().manual_seed(0))
+    rounds = -(-COLLECT_STEPS // settings.count)
+
+    def some_steps() -> None:
+        for _ in range(rounds):
+            streams.step(agent.act(streams.observation, streams.first))
+
+    times = _timed(context, {"collect": some_steps})["collect"]
+    streams.close()
+    return _row("collect, random policy", "steps", rounds * settings.count, times, f"{settings.count} × {settings.id}")
+
+
+def _models(context: Context) -> list[dict[str, Any]]:
+    settings, machine = context.settings, context.machine
+    device, actions = machine.device, context.environment["actions"]
+    tokenizer = build_tokenizer(settings).to(device)
+    batch = settings.tokenizer.batch
+    size = settings.environment.size
+    frames = torch.randint(0, 256, (batch, size, size, 3), dtype=torch.uint8, device=device)
+    optimiser = build_optimiser(settings.tokenizer.optimiser, tokenizer.parameters(), 1e-4, 0.01)
+
+    def train_tokenizer() -> None:
+        with machine.autocast():
+            loss, _ = tokenizer.loss(frames)
+        update(optimiser, loss, settings.tokenizer.clip)
+
+    def encode() -> None:
+        with machine.autocast():
+            tokenizer.encode(frames)
+
+    tokens, blocks = tokenizer.tokens, settings.dynamics.horizon
+    times = _timed(context, {"tokenizer": train_tokenizer, "encode": encode})
+    rows = [
+        _row("train-tokenizer", "updates", 1, times["tokenizer"], f"{batch} frames of {size}×{size}"),
+        _row("encode", "frames", batch, times["encode"], f"{batch} frames of {size}×{size}"),
+    ]
+
+    world_model = build_world_model(settings, tokenizer, actions).to(device)
+    segments = _random_batch(settings.dynamics.batch, blocks, tokens, tokenizer.codes, actions, device)
+    optimiser = build_optimiser("adamw", world_model.parameter_groups(), 1e-4, 0.01)
+
+    def train_dynamics() -> None:
+        with machine.autocast():
+            loss, _ = world_model.loss(segments)
+        update(optimiser, loss, settings.dynamics.clip)
+
+    times = _timed(context, {"dynamics": train_dynamics})
+    shape = f"{settings.dynamics.batch} × {blocks} blocks of {tokens + 1} tokens, {settings.backbone.name}"
+    rows.append(_row("train-dynamics", "updates", 1, times["dynamics"], shape))
+
+    world_model.eval().requires_grad_(False)
+    controller = build_controller(settings, world_model).to(device)
+    windows = _random_batch(settings.controller.batch, controller.window, tokens, tokenizer.codes, actions, device)
+    optimiser = build_optimiser(settings.controller.optimiser, controller.parameters(), 1e-4, 0.01)
+
+    def train_controller() -> None:
+        with machine.autocast():
+            loss, _ = controller.loss(world_model, windows)
+        update(optimiser, loss, settings.controller.clip)
+
+    times = _timed(context, {"controller": train_controller})
+    shape = f"{settings.controller.batch} rollouts of {settings.controller.horizon} steps"
+    rows.append(_row("imagine (controller update)", "updates", 1, times["controller"], shape))
+    rows += _imagination(context, world_model, windows)
+    return rows
+
+
+def _imagination(context: Context, world_model: TokenWorldModel, windows: Batch) -> list[dict[str, Any]]:
+    """One imagined step, predicted in parallel and token by token, on the same tokenizer and shapes."""
+    settings, machine = context.settings, context.machine
+    models = {}
+    for prediction in ("pop", "sequential"):
+        dynamics = settings.dynamics.model_copy(update={"prediction": prediction})
+        changed = settings.model_copy(update={"dynamics": dynamics})
+        models[prediction] = build_world_model(changed, world_model.tokenizer, world_model.actions).to(machine.device).eval()
+    states = {name: model.observe(windows.latent, windows.action, windows.first)[1] for name, model in models.items()}
+    batch = len(windows.action)
+
+    def step(name: str) -> Callable[[], None]:
+        def imagine() -> None:
+            with machine.autocast():
+                models[name].imagine(states[name], windows.action[:, -1])
+
+        return imagine
+
+    times = _timed(context, {name: step(name) for name in models})
+    tokens = world_model.tokenizer.tokens
+    rows = [
+        _row(f"imagination, {name}", "frames", batch, times[name], f"{batch} × {tokens} tokens, {settings.backbone.name}")
+        for name in models
+    ]
+    ratio = [slow / fast for fast, slow in zip(times["pop"], times["sequential"], strict=True)]
+    rows.append(
+        {
+            "what": "imagination, pop over sequential",
+            "rate": statistics.median(ratio),
+            "unit": "times as fast",
+            "low": min(ratio),
+            "high": max(ratio),
+            "shape": f"pairs timed in turn, {tokens} tokens a frame",
+        }
+    )
+    return rows
+
+
+def _random_batch(rows: int, time_: int, tokens: int, codes: int, actions: int, device: torch.device) -> Batch:
+    no = torch.zeros(rows, time_, dtype=torch.bool, device=device)
+    return Batch(
+        latent=torch.randint(0, codes, (rows, time_, tokens), device=device),
+        action=torch.randint(0, actions, (rows, time_), device=device),
+        reward=torch.zeros(rows, time_, device=device),
+        terminated=no,
+        truncated=no,
+        first=no,
+        valid=~no,
+    )
+
+
+def _timed(context: Context, jobs: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
+    """Seconds of each job, REPEATS times in turn after a warm-up round."""
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    with context.progress.bar(f"profile {', '.join(jobs)}", REPEATS, "rounds") as bar:
+        for repeat in range(REPEATS + 1):
+            for name, job in jobs.items():
+                _wait(context.machine.device)
+                started = time.perf_counter()
+                job()
+                _wait(context.machine.device)
+                if repeat:
+                    times[name].append(time.perf_counter() - started)
+            if repeat:
+                bar.advance()
+    return times
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _row(what: str, unit: str, count: int, times: list[float], shape: str) -> dict[str, Any]:
+    rates = [count / seconds for seconds in times]
+    return {
+        "what": what,
+        "rate": float(np.median(rates)),
+        "unit": f"{unit}/s",
+        "low": min(rates),
+        "high": max(rates),
+        "shape": shape,
+    }

@@ -1,0 +1,79 @@
+"""`wm train-tokenizer`: fit observation ⇄ tokens to the experience."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wmcli.artifacts import Artifact
+from wmcli.assemble import build_tokenizer
+from wmcli.experience.sampler import WindowSampler
+from wmcli.report.images import grid, write_png
+from wmcli.stages.context import Context, check_same_environment
+from wmcli.stages.train import Lesson, parent_of, train
+from wmcli.tokenizers.vq import perceptual_in_use
+from wmcli.training.loop import Trainee
+from wmcli.training.optim import build_optimiser, update
+
+REPORT_FRAMES = 512  # frames the published usage figures are measured on
+
+
+def train_tokenizer(context: Context, *, experience: str | None = None, parent: str | None = None) -> Artifact:
+    """Train the run's tokenizer for `tokenizer.updates` updates and publish it.
+
+    Raises ArtifactError when there is no experience or it is of another environment, DivergedError, Stopped.
+    """
+    settings = context.settings.tokenizer
+    frames = context.run.resolve(experience or "experience", "experience")
+    check_same_environment(context.environment, frames)
+    inputs = {"experience": frames} | parent_of(context, "tokenizer", parent)
+    if settings.perceptual == "auto" and perceptual_in_use(settings) == "none":
+        context.progress.warn(
+            "training without the perceptual loss: tokenizer.lpips_weights names no file. Published scores used LPIPS, so"
+            " scores are not comparable with them."
+        )
+
+    def prepare(rng: np.random.Generator) -> Lesson:
+        device = context.machine.device
+        memory = context.experience(frames)
+        tokenizer = build_tokenizer(context.settings).to(device)
+        sampler = WindowSampler(
+            memory.episodes, memory.order, length=1, minimum=1, pad="right", sampling=context.settings.training.sampling, rng=rng
+        )
+        optimiser = build_optimiser(
+            settings.optimiser, tokenizer.parameters(), settings.learning_rate, settings.weight_decay
+        )
+
+        def step() -> Mapping[str, Tensor]:
+            rows = torch.from_numpy(sampler.batch(settings.batch).rows[:, 0]).to(device)
+            with context.machine.autocast():
+                loss, metrics = tokenizer.loss(memory.frames[rows])
+            return {"loss": loss, **metrics, "gradient_norm": update(optimiser, loss, settings.clip)}
+
+        def finish(payload: Path) -> dict[str, Any]:
+            rows = torch.linspace(0, len(memory) - 1, min(REPORT_FRAMES, len(memory)), device=device).long()
+            shown = memory.frames[rows]
+            with context.machine.autocast():
+                usage = tokenizer.usage(shown)
+                some = shown[:: max(1, len(shown) // 8)][:8]
+                decoded = tokenizer.decode(tokenizer.encode(some))
+            write_png(payload / "reconstructions.png", grid(some.cpu().numpy(), decoded.cpu().numpy()))
+            return usage
+
+        trainee = Trainee({"tokenizer": tokenizer}, optimiser, rng, {"sampler": sampler})
+        return Lesson(trainee, step, finish)
+
+    return train(
+        context,
+        "train-tokenizer",
+        "tokenizer",
+        sections=("environment", "tokenizer"),
+        inputs=inputs,
+        updates=settings.updates,
+        prepare=prepare,
+    )

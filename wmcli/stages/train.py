@@ -1,0 +1,94 @@
+"""What the three training stages share: identity of the job, idempotence, resume, the loop, publication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from wmcli.artifacts import Artifact
+from wmcli.stages.context import Context
+from wmcli.training.checkpoint import TRAINING, WEIGHTS, module_tensors, save_tensors
+from wmcli.training.device import derived_seed, isolated_randomness
+from wmcli.training.loop import CHECKPOINT, Trainee, fit
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A training stage made concrete: what to train, how to do one update, what to leave beside the weights."""
+
+    trainee: Trainee
+    step: Callable[[], Mapping[str, Tensor]]
+    finish: Callable[[Path], dict[str, Any]]
+    """Writes pictures into the payload folder it is given; returns metrics to publish beside the losses."""
+
+
+def parent_of(context: Context, kind: str, reference: str | None) -> dict[str, Artifact]:
+    """The version to train further, as an input: the one referred to, the newest with `--more`, else none."""
+    if reference is None and not context.more:
+        return {}
+    return {"parent": context.run.resolve(reference or kind, kind)}
+
+
+def train(
+    context: Context,
+    stage: str,
+    kind: str,
+    *,
+    sections: tuple[str, ...],
+    inputs: dict[str, Artifact],
+    updates: int,
+    prepare: Callable[[np.random.Generator], Lesson],
+) -> Artifact:
+    """Run a training stage to its published artifact: the existing one, a resumed one or a new one.
+
+    `sections` are the settings the weights depend on. `inputs` may hold `parent`, the version to train further.
+    `prepare` builds models and data; torch's global generator is seeded around it.
+    """
+    settings, progress = context.settings, context.progress
+    identity = settings.select("seed", *sections) | {
+        "precision": context.machine.precision,
+        "sampling": settings.training.sampling,
+    }
+    job = context.run.job(kind, identity, inputs)
+    if (existing := job.done()) and not context.force:
+        progress.say(f"{stage}: {existing.name} is this very job, nothing to do (--more trains it further, --force makes another)")
+        return existing
+    with job.work(fresh=context.fresh) as work:
+        progress.say(f"{stage}: {', '.join(artifact.name for artifact in inputs.values())} on {context.machine}")
+        for artifact in inputs.values():
+            artifact.verify()
+        trained = inputs["parent"].metrics["updates"] if "parent" in inputs else 0
+        with isolated_randomness(derived_seed(settings.seed, stage, trained), context.machine.device) as rng:
+            lesson = prepare(rng)
+            if "parent" in inputs and not (work.path / CHECKPOINT).exists():
+                lesson.trainee.continue_from(inputs["parent"].file(TRAINING))
+            metrics: dict[str, Any] = dict(
+                fit(
+                    lesson.trainee,
+                    lesson.step,
+                    stage=stage,
+                    updates=updates,
+                    folder=work.path,
+                    machine=context.machine,
+                    settings=settings.training,
+                    progress=progress,
+                    log=context.log,
+                )
+            )
+            save_tensors(work.payload / WEIGHTS, module_tensors(lesson.trainee.modules), {"kind": kind})
+            lesson.trainee.save(work.payload / TRAINING, context.machine.device)
+            metrics |= lesson.finish(work.payload) | {"updates": lesson.trainee.trained + lesson.trainee.update}
+        artifact = work.publish(
+            settings=settings.model_dump(mode="json"),
+            metrics=metrics,
+            environment=context.environment,
+            machine=context.machine.block(),
+        )
+    progress.say(f"{stage}: published {artifact.name}")
+    return artifact
+

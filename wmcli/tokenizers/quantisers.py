@@ -1,0 +1,179 @@
+"""Three ways to turn feature vectors into codes, each with the same four methods.
+
+M vectors, C channels of a vector before quantisation, N codes, D width of a code's vector. A quantiser has `inputs`
+(C), `vectors()` (N, D), `tokens(h)` (M, C) -> (M,), and forward(h) -> Quantised. All arithmetic is float32, also under
+autocast: in bf16 the distances to two codes are often equal.
+
+In the forward pass `vectors` is exactly the code's row; in the backward pass its gradient goes straight through to `h`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Quantised(NamedTuple):
+    """What a quantiser makes of (M, C) features."""
+
+    vectors: Tensor  # (M, D)
+    tokens: Tensor  # (M,) int64
+    losses: dict[str, Tensor]  # scalars to add to the training loss; their weights are already in them
+
+
+def straight_through(value: Tensor, gradient_to: Tensor) -> Tensor:
+    """`value` exactly, with the gradient handed to `gradient_to` unchanged (same shape)."""
+    return value.detach() + (gradient_to - gradient_to.detach())
+
+
+def nearest(h: Tensor, codebook: Tensor) -> Tensor:
+    """(M, C), (N, C) -> (M,): the code at the smallest Euclidean distance, the first one of equals."""
+    with torch.autocast(h.device.type, enabled=False):
+        h, codebook = h.float(), codebook.float()
+        # |h|^2 is the same for every code; left out, because it would swallow the digits that tell codes apart
+        return (codebook.square().sum(1) - 2 * h @ codebook.T).argmin(1)
+
+
+class VectorQuantiser(nn.Module):
+    """A codebook learned by gradient (van den Oord et al. 2017, arXiv 1711.00937), as in REM and IRIS: no moving
+    average, no restarts, no normalisation; codebook drawn from U(-1/N, 1/N).
+
+    Losses: `codebook` = mean |sg(h) - e|^2, `commitment` = commitment * mean |h - sg(e)|^2 (means over elements).
+    """
+
+    def __init__(self, codes: int, width: int, commitment: float) -> None:
+        super().__init__()
+        self.inputs = width
+        self.commitment = commitment
+        self.codebook = nn.Parameter(torch.empty(codes, width).uniform_(-1 / codes, 1 / codes))
+
+    def vectors(self) -> Tensor:
+        return self.codebook
+
+    def tokens(self, h: Tensor) -> Tensor:
+        return nearest(h, self.codebook)
+
+    def forward(self, h: Tensor) -> Quantised:
+        h = h.float()
+        tokens = self.tokens(h)
+        chosen = self.codebook[tokens]
+        losses = {
+            "codebook": F.mse_loss(chosen, h.detach()),
+            "commitment": self.commitment * F.mse_loss(h, chosen.detach()),
+        }
+        return Quantised(straight_through(chosen, h), tokens, losses)
+
+
+class AverageVectorQuantiser(nn.Module):
+    """A codebook of moving averages, whose dead codes start again at vectors that are badly served.
+
+    Averages: van den Oord et al. 2017, arXiv 1711.00937, appendix A.1. Restarts: Dhariwal et al. 2020, arXiv
+    2005.00341, section 3.2, with two changes. A new place is drawn in proportion to a vector's squared distance from
+    its code (as k-means++ does), not uniformly: most vectors of a game frame are the same background. And a restarted
+    code counts as used averagely, so that it has time to find its vectors before it is judged again.
+
+    A code is dead when its average number of uses in a batch is below `restart_below` times M / N. All start dead, so
+    that the first batch places the whole codebook. Updates happen in forward while in training mode. Codebook and
+    averages are buffers, randomness comes from torch's global generator: a checkpoint of both resumes exactly.
+
+    Loss: `commitment` = commitment * mean |h - sg(e)|^2.
+    """
+
+    codebook: Tensor
+    uses: Tensor
+    sums: Tensor
+
+    def __init__(self, codes: int, width: int, commitment: float, decay: float, restart_below: float) -> None:
+        super().__init__()
+        self.inputs = width
+        self.commitment = commitment
+        self.decay = decay
+        self.restart_below = restart_below
+        self.register_buffer("codebook", torch.empty(codes, width).uniform_(-1 / codes, 1 / codes))
+        self.register_buffer("uses", torch.zeros(codes))  # average number of uses in a batch
+        self.register_buffer("sums", torch.zeros(codes, width))  # average sum of the vectors that used the code
+
+    def vectors(self) -> Tensor:
+        return self.codebook
+
+    def tokens(self, h: Tensor) -> Tensor:
+        return nearest(h, self.codebook)
+
+    def forward(self, h: Tensor) -> Quantised:
+        h = h.float()
+        tokens = self.tokens(h)
+        chosen = self.codebook[tokens]
+        losses = {"commitment": self.commitment * F.mse_loss(h, chosen)}
+        if self.training:
+            self.update(h.detach(), tokens, chosen)
+        return Quantised(straight_through(chosen, h), tokens, losses)
+
+    @torch.no_grad()
+    def update(self, h: Tensor, tokens: Tensor, chosen: Tensor) -> None:
+        """One step of the averages with a batch: features (M, D), their codes (M,), the codes' vectors (M, D)."""
+        codes = len(self.codebook)
+        average_use = len(h) / codes
+        with torch.autocast(h.device.type, enabled=False):
+            member = F.one_hot(tokens, codes).float()  # (M, N); a product, because scattered additions are not
+            uses = self.decay * self.uses + (1 - self.decay) * member.sum(0)  # deterministic on CUDA
+            sums = self.decay * self.sums + (1 - self.decay) * (member.T @ h)
+            error = (h - chosen).square().sum(1) + 1e-12  # never all zero, which multinomial refuses
+        places = h[torch.multinomial(error, codes, replacement=True)]  # (N, D); drawn always: no wait for the device
+        dead = (uses < self.restart_below * average_use)[:, None]
+        self.codebook.copy_(torch.where(dead, places, sums / uses.clamp_min(1e-6)[:, None]))
+        self.sums.copy_(torch.where(dead, places * average_use, sums))
+        self.uses.copy_(torch.where(dead[:, 0], average_use, uses))
+
+
+class ScalarQuantiser(nn.Module):
+    """Finite scalar quantisation (Mentzer et al. 2023, arXiv 2309.15505): each of a few channels, squashed by tanh, is
+    rounded to the nearest of L evenly spaced levels in [-1, 1]; a code is one combination of levels.
+
+    The boundaries between levels are the paper's; its shift of even L and its scale of codes are affine maps that the
+    layers before and after can learn. `project` takes codes to the width of an embedding. No losses: no code can die.
+    Token = sum_i level_i * (L_1 * ... * L_(i-1)), the first channel running fastest.
+    """
+
+    steps: Tensor
+    strides: Tensor
+
+    def __init__(self, levels: tuple[int, ...], width: int) -> None:
+        super().__init__()
+        self.inputs = len(levels)
+        self.codes = math.prod(levels)
+        self.project = nn.Linear(len(levels), width)
+        strides = [math.prod(levels[:channel]) for channel in range(len(levels))]
+        self.register_buffer("steps", torch.tensor([level - 1.0 for level in levels]), persistent=False)
+        self.register_buffer("strides", torch.tensor(strides), persistent=False)
+
+    def round(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """(M, C) -> where each channel lies on its levels, 0 .. L - 1: before and after rounding."""
+        place = (torch.tanh(h.float()) + 1) / 2 * self.steps
+        return place, place.round()
+
+    def combinations(self) -> Tensor:
+        """(N, C): the codes themselves, in [-1, 1], in the order of their tokens."""
+        token = torch.arange(self.codes, device=self.strides.device)[:, None]
+        level = token // self.strides % (self.steps.long() + 1)
+        return level / self.steps * 2 - 1
+
+    def vectors(self) -> Tensor:
+        with torch.autocast(self.strides.device.type, enabled=False):
+            return self.project(self.combinations())
+
+    def tokens(self, h: Tensor) -> Tensor:
+        return (self.round(h)[1].long() * self.strides).sum(1)
+
+    def forward(self, h: Tensor) -> Quantised:
+        place, rounded = self.round(h)
+        code = straight_through(rounded, place) / self.steps * 2 - 1
+        with torch.autocast(h.device.type, enabled=False):
+            vectors = self.project(code)
+        return Quantised(vectors, (rounded.long() * self.strides).sum(1), {})
+
+
+Quantiser = VectorQuantiser | AverageVectorQuantiser | ScalarQuantiser

@@ -1,0 +1,245 @@
+"""The discrete tokenizer: a frame becomes a small grid of code numbers, and code numbers become a frame again.
+
+B batch, H height, W width, C colours (3), K tokens of a frame (row by row over the grid), N codes, D width of a code's
+vector. Frames are uint8 (..., H, W, C) outside and (B, C, H, W) in [-1, 1], channels last in memory, inside.
+
+    frame -> encoder -> pre_quant (1x1) -> quantiser -> post_quant (1x1) -> decoder -> frame
+
+Source: REM (Cohen et al. 2024, ICML, arXiv 2402.05643) with `network = "slim"`, IRIS (Micheli et al. 2023, ICLR,
+arXiv 2209.00588) with `network = "residual"`.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from wmcli.config import Section
+from wmcli.errors import UsageError
+from wmcli.nn import lpips
+from wmcli.nn.residual_conv import ResidualDecoder, ResidualEncoder
+from wmcli.nn.slim_conv import SlimDecoder, SlimEncoder
+from wmcli.tokenizers.quantisers import AverageVectorQuantiser, Quantiser, ScalarQuantiser, VectorQuantiser
+
+MAX_CODES = 1 << 16
+OBJECT_CONTRAST = 0.1  # of full scale; a pixel this far from the median frame belongs to an object
+
+
+class TokenizerSettings(Section):
+    """The tokenizer and its training. The defaults are REM's published code."""
+
+    quantiser: Literal["vq", "vq-ema", "fsq"] = "vq"
+    """How features become codes: codebook by gradient, by moving averages with restarts, or finite scalar levels."""
+    codes: Annotated[int, Field(ge=2, le=MAX_CODES)] = 512
+    """Number of codes; with fsq it must be the product of fsq_levels."""
+    fsq_levels: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1, strict=False)] = (8, 8, 8)
+    """Levels of each channel; used by fsq only."""
+    network: Literal["slim", "residual"] = "slim"
+    """Encoder and decoder: slim (REM; channels double at each downsampling) or residual with attention (IRIS)."""
+    channels: Annotated[int, Field(ge=1)] = 32
+    """Channels of the first layer; a multiple of 8 for slim, of 32 for residual."""
+    downsamples: Annotated[int, Field(ge=1, le=8)] = 3
+    """How often height and width are halved; a frame has (size / 2^downsamples)^2 tokens."""
+    width: Annotated[int, Field(ge=1)] = 256
+    """Numbers in the vector of a code; with shared embeddings it must be the backbone's width."""
+    commitment: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the loss that pulls features to their codes (vq and vq-ema)."""
+    reconstruction: Literal["mse", "l1"] = "mse"
+    """Pixel loss, a mean over frames scaled to [-1, 1]. REM's code has mse, IRIS and REM's paper l1."""
+    object_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the pixel loss that falls to moving objects: pixels that differ from the batch's median frame; 0 = plain mean."""
+    perceptual: Literal["auto", "lpips", "none"] = "auto"
+    """Perceptual loss; auto is lpips when lpips_weights is set, else none (and scores not comparable to papers)."""
+    lpips_weights: str = ""
+    """Path of a safetensors file with VGG16's and LPIPS's weights, as wmcli.nn.lpips describes."""
+    lpips_dropout: bool = False
+    """Drop half of LPIPS's channel differences during training, as the published trainers of REM and IRIS do."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] = 0.99
+    """How much of its moving averages vq-ema keeps at an update."""
+    restart_below: Annotated[float, Field(ge=0, lt=1)] = 0.03
+    """vq-ema moves a code that is used less often than this share of the average code; 0 never moves one."""
+    optimiser: Literal["adamw", "adam"] = "adamw"
+    """Optimiser of all parameters."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    """Step size of the optimiser, constant."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decay of all parameters, the codebook included (adamw: decoupled; adam: added to the gradient)."""
+    clip: Annotated[float, Field(gt=0)] = 10.0
+    """Largest norm of the gradient."""
+    batch: Annotated[int, Field(ge=1)] = 128
+    """Frames in an update."""
+    updates: Annotated[int, Field(ge=0)] = 200
+    """Updates that one call of the training stage makes."""
+
+    @model_validator(mode="after")
+    def _codes_are_levels(self) -> TokenizerSettings:
+        product = math.prod(self.fsq_levels)
+        if self.quantiser == "fsq" and product != self.codes:
+            raise ValueError(
+                f"fsq_levels {list(self.fsq_levels)} make {product} codes, but codes = {self.codes}; "
+                f"set codes = {product}."
+            )
+        return self
+
+
+def perceptual_in_use(settings: TokenizerSettings) -> Literal["lpips", "none"]:
+    """What `settings.perceptual` comes to. Raises UsageError when lpips is asked for and no weights are named."""
+    if settings.perceptual == "lpips" and not settings.lpips_weights:
+        raise UsageError(
+            f"tokenizer.perceptual = 'lpips' needs tokenizer.lpips_weights, {lpips.WEIGHTS_NEEDED}; "
+            "or train without it: --set tokenizer.perceptual=none"
+        )
+    if settings.perceptual == "none" or not settings.lpips_weights:
+        return "none"
+    return "lpips"
+
+
+class VQTokenizer(nn.Module):
+    """Encoder, quantiser and decoder for square frames of `image_size` pixels.
+
+    `tokens` K, `grid` (rows, columns), `codes` N, `width` D. Nothing in it depends on training mode except vq-ema's
+    updates and LPIPS's dropout, both inside `loss`. Under autocast the convolutions run in bf16 and the quantiser, the
+    losses and the normalisation of LPIPS in float32. Raises UsageError for sizes and channel counts that do not fit.
+    """
+
+    def __init__(self, settings: TokenizerSettings, image_size: int) -> None:
+        super().__init__()
+        shrink = 2**settings.downsamples
+        if image_size < shrink or image_size % shrink:
+            raise UsageError(
+                f"frames of {image_size}x{image_size} pixels cannot be halved {settings.downsamples} times; use a size "
+                f"that is a multiple of {shrink}, or fewer halvings with --set tokenizer.downsamples=..."
+            )
+        if settings.perceptual != "none" and settings.lpips_weights and image_size < lpips.SMALLEST_IMAGE:
+            raise UsageError(
+                f"LPIPS needs frames of at least {lpips.SMALLEST_IMAGE} pixels, these have {image_size}; "
+                "train without it: --set tokenizer.perceptual=none"
+            )
+        self.settings = settings
+        self.image_size = image_size
+        self.grid = (image_size // shrink, image_size // shrink)
+        self.tokens = self.grid[0] * self.grid[1]
+        self.codes = settings.codes
+        self.width = settings.width
+        self.encoder, self.decoder = _networks(settings, image_size)
+        self.quantiser = _quantiser(settings)
+        self.pre_quant = nn.Conv2d(settings.width, self.quantiser.inputs, 1)
+        self.post_quant = nn.Conv2d(settings.width, settings.width, 1)
+        self.lpips: lpips.LPIPS | None = None  # read at the first loss: whoever only encodes needs no weights file
+
+    # -- frames to tokens and back ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode(self, observation: Tensor) -> Tensor:
+        """uint8 (..., H, W, C) -> tokens int64 (..., K)."""
+        lead = observation.shape[:-3]
+        h = self._features(_scaled(observation.flatten(0, -4) if lead else observation[None]))
+        return self.quantiser.tokens(h).view(*lead, self.tokens)
+
+    def codebook(self) -> Tensor:
+        """(N, D): the vector of each code, what `embed` looks up. With fsq, every combination of levels, projected."""
+        return self.quantiser.vectors()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """int64 (..., K) -> the codes' vectors (..., K, D)."""
+        return F.embedding(tokens, self.codebook())
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor) -> Tensor:
+        """int64 (..., K) -> frames uint8 (..., H, W, C)."""
+        lead = tokens.shape[:-1]
+        image = self._image(self.embed(tokens).view(-1, self.width))
+        pixels = ((image.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+        return pixels.permute(0, 2, 3, 1).reshape(*lead, self.image_size, self.image_size, 3)  # (B, C, H, W) -> frames
+
+    def _features(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> what the quantiser sees, (B * K, inputs)."""
+        h = self.pre_quant(self.encoder(x))
+        return h.permute(0, 2, 3, 1).reshape(-1, self.quantiser.inputs)
+
+    def _image(self, vectors: Tensor) -> Tensor:
+        """(B * K, D) -> (B, C, H, W)."""
+        x = vectors.view(-1, *self.grid, self.width).permute(0, 3, 1, 2)  # a view, channels last in memory
+        return self.decoder(self.post_quant(x))
+
+    # -- training and its measures ------------------------------------------------------------------------------------
+
+    def loss(self, observation: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """uint8 (B, H, W, C) -> the loss to minimise and its summands by name, detached.
+
+        `reconstruction` always; `codebook` and `commitment` (vq), `commitment` (vq-ema); `perceptual` when LPIPS is in
+        use. Raises UsageError when the weights of LPIPS cannot be read.
+        """
+        x = _scaled(observation)
+        quantised = self.quantiser(self._features(x))
+        image = self._image(quantised.vectors).float()
+        distance = F.mse_loss if self.settings.reconstruction == "mse" else F.l1_loss
+        losses = {"reconstruction": distance(image, x), **quantised.losses}
+        if perceptual_in_use(self.settings) == "lpips":
+            losses["perceptual"] = self._perceptual(x.device)(image, x).mean()
+        total = torch.stack(list(losses.values())).sum()
+        return total, {name: value.detach() for name, value in losses.items()}
+
+    def _perceptual(self, device: torch.device) -> lpips.LPIPS:
+        if self.lpips is None:
+            weights = lpips.read_weights(Path(self.settings.lpips_weights).expanduser())
+            self.lpips = lpips.LPIPS(weights, dropout=self.settings.lpips_dropout).to(device).train(self.training)
+        return self.lpips
+
+    @torch.no_grad()
+    def usage(self, observation: Tensor) -> dict[str, float]:
+        """How well uint8 (B, H, W, C) survives encoding and decoding.
+
+        - codes_used: how many of the N codes occur.
+        - perplexity: exp of the entropy of code frequencies; 1 when one code does everything, N when all serve alike.
+        - object_recall: among pixels that differ from the median frame of this batch by more than 10 % of full scale in
+          some colour, the share whose reconstruction is nearer to the truth than to the median frame (sum of absolute
+          differences over colours). 1 = small objects survive, 0 = they vanish. 1 when no pixel differs.
+        - l1: mean absolute error, as a share of full scale.
+        """
+        tokens = self.encode(observation)
+        frequency = torch.bincount(tokens.flatten(), minlength=self.codes).double() / tokens.numel()
+        entropy = -torch.xlogy(frequency, frequency).sum()
+        truth, guess = observation.float() / 255, self.decode(tokens).float() / 255
+        median = truth.median(0).values
+        is_object = ((truth - median).abs() > OBJECT_CONTRAST).any(-1)
+        survives = (guess - truth).abs().sum(-1) < (guess - median).abs().sum(-1)
+        objects = int(is_object.sum())
+        return {
+            "codes_used": float((frequency > 0).sum()),
+            "perplexity": float(entropy.exp()),
+            "object_recall": float((survives & is_object).sum()) / objects if objects else 1.0,
+            "l1": float((guess - truth).abs().mean()),
+        }
+
+
+def _scaled(observation: Tensor) -> Tensor:
+    """uint8 (B, H, W, C) -> float32 (B, C, H, W) in [-1, 1], channels last in memory."""
+    assert observation.dtype == torch.uint8 and observation.shape[-1] == 3, "frames are uint8 with three colours last"
+    return observation.permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+def _networks(settings: TokenizerSettings, image_size: int) -> tuple[nn.Module, nn.Module]:
+    channels, downsamples, width = settings.channels, settings.downsamples, settings.width
+    if settings.network == "slim":
+        return SlimEncoder(channels, downsamples, width), SlimDecoder(channels, downsamples, width)
+    return (
+        ResidualEncoder(channels, downsamples, width, image_size),
+        ResidualDecoder(channels, downsamples, width, image_size),
+    )
+
+
+def _quantiser(settings: TokenizerSettings) -> Quantiser:
+    if settings.quantiser == "vq":
+        return VectorQuantiser(settings.codes, settings.width, settings.commitment)
+    if settings.quantiser == "vq-ema":
+        return AverageVectorQuantiser(
+            settings.codes, settings.width, settings.commitment, settings.ema_decay, settings.restart_below
+        )
+    return ScalarQuantiser(settings.fsq_levels, settings.width)

@@ -1,0 +1,109 @@
+"""Everything that changes while a stage trains, in one safetensors file: nothing is pickled, resume is bit-exact.
+
+Tensor names: `model/<module>/<parameter>`, `optimiser/<index>/<moment>`, `random/torch`, `random/cuda`. Counters and the NumPy
+generator's state are canonical JSON under the one metadata key `wm` (with several keys the bytes differ from save to save).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from wmcli.config import canonical_json
+from wmcli.errors import ArtifactError
+
+
+WEIGHTS = "model.safetensors"
+"""The file of a model's weights inside its artifact."""
+TRAINING = "training.safetensors"
+"""Optimiser, generators and counters beside the weights: what training further goes on from."""
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Any) -> None:
+    """Write atomically and durably: a kill leaves the old file or the new one."""
+    draft = path.with_name(f".{path.name}.partial")
+    save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, draft, {"wm": canonical_json(about)})
+    with draft.open("rb") as file:
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def load_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:
+    """`(tensors on the CPU, what save_tensors was told about them)`. Raises ArtifactError for a file that is not whole."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = json.loads((file.metadata() or {})["wm"])
+            return {key: file.get_tensor(key) for key in file.keys()}, about  # noqa: SIM118 (a file, not a dict)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ArtifactError(f"{path} is damaged ({error}); run wm verify to see what else is.") from None
+
+
+def module_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Parameters and buffers of some modules under `model/<module>/`."""
+    return {f"model/{name}/{key}": value for name, module in modules.items() for key, value in module.state_dict().items()}
+
+
+def load_modules(modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor], where: str) -> None:
+    """Load `model/...` tensors. Raises ArtifactError naming missing, unexpected and misshapen ones together."""
+    for name, module in modules.items():
+        prefix = f"model/{name}/"
+        found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        wanted = module.state_dict()
+        missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+        shapes = [key for key in wanted.keys() & found.keys() if wanted[key].shape != found[key].shape]
+        if missing or unexpected or shapes:
+            raise ArtifactError(
+                f"{where}: weights of the {name} do not fit its settings"
+                f" (missing: {missing[:3]}, unexpected: {unexpected[:3]}, other shape: {sorted(shapes)[:3]})."
+            )
+        module.load_state_dict(found)
+
+
+def optimiser_tensors(optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Moments and step counts of every parameter, by its index."""
+    state = optimiser.state_dict()["state"]
+    return {f"optimiser/{index}/{name}": value for index, moments in state.items() for name, value in moments.items()}
+
+
+def load_optimiser(optimiser: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what `optimiser_tensors` took; learning rates and the like come from the settings."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        if key.startswith("optimiser/"):
+            _, index, name = key.split("/")
+            state.setdefault(int(index), {})[name] = value
+    optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+
+
+def random_tensors(device: torch.device) -> dict[str, Tensor]:
+    """State of torch's global generators."""
+    states = {"random/torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["random/cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def load_random(tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Put back what `random_tensors` took."""
+    torch.set_rng_state(tensors["random/torch"])
+    if device.type == "cuda" and "random/cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random/cuda"], device)
+
+
+def generator_state(rng: np.random.Generator) -> dict[str, Any]:
+    """A NumPy generator's state as JSON."""
+    return dict(rng.bit_generator.state)
+
+
+def load_generator(rng: np.random.Generator, state: Mapping[str, Any]) -> None:
+    """Put back what `generator_state` took."""
+    rng.bit_generator.state = dict(state)

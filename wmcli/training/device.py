@@ -1,0 +1,96 @@
+"""Device, precision and randomness of a stage, chosen once and recorded in what the stage publishes."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+import wmcli
+from wmcli.errors import UsageError
+from wmcli.training.settings import TrainingSettings
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a stage runs on: the answer to `device=auto` and `precision=auto` on this computer."""
+
+    device: torch.device
+    precision: str
+    threads: int
+
+    @classmethod
+    def choose(cls, settings: TrainingSettings) -> Machine:
+        """Raises UsageError when the device asked for is not there; nothing falls back silently."""
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        device = _device(settings.device)
+        precision = settings.precision
+        if precision == "auto":
+            precision = "bfloat16" if _has_bfloat16(device) else "float32"
+        return cls(device, precision, torch.get_num_threads())
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Matrix products and convolutions in the chosen precision; a null context for float32."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+
+    def block(self) -> dict[str, Any]:
+        """What a manifest says about the machine."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
+        return {
+            "wm": wmcli.__version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+            "platform": platform.system(),
+            "device": str(self.device),
+            "device_name": name,
+            "precision": self.precision,
+            "threads": self.threads,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.device}, {self.precision}, {self.threads} thread{'s' if self.threads != 1 else ''}"
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"training.device = '{name}' is no device torch knows; use auto, cpu or cuda.") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"training.device = '{name}' is not on this machine; run with --device cpu.")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"training.device = '{name}' is not supported; use auto, cpu or cuda.")
+    return device
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def derived_seed(seed: int, *path: int | str) -> int:
+    """An independent 63-bit seed for the stream that `path` names, the same on every machine."""
+    words = [int.from_bytes(part.encode(), "little") if isinstance(part, str) else part for part in path]
+    return int(np.random.SeedSequence([seed, *words]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+@contextmanager
+def isolated_randomness(seed: int, device: torch.device) -> Iterator[np.random.Generator]:
+    """Seed torch's global generators for a stage (dropout draws from them) and put them back afterwards.
+
+    Yields the stage's NumPy generator, which serves everything on the host.
+    """
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        yield np.random.default_rng(seed)

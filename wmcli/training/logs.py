@@ -1,0 +1,27 @@
+"""TensorBoard event files of a run, one series a stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tensorboardX import SummaryWriter
+
+
+class EventLog:
+    """Writes records as scalars to `<run>/tensorboard/<stage>`; files appear with the first record."""
+
+    def __init__(self, run: Path) -> None:
+        self._folder = run / "tensorboard"
+        self._writers: dict[str, SummaryWriter] = {}
+
+    def add(self, record: dict[str, Any]) -> None:
+        """`record` holds `stage`, `update` (the x axis) and numbers. Steps after a resumed one supersede older ones."""
+        stage, step = record["stage"], record["update"]
+        if stage not in self._writers:
+            self._writers[stage] = SummaryWriter(str(self._folder / stage), purge_step=step)
+        writer = self._writers[stage]
+        for name, value in record.items():
+            if name not in ("stage", "update", "time") and isinstance(value, int | float):
+                writer.add_scalar(name, value, step)
+        writer.flush()

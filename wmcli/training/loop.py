@@ -1,0 +1,152 @@
+"""The optimisation loop that every training stage shares: update, log, checkpoint, stop, resume."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from wmcli.artifacts.failpoint import failpoint
+from wmcli.errors import DivergedError, Stopped
+from wmcli.progress import Progress
+from wmcli.training.checkpoint import (
+    generator_state,
+    load_generator,
+    load_modules,
+    load_optimiser,
+    load_random,
+    load_tensors,
+    module_tensors,
+    optimiser_tensors,
+    random_tensors,
+    save_tensors,
+)
+from wmcli.training.device import Machine
+from wmcli.training.interrupt import stop_requests
+from wmcli.training.settings import TrainingSettings
+
+CHECKPOINT = "checkpoint.safetensors"
+
+
+class Resumable(Protocol):
+    """Something besides weights that changes while training, such as a sampler: its state is plain JSON."""
+
+    def state(self) -> dict[str, Any]: ...
+    def load(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class Trainee:
+    """All that changes during a stage's updates, hence all that a checkpoint holds."""
+
+    modules: dict[str, nn.Module]
+    optimiser: torch.optim.Optimizer
+    rng: np.random.Generator
+    parts: dict[str, Resumable] = field(default_factory=dict)
+    update: int = 0
+    """Updates done in this stage."""
+    trained: int = 0
+    """Updates that versions before this one had, when it goes on from one."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What was logged last."""
+
+    def save(self, path: Path, device: torch.device) -> None:
+        about = {
+            "update": self.update,
+            "trained": self.trained,
+            "metrics": self.metrics,
+            "rng": generator_state(self.rng),
+            "parts": {name: part.state() for name, part in self.parts.items()},
+        }
+        tensors = module_tensors(self.modules) | optimiser_tensors(self.optimiser) | random_tensors(device)
+        save_tensors(path, tensors, about)
+
+    def load(self, path: Path, device: torch.device) -> None:
+        """Go on exactly where `save` was called."""
+        tensors, about = self._load_learned(path)
+        load_random(tensors, device)
+        load_generator(self.rng, about["rng"])
+        self.update, self.trained, self.metrics = about["update"], about["trained"], about["metrics"]
+        for name, part in self.parts.items():
+            part.load(about["parts"][name])
+
+    def continue_from(self, path: Path) -> None:
+        """Take over the weights and moments of a finished stage. Its data may have grown, so samplers start anew."""
+        about = self._load_learned(path)[1]
+        self.trained = about["trained"] + about["update"]
+
+    def _load_learned(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, about = load_tensors(path)
+        load_modules(self.modules, tensors, str(path))
+        load_optimiser(self.optimiser, tensors)
+        return tensors, about
+
+
+def fit(
+    trainee: Trainee,
+    step: Callable[[], Mapping[str, Tensor]],
+    *,
+    stage: str,
+    updates: int,
+    folder: Path,
+    machine: Machine,
+    settings: TrainingSettings,
+    progress: Progress,
+    log: Callable[[dict[str, Any]], None],
+) -> dict[str, float]:
+    """Call `step` until `trainee.update == updates`; return the means of its metrics over the last stretch logged.
+
+    `step` does one update and returns metrics as tensors; they stay on the device until a line is logged. A checkpoint in
+    `folder` is taken up first. `log` gets one record per `settings.log_every` updates.
+
+    Raises DivergedError when a metric is NaN or infinite (the last checkpoint is from before), Stopped after a signal.
+    """
+    checkpoint = folder / CHECKPOINT
+    if checkpoint.exists():
+        trainee.load(checkpoint, machine.device)
+        progress.say(f"{stage}: resuming at update {trainee.update} of {updates}")
+    saved_at = time.monotonic()
+    since: list[Mapping[str, Tensor]] = []
+    started, started_update = time.monotonic(), trainee.update
+    with stop_requests() as stop, progress.bar(stage, updates, "updates", start=trainee.update) as bar:
+        while trainee.update < updates:
+            since.append(step())
+            trainee.update += 1
+            bar.advance()
+            finished = trainee.update == updates
+            due = time.monotonic() - saved_at >= settings.checkpoint_seconds or bool(stop) or finished
+            logged = trainee.update % settings.log_every == 0 or finished
+            if logged or due:
+                means = _means(since, stage, trainee.update)
+                bar.show(**means)
+            if logged:
+                trainee.metrics, since = means, []
+                rate = (trainee.update - started_update) / max(time.monotonic() - started, 1e-9)
+                log({"stage": stage, "update": trainee.trained + trainee.update, "updates_per_second": rate, **means})
+            if due:
+                trainee.save(checkpoint, machine.device)
+                failpoint("checkpoint")
+                saved_at = time.monotonic()
+            if stop and not finished:
+                raise Stopped(f"{stage} stopped after update {trainee.update} of {updates}; the same command goes on from there.")
+    return trainee.metrics
+
+
+def _means(records: list[Mapping[str, Tensor]], stage: str, update: int) -> dict[str, float]:
+    """Mean of each metric over some updates: the one place where training waits for the device."""
+    names = list(records[0])
+    stacked = torch.stack([torch.stack([record[name].detach().float().reshape(()) for name in names]) for record in records])
+    if not bool(torch.isfinite(stacked).all()):
+        first = int((~torch.isfinite(stacked)).any(1).nonzero()[0])
+        bad = [name for name, value in zip(names, stacked[first].tolist(), strict=True) if not np.isfinite(value)]
+        raise DivergedError(
+            f"{stage} diverged: {', '.join(bad)} not finite at update {update - len(records) + first + 1};"
+            " lower the learning rate, or run again to go on from the last checkpoint."
+        )
+    return dict(zip(names, stacked.mean(0).tolist(), strict=True))

@@ -1,0 +1,1 @@
+"""World models: latent and action in, next latent, reward and termination out."""

@@ -1,0 +1,115 @@
+"""What a controller may know of a world model.
+
+Axes: B batch, T time (frames), A actions, H W C image height, width and channels.
+
+Time convention, everywhere: `action[t]` is taken after seeing `observation[t]`; `reward[t]` and `terminated[t]` come of
+it; `observation[t + 1]` is seen next. So one call of `imagine` with the action of frame t yields reward and termination
+of step t and the latent of frame t + 1.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+State = Any
+"""What a world model carries through time. Opaque: take it from one call, give it to the next."""
+
+
+class Imagined(NamedTuple):
+    """What one imagined step brings."""
+
+    latent: Tensor
+    """The next frame's latent, (B, ...) in the model's own form."""
+    reward: Tensor
+    """(B,) float32."""
+    terminated: Tensor
+    """(B,) bool. The model may be asked to imagine on; nothing after a termination means anything."""
+
+
+class Batch(NamedTuple):
+    """Segments of real experience to learn from. Each lies within one episode and is padded on the right."""
+
+    latent: Tensor
+    """(B, T, ...): what `encode` gave where `frozen_encoder` is true, else the observations (B, T, H, W, C) uint8."""
+    action: Tensor
+    """(B, T) int64 in 0..A-1."""
+    reward: Tensor
+    """(B, T) float32, as the environment gave it."""
+    terminated: Tensor
+    """(B, T) bool: the task ended here."""
+    truncated: Tensor
+    """(B, T) bool: the episode was cut off here, for example by a time limit."""
+    first: Tensor
+    """(B, T) bool: this frame opens an episode."""
+    valid: Tensor
+    """(B, T) bool: False where the row is padding."""
+
+
+class WorldModel(nn.Module, ABC):
+    """Learns from real experience what happens next, then stands in for the environment.
+
+    `train()` and `eval()` switch dropout; imagine in eval mode.
+    """
+
+    actions: int
+    """Number of actions A."""
+    frozen_encoder: bool
+    """True: frames are encoded before training and no gradient reaches the encoder. False: `loss` takes frames."""
+    feature_shape: tuple[int, ...]
+    """Shape of what the controller sees of one frame."""
+
+    @abstractmethod
+    def encode(self, observation: Tensor) -> Tensor:
+        """Frames (B, T, H, W, C) uint8 to latents (B, T, ...)."""
+
+    @abstractmethod
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss to minimise, a float32 scalar, and named scalars without gradient for the log."""
+
+    @abstractmethod
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Every parameter once, in groups for `torch.optim`, each with its `weight_decay`."""
+
+    @abstractmethod
+    def observe(self, latent: Tensor, action: Tensor, reset: Tensor) -> tuple[Tensor, State]:
+        """Take in real frames; imagination starts after the last of them.
+
+        Args:
+            latent: (B, T, ...), from `encode`.
+            action: (B, T) int64. The last one is not used: it is `imagine` that acts on the last frame.
+            reset: (B, T) bool. True forgets everything before that frame. In a window padded on the left it is True
+                at the first real frame, so that the padding leaves no trace.
+
+        Returns:
+            What the controller sees of every frame, (B, T, *feature_shape), and the state at the last frame.
+        """
+
+    @abstractmethod
+    def imagine(self, state: State, action: Tensor) -> tuple[Imagined, State]:
+        """Take `action` (B,) int64 in the current frame and draw what comes of it, with torch's global generator."""
+
+    @abstractmethod
+    def features(self, state: State) -> Tensor:
+        """What the controller sees of the current frame, (B, *feature_shape)."""
+
+    @abstractmethod
+    def perceive(self, state: State | None, observation: Tensor, previous_action: Tensor, reset: Tensor) -> State:
+        """Take in one real frame while acting.
+
+        Args:
+            state: what the last call gave; None at the very beginning.
+            observation: (B, H, W, C) uint8.
+            previous_action: (B,) int64, the action that led to this frame; not used where `reset`.
+            reset: (B,) bool: this frame opens an episode.
+        """
+
+    @abstractmethod
+    def latent(self, state: State) -> Tensor:
+        """The current frame's latent, (B, ...)."""
+
+    @abstractmethod
+    def decode(self, latent: Tensor, state: State | None = None) -> Tensor:
+        """Latents (..., latent axes) to frames (..., H, W, C) uint8. Some models look at the state as well."""
