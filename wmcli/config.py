@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from wmcli.errors import UsageError
 
 MAX_TOML_BYTES = 1 << 18  # a preset is a page; anything larger is a mistake and could be hostile to the parser
-MAX_TOML_DOTS = 100  # in a line: the parser's time grows with the square of a dotted key's parts
+MAX_TOML_DOTS = 50  # in a line: the parser's time grows with the square of a dotted key's parts
 
 
 class Section(BaseModel):

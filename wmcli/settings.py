@@ -74,8 +74,8 @@ class Settings(Section):
     def _sections_agree(self) -> Settings:
         if self.dynamics.shared_embeddings and self.tokenizer.width != self.backbone.width:
             raise ValueError(
-                f"tokenizer.width is {self.tokenizer.width} but backbone.width is {self.backbone.width}: shared embeddings"
-                " need them equal, or set dynamics.shared_embeddings=false"
+                f"tokenizer.width is {self.tokenizer.width} but backbone.width is {self.backbone.width}: shared"
+                " embeddings need them equal, or set dynamics.shared_embeddings=false"
             )
         blocks = self.dynamics.context + self.controller.horizon
         if blocks > self.dynamics.horizon:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -76,6 +77,29 @@ def test_a_failpoint_is_set_from_outside(tmp_path: Path) -> None:
     environment = {**os.environ, "WM_FAILPOINT": "publish-renamed", "PYTHONPATH": str(Path(__file__).parent)}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == -signal.SIGKILL
     assert Run.open(tmp_path / "run", create=False).versions("tokenizer") == [1]
+
+
+def test_a_kill_while_old_work_is_removed_leaves_no_half_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = run.job("dynamics", {}, {})
+    with job.work() as work:
+        (work.path / "a").touch()
+        (work.path / "b").touch()
+
+    def remove_one(folder: Path, **_: object) -> None:
+        (Path(folder) / "a").unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def begin_afresh() -> None:
+        shutil.rmtree(work.payload)
+        work.payload.mkdir()
+        monkeypatch.setattr(shutil, "rmtree", remove_one)
+        with job.work(fresh=True):
+            pass
+
+    assert wait(start(begin_afresh)) == -signal.SIGKILL
+    with job.work() as work:
+        assert not work.resumed
+    assert {entry.name for entry in (run.path / "dynamics").iterdir()} == {".lock"}
 
 
 def test_kills_during_prune_leave_a_pruned_version(tmp_path: Path) -> None:
@@ -186,11 +210,13 @@ def test_the_lock_names_its_holder_and_dies_with_it(run: Run) -> None:
     child = start(hold)
     os.read(ready, 1)
     try:
+        began = time.monotonic()
         for identity in ({"seed": 1}, {"seed": 2}):  # another job of the same kind would be in the way as well
             with pytest.raises(BusyError, match=f"process {child}"), run.job("dynamics", identity, {}).work():
                 pass
         with pytest.raises(BusyError):
             publish(run, "dynamics")
+        assert time.monotonic() - began < 2, "nobody waits for a lock"
         publish(run, "tokenizer")  # other kinds are free
     finally:
         os.kill(child, signal.SIGKILL)

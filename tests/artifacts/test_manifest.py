@@ -236,6 +236,13 @@ def test_a_hostile_manifest_is_refused_quickly_in_one_line(published: Artifact, 
     assert len(str(caught.value)) < 600
 
 
+def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "manifest.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ArtifactError, match="larger than"):
+        open_artifact(tmp_path)
+
+
 def test_the_corpus_is_refused_for_its_hostility_only(published: Artifact, tmp_path: Path) -> None:
     """The same writer without a change makes a manifest that opens, and so does a harmless input elsewhere."""
     for change in (lambda m: m, lambda m: m.update(inputs=reference(path="/runs/other/tokenizer/v0001"))):

@@ -90,7 +90,7 @@ def test_losses_of_the_learned_codebook_pull_each_side_to_the_other() -> None:
     quantiser = make("vq")
     h = torch.randn(20, 6, requires_grad=True)
     losses = quantiser(h).losses
-    error = float((h - quantiser.vectors()[quantiser.tokens(h)]).square().mean())
+    error = float((h - quantiser.vectors()[quantiser.tokens(h)]).detach().square().mean())
     assert float(losses["codebook"]) == pytest.approx(error)
     assert float(losses["commitment"]) == pytest.approx(0.25 * error)
     losses["codebook"].backward()

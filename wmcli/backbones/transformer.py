@@ -208,13 +208,11 @@ class Transformer(Backbone):
         if state is None:
             return self._run(x, positions, mask, causal=False, cache=None, extend=None)
         slots = torch.arange(state.filled, device=x.device)
-        kept = (slots < length[:, None])[:, None] & (start < 0)[
-            ..., None
-        ]  # (B, T, S): the cache, until the first reset
-        # The elements that stay run to the end, so slot s takes element s + T - (new length), if that one stays.
+        kept = (slots < length[:, None])[:, None] & (start < 0)[..., None]  # (B, T, S): the cache, until a reset
+        # The elements since the last reset stay and run to the end: slot s takes element s + T - (new length), if any.
         length = positions[:, -1] + 1
         source = torch.arange(self.max_length, device=x.device) + (count - length)[:, None]  # (B, max_length)
-        stays = (source >= start[:, -1:].clamp(min=0)) & (source < count)
+        stays = (source >= 0) & (source < count)
         source = source.clamp(0, count - 1)[:, None, None, :, None]
 
         def extend(part: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:

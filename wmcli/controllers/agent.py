@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wmcli.controllers.base import Controller, State, sample
+from wmcli.controllers.base import Controller, State
+from wmcli.nn.categorical import sample
 from wmcli.world_models.base import WorldModel
 
 

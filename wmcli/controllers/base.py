@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from wmcli.world_models.base import Batch, WorldModel
@@ -81,12 +80,3 @@ class Actor(Protocol):
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Go on exactly where `state` was taken."""
-
-
-def sample(logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One category (...) for each row of `logits` (..., A), with the global generator unless one is given.
-
-    The largest of logits plus Gumbel noise is a sample of their softmax. Never waits for the device.
-    """
-    noise = torch.empty_like(logits).exponential_(generator=generator)
-    return (logits - noise.log()).argmax(-1)

@@ -20,8 +20,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from wmcli.config import Section
-from wmcli.controllers.base import Controller, State, sample
+from wmcli.controllers.base import Controller, State
 from wmcli.errors import UsageError
+from wmcli.nn.categorical import sample
 from wmcli.nn.returns import lambda_returns
 from wmcli.world_models.base import Batch, WorldModel
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,9 +35,9 @@ def collect(
 ) -> Artifact:
     """Take `steps` decisions (default `collect.steps`) and publish the experience that now ends with them.
 
-    `controller` is a reference, "random", or None for the run's newest controller if it has one. The environments go on where
-    `previous` left them (default: the newest experience, unless `extend` is off). With several environments the steps are
-    rounded up to a whole number for each.
+    `controller` is a reference, "random", or None for the run's newest controller if it has one. The environments go on
+    where `previous` left them (default: the newest experience, unless `extend` is off). With several environments the
+    steps are rounded up to a whole number for each.
 
     Raises ArtifactError when the previous experience is of another environment, Stopped after a signal.
     """
@@ -65,7 +64,8 @@ def collect(
         save_tensors(work.payload / STREAMS, *_streams_state(streams))
         artifact = work.publish(
             settings=settings.model_dump(mode="json"),
-            metrics=_summary(arrays) | {"total_steps": len(recorder) + (before.metrics["total_steps"] if before else 0)},
+            metrics=_summary(arrays)
+            | {"total_steps": len(recorder) + (before.metrics["total_steps"] if before else 0)},
             environment=environment,
             machine=context.machine.block(),
         )
@@ -85,7 +85,8 @@ def _controller(context: Context, reference: str | None) -> Artifact | None:
 def _begin(
     context: Context, work: Work, before: Artifact | None, actor: Artifact | None, rounds: int
 ) -> tuple[Streams, Recorder, Actor]:
-    """Environments, rows so far and who acts: from this job's checkpoint, else from the experience before it, else new."""
+    """Environments, rows so far and who acts: from this job's checkpoint, else from the experience before it, else
+    new."""
     settings = context.settings
     checkpoint = work.path / CHECKPOINT
     if checkpoint.exists():
@@ -166,7 +167,9 @@ def _play(context: Context, work: Work, streams: Streams, recorder: Recorder, ag
                 }
             )
             bar.advance(count)
-            if (stop or time.monotonic() - saved_at >= context.settings.training.checkpoint_seconds) and len(recorder) < total:
+            if (stop or time.monotonic() - saved_at >= context.settings.training.checkpoint_seconds) and len(
+                recorder
+            ) < total:
                 rows = {name: torch.from_numpy(array[saved:]) for name, array in recorder.arrays().items()}
                 save_tensors(work.path / _part(parts), rows, {})
                 saved, parts = len(recorder), parts + 1
@@ -176,7 +179,9 @@ def _play(context: Context, work: Work, streams: Streams, recorder: Recorder, ag
                 failpoint("checkpoint")
                 saved_at = time.monotonic()
                 if stop:
-                    raise Stopped(f"collect stopped after step {saved} of {total}; the same command goes on from there.")
+                    raise Stopped(
+                        f"collect stopped after step {saved} of {total}; the same command goes on from there."
+                    )
 
 
 def _part(index: int | str) -> str:
@@ -196,12 +201,14 @@ def _streams_from(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> di
 
 def _summary(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     """Steps, and the mean return of the episodes that lie in the segment whole."""
-    returns = []
+    returns: list[float] = []
     for stream in np.unique(arrays["stream"]):
-        rows = arrays["stream"] == stream
-        ended = arrays["terminated"][rows] | arrays["truncated"][rows]
-        totals = np.add.reduceat(arrays["reward"][rows], np.flatnonzero(arrays["first"][rows])) if arrays["first"][rows].any() else []
-        returns += list(totals[: int(ended[np.argmax(arrays["first"][rows]) :].sum())])
+        rows = np.flatnonzero(arrays["stream"] == stream)
+        starts = np.flatnonzero(arrays["first"][rows])
+        if len(starts):
+            ended = (arrays["terminated"] | arrays["truncated"])[rows]
+            totals = np.add.reduceat(arrays["reward"][rows], starts)
+            returns += totals[: int(ended[starts[0] :].sum())].tolist()
     return {
         "steps": len(arrays["action"]),
         "episodes": len(returns),

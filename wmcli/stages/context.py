@@ -43,7 +43,8 @@ class Context:
     latents: dict[str, Tensor] = field(default_factory=dict)
     """Latents of all frames in `memory`, under the digest of the tokenizer that made them (one entry at a time)."""
     streams: tuple[str, Streams] | None = None
-    """The environments where the experience of that digest left them, so that the next collect need not restore them."""
+    """The environments where the experience of that digest left them, so that the next collect need not restore
+    them."""
     machine: Machine = field(init=False)
     events: EventLog = field(init=False)
 
@@ -61,9 +62,7 @@ class Context:
     def experience(self, artifact: Artifact) -> Memory:
         """All experience up to `artifact`, verified, in memory once; only segments not loaded yet are read."""
         chain = [artifact]
-        while (
-            not (self.memory is not None and chain[-1].digest == self.memory.upto) and "previous" in chain[-1].inputs
-        ):
+        while not (self.memory is not None and chain[-1].digest == self.memory.upto) and "previous" in chain[-1].inputs:
             chain.append(chain[-1].input("previous"))
         if self.memory is not None and chain[-1].digest == self.memory.upto:
             memory, chain = self.memory, chain[:-1]
@@ -95,8 +94,8 @@ def open_context(
 ) -> Context:
     """Open a run, and bind it to its preset and overrides if it is new.
 
-    In a bound run `overrides` count for this one command. Raises UsageError for settings that do not resolve or a preset
-    other than the bound one, ArtifactError when the run does not exist and `create` is off.
+    In a bound run `overrides` count for this one command. Raises UsageError for settings that do not resolve or a
+    preset other than the bound one, ArtifactError when the run does not exist and `create` is off.
     """
     progress = Progress(quiet)
     if not create and not run.exists():

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from wmcli.artifacts import Artifact
@@ -41,7 +40,9 @@ def train_dynamics(
     def prepare(rng: np.random.Generator) -> Lesson:
         device = context.machine.device
         memory = context.experience(frames)
-        world_model = build_world_model(context.settings, load_tokenizer(codes, device), environment["actions"]).to(device)
+        world_model = build_world_model(context.settings, load_tokenizer(codes, device), environment["actions"]).to(
+            device
+        )
         latents = latents_of(context, world_model, codes, memory)
         sampler = WindowSampler(
             memory.episodes,
@@ -80,13 +81,14 @@ def train_dynamics(
 
 
 def _check_descent(tokenizer: Artifact, parent: Artifact) -> None:
-    """A dynamics model may go on with its own tokenizer or with one trained further from it: codes keep their meaning."""
+    """A dynamics model may go on with its own tokenizer or with one trained further from it: codes keep their
+    meaning."""
     known = parent.inputs["tokenizer"].digest
     ancestor = tokenizer
     while ancestor.digest != known:
         if "parent" not in ancestor.inputs:
             raise ArtifactError(
-                f"{parent.name} was trained on tokenizer@{parent.inputs['tokenizer'].version}, and {tokenizer.name} does not"
-                " descend from it; train the dynamics anew without --more."
+                f"{parent.name} was trained on {parent.inputs['tokenizer'].name}, and {tokenizer.name} does not descend"
+                " from it; train the dynamics anew without --more."
             )
         ancestor = ancestor.input("parent")

@@ -35,14 +35,21 @@ class Played(NamedTuple):
     lengths: list[int]
     frames: np.ndarray
     """The first episode's first frames (T, H, W, 3) uint8."""
-    actions: np.ndarray
-    """The actions taken in them (T,)."""
-    rewards: np.ndarray
-    """The rewards these brought (T,)."""
+    actions: list[int]
+    """The actions taken in them."""
+    rewards: list[float]
+    """The rewards these brought."""
 
 
 def play_episodes(
-    settings: EnvironmentSettings, agent: Actor, *, episodes: int, environments: int, seed: int, progress: Progress, what: str
+    settings: EnvironmentSettings,
+    agent: Actor,
+    *,
+    episodes: int,
+    environments: int,
+    seed: int,
+    progress: Progress,
+    what: str,
 ) -> Played:
     """Play exactly `episodes` complete test episodes, at most `environments` at a time (the rows that `agent` has).
 
@@ -71,7 +78,7 @@ def play_episodes(
                 started += 1
     streams.close()
     shown, actions, rewards = zip(*film, strict=True)
-    return Played(returns.tolist(), lengths.tolist(), np.stack(shown), np.array(actions), np.array(rewards))
+    return Played(returns.tolist(), lengths.tolist(), np.stack(shown), list(actions), list(rewards))
 
 
 def evaluate(
@@ -79,10 +86,12 @@ def evaluate(
 ) -> Artifact:
     """Play complete episodes with the run's controller and publish the scores, with pictures.
 
-    The metrics hold mean, median, standard error, all returns, the random policy's mean (published for the 26 Atari-100k
-    games, measured over as many episodes otherwise) and the human-normalised score where the game has reference scores.
+    The metrics hold mean, median, standard error, all returns, the random policy's mean (published for the 26
+    Atari-100k games, measured over as many episodes otherwise) and the human-normalised score where the game has
+    reference scores.
 
-    Raises UsageError for an unknown protocol, ArtifactError when there is no controller or it is of another environment.
+    Raises UsageError for an unknown protocol, ArtifactError when there is no controller or it is of another
+    environment.
     """
     if protocol not in PROTOCOLS:
         raise UsageError(f"--protocol {protocol} is not known; use one of: {', '.join(PROTOCOLS)}.")
@@ -136,7 +145,9 @@ def evaluate(
             environment=environment,
             machine=context.machine.block(),
         )
-    context.progress.say(f"eval: published {artifact.name}, mean return {metrics['mean']:.3f}, random {random_mean:.3f}")
+    context.progress.say(
+        f"eval: published {artifact.name}, mean return {metrics['mean']:.3f}, random {random_mean:.3f}"
+    )
     return artifact
 
 
@@ -173,7 +184,7 @@ def _first_episode_imagined(context: Context, world_model: WorldModel, known: in
         return None
     device = context.machine.device
     frames = torch.from_numpy(played.frames[None, :length]).to(device)
-    actions = torch.from_numpy(played.actions[None, :length]).to(device)
+    actions = torch.tensor([played.actions[:length]], device=device)
     generator = derived_seed(context.settings.seed, "eval pictures")
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(generator)
@@ -192,9 +203,13 @@ def _write_plots(payload: Path, run: Run, metrics: dict[str, Any]) -> None:
         lines["human"] = human
     title = metrics["environment"]
     write_figure(payload / "returns.png", returns_histogram(metrics["returns"], references=lines, title=title))
-    scores = {earlier["total_steps"]: earlier["mean"] for earlier in _earlier(run)} | {metrics["total_steps"]: metrics["mean"]}
+    scores = {earlier["total_steps"]: earlier["mean"] for earlier in _earlier(run)} | {
+        metrics["total_steps"]: metrics["mean"]
+    }
     steps = sorted(scores)
-    write_figure(payload / "curve.png", return_curve(steps, [scores[step] for step in steps], references=lines, title=title))
+    write_figure(
+        payload / "curve.png", return_curve(steps, [scores[step] for step in steps], references=lines, title=title)
+    )
 
 
 def _earlier(run: Run) -> list[dict[str, Any]]:
@@ -216,10 +231,14 @@ def aggregate(runs: Sequence[Path], against: Sequence[Path] | None = None) -> di
     evaluated = [evaluation for table in tables for evaluations in table.values() for evaluation in evaluations]
     protocols = {evaluation.manifest["environment"]["protocol"] for evaluation in evaluated}
     if len(protocols) > 1:
-        raise UsageError(f"these runs played under different protocols ({', '.join(sorted(protocols))}); compare runs of one.")
+        raise UsageError(
+            f"these runs played under different protocols ({', '.join(sorted(protocols))}); compare runs of one."
+        )
     normalized = all(evaluation.metrics["human_normalized"] is not None for evaluation in evaluated)
     if not normalized and len({evaluation.metrics["environment"] for evaluation in evaluated}) > 1:
-        raise UsageError("returns of different environments cannot be pooled without reference scores; give runs of one.")
+        raise UsageError(
+            "returns of different environments cannot be pooled without reference scores; give runs of one."
+        )
     key = "human_normalized" if normalized else "mean"
     scores = [
         {task: np.array([evaluation.metrics[key] for evaluation in evaluations]) for task, evaluations in table.items()}

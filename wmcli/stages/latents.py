@@ -17,16 +17,20 @@ ENCODE_BATCH = 256  # frames encoded at a time
 def latents_of(context: Context, world_model: WorldModel, tokenizer: Artifact, memory: Memory) -> Tensor:
     """Latents (N, ...) of all frames in `memory`, in its row order.
 
-    While the tokenizer is frozen a frame has one encoding, so it is computed once and kept on the context for the stages
-    that follow; frames that came since are added. Always the same batches from row 0 on, so that a resumed job sees the
-    same bits.
+    While the tokenizer is frozen a frame has one encoding, so it is computed once and kept on the context for the
+    stages that follow; frames that came since are added. Always the same batches from row 0 on, so that a resumed job
+    sees the same bits.
     """
     known = context.latents.get(tokenizer.digest)
     start = 0 if known is None else len(known) - len(known) % ENCODE_BATCH
     parts = [] if known is None else [known[:start]]
     frames = memory.frames
     if start < len(memory):
-        with context.machine.autocast(), torch.no_grad(), context.progress.bar("encode", len(memory), "frames", start) as bar:
+        with (
+            context.machine.autocast(),
+            torch.no_grad(),
+            context.progress.bar("encode", len(memory), "frames", start) as bar,
+        ):
             for begin in range(start, len(memory), ENCODE_BATCH):
                 chunk = frames[begin : begin + ENCODE_BATCH]
                 parts.append(world_model.encode(chunk[None])[0])

@@ -1,10 +1,12 @@
 """`wm run`: the papers' loop of collect → tokenizer → dynamics → imagine, epoch after epoch, in one process.
 
-The loop keeps no state of its own. Every stage call is a job known by its settings and inputs; those already published are found
-again at once, an interrupted one is resumed, so running the loop from its first epoch is how it continues.
+The loop keeps no state of its own. Every stage call is a job known by its settings and inputs; those already published
+are found again at once, an interrupted one is resumed, so running the loop from its first epoch is how it continues.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from wmcli.artifacts import Artifact
 from wmcli.errors import UsageError
@@ -20,9 +22,11 @@ MODELS = ("tokenizer", "dynamics", "controller")
 
 
 def run_loop(context: Context) -> Artifact:
-    """Run, or go on with, all epochs of `run.*`; return the last artifact, the final evaluation once a controller exists.
+    """Run, or go on with, all epochs of `run.*`; return the last artifact, the final evaluation once a controller
+    exists.
 
-    Raises UsageError when the run holds experience that `wm run` did not collect; everything the stages raise passes through.
+    Raises UsageError when the run holds experience that `wm run` did not collect; everything the stages raise passes
+    through.
     """
     plan = context.settings.run
     progress = context.progress
@@ -31,21 +35,25 @@ def run_loop(context: Context) -> Artifact:
     newest: dict[str, Artifact] = {}
     with progress.bar("run", plan.epochs, "epochs") as bar:
         for epoch in range(1, plan.epochs + 1):
-            shown = {}
+            shown: dict[str, float] = {}
             for artifact in _epoch(inside, epoch, newest):
                 newest[artifact.kind] = artifact
                 shown |= _headline(artifact)
                 inside.fresh = False
             if epoch == 1 and newest["experience"].version != 1:
-                raise UsageError(f"{context.run.path} holds experience that wm run did not collect; give it a --run of its own.")
+                raise UsageError(
+                    f"{context.run.path} holds experience that wm run did not collect; give it a --run of its own."
+                )
             bar.advance()
             bar.show(**shown)
             for kind in MODELS:
                 context.run.prune(kind, set(context.run.versions(kind)[-plan.keep :]))
-    return newest.get("evaluation") or newest[next(kind for kind in reversed(("experience", *MODELS)) if kind in newest)]
+    return (
+        newest.get("evaluation") or newest[next(kind for kind in reversed(("experience", *MODELS)) if kind in newest)]
+    )
 
 
-def _epoch(context: Context, epoch: int, newest: dict[str, Artifact]):
+def _epoch(context: Context, epoch: int, newest: dict[str, Artifact]) -> Iterator[Artifact]:
     """The artifacts of one epoch, each yielded as soon as it is there, so that the next stage finds it in `newest`."""
     plan = context.settings.run
 

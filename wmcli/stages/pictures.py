@@ -47,7 +47,8 @@ def imagined_beside_real(
 
 @torch.no_grad()
 def beside(world_model: WorldModel, frames: Tensor, latents: Tensor, action: Tensor, context: int) -> SideBySide:
-    """`frames` (B, T, H, W, 3), their latents (B, T, ...) and the actions taken (B, T): imagined from `context` frames on."""
+    """`frames` (B, T, H, W, 3), their latents (B, T, ...) and the actions taken (B, T): imagined from `context` frames
+    on."""
     known = latents[:, :context]
     first = torch.zeros(known.shape[:2], dtype=torch.bool, device=latents.device)
     first[:, 0] = True

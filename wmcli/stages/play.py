@@ -10,9 +10,9 @@ import torch
 
 from wmcli.assemble import load_controller
 from wmcli.controllers.agent import Agent
-from wmcli.controllers.base import sample
 from wmcli.controllers.reinforce import ReinforceController
 from wmcli.envs import Streams
+from wmcli.nn.categorical import sample
 from wmcli.report.images import captioned, play_captions, write_animation
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.training.device import derived_seed, isolated_randomness
@@ -24,11 +24,13 @@ STEPS = 500  # filmed at most
 Film = tuple[list[np.ndarray], list[int], list[float]]
 
 
-def play(context: Context, *, source: Literal["real", "imagination"], out: Path, controller: str | None, seed: int) -> Path:
+def play(
+    context: Context, *, source: Literal["real", "imagination"], out: Path, controller: str | None, seed: int
+) -> Path:
     """Film one episode to `out` (.gif or .mp4) and return it.
 
-    "real" plays a test episode. "imagination" shows the controller one real frame and lets it act in the world model from
-    there until the model says that the episode ends.
+    "real" plays a test episode. "imagination" shows the controller one real frame and lets it act in the world model
+    from there until the model says that the episode ends.
 
     Raises ArtifactError when there is no controller or it is of another environment, UsageError for another file type.
     """
@@ -37,7 +39,9 @@ def play(context: Context, *, source: Literal["real", "imagination"], out: Path,
     check_same_environment(context.environment, actor)
     world_model, policy = load_controller(actor, context.machine.device)
     with isolated_randomness(derived_seed(seed, "play"), context.machine.device), context.machine.autocast():
-        streams = Streams(settings.environment.model_copy(update={"count": 1}), train=False, seed=derived_seed(seed, "play"))
+        streams = Streams(
+            settings.environment.model_copy(update={"count": 1}), train=False, seed=derived_seed(seed, "play")
+        )
         if source == "real":
             agent = Agent(
                 world_model,
@@ -79,7 +83,9 @@ def _imagined(streams: Streams, world_model: WorldModel, policy: ReinforceContro
     nothing = torch.zeros(1, dtype=torch.int64, device=device)
     world = world_model.perceive(None, frame, nothing, torch.ones(1, dtype=torch.bool, device=device))
     state = policy.initial_state(1)
-    frames, actions, rewards = [], [], []
+    frames: list[np.ndarray] = []
+    actions: list[int] = []
+    rewards: list[float] = []
     ended = False
     while not ended and len(frames) < STEPS:
         frames.append(world_model.decode(world_model.latent(world), world)[0].cpu().numpy())

@@ -15,10 +15,10 @@ from wmcli.assemble import build_controller, build_tokenizer, build_world_model
 from wmcli.controllers.agent import UniformAgent
 from wmcli.envs import Streams
 from wmcli.stages.context import Context
+from wmcli.tokenizers.vq import VQTokenizer
 from wmcli.training.device import derived_seed, isolated_randomness
 from wmcli.training.optim import build_optimiser, update
 from wmcli.world_models.base import Batch
-from wmcli.world_models.token import TokenWorldModel
 
 REPEATS = 5
 COLLECT_STEPS = 400
@@ -27,8 +27,9 @@ COLLECT_STEPS = 400
 def profile(context: Context) -> Artifact:
     """Measure and publish: collection, one update of each model, imagination in parallel and token by token.
 
-    Fresh models on random frames: speed depends on shapes, not on what was learned. Each row gives the median of REPEATS
-    timings after a warm-up, with the fastest and slowest. The two ways to imagine are timed in turn, in one process.
+    Fresh models on random frames: speed depends on shapes, not on what was learned. Each row gives the median of
+    REPEATS timings after a warm-up, with the fastest and slowest. The two ways to imagine are timed in turn, in one
+    process.
     """
     settings, machine = context.settings, context.machine
     job = context.run.job("profile", settings.select(*type(settings).model_fields), {})
@@ -111,18 +112,18 @@ def _models(context: Context) -> list[dict[str, Any]]:
     times = _timed(context, {"controller": train_controller})
     shape = f"{settings.controller.batch} rollouts of {settings.controller.horizon} steps"
     rows.append(_row("imagine (controller update)", "updates", 1, times["controller"], shape))
-    rows += _imagination(context, world_model, windows)
+    rows += _imagination(context, tokenizer, windows)
     return rows
 
 
-def _imagination(context: Context, world_model: TokenWorldModel, windows: Batch) -> list[dict[str, Any]]:
+def _imagination(context: Context, tokenizer: VQTokenizer, windows: Batch) -> list[dict[str, Any]]:
     """One imagined step, predicted in parallel and token by token, on the same tokenizer and shapes."""
-    settings, machine = context.settings, context.machine
+    settings, machine, actions = context.settings, context.machine, context.environment["actions"]
     models = {}
     for prediction in ("pop", "sequential"):
         dynamics = settings.dynamics.model_copy(update={"prediction": prediction})
         changed = settings.model_copy(update={"dynamics": dynamics})
-        models[prediction] = build_world_model(changed, world_model.tokenizer, world_model.actions).to(machine.device).eval()
+        models[prediction] = build_world_model(changed, tokenizer, actions).to(machine.device).eval()
     states = {name: model.observe(windows.latent, windows.action, windows.first)[1] for name, model in models.items()}
     batch = len(windows.action)
 
@@ -134,9 +135,11 @@ def _imagination(context: Context, world_model: TokenWorldModel, windows: Batch)
         return imagine
 
     times = _timed(context, {name: step(name) for name in models})
-    tokens = world_model.tokenizer.tokens
+    tokens = tokenizer.tokens
     rows = [
-        _row(f"imagination, {name}", "frames", batch, times[name], f"{batch} × {tokens} tokens, {settings.backbone.name}")
+        _row(
+            f"imagination, {name}", "frames", batch, times[name], f"{batch} × {tokens} tokens, {settings.backbone.name}"
+        )
         for name in models
     ]
     ratio = [slow / fast for fast, slow in zip(times["pop"], times["sequential"], strict=True)]

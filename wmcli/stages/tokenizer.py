@@ -34,8 +34,8 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
     inputs = {"experience": frames} | parent_of(context, "tokenizer", parent)
     if settings.perceptual == "auto" and perceptual_in_use(settings) == "none":
         context.progress.warn(
-            "training without the perceptual loss: tokenizer.lpips_weights names no file. Published scores used LPIPS, so"
-            " scores are not comparable with them."
+            "training without the perceptual loss, since tokenizer.lpips_weights names no file: published scores used"
+            " LPIPS, so ours are not comparable with them."
         )
 
     def prepare(rng: np.random.Generator) -> Lesson:
@@ -43,7 +43,13 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
         memory = context.experience(frames)
         tokenizer = build_tokenizer(context.settings).to(device)
         sampler = WindowSampler(
-            memory.episodes, memory.order, length=1, minimum=1, pad="right", sampling=context.settings.training.sampling, rng=rng
+            memory.episodes,
+            memory.order,
+            length=1,
+            minimum=1,
+            pad="right",
+            sampling=context.settings.training.sampling,
+            rng=rng,
         )
         optimiser = build_optimiser(
             settings.optimiser, tokenizer.parameters(), settings.learning_rate, settings.weight_decay

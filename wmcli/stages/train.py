@@ -56,7 +56,9 @@ def train(
     }
     job = context.run.job(kind, identity, inputs)
     if (existing := job.done()) and not context.force:
-        progress.say(f"{stage}: {existing.name} is this very job, nothing to do (--more trains it further, --force makes another)")
+        progress.say(
+            f"{stage}: {existing.name} is this very job, nothing to do (--more trains further, --force makes another)"
+        )
         return existing
     with job.work(fresh=context.fresh) as work:
         progress.say(f"{stage}: {', '.join(artifact.name for artifact in inputs.values())} on {context.machine}")
@@ -91,4 +93,3 @@ def train(
         )
     progress.say(f"{stage}: published {artifact.name}")
     return artifact
-

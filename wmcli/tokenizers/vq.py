@@ -53,7 +53,7 @@ class TokenizerSettings(Section):
     reconstruction: Literal["mse", "l1"] = "mse"
     """Pixel loss, a mean over frames scaled to [-1, 1]. REM's code has mse, IRIS and REM's paper l1."""
     object_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the pixel loss that falls to moving objects: pixels that differ from the batch's median frame; 0 = plain mean."""
+    """Share of the pixel loss that is taken over pixels off the batch's median frame (moving objects) only."""
     perceptual: Literal["auto", "lpips", "none"] = "auto"
     """Perceptual loss; auto is lpips when lpips_weights is set, else none (and scores not comparable to papers)."""
     lpips_weights: str = ""
@@ -179,12 +179,22 @@ class VQTokenizer(nn.Module):
         x = _scaled(observation)
         quantised = self.quantiser(self._features(x))
         image = self._image(quantised.vectors).float()
-        distance = F.mse_loss if self.settings.reconstruction == "mse" else F.l1_loss
-        losses = {"reconstruction": distance(image, x), **quantised.losses}
+        losses = {"reconstruction": self._reconstruction(image, x, observation), **quantised.losses}
         if perceptual_in_use(self.settings) == "lpips":
             losses["perceptual"] = self._perceptual(x.device)(image, x).mean()
         total = torch.stack(list(losses.values())).sum()
         return total, {name: value.detach() for name, value in losses.items()}
+
+    def _reconstruction(self, image: Tensor, x: Tensor, observation: Tensor) -> Tensor:
+        """The pixel loss of (B, C, H, W): (1 - share) * mean over all pixels + share * mean over object pixels."""
+        error = (image - x).square() if self.settings.reconstruction == "mse" else (image - x).abs()
+        loss = error.mean()
+        share = self.settings.object_share
+        if share > 0:
+            mask = _objects(observation).float()
+            of_objects = (error.mean(1) * mask).sum() / mask.sum().clamp_min(1)
+            loss = (1 - share) * loss + share * of_objects
+        return loss
 
     def _perceptual(self, device: torch.device) -> lpips.LPIPS:
         if self.lpips is None:
@@ -208,7 +218,7 @@ class VQTokenizer(nn.Module):
         entropy = -torch.xlogy(frequency, frequency).sum()
         truth, guess = observation.float() / 255, self.decode(tokens).float() / 255
         median = truth.median(0).values
-        is_object = ((truth - median).abs() > OBJECT_CONTRAST).any(-1)
+        is_object = _objects(observation)
         survives = (guess - truth).abs().sum(-1) < (guess - median).abs().sum(-1)
         objects = int(is_object.sum())
         return {
@@ -223,6 +233,12 @@ def _scaled(observation: Tensor) -> Tensor:
     """uint8 (B, H, W, C) -> float32 (B, C, H, W) in [-1, 1], channels last in memory."""
     assert observation.dtype == torch.uint8 and observation.shape[-1] == 3, "frames are uint8 with three colours last"
     return observation.permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+def _objects(observation: Tensor) -> Tensor:
+    """uint8 (B, H, W, C) -> bool (B, H, W): off the batch's median frame by over 10 % of full scale in a colour."""
+    frames = observation.float()
+    return ((frames - frames.median(0).values).abs() > 255 * OBJECT_CONTRAST).any(-1)
 
 
 def _networks(settings: TokenizerSettings, image_size: int) -> tuple[nn.Module, nn.Module]:

@@ -1,13 +1,13 @@
 """Everything that changes while a stage trains, in one safetensors file: nothing is pickled, resume is bit-exact.
 
-Tensor names: `model/<module>/<parameter>`, `optimiser/<index>/<moment>`, `random/torch`, `random/cuda`. Counters and the NumPy
-generator's state are canonical JSON under the one metadata key `wm` (with several keys the bytes differ from save to save).
+Tensor names: `model/<module>/<parameter>`, `optimiser/<index>/<moment>`, `random/torch`, `random/cuda`. Counters and
+the NumPy generator's state are canonical JSON under the one metadata key `wm` (with several keys the bytes differ from
+save to save).
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
+from wmcli.artifacts.files import write_durable
 from wmcli.config import canonical_json
 from wmcli.errors import ArtifactError
-
 
 WEIGHTS = "model.safetensors"
 """The file of a model's weights inside its artifact."""
@@ -30,15 +30,15 @@ TRAINING = "training.safetensors"
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Any) -> None:
     """Write atomically and durably: a kill leaves the old file or the new one."""
-    draft = path.with_name(f".{path.name}.partial")
-    save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, draft, {"wm": canonical_json(about)})
-    with draft.open("rb") as file:
-        os.fsync(file.fileno())
-    draft.replace(path)
+    data = save(
+        {key: value.detach().cpu().contiguous() for key, value in tensors.items()}, {"wm": canonical_json(about)}
+    )
+    write_durable(path, data)
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:
-    """`(tensors on the CPU, what save_tensors was told about them)`. Raises ArtifactError for a file that is not whole."""
+    """`(tensors on the CPU, what save_tensors was told about them)`. Raises ArtifactError for a file that is not
+    whole."""
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})["wm"])
@@ -49,7 +49,9 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:
 
 def module_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Parameters and buffers of some modules under `model/<module>/`."""
-    return {f"model/{name}/{key}": value for name, module in modules.items() for key, value in module.state_dict().items()}
+    return {
+        f"model/{name}/{key}": value for name, module in modules.items() for key, value in module.state_dict().items()
+    }
 
 
 def load_modules(modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor], where: str) -> None:

@@ -22,7 +22,8 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Catch SIGINT and SIGTERM for the length of a stage. Outside the main thread signals cannot be caught: no-op there."""
+    """Catch SIGINT and SIGTERM for the length of a stage. Outside the main thread signals cannot be caught: no-op
+    there."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request

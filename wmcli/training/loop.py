@@ -102,8 +102,8 @@ def fit(
 ) -> dict[str, float]:
     """Call `step` until `trainee.update == updates`; return the means of its metrics over the last stretch logged.
 
-    `step` does one update and returns metrics as tensors; they stay on the device until a line is logged. A checkpoint in
-    `folder` is taken up first. `log` gets one record per `settings.log_every` updates.
+    `step` does one update and returns metrics as tensors; they stay on the device until a line is logged. A checkpoint
+    in `folder` is taken up first. `log` gets one record per `settings.log_every` updates.
 
     Raises DivergedError when a metric is NaN or infinite (the last checkpoint is from before), Stopped after a signal.
     """
@@ -134,14 +134,18 @@ def fit(
                 failpoint("checkpoint")
                 saved_at = time.monotonic()
             if stop and not finished:
-                raise Stopped(f"{stage} stopped after update {trainee.update} of {updates}; the same command goes on from there.")
+                raise Stopped(
+                    f"{stage} stopped after update {trainee.update} of {updates}; the same command goes on from there."
+                )
     return trainee.metrics
 
 
 def _means(records: list[Mapping[str, Tensor]], stage: str, update: int) -> dict[str, float]:
     """Mean of each metric over some updates: the one place where training waits for the device."""
     names = list(records[0])
-    stacked = torch.stack([torch.stack([record[name].detach().float().reshape(()) for name in names]) for record in records])
+    stacked = torch.stack(
+        [torch.stack([record[name].detach().float().reshape(()) for name in names]) for record in records]
+    )
     if not bool(torch.isfinite(stacked).all()):
         first = int((~torch.isfinite(stacked)).any(1).nonzero()[0])
         bad = [name for name, value in zip(names, stacked[first].tolist(), strict=True) if not np.isfinite(value)]

@@ -12,7 +12,10 @@ OptimiserName = Literal["adamw", "adam"]
 
 
 def build_optimiser(
-    name: OptimiserName, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], learning_rate: float, weight_decay: float
+    name: OptimiserName,
+    parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+    learning_rate: float,
+    weight_decay: float,
 ) -> torch.optim.Optimizer:
     """AdamW (decoupled decay) or Adam without decay, betas (0.9, 0.999), eps 1e-8, fused into one kernel a step."""
     if name == "adamw":
@@ -21,7 +24,8 @@ def build_optimiser(
 
 
 def update(optimiser: torch.optim.Optimizer, loss: Tensor, clip: float) -> Tensor:
-    """Backward pass, gradient norm clipped to `clip`, one optimiser step. Returns the norm before clipping, on the device."""
+    """Backward pass, gradient norm clipped to `clip`, one optimiser step. Returns the norm before clipping, on the
+    device."""
     optimiser.zero_grad(set_to_none=True)
     loss.backward()
     parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]

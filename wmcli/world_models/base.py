@@ -89,7 +89,11 @@ class WorldModel(nn.Module, ABC):
 
     @abstractmethod
     def imagine(self, state: State, action: Tensor) -> tuple[Imagined, State]:
-        """Take `action` (B,) int64 in the current frame and draw what comes of it, with torch's global generator."""
+        """Take `action` (B,) int64 in the current frame and draw what comes of it, with torch's global generator.
+
+        To imagine again from a state is allowed, but of several continuations of one state only the newest is sure to
+        stay valid: attention writes its cache in place.
+        """
 
     @abstractmethod
     def features(self, state: State) -> Tensor:

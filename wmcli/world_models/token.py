@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from wmcli.backbones.base import Backbone
 from wmcli.config import Section
 from wmcli.errors import UsageError
+from wmcli.nn.categorical import sample
 from wmcli.world_models.base import Batch, Imagined, WorldModel
 
 
@@ -112,18 +113,6 @@ class Prediction(NamedTuple):
     """(B, T, 3): negative, zero, positive."""
     termination: Tensor
     """(B, T, 2): goes on, ends."""
-
-
-def sample(logits: Tensor) -> Tensor:
-    """Draw from the categorical distributions over the last axis, (..., N) to (...) int64, at temperature 1.
-
-    By inverting the distribution function: one random number a draw instead of N, which on a CPU is ten times as fast
-    as `torch.multinomial` at N = 512. Uses torch's global generator; never waits for the device.
-    """
-    cumulative = logits.float().softmax(-1).cumsum(-1)
-    # Rounding may leave the last sum a little off 1.
-    threshold = torch.rand_like(cumulative[..., :1]) * cumulative[..., -1:]
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
 
 
 def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
