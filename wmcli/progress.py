@@ -17,41 +17,60 @@ LINE_SECONDS = 10.0  # elsewhere: a log must not fill with progress
 SHORTEST_SECONDS = 2.0  # off a terminal, what took less than this says nothing
 
 
+class _Screen:
+    """What nested talkers share: the bars drawn on the terminal, None while there are none, and the warnings given."""
+
+    def __init__(self) -> None:
+        self.drawn: rich.progress.Progress | None = None
+        self.warned: set[str] = set()
+
+
 class Progress:
     """Where one command talks. Quiet keeps warnings only."""
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
-        self._drawn: rich.progress.Progress | None = None  # shared by bars inside bars; None while there is none
+        self._lines = not quiet
+        self._screen = _Screen()
+
+    def inside(self) -> Progress:
+        """For work inside one of our bars: its bars show below ours and vanish when done, its lines are left out."""
+        inner = Progress(self.quiet)
+        inner._lines = False
+        inner._screen = self._screen
+        return inner
 
     def say(self, line: str) -> None:
         """One line, above the bars."""
-        if not self.quiet:
+        if self._lines:
             self._write(line)
 
     def warn(self, line: str) -> None:
-        """One line that quiet does not hide."""
-        self._write(f"warning: {line}")
+        """One line that quiet does not hide; the same one is given once."""
+        if line not in self._screen.warned:
+            self._screen.warned.add(line)
+            self._write(f"warning: {line}")
 
     @contextmanager
     def bar(self, what: str, total: int, unit: str, start: int = 0) -> Iterator[Bar]:
         """A bar for `total` units of work called `unit`, `start` of which were done before. Bars may be nested."""
-        outermost = self._drawn is None and not self.quiet and _is_terminal()
+        screen = self._screen
+        outermost = screen.drawn is None and not self.quiet and _is_terminal()
         if outermost:
-            self._drawn = _rich_progress()
-            self._drawn.start()
+            screen.drawn = _rich_progress()
+            screen.drawn.start()
         bar = Bar(self, what, total, unit, start)
         try:
             yield bar
         finally:
-            bar._finish()
-            if outermost and self._drawn is not None:
-                self._drawn.stop()
-                self._drawn = None
+            bar._finish(keep=self._lines)
+            if outermost and screen.drawn is not None:
+                screen.drawn.stop()
+                screen.drawn = None
 
     def _write(self, line: str) -> None:
-        if self._drawn is not None:
-            self._drawn.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if self._screen.drawn is not None:
+            self._screen.drawn.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             sys.stderr.write(f"{line}\n")
             sys.stderr.flush()
@@ -65,7 +84,7 @@ class Bar:
         self._start = self._done = start
         self._values: dict[str, float] = {}
         self._began = self._reported = time.monotonic()
-        self._drawn = progress._drawn
+        self._drawn = progress._screen.drawn
         if self._drawn is not None:
             self._task = self._drawn.add_task(what, total=total, completed=start, unit=unit, rate="", values="")
         self._every = LINE_SECONDS if self._drawn is None else REDRAW_SECONDS
@@ -95,9 +114,11 @@ class Bar:
                 parts.append(values)
             self._progress._write("  ".join(parts))
 
-    def _finish(self) -> None:
+    def _finish(self, keep: bool) -> None:
         now = time.monotonic()
-        if self._drawn is not None or now - self._began >= SHORTEST_SECONDS:
+        if self._drawn is not None and not keep:
+            self._drawn.remove_task(self._task)
+        elif self._drawn is not None or now - self._began >= SHORTEST_SECONDS:
             self._report(now)
 
 

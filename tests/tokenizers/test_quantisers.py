@@ -91,8 +91,8 @@ def test_losses_of_the_learned_codebook_pull_each_side_to_the_other() -> None:
     h = torch.randn(20, 6, requires_grad=True)
     losses = quantiser(h).losses
     error = float((h - quantiser.vectors()[quantiser.tokens(h)]).detach().square().mean())
-    assert float(losses["codebook"]) == pytest.approx(error)
-    assert float(losses["commitment"]) == pytest.approx(0.25 * error)
+    assert losses["codebook"].item() == pytest.approx(error)
+    assert losses["commitment"].item() == pytest.approx(0.25 * error)
     losses["codebook"].backward()
     assert h.grad is None
     quantiser.zero_grad()
@@ -117,6 +117,28 @@ def test_fsq_levels_are_evenly_spaced_and_first_channel_runs_fastest() -> None:
     assert code.tolist() == [[-1, -1], [0, -1], [1, -1], [-1, 1], [0, 1], [1, 1]]
     extreme = torch.tensor([[-90.0, 90.0], [90.0, 90.0], [90.0, -90.0]])
     assert ScalarQuantiser((3, 2), 4).tokens(extreme).tolist() == [3, 5, 2]
+
+
+def test_fsq_spread_measures_centre_and_width_of_each_channel() -> None:
+    h = torch.tensor([[1.0, -2.0], [1.0, 2.0], [1.0, -2.0], [1.0, 2.0]])
+    losses = ScalarQuantiser((4, 4), 3, spread=0.5)(h).losses
+    assert float(losses["spread"]) == pytest.approx(
+        0.5 * ((1 + 1) + (0 + 1)) / 2
+    )  # channel 0 flat at 1; channel 1 twice as wide
+    assert not ScalarQuantiser((4, 4), 3)(h).losses
+
+
+def test_fsq_spread_pulls_saturated_features_back() -> None:
+    torch.manual_seed(0)
+    h = (torch.randn(50, 2) * 0.1 + 6).requires_grad_()
+    quantiser = ScalarQuantiser((4, 4), 3, spread=1.0)
+    assert len(quantiser.tokens(h).unique()) == 1
+    optimiser = torch.optim.Adam([h], lr=0.1)
+    for _ in range(150):
+        optimiser.zero_grad()
+        quantiser(h).losses["spread"].backward()
+        optimiser.step()
+    assert len(quantiser.tokens(h).unique()) > 4
 
 
 # -- moving averages --------------------------------------------------------------------------------------------------

@@ -2,10 +2,11 @@
 
 from wmcli.artifacts.job import Job, Work
 from wmcli.artifacts.lineage import Tree, lineage
-from wmcli.artifacts.manifest import KINDS, MAKERS, Artifact, InputRef, Kind, make_command, open_artifact
+from wmcli.artifacts.manifest import KEY_METRICS, KINDS, MAKERS, Artifact, InputRef, Kind, make_command, open_artifact
 from wmcli.artifacts.store import Run, check
 
 __all__ = [
+    "KEY_METRICS",
     "KINDS",
     "MAKERS",
     "Artifact",

@@ -42,6 +42,15 @@ MAKERS: dict[str, str] = {
 }
 """The command that makes an artifact of each kind."""
 
+KEY_METRICS: dict[str, str] = {
+    "experience": "mean_return",
+    "tokenizer": "reconstruction",
+    "dynamics": "observation_loss",
+    "controller": "imagined_return",
+    "evaluation": "mean",
+}
+"""The metric that tells most about an artifact of each kind."""
+
 
 # -- the manifest's form ----------------------------------------------------------------------------------------------
 

@@ -37,17 +37,25 @@ def artifacts(
     if as_json:
         emit_json(rows)
     else:
-        answer(rows, ["name", "state", "created", "bytes", "inputs", "digest", "path"])
+        answer(
+            [row | {"digest": row.get("digest", "")[:12]} for row in rows],
+            ["name", "state", "created", "bytes", "metric", "inputs", "digest"],
+        )
 
 
 def describe(run: Run, kind: str, version: int) -> dict[str, Any]:
     """One version as plain values. Damaged is what has no readable manifest; `wm verify` reads the files."""
+    from wmcli.artifacts import KEY_METRICS
+
     name = f"{kind}@{version}"
     try:
         artifact = run.resolve(name, kind)
     except ArtifactError as error:
         return {"name": name, "kind": kind, "version": version, "state": "damaged", "error": str(error)}
+    key = KEY_METRICS.get(kind)
+    value = artifact.metrics.get(key) if key else None
     return identity(artifact) | {
+        "metric": None if value is None else f"{key} {value:.4g}",
         "state": "pruned" if artifact.pruned else "published",
         "created": artifact.manifest["created"],
         "bytes": sum(entry["size"] for entry in artifact.manifest["files"]),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from wmcli.artifacts import Artifact, Work
+from wmcli.artifacts import Artifact, Job, Work
 from wmcli.artifacts.failpoint import failpoint
 from wmcli.assemble import load_controller
 from wmcli.controllers.agent import Agent, UniformAgent
@@ -49,16 +49,16 @@ def collect(
     given = {role: artifact for role, artifact in inputs.items() if artifact is not None}
     for artifact in given.values():
         check_same_environment(environment, artifact)
-    rounds = -(-(steps or settings.collect.steps) // settings.environment.count)
-    job = run.job("experience", settings.select("seed", "environment", "collect") | {"rounds": rounds}, given)
+    rounds = _rounds(context, steps)
+    job = collect_job(context, given, steps)
     if (existing := job.done()) and not context.force:
         context.progress.say(f"collect: {existing.name} is this very job, nothing to do")
         return existing
     with job.work(fresh=context.fresh) as work:
         who = actor.name if actor else "the uniformly random policy"
         context.progress.say(f"collect: {rounds * settings.environment.count} steps of {environment['id']} by {who}")
-        streams, recorder, agent = _begin(context, work, before, actor, rounds)
-        _play(context, work, streams, recorder, agent, rounds)
+        streams, recorder, agent, parts = _begin(context, work, before, actor, rounds)
+        _play(context, work, streams, recorder, agent, rounds, parts)
         arrays = recorder.arrays()
         write_segment(work.payload / SEGMENT, arrays)
         save_tensors(work.payload / STREAMS, *_streams_state(streams))
@@ -74,6 +74,17 @@ def collect(
     return artifact
 
 
+def collect_job(context: Context, inputs: dict[str, Artifact], steps: int | None = None) -> Job:
+    """What `collect` is asked to do; without inputs it is a run's very first collection."""
+    identity = context.settings.select("seed", "environment", "collect") | {"rounds": _rounds(context, steps)}
+    return context.run.job("experience", identity, inputs)
+
+
+def _rounds(context: Context, steps: int | None) -> int:
+    """Steps of each environment."""
+    return -(-(steps or context.settings.collect.steps) // context.settings.environment.count)
+
+
 def _controller(context: Context, reference: str | None) -> Artifact | None:
     if reference == "random":
         return None
@@ -84,16 +95,17 @@ def _controller(context: Context, reference: str | None) -> Artifact | None:
 
 def _begin(
     context: Context, work: Work, before: Artifact | None, actor: Artifact | None, rounds: int
-) -> tuple[Streams, Recorder, Actor]:
-    """Environments, rows so far and who acts: from this job's checkpoint, else from the experience before it, else
-    new."""
+) -> tuple[Streams, Recorder, Actor, int]:
+    """Environments, rows so far, who acts, and in how many parts those rows lie in the work directory: from this job's
+    checkpoint, else from the experience before it, else new."""
     settings = context.settings
+    parts = 0
     checkpoint = work.path / CHECKPOINT
     if checkpoint.exists():
         tensors, about = load_tensors(checkpoint)
         streams = Streams.restore(settings.environment, True, _streams_from(tensors, about))
     elif before is not None and context.streams is not None and context.streams[0] == before.digest:
-        streams = context.streams[1]
+        streams, context.streams = context.streams[1], None  # from here on they have moved on
     elif before is not None:
         before.verify()
         streams = Streams.restore(settings.environment, True, _streams_from(*load_tensors(before.file(STREAMS))))
@@ -102,14 +114,14 @@ def _begin(
     recorder = Recorder(rounds, len(streams.observation), streams.observation.shape[1:])
     agent = _agent(context, actor, before.version if before else 0)
     if checkpoint.exists():
-        parts = [load_tensors(work.path / _part(index))[0] for index in range(about["parts"])]
-        recorder.load({name: torch.cat([part[name] for part in parts]).numpy() for name in parts[0]})
+        parts = about["parts"]
+        saved = [load_tensors(work.path / _part(index))[0] for index in range(parts)]
+        recorder.load({name: torch.cat([part[name] for part in saved]).numpy() for name in saved[0]})
         agent.load({name.removeprefix("agent/"): value for name, value in tensors.items() if name.startswith("agent/")})
-        streams.first = tensors["first"].numpy()
         context.progress.say(f"collect: resuming at step {len(recorder)}")
     elif before is not None and isinstance(agent, Agent):
         agent.burn_in(*_last_frames(context.experience(before), streams, settings.controller.burn_in))
-    return streams, recorder, agent
+    return streams, recorder, agent, parts
 
 
 def _agent(context: Context, actor: Artifact | None, number: int) -> Actor:
@@ -144,10 +156,12 @@ def _last_frames(memory: Memory, streams: Streams, length: int) -> tuple[np.ndar
     return frames, action, valid
 
 
-def _play(context: Context, work: Work, streams: Streams, recorder: Recorder, agent: Actor, rounds: int) -> None:
+def _play(
+    context: Context, work: Work, streams: Streams, recorder: Recorder, agent: Actor, rounds: int, parts: int
+) -> None:
     """Fill the recorder, with a checkpoint every `training.checkpoint_seconds` and on the first signal."""
     count, total = context.settings.environment.count, rounds * context.settings.environment.count
-    saved, parts = len(recorder), len(list(work.path.glob(_part("*"))))
+    saved = len(recorder)
     saved_at = time.monotonic()
     with stop_requests() as stop, context.progress.bar("collect", total, "steps", start=saved) as bar:
         while len(recorder) < total:
@@ -167,9 +181,8 @@ def _play(context: Context, work: Work, streams: Streams, recorder: Recorder, ag
                 }
             )
             bar.advance(count)
-            if (stop or time.monotonic() - saved_at >= context.settings.training.checkpoint_seconds) and len(
-                recorder
-            ) < total:
+            due = time.monotonic() - saved_at >= context.settings.training.checkpoint_seconds
+            if stop or (due and len(recorder) < total):
                 rows = {name: torch.from_numpy(array[saved:]) for name, array in recorder.arrays().items()}
                 save_tensors(work.path / _part(parts), rows, {})
                 saved, parts = len(recorder), parts + 1
@@ -184,8 +197,8 @@ def _play(context: Context, work: Work, streams: Streams, recorder: Recorder, ag
                     )
 
 
-def _part(index: int | str) -> str:
-    return f"part-{index:04d}.safetensors" if isinstance(index, int) else f"part-{index}.safetensors"
+def _part(index: int) -> str:
+    return f"part-{index:04d}.safetensors"
 
 
 def _streams_state(streams: Streams) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

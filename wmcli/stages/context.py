@@ -68,6 +68,7 @@ class Context:
             memory, chain = self.memory, chain[:-1]
         else:
             memory = Memory.empty(self.machine.device)
+            self.latents = {}  # they were of other frames
         for segment in reversed(chain):
             segment.verify()
             memory.extend(read_segment(segment.path / SEGMENT))

@@ -123,7 +123,8 @@ def evaluate(
                 progress=context.progress,
                 what="eval",
             )
-            pictures = _first_episode_imagined(context, world_model, settings_of(actor).dynamics.context, played)
+            known = settings_of(actor.input("dynamics")).dynamics.context
+            pictures = _first_episode_imagined(context, world_model, known, played)
         random_mean = atari.reference(environment["id"], "random")
         if random_mean is None:
             random_mean = float(np.mean(_random_episodes(context, episodes, rows).returns))
@@ -145,10 +146,17 @@ def evaluate(
             environment=environment,
             machine=context.machine.block(),
         )
-    context.progress.say(
-        f"eval: published {artifact.name}, mean return {metrics['mean']:.3f}, random {random_mean:.3f}"
-    )
+    context.progress.say(summary(artifact))
     return artifact
+
+
+def summary(artifact: Artifact) -> str:
+    """An evaluation in one line: the score beside random play, and where to look."""
+    metrics = artifact.metrics
+    return (
+        f"eval: {artifact.name}: mean return {metrics['mean']:.3f} over {metrics['episodes']} episodes, random"
+        f" {metrics['random_mean']:.3f}; imagination beside reality: {artifact.path / 'imagination.gif'}"
+    )
 
 
 def score(returns: Sequence[float]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from wmcli.artifacts import Artifact
-from wmcli.assemble import build_controller, load_world_model
+from wmcli.assemble import build_controller, load_world_model, settings_of
 from wmcli.experience.sampler import WindowSampler
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.latents import gather, latents_of
@@ -33,6 +33,7 @@ def imagine(
     for artifact in (frames, model):
         check_same_environment(context.environment, artifact)
     inputs = {"experience": frames, "dynamics": model} | parent_of(context, "controller", parent)
+    known = settings_of(model).dynamics.context  # frames that imagination starts from
 
     def prepare(rng: np.random.Generator) -> Lesson:
         device = context.machine.device
@@ -44,7 +45,7 @@ def imagine(
             memory.episodes,
             memory.order,
             length=controller.window,
-            minimum=context.settings.dynamics.context + 1,
+            minimum=known + 1,
             pad="left",
             sampling=context.settings.training.sampling,
             rng=rng,
@@ -61,7 +62,7 @@ def imagine(
 
         def finish(payload: Path) -> dict[str, Any]:
             with context.machine.autocast():
-                pictures = imagined_beside_real(world_model, memory, latents, context.settings)
+                pictures = imagined_beside_real(world_model, memory, latents, known)
             write_side_by_side(payload, pictures)
             return {}
 

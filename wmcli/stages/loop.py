@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from wmcli.artifacts import Artifact
+from wmcli.artifacts import KEY_METRICS, Artifact
 from wmcli.errors import UsageError
-from wmcli.progress import Progress
-from wmcli.stages.collect import collect
+from wmcli.stages.collect import collect, collect_job
 from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
-from wmcli.stages.evaluate import evaluate
+from wmcli.stages.evaluate import evaluate, summary
 from wmcli.stages.imagine import imagine
 from wmcli.stages.tokenizer import train_tokenizer
 
@@ -30,7 +29,8 @@ def run_loop(context: Context) -> Artifact:
     """
     plan = context.settings.run
     progress = context.progress
-    inside = Context(context.run, context.preset, context.settings, Progress(quiet=True), fresh=context.fresh)
+    _check_own(context)
+    inside = Context(context.run, context.preset, context.settings, progress.inside(), fresh=context.fresh)
     progress.say(f"run: preset {context.preset}, {plan.epochs} epochs on {context.machine}")
     newest: dict[str, Artifact] = {}
     with progress.bar("run", plan.epochs, "epochs") as bar:
@@ -39,18 +39,24 @@ def run_loop(context: Context) -> Artifact:
             for artifact in _epoch(inside, epoch, newest):
                 newest[artifact.kind] = artifact
                 shown |= _headline(artifact)
-                inside.fresh = False
-            if epoch == 1 and newest["experience"].version != 1:
-                raise UsageError(
-                    f"{context.run.path} holds experience that wm run did not collect; give it a --run of its own."
-                )
             bar.advance()
             bar.show(**shown)
             for kind in MODELS:
                 context.run.prune(kind, set(context.run.versions(kind)[-plan.keep :]))
-    return (
-        newest.get("evaluation") or newest[next(kind for kind in reversed(("experience", *MODELS)) if kind in newest)]
-    )
+    if "evaluation" in newest:
+        progress.say(summary(newest["evaluation"]))
+        return newest["evaluation"]
+    return newest[next(kind for kind in reversed(("experience", *MODELS)) if kind in newest)]
+
+
+def _check_own(context: Context) -> None:
+    """The loop's first experience is its own, or it would go on beside a time line that is not its."""
+    versions = context.run.versions("experience")
+    if versions and context.run.get("experience", versions[0]).manifest["job"] != collect_job(context, {}).digest:
+        raise UsageError(
+            f"{context.run} holds experience that wm run did not collect with these settings; give it a --run of its"
+            " own."
+        )
 
 
 def _epoch(context: Context, epoch: int, newest: dict[str, Artifact]) -> Iterator[Artifact]:
@@ -78,12 +84,6 @@ def _epoch(context: Context, epoch: int, newest: dict[str, Artifact]) -> Iterato
 
 def _headline(artifact: Artifact) -> dict[str, float]:
     """The number of an artifact that the bar shows."""
-    name, key = {
-        "experience": ("collected", "mean_return"),
-        "tokenizer": ("V", "loss"),
-        "dynamics": ("M", "loss"),
-        "controller": ("C", "loss"),
-        "evaluation": ("return", "mean"),
-    }[artifact.kind]
+    key = KEY_METRICS[artifact.kind]
     value = artifact.metrics.get(key)
-    return {} if value is None else {name: value}
+    return {} if value is None else {"return" if artifact.kind == "evaluation" else key: value}

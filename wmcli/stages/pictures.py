@@ -11,7 +11,6 @@ from torch import Tensor
 
 from wmcli.experience.memory import Memory
 from wmcli.report.images import side_by_side, strip, write_gif, write_png
-from wmcli.settings import Settings
 from wmcli.world_models.base import WorldModel
 
 EPISODES = 3  # shown under each other
@@ -27,14 +26,11 @@ class SideBySide(NamedTuple):
 
 
 @torch.no_grad()
-def imagined_beside_real(
-    world_model: WorldModel, memory: Memory, latents: Tensor, settings: Settings
-) -> SideBySide | None:
-    """Imagine the newest episodes of the experience from their beginning, with the actions that were taken.
+def imagined_beside_real(world_model: WorldModel, memory: Memory, latents: Tensor, context: int) -> SideBySide | None:
+    """Imagine the newest episodes of the experience from their first `context` frames, with the actions taken.
 
     None when no episode is long enough to imagine one step.
     """
-    context = settings.dynamics.context
     starts, lengths = memory.episodes.start, memory.episodes.length
     longest = np.flatnonzero(lengths > context)[-50:]
     if len(longest) == 0:
@@ -71,7 +67,7 @@ def write_side_by_side(folder: Path, pictures: SideBySide | None) -> None:
     if pictures is None:
         return
     write_gif(folder / "imagination.gif", side_by_side(pictures.real, pictures.imagined), fps=5)
-    one = pictures.real.shape[1] // EPISODES if pictures.real.shape[1] % EPISODES == 0 else pictures.real.shape[1]
+    one = pictures.real.shape[2]  # the height of one episode's frames, which are square
     write_png(
         folder / "imagination.png", strip(pictures.real[:, :one], pictures.imagined[:, :one], context=pictures.context)
     )

@@ -134,16 +134,21 @@ class ScalarQuantiser(nn.Module):
     rounded to the nearest of L evenly spaced levels in [-1, 1]; a code is one combination of levels.
 
     The boundaries between levels are the paper's; its shift of even L and its scale of codes are affine maps that the
-    layers before and after can learn. `project` takes codes to the width of an embedding. No losses: no code can die.
+    layers before and after can learn. `project` takes codes to the width of an embedding.
     Token = sum_i level_i * (L_1 * ... * L_(i-1)), the first channel running fastest.
+
+    Loss, when `spread` > 0: `spread` = spread * mean over channels of (mean_M h)^2 + (1 - std_M h)^2. It is not in the
+    paper. Where nearly all patches are the same background, the features of all of them drift together into the flat
+    part of tanh before the decoder has learned to read the few that differ; this keeps them over all levels.
     """
 
     steps: Tensor
     strides: Tensor
 
-    def __init__(self, levels: tuple[int, ...], width: int) -> None:
+    def __init__(self, levels: tuple[int, ...], width: int, spread: float = 0.0) -> None:
         super().__init__()
         self.inputs = len(levels)
+        self.spread = spread
         self.codes = math.prod(levels)
         self.project = nn.Linear(len(levels), width)
         strides = [math.prod(levels[:channel]) for channel in range(len(levels))]
@@ -173,7 +178,11 @@ class ScalarQuantiser(nn.Module):
         code = straight_through(rounded, place) / self.steps * 2 - 1
         with torch.autocast(h.device.type, enabled=False):
             vectors = self.project(code)
-        return Quantised(vectors, (rounded.long() * self.strides).sum(1), {})
+        losses = {}
+        if self.spread > 0:
+            off = h.float().mean(0).square() + (1 - h.float().std(0, correction=0)).square()
+            losses["spread"] = self.spread * off.mean()
+        return Quantised(vectors, (rounded.long() * self.strides).sum(1), losses)
 
 
 Quantiser = VectorQuantiser | AverageVectorQuantiser | ScalarQuantiser

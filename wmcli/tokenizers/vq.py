@@ -40,6 +40,8 @@ class TokenizerSettings(Section):
     """Number of codes; with fsq it must be the product of fsq_levels."""
     fsq_levels: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1, strict=False)] = (8, 8, 8)
     """Levels of each channel; used by fsq only."""
+    fsq_spread: Annotated[float, Field(ge=0)] = 0.1
+    """Weight of the loss that keeps fsq's features spread over their levels; 0 is the plain fsq of the paper."""
     network: Literal["slim", "residual"] = "slim"
     """Encoder and decoder: slim (REM; channels double at each downsampling) or residual with attention (IRIS)."""
     channels: Annotated[int, Field(ge=1)] = 32
@@ -173,8 +175,8 @@ class VQTokenizer(nn.Module):
     def loss(self, observation: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """uint8 (B, H, W, C) -> the loss to minimise and its summands by name, detached.
 
-        `reconstruction` always; `codebook` and `commitment` (vq), `commitment` (vq-ema); `perceptual` when LPIPS is in
-        use. Raises UsageError when the weights of LPIPS cannot be read.
+        `reconstruction` always; `codebook` and `commitment` (vq), `commitment` (vq-ema), `spread` (fsq); `perceptual`
+        when LPIPS is in use. Raises UsageError when the weights of LPIPS cannot be read.
         """
         x = _scaled(observation)
         quantised = self.quantiser(self._features(x))
@@ -217,7 +219,7 @@ class VQTokenizer(nn.Module):
         frequency = torch.bincount(tokens.flatten(), minlength=self.codes).double() / tokens.numel()
         entropy = -torch.xlogy(frequency, frequency).sum()
         truth, guess = observation.float() / 255, self.decode(tokens).float() / 255
-        median = truth.median(0).values
+        median = _median(observation).float() / 255
         is_object = _objects(observation)
         survives = (guess - truth).abs().sum(-1) < (guess - median).abs().sum(-1)
         objects = int(is_object.sum())
@@ -235,10 +237,14 @@ def _scaled(observation: Tensor) -> Tensor:
     return observation.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
+def _median(observation: Tensor) -> Tensor:
+    """uint8 (B, ...) -> uint8 (...), the lower of two middle values; torch.median is not deterministic on CUDA."""
+    return observation.sort(0).values[(len(observation) - 1) // 2]
+
+
 def _objects(observation: Tensor) -> Tensor:
     """uint8 (B, H, W, C) -> bool (B, H, W): off the batch's median frame by over 10 % of full scale in a colour."""
-    frames = observation.float()
-    return ((frames - frames.median(0).values).abs() > 255 * OBJECT_CONTRAST).any(-1)
+    return ((observation.float() - _median(observation).float()).abs() > 255 * OBJECT_CONTRAST).any(-1)
 
 
 def _networks(settings: TokenizerSettings, image_size: int) -> tuple[nn.Module, nn.Module]:
@@ -258,4 +264,4 @@ def _quantiser(settings: TokenizerSettings) -> Quantiser:
         return AverageVectorQuantiser(
             settings.codes, settings.width, settings.commitment, settings.ema_decay, settings.restart_below
         )
-    return ScalarQuantiser(settings.fsq_levels, settings.width)
+    return ScalarQuantiser(settings.fsq_levels, settings.width, settings.fsq_spread)

@@ -71,10 +71,10 @@ class Trainee:
         """Go on exactly where `save` was called."""
         tensors, about = self._load_learned(path)
         load_random(tensors, device)
-        load_generator(self.rng, about["rng"])
         self.update, self.trained, self.metrics = about["update"], about["trained"], about["metrics"]
         for name, part in self.parts.items():
             part.load(about["parts"][name])
+        load_generator(self.rng, about["rng"])  # after the parts: one that shares it may draw from it while it loads
 
     def continue_from(self, path: Path) -> None:
         """Take over the weights and moments of a finished stage. Its data may have grown, so samplers start anew."""
@@ -133,7 +133,7 @@ def fit(
                 trainee.save(checkpoint, machine.device)
                 failpoint("checkpoint")
                 saved_at = time.monotonic()
-            if stop and not finished:
+            if stop:
                 raise Stopped(
                     f"{stage} stopped after update {trainee.update} of {updates}; the same command goes on from there."
                 )

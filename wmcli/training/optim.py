@@ -20,7 +20,10 @@ def build_optimiser(
     """AdamW (decoupled decay) or Adam without decay, betas (0.9, 0.999), eps 1e-8, fused into one kernel a step."""
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, fused=True)
-    return torch.optim.Adam(parameters, lr=learning_rate, fused=True)
+    optimiser = torch.optim.Adam(parameters, lr=learning_rate, fused=True)
+    for group in optimiser.param_groups:
+        group["weight_decay"] = 0.0  # groups bring decays of their own, which Adam would add to the gradient
+    return optimiser
 
 
 def update(optimiser: torch.optim.Optimizer, loss: Tensor, clip: float) -> Tensor:

@@ -1,0 +1,19 @@
+"""Quick presets reach their score: minutes each, so behind a marker. The first seed of each system runs in CI."""
+
+from __future__ import annotations
+
+import pytest
+
+from wmcli.stages.context import open_context
+from wmcli.stages.loop import run_loop
+
+pytestmark = pytest.mark.learning
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3], ids=lambda seed: f"seed{seed}")
+@pytest.mark.parametrize("preset", ["rem-quick", "iris-quick"])
+def test_catch_is_learned(tmp_path, preset, seed):
+    context = open_context(tmp_path / "run", preset, [f"seed={seed}"], create=True)
+    metrics = run_loop(context).metrics
+    assert metrics["random_mean"] < -0.2
+    assert metrics["mean"] >= 0.8

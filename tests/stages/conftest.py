@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from odd_lengths import ODD_LENGTHS
+from tiny_run import EVERY_STAGE, copied, opened
+
+from wmcli.stages.collect import collect
+from wmcli.stages.tokenizer import train_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests kill processes, not the power."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    """Stages set the number of torch's threads for the process."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that went through every stage once, each with a context of its own. Only to be read."""
+    folder = tmp_path_factory.mktemp("tiny") / "run"
+    collect(opened(folder, new=True))
+    for stage in EVERY_STAGE.values():
+        stage(opened(folder))
+    return folder
+
+
+@pytest.fixture
+def run(tiny: Path, tmp_path: Path) -> Path:
+    """A copy of `tiny` to change at will."""
+    return copied(tiny, tmp_path / "run")
+
+
+@pytest.fixture(scope="session")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in another environment, up to its tokenizer. Only to be read."""
+    folder = tmp_path_factory.mktemp("elsewhere") / "run"
+    context = opened(folder, f"environment.id={ODD_LENGTHS}", "tokenizer.updates=1", new=True)
+    collect(context)
+    train_tokenizer(context)
+    return folder

@@ -1,0 +1,277 @@
+"""`wm run`: what is done in which epoch, and that stopping anywhere changes nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_run import Killed, kill_at, latest, opened, sha256
+
+from wmcli.artifacts import Artifact, Run, check
+from wmcli.errors import Stopped, UsageError
+from wmcli.stages import collect as collect_stage
+from wmcli.stages import dynamics as dynamics_stage
+from wmcli.stages import imagine as imagine_stage
+from wmcli.stages import loop as module
+from wmcli.stages import tokenizer as tokenizer_stage
+from wmcli.stages.collect import collect
+from wmcli.stages.loop import run_loop
+from wmcli.stages.tokenizer import train_tokenizer
+
+LOOP = [  # everything starts in an epoch of its own
+    "collect.steps=12",
+    "tokenizer.updates=2",
+    "dynamics.updates=3",
+    "controller.updates=1",
+    "evaluation.episodes=3",
+    "run.epochs=5",
+    "run.collect_epochs=4",
+    "run.tokenizer_after=0",
+    "run.dynamics_after=1",
+    "run.controller_after=2",
+    "run.evaluate_every=3",
+    "run.evaluate_episodes=2",
+    "run.keep=2",
+]
+EAGER = "training.checkpoint_seconds=0"
+
+
+def names(folder: Path) -> dict[str, list[int]]:
+    run = Run.open(folder, create=False)
+    kinds = ("experience", "tokenizer", "dynamics", "controller", "evaluation")
+    return {kind: run.versions(kind) for kind in kinds}
+
+
+def inputs(artifact: Artifact) -> dict[str, str]:
+    return {role: reference.name for role, reference in artifact.inputs.items()}
+
+
+def content(folder: Path, kind: str, version: int) -> dict[str, str]:
+    """sha256 of what a version holds besides times: experience, or weights. Also of one that was pruned."""
+    files = Run.open(folder, create=False).get(kind, version).manifest["files"]
+    found = {entry["path"]: entry["sha256"] for entry in files}
+    return found if kind == "experience" else {"model.safetensors": found["model.safetensors"]}
+
+
+def results(folder: Path) -> dict[str, object]:
+    """All that a run leads to, without times."""
+    run = Run.open(folder, create=False)
+    return {
+        "versions": names(folder),
+        "returns": [run.get("evaluation", version).metrics["returns"] for version in run.versions("evaluation")],
+        "content": [
+            content(folder, kind, version) for kind in ("experience", *module.MODELS) for version in names(folder)[kind]
+        ],
+    }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_plots() -> Iterator[None]:
+    """They take half of the time here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("wmcli.stages.evaluate._write_plots", lambda *_: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that went through its epochs without a stop. Only to be read, or to be run again."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert run_loop(opened(folder, *LOOP, new=True)).name == "evaluation@2"
+    return folder
+
+
+# -- an undisturbed run -----------------------------------------------------------------------------------------------
+
+
+def test_each_stage_begins_after_its_epoch(whole: Path) -> None:
+    assert names(whole) == {
+        "experience": [1, 2, 3, 4],
+        "tokenizer": [1, 2, 3, 4, 5],
+        "dynamics": [1, 2, 3, 4],
+        "controller": [1, 2, 3],
+        "evaluation": [1, 2],
+    }
+
+
+def test_each_goes_on_from_the_one_before(whole: Path) -> None:
+    run = Run.open(whole, create=False)
+    for kind, updates in [("tokenizer", 2), ("dynamics", 3), ("controller", 1)]:
+        for version in run.versions(kind):
+            artifact = run.get(kind, version)
+            assert artifact.metrics["updates"] == version * updates
+            assert inputs(artifact).get("parent") == (f"{kind}@{version - 1}" if version > 1 else None)
+
+
+def test_each_reads_what_is_newest_in_its_epoch(whole: Path) -> None:
+    run = Run.open(whole, create=False)
+    for epoch in range(1, 6):
+        experience = f"experience@{min(epoch, 4)}"
+        assert inputs(run.get("tokenizer", epoch))["experience"] == experience
+        if epoch > 1:
+            got = inputs(run.get("dynamics", epoch - 1))
+            assert (got["experience"], got["tokenizer"]) == (experience, f"tokenizer@{epoch}")
+        if epoch > 2:
+            got = inputs(run.get("controller", epoch - 2))
+            assert (got["experience"], got["dynamics"]) == (experience, f"dynamics@{epoch - 1}")
+    assert [inputs(run.get("experience", version)) for version in (1, 2, 3, 4)] == [
+        {},
+        {"previous": "experience@1"},
+        {"previous": "experience@2"},
+        {"previous": "experience@3", "controller": "controller@1"},  # random play until there is one
+    ]
+
+
+def test_evaluations_on_the_way_are_short_and_the_last_is_whole(whole: Path) -> None:
+    run = Run.open(whole, create=False)
+    evaluations = [run.get("evaluation", version) for version in (1, 2)]
+    assert [inputs(each)["controller"] for each in evaluations] == ["controller@1", "controller@3"]
+    assert [each.metrics["episodes"] for each in evaluations] == [2, 3]
+    assert [each.metrics["total_steps"] for each in evaluations] == [36, 48]
+
+
+def test_only_the_newest_weights_are_kept(whole: Path) -> None:
+    states = {name: state for name, state, _ in check(Run.open(whole, create=False))}
+    for kind, versions in names(whole).items():
+        for version in versions:
+            old = kind in module.MODELS and version <= versions[-1] - 2
+            assert states[f"{kind}@{version}"] == ("pruned" if old else "ok")
+    assert (whole / "tokenizer" / "v0005" / "model.safetensors").exists()
+    assert not (whole / "tokenizer" / "v0003" / "model.safetensors").exists()
+
+
+def test_run_again_it_has_nothing_to_do(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the weights of most jobs are gone."""
+    before, lines = names(whole), Run.open(whole, create=False).history()
+    monkeypatch.setattr("wmcli.stages.train.fit", None)
+    monkeypatch.setattr("wmcli.stages.evaluate.play_episodes", None)
+    assert run_loop(opened(whole)).name == "evaluation@2"
+    assert names(whole) == before
+    assert Run.open(whole, create=False).history() == lines
+
+
+def test_more_epochs_go_on_from_where_it_ended(whole: Path, tmp_path: Path) -> None:
+    short = [text for text in LOOP if "run.epochs" not in text]
+    run_loop(opened(tmp_path / "run", *short, "run.epochs=2", new=True))
+    artifact = run_loop(opened(tmp_path / "run", "run.epochs=5"))
+    assert artifact.metrics["returns"] == latest(whole, "evaluation").metrics["returns"]
+    assert sha256(latest(tmp_path / "run", "controller")) == sha256(latest(whole, "controller"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "last"),
+    [
+        (["run.epochs=1", "run.tokenizer_after=1"], "experience@1"),
+        (["run.epochs=1"], "tokenizer@1"),
+        (["run.epochs=2"], "dynamics@1"),
+        (["run.epochs=3", "run.evaluate_every=0"], "evaluation@1"),
+        (["run.epochs=4", "run.evaluate_every=2"], "evaluation@1"),
+    ],
+)
+def test_the_last_artifact_is_returned(tmp_path: Path, overrides: list[str], last: str) -> None:
+    assert run_loop(opened(tmp_path / "run", *LOOP, *overrides, new=True)).name == last
+
+
+# -- interrupted ------------------------------------------------------------------------------------------------------
+
+
+def test_killed_every_few_checkpoints_it_ends_in_the_same_weights(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(tmp_path / "run", *LOOP, new=True)
+    last, kills = None, 0
+    while last is None:
+        try:
+            with monkeypatch.context() as patch:
+                kill_at(patch, "checkpoint", 4)
+                last = run_loop(opened(tmp_path / "run", EAGER))
+        except Killed:
+            kills += 1
+            assert kills < 99, "does not move on"
+    assert kills > 5
+    assert last.name == "evaluation@2"
+    assert results(tmp_path / "run") == results(whole)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "epochs", "made"),
+    [
+        (collect_stage.Streams, "step", 2, 1, []),
+        (collect_stage.Streams, "step", 4, 1, []),  # the last of its stage: it must not go over into the next one
+        (tokenizer_stage, "update", 2, 1, ["experience"]),
+        (dynamics_stage, "update", 1, 2, ["experience", "tokenizer"]),
+        (imagine_stage, "update", 1, 3, ["experience", "tokenizer", "dynamics"]),  # the only one
+    ],
+)
+def test_asked_to_stop_it_stops_in_that_stage_and_goes_on(
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: object,
+    name: str,
+    call: int,
+    epochs: int,
+    made: list[str],
+) -> None:
+    short = [text for text in LOOP if "run.epochs" not in text]
+    opened(tmp_path / "run", *short, f"run.epochs={epochs}", new=True)
+    original, calls = getattr(owner, name), 0
+
+    def signals(*given: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*given)
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(owner, name, signals)
+        run_loop(opened(tmp_path / "run"))
+    assert [kind for kind, versions in names(tmp_path / "run").items() if versions] == made
+    run_loop(opened(tmp_path / "run"))
+    for kind in ("experience", *module.MODELS):
+        for version in names(tmp_path / "run")[kind]:
+            assert content(tmp_path / "run", kind, version) == content(whole, kind, version)
+
+
+def test_fresh_takes_up_nothing(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even in a stage that comes after others which were done."""
+    short = [text for text in LOOP if "run.epochs" not in text]
+    opened(tmp_path / "run", *short, "run.epochs=1", new=True)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_at(patch, "checkpoint", 5)  # 3 while collecting
+        run_loop(opened(tmp_path / "run", EAGER))
+    assert names(tmp_path / "run")["experience"] == [1] and names(tmp_path / "run")["tokenizer"] == []
+    loads: list[object] = []
+    monkeypatch.setattr("wmcli.training.loop.Trainee.load", lambda *given: loads.append(given))
+    run_loop(opened(tmp_path / "run", fresh=True))
+    assert loads == []
+    assert content(tmp_path / "run", "tokenizer", 1) == content(whole, "tokenizer", 1)
+
+
+# -- experience of its own --------------------------------------------------------------------------------------------
+
+
+def test_experience_that_it_did_not_collect_is_refused_before_anything_is_done(tmp_path: Path) -> None:
+    collect(opened(tmp_path / "run", *LOOP, new=True), steps=6)
+    train_tokenizer(opened(tmp_path / "run"))
+    before = names(tmp_path / "run")
+    with pytest.raises(UsageError, match="holds experience that wm run did not collect"):
+        run_loop(opened(tmp_path / "run"))
+    assert names(tmp_path / "run") == before
+
+
+def test_its_own_first_collect_may_have_been_done_by_hand(tmp_path: Path) -> None:
+    collect(opened(tmp_path / "run", *LOOP, "run.epochs=1", new=True))
+    run_loop(opened(tmp_path / "run"))
+    assert names(tmp_path / "run")["experience"] == [1]
+
+
+def test_another_seed_needs_a_run_of_its_own(tmp_path: Path) -> None:
+    run_loop(opened(tmp_path / "run", *LOOP, "run.epochs=1", new=True))
+    with pytest.raises(UsageError, match="with these settings"):
+        run_loop(opened(tmp_path / "run", "seed=2"))
+    assert names(tmp_path / "run")["experience"] == [1]

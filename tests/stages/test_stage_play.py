@@ -1,0 +1,161 @@
+"""Films and pictures of the agent, and how fast everything is.
+
+B episodes, T time, H W image.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_run import latest, opened
+
+from wmcli.artifacts import Run
+from wmcli.assemble import load_world_model
+from wmcli.errors import UsageError
+from wmcli.experience import Memory
+from wmcli.report.images import strip, write_png
+from wmcli.stages import play as play_module
+from wmcli.stages import profile as profile_module
+from wmcli.stages.latents import latents_of
+from wmcli.stages.pictures import SideBySide, beside, imagined_beside_real, write_side_by_side
+from wmcli.stages.play import play
+from wmcli.stages.profile import profile
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("source", ["real", "imagination"])
+def test_a_film_is_written_and_the_same_seed_is_the_same_film(
+    tiny: Path, tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(play_module, "STEPS", 40)
+    films = {}
+    for name, seed in [("a", 3), ("again", 3), ("b", 4), ("c", 5)]:
+        out = tmp_path / f"{name}.gif"
+        assert play(opened(tiny), source=source, out=out, controller=None, seed=seed) == out
+        films[name] = out.read_bytes()
+        with Image.open(out) as picture:
+            assert 1 <= picture.n_frames <= 40
+            if source == "real":
+                assert picture.n_frames == 7
+    assert films["a"] == films["again"]
+    assert len({films["a"], films["b"], films["c"]}) > 1
+    assert Run.open(tiny, create=False).versions("controller") == [1]
+
+
+def test_a_film_of_an_unknown_kind_is_refused(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        play(opened(tiny), source="real", out=tmp_path / "film.doc", controller=None, seed=3)
+    assert ".doc" in str(caught.value) and "\n" not in str(caught.value)
+
+
+# -- real beside imagined ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def newest_episodes(tiny: Path) -> tuple:
+    context = opened(tiny)
+    world_model = load_world_model(latest(tiny, "dynamics"), CPU)
+    memory = context.experience(latest(tiny, "experience"))
+    return world_model, memory, latents_of(context, world_model, latest(tiny, "tokenizer"), memory)
+
+
+def test_the_left_side_is_what_happened_and_the_right_begins_as_its_reconstruction(newest_episodes: tuple) -> None:
+    world_model, memory, latents = newest_episodes
+    pictures = imagined_beside_real(world_model, memory, latents, 2)
+    assert pictures.real.shape == pictures.imagined.shape == (7, 3 * 16, 16, 3)  # 3 episodes under each other
+    for episode in range(3):
+        rows = slice(16 * episode, 16 * (episode + 1))
+        real = pictures.real[:, rows]
+        starts = memory.episodes.start
+        found = [
+            memory.order[start : start + 7]
+            for start in starts
+            if len(memory.order[start : start + 7]) == 7
+            and (memory.frames[memory.order[start : start + 7]].numpy() == real).all()
+        ]
+        assert found
+        reconstruction = world_model.decode(latents[found[0][:2]]).numpy()
+        difference = np.abs(pictures.imagined[:2, rows].astype(int) - reconstruction)
+        assert difference.max() <= 1  # batches of another size may round otherwise
+
+
+def test_every_frame_follows_from_the_one_before_and_its_action(newest_episodes: tuple) -> None:
+    """A model that counts actions shows which actions it was given, and when."""
+
+    class Counter:
+        def observe(self, latent, action, reset):
+            assert reset[:, 0].all() and not reset[:, 1:].any()
+            return None, latent[:, -1]
+
+        def imagine(self, state, action):
+            step = state * 10 + action[:, None]
+            return type("Imagined", (), {"latent": step})(), step
+
+        def decode(self, latent):
+            return latent[..., None, None].expand(*latent.shape, 1, 1).to(torch.int64)
+
+    frames = torch.zeros(2, 5, 1, 1, 1, dtype=torch.int64)
+    latents = torch.tensor([[[1], [2], [0], [0], [0]], [[3], [4], [0], [0], [0]]])
+    actions = torch.tensor([[5, 6, 7, 8, 9], [1, 2, 3, 4, 5]])
+    shown = beside(Counter(), frames, latents, actions, 2).imagined
+    assert shown[:, :, 0, 0].T.tolist() == [[1, 2, 26, 267, 2678], [3, 4, 42, 423, 4234]]
+
+
+def test_no_episode_is_long_enough() -> None:
+    memory = Memory.empty(CPU)
+    memory.extend(
+        {
+            "observation": np.zeros((4, 8, 8, 3), np.uint8),
+            "action": np.zeros(4, np.int32),
+            "reward": np.zeros(4, np.float32),
+            "terminated": np.array([False, True] * 2),
+            "truncated": np.zeros(4, bool),
+            "first": np.array([True, False] * 2),
+            "lives": np.zeros(4, np.int16),
+            "stream": np.zeros(4, np.int16),
+        }
+    )
+    assert imagined_beside_real(None, memory, torch.zeros(4, 1), 2) is None
+
+
+@pytest.mark.parametrize("episodes", [1, 2, 3])
+@pytest.mark.parametrize("size", [8, 12])
+def test_the_picture_shows_one_episode_whole(tmp_path: Path, episodes: int, size: int) -> None:
+    frames = np.random.default_rng(1).integers(0, 255, (2, 4, episodes * size, size, 3)).astype(np.uint8)
+    write_side_by_side(tmp_path, SideBySide(frames[0], frames[1], 2))
+    write_png(tmp_path / "wanted.png", strip(frames[0][:, :size], frames[1][:, :size], context=2))
+    assert (tmp_path / "imagination.png").read_bytes() == (tmp_path / "wanted.png").read_bytes()
+    with Image.open(tmp_path / "imagination.gif") as picture:
+        assert picture.n_frames == 4
+    write_side_by_side(tmp_path / "nothing", None)
+    assert not (tmp_path / "nothing").exists()
+
+
+# -- speed ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_has_a_row_for_every_stage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_module, "REPEATS", 2)
+    monkeypatch.setattr(profile_module, "COLLECT_STEPS", 9)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    artifact = profile(opened(run))
+    assert torch.equal(torch.get_rng_state(), before)
+    rows = artifact.metrics["rows"]
+    assert [row["what"] for row in rows] == [
+        "collect, random policy",
+        "train-tokenizer",
+        "encode",
+        "train-dynamics",
+        "imagine (controller update)",
+        "imagination, pop",
+        "imagination, sequential",
+        "imagination, pop over sequential",
+    ]
+    assert all(0 < row["low"] <= row["rate"] <= row["high"] and row["unit"] and row["shape"] for row in rows)
+    assert profile(opened(run)).version == 2  # measured anew each time

@@ -1,0 +1,163 @@
+"""Exact numbers of parameters, by layer arithmetic from the papers' tables: a layer too wide or a bias too few shows.
+
+The public code of REM (leor-c/REM) keeps parameters that are never used; ours does not, see
+`test_what_the_public_layout_of_rem_adds`. A actions.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wmcli.assemble import build_tokenizer, build_world_model, count, parameter_counts
+from wmcli.settings import resolve
+
+ACTIONS = [3, 4, 18]
+
+
+def counts(preset: str, actions: int = 4, *overrides: str) -> dict[str, int]:
+    return parameter_counts(resolve(preset, overrides), actions)
+
+
+def linear(inputs: int, outputs: int) -> int:
+    return inputs * outputs + outputs
+
+
+def conv(inputs: int, outputs: int, kernel: int = 3) -> int:
+    return inputs * outputs * kernel**2 + outputs
+
+
+def lstm(inputs: int, width: int) -> int:
+    return 4 * width * (inputs + width) + 8 * width
+
+
+# -- REM --------------------------------------------------------------------------------------------------------------
+
+
+def test_rem_tokenizer() -> None:
+    found = counts("rem")
+    assert found["tokenizer"] == 3_189_667
+    assert found["tokenizer.encoder"] == 1_754_048
+    assert found["tokenizer.decoder"] == 1_172_963
+    assert found["tokenizer.pre_quant"] + found["tokenizer.post_quant"] == 131_584 == 2 * conv(256, 256, 1)
+    assert found["tokenizer.quantiser"] == 131_072 == 512 * 256
+
+
+def test_rem_tokenizer_of_4x4() -> None:
+    found = counts("rem-4x4")
+    assert found["tokenizer"] == 7_339_043
+    assert found["tokenizer.encoder"] == 5_884_864
+    assert found["tokenizer.decoder"] == 1_191_523
+    same = ("tokenizer.pre_quant", "tokenizer.post_quant", "tokenizer.quantiser")
+    assert {part: found[part] for part in same} == {part: counts("rem")[part] for part in same}
+
+
+@pytest.mark.parametrize("actions", ACTIONS)
+def test_rem_dynamics(actions: int) -> None:
+    found = counts("rem", actions)
+    assert found["dynamics"] == 4_624_389 + 256 * actions
+    assert found["dynamics.backbone"] == 5 * 855_552 == 4_277_760
+    assert found["dynamics.queries"] == 64 * 256
+    assert found["dynamics.action_embedding"] == actions * 256
+    assert found["dynamics.observation_head"] == 197_376 == linear(256, 256) + linear(256, 512)
+    assert found["dynamics.reward_head"] == 66_563 == linear(256, 256) + linear(256, 3)
+    assert found["dynamics.termination_head"] == 66_306 == linear(256, 256) + linear(256, 2)
+    heads = ("dynamics.observation_head", "dynamics.reward_head", "dynamics.termination_head")
+    assert sum(found[head] for head in heads) == 330_245
+
+
+@pytest.mark.parametrize("actions", ACTIONS)
+def test_what_the_public_layout_of_rem_adds(actions: int) -> None:
+    """leor-c/REM has an embedding table of 513 + A rows although observation tokens enter as the tokenizer's vectors:
+    512 rows for them and one for padding, none of them ever used. And a 65th query, whose answer is thrown away."""
+    unused = 513 * 256 + 1 * 256
+    assert counts("rem", actions)["dynamics"] + unused == 4_755_973 + 256 * actions
+
+
+def test_a_layer_of_rems_retnet() -> None:
+    with torch.device("meta"):
+        settings = resolve("rem")
+        backbone = build_world_model(settings, build_tokenizer(settings), 4).backbone
+    layer = backbone.layers[0]
+    parts = {name: count(child) for name, child in layer.named_children()}
+    norms = sum(count(module) for module in layer.modules() if isinstance(module, torch.nn.LayerNorm))
+    projections = 5 * linear(256, 256)
+    feed_forward = linear(256, 1024) + linear(1024, 256)
+    assert (projections, norms, feed_forward) == (328_960, 1_024, 525_568)
+    assert sum(parts.values()) == count(layer) == 855_552 == projections + norms + feed_forward
+
+
+@pytest.mark.parametrize("actions", ACTIONS)
+def test_rem_controller(actions: int) -> None:
+    found = counts("rem", actions)
+    assert found["controller"] == 4_568_257 + 1_025 * actions
+    assert found["controller.encoder"] == 2_466_496 == conv(256, 128) + conv(128, 64) + linear(64 * 8 * 8, 512)
+    assert found["controller.lstm"] == 2_101_248 == lstm(512, 512)
+    assert found["controller.policy_head"] + found["controller.value_head"] == 513 * (actions + 1)
+    assert found["controller.action_embedding"] == 512 * actions
+
+
+def test_rem_controller_on_4x4_tokens() -> None:
+    assert counts("rem-4x4", 4)["controller"] == 2_999_493
+
+
+def test_what_the_ablations_change() -> None:
+    rem = counts("rem")
+    assert rem["dynamics"] - counts("rem-no-pop")["dynamics"] == 64 * 256  # no queries
+    assert "dynamics.queries" not in counts("rem-no-pop")
+    separate = counts("rem-separate-embeddings")
+    assert separate["dynamics"] - rem["dynamics"] == separate["dynamics.token_embedding"] == 512 * 256
+    assert rem["controller"] - counts("rem-no-action-inputs")["controller"] == 512 * 4  # no table of actions
+    assert counts("rem-pixel-controller")["controller"] == counts("iris")["controller"]
+    for name in ("rem-no-pop", "rem-separate-embeddings", "rem-pixel-controller", "rem-no-action-inputs"):
+        assert counts(name)["tokenizer"] == rem["tokenizer"]
+
+
+# -- IRIS -------------------------------------------------------------------------------------------------------------
+
+
+def test_iris_tokenizer() -> None:
+    found = counts("iris")
+    assert found["tokenizer"] == 4_027_523
+    assert found["tokenizer.encoder"] == 1_418_240
+    assert found["tokenizer.decoder"] == 1_821_827
+    assert found["tokenizer.pre_quant"] + found["tokenizer.post_quant"] == 525_312
+    assert found["tokenizer.quantiser"] == 262_144 == 512 * 512
+
+
+@pytest.mark.parametrize("actions", ACTIONS)
+def test_iris_dynamics(actions: int) -> None:
+    found = counts("iris", actions)
+    assert found["dynamics"] == 8_446_469 + 256 * actions
+    assert found["dynamics.backbone"] == 10 * 789_760 + 512 + 87_040  # layers, last norm, 340 positions
+    assert found["dynamics.token_embedding"] + found["dynamics.action_embedding"] == (512 + actions) * 256
+    heads = ("dynamics.observation_head", "dynamics.reward_head", "dynamics.termination_head")
+    assert sum(found[head] for head in heads) == 330_245
+    assert "dynamics.queries" not in found
+
+
+@pytest.mark.parametrize("actions", ACTIONS)
+def test_iris_controller(actions: int) -> None:
+    found = counts("iris", actions)
+    assert found["controller"] == 3_215_905 + 513 * actions
+    assert found["controller.encoder"] == 65_568 == conv(3, 32) + conv(32, 32) + conv(32, 64) + conv(64, 64)
+    assert found["controller.lstm"] == 3_149_824 == lstm(1024, 512)
+    assert found["controller.policy_head"] + found["controller.value_head"] == 513 * (actions + 1)
+    assert "controller.action_embedding" not in found
+
+
+# -- the counting itself ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["quickstart", "rem", "iris"])
+def test_the_parts_make_the_whole_and_nothing_is_counted_twice(preset: str) -> None:
+    found = counts(preset, 4)
+    for model in ("tokenizer", "dynamics", "controller"):
+        assert found[model] == sum(number for name, number in found.items() if name.startswith(f"{model}."))
+
+
+def test_lpips_is_not_ours_to_count() -> None:
+    """Its 14,716,160 frozen weights are the user's file; the public log counts them into the tokenizer."""
+    with_lpips = counts("rem", 4, "tokenizer.perceptual=lpips", "tokenizer.lpips_weights=vgg.safetensors")
+    assert with_lpips == counts("rem")
+    assert with_lpips["tokenizer"] + 14_716_160 == 17_905_827

@@ -1,0 +1,320 @@
+"""Presets: each resolves, says what it is, holds the published numbers, trains; wrong settings are one clear line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wmcli.assemble import parameter_counts
+from wmcli.config import preset_names, preset_values, read_preset
+from wmcli.errors import UsageError
+from wmcli.settings import Settings, flatten, resolve
+from wmcli.stages.collect import collect
+from wmcli.stages.context import open_context
+from wmcli.stages.dynamics import train_dynamics
+from wmcli.stages.evaluate import evaluate
+from wmcli.stages.imagine import imagine
+from wmcli.stages.tokenizer import train_tokenizer
+
+PRESETS = preset_names()
+
+# What each ablation of REM's table changes, and to what.
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "rem-no-pop": {"dynamics.prediction": "sequential"},
+    "rem-separate-embeddings": {"dynamics.shared_embeddings": False},
+    "rem-4x4": {"tokenizer.downsamples": 4},
+    # one thing, IRIS's controller, is two keys
+    "rem-pixel-controller": {"controller.input": "pixels", "controller.action_inputs": False},
+    "rem-no-action-inputs": {"controller.action_inputs": False},
+}
+
+# Cohen et al. 2024, table of hyper-parameters; where paper and public code differ, the code, which made the scores.
+REM = {
+    "seed": 1,
+    "environment.protocol": "rem",
+    "environment.size": 64,
+    "environment.count": 1,
+    "collect.steps": 200,
+    "collect.temperature": 1.0,
+    "collect.epsilon": 0.01,
+    "tokenizer.quantiser": "vq",
+    "tokenizer.network": "slim",
+    "tokenizer.codes": 512,
+    "tokenizer.width": 256,
+    "tokenizer.channels": 32,
+    "tokenizer.downsamples": 3,  # 64 / 2^3 = 8, so 8 x 8 = 64 tokens
+    "tokenizer.commitment": 1.0,
+    "tokenizer.reconstruction": "mse",
+    "tokenizer.optimiser": "adamw",
+    "tokenizer.learning_rate": 1e-4,
+    "tokenizer.weight_decay": 0.01,
+    "tokenizer.clip": 10.0,
+    "tokenizer.batch": 128,
+    "tokenizer.updates": 200,
+    "dynamics.prediction": "pop",
+    "dynamics.shared_embeddings": True,
+    "dynamics.horizon": 10,
+    "dynamics.context": 2,
+    "dynamics.learning_rate": 2e-4,
+    "dynamics.weight_decay": 0.05,
+    "dynamics.clip": 100.0,
+    "dynamics.batch": 64,
+    "dynamics.updates": 200,
+    "backbone.name": "retnet",
+    "backbone.width": 256,
+    "backbone.layers": 5,
+    "backbone.dropout": 0.1,
+    "backbone.retnet.heads": 4,
+    "backbone.retnet.ffn": 4,
+    "backbone.retnet.activation": "silu",
+    "backbone.retnet.decay": "log",
+    "controller.input": "latent",
+    "controller.action_inputs": True,
+    "controller.width": 512,
+    "controller.latent_channels": [128, 64],
+    "controller.burn_in": 20,
+    "controller.horizon": 8,  # 10 blocks less 2 of context: 9 decisions, 8 transitions that count
+    "controller.discount": 0.995,
+    "controller.trace_decay": 0.95,
+    "controller.entropy": 0.001,
+    "controller.optimiser": "adamw",
+    "controller.learning_rate": 1e-4,
+    "controller.weight_decay": 0.01,
+    "controller.clip": 3.0,
+    "controller.batch": 128,
+    "controller.updates": 100,
+    "evaluation.episodes": 100,
+    "evaluation.environments": 8,
+    "evaluation.temperature": 0.5,
+    "run.epochs": 600,
+    "run.collect_epochs": 500,
+    "run.tokenizer_after": 5,
+    "run.dynamics_after": 25,
+    "run.controller_after": 50,
+    "run.evaluate_every": 10,
+    "run.evaluate_episodes": 16,
+    "training.sampling": "windows",
+}
+# Micheli et al. 2023, where it is not as REM.
+IRIS = REM | {
+    "tokenizer.network": "residual",
+    "tokenizer.channels": 64,
+    "tokenizer.downsamples": 4,  # 4 x 4 = 16 tokens
+    "tokenizer.width": 512,
+    "tokenizer.reconstruction": "l1",
+    "tokenizer.optimiser": "adam",
+    "tokenizer.weight_decay": 0.0,
+    "tokenizer.batch": 256,
+    "dynamics.prediction": "sequential",
+    "dynamics.shared_embeddings": False,
+    "dynamics.initialisation": "gpt",
+    "dynamics.horizon": 20,
+    "dynamics.context": 1,
+    "dynamics.observation_burn_in": 0,
+    "dynamics.reward_burn_in": 0,
+    "dynamics.learning_rate": 1e-4,
+    "dynamics.weight_decay": 0.01,
+    "dynamics.clip": 10.0,
+    "backbone.name": "transformer",
+    "backbone.layers": 10,
+    "backbone.transformer.heads": 4,
+    "backbone.transformer.ffn": 4,
+    "controller.input": "pixels",
+    "controller.action_inputs": False,
+    "controller.pixel_channels": [32, 32, 64, 64],
+    "controller.horizon": 19,  # 20 frames, the first of them real
+    "controller.optimiser": "adam",
+    "controller.weight_decay": 0.0,
+    "controller.clip": 10.0,
+    "controller.batch": 64,
+    "controller.updates": 200,
+    "run.evaluate_every": 5,
+    "training.sampling": "episodes",
+}
+
+QUICK = [  # one update of each kind in an environment that costs nothing
+    "environment.id=wm/Catch-v0",
+    "environment.protocol=plain",
+    "environment.count=1",
+    "collect.steps=21",
+    "tokenizer.batch=2",
+    "tokenizer.updates=1",
+    "tokenizer.perceptual=none",
+    "dynamics.batch=1",
+    "dynamics.updates=1",
+    "controller.batch=1",
+    "controller.burn_in=2",
+    "controller.updates=1",
+    "evaluation.episodes=1",
+    "training.device=cpu",
+    "training.threads=1",
+]
+
+
+def changes(preset: str, base: str) -> dict[str, Any]:
+    ours, theirs = flatten(resolve(preset)), flatten(resolve(base))
+    assert ours.keys() == theirs.keys()
+    return {key: value for key, value in ours.items() if value != theirs[key]}
+
+
+def complaint(preset: str, *overrides: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        resolve(preset, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_the_presets_of_the_papers_are_there() -> None:
+    assert {"rem", "iris", "quickstart", *ABLATIONS} <= set(PRESETS)
+    files = (Path(__file__).parent.parent / "presets").glob("*.toml")
+    assert sorted(PRESETS) == sorted(file.stem for file in files)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_resolves_and_says_what_it_is_and_where_it_is_from(name: str) -> None:
+    assert isinstance(resolve(name), Settings)
+    table = read_preset(name)
+    for key in ("about", "paper"):
+        assert isinstance(table[key], str) and 10 < len(table[key]) < 120 and "\n" not in table[key]
+
+
+@pytest.mark.parametrize("name", ["rem", "iris", *ABLATIONS])
+def test_a_preset_states_only_what_differs(name: str) -> None:
+    """From the defaults or its base: a key that repeats them hides what the preset is about."""
+    base = read_preset(name).get("base")
+    values = {} if base is None else preset_values(base)
+    above = flatten(Settings.model_validate(values))
+    stated = {
+        f"{section}.{key}": value
+        for section, table in read_preset(name).items()
+        if isinstance(table, dict)
+        for key, value in table.items()
+        if not isinstance(value, dict)
+    }
+    assert stated
+    assert not [key for key, value in stated.items() if above.get(key) == value]
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_an_ablation_changes_what_it_ablates_and_nothing_else(name: str) -> None:
+    assert changes(name, "rem") == ABLATIONS[name]
+
+
+@pytest.mark.parametrize(("name", "numbers"), [("rem", REM), ("iris", IRIS)])
+def test_a_preset_holds_the_numbers_of_its_paper(name: str, numbers: dict[str, Any]) -> None:
+    values = flatten(resolve(name))
+    assert {key: values[key] for key in numbers} == numbers
+
+
+def test_steps_and_updates_of_a_whole_run_are_those_of_the_benchmark() -> None:
+    """100,000 steps; 119,000, 115,000 and 55,000 updates of tokenizer, dynamics and controller."""
+    settings = resolve("rem")
+    run = settings.run
+    assert run.collect_epochs * settings.collect.steps == 100_000
+    assert (run.epochs - run.tokenizer_after) * settings.tokenizer.updates == 119_000
+    assert (run.epochs - run.dynamics_after) * settings.dynamics.updates == 115_000
+    assert (run.epochs - run.controller_after) * settings.controller.updates == 55_000
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_models_of_a_preset_can_be_built(name: str) -> None:
+    counts = parameter_counts(resolve(name), actions=5)
+    assert all(counts[model] > 0 for model in ("tokenizer", "dynamics", "controller"))
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def one_update_of_everything(name: str, folder: Path, *overrides: str) -> None:
+    context = open_context(folder, name, [*QUICK, *overrides], create=True, quiet=True)
+    experience = collect(context)
+    assert experience.metrics["steps"] == 21
+    for stage in (train_tokenizer, train_dynamics, imagine):
+        artifact = stage(context)
+        assert artifact.metrics["updates"] == 1
+        assert artifact.metrics["gradient_norm"] > 0
+        assert artifact.manifest["preset"] == name
+    assert evaluate(context).metrics["episodes"] == 1
+
+
+def test_quickstart_trains(tmp_path: Path) -> None:
+    one_update_of_everything("quickstart", tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"quickstart"}))
+def test_every_model_of_a_preset_takes_an_update(name: str, tmp_path: Path) -> None:
+    one_update_of_everything(name, tmp_path / "run")
+
+
+# -- settings that cannot be ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["backbone.width=128"], ["tokenizer.width is 256", "backbone.width is 128", "dynamics.shared_embeddings"]),
+        (["tokenizer.width=512"], ["tokenizer.width is 512", "backbone.width is 256"]),
+        (
+            ["controller.horizon=9"],
+            ["dynamics.context + controller.horizon = 11", "dynamics.horizon = 10", "lower controller.horizon"],
+        ),
+        (["dynamics.context=3"], ["dynamics.context + controller.horizon = 11", "dynamics.horizon = 10"]),
+        (["dynamics.horizon=9"], ["dynamics.context + controller.horizon = 10", "dynamics.horizon = 9"]),
+        (["dynamics.horizon=2"], ["dynamics", "context = 2", "horizon = 2"]),
+        (["dynamics.reward_burn_in=10"], ["dynamics", "reward_burn_in = 10", "horizon = 10"]),
+        (["tokenizer.quantiser=fsq", "tokenizer.fsq_levels=[4, 4]"], ["fsq_levels [4, 4] make 16", "codes = 512"]),
+    ],
+)
+def test_sections_that_do_not_fit_together_are_one_line_with_both_keys(overrides: list[str], words: list[str]) -> None:
+    message = complaint("rem", *overrides)
+    assert all(word in message for word in words), message
+
+
+def test_what_the_line_advises_works() -> None:
+    assert resolve("rem", ["backbone.width=128", "dynamics.shared_embeddings=false"]).backbone.width == 128
+    assert resolve("rem", ["controller.horizon=9", "dynamics.horizon=11"]).controller.horizon == 9
+    assert resolve("rem", ["controller.horizon=7", "dynamics.context=3"]).dynamics.context == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("controller.horizn=9", "horizon"),
+        ("tokeniser.codes=9", "tokenizer"),
+        ("backbone.retnet.head=2", "heads"),
+        ("training.theads=2", "threads"),
+        ("sed=2", "seed"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(override: str, nearest: str) -> None:
+    message = complaint("rem", override)
+    assert f"unknown key '{override.partition('=')[0].partition('.codes')[0]}'" in message
+    assert f"did you mean '{nearest}'?" in message
+
+
+@pytest.mark.parametrize("override", ["seed=-1", "seed=1.5", "collect.epsilon=2", "controller.input=sound", "run=3"])
+def test_a_wrong_value_names_its_key(override: str) -> None:
+    key, _, value = override.partition("=")
+    message = complaint("rem", override)
+    assert key in message and value in message
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    assert "did you mean 'rem-no-pop'?" in complaint("rem-nopop")
+
+
+def test_overrides_come_last_and_the_base_replaces_the_preset() -> None:
+    assert resolve("quickstart", ["seed=3", "seed=4"]).seed == 4
+    bound = resolve("rem", ["controller.horizon=5"])
+    again = resolve("quickstart", ["seed=9"], base=bound.model_dump(mode="json"))
+    assert again == bound.model_copy(update={"seed": 9})
+
+
+def test_flat_settings_can_be_given_back_as_overrides() -> None:
+    flat = flatten(resolve("iris"))
+    texts = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in flat.items()]
+    assert resolve("quickstart", texts) == resolve("iris")

@@ -1,0 +1,224 @@
+"""Checkpoints: whole or refused, never unpickled, and what does not fit is named."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from wmcli.artifacts.files import disk_errors
+from wmcli.errors import ArtifactError, MachineError
+from wmcli.training.checkpoint import (
+    generator_state,
+    load_generator,
+    load_modules,
+    load_optimiser,
+    load_random,
+    load_tensors,
+    module_tensors,
+    optimiser_tensors,
+    random_tensors,
+    save_tensors,
+)
+from wmcli.training.optim import build_optimiser, update
+
+TENSORS = {
+    "float": torch.randn(2, 3),
+    "half": torch.randn(5).to(torch.bfloat16),
+    "flags": torch.tensor([True, False, True]),
+    "counts": torch.tensor([1 << 60, -3]),
+    "nothing": torch.zeros(0, 4, dtype=torch.int32),
+    "scalar": torch.tensor(1.5),
+    "turned": torch.arange(6).view(2, 3).T,
+}
+ABOUT = {"update": 3, "big": 1 << 127, "names": ["ä", "b"], "metrics": {"loss": 0.1}, "none": None}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    save_tensors(tmp_path / "checkpoint.safetensors", TENSORS, ABOUT)
+    return tmp_path / "checkpoint.safetensors"
+
+
+def complaint(path: Path) -> str:
+    with pytest.raises(ArtifactError) as caught:
+        load_tensors(path)
+    message = str(caught.value)
+    assert str(path) in message and "damaged" in message and "\n" not in message
+    return message
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_comes_back(path: Path) -> None:
+    tensors, about = load_tensors(path)
+    assert about == ABOUT
+    assert tensors.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert tensors[name].dtype == tensor.dtype and tensors[name].shape == tensor.shape
+        assert torch.equal(tensors[name], tensor)
+
+
+def test_the_file_is_plain_safetensors_with_one_metadata_key(path: Path) -> None:
+    with safe_open(path, framework="np") as file:
+        assert list(file.metadata()) == ["wm"]
+        assert json.loads(file.metadata()["wm"]) == ABOUT
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    assert set(json.loads(data[8 : 8 + length])) == {"__metadata__", *TENSORS}
+
+
+def test_the_same_content_is_the_same_bytes(path: Path) -> None:
+    before = path.read_bytes()
+    save_tensors(path, dict(reversed(TENSORS.items())), dict(reversed(ABOUT.items())))
+    assert path.read_bytes() == before
+
+
+def test_nothing_is_unpickled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("unpickled")
+
+    for module, name in [(pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load"), (torch, "save")]:
+        monkeypatch.setattr(module, name, forbidden)
+    save_tensors(path, TENSORS, ABOUT)
+    load_tensors(path)
+
+
+def test_a_pickle_is_refused_unread(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple:
+            return (Path.touch, (tmp_path / "sprung",))
+
+    (tmp_path / "trap").write_bytes(pickle.dumps(Trap()))
+    complaint(tmp_path / "trap")
+    torch.save({"a": Trap()}, tmp_path / "trap")
+    complaint(tmp_path / "trap")
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_file_cut_anywhere_is_damaged(path: Path) -> None:
+    data = path.read_bytes()
+    for length in {0, 1, 7, 8, 9, 200, len(data) // 2, len(data) - 1}:
+        path.write_bytes(data[:length])
+        complaint(path)
+
+
+def test_a_file_with_another_head_is_damaged(path: Path) -> None:
+    data = path.read_bytes()
+    for spoilt in (data + b"x", b"\xff" * 8 + data[8:], data[:8] + b"[" + data[9:], bytes(len(data)), b"not at all"):
+        path.write_bytes(spoilt)
+        complaint(path)
+
+
+@pytest.mark.parametrize("metadata", [None, {"other": "1"}, {"wm": "{"}, {"wm": ""}])
+def test_safetensors_of_somebody_else_are_damaged(path: Path, metadata: dict[str, str] | None) -> None:
+    save_file({"a": torch.zeros(2)}, path, metadata)
+    complaint(path)
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(MachineError), disk_errors(path):
+        save_tensors(path, {"float": torch.zeros(100)}, {})
+    assert path.read_bytes() == before
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+def test_modules_are_told_apart_by_their_whole_name() -> None:
+    modules = {"net": nn.Linear(2, 3), "network": nn.Linear(2, 3), "norm": nn.BatchNorm1d(4)}
+    tensors = module_tensors(modules)
+    assert "model/norm/running_mean" in tensors  # buffers as well
+    others = {"net": nn.Linear(2, 3), "network": nn.Linear(2, 3), "norm": nn.BatchNorm1d(4)}
+    load_modules(others, tensors, "here")
+    for name, module in modules.items():
+        for key, value in module.state_dict().items():
+            assert torch.equal(others[name].state_dict()[key], value)
+
+
+def test_what_does_not_fit_is_named_together_and_nothing_is_loaded() -> None:
+    found = module_tensors({"net": nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4, bias=False), nn.Linear(1, 1))})
+    net = nn.Sequential(nn.Linear(2, 5), nn.Linear(3, 4))
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    with pytest.raises(ArtifactError) as caught:
+        load_modules({"net": net}, found, "tokenizer@3")
+    message = str(caught.value)
+    assert message.startswith("tokenizer@3: weights of the net do not fit its settings")
+    assert "missing: ['1.bias']" in message
+    assert "unexpected: ['2.bias', '2.weight']" in message
+    assert "other shape: ['0.bias', '0.weight']" in message
+    assert "\n" not in message
+    assert all(torch.equal(net.state_dict()[key], value) for key, value in before.items())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "words"),
+    [
+        (nn.Linear(2, 3), nn.Linear(2, 3, bias=False), "missing: ['bias'], unexpected: [], other shape: []"),
+        (nn.Linear(2, 3, bias=False), nn.Linear(2, 3), "missing: [], unexpected: ['bias'], other shape: []"),
+        (nn.Linear(2, 3, bias=False), nn.Linear(3, 2, bias=False), "unexpected: [], other shape: ['weight']"),
+    ],
+)
+def test_each_kind_of_misfit_alone_is_refused(wanted: nn.Module, found: nn.Module, words: str) -> None:
+    with pytest.raises(ArtifactError) as caught:
+        load_modules({"net": wanted}, module_tensors({"net": found}), "here")
+    assert words in str(caught.value)
+
+
+# -- optimisers and generators ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam"])
+def test_an_optimiser_goes_on_from_its_moments_with_the_settings_of_now(name, tmp_path: Path) -> None:
+    def made(learning_rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        net = nn.Linear(3, 2)
+        return net, build_optimiser(name, net.parameters(), learning_rate, 0.1)
+
+    def learn(net: nn.Module, optimiser: torch.optim.Optimizer) -> None:
+        update(optimiser, net(torch.arange(6.0).view(2, 3)).square().sum(), 1e9)
+
+    net, optimiser = made(1e-2)
+    for _ in range(3):
+        learn(net, optimiser)
+    save_tensors(tmp_path / "x", module_tensors({"net": net}) | optimiser_tensors(optimiser), {})
+    tensors, _ = load_tensors(tmp_path / "x")
+    twin, its_optimiser = made(1e-2)
+    load_modules({"net": twin}, tensors, "here")
+    load_optimiser(its_optimiser, tensors)
+    learn(net, optimiser)
+    learn(twin, its_optimiser)
+    assert torch.equal(net.weight, twin.weight) and torch.equal(net.bias, twin.bias)
+    _, slower = made(1e-5)
+    load_optimiser(slower, tensors)
+    assert slower.param_groups[0]["lr"] == 1e-5
+
+
+def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    rng.integers(7)  # leaves half of a 64-bit draw in store
+    save_tensors(tmp_path / "x", random_tensors(torch.device("cpu")), generator_state(rng))
+    here = rng.integers(7, size=5).tolist(), torch.rand(3).tolist()
+    tensors, about = load_tensors(tmp_path / "x")
+    other = np.random.default_rng(0)
+    torch.manual_seed(0)
+    load_random(tensors, torch.device("cpu"))
+    load_generator(other, about)
+    assert (other.integers(7, size=5).tolist(), torch.rand(3).tolist()) == here

@@ -1,0 +1,76 @@
+"""The first signal asks, the second ends the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from wmcli.training.interrupt import stop_requests
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+
+STUBBORN = """
+import time
+from wmcli.training.interrupt import stop_requests
+with stop_requests() as stop:
+    print("ready", flush=True)
+    while not stop:
+        time.sleep(0.01)
+    print("asked", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_a_request_and_the_handlers_come_back(number: signal.Signals) -> None:
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with stop_requests() as stop:
+        assert not stop
+        os.kill(os.getpid(), number)
+        assert stop
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+    with stop_requests() as another:
+        assert not another
+
+
+def test_the_handlers_come_back_after_an_error() -> None:
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with pytest.raises(ZeroDivisionError), stop_requests():
+        raise ZeroDivisionError
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+
+
+@pytest.mark.parametrize("second", SIGNALS)
+@pytest.mark.parametrize("first", SIGNALS)
+def test_the_second_signal_ends_the_process_at_once(first: signal.Signals, second: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None and child.stdout.readline() == "ready\n"
+            child.send_signal(first)
+            assert child.stdout.readline() == "asked\n"
+            began = time.monotonic()
+            child.send_signal(second)
+            assert child.wait(timeout=30) == -second
+            assert time.monotonic() - began < 10
+        finally:
+            child.kill()
+
+
+def test_outside_the_main_thread_nothing_is_caught() -> None:
+    before = [signal.getsignal(each) for each in SIGNALS]
+    seen = []
+
+    def work() -> None:
+        with stop_requests() as stop:
+            seen.append((bool(stop), [signal.getsignal(each) for each in SIGNALS] == before))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(False, True)]

@@ -1,0 +1,234 @@
+"""The loop: resumed at any update it ends in the same bits, and what it says, saves and refuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from small_lesson import CPU, Killed, Lesson
+
+from wmcli.errors import DivergedError, Stopped
+from wmcli.training import loop
+from wmcli.training.checkpoint import load_tensors
+from wmcli.training.loop import CHECKPOINT
+
+
+def die_at(update: int) -> Callable[[int], None]:
+    def before(done: int) -> None:
+        if done == update:
+            raise Killed
+
+    return before
+
+
+def ask_to_stop_in(update: int, number: signal.Signals = signal.SIGTERM) -> Callable[[int], None]:
+    """A signal while that update (counted from 1) is computed."""
+
+    def before(done: int) -> None:
+        if done == update - 1:
+            os.kill(os.getpid(), number)
+
+    return before
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "work").mkdir()
+    return tmp_path / "work"
+
+
+def whole(tmp_path: Path, updates: int, **how: str) -> Lesson:
+    """The same lesson without any interruption."""
+    (tmp_path / "whole").mkdir()
+    lesson = Lesson(tmp_path / "whole", **how)
+    lesson.run(updates)
+    return lesson
+
+
+# -- resume -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "adam"])
+@pytest.mark.parametrize("sampling", ["windows", "episodes"])
+def test_killed_after_any_update_it_ends_in_the_same_bits(
+    tmp_path: Path, folder: Path, sampling: str, optimiser: str
+) -> None:
+    """Weights, buffers, moments, both generators and the sampler; every update dies once, so checkpoints are of
+    resumed processes as well. A round of the sampler has 20 windows, so rounds end on the way."""
+    updates = 7
+    for update in range(1, updates):
+        with pytest.raises(Killed):
+            Lesson(folder, sampling, optimiser, before=die_at(update)).run(updates)
+    resumed = Lesson(folder, sampling, optimiser)
+    resumed.run(updates)
+    undisturbed = whole(tmp_path, updates, sampling=sampling, optimiser=optimiser)
+    assert resumed.learned() == undisturbed.learned()
+
+
+def test_dropout_and_sampler_matter_here(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: a checkpoint that forgets torch's generator, or the sampler, gives other bits."""
+    undisturbed = whole(tmp_path, 5)
+    for forgotten in ("load_random", "load_generator"):
+        with pytest.raises(Killed):
+            Lesson(folder, before=die_at(2)).run(5)
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, forgotten, lambda *_: None)
+            if forgotten == "load_generator":  # nothing else would restore what the sampler shares with the stage
+                patch.setattr("wmcli.experience.WindowSampler.load", lambda *_: None)
+            resumed = Lesson(folder)
+            resumed.run(5)
+        assert resumed.learned() != undisturbed.learned()
+        (folder / CHECKPOINT).unlink()
+
+
+def test_a_finished_lesson_is_not_taken_again(folder: Path) -> None:
+    first = Lesson(folder)
+    metrics = first.run(4)
+    again = Lesson(folder, before=die_at(4))
+    assert again.run(4) == metrics
+    assert again.learned() == first.learned()
+    assert again.log == []
+
+
+def test_training_further_takes_over_what_was_learned_and_adds_up(tmp_path: Path, folder: Path) -> None:
+    first = Lesson(folder)
+    first.run(4)
+    (tmp_path / "more").mkdir()
+    second = Lesson(tmp_path / "more", seed=6)
+    second.run(2, parent=folder / CHECKPOINT)
+    assert (second.trainee.trained, second.trainee.update) == (4, 2)
+    assert second.trainee.modules["net"].get_buffer("calls") == 6
+    assert second.learned()["optimiser/0/step"] == 6
+    assert [record["update"] for record in second.log] == [6]
+    (tmp_path / "most").mkdir()
+    third = Lesson(tmp_path / "most")
+    third.run(1, parent=tmp_path / "more" / CHECKPOINT)
+    assert (third.trainee.trained, third.trainee.update) == (6, 1)
+
+
+def test_no_updates_at_all(folder: Path) -> None:
+    assert Lesson(folder, before=die_at(0)).run(0) == {}
+
+
+# -- checkpoints and lines --------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_every_so_many_seconds_and_one_at_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    saved = []
+
+    def tick(done: int) -> None:
+        nonlocal now
+        now += 10
+
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now)
+    monkeypatch.setattr(loop.Trainee, "save", lambda self, path, device: saved.append(self.update))
+    Lesson(folder, before=tick).run(8, checkpoint_seconds=25.0)
+    assert saved == [3, 6, 8]
+    saved.clear()
+    Lesson(folder, before=tick).run(3, checkpoint_seconds=0.0)
+    assert saved == [1, 2, 3]
+
+
+def test_a_line_has_the_means_since_the_line_before(folder: Path) -> None:
+    lesson = Lesson(folder, metrics=lambda done: {"number": float(done)})
+    metrics = lesson.run(8, log_every=3)
+    assert [(record["stage"], record["update"]) for record in lesson.log] == [("learn", 3), ("learn", 6), ("learn", 8)]
+    assert [record["number"] for record in lesson.log] == [1.0, 4.0, 6.5]
+    assert all(record["updates_per_second"] > 0 for record in lesson.log)
+    assert metrics["number"] == 6.5 and set(metrics) == {"loss", "gradient_norm", "number"}
+    assert lesson.log[-1]["loss"] == metrics["loss"]
+
+
+def test_the_device_is_not_waited_for_between_lines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = []
+    means = loop._means
+    monkeypatch.setattr(loop, "_means", lambda *given: waits.append(given[2]) or means(*given))
+    Lesson(folder).run(10, log_every=4, checkpoint_seconds=3600.0)
+    assert waits == [4, 8, 10]
+
+
+# -- divergence -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("log_every", "seconds", "kept"), [(50, 0.0, 4), (2, 3600.0, None), (50, 3600.0, None)])
+def test_a_number_that_is_not_finite_stops_before_it_is_saved(
+    folder: Path, bad: float, log_every: int, seconds: float, kept: int | None
+) -> None:
+    lesson = Lesson(folder, metrics=lambda done: {"fine": 1.0, "broken": bad if done >= 4 else 0.0})
+    with pytest.raises(DivergedError) as caught:
+        lesson.run(9, log_every=log_every, checkpoint_seconds=seconds)
+    assert str(caught.value).startswith("learn diverged: broken not finite at update 5;")
+    assert "\n" not in str(caught.value)
+    checkpoint = folder / CHECKPOINT
+    assert checkpoint.exists() == (kept is not None)
+    if kept is not None:
+        assert load_tensors(checkpoint)[1]["update"] == kept
+
+
+def test_weights_that_blow_up_are_noticed_by_the_gradient(folder: Path) -> None:
+    lesson = Lesson(folder)
+
+    def spoil(done: int) -> None:
+        if done == 2:
+            torch.nn.init.constant_(lesson.trainee.modules["net"].layers[0].weight, float("nan"))
+
+    lesson.before = spoil
+    with pytest.raises(DivergedError, match="loss, gradient_norm not finite at update 3"):
+        lesson.run(9)
+    assert load_tensors(folder / CHECKPOINT)[1]["update"] == 2
+
+
+# -- stopping ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("update", [1, 3, 5])
+def test_asked_to_stop_it_leaves_a_checkpoint_and_goes_on_from_there(
+    tmp_path: Path, folder: Path, update: int, number: signal.Signals
+) -> None:
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped, match=f"stopped after update {update} of 5; the same command goes on"):
+        Lesson(folder, before=ask_to_stop_in(update, number)).run(5, checkpoint_seconds=3600.0)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    assert load_tensors(folder / CHECKPOINT)[1]["update"] == update
+    resumed = Lesson(folder)
+    resumed.run(5, checkpoint_seconds=3600.0)
+    assert resumed.learned() == whole(tmp_path, 5).learned()
+
+
+def test_a_diverged_update_is_not_saved_even_when_asked_to_stop(folder: Path) -> None:
+    lesson = Lesson(folder, before=ask_to_stop_in(2), metrics=lambda done: {"broken": float("nan") if done else 0.0})
+    with pytest.raises(DivergedError):
+        lesson.run(5, checkpoint_seconds=3600.0)
+    assert not (folder / CHECKPOINT).exists()
+
+
+def test_resuming_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Killed):
+        Lesson(folder, before=die_at(2)).run(4)
+    trainee = Lesson(folder)
+    trainee.run(2)  # makes a trainee to hand over
+    capsys.readouterr()
+    loop.fit(
+        trainee.trainee,
+        lambda: {"loss": torch.tensor(1.0)},
+        stage="learn",
+        updates=4,
+        folder=folder,
+        machine=CPU,
+        settings=loop.TrainingSettings(),
+        progress=loop.Progress(),
+        log=lambda record: None,
+    )
+    assert capsys.readouterr().err == "learn: resuming at update 2 of 4\n"
