@@ -15,6 +15,7 @@ from wmcli.artifacts import KINDS, Run, check, make_command
 from wmcli.config import digest
 from wmcli.envs import protocol
 from wmcli.errors import ArtifactError, DivergedError, UsageError
+from wmcli.experience import WindowSampler
 from wmcli.settings import Settings, flatten
 from wmcli.stages.collect import collect
 from wmcli.stages.context import open_context
@@ -189,6 +190,14 @@ def test_another_seed_is_another_job(run: Path, kind: str) -> None:
         assert sha256(changed) != sha256(Run.open(run, create=False).get(kind, 1))
 
 
+@pytest.mark.parametrize("kind", TRAINING)
+@pytest.mark.parametrize("override", ["training.precision=bfloat16", "training.sampling=episodes"])
+def test_how_it_is_trained_is_part_of_the_job(run: Path, kind: str, override: str) -> None:
+    changed = TRAINING[kind](opened(run, override))
+    assert changed.version == 2
+    assert sha256(changed) != sha256(Run.open(run, create=False).get(kind, 1))
+
+
 @pytest.mark.parametrize(
     ("kind", "override"),
     [
@@ -197,6 +206,7 @@ def test_another_seed_is_another_job(run: Path, kind: str) -> None:
         ("dynamics", "controller.updates=9"),
         ("dynamics", "tokenizer.updates=9"),
         ("controller", "evaluation.episodes=9"),
+        ("controller", "dynamics.context=1"),  # that of the dynamics it is given counts
         ("controller", "training.checkpoint_seconds=5"),
         ("evaluation", "collect.steps=9"),
     ],
@@ -298,6 +308,22 @@ def test_dynamics_go_on_only_with_a_tokenizer_that_descends_from_theirs(run: Pat
     )
     complaint(lambda: train_dynamics(opened(run, more=True), tokenizer="tokenizer@2"), "tokenizer@2 does not descend")
     assert train_dynamics(opened(run)).version == 4  # anew it may
+
+
+def test_imagination_begins_with_the_context_that_the_dynamics_were_made_for(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def sampler(*given: object, minimum: int, **named: object) -> WindowSampler:
+        asked.append(minimum)
+        return WindowSampler(*given, minimum=minimum, **named)
+
+    monkeypatch.setattr("wmcli.stages.imagine.WindowSampler", sampler)
+    imagine(opened(run, force=True))
+    train_dynamics(opened(run, "dynamics.context=1"))
+    imagine(opened(run))
+    assert asked == [3, 2]
 
 
 def test_a_damaged_input_stops_the_stage_that_reads_it(run: Path) -> None:

@@ -68,7 +68,7 @@ class Run:
                 make_folder(place)
             except (NotADirectoryError, FileExistsError):
                 raise UsageError(f"--run {path}: a file is in the way; name another folder.") from None
-            except PermissionError as error:
+            except (PermissionError, FileNotFoundError) as error:  # some file systems have no place for new folders
                 raise UsageError(f"--run {path}: {error.strerror}; name another folder.") from None
         if not os.access(place, os.W_OK | os.X_OK):
             raise UsageError(f"--run {path}: cannot be written to; name another folder.")

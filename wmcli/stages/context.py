@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wmcli.artifacts import Artifact, Run
+from wmcli.assemble import parameter_counts
 from wmcli.envs import Streams, protocol
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience import Memory, read_segment
@@ -38,6 +39,8 @@ class Context:
     """Make another version although this one exists."""
     more: bool = False
     """Train the newest version further."""
+    pictures: bool = True
+    """Leave pictures beside the weights."""
     memory: Memory | None = None
     """Experience that a stage of this process has loaded already."""
     latents: dict[str, Tensor] = field(default_factory=dict)
@@ -105,6 +108,7 @@ def open_context(
     if bound is None:
         preset = preset or DEFAULT_PRESET
         settings = resolve(preset, overrides)
+        _check(settings)
         opened = Run.open(run, create=True)
         opened.bind(preset, settings.model_dump(mode="json"))
         progress.say(f"new run {run}: preset {preset}" + (f", {', '.join(overrides)}" if overrides else ""))
@@ -117,6 +121,12 @@ def open_context(
         settings = resolve(preset, overrides, base=bound["settings"])
         opened = Run.open(run, create=False)
     return Context(opened, preset, settings, progress, fresh=fresh, force=force, more=more)
+
+
+def _check(settings: Settings) -> None:
+    """Raises UsageError for settings that no machine or environment could serve, before a run is bound to them."""
+    Machine.choose(settings.training)
+    parameter_counts(settings, protocol(settings.environment)["actions"])
 
 
 def check_same_environment(ours: dict[str, Any], artifact: Artifact) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -15,6 +14,7 @@ from wmcli.errors import ArtifactError
 from wmcli.experience.sampler import WindowSampler
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.latents import gather, latents_of
+from wmcli.stages.pictures import imagined_beside_real, write_side_by_side
 from wmcli.stages.train import Lesson, parent_of, train
 from wmcli.training.loop import Trainee
 from wmcli.training.optim import build_optimiser, update
@@ -63,11 +63,13 @@ def train_dynamics(
                 loss, metrics = world_model.loss(batch)
             return {"loss": loss, **metrics, "gradient_norm": update(optimiser, loss, settings.clip)}
 
-        def finish(payload: Path) -> dict[str, Any]:
-            return {}
+        def draw(payload: Path) -> None:
+            world_model.eval()
+            with context.machine.autocast():
+                write_side_by_side(payload, imagined_beside_real(world_model, memory, latents, settings.context))
 
         trainee = Trainee({"dynamics": world_model}, optimiser, rng, {"sampler": sampler})
-        return Lesson(trainee, step, finish)
+        return Lesson(trainee, step, draw)
 
     return train(
         context,

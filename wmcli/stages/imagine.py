@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -60,14 +59,13 @@ def imagine(
                 loss, metrics = controller.loss(world_model, batch)
             return {"loss": loss, **metrics, "gradient_norm": update(optimiser, loss, settings.clip)}
 
-        def finish(payload: Path) -> dict[str, Any]:
+        def draw(payload: Path) -> None:
+            known = context.settings.dynamics.context
             with context.machine.autocast():
-                pictures = imagined_beside_real(world_model, memory, latents, known)
-            write_side_by_side(payload, pictures)
-            return {}
+                write_side_by_side(payload, imagined_beside_real(world_model, memory, latents, known))
 
         trainee = Trainee({"controller": controller}, optimiser, rng, {"sampler": sampler})
-        return Lesson(trainee, step, finish)
+        return Lesson(trainee, step, draw)
 
     return train(
         context,

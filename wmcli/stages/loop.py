@@ -36,6 +36,7 @@ def run_loop(context: Context) -> Artifact:
     with progress.bar("run", plan.epochs, "epochs") as bar:
         for epoch in range(1, plan.epochs + 1):
             shown: dict[str, float] = {}
+            inside.pictures = epoch == plan.epochs
             for artifact in _epoch(inside, epoch, newest):
                 newest[artifact.kind] = artifact
                 shown |= _headline(artifact)

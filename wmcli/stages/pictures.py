@@ -66,7 +66,9 @@ def write_side_by_side(folder: Path, pictures: SideBySide | None) -> None:
     """`imagination.gif` (real left, imagined right) and `imagination.png` (real above, imagined below)."""
     if pictures is None:
         return
-    write_gif(folder / "imagination.gif", side_by_side(pictures.real, pictures.imagined), fps=5)
+    write_gif(
+        folder / "imagination.gif", side_by_side(pictures.real, pictures.imagined, context=pictures.context), fps=5
+    )
     one = pictures.real.shape[2]  # the height of one episode's frames, which are square
     write_png(
         folder / "imagination.png", strip(pictures.real[:, :one], pictures.imagined[:, :one], context=pictures.context)

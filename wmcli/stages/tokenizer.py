@@ -61,18 +61,19 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
                 loss, metrics = tokenizer.loss(memory.frames[rows])
             return {"loss": loss, **metrics, "gradient_norm": update(optimiser, loss, settings.clip)}
 
-        def finish(payload: Path) -> dict[str, Any]:
+        def measure() -> dict[str, Any]:
             rows = torch.linspace(0, len(memory) - 1, min(REPORT_FRAMES, len(memory)), device=device).long()
-            shown = memory.frames[rows]
             with context.machine.autocast():
-                usage = tokenizer.usage(shown)
-                some = shown[:: max(1, len(shown) // 8)][:8]
-                decoded = tokenizer.decode(tokenizer.encode(some))
-            write_png(payload / "reconstructions.png", grid(some.cpu().numpy(), decoded.cpu().numpy()))
-            return usage
+                return tokenizer.usage(memory.frames[rows])
+
+        def draw(payload: Path) -> None:
+            frames = memory.frames[torch.linspace(0, len(memory) - 1, 8, device=device).long()]
+            with context.machine.autocast():
+                decoded = tokenizer.decode(tokenizer.encode(frames))
+            write_png(payload / "reconstructions.png", grid(frames.cpu().numpy(), decoded.cpu().numpy()))
 
         trainee = Trainee({"tokenizer": tokenizer}, optimiser, rng, {"sampler": sampler})
-        return Lesson(trainee, step, finish)
+        return Lesson(trainee, step, draw, measure)
 
     return train(
         context,

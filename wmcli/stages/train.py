@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from wmcli.artifacts import Artifact
+from wmcli.report.plots import learning_curves, write_figure
 from wmcli.stages.context import Context
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, module_tensors, save_tensors
 from wmcli.training.device import derived_seed, isolated_randomness
@@ -23,8 +24,10 @@ class Lesson:
 
     trainee: Trainee
     step: Callable[[], Mapping[str, Tensor]]
-    finish: Callable[[Path], dict[str, Any]]
-    """Writes pictures into the payload folder it is given; returns metrics to publish beside the losses."""
+    draw: Callable[[Path], None]
+    """Writes pictures into the payload folder it is given."""
+    measure: Callable[[], dict[str, Any]] = dict
+    """Returns metrics to publish beside the losses."""
 
 
 def parent_of(context: Context, kind: str, reference: str | None) -> dict[str, Artifact]:
@@ -84,7 +87,10 @@ def train(
             )
             save_tensors(work.payload / WEIGHTS, module_tensors(lesson.trainee.modules), {"kind": kind})
             lesson.trainee.save(work.payload / TRAINING, context.machine.device)
-            metrics |= lesson.finish(work.payload) | {"updates": lesson.trainee.trained + lesson.trainee.update}
+            metrics |= lesson.measure() | {"updates": lesson.trainee.trained + lesson.trainee.update}
+            if context.pictures:
+                lesson.draw(work.payload)
+                write_figure(work.payload / "curves.png", learning_curves(context.run.history(), stages=[stage]))
         artifact = work.publish(
             settings=settings.model_dump(mode="json"),
             metrics=metrics,
