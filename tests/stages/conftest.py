@@ -33,7 +33,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "run"
     collect(opened(folder, new=True))
     for stage in EVERY_STAGE.values():
-        stage(opened(folder))
+        stage(opened(folder, pictures=True))
     return folder
 
 

@@ -87,6 +87,8 @@ def test_episodes_go_on_where_the_collect_before_left_them(tmp_path: Path, one_p
             replay(env, {name: column[begin : begin + 7] for name, column in stream.items()})
     streams = time_line(*artifacts)
     assert any((streams[0]["action"] != other["action"]).any() for other in streams[1:])
+    first, second = rows_of(artifacts[0])["action"], rows_of(artifacts[1])["action"]
+    assert (first[:12] != second).any()  # other draws in every call
 
 
 def replay(env, episode: dict[str, np.ndarray]) -> None:
@@ -179,14 +181,16 @@ def test_every_call_adds_but_not_when_told_where_it_begins(acting: Path) -> None
     assert collect(opened(acting), previous="experience@1", steps=15).version == 5
 
 
-def test_an_agent_is_warmed_up_with_the_frames_before(acting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Burn-in of 2 frames: the actions depend on them, and the frames are those right before."""
+@pytest.mark.parametrize("steps", [12, 15])  # behind 30 of each environment: amid an episode, or at its end
+def test_an_agent_is_warmed_up_with_the_frames_before(run: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Burn-in of 2 frames: those right before, of the running episodes only."""
+    collect(opened(run), steps=steps)
     warmed = []
     monkeypatch.setattr(stage.Agent, "burn_in", lambda self, *given: warmed.append(given))
-    collect(opened(acting), steps=3)
+    collect(opened(run), steps=3)
     frames, actions, valid = warmed[0]
-    run = Run.open(acting, create=False)
-    streams = time_line(run.get("experience", 1), run.get("experience", 2))
+    store = Run.open(run, create=False)
+    streams = time_line(store.get("experience", 1), store.get("experience", 2))
     for stream, rows in enumerate(streams):
         since = len(rows["first"]) - np.flatnonzero(rows["first"])[-1]
         ended = rows["terminated"][-1]
@@ -195,7 +199,7 @@ def test_an_agent_is_warmed_up_with_the_frames_before(acting: Path, monkeypatch:
         if length:
             np.testing.assert_array_equal(frames[stream, -length:], rows["observation"][-length:])
             np.testing.assert_array_equal(actions[stream, -length:], rows["action"][-length:])
-    assert valid.any()
+    assert valid.any() == (steps == 12)
 
 
 def test_other_settings_of_the_environment_do_not_go_on_with_these_streams(run: Path) -> None:

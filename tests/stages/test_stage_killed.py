@@ -76,7 +76,7 @@ def test_killed_at_every_checkpoint_it_has_the_same_weights(
 ) -> None:
     """Every process does one update and dies, so all that a checkpoint forgets adds up."""
     run = copied(tiny, tmp_path / "run")
-    how = {"more": more, "force": not more}
+    how = {"more": more, "force": not more, "pictures": kind == "controller"}
     undisturbed = TRAINING[kind](opened(copied(tiny, tmp_path / "whole"), **how))
     artifact, kills = None, 0
     while artifact is None:
@@ -156,6 +156,7 @@ def test_a_command_that_was_killed_is_finished_by_itself(tiny: Path, tmp_path: P
     assert content(artifact) == content(latest(tiny, kind))  # made in another process, in another directory
 
 
+@pytest.mark.slow
 def test_a_command_that_was_asked_to_stop_exits_with_75_and_goes_on(tiny: Path, tmp_path: Path) -> None:
     run = before(tiny, tmp_path / "run", "dynamics")
     whole = before(tiny, tmp_path / "whole", "dynamics")

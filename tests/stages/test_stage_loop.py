@@ -73,6 +73,7 @@ def no_plots() -> Iterator[None]:
     """They take half of the time here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("wmcli.stages.evaluate._write_plots", lambda *_: None)
+        patch.setattr("wmcli.stages.train.write_figure", lambda *_: None)
         yield
 
 

@@ -63,10 +63,16 @@ EVERY_STAGE: dict[str, Callable[..., Artifact]] = TRAINING | {"evaluation": eval
 
 
 def opened(
-    folder: Path, *overrides: str, fresh: bool = False, force: bool = False, more: bool = False, new: bool = False
+    folder: Path,
+    *overrides: str,
+    fresh: bool = False,
+    force: bool = False,
+    more: bool = False,
+    new: bool = False,
+    pictures: bool = False,
 ) -> Context:
-    """The context of one command. `new` binds the run to the tiny settings first."""
-    return open_context(
+    """The context of one command. `new` binds the run to the tiny settings first. Pictures would take most time."""
+    context = open_context(
         folder,
         None,
         [*TINY, *overrides] if new else overrides,
@@ -76,6 +82,8 @@ def opened(
         force=force,
         more=more,
     )
+    context.pictures = pictures
+    return context
 
 
 def copied(run: Path, folder: Path) -> Path:

@@ -60,7 +60,6 @@ def imagine(
             return {"loss": loss, **metrics, "gradient_norm": update(optimiser, loss, settings.clip)}
 
         def draw(payload: Path) -> None:
-            known = context.settings.dynamics.context
             with context.machine.autocast():
                 write_side_by_side(payload, imagined_beside_real(world_model, memory, latents, known))
 

@@ -307,8 +307,8 @@ class TokenWorldModel(WorldModel):
             [self._blocks(latent[:, past], action[:, past]).flatten(1, 2), self._embed(latent[:, -1, :held])], dim=1
         )
         length = elements.shape[1]
-        # (B, context) to one flag per token, True only at a block's first
-        resets = F.pad(reset[:, time - context :, None], (0, tokens)).flatten(1)[:, :length]
+        # (B, context) to one flag per token, True only at a block's first; a single frame starts from nothing anyway.
+        resets = F.pad(reset[:, time - context :, None], (0, tokens)).flatten(1)[:, :length] if context > 1 else None
         _, memory = self.backbone(elements, self.backbone.initial_state(batch), resets)
         return self._codes(latent), TokenState(memory, latent[:, -1], held, length)
 
