@@ -303,11 +303,24 @@ def test_dynamics_go_on_only_with_a_tokenizer_that_descends_from_theirs(run: Pat
     train_tokenizer(opened(run, force=True))
     complaint(
         lambda: train_dynamics(opened(run, more=True)),
-        "dynamics@3 was trained on tokenizer@4",
+        "dynamics@3 learned the codes of tokenizer@4",
         "tokenizer@5 does not descend from it",
     )
     complaint(lambda: train_dynamics(opened(run, more=True), tokenizer="tokenizer@2"), "tokenizer@2 does not descend")
     assert train_dynamics(opened(run)).version == 4  # anew it may
+
+
+def test_a_controller_goes_on_only_with_dynamics_whose_tokenizer_descends_from_its(run: Path) -> None:
+    train_tokenizer(opened(run, more=True))
+    train_dynamics(opened(run, more=True))
+    assert imagine(opened(run, more=True)).inputs["dynamics"].name == "dynamics@2"
+    train_tokenizer(opened(run, force=True))
+    train_dynamics(opened(run))
+    complaint(
+        lambda: imagine(opened(run, more=True)),
+        "controller@2 learned the codes of tokenizer@2",
+        "tokenizer@3 does not descend from it",
+    )
 
 
 def test_imagination_begins_with_the_context_that_the_dynamics_were_made_for(

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from wmcli.artifacts import Artifact
 from wmcli.assemble import build_world_model, load_tokenizer
-from wmcli.errors import ArtifactError
 from wmcli.experience.sampler import WindowSampler
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.latents import gather, latents_of
 from wmcli.stages.pictures import imagined_beside_real, write_side_by_side
-from wmcli.stages.train import Lesson, parent_of, train
+from wmcli.stages.train import Lesson, check_descent, parent_of, train
 from wmcli.training.loop import Trainee
 from wmcli.training.optim import build_optimiser, update
 
@@ -35,7 +34,7 @@ def train_dynamics(
         check_same_environment(environment, artifact)
     inputs = {"experience": frames, "tokenizer": codes} | parent_of(context, "dynamics", parent)
     if "parent" in inputs:
-        _check_descent(codes, inputs["parent"])
+        check_descent(codes, inputs["parent"], inputs["parent"].inputs["tokenizer"])
 
     def prepare(rng: np.random.Generator) -> Lesson:
         device = context.machine.device
@@ -80,17 +79,3 @@ def train_dynamics(
         updates=settings.updates,
         prepare=prepare,
     )
-
-
-def _check_descent(tokenizer: Artifact, parent: Artifact) -> None:
-    """A dynamics model may go on with its own tokenizer or with one trained further from it: codes keep their
-    meaning."""
-    known = parent.inputs["tokenizer"].digest
-    ancestor = tokenizer
-    while ancestor.digest != known:
-        if "parent" not in ancestor.inputs:
-            raise ArtifactError(
-                f"{parent.name} was trained on {parent.inputs['tokenizer'].name}, and {tokenizer.name} does not descend"
-                " from it; train the dynamics anew without --more."
-            )
-        ancestor = ancestor.input("parent")

@@ -14,7 +14,7 @@ from wmcli.experience.sampler import WindowSampler
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.latents import gather, latents_of
 from wmcli.stages.pictures import imagined_beside_real, write_side_by_side
-from wmcli.stages.train import Lesson, parent_of, train
+from wmcli.stages.train import Lesson, check_descent, parent_of, train
 from wmcli.training.loop import Trainee
 from wmcli.training.optim import build_optimiser, update
 
@@ -32,6 +32,9 @@ def imagine(
     for artifact in (frames, model):
         check_same_environment(context.environment, artifact)
     inputs = {"experience": frames, "dynamics": model} | parent_of(context, "controller", parent)
+    if "parent" in inputs:
+        learned = inputs["parent"].input("dynamics").inputs["tokenizer"]
+        check_descent(model.input("tokenizer"), inputs["parent"], learned)
     known = settings_of(model).dynamics.context  # frames that imagination starts from
 
     def prepare(rng: np.random.Generator) -> Lesson:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from wmcli.artifacts import Artifact
+from wmcli.artifacts import Artifact, InputRef
+from wmcli.errors import ArtifactError
 from wmcli.report.plots import learning_curves, write_figure
 from wmcli.stages.context import Context
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, module_tensors, save_tensors
@@ -35,6 +36,21 @@ def parent_of(context: Context, kind: str, reference: str | None) -> dict[str, A
     if reference is None and not context.more:
         return {}
     return {"parent": context.run.resolve(reference or kind, kind)}
+
+
+def check_descent(tokenizer: Artifact, parent: Artifact, known: InputRef) -> None:
+    """A model may go on with the tokenizer it knows or with one trained further from that: codes keep their meaning.
+
+    Raises ArtifactError when `tokenizer` does not descend from it.
+    """
+    ancestor = tokenizer
+    while ancestor.digest != known.digest:
+        if "parent" not in ancestor.inputs:
+            raise ArtifactError(
+                f"{parent.name} learned the codes of {known.name}, and {tokenizer.name} does not descend from it; train"
+                " anew without --more."
+            )
+        ancestor = ancestor.input("parent")
 
 
 def train(

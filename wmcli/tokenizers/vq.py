@@ -71,7 +71,7 @@ class TokenizerSettings(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
     """Step size of the optimiser, constant."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Decay of all parameters, the codebook included (adamw: decoupled; adam: added to the gradient)."""
+    """Decoupled weight decay of all parameters, the codebook included (adamw; adam has none)."""
     clip: Annotated[float, Field(gt=0)] = 10.0
     """Largest norm of the gradient."""
     batch: Annotated[int, Field(ge=1)] = 128

@@ -44,7 +44,9 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:
             about = json.loads((file.metadata() or {})["wm"])
             return {key: file.get_tensor(key) for key in file.keys()}, about  # noqa: SIM118 (a file, not a dict)
     except (SafetensorError, KeyError, ValueError) as error:
-        raise ArtifactError(f"{path} is damaged ({error}); run wm verify to see what else is.") from None
+        raise ArtifactError(
+            f"{path} is damaged ({error}); see what else is with wm verify, or begin the stage again with --fresh."
+        ) from None
 
 
 def module_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:

@@ -81,7 +81,7 @@ def _has_bfloat16(device: torch.device) -> bool:
 def derived_seed(seed: int, *path: int | str) -> int:
     """An independent 63-bit seed for the stream that `path` names, the same on every machine."""
     words = [int.from_bytes(part.encode(), "little") if isinstance(part, str) else part for part in path]
-    return int(np.random.SeedSequence([seed, *words]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    return int(np.random.SeedSequence([seed, len(words), *words]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 @contextmanager
