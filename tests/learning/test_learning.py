@@ -11,7 +11,7 @@ pytestmark = pytest.mark.learning
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3], ids=lambda seed: f"seed{seed}")
-@pytest.mark.parametrize("preset", ["rem-quick", "iris-quick"])
+@pytest.mark.parametrize("preset", ["quickstart", "rem-quick", "iris-quick"])
 def test_catch_is_learned(tmp_path, preset, seed):
     context = open_context(tmp_path / "run", preset, [f"seed={seed}"], create=True)
     metrics = run_loop(context).metrics
