@@ -1,4 +1,4 @@
-"""Workers that run side by side share the cores: one thread each, before torch is imported, or they wait for each other."""
+"""Test workers side by side share the cores: one thread each (set before torch is imported), or they wait in turn."""
 
 from __future__ import annotations
 

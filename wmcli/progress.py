@@ -105,9 +105,9 @@ class Bar:
         values = "  ".join(f"{name} {value:.4g}" for name, value in self._values.items())
         rate = (self._done - self._start) / max(now - self._began, 1e-9)
         if self._drawn is not None:
-            self._drawn.update(self._task, completed=self._done, rate=f"{rate:.1f}/s", values=values, refresh=True)
+            self._drawn.update(self._task, completed=self._done, rate=_rate(rate), values=values, refresh=True)
         elif not self._progress.quiet:
-            parts = [self._what, f"{self._done}/{self._total} {self._unit}", f"{rate:.1f}/s"]
+            parts = [self._what, f"{self._done}/{self._total} {self._unit}", _rate(rate)]
             if rate > 0 and self._done < self._total:
                 parts.append(f"{_clock((self._total - self._done) / rate)} left")
             if values:
@@ -140,6 +140,11 @@ def _rich_progress() -> rich.progress.Progress:
         console=Console(stderr=True),
         auto_refresh=False,
     )
+
+
+def _rate(rate: float) -> str:
+    """`12.34` -> `12.3/s`; what takes ten seconds and more says how long one takes: `0.02` -> `50 s each`."""
+    return f"{rate:.1f}/s" if rate >= 0.1 or rate == 0 else f"{1 / rate:.0f} s each"
 
 
 def _clock(seconds: float) -> str:

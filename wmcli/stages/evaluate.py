@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from wmcli.artifacts import Artifact, Run
+from wmcli.artifacts.manifest import shown
 from wmcli.assemble import load_controller, settings_of
 from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.controllers.base import Actor
@@ -155,7 +156,7 @@ def summary(artifact: Artifact) -> str:
     metrics = artifact.metrics
     return (
         f"eval: {artifact.name}: mean return {metrics['mean']:.3f} over {metrics['episodes']} episodes, random"
-        f" {metrics['random_mean']:.3f}; imagination beside reality: {artifact.path / 'imagination.gif'}"
+        f" {metrics['random_mean']:.3f}; imagination beside reality: {shown(artifact.path / 'imagination.gif')}"
     )
 
 
