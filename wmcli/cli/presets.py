@@ -44,11 +44,11 @@ def show(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The preset.", autocompletion=complete_preset)],
     settings: Set = None,
     parameters: Annotated[
-        bool, typer.Option("--parameters", help="Count the parameters of its models instead.")
+        bool, typer.Option("--parameters", help="And count the parameters of each model and part.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show every resolved setting of a preset, or the parameters of its models.
+    """Show every resolved setting of a preset, and the sizes of its models if asked.
 
     Example: wm presets show quickstart --set backbone.layers=2 --parameters
     """
@@ -61,10 +61,10 @@ def show(
     if as_json:
         about = {key: inherited(name, key) for key in ("about", "paper")}
         emit_json({"name": name, **about, "settings": values} | ({"parameters": counts} if parameters else {}))
-    elif parameters:
-        answer([{"part": part, "parameters": number} for part, number in counts.items()], ["part", "parameters"])
-    else:
-        answer([{"setting": key, "value": value} for key, value in values.items()], ["setting", "value"])
+        return
+    answer([{"setting": key, "value": value} for key, value in values.items()], ["setting", "value"])
+    if parameters:
+        answer([{"part": f"parameters.{part}", "parameters": n} for part, n in counts.items()], ["part", "parameters"])
 
 
 def inherited(name: str, key: str) -> str | None:
