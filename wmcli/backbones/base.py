@@ -5,14 +5,14 @@ Axes: B batch, T time (elements), D width, N blocks, L elements of a block, Q qu
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-State = (
-    Any  # nested tuples (also named), lists and dicts whose leaves are tensors, batch first; other leaves are constants
-)
+State = Any
+"""Nested tuples (also named), lists and dicts whose leaves are tensors, batch first; other leaves are constants."""
 
 
 class Size(NamedTuple):
@@ -25,7 +25,7 @@ class Size(NamedTuple):
     block: int  # elements of a block (one time step of the environment)
 
 
-class Backbone(nn.Module):
+class Backbone(nn.Module, ABC):
     """A causal sequence model (B, T, D) -> (B, T, D).
 
     A state is returned, never kept on the module. `state=None` means: start fresh, and give no state back (None), which
@@ -36,21 +36,22 @@ class Backbone(nn.Module):
     width: int
     max_length: int | None  # elements that one state may hold, None without limit
 
+    @abstractmethod
     def initial_state(self, batch: int) -> State:
         """The state before the first element, for `batch` rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(self, x: Tensor, state: State, reset: Tensor | None = None) -> tuple[Tensor, State]:
         """All of x (B, T, D) at once. reset (B, T) bool clears a row's state before that element.
 
         Returns y (B, T, D) and the state after the last element.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self, x: Tensor, state: State, reset: Tensor | None = None) -> tuple[Tensor, State]:
         """One element x (B, D), reset (B,) bool; equals `forward` to rounding. Returns y (B, D) and the new state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fork(self, x: Tensor, queries: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
         """Parallel Observation Prediction (REM: Cohen et al. 2024, arXiv 2402.05643), for any backbone.
 
@@ -59,7 +60,6 @@ class Backbone(nn.Module):
         Returns y (B, N, L, D), which equals `forward` on the blocks, the answers (B, N, Q, D), and the state after the
         last block.
         """
-        raise NotImplementedError
 
 
 def for_each_block(queries: Tensor, x: Tensor) -> Tensor:
