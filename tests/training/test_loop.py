@@ -62,8 +62,8 @@ def whole(tmp_path: Path, updates: int, **how: str) -> Lesson:
 def test_killed_after_any_update_it_ends_in_the_same_bits(
     tmp_path: Path, folder: Path, sampling: str, optimiser: str
 ) -> None:
-    """Weights, buffers, moments, both generators and the sampler; every update dies once, so checkpoints are of
-    resumed processes as well. A round of the sampler has 20 windows, so rounds end on the way."""
+    """Weights, buffers, moments, both generators, the sampler and the losses reported; every update dies once, so
+    checkpoints are of resumed processes as well. A round of the sampler has 20 windows, so rounds end on the way."""
     updates = 7
     for update in range(1, updates):
         with pytest.raises(Killed):
@@ -72,6 +72,19 @@ def test_killed_after_any_update_it_ends_in_the_same_bits(
     resumed.run(updates)
     undisturbed = whole(tmp_path, updates, sampling=sampling, optimiser=optimiser)
     assert resumed.learned() == undisturbed.learned()
+    assert resumed.trainee.metrics == undisturbed.trainee.metrics
+
+
+@pytest.mark.parametrize("died", [4, 5])
+def test_a_logged_line_is_of_all_its_updates_also_across_a_kill(tmp_path: Path, folder: Path, died: int) -> None:
+    """Lines come every 3 updates: the second is of updates 4 to 6, one or two of them before the kill."""
+    with pytest.raises(Killed):
+        Lesson(folder, before=die_at(died)).run(6)
+    resumed = Lesson(folder)
+    resumed.run(6)
+    undisturbed = whole(tmp_path, 6)
+    del resumed.log[0]["updates_per_second"], undisturbed.log[1]["updates_per_second"]
+    assert resumed.log == undisturbed.log[1:]
 
 
 def test_dropout_and_sampler_matter_here(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +235,7 @@ def test_resuming_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     capsys.readouterr()
     loop.fit(
         trainee.trainee,
-        lambda: {"loss": torch.tensor(1.0)},
+        lambda: dict.fromkeys(trainee.trainee.metrics, torch.tensor(1.0)),
         stage="learn",
         updates=4,
         folder=folder,

@@ -55,16 +55,21 @@ class Trainee:
     """Updates that versions before this one had, when it goes on from one."""
     metrics: dict[str, float] = field(default_factory=dict)
     """What was logged last."""
+    unlogged: list[Mapping[str, Tensor]] = field(default_factory=list)
+    """Metrics of each update since then."""
 
     def save(self, path: Path, device: torch.device) -> None:
         about = {
             "update": self.update,
             "trained": self.trained,
             "metrics": self.metrics,
+            "unlogged": list(self.unlogged[0]) if self.unlogged else [],
             "rng": generator_state(self.rng),
             "parts": {name: part.state() for name, part in self.parts.items()},
         }
         tensors = module_tensors(self.modules) | optimiser_tensors(self.optimiser) | random_tensors(device)
+        if self.unlogged:
+            tensors["unlogged"] = _stacked(self.unlogged)
         save_tensors(path, tensors, about)
 
     def load(self, path: Path, device: torch.device) -> None:
@@ -72,6 +77,9 @@ class Trainee:
         tensors, about = self._load_learned(path)
         load_random(tensors, device)
         self.update, self.trained, self.metrics = about["update"], about["trained"], about["metrics"]
+        if about["unlogged"]:
+            rows = tensors["unlogged"].to(device)
+            self.unlogged = [dict(zip(about["unlogged"], row, strict=True)) for row in rows]
         for name, part in self.parts.items():
             part.load(about["parts"][name])
         load_generator(self.rng, about["rng"])  # after the parts: one that shares it may draw from it while it loads
@@ -112,21 +120,20 @@ def fit(
         trainee.load(checkpoint, machine.device)
         progress.say(f"{stage}: resuming at update {trainee.update} of {updates}")
     saved_at = time.monotonic()
-    since: list[Mapping[str, Tensor]] = []
     started, started_update = time.monotonic(), trainee.update
     with stop_requests() as stop, progress.bar(stage, updates, "updates", start=trainee.update) as bar:
         while trainee.update < updates:
-            since.append(step())
+            trainee.unlogged.append(step())
             trainee.update += 1
             bar.advance()
             finished = trainee.update == updates
             due = time.monotonic() - saved_at >= settings.checkpoint_seconds or bool(stop) or finished
             logged = trainee.update % settings.log_every == 0 or finished
             if logged or due:
-                means = _means(since, stage, trainee.update)
+                means = _means(trainee.unlogged, stage, trainee.update)
                 bar.show(**means)
             if logged:
-                trainee.metrics, since = means, []
+                trainee.metrics, trainee.unlogged = means, []
                 rate = (trainee.update - started_update) / max(time.monotonic() - started, 1e-9)
                 log({"stage": stage, "update": trainee.trained + trainee.update, "updates_per_second": rate, **means})
             if due:
@@ -140,17 +147,21 @@ def fit(
     return trainee.metrics
 
 
+def _stacked(records: list[Mapping[str, Tensor]]) -> Tensor:
+    """Metrics of R updates as one float32 (R, M), in the order of their names in the first."""
+    return torch.stack(
+        [torch.stack([record[name].detach().float().reshape(()) for name in records[0]]) for record in records]
+    )
+
+
 def _means(records: list[Mapping[str, Tensor]], stage: str, update: int) -> dict[str, float]:
     """Mean of each metric over some updates: the one place where training waits for the device."""
-    names = list(records[0])
-    stacked = torch.stack(
-        [torch.stack([record[name].detach().float().reshape(()) for name in names]) for record in records]
-    )
+    names, stacked = list(records[0]), _stacked(records)
     if not bool(torch.isfinite(stacked).all()):
         first = int((~torch.isfinite(stacked)).any(1).nonzero()[0])
         bad = [name for name, value in zip(names, stacked[first].tolist(), strict=True) if not np.isfinite(value)]
         raise DivergedError(
             f"{stage} diverged: {', '.join(bad)} not finite at update {update - len(records) + first + 1};"
-            " lower the learning rate, or run again to go on from the last checkpoint."
+            " the same command would diverge again: lower the learning rate with --set."
         )
     return dict(zip(names, stacked.mean(0).tolist(), strict=True))
