@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from wmcli.errors import UsageError
+from wmcli.nn.patch_conv import PatchDecoder, PatchEncoder
 from wmcli.nn.residual_conv import Attention, ResidualDecoder, ResidualEncoder
 from wmcli.nn.slim_conv import SlimDecoder, SlimEncoder
 
@@ -22,6 +23,30 @@ def test_residual_networks_undo_each_others_shapes() -> None:
     h = ResidualEncoder(32, 3, 7, 24)(x)
     assert h.shape == (2, 7, 3, 5)
     assert ResidualDecoder(32, 3, 7, 24)(h).shape == x.shape
+
+
+@torch.no_grad()
+def test_patch_networks_keep_patches_apart_and_know_their_places() -> None:
+    torch.manual_seed(0)
+    encoder, decoder = PatchEncoder(16, 8, 3, 12), PatchDecoder(16, 8, 3, 12)
+    x = torch.randn(1, 3, 24, 24)
+    h = encoder(x)
+    image = decoder(h)
+    assert h.shape == (1, 12, 3, 3)
+    assert image.shape == x.shape
+
+    x[:, :, 8:16, 16:] += 1  # the patch in row 1, column 2
+    moved = encoder(x)
+    assert ((moved - h).abs().amax((0, 1)) > 1e-6).nonzero().tolist() == [[1, 2]]
+    changed = (decoder(moved) - image).abs().amax((0, 1)) > 1e-6
+    assert changed[8:16, 16:].any()
+    changed[8:16, 16:] = False
+    assert not changed.any()
+
+    encoder.place[:, 0, 1] = 1.0
+    decoder.place[:, 2, 0] = 1.0
+    assert (encoder(torch.zeros_like(x))[0].std((1, 2)) > 1e-3).all()
+    assert not torch.allclose(decoder(torch.zeros_like(h))[..., 16:, :8], decoder(torch.zeros_like(h))[..., :8, :8])
 
 
 @pytest.mark.parametrize(("height", "downsamples", "encoder", "decoder"), [(64, 4, 5, 7), (16, 1, 5, 7), (24, 3, 1, 1)])

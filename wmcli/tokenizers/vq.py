@@ -6,7 +6,7 @@ vector. Frames are uint8 (..., H, W, C) outside and (B, C, H, W) in [-1, 1], cha
     frame -> encoder -> pre_quant (1x1) -> quantiser -> post_quant (1x1) -> decoder -> frame
 
 Source: REM (Cohen et al. 2024, ICML, arXiv 2402.05643) with `network = "slim"`, IRIS (Micheli et al. 2023, ICLR,
-arXiv 2209.00588) with `network = "residual"`.
+arXiv 2209.00588) with `network = "residual"`; `network = "patch"` is our own, for small frames.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from wmcli.config import Section
 from wmcli.errors import UsageError
 from wmcli.nn import lpips
+from wmcli.nn.patch_conv import PatchDecoder, PatchEncoder
 from wmcli.nn.residual_conv import ResidualDecoder, ResidualEncoder
 from wmcli.nn.slim_conv import SlimDecoder, SlimEncoder
 from wmcli.tokenizers.quantisers import AverageVectorQuantiser, Quantiser, ScalarQuantiser, VectorQuantiser
@@ -42,8 +43,9 @@ class TokenizerSettings(Section):
     """Levels of each channel; used by fsq only."""
     fsq_spread: Annotated[float, Field(ge=0)] = 0.1
     """Weight of the loss that keeps fsq's features spread over their levels; 0 is the plain fsq of the paper."""
-    network: Literal["slim", "residual"] = "slim"
-    """Encoder and decoder: slim (REM; channels double at each downsampling) or residual with attention (IRIS)."""
+    network: Literal["slim", "residual", "patch"] = "slim"
+    """Encoder and decoder: slim (REM; channels double at each downsampling), residual with attention (IRIS), or patch,
+    where a token is a patch of the frame and knows no other (for small frames)."""
     channels: Annotated[int, Field(ge=1)] = 32
     """Channels of the first layer; a multiple of 8 for slim, of 32 for residual."""
     downsamples: Annotated[int, Field(ge=1, le=8)] = 3
@@ -251,10 +253,14 @@ def _networks(settings: TokenizerSettings, image_size: int) -> tuple[nn.Module, 
     channels, downsamples, width = settings.channels, settings.downsamples, settings.width
     if settings.network == "slim":
         return SlimEncoder(channels, downsamples, width), SlimDecoder(channels, downsamples, width)
-    return (
-        ResidualEncoder(channels, downsamples, width, image_size),
-        ResidualDecoder(channels, downsamples, width, image_size),
-    )
+    if settings.network == "residual":
+        return (
+            ResidualEncoder(channels, downsamples, width, image_size),
+            ResidualDecoder(channels, downsamples, width, image_size),
+        )
+    patch = 2**downsamples
+    grid = image_size // patch
+    return PatchEncoder(channels, patch, grid, width), PatchDecoder(channels, patch, grid, width)
 
 
 def _quantiser(settings: TokenizerSettings) -> Quantiser:
