@@ -235,7 +235,7 @@ def test_resuming_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     capsys.readouterr()
     loop.fit(
         trainee.trainee,
-        lambda: dict.fromkeys(trainee.trainee.metrics, torch.tensor(1.0)),
+        lambda: dict.fromkeys(trainee.trainee.unlogged[0], torch.tensor(1.0)),
         stage="learn",
         updates=4,
         folder=folder,
