@@ -91,6 +91,7 @@ REM = {
     "run.epochs": 600,
     "run.collect_epochs": 500,
     "run.tokenizer_after": 5,
+    "run.tokenizer_epochs": 600,
     "run.dynamics_after": 25,
     "run.controller_after": 50,
     "run.evaluate_every": 10,
@@ -214,7 +215,7 @@ def test_steps_and_updates_of_a_whole_run_are_those_of_the_benchmark() -> None:
     settings = resolve("rem")
     run = settings.run
     assert run.collect_epochs * settings.collect.steps == 100_000
-    assert (run.epochs - run.tokenizer_after) * settings.tokenizer.updates == 119_000
+    assert (run.tokenizer_epochs - run.tokenizer_after) * settings.tokenizer.updates == 119_000
     assert (run.epochs - run.dynamics_after) * settings.dynamics.updates == 115_000
     assert (run.epochs - run.controller_after) * settings.controller.updates == 55_000
 

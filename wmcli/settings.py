@@ -45,6 +45,8 @@ class RunSettings(Section):
     """Only the first so many epochs collect."""
     tokenizer_after: int = Field(5, ge=0)
     """The tokenizer trains in epochs after this one."""
+    tokenizer_epochs: int = Field(600, ge=1)
+    """Only the first so many epochs train it: codes that stay spare the models after it learning them anew."""
     dynamics_after: int = Field(25, ge=0)
     """The dynamics model trains in epochs after this one."""
     controller_after: int = Field(50, ge=0)

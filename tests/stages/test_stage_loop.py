@@ -154,6 +154,15 @@ def test_run_again_it_has_nothing_to_do(whole: Path, monkeypatch: pytest.MonkeyP
     assert Run.open(whole, create=False).history() == lines
 
 
+def test_the_tokenizer_trains_in_its_epochs_only(tmp_path: Path) -> None:
+    short = [text for text in LOOP if "run.epochs" not in text]
+    run_loop(opened(tmp_path / "run", *short, "run.epochs=4", "run.tokenizer_epochs=2", new=True))
+    run = Run.open(tmp_path / "run", create=False)
+    assert (run.versions("tokenizer"), run.versions("dynamics")) == ([1, 2], [1, 2, 3])
+    assert [inputs(run.get("dynamics", version))["tokenizer"] for version in (1, 2, 3)] == ["tokenizer@2"] * 3
+    assert inputs(run.get("tokenizer", 2))["experience"] == "experience@2"
+
+
 def test_more_epochs_go_on_from_where_it_ended(whole: Path, tmp_path: Path) -> None:
     short = [text for text in LOOP if "run.epochs" not in text]
     run_loop(opened(tmp_path / "run", *short, "run.epochs=2", new=True))

@@ -69,7 +69,7 @@ def _epoch(context: Context, epoch: int, newest: dict[str, Artifact]) -> Iterato
 
     if epoch <= plan.collect_epochs:
         yield collect(context, controller=path("controller") or "random", previous=path("experience"), extend=False)
-    if epoch > plan.tokenizer_after:
+    if plan.tokenizer_after < epoch <= plan.tokenizer_epochs:
         yield train_tokenizer(context, experience=path("experience"), parent=path("tokenizer"))
     if epoch > plan.dynamics_after:
         yield train_dynamics(
