@@ -79,6 +79,7 @@ REM = {
     "controller.discount": 0.995,
     "controller.trace_decay": 0.95,
     "controller.entropy": 0.001,
+    "controller.learn_after_end": True,
     "controller.optimiser": "adamw",
     "controller.learning_rate": 1e-4,
     "controller.weight_decay": 0.01,

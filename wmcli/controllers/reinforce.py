@@ -55,6 +55,9 @@ class ReinforceSettings(Section):
     """Lambda of the lambda-returns: 0 trusts the next value, 1 only the imagined rewards and the last value."""
     entropy: float = Field(0.001, ge=0)
     """Weight of the entropy bonus in the loss."""
+    learn_after_end: bool = True
+    """Learn from the steps of a rollout after its imagined end as well (REM, IRIS); false: where episodes are short,
+    many steps lie there, and the world model was never told what comes then."""
     batch: int = Field(128, ge=1)
     """Rollouts in an update."""
     updates: int = Field(100, ge=1)
@@ -189,7 +192,8 @@ class ReinforceController(Controller):
         graph gives the gradient that a graph kept through imagination would, for the memory of the controller alone.
 
         Means over the first n - 1 evaluations, with G the lambda-return and [x] constant:
-        (V - [G])^2  -  log pi(a) [G - V]  -  entropy weight * H(pi). Steps after an imagined termination count as well.
+        (V - [G])^2  -  log pi(a) [G - V]  -  entropy weight * H(pi). Steps after an imagined termination count as well
+        unless `learn_after_end` is off.
         """
         settings = self.settings
         hidden, _ = self.unroll(rollout.observation, rollout.action, rollout.start)
@@ -201,18 +205,26 @@ class ReinforceController(Controller):
         log_policy = logits[:, :-1].log_softmax(-1)
         taken = log_policy.gather(-1, rollout.action[..., None]).squeeze(-1)
 
-        value_loss = (value - target).square().mean()
-        policy_loss = -(taken * (target - value.detach())).mean()
-        entropy = -(log_policy.exp() * log_policy).sum(-1).mean()
+        counts = torch.ones_like(value)
+        if not settings.learn_after_end:
+            ends_before = rollout.terminated.cumsum(1) - rollout.terminated.long()
+            counts = (ends_before == 0).to(value.dtype)
+
+        def mean(x: Tensor) -> Tensor:
+            return (x * counts).sum() / counts.sum()
+
+        value_loss = mean((value - target).square())
+        policy_loss = -mean(taken * (target - value.detach()))
+        entropy = -mean((log_policy.exp() * log_policy).sum(-1))
         total = value_loss + policy_loss - settings.entropy * entropy
         metrics = {
             "value_loss": value_loss,
             "policy_loss": policy_loss,
             "entropy": entropy,
-            "value_mean": value.mean(),
-            "imagined_return": target.mean(),
-            "imagined_reward": rollout.reward.mean(),
-            "imagined_terminations": rollout.terminated.float().mean(),
+            "value_mean": mean(value),
+            "imagined_return": mean(target),
+            "imagined_reward": mean(rollout.reward),
+            "imagined_terminations": mean(rollout.terminated.float()),
         }
         return total, {name: metric.detach() for name, metric in metrics.items()}
 
