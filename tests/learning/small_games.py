@@ -108,7 +108,7 @@ class Bounce(Game):
 
 
 class Dodge(Game):
-    """Every other step a rock begins to fall near the player: +1 when it lands beside the player, else -1 and the end."""
+    """Every other step a rock begins to fall near the player: +1 if it lands beside the player, else -1 and the end."""
 
     actions = 3
     limit = 30
