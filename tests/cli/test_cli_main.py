@@ -185,6 +185,19 @@ def test_reader_of_the_pipe_goes_away():
         assert done.stderr == b""
 
 
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_closed_stream_is_no_defect(closed):
+    """As in `wm presets list >&-`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "wmcli", "presets", "list"],
+        capture_output=True,
+        preexec_fn=lambda: os.close(closed),
+    )
+    assert done.returncode == 0
+    assert done.stderr == b""
+    assert bool(done.stdout) == (closed == 2)
+
+
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 def test_stdout_on_a_full_disk_is_a_limit_of_the_machine():
     with FULL.open("w") as full:

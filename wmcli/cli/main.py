@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -94,6 +95,9 @@ CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
 
 def main() -> None:
     """The entry point of `wm`."""
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed by the caller, as in `wm collect >&-`
+            setattr(sys, stream, Path(os.devnull).open("w"))  # noqa: SIM115 (open to the end of the process)
     sys.exit(run(sys.argv[1:]))
 
 
