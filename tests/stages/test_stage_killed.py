@@ -127,7 +127,7 @@ def test_other_settings_do_not_take_up_the_work(tiny: Path, tmp_path: Path, monk
     with monkeypatch.context() as patch, pytest.raises(Killed):
         kill_at(patch, "checkpoint", 2)
         TRAINING["dynamics"](opened(run, EAGER))
-    TRAINING["dynamics"](opened(run, "dynamics.learning_rate=0.002"))
+    TRAINING["dynamics"](opened(run, "dynamics.learning_rate=0.004"))
     with monkeypatch.context() as patch:
         loads = []
         load = Trainee.load
