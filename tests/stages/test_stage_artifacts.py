@@ -29,7 +29,7 @@ from wmcli.training.checkpoint import load_tensors
 MADE = ("experience", *EVERY_STAGE)
 DOCS = Path(__file__).parents[2] / "docs" / "artifacts.md"
 UPDATES = {"tokenizer": 6, "dynamics": 5, "controller": 4}
-RATES = {kind: f"{kind}.learning_rate=0.002" for kind in UPDATES}
+RATES = {kind: f"{kind}.learning_rate=0.004" for kind in UPDATES}
 
 
 def versions(folder: Path) -> dict[str, list[int]]:
