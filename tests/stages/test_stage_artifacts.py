@@ -177,7 +177,7 @@ def test_a_changed_setting_is_another_version_and_stays_with_it(run: Path, kind:
         for key, value in flatten(Settings.model_validate(changed.settings)).items()
         if flatten(Settings.model_validate(bound))[key] != value
     }
-    assert differ == {f"{kind}.learning_rate": 0.002}  # counts for one command: run.toml is as it was
+    assert differ == {f"{kind}.learning_rate": 0.004}  # counts for one command: run.toml is as it was
     assert TRAINING[kind](opened(run)).version == 1
     assert TRAINING[kind](opened(run, RATES[kind])).version == 2
 
