@@ -2,7 +2,7 @@
 
 B batch, C channels, h w grid of patches, S side of a patch in pixels. Convolutions with a wider view let one moving
 object change tokens all over a small frame, and the dynamics model has to predict every one of them. Here a token
-changes only when its patch does, at a tenth of the cost; what it cannot do is share a code between patches.
+changes only when its patch does, and costs less; an object that lies over two patches takes a code in each.
 
 Both halves add a learned vector per place, so that a fixed background costs no codes. Not in any of the papers; the
 patches are those of vision transformers (Dosovitskiy et al. 2021, ICLR, arXiv 2010.11929).

@@ -47,7 +47,7 @@ class TokenizerSettings(Section):
     """Encoder and decoder: slim (REM; channels double at each downsampling), residual with attention (IRIS), or patch,
     where a token is a patch of the frame and knows no other (for small frames)."""
     channels: Annotated[int, Field(ge=1)] = 32
-    """Channels of the first layer; a multiple of 8 for slim, of 32 for residual."""
+    """Channels of the first layer; a multiple of 8 for slim, of 32 for residual; all hidden layers of patch."""
     downsamples: Annotated[int, Field(ge=1, le=8)] = 3
     """How often height and width are halved; a frame has (size / 2^downsamples)^2 tokens."""
     width: Annotated[int, Field(ge=1)] = 256
