@@ -19,8 +19,10 @@ def test_catch_is_learned(tmp_path, preset, seed):
     assert metrics["mean"] >= 0.8
 
 
-@pytest.mark.parametrize(("game", "enough"), [("Reach", 0.6), ("Bounce", 0.0), ("Dodge", 8.0)])
-def test_games_it_was_not_made_on_are_learned(tmp_path, game, enough):
-    context = open_context(tmp_path / "run", "rem-quick", [f"environment.id=small_games:{game}-v0"], create=True)
+# Far above chance, below what one run reached: Bounce is the hard one, on which both were still rising.
+@pytest.mark.parametrize(("game", "enough"), [("Reach", 0.6), ("Bounce", -0.3), ("Dodge", 8.0)])
+@pytest.mark.parametrize("preset", ["rem-quick", "iris-quick"])
+def test_games_it_was_not_made_on_are_learned(tmp_path, preset, game, enough):
+    context = open_context(tmp_path / "run", preset, [f"environment.id=small_games:{game}-v0"], create=True)
     metrics = run_loop(context).metrics
     assert metrics["random_mean"] < enough <= metrics["mean"]
