@@ -173,8 +173,8 @@ def test_a_command_that_was_asked_to_stop_exits_with_75_and_goes_on(tiny: Path, 
 
 
 LONGER = {
-    "experience": ["collect.steps=9000"],
-    "tokenizer": ["tokenizer.updates=500"],
+    "experience": ["collect.steps=30000"],
+    "tokenizer": ["tokenizer.updates=2000"],
     "dynamics": ["dynamics.updates=500"],
     "controller": ["controller.updates=150"],
 }
@@ -191,10 +191,10 @@ def test_killed_at_random_times_it_is_the_same(tiny: Path, tmp_path: Path, kind:
     while kills < 3:
         child = command(run, COMMANDS[kind], *settings(*LONGER[kind], "training.checkpoint_seconds=0.05"))
         if checkpoint_appears(run, kind, child):
-            time.sleep(rng.uniform(0, 2.5))
+            time.sleep(rng.uniform(0, 1))
         child.kill()
         child.communicate()
-        if child.returncode != -signal.SIGKILL:
+        if Run.open(run, create=False).versions(kind):  # it was faster, or died on its way out
             break
         kills += 1
     else:
