@@ -19,7 +19,7 @@ def test_catch_is_learned(tmp_path, preset, seed):
     assert metrics["mean"] >= 0.8
 
 
-# Far above chance, below what one run reached: Bounce is the hard one, on which both were still rising.
+# Far above chance, and below what one run of each reached: docs/results.md.
 @pytest.mark.parametrize(("game", "enough"), [("Reach", 0.6), ("Bounce", -0.3), ("Dodge", 8.0)])
 @pytest.mark.parametrize("preset", ["rem-quick", "iris-quick"])
 def test_games_it_was_not_made_on_are_learned(tmp_path, preset, game, enough):
