@@ -1,4 +1,4 @@
-"""Three small games that the quick presets were not made on, known to gymnasium once this module is imported.
+"""Three small games besides Catch that the quick presets must learn, known to gymnasium once this module is imported.
 
 Frames are (64, 64, 3) uint8. Random play and the best return: Reach about 0.36 and 1, Bounce about -0.5 and 2 to 3,
 Dodge about 3.3 and 12. To train on one by hand:

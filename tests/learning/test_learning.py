@@ -22,7 +22,7 @@ def test_catch_is_learned(tmp_path, preset, seed):
 # Far above chance, and below what one run of each reached: docs/results.md.
 @pytest.mark.parametrize(("game", "enough"), [("Reach", 0.6), ("Bounce", -0.3), ("Dodge", 8.0)])
 @pytest.mark.parametrize("preset", ["rem-quick", "iris-quick"])
-def test_games_it_was_not_made_on_are_learned(tmp_path, preset, game, enough):
+def test_other_small_games_are_learned(tmp_path, preset, game, enough):
     context = open_context(tmp_path / "run", preset, [f"environment.id=small_games:{game}-v0"], create=True)
     metrics = run_loop(context).metrics
     assert metrics["random_mean"] < enough <= metrics["mean"]
