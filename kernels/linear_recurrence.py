@@ -8,10 +8,13 @@ the operation means, one element at a time. The other functions compute the same
 attention, between chunks through the states, which are found for all chunks at once because the recurrence over chunks
 is again a product with a decay matrix.
 
+Queries and keys may have one head that all value heads share (Mamba-2's single group): then q k^T is computed once.
+
 Operands keep their dtype inside a chunk; decays, states and what is accumulated in them are float32 (float64 for
 float64 operands) also under autocast.
 
-Axes: B batch, H heads, T time, N chunks or blocks, C elements of a chunk, K key width, V value width.
+Axes: B batch, H heads, G heads of queries and keys (H, or 1 for all to share), T time, N chunks or blocks, C elements
+of a chunk, K key width, V value width.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ def reference(
 ) -> tuple[Tensor, Tensor]:
     """The definition, one element after the other. Arguments and results as in `linear_recurrence`."""
     if log_decay.dim() == 1:
-        log_decay = log_decay[:, None].expand(q.shape[:3])
-    state = k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3]) if state is None else state
+        log_decay = log_decay[:, None].expand(v.shape[:3])
+    state = v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]) if state is None else state
     outputs = []
     for t in range(q.shape[2]):
         if reset is not None:
@@ -47,7 +50,7 @@ def linear_recurrence(
 ) -> tuple[Tensor, Tensor]:
     """All elements at once.
 
-    q, k (B, H, T, K); v (B, H, T, V); log_decay (H,) or (B, H, T), at most 0; state (B, H, K, V) or None for zeros;
+    q, k (B, G, T, K); v (B, H, T, V); log_decay (H,) or (B, H, T), at most 0; state (B, H, K, V) or None for zeros;
     reset (B, T) bool, True clears the state before that element. Results do not depend on `chunk` (elements, None: all
     in one chunk), only cost does. Returns y (B, H, T, V) in the dtype of v, and the state after the last element.
     """
@@ -71,7 +74,7 @@ def linear_recurrence(
 def linear_recurrence_step(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, reset: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One element: q, k (B, H, K); v (B, H, V); log_decay (H,) or (B, H); state (B, H, K, V); reset (B,) bool.
+    """One element: q, k (B, G, K); v (B, H, V); log_decay (H,) or (B, H); state (B, H, K, V); reset (B,) bool.
 
     Returns y (B, H, V) in the dtype of v, and the new state.
     """
@@ -79,7 +82,7 @@ def linear_recurrence_step(
         if reset is not None:
             state = state.masked_fill(reset[:, None, None, None], 0.0)
         decay = log_decay.to(state.dtype).exp()[..., None, None]
-        # (B, H, K, 1) * (B, H, 1, V)
+        # (B, G, K, 1) * (B, H, 1, V)
         state = torch.addcmul(decay * state, k.to(state.dtype)[..., None], v.to(state.dtype)[..., None, :])
         y = (q.to(state.dtype)[..., None, :] @ state).squeeze(-2)
         return y.to(v.dtype), state
@@ -90,7 +93,7 @@ def linear_recurrence_fork(
 ) -> tuple[Tensor, Tensor]:
     """N blocks whose first `block` elements enter the state and whose other elements do not.
 
-    q, k (B, H, N, C, K); v (B, H, N, C, V); log_decay (H,) or (B, H, N, C); state (B, H, K, V) or None for zeros;
+    q, k (B, G, N, C, K); v (B, H, N, C, V); log_decay (H,) or (B, H, N, C); state (B, H, K, V) or None for zeros;
     1 <= block <= C. The elements from `block` on see everything up to their block's end and themselves, causally, and
     leave no trace. Returns y (B, H, N, C, V) in the dtype of v, and the state after the last block.
     """

@@ -88,6 +88,65 @@ def test_the_cache_is_written_in_place_only_without_gradients():
     assert after.filled == 4 and after.even and after.length.tolist() == [4, 4]
 
 
+STORM = TransformerSettings(
+    heads=8,
+    ffn=2,
+    norm="post",
+    activation="relu",
+    attention_bias=False,
+    embedding_norm=True,
+    norm_eps=1e-6,
+    initialisation="torch",
+)
+
+
+def test_parameter_counts_and_initialisation_of_storm():
+    torch.manual_seed(0)
+    model = build(BackboneSettings(name="transformer", width=512, layers=2, transformer=STORM), max_length=128, block=1)
+    layer = model.layers[0]
+    attention, feed_forward, norms = 4 * 512 * 512, 512 * 1024 + 1024 + 1024 * 512 + 512, 2 * 2 * 512
+    assert sum(p.numel() for p in layer.parameters()) == 2_100_736 == attention + feed_forward + norms
+    assert sum(p.numel() for p in model.parameters()) == 65_536 + 1_024 + 2 * 2_100_736
+    assert model.positions.weight.std().item() == pytest.approx(1, rel=0.02)
+    for linear in (layer.qkv, layer.out, layer.up, layer.down):
+        assert linear.weight.std().item() == pytest.approx((3 * linear.in_features) ** -0.5, rel=0.02)
+    assert layer.up.bias.any() and layer.qkv.bias is None and layer.out.bias is None
+    assert {module.eps for module in model.modules() if isinstance(module, torch.nn.LayerNorm)} == {1e-6}
+
+
+def test_storm_equals_its_blocks_written_out():
+    """LayerNorm behind the positions and behind each residual, none at the end; ReLU; no biases in the attention."""
+    torch.manual_seed(0)
+    model = Transformer(STORM.model_copy(update={"heads": 2}), Size(D, 2, 0.0, LENGTH, 3)).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+
+    def norm(x, module):
+        x = x - x.mean(-1, keepdim=True)
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * module.weight + module.bias
+
+    x = 1e-3 * torch.randn(2, 5, D, dtype=torch.float64)  # small: so that the norms' eps counts
+    with torch.no_grad():
+        model.positions.weight.mul_(1e-3)
+    h = norm(x + model.positions.weight[:5], model.embedding_norm)
+    for layer in model.layers:
+        q, k, v = ((h @ w.T).unflatten(-1, (2, 4)).transpose(1, 2) for w in layer.qkv.weight.chunk(3))
+        weight = (q @ k.mT / 2).masked_fill(~torch.ones(5, 5).tril().bool(), float("-inf")).softmax(-1)
+        h = norm(h + (weight @ v).transpose(1, 2).flatten(2) @ layer.out.weight.T, layer.attention_norm)
+        h = norm(h + layer.down((h @ layer.up.weight.T + layer.up.bias).clamp(min=0)), layer.ffn_norm)
+    assert_close(model(x, None)[0], h, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_gpt_initialisation_with_and_without_attention_biases(bias):
+    model = Transformer(TransformerSettings(heads=2, attention_bias=bias), Size(64, 1, 0.0, LENGTH, 3))
+    assert model.layers[0].qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    biases = [module.bias for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    assert [each is None for each in biases] == [not bias, not bias, False, False]
+    assert not any(each.any() for each in biases if each is not None)
+
+
 def test_a_wrong_name_or_head_count_is_a_usage_error():
     with pytest.raises(UsageError, match="did you mean 'transformer'"):
         validate(BackboneSettings, {"name": "transformr"}, "test")

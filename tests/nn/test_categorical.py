@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from wmcli.nn.categorical import sample
+from wmcli.nn.categorical import choose, sample
 
 LOGITS = torch.tensor([[2.0, -math.inf, 0.5, -1.0, 0.0], [-math.inf, 3.0, 0.0, 1.0, -math.inf]])
 
@@ -29,3 +29,37 @@ def test_samples_follow_the_softmax(own_generator):
 def test_nothing_impossible_is_drawn_at_the_ends_of_the_random_numbers(monkeypatch, uniform, drawn):
     monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, uniform))
     assert sample(torch.tensor([-math.inf, 0.0, 0.0, -math.inf])) == drawn
+
+
+def test_a_generator_of_another_device():
+    """It draws where it lives, as much as it would for logits beside it: no device has a say in a generator's state."""
+    here, there = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    drawn = sample(LOGITS.to("meta"), here)
+    assert drawn.device.type == "meta" and drawn.shape == (2,)
+    sample(LOGITS, there)
+    assert torch.equal(here.get_state(), there.get_state())
+    assert not torch.equal(here.get_state(), torch.Generator().manual_seed(1).get_state())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_cpu_draws_the_same_for_every_device():
+    logits = torch.randn(500, 7)
+    want = sample(logits, torch.Generator().manual_seed(1))
+    logits = logits.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = sample(logits, torch.Generator().manual_seed(1))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got.cpu(), want)
+
+
+def test_temperature_sharpens_and_at_zero_takes_the_likeliest_without_a_draw():
+    torch.manual_seed(0)
+    draws = choose(LOGITS.expand(20000, 2, 5), 0.5)
+    frequency = F.one_hot(draws, 5).float().mean(0)
+    torch.testing.assert_close(frequency, (LOGITS / 0.5).softmax(-1), rtol=0, atol=0.015)
+    before = torch.get_rng_state()
+    assert choose(LOGITS, 0.0).tolist() == [0, 1]
+    assert torch.equal(torch.get_rng_state(), before)

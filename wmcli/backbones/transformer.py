@@ -1,4 +1,8 @@
-"""The GPT of IRIS (Micheli et al. 2023, arXiv 2209.00588): pre-norm causal attention with learned absolute positions.
+"""Causal attention with learned absolute positions: by default the GPT of IRIS (Micheli et al. 2023, arXiv 2209.00588).
+
+With `heads = 8`, `ffn = 2`, `norm = "post"`, `activation = "relu"`, `attention_bias = false`, `embedding_norm = true`,
+`norm_eps = 1e-6` and `initialisation = "torch"` it is the transformer of STORM (Zhang et al. 2023, arXiv 2310.09615),
+but for the dropout after the positions, which STORM does not have.
 
 Axes: B batch, T time (elements), D width, H heads, K width of a head, S slots of the key/value cache, N blocks, L
 elements of a block, Q queries.
@@ -7,7 +11,7 @@ elements of a block, Q queries.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -19,6 +23,7 @@ from wmcli.config import Section
 from wmcli.errors import UsageError
 
 INIT_STD = 0.02
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
 
 
 class TransformerSettings(Section):
@@ -28,6 +33,18 @@ class TransformerSettings(Section):
     """Attention heads."""
     ffn: int = Field(default=4, ge=1)
     """Width of the feed-forward layer, in multiples of the backbone's width."""
+    activation: Literal["gelu", "relu"] = "gelu"
+    """Of the feed-forward layer."""
+    norm: Literal["pre", "post"] = "pre"
+    """LayerNorm before each sublayer and once at the end, or after each sublayer's residual (then none at the end)."""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to the variance in each LayerNorm."""
+    embedding_norm: bool = False
+    """Another LayerNorm once the positions are added, before the dropout."""
+    attention_bias: bool = True
+    """Biases in the projections of the attention, in and out."""
+    initialisation: Literal["gpt", "torch"] = "gpt"
+    """Weights and positions normal with deviation 0.02 and biases zero, or torch's own defaults for each module."""
 
 
 class Cache(NamedTuple):
@@ -73,12 +90,15 @@ class Transformer(Backbone):
         self.heads, self.dropout = settings.heads, size.dropout
         self.positions = nn.Embedding(size.max_length, size.width)
         self.layers = nn.ModuleList(TransformerLayer(settings, size) for _ in range(size.layers))
-        self.norm = nn.LayerNorm(size.width)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=INIT_STD)
-            if isinstance(module, nn.Linear):
-                nn.init.zeros_(module.bias)
+        norm_eps = settings.norm_eps
+        self.embedding_norm = nn.LayerNorm(size.width, norm_eps) if settings.embedding_norm else nn.Identity()
+        self.norm = nn.LayerNorm(size.width, norm_eps) if settings.norm == "pre" else nn.Identity()
+        if settings.initialisation == "gpt":
+            for module in self.modules():
+                if isinstance(module, nn.Linear | nn.Embedding):
+                    nn.init.normal_(module.weight, std=INIT_STD)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
 
     def initial_state(self, batch: int) -> Cache:
         weight = self.positions.weight
@@ -153,7 +173,7 @@ class Transformer(Backbone):
         """All layers on x (B, T, D) at positions (T,) or (B, T), under mask (T, S) or (B, T, S), True where seen."""
         if mask is not None and mask.dim() == 3:
             mask = mask[:, None]  # (B, 1, T, S)
-        x = F.dropout(x + self.positions(positions), self.dropout, self.training)
+        x = F.dropout(self.embedding_norm(x + self.positions(positions)), self.dropout, self.training)
         parts = []
         for index, layer in enumerate(self.layers):
             q, kv = layer.project(x)
@@ -236,28 +256,36 @@ def _grown(state: Cache, count: int, filled: int) -> Cache:
 
 
 class TransformerLayer(nn.Module):
-    """Causal self-attention and a feed-forward layer, each with LayerNorm before and a residual around."""
+    """Causal self-attention and a feed-forward layer, each with a residual around and LayerNorm before or after it."""
 
     def __init__(self, settings: TransformerSettings, size: Size) -> None:
         super().__init__()
         width, hidden = size.width, settings.ffn * size.width
         self.heads, self.dropout = settings.heads, size.dropout
-        self.attention_norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)  # query, key and value in one product
-        self.out = nn.Linear(width, width)
-        self.ffn_norm = nn.LayerNorm(width)
+        self.norm_first, self.activation = settings.norm == "pre", ACTIVATIONS[settings.activation]
+        self.attention_norm = nn.LayerNorm(width, settings.norm_eps)
+        self.qkv = nn.Linear(width, 3 * width, settings.attention_bias)  # query, key and value in one product
+        self.out = nn.Linear(width, width, settings.attention_bias)
+        self.ffn_norm = nn.LayerNorm(width, settings.norm_eps)
         self.up = nn.Linear(width, hidden)
         self.down = nn.Linear(hidden, width)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (B, T, D) -> queries (B, H, T, K), keys and values (B, 2, H, T, K)."""
-        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(0, 2, 3, 1, 4)
+        x = self.attention_norm(x) if self.norm_first else x
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(0, 2, 3, 1, 4)
         return qkv[:, 0], qkv[:, 1:]
 
     def finish(self, x: Tensor, y: Tensor) -> Tensor:
         """What follows the attention y (B, H, T, K) of x (B, T, D)."""
         x = x + self._drop(self.out(y.transpose(1, 2).flatten(2)))
-        return x + self._drop(self.down(F.gelu(self.up(self.ffn_norm(x)))))
+        if self.norm_first:
+            return x + self._feed_forward(self.ffn_norm(x))
+        x = self.attention_norm(x)
+        return self.ffn_norm(x + self._feed_forward(x))
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return self._drop(self.down(self.activation(self.up(x))))
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training)

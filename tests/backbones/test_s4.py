@@ -1,0 +1,394 @@
+"""S4's own numbers: HiPPO-LegS, initialisation, sizes, the kernel length, and when a recurrence is made anew."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import nn
+from torch.testing import assert_close
+from wmcli.kernels import s4 as kernels
+
+from wmcli.backbones import BackboneSettings, Size, build, map_state
+from wmcli.backbones.s4 import S4, S4Settings, StateSpace, hippo_legs
+from wmcli.errors import UsageError
+from wmcli.nn.decay import parameter_groups
+from wmcli.training.optim import build_optimiser
+
+LENGTH = 30  # of the kernels
+SYSTEM = {"log_dt", "log_decay", "frequency", "p", "b"}
+
+
+def small(length: int = LENGTH, **settings) -> S4:
+    torch.manual_seed(0)
+    return S4(S4Settings(**{"state": 8, "ffn": 1, **settings}), Size(6, 2, 0.0, length, 1)).eval()
+
+
+def inputs(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    torch.manual_seed(5)
+    return torch.randn(*shape, dtype=dtype)
+
+
+def steps(model: S4, x: torch.Tensor) -> torch.Tensor:
+    state, outputs = model.initial_state(len(x)), []
+    for t in range(x.shape[1]):
+        y, state = model.step(x[:, t], state)
+        outputs.append(y)
+    return torch.stack(outputs, 1)
+
+
+# -- HiPPO-LegS --------------------------------------------------------------------------------------------------------
+
+
+def legs_matrix(state: int) -> torch.Tensor:
+    """A, entry by entry as the paper writes it."""
+    a = torch.zeros(state, state, dtype=torch.float64)
+    for n in range(state):
+        a[n, n] = -(n + 1)
+        for k in range(n):
+            a[n, k] = -math.sqrt((2 * n + 1) * (2 * k + 1))
+    return a
+
+
+@pytest.mark.parametrize("state", [2, 4, 8, 16, 64])
+def test_legs_is_diagonal_minus_rank_one(state):
+    poles, p, vectors = hippo_legs(state)
+    poles, p, vectors = (torch.cat((part, part.conj()), -1) for part in (poles, p, vectors))
+    assert_close(vectors.mH @ vectors, torch.eye(state, dtype=vectors.dtype), rtol=0, atol=1e-12)
+    back = vectors @ (torch.diag(poles) - p[:, None] * p.conj()) @ vectors.mH
+    assert_close(back, legs_matrix(state).to(back.dtype), rtol=0, atol=1e-11)
+    number = torch.arange(state, dtype=torch.float64)
+    assert_close((vectors @ p).real, (number + 0.5).sqrt(), rtol=0, atol=1e-11)
+    assert_close((vectors @ (math.sqrt(2) * p)).real, (2 * number + 1).sqrt(), rtol=0, atol=1e-11)  # LegS's own B
+    assert (p.real > 0).all() and not p.imag.any()
+    assert p.abs().square().sum().item() == pytest.approx(state**2 / 2)
+
+
+def test_golden_legs():
+    assert legs_matrix(4)[3].tolist() == pytest.approx([-2.64575131, -4.58257569, -5.91607978, -4], abs=1e-8)
+    golden = {
+        4: [4.603293007, 0.556501115],
+        16: [80.96608093, 25.62922644, 13.83434182, 8.36210453, 5.09002363, 2.89966822, 1.37198878, 0.35201792],
+    }
+    for state, want in golden.items():
+        poles, _, _ = hippo_legs(state)
+        assert poles.imag.neg().tolist() == pytest.approx(want, abs=1e-8)
+        assert poles.real.tolist() == [-0.5] * (state // 2)
+    eight, many = (hippo_legs(state)[0].imag.abs() for state in (8, 64))
+    assert (eight.max().item(), eight.min().item()) == pytest.approx((19.857410371, 0.427488712), abs=1e-9)
+    assert many.max().item() == pytest.approx(1303.27, abs=5e-3)
+    assert many.min().item() == pytest.approx(0.263857, abs=5e-7)
+    b = 2 * hippo_legs(4)[1].abs().square()
+    assert b.tolist() == pytest.approx([7.065044113, 0.934955887], abs=1e-9)
+
+
+# -- initialisation and sizes ------------------------------------------------------------------------------------------
+
+
+def test_parameter_counts():
+    width, state = 256, 64
+    model = build(BackboneSettings(name="s4", width=width, layers=2), 100, 1)
+    norm, system = 2 * width, width + 2 * (state // 2) + 2 * state  # log_dt, the poles, P and B
+    layer = norm + system + width * state + width + (width + 1) * 2 * width
+    mlp = norm + (width + 1) * 4 * width + (4 * width + 1) * width
+    count = {name: sum(p.numel() for p in part.parameters()) for name, part in model.blocks[0].named_children()}
+    assert count == {"layers": 2 * layer, "norm": norm, "up": 257 * 1024, "down": 1025 * 256}
+    assert sum(p.numel() for p in model.parameters()) == 2 * (2 * layer + mlp) + norm == 1_649_408
+    assert sum(leaf.numel() for leaf in model.initial_state(1)) == 4 * width * state
+
+
+def test_parameter_counts_of_the_variants():
+    def count(**settings) -> int:
+        return sum(p.numel() for p in small(**settings).parameters())
+
+    base = count()
+    assert base - count(ffn=0) == 2 * (12 + 7 * 6 + 7 * 6)
+    assert base - count(glu=False) == 4 * 7 * 6
+    assert count(tied=False) - base == 4 * 5 * 3 * 8  # five more channels with poles, P and B
+
+
+def test_initialisation():
+    torch.manual_seed(0)
+    length = 200
+    model = S4(S4Settings(), Size(512, 1, 0.0, length, 1))
+    layer = model.blocks[0].layers[0]
+    system = layer.system
+    log_dt = system.log_dt.detach()
+    assert math.log(1e-3) <= log_dt.min() < math.log(1.1e-3) and math.log(0.9e-1) < log_dt.max() <= math.log(1e-1)
+    assert log_dt.mean().item() == pytest.approx(math.log(1e-2), abs=0.2)
+    assert_close(system.log_decay.exp(), torch.full((1, 32), 0.5))
+    assert_close(system.b, math.sqrt(2) * system.p)
+    # C is what has unit variance; what is stored is C~.
+    discrete = kernels.discretise(system._system())
+    stored = kernels.output_numbers(system._c_tilde())[..., None]
+    c = torch.linalg.solve(kernels.truncation(discrete, length), stored).squeeze(-1).unflatten(-1, (-1, 2)) / 2
+    assert c.square().sum(-1).mean().item() == pytest.approx(1, rel=0.03)
+    assert c.square().mean((0, 1)).tolist() == pytest.approx([0.5, 0.5], rel=0.05)
+    assert layer.skip.std().item() == pytest.approx(1, rel=0.1)
+    for linear in (module for module in model.modules() if isinstance(module, nn.Linear)):
+        assert linear.weight.std().item() == pytest.approx((2 / sum(linear.weight.shape)) ** 0.5, rel=0.03)
+        assert not linear.bias.any()
+
+
+def test_the_kernel_length_changes_no_initial_model():
+    x = inputs(2, 20, 6)
+    want = small(20)(x, None)[0]
+    for length in (21, 64, 200):
+        assert_close(small(length)(x, None)[0], want, rtol=0, atol=2e-5)
+
+
+def test_wrong_settings_are_usage_errors():
+    with pytest.raises(UsageError, match=r"backbone.s4.dt_min = 0.1: must not be above backbone.s4.dt_max = 0.01"):
+        small(dt_min=0.1, dt_max=0.01)
+    with pytest.raises(ValueError, match="multiple of 2"):
+        S4Settings(state=7)
+
+
+def test_systems_learn_slowly_and_do_not_decay():
+    model = small()
+    for group in build_optimiser("adamw", parameter_groups(model, 0.1), 0.01, 0.1).param_groups:
+        for parameter in group["params"]:
+            name = next(name for name, each in model.named_parameters() if each is parameter)
+            leaf = name.split(".")[-1]
+            assert group["lr"] == (1e-3 if leaf in SYSTEM else 0.01), name
+            assert group["weight_decay"] == (0.1 if leaf in ("weight", "c_tilde") and "norm" not in name else 0), name
+
+
+# -- the stack ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"ffn": 0}, {"glu": False}, {"tied": False}], ids=str)
+def test_the_stack_as_the_paper_draws_it(settings):
+    """Figure 1, with the definition of the kernel in place of the Cauchy form and of the convolution."""
+    model = small(**settings).double()
+    x = y = inputs(2, 7, 6, dtype=torch.float64)
+    for block in model.blocks:
+        for layer in block.layers:
+            u = layer.norm(y)
+            system = layer.system._system()
+            stored = kernels.output_numbers(layer.system._c_tilde())[..., None]
+            c = torch.linalg.solve(kernels.truncation(kernels.discretise(system), LENGTH), stored)[..., 0]
+            c = torch.complex(c[:, ::2], -c[:, 1::2]) / 2
+            kernel = kernels.reference(system, c, 7)
+            filtered = [sum(kernel[:, lag] * u[:, t - lag] for lag in range(t + 1)) for t in range(7)]
+            mixed = layer.out(nn.functional.gelu(torch.stack(filtered, 1) + layer.skip * u))
+            if settings.get("glu", True):
+                mixed = mixed[..., :6] * mixed[..., 6:].sigmoid()
+            y = y + mixed
+        if settings.get("ffn", 1):
+            y = y + block.down(nn.functional.gelu(block.up(block.norm(y))))
+    assert_close(model(x, None)[0], model.norm(y), rtol=0, atol=1e-10)
+
+
+# -- lengths -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 2, 9, 33])
+def test_sequences_of_any_length(length):
+    """Shorter than the kernel, as long, and longer: convolution or recurrence, the outputs are the same."""
+    model = small(length).double()
+    x = inputs(2, 33, 6, dtype=torch.float64)
+    want = steps(model, x)
+    assert_close(model(x, None)[0], want, rtol=0, atol=1e-10)
+    assert_close(model(x[:, :length], None)[0], want[:, :length], rtol=0, atol=1e-10)
+
+
+def test_long_sequences_in_chunks_with_resets():
+    model = small(150).double()
+    x, reset = inputs(3, 150, 6, dtype=torch.float64), torch.zeros(3, 150, dtype=torch.bool)
+    reset[1, [0, 60, 61, 149]] = reset[2, 100] = True
+    y, _ = model(x, None, reset)
+    assert_close(y[0], model(x, None)[0][0], rtol=0, atol=1e-10)
+    for row, borders in ((1, [0, 60, 61, 149, 150]), (2, [0, 100, 150])):
+        for start, stop in zip(borders, borders[1:], strict=False):
+            assert_close(y[row, start:stop], model(x[row : row + 1, start:stop], None)[0][0], rtol=0, atol=1e-10)
+
+
+def test_the_kernel_length_is_saved_with_the_weights():
+    model, other = small(), small()
+    tensors = load(save(model.state_dict()))
+    assert {value.dtype for name, value in tensors.items() if name != "_extra_state"} == {torch.float32}
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1)
+    other.load_state_dict(tensors)
+    x = inputs(2, 9, 6)
+    assert torch.equal(other(x, None)[0], model(x, None)[0])
+    with pytest.raises(UsageError, match="up to 30 elements, this model is built for 31"):
+        small(31).load_state_dict(tensors)
+
+
+# -- recurrences are kept, but never old ones --------------------------------------------------------------------------
+
+
+def learn(name: str):
+    """A change: one update, between whose backward pass and step the model imagines."""
+
+    def change(model: S4) -> S4:
+        optimiser = build_optimiser(name, parameter_groups(model, 0.01), 0.01, 0.01)
+        x = inputs(2, 9, 6)
+        model(x, None)[0].square().mean().backward()
+        with torch.no_grad():
+            steps(model, x)
+        optimiser.step()
+        return model
+
+    return change
+
+
+def load_others(model: S4) -> S4:
+    other = small()
+    write_in_place(other)
+    model.load_state_dict(other.state_dict())
+    return model
+
+
+def write_in_place(model: S4) -> S4:
+    with torch.no_grad():
+        for system in systems(model):
+            system.log_dt.add_(0.3)
+    return model
+
+
+def replace_parameters(model: S4) -> S4:
+    for system in systems(model):
+        system.p = nn.Parameter(1.1 * system.p.detach())
+    return model
+
+
+def replace_data(model: S4) -> S4:
+    for system in systems(model):
+        system.c_tilde.data = 1.1 * system.c_tilde.data
+    return model
+
+
+def systems(model: S4) -> list[StateSpace]:
+    return [module for module in model.modules() if isinstance(module, StateSpace)]
+
+
+CHANGES = {
+    "adamw": learn("adamw"),
+    "adam": learn("adam"),
+    "laprop": learn("laprop"),
+    "load_state_dict": load_others,
+    "in place": write_in_place,
+    "parameters replaced": replace_parameters,
+    "data replaced": replace_data,
+    "copied": lambda model: write_in_place(copy.deepcopy(model)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_kept_recurrence_is_never_stale(change):
+    model, x = small(), inputs(2, 9, 6)
+    with torch.no_grad():
+        before = steps(model, x)
+    model = CHANGES[change](model)
+    with torch.no_grad():
+        after, want = steps(model, x), model(x, None)[0]
+    assert_close(after, want, rtol=0, atol=1e-5)
+    assert (after - before).abs().max() > 1e-2
+
+
+def test_a_kept_recurrence_follows_the_dtype():
+    model, x = small(), inputs(2, 9, 6)
+    with torch.no_grad():
+        steps(model, x)
+        model.double()
+        assert_close(steps(model, x.double()), model(x.double(), None)[0], rtol=0, atol=1e-10)
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[int]:
+    """How many recurrences have been made, in a list of one."""
+    count, original = [0], kernels.Recurrence.__init__
+
+    def counting(self, *arguments):
+        count[0] += 1
+        original(self, *arguments)
+
+    monkeypatch.setattr(kernels.Recurrence, "__init__", counting)
+    return count
+
+
+def test_imagination_prepares_once(made):
+    model, x = small(), inputs(2, 9, 6)
+    names = set(model.state_dict())
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            state = model.initial_state(2)
+            for t in range(4):
+                _, state = model.step(x[:, t], state)
+            _, state = model(x, state, torch.zeros(2, 9, dtype=torch.bool))
+            model.fork(x[:, None], x[0, :2], state)
+    assert made == [4]  # one for each S4 layer
+    assert set(model.state_dict()) == names
+
+
+def test_with_gradients_every_call_prepares(made):
+    model, x = small(), inputs(2, 9, 6)
+    with torch.no_grad():
+        model.step(x[:, 0], model.initial_state(2))
+    y, state = model.step(x[:, 0], model.initial_state(2))
+    y, _ = model.step(x[:, 1], state)
+    assert made == [12]
+    y.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_frozen_model_passes_gradients_on(made):
+    """What inference mode prepared serves a graph as well."""
+    model, x = small().requires_grad_(False), inputs(2, 9, 6)
+    with torch.inference_mode():
+        model(x, model.initial_state(2))
+        model.step(x[:, 0], model.initial_state(2))
+    x.requires_grad_()
+    y, state = model(x, model.initial_state(2))
+    z, _ = model.step(x[:, 3], state)
+    (y.sum() + z.square().sum()).backward()
+    assert made == [4]
+    assert (x.grad.abs().amax(-1) > 0).all()
+
+
+# -- precision ---------------------------------------------------------------------------------------------------------
+
+
+def test_float32_steps_equal_the_convolution_after_training():
+    torch.manual_seed(0)
+    model = S4(S4Settings(ffn=2), Size(16, 2, 0.0, 257, 1)).eval()
+    x = inputs(3, 257, 16)
+    optimiser = build_optimiser("adamw", parameter_groups(model, 0.01), 1e-3, 0.01)
+    for count in range(4):
+        with torch.no_grad():
+            want = model(x, None)[0]
+            scale = want.abs().max()
+            assert (steps(model, x) - want).abs().max() < 2e-5 * scale
+            assert (model(x, model.initial_state(3))[0] - want).abs().max() < 2e-5 * scale
+        for _ in range(count < 3):
+            optimiser.zero_grad()
+            (model(x[:, :60], None)[0] - x[:, :60].roll(5, 1)).square().mean().backward()
+            optimiser.step()
+
+
+def test_a_bfloat16_model_keeps_float32_systems():
+    model = small().bfloat16()
+    x = inputs(2, 9, 6).bfloat16()
+    want, _ = model(x, None)
+    y, state = model(x, model.initial_state(2))
+    assert y.dtype == want.dtype == torch.bfloat16
+    assert (y - want).abs().max() < 0.1
+    dtypes = set()
+    map_state(lambda leaf: dtypes.add(leaf.dtype), state)
+    assert dtypes == {torch.float32}
+
+
+def test_complex_parameters_are_pairs():
+    system = StateSpace(S4Settings(state=8), Size(6, 1, 0.0, LENGTH, 1))
+    assert all(parameter.is_floating_point() for parameter in system.parameters())
+    assert system.c_tilde.shape == (6, 4, 2)
+    with torch.no_grad():
+        system.c_tilde.copy_(torch.arange(48.0).view(6, 4, 2))
+    assert system._c_tilde()[2, 3] == 22 + 23j

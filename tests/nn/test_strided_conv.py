@@ -1,0 +1,70 @@
+"""Strided convolutions: sizes, counts by arithmetic, mirror, memory layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wmcli.errors import UsageError
+from wmcli.nn.norms import ChannelRMSNorm
+from wmcli.nn.strided_conv import Stack, StridedDecoder, StridedEncoder
+
+DRAMA = Stack((16, 32, 48, 64, 64), (1, 2, 2, 2, 2), 5, True, "batch", "silu")
+STORM = Stack((32, 64, 128, 256), (2, 2, 2, 2), 4, False, "batch", "relu")
+
+
+def count(module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_drama_has_the_papers_numbers():
+    encoder, decoder = StridedEncoder(DRAMA), StridedDecoder(1024, DRAMA, 64)
+    assert count(encoder) == 232_272
+    assert count(decoder) == 1_281_811
+    assert DRAMA.features(64) == 1024
+    wide = DRAMA._replace(channels=(32, 64, 96, 128, 128))
+    assert count(StridedEncoder(wide)) == 925_344
+    assert count(StridedDecoder(1024, wide, 64)) == 3_024_419
+
+
+def test_storm_flattens_to_4096():
+    assert STORM.features(64) == 4096
+    assert StridedEncoder(STORM)(torch.rand(2, 3, 64, 64)).shape == (2, 4096)
+
+
+@pytest.mark.parametrize("stack", [DRAMA, STORM, Stack((8, 12), (4, 2), 4, True, "rms", "relu")])
+@pytest.mark.parametrize("size", [32, 64])
+def test_the_decoder_ends_at_the_size_the_encoder_began_with(stack, size):
+    encoder, decoder = StridedEncoder(stack), StridedDecoder(10, stack, size)
+    assert encoder(torch.rand(2, 3, size, size)).shape == (2, stack.features(size))
+    assert decoder(torch.rand(2, 10)).shape == (2, 3, size, size)
+
+
+def test_the_last_convolution_has_a_bias_and_neither_norm_nor_activation():
+    last = StridedDecoder(10, STORM, 64).layers[-1]
+    assert isinstance(last, torch.nn.ConvTranspose2d) and last.bias is not None
+
+
+def test_weights_are_channels_last_and_so_is_what_comes_out():
+    encoder = StridedEncoder(STORM)
+    x = torch.rand(2, 3, 64, 64).contiguous(memory_format=torch.channels_last)
+    inside = torch.nn.Sequential(*list(encoder)[:6])(x)
+    assert inside.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_order_of_the_flattened_features_is_channels_rows_columns():
+    encoder = StridedEncoder(STORM).eval()
+    x = torch.rand(2, 3, 64, 64)
+    inside = torch.nn.Sequential(*list(encoder)[:-1])(x)
+    assert torch.equal(encoder(x), inside.contiguous().flatten(1))
+
+
+def test_rms_norm_is_over_the_channels_of_a_pixel():
+    x = torch.randn(2, 5, 3, 4)
+    want = x / (x.square().mean(1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(ChannelRMSNorm(5, 1e-6)(x), want)
+
+
+def test_a_size_that_cannot_be_shrunk_is_one_line():
+    with pytest.raises(UsageError, match="frames of 40x40 pixels cannot be shrunk by tokenizer.strides"):
+        StridedEncoder(STORM), StridedDecoder(10, STORM, 40)

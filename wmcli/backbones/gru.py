@@ -1,0 +1,99 @@
+"""A stack of gated recurrent units (Cho et al. 2014, arXiv 1406.1078), the recurrent network Drama compares with.
+
+Drama (Wang et al. 2024, arXiv 2410.08893) names a GRU and publishes no code for it. The width of the GRUs is free, so
+that parameter counts can be matched.
+
+Axes: B batch, T time (elements), D width, H hidden width, N blocks, L elements of a block, Q queries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wmcli.backbones.base import Size
+from wmcli.backbones.residual import Mixer, ResidualStack
+from wmcli.config import Section
+
+
+class GRUSettings(Section):
+    """What is particular to the GRU backbone."""
+
+    hidden: int = Field(default=0, ge=0)
+    """Width of each GRU's state; 0 is the backbone's width. When they differ, a Linear leads back to the width."""
+
+
+class GRU(ResidualStack):
+    """The state is a tuple with one (B, H) tensor per layer. Old states always stay valid.
+
+    The recurrence is computed in float32 (float64 in a float64 model), also under autocast.
+    """
+
+    def __init__(self, settings: GRUSettings, size: Size) -> None:
+        super().__init__(size, lambda: GRUMixer(size.width, settings.hidden or size.width))
+
+
+class GRUMixer(Mixer):
+    """A GRU, and a Linear behind it if its width H is not D."""
+
+    gru: Any  # nn.GRU, which does not declare its weights
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gru = nn.GRU(width, hidden, batch_first=True)
+        self.out = nn.Identity() if hidden == width else nn.Linear(hidden, width)
+
+    def train(self, mode: bool = True) -> GRUMixer:
+        super().train(mode)
+        # cuDNN has no backward pass in evaluation mode. A GRU without dropout inside computes the same in both.
+        self.gru.train()
+        return self
+
+    def initial_state(self, batch: int) -> Tensor:
+        return self.gru.weight_hh_l0.new_zeros(batch, self.gru.hidden_size)
+
+    def forward(self, u: Tensor, state: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:
+        states = self._states(u, state, reset)
+        return self.out(states), states[:, -1]
+
+    def step(self, u: Tensor, state: Tensor, reset: Tensor | None) -> tuple[Tensor, Tensor]:
+        if reset is not None:
+            state = state.masked_fill(reset[:, None], 0.0)
+        state = self._states(u[:, None], state)[:, 0]
+        return self.out(state), state
+
+    def fork(self, u: Tensor, block: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        blocks = u.shape[1]
+        states = self._states(u[:, :, :block].flatten(1, 2), state).unflatten(1, (blocks, block))  # (B, N, L, H)
+        # The queries of all blocks in one batch, each from the state at its block's end.
+        asked = self._states(u[:, :, block:].flatten(0, 1), states[:, :, -1].flatten(0, 1))
+        return self.out(torch.cat((states, asked.unflatten(0, (-1, blocks))), 2)), states[:, -1, -1]
+
+    def _states(self, u: Tensor, state: Tensor | None, reset: Tensor | None = None) -> Tensor:
+        """u (B, T, D), state (B, H) or None for zeros, reset (B, T) -> the state after each element (B, T, H)."""
+        with torch.autocast(u.device.type, enabled=False):
+            u = u.to(self.gru.weight_ih_l0.dtype)
+            if reset is not None:
+                return self._states_with_resets(u, state, reset)
+            # Contiguous, since cuDNN takes nothing else.
+            return self.gru(u, None if state is None else state[None].contiguous())[0]
+
+    def _states_with_resets(self, u: Tensor, state: Tensor | None, reset: Tensor) -> Tensor:
+        """The same on the same weights: what depends on the state is a loop over time, all else one product before."""
+        gru = self.gru
+        state = self.initial_state(len(u)) if state is None else state
+        states = []
+        # Unbound, since the gradient of an index is as large as the whole, for every element.
+        inputs = F.linear(u, gru.weight_ih_l0, gru.bias_ih_l0).unbind(1)
+        for element, clear in zip(inputs, reset[..., None].unbind(1), strict=True):
+            state = state.masked_fill(clear, 0.0)
+            recurrent = F.linear(state, gru.weight_hh_l0, gru.bias_hh_l0)
+            (r_u, z_u, n_u), (r_h, z_h, n_h) = element.chunk(3, -1), recurrent.chunk(3, -1)
+            new = torch.tanh(n_u + torch.sigmoid(r_u + r_h) * n_h)
+            state = torch.lerp(new, state, torch.sigmoid(z_u + z_h))
+            states.append(state)
+        return torch.stack(states, 1)

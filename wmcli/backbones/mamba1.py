@@ -1,0 +1,118 @@
+"""Mamba (Gu and Dao 2023, arXiv 2312.00752) as Drama's ablation trains it (Wang et al. 2024, arXiv 2410.08893).
+
+One block projects an element to a gate and to channels, convolves the channels over the last few elements, and scans
+them with a state of S numbers per channel whose decay, input and output depend on the data. Nothing marks positions.
+
+Axes: B batch, T time (elements), D width, C channels (= expand D), S numbers of a channel's state, R rank of the step
+sizes, W taps, N blocks, L elements of a block, Q queries; ... is B, or B T, or B N (L + Q).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wmcli.backbones.base import Size
+from wmcli.backbones.residual import Mixer, ResidualStack
+from wmcli.config import Section
+from wmcli.kernels.causal_conv import causal_conv, causal_conv_fork, causal_conv_step
+from wmcli.kernels.selective_scan import selective_scan, selective_scan_fork, selective_scan_step
+
+STEP_SIZES = (1e-3, 1e-1)  # that a block begins with
+
+
+class Mamba1Settings(Section):
+    """What is particular to the Mamba-1 backbone."""
+
+    state: int = Field(default=16, ge=1)
+    """Numbers in the state of one channel."""
+    expand: int = Field(default=2, ge=1)
+    """Channels of the scan, in multiples of the backbone's width."""
+    conv: int = Field(default=4, ge=2)
+    """Taps of the causal convolution: the newest element and the ones before it."""
+    dt_rank: int = Field(default=0, ge=0)
+    """Rank of the map from channels to step sizes; 0: a sixteenth of the backbone's width, rounded up."""
+
+
+class MambaState(NamedTuple):
+    """The state of one block, of Mamba-1 and Mamba-2."""
+
+    inputs: Tensor  # (B, channels of the convolution, W - 1): what entered it last, newest last
+    memory: Tensor  # (B, C, S) in Mamba-1, (B, H, S, P) in Mamba-2
+
+
+class Mamba1(ResidualStack):
+    """The state is a tuple with one `MambaState` per layer. Old states always stay valid."""
+
+    def __init__(self, settings: Mamba1Settings, size: Size) -> None:
+        super().__init__(size, lambda: Mamba1Mixer(settings, size))
+
+
+class Mamba1Mixer(Mixer):
+    """u (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, settings: Mamba1Settings, size: Size) -> None:
+        super().__init__()
+        channels = settings.expand * size.width
+        rank = settings.dt_rank or math.ceil(size.width / 16)
+        self.parts = (rank, settings.state, settings.state)
+        self.in_proj = nn.Linear(size.width, 2 * channels, bias=False)  # channels, then their gate
+        self.conv = nn.Conv1d(channels, channels, settings.conv, groups=channels)  # holds the taps, oldest first
+        self.x_proj = nn.Linear(channels, sum(self.parts), bias=False)
+        self.dt_proj = nn.Linear(rank, channels)
+        self.a_log = nn.Parameter(torch.arange(1.0, settings.state + 1).log().repeat(channels, 1))
+        self.a_log._no_weight_decay = True  # type: ignore[attr-defined]  # it would pull all rates to 1
+        self.skip = nn.Parameter(torch.ones(channels))
+        self.out_proj = nn.Linear(channels, size.width, bias=False)
+        with torch.no_grad():
+            self.dt_proj.weight.uniform_(-(rank**-0.5), rank**-0.5)
+            self.dt_proj.bias.copy_(draw_step_bias(channels))
+            self.out_proj.weight.div_(math.sqrt(size.layers))
+
+    def initial_state(self, batch: int) -> MambaState:
+        channels, state = self.a_log.shape
+        past = self.conv.weight.shape[-1] - 1
+        zeros = partial(self.a_log.new_zeros, dtype=torch.promote_types(self.a_log.dtype, torch.float32))
+        return MambaState(zeros((batch, channels, past)), zeros((batch, channels, state)))
+
+    def forward(self, u: Tensor, state: MambaState | None, reset: Tensor | None) -> tuple[Tensor, MambaState]:
+        return self._mix(u, state, partial(causal_conv, reset=reset), partial(selective_scan, reset=reset))
+
+    def step(self, u: Tensor, state: MambaState, reset: Tensor | None) -> tuple[Tensor, MambaState]:
+        return self._mix(u, state, partial(causal_conv_step, reset=reset), partial(selective_scan_step, reset=reset))
+
+    def fork(self, u: Tensor, block: int, state: MambaState | None) -> tuple[Tensor, MambaState]:
+        return self._mix(u, state, partial(causal_conv_fork, block=block), partial(selective_scan_fork, block=block))
+
+    def _mix(
+        self,
+        u: Tensor,
+        state: MambaState | None,
+        convolve: Callable[..., tuple[Tensor, Tensor]],
+        scan: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, MambaState]:
+        """u (..., D) through one form of the convolution and the same form of the scan."""
+        inputs, memory = (None, None) if state is None else state
+        x, gate = self.in_proj(u).chunk(2, -1)  # (..., C)
+        x, inputs = convolve(x, self.conv.weight[:, 0], self.conv.bias, state=inputs)
+        x = F.silu(x)
+        rank, b, c = self.x_proj(x).split(self.parts, -1)  # (..., R), (..., S), (..., S)
+        # The bias is added by itself: in float32 also under autocast.
+        dt = F.softplus(F.linear(rank, self.dt_proj.weight) + self.dt_proj.bias)
+        y, memory = scan(x, dt, -self.a_log.exp(), b, c, state=memory)
+        y = (y + self.skip * x) * F.silu(gate)
+        return self.out_proj(y), MambaState(inputs, memory)
+
+
+def draw_step_bias(count: int) -> Tensor:
+    """Biases (count,) whose softplus, the step sizes, are log-uniform in `STEP_SIZES`."""
+    low, high = STEP_SIZES
+    step = torch.empty(count).uniform_(math.log(low), math.log(high)).exp()
+    return step + (-torch.expm1(-step)).log()  # the inverse of softplus

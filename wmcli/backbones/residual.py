@@ -1,0 +1,104 @@
+"""A pre-norm residual stack, whatever mixes its elements over time.
+
+    x <- x + dropout(mixer(RMSNorm(x)))        once per layer, then a last RMSNorm
+
+The sum x is float32 (float64 in a float64 model) also under autocast, and so is the output. This is the block stack of
+Mamba (Gu and Dao 2023, arXiv 2312.00752).
+
+Axes: B batch, T time (elements), D width, N blocks, L elements of a block, Q queries.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wmcli.backbones.base import Backbone, Size, State, for_each_block
+
+NORM_EPS = 1e-5
+
+
+class Mixer(nn.Module, ABC):
+    """What a layer of the stack does over time, (B, T, D) -> (B, T, D), with a state as a backbone has it.
+
+    `state=None` starts fresh; a state comes back all the same.
+    """
+
+    @abstractmethod
+    def initial_state(self, batch: int) -> State:
+        """The state before the first element, for `batch` rows."""
+
+    @abstractmethod
+    def forward(self, u: Tensor, state: State, reset: Tensor | None) -> tuple[Tensor, State]:
+        """All of u (B, T, D) at once, reset (B, T) bool."""
+
+    @abstractmethod
+    def step(self, u: Tensor, state: State, reset: Tensor | None) -> tuple[Tensor, State]:
+        """One element u (B, D), reset (B,) bool. The state is never None here."""
+
+    @abstractmethod
+    def fork(self, u: Tensor, block: int, state: State) -> tuple[Tensor, State]:
+        """u (B, N, L + Q, D): the first `block` elements of each block enter the state, the others leave no trace."""
+
+
+class ResidualStack(Backbone):
+    """The state is a tuple with that of each layer's mixer. Old states always stay valid."""
+
+    layers: Any  # nn.ModuleList of Layer
+
+    def __init__(self, size: Size, mixer: Callable[[], Mixer]) -> None:
+        super().__init__()
+        self.width, self.max_length, self.dropout = size.width, None, size.dropout
+        self.layers = nn.ModuleList(Layer(size.width, mixer()) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.width, NORM_EPS)
+
+    def initial_state(self, batch: int) -> tuple[State, ...]:
+        return tuple(layer.mixer.initial_state(batch) for layer in self.layers)
+
+    def forward(
+        self, x: Tensor, state: tuple[State, ...] | None, reset: Tensor | None = None
+    ) -> tuple[Tensor, tuple[State, ...] | None]:
+        return self._run(x, state, lambda mixer, u, old: mixer(u, old, reset))
+
+    def step(
+        self, x: Tensor, state: tuple[State, ...] | None, reset: Tensor | None = None
+    ) -> tuple[Tensor, tuple[State, ...] | None]:
+        before = self.initial_state(len(x)) if state is None else state
+        y, after = self._run(x, before, lambda mixer, u, old: mixer.step(u, old, reset))
+        return y, None if state is None else after
+
+    def fork(
+        self, x: Tensor, queries: Tensor, state: tuple[State, ...] | None
+    ) -> tuple[Tensor, Tensor, tuple[State, ...] | None]:
+        block = x.shape[2]
+        x = torch.cat((x, for_each_block(queries, x)), 2)  # (B, N, L + Q, D)
+        y, state = self._run(x, state, lambda mixer, u, old: mixer.fork(u, block, old))
+        return y[:, :, :block], y[:, :, block:], state
+
+    def _run(
+        self,
+        x: Tensor,
+        state: tuple[State, ...] | None,
+        mix: Callable[[Mixer, Tensor, State], tuple[Tensor, State]],
+    ) -> tuple[Tensor, tuple[State, ...] | None]:
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        after = []
+        for index, layer in enumerate(self.layers):
+            y, new = mix(layer.mixer, layer.norm(x), None if state is None else state[index])
+            x = x + F.dropout(y, self.dropout, self.training)
+            after.append(new)
+        return self.norm(x), None if state is None else tuple(after)
+
+
+class Layer(nn.Module):
+    """A mixer and the norm before it."""
+
+    def __init__(self, width: int, mixer: Mixer) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width, NORM_EPS)
+        self.mixer = mixer

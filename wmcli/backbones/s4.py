@@ -1,0 +1,257 @@
+"""The stack of S4 layers of S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064).
+
+A block is two S4 layers (Gu et al. 2022, arXiv 2111.00396) and an MLP, each with LayerNorm before and a residual
+around; a last LayerNorm follows the last block. An S4 layer filters each channel with a linear system of its own, then
+mixes channels. From nothing and without resets a whole sequence is one convolution by FFT; otherwise the same systems
+run as recurrences.
+
+Axes: B batch, T time (elements), D width, N numbers of a channel's state (N / 2 conjugate pairs, real and imaginary
+part side by side), J blocks of the contract, L elements of one, Q queries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from wmcli.backbones.base import Backbone, Size, for_each_block
+from wmcli.config import Section
+from wmcli.errors import UsageError
+from wmcli.kernels import s4 as kernels
+from wmcli.nn.initialise import fan_average
+
+LEARNING_RATE_LIMIT = 1e-3  # for step sizes and systems; they also take no weight decay
+
+
+class S4Settings(Section):
+    """What is particular to the S4 backbone, whose layers are blocks of two S4 layers and an MLP."""
+
+    state: int = Field(default=64, ge=2, multiple_of=2)
+    """Numbers of a channel's state."""
+    tied: bool = True
+    """Whether the channels of a layer share Lambda, P and B (n_ssm = 1 in the S4 code) or each learns its own."""
+    ffn: int = Field(default=4, ge=0)
+    """Width of the MLP, in multiples of the backbone's width; 0 leaves it out (S4WM-No-MLP)."""
+    glu: bool = True
+    """Whether channels are mixed by a gated linear unit or by a plain linear layer, as Figure 1 prints it."""
+    dt_min: float = Field(default=1e-3, gt=0)
+    """Shortest step size at initialisation. A channel with step size dt looks back on the order of 1 / dt elements."""
+    dt_max: float = Field(default=1e-1, gt=0)
+    """Longest step size at initialisation. Channels are drawn log-uniformly between the two."""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    """Of all LayerNorms."""
+
+
+# Runs one layer's systems over time: (systems, inputs (..., D), state (B, D, N)) -> (outputs, new state).
+Mix = Callable[["StateSpace", Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class S4(Backbone):
+    """The state is a tuple with one (B, D, N) tensor for each S4 layer, two a block. Old states always stay valid.
+
+    The kernels are learned for sequences of up to `Size.max_length` elements and cut for shorter ones; longer ones run
+    as recurrences, with a memory without limit. That length belongs to the weights: it is saved with them, and loading
+    them into a model of another length raises UsageError.
+    """
+
+    blocks: Any  # nn.ModuleList of S4Block
+
+    def __init__(self, settings: S4Settings, size: Size) -> None:
+        super().__init__()
+        if settings.dt_min > settings.dt_max:
+            raise UsageError(
+                f"backbone.s4.dt_min = {settings.dt_min}: must not be above backbone.s4.dt_max = {settings.dt_max}."
+            )
+        self.width, self.max_length = size.width, None
+        self.kernel_length, self.state_size = size.max_length, settings.state
+        self.blocks = nn.ModuleList(S4Block(settings, size) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width, eps=settings.norm_eps)
+        fan_average(self)
+
+    def initial_state(self, batch: int) -> tuple[Tensor, ...]:
+        weight = self.norm.weight
+        shape = (batch, self.width, self.state_size)
+        dtype = _wide(weight.dtype)
+        return tuple(torch.zeros(shape, device=weight.device, dtype=dtype) for _ in range(2 * len(self.blocks)))
+
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, ...] | None, reset: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        if state is None and reset is None and x.shape[1] <= self.kernel_length:
+            return self._run(x, None, lambda system, u, before: (system.convolve(u), before))
+        return self._run(x, state, lambda system, u, before: system.recurrence().run(u, before, reset))
+
+    def step(
+        self, x: Tensor, state: tuple[Tensor, ...] | None, reset: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        return self._run(x, state, lambda system, u, before: system.recurrence().step(u, before, reset))
+
+    def fork(
+        self, x: Tensor, queries: Tensor, state: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...] | None]:
+        block = x.shape[2]
+        x = torch.cat((x, for_each_block(queries, x)), 2)  # (B, J, L + Q, D)
+        y, state = self._run(x, state, lambda system, u, before: system.recurrence().fork(u, block, before))
+        return y[:, :, :block], y[:, :, block:], state
+
+    def _run(self, x: Tensor, state: tuple[Tensor, ...] | None, mix: Mix) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """All blocks on x (..., D)."""
+        before = iter(self.initial_state(len(x)) if state is None else state)
+        after = []
+        for block in self.blocks:
+            for layer in block.layers:
+                x, new = layer(x, next(before), mix)
+                after.append(new)
+            x = block.feed_forward(x)
+        return self.norm(x), None if state is None else tuple(after)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.kernel_length)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        if int(state) != self.kernel_length:
+            raise UsageError(
+                f"backbone.name = s4: these weights were learned for sequences of up to {int(state)} elements, this "
+                f"model is built for {self.kernel_length}; keep dynamics.horizon and the elements of a step."
+            )
+
+
+class S4Block(nn.Module):
+    """Two S4 layers and an MLP."""
+
+    layers: Any  # nn.ModuleList of S4Layer
+
+    def __init__(self, settings: S4Settings, size: Size) -> None:
+        super().__init__()
+        hidden = settings.ffn * size.width
+        self.dropout = size.dropout
+        self.layers = nn.ModuleList(S4Layer(settings, size) for _ in range(2))
+        if hidden:
+            self.norm = nn.LayerNorm(size.width, eps=settings.norm_eps)
+            self.up = nn.Linear(size.width, hidden)
+            self.down = nn.Linear(hidden, size.width)
+        self.hidden = hidden
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        if not self.hidden:
+            return x
+        return x + self.down(F.dropout(F.gelu(self.up(self.norm(x))), self.dropout, self.training))
+
+
+class S4Layer(nn.Module):
+    """Systems over time, channel by channel, then a mixture of channels, element by element."""
+
+    def __init__(self, settings: S4Settings, size: Size) -> None:
+        super().__init__()
+        self.glu, self.dropout = settings.glu, size.dropout
+        self.norm = nn.LayerNorm(size.width, eps=settings.norm_eps)
+        self.system = StateSpace(settings, size)
+        self.skip = nn.Parameter(torch.randn(size.width))
+        self.out = nn.Linear(size.width, (2 if settings.glu else 1) * size.width)
+
+    def forward(self, x: Tensor, state: Tensor, mix: Mix) -> tuple[Tensor, Tensor]:
+        u = self.norm(x)
+        y, state = mix(self.system, u, state)
+        y = F.dropout(F.gelu(y.to(u.dtype) + self.skip * u), self.dropout, self.training)
+        y = self.out(y)
+        return x + (F.glu(y) if self.glu else y), state
+
+
+class StateSpace(nn.Module):
+    """D linear systems, one for each channel. Complex parameters are stored as (..., 2), real part first."""
+
+    def __init__(self, settings: S4Settings, size: Size) -> None:
+        super().__init__()
+        self.length = size.max_length
+        poles, p, _ = hippo_legs(settings.state)
+        poles, p = (part.expand(1 if settings.tied else size.width, -1) for part in (poles, p))
+        low, high = math.log(settings.dt_min), math.log(settings.dt_max)
+        self.log_dt = nn.Parameter(low + (high - low) * torch.rand(size.width))
+        self.log_decay = nn.Parameter((-poles.real).log().float())  # Re(Lambda) = -exp(log_decay)
+        self.frequency = nn.Parameter(poles.imag.float())
+        self.p = nn.Parameter(torch.view_as_real(p).float())
+        self.b = nn.Parameter(torch.view_as_real(math.sqrt(2) * p).float())
+        for parameter in (self.log_dt, self.log_decay, self.frequency, self.p, self.b):
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+            parameter._learning_rate_limit = LEARNING_RATE_LIMIT  # type: ignore[attr-defined]
+        with torch.no_grad():
+            # What is drawn is C, of unit variance; what is stored is C~, that of this kernel length.
+            c = torch.randn(size.width, settings.state // 2, dtype=torch.complex64)
+            shortened = kernels.truncation(kernels.discretise(self._system()), self.length)
+            c = shortened @ kernels.output_numbers(c)[..., None]
+            self.c_tilde = nn.Parameter(c.view(*c.shape[:-2], -1, 2) / c.new_tensor([2, -2]))
+        self._made: tuple[Any, tuple[Tensor, ...], kernels.Recurrence] | None = None
+
+    def convolve(self, u: Tensor) -> Tensor:
+        """What the systems make of u (B, T, D), T <= length, from nothing."""
+        return kernels.convolve(u, kernels.kernel(self._system(), self._c_tilde(), self.length))
+
+    def recurrence(self) -> kernels.Recurrence:
+        """The systems as they are now, with a state. Kept between calls when no gradient can flow to the parameters.
+
+        Every optimiser step and whatever else torch counts as a change makes a new one; a write through `.data` does
+        not, as torch does not see it either.
+        """
+        parameters = (self.log_dt, self.log_decay, self.frequency, self.p, self.b, self.c_tilde)
+        if torch.is_grad_enabled() and any(each.requires_grad for each in parameters):
+            return kernels.Recurrence(self._system(), self._c_tilde(), self.length)
+        with torch.inference_mode(False), torch.no_grad():  # the first caller's mode must not stick to it
+            # The storage itself is held on to, so that its address cannot come to stand for another one.
+            held = tuple(each.detach() for each in parameters)
+            version = (_optimiser_steps, *((each.data_ptr(), each._version) for each in held))
+            if self._made is None or self._made[0] != version:
+                self._made = version, held, kernels.Recurrence(self._system(), self._c_tilde(), self.length)
+        return self._made[2]
+
+    def _system(self) -> kernels.System:
+        wide = _wide(self.log_dt.dtype)
+        poles = torch.complex(-self.log_decay.to(wide).exp(), self.frequency.to(wide))
+        return kernels.System(self.log_dt.to(wide).exp(), poles, _complex(self.p.to(wide)), _complex(self.b.to(wide)))
+
+    def _c_tilde(self) -> Tensor:
+        return _complex(self.c_tilde.to(_wide(self.c_tilde.dtype)))
+
+
+def hippo_legs(state: int) -> tuple[Tensor, Tensor, Tensor]:
+    """HiPPO-LegS (Gu et al. 2020, arXiv 2008.07669) of N = `state` as diagonal minus rank one, in float64.
+
+    Returns Lambda (N / 2,), P (N / 2,) and the eigenvectors V (N, N / 2) of the half with negative imaginary parts: A =
+    V (diag(Lambda) - P P^*) V^* over both halves, and B = sqrt(2) P. An eigenvector's phase is free; it is chosen so
+    that P is real and positive, the same on every machine.
+    """
+    odd = 2 * torch.arange(state, dtype=torch.float64) + 1
+    root = (odd[:, None] * odd).sqrt()
+    skew = (root.triu(1) - root.tril(-1)) / 2  # A + P P^T + 1 / 2
+    frequency, vectors = torch.linalg.eigh(-1j * skew)
+    frequency, vectors = frequency[: state // 2], vectors[:, : state // 2]
+    p = vectors.mH @ (odd / 2).sqrt().to(vectors.dtype)
+    size = p.abs()
+    return torch.complex(torch.full_like(frequency, -0.5), frequency), size.to(p.dtype), vectors * (p / size)
+
+
+_optimiser_steps = 0
+
+
+def _count_optimiser_step(*_: Any) -> None:
+    global _optimiser_steps
+    _optimiser_steps += 1
+
+
+# A tensor's own version does not tell: fused optimisers write without raising it.
+register_optimizer_step_post_hook(_count_optimiser_step)
+
+
+def _complex(pairs: Tensor) -> Tensor:
+    return torch.view_as_complex(pairs.contiguous())
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states and systems for parameters of `dtype`."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,57 @@
+"""Scalars of any size as distributions over fixed bins: symlog two-hot (Hafner et al. 2023, arXiv 2301.04104).
+
+A number is squashed by symlog and shared between the two nearest of N bins. The mean over the bins is taken in symlog
+space and stretched back, as in STORM and Drama (DreamerV3's newer code averages in the space of rewards instead).
+Everything here is float32 at least, also under autocast: in bfloat16 a value of 100 would be off by a percent.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BINS = 255  # an odd number, so that 0 is a bin
+REACH = 20.0  # of the outermost bins, in symlog space
+MIDDLE = BINS // 2  # the bin of 0
+WIDTH = REACH / MIDDLE  # between neighbours, in symlog space
+
+
+def symlog(x: Tensor) -> Tensor:
+    """sign(x) log(1 + |x|)."""
+    return x.sign() * x.abs().log1p()
+
+
+def symexp(x: Tensor) -> Tensor:
+    """The inverse of `symlog`: sign(x) (exp(|x|) - 1)."""
+    return x.sign() * x.abs().expm1()
+
+
+def encode(x: Tensor) -> Tensor:
+    """Numbers (...) to weights (..., BINS) of which at most two, neighbours, are not 0; they sum to 1.
+
+    Numbers beyond the outermost bins go to these.
+    """
+    place = (symlog(_wide(x)) / WIDTH).clamp(-MIDDLE, MIDDLE)  # counted from the middle, where small numbers are exact
+    below = place.floor().clamp(max=MIDDLE - 1)
+    share = (place - below)[..., None]
+    weights = share.new_zeros(*x.shape, BINS)
+    index = below.long()[..., None] + MIDDLE
+    return weights.scatter(-1, index, 1 - share).scatter(-1, index + 1, share)
+
+
+def decode(logits: Tensor) -> Tensor:
+    """Logits (..., BINS) to the numbers (...) they stand for."""
+    logits = _wide(logits)
+    with torch.autocast(logits.device.type, enabled=False):
+        bins = torch.arange(-MIDDLE, MIDDLE + 1, device=logits.device, dtype=logits.dtype) * WIDTH
+        # A product and a sum, not a matrix product: those may run in TF32.
+        return symexp((logits.softmax(-1) * bins).sum(-1))
+
+
+def loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy (...) in nats of logits (..., BINS) against the two-hot code of `target` (...), a constant."""
+    return -(encode(target.detach()) * _wide(logits).log_softmax(-1)).sum(-1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
