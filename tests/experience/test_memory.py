@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 
 from wmcli.errors import ArtifactError, MachineError
-from wmcli.experience import Memory
+from wmcli.experience import Memory, WindowSampler
 
 
 def experience(lengths: list[list[int]], unfinished: list[int], seed: int = 0) -> dict[str, np.ndarray]:
@@ -74,6 +76,60 @@ def test_segment_by_segment_equals_all_at_once(cuts: list[int]) -> None:
     for name in ("frames", "action", "reward", "terminated", "truncated", "first"):
         got, want = getattr(memory, name), getattr(whole, name)
         assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+def test_streams_are_whole_and_in_the_order_of_time() -> None:
+    data = experience(LENGTHS, UNFINISHED)
+    memory = filled([data])
+    (start, length), order = memory.runs(across_ends=True)
+    assert length.tolist() == [sum(episodes) + rest for episodes, rest in zip(LENGTHS, UNFINISHED, strict=True)]
+    assert start.tolist() == [0, 19, 35] and sorted(order.tolist()) == list(range(len(memory)))
+    for stream in range(3):
+        rows = order[start[stream] : start[stream] + length[stream]]
+        assert set(data["stream"][rows].tolist()) == {stream}
+        assert memory.frames[rows][:, 0, 0, 1].tolist() == list(range(length[stream]))
+        assert memory.first[rows].sum() == len(LENGTHS[stream]) + (UNFINISHED[stream] > 0)
+
+
+@pytest.mark.parametrize("across_ends", [False, True])
+@pytest.mark.parametrize("cuts", [[1], [13, 30], [7, 8, 9], [20, 29, 45]])
+def test_runs_do_not_depend_on_the_cuts_between_segments(across_ends: bool, cuts: list[int]) -> None:
+    data = experience(LENGTHS, UNFINISHED)
+    edges = [0, *cuts, len(data["action"])]
+    memory = filled([{name: array[a:b] for name, array in data.items()} for a, b in pairwise(edges)])
+    runs, order = memory.runs(across_ends)
+    want, its_order = filled([data]).runs(across_ends)
+    assert (runs.start == want.start).all() and (runs.length == want.length).all() and (order == its_order).all()
+    assert order.dtype == runs.start.dtype == runs.length.dtype == np.int64
+
+
+def test_streams_may_have_any_numbers_and_rest() -> None:
+    """Stream 7 has rows at both ends of the memory, stream 2 between them; the other numbers have none."""
+    parts = [experience([[3]], [2]), experience([[2, 2]], [0]), experience([[4]], [0])]
+    for part, number in zip(parts, [7, 2, 7], strict=True):
+        part["stream"] = np.full_like(part["stream"], number)
+    memory = filled(parts)
+    runs, order = memory.runs(across_ends=True)
+    assert runs.start.tolist() == [0, 4] and runs.length.tolist() == [4, 9]
+    assert order.tolist() == [5, 6, 7, 8, 0, 1, 2, 3, 4, 9, 10, 11, 12]
+    assert memory.episodes.length.tolist() == [3, 2, 2, 2, 4]
+
+
+def test_windows_of_streams_run_over_the_ends_of_episodes() -> None:
+    memory = filled([experience(LENGTHS, UNFINISHED)])
+    sampler = WindowSampler(
+        *memory.runs(across_ends=True),
+        length=9,
+        minimum=9,
+        pad="right",
+        sampling="windows",
+        rng=np.random.default_rng(0),
+    )
+    assert sampler.windows == (19 - 8) + (16 - 8) + (19 - 8)
+    windows = sampler.batch(sampler.windows)
+    stream, time = memory.frames[windows.rows][:, :, 0, 0].unbind(-1)
+    assert windows.valid.all() and (stream == stream[:, :1]).all() and (time.diff(dim=1) == 1).all()
+    assert memory.first[windows.rows][:, 1:].any(1).sum() == 10 + 2 + 8  # those that an episode opens within
 
 
 def test_tensors_hold_what_was_given() -> None:

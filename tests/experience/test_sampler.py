@@ -44,7 +44,7 @@ def located(windows: Windows) -> list[tuple[int, tuple[int, ...], int]]:
 
 
 @pytest.mark.parametrize("pad", ["left", "right"])
-@pytest.mark.parametrize("sampling", ["windows", "episodes"])
+@pytest.mark.parametrize("sampling", ["windows", "episodes", "uniform"])
 @pytest.mark.parametrize(("length", "minimum"), [(1, 1), (5, 3), (5, 5), (12, 3), (21, 1)])
 def test_all_windows_and_no_others_are_drawn(pad: str, sampling: str, length: int, minimum: int) -> None:
     want = set()
@@ -57,7 +57,7 @@ def test_all_windows_and_no_others_are_drawn(pad: str, sampling: str, length: in
                 want.add((episode, real, length - len(real)))
     drawer = sampler(length=length, minimum=minimum, pad=pad, sampling=sampling)
     assert drawer.windows == len(want) == sum(max(0, frames - minimum + 1) for frames in LENGTHS)
-    batch = drawer.batch(len(want) if sampling == "windows" else 4000)
+    batch = drawer.batch(4000 if sampling == "episodes" else len(want))
     assert batch.rows.dtype == np.int64 and batch.rows.shape == batch.valid.shape == (len(batch.rows), length)
     assert set(located(batch)) == want
 
@@ -104,7 +104,46 @@ def test_episodes_are_uniform_and_windows_of_one_are_uniform_in_episodes_mode() 
     assert chi_square(counts, np.full(len(names), 1 / len(names))) > 10 * bound  # and not uniform over windows
 
 
-@pytest.mark.parametrize("sampling", ["windows", "episodes"])
+def test_uniform_batches_are_distinct_in_themselves_and_know_nothing_of_each_other() -> None:
+    drawer = sampler(sampling="uniform")
+    total = drawer.windows
+    names = sorted(set(located(sampler().batch(total))))
+    counts = np.zeros(total)
+    again = 0
+    before: set[object] = set()
+    for _ in range(2000):
+        batch = located(drawer.batch(7))
+        assert len(set(batch)) == 7
+        again += len(before & set(batch))
+        before = set(batch)
+        for window in batch:
+            counts[names.index(window)] += 1
+    freedom = total - 1
+    assert chi_square(counts, np.full(total, 1 / total)) < freedom + 5 * np.sqrt(2 * freedom)
+    assert abs(again / 1999 - 49 / total) < 0.1  # two batches share 7 * 7 / W windows on average: here 1.8
+
+
+def test_a_uniform_batch_larger_than_there_are_windows_has_each_once_a_round() -> None:
+    drawer = sampler(sampling="uniform")
+    total = drawer.windows
+    for size in (total, 2 * total, 2 * total + 3):
+        names, counts = np.unique(drawer.batch(size).rows, axis=0, return_counts=True)
+        assert len(names) == total and counts.sum() == size
+        assert counts.min() == size // total and counts.max() == -(-size // total)
+
+
+def test_what_is_drawn_otherwise_is_refused() -> None:
+    with pytest.raises(AssertionError, match="dfs is not for this sampler"):
+        sampler(sampling="dfs")
+
+
+def test_training_further_starts_the_rounds_anew() -> None:
+    drawer = sampler(seed=7)
+    drawer.continue_from(sampler(seed=1).state())
+    assert (drawer.batch(9).rows == sampler(seed=7).batch(9).rows).all()
+
+
+@pytest.mark.parametrize("sampling", ["windows", "episodes", "uniform"])
 @pytest.mark.parametrize("before", [0, 1, 4, 5, 11])
 def test_a_resumed_sampler_draws_the_same_batches(sampling: str, before: int) -> None:
     drawer = sampler(sampling=sampling)

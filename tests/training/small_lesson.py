@@ -14,17 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wmcli.experience import Episodes, WindowSampler
+from wmcli.experience import Episodes, FrequencySampler, WindowSampler
 from wmcli.progress import Progress
 from wmcli.training.checkpoint import generator_state, module_tensors, optimiser_tensors
 from wmcli.training.device import Machine, isolated_randomness
 from wmcli.training.loop import Trainee, fit
 from wmcli.training.optim import build_optimiser, update
-from wmcli.training.settings import TrainingSettings
+from wmcli.training.settings import FrequencySettings, TrainingSettings
 
 CPU = Machine(torch.device("cpu"), "float32", 1)
 DATA = torch.from_numpy(np.random.default_rng(3).normal(size=(23, 4)).astype(np.float32))
 EPISODES = Episodes(np.array([0, 9, 14]), np.array([9, 5, 9]))
+FREQUENCIES = FrequencySettings(temperature=0.5)
 
 
 class Killed(BaseException):
@@ -65,9 +66,14 @@ class Lesson:
         chosen = TrainingSettings.model_validate({"checkpoint_seconds": 0.0, "log_every": 3} | settings)
         with isolated_randomness(self.seed, CPU.device) as rng:
             net = Net()
-            sampler = WindowSampler(
-                EPISODES, np.arange(23), length=4, minimum=2, pad="right", sampling=self.sampling, rng=rng
-            )
+            windows_of: dict[str, Any] = {"length": 4, "minimum": 2, "pad": "right", "rng": rng}
+            sampler: WindowSampler | FrequencySampler
+            if self.sampling == "dfs":
+                sampler = FrequencySampler(
+                    EPISODES, np.arange(23), kind="dynamics", settings=FREQUENCIES, ratio=1.0, **windows_of
+                )
+            else:
+                sampler = WindowSampler(EPISODES, np.arange(23), sampling=self.sampling, **windows_of)
             optimiser = build_optimiser(self.optimiser, net.parameters(), 1e-2, 0.1)
             self.trainee = Trainee({"net": net}, optimiser, rng, {"sampler": sampler})
             if parent is not None:
@@ -101,9 +107,10 @@ class Lesson:
         """All that an update changes."""
         trainee = self.trainee
         tensors = module_tensors(trainee.modules) | optimiser_tensors(trainee.optimiser) | {"random": self.random}
+        state = trainee.parts["sampler"].state()
         return {name: tensor.tolist() for name, tensor in tensors.items()} | {
             "rng": generator_state(trainee.rng),
-            "sampler": trainee.parts["sampler"].state(),
+            "sampler": {key: value.tolist() if key == "counts" else value for key, value in state.items()},
             "update": trainee.update,
             "trained": trainee.trained,
         }

@@ -26,6 +26,8 @@ from wmcli.training.checkpoint import (
     load_tensors,
     module_tensors,
     optimiser_tensors,
+    part_states,
+    part_tensors,
     random_tensors,
     save_tensors,
 )
@@ -185,7 +187,7 @@ def test_each_kind_of_misfit_alone_is_refused(wanted: nn.Module, found: nn.Modul
 # -- optimisers and generators ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam"])
+@pytest.mark.parametrize("name", ["adamw", "adam", "laprop"])
 def test_an_optimiser_goes_on_from_its_moments_with_the_settings_of_now(name, tmp_path: Path) -> None:
     def made(learning_rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(1)
@@ -209,6 +211,27 @@ def test_an_optimiser_goes_on_from_its_moments_with_the_settings_of_now(name, tm
     _, slower = made(1e-5)
     load_optimiser(slower, tensors)
     assert slower.param_groups[0]["lr"] == 1e-5
+
+
+def test_parts_are_split_into_tensors_and_plain_values_and_put_together_again() -> None:
+    frozen = np.arange(4)
+    frozen.flags.writeable = False
+    states = {"one": {"n": 1, "a": frozen, "b": np.array(2.5)}, "two": {"list": [1, 2]}, "three": {"a": np.zeros(0)}}
+    tensors, plain = part_tensors(states)
+    assert plain == {"one": {"n": 1}, "two": {"list": [1, 2]}, "three": {}}
+    assert sorted(tensors) == ["parts/one/a", "parts/one/b", "parts/three/a"]
+    frozen.flags.writeable = True
+    frozen[0] = 9  # the tensors are copies
+    back = part_states({**tensors, "model/one/a": torch.ones(1)}, plain)
+    assert back["two"] == states["two"] and back["one"].keys() == states["one"].keys()
+    assert back["one"]["a"].tolist() == [0, 1, 2, 3] and back["one"]["a"].dtype == np.int64
+    assert back["one"]["b"].shape == () and back["one"]["b"] == 2.5 and back["three"]["a"].shape == (0,)
+    assert plain["one"] == {"n": 1}
+
+
+def test_only_the_tensors_asked_for_are_read(path: Path) -> None:
+    tensors, about = load_tensors(path, "f")
+    assert sorted(tensors) == ["flags", "float"] and about == ABOUT
 
 
 def test_generators_go_on_where_they_were(tmp_path: Path) -> None:

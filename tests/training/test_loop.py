@@ -6,15 +6,18 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_lesson import CPU, Killed, Lesson
 
-from wmcli.errors import DivergedError, Stopped
+from wmcli.errors import ArtifactError, DivergedError, Stopped
 from wmcli.training import loop
 from wmcli.training.checkpoint import load_tensors
-from wmcli.training.loop import CHECKPOINT
+from wmcli.training.loop import CHECKPOINT, read_part
+from wmcli.training.optim import build_optimiser
 
 
 def die_at(update: int) -> Callable[[int], None]:
@@ -57,8 +60,8 @@ def whole(tmp_path: Path, updates: int, **how: str) -> Lesson:
 # -- resume -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "adam"])
-@pytest.mark.parametrize("sampling", ["windows", "episodes"])
+@pytest.mark.parametrize("optimiser", ["adamw", "adam", "laprop"])
+@pytest.mark.parametrize("sampling", ["windows", "episodes", "uniform", "dfs"])
 def test_killed_after_any_update_it_ends_in_the_same_bits(
     tmp_path: Path, folder: Path, sampling: str, optimiser: str
 ) -> None:
@@ -126,6 +129,83 @@ def test_training_further_takes_over_what_was_learned_and_adds_up(tmp_path: Path
     third = Lesson(tmp_path / "most")
     third.run(1, parent=tmp_path / "more" / CHECKPOINT)
     assert (third.trainee.trained, third.trainee.update) == (6, 1)
+
+
+def test_training_further_goes_on_counting_the_windows(tmp_path: Path, folder: Path) -> None:
+    Lesson(folder, "dfs").run(4)
+    counted = read_part(folder / CHECKPOINT, "sampler")["counts"]
+    assert counted.dtype == np.int64 and counted.shape == (23,) and counted.sum() == 4 * 7
+    (tmp_path / "more").mkdir()
+    second = Lesson(tmp_path / "more", "dfs", seed=6)
+    second.run(2, parent=folder / CHECKPOINT)
+    now = np.array(second.learned()["sampler"]["counts"])
+    assert now.sum() == 6 * 7 and (now >= counted).all()
+
+
+@pytest.mark.parametrize("samplings", [("windows", "dfs"), ("dfs", "windows")])
+def test_training_further_may_draw_otherwise(tmp_path: Path, folder: Path, samplings: tuple[str, str]) -> None:
+    before, after = samplings
+    Lesson(folder, before).run(2)
+    (tmp_path / "more").mkdir()
+    second = Lesson(tmp_path / "more", after)
+    second.run(2, parent=folder / CHECKPOINT)
+    state = second.learned()["sampler"]
+    assert sum(state["counts"]) == 2 * 7 if after == "dfs" else state["drawn"] == 2 * 7
+
+
+class Noted:
+    """A part that keeps what it is given."""
+
+    def __init__(self, **state: Any) -> None:
+        self.given = state
+
+    def state(self) -> dict[str, Any]:
+        return self.given
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.given = state
+
+    def continue_from(self, state: dict[str, Any]) -> None:
+        self.given = {"further": state}
+
+
+def trainee(**parts: Noted) -> loop.Trainee:
+    weight = torch.nn.Linear(1, 1)
+    return loop.Trainee({"net": weight}, build_optimiser("adam", weight.parameters(), 0.1, 0.0), rng(), dict(parts))
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def test_parts_get_their_arrays_and_plain_values_back(folder: Path) -> None:
+    arrays = {"b": np.arange(6, dtype=np.int32).reshape(2, 3), "a": np.array([0.5]), "none": np.zeros((0, 2), bool)}
+    plain = {"n": 3, "names": ["x"], "nested": {"deep": 1 << 90}}
+    path = folder / CHECKPOINT
+    saved = trainee(first=Noted(**arrays, **plain), second=Noted(b=np.ones(2)), third=Noted())
+    saved.save(path, CPU.device)
+    loaded = trainee(first=Noted(), second=Noted(), third=Noted(n=1))
+    loaded.load(path, CPU.device)
+    further = trainee(first=Noted(), fourth=Noted(n=1))  # one more and one less than there are in the file
+    further.continue_from(path)
+    assert further.parts["fourth"].given == {"n": 1}
+    for got in (loaded.parts["first"].given, further.parts["first"].given["further"], read_part(path, "first")):
+        assert {key: value for key, value in got.items() if key not in arrays} == plain
+        assert got.keys() == arrays.keys() | plain.keys()
+        for key, want in arrays.items():
+            assert isinstance(got[key], np.ndarray) and got[key].dtype == want.dtype
+            assert np.array_equal(got[key], want)
+    assert loaded.parts["second"].given["b"].tolist() == [1.0, 1.0] and loaded.parts["third"].given == {}
+    with pytest.raises(ArtifactError, match=r"no state of 'fourth' \(it has: first, second, third\)\.$"):
+        read_part(path, "fourth")
+
+
+def test_one_part_is_read_without_the_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainee(sampler=Noted(a=np.ones(2)), sampler2=Noted(a=np.ones(2))).save(folder / CHECKPOINT, CPU.device)
+    read = []
+    monkeypatch.setattr(loop, "load_tensors", lambda *given: read.append(load_tensors(*given)) or read[-1])
+    read_part(folder / CHECKPOINT, "sampler")
+    assert list(read[0][0]) == ["parts/sampler/a"]
 
 
 def test_no_updates_at_all(folder: Path) -> None:

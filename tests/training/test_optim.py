@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from wmcli.training.optim import build_optimiser, update
+from wmcli.nn.decay import parameter_groups
+from wmcli.training.checkpoint import load_optimiser, load_tensors, optimiser_tensors, save_tensors
+from wmcli.training.optim import LaProp, build_optimiser, update
 
 GRADIENT = torch.tensor([3.0, 4.0])  # of norm 5
 
@@ -76,3 +83,215 @@ def test_the_first_steps_are_adams(name) -> None:
         expected -= 0.01 * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
         update(optimiser, weight @ (GRADIENT * t), 1e9)
     torch.testing.assert_close(weight.detach().double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "laprop"])
+def test_eps_may_be_chosen(name) -> None:
+    """With eps far above the gradient the first step is lr * g / eps; LaProp's momentum is corrected likewise."""
+    weight = parameter()
+    update(build_optimiser(name, [weight], 0.1, 0.0, eps=1e6), weight @ GRADIENT, 1e9)
+    torch.testing.assert_close((parameter() - weight).detach(), 0.1 * GRADIENT / 1e6, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam"])
+def test_only_laprop_warms_up(name) -> None:
+    with pytest.raises(AssertionError, match="only LaProp"):
+        build_optimiser(name, [parameter()], 0.1, 0.0, warmup=10)
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+def limited(limit: float) -> nn.Parameter:
+    weight = parameter()
+    weight._learning_rate_limit = limit  # type: ignore[attr-defined]
+    return weight
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "laprop"])
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_limited_parameter_learns_no_faster_than_its_limit(name, groups: bool) -> None:
+    free, slow, unhindered = parameter(), limited(0.01), limited(5.0)
+    given: Any = [{"params": [free, slow], "weight_decay": 0.0}, {"params": [unhindered]}]
+    optimiser = build_optimiser(name, given if groups else [free, slow, unhindered], 0.1, 0.0)
+    update(optimiser, (free + slow + unhindered) @ GRADIENT, 1e9)
+    for weight, rate in [(free, 0.1), (slow, 0.01), (unhindered, 0.1)]:  # the first step is lr * sign(g) with all three
+        torch.testing.assert_close((parameter() - weight).detach(), rate * torch.ones(2), rtol=1e-5, atol=1e-6)
+    rates = [(group["lr"], len(group["params"])) for group in optimiser.param_groups]
+    assert rates == ([(0.1, 1), (0.01, 1), (0.1, 1)] if groups else [(0.1, 2), (0.01, 1)])
+
+
+def test_a_groups_own_rate_and_decay_stay_when_it_is_split() -> None:
+    first, second = parameter(), limited(0.01)
+    optimiser = build_optimiser("laprop", [{"params": [first, second], "lr": 0.02, "weight_decay": 0.3}], 0.1, 0.0)
+    assert [(group["lr"], group["weight_decay"]) for group in optimiser.param_groups] == [(0.02, 0.3), (0.01, 0.3)]
+
+
+def test_groups_without_limits_are_left_as_they_are() -> None:
+    """States are saved by a parameter's index over all groups."""
+    net = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 2), nn.LayerNorm(2))
+    optimiser = build_optimiser("adamw", parameter_groups(net, 0.1), 1e-3, 0.0)
+    got = [[id(each) for each in group["params"]] for group in optimiser.param_groups]
+    assert got == [[id(each) for each in group["params"]] for group in parameter_groups(net, 0.1)]
+
+
+# -- LaProp -----------------------------------------------------------------------------------------------------------
+
+
+def plain_laprop(
+    start: Tensor,
+    gradients: list[Tensor],
+    *,
+    lr: float,
+    warmup: int,
+    decay: float = 0.0,
+    eps: float = 1e-20,
+    betas: tuple[float, float] = (0.9, 0.999),
+) -> Iterator[Tensor]:
+    """As the sheet has it: the rate inside the momentum, and its running average kept as one goes."""
+    b1, b2 = betas
+    theta, v, m, average = start.clone(), torch.zeros_like(start), torch.zeros_like(start), 0.0
+    for k, g in enumerate(gradients):
+        rate = lr * min(1.0, (k + 1) / warmup) if warmup else lr
+        v = b2 * v + (1 - b2) * g**2
+        m = b1 * m + (1 - b1) * rate * g / ((v / (1 - b2 ** (k + 1))).sqrt() + eps)
+        average = b1 * average + (1 - b1) * rate
+        theta = theta * (1 - rate * decay) - m / (average / rate)
+        yield theta
+
+
+def stepped(optimiser: torch.optim.Optimizer, weights: list[nn.Parameter], gradients: list[Tensor]) -> None:
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient.clone()
+    optimiser.step()
+
+
+def test_laprop_golden() -> None:
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimiser = build_optimiser("laprop", [weight], 1e-3, 0.0)
+    for gradient, want in [(1.0, -0.001), (1.0, -0.002), (-1.0, -0.00226199)]:
+        stepped(optimiser, [weight], [torch.tensor([gradient], dtype=torch.float64)])
+        assert weight.item() == pytest.approx(want, abs=5e-9)
+    assert weight.item() == pytest.approx(-0.002 - 0.001 * 0.071 / 0.271, rel=1e-12)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 8])
+def test_the_first_step_is_the_sign_of_the_gradient_whatever_its_size(warmup: int) -> None:
+    gradient = torch.tensor([1e-12, -1e-6, 1.0, -1e6, 0.0])
+    weight = nn.Parameter(torch.zeros(5))
+    stepped(build_optimiser("laprop", [weight], 0.5, 0.0, warmup=warmup), [weight], [gradient])
+    torch.testing.assert_close(weight.detach(), -0.5 / max(1, warmup) * gradient.sign())
+
+
+def test_warm_up_is_linear_and_exact() -> None:
+    """Under a constant gradient an update is the learning rate of the moment: lr * (k + 1) / 1000, then lr."""
+    weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+    optimiser = build_optimiser("laprop", [weight], 4e-5, 0.0, warmup=1000)
+    before = 0.0
+    for k in range(1100):
+        stepped(optimiser, [weight], [torch.tensor(3.0, dtype=torch.float64)])
+        now = weight.item()
+        assert before - now == pytest.approx(4e-5 * min(1.0, (k + 1) / 1000), rel=1e-8)
+        before = now
+
+
+SHAPES = [(3, 4), (5,), (), (2, 3, 2)]
+DECAYS = [0.3, 0.0, 0.0, 0.3]
+
+
+def drawn(updates: int, dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """First values, and the gradients of each update."""
+    generator = torch.Generator().manual_seed(2)
+    make = [torch.randn(shape, generator=generator, dtype=dtype) for shape in SHAPES]
+    return make, [[torch.randn(s, generator=generator, dtype=dtype) * 3**k for s in SHAPES] for k in range(updates)]
+
+
+def grouped(start: list[Tensor], warmup: int, lr: float = 0.01) -> tuple[LaProp, list[nn.Parameter]]:
+    weights = [nn.Parameter(each.clone()) for each in start]
+    groups = [{"params": [weights[0], weights[3]], "weight_decay": 0.3}, {"params": weights[1:3], "weight_decay": 0.0}]
+    optimiser = build_optimiser("laprop", groups, lr, 0.7, warmup=warmup)
+    assert isinstance(optimiser, LaProp)
+    return optimiser, weights
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 7, 100])
+def test_laprop_is_its_plain_loop(warmup: int) -> None:
+    start, gradients = drawn(15, torch.float64)
+    optimiser, weights = grouped(start, warmup)
+    loops = [
+        plain_laprop(start[i], [each[i] for each in gradients], lr=0.01, warmup=warmup, decay=DECAYS[i])
+        for i in range(len(SHAPES))
+    ]
+    for each in gradients:
+        stepped(optimiser, weights, each)
+        for weight, loop in zip(weights, loops, strict=True):
+            torch.testing.assert_close(weight.detach(), next(loop), rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("cut", [1, 5, 7, 11])
+def test_laprop_resumed_in_the_middle_ends_in_the_same_bits(cut: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Warm-up ends with the seventh update."""
+    start, gradients = drawn(15, dtype)
+    whole, want = grouped(start, 7)
+    for each in gradients:
+        stepped(whole, want, each)
+    first, weights = grouped(start, 7)
+    for each in gradients[:cut]:
+        stepped(first, weights, each)
+    save_tensors(tmp_path / "x", optimiser_tensors(first), {})
+    second, resumed = grouped([weight.detach() for weight in weights], 7)
+    load_optimiser(second, load_tensors(tmp_path / "x")[0])
+    for each in gradients[cut:]:
+        stepped(second, resumed, each)
+    assert all(torch.equal(a, b) for a, b in zip(resumed, want, strict=True))
+    ours, theirs = optimiser_tensors(second), optimiser_tensors(whole)
+    assert ours.keys() == theirs.keys() and len(ours) == 3 * len(SHAPES)
+    assert all(torch.equal(ours[key], theirs[key]) and ours[key].dtype == theirs[key].dtype for key in ours)
+
+
+def test_another_rate_counts_from_the_next_update_on(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    first = build_optimiser("laprop", [weight], 1e-2, 0.0)
+    for _ in range(5):
+        stepped(first, [weight], [torch.ones(2, dtype=torch.float64)])
+    save_tensors(tmp_path / "x", optimiser_tensors(first), {})
+    second = build_optimiser("laprop", [weight], 1e-4, 0.0)
+    load_optimiser(second, load_tensors(tmp_path / "x")[0])
+    before = weight.detach().clone()
+    stepped(second, [weight], [torch.ones(2, dtype=torch.float64)])
+    torch.testing.assert_close(before - weight.detach(), torch.full((2,), 1e-4, dtype=torch.float64))
+
+
+def test_a_parameter_without_a_gradient_stands_still_and_counts_its_own() -> None:
+    """Three gradients of one, of which the other misses the second: it goes on as if there had been two."""
+    start, gradients = drawn(3, torch.float64)
+    optimiser, weights = grouped(start, 7)
+    for k, each in enumerate(gradients):
+        for weight, gradient in zip(weights, each, strict=True):
+            weight.grad = gradient.clone()
+        if k == 1:
+            weights[3].grad = None
+        optimiser.step()
+    for i, took in [(0, [0, 1, 2]), (3, [0, 2])]:
+        (*_, want) = plain_laprop(start[i], [gradients[k][i] for k in took], lr=0.01, warmup=7, decay=0.3)
+        torch.testing.assert_close(weights[i].detach(), want)
+
+
+def test_laprop_reads_nothing_from_the_device() -> None:
+    """Tensors on the meta device have no values: an update that looked at one would fail."""
+    weights = [nn.Parameter(torch.zeros(shape, device="meta")) for shape in SHAPES]
+    optimiser = build_optimiser("laprop", [{"params": weights, "weight_decay": 0.1}], 0.1, 0.0, warmup=3)
+    for _ in range(5):
+        stepped(optimiser, weights, [torch.ones_like(weight) for weight in weights])
+    assert all(optimiser.state[weight]["step"].tolist() == 5 for weight in weights)
+
+
+def test_tiny_and_vanishing_gradients_stay_finite() -> None:
+    """In float32 the square of 1e-30 is 0: eps alone is left under the gradient."""
+    weight = nn.Parameter(torch.zeros(4))
+    optimiser = build_optimiser("laprop", [weight], 1e-3, 0.0)
+    for _ in range(50):
+        stepped(optimiser, [weight], [torch.tensor([0.0, 1e-30, 1e-22, 1e-15])])
+    assert torch.isfinite(weight).all() and weight[0] == 0
+    assert math.isclose(weight[3].item(), -50 * 1e-3, rel_tol=1e-4)

@@ -7,8 +7,18 @@ episode is not kept.
 
 from __future__ import annotations
 
+from wmcli.experience.frequency import FrequencySampler
 from wmcli.experience.memory import Episodes, Memory
 from wmcli.experience.sampler import Windows, WindowSampler
 from wmcli.experience.segment import Recorder, read_segment, write_segment
 
-__all__ = ["Episodes", "Memory", "Recorder", "WindowSampler", "Windows", "read_segment", "write_segment"]
+__all__ = [
+    "Episodes",
+    "FrequencySampler",
+    "Memory",
+    "Recorder",
+    "WindowSampler",
+    "Windows",
+    "read_segment",
+    "write_segment",
+]

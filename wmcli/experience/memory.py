@@ -1,7 +1,7 @@
 """All experience in memory, once: frames as uint8 on the training device.
 
-N rows, H height, W width, C colour channel. Rows stand as they arrived, streams interleaved. `order` lists them episode
-by episode, so that a window of an episode is a run of positions in `order`: position -> row.
+N rows, H height, W width, C colour channel. Rows stand as they arrived, streams interleaved. An *order*, position ->
+row, lists them episode by episode or stream by stream, so that a window of either is a run of positions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Episodes(NamedTuple):
-    """Where each episode lies in `order`: E episodes, by the row of their first frame."""
+    """Where each of E episodes, or streams, lies in its order."""
 
     start: np.ndarray  # int64 (E,): position of the first frame
     length: np.ndarray  # int64 (E,): frames
@@ -48,6 +48,7 @@ class Memory:
         self._columns: dict[str, torch.Tensor] = {}
         self._rows = 0
         self._episode = np.zeros(0, np.int64)  # (N,): which episode a row belongs to
+        self._stream = np.zeros(0, np.int64)  # (N,): which stream a row belongs to
         self._running: dict[int, int] = {}  # stream -> its newest episode
         self._count = 0  # episodes
 
@@ -93,13 +94,22 @@ class Memory:
     @property
     def order(self) -> np.ndarray:
         """int64 (N,): position -> row, the episodes one after the other, each in the order of time."""
-        return np.argsort(self._episode, kind="stable")
+        return self.runs(across_ends=False)[1]
 
     @property
     def episodes(self) -> Episodes:
-        """Where each episode lies in `order`."""
-        length = np.bincount(self._episode, minlength=self._count).astype(np.int64)
-        return Episodes(np.cumsum(length) - length, length)
+        """Where each episode lies in `order`, by the row of their first frame."""
+        return self.runs(across_ends=False)[0]
+
+    def runs(self, across_ends: bool) -> tuple[Episodes, np.ndarray]:
+        """Runs of rows that follow each other in time, and the order, int64 (N,), in which they lie.
+
+        Each run is an episode or, `across_ends`, a whole stream: its episodes one after the other.
+        """
+        run = self._stream if across_ends else self._episode
+        length = np.bincount(run)
+        length = length[length > 0]  # streams need not be numbered without gaps
+        return Episodes(np.cumsum(length) - length, length), np.argsort(run, kind="stable")
 
     def running(self, stream: int) -> np.ndarray:
         """int64 (n,): rows of the newest episode of a stream, oldest first; empty for a stream it has not seen."""
@@ -150,6 +160,7 @@ class Memory:
             source = torch.from_numpy(np.require(arrays[name], requirements=["C", "W"]))
             self._columns[name][self._rows : rows].copy_(source)  # converts the type, too
         self._episode = np.concatenate([self._episode, numbers])
+        self._stream = np.concatenate([self._stream, arrays["stream"]])
         self._rows = rows
 
     def _number_episodes(self, first: np.ndarray, stream: np.ndarray) -> np.ndarray:

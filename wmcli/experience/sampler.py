@@ -1,10 +1,11 @@
 """Which windows of experience a batch is made of: index arithmetic alone, in numpy.
 
-B batch, L time (frames of a window), E episodes, W windows.
+B batch, L time (frames of a window), E runs (episodes or whole streams, see `Memory.runs`), W windows.
 
-Every window lies inside one episode and has `length` frames. At the end of an episode that runs short it is padded:
-right padding keeps the window's start, left padding its end, and at least `minimum` frames are real. So an episode of n
-frames has max(0, n - minimum + 1) windows, and those shorter than `minimum` have none.
+Every window lies inside one run and has `length` frames. At the end of a run that falls short it is padded: right
+padding keeps the window's start, left padding its end, and at least `minimum` frames are real. So a run of n frames has
+max(0, n - minimum + 1) windows, and those shorter than `minimum` have none. Windows that run over the ends of episodes
+are those of streams, with `minimum` equal to `length`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,69 @@ class Windows(NamedTuple):
     valid: np.ndarray  # bool (B, L): False where padded
 
 
+class WindowTable:
+    """All windows of some runs, numbered 0..W-1: run after run, and within a run in the order of time.
+
+    Raises UsageError when there is no window at all.
+    """
+
+    def __init__(
+        self, runs: Episodes, order: np.ndarray, *, length: int, minimum: int, pad: Literal["left", "right"]
+    ) -> None:
+        assert 1 <= minimum <= length
+        usable = runs.length >= minimum
+        if not usable.any():
+            longest = int(runs.length.max(initial=0))
+            raise UsageError(
+                f"no stretch of the experience has {minimum} frames in a row (the longest has {longest}); "
+                f"collect more with: wm collect"
+            )
+        self._order = order
+        self._start = runs.start[usable]
+        self._frames = runs.length[usable]
+        self._length = length
+        self._shift = 0 if pad == "right" else minimum - length  # from a window's place in its run to where it begins
+        self.counts = self._frames - minimum + 1  # int64 (E,): windows of each run that has any
+        self.before = np.cumsum(self.counts) - self.counts  # int64 (E,): number of the first window of each
+
+    def __len__(self) -> int:
+        """W."""
+        return int(self.counts.sum())
+
+    def windows(self, numbers: np.ndarray) -> Windows:
+        """The windows with these numbers (B,)."""
+        run, begin = self._locate(numbers)
+        frame = begin[:, None] + np.arange(self._length)  # (B, L)
+        last = self._frames[run][:, None] - 1
+        rows = self._order[self._start[run][:, None] + np.clip(frame, 0, last)]
+        return Windows(rows, (frame >= 0) & (frame <= last))
+
+    def first_rows(self, numbers: np.ndarray) -> np.ndarray:
+        """int64 (B,): the row of the first real frame of each of these windows (B,)."""
+        run, begin = self._locate(numbers)
+        return self._order[self._start[run] + np.maximum(begin, 0)]
+
+    def _locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The run of each window (B,), and the frame of it at which the window begins (B,): below 0 where padded."""
+        run = np.searchsorted(self.before, numbers, side="right") - 1
+        return run, numbers - self.before[run] + self._shift
+
+
+def in_rounds(windows: int, size: int) -> tuple[np.ndarray, int]:
+    """What a batch of distinct windows is made of when it may be larger than there are windows: the numbers of those
+    in it for sure, each window once per full round, and how many more are to be drawn."""
+    rounds, rest = divmod(size, windows)
+    return np.tile(np.arange(windows), rounds), rest
+
+
 class WindowSampler:
     """Draws batches of windows.
 
     `sampling` "windows" (REM, Cohen et al. 2024): uniform over all windows, without replacement until each was drawn
     once, then anew; a batch that reaches over the end is filled from the next round, so every batch has the size asked
     for. "episodes" (IRIS, Micheli et al. 2023): an episode uniformly, then a window of it uniformly, which favours the
-    windows of short episodes.
+    windows of short episodes. "uniform" (Drama's ablation, Wang et al. 2024): each batch uniform over all windows and
+    distinct in itself, whatever was drawn before; one larger than there are windows has each once per full round.
 
     `rng` belongs to the sampler from here on: its state is saved and restored with it. Raises UsageError when there is
     no window at all.
@@ -39,30 +96,17 @@ class WindowSampler:
 
     def __init__(
         self,
-        episodes: Episodes,
+        runs: Episodes,
         order: np.ndarray,
         *,
         length: int,
         minimum: int,
         pad: Literal["left", "right"],
-        sampling: Literal["windows", "episodes"],
+        sampling: Literal["windows", "episodes", "uniform"],
         rng: np.random.Generator,
     ) -> None:
-        assert 1 <= minimum <= length
-        usable = episodes.length >= minimum
-        if not usable.any():
-            longest = int(episodes.length.max(initial=0))
-            raise UsageError(
-                f"no episode of the experience has {minimum} frames in a row (the longest has {longest}); "
-                f"collect more with: wm collect"
-            )
-        self._start = episodes.start[usable]
-        self._frames = episodes.length[usable]
-        self._behind = np.cumsum(self._frames - minimum + 1)  # (E,): windows up to and with each episode
-        self._order = order
-        self._length = length
-        self._minimum = minimum
-        self._pad = pad
+        assert sampling in ("windows", "episodes", "uniform"), f"{sampling} is not for this sampler"
+        self._table = WindowTable(runs, order, length=length, minimum=minimum, pad=pad)
         self._sampling = sampling
         self._rng = rng
         self._round_start: Mapping[str, Any] = {}  # state of `rng` before the running round was shuffled
@@ -74,23 +118,19 @@ class WindowSampler:
     @property
     def windows(self) -> int:
         """How many different windows there are (W)."""
-        return int(self._behind[-1])
+        return len(self._table)
 
     def batch(self, size: int) -> Windows:
         """The next `size` windows."""
         if self._sampling == "windows":
-            window = self._next(size)
-            episode = np.searchsorted(self._behind, window, side="right")
-            offset = window - (self._behind[episode] - self._counts(episode))
+            numbers = self._next(size)
+        elif self._sampling == "episodes":
+            episode = self._rng.integers(len(self._table.counts), size=size)
+            numbers = self._table.before[episode] + self._rng.integers(self._table.counts[episode])
         else:
-            episode = self._rng.integers(len(self._frames), size=size)
-            offset = self._rng.integers(self._counts(episode))
-        # frame within the episode at which the window begins: below 0 where it is padded on the left
-        begin = offset if self._pad == "right" else offset + self._minimum - self._length
-        frame = begin[:, None] + np.arange(self._length)  # (B, L)
-        last = self._frames[episode][:, None] - 1
-        rows = self._order[self._start[episode][:, None] + np.clip(frame, 0, last)]
-        return Windows(rows, (frame >= 0) & (frame <= last))
+            every, rest = in_rounds(self.windows, size)
+            numbers = np.concatenate([every, self._rng.choice(self.windows, rest, replace=False)])
+        return self._table.windows(numbers)
 
     def state(self) -> dict[str, Any]:
         """All that the next batches depend on besides the experience itself; plain JSON values."""
@@ -105,8 +145,8 @@ class WindowSampler:
             self._shuffle()
         self._drawn = state["drawn"]
 
-    def _counts(self, episode: np.ndarray) -> np.ndarray:
-        return self._frames[episode] - self._minimum + 1
+    def continue_from(self, state: Mapping[str, Any]) -> None:
+        """Training goes on with a sampler after the one that gave `state`: this one starts anew."""
 
     def _shuffle(self) -> None:
         self._round_start = self._rng.bit_generator.state

@@ -1,6 +1,7 @@
 """Everything that changes while a stage trains, in one safetensors file: nothing is pickled, resume is bit-exact.
 
-Tensor names: `model/<module>/<parameter>`, `optimiser/<index>/<moment>`, `random/torch`, `random/cuda`. Counters and
+Tensor names: `model/<module>/<parameter>`, `optimiser/<index>/<moment>`, `random/torch`, `random/cuda`, and
+`parts/<part>/<array>` for the arrays among the states of samplers and the like. The rest of those states, counters and
 the NumPy generator's state are canonical JSON under the one metadata key `wm` (with several keys the bytes differ from
 save to save).
 """
@@ -36,13 +37,14 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Any) -> None:
     write_durable(path, data)
 
 
-def load_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:
-    """`(tensors on the CPU, what save_tensors was told about them)`. Raises ArtifactError for a file that is not
-    whole."""
+def load_tensors(path: Path, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
+    """`(tensors on the CPU whose names begin with prefix, what save_tensors was told about all)`. Raises ArtifactError
+    for a file that is not whole."""
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})["wm"])
-            return {key: file.get_tensor(key) for key in file.keys()}, about  # noqa: SIM118 (a file, not a dict)
+            names = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118 (a file, not a dict)
+            return {key: file.get_tensor(key) for key in names}, about
     except (SafetensorError, KeyError, ValueError) as error:
         raise ArtifactError(
             f"{path} is damaged ({error}); see what else is with wm verify, or begin the stage again with --fresh."
@@ -86,6 +88,31 @@ def load_optimiser(optimiser: torch.optim.Optimizer, tensors: Mapping[str, Tenso
             _, index, name = key.split("/")
             state.setdefault(int(index), {})[name] = value
     optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+
+
+def part_tensors(states: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """States of parts, such as samplers, split in two: NumPy arrays as tensors, and all else, which is plain JSON."""
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for part, state in states.items():
+        plain[part] = {}
+        for key, value in state.items():
+            assert "/" not in part + key
+            if isinstance(value, np.ndarray):
+                tensors[f"parts/{part}/{key}"] = torch.tensor(value)
+            else:
+                plain[part][key] = value
+    return tensors, plain
+
+
+def part_states(tensors: Mapping[str, Tensor], plain: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Put together again what `part_tensors` split."""
+    states = {part: dict(state) for part, state in plain.items()}
+    for name, tensor in tensors.items():
+        if name.startswith("parts/"):
+            _, part, key = name.split("/")
+            states[part][key] = tensor.numpy()
+    return states
 
 
 def random_tensors(device: torch.device) -> dict[str, Tensor]:

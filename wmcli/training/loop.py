@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from wmcli.artifacts.failpoint import failpoint
-from wmcli.errors import DivergedError, Stopped
+from wmcli.errors import ArtifactError, DivergedError, Stopped
 from wmcli.progress import Progress
 from wmcli.training.checkpoint import (
     generator_state,
@@ -24,6 +24,8 @@ from wmcli.training.checkpoint import (
     load_tensors,
     module_tensors,
     optimiser_tensors,
+    part_states,
+    part_tensors,
     random_tensors,
     save_tensors,
 )
@@ -35,10 +37,16 @@ CHECKPOINT = "checkpoint.safetensors"
 
 
 class Resumable(Protocol):
-    """Something besides weights that changes while training, such as a sampler: its state is plain JSON."""
+    """Something besides weights that changes while training, such as a sampler."""
 
-    def state(self) -> dict[str, Any]: ...
-    def load(self, state: dict[str, Any]) -> None: ...
+    def state(self) -> dict[str, Any]:
+        """Plain JSON values and, at the top level, NumPy arrays; both come back as they were."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on exactly where the one that gave `state` stood."""
+
+    def continue_from(self, state: dict[str, Any]) -> None:
+        """Take over what training further builds on from the `state` that a finished stage ended with."""
 
 
 @dataclass
@@ -59,15 +67,16 @@ class Trainee:
     """Metrics of each update since then."""
 
     def save(self, path: Path, device: torch.device) -> None:
+        tensors, parts = part_tensors({name: part.state() for name, part in self.parts.items()})
         about = {
             "update": self.update,
             "trained": self.trained,
             "metrics": self.metrics,
             "unlogged": list(self.unlogged[0]) if self.unlogged else [],
             "rng": generator_state(self.rng),
-            "parts": {name: part.state() for name, part in self.parts.items()},
+            "parts": parts,
         }
-        tensors = module_tensors(self.modules) | optimiser_tensors(self.optimiser) | random_tensors(device)
+        tensors |= module_tensors(self.modules) | optimiser_tensors(self.optimiser) | random_tensors(device)
         if self.unlogged:
             tensors["unlogged"] = _stacked(self.unlogged)
         save_tensors(path, tensors, about)
@@ -80,20 +89,37 @@ class Trainee:
         if about["unlogged"]:
             rows = tensors["unlogged"].to(device)
             self.unlogged = [dict(zip(about["unlogged"], row, strict=True)) for row in rows]
+        states = part_states(tensors, about["parts"])
         for name, part in self.parts.items():
-            part.load(about["parts"][name])
+            part.load(states[name])
         load_generator(self.rng, about["rng"])  # after the parts: one that shares it may draw from it while it loads
 
     def continue_from(self, path: Path) -> None:
-        """Take over the weights and moments of a finished stage. Its data may have grown, so samplers start anew."""
-        about = self._load_learned(path)[1]
+        """Take over the weights and moments of a finished stage, and of its samplers what still holds when the data
+        has grown."""
+        tensors, about = self._load_learned(path)
         self.trained = about["trained"] + about["update"]
+        states = part_states(tensors, about["parts"])
+        for name, part in self.parts.items():
+            if name in states:
+                part.continue_from(states[name])
 
     def _load_learned(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, about = load_tensors(path)
         load_modules(self.modules, tensors, str(path))
         load_optimiser(self.optimiser, tensors)
         return tensors, about
+
+
+def read_part(path: Path, part: str) -> dict[str, Any]:
+    """The state that one part had when `Trainee.save` wrote the file, without its weights and moments.
+
+    Raises ArtifactError when the file is not whole or has no such part.
+    """
+    tensors, about = load_tensors(path, f"parts/{part}/")
+    if part not in about["parts"]:
+        raise ArtifactError(f"{path} holds no state of '{part}' (it has: {', '.join(about['parts']) or 'none'}).")
+    return part_states(tensors, about["parts"])[part]
 
 
 def fit(

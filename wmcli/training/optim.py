@@ -2,13 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-OptimiserName = Literal["adamw", "adam"]
+OptimiserName = Literal["adamw", "adam", "laprop"]
+EPS = {"adamw": 1e-8, "adam": 1e-8, "laprop": 1e-20}
+
+
+class LaProp(torch.optim.Optimizer):
+    """Momentum over normalised gradients (Ziyin et al. 2020, arXiv 2002.04839) with linear warm-up.
+
+    For the n-th gradient g of a parameter, n = 1, 2, ..., and r_n = min(1, n / warmup):
+
+        v <- b2 v + (1 - b2) g^2
+        m <- b1 m + (1 - b1) r_n g / (sqrt(v / (1 - b2^n)) + eps)
+        parameter <- (1 - lr r_n weight_decay) parameter - lr r_n / a_n m
+
+    where a_n is the average of r_1, ..., r_n with decay b1, started at 0: 1 - b1^n without warm-up. (Adam averages
+    first and normalises the average.) The public code has lr inside m as well. That is the same as long as lr does not
+    change, and this way a training that goes on with another lr takes it at once.
+
+    Like torch's own, a parameter counts its own gradients; one without a gradient stands still. The moments have its
+    type and device. The count stays on the host: with it a_n is known in closed form and nothing waits for the device.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = EPS["laprop"],
+        weight_decay: float = 0.0,
+        warmup: int = 0,
+    ) -> None:
+        assert warmup >= 0
+        super().__init__(
+            parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "warmup": warmup}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures have no use here
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            together: dict[int, list[Tensor]] = {}  # by their count, nearly always one
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    together.setdefault(self._counted(parameter), []).append(parameter)
+            for count, parameters in together.items():
+                self._step(parameters, group, count)
+
+    def _counted(self, parameter: Tensor) -> int:
+        """Count a gradient of the parameter: its number, from 1."""
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.int64)
+            state["square"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["step"] += 1
+        return int(state["step"])  # on the host
+
+    def _step(self, parameters: list[Tensor], group: dict[str, Any], count: int) -> None:
+        (b1, b2), warmup = group["betas"], max(1, group["warmup"])
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]  # all have one
+        squares = [self.state[parameter]["square"] for parameter in parameters]
+        momenta = [self.state[parameter]["momentum"] for parameter in parameters]
+        share = min(1.0, count / warmup)
+        rate = group["lr"] * share
+
+        torch._foreach_mul_(squares, b2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - b2)
+        sizes = torch._foreach_sqrt(squares)
+        torch._foreach_div_(sizes, math.sqrt(1 - b2**count))
+        torch._foreach_add_(sizes, group["eps"])
+        torch._foreach_mul_(momenta, b1)
+        torch._foreach_addcdiv_(momenta, gradients, sizes, (1 - b1) * share)
+        if group["weight_decay"]:
+            torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
+        torch._foreach_add_(parameters, momenta, alpha=-rate / _average_share(count, warmup, b1))
+
+
+def _average_share(count: int, warmup: int, decay: float) -> float:
+    """a_n for n = `count`: the average of min(1, k / warmup), k = 1..n, with `decay`, started at 0."""
+    rising = min(count, warmup)
+    average = (rising - decay * (1 - decay**rising) / (1 - decay)) / warmup
+    return 1 - decay ** (count - rising) * (1 - average)
 
 
 def build_optimiser(
@@ -16,14 +98,43 @@ def build_optimiser(
     parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
     learning_rate: float,
     weight_decay: float,
+    *,
+    warmup: int = 0,
+    eps: float | None = None,
 ) -> torch.optim.Optimizer:
-    """AdamW (decoupled decay) or Adam without decay, betas (0.9, 0.999), eps 1e-8, fused into one kernel a step."""
+    """AdamW (decoupled decay), Adam without decay, both fused into one kernel a step, or LaProp (decoupled decay).
+
+    Betas (0.9, 0.999); `eps` None is 1e-8, for LaProp 1e-20. Groups may bring a `weight_decay` of their own. LaProp
+    alone has `warmup`, updates over which the learning rate rises linearly. A parameter marked with
+    `_learning_rate_limit` is trained with that rate where `learning_rate` is higher.
+    """
+    assert warmup == 0 or name == "laprop", "only LaProp warms up"
+    groups = list(_groups_by_rate(parameters, learning_rate))
+    eps = EPS[name] if eps is None else eps
+    if name == "laprop":
+        return LaProp(groups, learning_rate, eps=eps, weight_decay=weight_decay, warmup=warmup)
     if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, fused=True)
-    optimiser = torch.optim.Adam(parameters, lr=learning_rate, fused=True)
+        return torch.optim.AdamW(groups, lr=learning_rate, eps=eps, weight_decay=weight_decay, fused=True)
+    optimiser = torch.optim.Adam(groups, lr=learning_rate, eps=eps, fused=True)
     for group in optimiser.param_groups:
         group["weight_decay"] = 0.0  # groups bring decays of their own, which Adam would add to the gradient
     return optimiser
+
+
+def _groups_by_rate(
+    parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], learning_rate: float
+) -> Iterator[dict[str, Any]]:
+    """The groups of parameters (plain ones are one group), each split by the rates that the limits allow."""
+    given: list[Any] = list(parameters)
+    groups: list[dict[str, Any]] = given if isinstance(given[0], dict) else [{"params": given}]
+    for group in groups:
+        fastest = group.get("lr", learning_rate)
+        rates: dict[float, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            rate = min(fastest, getattr(parameter, "_learning_rate_limit", math.inf))
+            rates.setdefault(rate, []).append(parameter)
+        for rate, members in rates.items():
+            yield {**group, "params": members, "lr": rate}
 
 
 def update(optimiser: torch.optim.Optimizer, loss: Tensor, clip: float) -> Tensor:
