@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 import ale_py
@@ -8,10 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from wmcli.envs import EnvironmentSettings, make
-from wmcli.envs.atari import CONTINUES, PROTOCOLS, Atari, game_of, games
+from wmcli.envs import EnvironmentSettings, Streams, make, protocol
+from wmcli.envs.atari import CONTINUES, PROTOCOLS, Atari, area_mean, game_of, games
 
-REM = PROTOCOLS["rem"]
+REM, DRAMA = PROTOCOLS["rem"], PROTOCOLS["drama"]
 
 
 class Plainly:
@@ -161,3 +162,141 @@ def test_actions_are_minimal_and_not_sticky() -> None:
     assert env.get_action_meanings()[0] == "NOOP"
     assert env._ale.getFloat("repeat_action_probability") == 0.0
     assert env._emulator._frameskip == 1
+
+
+# -- drama ------------------------------------------------------------------------------------------------------------
+
+
+class DramaPlainly:
+    """The chain of protocol drama written down naively, without episodes: a game, and which steps lost a life."""
+
+    def __init__(self, game: str, size: int, time_limit: int) -> None:
+        ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+        self.env = gymnasium.make(
+            f"ALE/{game}-v5", frameskip=1, repeat_action_probability=0.0, max_num_frames_per_episode=time_limit
+        )
+        self.size = size
+
+    def new_game(self, seed: int) -> np.ndarray:
+        frame, info = self.env.reset(seed=seed)
+        self.lives = info["lives"]
+        return area_mean(frame, self.size)
+
+    def step(self, action: int):
+        """Frame, reward, life lost, game over, time limit."""
+        total, last = 0.0, deque(maxlen=2)
+        for _ in range(4):
+            frame, reward, over, late, info = self.env.step(action)
+            total += reward
+            last.append(frame)
+            if over or late:
+                break
+        lost = info["lives"] < self.lives
+        self.lives = info["lives"]
+        return area_mean(np.maximum.reduce(list(last)), self.size), total, lost, over, late
+
+
+# 1000 + k emulator frames: the last repeat of a game that is still running has k frames.
+@pytest.mark.parametrize(
+    ("game", "train", "limit"),
+    [
+        ("Breakout", True, 5000),
+        ("Breakout", False, 5000),
+        ("Boxing", True, 1001),
+        ("Boxing", True, 1002),
+        ("Boxing", False, 1003),
+        ("Boxing", True, 1004),
+    ],
+)
+def test_drama_equals_its_naive_form_through_a_whole_game(monkeypatch, game: str, train: bool, limit: int) -> None:
+    rules = replace(DRAMA.train if train else DRAMA.test, time_limit=limit)
+    monkeypatch.setitem(PROTOCOLS, "drama", replace(DRAMA, train=rules, test=rules))
+    env, plainly = Atari(game, 40, "drama", train=train), DramaPlainly(game, 40, limit)
+    frame, _ = env.reset(seed=7)
+    assert env._elapsed == 0 and (frame == plainly.new_game(7)).all()
+    rng = np.random.default_rng(5)
+    rewards, lives_lost, game_over = 0.0, 0, False
+    while not game_over:
+        action = int(rng.integers(4))
+        frame, reward, terminated, truncated, info = env.step(action)
+        want, total, lost, over, late = plainly.step(action)
+        assert (frame == want).all() and reward == total
+        assert terminated == (over or (train and lost)) and truncated == late
+        game_over = over or late
+        assert info[CONTINUES] == (terminated and not game_over)
+        rewards += abs(reward)
+        if info[CONTINUES]:
+            lives_lost += 1
+            opening, _ = env.reset()
+            assert (opening == frame).all()  # the very frame that the last action led to: nothing was played
+    assert rewards > 0 and truncated == (game == "Boxing")
+    assert lives_lost == (4 if game == "Breakout" and train else 0)
+
+
+def test_under_drama_a_lost_life_opens_an_episode_but_plays_nothing() -> None:
+    settings = EnvironmentSettings(id="Breakout", protocol="drama", size=24)
+    streams, plainly = Streams(settings, train=True, seed=2), DramaPlainly("Breakout", 24, 108_000)
+    start = plainly.new_game(0)  # Breakout starts alike whatever the seed
+    assert (streams.observation[0] == start).all() and streams.first[0]
+    marked = 0
+    for step, action in enumerate(np.random.default_rng(3).integers(4, size=(400, 1))):
+        if step == 100:
+            streams = Streams.restore(settings, True, streams.state())
+        after = streams.step(action)
+        frame, reward, lost, over, _ = plainly.step(int(action[0]))
+        assert after.terminated[0] == lost and after.reward[0] == reward and after.lives[0] == plainly.lives
+        assert streams.first[0] == lost and after.game_over[0] == over and not after.truncated[0]
+        if over:
+            break
+        marked += int(lost)
+        assert (streams.observation[0] == frame).all()
+    assert marked == 4 and over
+
+
+def test_a_mark_survives_being_restored_right_after_it() -> None:
+    settings = EnvironmentSettings(id="Breakout", protocol="drama", size=24)
+    streams = Streams(settings, train=True, seed=2)
+    while not streams.step(np.array([1])).terminated[0]:
+        pass
+    again = Streams.restore(settings, True, streams.state())
+    assert again.first[0] and (again.observation == streams.observation).all()
+
+
+@pytest.mark.parametrize(("shape", "size"), [((7, 5, 3), 3), ((21, 16, 3), 6), ((21, 16, 3), 8), ((8, 12, 1), 4)])
+def test_the_mean_of_an_area_by_brute_force(shape: tuple[int, ...], size: int) -> None:
+    image = np.random.default_rng(0).integers(256, size=shape).astype(np.uint8)
+    height, width, channels = shape
+    fine = image.astype(np.int64).repeat(size, 0).repeat(size, 1)  # every pixel cut into size x size parts
+    blocks = fine.reshape(size, height, size, width, channels).mean((1, 3))
+    found = area_mean(image, size)
+    assert found.dtype == np.uint8 and found.shape == (size, size, channels)
+    assert np.abs(found - blocks).max() <= 0.5 + 1e-9
+
+
+def test_the_mean_of_an_area_is_that_of_opencv() -> None:
+    """Values of cv2.resize(..., interpolation=cv2.INTER_AREA) of OpenCV 4; Pillow's box filter gives others."""
+    image = (np.arange(7 * 5 * 3) ** 2 % 251).astype(np.uint8).reshape(7, 5, 3)
+    want = [
+        [[89, 50, 55], [85, 119, 91], [123, 103, 149]],
+        [[85, 150, 159], [94, 147, 130], [146, 80, 166]],
+        [[93, 133, 168], [94, 165, 117], [74, 155, 108]],
+    ]
+    assert area_mean(image, 3).tolist() == want
+    assert np.array(Image.fromarray(image).resize((3, 3), Image.Resampling.BOX)).tolist() != want
+
+
+def test_the_blocks_of_both_protocols() -> None:
+    rem, drama = (protocol(EnvironmentSettings(id="Breakout", protocol=name)) for name in ("rem", "drama"))
+    assert set(rem["train"]) == {"life_loss_ends_episode", "no_ops_min", "no_ops_max", "time_limit"} == set(rem["test"])
+    assert drama["train"] == {
+        "life_loss_ends_episode": True,
+        "no_ops_min": 0,
+        "no_ops_max": 0,
+        "time_limit": 108_000,
+        "after_life_loss": "same frame",
+    }
+    assert drama["test"] == {"life_loss_ends_episode": False, "no_ops_min": 0, "no_ops_max": 0, "time_limit": 108_000}
+    assert drama["resize"] == "area, after the maximum" and rem["resize"] == "pillow bilinear, before the maximum"
+    same = ("frameskip", "repeat_action_probability", "full_action_space", "action_repeat", "max_over_last", "colour")
+    assert [drama[key] for key in same] == [rem[key] for key in same] == [1, 0.0, False, 4, 2, "rgb"]
+    assert drama["clip_reward"] is False

@@ -1,6 +1,7 @@
 """Environments: what `wm` plays, always as size x size x 3 uint8 frames with actions 0 .. n-1.
 
-Importing this package registers `wm/Catch-v0` with gymnasium. No torch in here.
+Importing this package registers `wm/Catch-v0`, `wm/GridWorld-v0` and `wm/GridWorldGoal-v0` with gymnasium. No torch in
+here.
 """
 
 from __future__ import annotations
@@ -9,10 +10,16 @@ import gymnasium
 
 from wmcli.envs.catch import CATCH_ID
 from wmcli.envs.environment import list_environments, make, protocol
+from wmcli.envs.grid_world import GRID_WORLD_GOAL_ID, GRID_WORLD_ID
 from wmcli.envs.settings import EnvironmentSettings
 from wmcli.envs.vector import Streams, Transition
 
-if CATCH_ID not in gymnasium.registry:
-    gymnasium.register(id=CATCH_ID, entry_point="wmcli.envs.catch:Catch")
+for _id, _entry_point, _kwargs in (
+    (CATCH_ID, "wmcli.envs.catch:Catch", {}),
+    (GRID_WORLD_ID, "wmcli.envs.grid_world:GridWorld", {"respawn": "both"}),
+    (GRID_WORLD_GOAL_ID, "wmcli.envs.grid_world:GridWorld", {"respawn": "goal"}),
+):
+    if _id not in gymnasium.registry:
+        gymnasium.register(id=_id, entry_point=_entry_point, kwargs=_kwargs)
 
 __all__ = ["EnvironmentSettings", "Streams", "Transition", "list_environments", "make", "protocol"]

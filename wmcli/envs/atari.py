@@ -16,6 +16,23 @@ effect. A game that ends inside the repeat leaves the maximum over what the two-
 included, as in the public code; the frame that follows the last action of an episode is no input to anything.
 
 One thing differs on purpose: a time limit is reported as truncation, where the public code calls it termination.
+
+Protocol `drama` is the chain of Drama (Wang et al. 2024, arXiv 2410.08893), as its public code runs it
+(realwenlongwang/drama), innermost first:
+
+1. the bare emulator, as above;
+2. each action is repeated for 4 frames, rewards are summed, and what is seen is the elementwise maximum of the last two
+   frames played, or the first alone if the game ended with it;
+3. that maximum is resized to size x size, each pixel the mean of the area it covers: OpenCV's INTER_AREA, equal to the
+   bit at Drama's 64 x 64;
+4. a time limit of 108,000 emulator frames; no no-op frames and no action to begin with;
+5. in training the loss of a life is marked as a termination, and the game goes on with the very next frame: nothing is
+   played in between. To the samplers that frame opens an episode; in the public code, which keeps no episodes, it does
+   not. Everything else is the same.
+
+Three things differ on purpose: each game has a seed of its own, where the public code gives every reset the same one;
+a life lost soon after one was won counts, where the public code never raises its count of lives; and 0 lives before a
+game is over are no end of their own, as under `rem`.
 """
 
 from __future__ import annotations
@@ -26,7 +43,7 @@ import hashlib
 import re
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any, SupportsInt
+from typing import Any, Literal, SupportsInt
 
 import gymnasium
 import numpy as np
@@ -46,6 +63,9 @@ class Rules:
     no_ops_min: int  # emulator frames after a reset of the game, drawn uniformly, both ends included
     no_ops_max: int
     time_limit: int  # emulator frames since the reset of the game, no-ops included
+    # With which frame the next episode opens after a lost life: that which the last action led to, or, if None, the one
+    # after a no-op action.
+    after_life_loss: Literal["same frame"] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +77,7 @@ class Protocol:
     full_action_space: bool
     action_repeat: int  # emulator frames a decision
     max_over_last: int  # frames of each repeat that are merged by an elementwise maximum
-    resize: str  # filter, and whether it comes before or after that maximum
+    resize: Literal["pillow bilinear, before the maximum", "area, after the maximum"]
     colour: str
     clip_reward: bool
     train: Rules
@@ -76,7 +96,25 @@ PROTOCOLS = {
         clip_reward=False,
         train=Rules(life_loss_ends_episode=True, no_ops_min=1, no_ops_max=30, time_limit=20_000),
         test=Rules(life_loss_ends_episode=False, no_ops_min=1, no_ops_max=1, time_limit=108_000),
-    )
+    ),
+    "drama": Protocol(
+        frameskip=1,
+        repeat_action_probability=0.0,
+        full_action_space=False,
+        action_repeat=4,
+        max_over_last=2,
+        resize="area, after the maximum",
+        colour="rgb",
+        clip_reward=False,
+        train=Rules(
+            life_loss_ends_episode=True,
+            no_ops_min=0,
+            no_ops_max=0,
+            time_limit=108_000,
+            after_life_loss="same frame",
+        ),
+        test=Rules(life_loss_ends_episode=False, no_ops_min=0, no_ops_max=0, time_limit=108_000),
+    ),
 }
 
 
@@ -101,7 +139,10 @@ class Atari(gymnasium.Env[np.ndarray, int]):
         self._emulator = _open_emulator(game, self._protocol)
         self._ale = self._emulator.ale
         self._actions = self._emulator._action_set
-        self._recent = np.zeros((self._protocol.max_over_last, size, size, 3), np.uint8)
+        self._resized_first = self._protocol.resize == "pillow bilinear, before the maximum"
+        shape = (size, size) if self._resized_first else self._ale.getScreenDims()
+        self._recent = np.zeros((self._protocol.max_over_last, *shape, 3), np.uint8)  # what the maximum is over
+        self._frame = np.zeros((size, size, 3), np.uint8)  # what was seen last
         self._elapsed = 0  # emulator frames since the reset of the game
         self._game_over = True
         self._lives = 0
@@ -116,16 +157,15 @@ class Atari(gymnasium.Env[np.ndarray, int]):
         """Open the next episode: a new game, or the next life of this one."""
         super().reset(seed=seed)
         if seed is not None or self._game_over:
-            frame = self._start_game(seed)
-        else:
+            self._start_game(seed)
+        elif self._rules.after_life_loss is None:
             # Should this no-op end the game, the next step finds it over at once and says so.
             self._repeat(NOOP)
-            frame = self._recent.max(axis=0)
         self._lives = self._ale.lives()
-        return frame, {"lives": self._lives}
+        return self._frame, {"lives": self._lives}
 
     def step(self, action: SupportsInt) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """One decision: `action` for 4 emulator frames (protocol rem)."""
+        """One decision: `action` for 4 emulator frames."""
         reward = self._repeat(int(action))
         over = self._over()
         truncated = not over and self._elapsed >= self._rules.time_limit
@@ -135,9 +175,9 @@ class Atari(gymnasium.Env[np.ndarray, int]):
         life_lost = self._rules.life_loss_ends_episode and 0 < lives < self._lives
         self._lives = lives
         info = {"lives": lives, CONTINUES: life_lost and not self._game_over}
-        return self._recent.max(axis=0), reward, over or life_lost, truncated, info
+        return self._frame, reward, over or life_lost, truncated, info
 
-    def _start_game(self, seed: int | None) -> np.ndarray:
+    def _start_game(self, seed: int | None) -> None:
         no_ops = self.np_random.integers(self._rules.no_ops_min, self._rules.no_ops_max + 1)
         self._reset_emulator(seed)
         for _ in range(no_ops):
@@ -146,7 +186,7 @@ class Atari(gymnasium.Env[np.ndarray, int]):
             if self._over() or self._elapsed >= self._rules.time_limit:
                 self._reset_emulator(None)
         self._game_over = False
-        return self._resized()
+        self._frame = self._resized(self._ale.getScreenRGB())
 
     def _reset_emulator(self, seed: int | None) -> None:
         with contextlib.redirect_stdout(sys.stderr):  # ale-py prints where it loads ROMs from
@@ -156,26 +196,61 @@ class Atari(gymnasium.Env[np.ndarray, int]):
     def _repeat(self, action: int) -> float:
         """Play `action` until the repeat or the game is over; returns the summed reward."""
         reward = 0.0
-        drawn_from = self._protocol.action_repeat - self._protocol.max_over_last
         for frame in range(self._protocol.action_repeat):
             reward += self._ale.act(self._actions[action])
             self._elapsed += 1
-            if self.drawing and frame >= drawn_from:
-                self._recent[frame - drawn_from] = self._resized()
+            if self.drawing:
+                self._look(frame)
             if self._over() or self._elapsed >= self._rules.time_limit:
                 break
+        if self.drawing:
+            merged = self._recent.max(axis=0)
+            self._frame = merged if self._resized_first else self._resized(merged)
         return reward
 
     def _over(self) -> bool:
         return self._ale.game_over(with_truncation=False)
 
-    def _resized(self) -> np.ndarray:
-        image = Image.fromarray(self._ale.getScreenRGB())
-        return np.array(image.resize((self._size, self._size), Image.Resampling.BILINEAR))
+    def _look(self, frame: int) -> None:
+        """Take frame number `frame` of a repeat into what the maximum is over."""
+        last = self._protocol.max_over_last
+        if self._resized_first:
+            slot = frame - (self._protocol.action_repeat - last)
+            if slot >= 0:
+                self._recent[slot] = self._resized(self._ale.getScreenRGB())
+        elif frame == 0:
+            self._recent[:] = self._ale.getScreenRGB()  # nothing of the repeat before is left
+        else:
+            self._recent[frame % last] = self._ale.getScreenRGB()
+
+    def _resized(self, screen: np.ndarray) -> np.ndarray:
+        if self._resized_first:
+            return np.array(Image.fromarray(screen).resize((self._size, self._size), Image.Resampling.BILINEAR))
+        return area_mean(screen, self._size)
 
     def close(self) -> None:
         """Free the emulator."""
         self._emulator.close()
+
+
+def area_mean(image: np.ndarray, size: int) -> np.ndarray:
+    """(H, W, C) uint8 to (size, size, C): each pixel the mean of the area it covers, halves rounded to even.
+
+    Pillow's box filter weights whole pixels by 0 or 1, which is something else where `size` divides neither H nor W.
+    """
+    height, width = image.shape[:2]
+    # Shares and sums are whole numbers below 2^24 for any screen, so float32 holds them exactly on every machine.
+    rows = np.tensordot(_shares(height, size), image.astype(np.float32), (1, 0))  # (size, W, C)
+    sums = np.tensordot(rows, _shares(width, size), (1, 1))  # (size, C, size)
+    return np.rint(sums.transpose(0, 2, 1) / np.float32(height * width)).astype(np.uint8)
+
+
+@functools.cache
+def _shares(count: int, size: int) -> np.ndarray:
+    """How much of each of `count` pixels each of `size` larger ones covers, in units of 1 / size: (size, count)."""
+    ours, theirs = np.arange(size)[:, None] * count, np.arange(count) * size
+    overlap = np.minimum(ours + count, theirs + size) - np.maximum(ours, theirs)
+    return overlap.clip(min=0).astype(np.float32)
 
 
 def _open_emulator(game: str, protocol: Protocol) -> Any:
@@ -216,7 +291,10 @@ def game_of(identifier: str) -> str | None:
 
 
 def describe(game: str, protocol: str) -> dict[str, Any]:
-    """The protocol's table as plain values, with the md5 of the game's ROM. Raises UsageError when that is missing."""
+    """The protocol's table as plain values, with the md5 of the game's ROM. Raises UsageError when that is missing.
+
+    Rules that are None are left out, so that a rule that only one protocol has does not change the tables of others.
+    """
     import ale_py.roms
 
     try:
@@ -226,4 +304,5 @@ def describe(game: str, protocol: str) -> dict[str, Any]:
         rom = hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
     except OSError as error:
         raise UsageError(f"{game}: its ROM cannot be read: {' '.join(str(error).split())}") from None
-    return {"game": game, "rom_md5": rom, **asdict(PROTOCOLS[protocol])}
+    table = asdict(PROTOCOLS[protocol], dict_factory=lambda rules: {k: v for k, v in rules if v is not None})
+    return {"game": game, "rom_md5": rom, **table}

@@ -13,6 +13,7 @@ import gymnasium
 from wmcli.envs import atari
 from wmcli.envs.catch import CATCH_ID
 from wmcli.envs.frames import Frames
+from wmcli.envs.grid_world import GRID_WORLD_GOAL_ID, GRID_WORLD_ID
 from wmcli.envs.settings import EnvironmentSettings
 from wmcli.errors import UsageError
 
@@ -74,8 +75,12 @@ def protocol(settings: EnvironmentSettings) -> dict[str, Any]:
 
 def list_environments() -> list[dict[str, Any]]:
     """What `wm envs` shows: id, the protocols it can be played with, and one line about it."""
-    catch = {"id": CATCH_ID, "protocols": ["plain"], "about": "catch a falling ball: learns in minutes on a CPU"}
-    return [catch] + [
+    small = {
+        CATCH_ID: "catch a falling ball: learns in minutes on a CPU",
+        GRID_WORLD_ID: "reach the goal in a room of 5 x 5 cells, without end: a test of long sequences",
+        GRID_WORLD_GOAL_ID: "the same, but only the goal is placed anew when it is reached",
+    }
+    return [{"id": name, "protocols": ["plain"], "about": about} for name, about in small.items()] + [
         {"id": f"ALE/{name}-v5", "protocols": list(atari.PROTOCOLS), "about": "Atari 2600"} for name in atari.games()
     ]
 
