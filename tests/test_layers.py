@@ -35,7 +35,7 @@ MAY = {
     "assemble": {"settings", "controllers", "world_models", "tokenizers", "backbones", "training", "artifacts"},
     "settings": {"controllers", "world_models", "tokenizers", "backbones", "training", "envs"},
     "controllers": {"world_models", "nn"},
-    "world_models": {"backbones", "nn"},
+    "world_models": {"tokenizers", "backbones", "nn"},
     "tokenizers": {"nn"},
     "backbones": {"nn", "kernels"},
     "nn": {"kernels"},

@@ -146,10 +146,65 @@ def test_iris_controller(actions: int) -> None:
     assert "controller.action_embedding" not in found
 
 
+# -- Drama ------------------------------------------------------------------------------------------------------------
+
+# The whole world model at 6 actions, tokenizer included, by what differs from Drama XS.
+DRAMA = {
+    "XS": ("drama", [], 7_155_459),
+    "S": ("drama-s", [], 10_672_803),
+    "heads of 128": ("drama", ["backbone.mamba2.head_width=128"], 7_147_219),
+    "four heads of 128": ("drama", ["backbone.mamba2.head_width=128", "backbone.mamba2.expand=1"], 5_564_091),
+    "Mamba-1": ("drama-mamba1", [], 7_337_315),
+    "S with Mamba-1": ("drama-s", ["backbone.name=mamba1", "backbone.mamba1.state=32"], 10_919_875),
+    "STORM's transformer": (
+        "storm",
+        [
+            "tokenizer.channels=[16, 32, 48, 64, 64]",
+            "tokenizer.strides=[1, 2, 2, 2, 2]",
+            "tokenizer.kernel=5",
+            "tokenizer.bias=true",
+            "dynamics.head_layers=1",
+            "dynamics.head_width=256",
+            "dynamics.head_norm=rms",
+            "dynamics.horizon=128",
+        ],
+        8_477_539,
+    ),
+}
+
+
+@pytest.mark.parametrize("which", DRAMA)
+def test_drama_world_models(which: str) -> None:
+    preset, overrides, total = DRAMA[which]
+    assert counts(preset, 6, *overrides)["dynamics"] == total
+
+
+@pytest.mark.parametrize("actions", ACTIONS)
+def test_drama_by_its_parts(actions: int) -> None:
+    found = counts("drama", actions)
+    assert found["tokenizer.encoder"] == 232_272
+    assert found["tokenizer.posterior_head"] == 1_049_600
+    assert found["tokenizer.decoder"] == 1_281_811
+    assert found["dynamics.tokenizer"] == found["tokenizer"] == 2_563_683
+    assert found["dynamics.stem"] == 528_384 + 512 * (actions - 6)
+    assert found["dynamics.backbone"] == 2 * 1_604_304 + 512
+    assert found["dynamics.prior_head"] == 525_312
+    assert found["dynamics.reward_head"] == 197_119
+    assert found["dynamics.termination_head"] == 131_841
+
+
+@pytest.mark.parametrize(("layers", "actor", "critic"), [(3, 527_366, 1_444_607), (2, 461_318, 1_181_439)])
+def test_drama_actor_and_critic(layers: int, actor: int, critic: int) -> None:
+    found = counts("drama", 6, f"controller.actor_layers={layers}", f"controller.critic_layers={layers}")
+    assert (found["controller.actor"], found["controller.critic"]) == (actor, critic)
+    whole = counts("drama", 6)["dynamics"] + actor + 2 * critic  # with the slow critic
+    assert whole == {3: 10_572_039, 2: 9_979_655}[layers]
+
+
 # -- the counting itself ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["quickstart", "rem", "iris"])
+@pytest.mark.parametrize("preset", ["quickstart", "rem", "iris", "drama", "storm"])
 def test_the_parts_make_the_whole_and_nothing_is_counted_twice(preset: str) -> None:
     found = counts(preset, 4)
     for model in ("tokenizer", "dynamics", "controller"):

@@ -10,31 +10,54 @@ from torch import nn
 from wmcli.artifacts import Artifact
 from wmcli.backbones import build as build_backbone
 from wmcli.config import validate
-from wmcli.controllers.reinforce import ReinforceController
+from wmcli.controllers.actor_critic import ActorCritic
+from wmcli.controllers.base import Controller
+from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings
 from wmcli.settings import Settings
-from wmcli.tokenizers.vq import VQTokenizer
+from wmcli.tokenizers.categorical import CategoricalTokenizer
+from wmcli.tokenizers.vq import TokenizerSettings, VQTokenizer
 from wmcli.training.checkpoint import WEIGHTS, load_modules, load_tensors
-from wmcli.world_models.token import TokenWorldModel
+from wmcli.world_models.base import WorldModel
+from wmcli.world_models.cells import TOKENS, CellsSettings, CellsWorldModel
+from wmcli.world_models.latent import LatentWorldModel
+from wmcli.world_models.token import TokenWorldModel, TokenWorldModelSettings
 
 M = TypeVar("M", bound=nn.Module)
+Tokenizer = VQTokenizer | CategoricalTokenizer
 
 
-def build_tokenizer(settings: Settings) -> VQTokenizer:
+def build_tokenizer(settings: Settings) -> Tokenizer:
     """A fresh tokenizer for the environment's image size."""
-    return VQTokenizer(settings.tokenizer, settings.environment.size)
+    size = settings.environment.size
+    if isinstance(settings.tokenizer, TokenizerSettings):
+        return VQTokenizer(settings.tokenizer, size)
+    return CategoricalTokenizer(settings.tokenizer, size)
 
 
-def build_world_model(settings: Settings, tokenizer: VQTokenizer, actions: int) -> TokenWorldModel:
-    """A fresh world model around a tokenizer that it does not train."""
-    block = tokenizer.tokens + 1
-    backbone = build_backbone(settings.backbone, max_length=settings.dynamics.horizon * block, block=block)
-    return TokenWorldModel(settings.dynamics, backbone, tokenizer, actions)
+def build_world_model(settings: Settings, tokenizer: Tokenizer | None, actions: int) -> WorldModel:
+    """A fresh world model around a tokenizer, which it uses, trains or does without: see `Settings.encoder`."""
+    dynamics = settings.dynamics
+    if isinstance(dynamics, TokenWorldModelSettings):
+        assert isinstance(tokenizer, VQTokenizer)
+        block = tokenizer.tokens + 1
+        backbone = build_backbone(settings.backbone, max_length=dynamics.horizon * block, block=block)
+        return TokenWorldModel(dynamics, backbone, tokenizer, actions)
+    if isinstance(dynamics, CellsSettings):
+        backbone = build_backbone(settings.backbone, max_length=dynamics.horizon * TOKENS, block=TOKENS)
+        return CellsWorldModel(dynamics, backbone, actions, settings.environment.size)
+    assert isinstance(tokenizer, CategoricalTokenizer)
+    backbone = build_backbone(settings.backbone, max_length=dynamics.horizon, block=1)
+    return LatentWorldModel(dynamics, backbone, tokenizer, actions)
 
 
-def build_controller(settings: Settings, world_model: TokenWorldModel) -> ReinforceController:
+def build_controller(settings: Settings, world_model: WorldModel) -> Controller:
     """A fresh controller for what the world model shows."""
-    return ReinforceController(
-        settings.controller, world_model.feature_shape, settings.environment.size, world_model.actions
+    if isinstance(settings.controller, ReinforceSettings):
+        return ReinforceController(
+            settings.controller, world_model.feature_shape, settings.environment.size, world_model.actions
+        )
+    return ActorCritic(
+        settings.controller, world_model.feature_shape, world_model.actions, window=settings.dynamics.context
     )
 
 
@@ -43,19 +66,24 @@ def settings_of(artifact: Artifact) -> Settings:
     return validate(Settings, artifact.settings, f"settings of {artifact.name}")
 
 
-def load_tokenizer(artifact: Artifact, device: torch.device) -> VQTokenizer:
+def load_tokenizer(artifact: Artifact, device: torch.device) -> Tokenizer:
     """A published tokenizer, frozen. Raises ArtifactError when a file is damaged or does not fit its settings."""
     return _frozen(build_tokenizer(settings_of(artifact)), "tokenizer", artifact, device)
 
 
-def load_world_model(artifact: Artifact, device: torch.device) -> TokenWorldModel:
-    """Published dynamics with the tokenizer they were trained on, both frozen."""
-    tokenizer = load_tokenizer(artifact.input("tokenizer"), device)
-    model = build_world_model(settings_of(artifact), tokenizer, artifact.manifest["environment"]["actions"])
+def load_world_model(artifact: Artifact, device: torch.device) -> WorldModel:
+    """Published dynamics with the tokenizer they were trained on, or with the one that they hold, both frozen."""
+    settings = settings_of(artifact)
+    tokenizer = None
+    if settings.encoder == "tokenizer":
+        tokenizer = load_tokenizer(artifact.input("tokenizer"), device)
+    elif settings.encoder == "dynamics":
+        tokenizer = build_tokenizer(settings)
+    model = build_world_model(settings, tokenizer, artifact.manifest["environment"]["actions"])
     return _frozen(model, "dynamics", artifact, device)
 
 
-def load_controller(artifact: Artifact, device: torch.device) -> tuple[TokenWorldModel, ReinforceController]:
+def load_controller(artifact: Artifact, device: torch.device) -> tuple[WorldModel, Controller]:
     """A published controller and the world model it was trained in, both frozen."""
     world_model = load_world_model(artifact.input("dynamics"), device)
     return world_model, _frozen(build_controller(settings_of(artifact), world_model), "controller", artifact, device)
@@ -75,14 +103,18 @@ def count(module: nn.Module) -> int:
 def parameter_counts(settings: Settings, actions: int) -> dict[str, int]:
     """Parameters of each model and of its direct parts: `{"tokenizer": n, "tokenizer.encoder": m, ...}`.
 
-    Nothing is allocated: the models are built on torch's meta device.
+    A tokenizer that learns with the dynamics model is counted in both. Nothing is allocated: the models are built on
+    torch's meta device.
     """
     with torch.device("meta"):
-        tokenizer = build_tokenizer(settings)
+        tokenizer = None if settings.encoder == "rules" else build_tokenizer(settings)
         world_model = build_world_model(settings, tokenizer, actions)
         controller = build_controller(settings, world_model)
     counts: dict[str, int] = {}
-    for name, module in {"tokenizer": tokenizer, "dynamics": world_model, "controller": controller}.items():
+    models = {"tokenizer": tokenizer, "dynamics": world_model, "controller": controller}
+    for name, module in models.items():
+        if module is None:
+            continue
         counts[name] = count(module)
         for part, child in module.named_children():
             counts[f"{name}.{part}"] = count(child)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError
 
 from wmcli.errors import UsageError
 
@@ -150,16 +150,21 @@ def validate(kind: type[T], values: Mapping[str, Any], where: str) -> T:
 def problem(kind: type[BaseModel], values: Mapping[str, Any], error: ValidationError) -> str:
     """The first thing that is wrong with `values`, in one line."""
     first = error.errors(include_url=False, include_input=False)[0]
-    path = [str(part) for part in first["loc"]]
+    loc, section = _place(kind, first["loc"])
+    path = [str(part) for part in loc]
     key = _one_line(".".join(path))
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        return f"unknown key '{key}'; {did_you_mean(path[-1][:100], _fields_at(kind, path[:-1]))}"
+        fields = list(section.model_fields) if section else []
+        return f"unknown key '{key}'; {did_you_mean(path[-1][:100], fields)}"
+    if first["type"] == "union_tag_invalid":
+        tag, known = first["ctx"]["tag"], first["ctx"]["expected_tags"].replace("'", "").split(", ")
+        return f"{key}.kind = '{tag}': there is none; {did_you_mean(tag, known)}"
     if first["type"] == "missing":
         return f"{key} is missing."
     if first["type"] == "value_error" or not key:  # a check that names what it found itself
         return f"{key}: {message}" if key else message
-    return f"{key}{_given(values, first['loc'])}: {message}"
+    return f"{key}{_given(values, loc)}: {message}"
 
 
 def _given(values: Any, path: tuple[int | str, ...]) -> str:
@@ -177,16 +182,46 @@ def _one_line(text: str) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def _fields_at(kind: type[BaseModel], path: list[str]) -> list[str]:
-    """Names of the fields of the section at `path`, which may lead through lists and optional sections."""
-    for part in path:
-        if part in kind.model_fields:
-            annotation = kind.model_fields[part].annotation
-            sections = [each for each in (annotation, *get_args(annotation)) if _is_section(each)]
-            if not sections:
-                return []
-            kind = sections[0]
-    return list(kind.model_fields)
+def _place(kind: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], type[BaseModel] | None]:
+    """Where an error is, as a user would write it, and the section it is in: None where that is no section.
+
+    Pydantic puts the `kind` of a section that has several into the path; it is taken out.
+    """
+    place: list[int | str] = []
+    section: type[BaseModel] | None = kind
+    rest = list(loc)
+    while rest:
+        part = rest.pop(0)
+        place.append(part)
+        if section is None or part not in section.model_fields:
+            if rest and not isinstance(part, int):
+                section = None
+            continue
+        if not rest:
+            break
+        kinds = _kinds(section.model_fields[str(part)].annotation)
+        if len(kinds) > 1 and rest[0] in kinds:
+            section = kinds[str(rest.pop(0))]
+        else:
+            section = next(iter(kinds.values()), None)
+    return tuple(place), section
+
+
+def _kinds(annotation: Any) -> dict[str, type[BaseModel]]:
+    """The sections that a field may hold, by their `kind` (by their class where they have none)."""
+    found = (
+        [annotation] if _is_section(annotation) else [s for each in get_args(annotation) for s in _kinds(each).values()]
+    )
+    return {str(each.model_fields["kind"].default if "kind" in each.model_fields else each): each for each in found}
+
+
+def chosen_by_kind(default: str) -> Discriminator:
+    """For a field whose section is one of several: the one that its key `kind` names, `default` where it names none."""
+
+    def kind_of(value: Any) -> str:
+        return str(value.get("kind", default) if isinstance(value, Mapping) else getattr(value, "kind", default))
+
+    return Discriminator(kind_of)
 
 
 def _is_section(annotation: Any) -> bool:

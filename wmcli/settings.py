@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, Tag, model_validator
 
 from wmcli.backbones import BackboneSettings
-from wmcli.config import Section, merge, nested, parse_override, preset_values, validate
+from wmcli.config import Section, chosen_by_kind, merge, nested, parse_override, preset_values, validate
+from wmcli.controllers.actor_critic import ActorCriticSettings
 from wmcli.controllers.reinforce import ReinforceSettings
 from wmcli.envs.settings import EnvironmentSettings
+from wmcli.tokenizers.categorical import CategoricalTokenizerSettings
 from wmcli.tokenizers.vq import TokenizerSettings
 from wmcli.training.settings import TrainingSettings
+from wmcli.world_models.cells import CellsSettings
+from wmcli.world_models.latent import LatentWorldModelSettings
 from wmcli.world_models.token import TokenWorldModelSettings
+
+AnyTokenizer = Annotated[
+    Annotated[TokenizerSettings, Tag("vq")] | Annotated[CategoricalTokenizerSettings, Tag("categorical")],
+    chosen_by_kind("vq"),
+]
+AnyDynamics = Annotated[
+    Annotated[TokenWorldModelSettings, Tag("token")]
+    | Annotated[LatentWorldModelSettings, Tag("latent")]
+    | Annotated[CellsSettings, Tag("cells")],
+    chosen_by_kind("token"),
+]
+AnyController = Annotated[
+    Annotated[ReinforceSettings, Tag("reinforce")] | Annotated[ActorCriticSettings, Tag("actor-critic")],
+    chosen_by_kind("reinforce"),
+]
+
+
+WANTED_TOKENIZER = {"token": "vq", "latent": "categorical", "cells": None}
+"""The kind of tokenizer that each kind of dynamics works on; None has no use for one."""
 
 
 class CollectSettings(Section):
@@ -32,8 +55,8 @@ class EvaluationSettings(Section):
     """Complete episodes that make a score."""
     environments: int = Field(8, ge=1)
     """Environments side by side."""
-    temperature: float = Field(0.5, gt=0)
-    """Divides the policy's logits before an action is sampled."""
+    temperature: float = Field(0.5, ge=0)
+    """Divides the policy's logits before an action is sampled; 0 takes the likeliest action."""
 
 
 class RunSettings(Section):
@@ -45,8 +68,9 @@ class RunSettings(Section):
     """Only the first so many epochs collect."""
     tokenizer_after: int = Field(5, ge=0)
     """The tokenizer trains in epochs after this one."""
-    tokenizer_epochs: int = Field(600, ge=1)
-    """Only the first so many epochs train it: codes that stay spare the models after it learning them anew."""
+    tokenizer_epochs: int = Field(600, ge=0)
+    """Only the first so many epochs train it: codes that stay spare the models after it learning them anew. 0 where
+    the dynamics model trains it."""
     dynamics_after: int = Field(25, ge=0)
     """The dynamics model trains in epochs after this one."""
     controller_after: int = Field(50, ge=0)
@@ -64,28 +88,64 @@ class Settings(Section):
     """Every random stream of every stage derives from it."""
     environment: EnvironmentSettings = EnvironmentSettings()
     collect: CollectSettings = CollectSettings()
-    tokenizer: TokenizerSettings = TokenizerSettings()
-    dynamics: TokenWorldModelSettings = TokenWorldModelSettings()
+    tokenizer: AnyTokenizer = TokenizerSettings()
+    dynamics: AnyDynamics = TokenWorldModelSettings()
     backbone: BackboneSettings = BackboneSettings()
-    controller: ReinforceSettings = ReinforceSettings()
+    controller: AnyController = ReinforceSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     run: RunSettings = RunSettings()
     training: TrainingSettings = TrainingSettings()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Settings:
-        if self.dynamics.shared_embeddings and self.tokenizer.width != self.backbone.width:
+        wanted = WANTED_TOKENIZER[self.dynamics.kind]
+        if wanted is not None and self.tokenizer.kind != wanted:
+            raise ValueError(
+                f"dynamics.kind = '{self.dynamics.kind}' works on a tokenizer of kind '{wanted}', but tokenizer.kind is"
+                f" '{self.tokenizer.kind}'"
+            )
+        if (
+            isinstance(self.dynamics, TokenWorldModelSettings)
+            and isinstance(self.tokenizer, TokenizerSettings)
+            and self.dynamics.shared_embeddings
+            and self.tokenizer.width != self.backbone.width
+        ):
             raise ValueError(
                 f"tokenizer.width is {self.tokenizer.width} but backbone.width is {self.backbone.width}: shared"
                 " embeddings need them equal, or set dynamics.shared_embeddings=false"
             )
+        for name in ("tokenizer", "dynamics", "controller"):
+            section = getattr(self, name)
+            if getattr(section, "warmup", 0) and section.optimiser != "laprop":
+                raise ValueError(
+                    f"{name}.warmup = {section.warmup}, but {name}.optimiser = '{section.optimiser}' does not warm up:"
+                    f" set {name}.warmup=0, or the optimiser to laprop"
+                )
         blocks = self.dynamics.context + self.controller.horizon
+        if isinstance(self.controller, ActorCriticSettings) and self.controller.start == "prior":
+            blocks += 1
         if blocks > self.dynamics.horizon:
             raise ValueError(
                 f"dynamics.context + controller.horizon = {blocks} blocks, but the dynamics model is trained on"
                 f" dynamics.horizon = {self.dynamics.horizon}: lower controller.horizon or raise dynamics.horizon"
             )
         return self
+
+    @property
+    def encoder(self) -> Literal["tokenizer", "dynamics", "rules"]:
+        """What turns frames into latents: a tokenizer trained before, one that is a part of the dynamics model and
+        trained with it, or fixed rules."""
+        if isinstance(self.dynamics, CellsSettings):
+            return "rules"
+        return "dynamics" if isinstance(self.dynamics, LatentWorldModelSettings) else "tokenizer"
+
+    @property
+    def remembered(self) -> int:
+        """Frames of a running episode that a new agent goes over before it acts on in it."""
+        of_controller = self.controller.burn_in if isinstance(self.controller, ReinforceSettings) else 0
+        if not isinstance(self.dynamics, LatentWorldModelSettings):
+            return of_controller
+        return max(of_controller, self.dynamics.act_window or self.dynamics.horizon)
 
     def select(self, *sections: str) -> dict[str, Any]:
         """Plain values of some sections: what a stage's result depends on."""

@@ -49,7 +49,10 @@ CASES = [
     ("imagine", "imagine", ["imagine", "--updates", "3", "--dynamics", "dynamics@4"],
      {"overrides": ["controller.updates=3"]}, {"dynamics": "dynamics@4", "experience": None}),
     ("evaluate", "evaluate", ["eval", "--episodes", "11", "--fresh"],
-     {"fresh": True}, {"controller": None, "episodes": 11, "protocol": "returns"}),
+     {"fresh": True}, {"controller": None, "episodes": 11}),
+    ("grid_world", "evaluate_grid_world",
+     ["eval", "--protocol", "gridworld", "--dynamics", "dynamics@2", "--episodes", "5", "--force"],
+     {"overrides": ["evaluation.episodes=5"], "force": True}, {"dynamics": "dynamics@2"}),
     ("profile", "profile", ["profile", "--force"], {"create": True, "force": True}, {}),
     ("loop", "run_loop", ["run", "quickstart"], {"create": True, "preset": "quickstart"}, {}),
     ("loop", "run_loop", ["run"], {"create": True}, {}),
@@ -103,7 +106,9 @@ def recorder(monkeypatch):
     context = SimpleNamespace(open_context=recorder.open_context)
     monkeypatch.setitem(sys.modules, "wmcli.stages.context", context)
     for module, function, *_ in CASES:
-        fake = SimpleNamespace(**{function: recorder.stage(module)}, aggregate=recorder.aggregate)
+        fake = SimpleNamespace(
+            **{function: recorder.stage(module)}, aggregate=recorder.aggregate, table=lambda _: [{"backbone": "gru"}]
+        )
         monkeypatch.setitem(sys.modules, f"wmcli.stages.{module}", fake)
     monkeypatch.delenv("WM_RUN", raising=False)
     return recorder
@@ -156,7 +161,7 @@ def test_stdout_is_the_published_path_and_nothing_else(line, recorder, capsys):
     assert err == "talk\n"
 
 
-@pytest.mark.parametrize("line", [case[2] for case in STAGES if case[0] != "evaluate"])
+@pytest.mark.parametrize("line", [case[2] for case in STAGES if case[2][0] != "eval"])
 def test_json_is_one_object(line, recorder, capsys):
     assert main.run([*line, "--json"]) == 0
     out = capsys.readouterr().out

@@ -23,6 +23,7 @@ class CountingModel(WorldModel):
     """Frames carry a number; the state adds up frames and actions, modulo 97. Deterministic, and it remembers."""
 
     frozen_encoder = True
+    across_ends = False
     feature_shape = (5, 2, 3)
 
     def __init__(self, actions: int = 4, size: int = 8) -> None:
@@ -64,7 +65,14 @@ class CountingModel(WorldModel):
     def features(self, state: Seen) -> Tensor:
         return self._features(state.total)
 
-    def perceive(self, state: Seen | None, observation: Tensor, previous_action: Tensor, reset: Tensor) -> Seen:
+    def perceive(
+        self,
+        state: Seen | None,
+        observation: Tensor,
+        previous_action: Tensor,
+        reset: Tensor,
+        generator: torch.Generator | None = None,
+    ) -> Seen:
         self.told.append(previous_action.clone())
         frame = self.encode(observation)
         before = torch.zeros_like(frame) if state is None else state.total

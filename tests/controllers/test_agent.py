@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
+from wmcli.controllers.actor_critic import ActorCritic, ActorCriticSettings
 from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings, imagine
 
@@ -148,6 +149,50 @@ def test_resume_is_exact(world, played):
     torch.testing.assert_close(other._state, agent._state, rtol=0, atol=0)
     assert type(other._world_state) is type(agent._world_state)
     assert other._world_state.step == agent._world_state.step
+
+
+@pytest.mark.parametrize("played", [0, 7])
+def test_a_model_that_draws_while_it_perceives(played, world):
+    """It draws from the agent's generator, so the play is the same after a resume, and training's draws are too."""
+
+    class Noisy(type(world)):
+        def perceive(self, state, observation, previous_action, reset, generator=None):
+            noise = torch.randint(2, observation.shape[:1], generator=generator).to(torch.uint8)
+            return super().perceive(state, observation + noise[:, None, None, None], previous_action, reset)
+
+    world, controller = Noisy(), controller_for()
+    numbers, first = torch.randint(50, (3, 15)), torch.rand(3, 15) < 0.2
+    before = torch.get_rng_state()
+    agent = Agent(world, controller, 3, temperature=1, epsilon=0.1, generator=seeded(5))
+    for t in range(played):
+        agent.act(frames_of(numbers[:, t]), first[:, t])
+    stored = load(save(agent.state()))
+    want = play(agent, numbers[:, played:], first[:, played:])
+
+    other = Agent(world, controller, 3, temperature=1, epsilon=0.1, generator=seeded(99))
+    other.load(stored)
+    torch.testing.assert_close(other.state(), stored, rtol=0, atol=0)
+    np.testing.assert_array_equal(play(other, numbers[:, played:], first[:, played:]), want)
+    torch.testing.assert_close(other._world_state.total, agent._world_state.total, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_controller_without_memory(world):
+    """Its state is empty: nothing is saved of it, and it plays on after a resume."""
+    torch.manual_seed(3)
+    settings = ActorCriticSettings(actor_width=8, critic_width=8)
+    controller = ActorCritic(settings, world.feature_shape, actions=4, window=6)
+    torch.nn.init.normal_(controller.actor[-1].weight)  # so that frames matter
+    numbers, first = torch.randint(50, (3, 15)), torch.rand(3, 15) < 0.2
+    agent = Agent(world, controller, 3, temperature=1, epsilon=0, generator=seeded(5))
+    agent.burn_in(frames_of(numbers[:, :4]), np.ones((3, 4), np.int64), np.ones((3, 4), bool))
+    agent.act(frames_of(numbers[:, 4]), first[:, 4])
+    stored = load(save(agent.state()))
+    assert not any(name.startswith("controller/") for name in stored)
+    want = play(agent, numbers[:, 5:], first[:, 5:])
+    other = Agent(world, controller, 3, temperature=1, epsilon=0, generator=seeded(99))
+    other.load(stored)
+    np.testing.assert_array_equal(play(other, numbers[:, 5:], first[:, 5:]), want)
 
 
 def test_what_a_state_holds_does_not_change_later(world):

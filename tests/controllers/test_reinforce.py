@@ -57,10 +57,13 @@ def test_parameter_counts(actions):
         coarse = ReinforceController(ReinforceSettings(), (256, 4, 4), 64, actions)
         silent = ReinforceController(ReinforceSettings(action_inputs=False), (256, 8, 8), 64, actions)
         iris = ReinforceController(ReinforceSettings(input="pixels", action_inputs=False), (256, 4, 4), 64, actions)
+        flat = ReinforceController(ReinforceSettings(), (1536,), 64, actions)
     assert parameters(rem) == 4_568_257 + 1_025 * actions
     assert parameters(coarse) == 2_999_493 + 1_025 * (actions - 4)
     assert parameters(silent) == 4_568_257 + 513 * actions
     assert parameters(iris) == 3_215_905 + 513 * actions
+    lstm_and_heads = 4 * 512 * (2 * 512 + 2) + 513 * (actions + 1) + 512 * actions
+    assert parameters(flat) == 1537 * 512 + lstm_and_heads
     (group,) = rem.parameter_groups()
     assert sum(parameter.numel() for parameter in group["params"]) == parameters(rem)
     assert group["weight_decay"] == 0.01
@@ -77,7 +80,7 @@ def test_settings_from_a_table():
 
 def test_an_input_that_does_not_fit():
     with pytest.raises(UsageError, match=r"controller\.input=pixels"):
-        ReinforceController(ReinforceSettings(), (30,), 64, 4)
+        ReinforceController(ReinforceSettings(), (5, 6), 64, 4)
     with pytest.raises(UsageError, match=r"environment\.size = 40 must be a multiple of 16"):
         ReinforceController(ReinforceSettings(input="pixels"), (256, 8, 8), 40, 4)
 
@@ -98,6 +101,11 @@ def test_encoders_layer_by_layer():
     x = F.silu(F.conv2d(x, second.weight, second.bias, padding=1))
     want = F.silu(F.linear(x.reshape(3, 12), dense.weight, dense.bias))
     torch.testing.assert_close(small()._encode(features), want)
+
+    flat = ReinforceController(ReinforceSettings(width=7), (30,), 8, 4).double()
+    dense = flat.encoder[0]
+    want = F.silu(F.linear(features.reshape(3, 30), dense.weight, dense.bias))
+    torch.testing.assert_close(flat._encode(features.reshape(3, 30)), want)
 
     images = torch.randint(256, (3, 8, 8, 3), dtype=torch.uint8)
     first, second = [layer for layer in small(input="pixels").encoder if list(layer.parameters())]
@@ -213,15 +221,32 @@ def test_a_rollout_records_what_the_world_did(world, make_batch):
     assert rollout.terminated.any(), "the test wants a termination inside a rollout"
 
 
-def test_a_model_that_learns_its_encoder_is_given_frames(world, make_batch):
-    controller = small()
+@pytest.mark.parametrize("variant", ["rem", "iris"])
+def test_a_batch_holds_latents_also_where_the_encoder_learns(variant, world, make_batch):
+    controller = small(**VARIANTS[variant])
     batch = make_batch((3, 6, 4), 6)
     torch.manual_seed(0)
     want = imagine(controller, world, batch)
-    frames = batch.latent[..., None, None, None].expand(3, 6, 8, 8, 3).to(torch.uint8)
     world.frozen_encoder = False
     torch.manual_seed(0)
-    torch.testing.assert_close(imagine(controller, world, batch._replace(latent=frames)), want)
+    torch.testing.assert_close(imagine(controller, world, batch), want)
+
+
+def test_flat_features(world, make_batch):
+    class Flat(type(world)):
+        feature_shape = (30,)
+
+        def _features(self, total):
+            return super()._features(total).flatten(-3)
+
+    flat, batch = Flat(), make_batch((3, 6, 4), 6)
+    torch.manual_seed(3)
+    controller = ReinforceController(ReinforceSettings(**SMALL), (30,), image_size=8, actions=4)
+    rollout = imagine(controller, flat, batch)
+    assert rollout.observation.shape == (3, 5, 30)
+    total, _ = controller.rollout_loss(rollout)
+    total.backward()
+    assert all(bool(parameter.grad.any()) for parameter in controller.parameters())
 
 
 def test_a_world_model_in_training_mode_is_refused(world, make_batch):

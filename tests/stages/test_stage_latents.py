@@ -50,14 +50,16 @@ def longer(run: Path) -> Path:
 
 def encoded(context: Context, version: int, model: Counting) -> torch.Tensor:
     run = context.run
-    return latents_of(context, model, run.get("tokenizer", 1), context.experience(run.get("experience", version)))
+    return latents_of(
+        context, model, run.get("tokenizer", 1).digest, context.experience(run.get("experience", version))
+    )
 
 
 def test_kept_tokens_are_those_of_each_frame(longer: Path) -> None:
     context = opened(longer)
     world_model = load_world_model(latest(longer, "dynamics"), CPU)
     memory = context.experience(latest(longer, "experience"))
-    tokens = latents_of(context, world_model, latest(longer, "tokenizer"), memory)
+    tokens = latents_of(context, world_model, latest(longer, "tokenizer").digest, memory)
     assert tokens.shape == (108, 16) and tokens.dtype == torch.int64
     assert len(tokens.unique(dim=0)) > 1
     chunks = [world_model.encode(memory.frames[None, begin : begin + 20])[0] for begin in range(0, 108, 20)]
@@ -101,7 +103,7 @@ def test_only_the_tokens_of_one_tokenizer_are_kept(longer: Path) -> None:
     run = Run.open(longer, create=False)
     memory = context.experience(run.get("experience", 1))
     for kind in ("tokenizer", "dynamics"):  # any digest will do
-        latents_of(context, Counting(), latest(longer, kind), memory)
+        latents_of(context, Counting(), latest(longer, kind).digest, memory)
         assert list(context.latents) == [latest(longer, kind).digest]
 
 

@@ -20,7 +20,6 @@ from wmcli.experience import Memory
 from wmcli.report.images import strip, write_png
 from wmcli.stages import play as play_module
 from wmcli.stages import profile as profile_module
-from wmcli.stages.latents import latents_of
 from wmcli.stages.pictures import SideBySide, beside, imagined_beside_real, write_side_by_side
 from wmcli.stages.play import play
 from wmcli.stages.profile import profile
@@ -59,14 +58,12 @@ def test_a_film_of_an_unknown_kind_is_refused(tiny: Path, tmp_path: Path) -> Non
 @pytest.fixture
 def newest_episodes(tiny: Path) -> tuple:
     context = opened(tiny)
-    world_model = load_world_model(latest(tiny, "dynamics"), CPU)
-    memory = context.experience(latest(tiny, "experience"))
-    return world_model, memory, latents_of(context, world_model, latest(tiny, "tokenizer"), memory)
+    return load_world_model(latest(tiny, "dynamics"), CPU), context.experience(latest(tiny, "experience"))
 
 
 def test_the_left_side_is_what_happened_and_the_right_begins_as_its_reconstruction(newest_episodes: tuple) -> None:
-    world_model, memory, latents = newest_episodes
-    pictures = imagined_beside_real(world_model, memory, latents, 2)
+    world_model, memory = newest_episodes
+    pictures = imagined_beside_real(world_model, memory, 2)
     assert pictures.real.shape == pictures.imagined.shape == (7, 3 * 16, 16, 3)  # 3 episodes under each other
     for episode in range(3):
         rows = slice(16 * episode, 16 * (episode + 1))
@@ -79,7 +76,7 @@ def test_the_left_side_is_what_happened_and_the_right_begins_as_its_reconstructi
             and (memory.frames[memory.order[start : start + 7]].numpy() == real).all()
         ]
         assert found
-        reconstruction = world_model.decode(latents[found[0][:2]]).numpy()
+        reconstruction = world_model.decode(world_model.encode(memory.frames[found[0][:2]][None])[0]).numpy()
         difference = np.abs(pictures.imagined[:2, rows].astype(int) - reconstruction)
         assert difference.max() <= 1  # batches of another size may round otherwise
 
@@ -88,6 +85,9 @@ def test_every_frame_follows_from_the_one_before_and_its_action(newest_episodes:
     """A model that counts actions shows which actions it was given, and when."""
 
     class Counter:
+        def encode(self, observation):
+            return observation[..., 0, 0]
+
         def observe(self, latent, action, reset):
             assert reset[:, 0].all() and not reset[:, 1:].any()
             return None, latent[:, -1]
@@ -99,10 +99,9 @@ def test_every_frame_follows_from_the_one_before_and_its_action(newest_episodes:
         def decode(self, latent):
             return latent[..., None, None].expand(*latent.shape, 1, 1).to(torch.int64)
 
-    frames = torch.zeros(2, 5, 1, 1, 1, dtype=torch.int64)
-    latents = torch.tensor([[[1], [2], [0], [0], [0]], [[3], [4], [0], [0], [0]]])
+    frames = torch.tensor([[1, 2, 0, 0, 0], [3, 4, 0, 0, 0]])[..., None, None, None]
     actions = torch.tensor([[5, 6, 7, 8, 9], [1, 2, 3, 4, 5]])
-    shown = beside(Counter(), frames, latents, actions, 2).imagined
+    shown = beside(Counter(), frames, actions, 2).imagined
     assert shown[:, :, 0, 0].T.tolist() == [[1, 2, 26, 267, 2678], [3, 4, 42, 423, 4234]]
 
 
@@ -120,7 +119,7 @@ def test_no_episode_is_long_enough() -> None:
             "stream": np.zeros(4, np.int16),
         }
     )
-    assert imagined_beside_real(None, memory, torch.zeros(4, 1), 2) is None
+    assert imagined_beside_real(None, memory, 2) is None
 
 
 @pytest.mark.parametrize("episodes", [1, 2, 3])

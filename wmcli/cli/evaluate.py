@@ -12,6 +12,7 @@ from wmcli.cli.options import (
     DEFAULT_RUN,
     Controller,
     Device,
+    Dynamics,
     Force,
     Fresh,
     Json,
@@ -50,7 +51,11 @@ def evaluate(
     episodes: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Complete episodes that make the score.")
     ] = None,
-    protocol: Annotated[Literal["returns"], typer.Option(help="What is measured.")] = "returns",
+    dynamics: Dynamics = None,
+    protocol: Annotated[
+        Literal["returns", "gridworld"],
+        typer.Option(help="returns of the controller's episodes, or gridworld: errors and cost of dynamics on cells."),
+    ] = "returns",
     fresh: Fresh = False,
     force: Force = False,
     as_json: Json = False,
@@ -58,21 +63,39 @@ def evaluate(
 ) -> None:
     """Score the controller over complete episodes, or put the scores of several runs together.
 
-    Examples: wm eval --run runs/catch --episodes 100; wm eval runs/a runs/b --against runs/c --against runs/d
+    Examples: wm eval --run runs/catch --episodes 100; wm eval runs/a runs/b --against runs/c --against runs/d;
+    wm eval --protocol gridworld runs/mamba2 runs/gru
     """
+    if runs and protocol == "gridworld":
+        _grid_world_table(runs, as_json)
+        return
     if runs:
         _together(runs, against, as_json)
         return
     if against:
         raise UsageError("--against compares with runs that stand before it: wm eval RUN... --against RUN")
+    if dynamics and protocol != "gridworld":
+        raise UsageError("--dynamics is for --protocol gridworld; otherwise give the --controller, which has its own.")
     from wmcli.stages.context import open_context
     from wmcli.stages.evaluate import evaluate as stage
 
     changes = overrides(settings, {"seed": seed, "training.device": device})
-    context = open_context(run, preset, changes, create=may_create(controller), quiet=quiet, fresh=fresh, force=force)
-    artifact = stage(context, controller=controller, episodes=episodes, protocol=protocol)
-    if not (as_json or quiet):
-        show_score(artifact)
+    if protocol == "gridworld":
+        from wmcli.stages.grid_world import evaluate_grid_world, table
+
+        changes = overrides(changes, {"evaluation.episodes": episodes})
+        create = may_create(dynamics)
+        context = open_context(run, preset, changes, create=create, quiet=quiet, fresh=fresh, force=force)
+        artifact = evaluate_grid_world(context, dynamics=dynamics)
+        if not (as_json or quiet):
+            rows = table([artifact])
+            draw_beside(rows, list(rows[0]), artifact.name)
+    else:
+        create = may_create(controller)
+        context = open_context(run, preset, changes, create=create, quiet=quiet, fresh=fresh, force=force)
+        artifact = stage(context, controller=controller, episodes=episodes)
+        if not (as_json or quiet):
+            show_score(artifact)
     if as_json:
         who = identity(artifact)
         emit_json(artifact.metrics | {"artifact": who["path"], "name": who["name"], "digest": who["digest"]})
@@ -118,6 +141,17 @@ def score_rows(evaluation: Artifact) -> list[Row]:
 
 
 # -- many runs --------------------------------------------------------------------------------------------------------
+
+
+def _grid_world_table(runs: list[Path], as_json: bool) -> None:
+    from wmcli.stages.evaluate import newest_evaluations
+    from wmcli.stages.grid_world import table
+
+    rows = table(newest_evaluations(runs, "gridworld"))
+    if as_json:
+        emit_json(rows)
+    else:
+        answer(rows, list(rows[0]))
 
 
 def _together(runs: list[Path], against: list[Path] | None, as_json: bool) -> None:

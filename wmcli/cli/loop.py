@@ -9,6 +9,7 @@ import typer
 from wmcli.cli.evaluate import show_score
 from wmcli.cli.options import (
     DEFAULT_RUN,
+    Backbone,
     Device,
     Fresh,
     Json,
@@ -38,20 +39,21 @@ def run(
     settings: Set = None,
     seed: Seed = None,
     device: Device = None,
+    backbone: Backbone = None,
     fresh: Fresh = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Collect, train and imagine in turn until the preset's epochs are over, then evaluate.
 
-    Example: wm run quickstart --run runs/catch
+    Examples: wm run quickstart --run runs/catch; wm run drama-quick --backbone s4 --run runs/s4
     """
     if name and preset and name != preset:
         raise UsageError(f"two presets, {name} and --preset {preset}: give one of them.")
     from wmcli.stages.context import open_context
     from wmcli.stages.loop import run_loop
 
-    changes = overrides(settings, {"seed": seed, "training.device": device})
+    changes = overrides(settings, {"seed": seed, "training.device": device, "backbone.name": backbone})
     artifact = run_loop(open_context(run, name or preset, changes, create=True, quiet=quiet, fresh=fresh))
     if artifact.kind == "evaluation" and not (as_json or quiet):
         show_score(artifact)

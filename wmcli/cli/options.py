@@ -106,6 +106,16 @@ Device = Annotated[
     ),
 ]
 
+Backbone = Annotated[
+    str | None,
+    typer.Option(
+        "--backbone",
+        metavar="NAME",
+        help="The sequence model: retnet, mamba2, s4, ... Short for --set backbone.name=NAME.",
+        rich_help_panel=RUN_PANEL,
+    ),
+]
+
 Experience = Annotated[str | None, _reference("--experience", "Experience to learn from")]
 Tokenizer = Annotated[str | None, _reference("--tokenizer", "Tokenizer to use")]
 Dynamics = Annotated[str | None, _reference("--dynamics", "Dynamics model to imagine with")]

@@ -8,6 +8,7 @@ import typer
 
 from wmcli.cli.options import (
     DEFAULT_RUN,
+    Backbone,
     Device,
     Experience,
     Force,
@@ -35,10 +36,7 @@ def train_dynamics(
     device: Device = None,
     tokenizer: Tokenizer = None,
     experience: Experience = None,
-    backbone: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="retnet, transformer, ... Short for --set backbone.name=NAME."),
-    ] = None,
+    backbone: Backbone = None,
     updates: Annotated[int | None, typer.Option(min=1, metavar="N", help="Short for --set dynamics.updates=N.")] = None,
     fresh: Fresh = False,
     more: More = False,
@@ -46,9 +44,9 @@ def train_dynamics(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train the dynamics model on the tokens of the collected frames.
+    """Train the dynamics model on the collected frames: on their tokens, or with the tokenizer as a part of it.
 
-    Example: wm train-dynamics --run runs/catch --backbone transformer
+    Example: wm train-dynamics --run runs/catch --backbone mamba2
     """
     refuse_both(more, force)
     from wmcli.stages.context import open_context

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from wmcli.controllers.base import Controller, State
-from wmcli.nn.categorical import sample
+from wmcli.nn.categorical import choose
 from wmcli.world_models.base import WorldModel
 
 
 class Agent:
     """Plays with a controller in `environments` rows; satisfies `wmcli.controllers.base.Actor`.
 
-    Actions are sampled from softmax(logits / `temperature`), and replaced by a uniformly random one with probability
-    `epsilon`. The world model is always told the action that was executed. So is the controller, unless
-    `feed_executed_action` is off: then it is told its own choice before the replacement, as in the public code
-    leor-c/REM. `generator` is on the CPU.
+    Actions are sampled from softmax(logits / `temperature`), the likeliest taken at temperature 0, and replaced by a
+    uniformly random one with probability `epsilon`. The world model is always told the action that was executed. So is
+    the controller, unless `feed_executed_action` is off: then it is told its own choice before the replacement, as in
+    the public code leor-c/REM. `generator` is on the CPU.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Agent:
         feed_executed_action: bool = True,
         generator: torch.Generator,
     ) -> None:
-        assert temperature > 0
+        assert temperature >= 0
         assert generator.device.type == "cpu"
         self.world_model = world_model
         self.controller = controller
@@ -59,7 +59,7 @@ class Agent:
         """Actions (E,) int64 for the current frames (E, H, W, C) uint8; rows with `first` True start from nothing."""
         self._perceive(self._put(observation), self._put(first) | self._fresh)
         logits, state = self.controller.decide(self.world_model, self._world_state, self._state)
-        chosen = sample(logits.cpu() / self.temperature, self.generator)
+        chosen = choose(logits.cpu(), self.temperature, self.generator)
         executed = chosen
         if self.epsilon > 0:
             uniform = torch.randint(logits.shape[1], chosen.shape, generator=self.generator)
@@ -109,7 +109,6 @@ class Agent:
     @torch.no_grad()
     def load(self, state: dict[str, Tensor]) -> None:
         """Go on exactly where `state` was taken, with the same weights and number of environments."""
-        self.generator.set_state(state["generator"].cpu())
         self._fresh = self._put(state["fresh"])
         self._previous_action = self._put(state["previous_action"])
         self._state = self._rebuilt(self._state, state, "controller")
@@ -119,14 +118,21 @@ class Agent:
             self._frame_shape = tuple(state["frame_shape"].tolist())
             black = torch.zeros(len(self._fresh), *self._frame_shape, dtype=torch.uint8, device=self.device)
             template = self.world_model.perceive(
-                None, black, torch.zeros_like(self._previous_action), torch.ones_like(self._fresh)
+                None,
+                black,
+                torch.zeros_like(self._previous_action),
+                torch.ones_like(self._fresh),
+                generator=torch.Generator(),  # what it draws is thrown away
             )
             self._world_state = self._rebuilt(template, state, "world_model")
+        self.generator.set_state(state["generator"].cpu())
 
     def _perceive(self, observation: Tensor, reset: Tensor) -> None:
         assert not self.world_model.training, "dropout while playing: call world_model.eval() first"
         self._frame_shape = tuple(observation.shape[1:])
-        self._world_state = self.world_model.perceive(self._world_state, observation, self._previous_action, reset)
+        self._world_state = self.world_model.perceive(
+            self._world_state, observation, self._previous_action, reset, generator=self.generator
+        )
         self._state = self.controller.cleared(self._state, reset)
 
     def _put(self, values: np.ndarray | Tensor) -> Tensor:

@@ -58,7 +58,18 @@ class Controller(nn.Module, ABC):
 
     @abstractmethod
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """What the optimiser is given: all parameters, in groups that state their weight decay."""
+        """What the optimiser is given: all parameters that learn, in groups that state their weight decay."""
+
+    def after_update(self) -> None:  # noqa: B027 (most controllers have nothing to do)
+        """Called after each step of the optimiser, for what follows the weights, such as a slow copy of them."""
+
+
+def episode_starts(batch: Batch) -> Tensor:
+    """(B, T) bool: the first real frame of a left-padded window, and any frame that opens an episode."""
+    starts = batch.valid & batch.first
+    starts[:, 0] |= batch.valid[:, 0]
+    starts[:, 1:] |= batch.valid[:, 1:] & ~batch.valid[:, :-1]
+    return starts
 
 
 class Actor(Protocol):

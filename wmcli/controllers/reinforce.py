@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from wmcli.config import Section
-from wmcli.controllers.base import Controller, State
+from wmcli.controllers.base import Controller, State, episode_starts
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample
 from wmcli.nn.returns import lambda_returns
@@ -33,14 +33,16 @@ LSTMState = tuple[Tensor, Tensor]
 class ReinforceSettings(Section):
     """The recurrent controller and how it learns; the defaults are REM's."""
 
+    kind: Literal["reinforce"] = "reinforce"
+    """Recurrent policy and value, learned by REINFORCE (REM, IRIS)."""
     input: Literal["latent", "pixels"] = "latent"
-    """What it sees: the world model's features on their grid (REM), or the image decoded from them (IRIS)."""
+    """What it sees: the world model's features (REM: on their grid), or the image decoded from them (IRIS)."""
     action_inputs: bool = True
     """Feed each action taken to the LSTM, after the observation (REM); off in IRIS."""
     width: int = Field(512, ge=1)
     """Width of the LSTM, and of the dense layer before it for latent input."""
     latent_channels: tuple[int, ...] = Field((128, 64), min_length=1, strict=False)
-    """Output channels of the 3x3 convolutions over the feature grid (input = latent)."""
+    """Output channels of the 3x3 convolutions over the feature grid (input = latent; none where features are flat)."""
     pixel_channels: tuple[int, ...] = Field((32, 32, 64, 64), min_length=1, strict=False)
     """Output channels of the 3x3 convolutions over the image, each of which halves it (input = pixels)."""
     burn_in: int = Field(20, ge=0)
@@ -78,7 +80,7 @@ class Rollout(NamedTuple):
     start: LSTMState
     """After burn-in, before the first observation below."""
     observation: Tensor
-    """What the controller saw: features (B, n, D, h, w), or images (B, n, H, W, C) uint8."""
+    """What the controller saw: features (B, n, D, h, w) or (B, n, D), or images (B, n, H, W, C) uint8."""
     action: Tensor
     """(B, n - 1) int64"""
     reward: Tensor
@@ -90,9 +92,9 @@ class Rollout(NamedTuple):
 class ReinforceController(Controller):
     """LSTM policy and value on features or images.
 
-    `feature_shape` (D, h, w) is the world model's, `image_size` the side of its images in pixels, `actions` the number
-    A. Convolutions follow autocast. LSTM and heads keep the precision of the weights: the state is carried over
-    thousands of frames, and differences of values are small.
+    `feature_shape`, (D, h, w) or (D,), is the world model's, `image_size` the side of its images in pixels, `actions`
+    the number A. The encoder follows autocast. LSTM and heads keep the precision of the weights: the state is carried
+    over thousands of frames, and differences of values are small.
 
     Raises UsageError when the input does not suit the world model or the image size.
     """
@@ -138,7 +140,7 @@ class ReinforceController(Controller):
         return self._advance(self.action_embedding(action), state)
 
     def view(self, world_model: WorldModel, world_state: State) -> Tensor:
-        """What the controller looks at in a world state: features (B, D, h, w), or images (B, H, W, C) uint8."""
+        """What the controller looks at in a world state: its features, or images (B, H, W, C) uint8."""
         if self.settings.input == "latent":
             return world_model.features(world_state)
         return world_model.decode(world_model.latent(world_state), world_state)
@@ -235,7 +237,7 @@ class ReinforceController(Controller):
     # -- pieces ---
 
     def _encode(self, observation: Tensor) -> Tensor:
-        """LSTM inputs (B, I) of features (B, D, h, w) or images (B, H, W, C) uint8."""
+        """LSTM inputs (B, I) of features (B, D, h, w) or (B, D), or of images (B, H, W, C) uint8."""
         weight_type = self.lstm.weight_ih.dtype
         if self.settings.input == "pixels":
             # B H W C -> B C H W, bytes -> [-1, 1]
@@ -263,10 +265,9 @@ def imagine(controller: ReinforceController, world_model: WorldModel, batch: Bat
     assert not world_model.training, "dropout in imagination: call world_model.eval() first"
     assert batch.valid.shape[1] == controller.window, (batch.valid.shape, controller.window)
     settings = controller.settings
-    reset = _episode_starts(batch)
-    latent = batch.latent if world_model.frozen_encoder else world_model.encode(batch.latent)
-    features, world_state = world_model.observe(latent, batch.action, reset)
-    window = features if settings.input == "latent" else world_model.decode(latent)
+    reset = episode_starts(batch)
+    features, world_state = world_model.observe(batch.latent, batch.action, reset)
+    window = features if settings.input == "latent" else world_model.decode(batch.latent)
 
     rows = window.shape[0]
     state = controller.initial_state(rows)
@@ -291,20 +292,17 @@ def imagine(controller: ReinforceController, world_model: WorldModel, batch: Bat
     return Rollout(start, observation, action, reward, terminated)
 
 
-def _episode_starts(batch: Batch) -> Tensor:
-    """(B, T) bool: the first real frame of a window, and any frame that opens an episode."""
-    starts = batch.valid & batch.first
-    starts[:, 0] |= batch.valid[:, 0]
-    starts[:, 1:] |= batch.valid[:, 1:] & ~batch.valid[:, :-1]
-    return starts
-
-
 def _latent_encoder(feature_shape: tuple[int, ...], channels: tuple[int, ...], width: int) -> tuple[nn.Sequential, int]:
-    """3x3 convolutions with SiLU over the grid, flattened (C, h, w), dense with SiLU: (B, D, h, w) -> (B, width)."""
+    """3x3 convolutions with SiLU over the grid, flattened (C, h, w), dense with SiLU: (B, D, h, w) -> (B, width).
+
+    Flat features (B, D) have no grid to go over: dense with SiLU.
+    """
+    if len(feature_shape) == 1:
+        return nn.Sequential(nn.Linear(feature_shape[0], width), nn.SiLU()), width
     if len(feature_shape) != 3:
         raise UsageError(
-            f"controller.input = 'latent' needs features on a grid (D, h, w), but this world model has {feature_shape};"
-            " use --set controller.input=pixels"
+            "controller.input = 'latent' needs features that are flat or on a grid (D, h, w), but this world model has"
+            f" {feature_shape}; use --set controller.input=pixels"
         )
     depth, height, columns = feature_shape
     layers: list[nn.Module] = []

@@ -120,7 +120,7 @@ def _begin(
         agent.load({name.removeprefix("agent/"): value for name, value in tensors.items() if name.startswith("agent/")})
         context.progress.say(f"collect: resuming at step {len(recorder)}")
     elif before is not None and isinstance(agent, Agent):
-        agent.burn_in(*_last_frames(context.experience(before), streams, settings.controller.burn_in))
+        agent.burn_in(*_last_frames(context.experience(before), streams, settings.remembered))
     return streams, recorder, agent, parts
 
 

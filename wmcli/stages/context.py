@@ -44,7 +44,7 @@ class Context:
     memory: Memory | None = None
     """Experience that a stage of this process has loaded already."""
     latents: dict[str, Tensor] = field(default_factory=dict)
-    """Latents of all frames in `memory`, under the digest of the tokenizer that made them (one entry at a time)."""
+    """Latents of all frames in `memory`, under the digest of what made them (one entry at a time)."""
     streams: tuple[str, Streams] | None = None
     """The environments where the experience of that digest left them, so that the next collect need not restore
     them."""

@@ -9,14 +9,18 @@ import numpy as np
 from torch import Tensor
 
 from wmcli.artifacts import Artifact
-from wmcli.assemble import build_world_model, load_tokenizer
-from wmcli.experience.sampler import WindowSampler
+from wmcli.assemble import build_tokenizer, build_world_model, load_tokenizer
+from wmcli.errors import UsageError
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.latents import gather, latents_of
 from wmcli.stages.pictures import imagined_beside_real, write_side_by_side
-from wmcli.stages.train import Lesson, check_descent, parent_of, train
+from wmcli.stages.sampling import build_sampler
+from wmcli.stages.train import Lesson, check_descent, optimiser_for, parent_of, train
+from wmcli.training.checkpoint import WEIGHTS, load_tensors, save_tensors
 from wmcli.training.loop import Trainee
-from wmcli.training.optim import build_optimiser, update
+from wmcli.training.optim import update
+
+JOINT = "model/dynamics/tokenizer."  # where a dynamics model that trains its tokenizer keeps it
 
 
 def train_dynamics(
@@ -24,40 +28,49 @@ def train_dynamics(
 ) -> Artifact:
     """Train the run's dynamics model for `dynamics.updates` updates and publish it.
 
-    Raises ArtifactError when an input is missing or of another environment, DivergedError, Stopped.
+    A model that trains its tokenizer as well starts from the newest one fitted by itself, if there is any, and what
+    becomes of it is published as a tokenizer that was made from this dynamics.
+
+    Raises ArtifactError when an input is missing or of another environment, UsageError for a tokenizer that has no
+    place in this, DivergedError, Stopped.
     """
-    settings = context.settings.dynamics
+    settings, environment = context.settings.dynamics, context.environment
+    encoder = context.settings.encoder
     frames = context.run.resolve(experience or "experience", "experience")
-    codes = context.run.resolve(tokenizer or "tokenizer", "tokenizer")
-    environment = context.environment
-    for artifact in (frames, codes):
+    inputs = {"experience": frames} | parent_of(context, "dynamics", parent)
+    codes = _tokenizer(context, tokenizer, inputs.get("parent"))
+    if codes is not None:
+        inputs["tokenizer"] = codes
+    for artifact in inputs.values():
         check_same_environment(environment, artifact)
-    inputs = {"experience": frames, "tokenizer": codes} | parent_of(context, "dynamics", parent)
-    if "parent" in inputs:
+    if "parent" in inputs and codes is not None:
         check_descent(codes, inputs["parent"], inputs["parent"].inputs["tokenizer"])
 
     def prepare(rng: np.random.Generator) -> Lesson:
         device = context.machine.device
         memory = context.experience(frames)
-        world_model = build_world_model(context.settings, load_tokenizer(codes, device), environment["actions"]).to(
-            device
-        )
-        latents = latents_of(context, world_model, codes, memory)
-        sampler = WindowSampler(
-            memory.episodes,
-            memory.order,
+        model = None
+        if codes is not None:
+            model = load_tokenizer(codes, device).requires_grad_(encoder == "dynamics")
+        elif encoder == "dynamics":
+            model = build_tokenizer(context.settings)
+        world_model = build_world_model(context.settings, model, environment["actions"]).to(device).train()
+        data = memory.frames
+        if world_model.frozen_encoder:
+            data = latents_of(context, world_model, "rules" if codes is None else codes.digest, memory)
+        sampler = build_sampler(
+            context.settings,
+            memory,
+            rng,
             length=settings.horizon,
             minimum=settings.context + 1,
             pad="right",
-            sampling=context.settings.training.sampling,
-            rng=rng,
+            across_ends=world_model.across_ends,
         )
-        optimiser = build_optimiser(
-            "adamw", world_model.parameter_groups(), settings.learning_rate, settings.weight_decay
-        )
+        optimiser = optimiser_for(settings, world_model.parameter_groups())
 
         def step() -> Mapping[str, Tensor]:
-            batch = gather(memory, latents, sampler.batch(settings.batch))
+            batch = gather(memory, data, sampler.batch(settings.batch))
             with context.machine.autocast():
                 loss, metrics = world_model.loss(batch)
             return {"loss": loss, **metrics, "gradient_norm": update(optimiser, loss, settings.clip)}
@@ -65,17 +78,74 @@ def train_dynamics(
         def draw(payload: Path) -> None:
             world_model.eval()
             with context.machine.autocast():
-                write_side_by_side(payload, imagined_beside_real(world_model, memory, latents, settings.context))
+                write_side_by_side(payload, imagined_beside_real(world_model, memory, settings.context))
 
         trainee = Trainee({"dynamics": world_model}, optimiser, rng, {"sampler": sampler})
         return Lesson(trainee, step, draw)
 
-    return train(
+    sections = ("environment", "dynamics", "backbone") + (("tokenizer",) if encoder == "dynamics" else ())
+    artifact = train(
         context,
         "train-dynamics",
         "dynamics",
-        sections=("environment", "dynamics", "backbone"),
+        sections=sections,
         inputs=inputs,
         updates=settings.updates,
         prepare=prepare,
     )
+    if encoder == "dynamics":
+        _publish_tokenizer(context, artifact)
+    return artifact
+
+
+def _tokenizer(context: Context, reference: str | None, parent: Artifact | None) -> Artifact | None:
+    """The tokenizer to use or to start from; None where there is none to take."""
+    encoder = context.settings.encoder
+    if encoder == "tokenizer":
+        return context.run.resolve(reference or "tokenizer", "tokenizer")
+    if encoder == "dynamics" and parent is None:
+        return context.run.resolve(reference, "tokenizer") if reference else _newest_fitted_alone(context)
+    if reference is not None:
+        owner = parent.name if parent is not None and encoder == "dynamics" else None
+        why = (
+            f"{owner} goes on with the tokenizer it has trained"
+            if owner
+            else "this kind of dynamics has no use for one"
+        )
+        raise UsageError(f"--tokenizer {reference}: {why}; leave it out.")
+    return None
+
+
+def _newest_fitted_alone(context: Context) -> Artifact | None:
+    """The newest tokenizer that did not come out of a dynamics model: those are results of this stage, not starts."""
+    for version in reversed(context.run.versions("tokenizer")):
+        artifact = context.run.get("tokenizer", version)
+        if "dynamics" not in artifact.inputs:
+            return artifact
+    return None
+
+
+def _publish_tokenizer(context: Context, dynamics: Artifact) -> None:
+    """Publish the tokenizer inside `dynamics`, unless it was before.
+
+    It follows from the dynamics alone, so a death between the two is made good by the next call.
+    """
+    job = context.run.job("tokenizer", {"of": "dynamics"}, {"dynamics": dynamics})
+    if job.done() or dynamics.pruned:
+        return
+    with job.work(fresh=True) as work:
+        dynamics.verify()
+        weights, _ = load_tensors(dynamics.file(WEIGHTS))
+        found = {
+            f"model/tokenizer/{name.removeprefix(JOINT)}": tensor
+            for name, tensor in weights.items()
+            if name.startswith(JOINT)
+        }
+        save_tensors(work.payload / WEIGHTS, found, {"kind": "tokenizer"})
+        artifact = work.publish(
+            settings=dynamics.settings,
+            metrics={name: dynamics.metrics.get(name) for name in ("reconstruction", "updates")},
+            environment=dynamics.manifest["environment"],
+            machine=context.machine.block(),
+        )
+    context.progress.say(f"train-dynamics: published {artifact.name}, the tokenizer of {dynamics.name}")

@@ -15,6 +15,7 @@ from wmcli.assemble import load_controller, settings_of
 from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.controllers.base import Actor
 from wmcli.envs import EnvironmentSettings, Streams
+from wmcli.envs.grid_world import ENDLESS
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.metrics import atari, statistics
 from wmcli.progress import Progress
@@ -25,7 +26,7 @@ from wmcli.stages.pictures import beside, write_side_by_side
 from wmcli.training.device import derived_seed
 from wmcli.world_models.base import WorldModel
 
-PROTOCOLS = ("returns",)
+PROTOCOL = "returns"  # what sets these evaluations apart from those of stages/grid_world.py
 FILMED_STEPS = 300  # of the first episode
 
 
@@ -82,26 +83,23 @@ def play_episodes(
     return Played(returns.tolist(), lengths.tolist(), np.stack(shown), list(actions), list(rewards))
 
 
-def evaluate(
-    context: Context, *, controller: str | None = None, episodes: int | None = None, protocol: str = "returns"
-) -> Artifact:
+def evaluate(context: Context, *, controller: str | None = None, episodes: int | None = None) -> Artifact:
     """Play complete episodes with the run's controller and publish the scores, with pictures.
 
     The metrics hold mean, median, standard error, all returns, the random policy's mean (published for the 26
     Atari-100k games, measured over as many episodes otherwise) and the human-normalised score where the game has
     reference scores.
 
-    Raises UsageError for an unknown protocol, ArtifactError when there is no controller or it is of another
-    environment.
+    Raises ArtifactError when there is no controller or it is of another environment.
     """
-    if protocol not in PROTOCOLS:
-        raise UsageError(f"--protocol {protocol} is not known; use one of: {', '.join(PROTOCOLS)}.")
     settings, run = context.settings, context.run
     actor = run.resolve(controller or "controller", "controller")
     environment = context.environment
     check_same_environment(environment, actor)
+    if environment["id"] in ENDLESS:
+        raise UsageError(f"episodes of {environment['id']} never end, so they have no return: use --protocol gridworld")
     episodes = episodes or settings.evaluation.episodes
-    identity = settings.select("seed", "environment", "evaluation") | {"episodes": episodes, "protocol": protocol}
+    identity = settings.select("seed", "environment", "evaluation") | {"episodes": episodes, "protocol": PROTOCOL}
     job = run.job("evaluation", identity, {"controller": actor})
     if (existing := job.done()) and not context.force:
         context.progress.say(f"eval: {existing.name} is this very job, nothing to do (--force plays again)")
@@ -133,7 +131,7 @@ def evaluate(
             "random_mean": random_mean,
             "human_normalized": atari.human_normalized(environment["id"], float(np.mean(played.returns))),
             "lengths": played.lengths,
-            "protocol": protocol,
+            "protocol": PROTOCOL,
             "environment": environment["id"],
             "total_steps": _steps_behind(actor),
         }
@@ -197,7 +195,7 @@ def _first_episode_imagined(context: Context, world_model: WorldModel, known: in
     generator = derived_seed(context.settings.seed, "eval pictures")
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(generator)
-        return beside(world_model, frames, world_model.encode(frames), actions, known)
+        return beside(world_model, frames, actions, known)
 
 
 def _steps_behind(actor: Artifact) -> int:
@@ -222,7 +220,8 @@ def _write_plots(payload: Path, run: Run, metrics: dict[str, Any]) -> None:
 
 
 def _earlier(run: Run) -> list[dict[str, Any]]:
-    return [run.get("evaluation", version).metrics for version in run.versions("evaluation")]
+    every = [run.get("evaluation", version).metrics for version in run.versions("evaluation")]
+    return [metrics for metrics in every if metrics["protocol"] == PROTOCOL]
 
 
 # -- several runs -----------------------------------------------------------------------------------------------------
@@ -272,9 +271,20 @@ def aggregate(runs: Sequence[Path], against: Sequence[Path] | None = None) -> di
 
 def _by_task(runs: Sequence[Path]) -> dict[str, list[Artifact]]:
     table: dict[str, list[Artifact]] = {}
-    for path in runs:
-        newest = Run.open(path, create=False).latest("evaluation")
-        if newest is None:
-            raise ArtifactError(f"no evaluation in {path}; make one with: wm eval --run {path}")
+    for newest in newest_evaluations(runs, PROTOCOL):
         table.setdefault(newest.metrics["environment"], []).append(newest)
     return table
+
+
+def newest_evaluations(runs: Sequence[Path], protocol: str) -> list[Artifact]:
+    """The newest evaluation of each run under a protocol. Raises ArtifactError for a run that has none."""
+    found = []
+    for path in runs:
+        run = Run.open(path, create=False)
+        every = (run.get("evaluation", version) for version in reversed(run.versions("evaluation")))
+        newest = next((each for each in every if each.metrics["protocol"] == protocol), None)
+        if newest is None:
+            option = "" if protocol == PROTOCOL else f" --protocol {protocol}"
+            raise ArtifactError(f"no such evaluation in {path}; make one with: wm eval --run {path}{option}")
+        found.append(newest)
+    return found

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from wmcli.artifacts import Artifact
 from wmcli.assemble import build_controller, load_world_model, settings_of
-from wmcli.experience.sampler import WindowSampler
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.latents import gather, latents_of
 from wmcli.stages.pictures import imagined_beside_real, write_side_by_side
-from wmcli.stages.train import Lesson, check_descent, parent_of, train
-from wmcli.training.loop import Trainee
-from wmcli.training.optim import build_optimiser, update
+from wmcli.stages.sampling import build_sampler
+from wmcli.stages.train import Lesson, check_descent, optimiser_for, parent_of, train
+from wmcli.training.checkpoint import TRAINING
+from wmcli.training.loop import Trainee, read_part
+from wmcli.training.optim import update
 
 
 def imagine(
@@ -32,39 +33,48 @@ def imagine(
     for artifact in (frames, model):
         check_same_environment(context.environment, artifact)
     inputs = {"experience": frames, "dynamics": model} | parent_of(context, "controller", parent)
-    if "parent" in inputs:
-        learned = inputs["parent"].input("dynamics").inputs["tokenizer"]
-        check_descent(model.input("tokenizer"), inputs["parent"], learned)
-    known = settings_of(model).dynamics.context  # frames that imagination starts from
+    trained_with = settings_of(model)
+    encoder = "rules"
+    if trained_with.encoder != "rules":
+        teacher = model if trained_with.encoder == "dynamics" else model.input("tokenizer")
+        encoder = teacher.digest
+        if "parent" in inputs:
+            learned = inputs["parent"].inputs["dynamics"]
+            if teacher is not model:
+                learned = inputs["parent"].input("dynamics").inputs["tokenizer"]
+            check_descent(teacher, inputs["parent"], learned)
+    known = trained_with.dynamics.context  # frames that imagination starts from
 
     def prepare(rng: np.random.Generator) -> Lesson:
         device = context.machine.device
         memory = context.experience(frames)
         world_model = load_world_model(model, device)
-        latents = latents_of(context, world_model, model.input("tokenizer"), memory)
+        latents = latents_of(context, world_model, encoder, memory)
         controller = build_controller(context.settings, world_model).to(device)
-        sampler = WindowSampler(
-            memory.episodes,
-            memory.order,
+        sampler = build_sampler(
+            context.settings,
+            memory,
+            rng,
             length=controller.window,
-            minimum=known + 1,
+            minimum=min(known + 1, controller.window),
             pad="left",
-            sampling=context.settings.training.sampling,
-            rng=rng,
+            across_ends=world_model.across_ends,
+            trained=_times_trained(model) if context.settings.training.sampling == "dfs" else None,
+            ratio=trained_with.dynamics.batch / settings.batch,
         )
-        optimiser = build_optimiser(
-            settings.optimiser, controller.parameter_groups(), settings.learning_rate, settings.weight_decay
-        )
+        optimiser = optimiser_for(settings, controller.parameter_groups())
 
         def step() -> Mapping[str, Tensor]:
             batch = gather(memory, latents, sampler.batch(settings.batch))
             with context.machine.autocast():
                 loss, metrics = controller.loss(world_model, batch)
-            return {"loss": loss, **metrics, "gradient_norm": update(optimiser, loss, settings.clip)}
+            norm = update(optimiser, loss, settings.clip)
+            controller.after_update()
+            return {"loss": loss, **metrics, "gradient_norm": norm}
 
         def draw(payload: Path) -> None:
             with context.machine.autocast():
-                write_side_by_side(payload, imagined_beside_real(world_model, memory, latents, known))
+                write_side_by_side(payload, imagined_beside_real(world_model, memory, known))
 
         trainee = Trainee({"controller": controller}, optimiser, rng, {"sampler": sampler})
         return Lesson(trainee, step, draw)
@@ -78,3 +88,9 @@ def imagine(
         updates=settings.updates,
         prepare=prepare,
     )
+
+
+def _times_trained(model: Artifact) -> np.ndarray:
+    """How often each row of the experience started a segment that the dynamics model was trained on, int64; empty for
+    a model whose sampler did not count."""
+    return read_part(model.file(TRAINING), "sampler").get("counts", np.zeros(0, np.int64))

@@ -1,11 +1,10 @@
-"""Latents of the whole experience, encoded once per tokenizer, and batches gathered from them by index."""
+"""Latents of the whole experience, encoded once per frozen encoder, and batches gathered by index."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from wmcli.artifacts import Artifact
 from wmcli.experience.memory import Memory
 from wmcli.experience.sampler import Windows
 from wmcli.stages.context import Context
@@ -14,14 +13,15 @@ from wmcli.world_models.base import Batch, WorldModel
 ENCODE_BATCH = 256  # frames encoded at a time
 
 
-def latents_of(context: Context, world_model: WorldModel, tokenizer: Artifact, memory: Memory) -> Tensor:
-    """Latents (N, ...) of all frames in `memory`, in its row order.
+def latents_of(context: Context, world_model: WorldModel, encoder: str, memory: Memory) -> Tensor:
+    """Latents (N, ...) of all frames in `memory`, in its row order. `encoder` names what encodes them: the digest of
+    the artifact that holds the encoder, or "rules".
 
-    While the tokenizer is frozen a frame has one encoding, so it is computed once and kept on the context for the
-    stages that follow; frames that came since are added. Always the same batches from row 0 on, so that a resumed job
-    sees the same bits.
+    While that is frozen a frame has one encoding, so it is computed once and kept on the context for the stages that
+    follow; frames that came since are added. Always the same batches from row 0 on, so that a resumed job sees the
+    same bits.
     """
-    known = context.latents.get(tokenizer.digest)
+    known = context.latents.get(encoder)
     start = 0 if known is None else len(known) - len(known) % ENCODE_BATCH
     parts = [] if known is None else [known[:start]]
     frames = memory.frames
@@ -36,12 +36,12 @@ def latents_of(context: Context, world_model: WorldModel, tokenizer: Artifact, m
                 parts.append(world_model.encode(chunk[None])[0])
                 bar.advance(len(chunk))
     latents = torch.cat(parts)
-    context.latents = {tokenizer.digest: latents}
+    context.latents = {encoder: latents}
     return latents
 
 
 def gather(memory: Memory, latents: Tensor, windows: Windows) -> Batch:
-    """The windows' latents and experience, as the world model reads them. `first` also opens a left-padded window."""
+    """The windows' latents (or frames) and experience, as the world model reads them. `first` is False in padding."""
     rows = torch.from_numpy(windows.rows).to(latents.device)
     valid = torch.from_numpy(windows.valid).to(latents.device)
     return Batch(

@@ -72,9 +72,10 @@ def _epoch(context: Context, epoch: int, newest: dict[str, Artifact]) -> Iterato
     if plan.tokenizer_after < epoch <= plan.tokenizer_epochs:
         yield train_tokenizer(context, experience=path("experience"), parent=path("tokenizer"))
     if epoch > plan.dynamics_after:
-        yield train_dynamics(
-            context, experience=path("experience"), tokenizer=path("tokenizer"), parent=path("dynamics")
-        )
+        start = path("tokenizer")
+        if context.settings.encoder == "dynamics" and "dynamics" in newest:
+            start = None  # it goes on with its own
+        yield train_dynamics(context, experience=path("experience"), tokenizer=start, parent=path("dynamics"))
     if epoch > plan.controller_after:
         yield imagine(context, experience=path("experience"), dynamics=path("dynamics"), parent=path("controller"))
         if epoch == plan.epochs:

@@ -26,7 +26,7 @@ class SideBySide(NamedTuple):
 
 
 @torch.no_grad()
-def imagined_beside_real(world_model: WorldModel, memory: Memory, latents: Tensor, context: int) -> SideBySide | None:
+def imagined_beside_real(world_model: WorldModel, memory: Memory, context: int) -> SideBySide | None:
     """Imagine the newest episodes of the experience from their first `context` frames, with the actions taken.
 
     None when no episode is long enough to imagine one step.
@@ -37,16 +37,15 @@ def imagined_beside_real(world_model: WorldModel, memory: Memory, latents: Tenso
         return None
     chosen = longest[np.argsort(lengths[longest], kind="stable")[-EPISODES:]]
     length = int(min(context + STEPS, lengths[chosen].min()))
-    rows = torch.from_numpy(memory.order[starts[chosen][:, None] + np.arange(length)]).to(latents.device)
-    return beside(world_model, memory.frames[rows], latents[rows], memory.action[rows], context)
+    rows = torch.from_numpy(memory.order[starts[chosen][:, None] + np.arange(length)]).to(memory.device)
+    return beside(world_model, memory.frames[rows], memory.action[rows], context)
 
 
 @torch.no_grad()
-def beside(world_model: WorldModel, frames: Tensor, latents: Tensor, action: Tensor, context: int) -> SideBySide:
-    """`frames` (B, T, H, W, 3), their latents (B, T, ...) and the actions taken (B, T): imagined from `context` frames
-    on."""
-    known = latents[:, :context]
-    first = torch.zeros(known.shape[:2], dtype=torch.bool, device=latents.device)
+def beside(world_model: WorldModel, frames: Tensor, action: Tensor, context: int) -> SideBySide:
+    """`frames` (B, T, H, W, 3) and the actions taken (B, T): imagined from `context` frames on."""
+    known = world_model.encode(frames[:, :context])
+    first = torch.zeros(known.shape[:2], dtype=torch.bool, device=known.device)
     first[:, 0] = True
     _, state = world_model.observe(known, action[:, :context], first)
     seen = [known]

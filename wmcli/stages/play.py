@@ -10,9 +10,9 @@ import torch
 
 from wmcli.assemble import load_controller
 from wmcli.controllers.agent import Agent
-from wmcli.controllers.reinforce import ReinforceController
+from wmcli.controllers.base import Controller
 from wmcli.envs import Streams
-from wmcli.nn.categorical import sample
+from wmcli.nn.categorical import choose
 from wmcli.report.images import captioned, play_captions, write_animation
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.training.device import derived_seed, isolated_randomness
@@ -77,7 +77,7 @@ def _real(streams: Streams, agent: Agent) -> Film:
 
 
 @torch.no_grad()
-def _imagined(streams: Streams, world_model: WorldModel, policy: ReinforceController, temperature: float) -> Film:
+def _imagined(streams: Streams, world_model: WorldModel, policy: Controller, temperature: float) -> Film:
     device = next(policy.parameters()).device
     frame = torch.from_numpy(streams.observation).to(device)
     nothing = torch.zeros(1, dtype=torch.int64, device=device)
@@ -90,7 +90,7 @@ def _imagined(streams: Streams, world_model: WorldModel, policy: ReinforceContro
     while not ended and len(frames) < STEPS:
         frames.append(world_model.decode(world_model.latent(world), world)[0].cpu().numpy())
         logits, state = policy.decide(world_model, world, state)
-        action = sample(logits / temperature)
+        action = choose(logits, temperature)
         state = policy.follow(action, state)
         imagined, world = world_model.imagine(world, action)
         actions.append(int(action))

@@ -18,10 +18,12 @@ from wmcli.stages.context import Context
 from wmcli.tokenizers.vq import VQTokenizer
 from wmcli.training.device import derived_seed, isolated_randomness
 from wmcli.training.optim import build_optimiser, update
-from wmcli.world_models.base import Batch
+from wmcli.world_models.base import Batch, WorldModel
+from wmcli.world_models.token import TokenWorldModel, TokenWorldModelSettings
 
 REPEATS = 5
 COLLECT_STEPS = 400
+SOME_FRAMES = 64  # different ones, of which random segments are made
 
 
 def profile(context: Context) -> Artifact:
@@ -79,7 +81,6 @@ def _models(context: Context) -> list[dict[str, Any]]:
         with machine.autocast():
             tokenizer.encode(frames)
 
-    tokens, blocks = tokenizer.tokens, settings.dynamics.horizon
     times = _timed(context, {"tokenizer": train_tokenizer, "encode": encode})
     rows = [
         _row("train-tokenizer", "updates", 1, times["tokenizer"], f"{batch} frames of {size}×{size}"),
@@ -87,7 +88,12 @@ def _models(context: Context) -> list[dict[str, Any]]:
     ]
 
     world_model = build_world_model(settings, tokenizer, actions).to(device)
-    segments = _random_batch(settings.dynamics.batch, blocks, tokens, tokenizer.codes, actions, device)
+    length = settings.dynamics.horizon
+    with machine.autocast():
+        latents = world_model.encode(frames[None, :SOME_FRAMES])[0]
+    segments = _random_batch(
+        latents if world_model.frozen_encoder else frames, settings.dynamics.batch, length, actions
+    )
     optimiser = build_optimiser("adamw", world_model.parameter_groups(), 1e-4, 0.01)
 
     def train_dynamics() -> None:
@@ -96,72 +102,79 @@ def _models(context: Context) -> list[dict[str, Any]]:
         update(optimiser, loss, settings.dynamics.clip)
 
     times = _timed(context, {"dynamics": train_dynamics})
-    shape = f"{settings.dynamics.batch} × {blocks} blocks of {tokens + 1} tokens, {settings.backbone.name}"
+    unit = f"blocks of {tokenizer.tokens + 1} tokens" if isinstance(tokenizer, VQTokenizer) else "frames"
+    shape = f"{settings.dynamics.batch} × {length} {unit}, {settings.backbone.name}"
     rows.append(_row("train-dynamics", "updates", 1, times["dynamics"], shape))
 
     world_model.eval().requires_grad_(False)
     controller = build_controller(settings, world_model).to(device)
-    windows = _random_batch(settings.controller.batch, controller.window, tokens, tokenizer.codes, actions, device)
-    optimiser = build_optimiser(settings.controller.optimiser, controller.parameters(), 1e-4, 0.01)
+    windows = _random_batch(latents, settings.controller.batch, controller.window, actions)
+    optimiser = build_optimiser("adamw", controller.parameter_groups(), 1e-4, 0.01)
 
     def train_controller() -> None:
         with machine.autocast():
             loss, _ = controller.loss(world_model, windows)
         update(optimiser, loss, settings.controller.clip)
+        controller.after_update()
 
     times = _timed(context, {"controller": train_controller})
     shape = f"{settings.controller.batch} rollouts of {settings.controller.horizon} steps"
     rows.append(_row("imagine (controller update)", "updates", 1, times["controller"], shape))
-    rows += _imagination(context, tokenizer, windows)
+    rows += _imagination(context, world_model, windows)
     return rows
 
 
-def _imagination(context: Context, tokenizer: VQTokenizer, windows: Batch) -> list[dict[str, Any]]:
-    """One imagined step, predicted in parallel and token by token, on the same tokenizer and shapes."""
-    settings, machine, actions = context.settings, context.machine, context.environment["actions"]
-    models = {}
-    for prediction in ("pop", "sequential"):
-        dynamics = settings.dynamics.model_copy(update={"prediction": prediction})
-        changed = settings.model_copy(update={"dynamics": dynamics})
-        models[prediction] = build_world_model(changed, tokenizer, actions).to(machine.device).eval()
-    states = {name: model.observe(windows.latent, windows.action, windows.first)[1] for name, model in models.items()}
-    batch = len(windows.action)
+def _imagination(context: Context, world_model: WorldModel, windows: Batch) -> list[dict[str, Any]]:
+    """One imagined step; of a model over tokens, predicted in parallel and token by token, on the same shapes."""
+    settings, machine = context.settings, context.machine
+    batch, name = len(windows.action), settings.backbone.name
+    models: dict[str, WorldModel] = {"imagination": world_model}
+    shape = f"batch {batch}, {name}"
+    if isinstance(settings.dynamics, TokenWorldModelSettings):
+        assert isinstance(world_model, TokenWorldModel)
+        models, tokenizer = {}, world_model.tokenizer
+        assert isinstance(tokenizer, VQTokenizer)
+        for prediction in ("pop", "sequential"):
+            dynamics = settings.dynamics.model_copy(update={"prediction": prediction})
+            changed = settings.model_copy(update={"dynamics": dynamics})
+            model = build_world_model(changed, tokenizer, world_model.actions).to(machine.device)
+            models[f"imagination, {prediction}"] = model.eval()
+        shape = f"{batch} × {tokenizer.tokens} tokens, {name}"
+    states = {each: model.observe(windows.latent, windows.action, windows.first)[1] for each, model in models.items()}
 
-    def step(name: str) -> Callable[[], None]:
+    def step(each: str) -> Callable[[], None]:
         def imagine() -> None:
             with machine.autocast():
-                models[name].imagine(states[name], windows.action[:, -1])
+                models[each].imagine(states[each], windows.action[:, -1])
 
         return imagine
 
-    times = _timed(context, {name: step(name) for name in models})
-    tokens = tokenizer.tokens
-    rows = [
-        _row(
-            f"imagination, {name}", "frames", batch, times[name], f"{batch} × {tokens} tokens, {settings.backbone.name}"
+    times = _timed(context, {each: step(each) for each in models})
+    rows = [_row(each, "frames", batch, times[each], shape) for each in models]
+    if len(models) == 2:
+        fast, slow = times.values()
+        ratio = [b / a for a, b in zip(fast, slow, strict=True)]
+        rows.append(
+            {
+                "what": "imagination, pop over sequential",
+                "rate": statistics.median(ratio),
+                "unit": "times as fast",
+                "low": min(ratio),
+                "high": max(ratio),
+                "shape": f"pairs timed in turn, {shape}",
+            }
         )
-        for name in models
-    ]
-    ratio = [slow / fast for fast, slow in zip(times["pop"], times["sequential"], strict=True)]
-    rows.append(
-        {
-            "what": "imagination, pop over sequential",
-            "rate": statistics.median(ratio),
-            "unit": "times as fast",
-            "low": min(ratio),
-            "high": max(ratio),
-            "shape": f"pairs timed in turn, {tokens} tokens a frame",
-        }
-    )
     return rows
 
 
-def _random_batch(rows: int, time_: int, tokens: int, codes: int, actions: int, device: torch.device) -> Batch:
-    no = torch.zeros(rows, time_, dtype=torch.bool, device=device)
+def _random_batch(source: torch.Tensor, rows: int, length: int, actions: int) -> Batch:
+    """Segments whose latents (or frames) are drawn from `source` (N, ...)."""
+    device = source.device
+    no = torch.zeros(rows, length, dtype=torch.bool, device=device)
     return Batch(
-        latent=torch.randint(0, codes, (rows, time_, tokens), device=device),
-        action=torch.randint(0, actions, (rows, time_), device=device),
-        reward=torch.zeros(rows, time_, device=device),
+        latent=source[torch.randint(len(source), (rows, length), device=device)],
+        action=torch.randint(actions, (rows, length), device=device),
+        reward=torch.zeros(rows, length, device=device),
         terminated=no,
         truncated=no,
         first=no,

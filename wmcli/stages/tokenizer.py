@@ -1,4 +1,4 @@
-"""`wm train-tokenizer`: fit observation ⇄ tokens to the experience."""
+"""`wm train-tokenizer`: fit observation ⇄ latent to the experience."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch import Tensor
 
 from wmcli.artifacts import Artifact
 from wmcli.assemble import build_tokenizer
-from wmcli.experience.sampler import WindowSampler
+from wmcli.errors import UsageError
 from wmcli.report.images import grid, write_png
 from wmcli.stages.context import Context, check_same_environment
-from wmcli.stages.train import Lesson, parent_of, train
-from wmcli.tokenizers.vq import perceptual_in_use
+from wmcli.stages.sampling import build_sampler
+from wmcli.stages.train import Lesson, optimiser_for, parent_of, train
+from wmcli.tokenizers.vq import TokenizerSettings, perceptual_in_use
 from wmcli.training.loop import Trainee
-from wmcli.training.optim import build_optimiser, update
+from wmcli.training.optim import update
 
 REPORT_FRAMES = 512  # frames the published usage figures are measured on
 
@@ -26,13 +27,23 @@ REPORT_FRAMES = 512  # frames the published usage figures are measured on
 def train_tokenizer(context: Context, *, experience: str | None = None, parent: str | None = None) -> Artifact:
     """Train the run's tokenizer for `tokenizer.updates` updates and publish it.
 
-    Raises ArtifactError when there is no experience or it is of another environment, DivergedError, Stopped.
+    Raises ArtifactError when there is no experience or it is of another environment, UsageError when the version to
+    train further belongs to a dynamics model, DivergedError, Stopped.
     """
     settings = context.settings.tokenizer
     frames = context.run.resolve(experience or "experience", "experience")
     check_same_environment(context.environment, frames)
     inputs = {"experience": frames} | parent_of(context, "tokenizer", parent)
-    if settings.perceptual == "auto" and perceptual_in_use(settings) == "none":
+    if "parent" in inputs and "dynamics" in inputs["parent"].inputs:
+        raise UsageError(
+            f"{inputs['parent'].name} came out of {inputs['parent'].inputs['dynamics'].name}, which trains it further:"
+            " wm train-dynamics --more"
+        )
+    if (
+        isinstance(settings, TokenizerSettings)
+        and settings.perceptual == "auto"
+        and perceptual_in_use(settings) == "none"
+    ):
         context.progress.warn(
             "training without the perceptual loss, since tokenizer.lpips_weights names no file: published scores used"
             " LPIPS, so ours are not comparable with them."
@@ -42,18 +53,8 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
         device = context.machine.device
         memory = context.experience(frames)
         tokenizer = build_tokenizer(context.settings).to(device)
-        sampler = WindowSampler(
-            memory.episodes,
-            memory.order,
-            length=1,
-            minimum=1,
-            pad="right",
-            sampling=context.settings.training.sampling,
-            rng=rng,
-        )
-        optimiser = build_optimiser(
-            settings.optimiser, tokenizer.parameters(), settings.learning_rate, settings.weight_decay
-        )
+        sampler = build_sampler(context.settings, memory, rng, length=1, minimum=1, pad="right")
+        optimiser = optimiser_for(settings, tokenizer.parameters())
 
         def step() -> Mapping[str, Tensor]:
             rows = torch.from_numpy(sampler.batch(settings.batch).rows[:, 0]).to(device)
@@ -62,6 +63,7 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
             return {"loss": loss, **metrics, "gradient_norm": update(optimiser, loss, settings.clip)}
 
         def measure() -> dict[str, Any]:
+            tokenizer.eval()
             rows = torch.linspace(0, len(memory) - 1, min(REPORT_FRAMES, len(memory)), device=device).long()
             with context.machine.autocast():
                 return tokenizer.usage(memory.frames[rows])

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from wmcli.artifacts import Artifact, InputRef
+from wmcli.config import Section
 from wmcli.errors import ArtifactError
 from wmcli.report.plots import learning_curves, write_figure
 from wmcli.stages.context import Context
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, module_tensors, save_tensors
 from wmcli.training.device import derived_seed, isolated_randomness
 from wmcli.training.loop import CHECKPOINT, Trainee, fit
+from wmcli.training.optim import build_optimiser
+
+WHAT_IS_LEARNED = {"tokenizer": "codes", "dynamics": "latents"}
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,19 @@ class Lesson:
     """Returns metrics to publish beside the losses."""
 
 
+def optimiser_for(section: Section, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    """The optimiser that a section of the settings describes."""
+    values = section.model_dump()
+    return build_optimiser(
+        values["optimiser"],
+        parameters,
+        values["learning_rate"],
+        values["weight_decay"],
+        warmup=values.get("warmup", 0),
+        eps=values.get("eps") or None,
+    )
+
+
 def parent_of(context: Context, kind: str, reference: str | None) -> dict[str, Artifact]:
     """The version to train further, as an input: the one referred to, the newest with `--more`, else none."""
     if reference is None and not context.more:
@@ -38,16 +56,18 @@ def parent_of(context: Context, kind: str, reference: str | None) -> dict[str, A
     return {"parent": context.run.resolve(reference or kind, kind)}
 
 
-def check_descent(tokenizer: Artifact, parent: Artifact, known: InputRef) -> None:
-    """A model may go on with the tokenizer it knows or with one trained further from that: codes keep their meaning.
+def check_descent(teacher: Artifact, parent: Artifact, known: InputRef) -> None:
+    """A model may go on with the tokenizer (or the dynamics) it knows or with one trained further from that: what it
+    learned keeps its meaning.
 
-    Raises ArtifactError when `tokenizer` does not descend from it.
+    Raises ArtifactError when `teacher` does not descend from it.
     """
-    ancestor = tokenizer
+    ancestor = teacher
     while ancestor.digest != known.digest:
         if "parent" not in ancestor.inputs:
             raise ArtifactError(
-                f"{parent.name} learned the codes of {known.name}, and {tokenizer.name} does not descend from it; train"
+                f"{parent.name} learned the {WHAT_IS_LEARNED[known.kind]} of {known.name}, and {teacher.name} does not"
+                " descend from it; train"
                 " anew without --more."
             )
         ancestor = ancestor.input("parent")
@@ -73,6 +93,8 @@ def train(
         "precision": context.machine.precision,
         "sampling": settings.training.sampling,
     }
+    if settings.training.sampling == "dfs":
+        identity["dfs"] = settings.training.dfs.model_dump(mode="json")
     job = context.run.job(kind, identity, inputs)
     if (existing := job.done()) and not context.force:
         progress.say(

@@ -26,15 +26,17 @@ from wmcli.nn import lpips
 from wmcli.nn.patch_conv import PatchDecoder, PatchEncoder
 from wmcli.nn.residual_conv import ResidualDecoder, ResidualEncoder
 from wmcli.nn.slim_conv import SlimDecoder, SlimEncoder
+from wmcli.tokenizers.measures import objects, survival
 from wmcli.tokenizers.quantisers import AverageVectorQuantiser, Quantiser, ScalarQuantiser, VectorQuantiser
 
 MAX_CODES = 1 << 16
-OBJECT_CONTRAST = 0.1  # of full scale; a pixel this far from the median frame belongs to an object
 
 
 class TokenizerSettings(Section):
     """The tokenizer and its training. The defaults are REM's published code."""
 
+    kind: Literal["vq"] = "vq"
+    """A frame becomes a grid of discrete codes; the other kind is "categorical"."""
     quantiser: Literal["vq", "vq-ema", "fsq"] = "vq"
     """How features become codes: codebook by gradient, by moving averages with restarts, or finite scalar levels."""
     codes: Annotated[int, Field(ge=2, le=MAX_CODES)] = 512
@@ -195,7 +197,7 @@ class VQTokenizer(nn.Module):
         loss = error.mean()
         share = self.settings.object_share
         if share > 0:
-            mask = _objects(observation).float()
+            mask = objects(observation).float()
             of_objects = (error.mean(1) * mask).sum() / mask.sum().clamp_min(1)
             loss = (1 - share) * loss + share * of_objects
         return loss
@@ -212,24 +214,15 @@ class VQTokenizer(nn.Module):
 
         - codes_used: how many of the N codes occur.
         - perplexity: exp of the entropy of code frequencies; 1 when one code does everything, N when all serve alike.
-        - object_recall: among pixels that differ from the median frame of this batch by more than 10 % of full scale in
-          some colour, the share whose reconstruction is nearer to the truth than to the median frame (sum of absolute
-          differences over colours). 1 = small objects survive, 0 = they vanish. 1 when no pixel differs.
-        - l1: mean absolute error, as a share of full scale.
+        - object_recall and l1: see `measures.survival`.
         """
         tokens = self.encode(observation)
         frequency = torch.bincount(tokens.flatten(), minlength=self.codes).double() / tokens.numel()
         entropy = -torch.xlogy(frequency, frequency).sum()
-        truth, guess = observation.float() / 255, self.decode(tokens).float() / 255
-        median = _median(observation).float() / 255
-        is_object = _objects(observation)
-        survives = (guess - truth).abs().sum(-1) < (guess - median).abs().sum(-1)
-        objects = int(is_object.sum())
         return {
             "codes_used": float((frequency > 0).sum()),
             "perplexity": float(entropy.exp()),
-            "object_recall": float((survives & is_object).sum()) / objects if objects else 1.0,
-            "l1": float((guess - truth).abs().mean()),
+            **survival(observation, self.decode(tokens)),
         }
 
 
@@ -237,16 +230,6 @@ def _scaled(observation: Tensor) -> Tensor:
     """uint8 (B, H, W, C) -> float32 (B, C, H, W) in [-1, 1], channels last in memory."""
     assert observation.dtype == torch.uint8 and observation.shape[-1] == 3, "frames are uint8 with three colours last"
     return observation.permute(0, 3, 1, 2).float() / 127.5 - 1
-
-
-def _median(observation: Tensor) -> Tensor:
-    """uint8 (B, ...) -> uint8 (...), the lower of two middle values; torch.median is not deterministic on CUDA."""
-    return observation.sort(0).values[(len(observation) - 1) // 2]
-
-
-def _objects(observation: Tensor) -> Tensor:
-    """uint8 (B, H, W, C) -> bool (B, H, W): off the batch's median frame by over 10 % of full scale in a colour."""
-    return ((observation.float() - _median(observation).float()).abs() > 255 * OBJECT_CONTRAST).any(-1)
 
 
 def _networks(settings: TokenizerSettings, image_size: int) -> tuple[nn.Module, nn.Module]:

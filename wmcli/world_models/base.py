@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 State = Any
@@ -30,10 +31,15 @@ class Imagined(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Segments of real experience to learn from. Each lies within one episode and is padded on the right."""
+    """Segments of real experience to learn from.
+
+    Each lies within one episode and is padded on the right to the common length, or, for a model with `across_ends`,
+    has all its frames and may reach over the ends of episodes.
+    """
 
     latent: Tensor
-    """(B, T, ...): what `encode` gave where `frozen_encoder` is true, else the observations (B, T, H, W, C) uint8."""
+    """(B, T, ...): what `encode` gave; for the `loss` of a model whose encoder is not frozen, the observations
+    (B, T, H, W, C) uint8."""
     action: Tensor
     """(B, T) int64 in 0..A-1."""
     reward: Tensor
@@ -58,6 +64,8 @@ class WorldModel(nn.Module, ABC):
     """Number of actions A."""
     frozen_encoder: bool
     """True: frames are encoded before training and no gradient reaches the encoder. False: `loss` takes frames."""
+    across_ends: bool
+    """True: segments may run over the end of an episode into the next one; `Batch.first` says where."""
     feature_shape: tuple[int, ...]
     """Shape of what the controller sees of one frame."""
 
@@ -100,14 +108,22 @@ class WorldModel(nn.Module, ABC):
         """What the controller sees of the current frame, (B, *feature_shape)."""
 
     @abstractmethod
-    def perceive(self, state: State | None, observation: Tensor, previous_action: Tensor, reset: Tensor) -> State:
-        """Take in one real frame while acting.
+    def perceive(
+        self,
+        state: State | None,
+        observation: Tensor,
+        previous_action: Tensor,
+        reset: Tensor,
+        generator: torch.Generator | None = None,
+    ) -> State:
+        """Take in one real frame while acting. The states it returns all have the same tree.
 
         Args:
             state: what the last call gave; None at the very beginning.
             observation: (B, H, W, C) uint8.
             previous_action: (B,) int64, the action that led to this frame; not used where `reset`.
             reset: (B,) bool: this frame opens an episode.
+            generator: on the CPU; a model that draws draws from it, None is torch's global generator.
         """
 
     @abstractmethod

@@ -28,12 +28,16 @@ from wmcli.backbones.base import Backbone
 from wmcli.config import Section
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample
+from wmcli.nn.decay import parameter_groups
+from wmcli.nn.masked import masked_mean
 from wmcli.world_models.base import Batch, Imagined, WorldModel
 
 
 class TokenWorldModelSettings(Section):
     """A world model over the tokens of a frozen tokenizer, and how it is trained. Defaults: REM on Atari."""
 
+    kind: Literal["token"] = "token"
+    """Tokens of a frozen tokenizer (REM, IRIS); the other kind is "latent"."""
     prediction: Literal["pop", "sequential"] = "pop"
     """How the next frame is predicted: "pop" all tokens at once (REM), "sequential" token by token (IRIS)."""
     shared_embeddings: bool = True
@@ -54,10 +58,12 @@ class TokenWorldModelSettings(Section):
     """Segments in an update."""
     updates: int = Field(200, ge=0)
     """Updates in one call of the stage."""
+    optimiser: Literal["adamw", "adam"] = "adamw"
+    """adamw decays weights, adam does not."""
     learning_rate: float = Field(2e-4, gt=0)
-    """Step size of AdamW."""
+    """Step size of the optimiser."""
     weight_decay: float = Field(0.05, ge=0)
-    """Weight decay of AdamW, on matrices only: not on biases, norms and embedding tables."""
+    """Decoupled weight decay, on matrices only: not on biases, norms and embedding tables."""
     clip: float = Field(100.0, gt=0)
     """Largest norm of the whole gradient."""
 
@@ -115,15 +121,10 @@ class Prediction(NamedTuple):
     """(B, T, 2): goes on, ends."""
 
 
-def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of `values` where `mask`; 0 where nothing is."""
-    return (values * mask).sum() / mask.sum().clamp(min=1)
-
-
 def _cross_entropy(logits: Tensor, target: Tensor, mask: Tensor) -> Tensor:
     """Mean cross entropy of (..., N) against (...) over the places where `mask`, in nats, in float32."""
     losses = F.cross_entropy(logits.flatten(0, -2).float(), target.flatten(), reduction="none")
-    return _masked_mean(losses, mask.flatten())
+    return masked_mean(losses, mask.flatten())
 
 
 def _head(width: int, outputs: int) -> nn.Sequential:
@@ -141,6 +142,7 @@ class TokenWorldModel(WorldModel):
     """
 
     frozen_encoder = True
+    across_ends = False
 
     def __init__(
         self, settings: TokenWorldModelSettings, backbone: Backbone, tokenizer: Tokenizer, actions: int
@@ -185,15 +187,7 @@ class TokenWorldModel(WorldModel):
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Weight decay on matrices; none on biases, norms and any embedding table."""
-        tables = {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
-        decayed: list[nn.Parameter] = []
-        plain: list[nn.Parameter] = []
-        for parameter in self.parameters():
-            (decayed if parameter.ndim >= 2 and id(parameter) not in tables else plain).append(parameter)
-        return [
-            {"params": decayed, "weight_decay": self.settings.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
-        ]
+        return parameter_groups(self, self.settings.weight_decay)
 
     # -- tokens in ----------------------------------------------------------------------------------------------------
 
@@ -286,9 +280,9 @@ class TokenWorldModel(WorldModel):
                 "observation_loss": observation_loss.detach(),
                 "reward_loss": reward_loss.detach(),
                 "termination_loss": termination_loss.detach(),
-                "observation_accuracy": _masked_mean(logits.observation.argmax(-1) == target, scored),
-                "nonzero_rewards": _masked_mean(nonzero, valid),
-                "nonzero_rewards_hit": _masked_mean(nonzero & (reward_logits.argmax(-1) == sign), valid),
+                "observation_accuracy": masked_mean(logits.observation.argmax(-1) == target, scored),
+                "nonzero_rewards": masked_mean(nonzero, valid),
+                "nonzero_rewards_hit": masked_mean(nonzero & (reward_logits.argmax(-1) == sign), valid),
             }
         return observation_loss + reward_loss + termination_loss, log
 
@@ -356,11 +350,16 @@ class TokenWorldModel(WorldModel):
 
     @torch.no_grad()
     def perceive(
-        self, state: TokenState | None, observation: Tensor, previous_action: Tensor, reset: Tensor
+        self,
+        state: TokenState | None,
+        observation: Tensor,
+        previous_action: Tensor,
+        reset: Tensor,
+        generator: torch.Generator | None = None,
     ) -> TokenState:
         """Encode the frame. The past is ignored: what the controller sees of a frame is its codes alone.
 
-        Imagination from this state has a context of this one frame.
+        Imagination from this state has a context of this one frame. Nothing is drawn.
         """
         return TokenState(None, self.tokenizer.encode(observation), 0, 0)
 

@@ -1,0 +1,537 @@
+"""The actor-critic: sizes, rollouts, every term of its loss by plain loops, what follows the weights, and learning."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch.distributions import Categorical
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from wmcli.config import validate
+from wmcli.controllers.actor_critic import ActorCritic, ActorCriticSettings, Rollout, imagine
+from wmcli.errors import UsageError
+from wmcli.nn import two_hot
+from wmcli.nn.categorical import sample
+from wmcli.world_models.base import Imagined
+
+FEATURES = 30
+SMALL: dict[str, Any] = {
+    "actor_layers": 2,
+    "actor_width": 7,
+    "critic_layers": 1,
+    "critic_width": 6,
+    "horizon": 5,
+    "discount": 0.9,
+    "trace_decay": 0.7,
+    "entropy": 0.3,
+    "slow_weight": 0.8,
+    "slow_rate": 0.25,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "v3": {},
+    "drama": {"returns": "drama"},
+    "storm": {"returns": "storm", "norm": "layer", "activation": "relu", "normalise_inputs": False},
+    "dreamer": {
+        "start": "posterior",
+        "slow_target": "values",
+        "action_unimix": 0.1,
+        "weigh_by_continuation": True,
+        "normalise_inputs": False,
+    },
+    "prior-and-weights": {"weigh_by_continuation": True, "returns": "drama"},
+}
+
+
+def small(dtype=torch.float64, **changes) -> ActorCritic:
+    """With last layers that say something: as they come, every policy is uniform and every value 0."""
+    torch.manual_seed(3)
+    controller = ActorCritic(ActorCriticSettings(**(SMALL | changes)), (5, 2, 3), actions=4, window=6)
+    for network in (controller.actor, controller.critic, controller.slow_critic):
+        torch.nn.init.normal_(network[-1].weight, std=0.5)
+    return controller.to(dtype)
+
+
+def parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def same_state(one: ActorCritic, other: ActorCritic) -> None:
+    torch.testing.assert_close(dict(one.state_dict()), dict(other.state_dict()), rtol=0, atol=0)
+
+
+# -- sizes and settings ---
+
+
+@pytest.mark.parametrize(("layers", "actor", "critic"), [(3, 527_366, 1_444_607), (2, 461_318, 1_181_439)])
+def test_parameter_counts(layers, actor, critic):
+    settings = ActorCriticSettings(actor_layers=layers, critic_layers=layers)
+    with torch.device("meta"):
+        controller = ActorCritic(settings, (1536,), actions=6, window=8)
+        more = ActorCritic(settings, (6, 16, 16), actions=18, window=8)
+    assert (parameters(controller.actor), parameters(controller.critic)) == (actor, critic)
+    assert parameters(controller) == actor + 2 * critic
+    assert parameters(more.actor) == actor + 12 * 257
+    (group,) = controller.parameter_groups()
+    learned = [*controller.actor.parameters(), *controller.critic.parameters()]
+    assert {id(each) for each in group["params"]} == {id(each) for each in learned}
+    assert group["weight_decay"] == 0
+    assert [each.requires_grad for each in controller.slow_critic.parameters()] == [False] * len(
+        list(controller.critic.parameters())
+    )
+    assert controller.window == 8
+
+
+def test_settings_from_a_table():
+    settings = validate(ActorCriticSettings, {"returns": "drama", "discount": 1}, "here")
+    assert validate(ActorCriticSettings, settings.model_dump(mode="json"), "here") == settings
+    assert next(iter(ActorCriticSettings.model_fields)) == "kind"
+    with pytest.raises(UsageError, match=r"here: returns = 'drama' .* start = 'prior'"):
+        validate(ActorCriticSettings, {"returns": "drama", "start": "posterior"}, "here")
+    with pytest.raises(UsageError, match="action_unimix = 1"):
+        validate(ActorCriticSettings, {"action_unimix": 1.0}, "here")
+
+
+# -- how it starts ---
+
+
+@pytest.mark.parametrize("network", ["actor", "critic"])
+def test_initialisation(network):
+    torch.manual_seed(0)
+    settings = ActorCriticSettings(actor_width=16, critic_width=16)
+    controller = ActorCritic(settings, (24,), actions=6, window=8)
+    linear = [layer for layer in getattr(controller, network) if isinstance(layer, torch.nn.Linear)]
+    for layer, gain in zip(linear, [math.sqrt(2)] * 3 + [0.001], strict=True):
+        weight = layer.weight if layer.weight.shape[0] <= layer.weight.shape[1] else layer.weight.T
+        want = gain**2 * torch.eye(len(weight))
+        torch.testing.assert_close(weight @ weight.T, want, atol=1e-5 * gain**2, rtol=0)
+        assert not layer.bias.any()
+
+
+def test_it_starts_nearly_uniform_and_expects_nothing():
+    torch.manual_seed(0)
+    controller = ActorCritic(ActorCriticSettings(), (24,), actions=6, window=8)
+    feature = torch.randn(50, 24)
+    with torch.no_grad():
+        entropy = Categorical(logits=controller.policy(feature)).entropy()
+        value = two_hot.decode(controller.critic(feature))
+    assert float((entropy - math.log(6)).abs().max()) < 1e-3
+    assert float(value.abs().max()) < 0.1
+    torch.testing.assert_close(two_hot.decode(controller.slow_critic(feature)), value, rtol=0, atol=0)
+
+
+# -- acting ---
+
+
+def test_the_policy_with_a_share_of_the_uniform():
+    plain, mixed = small(), small(action_unimix=0.2)
+    feature = torch.randn(3, 2, FEATURES, dtype=torch.float64)
+    got, base = mixed.policy(feature), plain.policy(feature)
+    torch.testing.assert_close(got.exp(), 0.8 * base.exp() + 0.05)
+    torch.testing.assert_close(base, plain.actor(feature).log_softmax(-1))
+    mixed.actor[-1].weight.data *= 1e6
+    assert float(mixed.policy(feature).detach().min()) == pytest.approx(math.log(0.05))
+
+
+def test_it_decides_on_features_and_remembers_nothing(world):
+    controller = small(torch.float32)
+    controller.normaliser.update(torch.randn(10, FEATURES))
+    before = copy.deepcopy(controller)
+    state = controller.initial_state(3)
+    assert state == ()
+    observation = torch.full((3, 8, 8, 3), 7, dtype=torch.uint8)
+    action, reset = torch.tensor([1, 2, 3]), torch.tensor([True, False, False])
+    world_state = world.perceive(None, observation, action, reset)
+    logits, after = controller.decide(world, world_state, state)
+    assert logits.shape == (3, 4) and logits.dtype == torch.float32
+    torch.testing.assert_close(logits, controller.policy(world.features(world_state).reshape(3, 30)))
+    assert (logits[0] != logits[1]).any()
+    assert after == controller.cleared(state, reset) == controller.follow(action, state) == ()
+    assert controller.burn_in(world, world_state, action, state) == ()
+    same_state(controller, before)  # nothing is learned, or counted, while acting
+
+
+@pytest.mark.parametrize("variant", ["v3", "dreamer"])
+def test_a_reloaded_policy_acts_the_same(variant, world, make_batch):
+    """Bit for bit, after the normaliser has seen something."""
+    controller = small(torch.float32, **VARIANTS[variant])
+    controller.loss(world, make_batch((3, 6, 4), 6))
+    other = ActorCritic(controller.settings, (5, 2, 3), actions=4, window=6)
+    other.load_state_dict(load(save(controller.state_dict())))
+    feature = 5 * torch.randn(20, FEATURES)
+    assert torch.equal(other.eval().policy(feature), controller.policy(feature))
+    if controller.normaliser is not None:
+        controller.normaliser.mean.zero_()
+        assert not torch.equal(other.policy(feature), controller.policy(feature))
+
+
+# -- imagination ---
+
+
+@pytest.mark.parametrize("variant", ["v3", "dreamer"])
+def test_a_rollout_records_what_the_world_did(variant, world, make_batch):
+    controller = small(**VARIANTS[variant])
+    batch = make_batch((3, 6, 4), 6)
+    rollout = imagine(controller, world, batch)
+    starts = torch.arange(6) == 6 - torch.tensor([[3], [6], [4]])
+    features, state = world.observe(batch.latent, batch.action, starts)
+    if variant == "v3":
+        imagined, state = world.imagine(state, batch.action[:, -1])
+        torch.testing.assert_close((rollout.reward[:, 0], rollout.terminated[:, 0]), imagined[1:])
+        assert rollout.reward[:, 0].any()
+    else:
+        torch.testing.assert_close(rollout.feature[:, 0], features[:, -1].flatten(1))
+        assert not rollout.reward[:, 0].any() and not rollout.terminated[:, 0].any()
+    for t in range(5):
+        torch.testing.assert_close(rollout.feature[:, t], world.features(state).reshape(3, 30))
+        imagined, state = world.imagine(state, rollout.action[:, t])
+        torch.testing.assert_close(rollout.reward[:, t + 1], imagined.reward)
+        torch.testing.assert_close(rollout.terminated[:, t + 1], imagined.terminated)
+    torch.testing.assert_close(rollout.feature[:, 5], world.features(state).reshape(3, 30))
+    assert rollout.action.shape == (3, 5) and rollout.feature.shape == (3, 6, 30)
+    assert not any(tensor.requires_grad for tensor in rollout)
+    assert rollout.terminated.any(), "the test wants a termination inside a rollout"
+
+
+def test_padding_leaves_no_trace(world, make_batch):
+    controller = small()
+    batch, other = make_batch((3, 6, 1), 6), make_batch((3, 6, 1), 6, seed=1)
+    mixed = batch._replace(
+        latent=torch.where(batch.valid, batch.latent, other.latent),
+        action=torch.where(batch.valid, batch.action, other.action),
+        first=batch.first & torch.tensor([True, False] * 3),
+    )
+    torch.manual_seed(0)
+    want = imagine(controller, world, batch)
+    torch.manual_seed(0)
+    torch.testing.assert_close(imagine(controller, world, mixed), want, rtol=0, atol=0)
+
+
+def test_a_window_over_the_end_of_an_episode(world, make_batch):
+    """What came before the frame that opens an episode is forgotten."""
+    controller = small()
+    batch, other = make_batch((6, 6, 6), 6), make_batch((6, 6, 6), 6, seed=1)
+    opens = torch.arange(6).expand(3, 6) == 4
+    torch.manual_seed(0)
+    want = imagine(controller, world, batch._replace(first=opens))
+    mixed = batch._replace(first=opens, latent=torch.cat([other.latent[:, :4], batch.latent[:, 4:]], 1))
+    torch.manual_seed(0)
+    torch.testing.assert_close(imagine(controller, world, mixed), want, rtol=0, atol=0)
+    torch.manual_seed(0)
+    assert not torch.equal(imagine(controller, world, mixed._replace(first=~opens & opens)).feature, want.feature)
+
+
+def test_actions_follow_the_policy(world, make_batch):
+    controller = small()
+    rollout = imagine(controller, world, make_batch((6,) * 4000, 6))
+    probability = controller.policy(rollout.feature[:, :-1]).detach().exp().mean((0, 1))
+    share = torch.nn.functional.one_hot(rollout.action, 4).double().mean((0, 1))
+    torch.testing.assert_close(share, probability, atol=0.015, rtol=0)
+    assert float(probability.max() - probability.min()) > 0.05
+
+
+def test_a_world_model_in_training_mode_is_refused(world, make_batch):
+    with pytest.raises(AssertionError, match="eval"):
+        imagine(small(), world.train(), make_batch((3, 6, 4), 6))
+
+
+# -- the loss ---
+
+
+def returns_by_hand(settings, reward, ended, values) -> list[float]:
+    """Lambda-returns of one rollout: `reward` and `ended` of n states, on the way to each, and n values."""
+    target, targets = values[-1], []
+    for t in reversed(range(len(values) - 1)):
+        r, d = (reward[t], ended[t]) if settings.returns == "drama" else (reward[t + 1], ended[t + 1])
+        trusted = values[t + 1] if settings.returns == "v3" else values[t]
+        future = (1 - settings.trace_decay) * trusted + settings.trace_decay * target
+        target = r + (0.0 if d else settings.discount * future)
+        targets.append(target)
+    return targets[::-1]
+
+
+def loss_with_the_graph_kept(controller: ActorCritic, world, batch) -> tuple[torch.Tensor, float]:
+    """The losses term by term, with autograd running through imagination itself; and the percentiles' new range."""
+    settings, horizon = controller.settings, controller.settings.horizon
+    starts = batch.valid.clone()
+    starts[:, 1:] &= ~batch.valid[:, :-1]
+    _, state = world.observe(batch.latent, batch.action, starts)
+    reward, ended = [torch.zeros(3)], [torch.zeros(3, dtype=torch.bool)]
+    if settings.start == "prior":
+        imagined, state = world.imagine(state, batch.action[:, -1])
+        reward, ended = [imagined.reward], [imagined.terminated]
+    policies, actions, logits, slow = [], [], [], []
+    for t in range(horizon + 1):
+        feature = world.features(state).reshape(3, 30).double()
+        logits.append(controller.critic(feature))
+        slow.append(controller.slow_critic(feature).detach())
+        if t < horizon:
+            policies.append(Categorical(logits=controller.policy(feature)))
+            actions.append(sample(policies[-1].logits.detach()))
+            imagined, state = world.imagine(state, actions[-1])
+            reward.append(imagined.reward)
+            ended.append(imagined.terminated)
+
+    def column(tensors, row):
+        return [float(tensor[row]) for tensor in tensors]
+
+    bins = torch.linspace(-20, 20, 255, dtype=torch.float64)
+
+    def value_of(some_logits):
+        return two_hot.symexp((some_logits.detach().softmax(-1) * bins).sum(-1))
+
+    values, slow_values = [value_of(each) for each in logits], [value_of(each) for each in slow]
+    targets, slow_targets = [], []
+    for row in range(3):
+        told = column(reward, row), column(ended, row)
+        targets.append(returns_by_hand(settings, *told, column(values, row)))
+        of_slow = column(slow_values, row)
+        slow_targets.append(
+            returns_by_hand(settings, *told, of_slow) if settings.slow_target == "returns" else of_slow[:-1]
+        )
+    ordered = sorted(sum(targets, []))
+    k_low, k_high = max(1, int(0.05 * len(ordered))), int(0.95 * len(ordered))
+    low = 0.99 * float(controller.return_range.low) + 0.01 * ordered[k_low - 1]
+    high = 0.99 * float(controller.return_range.high) + 0.01 * ordered[k_high - 1]
+
+    total, uneven = torch.zeros((), dtype=torch.float64), set()
+    for t in range(horizon):
+        log_probability, entropy = policies[t].log_prob(actions[t]), policies[t].entropy()
+        for row in range(3):
+            weight = 1.0
+            if settings.weigh_by_continuation:
+                weight = settings.discount**t * (not any(ended[k][row] for k in range(t + 1)))
+            uneven.add(weight)
+            advantage = (targets[row][t] - float(values[t][row])) / max(1.0, high - low)
+            log_bins = logits[t][row].log_softmax(-1)
+            code, slow_code = (
+                two_hot.encode(torch.tensor(goal[row][t], dtype=torch.float64)) for goal in (targets, slow_targets)
+            )
+            term = -log_probability[row] * advantage - (code * log_bins).sum()
+            term = term - settings.slow_weight * (slow_code * log_bins).sum() - settings.entropy * entropy[row]
+            total = total + weight * term
+    assert (0 in uneven) == settings.weigh_by_continuation, "the test wants an early end"
+    return total / (3 * horizon), high - low
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_loss_and_its_gradient_by_hand(variant, wide, world, make_batch):
+    controller = small(**VARIANTS[variant])
+    batch = make_batch((3, 6, 4), 6)
+    controller.loss(world, make_batch((3, 6, 4), 6, seed=1))  # so that the statistics are not those of the beginning
+    controller.return_range.low.zero_()
+    controller.return_range.high.fill_(7 if wide else 0.1)  # the advantages are divided, or left as they are
+    learned = controller.parameter_groups()[0]["params"]
+
+    torch.manual_seed(11)
+    want, scale = loss_with_the_graph_kept(controller, world, batch)
+    want_gradients = torch.autograd.grad(want, learned)
+    torch.manual_seed(11)
+    total, metrics = controller.loss(world, batch)
+    gradients = torch.autograd.grad(total, learned)
+    torch.testing.assert_close(total, want)
+    torch.testing.assert_close(gradients, want_gradients)
+    assert float(metrics["return_scale"]) == pytest.approx(scale)
+    assert (scale > 1) == wide
+    assert all(bool(gradient.any()) for gradient in gradients), "every parameter learns"
+    assert not any(metric.requires_grad for metric in metrics.values())
+
+
+def test_metrics(world, make_batch):
+    controller = small()
+    batch = make_batch((3, 6, 4), 6)
+    torch.manual_seed(11)
+    rollout = imagine(controller, world, batch)
+    torch.manual_seed(11)
+    total, metrics = controller.loss(world, batch)
+    assert set(metrics) == {
+        "value_loss",
+        "policy_loss",
+        "slow_loss",
+        "entropy",
+        "value_mean",
+        "imagined_return",
+        "imagined_reward",
+        "imagined_terminations",
+        "return_scale",
+    }
+    parts = metrics["policy_loss"] + metrics["value_loss"] + 0.8 * metrics["slow_loss"] - 0.3 * metrics["entropy"]
+    torch.testing.assert_close(total, parts)
+    assert float(metrics["imagined_reward"]) == pytest.approx(float(rollout.reward[:, 1:].mean()))
+    assert float(metrics["imagined_terminations"]) == pytest.approx(float(rollout.terminated[:, 1:].float().mean()))
+    assert float(metrics["value_mean"]) == pytest.approx(
+        float(two_hot.decode(controller.critic(rollout.feature[:, :-1].double()).detach()).mean())
+    )
+
+
+def test_float32_and_bfloat16(world, make_batch):
+    controller = small(torch.float32, actor_width=32, critic_width=32)
+    batch = make_batch((3, 6, 4), 6)
+    rollout = imagine(controller, world, batch)
+    want, _ = copy.deepcopy(controller).rollout_loss(rollout)
+    with torch.autocast("cpu", torch.bfloat16):
+        imagine(controller, world, batch)  # without gradient, in the same autocast: its casts must not be reused
+        logits, _ = controller.decide(world, world.observe(batch.latent, batch.action, batch.first)[1], ())
+        total, metrics = controller.rollout_loss(rollout)
+    total.backward()
+    assert {tensor.dtype for tensor in [total, logits, *metrics.values(), *controller.buffers()]} == {torch.float32}
+    for parameter in controller.parameter_groups()[0]["params"]:
+        assert parameter.grad is not None and parameter.grad.any()
+    assert float(total.detach()) == pytest.approx(float(want.detach()), rel=2e-2)
+
+
+def test_values_are_not_rounded_under_autocast():
+    """A critic that is sure of 100: with bfloat16 logits or bins its value would be off by more than a percent."""
+    controller = small(torch.float32, critic_layers=1)
+    rollout = Rollout(
+        torch.randn(4, 6, FEATURES), torch.zeros(4, 5, dtype=torch.long), torch.zeros(4, 6), torch.zeros(4, 6).bool()
+    )
+    with torch.no_grad():
+        controller.critic[-1].weight.zero_()
+        controller.critic[-1].bias.copy_(two_hot.encode(torch.tensor(100.0)).log().clamp(min=-60))
+    with torch.autocast("cpu", torch.bfloat16):
+        _, metrics = controller.rollout_loss(rollout)
+    assert float(metrics["value_mean"]) == pytest.approx(100, rel=1e-4)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses every operation whose result the host would have to wait for."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in self.FORBIDDEN, name
+        masks = args[1] if name == "index" else ()
+        assert not any(mask is not None and mask.dtype == torch.bool for mask in masks), "indexed by a mask"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_device_is_never_waited_for(variant, world, make_batch):
+    controller = small(**VARIANTS[variant])
+    batch = make_batch((3, 6, 4), 6)
+    with NoWaiting():
+        total, _ = controller.loss(world, batch)
+        total.backward()
+        controller.after_update()
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), NoWaiting():
+        float(total.detach())
+
+
+# -- what follows the weights ---
+
+
+def test_the_slow_critic_follows(world):
+    controller = small()
+    torch.nn.init.zeros_(controller.slow_critic[-1].weight)
+    start = [slow.clone() for slow in controller.slow_critic.parameters()]
+    critic = [weight.clone() for weight in controller.critic.parameters()]
+    for step in range(1, 4):
+        controller.after_update()
+        for slow, first, weight in zip(controller.slow_critic.parameters(), start, critic, strict=True):
+            left = 0.75**step
+            torch.testing.assert_close(slow, left * first + (1 - left) * weight)
+            assert not slow.requires_grad and slow.grad is None
+    torch.testing.assert_close(list(controller.critic.parameters()), critic, rtol=0, atol=0)
+
+
+def test_the_normaliser_knows_all_that_was_imagined(world, make_batch):
+    controller = small()
+    seen = []
+    for seed in range(4):
+        batch = make_batch((3, 6, 4), 6, seed=seed)
+        torch.manual_seed(seed)
+        rollout = imagine(controller, world, batch)  # the policy depends on the normaliser: it has to come first
+        torch.manual_seed(seed)
+        controller.loss(world, batch)
+        seen.append(rollout.feature.reshape(-1, FEATURES).double())
+    whole = torch.cat(seen)
+    torch.testing.assert_close(controller.normaliser.mean, whole.mean(0), atol=1e-4, rtol=0)
+    torch.testing.assert_close(controller.normaliser.variance, whole.var(0, correction=0), atol=1e-4, rtol=0)
+    assert float(controller.normaliser.count) == pytest.approx(len(whole) + 1e-4)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_statistics_change_in_training_mode_only(training, world, make_batch):
+    controller = small().train(training)
+    before = copy.deepcopy(controller)
+    controller.loss(world, make_batch((3, 6, 4), 6))
+    changed = {
+        name for name, value in controller.state_dict().items() if not torch.equal(value, before.state_dict()[name])
+    }
+    normaliser = {"normaliser.mean", "normaliser.variance", "normaliser.count"}
+    assert changed == (normaliser | {"return_range.low", "return_range.high"} if training else set())
+
+
+def trained(controller: ActorCritic, optimiser, world, batches) -> None:
+    for batch in batches:
+        total, _ = controller.loss(world, batch)
+        optimiser.zero_grad()
+        total.backward()
+        optimiser.step()
+        controller.after_update()
+
+
+def test_resume_is_exact(world, make_batch):
+    batches = [make_batch((3, 6, 4), 6, seed=seed) for seed in range(6)]
+    whole = small(torch.float32)
+    optimiser = torch.optim.Adam(whole.parameter_groups(), lr=1e-2)
+    trained(whole, optimiser, world, batches[:3])
+    stored, moments = load(save(whole.state_dict())), copy.deepcopy(optimiser.state_dict())
+    random = torch.get_rng_state()
+    trained(whole, optimiser, world, batches[3:])
+
+    other = ActorCritic(whole.settings, (5, 2, 3), actions=4, window=6)
+    other.load_state_dict(stored)
+    optimiser = torch.optim.Adam(other.parameter_groups(), lr=1e-2)
+    optimiser.load_state_dict(moments)
+    torch.set_rng_state(random)
+    trained(other, optimiser, world, batches[3:])
+    same_state(other, whole)
+
+
+# -- learning ---
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"returns": "drama"}, {"returns": "storm"}, {"start": "posterior", "slow_target": "values"}],
+    ids=["v3", "drama", "storm", "dreamer"],
+)
+def test_it_finds_the_good_arm(changes, world, make_batch):
+    """A bandit whose frames show which of three arms pays: a policy that ignores them earns a third."""
+
+    class Bandit(type(world)):
+        feature_shape = (3,)
+
+        def _features(self, total):
+            return torch.nn.functional.one_hot(total % 3, 3).float()
+
+        def imagine(self, state, action):
+            frame = torch.randint(3, action.shape)
+            reward = (action == state.total % 3).float()
+            return Imagined(frame, reward, torch.zeros_like(reward, dtype=torch.bool)), state._replace(total=frame)
+
+    bandit = Bandit(actions=3)
+    torch.manual_seed(0)
+    settings = ActorCriticSettings(
+        actor_layers=1, actor_width=16, critic_layers=1, critic_width=16, horizon=6, discount=0.7, **changes
+    )
+    controller = ActorCritic(settings, bandit.feature_shape, bandit.actions, window=1)
+    optimiser = torch.optim.Adam(controller.parameter_groups(), lr=1e-2)
+    reward = []
+    for seed in range(150):
+        total, metrics = controller.loss(bandit, make_batch((1,) * 32, 1, actions=3, seed=seed))
+        optimiser.zero_grad()
+        total.backward()
+        optimiser.step()
+        controller.after_update()
+        reward.append(float(metrics["imagined_reward"]))
+    assert sum(reward[:5]) / 5 < 0.45
+    assert sum(reward[-20:]) / 20 > 0.95

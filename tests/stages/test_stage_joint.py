@@ -1,0 +1,305 @@
+"""A tokenizer that learns inside the dynamics model: what is published, what goes on from what, and that kills cost
+nothing. The run is Drama's, so this is also where frequency sampling and the actor-critic go through their stages."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import Killed, kill_at, sha256
+
+from wmcli.artifacts import Artifact, Run
+from wmcli.artifacts.lineage import lineage
+from wmcli.assemble import load_controller
+from wmcli.config import preset_names
+from wmcli.errors import ArtifactError, UsageError
+from wmcli.stages import dynamics as dynamics_stage
+from wmcli.stages.collect import collect
+from wmcli.stages.context import SEGMENT, Context, open_context
+from wmcli.stages.dynamics import train_dynamics
+from wmcli.stages.evaluate import evaluate
+from wmcli.stages.imagine import imagine
+from wmcli.stages.play import play
+from wmcli.stages.profile import profile
+from wmcli.stages.tokenizer import train_tokenizer
+from wmcli.training.checkpoint import TRAINING, load_tensors
+from wmcli.training.loop import read_part
+
+TINY = [
+    "environment.size=16",
+    "environment.count=3",
+    "collect.steps=90",
+    "tokenizer.categoricals=4",
+    "tokenizer.classes=5",
+    "tokenizer.channels=[6, 8]",
+    "tokenizer.strides=[2, 2]",
+    "tokenizer.batch=7",
+    "tokenizer.updates=3",
+    "dynamics.horizon=9",
+    "dynamics.context=3",
+    "dynamics.act_window=4",
+    "dynamics.head_width=10",
+    "dynamics.batch=4",
+    "dynamics.updates=5",
+    "backbone.width=16",
+    "backbone.layers=1",
+    "backbone.dropout=0.25",
+    "backbone.mamba2.head_width=8",
+    "controller.actor_width=12",
+    "controller.critic_width=14",
+    "controller.horizon=2",
+    "controller.batch=6",
+    "controller.updates=4",
+    "evaluation.episodes=3",
+    "evaluation.environments=2",
+    "training.device=cpu",
+    "training.precision=float32",
+    "training.threads=1",
+    "training.log_every=2",
+]
+EAGER = "training.checkpoint_seconds=0"
+BATCH, UPDATES = 4, 5
+
+
+def opened(folder: Path, *overrides: str, new: bool = False, pictures: bool = False, **how: bool) -> Context:
+    preset, given = ("drama-quick", [*TINY, *overrides]) if new else (None, list(overrides))
+    context = open_context(folder, preset, given, create=new, quiet=True, **how)
+    context.pictures = pictures
+    return context
+
+
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with experience. Only to be read."""
+    folder = tmp_path_factory.mktemp("joint") / "run"
+    collect(opened(folder, new=True))
+    return folder
+
+
+@pytest.fixture
+def run(collected: Path, tmp_path: Path) -> Path:
+    """A copy of `collected` to change at will."""
+    shutil.copytree(collected, tmp_path / "run", symlinks=True)
+    return tmp_path / "run"
+
+
+def tokenizers(folder: Path) -> list[Artifact]:
+    run = Run.open(folder, create=False)
+    return [run.get("tokenizer", version) for version in run.versions("tokenizer")]
+
+
+def weights(artifact: Artifact, prefix: str) -> dict[str, torch.Tensor]:
+    tensors, _ = load_tensors(artifact.file("model.safetensors"))
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    assert one.keys() == other.keys() and one
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+INSIDE = "model/dynamics/tokenizer."
+ALONE = "model/tokenizer/"
+
+
+def test_dynamics_need_no_tokenizer_and_publish_theirs(run: Path) -> None:
+    dynamics = train_dynamics(opened(run))
+    (tokenizer,) = tokenizers(run)
+    assert set(dynamics.inputs) == {"experience"}
+    assert same_weights(weights(dynamics, INSIDE), weights(tokenizer, ALONE))
+    assert tokenizer.metrics["updates"] == UPDATES
+    tree = lineage(tokenizer)
+    assert tree.inputs["dynamics"].name == "dynamics@1"
+    assert tree.inputs["dynamics"].inputs["experience"].name == "experience@1"
+
+
+def test_done_again_it_does_nothing(run: Path) -> None:
+    first = train_dynamics(opened(run))
+    assert train_dynamics(opened(run)).digest == first.digest
+    assert len(tokenizers(run)) == 1
+
+
+def test_a_tokenizer_fitted_before_is_where_it_starts(run: Path) -> None:
+    fitted = train_tokenizer(opened(run))
+    dynamics = train_dynamics(opened(run, "dynamics.updates=0"))
+    assert dynamics.inputs["tokenizer"].digest == fitted.digest
+    assert same_weights(weights(fitted, ALONE), weights(tokenizers(run)[-1], ALONE))
+    learned = train_dynamics(opened(run))
+    assert learned.inputs["tokenizer"].digest == fitted.digest  # not what came out of the dynamics before
+    assert not same_weights(weights(fitted, ALONE), weights(tokenizers(run)[-1], ALONE))
+    assert train_dynamics(opened(run)).digest == learned.digest
+
+
+def test_it_learns_encoder_and_decoder(run: Path) -> None:
+    start = train_dynamics(opened(run, "dynamics.updates=0"))
+    end = train_dynamics(opened(run))
+    before, after = weights(start, INSIDE), weights(end, INSIDE)
+    moved = {name.partition(".")[0] for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {"encoder", "posterior_head", "decoder"}
+
+
+def test_more_goes_on_with_the_tokenizer_inside(run: Path) -> None:
+    first = train_dynamics(opened(run))
+    more = train_dynamics(opened(run, "dynamics.updates=0", more=True))
+    assert set(more.inputs) == {"experience", "parent"}
+    assert same_weights(weights(first, "model/"), weights(more, "model/"))
+    further = train_dynamics(opened(run, more=True))
+    assert further.metrics["updates"] == 2 * UPDATES
+    assert tokenizers(run)[-1].inputs["dynamics"].digest == further.digest
+
+
+def test_more_takes_no_other_tokenizer(run: Path) -> None:
+    train_dynamics(opened(run))
+    with pytest.raises(UsageError, match="--tokenizer tokenizer: dynamics@1 goes on with the tokenizer it has trained"):
+        train_dynamics(opened(run, more=True), tokenizer="tokenizer")
+
+
+def test_a_tokenizer_of_a_dynamics_model_is_trained_further_only_with_it(run: Path) -> None:
+    train_dynamics(opened(run))
+    with pytest.raises(UsageError, match="tokenizer@1 came out of dynamics@1.*wm train-dynamics --more"):
+        train_tokenizer(opened(run, more=True))
+
+
+def test_killed_between_the_two_publications_the_same_command_makes_it_good(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: object) -> None:
+        raise Killed("between")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dynamics_stage, "_publish_tokenizer", die)
+        with pytest.raises(Killed):
+            train_dynamics(opened(run))
+    assert not tokenizers(run)
+    dynamics = train_dynamics(opened(run))
+    assert dynamics.version == 1
+    assert same_weights(weights(dynamics, INSIDE), weights(tokenizers(run)[0], ALONE))
+
+
+STAGES: dict[str, Callable[[Context], Artifact]] = {"dynamics": train_dynamics, "controller": imagine}
+
+
+@pytest.mark.parametrize("kind", STAGES)
+@pytest.mark.parametrize("times", [1, 3])
+def test_killed_in_the_middle_it_ends_in_the_same_bits(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, times: int
+) -> None:
+    """Batch statistics, slow critic, normaliser, scale, counters and generators included: all are in the weights."""
+    if kind == "controller":
+        train_dynamics(opened(run))
+    other = tmp_path / "other"
+    shutil.copytree(run, other, symlinks=True)
+    undisturbed = STAGES[kind](opened(other, EAGER))
+    with monkeypatch.context() as patch:
+        kill_at(patch, "checkpoint", times)
+        with pytest.raises(Killed):
+            STAGES[kind](opened(run, EAGER))
+    resumed = STAGES[kind](opened(run, EAGER))
+    assert sha256(resumed) == sha256(undisturbed)
+    assert sha256(resumed, TRAINING) == sha256(undisturbed, TRAINING)
+
+
+def test_an_agent_that_draws_while_it_looks_is_resumed_exactly(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_dynamics(opened(run))
+    imagine(opened(run))
+    other = tmp_path / "other"
+    shutil.copytree(run, other, symlinks=True)
+    undisturbed = collect(opened(other, EAGER))
+    with monkeypatch.context() as patch:
+        kill_at(patch, "checkpoint", 4)
+        with pytest.raises(Killed):
+            collect(opened(run, EAGER))
+    resumed = collect(opened(run, EAGER))
+
+    def content(artifact: Artifact) -> list[str]:
+        return [entry["sha256"] for entry in artifact.manifest["files"] if entry["path"].startswith(SEGMENT)]
+
+    assert content(resumed) == content(undisturbed)
+
+
+def test_controllers_use_the_tokenizer_inside_the_dynamics(run: Path) -> None:
+    dynamics = train_dynamics(opened(run))
+    controller = imagine(opened(run))
+    shutil.rmtree(run / "tokenizer")
+    world_model, _ = load_controller(controller, torch.device("cpu"))
+    assert same_weights(weights(dynamics, INSIDE), dict(world_model.get_submodule("tokenizer").state_dict()))
+    assert evaluate(opened(run)).metrics["episodes"] == 3
+    assert evaluate(opened(run, "evaluation.temperature=0.5")).metrics["episodes"] == 3
+
+
+def test_a_controller_goes_on_only_with_dynamics_that_descend_from_its(run: Path) -> None:
+    train_dynamics(opened(run))
+    imagine(opened(run))
+    train_dynamics(opened(run, more=True))
+    assert imagine(opened(run, more=True)).metrics["updates"] == 8
+    train_dynamics(opened(run, "seed=7"))
+    with pytest.raises(ArtifactError, match="learned the latents of dynamics@2, and dynamics@3 does not descend"):
+        imagine(opened(run, more=True))
+
+
+def test_frequencies_are_counted_and_go_on_from_stage_to_stage(run: Path) -> None:
+    dynamics = train_dynamics(opened(run))
+    counts = read_part(dynamics.file(TRAINING), "sampler")["counts"]
+    assert counts.shape == (90,) and counts.sum() == BATCH * UPDATES
+    further = train_dynamics(opened(run, more=True))
+    grown = read_part(further.file(TRAINING), "sampler")["counts"]
+    assert grown.sum() == 2 * BATCH * UPDATES and (grown >= counts).all()
+    controller = imagine(opened(run))
+    imagined = read_part(controller.file(TRAINING), "sampler")["counts"]
+    assert imagined.sum() == 6 * 4
+    collect(opened(run))
+    later = read_part(train_dynamics(opened(run, more=True)).file(TRAINING), "sampler")["counts"]
+    assert later.shape == (180,) and (later[:90] >= grown).all()
+    assert later[90:].sum() > 0  # new rows, never trained on, are likelier
+
+
+def test_imagination_is_drawn_against_what_the_dynamics_trained_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from wmcli.experience import frequency
+
+    seen: list[np.ndarray] = []
+    scores = frequency.imagination_scores
+
+    def spy(trained: np.ndarray, *rest: object) -> np.ndarray:
+        seen.append(trained.copy())
+        return scores(trained, *rest)  # type: ignore[arg-type]
+
+    dynamics = train_dynamics(opened(run))
+    monkeypatch.setattr(frequency, "imagination_scores", spy)
+    imagine(opened(run))
+    counts = read_part(dynamics.file(TRAINING), "sampler")["counts"]
+    assert seen and 0 < seen[0].sum() <= counts.sum()  # a few rows start no window of imagination
+    assert set(seen[0].tolist()) <= set(counts.tolist())
+
+
+def test_other_frequencies_are_another_job(run: Path) -> None:
+    first = train_dynamics(opened(run))
+    assert train_dynamics(opened(run, "training.dfs.temperature=3.0")).digest != first.digest
+    uniform = train_dynamics(opened(run, "training.sampling=uniform"))
+    same = train_dynamics(opened(run, "training.sampling=uniform", "training.dfs.temperature=3.0"))
+    assert same.digest == uniform.digest
+
+
+def test_pictures_films_and_profiles(run: Path, tmp_path: Path) -> None:
+    dynamics = train_dynamics(opened(run, pictures=True))
+    assert (dynamics.path / "imagination.gif").exists()
+    tokenizer = train_tokenizer(opened(run, pictures=True))
+    assert (tokenizer.path / "reconstructions.png").exists()
+    assert 0 <= tokenizer.metrics["object_recall"] <= 1
+    imagine(opened(run))
+    for source in ("real", "imagination"):
+        film = play(opened(run), source=source, out=tmp_path / f"{source}.gif", controller=None, seed=1)  # type: ignore[arg-type]
+        assert film.stat().st_size > 0
+    rows = {row["what"]: row for row in profile(opened(run)).metrics["rows"]}
+    assert {"train-dynamics", "imagine (controller update)", "imagination"} <= set(rows)
+    assert all(row["rate"] > 0 for row in rows.values())
+
+
+def test_the_presets_are_there() -> None:
+    wanted = {"drama", "drama-s", "drama-mamba1", "drama-uniform", "storm", "dreamer-xs", "drama-quick"}
+    assert wanted | {"drama-pong-small", "drama-code"} <= set(preset_names())

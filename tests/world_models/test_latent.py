@@ -1,0 +1,435 @@
+"""The latent world model: losses by hand, imagination and acting against plain runs of the backbone.
+
+Axes: B batch, T frames, K variables, C classes, D width, A actions, W acting window. All sizes differ.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from small_backbones import NAMES, small
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from wmcli.nn import two_hot
+from wmcli.tokenizers.categorical import CategoricalTokenizer, CategoricalTokenizerSettings
+from wmcli.world_models.base import Batch
+from wmcli.world_models.latent import LatentWorldModel, LatentWorldModelSettings
+
+B, T, K, C, D, A, SIZE = 3, 7, 4, 5, 16, 6, 16
+
+
+def make(backbone="retnet", *, unimix=0.01, dropout=0.0, **settings) -> LatentWorldModel:
+    torch.manual_seed(0)
+    tokenizer = CategoricalTokenizerSettings(
+        categoricals=K, classes=C, unimix=unimix, channels=(6, 8), strides=(2, 2), kernel=4
+    )
+    dynamics = LatentWorldModelSettings(**{"horizon": 12, "context": 3, "act_window": 5, "head_width": 9, **settings})
+    sequence_model = small(backbone, max_length=dynamics.horizon, block=1, width=D, dropout=dropout)
+    model = LatentWorldModel(dynamics, sequence_model, CategoricalTokenizer(tokenizer, SIZE), A)
+    with torch.no_grad():  # so that priors are not all but uniform
+        model.prior_head.weight.mul_(20)
+        model.tokenizer.posterior_head.weight.mul_(20)
+    return model
+
+
+def frames(*lead: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(256, (*lead, SIZE, SIZE, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def segment(**changes) -> Batch:
+    generator = torch.Generator().manual_seed(2)
+    no = torch.zeros(B, T, dtype=torch.bool)
+    first = no.clone()
+    first[:, 0] = True
+    batch = Batch(
+        frames(B, T),
+        torch.randint(A, (B, T), generator=generator),
+        torch.randint(-2, 3, (B, T), generator=generator).float(),
+        no,
+        no,
+        first,
+        ~no,
+    )
+    return batch._replace(**changes)
+
+
+def drawn(*lead: int, seed: int = 3) -> torch.Tensor:
+    return F.one_hot(torch.randint(C, (*lead, K), generator=torch.Generator().manual_seed(seed)), C).float()
+
+
+def resets(*places: tuple[int, int]) -> torch.Tensor:
+    reset = torch.zeros(B, T, dtype=torch.bool)
+    for row, time in places:
+        reset[row, time] = True
+    return reset
+
+
+def test_sizes():
+    model = make()
+    assert model.feature_shape == (K * C + D,)
+    assert model.encode(frames(B, T)).shape == (B, T, K, C)
+    assert model.decode(drawn(B, T)).shape == (B, T, SIZE, SIZE, 3)
+    assert model.decode(drawn(B, T)).dtype == torch.uint8
+
+
+# -- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_its_definition():
+    """Recomputed frame by frame. Draws are made certain by nearly one-hot posteriors."""
+    model = make(unimix=0.0, dynamics_weight=0.7, representation_weight=0.3, free_nats=0.0).eval()
+    with torch.no_grad():
+        model.tokenizer.posterior_head.weight.mul_(1e4)
+    batch = segment(terminated=resets((0, 3), (2, 6)))
+    total, log = model.loss(batch)
+
+    z = model.encode(batch.latent)
+    assert set(z.unique().tolist()) == {0.0, 1.0}
+    sums = dict.fromkeys(("image", "reward", "termination", "kl"), 0.0)
+    for row in range(B):
+        state = model.backbone.initial_state(1)
+        for t in range(T):
+            image = model.tokenizer.reconstruct(z[row, t][None])[0]
+            sums["image"] += (image - batch.latent[row, t].permute(2, 0, 1) / 255).square().sum()
+            element = torch.cat((z[row, t].flatten(), F.one_hot(batch.action[row, t], A).float()))
+            d, state = model.backbone.step(model.stem(element[None]), state)
+            target = two_hot.encode(batch.reward[row, t])
+            sums["reward"] -= (target * model.reward_head(d)[0].log_softmax(-1)).sum()
+            logit = model.termination_head(d)[0, 0]
+            sums["termination"] -= F.logsigmoid(logit if batch.terminated[row, t] else -logit)
+            if t + 1 < T:
+                log_prior = model.prior_head(d).view(K, C).log_softmax(-1)
+                sums["kl"] -= (z[row, t + 1] * log_prior).sum()  # a certain posterior has no entropy
+    assert_close(log["reconstruction"], sums["image"] / (B * T), rtol=1e-4, atol=0)
+    assert_close(log["reward_loss"], sums["reward"] / (B * T), rtol=1e-4, atol=0)
+    assert_close(log["termination_loss"], sums["termination"] / (B * T), rtol=1e-4, atol=1e-6)
+    assert_close(log["observation_loss"], sums["kl"] / (B * (T - 1)), rtol=1e-3, atol=0)
+    parts = (sums["image"] + sums["reward"] + sums["termination"]) / (B * T) + sums["kl"] / (B * (T - 1))
+    assert_close(total, parts, rtol=1e-4, atol=0)  # 0.7 + 0.3 of the same number
+
+
+def test_free_nats_of_the_mean_silence_both_kl_gradients():
+    model = make(free_nats=1000.0)
+    total, _ = model.loss(segment())
+    (gradient,) = torch.autograd.grad(total, [model.prior_head.weight], allow_unused=True)
+    assert gradient is None or not gradient.any()
+
+
+@pytest.mark.parametrize(("of", "want"), [("mean", 2.0), ("each", (1.5 + 1.5 + 4.0) / 3)])
+def test_free_nats_of_the_mean_or_of_each(of, want):
+    model = make(free_nats=1.5, free_nats_of=of)
+    kl = torch.tensor([[1.0, 1.0, 4.0, 99.0]])
+    assert_close(model._with_free_nats(kl, torch.tensor([[True, True, True, False]])), torch.tensor(want))
+
+
+def test_which_side_learns_from_which_loss():
+    """The dynamics loss moves the prior, the representation loss the posterior: with one off, its side stands still."""
+    for off, silent in (("dynamics_weight", "prior_head"), ("representation_weight", None)):
+        model = make(free_nats=0.0, **{off: 0.0})
+        total, _ = model.loss(segment())
+        total.backward()
+        gradient = model.prior_head.weight.grad
+        assert (gradient is None or not gradient.any()) == (silent == "prior_head")
+
+
+@pytest.mark.parametrize("backbone", NAMES)
+def test_every_parameter_learns(backbone):
+    model = make(backbone, free_nats=0.0)
+    total, _ = model.loss(segment(first=resets((0, 0), (1, 3))))
+    total.backward()
+    silent = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert not silent
+    grouped = [parameter for group in model.parameter_groups() for parameter in group["params"]]
+    assert len(grouped) == len(set(grouped)) == len(list(model.parameters()))
+
+
+def test_gradients_of_the_dynamics_reach_the_encoder():
+    model = make(free_nats=0.0, representation_weight=0.0)
+    batch = segment()
+    z = model.tokenizer.posterior(batch.latent)
+    total, log = model.loss(batch)
+    assert z.requires_grad and log["reward_loss"] > 0
+    image = model.tokenizer.decoder
+    for parameter in image.parameters():
+        parameter.requires_grad_(False)
+    with_dynamics = torch.autograd.grad(total, [model.tokenizer.posterior_head.weight], retain_graph=True)[0]
+    assert with_dynamics.abs().max() > 0
+
+
+def _logged(model, batch):
+    torch.manual_seed(5)
+    return model.loss(batch)[1]
+
+
+def test_what_comes_after_an_end_is_not_predicted_and_does_not_remember():
+    model = make().eval()
+    batch = segment(first=resets((0, 0), (1, 0), (2, 0), (1, 4)))
+    changed = batch._replace(action=batch.action.clone())
+    changed.action[1, 3] = (changed.action[1, 3] + 1) % A  # the last action before the end
+    before, after = _logged(model, batch), _logged(model, changed)
+    # Only what is read at that very step may differ: nothing of the rows' frames after it.
+    assert_close(before["observation_loss"], after["observation_loss"], rtol=0, atol=1e-6)
+    leaky = make(reset_at_ends=False).eval()
+    assert (_logged(leaky, batch)["observation_loss"] - _logged(leaky, changed)["observation_loss"]).abs() > 1e-4
+
+
+def test_padding_leaves_no_trace():
+    model = make(across_ends=False).eval()
+    valid = torch.ones(B, T, dtype=torch.bool)
+    valid[0, 4:] = False
+    batch = segment(valid=valid)
+    other = batch._replace(action=batch.action.clone(), reward=batch.reward.clone(), latent=batch.latent.clone())
+    other.action[0, 4:] = 0
+    other.reward[0, 4:] = 9.0
+    for name, value in _logged(model, batch).items():
+        assert_close(_logged(model, other)[name], value, msg=name)
+
+
+@pytest.mark.parametrize("key", [True, False])
+def test_time_limits_are_ends_only_if_asked_for(key):
+    model = make(end_on_truncation=key).eval()
+    batch = segment()
+    cut = batch._replace(truncated=resets((1, 2)))
+    same = torch.equal(_logged(model, batch)["termination_loss"], _logged(model, cut)["termination_loss"])
+    assert same != key
+
+
+# -- imagination ------------------------------------------------------------------------------------------------------
+
+
+def by_hand(model, z, action, opens=0):
+    """Summaries d_0 ... d_{T-1} of one row (T, K, C), read step by step from `opens` on."""
+    state, summaries = model.backbone.initial_state(1), []
+    for t in range(opens, len(z)):
+        element = torch.cat((z[t].flatten(), F.one_hot(action[t], A).float()))
+        d, state = model.backbone.step(model.stem(element[None]), state)
+        summaries.append(d[0])
+    return torch.stack(summaries)
+
+
+@pytest.mark.parametrize("backbone", NAMES)
+@torch.no_grad()
+def test_observe_then_imagine_is_the_backbone_step_by_step(backbone):
+    model = make(backbone).eval()
+    z, action = drawn(B, T), torch.randint(A, (B, T))
+    reset = resets((0, 0), (1, 3), (2, T - 1))
+    features, state = model.observe(z, action, reset)
+    assert features.shape == (B, T, *model.feature_shape)
+    opens = [0, 3, T - 1]
+    for row in range(B):
+        want = by_hand(model, z[row], action[row], opens[row])
+        for t in range(opens[row], T):
+            before = want[t - opens[row] - 1] if t > opens[row] else torch.zeros(D)
+            assert_close(features[row, t], torch.cat((z[row, t].flatten(), before)), rtol=0, atol=2e-5)
+    assert_close(model.features(state), features[:, -1])
+    imagined, after = model.imagine(state, action[:, -1])
+    for row in range(B):
+        d = by_hand(model, z[row], action[row], opens[row])[-1]
+        assert_close(after.summary[row], d, rtol=0, atol=2e-5)
+        assert_close(imagined.reward[row], two_hot.decode(model.reward_head(d)), rtol=1e-4, atol=1e-5)
+        assert imagined.terminated[row] == (model.termination_head(d)[0] > 0)
+    assert torch.equal(model.latent(after), imagined.latent)
+    assert (imagined.latent.sum(-1) == 1).all()
+
+
+@torch.no_grad()
+def test_a_single_frame_is_context_enough():
+    model = make().eval()
+    z, action = drawn(B, 1), torch.randint(A, (B, 1))
+    features, state = model.observe(z, action, torch.ones(B, 1, dtype=torch.bool))
+    assert_close(features[:, 0, K * C :], torch.zeros(B, D))
+    _, after = model.imagine(state, action[:, 0])
+    assert_close(after.summary[1], by_hand(model, z[1], action[1])[0], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_imagined_latents_follow_the_prior():
+    model = make().eval()
+    rows = 20_000
+    z, action = drawn(1, 1).expand(rows, 1, K, C), torch.zeros(rows, 1, dtype=torch.long)
+    _, state = model.observe(z, action, torch.ones(rows, 1, dtype=torch.bool))
+    imagined, after = model.imagine(state, action[:, 0])
+    prior = model._prior(after.summary[0]).exp()
+    assert_close(imagined.latent.mean(0), prior, rtol=0, atol=4 * (0.25 / rows) ** 0.5)
+
+
+@torch.no_grad()
+def test_real_latents_are_drawn_from_their_posterior():
+    model = make().eval()
+    latent = model.encode(frames(1, 2)).expand(20_000, 2, K, C)
+    _, state = model.observe(latent, torch.zeros(20_000, 2, dtype=torch.long), torch.zeros(20_000, 2, dtype=torch.bool))
+    assert_close(state.latent.mean(0), latent[0, 1], rtol=0, atol=4 * (0.25 / 20_000) ** 0.5)
+
+
+@torch.no_grad()
+def test_the_rounding_fault_of_the_public_code_empties_latents_of_the_dynamics_only():
+    model = make(truncate_latents=True).eval()
+    rows = 500
+    _, state = model.observe(
+        drawn(rows, 2), torch.zeros(rows, 2, dtype=torch.long), torch.zeros(rows, 2, dtype=torch.bool)
+    )
+    _, after = model.imagine(state, torch.zeros(rows, dtype=torch.long))
+    empty = (after.latent.sum(-1) == 0).float().mean()
+    assert 0.05 < empty < 0.4
+    assert (after.seen.sum(-1) == 1).all()
+    assert torch.equal(model.features(after)[:, : K * C], after.seen.flatten(1))
+    again = make().eval()
+    _, sound = again.imagine(state, torch.zeros(rows, dtype=torch.long))
+    assert (sound.latent.sum(-1) == 1).all()
+
+
+# -- acting -----------------------------------------------------------------------------------------------------------
+
+
+def certain(model):
+    """Posteriors so sharp that draws are certain: then acting can be compared with observing."""
+    with torch.no_grad():
+        model.tokenizer.posterior_head.weight.mul_(1e4)
+    return model.eval()
+
+
+def play(model, steps, reset, seed=0):
+    """States after each of some frames, perceived one by one."""
+    generator = torch.Generator().manual_seed(seed)
+    seen = frames(B, steps)
+    action = torch.randint(A, (B, steps), generator=torch.Generator().manual_seed(4))
+    states, state = [], None
+    for t in range(steps):
+        previous = action[:, t - 1] if t else torch.zeros_like(action[:, 0])
+        state = model.perceive(state, seen[:, t], previous, reset[:, t], generator)
+        states.append(state)
+    return states, seen, action
+
+
+@pytest.mark.parametrize("backbone", NAMES)
+@pytest.mark.parametrize("window", [0, 4])
+def test_acting_sees_what_observing_sees(backbone, window):
+    """The summary after each frame is that of the frames before it in the episode, at most `window` of them."""
+    model = certain(make(backbone, unimix=0.0, act_on="posterior", act_window=window))
+    reset = resets((0, 0), (1, 0), (2, 0), (1, 4))
+    states, seen, action = play(model, T, reset)
+    z = model.encode(seen)
+    for row in range(B):
+        for t in range(T):
+            opens = max(u for u in range(t + 1) if reset[row, u])
+            start = max(opens, t - window) if window else opens
+            want = by_hand(model, z[row, :t], action[row], start)[-1] if t > start else torch.zeros(D)
+            assert_close(states[t].summary[row], want, rtol=0, atol=2e-5)
+            assert_close(model.features(states[t])[row, : K * C], z[row, t].flatten())
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_acting_on_the_prior_does_not_see_the_current_frame(window):
+    model = make(act_on="prior", act_window=window).eval()
+    reset = resets((0, 0), (1, 0), (2, 0))
+
+    def shown(last):
+        generator, state = torch.Generator().manual_seed(0), None
+        for t in range(3):
+            image = frames(B, seed=last) if t == 2 else frames(B, seed=t)
+            state = model.perceive(state, image, torch.ones(B, dtype=torch.long), reset[:, t], generator)
+        return model.features(state), model.latent(state)
+
+    assert torch.equal(shown(7)[0], shown(8)[0])
+    assert_close(shown(7)[0][:, : K * C], shown(7)[1].flatten(1))
+
+
+def test_an_episodes_first_frame_is_always_seen():
+    model = certain(make(unimix=0.0, act_on="prior"))
+    states, seen, _ = play(model, 1, torch.ones(B, 1, dtype=torch.bool))
+    assert_close(model.latent(states[0]), model.encode(seen)[:, 0])
+    assert_close(states[0].summary, torch.zeros(B, D))
+
+
+@pytest.mark.parametrize("window", [0, 4])
+@torch.no_grad()
+def test_imagination_goes_on_from_a_perceived_frame(window):
+    model = certain(make(unimix=0.0, act_on="posterior", act_window=window))
+    states, seen, action = play(model, 4, resets((0, 0), (1, 0), (2, 0), (2, 3))[:, :4])
+    _, after = model.imagine(states[-1], action[:, 3])
+    z = model.encode(seen)
+    for row, opens in enumerate((0, 0, 3)):
+        assert_close(after.summary[row], by_hand(model, z[row], action[row], opens)[-1], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_perceiving_leaves_the_global_generator_alone_and_keeps_its_tree(window):
+    model = make(act_window=window).eval()
+    before = torch.get_rng_state()
+    states, _, _ = play(model, 3, resets((0, 0), (1, 0), (2, 0)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+    def tree(value):
+        if isinstance(value, torch.Tensor):
+            return value.shape, value.dtype
+        return [tree(each) for each in value] if isinstance(value, tuple) else type(value)
+
+    assert tree(states[0]) == tree(states[1]) == tree(states[2])
+
+
+# -- precision, and learning ------------------------------------------------------------------------------------------
+
+
+def test_autocast_keeps_losses_states_and_features_in_float32():
+    model = make().eval()
+    want, _ = model.loss(segment())
+    with torch.autocast("cpu", torch.bfloat16):
+        got, _ = model.loss(segment())
+        latent = model.encode(frames(B, 2))
+        features, state = model.observe(
+            latent, torch.zeros(B, 2, dtype=torch.long), torch.zeros(B, 2, dtype=torch.bool)
+        )
+        imagined, after = model.imagine(state, torch.zeros(B, dtype=torch.long))
+    for value in (got, latent, features, state.summary, imagined.reward, after.summary, model.features(after)):
+        assert value.dtype == torch.float32
+    assert_close(got, want, rtol=0.05, atol=0)
+
+
+def test_batch_statistics_are_left_alone_outside_training():
+    model = make().eval()
+    before = copy.deepcopy(model.state_dict())
+    model.encode(frames(B, T))
+    model.loss(segment())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def dots(generator, batch, time=6):
+    """A bright square moves round four places by 0 or 1; reward 1 for arriving at place 0."""
+    action = torch.randint(2, (batch, time), generator=generator)
+    place = torch.randint(4, (batch, 1), generator=generator)
+    place = (place + F.pad(action.cumsum(1), (1, 0))) % 4
+    image = torch.zeros(batch, time, SIZE, SIZE, 3, dtype=torch.uint8)
+    for p in range(4):
+        y, x = 8 * (p // 2), 8 * (p % 2)
+        image[:, :, y : y + 8, x : x + 8] = 255 * (place[:, :-1] == p).to(torch.uint8)[..., None, None, None]
+    no = torch.zeros(batch, time, dtype=torch.bool)
+    first = no.clone()
+    first[:, 0] = True
+    return Batch(image, action, (place[:, 1:] == 0).float(), no, no, first, ~no), place
+
+
+def test_a_moving_square_is_learned_and_imagined():
+    model = make(free_nats=0.1, head_width=32)
+    with torch.no_grad():
+        model.prior_head.weight.div_(20)
+        model.tokenizer.posterior_head.weight.div_(20)
+    optimiser = torch.optim.AdamW(model.parameter_groups(), lr=5e-3)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(150):
+        total, log = model.loss(dots(generator, 16)[0])
+        optimiser.zero_grad()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+        optimiser.step()
+    model.eval()
+    batch, _ = dots(generator, 64)
+    reset = batch.first[:, :2]
+    _, state = model.observe(model.encode(batch.latent[:, :2]), batch.action[:, :2], reset)
+    for t in (1, 2, 3):
+        imagined, state = model.imagine(state, batch.action[:, t])
+        error = (model.decode(imagined.latent).float() - batch.latent[:, t + 1].float()).abs().mean((1, 2, 3))
+        assert (error < 20).float().mean() > 0.9, t
+        assert ((imagined.reward - batch.reward[:, t]).abs() < 0.2).float().mean() > 0.9, t

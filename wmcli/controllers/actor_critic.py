@@ -1,0 +1,311 @@
+"""The actor-critic of DreamerV3, STORM and Drama: two networks that look at one frame and learn from imagined rollouts.
+
+Sources: DreamerV3 (Hafner et al. 2023, arXiv 2301.04104), STORM (Zhang et al. 2023, NeurIPS, arXiv 2310.09615) and
+Drama (Wang et al. 2025, ICLR, arXiv 2410.08893), whose public code gives the defaults where it differs from the papers.
+B batch, T time (frames), A actions, F features of a frame, flattened.
+
+The controller remembers nothing from frame to frame: memory is the world model's, and its features hold what there is
+to know. The critic gives the value as a distribution over bins (`wmcli.nn.two_hot`), and is held to a slow copy of
+itself, so that it does not run away. Advantages are divided by the range of the returns where that is above 1.
+
+A rollout of h imagined actions visits n = h + 1 states; the last one only gives the value that the returns start from.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from wmcli.config import Section
+from wmcli.controllers.base import Controller, State, episode_starts
+from wmcli.nn import two_hot
+from wmcli.nn.categorical import sample
+from wmcli.nn.mlp import Activation, Norm, mlp
+from wmcli.nn.one_hot import mixed_log_probabilities
+from wmcli.nn.returns import lambda_returns
+from wmcli.nn.running import RunningNormaliser, RunningRange
+from wmcli.world_models.base import Batch, WorldModel
+
+HIDDEN_GAIN = math.sqrt(2)
+HEAD_GAIN = 0.001  # so that a new policy is nearly uniform and a new value nearly 0
+
+
+class ActorCriticSettings(Section):
+    """The actor-critic and how it learns; the defaults are those of Drama's public code."""
+
+    kind: Literal["actor-critic"] = "actor-critic"
+    """Feed-forward actor and critic on the world model's features (DreamerV3, STORM, Drama)."""
+    actor_layers: int = Field(3, ge=1)
+    """Hidden layers of the actor: 3 in Drama's code, 2 in its paper and in STORM."""
+    actor_width: int = Field(256, ge=1)
+    """Width of the actor's hidden layers."""
+    critic_layers: int = Field(3, ge=1)
+    """Hidden layers of the critic."""
+    critic_width: int = Field(512, ge=1)
+    """Width of the critic's hidden layers."""
+    norm: Norm = "rms"
+    """After each hidden linear layer: "rms" (DreamerV3, Drama) or "layer" (STORM)."""
+    activation: Activation = "silu"
+    """After each norm: "silu" (DreamerV3, Drama) or "relu" (STORM)."""
+    normalise_inputs: bool = True
+    """The actor sees features shifted and scaled by the mean and variance of all so far (Drama's code only)."""
+    start: Literal["prior", "posterior"] = "prior"
+    """First state of a rollout: imagined after the last real action (Drama, STORM), or the last real frame's own."""
+    horizon: int = Field(16, ge=1)
+    """Imagined actions in a rollout: 16 in Drama and STORM, 15 in DreamerV3."""
+    discount: float = Field(0.985, ge=0, le=1)
+    """Gamma: what a reward one step later is worth."""
+    trace_decay: float = Field(0.95, ge=0, le=1)
+    """Lambda of the lambda-returns: 0 trusts the next value, 1 only the imagined rewards and the last value."""
+    entropy: float = Field(3e-4, ge=0)
+    """Weight of the entropy bonus in the loss."""
+    returns: Literal["v3", "drama", "storm"] = "v3"
+    """Which of the published lambda-returns (`wmcli.nn.returns`); Drama's code counts them one step too early."""
+    slow_rate: float = Field(0.02, gt=0, le=1)
+    """By how much the slow critic moves towards the critic after each update."""
+    slow_target: Literal["returns", "values"] = "returns"
+    """What the critic is held to: "returns" worked out with the slow critic (Drama, STORM), or its "values" themselves
+    (DreamerV3)."""
+    slow_weight: float = Field(1.0, ge=0)
+    """Weight of that in the loss."""
+    action_unimix: float = Field(0.0, ge=0, lt=1)
+    """Share of the uniform distribution in the policy: 0.01 in DreamerV3."""
+    weigh_by_continuation: bool = False
+    """Weigh each step by how likely it is reached, discount included (DreamerV3); false: steps after an imagined end
+    count like all others (Drama, STORM)."""
+    batch: int = Field(1024, ge=1)
+    """Rollouts in an update."""
+    updates: int = Field(100, ge=1)
+    """Updates each time the stage is called."""
+    optimiser: Literal["laprop", "adamw", "adam"] = "laprop"
+    """laprop in DreamerV3 and Drama, adam in STORM."""
+    learning_rate: float = Field(4e-5, gt=0)
+    """Learning rate after the warm-up: 4e-5 in DreamerV3 and Drama, 3e-5 in STORM."""
+    warmup: int = Field(1000, ge=0)
+    """Updates over which the learning rate rises linearly to that (laprop)."""
+    eps: float = Field(0.0, ge=0)
+    """What the optimiser adds to the root of the second moment: 1e-5 in STORM; 0 is the optimiser's own, 1e-20 for
+    laprop (DreamerV3, Drama), 1e-8 for the others."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay (AdamW) of every parameter."""
+    clip: float = Field(100.0, gt=0)
+    """Largest gradient norm; a larger gradient is scaled down to it."""
+
+    @model_validator(mode="after")
+    def _returns_have_their_rewards(self) -> ActorCriticSettings:
+        if self.returns == "drama" and self.start != "prior":
+            raise ValueError(
+                "returns = 'drama' counts the reward that leads to the first state, which is imagined only with"
+                " start = 'prior'; set that, or returns = 'v3'"
+            )
+        return self
+
+
+class Rollout(NamedTuple):
+    """Imagined rollouts of h actions through n = h + 1 states. Constants: no gradient reaches what is recorded here."""
+
+    feature: Tensor
+    """(B, n, F) what the controller saw of each state."""
+    action: Tensor
+    """(B, h) int64, taken in each state but the last."""
+    reward: Tensor
+    """(B, n) float32, on the way to each state: that of action[:, t] is reward[:, t + 1]. The first is 0 where the
+    rollout starts at a real frame."""
+    terminated: Tensor
+    """(B, n) bool, the same for the end of the task."""
+
+
+class ActorCritic(Controller):
+    """Policy and value on the features of one frame.
+
+    `feature_shape` is the world model's, `actions` the number A, `window` the real frames that imagination starts from.
+    Hidden layers follow autocast; the last layers keep the precision of the weights, and values, returns and losses are
+    float32: differences of values are small.
+    """
+
+    def __init__(
+        self, settings: ActorCriticSettings, feature_shape: tuple[int, ...], actions: int, window: int
+    ) -> None:
+        super().__init__()
+        self.settings = settings
+        self.actions = actions
+        self.window = window
+        features = math.prod(feature_shape)
+        self.normaliser = RunningNormaliser(features) if settings.normalise_inputs else None
+        self.actor = _network(settings, features, settings.actor_width, settings.actor_layers, actions)
+        self.critic = _network(settings, features, settings.critic_width, settings.critic_layers, two_hot.BINS)
+        self.slow_critic = copy.deepcopy(self.critic).requires_grad_(False)
+        self.return_range = RunningRange()
+
+    # -- one frame at a time ---
+
+    def policy(self, feature: Tensor) -> Tensor:
+        """Log-probabilities (..., A) of the actions, given features (..., F)."""
+        seen = feature if self.normaliser is None else self.normaliser(feature)
+        return mixed_log_probabilities(_run(self.actor, seen), self.settings.action_unimix)
+
+    def initial_state(self, batch: int) -> State:
+        """Nothing."""
+        return ()
+
+    def cleared(self, state: State, reset: Tensor) -> State:
+        """Nothing is remembered."""
+        return state
+
+    def decide(self, world_model: WorldModel, world_state: State, state: State) -> tuple[Tensor, State]:
+        """Log-probabilities (B, A) for the frame the world model perceived last. The normaliser stays as it is."""
+        return self.policy(world_model.features(world_state).flatten(1)), state
+
+    def follow(self, action: Tensor, state: State) -> State:
+        """Nothing is remembered."""
+        return state
+
+    def burn_in(self, world_model: WorldModel, world_state: State, action: Tensor, state: State) -> State:
+        """Nothing is remembered."""
+        return state
+
+    # -- learning ---
+
+    def loss(self, world_model: WorldModel, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Imagine a rollout from each window of `batch`, then `rollout_loss`. The world model stays as it is."""
+        return self.rollout_loss(imagine(self, world_model, batch))
+
+    def rollout_loss(self, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
+        """Policy, value, slow and entropy losses, with the decisions of the rollout computed once more in one batch.
+
+        Means over the h actions, with G the lambda-return, G' the target of `slow_target`, S the range of the returns,
+        and [x] constant: -log pi(a) [(G - V) / max(1, S)]  +  CE(V, [G])  +  slow weight * CE(V, [G'])
+        -  entropy weight * H(pi). As neither sampled actions nor the world model are differentiated, this has the
+        gradient that a graph kept through imagination would have.
+
+        In training mode the range takes in the returns before it is used, and the normaliser takes in the features
+        after it was used, so that the policy that learns is the one that acted. In eval mode neither changes.
+        """
+        settings = self.settings
+        value_logits = _run(self.critic, rollout.feature)  # (B, n, bins)
+        value = two_hot.decode(value_logits.detach())  # (B, n)
+        target = self._returns(rollout, value)  # (B, h), as everything from here on
+        with torch.no_grad():
+            slow_value = two_hot.decode(_run(self.slow_critic, rollout.feature))
+        slow_target = self._returns(rollout, slow_value) if settings.slow_target == "returns" else slow_value[:, :-1]
+
+        if self.training:
+            self.return_range.update(target)
+        scale = self.return_range()
+        value, value_logits = value[:, :-1], value_logits[:, :-1]
+        log_policy = self.policy(rollout.feature[:, :-1])  # (B, h, A)
+        taken = log_policy.gather(-1, rollout.action[..., None]).squeeze(-1)
+        weight = self._weights(rollout, value.dtype)
+
+        policy_loss = -(weight * taken * (target - value) / scale.clamp(min=1)).mean()
+        value_loss = (weight * two_hot.loss(value_logits, target)).mean()
+        slow_loss = (weight * two_hot.loss(value_logits, slow_target)).mean()
+        entropy = -(weight * (log_policy.exp() * log_policy).sum(-1)).mean()
+        total = policy_loss + value_loss + settings.slow_weight * slow_loss - settings.entropy * entropy
+        if self.training and self.normaliser is not None:
+            self.normaliser.update(rollout.feature)
+        metrics = {
+            "value_loss": value_loss,
+            "policy_loss": policy_loss,
+            "slow_loss": slow_loss,
+            "entropy": entropy,
+            "value_mean": value.mean(),
+            "imagined_return": target.mean(),
+            "imagined_reward": rollout.reward[:, 1:].mean(),
+            "imagined_terminations": rollout.terminated[:, 1:].float().mean(),
+            "return_scale": scale,
+        }
+        return total, {name: metric.detach() for name, metric in metrics.items()}
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """The slow critic moves towards the critic: slow <- (1 - rate) slow + rate critic."""
+        for slow, current in zip(self.slow_critic.parameters(), self.critic.parameters(), strict=True):
+            slow.lerp_(current, self.settings.slow_rate)
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """One group, actor and critic. The slow critic follows; it does not learn."""
+        parameters = [*self.actor.parameters(), *self.critic.parameters()]
+        return [{"params": parameters, "weight_decay": self.settings.weight_decay}]
+
+    # -- pieces ---
+
+    def _returns(self, rollout: Rollout, value: Tensor) -> Tensor:
+        """Lambda-returns (B, h) with values (B, n), in the form that the settings name."""
+        settings = self.settings
+        # Drama's code reads reward and end where it reads the value: those on the way to the state.
+        steps = slice(None, -1) if settings.returns == "drama" else slice(1, None)
+        return lambda_returns(
+            rollout.reward[:, steps],
+            value,
+            rollout.terminated[:, steps],
+            settings.discount,
+            settings.trace_decay,
+            "next" if settings.returns == "v3" else "own",
+        )[:, :-1]
+
+    def _weights(self, rollout: Rollout, dtype: torch.dtype) -> Tensor:
+        """What each of the h steps counts, (B, h): 1, or discount^t for as long as nothing has ended."""
+        ended = rollout.terminated[:, :-1]
+        if not self.settings.weigh_by_continuation:
+            return torch.ones_like(ended, dtype=dtype)
+        steps = torch.arange(ended.shape[1], device=ended.device, dtype=dtype)
+        return (~ended).cumprod(1) * self.settings.discount**steps
+
+
+@torch.no_grad()
+def imagine(controller: ActorCritic, world_model: WorldModel, batch: Batch) -> Rollout:
+    """Let the world model take in the real windows of `batch` (B, window), then act in imagination.
+
+    With start = "prior" the first state is what the world model imagines after the last real action; with "posterior"
+    it is the last real frame. Frames left of the first real one (`valid` False) leave no trace. Actions are sampled at
+    temperature 1 with torch's global generator; the device is never waited for. A rollout goes on past an imagined
+    termination.
+    """
+    assert not world_model.training, "dropout in imagination: call world_model.eval() first"
+    assert batch.valid.shape[1] == controller.window, (batch.valid.shape, controller.window)
+    _, state = world_model.observe(batch.latent, batch.action, episode_starts(batch))
+    rows, horizon = batch.action.shape[0], controller.settings.horizon
+    action = batch.action.new_empty(rows, horizon, dtype=torch.int64)
+    reward = batch.reward.new_zeros(rows, horizon + 1)
+    terminated = batch.terminated.new_zeros(rows, horizon + 1)
+    if controller.settings.start == "prior":
+        imagined, state = world_model.imagine(state, batch.action[:, -1])
+        reward[:, 0] = imagined.reward
+        terminated[:, 0] = imagined.terminated
+    first = world_model.features(state).flatten(1)
+    feature = first.new_empty(rows, horizon + 1, first.shape[1])
+    feature[:, 0] = first
+    for t in range(horizon):
+        action[:, t] = sample(controller.policy(feature[:, t]))
+        imagined, state = world_model.imagine(state, action[:, t])
+        reward[:, t + 1] = imagined.reward
+        terminated[:, t + 1] = imagined.terminated
+        feature[:, t + 1] = world_model.features(state).flatten(1)
+    return Rollout(feature, action, reward, terminated)
+
+
+def _network(settings: ActorCriticSettings, inputs: int, width: int, layers: int, outputs: int) -> nn.Sequential:
+    """A stack of dense layers (..., inputs) to (..., outputs) with orthogonal weights and biases 0."""
+    network = mlp(inputs, width, layers, outputs, norm_kind=settings.norm, activation=settings.activation)
+    linear = [layer for layer in network if isinstance(layer, nn.Linear)]
+    for layer in linear:
+        nn.init.orthogonal_(layer.weight, HEAD_GAIN if layer is linear[-1] else HIDDEN_GAIN)
+        nn.init.zeros_(layer.bias)
+    return network
+
+
+def _run(network: nn.Sequential, x: Tensor) -> Tensor:
+    """The hidden layers as autocast has them, the last one in the precision of its weights."""
+    *hidden, head = network
+    assert isinstance(head, nn.Linear)
+    x = x.to(head.weight.dtype)
+    for layer in hidden:
+        x = layer(x)
+    with torch.autocast(x.device.type, enabled=False):
+        return head(x.to(head.weight.dtype))

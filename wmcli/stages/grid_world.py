@@ -1,0 +1,395 @@
+"""The grid-world study of Drama (Wang et al. 2024, arXiv 2410.08893, table 2): a model's errors and a step's cost.
+
+`wm eval --protocol gridworld` is the first function here; behind it stand pure functions of loaded things. The errors
+and their floors are those of wmcli/metrics/grid_world.py; the paper does not say how its frames were generated, so both
+ways are measured. S sequences, T frames, K = 25 cells.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wmcli.artifacts import Artifact
+from wmcli.assemble import load_world_model, settings_of
+from wmcli.backbones import BackboneSettings, build
+from wmcli.controllers.agent import UniformAgent
+from wmcli.envs import Streams
+from wmcli.envs.grid_world import GRID_WORLD_GOAL_ID
+from wmcli.errors import MachineError, UsageError
+from wmcli.experience import Memory, Recorder
+from wmcli.metrics import grid_world as metrics
+from wmcli.stages.context import Context, check_same_environment
+from wmcli.training.device import Machine, derived_seed, isolated_randomness
+from wmcli.training.optim import build_optimiser, update
+from wmcli.world_models.base import Batch
+from wmcli.world_models.cells import KINDS, MOVES, TOKENS, CellsSettings, CellsWorldModel
+
+WARM_UP = 2  # training steps before any is timed
+ENVIRONMENTS = 64  # side by side, for the sequences that are scored
+STATUS = Path("/proc/self/status")  # Linux: what a process has in memory
+
+PAPER: dict[tuple[str, int], tuple[str, str, str]] = {
+    ("mamba2", 208): ("25", "13", "15.6 ± 2.6"),
+    ("mamba1", 208): ("34", "14", "13.9 ± 0.4"),
+    ("gru", 208): ("75", "66", "21.3 ± 0.3"),
+    ("transformer", 208): ("45", "17", "75.0 ± 1.1"),
+    ("mamba2", 1664): ("214", "55", "14.2 ± 0.3"),
+    ("mamba1", 1664): ("299", "52", "14.0 ± 0.4"),
+    ("gru", 1664): ("628", "68", "34.7 ± 25.4"),
+    ("transformer", 1664): ("out of memory", "out of memory", "out of memory"),
+}
+"""Table 2 of the paper, by backbone and tokens: ms a training step, memory in % of 8 GB, error in %."""
+
+
+def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Artifact:
+    """Score the run's dynamics model on sequences of the grid world played afresh, time a training step, and publish.
+
+    `evaluation.episodes` sequences of `dynamics.horizon` frames under random play.
+
+    Raises UsageError for a dynamics model of another kind, ArtifactError when there is none or it is of another
+    environment, MachineError when a training step does not fit into memory.
+    """
+    settings, machine, run = context.settings, context.machine, context.run
+    model = run.resolve(dynamics or "dynamics", "dynamics")
+    check_same_environment(context.environment, model)
+    world_model = load_world_model(model, machine.device)
+    if not isinstance(world_model, CellsWorldModel):
+        raise UsageError(
+            f"--protocol gridworld scores dynamics of kind 'cells', and {model.name} is none: begin with"
+            " wm run gridworld"
+        )
+    sequences = settings.evaluation.episodes
+    identity = settings.select("seed", "environment") | {"sequences": sequences, "protocol": "gridworld"}
+    job = run.job("evaluation", identity, {"dynamics": model})
+    if (existing := job.done()) and not context.force:
+        context.progress.say(f"eval: {existing.name} is this very job, nothing to do (--force measures again)")
+        return existing
+    with job.work(fresh=context.fresh) as work:
+        trained = settings_of(model)
+        assert isinstance(trained.dynamics, CellsSettings)
+        context.progress.say(f"eval: {sequences} sequences of {trained.dynamics.horizon} frames on {machine}")
+        memory = _played(context, sequences, trained.dynamics.horizon)
+        respawn: metrics.Respawn = "goal" if context.environment["id"] == GRID_WORLD_GOAL_ID else "both"
+        with machine.autocast():
+            scores = grid_world_scores(
+                world_model,
+                memory,
+                respawn=respawn,
+                sequences=sequences,
+                seed=derived_seed(settings.seed, "eval"),
+            )
+        cost = time_and_memory(trained.dynamics, trained.backbone, machine)
+        artifact = work.publish(
+            settings=settings.model_dump(mode="json"),
+            metrics=scores
+            | cost
+            | {
+                "protocol": "gridworld",
+                "environment": context.environment["id"],
+                "backbone": trained.backbone.name,
+                "tokens": trained.dynamics.horizon * TOKENS,
+                "batch": trained.dynamics.batch,
+                "updates": model.metrics["updates"],
+            },
+            environment=context.environment,
+            machine=machine.block(),
+        )
+    row = table([artifact])[0]
+    context.progress.say(
+        f"eval: {artifact.name}: error {row['error %']} % generating, {row['teacher %']} % on real frames;"
+        f" {row['ms a step']} ms a training step"
+    )
+    return artifact
+
+
+def table(evaluations: Sequence[Artifact]) -> list[dict[str, Any]]:
+    """One row for each backbone and length, beside the paper's: the mean over runs, ± their standard deviation.
+
+    Errors are in %: (geometric + logic) / 2 over all frames, of frames generated freely and of the likeliest ones after
+    real frames; `without hits` leaves out what no model can know. Memory is in MB.
+    """
+    cells: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for each in evaluations:
+        cells.setdefault((each.metrics["backbone"], each.metrics["tokens"]), []).append(each.metrics)
+    rows = []
+    for (backbone, tokens), found in sorted(cells.items(), key=lambda item: (item[0][1], item[0][0])):
+        paper = PAPER.get((backbone.removesuffix("-xl"), tokens), ("-", "-", "-"))
+        rows.append(
+            {
+                "backbone": backbone,
+                "tokens": tokens,
+                "runs": len(found),
+                "parameters": found[0]["parameters"],
+                "updates": found[0]["updates"],
+                "batch": found[0]["batch"],
+                "ms a step": _mean([each["milliseconds"] for each in found], "{:.0f}"),
+                "peak MB": _mean([each["peak_bytes"] / 1e6 for each in found if each["peak_bytes"]], "{:.0f}"),
+                "error %": _mean([100 * each["free"]["all"]["error"] for each in found]),
+                "without hits %": _mean([100 * each["free"]["without_hits"]["error"] for each in found]),
+                "teacher %": _mean([100 * each["teacher"]["all"]["error"] for each in found]),
+                "loss": _mean([each["loss"] for each in found], "{:.4f}"),
+                "best loss": f"{found[0]['best_loss']:.4f}",
+                "paper ms": paper[0],
+                "paper memory %": paper[1],
+                "paper error %": paper[2],
+            }
+        )
+    return rows
+
+
+def _mean(values: Sequence[float], form: str = "{:.1f}") -> str:
+    if not values:
+        return "-"
+    mean = form.format(statistics.mean(values))
+    return mean if len(values) == 1 else f"{mean} ± {form.format(statistics.stdev(values))}"
+
+
+def _played(context: Context, sequences: int, length: int) -> Memory:
+    """`sequences` stretches of `length` frames under random play, on seeds that training does not have."""
+    settings = context.settings
+    count = min(sequences, ENVIRONMENTS)
+    rounds = length * -(-sequences // count)
+    seed = derived_seed(settings.seed, "eval gridworld")
+    streams = Streams(settings.environment.model_copy(update={"count": count}), train=False, seed=seed)
+    agent = UniformAgent(context.environment["actions"], count, generator=torch.Generator().manual_seed(seed))
+    recorder = Recorder(rounds, count, streams.observation.shape[1:])
+    with context.progress.bar("random play", rounds * count, "steps") as bar:
+        for _ in range(rounds):
+            observation, first = streams.observation, streams.first
+            action = agent.act(observation, first)
+            after = streams.step(action)
+            recorder.add(
+                {
+                    "observation": observation,
+                    "action": action.astype(np.int32),
+                    "reward": after.reward,
+                    "terminated": after.terminated,
+                    "truncated": after.truncated,
+                    "first": first,
+                    "lives": after.lives,
+                }
+            )
+            bar.advance(count)
+    streams.close()
+    memory = Memory.empty(context.machine.device)
+    memory.extend(recorder.arrays())
+    return memory
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def grid_world_scores(
+    world_model: CellsWorldModel,
+    memory: Memory,
+    *,
+    respawn: metrics.Respawn,
+    sequences: int = 512,
+    batch: int = 64,
+    seed: int,
+) -> dict[str, Any]:
+    """Loss and errors on `sequences` sequences of `memory`, which the model has not learned from, as plain values.
+
+    A sequence has as many frames as in training and none in common with another one; they are read `batch` at a time.
+    `respawn` is the rule of the environment that `memory` was collected in. Keys:
+
+    - `loss`: mean cross entropy (nats per token); `best_loss`: the lowest possible.
+    - `teacher`: errors of the likeliest frames, each cell predicted from real tokens; the agent must be where it really
+      went. `logic_floor`: the `logic` to expect of a perfect model.
+    - `free`: errors of frames drawn at temperature 1 from the first frame and its action on, each from the drawn ones
+      before it and uniformly random actions. The agent must be where the rules take it from the frame before, on the
+      goal itself after a hit: with respawn "both" a faithful model pays `logic_floor` here, too.
+    - Both hold the errors of `all` generated frames, and `without_hits` of those before which no goal was reached.
+      What follows a hit is chance, of which the likeliest cells need not make a board.
+    - `hit_rate`: share of the real steps that reach the goal; `sequences`, `frames`.
+
+    Raises UsageError when the experience has fewer such sequences.
+    """
+    assert not world_model.training, "dropout while evaluating: call world_model.eval() first"
+    length = world_model.settings.horizon
+    parts = []
+    with isolated_randomness(seed, memory.device) as rng:
+        for rows in np.split(_cut(memory, length, sequences, rng), range(batch, sequences, batch)):
+            index = torch.from_numpy(rows).to(memory.device)
+            cells, action = world_model.encode(memory.frames[index]), memory.action[index]
+            loss, _ = world_model.loss(_whole(cells, action))
+            teacher = world_model.teacher(cells, action)
+            random = torch.from_numpy(rng.integers(len(MOVES), size=(len(rows), length - 2))).to(memory.device)
+            forced = torch.cat((action[:, :1], random), 1)
+            drawn = _drawn(world_model, cells[:, :1], forced)
+            parts.append((loss.expand(len(rows)), cells, action[:, :-1], teacher, forced, drawn))
+    losses, real, taken, likeliest, forced_action, free = (
+        torch.cat(each).cpu().numpy() for each in zip(*parts, strict=True)
+    )
+    hit, free_hit = metrics.hits(real[:, :-1], taken), metrics.hits(free[:, :-1], forced_action)
+    return {
+        "sequences": sequences,
+        "frames": length,
+        "hit_rate": float(hit.mean()),
+        "loss": float(losses.mean()),
+        "best_loss": metrics.best_loss(length, respawn),
+        "logic_floor": metrics.logic_floor(respawn),
+        "teacher": _errors(likeliest, metrics.agents(real[:, 1:]), hit),
+        "free": _errors(free[:, 1:], metrics.moved(free[:, :-1], forced_action), free_hit),
+    }
+
+
+def _errors(frames: np.ndarray, agent: np.ndarray, hit: np.ndarray) -> dict[str, dict[str, float] | None]:
+    some = None if hit.all() else metrics.errors(frames[~hit], agent[~hit])._asdict()
+    return {"all": metrics.errors(frames, agent)._asdict(), "without_hits": some}
+
+
+def _cut(memory: Memory, length: int, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Rows (count, length) of random sequences that do not overlap."""
+    runs = memory.episodes
+    starts = [start + np.arange(0, rows - length + 1, length) for start, rows in zip(*runs, strict=True)]
+    found = np.concatenate(starts)
+    if len(found) < count:
+        raise UsageError(
+            f"{count} sequences of {length} frames are to be scored, but the experience has {len(found)}: "
+            "collect more with: wm collect"
+        )
+    return memory.order[rng.choice(found, count, replace=False)[:, None] + np.arange(length)]
+
+
+def _drawn(world_model: CellsWorldModel, prompt: Tensor, actions: Tensor) -> Tensor:
+    """The frames (B, T, K) that begin with `prompt` (B, 1, K) and go on under `actions` (B, T - 1)."""
+    opens = torch.ones(prompt.shape[:2], dtype=torch.bool, device=prompt.device)
+    _, state = world_model.observe(prompt, actions[:, :1], opens)
+    frames = [prompt[:, 0]]
+    for action in actions.unbind(1):
+        imagined, state = world_model.imagine(state, action)
+        frames.append(imagined.latent)
+    return torch.stack(frames, 1)
+
+
+def _whole(cells: Tensor, action: Tensor) -> Batch:
+    """A batch without padding, of a task that neither ends nor needs its rewards."""
+    no = torch.zeros_like(action, dtype=torch.bool)
+    return Batch(cells, action, no.float(), terminated=no, truncated=no, first=no, valid=~no)
+
+
+# -- time and memory --------------------------------------------------------------------------------------------------
+
+
+def time_and_memory(
+    settings: CellsSettings, backbone: BackboneSettings, machine: Machine, *, repeats: int = 20
+) -> dict[str, Any]:
+    """What a training step costs at these sizes: a fresh model, random cells, forward, backward and optimiser.
+
+    Keys: `milliseconds`, the median of `repeats` steps after a warm-up, `milliseconds_low` and `milliseconds_high`,
+    the fastest and the slowest; `parameters`; `peak_bytes`, the most memory that training needed, weights and
+    optimiser included, None where it cannot be measured; `peak_of`, in words, what that number is. On CUDA it is what
+    torch allocated. On a CPU it is the resident set of a fresh process: its peak in two steps above what it holds when
+    idle, all code loaded and nothing built.
+
+    Raises MachineError when the step does not fit into memory.
+    """
+    peak: int | None = None
+    try:
+        if machine.device.type == "cuda":
+            peak_of = "most bytes allocated by torch on the device, above what was allocated before"
+            torch.cuda.reset_peak_memory_stats(machine.device)
+            before = torch.cuda.memory_allocated(machine.device)
+            times, parameters = _timed(settings, backbone, machine, repeats)
+            peak = torch.cuda.max_memory_allocated(machine.device) - before
+        else:
+            peak_of = "not measured: needs CUDA or Linux"
+            if STATUS.exists():
+                peak_of = "peak resident bytes of a fresh process in two steps, above what it holds when idle"
+                with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+                    peak = fresh.submit(_resident_rise, settings, backbone, machine).result()
+            times, parameters = _timed(settings, backbone, machine, repeats)
+    except (torch.OutOfMemoryError, BrokenProcessPool) as error:
+        raise MachineError(
+            f"a training step of {backbone.name} on {settings.batch} x {settings.horizon * TOKENS} tokens does not fit "
+            f"into the memory of {machine.device}: lower dynamics.batch or dynamics.horizon"
+        ) from error
+    return {
+        "milliseconds": statistics.median(times),
+        "milliseconds_low": min(times),
+        "milliseconds_high": max(times),
+        "parameters": parameters,
+        "peak_bytes": peak,
+        "peak_of": peak_of,
+    }
+
+
+def _training_step(
+    settings: CellsSettings, backbone: BackboneSettings, machine: Machine
+) -> tuple[Callable[[], None], int]:
+    """One training step of a fresh model on random cells, and the model's number of parameters."""
+    network = build(backbone, max_length=settings.horizon * TOKENS, block=TOKENS)
+    model = CellsWorldModel(settings, network, actions=len(MOVES), image_size=10).to(machine.device)
+    optimiser = build_optimiser(
+        settings.optimiser, model.parameter_groups(), settings.learning_rate, settings.weight_decay
+    )
+    shape = (settings.batch, settings.horizon)
+    batch = _whole(
+        torch.randint(KINDS, (*shape, TOKENS - 1), device=machine.device),
+        torch.randint(len(MOVES), shape, device=machine.device),
+    )
+
+    def step() -> None:
+        with machine.autocast():
+            loss, _ = model.loss(batch)
+        update(optimiser, loss, settings.clip)
+
+    return step, sum(parameter.numel() for parameter in model.parameters())
+
+
+def _timed(
+    settings: CellsSettings, backbone: BackboneSettings, machine: Machine, repeats: int
+) -> tuple[list[float], int]:
+    """Milliseconds of each of `repeats` steps, and the number of parameters."""
+    times = []
+    with isolated_randomness(0, machine.device):
+        step, parameters = _training_step(settings, backbone, machine)
+        for repeat in range(WARM_UP + repeats):
+            _wait(machine.device)
+            started = time.perf_counter()
+            step()
+            _wait(machine.device)
+            if repeat >= WARM_UP:
+                times.append(1000 * (time.perf_counter() - started))
+    return times, parameters
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _resident_rise(settings: CellsSettings, backbone: BackboneSettings, machine: Machine) -> int:
+    """How many bytes two training steps keep resident at their peak, in this process, which is a fresh one."""
+    torch.set_num_threads(machine.threads)
+
+    def steps(of: CellsSettings) -> None:
+        step, _ = _training_step(of, backbone, machine)
+        step()
+        step()  # now there are the optimiser's moments as well
+
+    steps(settings.model_copy(update={"batch": 1, "horizon": 2}))  # loads a hundred megabytes of code
+    gc.collect()
+    idle = _resident("VmRSS")
+    steps(settings)
+    return _resident("VmHWM") - idle
+
+
+def _resident(kind: Literal["VmRSS", "VmHWM"]) -> int:
+    """Bytes, now or at the peak. Not `getrusage`, whose peak a new process inherits from the one that started it."""
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{kind}:"))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,159 @@
+"""The categorical tokenizer: a frame becomes K categorical variables of C classes, and these become a frame again.
+
+    frame -> convolutions -> linear -> K x C logits -> draw -> linear -> transposed convolutions -> frame
+
+A frame's *latent* is the distribution itself, probabilities (..., K, C) float32: whoever needs a draw draws, each time
+anew. A drawn latent is the same thing with all the probability on one class, so both kinds share every function here.
+
+B batch, H height, W width, 3 colours, F length of the encoder's output. Frames are uint8 (..., H, W, 3) outside and
+(B, 3, H, W) in [0, 1] inside.
+
+Source: Drama (Wang et al. 2024, table 5 and its public code), STORM (Zhang et al. 2023, arXiv 2310.09615). Usually the
+dynamics model trains it jointly; its own `loss` fits it by reconstruction alone.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from wmcli.config import Section
+from wmcli.nn.mlp import Activation
+from wmcli.nn.one_hot import draw_one_hot, entropy, mixed_log_probabilities, straight_through
+from wmcli.nn.strided_conv import Norm, Stack, StridedDecoder, StridedEncoder
+from wmcli.tokenizers.measures import survival
+
+Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, strict=False)]
+
+
+class CategoricalTokenizerSettings(Section):
+    """The categorical tokenizer, and how it is fitted by reconstruction alone. The defaults are Drama's (XS)."""
+
+    kind: Literal["categorical"] = "categorical"
+    """A frame becomes categorical variables, trained together with the dynamics model; the other kind is "vq"."""
+    categoricals: int = Field(32, ge=1)
+    """Number of variables K."""
+    classes: int = Field(32, ge=2)
+    """Classes of each variable C."""
+    unimix: float = Field(0.01, ge=0, lt=1)
+    """Share of the uniform distribution in every distribution over the variables, the predicted ones included."""
+    channels: Sizes = (16, 32, 48, 64, 64)
+    """Output channels of the encoder's convolutions; the decoder mirrors them."""
+    strides: Sizes = (1, 2, 2, 2, 2)
+    """By how much each convolution shrinks the frame."""
+    kernel: int = Field(5, ge=2)
+    """Side of every convolution's kernel (pixels)."""
+    bias: bool = True
+    """Whether convolutions and the decoder's linear layer have a bias."""
+    norm: Norm = "batch"
+    """After each convolution: "batch" statistics, or "rms" over the channels of each pixel."""
+    activation: Activation = "silu"
+    """After each norm."""
+    output: Literal["sigmoid", "linear"] = "sigmoid"
+    """What the decoder's last convolution goes through."""
+    optimiser: Literal["laprop", "adamw", "adam"] = "laprop"
+    """Of `wm train-tokenizer`, like all that follows; joint training has its own under dynamics."""
+    learning_rate: float = Field(1e-4, gt=0)
+    """Step size of the optimiser."""
+    warmup: int = Field(100, ge=0)
+    """Updates over which the step size rises to it (laprop)."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay of all parameters."""
+    clip: float = Field(1000.0, gt=0)
+    """Largest norm of the gradient."""
+    batch: int = Field(256, ge=1)
+    """Frames in an update."""
+    updates: int = Field(500, ge=0)
+    """Updates that one call of the stage makes."""
+
+    @model_validator(mode="after")
+    def _layers_fit(self) -> CategoricalTokenizerSettings:
+        if len(self.channels) != len(self.strides):
+            raise ValueError(
+                f"channels {list(self.channels)} and strides {list(self.strides)} must be equally many: one of each a"
+                " layer."
+            )
+        if self.kernel % 2 == 0 and 1 in self.strides:
+            raise ValueError(
+                f"kernel = {self.kernel} is even and cannot keep a frame's size: stride 1 needs an odd one."
+            )
+        return self
+
+
+class CategoricalTokenizer(nn.Module):
+    """Encoder, posterior and decoder for square frames of `image_size` pixels.
+
+    `shape` is (K, C). Batch statistics depend on training mode. Convolutions follow autocast; distributions and losses
+    are float32. Raises UsageError when the strides do not divide the image.
+    """
+
+    def __init__(self, settings: CategoricalTokenizerSettings, image_size: int) -> None:
+        super().__init__()
+        self.settings = settings
+        self.image_size = image_size
+        self.shape = (settings.categoricals, settings.classes)
+        stack = Stack(
+            settings.channels, settings.strides, settings.kernel, settings.bias, settings.norm, settings.activation
+        )
+        latent = settings.categoricals * settings.classes
+        self.encoder = StridedEncoder(stack)
+        self.posterior_head = nn.Linear(stack.features(image_size), latent)
+        self.decoder = StridedDecoder(latent, stack, image_size)
+
+    def log_probabilities(self, logits: Tensor) -> Tensor:
+        """Logits (..., K * C) of this or a predicting head to log-probabilities (..., K, C)."""
+        return mixed_log_probabilities(logits.unflatten(-1, self.shape), self.settings.unimix)
+
+    def posterior(self, observation: Tensor) -> Tensor:
+        """Frames (..., H, W, 3) uint8 to log-probabilities (..., K, C) of their latents, with gradient."""
+        lead = observation.shape[:-3]
+        features = self.encoder(scaled(observation.flatten(0, -4) if lead else observation[None]))
+        return self.log_probabilities(self.posterior_head(features)).view(*lead, *self.shape)
+
+    def reconstruct(self, z: Tensor) -> Tensor:
+        """Drawn latents (B, K, C) to images (B, 3, H, W) float32, with gradient; in [0, 1] after a sigmoid."""
+        image = self.decoder(z.flatten(-2)).float()
+        return image.sigmoid() if self.settings.output == "sigmoid" else image
+
+    @torch.no_grad()
+    def encode(self, observation: Tensor) -> Tensor:
+        """Frames (..., H, W, 3) uint8 to latents: probabilities (..., K, C) float32."""
+        return self.posterior(observation).exp()
+
+    @torch.no_grad()
+    def decode(self, latent: Tensor) -> Tensor:
+        """Latents (..., K, C) to frames (..., H, W, 3) uint8, each variable at its likeliest class."""
+        lead = latent.shape[:-2]
+        likeliest = torch.nn.functional.one_hot(latent.argmax(-1), latent.shape[-1]).to(latent.dtype)
+        image = self.reconstruct(likeliest.view(-1, *self.shape))
+        pixels = (image * 255).round().clamp(0, 255).to(torch.uint8)
+        return pixels.permute(0, 2, 3, 1).reshape(*lead, self.image_size, self.image_size, 3)
+
+    def reconstruction_error(self, image: Tensor, observation: Tensor) -> Tensor:
+        """Squared error summed over pixels and colours, (B,): images (B, 3, H, W) against frames (B, H, W, 3) uint8."""
+        return (image - scaled(observation)).square().flatten(1).sum(1)
+
+    # -- fitting by reconstruction, and its measures ------------------------------------------------------------------
+
+    def loss(self, observation: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """uint8 (B, H, W, 3) to the loss to minimise and metrics: `reconstruction`, summed over a frame's pixels."""
+        log_posterior = self.posterior(observation)
+        image = self.reconstruct(straight_through(log_posterior.exp()))
+        loss = self.reconstruction_error(image, observation).mean()
+        return loss, {"reconstruction": loss.detach(), "posterior_entropy": entropy(log_posterior).mean().detach()}
+
+    @torch.no_grad()
+    def usage(self, observation: Tensor) -> dict[str, float]:
+        """How well uint8 (B, H, W, 3) survives: see `measures.survival`. And `posterior_entropy`, nats a frame."""
+        latent = self.encode(observation)
+        nats = float(torch.special.entr(latent).sum((-2, -1)).mean())
+        return survival(observation, self.decode(draw_one_hot(latent))) | {"posterior_entropy": nats}
+
+
+def scaled(observation: Tensor) -> Tensor:
+    """uint8 (B, H, W, 3) to float32 (B, 3, H, W) in [0, 1], channels last in memory."""
+    assert observation.dtype == torch.uint8 and observation.shape[-1] == 3, "frames are uint8 with three colours last"
+    return observation.permute(0, 3, 1, 2).float() / 255

@@ -1,0 +1,269 @@
+"""A language model over the cells of the grid world: the long-sequence study of Drama on any backbone.
+
+Drama (Wang et al. 2024, arXiv 2410.08893, table 2 and appendix A.6) compares backbones on sequences of 208 and 1,664
+tokens. A frame of `wmcli/envs/grid_world.py` is 25 tokens, one a cell, row by row, and the action taken in it one more;
+each token is predicted from all before it, actions included. There is no tokenizer and there are no heads: an embedding
+table, a backbone, and the table again for the logits. The reward, 1 where the agent's move leads to the goal, is read
+off the frame and the action by the rules; nothing ever terminates.
+
+Axes: B batch, T time (frames), K = 25 cells, L = K + 1 tokens of a frame, V = 9 tokens (0 floor, 1 wall, 2 agent,
+3 goal, 4 + action), D width of the backbone, H W C image. Time: see base.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wmcli.backbones.base import Backbone
+from wmcli.config import Section
+from wmcli.errors import UsageError
+from wmcli.nn.categorical import sample
+from wmcli.nn.decay import parameter_groups
+from wmcli.nn.masked import masked_mean
+from wmcli.world_models.base import Batch, Imagined, WorldModel
+
+SIDE = 5  # cells in a row or column
+CELLS = SIDE**2
+TOKENS = CELLS + 1  # a frame's cells and the action
+FLOOR, WALL, AGENT, GOAL = range(4)
+KINDS = 4  # of cells; the tokens from here on are actions
+COLOURS = ((16, 16, 24), (120, 120, 120), (70, 150, 255), (255, 220, 60))  # of floor, wall, agent and goal
+NO_CELL = (255, 0, 255)  # shown where an imagined frame has an action in the place of a cell
+MOVES = ((0, 0), (-1, 0), (0, 1), (1, 0), (0, -1))  # rows and columns of each action
+INIT_STD = 0.02
+
+
+class CellsSettings(Section):
+    """A language model over the grid world's cells, and how it is trained. Defaults: Drama's study, short sequences."""
+
+    kind: Literal["cells"] = "cells"
+    """The grid world's cells as tokens, without a tokenizer."""
+    horizon: int = Field(8, ge=2)
+    """Length of a training segment, in frames of 26 tokens: 8 are 208 tokens, 64 are 1,664."""
+    context: int = Field(1, ge=1)
+    """Real frames that imagination starts from."""
+    tied: bool = True
+    """Logits from the embedding table; false: from a matrix of their own."""
+    batch: int = Field(64, ge=1)
+    """Segments in an update."""
+    updates: int = Field(1000, ge=0)
+    """Updates in one call of the stage."""
+    optimiser: Literal["adamw", "adam", "laprop"] = "adamw"
+    """Of the whole model."""
+    learning_rate: float = Field(3e-3, gt=0)
+    """Step size of the optimiser."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Weight decay, on matrices only: not on biases, norms and the embedding table."""
+    clip: float = Field(1.0, gt=0)
+    """Largest norm of the whole gradient. Ours: the sources name none."""
+
+    @model_validator(mode="after")
+    def _fits_into_the_horizon(self) -> CellsSettings:
+        if self.context >= self.horizon:
+            raise ValueError(f"context = {self.context} leaves nothing of horizon = {self.horizon} frames.")
+        return self
+
+
+class CellsState(NamedTuple):
+    """Where imagination stands: the current frame, and what the backbone has read."""
+
+    memory: Any
+    """The backbone's state after all cells of the current frame; None: it has read nothing."""
+    latent: Tensor
+    """(B, K) int64, tokens of the current frame."""
+    length: int
+    """How many tokens the memory has read, counted on the host: some backbones hold a limited number."""
+
+
+class CellsWorldModel(WorldModel):
+    """Predicts the next token of a sequence of frames and actions.
+
+    Latents are cells (..., K) int64. An imagined frame may hold any token in any place: an action where a cell should
+    be is a mistake of the model, and left visible.
+
+    Raises:
+        UsageError: the environment has not the grid world's actions, or its frames not cells of one size.
+    """
+
+    frozen_encoder = True
+    across_ends = False
+
+    def __init__(self, settings: CellsSettings, backbone: Backbone, actions: int, image_size: int) -> None:
+        super().__init__()
+        if actions != len(MOVES):
+            raise UsageError(
+                f"dynamics.kind = 'cells' knows the grid world alone, which has {len(MOVES)} actions, not {actions}: "
+                "use --set environment.id=wm/GridWorld-v0"
+            )
+        if image_size % SIDE or (image_size < 40 and image_size not in (10, 20)):
+            raise UsageError(
+                f"environment.size = {image_size}: the grid world's cells are exact at 10, 20 and the multiples of 5 "
+                "from 40 on; use one of these with dynamics.kind = 'cells'"
+            )
+        assert backbone.max_length is None or backbone.max_length >= settings.horizon * TOKENS
+        self.settings = settings
+        self.actions = actions
+        self.image_size = image_size
+        self.feature_shape = (KINDS, SIDE, SIDE)
+        self.embedding = nn.Embedding(KINDS + actions, backbone.width)
+        self.backbone = backbone
+        self.head = None if settings.tied else nn.Linear(backbone.width, KINDS + actions, bias=False)
+        # A small table makes the first logits near 0 where it is tied, and the first loss that of a guess.
+        nn.init.normal_(self.embedding.weight, std=INIT_STD)
+        self.colours: Tensor
+        self.successor: Tensor
+        self.register_buffer("colours", torch.tensor([*COLOURS, *[NO_CELL] * actions]), persistent=False)
+        self.register_buffer("successor", torch.tensor(_successors()), persistent=False)
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Weight decay on matrices; none on biases, norms, the embedding table and what a backbone exempts."""
+        return parameter_groups(self, self.settings.weight_decay)
+
+    # -- frames and cells ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode(self, observation: Tensor) -> Tensor:
+        """Frames (..., H, W, C) uint8 to cells (..., K) int64 in 0..3: the colour nearest to a cell's middle pixel."""
+        pixels = self.image_size // SIDE
+        middle = observation[..., pixels // 2 :: pixels, pixels // 2 :: pixels, :].flatten(-3, -2).long()
+        return (middle[..., None, :] - self.colours[:KINDS]).square().sum(-1).argmin(-1)
+
+    def decode(self, latent: Tensor, state: CellsState | None = None) -> Tensor:
+        """Tokens (..., K) to frames (..., H, W, C) uint8."""
+        pixels = self.image_size // SIDE
+        board = self.colours[latent].to(torch.uint8).unflatten(-2, (SIDE, SIDE))
+        return board.repeat_interleave(pixels, -3).repeat_interleave(pixels, -2)
+
+    def _one_hot(self, latent: Tensor) -> Tensor:
+        """Tokens (..., K) to (..., 4, 5, 5) float32; all zeros where a token is no cell."""
+        kinds = torch.arange(KINDS, device=latent.device)
+        return (latent[..., None, :] == kinds[:, None]).float().unflatten(-1, (SIDE, SIDE))
+
+    # -- learning -----------------------------------------------------------------------------------------------------
+
+    def _logits(self, y: Tensor) -> Tensor:
+        """Outputs of the backbone (..., D) to logits (..., V)."""
+        return F.linear(y, self.embedding.weight if self.head is None else self.head.weight)
+
+    def predict(self, latent: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """All tokens of a segment that starts from nothing, from cells (B, T, K) and actions (B, T).
+
+        Returns the tokens (B, T * L) and the logits (B, T * L - 1, V) of all but the first.
+        """
+        tokens = torch.cat((latent, KINDS + action[..., None]), -1).flatten(1)
+        y, _ = self.backbone(self.embedding(tokens[:, :-1]), None)
+        return tokens, self._logits(y)
+
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean cross entropy (nats) of all tokens but a segment's first; padding is left out.
+
+        The names: `cell_loss` and `action_loss` (nats a token), whose mean over all tokens is the loss, and
+        `cell_accuracy`, the share of cells whose likeliest value is right.
+        """
+        tokens, logits = self.predict(batch.latent, batch.action)
+        target = tokens[:, 1:]
+        losses = F.cross_entropy(logits.flatten(0, 1).float(), target.flatten(), reduction="none").view_as(target)
+        scored = batch.valid.repeat_interleave(TOKENS, 1)[:, 1:]
+        with torch.no_grad():
+            is_cell = (torch.arange(1, tokens.shape[1], device=tokens.device) % TOKENS != CELLS).expand_as(target)
+            log = {
+                "cell_loss": masked_mean(losses, scored & is_cell),
+                "action_loss": masked_mean(losses, scored & ~is_cell),
+                "cell_accuracy": masked_mean(logits.argmax(-1) == target, scored & is_cell),
+            }
+        return masked_mean(losses, scored), log
+
+    @torch.no_grad()
+    def teacher(self, latent: Tensor, action: Tensor) -> Tensor:
+        """Frames 1..T-1 put together from one-step predictions, (B, T - 1, K) int64.
+
+        Each token is the likeliest given the real tokens (B, T, K) and actions (B, T) before it.
+        """
+        _, logits = self.predict(latent, action)
+        likeliest = F.pad(logits.argmax(-1), (1, 0)).unflatten(1, (-1, TOKENS))
+        return likeliest[:, 1:, :CELLS]
+
+    # -- imagination --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def observe(self, latent: Tensor, action: Tensor, reset: Tensor) -> tuple[Tensor, CellsState]:
+        """Read the last `context` frames; features of all. See `WorldModel.observe`."""
+        time = latent.shape[1]
+        seen = slice(max(0, time - self.settings.context), time)
+        # The last action is left to `imagine`.
+        tokens = torch.cat((latent[:, seen], KINDS + action[:, seen, None]), -1).flatten(1)[:, :-1]
+        resets = F.pad(reset[:, seen, None], (0, CELLS)).flatten(1)[:, :-1]  # True only at a frame's first cell
+        return self._one_hot(latent), self._read(tokens, latent[:, -1], resets)
+
+    def _read(self, tokens: Tensor, latent: Tensor, resets: Tensor | None = None) -> CellsState:
+        """The state after `tokens` (B, n), of which the last K are the current frame `latent`."""
+        # a sequence of one frame starts from nothing anyway
+        resets = resets if tokens.shape[1] > CELLS else None
+        _, memory = self.backbone(self.embedding(tokens), self.backbone.initial_state(len(tokens)), resets)
+        return CellsState(memory, latent, tokens.shape[1])
+
+    @torch.no_grad()
+    def imagine(self, state: CellsState, action: Tensor) -> tuple[Imagined, CellsState]:
+        """Draw the next frame cell by cell at temperature 1.
+
+        A backbone that holds a limited number of tokens starts again from the current frame alone when the next frame
+        would not fit.
+        """
+        limit = self.backbone.max_length
+        if state.memory is None or (limit is not None and state.length + TOKENS > limit):
+            state = self._read(state.latent, state.latent)
+        memory, token, drawn = state.memory, KINDS + action, []
+        for _ in range(CELLS):
+            y, memory = self.backbone.step(self.embedding(token), memory)
+            token = sample(self._logits(y))
+            drawn.append(token)
+        _, memory = self.backbone.step(self.embedding(token), memory)
+        latent = torch.stack(drawn, 1)
+        reward = self._reached(state.latent, action).float()
+        imagined = Imagined(latent, reward, torch.zeros_like(action, dtype=torch.bool))
+        return imagined, CellsState(memory, latent, state.length + TOKENS)
+
+    def _reached(self, latent: Tensor, action: Tensor) -> Tensor:
+        """bool (B,): by the rules, `action` takes an agent of the frame (B, K) to a goal of the frame."""
+        entered = latent.gather(-1, self.successor[action])  # what stands where an agent would go from each cell
+        return ((latent == AGENT) & (entered == GOAL)).any(-1)
+
+    @torch.no_grad()
+    def perceive(
+        self,
+        state: CellsState | None,
+        observation: Tensor,
+        previous_action: Tensor,
+        reset: Tensor,
+        generator: torch.Generator | None = None,
+    ) -> CellsState:
+        """Read the cells off the frame. The past is ignored, since a frame says all that there is to know.
+
+        Imagination from this state has a context of this one frame.
+        """
+        return CellsState(None, self.encode(observation), 0)
+
+    def features(self, state: CellsState) -> Tensor:
+        """The current frame's cells one-hot, (B, 4, 5, 5) float32."""
+        return self._one_hot(state.latent)
+
+    def latent(self, state: CellsState) -> Tensor:
+        """The current frame's tokens, (B, K) int64."""
+        return state.latent
+
+
+def _successors() -> list[list[int]]:
+    """For each action, to which cell it takes an agent from each cell: never into the wall."""
+
+    def clamp(inner: int) -> int:
+        return min(max(inner, 1), SIDE - 2)
+
+    return [
+        [SIDE * clamp(row + down) + clamp(column + right) for row in range(SIDE) for column in range(SIDE)]
+        for down, right in MOVES
+    ]
