@@ -1,0 +1,16 @@
+# Drama's grid-world table (Wang et al. 2024, table 2), beside the paper's: make -f docs/gridworld.mk
+# More seeds give spreads: make -f docs/gridworld.mk SEEDS="1 2 3". Run it alone: it times training steps.
+R := runs/gridworld
+BACKBONES := mamba2 mamba1 gru transformer-xl
+LENGTHS := gridworld gridworld-long
+SEEDS := 1
+RUNS := $(foreach length,$(LENGTHS),$(foreach backbone,$(BACKBONES),$(foreach seed,$(SEEDS),$(R)/$(length)-$(backbone)-$(seed))))
+
+table: $(RUNS:=/evaluation/latest/manifest.json) ; wm eval --protocol gridworld $(RUNS)
+.PHONY: table
+.NOTPARALLEL:
+
+define one
+$(R)/$(1)-$(2)-$(3)/evaluation/latest/manifest.json: ; wm run $(1) --backbone $(2) --seed $(3) --run $(R)/$(1)-$(2)-$(3) && wm eval --protocol gridworld --run $(R)/$(1)-$(2)-$(3)
+endef
+$(foreach length,$(LENGTHS),$(foreach backbone,$(BACKBONES),$(foreach seed,$(SEEDS),$(eval $(call one,$(length),$(backbone),$(seed))))))
