@@ -271,11 +271,34 @@ def test_every_model_of_a_preset_takes_an_update(name: str, tmp_path: Path) -> N
         (["dynamics.horizon=2"], ["dynamics", "context = 2", "horizon = 2"]),
         (["dynamics.reward_burn_in=10"], ["dynamics", "reward_burn_in = 10", "horizon = 10"]),
         (["tokenizer.quantiser=fsq", "tokenizer.fsq_levels=[4, 4]"], ["fsq_levels [4, 4] make 16", "codes = 512"]),
+        (["tokenizer.kind=categorical"], ["dynamics.kind = 'token'", "kind 'vq'", "'categorical'"]),
+        (["dynamics.kind=latnt"], ["dynamics.kind = 'latnt'", "did you mean 'latent'?"]),
+        (["controller.kind=actor-critic", "controller.optimiser=adam"], ["controller.warmup = 1000", "warmup=0"]),
     ],
 )
 def test_sections_that_do_not_fit_together_are_one_line_with_both_keys(overrides: list[str], words: list[str]) -> None:
     message = complaint("rem", *overrides)
     assert all(word in message for word in words), message
+
+
+def test_another_kind_starts_its_section_from_the_defaults() -> None:
+    mixed = ["controller.kind=actor-critic", "controller.horizon=6", "dynamics.horizon=12"]
+    settings = resolve("quickstart", mixed)
+    assert (settings.controller.kind, settings.controller.actor_width, settings.controller.horizon) == (
+        "actor-critic",
+        256,
+        6,
+    )
+    bound = resolve("quickstart").model_dump(mode="json")
+    assert resolve("quickstart", mixed, base=bound) == settings
+    same = resolve("quickstart", ["controller.kind=reinforce"])
+    assert same == resolve("quickstart")
+
+
+def test_both_kinds_of_unknown_key_name_the_nearest_of_their_own_kind() -> None:
+    assert "did you mean 'act_window'?" in complaint("drama", "dynamics.act_windw=3")
+    assert "unknown key 'dynamics.act_windw'" in complaint("drama", "dynamics.act_windw=3")
+    assert "dynamics.batch = 0" in complaint("drama", "dynamics.batch=0")
 
 
 def test_what_the_line_advises_works() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -56,9 +57,7 @@ def build_controller(settings: Settings, world_model: WorldModel) -> Controller:
         return ReinforceController(
             settings.controller, world_model.feature_shape, settings.environment.size, world_model.actions
         )
-    return ActorCritic(
-        settings.controller, world_model.feature_shape, world_model.actions, window=settings.dynamics.context
-    )
+    return ActorCritic(settings.controller, world_model.feature_shape, world_model.actions, window=world_model.context)
 
 
 def settings_of(artifact: Artifact) -> Settings:
@@ -83,9 +82,16 @@ def load_world_model(artifact: Artifact, device: torch.device) -> WorldModel:
     return _frozen(model, "dynamics", artifact, device)
 
 
-def load_controller(artifact: Artifact, device: torch.device) -> tuple[WorldModel, Controller]:
-    """A published controller and the world model it was trained in, both frozen."""
+def load_controller(
+    artifact: Artifact, device: torch.device, acting: Mapping[str, Any]
+) -> tuple[WorldModel, Controller]:
+    """A published controller and the world model it was trained in, both frozen.
+
+    `acting` (see `Settings.acting`) goes before what the world model was trained with, if it has such settings.
+    """
     world_model = load_world_model(artifact.input("dynamics"), device)
+    if isinstance(world_model, LatentWorldModel):
+        world_model.settings = world_model.settings.model_copy(update=dict(acting))
     return world_model, _frozen(build_controller(settings_of(artifact), world_model), "controller", artifact, device)
 
 

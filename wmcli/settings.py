@@ -19,22 +19,22 @@ from wmcli.world_models.cells import CellsSettings
 from wmcli.world_models.latent import LatentWorldModelSettings
 from wmcli.world_models.token import TokenWorldModelSettings
 
+DEFAULT_KINDS = {"tokenizer": "vq", "dynamics": "token", "controller": "reinforce"}
+"""Sections of which there are several kinds, and the one of each where none is named."""
 AnyTokenizer = Annotated[
     Annotated[TokenizerSettings, Tag("vq")] | Annotated[CategoricalTokenizerSettings, Tag("categorical")],
-    chosen_by_kind("vq"),
+    chosen_by_kind(DEFAULT_KINDS["tokenizer"]),
 ]
 AnyDynamics = Annotated[
     Annotated[TokenWorldModelSettings, Tag("token")]
     | Annotated[LatentWorldModelSettings, Tag("latent")]
     | Annotated[CellsSettings, Tag("cells")],
-    chosen_by_kind("token"),
+    chosen_by_kind(DEFAULT_KINDS["dynamics"]),
 ]
 AnyController = Annotated[
     Annotated[ReinforceSettings, Tag("reinforce")] | Annotated[ActorCriticSettings, Tag("actor-critic")],
-    chosen_by_kind("reinforce"),
+    chosen_by_kind(DEFAULT_KINDS["controller"]),
 ]
-
-
 WANTED_TOKENIZER = {"token": "vq", "latent": "categorical", "cells": None}
 """The kind of tokenizer that each kind of dynamics works on; None has no use for one."""
 
@@ -114,19 +114,23 @@ class Settings(Section):
                 f"tokenizer.width is {self.tokenizer.width} but backbone.width is {self.backbone.width}: shared"
                 " embeddings need them equal, or set dynamics.shared_embeddings=false"
             )
-        for name in ("tokenizer", "dynamics", "controller"):
+        for name in DEFAULT_KINDS:
             section = getattr(self, name)
             if getattr(section, "warmup", 0) and section.optimiser != "laprop":
                 raise ValueError(
                     f"{name}.warmup = {section.warmup}, but {name}.optimiser = '{section.optimiser}' does not warm up:"
                     f" set {name}.warmup=0, or the optimiser to laprop"
                 )
-        blocks = self.dynamics.context + self.controller.horizon
+        context = self.dynamics.context
+        if isinstance(self.dynamics, LatentWorldModelSettings) and isinstance(self.controller, ReinforceSettings):
+            context = max(context, self.controller.burn_in + 1)  # it reads all the frames of the burn-in
+        blocks = context + self.controller.horizon
         if isinstance(self.controller, ActorCriticSettings) and self.controller.start == "prior":
             blocks += 1
         if blocks > self.dynamics.horizon:
             raise ValueError(
-                f"dynamics.context + controller.horizon = {blocks} blocks, but the dynamics model is trained on"
+                f"{'dynamics.context' if context == self.dynamics.context else 'controller.burn_in + 1'} +"
+                f" controller.horizon = {blocks} blocks, but the dynamics model is trained on"
                 f" dynamics.horizon = {self.dynamics.horizon}: lower controller.horizon or raise dynamics.horizon"
             )
         return self
@@ -140,12 +144,11 @@ class Settings(Section):
         return "dynamics" if isinstance(self.dynamics, LatentWorldModelSettings) else "tokenizer"
 
     @property
-    def remembered(self) -> int:
-        """Frames of a running episode that a new agent goes over before it acts on in it."""
-        of_controller = self.controller.burn_in if isinstance(self.controller, ReinforceSettings) else 0
+    def acting(self) -> dict[str, Any]:
+        """The settings of the dynamics that matter when it is acted with, and not when it is trained."""
         if not isinstance(self.dynamics, LatentWorldModelSettings):
-            return of_controller
-        return max(of_controller, self.dynamics.act_window or self.dynamics.horizon)
+            return {}
+        return {key: getattr(self.dynamics, key) for key in ("act_on", "act_window")}
 
     def select(self, *sections: str) -> dict[str, Any]:
         """Plain values of some sections: what a stage's result depends on."""
@@ -155,14 +158,24 @@ class Settings(Section):
 def resolve(preset: str, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None) -> Settings:
     """The settings of `preset` (or the plain values `base` in its place) with `a.b=c` overrides laid on top.
 
+    An override that changes the `kind` of a section starts that section from its defaults.
+
     Raises UsageError with one line for an unknown preset or key, a wrong type or an impossible combination.
     """
     values = dict(base) if base is not None else preset_values(preset)
     where = f"preset {preset}"
     for text in overrides:
-        values = merge(values, nested(*parse_override(text)))
+        path, value = parse_override(text)
+        if path[1:] == ("kind",) and value != _kind(values, path[0]):
+            values = {**values, path[0]: {}}  # the keys of another kind mean nothing to this one
+        values = merge(values, nested(path, value))
         where = f"--set {text}" if len(overrides) == 1 else "--set"
     return validate(Settings, values, where)
+
+
+def _kind(values: Mapping[str, Any], section: str) -> Any:
+    given = values.get(section, {})
+    return given.get("kind", DEFAULT_KINDS.get(section)) if isinstance(given, Mapping) else None
 
 
 def flatten(settings: Section) -> dict[str, Any]:

@@ -389,7 +389,11 @@ def test_values_are_not_rounded_under_autocast():
     """A critic that is sure of 100: with bfloat16 logits or bins its value would be off by more than a percent."""
     controller = small(torch.float32, critic_layers=1)
     rollout = Rollout(
-        torch.randn(4, 6, FEATURES), torch.zeros(4, 5, dtype=torch.long), torch.zeros(4, 6), torch.zeros(4, 6).bool()
+        torch.randn(4, 6, FEATURES),
+        torch.zeros(4, 5, dtype=torch.long),
+        torch.zeros(4, 6),
+        torch.zeros(4, 6).bool(),
+        torch.ones(4).bool(),
     )
     with torch.no_grad():
         controller.critic[-1].weight.zero_()
@@ -535,3 +539,21 @@ def test_it_finds_the_good_arm(changes, world, make_batch):
         reward.append(float(metrics["imagined_reward"]))
     assert sum(reward[:5]) / 5 < 0.45
     assert sum(reward[-20:]) / 20 > 0.95
+
+
+@pytest.mark.parametrize(("start", "count"), [("prior", False), ("posterior", True)])
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+def test_nothing_is_learned_behind_the_real_end_of_an_episode(world, make_batch, start, count, end):
+    """Imagination after the last real action would begin where nothing follows; from the frame itself it is sound."""
+    controller = small(start=start)
+    batch = make_batch((6, 6, 6), 6)
+    over = torch.zeros(3, 6, dtype=torch.bool)
+    over[1, -1] = True
+    rollout = imagine(controller, world, batch._replace(**{end: over}))
+    assert rollout.counts.tolist() == [True, count, True]
+    total, _ = controller.rollout_loss(rollout)
+    other = rollout._replace(reward=rollout.reward.clone())
+    other.reward[1] += 5.0
+    controller.eval()
+    same = float(controller.rollout_loss(rollout)[0].detach()) == float(controller.rollout_loss(other)[0].detach())
+    assert same != count

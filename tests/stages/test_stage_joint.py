@@ -14,7 +14,7 @@ from tiny_run import Killed, kill_at, sha256
 
 from wmcli.artifacts import Artifact, Run
 from wmcli.artifacts.lineage import lineage
-from wmcli.assemble import load_controller
+from wmcli.assemble import load_controller, load_world_model
 from wmcli.config import preset_names
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.stages import dynamics as dynamics_stage
@@ -23,6 +23,7 @@ from wmcli.stages.context import SEGMENT, Context, open_context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
+from wmcli.stages.loop import run_loop
 from wmcli.stages.play import play
 from wmcli.stages.profile import profile
 from wmcli.stages.tokenizer import train_tokenizer
@@ -162,6 +163,66 @@ def test_a_tokenizer_of_a_dynamics_model_is_trained_further_only_with_it(run: Pa
     train_dynamics(opened(run))
     with pytest.raises(UsageError, match="tokenizer@1 came out of dynamics@1.*wm train-dynamics --more"):
         train_tokenizer(opened(run, more=True))
+    fitted = train_tokenizer(opened(run))
+    train_dynamics(opened(run))
+    assert train_tokenizer(opened(run, more=True)).inputs["parent"].digest == fitted.digest
+
+
+def test_it_can_start_without_the_fitted_tokenizer(run: Path) -> None:
+    train_tokenizer(opened(run))
+    assert "tokenizer" not in train_dynamics(opened(run), tokenizer="none").inputs
+
+
+def test_the_settings_of_the_run_hold_for_a_tokenizer_fitted_with_others(run: Path) -> None:
+    train_tokenizer(opened(run, "tokenizer.unimix=0.2"))
+    dynamics = train_dynamics(opened(run))
+    imagine(opened(run))
+    world_model = load_world_model(dynamics, torch.device("cpu"))
+    assert world_model.get_submodule("tokenizer").settings.unimix == 0.01
+    train_tokenizer(opened(run, "tokenizer.classes=8"))
+    with pytest.raises(ArtifactError, match="weights of the tokenizer do not fit its settings"):
+        train_dynamics(opened(run))
+
+
+def test_a_tokenizer_of_another_kind_is_one_line(run: Path, tiny: Path) -> None:
+    theirs = str(tiny / "tokenizer" / "v0001")
+    with pytest.raises(ArtifactError, match="tokenizer@1 is of kind 'vq', but these dynamics work on 'categorical'"):
+        train_dynamics(opened(run), tokenizer=theirs)
+
+
+def test_moments_of_another_optimiser_are_one_line(run: Path) -> None:
+    train_dynamics(opened(run))
+    other = ["dynamics.optimiser=adamw", "dynamics.warmup=0"]
+    with pytest.raises(ArtifactError, match="trained with another optimiser.*AdamW"):
+        train_dynamics(opened(run, *other, more=True))
+    train_dynamics(opened(run, *other))
+    with pytest.raises(ArtifactError, match="trained with another optimiser.*LaProp"):
+        train_dynamics(opened(run, more=True))
+
+
+def test_how_it_acts_is_chosen_when_it_acts(run: Path) -> None:
+    train_dynamics(opened(run))
+    imagine(opened(run))
+    first = evaluate(opened(run))
+    assert evaluate(opened(run, "dynamics.act_window=4")).digest == first.digest  # as in the run's settings
+    other = evaluate(opened(run, "dynamics.act_on=prior"))
+    assert other.digest != first.digest
+    assert imagine(opened(run)).version == 1
+    assert collect(opened(run, "dynamics.act_window=0")).metrics["steps"] == 90
+
+
+def test_the_loop_begins_with_no_tokenizer_but_its_own(run: Path, tmp_path: Path) -> None:
+    small = ["run.epochs=2", "run.collect_epochs=2", "evaluation.episodes=1"]
+    folder = tmp_path / "loop"
+    last = run_loop(opened(folder, *small, new=True))
+    train_tokenizer(opened(folder))
+    assert run_loop(opened(folder)).digest == last.digest
+    fitting = [*small, "run.tokenizer_after=0", "run.tokenizer_epochs=2", "run.keep=1"]
+    run_loop(opened(tmp_path / "fitting", *fitting, new=True))
+    first = Run.open(tmp_path / "fitting", create=False).get("dynamics", 1)
+    assert first.inputs["tokenizer"].name == "tokenizer@1"
+    kinds = [set(each.inputs) & {"dynamics"} for each in tokenizers(tmp_path / "fitting")]
+    assert kinds == [set(), {"dynamics"}, {"dynamics"}]  # fitted once: after that the dynamics model trains it
 
 
 def test_killed_between_the_two_publications_the_same_command_makes_it_good(
@@ -227,7 +288,7 @@ def test_controllers_use_the_tokenizer_inside_the_dynamics(run: Path) -> None:
     dynamics = train_dynamics(opened(run))
     controller = imagine(opened(run))
     shutil.rmtree(run / "tokenizer")
-    world_model, _ = load_controller(controller, torch.device("cpu"))
+    world_model, _ = load_controller(controller, torch.device("cpu"), {})
     assert same_weights(weights(dynamics, INSIDE), dict(world_model.get_submodule("tokenizer").state_dict()))
     assert evaluate(opened(run)).metrics["episodes"] == 3
     assert evaluate(opened(run, "evaluation.temperature=0.5")).metrics["episodes"] == 3

@@ -117,8 +117,18 @@ def test_a_limited_parameter_learns_no_faster_than_its_limit(name, groups: bool)
     update(optimiser, (free + slow + unhindered) @ GRADIENT, 1e9)
     for weight, rate in [(free, 0.1), (slow, 0.01), (unhindered, 0.1)]:  # the first step is lr * sign(g) with all three
         torch.testing.assert_close((parameter() - weight).detach(), rate * torch.ones(2), rtol=1e-5, atol=1e-6)
-    rates = [(group["lr"], len(group["params"])) for group in optimiser.param_groups]
-    assert rates == ([(0.1, 1), (0.01, 1), (0.1, 1)] if groups else [(0.1, 2), (0.01, 1)])
+    assert [group["lr"] for group in optimiser.param_groups] == [0.1, 0.01, 0.1]
+
+
+def test_a_parameters_place_does_not_depend_on_the_rate() -> None:
+    """Saved moments know a parameter by its place; with another rate they must find it again."""
+    parameters = [limited(0.01), parameter(), limited(0.01), parameter()]
+
+    def order(rate: float) -> list[int]:
+        groups = build_optimiser("adamw", parameters, rate, 0.0).param_groups
+        return [id(each) for group in groups for each in group["params"]]
+
+    assert order(0.1) == order(0.001)
 
 
 def test_a_groups_own_rate_and_decay_stay_when_it_is_split() -> None:

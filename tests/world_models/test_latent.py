@@ -245,6 +245,34 @@ def test_a_single_frame_is_context_enough():
     assert_close(after.summary[1], by_hand(model, z[1], action[1])[0], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [0, 4])
+@torch.no_grad()
+def test_imagination_and_acting_outlast_the_positions_of_attention(window):
+    """A transformer of 12 positions, 30 frames: it starts again from the current frame when they are used up."""
+    model = make("transformer", act_window=window).eval()
+    _, state = model.observe(drawn(B, 3), torch.zeros(B, 3, dtype=torch.long), resets((0, 0), (1, 1))[:, :3])
+    lengths = []
+    for _ in range(30):
+        imagined, state = model.imagine(state, torch.ones(B, dtype=torch.long))
+        lengths.append(state.length)
+        assert imagined.reward.isfinite().all()
+    assert lengths[:14] == [*range(3, 13), 1, 2, 3, 4] and max(lengths) == 12
+    reset = torch.zeros(B, 30, dtype=torch.bool)
+    reset[:, 0] = reset[1, 20] = True
+    states, _, _ = play(model, 30, reset)
+    assert states[-1].summary.isfinite().all()
+
+
+@torch.no_grad()
+def test_without_resets_imagination_reads_on_across_ends():
+    z, action = drawn(B, T), torch.zeros(B, T, dtype=torch.long)
+    reset = resets((0, 0), (1, 0), (2, 0), (1, 4))
+    with_resets, without = (make(reset_at_ends=key).eval().observe(z, action, reset)[0] for key in (True, False))
+    assert_close(with_resets[:, :4], without[:, :4])
+    assert (with_resets[1, 4, K * C :] == 0).all() and (without[1, 4, K * C :] != 0).any()
+    assert_close(with_resets[0], without[0])
+
+
 @torch.no_grad()
 def test_imagined_latents_follow_the_prior():
     model = make().eval()

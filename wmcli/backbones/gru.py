@@ -79,8 +79,9 @@ class GRUMixer(Mixer):
             u = u.to(self.gru.weight_ih_l0.dtype)
             if reset is not None:
                 return self._states_with_resets(u, state, reset)
-            # Contiguous, since cuDNN takes nothing else.
-            return self.gru(u, None if state is None else state[None].contiguous())[0]
+            # cuDNN would compute in TF32 unasked. Contiguous, since it takes nothing else.
+            with torch.backends.cudnn.flags(allow_tf32=False):
+                return self.gru(u, None if state is None else state[None].contiguous())[0]
 
     def _states_with_resets(self, u: Tensor, state: Tensor | None, reset: Tensor) -> Tensor:
         """The same on the same weights: what depends on the state is a loop over time, all else one product before."""

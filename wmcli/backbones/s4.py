@@ -205,7 +205,10 @@ class StateSpace(nn.Module):
         with torch.inference_mode(False), torch.no_grad():  # the first caller's mode must not stick to it
             # The storage itself is held on to, so that its address cannot come to stand for another one.
             held = tuple(each.detach() for each in parameters)
-            version = (_optimiser_steps, *((each.data_ptr(), each._version) for each in held))
+            steps = (
+                _optimiser_steps if any(each.requires_grad for each in parameters) else 0
+            )  # frozen: none writes them
+            version = (steps, *((each.data_ptr(), each._version) for each in held))
             if self._made is None or self._made[0] != version:
                 self._made = version, held, kernels.Recurrence(self._system(), self._c_tilde(), self.length)
         return self._made[2]

@@ -66,6 +66,10 @@ def evaluate(
     Examples: wm eval --run runs/catch --episodes 100; wm eval runs/a runs/b --against runs/c --against runs/d;
     wm eval --protocol gridworld runs/mamba2 runs/gru
     """
+    if protocol == "gridworld" and (controller or against):
+        raise UsageError("--protocol gridworld scores dynamics: --controller and --against have no place in it.")
+    if runs and (settings or seed or device or controller or dynamics or episodes):
+        raise UsageError("RUN... puts together what is there; to evaluate one run anew give it as --run.")
     if runs and protocol == "gridworld":
         _grid_world_table(runs, as_json)
         return

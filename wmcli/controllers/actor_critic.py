@@ -92,7 +92,7 @@ class ActorCriticSettings(Section):
     """What the optimiser adds to the root of the second moment: 1e-5 in STORM; 0 is the optimiser's own, 1e-20 for
     laprop (DreamerV3, Drama), 1e-8 for the others."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay (AdamW) of every parameter."""
+    """Decoupled weight decay of every parameter; adam has none."""
     clip: float = Field(100.0, gt=0)
     """Largest gradient norm; a larger gradient is scaled down to it."""
 
@@ -118,6 +118,8 @@ class Rollout(NamedTuple):
     rollout starts at a real frame."""
     terminated: Tensor
     """(B, n) bool, the same for the end of the task."""
+    counts: Tensor
+    """(B,) bool: False where the first state would lie behind the real end of an episode, which nothing follows."""
 
 
 class ActorCritic(Controller):
@@ -250,12 +252,14 @@ class ActorCritic(Controller):
         )[:, :-1]
 
     def _weights(self, rollout: Rollout, dtype: torch.dtype) -> Tensor:
-        """What each of the h steps counts, (B, h): 1, or discount^t for as long as nothing has ended."""
+        """What each of the h steps counts, (B, h): 1, or discount^t for as long as nothing has ended; 0 where the whole
+        rollout does not count."""
         ended = rollout.terminated[:, :-1]
+        counts = rollout.counts[:, None].to(dtype)
         if not self.settings.weigh_by_continuation:
-            return torch.ones_like(ended, dtype=dtype)
+            return counts.expand(ended.shape)
         steps = torch.arange(ended.shape[1], device=ended.device, dtype=dtype)
-        return (~ended).cumprod(1) * self.settings.discount**steps
+        return counts * (~ended).cumprod(1) * self.settings.discount**steps
 
 
 @torch.no_grad()
@@ -274,7 +278,9 @@ def imagine(controller: ActorCritic, world_model: WorldModel, batch: Batch) -> R
     action = batch.action.new_empty(rows, horizon, dtype=torch.int64)
     reward = batch.reward.new_zeros(rows, horizon + 1)
     terminated = batch.terminated.new_zeros(rows, horizon + 1)
+    counts = batch.valid[:, -1]
     if controller.settings.start == "prior":
+        counts = counts & ~(batch.terminated | batch.truncated)[:, -1]
         imagined, state = world_model.imagine(state, batch.action[:, -1])
         reward[:, 0] = imagined.reward
         terminated[:, 0] = imagined.terminated
@@ -287,7 +293,7 @@ def imagine(controller: ActorCritic, world_model: WorldModel, batch: Batch) -> R
         reward[:, t + 1] = imagined.reward
         terminated[:, t + 1] = imagined.terminated
         feature[:, t + 1] = world_model.features(state).flatten(1)
-    return Rollout(feature, action, reward, terminated)
+    return Rollout(feature, action, reward, terminated, counts)
 
 
 def _network(settings: ActorCriticSettings, inputs: int, width: int, layers: int, outputs: int) -> nn.Sequential:

@@ -48,6 +48,8 @@ class Agent:
         self.feed_executed_action = feed_executed_action
         self.generator = generator
         self.device = next(controller.parameters()).device
+        self.remembers = max(world_model.remembers, controller.remembers)
+        """Frames of a running episode that `burn_in` should be given."""
         self._state: State = controller.initial_state(environments)
         self._world_state: State | None = None  # until the first frame
         self._previous_action = torch.zeros(environments, dtype=torch.int64, device=self.device)

@@ -25,6 +25,9 @@ class Controller(nn.Module, ABC):
     window: int
     """Frames in each row of the batch that `loss` takes, left-padded where an episode is shorter."""
 
+    remembers: int = 0
+    """Frames before the current one that it goes over when it begins in the middle of an episode."""
+
     # -- acting on one frame, batched over rows ---
 
     @abstractmethod

@@ -28,14 +28,13 @@ def mlp(
     *,
     norm_kind: Norm = "rms",
     activation: Activation = "silu",
-    bias: bool = True,
 ) -> nn.Sequential:
-    """(..., inputs) to (..., outputs): `layers` times Linear, norm, activation, then a Linear with bias.
+    """(..., inputs) to (..., outputs): `layers` times Linear, norm, activation, then a Linear.
 
-    `bias` is that of the hidden layers. Weights have torch's own initialisation.
+    Weights have torch's own initialisation.
     """
     parts: list[nn.Module] = []
     for _ in range(layers):
-        parts += [nn.Linear(inputs, width, bias=bias), norm(norm_kind, width), ACTIVATIONS[activation]()]
+        parts += [nn.Linear(inputs, width), norm(norm_kind, width), ACTIVATIONS[activation]()]
         inputs = width
     return nn.Sequential(*parts, nn.Linear(inputs, outputs))

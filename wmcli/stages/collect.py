@@ -77,6 +77,8 @@ def collect(
 def collect_job(context: Context, inputs: dict[str, Artifact], steps: int | None = None) -> Job:
     """What `collect` is asked to do; without inputs it is a run's very first collection."""
     identity = context.settings.select("seed", "environment", "collect") | {"rounds": _rounds(context, steps)}
+    if "controller" in inputs:
+        identity |= context.settings.acting
     return context.run.job("experience", identity, inputs)
 
 
@@ -120,7 +122,7 @@ def _begin(
         agent.load({name.removeprefix("agent/"): value for name, value in tensors.items() if name.startswith("agent/")})
         context.progress.say(f"collect: resuming at step {len(recorder)}")
     elif before is not None and isinstance(agent, Agent):
-        agent.burn_in(*_last_frames(context.experience(before), streams, settings.remembered))
+        agent.burn_in(*_last_frames(context.experience(before), streams, agent.remembers))
     return streams, recorder, agent, parts
 
 
@@ -130,7 +132,7 @@ def _agent(context: Context, actor: Artifact | None, number: int) -> Actor:
     count = settings.environment.count
     if actor is None:
         return UniformAgent(context.environment["actions"], count, generator=generator)
-    world_model, controller = load_controller(actor, context.machine.device)
+    world_model, controller = load_controller(actor, context.machine.device, context.settings.acting)
     return Agent(
         world_model,
         controller,

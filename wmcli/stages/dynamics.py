@@ -9,17 +9,18 @@ import numpy as np
 from torch import Tensor
 
 from wmcli.artifacts import Artifact
-from wmcli.assemble import build_tokenizer, build_world_model, load_tokenizer
-from wmcli.errors import UsageError
+from wmcli.assemble import build_tokenizer, build_world_model, load_tokenizer, settings_of
+from wmcli.errors import ArtifactError, UsageError
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.latents import gather, latents_of
 from wmcli.stages.pictures import imagined_beside_real, write_side_by_side
 from wmcli.stages.sampling import build_sampler
-from wmcli.stages.train import Lesson, check_descent, optimiser_for, parent_of, train
-from wmcli.training.checkpoint import WEIGHTS, load_tensors, save_tensors
+from wmcli.stages.train import Lesson, check_descent, newest_fitted_alone, optimiser_for, parent_of, train
+from wmcli.training.checkpoint import WEIGHTS, load_modules, load_tensors, save_tensors
 from wmcli.training.loop import Trainee
 from wmcli.training.optim import update
 
+NONE = "none"  # in place of a reference: start without a tokenizer
 JOINT = "model/dynamics/tokenizer."  # where a dynamics model that trains its tokenizer keeps it
 
 
@@ -28,8 +29,8 @@ def train_dynamics(
 ) -> Artifact:
     """Train the run's dynamics model for `dynamics.updates` updates and publish it.
 
-    A model that trains its tokenizer as well starts from the newest one fitted by itself, if there is any, and what
-    becomes of it is published as a tokenizer that was made from this dynamics.
+    A model that trains its tokenizer as well starts from the newest one fitted by itself, if there is any and
+    `tokenizer` is not "none"; what becomes of it is published as a tokenizer that was made from this dynamics.
 
     Raises ArtifactError when an input is missing or of another environment, UsageError for a tokenizer that has no
     place in this, DivergedError, Stopped.
@@ -50,10 +51,12 @@ def train_dynamics(
         device = context.machine.device
         memory = context.experience(frames)
         model = None
-        if codes is not None:
-            model = load_tokenizer(codes, device).requires_grad_(encoder == "dynamics")
-        elif encoder == "dynamics":
+        if encoder == "dynamics":
             model = build_tokenizer(context.settings)
+            if codes is not None:
+                load_modules({"tokenizer": model}, load_tensors(codes.file(WEIGHTS))[0], codes.name)
+        elif codes is not None:
+            model = load_tokenizer(codes, device)
         world_model = build_world_model(context.settings, model, environment["actions"]).to(device).train()
         data = memory.frames
         if world_model.frozen_encoder:
@@ -101,28 +104,25 @@ def train_dynamics(
 def _tokenizer(context: Context, reference: str | None, parent: Artifact | None) -> Artifact | None:
     """The tokenizer to use or to start from; None where there is none to take."""
     encoder = context.settings.encoder
+    codes = None
     if encoder == "tokenizer":
-        return context.run.resolve(reference or "tokenizer", "tokenizer")
-    if encoder == "dynamics" and parent is None:
-        return context.run.resolve(reference, "tokenizer") if reference else _newest_fitted_alone(context)
-    if reference is not None:
-        owner = parent.name if parent is not None and encoder == "dynamics" else None
-        why = (
-            f"{owner} goes on with the tokenizer it has trained"
-            if owner
-            else "this kind of dynamics has no use for one"
+        codes = context.run.resolve(reference or "tokenizer", "tokenizer")
+    elif reference not in (None, NONE):
+        if encoder == "rules":
+            raise UsageError(f"--tokenizer {reference}: dynamics of kind 'cells' have no use for one; leave it out.")
+        if parent is not None:
+            raise UsageError(
+                f"--tokenizer {reference}: {parent.name} goes on with the tokenizer it has trained; leave it out."
+            )
+        codes = context.run.resolve(reference, "tokenizer")
+    elif encoder == "dynamics" and parent is None and reference is None:
+        codes = newest_fitted_alone(context)
+    if codes is not None and settings_of(codes).tokenizer.kind != context.settings.tokenizer.kind:
+        raise ArtifactError(
+            f"{codes.name} is of kind '{settings_of(codes).tokenizer.kind}', but these dynamics work on"
+            f" '{context.settings.tokenizer.kind}': fit one with wm train-tokenizer"
         )
-        raise UsageError(f"--tokenizer {reference}: {why}; leave it out.")
-    return None
-
-
-def _newest_fitted_alone(context: Context) -> Artifact | None:
-    """The newest tokenizer that did not come out of a dynamics model: those are results of this stage, not starts."""
-    for version in reversed(context.run.versions("tokenizer")):
-        artifact = context.run.get("tokenizer", version)
-        if "dynamics" not in artifact.inputs:
-            return artifact
-    return None
+    return codes
 
 
 def _publish_tokenizer(context: Context, dynamics: Artifact) -> None:

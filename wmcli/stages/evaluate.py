@@ -100,13 +100,14 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
         raise UsageError(f"episodes of {environment['id']} never end, so they have no return: use --protocol gridworld")
     episodes = episodes or settings.evaluation.episodes
     identity = settings.select("seed", "environment", "evaluation") | {"episodes": episodes, "protocol": PROTOCOL}
+    identity |= settings.acting
     job = run.job("evaluation", identity, {"controller": actor})
     if (existing := job.done()) and not context.force:
         context.progress.say(f"eval: {existing.name} is this very job, nothing to do (--force plays again)")
         return existing
     with job.work(fresh=context.fresh) as work:
         context.progress.say(f"eval: {episodes} episodes of {environment['id']} by {actor.name} on {context.machine}")
-        world_model, policy = load_controller(actor, context.machine.device)
+        world_model, policy = load_controller(actor, context.machine.device, context.settings.acting)
         generator = torch.Generator().manual_seed(derived_seed(settings.seed, "eval actions"))
         rows = min(settings.evaluation.environments, episodes)
         agent = Agent(

@@ -36,6 +36,7 @@ from wmcli.training.optim import build_optimiser, update
 from wmcli.world_models.base import Batch
 from wmcli.world_models.cells import KINDS, MOVES, TOKENS, CellsSettings, CellsWorldModel
 
+ALIKE = ("tokens", "backbone", "environment", "parameters", "updates", "batch")  # what the runs of a row share
 WARM_UP = 2  # training steps before any is timed
 ENVIRONMENTS = 64  # side by side, for the sequences that are scored
 STATUS = Path("/proc/self/status")  # Linux: what a process has in memory
@@ -72,6 +73,7 @@ def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Art
         )
     sequences = settings.evaluation.episodes
     identity = settings.select("seed", "environment") | {"sequences": sequences, "protocol": "gridworld"}
+    identity |= {"precision": machine.precision, "device": str(machine.device), "threads": machine.threads}
     job = run.job("evaluation", identity, {"dynamics": model})
     if (existing := job.done()) and not context.force:
         context.progress.say(f"eval: {existing.name} is this very job, nothing to do (--force measures again)")
@@ -115,29 +117,28 @@ def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Art
 
 
 def table(evaluations: Sequence[Artifact]) -> list[dict[str, Any]]:
-    """One row for each backbone and length, beside the paper's: the mean over runs, ± their standard deviation.
+    """One row for each backbone and length (rules, size and budget), beside the paper's: the mean over runs, ± their
+    standard deviation.
 
     Errors are in %: (geometric + logic) / 2 over all frames, of frames generated freely and of the likeliest ones after
     real frames; `without hits` leaves out what no model can know. Memory is in MB.
     """
-    cells: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for each in evaluations:
-        cells.setdefault((each.metrics["backbone"], each.metrics["tokens"]), []).append(each.metrics)
+        cells.setdefault(tuple(each.metrics[key] for key in ALIKE), []).append(each.metrics)
     rows = []
-    for (backbone, tokens), found in sorted(cells.items(), key=lambda item: (item[0][1], item[0][0])):
+    for (tokens, backbone, *_), found in sorted(cells.items()):
         paper = PAPER.get((backbone.removesuffix("-xl"), tokens), ("-", "-", "-"))
         rows.append(
             {
-                "backbone": backbone,
-                "tokens": tokens,
+                **{key: found[0][key] for key in ("backbone", "tokens", "parameters", "updates", "batch")},
                 "runs": len(found),
-                "parameters": found[0]["parameters"],
-                "updates": found[0]["updates"],
-                "batch": found[0]["batch"],
                 "ms a step": _mean([each["milliseconds"] for each in found], "{:.0f}"),
                 "peak MB": _mean([each["peak_bytes"] / 1e6 for each in found if each["peak_bytes"]], "{:.0f}"),
                 "error %": _mean([100 * each["free"]["all"]["error"] for each in found]),
-                "without hits %": _mean([100 * each["free"]["without_hits"]["error"] for each in found]),
+                "without hits %": _mean(
+                    [100 * each["free"]["without_hits"]["error"] for each in found if each["free"]["without_hits"]]
+                ),
                 "teacher %": _mean([100 * each["teacher"]["all"]["error"] for each in found]),
                 "loss": _mean([each["loss"] for each in found], "{:.4f}"),
                 "best loss": f"{found[0]['best_loss']:.4f}",
@@ -313,7 +314,11 @@ def time_and_memory(
                 with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
                     peak = fresh.submit(_resident_rise, settings, backbone, machine).result()
             times, parameters = _timed(settings, backbone, machine, repeats)
-    except (torch.OutOfMemoryError, BrokenProcessPool) as error:
+    except (RuntimeError, MemoryError) as error:
+        # torch's allocator on the CPU has no exception of its own; a child that the system kills breaks its pool
+        full = isinstance(error, torch.OutOfMemoryError | BrokenProcessPool | MemoryError)
+        if not full and "allocate memory" not in str(error):
+            raise
         raise MachineError(
             f"a training step of {backbone.name} on {settings.batch} x {settings.horizon * TOKENS} tokens does not fit "
             f"into the memory of {machine.device}: lower dynamics.batch or dynamics.horizon"

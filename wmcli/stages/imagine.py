@@ -59,7 +59,7 @@ def imagine(
             minimum=min(known + 1, controller.window),
             pad="left",
             across_ends=world_model.across_ends,
-            trained=_times_trained(model) if context.settings.training.sampling == "dfs" else None,
+            trained=_times_trained(context, model, frames) if context.settings.training.sampling == "dfs" else None,
             ratio=trained_with.dynamics.batch / settings.batch,
         )
         optimiser = optimiser_for(settings, controller.parameter_groups())
@@ -90,7 +90,15 @@ def imagine(
     )
 
 
-def _times_trained(model: Artifact) -> np.ndarray:
+def _times_trained(context: Context, model: Artifact, frames: Artifact) -> np.ndarray:
     """How often each row of the experience started a segment that the dynamics model was trained on, int64; empty for
-    a model whose sampler did not count."""
+    a model whose sampler did not count, or that was trained on other experience."""
+    known = frames
+    while known.digest != model.inputs["experience"].digest:
+        if "previous" not in known.inputs:
+            context.progress.warn(
+                f"{model.name} was trained on other experience than {frames.name}: nothing counts yet."
+            )
+            return np.zeros(0, np.int64)
+        known = known.input("previous")
     return read_part(model.file(TRAINING), "sampler").get("counts", np.zeros(0, np.int64))

@@ -12,7 +12,7 @@ from wmcli.artifacts import KEY_METRICS, Artifact
 from wmcli.errors import UsageError
 from wmcli.stages.collect import collect, collect_job
 from wmcli.stages.context import Context
-from wmcli.stages.dynamics import train_dynamics
+from wmcli.stages.dynamics import NONE, train_dynamics
 from wmcli.stages.evaluate import evaluate, summary
 from wmcli.stages.imagine import imagine
 from wmcli.stages.tokenizer import train_tokenizer
@@ -69,12 +69,14 @@ def _epoch(context: Context, epoch: int, newest: dict[str, Artifact]) -> Iterato
 
     if epoch <= plan.collect_epochs:
         yield collect(context, controller=path("controller") or "random", previous=path("experience"), extend=False)
-    if plan.tokenizer_after < epoch <= plan.tokenizer_epochs:
+    joint = context.settings.encoder == "dynamics"
+    if plan.tokenizer_after < epoch <= plan.tokenizer_epochs and not (joint and "dynamics" in newest):
         yield train_tokenizer(context, experience=path("experience"), parent=path("tokenizer"))
     if epoch > plan.dynamics_after:
+        # A model that trains its tokenizer goes on with its own, and begins with none but the loop's.
         start = path("tokenizer")
-        if context.settings.encoder == "dynamics" and "dynamics" in newest:
-            start = None  # it goes on with its own
+        if joint and (start is None or "dynamics" in newest):
+            start = NONE
         yield train_dynamics(context, experience=path("experience"), tokenizer=start, parent=path("dynamics"))
     if epoch > plan.controller_after:
         yield imagine(context, experience=path("experience"), dynamics=path("dynamics"), parent=path("controller"))

@@ -14,10 +14,12 @@ from wmcli.artifacts import Artifact
 from wmcli.assemble import build_controller, build_tokenizer, build_world_model
 from wmcli.controllers.agent import UniformAgent
 from wmcli.envs import Streams
+from wmcli.errors import UsageError
 from wmcli.stages.context import Context
+from wmcli.stages.train import optimiser_for
 from wmcli.tokenizers.vq import VQTokenizer
 from wmcli.training.device import derived_seed, isolated_randomness
-from wmcli.training.optim import build_optimiser, update
+from wmcli.training.optim import update
 from wmcli.world_models.base import Batch, WorldModel
 from wmcli.world_models.token import TokenWorldModel, TokenWorldModelSettings
 
@@ -66,11 +68,13 @@ def _collection(context: Context) -> dict[str, Any]:
 def _models(context: Context) -> list[dict[str, Any]]:
     settings, machine = context.settings, context.machine
     device, actions = machine.device, context.environment["actions"]
+    if settings.encoder == "rules":
+        raise UsageError(f"preset {context.preset} has no tokenizer to profile; time its training steps with wm eval.")
     tokenizer = build_tokenizer(settings).to(device)
     batch = settings.tokenizer.batch
     size = settings.environment.size
     frames = torch.randint(0, 256, (batch, size, size, 3), dtype=torch.uint8, device=device)
-    optimiser = build_optimiser(settings.tokenizer.optimiser, tokenizer.parameters(), 1e-4, 0.01)
+    optimiser = optimiser_for(settings.tokenizer, tokenizer.parameters())
 
     def train_tokenizer() -> None:
         with machine.autocast():
@@ -94,7 +98,7 @@ def _models(context: Context) -> list[dict[str, Any]]:
     segments = _random_batch(
         latents if world_model.frozen_encoder else frames, settings.dynamics.batch, length, actions
     )
-    optimiser = build_optimiser("adamw", world_model.parameter_groups(), 1e-4, 0.01)
+    optimiser = optimiser_for(settings.dynamics, world_model.parameter_groups())
 
     def train_dynamics() -> None:
         with machine.autocast():
@@ -109,7 +113,7 @@ def _models(context: Context) -> list[dict[str, Any]]:
     world_model.eval().requires_grad_(False)
     controller = build_controller(settings, world_model).to(device)
     windows = _random_batch(latents, settings.controller.batch, controller.window, actions)
-    optimiser = build_optimiser("adamw", controller.parameter_groups(), 1e-4, 0.01)
+    optimiser = optimiser_for(settings.controller, controller.parameter_groups())
 
     def train_controller() -> None:
         with machine.autocast():

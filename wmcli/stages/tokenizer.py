@@ -16,7 +16,7 @@ from wmcli.errors import UsageError
 from wmcli.report.images import grid, write_png
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.sampling import build_sampler
-from wmcli.stages.train import Lesson, optimiser_for, parent_of, train
+from wmcli.stages.train import Lesson, newest_fitted_alone, optimiser_for, parent_of, train
 from wmcli.tokenizers.vq import TokenizerSettings, perceptual_in_use
 from wmcli.training.loop import Trainee
 from wmcli.training.optim import update
@@ -33,12 +33,7 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
     settings = context.settings.tokenizer
     frames = context.run.resolve(experience or "experience", "experience")
     check_same_environment(context.environment, frames)
-    inputs = {"experience": frames} | parent_of(context, "tokenizer", parent)
-    if "parent" in inputs and "dynamics" in inputs["parent"].inputs:
-        raise UsageError(
-            f"{inputs['parent'].name} came out of {inputs['parent'].inputs['dynamics'].name}, which trains it further:"
-            " wm train-dynamics --more"
-        )
+    inputs = {"experience": frames} | _parent(context, parent)
     if (
         isinstance(settings, TokenizerSettings)
         and settings.perceptual == "auto"
@@ -86,3 +81,16 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
         updates=settings.updates,
         prepare=prepare,
     )
+
+
+def _parent(context: Context, reference: str | None) -> dict[str, Artifact]:
+    """The version to train further: one that was fitted by itself, since a dynamics model trains its own."""
+    if reference is None and context.more and (fitted := newest_fitted_alone(context)) is not None:
+        reference = str(fitted.path)
+    inputs = parent_of(context, "tokenizer", reference)
+    if "parent" in inputs and "dynamics" in inputs["parent"].inputs:
+        raise UsageError(
+            f"{inputs['parent'].name} came out of {inputs['parent'].inputs['dynamics'].name}, which trains it further:"
+            " wm train-dynamics --more"
+        )
+    return inputs

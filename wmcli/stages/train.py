@@ -36,6 +36,15 @@ class Lesson:
     """Returns metrics to publish beside the losses."""
 
 
+def newest_fitted_alone(context: Context) -> Artifact | None:
+    """The newest tokenizer that did not come out of a dynamics model, None if there is none."""
+    for version in reversed(context.run.versions("tokenizer")):
+        artifact = context.run.get("tokenizer", version)
+        if "dynamics" not in artifact.inputs:
+            return artifact
+    return None
+
+
 def optimiser_for(section: Section, parameters: Iterable[Any]) -> torch.optim.Optimizer:
     """The optimiser that a section of the settings describes."""
     values = section.model_dump()
@@ -94,7 +103,8 @@ def train(
         "sampling": settings.training.sampling,
     }
     if settings.training.sampling == "dfs":
-        identity["dfs"] = settings.training.dfs.model_dump(mode="json")
+        of_imagination = {"imagination_temperature", "alpha", "beta"}
+        identity["dfs"] = settings.training.dfs.model_dump(exclude=None if kind == "controller" else of_imagination)
     job = context.run.job(kind, identity, inputs)
     if (existing := job.done()) and not context.force:
         progress.say(

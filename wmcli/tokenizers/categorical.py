@@ -33,7 +33,7 @@ class CategoricalTokenizerSettings(Section):
     """The categorical tokenizer, and how it is fitted by reconstruction alone. The defaults are Drama's (XS)."""
 
     kind: Literal["categorical"] = "categorical"
-    """A frame becomes categorical variables, trained together with the dynamics model; the other kind is "vq"."""
+    """A frame becomes categorical variables, trained together with the dynamics model; the other kind is vq."""
     categoricals: int = Field(32, ge=1)
     """Number of variables K."""
     classes: int = Field(32, ge=2)
@@ -61,7 +61,7 @@ class CategoricalTokenizerSettings(Section):
     warmup: int = Field(100, ge=0)
     """Updates over which the step size rises to it (laprop)."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay of all parameters."""
+    """Decoupled weight decay of all parameters; adam has none."""
     clip: float = Field(1000.0, gt=0)
     """Largest norm of the gradient."""
     batch: int = Field(256, ge=1)

@@ -36,7 +36,7 @@ class TokenizerSettings(Section):
     """The tokenizer and its training. The defaults are REM's published code."""
 
     kind: Literal["vq"] = "vq"
-    """A frame becomes a grid of discrete codes; the other kind is "categorical"."""
+    """A frame becomes a grid of discrete codes; the other kind is categorical."""
     quantiser: Literal["vq", "vq-ema", "fsq"] = "vq"
     """How features become codes: codebook by gradient, by moving averages with restarts, or finite scalar levels."""
     codes: Annotated[int, Field(ge=2, le=MAX_CODES)] = 512

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from wmcli.artifacts.files import write_durable
 from wmcli.config import canonical_json
 from wmcli.errors import ArtifactError
+from wmcli.training.optim import LAPROP_MOMENT, LaProp
 
 WEIGHTS = "model.safetensors"
 """The file of a model's weights inside its artifact."""
@@ -81,12 +82,26 @@ def optimiser_tensors(optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def load_optimiser(optimiser: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Put back what `optimiser_tensors` took; learning rates and the like come from the settings."""
+    """Put back what `optimiser_tensors` took; learning rates and the like come from the settings.
+
+    Raises ArtifactError when the moments are those of another kind of optimiser.
+    """
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         if key.startswith("optimiser/"):
             _, index, name = key.split("/")
             state.setdefault(int(index), {})[name] = value
+    if state and (LAPROP_MOMENT in next(iter(state.values()))) != isinstance(optimiser, LaProp):
+        raise ArtifactError(
+            f"these weights were trained with another optimiser, whose moments {type(optimiser).__name__} cannot take"
+            " over: keep the optimiser they were trained with, or train anew without --more."
+        )
+    parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+    assert all(
+        value.dim() == 0 or value.shape == parameters[index].shape
+        for index, moments in state.items()
+        for value in moments.values()
+    ), "moments of other parameters"
     optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
 
 

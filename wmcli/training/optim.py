@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 OptimiserName = Literal["adamw", "adam", "laprop"]
+LAPROP_MOMENT = "momentum"  # by which a saved state of LaProp is told from one of Adam
 EPS = {"adamw": 1e-8, "adam": 1e-8, "laprop": 1e-20}
 
 
@@ -62,7 +63,7 @@ class LaProp(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.int64)
             state["square"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state[LAPROP_MOMENT] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         state["step"] += 1
         return int(state["step"])  # on the host
 
@@ -70,7 +71,7 @@ class LaProp(torch.optim.Optimizer):
         (b1, b2), warmup = group["betas"], max(1, group["warmup"])
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]  # all have one
         squares = [self.state[parameter]["square"] for parameter in parameters]
-        momenta = [self.state[parameter]["momentum"] for parameter in parameters]
+        momenta = [self.state[parameter][LAPROP_MOMENT] for parameter in parameters]
         share = min(1.0, count / warmup)
         rate = group["lr"] * share
 
@@ -124,17 +125,16 @@ def build_optimiser(
 def _groups_by_rate(
     parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], learning_rate: float
 ) -> Iterator[dict[str, Any]]:
-    """The groups of parameters (plain ones are one group), each split by the rates that the limits allow."""
+    """The groups of parameters (plain ones are one group), each split by the parameters' limits: in the same order at
+    every rate, since saved moments know a parameter by its place."""
     given: list[Any] = list(parameters)
     groups: list[dict[str, Any]] = given if isinstance(given[0], dict) else [{"params": given}]
     for group in groups:
-        fastest = group.get("lr", learning_rate)
-        rates: dict[float, list[nn.Parameter]] = {}
+        limits: dict[float, list[nn.Parameter]] = {}
         for parameter in group["params"]:
-            rate = min(fastest, getattr(parameter, "_learning_rate_limit", math.inf))
-            rates.setdefault(rate, []).append(parameter)
-        for rate, members in rates.items():
-            yield {**group, "params": members, "lr": rate}
+            limits.setdefault(getattr(parameter, "_learning_rate_limit", math.inf), []).append(parameter)
+        for limit, members in limits.items():
+            yield {**group, "params": members, "lr": min(group.get("lr", learning_rate), limit)}
 
 
 def update(optimiser: torch.optim.Optimizer, loss: Tensor, clip: float) -> Tensor:

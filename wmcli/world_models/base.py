@@ -66,8 +66,15 @@ class WorldModel(nn.Module, ABC):
     """True: frames are encoded before training and no gradient reaches the encoder. False: `loss` takes frames."""
     across_ends: bool
     """True: segments may run over the end of an episode into the next one; `Batch.first` says where."""
+    context: int
+    """Real frames that imagination starts from."""
     feature_shape: tuple[int, ...]
     """Shape of what the controller sees of one frame."""
+
+    @property
+    def remembers(self) -> int:
+        """Frames before the current one that `perceive` depends on, as far as a new player must go back."""
+        return 0
 
     @abstractmethod
     def encode(self, observation: Tensor) -> Tensor:

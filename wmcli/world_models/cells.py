@@ -42,7 +42,7 @@ class CellsSettings(Section):
     """A language model over the grid world's cells, and how it is trained. Defaults: Drama's study, short sequences."""
 
     kind: Literal["cells"] = "cells"
-    """The grid world's cells as tokens, without a tokenizer."""
+    """The grid world's cells as tokens, without a tokenizer; other kinds are token and latent."""
     horizon: int = Field(8, ge=2)
     """Length of a training segment, in frames of 26 tokens: 8 are 208 tokens, 64 are 1,664."""
     context: int = Field(1, ge=1)
@@ -108,6 +108,7 @@ class CellsWorldModel(WorldModel):
         assert backbone.max_length is None or backbone.max_length >= settings.horizon * TOKENS
         self.settings = settings
         self.actions = actions
+        self.context = settings.context
         self.image_size = image_size
         self.feature_shape = (KINDS, SIDE, SIDE)
         self.embedding = nn.Embedding(KINDS + actions, backbone.width)

@@ -39,7 +39,7 @@ class LatentWorldModelSettings(Section):
     """A world model over categorical latents, and how it is trained. Defaults: Drama (XS)."""
 
     kind: Literal["latent"] = "latent"
-    """Categorical latents learned jointly; the other kind is "token"."""
+    """Categorical latents, learned together with what follows from them; other kinds are token and cells."""
     stem: Literal["linear", "deep"] = "linear"
     """From latent and action to the backbone: linear, RMSNorm, SiLU (Drama), or two layers with LayerNorm (STORM)."""
     head_layers: int = Field(1, ge=1)
@@ -56,9 +56,10 @@ class LatentWorldModelSettings(Section):
     """Real frames that imagination starts from."""
     across_ends: bool = True
     """Segments run over the ends of episodes into the next one, so that short episodes fill them; else one episode,
-    padded."""
+    padded, whose padding enters batch statistics."""
     reset_at_ends: bool = True
-    """Clear the dynamics' state where an episode opens, and predict nothing across; the public code does neither."""
+    """In training and imagination, clear the state where an episode opens and predict nothing across; the public code
+    does neither."""
     end_on_truncation: bool = False
     """Learn time limits as terminations."""
     dynamics_weight: float = Field(1.0, ge=0)
@@ -86,7 +87,7 @@ class LatentWorldModelSettings(Section):
     warmup: int = Field(1000, ge=0)
     """Updates over which the step size rises to it (laprop)."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay, on matrices only."""
+    """Decoupled weight decay, on matrices only; adam has none."""
     clip: float = Field(1000.0, gt=0)
     """Largest norm of the whole gradient."""
 
@@ -124,6 +125,8 @@ class LatentState(NamedTuple):
     """(B, K, C) drawn: what the dynamics will read of the current frame."""
     seen: Tensor
     """(B, K, C) drawn: what the controller sees of it."""
+    length: int
+    """How many frames the memory has read, counted on the host: attention has learned a limited number of positions."""
     past: Past | None = None
     """While acting with a window."""
 
@@ -133,6 +136,10 @@ class LatentWorldModel(WorldModel):
 
     frozen_encoder = False
 
+    @property
+    def remembers(self) -> int:
+        return self.settings.act_window or self.settings.horizon
+
     def __init__(
         self, settings: LatentWorldModelSettings, backbone: Backbone, tokenizer: CategoricalTokenizer, actions: int
     ) -> None:
@@ -141,6 +148,7 @@ class LatentWorldModel(WorldModel):
         self.settings = settings
         self.actions = actions
         self.across_ends = settings.across_ends
+        self.context = settings.context
         self.feature_shape = (variables * classes + width,)
         self.tokenizer = tokenizer
         self.stem = _stem(settings.stem, variables * classes + actions, width)
@@ -230,8 +238,13 @@ class LatentWorldModel(WorldModel):
 
     @torch.no_grad()
     def observe(self, latent: Tensor, action: Tensor, reset: Tensor) -> tuple[Tensor, LatentState]:
-        """Read all frames but the last, each drawn anew; features of all. See `WorldModel.observe`."""
+        """Read all frames but the last, each drawn anew; features of all. See `WorldModel.observe`.
+
+        Without `reset_at_ends` a window's first frame alone starts from nothing, as in training.
+        """
         z = draw_one_hot(latent)
+        if self.across_ends and not self.settings.reset_at_ends:
+            reset = torch.zeros_like(reset)
         memory = self.backbone.initial_state(len(z))
         summary = z.new_zeros(*z.shape[:2], self.backbone.width)
         if z.shape[1] > 1:
@@ -239,19 +252,30 @@ class LatentWorldModel(WorldModel):
             summary[:, 1:] = y
             summary = summary.masked_fill(reset[..., None], 0)
         features = torch.cat((z.flatten(-2), summary), -1)
-        return features, LatentState(memory, reset[:, -1], summary[:, -1], z[:, -1], z[:, -1])
+        return features, LatentState(memory, reset[:, -1], summary[:, -1], z[:, -1], z[:, -1], z.shape[1] - 1)
 
     @torch.no_grad()
     def imagine(self, state: LatentState, action: Tensor) -> tuple[Imagined, LatentState]:
-        """One step. The reward is the expectation, termination is certain or not at all (likelier than not)."""
-        summary, memory = self.backbone.step(self._elements(state.latent, action), state.memory, state.fresh)
+        """One step. The reward is the expectation, termination is certain or not at all (likelier than not).
+
+        A backbone with a limited number of positions starts again from the current frame alone once they are used up.
+        """
+        summary, memory, length = self._step(state, action)
         reward = two_hot.decode(self.reward_head(summary))
         terminated = self.termination_head(summary).squeeze(-1) > 0
         prior = self._prior(summary).exp()
         z = draw_one_hot(prior)
         # The public code adds and subtracts the probabilities in float32 and stores the result as integers.
         read = ((z + prior) - prior).long().to(z.dtype) if self.settings.truncate_latents else z
-        return Imagined(z, reward, terminated), LatentState(memory, None, summary.to(z.dtype), read, z)
+        return Imagined(z, reward, terminated), LatentState(memory, None, summary.to(z.dtype), read, z, length)
+
+    def _step(self, state: LatentState, action: Tensor) -> tuple[Tensor, Any, int]:
+        """The current frame and the action (B,) taken in it: their summary (B, D), the memory and its length after."""
+        memory, fresh, length, limit = state.memory, state.fresh, state.length, self.backbone.max_length
+        if limit is not None and length == limit:
+            memory, fresh, length = self.backbone.initial_state(len(action)), None, 0
+        summary, memory = self.backbone.step(self._elements(state.latent, action), memory, fresh)
+        return summary, memory, length + 1
 
     def features(self, state: LatentState) -> Tensor:
         """Latent and summary of the past, (B, K * C + D) float32."""
@@ -284,12 +308,12 @@ class LatentWorldModel(WorldModel):
         """
         latent = self.tokenizer.encode(observation)
         read = self._read_window if self.settings.act_window else self._read_on
-        memory, fresh, summary, past = read(state, latent, previous_action, reset, generator)
+        memory, fresh, summary, length, past = read(state, latent, previous_action, reset, generator)
         z = seen = draw_one_hot(latent, generator)
         if self.settings.act_on == "prior":
             predicted = draw_one_hot(self._prior(summary).exp(), generator)
             seen = torch.where(fresh[:, None, None], z, predicted)
-        return LatentState(memory, fresh, summary, z, seen, past)
+        return LatentState(memory, fresh, summary, z, seen, length, past)
 
     def _read_on(
         self,
@@ -298,14 +322,13 @@ class LatentWorldModel(WorldModel):
         previous_action: Tensor,
         reset: Tensor,
         generator: torch.Generator | None,
-    ) -> tuple[Any, Tensor, Tensor, None]:
-        """Memory, where it is void, and summary, after the frame before the current one."""
+    ) -> tuple[Any, Tensor, Tensor, int, None]:
+        """Memory, where it is void, summary, and length, after the frame before the current one."""
         if state is None:
             nothing = latent.new_zeros(len(latent), self.backbone.width)
-            return self.backbone.initial_state(len(latent)), torch.ones_like(reset), nothing, None
-        elements = self._elements(state.latent, previous_action)
-        summary, memory = self.backbone.step(elements, state.memory, state.fresh)
-        return memory, reset, summary.to(latent.dtype).masked_fill(reset[:, None], 0), None
+            return self.backbone.initial_state(len(latent)), torch.ones_like(reset), nothing, 0, None
+        summary, memory, length = self._step(state, previous_action)
+        return memory, reset, summary.to(latent.dtype).masked_fill(reset[:, None], 0), length, None
 
     def _read_window(
         self,
@@ -314,7 +337,7 @@ class LatentWorldModel(WorldModel):
         previous_action: Tensor,
         reset: Tensor,
         generator: torch.Generator | None,
-    ) -> tuple[Any, Tensor, Tensor, Past]:
+    ) -> tuple[Any, Tensor, Tensor, int, Past]:
         """As `_read_on`, from the frames of the window, and the window itself."""
         rows, window = len(latent), self.settings.act_window
         if state is None or state.past is None:
@@ -330,7 +353,7 @@ class LatentWorldModel(WorldModel):
         y, memory = self.backbone(elements, self.backbone.initial_state(rows), opens)
         fresh = length == 0
         summary = y[:, -1].to(latent.dtype).masked_fill(fresh[:, None], 0)
-        return memory, fresh, summary, Past(frames, actions, length, latent)
+        return memory, fresh, summary, window, Past(frames, actions, length, latent)
 
 
 def _stem(kind: str, inputs: int, width: int) -> nn.Module:

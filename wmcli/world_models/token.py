@@ -37,7 +37,7 @@ class TokenWorldModelSettings(Section):
     """A world model over the tokens of a frozen tokenizer, and how it is trained. Defaults: REM on Atari."""
 
     kind: Literal["token"] = "token"
-    """Tokens of a frozen tokenizer (REM, IRIS); the other kind is "latent"."""
+    """Tokens of a frozen tokenizer (REM, IRIS); other kinds are latent and cells."""
     prediction: Literal["pop", "sequential"] = "pop"
     """How the next frame is predicted: "pop" all tokens at once (REM), "sequential" token by token (IRIS)."""
     shared_embeddings: bool = True
@@ -158,6 +158,7 @@ class TokenWorldModel(WorldModel):
         assert backbone.max_length is None or backbone.max_length >= settings.horizon * block
         self.settings = settings
         self.actions = actions
+        self.context = settings.context
         self.feature_shape = (tokenizer.width, *tokenizer.grid)
         self._tokenizer = (tokenizer,)  # in a tuple, where nn.Module does not look
         self.backbone = backbone
