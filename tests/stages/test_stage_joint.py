@@ -4,13 +4,16 @@ nothing. The run is Drama's, so this is also where frequency sampling and the ac
 from __future__ import annotations
 
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_run
 import torch
-from tiny_run import Killed, kill_at, sha256
+from tiny_run import Killed, command, kill_at, settings, sha256
 
 from wmcli.artifacts import Artifact, Run
 from wmcli.artifacts.lineage import lineage
@@ -264,6 +267,32 @@ def test_killed_in_the_middle_it_ends_in_the_same_bits(
     assert sha256(resumed, TRAINING) == sha256(undisturbed, TRAINING)
 
 
+@pytest.mark.slow
+def test_a_process_killed_in_the_middle_of_joint_training_is_finished_by_the_same_command(
+    run: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(run, other, symlinks=True)
+    longer = [EAGER, "dynamics.updates=60"]
+    undisturbed = train_dynamics(opened(other, *longer))
+    line = ["train-dynamics", *settings(*longer)]
+    child = command(run, *line)
+    deadline = time.monotonic() + 60
+    while not list((run / "dynamics").glob(".work-*/checkpoint.safetensors")):
+        assert child.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert not Run.open(run, create=False).versions("dynamics")
+    again = command(run, *line)
+    _, talk = again.communicate(timeout=120)
+    assert again.returncode == 0 and "resuming at update" in talk
+    resumed = Run.open(run, create=False).get("dynamics", 1)
+    assert sha256(resumed) == sha256(undisturbed)
+    assert sha256(resumed, TRAINING) == sha256(undisturbed, TRAINING)
+    assert same_weights(weights(resumed, INSIDE), weights(tokenizers(run)[0], ALONE))
+
+
 def test_an_agent_that_draws_while_it_looks_is_resumed_exactly(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,6 +365,18 @@ def test_imagination_is_drawn_against_what_the_dynamics_trained_on(run: Path, mo
     counts = read_part(dynamics.file(TRAINING), "sampler")["counts"]
     assert seen and 0 < seen[0].sum() <= counts.sum()  # a few rows start no window of imagination
     assert set(seen[0].tolist()) <= set(counts.tolist())
+
+
+@pytest.mark.parametrize("sampling", ["dfs", "uniform"])
+def test_any_system_can_sample_so(tiny: Path, tmp_path: Path, sampling: str) -> None:
+    """REM's stages: windows within episodes, padded on the right in training and on the left in imagination."""
+    folder = tiny_run.copied(tiny, tmp_path / "rem")
+    for kind, stage in tiny_run.TRAINING.items():
+        artifact = stage(tiny_run.opened(folder, f"training.sampling={sampling}"))
+        assert artifact.version == 2
+        if sampling == "dfs":
+            drawn = {"tokenizer": 7 * 6, "dynamics": 4 * 5, "controller": 5 * 4}[kind]  # batch, updates
+            assert read_part(artifact.file(TRAINING), "sampler")["counts"].sum() == drawn
 
 
 def test_other_frequencies_are_another_job(run: Path) -> None:

@@ -13,7 +13,7 @@ from wmcli.artifacts.failpoint import failpoint
 from wmcli.assemble import load_controller
 from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.controllers.base import Actor
-from wmcli.envs import Streams
+from wmcli.envs import Streams, Transition
 from wmcli.errors import Stopped
 from wmcli.experience import Memory, Recorder, write_segment
 from wmcli.stages.context import SEGMENT, Context, check_same_environment
@@ -171,17 +171,7 @@ def _play(
             with context.machine.autocast():
                 action = agent.act(observation, first)
             after = streams.step(action)
-            recorder.add(
-                {
-                    "observation": observation,
-                    "action": action.astype(np.int32),
-                    "reward": after.reward,
-                    "terminated": after.terminated,
-                    "truncated": after.truncated,
-                    "first": first,
-                    "lives": after.lives,
-                }
-            )
+            recorder.add(seen(observation, first, action, after))
             bar.advance(count)
             due = time.monotonic() - saved_at >= context.settings.training.checkpoint_seconds
             if stop or (due and len(recorder) < total):
@@ -197,6 +187,19 @@ def _play(
                     raise Stopped(
                         f"collect stopped after step {saved} of {total}; the same command goes on from there."
                     )
+
+
+def seen(observation: np.ndarray, first: np.ndarray, action: np.ndarray, after: Transition) -> dict[str, np.ndarray]:
+    """What a recorder is given of one step: the frames and whether they open an episode, the actions, what came."""
+    return {
+        "observation": observation,
+        "action": action.astype(np.int32),
+        "reward": after.reward,
+        "terminated": after.terminated,
+        "truncated": after.truncated,
+        "first": first,
+        "lives": after.lives,
+    }
 
 
 def _part(index: int) -> str:

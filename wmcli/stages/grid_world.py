@@ -30,6 +30,7 @@ from wmcli.envs.grid_world import GRID_WORLD_GOAL_ID
 from wmcli.errors import MachineError, UsageError
 from wmcli.experience import Memory, Recorder
 from wmcli.metrics import grid_world as metrics
+from wmcli.stages.collect import seen
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.training.device import Machine, derived_seed, isolated_randomness
 from wmcli.training.optim import build_optimiser, update
@@ -171,17 +172,7 @@ def _played(context: Context, sequences: int, length: int) -> Memory:
             observation, first = streams.observation, streams.first
             action = agent.act(observation, first)
             after = streams.step(action)
-            recorder.add(
-                {
-                    "observation": observation,
-                    "action": action.astype(np.int32),
-                    "reward": after.reward,
-                    "terminated": after.terminated,
-                    "truncated": after.truncated,
-                    "first": first,
-                    "lives": after.lives,
-                }
-            )
+            recorder.add(seen(observation, first, action, after))
             bar.advance(count)
     streams.close()
     memory = Memory.empty(context.machine.device)
