@@ -19,6 +19,12 @@ def test_catch_is_learned(tmp_path, preset, seed):
     assert metrics["mean"] >= 0.8
 
 
+def test_drama_catches_after_two_rounds(tmp_path):
+    """Half of the preset, which is enough for this game: what CI runs."""
+    context = open_context(tmp_path / "run", "drama-quick", ["run.epochs=2", "run.collect_epochs=2"], create=True)
+    assert run_loop(context).metrics["mean"] >= 0.8
+
+
 # Every other backbone in either world model: docs/results.md has what each reached.
 @pytest.mark.parametrize(
     ("preset", "backbone"),
