@@ -189,29 +189,26 @@ def _place(kind: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[tuple[int
     """
     place: list[int | str] = []
     section: type[BaseModel] | None = kind
-    rest = list(loc)
-    while rest:
-        part = rest.pop(0)
-        place.append(part)
-        if section is None or part not in section.model_fields:
-            if rest and not isinstance(part, int):
-                section = None
+    below: dict[str, type[BaseModel]] = {"": kind}  # the sections that the next part may be a key of
+    for part in loc:
+        if len(below) > 1 and part in below:
+            below = {"": below[str(part)]}
             continue
-        if not rest:
-            break
-        kinds = _kinds(section.model_fields[str(part)].annotation)
-        if len(kinds) > 1 and rest[0] in kinds:
-            section = kinds[str(rest.pop(0))]
-        else:
-            section = next(iter(kinds.values()), None)
+        place.append(part)
+        section = next(iter(below.values()), None)
+        if section is not None and part in section.model_fields:
+            below = _kinds(section.model_fields[str(part)].annotation)
+        elif isinstance(part, str):  # a number is a place in a list, whose sections are those of the list
+            below = {}
     return tuple(place), section
 
 
 def _kinds(annotation: Any) -> dict[str, type[BaseModel]]:
     """The sections that a field may hold, by their `kind` (by their class where they have none)."""
-    found = (
-        [annotation] if _is_section(annotation) else [s for each in get_args(annotation) for s in _kinds(each).values()]
-    )
+    if _is_section(annotation):
+        found = [annotation]
+    else:
+        found = [section for each in get_args(annotation) for section in _kinds(each).values()]
     return {str(each.model_fields["kind"].default if "kind" in each.model_fields else each): each for each in found}
 
 
