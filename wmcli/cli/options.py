@@ -117,7 +117,7 @@ Backbone = Annotated[
 ]
 
 Experience = Annotated[str | None, _reference("--experience", "Experience to learn from")]
-Tokenizer = Annotated[str | None, _reference("--tokenizer", "Tokenizer to use")]
+Tokenizer = Annotated[str | None, _reference("--tokenizer", "Tokenizer to use, or (Drama) to start from, or none")]
 Dynamics = Annotated[str | None, _reference("--dynamics", "Dynamics model to imagine with")]
 Controller = Annotated[str | None, _reference("--controller", "Controller that acts")]
 
