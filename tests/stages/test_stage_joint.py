@@ -387,6 +387,14 @@ def test_other_frequencies_are_another_job(run: Path) -> None:
     assert same.digest == uniform.digest
 
 
+def test_episodes_shorter_than_the_context_can_be_learned_from_one_by_one(run: Path) -> None:
+    """Catch has 7 frames an episode; windows of 8 and 12 are padded, and what is real is enough."""
+    alone = ["dynamics.across_ends=false", "dynamics.context=8", "dynamics.horizon=12"]
+    dynamics = train_dynamics(opened(run, *alone))
+    assert dynamics.metrics["observation_loss"] > 0
+    assert imagine(opened(run, *alone)).metrics["updates"] == 4
+
+
 def test_pictures_films_and_profiles(run: Path, tmp_path: Path) -> None:
     dynamics = train_dynamics(opened(run, pictures=True))
     assert (dynamics.path / "imagination.gif").exists()

@@ -66,7 +66,7 @@ def train_dynamics(
             memory,
             rng,
             length=settings.horizon,
-            minimum=settings.context + 1,
+            minimum=2 if encoder == "dynamics" else settings.context + 1,
             pad="right",
             across_ends=world_model.across_ends,
         )

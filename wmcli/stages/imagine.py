@@ -56,7 +56,8 @@ def imagine(
             memory,
             rng,
             length=controller.window,
-            minimum=min(known + 1, controller.window),
+            # A model over latents takes a shorter context as it comes, like one behind the end of an episode.
+            minimum=1 if trained_with.encoder == "dynamics" else min(known + 1, controller.window),
             pad="left",
             across_ends=world_model.across_ends,
             trained=_times_trained(context, model, frames) if context.settings.training.sampling == "dfs" else None,
