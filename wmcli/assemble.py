@@ -18,6 +18,7 @@ from wmcli.settings import Settings
 from wmcli.tokenizers.categorical import CategoricalTokenizer
 from wmcli.tokenizers.vq import TokenizerSettings, VQTokenizer
 from wmcli.training.checkpoint import WEIGHTS, load_modules, load_tensors
+from wmcli.training.device import Machine
 from wmcli.world_models.base import WorldModel
 from wmcli.world_models.cells import TOKENS, CellsSettings, CellsWorldModel
 from wmcli.world_models.latent import LatentWorldModel
@@ -65,40 +66,38 @@ def settings_of(artifact: Artifact) -> Settings:
     return validate(Settings, artifact.settings, f"settings of {artifact.name}")
 
 
-def load_tokenizer(artifact: Artifact, device: torch.device) -> Tokenizer:
+def load_tokenizer(artifact: Artifact, machine: Machine) -> Tokenizer:
     """A published tokenizer, frozen. Raises ArtifactError when a file is damaged or does not fit its settings."""
-    return _frozen(build_tokenizer(settings_of(artifact)), "tokenizer", artifact, device)
+    return _frozen(build_tokenizer(settings_of(artifact)), "tokenizer", artifact, machine)
 
 
-def load_world_model(artifact: Artifact, device: torch.device) -> WorldModel:
+def load_world_model(artifact: Artifact, machine: Machine) -> WorldModel:
     """Published dynamics with the tokenizer they were trained on, or with the one that they hold, both frozen."""
     settings = settings_of(artifact)
     tokenizer = None
     if settings.encoder == "tokenizer":
-        tokenizer = load_tokenizer(artifact.input("tokenizer"), device)
+        tokenizer = load_tokenizer(artifact.input("tokenizer"), machine)
     elif settings.encoder == "dynamics":
         tokenizer = build_tokenizer(settings)
     model = build_world_model(settings, tokenizer, artifact.manifest["environment"]["actions"])
-    return _frozen(model, "dynamics", artifact, device)
+    return _frozen(model, "dynamics", artifact, machine)
 
 
-def load_controller(
-    artifact: Artifact, device: torch.device, acting: Mapping[str, Any]
-) -> tuple[WorldModel, Controller]:
+def load_controller(artifact: Artifact, machine: Machine, acting: Mapping[str, Any]) -> tuple[WorldModel, Controller]:
     """A published controller and the world model it was trained in, both frozen.
 
     `acting` (see `Settings.acting`) goes before what the world model was trained with, if it has such settings.
     """
-    world_model = load_world_model(artifact.input("dynamics"), device)
+    world_model = load_world_model(artifact.input("dynamics"), machine)
     if isinstance(world_model, LatentWorldModel):
         world_model.settings = world_model.settings.model_copy(update=dict(acting))
-    return world_model, _frozen(build_controller(settings_of(artifact), world_model), "controller", artifact, device)
+    return world_model, _frozen(build_controller(settings_of(artifact), world_model), "controller", artifact, machine)
 
 
-def _frozen(module: M, name: str, artifact: Artifact, device: torch.device) -> M:
+def _frozen(module: M, name: str, artifact: Artifact, machine: Machine) -> M:
     artifact.verify()
     load_modules({name: module}, load_tensors(artifact.file(WEIGHTS))[0], artifact.name)
-    return module.to(device).eval().requires_grad_(False)
+    return machine.freeze(module)
 
 
 def count(module: nn.Module) -> int:

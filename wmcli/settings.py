@@ -81,6 +81,15 @@ class RunSettings(Section):
     """Episodes of an evaluation on the way; the last one takes evaluation.episodes."""
     keep: int = Field(2, ge=1)
     """Newest versions of each model whose weights stay on disk; of older ones only the manifest does."""
+    overlap: bool = False
+    """Collect the next epoch's experience in a second process while this epoch's models train. A controller that is one
+    epoch older plays it then; what comes out is as reproducible. Off: collect, then train."""
+
+    @model_validator(mode="after")
+    def _who_collects_is_kept(self) -> RunSettings:
+        if self.overlap and self.keep < 2:
+            raise ValueError("overlap collects with the last controller but one, which keep = 1 removes: set keep = 2")
+        return self
 
 
 class Settings(Section):

@@ -31,8 +31,10 @@ from wmcli.stages.play import play
 from wmcli.stages.profile import profile
 from wmcli.stages.tokenizer import train_tokenizer
 from wmcli.training.checkpoint import TRAINING, load_tensors
+from wmcli.training.device import Machine
 from wmcli.training.loop import read_part
 
+CPU = Machine(torch.device("cpu"), "float32", 1)
 TINY = [
     "environment.size=16",
     "environment.count=3",
@@ -180,7 +182,7 @@ def test_the_settings_of_the_run_hold_for_a_tokenizer_fitted_with_others(run: Pa
     train_tokenizer(opened(run, "tokenizer.unimix=0.2"))
     dynamics = train_dynamics(opened(run))
     imagine(opened(run))
-    world_model = load_world_model(dynamics, torch.device("cpu"))
+    world_model = load_world_model(dynamics, CPU)
     assert world_model.get_submodule("tokenizer").settings.unimix == 0.01
     train_tokenizer(opened(run, "tokenizer.classes=8"))
     with pytest.raises(ArtifactError, match="weights of the tokenizer do not fit its settings"):
@@ -317,7 +319,7 @@ def test_controllers_use_the_tokenizer_inside_the_dynamics(run: Path) -> None:
     dynamics = train_dynamics(opened(run))
     controller = imagine(opened(run))
     shutil.rmtree(run / "tokenizer")
-    world_model, _ = load_controller(controller, torch.device("cpu"), {})
+    world_model, _ = load_controller(controller, CPU, {})
     assert same_weights(weights(dynamics, INSIDE), dict(world_model.get_submodule("tokenizer").state_dict()))
     assert evaluate(opened(run)).metrics["episodes"] == 3
     assert evaluate(opened(run, "evaluation.temperature=0.5")).metrics["episodes"] == 3

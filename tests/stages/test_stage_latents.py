@@ -16,8 +16,9 @@ from wmcli.stages import latents as module
 from wmcli.stages.collect import collect
 from wmcli.stages.context import Context
 from wmcli.stages.latents import gather, latents_of
+from wmcli.training.device import Machine
 
-CPU = torch.device("cpu")
+CPU = Machine(torch.device("cpu"), "float32", 1)
 
 
 class Counting:

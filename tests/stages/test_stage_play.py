@@ -23,8 +23,9 @@ from wmcli.stages import profile as profile_module
 from wmcli.stages.pictures import SideBySide, beside, imagined_beside_real, write_side_by_side
 from wmcli.stages.play import play
 from wmcli.stages.profile import profile
+from wmcli.training.device import Machine
 
-CPU = torch.device("cpu")
+CPU = Machine(torch.device("cpu"), "float32", 1)
 
 
 @pytest.mark.parametrize("source", ["real", "imagination"])
@@ -106,7 +107,7 @@ def test_every_frame_follows_from_the_one_before_and_its_action(newest_episodes:
 
 
 def test_no_episode_is_long_enough() -> None:
-    memory = Memory.empty(CPU)
+    memory = Memory.empty(CPU.device)
     memory.extend(
         {
             "observation": np.zeros((4, 8, 8, 3), np.uint8),

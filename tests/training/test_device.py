@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from wmcli.kernels import dispatch
 
 from wmcli.errors import UsageError
 from wmcli.training.device import Machine, derived_seed, isolated_randomness
@@ -17,10 +19,11 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def same_threads():
+def same_choices():
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+    dispatch.use("auto")
 
 
 def choose(**settings: Any) -> Machine:
@@ -34,7 +37,7 @@ def test_what_was_asked_for_is_chosen_and_told() -> None:
     machine = choose(device="cpu", precision="bfloat16", threads=1)
     assert (machine.device, machine.precision, machine.threads) == (CPU, "bfloat16", 1)
     assert torch.get_num_threads() == 1
-    assert str(machine) == "cpu, bfloat16, 1 thread"
+    assert str(machine) == "cpu, bfloat16, 1 thread, kernels in torch"
     block = machine.block()
     assert {key: block[key] for key in ("device", "precision", "threads")} == {
         "device": "cpu",
@@ -97,6 +100,53 @@ def test_autocast_only_in_bfloat16() -> None:
         assert (a @ a.T).dtype == torch.bfloat16
     with choose(device="cpu", precision="float32").autocast():
         assert (a @ a.T).dtype == torch.float32
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(3, 8, 3), nn.Linear(8, 5)
+        self.exact = Exact(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.exact(self.linear(self.conv(x).mean((2, 3))))
+
+
+class Exact(nn.Linear):
+    in_float32 = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_frozen_model_gives_the_same_bits(precision: str) -> None:
+    machine = choose(device="cpu", precision=precision)
+    model, x = Model(), torch.randn(4, 3, 9, 9)
+    with machine.autocast():
+        want = model(x)
+        model = machine.freeze(model)
+        assert torch.equal(model(x), want)
+    assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
+    low = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    assert [each.weight.dtype for each in (model.conv, model.linear, model.exact)] == [low, low, torch.float32]
+
+
+def test_kernels_asked_for_are_there_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose(device="cpu").kernels == "torch"
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    with pytest.raises(UsageError, match="training.kernels = 'triton': triton .*; use auto or torch"):
+        choose(device="cpu", kernels="triton")
+    monkeypatch.setattr(dispatch, "INTERPRETED", True)
+    if dispatch.triton is not None:
+        assert choose(device="cpu", kernels="triton").kernels == "triton"
+        assert dispatch.on_triton(torch.zeros(1)) and not dispatch.on_triton(torch.zeros(1, dtype=torch.float64))
+    monkeypatch.setattr(dispatch, "triton", None)
+    with pytest.raises(UsageError, match="triton is not installed"):
+        choose(device="cpu", kernels="triton")
+    assert choose(device="cpu", kernels="auto").kernels == "torch"
+    assert not dispatch.on_triton(torch.zeros(1))
 
 
 # -- seeds ------------------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from wmcli.backbones.base import Backbone, Size, State, for_each_block
+from wmcli.nn.dropout import dropout
 
 NORM_EPS = 1e-5
 
@@ -90,7 +90,7 @@ class ResidualStack(Backbone):
         after = []
         for index, layer in enumerate(self.layers):
             y, new = mix(layer.mixer, layer.norm(x), None if state is None else state[index])
-            x = x + F.dropout(y, self.dropout, self.training)
+            x = x + dropout(y, self.dropout, self.training)
             after.append(new)
         return self.norm(x), None if state is None else tuple(after)
 

@@ -28,6 +28,7 @@ from wmcli.backbones.base import Backbone, Size, for_each_block
 from wmcli.config import Section
 from wmcli.errors import UsageError
 from wmcli.kernels.linear_recurrence import linear_recurrence, linear_recurrence_fork, linear_recurrence_step
+from wmcli.nn.dropout import dropout
 
 NORM_EPS = 1e-6
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}
@@ -108,7 +109,7 @@ class RetNet(Backbone):
         x = torch.cat((x, for_each_block(queries, x)), 2)  # (B, N, L + Q, D)
         shape = x.shape[1:3]
         rotations, log_decay = self._rotations(x), self._log_decay(x)
-        rotation = torch.cat([rotations.between(-n * block, shape[1] - n * block) for n in range(blocks, 0, -1)])
+        rotation = torch.cat([rotations.between(-n * block, shape[1] - n * block) for n in range(blocks, 0, -1)], -2)
         after = []
         x = x.flatten(1, 2)  # (B, N (L + Q), D)
         for index, layer in enumerate(self.layers):
@@ -149,12 +150,13 @@ class RetNetLayer(nn.Module):
                 nn.init.zeros_(linear.bias)
 
     def project(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x (B, T, D), rotation (T, 2, 1, K / 2) -> rotated q and k, and v (B, H, T, K); the gate (B, T, D)."""
+        """x (B, T, D), rotation (2, 1, 1, T, K / 2) -> rotated q and k, and v (B, H, T, K); the gate (B, T, D)."""
         qk, v, gate = self.qkvg(self.retention_norm(x)).split((2 * self.width, self.width, self.width), -1)
-        qk = qk.to(_wide(qk.dtype)).unflatten(-1, (2, self.heads, -1, 2))  # (B, T, 2, H, K / 2, 2)
-        qk = torch.view_as_complex(qk) * rotation
-        qk = torch.view_as_real(qk.permute(2, 0, 3, 1, 4).contiguous()).flatten(-2).to(v.dtype)  # (2, B, H, T, K)
-        return qk[0], qk[1], v.unflatten(-1, (self.heads, -1)).transpose(1, 2), gate
+        # Laid out anew before they are widened, while they are small.
+        qk = qk.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).contiguous()  # (2, B, H, T, K)
+        qk = torch.view_as_complex(qk.to(_wide(qk.dtype)).unflatten(-1, (-1, 2))) * rotation
+        q, k = torch.view_as_real(qk).flatten(-2).to(v.dtype).unbind()
+        return q, k, v.unflatten(-1, (self.heads, -1)).transpose(1, 2), gate
 
     def finish(self, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
         """What follows the retention y (B, H, T, K) of x (B, T, D): norm, gate, projection, residual, feed-forward."""
@@ -170,7 +172,7 @@ class RetNetLayer(nn.Module):
         return self.out.in_features
 
     def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
+        return dropout(x, self.dropout, self.training)
 
 
 # -- decays and rotations ----------------------------------------------------------------------------------------------
@@ -206,15 +208,15 @@ class Rotations:
         unit = torch.polar(torch.ones_like(angle), angle)  # (positions, K / 2)
         # One table rotates queries and keys together; keys are scaled by 1 / sqrt(K) on the way.
         complex_dtype = torch.complex128 if dtype == torch.float64 else torch.complex64
-        self.table = torch.stack((unit, unit * head_width**-0.5), 1)[:, :, None].to(complex_dtype)
+        self.table = torch.stack((unit, unit * head_width**-0.5))[:, None, None].to(complex_dtype)
         # A state is turned along its key axis, pairs being neighbours: cos * S + sin * (S with the pairs swapped).
         self.cos = angle.cos().repeat_interleave(2, 1)[..., None].to(dtype)  # (positions, K, 1)
         self.sin = torch.stack((-angle.sin(), angle.sin()), 2).flatten(1)[..., None].to(dtype)
 
     def between(self, start: int, stop: int) -> Tensor:
-        """For queries and keys at the positions start ... stop - 1: (stop - start, 2, 1, K / 2)."""
+        """For queries and keys at the positions start ... stop - 1: (2, 1, 1, stop - start, K / 2)."""
         assert -self.reach <= start <= stop <= self.reach + 1
-        return self.table[start + self.reach : stop + self.reach]
+        return self.table[..., start + self.reach : stop + self.reach, :]
 
     def turn_back(self, state: Tensor, count: int) -> Tensor:
         """The state (B, H, K, V) as seen from `count` positions further on."""

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from wmcli.backbones.base import Backbone, Size, for_each_block
 from wmcli.config import Section
 from wmcli.errors import UsageError
+from wmcli.nn.dropout import dropout
 
 INIT_STD = 0.02
 CHUNK = 128  # queries attended together: a long sequence costs T (M + CHUNK), not T (M + T)
@@ -212,7 +213,7 @@ class TransformerXLLayer(nn.Module):
         return q @ (weight @ table.T)
 
     def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
+        return dropout(x, self.dropout, self.training)
 
 
 def band(scores: Tensor) -> Tensor:

@@ -46,6 +46,8 @@ def run(
 ) -> None:
     """Collect, train and imagine in turn until the preset's epochs are over, then evaluate.
 
+    With --set run.overlap=true a second process collects the next epoch's experience while this one's models train.
+
     Examples: wm run quickstart --run runs/catch; wm run drama-quick --backbone s4 --run runs/s4
     """
     if name and preset and name != preset:

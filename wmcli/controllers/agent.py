@@ -80,8 +80,8 @@ class Agent:
         `observation` (E, T, H, W, C) uint8, `action` (E, T) taken on them, `valid` (E, T) False left of the first real
         frame. A row without real frames is at the start of an episode.
         """
+        assert (valid[:, :-1] <= valid[:, 1:]).all(), "real frames stand at the end of a row"
         observation, action, valid = self._put(observation), self._put(action), self._put(valid)
-        assert bool((valid[:, :-1] <= valid[:, 1:]).all()), "real frames stand at the end of a row"
         self._world_state = None
         self.reset_rows(torch.ones_like(self._fresh))
         for t in range(valid.shape[1]):
@@ -138,7 +138,10 @@ class Agent:
         self._state = self.controller.cleared(self._state, reset)
 
     def _put(self, values: np.ndarray | Tensor) -> Tensor:
-        return torch.as_tensor(values, device=self.device)
+        tensor = torch.as_tensor(values)
+        if self.device.type == "cuda" and tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()  # a copy from other memory waits for the device
+        return tensor.to(self.device, non_blocking=True)
 
     def _rebuilt(self, template: State, saved: dict[str, Tensor], name: str) -> State:
         count = sum(key.startswith(f"{name}/") for key in saved)

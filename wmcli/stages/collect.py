@@ -15,7 +15,7 @@ from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.controllers.base import Actor
 from wmcli.envs import Streams, Transition
 from wmcli.errors import Stopped
-from wmcli.experience import Memory, Recorder, write_segment
+from wmcli.experience import Recorder, read_segment, write_segment
 from wmcli.stages.context import SEGMENT, Context, check_same_environment
 from wmcli.training.checkpoint import load_tensors, save_tensors
 from wmcli.training.device import derived_seed
@@ -122,7 +122,7 @@ def _begin(
         agent.load({name.removeprefix("agent/"): value for name, value in tensors.items() if name.startswith("agent/")})
         context.progress.say(f"collect: resuming at step {len(recorder)}")
     elif before is not None and isinstance(agent, Agent):
-        agent.burn_in(*_last_frames(context.experience(before), streams, agent.remembers))
+        agent.burn_in(*_last_frames(before, streams, agent.remembers))
     return streams, recorder, agent, parts
 
 
@@ -132,7 +132,7 @@ def _agent(context: Context, actor: Artifact | None, number: int) -> Actor:
     count = settings.environment.count
     if actor is None:
         return UniformAgent(context.environment["actions"], count, generator=generator)
-    world_model, controller = load_controller(actor, context.machine.device, context.settings.acting)
+    world_model, controller = load_controller(actor, context.machine, context.settings.acting)
     return Agent(
         world_model,
         controller,
@@ -144,17 +144,30 @@ def _agent(context: Context, actor: Artifact | None, number: int) -> Actor:
     )
 
 
-def _last_frames(memory: Memory, streams: Streams, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The last `length` frames (E, T, H, W, C) of each running episode, actions (E, T) and which of them are real."""
+def _last_frames(before: Artifact, streams: Streams, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The last `length` frames (E, T, H, W, C) of each running episode, actions (E, T) and which of them are real.
+
+    Read from the newest segments, no further back than they reach.
+    """
     count = len(streams.observation)
     frames = np.zeros((count, length, *streams.observation.shape[1:]), np.uint8)
     action, valid = np.zeros((count, length), np.int64), np.zeros((count, length), bool)
-    for stream in range(count):
-        rows = memory.running(stream)[-length:]
-        if length and not streams.first[stream]:
-            frames[stream, -len(rows) :] = memory.frames[rows].cpu().numpy()
-            action[stream, -len(rows) :] = memory.action[rows].cpu().numpy()
-            valid[stream, -len(rows) :] = True
+    wanted = np.where(streams.first, 0, length)  # the first so many places of a row are still to be filled
+    segment = before
+    while wanted.any():
+        segment.verify()
+        arrays = read_segment(segment.path / SEGMENT)
+        for stream in np.flatnonzero(wanted):
+            rows = np.flatnonzero(arrays["stream"] == stream)
+            opened = np.flatnonzero(arrays["first"][rows])
+            rows = rows[opened[-1] if len(opened) else 0 :][-wanted[stream] :]
+            places = slice(wanted[stream] - len(rows), wanted[stream])
+            frames[stream, places] = arrays["observation"][rows]
+            action[stream, places] = arrays["action"][rows]
+            valid[stream, places] = True
+            wanted[stream] = 0 if len(opened) else places.start
+        if wanted.any():
+            segment = segment.input("previous")
     return frames, action, valid
 
 

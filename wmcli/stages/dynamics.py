@@ -56,7 +56,7 @@ def train_dynamics(
             if codes is not None:
                 load_modules({"tokenizer": model}, load_tensors(codes.file(WEIGHTS))[0], codes.name)
         elif codes is not None:
-            model = load_tokenizer(codes, device)
+            model = load_tokenizer(codes, context.machine)
         world_model = build_world_model(context.settings, model, environment["actions"]).to(device).train()
         data = memory.frames
         if world_model.frozen_encoder:

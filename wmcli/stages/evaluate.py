@@ -107,7 +107,7 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
         return existing
     with job.work(fresh=context.fresh) as work:
         context.progress.say(f"eval: {episodes} episodes of {environment['id']} by {actor.name} on {context.machine}")
-        world_model, policy = load_controller(actor, context.machine.device, context.settings.acting)
+        world_model, policy = load_controller(actor, context.machine, context.settings.acting)
         generator = torch.Generator().manual_seed(derived_seed(settings.seed, "eval actions"))
         rows = min(settings.evaluation.environments, episodes)
         agent = Agent(

@@ -66,7 +66,7 @@ def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Art
     settings, machine, run = context.settings, context.machine, context.run
     model = run.resolve(dynamics or "dynamics", "dynamics")
     check_same_environment(context.environment, model)
-    world_model = load_world_model(model, machine.device)
+    world_model = load_world_model(model, machine)
     if not isinstance(world_model, CellsWorldModel):
         raise UsageError(
             f"--protocol gridworld scores dynamics of kind 'cells', and {model.name} is none: begin with"

@@ -48,7 +48,7 @@ def imagine(
     def prepare(rng: np.random.Generator) -> Lesson:
         device = context.machine.device
         memory = context.experience(frames)
-        world_model = load_world_model(model, device)
+        world_model = load_world_model(model, context.machine)
         latents = latents_of(context, world_model, encoder, memory)
         controller = build_controller(context.settings, world_model).to(device)
         sampler = build_sampler(

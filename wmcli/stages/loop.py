@@ -1,16 +1,21 @@
-"""`wm run`: the papers' loop of collect → tokenizer → dynamics → imagine, epoch after epoch, in one process.
+"""`wm run`: the papers' loop of collect → tokenizer → dynamics → imagine, epoch after epoch.
 
 The loop keeps no state of its own. Every stage call is a job known by its settings and inputs; those already published
 are found again at once, an interrupted one is resumed, so running the loop from its first epoch is how it continues.
+
+With `run.overlap` a second process collects epoch e + 1 while epoch e trains here. Who acts there is the newest
+controller when epoch e begins to train, that of epoch e - 1: which one it is does not hang on how fast anything is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 from wmcli.artifacts import KEY_METRICS, Artifact
 from wmcli.errors import UsageError
 from wmcli.stages.collect import collect, collect_job
+from wmcli.stages.collector import Collector
 from wmcli.stages.context import Context
 from wmcli.stages.dynamics import NONE, train_dynamics
 from wmcli.stages.evaluate import evaluate, summary
@@ -33,11 +38,11 @@ def run_loop(context: Context) -> Artifact:
     inside = Context(context.run, context.preset, context.settings, progress.inside(), fresh=context.fresh)
     progress.say(f"run: preset {context.preset}, {plan.epochs} epochs on {context.machine}")
     newest: dict[str, Artifact] = {}
-    with progress.bar("run", plan.epochs, "epochs") as bar:
+    with closing(Collector(inside)) as beside, progress.bar("run", plan.epochs, "epochs") as bar:
         for epoch in range(1, plan.epochs + 1):
             shown: dict[str, float] = {}
             inside.pictures = epoch == plan.epochs
-            for artifact in _epoch(inside, epoch, newest):
+            for artifact in _epoch(inside, beside, epoch, newest):
                 newest[artifact.kind] = artifact
                 shown |= _headline(artifact)
             bar.advance()
@@ -60,14 +65,22 @@ def _check_own(context: Context) -> None:
         )
 
 
-def _epoch(context: Context, epoch: int, newest: dict[str, Artifact]) -> Iterator[Artifact]:
+def _epoch(context: Context, beside: Collector, epoch: int, newest: dict[str, Artifact]) -> Iterator[Artifact]:
     """The artifacts of one epoch, each yielded as soon as it is there, so that the next stage finds it in `newest`."""
     plan = context.settings.run
 
     def path(kind: str) -> str | None:
         return str(newest[kind].path) if kind in newest else None
 
-    if epoch <= plan.collect_epochs:
+    if epoch <= plan.collect_epochs and plan.overlap:
+        if epoch == 1:
+            beside.begin(None, None)
+        yield beside.result()
+        if epoch < min(plan.collect_epochs, plan.epochs):
+            beside.begin(newest.get("controller"), newest["experience"])
+        else:
+            beside.close()
+    elif epoch <= plan.collect_epochs:
         yield collect(context, controller=path("controller") or "random", previous=path("experience"), extend=False)
     joint = context.settings.encoder == "dynamics"
     if plan.tokenizer_after < epoch <= plan.tokenizer_epochs and not (joint and "dynamics" in newest):

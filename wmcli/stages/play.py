@@ -37,7 +37,7 @@ def play(
     settings = context.settings
     actor = context.run.resolve(controller or "controller", "controller")
     check_same_environment(context.environment, actor)
-    world_model, policy = load_controller(actor, context.machine.device, context.settings.acting)
+    world_model, policy = load_controller(actor, context.machine, context.settings.acting)
     with isolated_randomness(derived_seed(seed, "play"), context.machine.device), context.machine.autocast():
         streams = Streams(
             settings.environment.model_copy(update={"count": 1}), train=False, seed=derived_seed(seed, "play")

@@ -6,38 +6,62 @@ import platform
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 
 import wmcli
 from wmcli.errors import UsageError
+from wmcli.kernels import dispatch
+from wmcli.training.memory import keep_freed_memory
 from wmcli.training.settings import TrainingSettings
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a stage runs on: the answer to `device=auto` and `precision=auto` on this computer."""
+    """What a stage runs on: the answer to `device`, `precision` and `kernels` = auto on this computer."""
 
     device: torch.device
     precision: str
     threads: int
+    kernels: Literal["torch", "triton"] = "torch"
 
     @classmethod
     def choose(cls, settings: TrainingSettings) -> Machine:
-        """Raises UsageError when the device asked for is not there; nothing falls back silently."""
+        """Chooses kernels and the use of memory for the whole process.
+
+        Raises UsageError when the device or the kernels asked for are not there; nothing falls back silently.
+        """
         if settings.threads:
             torch.set_num_threads(settings.threads)
         device = _device(settings.device)
         precision = settings.precision
         if precision == "auto":
             precision = "bfloat16" if _has_bfloat16(device) else "float32"
-        return cls(device, precision, torch.get_num_threads())
+        kernels = _kernels(settings.kernels, device)
+        dispatch.use(kernels)
+        if device.type == "cpu":
+            keep_freed_memory()
+        return cls(device, precision, torch.get_num_threads(), kernels)
 
     def autocast(self) -> AbstractContextManager[None]:
         """Matrix products and convolutions in the chosen precision; a null context for float32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+
+    def freeze(self, module: M) -> M:
+        """`module` on the device, for use without training under `autocast`: matrices and convolution kernels are kept
+        in the precision that autocast would convert them to at every call, with the same results.
+
+        A module with an attribute `in_float32` that is True stays as it is.
+        """
+        module = module.to(self.device).eval().requires_grad_(False)
+        if self.precision == "bfloat16":
+            _lower(module)
+        return module
 
     def block(self) -> dict[str, Any]:
         """What a manifest says about the machine."""
@@ -52,10 +76,21 @@ class Machine:
             "device_name": name,
             "precision": self.precision,
             "threads": self.threads,
+            "kernels": self.kernels,
         }
 
     def __str__(self) -> str:
-        return f"{self.device}, {self.precision}, {self.threads} thread{'s' if self.threads != 1 else ''}"
+        threads = f"{self.threads} thread{'s' if self.threads != 1 else ''}"
+        return f"{self.device}, {self.precision}, {threads}, kernels in {self.kernels}"
+
+
+def _lower(module: nn.Module) -> None:
+    if getattr(module, "in_float32", False):
+        return
+    if isinstance(module, nn.Linear | nn.Conv2d | nn.ConvTranspose2d):
+        module.weight.data = module.weight.data.to(torch.bfloat16)
+    for child in module.children():
+        _lower(child)
 
 
 def _device(name: str) -> torch.device:
@@ -70,6 +105,15 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"training.device = '{name}' is not supported; use auto, cpu or cuda.")
     return device
+
+
+def _kernels(name: Literal["auto", "torch", "triton"], device: torch.device) -> Literal["torch", "triton"]:
+    missing = dispatch.unavailable(device)
+    if name == "triton" and missing:
+        raise UsageError(f"training.kernels = 'triton': {missing}; use auto or torch.")
+    if name != "auto":
+        return name
+    return "triton" if device.type == "cuda" and not missing else "torch"
 
 
 def _has_bfloat16(device: torch.device) -> bool:

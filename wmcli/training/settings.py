@@ -30,6 +30,8 @@ class TrainingSettings(Section):
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of matrix products and convolutions: auto takes bfloat16 where the hardware has it; weights stay
     float32."""
+    kernels: Literal["auto", "torch", "triton"] = "auto"
+    """What computes the operations of wmcli.kernels: triton (on a GPU), torch, or auto, triton where it can run."""
     threads: int = Field(0, ge=0)
     """CPU threads; 0 keeps torch's choice. Results are bit-exact only for one thread count."""
     checkpoint_seconds: float = Field(30.0, ge=0)

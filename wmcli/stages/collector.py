@@ -1,0 +1,184 @@
+"""Collecting in a process of its own, so that this one can train meanwhile.
+
+A stage seeds torch's global generators and catches signals, so two at a time need two processes. This one stays for a
+whole run: it has imported torch once, and its environments stand where the segment before left them.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from wmcli.artifacts import Artifact, Run, open_artifact
+from wmcli.errors import MachineError, Stopped
+from wmcli.progress import Progress
+from wmcli.stages.collect import collect, collect_job
+from wmcli.stages.context import Context
+from wmcli.training.interrupt import stop_requests
+
+THREADS = 1  # acting on the frames of a few environments gains nothing from more, and training needs them
+POLL_SECONDS = 0.1  # how soon a signal is seen while waiting
+
+
+class _Other(NamedTuple):
+    process: subprocess.Popen[bytes]
+    line: Connection
+
+
+class Collector:
+    """Collects for the run of `context` beside this process, one segment at a time: `begin`, then `result`.
+
+    The other process is started by the first `begin` that finds something to do. It says nothing, acts on one thread,
+    hears of Ctrl-C only from this one, and does not outlive it.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._other: _Other | None = None
+        self._busy = False
+        self._found: Artifact | None = None
+
+    def begin(self, controller: Artifact | None, previous: Artifact | None) -> None:
+        """Start to collect behind `previous` with `controller`, None for random play; found again if done before."""
+        assert not self._busy, "one segment at a time"
+        given = {"previous": previous, "controller": controller}
+        inputs = {role: artifact for role, artifact in given.items() if artifact is not None}
+        self._found = collect_job(self._context, inputs).done()
+        if self._found is not None:
+            return
+        if self._other is None:
+            self._other = self._start()
+        references = {role: str(artifact.path) for role, artifact in inputs.items()}
+        with suppress(OSError):  # it died: `result` will say so
+            self._other.line.send({"controller": "random", "previous": None} | references)
+        self._busy = True
+
+    def result(self) -> Artifact:
+        """Wait for what `begin` began.
+
+        Raises what `collect` raised there, MachineError when the process died, Stopped after a signal.
+        """
+        if self._found is not None:
+            return self._found
+        assert self._other is not None and self._busy
+        process, line = self._other
+        progress, told = self._context.progress, False
+        with stop_requests() as stop, progress.bar("collect", 1, "segments") as bar:
+            while not line.poll(POLL_SECONDS):
+                if stop and not told:
+                    process.terminate()
+                    told = True
+            stopped = Stopped("collect stopped; the same command goes on from there.")
+            try:
+                reply = line.recv()
+            except (EOFError, OSError):
+                reply = stopped if stop else _death(process.wait())
+            self._busy = False
+            if isinstance(reply, Exception):
+                raise reply
+            if stop:
+                raise stopped
+            bar.advance()
+        artifact = open_artifact(reply)
+        progress.say(f"collect: published {artifact.name}")
+        return artifact
+
+    def close(self) -> None:
+        """End the process, at a checkpoint if it is at work. Nothing happens where there is none."""
+        if self._other is None:
+            return
+        (process, line), self._other = self._other, None
+        try:
+            if self._busy:
+                self._busy = False
+                process.terminate()
+                with suppress(EOFError, OSError):
+                    line.recv()
+        finally:  # by now it only waits for a request; or a second Ctrl-C here does not wait for its checkpoint
+            process.kill()
+            process.wait()
+            line.close()
+
+    def _start(self) -> _Other:
+        context = self._context
+        ours, theirs = Pipe()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "wmcli.stages.collector", str(theirs.fileno())],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # an environment may be a user's module
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # ours is for what the command publishes
+                start_new_session=True,  # Ctrl-C goes to a whole process group; here we pass it on, once
+            )
+        training = context.settings.training.model_copy(update={"threads": THREADS})
+        with suppress(OSError):
+            ours.send(
+                {
+                    "run": context.run.path,
+                    "preset": context.preset,
+                    "settings": context.settings.model_copy(update={"training": training}),
+                    "fresh": context.fresh,
+                }
+            )
+        return _Other(process, ours)
+
+
+def _death(code: int) -> MachineError:
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    return MachineError(f"the process that collects was ended {how}; run the same command again to go on.")
+
+
+# -- in the other process ---------------------------------------------------------------------------------------------
+
+
+def serve(handle: int) -> None:
+    """Collect what is asked for over the connection `handle`; reply with paths of what was published, or exceptions."""
+    line = Connection(handle)
+    requests: SimpleQueue[dict[str, Any]] = SimpleQueue()
+    threading.Thread(target=_listen, args=(line, requests), daemon=True).start()
+    about = requests.get()
+    run = Run.open(about["run"], create=False)
+    context = Context(run, about["preset"], about["settings"], Progress(quiet=True), fresh=about["fresh"])
+    while True:
+        request = requests.get()
+        reply: str | Exception
+        try:
+            reply = str(collect(context, **request, extend=False).path)
+        except Exception as error:
+            reply = _portable(error)
+        line.send(reply)
+
+
+def _listen(line: Connection, requests: SimpleQueue[dict[str, Any]]) -> None:
+    """Hand on the requests, and die with the process that makes them: nobody else would ever end this one."""
+    try:
+        while True:
+            requests.put(line.recv())
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _portable(error: Exception) -> Exception:
+    """The exception, or its text where it cannot go to another process, with a note where it was raised."""
+    where = "".join(traceback.format_exception(error))
+    try:
+        error = pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(f"In the process that collects:\n{where}")
+    return error
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

@@ -1,0 +1,288 @@
+"""What calls cost: seconds, arithmetic, memory, and how near they come to what the machine can do at best.
+
+Seconds are of the wall clock, of one call: `REPEATS` samples after a warm-up, of which the median, the fastest and the
+slowest are given. Calls to be compared are timed in turn, so that what slows the machine down slows them all.
+
+Arithmetic is counted in matrix products, convolutions and attention, a product and its sum as two operations. Counted
+as nothing are element-wise operations, reductions, Fourier transforms, cuDNN's recurrent networks and kernels that
+torch does not know: count those in their torch form. Attention under a causal mask counts as the whole square.
+
+Memory is what a call needs above what is held between two calls, which is weights, gradients, optimiser state and data:
+on CUDA the most bytes that torch had allocated, on a CPU the peak of the resident set, libraries and allocators
+included, which only Linux with the GNU C library tells.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import DeviceType
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from wmcli.progress import Progress
+from wmcli.training.device import Machine
+
+REPEATS = 5
+SAMPLE_SECONDS = 0.01  # calls shorter than this are timed several in a row
+MOST_CALLS = 1000  # in a row
+CEILING_SECONDS = 0.05  # operands of the ceilings are doubled until a call takes so long: larger than any cache
+MATMUL_SIZES = (1024, 16384)  # of a square matrix: the first and the largest
+COPY_BYTES = (1 << 26, 1 << 31)
+OPERATORS = 6  # named in the table of where the time goes
+OTHERS, BETWEEN = "(other operators)", "(between operators)"
+
+Job = Callable[[], object]
+
+_PROC = Path("/proc/self")
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+def seconds(job: Job, device: torch.device, calls: int = 1) -> float:
+    """Of one call, as the mean of `calls` in a row, until the device has done them all."""
+    _wait(device)
+    started = time.perf_counter()
+    for _ in range(calls):
+        job()
+    _wait(device)
+    return (time.perf_counter() - started) / calls
+
+
+def timed(jobs: Mapping[str, Job], device: torch.device, progress: Progress, what: str) -> dict[str, list[float]]:
+    """Seconds of a call of each job, `REPEATS` samples, taken in turn after a warm-up."""
+    calls = {}
+    for name, job in jobs.items():
+        once = seconds(job, device)
+        if once < 1:  # short ones are worth another call to know how short
+            once = seconds(job, device)
+        calls[name] = min(math.ceil(SAMPLE_SECONDS / max(once, 1e-9)), MOST_CALLS)
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    with progress.bar(f"profile {what}", REPEATS, "rounds") as bar:
+        for _ in range(REPEATS):
+            for name, job in jobs.items():
+                times[name].append(seconds(job, device, calls[name]))
+            bar.advance()
+    return times
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# -- ceilings ---------------------------------------------------------------------------------------------------------
+
+
+class Ceiling(NamedTuple):
+    """The best that was measured of one kind of work."""
+
+    what: str
+    shape: str
+    times: list[float]
+    per_call: float
+    """Operations or bytes."""
+
+    @property
+    def rate(self) -> float:
+        """Operations or bytes a second."""
+        return self.per_call / statistics.median(self.times)
+
+
+def matmul_ceiling(precision: str, device: torch.device, progress: Progress) -> Ceiling:
+    """A product of two square matrices, large enough to be limited by arithmetic. precision: float32 or bfloat16."""
+    dtype = getattr(torch, precision)
+
+    def product(size: int) -> Job:
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        return lambda: torch.mm(a, b, out=out)
+
+    size, job = _large(product, MATMUL_SIZES, device)
+    what = f"matmul {precision}"
+    return Ceiling(what, f"{size} × {size} × {size}", timed({what: job}, device, progress, what)[what], 2.0 * size**3)
+
+
+def copy_ceiling(device: torch.device, progress: Progress) -> Ceiling:
+    """A copy from memory to memory, counted as one reading and one writing."""
+
+    def copy(size: int) -> Job:
+        source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+        return lambda: target.copy_(source)
+
+    size, job = _large(copy, COPY_BYTES, device)
+    times = timed({"copy": job}, device, progress, "copy")["copy"]
+    return Ceiling("copy", f"{size >> 20} MiB", times, 2.0 * size)
+
+
+def _large(make: Callable[[int], Job], sizes: tuple[int, int], device: torch.device) -> tuple[int, Job]:
+    """The job of the first size, doubled until a call takes `CEILING_SECONDS` or the size is the largest."""
+    size, largest = sizes
+    while True:
+        job = make(size)
+        job()
+        if size >= largest or seconds(job, device) >= CEILING_SECONDS:
+            return size, job
+        size *= 2
+
+
+# -- arithmetic and memory --------------------------------------------------------------------------------------------
+
+
+def count_operations(job: Job) -> int:
+    """Arithmetic operations of one call, as far as they are counted: see the module."""
+    with FlopCounterMode(display=False, custom_mapping=_ATTENTION_ON_CPU) as counter:
+        job()
+    return counter.get_total_flops()
+
+
+def _attention(*shapes: Any, **_: Any) -> int:
+    return sdpa_flop_count(*shapes[:3])  # queries, keys, values
+
+
+def _attention_backward(*shapes: Any, **_: Any) -> int:
+    return sdpa_backward_flop_count(*shapes[:4])  # the gradient before them
+
+
+_ATTENTION_ON_CPU = {  # which torch does not count by itself
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+def peak_memory(job: Job, device: torch.device) -> int | None:
+    """Bytes that a call needs at its peak above those in use before it; None where that cannot be measured."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        job()
+        _wait(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    gc.collect()
+    try:
+        # What was freed would be taken again without being seen. Only the GNU C library can be asked to return it.
+        ctypes.CDLL(None).malloc_trim(0)
+        (_PROC / "clear_refs").write_text("5")  # the peak begins anew
+        before = _resident("VmRSS")
+    except (OSError, AttributeError, TypeError):
+        return None
+    job()
+    return max(_resident("VmHWM") - before, 0)
+
+
+def _resident(kind: str) -> int:
+    line = next(line for line in (_PROC / "status").read_text().splitlines() if line.startswith(f"{kind}:"))
+    return int(line.split()[1]) * 1024
+
+
+# -- where the time goes ----------------------------------------------------------------------------------------------
+
+
+def operators(job: Job, device: torch.device, trace: Path | None = None) -> list[dict[str, Any]]:
+    """The `OPERATORS` operators in which one call spends most time, by their own: what they call counts for itself.
+
+    On CUDA those are the kernels on the device. All others follow as `OTHERS`, and as `BETWEEN` what is left of the
+    wall clock: Python, and on CUDA a device without work. Recording takes time, so shares mean more than seconds.
+    `trace` (.json.gz) is written for Perfetto or chrome://tracing.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would talk on stderr
+    on_cuda = device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as recorded:
+        total = seconds(job, device)
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        recorded.export_chrome_trace(str(trace))
+    own: list[tuple[float, int, str]] = []
+    for event in recorded.key_averages():
+        if (event.device_type == DeviceType.CUDA) == on_cuda and not event.is_user_annotation:
+            own.append((event.self_device_time_total if on_cuda else event.self_cpu_time_total, event.count, event.key))
+    own.sort(reverse=True)
+    named = [(1e-6 * spent, calls, name if len(name) <= 60 else f"{name[:57]}...") for spent, calls, name in own]
+    others = named[OPERATORS:]
+    rows = [*named[:OPERATORS], (sum(spent for spent, *_ in others), sum(calls for _, calls, _ in others), OTHERS)]
+    rows.append((max(total - sum(spent for spent, *_ in rows), 0.0), 0, BETWEEN))
+    return [
+        {"operator": name, "seconds": spent, "share": spent / total, "calls": calls or None}
+        for spent, calls, name in rows
+    ]
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """Times calls on one machine, whose ceilings it measures first, and makes a row of each result."""
+
+    def __init__(self, machine: Machine, progress: Progress) -> None:
+        self.device, self.progress = machine.device, progress
+        matmul = {name: matmul_ceiling(name, self.device, progress) for name in ("float32", "bfloat16")}
+        copy = copy_ceiling(self.device, progress)
+        self.arithmetic, self.copying = matmul[machine.precision].rate, copy.rate
+        self.ceilings = [
+            *(self.row(each.what, each.shape, each.times, operations=each.per_call) for each in matmul.values()),
+            self.row(copy.what, copy.shape, copy.times, moved=copy.per_call),
+        ]
+
+    def timed(self, what: str, jobs: Mapping[str, Job]) -> dict[str, list[float]]:
+        """As `timed` of this module."""
+        return timed(jobs, self.device, self.progress, what)
+
+    def row(
+        self,
+        what: str,
+        shape: str,
+        times: Sequence[float],
+        *,
+        count: float | None = None,
+        unit: str | None = None,
+        operations: float | None = None,
+        moved: float | None = None,
+        memory: int | None = None,
+        **more: Any,
+    ) -> dict[str, Any]:
+        """A call that took `times` seconds and did `count` of `unit`, that many operations and bytes moved.
+
+        `of_matmul` is the share of the ceiling in the run's precision. None stands for what does not apply.
+        """
+        median = statistics.median(times)
+        return {
+            "what": what,
+            "shape": shape,
+            "seconds": median,
+            "seconds_low": min(times),
+            "seconds_high": max(times),
+            "rate": None if count is None else count / median,
+            "unit": None if unit is None else f"{unit}/s",
+            "operations": operations,
+            "operations_per_second": None if operations is None else operations / median,
+            "of_matmul": None if operations is None else operations / median / self.arithmetic,
+            "bytes_moved": moved,
+            "bytes_per_second": None if moved is None else moved / median,
+            "of_copy": None if moved is None else moved / median / self.copying,
+            "peak_bytes": memory,
+            **more,
+        }
+
+
+def ratio(what: str, shape: str, slow: Sequence[float], fast: Sequence[float]) -> dict[str, Any]:
+    """How many times as long `slow` took as `fast`, pair by pair as they were timed in turn."""
+    each = [long / short for long, short in zip(slow, fast, strict=True)]
+    return {
+        "what": what,
+        "shape": shape,
+        "ratio": statistics.median(each),
+        "ratio_low": min(each),
+        "ratio_high": max(each),
+    }
