@@ -88,6 +88,22 @@ def test_the_cache_is_written_in_place_only_without_gradients():
     assert after.filled == 4 and after.even and after.length.tolist() == [4, 4]
 
 
+def test_training_with_dropout_sees_the_same():
+    """Whatever is attended to without dropout is with it: here it drops nothing."""
+    model, x = small(), torch.randn(2, 8, D)
+    reset = torch.zeros(2, 3, dtype=torch.bool)
+    reset[0, 1] = True
+    results = []
+    for training in (False, True):
+        model.train(training)
+        model.dropout = 1e-12
+        y, state = model(x[:, :4], model.initial_state(2))
+        more, state = model(x[:, 4:6], state)
+        last, state = model(x[:, 6:7], state)
+        results.append((y, more, last, model(x[:, :3], None)[0], model(x[:, :3], None, reset)[0]))
+    assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
 STORM = TransformerSettings(
     heads=8,
     ffn=2,

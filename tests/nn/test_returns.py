@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from wmcli.nn.returns import lambda_returns
+from wmcli.kernels.lambda_returns import lambda_returns
 
 
 def random_rollout(batch=3, n=7):

@@ -11,6 +11,7 @@ elements of a block, Q queries.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 from wmcli.backbones.base import Backbone, Size, for_each_block
 from wmcli.config import Section
 from wmcli.errors import UsageError
+from wmcli.kernels.attention import attention
 
 INIT_STD = 0.02
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
@@ -63,6 +65,9 @@ class Cache(NamedTuple):
 # Puts the new keys and values (B, 2, H, T, K) of a layer into its part of the cache; returns those to attend to,
 # and the layer's new part.
 Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+# From a layer's queries (B, H, T, K), keys and values (B, H, S, K) to what it sees (B, H, T, K).
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Transformer(Backbone):
@@ -114,13 +119,13 @@ class Transformer(Backbone):
             return self._forward_with_resets(x, state, reset)
         if state is None:
             self._check(count, 0)
-            return self._run(x, torch.arange(count, device=x.device), None, causal=True, cache=None, extend=None)
+            attend = self._masked(None, causal=True) if self._drops() else attention
+            return self._run(x, torch.arange(count, device=x.device), attend)
         slots, extend, seen = self._append(state, count)
-        mask = None
-        causal = state.even and state.filled == 0
-        if not causal and not (state.even and count == 1):
-            mask = torch.arange(seen, device=x.device) <= slots[..., None]  # (T, S) or (B, T, S)
-        return self._run(x, slots, mask, causal, _grown(state, count, seen), extend)
+        attend = attention
+        if self._drops() or not state.even:
+            attend = self._masked(torch.arange(seen, device=x.device) <= slots[..., None])  # (T, S) or (B, T, S)
+        return self._run(x, slots, attend, _grown(state, count, seen), extend)
 
     def step(self, x: Tensor, state: Cache | None, reset: Tensor | None = None) -> tuple[Tensor, Cache | None]:
         if reset is not None and state is not None:
@@ -151,10 +156,9 @@ class Transformer(Backbone):
         y, cache = self._run(
             torch.cat((x.flatten(1, 2), queries.flatten(1, 2)), 1),
             torch.cat((slots, asked), -1),
-            torch.cat((stored, among), -1),
-            causal=False,
-            cache=cache,
-            extend=extend,
+            self._masked(torch.cat((stored, among), -1)),
+            cache,
+            extend,
         )
         y, answers = y.split((real, blocks * count), 1)
         return y.unflatten(1, (blocks, block)), answers.unflatten(1, (blocks, count)), cache
@@ -165,14 +169,11 @@ class Transformer(Backbone):
         self,
         x: Tensor,
         positions: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        cache: Cache | None,
-        extend: Extend | None,
+        attend: Attend,
+        cache: Cache | None = None,
+        extend: Extend | None = None,
     ) -> tuple[Tensor, Cache | None]:
-        """All layers on x (B, T, D) at positions (T,) or (B, T), under mask (T, S) or (B, T, S), True where seen."""
-        if mask is not None and mask.dim() == 3:
-            mask = mask[:, None]  # (B, 1, T, S)
+        """All layers on x (B, T, D) at positions (T,) or (B, T)."""
         x = F.dropout(self.embedding_norm(x + self.positions(positions)), self.dropout, self.training)
         parts = []
         for index, layer in enumerate(self.layers):
@@ -181,10 +182,18 @@ class Transformer(Backbone):
                 assert extend is not None
                 kv, part = extend(cache.layers[index], kv)
                 parts.append(part)
-            k, v = kv.unbind(1)
-            drop = self.dropout if self.training else 0.0
-            x = layer.finish(x, F.scaled_dot_product_attention(q, k, v, mask, drop, causal))
+            x = layer.finish(x, attend(q, *kv.unbind(1)))
         return self.norm(x), None if cache is None else cache._replace(layers=tuple(parts))
+
+    def _drops(self) -> bool:
+        return self.training and self.dropout > 0
+
+    def _masked(self, mask: Tensor | None, causal: bool = False) -> Attend:
+        """Attention with dropout, under mask (T, S) or (B, T, S), True where seen, if there is one."""
+        if mask is not None and mask.dim() == 3:
+            mask = mask[:, None]  # (B, 1, T, S)
+        drop = self.dropout if self.training else 0.0
+        return partial(F.scaled_dot_product_attention, attn_mask=mask, dropout_p=drop, is_causal=causal)
 
     # -- the cache -----------------------------------------------------------------------------------------------------
 
@@ -224,9 +233,11 @@ class Transformer(Backbone):
         start = torch.where(reset, steps, -1).cummax(1).values  # (B, T): the last reset so far, -1 before the first
         length = torch.zeros(len(x), device=x.device, dtype=torch.int64) if state is None else state.length
         positions = torch.where(start < 0, length[:, None] + steps, steps - start)
+        if state is None and not self._drops():
+            return self._run(x, positions, partial(attention, reset=reset))
         mask = (steps <= steps[:, None]) & (steps >= start[..., None])  # (B, T, T)
         if state is None:
-            return self._run(x, positions, mask, causal=False, cache=None, extend=None)
+            return self._run(x, positions, self._masked(mask))
         slots = torch.arange(state.filled, device=x.device)
         kept = (slots < length[:, None])[:, None] & (start < 0)[..., None]  # (B, T, S): the cache, until a reset
         # The elements since the last reset stay and run to the end: slot s takes element s + T - (new length), if any.
@@ -241,7 +252,7 @@ class Transformer(Backbone):
             return attended, torch.where(stays[:, None, None, :, None], new, part)
 
         cache = Cache(state.layers, length, min(state.filled + count, self.max_length), False)
-        return self._run(x, positions, torch.cat((kept, mask), -1), causal=False, cache=cache, extend=extend)
+        return self._run(x, positions, self._masked(torch.cat((kept, mask), -1)), cache, extend)
 
     def _check(self, count: int, filled: int) -> None:
         if filled + count > self.max_length:

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from wmcli.config import Section
 from wmcli.controllers.base import Controller, State, episode_starts
+from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import sample
 from wmcli.nn.mlp import Activation, Norm, mlp
 from wmcli.nn.one_hot import mixed_log_probabilities
-from wmcli.nn.returns import lambda_returns
 from wmcli.nn.running import RunningNormaliser, RunningRange
 from wmcli.world_models.base import Batch, WorldModel
 
@@ -65,7 +65,7 @@ class ActorCriticSettings(Section):
     entropy: float = Field(3e-4, ge=0)
     """Weight of the entropy bonus in the loss."""
     returns: Literal["v3", "drama", "storm"] = "v3"
-    """Which of the published lambda-returns (`wmcli.nn.returns`); Drama's code counts them one step too early."""
+    """Which of the published lambda-returns (kernels/lambda_returns.py); Drama's code counts them a step too early."""
     slow_rate: float = Field(0.02, gt=0, le=1)
     """By how much the slow critic moves towards the critic after each update."""
     slow_target: Literal["returns", "values"] = "returns"

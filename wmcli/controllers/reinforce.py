@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from wmcli.config import Section
 from wmcli.controllers.base import Controller, State, episode_starts
 from wmcli.errors import UsageError
+from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn.categorical import sample
-from wmcli.nn.returns import lambda_returns
 from wmcli.world_models.base import Batch, WorldModel
 
 LSTMState = tuple[Tensor, Tensor]

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wmcli.kernels.nearest import nearest
+
 
 class Quantised(NamedTuple):
     """What a quantiser makes of (M, C) features."""
@@ -28,14 +30,6 @@ class Quantised(NamedTuple):
 def straight_through(value: Tensor, gradient_to: Tensor) -> Tensor:
     """`value` exactly, with the gradient handed to `gradient_to` unchanged (same shape)."""
     return value.detach() + (gradient_to - gradient_to.detach())
-
-
-def nearest(h: Tensor, codebook: Tensor) -> Tensor:
-    """(M, C), (N, C) -> (M,): the code at the smallest Euclidean distance, the first one of equals."""
-    with torch.autocast(h.device.type, enabled=False):
-        h, codebook = h.float(), codebook.float()
-        # |h|^2 is the same for every code; left out, because it would swallow the digits that tell codes apart
-        return (codebook.square().sum(1) - 2 * h @ codebook.T).argmin(1)
 
 
 class VectorQuantiser(nn.Module):
@@ -142,6 +136,7 @@ class ScalarQuantiser(nn.Module):
     part of tanh before the decoder has learned to read the few that differ; this keeps them over all levels.
     """
 
+    in_float32 = True
     steps: Tensor
     strides: Tensor
 

@@ -1,0 +1,429 @@
+"""Causal softmax attention, with what world models ask of it besides: a bias by distance, a window, resets.
+
+    y_i = sum_j softmax_j(q_i k_j / sqrt(K) + bias[p_i - j]) v_j      over the places j that query i, at place p_i, sees
+
+The T queries stand at the last T of S places. Each sees its own place and those before it, as far as the table of
+biases reaches, and nothing from before the last reset. Attention priors (Gaussian, span) are such tables; the gradient
+of a table is exact and the same every time.
+
+`reference` says what the operation means. The form in torch is its `scaled_dot_product_attention` with a mask. The
+Triton form never holds all T S scores (Dao et al. 2022, arXiv 2205.14135; Dao 2023, arXiv 2307.08691) and skips the
+places that a window or a reset hides. Scores, weights and sums are float32, products of bfloat16 operands bfloat16.
+
+Axes: B batch, H heads, T queries, S places, K width of a head, R distances of the table of biases.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from wmcli.kernels.dispatch import INTERPRETED, jit, on_triton, tl
+
+LOG2E = math.log2(math.e)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, reset: Tensor | None = None) -> Tensor:
+    """The definition, with all scores at once. Arguments and result as in `attention`."""
+    queries, places = q.shape[2], k.shape[2]
+    place = torch.arange(places, device=q.device)
+    distance = place[-queries:, None] - place  # (T, S)
+    seen = distance >= 0
+    score = q @ k.mT / math.sqrt(q.shape[3])
+    if bias is not None:
+        reach = bias.shape[1]
+        seen = seen & (distance < reach)
+        score = score + bias[:, distance.clamp(0, reach - 1)]
+    if reset is not None:
+        resets = reset.cumsum(1)  # (B, S), so far
+        seen = seen & (resets[:, None, -queries:, None] == resets[:, None, None, :])
+    return score.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, reset: Tensor | None = None) -> Tensor:
+    """All queries at once.
+
+    q (B, H, T, K); k, v (B, H, S, K), T <= S; bias (H, R): bias[h, d] is added to the scores of the place d before the
+    query's (d = 0: its own), and places R and more before it are not seen; None: no bias, and all are. -inf hides a
+    distance; each query must see at least one place. reset (B, S) bool: True hides all places before it from itself
+    and all behind it. Returns y (B, H, T, K) in the dtype of q.
+
+    In torch the bias is rounded to the dtype of q. The Triton form is differentiable once.
+    """
+    if on_triton(q, k, v):
+        return _Attention.apply(q, k, v, bias, reset)
+    queries, places = q.shape[2], k.shape[2]
+    causal = bias is None and reset is None and queries == places
+    mask = None if causal else _mask(q, places, bias, reset)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
+
+
+def _mask(q: Tensor, places: int, bias: Tensor | None, reset: Tensor | None) -> Tensor | None:
+    """What is added to the scores (1 or B, H, T, S), or what is seen (T, S) or (B, 1, T, S); None: all."""
+    queries = q.shape[2]
+    seen = None
+    if reset is not None:
+        resets = reset.cumsum(1)
+        seen = resets[:, None, -queries:, None] == resets[:, None, None, :]
+    if bias is not None:
+        # By distances from S - 1 down to 1 - T; each query's row is a part of that, one further left than the last's.
+        line = F.pad(bias.to(q.dtype).flip(1), (places - bias.shape[1], queries - 1), value=float("-inf"))
+        table = line.unfold(1, places, 1).flip(1)[None]  # of four axes: with three torch takes a slow path
+        return table if seen is None else table.masked_fill(~seen, float("-inf"))
+    if queries == 1:
+        return seen
+    causal = torch.ones(queries, places, dtype=torch.bool, device=q.device).tril(places - queries)
+    return causal if seen is None else seen & causal
+
+
+# -- Triton ------------------------------------------------------------------------------------------------------------
+#
+# A program has one head of one batch row (a "pair") and a tile of M queries or N places, and walks over tiles of the
+# other. Scores and the logarithms of their sums are in units of log 2: the GPU's exponential has base 2. `since` (B, S)
+# int32 is the place of the last reset at or before each place. Strides are numbers of elements, (batch, head, row);
+# channels have stride 1. What the kernels write is (B, T or S, H, K), the order that the next product of a layer reads.
+
+
+@jit
+def _rows(x, stride, row, rows, width, W: tl.constexpr, DOT: tl.constexpr):
+    """Rows of x as a tile (rows, W) of type DOT, zeros beyond its edges."""
+    channel = tl.arange(0, W)
+    inside = (row[:, None] < rows) & (channel[None, :] < width)
+    return tl.load(x + row[:, None] * stride + channel[None, :], mask=inside, other=0.0).to(DOT)
+
+
+@jit
+def _store_rows(x, stride, row, rows, width, tile, W: tl.constexpr):
+    channel = tl.arange(0, W)
+    inside = (row[:, None] < rows) & (channel[None, :] < width)
+    tl.store(x + row[:, None] * stride + channel[None, :], tile, mask=inside)
+
+
+@jit
+def _first_seen(since, row, queries, places, reach, HAS_RESET: tl.constexpr):
+    """The first place that each query sees; behind its own place, which is none, for rows beyond the last query."""
+    place = row + (places - queries)
+    begin = place - reach + 1
+    if HAS_RESET:
+        begin = tl.maximum(begin, tl.load(since + place, mask=row < queries, other=0))
+    return tl.where(row < queries, begin, place + 1)
+
+
+@jit
+def _scores(product, scale, bias, distance, seen, HAS_BIAS: tl.constexpr):
+    """Scores from products of queries and keys, -inf where nothing is seen."""
+    score = product * scale
+    if HAS_BIAS:
+        score += tl.load(bias + distance, mask=seen, other=0.0).to(tl.float32) * 1.4426950408889634  # log2 e
+    return tl.where(seen, score, float("-inf"))
+
+
+@jit
+def _forward(
+    q,
+    k,
+    v,
+    bias,
+    since,
+    out,
+    log_sum,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    heads,
+    queries,
+    places,
+    width,
+    reach,
+    scale,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    W: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """The output (B, T, H, K) for a tile of queries, and the log of the sum of each one's weights (B, H, T)."""
+    pair = tl.program_id(0).to(tl.int64)
+    batch, head = pair // heads, pair % heads
+    q += batch * q_batch + head * q_head
+    k += batch * k_batch + head * k_head
+    v += batch * v_batch + head * v_head
+    if HAS_BIAS:
+        bias += head * reach
+    if HAS_RESET:
+        since += batch * places
+    out += (batch * queries * heads + head) * width
+    row = (tl.num_programs(1) - 1 - tl.program_id(1)) * M + tl.arange(0, M)  # those that see most begin first
+    place = row + (places - queries)
+    begin = _first_seen(since, row, queries, places, reach, HAS_RESET)
+    x = _rows(q, q_row, row, queries, width, W, DOT)
+
+    highest = tl.full((M,), float("-inf"), tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    y = tl.zeros((M, W), tl.float32)
+    for start in range(tl.maximum(tl.min(begin), 0), tl.minimum(tl.max(place) + 1, places), N):
+        column = start + tl.arange(0, N)
+        keys = _rows(k, k_row, column, places, width, W, DOT)
+        distance = place[:, None] - column[None, :]
+        seen = (distance >= 0) & (column[None, :] >= begin[:, None])
+        score = _scores(tl.dot(x, tl.trans(keys), input_precision="tf32x3"), scale, bias, distance, seen, HAS_BIAS)
+        higher = tl.maximum(highest, tl.max(score, 1))
+        level = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: -inf - -inf would be NaN
+        weight = tl.exp2(score - level[:, None])
+        shrink = tl.exp2(highest - level)
+        values = _rows(v, v_row, column, places, width, W, DOT)
+        y = tl.dot(weight.to(DOT), values, y * shrink[:, None], input_precision="tf32x3")
+        total = total * shrink + tl.sum(weight, 1)
+        highest = higher
+    total = tl.where(row < queries, total, 1.0)
+    _store_rows(out, heads * width, row, queries, width, y / total[:, None], W)
+    tl.store(log_sum + pair * queries + row, highest + tl.log2(total), mask=row < queries)
+
+
+@jit
+def _backward_queries(
+    q,
+    k,
+    v,
+    bias,
+    since,
+    out,
+    log_sum,
+    gradient,
+    grad_q,
+    delta,
+    partial,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    heads,
+    queries,
+    places,
+    width,
+    reach,
+    scale,
+    grad_scale,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    BIAS_GRAD: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    W: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """For a tile of queries: their gradient, the inner product `delta` (B, H, T) of each one's output and its gradient,
+    and what they add to the gradient of the biases (B, H, tiles, R), which must come in as zeros.
+
+    That is a sum along the diagonals of each tile of score gradients. Turned by its row's number, row m has at c what
+    stood at m - c (mod N), so that a column holds two diagonals: distance first - start + c at or below the tile's main
+    diagonal, N less above it. The next tile has that second one at or below its own: it is carried over.
+    """
+    pair = tl.program_id(0).to(tl.int64)
+    batch, head = pair // heads, pair % heads
+    q += batch * q_batch + head * q_head
+    k += batch * k_batch + head * k_head
+    v += batch * v_batch + head * v_head
+    if HAS_BIAS:
+        bias += head * reach
+    if HAS_RESET:
+        since += batch * places
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    if BIAS_GRAD:
+        partial += (pair * tl.num_programs(1) + tile) * reach
+    written = (batch * queries * heads + head) * width
+    row = tile * M + tl.arange(0, M)
+    place = row + (places - queries)
+    begin = _first_seen(since, row, queries, places, reach, HAS_RESET)
+    x = _rows(q, q_row, row, queries, width, W, DOT)
+    y = _rows(out + written, heads * width, row, queries, width, W, DOT)
+    grad_y = _rows(gradient + written, heads * width, row, queries, width, W, DOT)
+    inner = tl.sum(y.to(tl.float32) * grad_y.to(tl.float32), 1)
+    tl.store(delta + pair * queries + row, inner, mask=row < queries)
+    level = tl.load(log_sum + pair * queries + row, mask=row < queries, other=0.0)
+
+    m, c = tl.arange(0, M)[:, None], tl.arange(0, N)
+    carried = tl.zeros((N,), tl.float32)
+    grad_x = tl.zeros((M, W), tl.float32)
+    first = tl.min(place)
+    lowest = tl.maximum(tl.min(begin), 0)
+    stop = lowest + tl.cdiv(tl.minimum(first + M, places) - lowest, N) * N
+    for start in range(lowest, stop, N):
+        column = start + tl.arange(0, N)
+        keys = _rows(k, k_row, column, places, width, W, DOT)
+        values = _rows(v, v_row, column, places, width, W, DOT)
+        distance = place[:, None] - column[None, :]
+        seen = (distance >= 0) & (column[None, :] >= begin[:, None])
+        score = _scores(tl.dot(x, tl.trans(keys), input_precision="tf32x3"), scale, bias, distance, seen, HAS_BIAS)
+        weight = tl.exp2(score - level[:, None])
+        grad_score = weight * (tl.dot(grad_y, tl.trans(values), input_precision="tf32x3") - inner[:, None])
+        grad_x = tl.dot(grad_score.to(DOT), keys, grad_x, input_precision="tf32x3")
+        if BIAS_GRAD:
+            turned = tl.gather(grad_score, (m - c[None, :]) & (N - 1), 1)
+            bin = first - start + c
+            carried += tl.sum(tl.where(c[None, :] <= m, turned, 0.0), 0)
+            tl.store(partial + bin, carried, mask=(bin >= 0) & (bin < reach))
+            carried = tl.sum(tl.where(c[None, :] > m, turned, 0.0), 0)
+    _store_rows(grad_q + written, heads * width, row, queries, width, grad_x * grad_scale, W)
+    if BIAS_GRAD:
+        bin = first - stop + c
+        tl.store(partial + bin, carried, mask=(bin >= 0) & (bin < reach))
+
+
+@jit
+def _backward_places(
+    q,
+    k,
+    v,
+    bias,
+    since,
+    log_sum,
+    gradient,
+    delta,
+    grad_k,
+    grad_v,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    heads,
+    queries,
+    places,
+    width,
+    reach,
+    scale,
+    grad_scale,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESET: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    W: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """The gradients of the keys and values (B, S, H, K) of a tile of places. All tiles here are (places, queries)."""
+    pair = tl.program_id(0).to(tl.int64)
+    batch, head = pair // heads, pair % heads
+    q += batch * q_batch + head * q_head
+    k += batch * k_batch + head * k_head
+    v += batch * v_batch + head * v_head
+    if HAS_BIAS:
+        bias += head * reach
+    if HAS_RESET:
+        since += batch * places
+    gradient += (batch * queries * heads + head) * width
+    log_sum += pair * queries
+    delta += pair * queries
+    first = tl.program_id(1) * N
+    column = first + tl.arange(0, N)
+    keys = _rows(k, k_row, column, places, width, W, DOT)
+    values = _rows(v, v_row, column, places, width, W, DOT)
+
+    grad_keys = tl.zeros((N, W), tl.float32)
+    grad_values = tl.zeros((N, W), tl.float32)
+    before = places - queries
+    for start in range(tl.maximum(first - before, 0), tl.minimum(first + N - 1 + reach - before, queries), M):
+        row = start + tl.arange(0, M)
+        begin = _first_seen(since, row, queries, places, reach, HAS_RESET)
+        x = _rows(q, q_row, row, queries, width, W, DOT)
+        grad_y = _rows(gradient, heads * width, row, queries, width, W, DOT)
+        level = tl.load(log_sum + row, mask=row < queries, other=0.0)
+        inner = tl.load(delta + row, mask=row < queries, other=0.0)
+        distance = (row + before)[None, :] - column[:, None]
+        seen = (distance >= 0) & (column[:, None] >= begin[None, :])
+        score = _scores(tl.dot(keys, tl.trans(x), input_precision="tf32x3"), scale, bias, distance, seen, HAS_BIAS)
+        weight = tl.exp2(score - level[None, :])
+        grad_values = tl.dot(weight.to(DOT), grad_y, grad_values, input_precision="tf32x3")
+        grad_score = weight * (tl.dot(values, tl.trans(grad_y), input_precision="tf32x3") - inner[None, :])
+        grad_keys = tl.dot(grad_score.to(DOT), x, grad_keys, input_precision="tf32x3")
+    written = (batch * places * heads + head) * width
+    _store_rows(grad_k + written, heads * width, column, places, width, grad_keys * grad_scale, W)
+    _store_rows(grad_v + written, heads * width, column, places, width, grad_values, W)
+
+
+def tiles(queries: int, width: int, dtype: torch.dtype) -> dict[str, Any]:
+    """How the kernels cut their operands: M queries, N places (M <= N), W channels, and the type of the products."""
+    low = dtype == torch.bfloat16
+    w = max(16, 1 << (width - 1).bit_length())
+    n = (64 if w <= 128 else 32) if low else (32 if w <= 128 else 16)  # more would not fit into the registers
+    m = min(n, max(16, 1 << (queries - 1).bit_length()))
+    return {"M": m, "N": n, "W": w, "DOT": tl.bfloat16 if low and not INTERPRETED else tl.float32}
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, reset: Tensor | None) -> Tensor:
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+        batch, heads, queries, width = q.shape
+        places = k.shape[2]
+        bias = None if bias is None else bias.contiguous()
+        since = None
+        if reset is not None:
+            place = torch.arange(places, device=q.device, dtype=torch.int32)
+            since = torch.where(reset, place, 0).cummax(1).values
+        out = q.new_empty(batch, queries, heads, width)
+        log_sum = q.new_empty(batch, heads, queries, dtype=torch.float32)
+        ctx.sizes = (heads, queries, places, width, places if bias is None else bias.shape[1])
+        ctx.tiles = {"HAS_BIAS": bias is not None, "HAS_RESET": reset is not None, "num_warps": 4}
+        ctx.tiles |= tiles(queries, width, q.dtype)
+        _forward[(batch * heads, -(-queries // ctx.tiles["M"]))](
+            *(q, k, v, bias, since, out, log_sum),
+            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+            *ctx.sizes,
+            LOG2E / math.sqrt(width),
+            **ctx.tiles,
+        )
+        ctx.save_for_backward(q, k, v, bias, since, out, log_sum)
+        return out.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, since, out, log_sum = ctx.saved_tensors
+        heads, queries, places, width, reach = ctx.sizes
+        gradient = gradient.transpose(1, 2).contiguous()
+        grad_q, grad_k, grad_v = (x.new_empty(len(x), x.shape[2], heads, width) for x in (q, k, v))
+        delta = torch.empty_like(log_sum)
+        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+        scales = (LOG2E / math.sqrt(width), 1 / math.sqrt(width))
+        cut = -(-queries // ctx.tiles["M"])
+        partial = None
+        if ctx.needs_input_grad[3]:
+            partial = log_sum.new_zeros(len(q), heads, cut, reach)
+        _backward_queries[(len(q) * heads, cut)](
+            *(q, k, v, bias, since, out, log_sum, gradient, grad_q, delta, partial),
+            *strides,
+            *ctx.sizes,
+            *scales,
+            BIAS_GRAD=partial is not None,
+            **ctx.tiles,
+        )
+        _backward_places[(len(q) * heads, -(-places // ctx.tiles["N"]))](
+            *(q, k, v, bias, since, log_sum, gradient, delta, grad_k, grad_v),
+            *strides,
+            *ctx.sizes,
+            *scales,
+            **ctx.tiles,
+        )
+        grad_bias = None if partial is None else partial.sum((0, 2)).to(bias.dtype)
+        return *(x.transpose(1, 2) for x in (grad_q, grad_k, grad_v)), grad_bias, None
