@@ -5,13 +5,14 @@
 With a constant decay this is retention (Sun et al. 2023, arXiv 2307.08621, without its normalisers), with a decay that
 depends on the data it is the state-space duality of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060). `reference` says what
 the operation means, one element at a time. The other functions compute the same in chunks: inside a chunk as masked
-attention, between chunks through the states, which are found for all chunks at once because the recurrence over chunks
-is again a product with a decay matrix.
+attention, between chunks through the states. In torch the states are found for all chunks at once, because the
+recurrence over chunks is again a product with a decay matrix. In Triton one launch walks from state to state and a
+second computes all chunks side by side; a single chunk takes one launch.
 
 Queries and keys may have one head that all value heads share (Mamba-2's single group): then q k^T is computed once.
 
 Operands keep their dtype inside a chunk; decays, states and what is accumulated in them are float32 (float64 for
-float64 operands) also under autocast.
+float64 operands) also under autocast. The Triton form can be differentiated once.
 
 Axes: B batch, H heads, G heads of queries and keys (H, or 1 for all to share), T time, N chunks or blocks, C elements
 of a chunk, K key width, V value width.
@@ -19,8 +20,12 @@ of a chunk, K key width, V value width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from wmcli.kernels.dispatch import INTERPRETED, jit, on_triton, tl, triton
 
 
 def reference(
@@ -55,6 +60,9 @@ def linear_recurrence(
     in one chunk), only cost does. Returns y (B, H, T, V) in the dtype of v, and the state after the last element.
     """
     length = q.shape[2]
+    if on_triton(q, k, v, log_decay):
+        size = min(chunk or length, length)
+        return _recurrence(q, k, v, log_decay, state, reset, size, size)
     size = -(-length // -(-length // chunk)) if chunk else length  # equal chunks, not full ones and a short rest
     whole = length - length % size
     outputs = []
@@ -78,6 +86,12 @@ def linear_recurrence_step(
 
     Returns y (B, H, V) in the dtype of v, and the new state.
     """
+    if on_triton(q, k, v, log_decay, state):
+        decay = log_decay if log_decay.dim() == 1 else log_decay[..., None]
+        clear = None if reset is None else reset[:, None]
+        q, k, v = (x[:, :, None] for x in (q, k, v))
+        y, state = _recurrence(q, k, v, decay, state, clear, 1, 1)
+        return y[:, :, 0], state
     with torch.autocast(q.device.type, enabled=False):
         if reset is not None:
             state = state.masked_fill(reset[:, None, None, None], 0.0)
@@ -97,10 +111,15 @@ def linear_recurrence_fork(
     1 <= block <= C. The elements from `block` on see everything up to their block's end and themselves, causally, and
     leave no trace. Returns y (B, H, N, C, V) in the dtype of v, and the state after the last block.
     """
+    if on_triton(q, k, v, log_decay):
+        shape = q.shape[2:4]
+        decay = log_decay if log_decay.dim() == 1 else log_decay.flatten(2)
+        y, state = _recurrence(*(x.flatten(2, 3) for x in (q, k, v)), decay, state, None, shape[1], block)
+        return y.unflatten(2, shape), state
     return _blocks(q, k, v, log_decay, block, state, None)
 
 
-# -- the chunked form --------------------------------------------------------------------------------------------------
+# -- the chunked form in torch -----------------------------------------------------------------------------------------
 
 
 def _blocks(
@@ -120,13 +139,15 @@ def _blocks(
         before, after = _states(
             k[..., :block, :].to(wide), v[..., :block, :].to(wide), cumulative[..., :block], segment, state
         )
-        scores = (q @ k.mT) * _decay_matrix(cumulative, segment)
+        # One constant matrix for all rows is rounded like the scores; others would only be converted one by one.
+        decay = _decay_matrix(cumulative, segment)
+        scores = (q @ k.mT) * (decay.to(q.dtype) if decay.shape[0] == decay.shape[2] == 1 else decay)
         y = scores.to(v.dtype) @ v
         if before is not None:
             reach = cumulative.exp()
             if segment is not None:
                 reach = reach.masked_fill(segment > 0, 0.0)
-            y = torch.addcmul(y.to(wide), q.to(wide) @ before, reach[..., None]).to(v.dtype)
+            y = torch.addcmul(y, (q @ before.to(q.dtype)).to(y.dtype), reach[..., None].to(y.dtype))
         return y, after
 
 
@@ -164,3 +185,478 @@ def _decay_matrix(cumulative: Tensor, segment: Tensor | None) -> Tensor:
         seen = seen & (segment[..., :, None] == segment[..., None, :])
     # Masked before the exponential: above the diagonal it could overflow, and 0 * inf is NaN in the gradient.
     return (cumulative[..., :, None] - cumulative[..., None, :]).masked_fill(~seen, float("-inf")).exp()
+
+
+# -- in Triton ---------------------------------------------------------------------------------------------------------
+#
+# Time is one axis here: chunk n holds the elements n C ... n C + C - 1, of which the first `block` enter the state, and
+# is computed in tiles of BLOCK_T. Widths are cut into tiles, too, so that nothing grows with them. What kernels write
+# lies in memory as (B, T, H, width), states as (B, H, ..., K, V).
+
+
+def _recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor | None,
+    reset: Tensor | None,
+    size: int,
+    block: int,
+) -> tuple[Tensor, Tensor]:
+    """As `linear_recurrence` in chunks of `size` elements, of which the first `block` enter the state."""
+    assert q.shape[1] in (1, v.shape[1]) and (reset is None or block == size)
+    if state is not None:
+        state = state.float().contiguous()
+    if reset is not None:
+        reset = reset.contiguous().view(torch.uint8)
+    return _Recurrence.apply(q, k, v, log_decay, state, reset, size, block)
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        state: Tensor | None,
+        reset: Tensor | None,
+        size: int,
+        block: int,
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        if q.stride() != k.stride():
+            q, k = q.contiguous(), k.contiguous()
+        batch, heads, length, value_width = v.shape
+        key_width, count = q.shape[3], -(-length // size)
+        y = v.new_empty(batch, length, heads, value_width)
+        after = v.new_empty(batch, heads, key_width, value_width, dtype=torch.float32)
+        strides, widths = _strides(q, v, log_decay), _widths(q, v)
+        across = triton.cdiv(value_width, widths["BLOCK_V"])
+        before = state
+        if length == 1 and state is not None:
+            _step_kernel[(batch * heads * across,)](
+                q, k, v, log_decay, reset, state, y, after, *strides, heads, **widths, num_warps=4
+            )
+        else:
+            tiles = _tiles(q, k, v, size)
+            scans = triton.cdiv(key_width, widths["BLOCK_K"]) * across
+            outputs = count * triton.cdiv(size, tiles["BLOCK_T"]) * across
+            launches = [(0, scans + outputs)]
+            if count > 1:
+                before = after.new_empty(batch, heads, count, key_width, value_width)
+                launches = [(0, scans), (scans, outputs)]
+            for first, parts in launches:
+                _forward_kernel[(batch * heads * parts,)](
+                    q, k, v, log_decay, reset, state, before, y, after, *strides,
+                    heads, length, count, size, block, first, parts, **widths, **tiles,
+                    MANY=count > 1, num_warps=4, num_stages=2,
+                )  # fmt: skip
+        ctx.save_for_backward(q, k, v, log_decay, reset, before)
+        ctx.size, ctx.block = size, block
+        ctx.set_materialize_grads(False)
+        return y.transpose(1, 2), after
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor | None, grad_after: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, log_decay, reset, before = ctx.saved_tensors
+        size, block = ctx.size, ctx.block
+        batch, heads, length, value_width = v.shape
+        key_width, count = q.shape[3], -(-length // size)
+        asked = grad_y is not None
+        if grad_y is None:
+            grad_y = torch.zeros_like(v)
+        grad_y = grad_y.transpose(1, 2).contiguous()
+        if grad_after is not None:
+            grad_after = grad_after.contiguous()
+        shared = q.shape[1] < heads  # each head's gradient of the queries and keys by itself, then their sum
+        grad_q, grad_k = (
+            x.new_empty(batch, length, heads, key_width, dtype=torch.float32 if shared else None) for x in (q, k)
+        )
+        grad_v = v.new_empty(batch, length, heads, value_width)
+        widths, tiles = _widths(q, v), _tiles(q, k, v, size)
+        down, across = triton.cdiv(key_width, widths["BLOCK_K"]), triton.cdiv(value_width, widths["BLOCK_V"])
+        wide = max(down, across)
+        grad_state = grad_decay = sums = None
+        if ctx.needs_input_grad[4]:
+            grad_state = v.new_empty(batch, heads, key_width, value_width, dtype=torch.float32)
+        if ctx.needs_input_grad[3]:
+            sums = v.new_empty(batch * heads, wide, 2, length, dtype=torch.float32)
+        scans, inner = down * across, count * triton.cdiv(size, tiles["BLOCK_T"]) * wide
+        if count > 1:  # the gradient of the state after each chunk
+            grad_states = v.new_empty(batch, heads, count, key_width, value_width, dtype=torch.float32)
+            launches = [(0, scans), (scans, inner)]
+        else:
+            grad_states = grad_after
+            launches = [(scans, inner)] if grad_state is None else [(0, scans + inner)]
+        for first, parts in launches:
+            _backward_kernel[(batch * heads * parts,)](
+                q, k, v, log_decay, reset, before, grad_y, grad_after, grad_states,
+                grad_q, grad_k, grad_v, grad_state, sums, *_strides(q, v, log_decay),
+                heads, length, count, size, block, first, parts, **widths, **tiles,
+                MANY=count > 1, WIDE=wide, num_warps=4 if tiles["BLOCK_T"] == 16 else 8, num_stages=2,
+            )  # fmt: skip
+        if sums is not None:
+            grad_decay = v.new_empty(batch, heads, length, dtype=torch.float32)
+            _decay_kernel[(batch * heads * count,)](
+                sums, grad_decay, length, count, size, block,
+                WIDE=wide, BLOCK=triton.next_power_of_2(size), num_warps=4,
+            )  # fmt: skip
+            if log_decay.dim() == 1:
+                grad_decay = grad_decay.sum((0, 2))
+            grad_decay = grad_decay.to(log_decay.dtype)
+        if shared:
+            grad_q, grad_k = grad_q.sum(2, keepdim=True).to(q.dtype), grad_k.sum(2, keepdim=True).to(k.dtype)
+        grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in (grad_q, grad_k, grad_v))
+        return grad_q if asked else None, grad_k, grad_v, grad_decay, grad_state, None, None, None
+
+
+def _strides(q: Tensor, v: Tensor, log_decay: Tensor) -> tuple[int, ...]:
+    """Of queries and keys, values, and decays: from row to row, head to head and element to element."""
+    q_b, q_h, q_t, _ = q.stride()
+    decay = (0, log_decay.stride(0), 0) if log_decay.dim() == 1 else log_decay.stride()
+    return q_b, q_h if q.shape[1] == v.shape[1] else 0, q_t, *v.stride()[:3], *decay
+
+
+def _widths(q: Tensor, v: Tensor) -> dict[str, int]:
+    """Of keys and values, and of their tiles."""
+    k_width, v_width = q.shape[3], v.shape[3]
+    block_k, block_v = (min(64, max(16, triton.next_power_of_2(width))) for width in (k_width, v_width))
+    return {"K": k_width, "V": v_width, "BLOCK_K": block_k, "BLOCK_V": block_v}
+
+
+def _tiles(q: Tensor, k: Tensor, v: Tensor, size: int) -> dict[str, Any]:
+    """Elements of a tile of time, the dtype of its operands in products, the precision of those in float32."""
+    low = all(x.dtype == torch.bfloat16 for x in (q, k, v))
+    # 64 where they do not pad a chunk more than 32 do; in float32 they would not fit the registers.
+    rows = 16 if size <= 16 else 64 if low and not 1 <= size % 64 <= 32 else 32
+    return {
+        "BLOCK_T": rows,
+        "DOT": tl.bfloat16 if low and not INTERPRETED else tl.float32,
+        "PRECISION": "tf32" if low else "tf32x3",  # tf32 has more digits than bfloat16, tf32x3 nearly those of float32
+    }
+
+
+@jit
+def _tile(x, stride, at, valid, column, WIDTH: tl.constexpr):
+    """The elements `at` of x and some of their columns, zeros where there are none."""
+    mask = valid[:, None] & (column < WIDTH)[None, :]
+    return tl.load(x + at[:, None] * stride + column[None, :], mask=mask, other=0.0)
+
+
+@jit
+def _product(
+    x, x_t, row, y, y_t, column, end,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The elements `row` of x times the elements `column` of y, all before `end`: (rows, columns)."""
+    panel: tl.constexpr = 32 if BLOCK > 32 else BLOCK  # wider ones fill the registers
+    products = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
+    for start in range(0, WIDTH, panel):
+        width = start + tl.arange(0, panel)
+        rows = _tile(x, x_t, row, row < end, width, WIDTH).to(DOT)
+        columns = _tile(y, y_t, column, column < end, width, WIDTH).to(DOT)
+        products = tl.dot(rows, tl.trans(columns), products, input_precision=PRECISION)
+    return products
+
+
+@jit
+def _passed(log_decay, d_t, reset, at, valid):
+    """Log decay and resets since the beginning of a tile: through each element, and of the whole tile."""
+    decay = tl.load(log_decay + at * d_t, mask=valid, other=0.0).to(tl.float32)
+    if reset is None:
+        resets = tl.zeros_like(at)
+    else:
+        resets = tl.load(reset + at, mask=valid, other=0).to(tl.int32)
+    return tl.cumsum(decay), tl.sum(decay), tl.cumsum(resets), tl.sum(resets)
+
+
+@jit
+def _left(decay, column_decay, resets, column_resets, row, column, reset):
+    """What is left of each column's element when each row's comes: (rows, columns), 0 above the diagonal."""
+    seen = row[:, None] >= column[None, :]
+    if reset is not None:
+        seen = seen & (resets[:, None] == column_resets[None, :])
+    return tl.exp(tl.where(seen, decay[:, None] - column_decay[None, :], float("-inf")))
+
+
+@jit
+def _step_kernel(
+    q, k, v, log_decay, reset, state, y, after, q_b, q_h, q_t, v_b, v_h, v_t, d_b, d_h, d_t, heads,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The only element of one head, some of its columns: the state is read once and written once."""
+    across: tl.constexpr = tl.cdiv(V, BLOCK_V)
+    row, part = (tl.program_id(0) // across).to(tl.int64), tl.program_id(0) % across
+    b, h = row // heads, row % heads
+    keep = tl.exp(tl.load(log_decay + b * d_b + h * d_h).to(tl.float32))
+    if reset is not None:
+        keep = tl.where(tl.load(reset + b) == 0, keep, 0.0)
+    value = part * BLOCK_V + tl.arange(0, BLOCK_V)
+    values = tl.load(v + b * v_b + h * v_h + value, mask=value < V, other=0.0).to(tl.float32)
+    out = tl.zeros((BLOCK_V,), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        key = start + tl.arange(0, BLOCK_K)
+        queries = tl.load(q + b * q_b + h * q_h + key, mask=key < K, other=0.0).to(tl.float32)
+        keys = tl.load(k + b * q_b + h * q_h + key, mask=key < K, other=0.0).to(tl.float32)
+        inside = (key < K)[:, None] & (value < V)[None, :]
+        place = row * K * V + key[:, None] * V + value[None, :]
+        now = keep * tl.load(state + place, mask=inside, other=0.0) + keys[:, None] * values[None, :]
+        tl.store(after + place, now, mask=inside)
+        out += tl.sum(queries[:, None] * now, 0)
+    tl.store(y + row * V + value, out.to(y.dtype.element_ty), mask=value < V)
+
+
+@jit
+def _forward_kernel(
+    q, k, v, log_decay, reset, state, before, y, after, q_b, q_h, q_t, v_b, v_h, v_t, d_b, d_h, d_t,
+    heads, length, count, size, block, first, parts,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
+    """`parts` parts of each row's head, from `first` on: first the tiles of the state, then those of the output."""
+    row, part = (tl.program_id(0) // parts).to(tl.int64), first + tl.program_id(0) % parts
+    b, h = row // heads, row % heads
+    q, k = q + b * q_b + h * q_h, k + b * q_b + h * q_h
+    v, log_decay = v + b * v_b + h * v_h, log_decay + b * d_b + h * d_h
+    y += (b * length * heads + h) * V
+    if reset is not None:
+        reset += b * length
+    across: tl.constexpr = tl.cdiv(V, BLOCK_V)
+    scans: tl.constexpr = tl.cdiv(K, BLOCK_K) * across
+    value = part % across * BLOCK_V + tl.arange(0, BLOCK_V)
+    if part < scans:
+        key = part // across * BLOCK_K + tl.arange(0, BLOCK_K)
+        inside = (key < K)[:, None] & (value < V)[None, :]
+        place = row * K * V + key[:, None] * V + value[None, :]
+        if state is None:
+            now = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
+        else:
+            now = tl.load(state + place, mask=inside, other=0.0)
+        tiles = tl.cdiv(block, BLOCK_T)
+        for step in range(count * tiles):
+            chunk, tile = step // tiles, step % tiles
+            if MANY:  # decided while compiling, unlike the next  # noqa: SIM102
+                if tile == 0:
+                    border = (row * count + chunk) * K * V + key[:, None] * V + value[None, :]
+                    tl.store(before + border, now, mask=inside)
+            offset = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+            at = chunk * size + offset
+            valid = (offset < block) & (at < length)
+            decay, total, resets, cleared = _passed(log_decay, d_t, reset, at, valid)
+            weight, keep = tl.exp(total - decay), tl.exp(total)
+            if reset is not None:
+                weight = tl.where(resets == cleared, weight, 0.0)
+                keep = tl.where(cleared == 0, keep, 0.0)
+            keys = _tile(k, q_t, at, valid, key, K).to(tl.float32) * weight[:, None]
+            values = _tile(v, v_t, at, valid, value, V).to(tl.float32)
+            now = tl.dot(tl.trans(keys), values, keep * now, input_precision=PRECISION)
+        tl.store(after + place, now, mask=inside)
+    else:
+        part -= scans
+        tiles = tl.cdiv(size, BLOCK_T)
+        chunk, tile = part // (tiles * across), part // across % tiles
+        end = tl.minimum(chunk * size + size, length)
+        at = chunk * size + tile * BLOCK_T + tl.arange(0, BLOCK_T)
+        valid = at < end
+        decay, _, resets, _ = _passed(log_decay, d_t, reset, at, valid)
+        out = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
+        for back in range(tile + 1):  # from the tile itself to the chunk's first
+            seen = at - back * BLOCK_T
+            decay_, total, resets_, cleared = _passed(log_decay, d_t, reset, seen, seen < end)
+            if back > 0:
+                decay += total
+                resets += cleared
+            scores = _product(q, q_t, at, k, q_t, seen, end, K, BLOCK_K, BLOCK_T, DOT, PRECISION)
+            scores *= _left(decay, decay_, resets, resets_, at, seen, reset)
+            values = _tile(v, v_t, seen, seen < end, value, V)
+            out = tl.dot(scores.to(DOT), values.to(DOT), out, input_precision=PRECISION)
+        if before is not None:
+            reach = tl.exp(decay)
+            if reset is not None:
+                reach = tl.where(resets == 0, reach, 0.0)
+            border = (row * count + chunk) * K * V
+            for first_key in range(0, K, BLOCK_K):
+                key = first_key + tl.arange(0, BLOCK_K)
+                states = _tile(before + border, V, key, key < K, value, V)
+                queries = _tile(q, q_t, at, valid, key, K).to(tl.float32) * reach[:, None]
+                out = tl.dot(queries, states, out, input_precision=PRECISION)
+        mask = valid[:, None] & (value < V)[None, :]
+        tl.store(y + at[:, None] * heads * V + value[None, :], out.to(y.dtype.element_ty), mask=mask)
+
+
+@jit
+def _backward_kernel(
+    q, k, v, log_decay, reset, before, grad_y, grad_after, grad_states, grad_q, grad_k, grad_v, grad_state, sums,
+    q_b, q_h, q_t, v_b, v_h, v_t, d_b, d_h, d_t, heads, length, count, size, block, first, parts,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, MANY: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """As `_forward_kernel`: first the tiles of the state's gradient, then the gradients of the elements."""
+    row, part = (tl.program_id(0) // parts).to(tl.int64), first + tl.program_id(0) % parts
+    b, h = row // heads, row % heads
+    q, k = q + b * q_b + h * q_h, k + b * q_b + h * q_h
+    v, log_decay = v + b * v_b + h * v_h, log_decay + b * d_b + h * d_h
+    grad_y, grad_v = grad_y + (b * length * heads + h) * V, grad_v + (b * length * heads + h) * V
+    y_t = heads * V
+    if reset is not None:
+        reset += b * length
+    across: tl.constexpr = tl.cdiv(V, BLOCK_V)
+    scans: tl.constexpr = tl.cdiv(K, BLOCK_K) * across
+    tiles = tl.cdiv(size, BLOCK_T)
+    if part < scans:
+        key, value = part // across * BLOCK_K + tl.arange(0, BLOCK_K), part % across * BLOCK_V + tl.arange(0, BLOCK_V)
+        inside = (key < K)[:, None] & (value < V)[None, :]
+        place = row * K * V + key[:, None] * V + value[None, :]
+        if grad_after is None:
+            now = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
+        else:
+            now = tl.load(grad_after + place, mask=inside, other=0.0)
+        # Of the chunk up to the tile: what its elements add, the log decay, that of the elements that enter, resets.
+        added = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
+        gap, entered, cleared = 0.0, 0.0, 0
+        for step in range(count * tiles):
+            chunk, tile = count - 1 - step // tiles, step % tiles
+            if MANY:  # decided while compiling, unlike the next  # noqa: SIM102
+                if tile == 0:
+                    border = (row * count + chunk) * K * V + key[:, None] * V + value[None, :]
+                    tl.store(grad_states + border, now, mask=inside)
+            end = tl.minimum(chunk * size + size, length)
+            at = chunk * size + tile * BLOCK_T + tl.arange(0, BLOCK_T)
+            decay, total, resets, cleared_ = _passed(log_decay, d_t, reset, at, at < end)
+            _, entered_, _, _ = _passed(log_decay, d_t, None, at, at < tl.minimum(chunk * size + block, end))
+            reach = tl.exp(gap + decay)
+            if reset is not None:
+                reach = tl.where(cleared + resets == 0, reach, 0.0)
+            queries = _tile(q, q_t, at, at < end, key, K).to(tl.float32) * reach[:, None]
+            grads = _tile(grad_y, y_t, at, at < end, value, V).to(tl.float32)
+            added = tl.dot(tl.trans(queries), grads, added, input_precision=PRECISION)
+            gap, entered, cleared = gap + total, entered + entered_, cleared + cleared_
+            if tile == tiles - 1:
+                now = tl.where(cleared == 0, tl.exp(entered), 0.0) * now + added
+                added = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
+                gap, entered, cleared = 0.0, 0.0, 0
+        if grad_state is not None:
+            tl.store(grad_state + place, now, mask=inside)
+    else:
+        part -= scans
+        chunk, tile, slice_ = part // (tiles * WIDE), part // WIDE % tiles, part % WIDE
+        key, value = slice_ * BLOCK_K + tl.arange(0, BLOCK_K), slice_ * BLOCK_V + tl.arange(0, BLOCK_V)
+        end = tl.minimum(chunk * size + size, length)
+        enters = tl.minimum(chunk * size + block, end)
+        at = chunk * size + tile * BLOCK_T + tl.arange(0, BLOCK_T)
+        valid = at < end
+        border = (row * count + chunk) * K * V
+        own, _, own_resets, _ = _passed(log_decay, d_t, reset, at, valid)
+        grad_queries = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+        grad_keys = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+        grad_values = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
+        # The gradient of the log decay that has passed when each element comes, and of what each leaves in the state.
+        passing = tl.zeros((BLOCK_T,), tl.float32)
+        entering = tl.zeros((BLOCK_T,), tl.float32)
+        kept = 0.0
+
+        # As rows, from the tile itself to the chunk's first.
+        decay, resets = own, own_resets
+        for back in range(tile + 1):
+            seen = at - back * BLOCK_T
+            decay_, total, resets_, cleared = _passed(log_decay, d_t, reset, seen, seen < end)
+            if back > 0:
+                decay += total
+                resets += cleared
+            pulls = _product(grad_y, y_t, at, v, v_t, seen, end, V, BLOCK_V, BLOCK_T, DOT, PRECISION)
+            pulls *= _left(decay, decay_, resets, resets_, at, seen, reset)
+            keys = _tile(k, q_t, seen, seen < end, key, K)
+            grad_queries = tl.dot(pulls.to(DOT), keys.to(DOT), grad_queries, input_precision=PRECISION)
+            if sums is not None:
+                scores = _product(q, q_t, at, k, q_t, seen, end, K, BLOCK_K, BLOCK_T, DOT, PRECISION)
+                passing += tl.sum(tl.where(at[:, None] > seen[None, :], scores * pulls, 0.0), 1)
+
+        # As columns, from the tile itself to the chunk's last.
+        gap, entered, cleared = 0.0, 0.0, 0
+        for ahead in range(tiles - tile):
+            asks = at + ahead * BLOCK_T
+            decay_, total, resets_, cleared_ = _passed(log_decay, d_t, reset, asks, asks < end)
+            left = _left(gap + decay_, own, cleared + resets_, own_resets, asks, at, reset)
+            _, entered_, _, _ = _passed(log_decay, d_t, None, asks, asks < enters)
+            gap, entered, cleared = gap + total, entered + entered_, cleared + cleared_
+            scores = _product(q, q_t, asks, k, q_t, at, end, K, BLOCK_K, BLOCK_T, DOT, PRECISION) * left
+            pulls = _product(grad_y, y_t, asks, v, v_t, at, end, V, BLOCK_V, BLOCK_T, DOT, PRECISION)
+            if sums is not None:
+                passing -= tl.sum(tl.where(asks[:, None] > at[None, :], scores * pulls, 0.0), 0)
+            pulls *= left
+            queries = _tile(q, q_t, asks, asks < end, key, K)
+            grads = _tile(grad_y, y_t, asks, asks < end, value, V)
+            grad_keys = tl.dot(tl.trans(pulls.to(DOT)), queries.to(DOT), grad_keys, input_precision=PRECISION)
+            grad_values = tl.dot(tl.trans(scores.to(DOT)), grads.to(DOT), grad_values, input_precision=PRECISION)
+        passing = tl.where(slice_ == 0, passing, 0.0)  # the same in every slice
+
+        if before is not None:
+            reach = tl.exp(decay)
+            if reset is not None:
+                reach = tl.where(resets == 0, reach, 0.0)
+            pulled = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+            for start in range(0, V, BLOCK_V):
+                column = start + tl.arange(0, BLOCK_V)
+                grads = _tile(grad_y, y_t, at, valid, column, V).to(tl.float32) * reach[:, None]
+                states = _tile(before + border, V, key, key < K, column, V)
+                pulled = tl.dot(grads, tl.trans(states), pulled, input_precision=PRECISION)
+            grad_queries += pulled
+            if sums is not None:
+                passing += tl.sum(_tile(q, q_t, at, valid, key, K).to(tl.float32) * pulled, 1)
+
+        if grad_states is not None:
+            weight = tl.exp(tl.where(at < enters, entered - own, float("-inf")))
+            if reset is not None:
+                weight = tl.where(own_resets == cleared, weight, 0.0)
+            pushed = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+            for start in range(0, V, BLOCK_V):
+                column = start + tl.arange(0, BLOCK_V)
+                values = _tile(v, v_t, at, valid, column, V).to(tl.float32) * weight[:, None]
+                states = _tile(grad_states + border, V, key, key < K, column, V)
+                pushed = tl.dot(values, tl.trans(states), pushed, input_precision=PRECISION)
+                if before is not None and sums is not None:
+                    kept += tl.sum(states * _tile(before + border, V, key, key < K, column, V))
+            grad_keys += pushed
+            if sums is not None:
+                entering = tl.sum(_tile(k, q_t, at, valid, key, K).to(tl.float32) * pushed, 1)
+                kept *= tl.where(cleared == 0, tl.exp(entered), 0.0)
+            for start in range(0, K, BLOCK_K):
+                column = start + tl.arange(0, BLOCK_K)
+                keys = _tile(k, q_t, at, valid, column, K).to(tl.float32) * weight[:, None]
+                states = _tile(grad_states + border, V, column, column < K, value, V)
+                grad_values = tl.dot(keys, states, grad_values, input_precision=PRECISION)
+
+        out_k = (b * length * heads + h) * K + at[:, None] * heads * K + key[None, :]
+        out_v = at[:, None] * y_t + value[None, :]
+        valid_k, valid_v = valid[:, None] & (key < K)[None, :], valid[:, None] & (value < V)[None, :]
+        tl.store(grad_q + out_k, grad_queries.to(grad_q.dtype.element_ty), mask=valid_k)
+        tl.store(grad_k + out_k, grad_keys.to(grad_k.dtype.element_ty), mask=valid_k)
+        tl.store(grad_v + out_v, grad_values.to(grad_v.dtype.element_ty), mask=valid_v)
+        if sums is not None:
+            sums += (row * WIDE + slice_) * 2 * length
+            tl.store(sums + at, passing, mask=valid)
+            # An element counts for the decays after it, the state before the chunk for all.
+            tl.store(sums + length + at + 1, entering, mask=at + 1 < enters)
+            if tile == 0:
+                tl.store(sums + length + chunk * size, kept)
+
+
+@jit
+def _decay_kernel(sums, grad_decay, length, count, size, block, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradient of one chunk's log decays: sums over the elements from each on, and over those before it."""
+    row, chunk = (tl.program_id(0) // count).to(tl.int64), tl.program_id(0) % count
+    offset = tl.arange(0, BLOCK)
+    at = chunk * size + offset
+    valid = (offset < size) & (at < length)
+    enters = valid & (offset < block)
+    passing, entering = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for slice_ in range(WIDE):
+        place = sums + (row * WIDE + slice_) * 2 * length + at
+        passing += tl.load(place, mask=valid, other=0.0)
+        entering += tl.load(place + length, mask=enters, other=0.0)
+    grad = tl.cumsum(passing, reverse=True) + tl.where(enters, tl.cumsum(entering), 0.0)
+    tl.store(grad_decay + row * length + at, grad, mask=valid)

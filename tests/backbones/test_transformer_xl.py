@@ -85,7 +85,7 @@ def test_a_fork_sees_windows_of_the_same_width():
     """Queries too see themselves and `memory` elements before them, other queries included: by the equations."""
     model, x, queries = small(3), inputs(B, 3, 2, D), inputs(4, D) + 0.5
     y, answers, _ = model.fork(x, queries, None)
-    close(y.flatten(1, 2), written_out(model, x.flatten(1, 2), 3))
+    close(y, written_out(model, x.flatten(1, 2), 3)[:, 1::2])
     for n in range(3):
         after = torch.cat((x[:, : n + 1].flatten(1, 2), queries.expand(B, 4, D)), 1)
         close(answers[:, n], written_out(model, after, 3)[:, -4:])

@@ -1,4 +1,4 @@
-"""The chunked and the stepwise form against the definition, on sizes that are all different.
+"""The chunked and the stepwise form, in torch and in Triton, against the definition, on sizes that are all different.
 
 Axes: B batch, H heads, T time, K key width, V value width, N blocks, C elements of a block.
 """
@@ -9,7 +9,10 @@ import math
 
 import pytest
 import torch
+from gpus import DEVICE, compile_for_gpus
 from torch.testing import assert_close
+from wmcli.kernels import linear_recurrence as module
+from wmcli.kernels.dispatch import using
 from wmcli.kernels.linear_recurrence import (
     linear_recurrence,
     linear_recurrence_fork,
@@ -204,3 +207,188 @@ def test_golden_retention():
             assert state.sum().item() == pytest.approx(0.0751875036, abs=1e-9)
             assert state.square().sum().item() == pytest.approx(4.3172387590, abs=1e-9)
             assert state[0, 1, 2, 3].item() == pytest.approx(0.1808484695, abs=1e-9)
+
+
+# -- in Triton ---------------------------------------------------------------------------------------------------------
+
+
+def triton_operands(batch, heads, shared, length, key, value, constant, dtype=torch.float32):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, batch, 1 if shared else heads, length, key)
+    v, state = torch.randn(batch, heads, length, value), torch.randn(batch, heads, key, value)
+    log_decay = -0.1 * torch.rand(*((heads,) if constant else (batch, heads, length)))  # reaches over several tiles
+    operands = [q.to(dtype), k.to(dtype), v.to(dtype), log_decay, state]
+    return [operand.to(DEVICE).requires_grad_() for operand in operands]
+
+
+def agree(form, meaning, operands, share=1e-5):
+    """Both results and the gradients of all operands, through both, within a share of the largest number of each."""
+    exact = [operand.detach().double().requires_grad_() for operand in operands]
+    want = meaning(*exact)
+    weights = [torch.randn_like(value) for value in want]
+    with using("triton"):
+        got = form(*operands)
+    assert got[0].dtype == operands[2].dtype and got[1].dtype == torch.float32
+    grad_want = torch.autograd.grad(want, exact, weights, allow_unused=True)
+    weights = [weight.to(value.dtype) for weight, value in zip(weights, got, strict=True)]
+    grad_got = torch.autograd.grad(got, operands, weights, allow_unused=True)
+    for value, true in zip((*got, *grad_got), (*want, *grad_want), strict=True):
+        assert (value is None) == (true is None)
+        if true is not None:
+            assert value.shape == true.shape
+            assert (value.double() - true).abs().max() <= share * true.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chunk", "constant", "resets"),
+    [
+        ((2, 1, False, 23, 4, 5), 8, False, [(0, 6), (0, 7), (0, 18), (1, 0), (1, 22)]),  # the last chunk is short
+        ((1, 2, True, 23, 4, 5), 12, True, [(0, 6), (0, 7)]),
+        ((1, 2, True, 23, 4, 5), None, False, [(0, 11)]),  # a single chunk
+        ((1, 1, False, 120, 20, 17), 70, False, [(0, 10), (0, 100)]),  # several tiles of a chunk
+        ((1, 1, False, 120, 20, 17), 70, False, [(0, 75)]),
+        ((1, 2, True, 33, 70, 20), 17, False, []),  # several tiles of the widths
+        ((1, 1, False, 33, 17, 70), 40, True, []),
+    ],
+)
+def test_triton_equals_the_definition(sizes, chunk, constant, resets):
+    operands = triton_operands(*sizes, constant)
+    reset = torch.zeros(sizes[0], sizes[3], dtype=torch.bool, device=DEVICE)
+    for row, t in resets:
+        reset[row, t] = True
+    agree(lambda *x: linear_recurrence(*x, reset, chunk), lambda *x: reference(*x, reset), operands)
+
+
+@pytest.mark.parametrize(("chunk", "constant"), [(15, True), (15, False), (30, False)])
+def test_triton_without_reset_or_state(chunk, constant):
+    operands = triton_operands(1, 1, True, 30, 16, 16, constant)
+    agree(lambda *x: linear_recurrence(*x, chunk=chunk), reference, operands)
+    agree(lambda *x: linear_recurrence(*x[:4], chunk=chunk), lambda *x: reference(*x[:4]), operands)
+
+
+@pytest.mark.parametrize("chunk", [15, 30])
+@pytest.mark.parametrize("which", [0, 1])
+def test_triton_gradients_through_one_result(chunk, which):
+    """Exactly the operands that torch's form gives a gradient have one."""
+    q, k, v, log_decay, state = triton_operands(1, 1, False, 30, 16, 16, False)
+    for operands in ([q, k, v, log_decay, state], [q, v, k]):
+        rest = () if len(operands) == 5 else (log_decay.detach(), state.detach())
+        gradients = []
+        for name in ("torch", "triton"):
+            with using(name):
+                out = linear_recurrence(*operands[:3], *(rest or operands[3:]), None, chunk)[which]
+            gradients.append(torch.autograd.grad(out.square().sum(), operands, allow_unused=True))
+        for want, got in zip(*gradients, strict=True):
+            assert (got is None) == (want is None)
+            assert want is None or (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "block", "constant"),
+    [(1, 8, 6, True), (3, 8, 6, False), (2, 70, 40, False), (1, 70, 33, True), (2, 5, 5, False)],
+)
+def test_triton_fork(count, size, block, constant):
+    operands = triton_operands(1, 1 + constant, True, count * size, 18, 16, constant)
+
+    def fork(q, k, v, log_decay, state=None):
+        q, k, v = (x.unflatten(2, (count, size)) for x in (q, k, v))
+        log_decay = log_decay if constant else log_decay.unflatten(2, (count, size))
+        return linear_recurrence_fork(q, k, v, log_decay, block, state)
+
+    agree(fork, fork, operands)  # float64 runs in torch
+    if size < 10:
+        agree(lambda *x: fork(*x[:4]), lambda *x: fork(*x[:4]), operands)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("reset", [None, [False, True]])
+def test_triton_step(shared, reset):
+    operands = triton_operands(2, 1 + shared, True, 1, 20 if shared else 70, 17, shared)
+    reset = None if reset is None else torch.tensor(reset, device=DEVICE)
+
+    def step(q, k, v, log_decay, state):
+        log_decay = log_decay if shared else log_decay[:, :, 0]
+        y, state = linear_recurrence_step(q[:, :, 0], k[:, :, 0], v[:, :, 0], log_decay, state, reset)
+        return y[:, :, None], state
+
+    agree(step, lambda *x: reference(*x, None if reset is None else reset[:, None]), operands)
+
+
+def test_triton_takes_operands_as_they_lie():
+    """Heads behind time, widths cut out of wider rows, a stride between columns, gradients expanded from one number."""
+    q, k, v, log_decay, state = (x.detach() for x in triton_operands(1, 2, True, 12, 6, 6, False))
+    v = torch.cat((v, v.flip(-1)), -1)
+    v, log_decay, state = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (v, log_decay, state))
+    operands = [torch.cat((q, k), -1), v, log_decay, state]
+
+    def twice(mixed, v, log_decay, state):
+        y, state = linear_recurrence(mixed[..., :6], mixed[..., 6:].contiguous(), v[..., :6], log_decay, state, None, 6)
+        z, state = linear_recurrence(mixed[..., ::2], mixed[..., 1::2], v[..., ::2], log_decay, state, None, 6)
+        return (y.sum() + z.sum())[None], state
+
+    gradients = []
+    for name in ("torch", "triton"):
+        for operand in operands:
+            operand.requires_grad_().grad = None
+        with using(name):
+            total, after = twice(*operands)
+        (total.sum() + after.sum()).backward()
+        gradients.append([after, *(operand.grad for operand in operands)])
+    for want, got in zip(*gradients, strict=True):
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("chunk", [40, 64])
+def test_triton_with_bfloat16_operands(chunk):
+    operands = triton_operands(1, 2, True, 64, 20, 18, False, torch.bfloat16)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        agree(lambda *x: linear_recurrence(*x, chunk=chunk), reference, operands, 2e-2)
+
+
+def test_triton_gradient_of_decays_keeps_its_digits():
+    """What no decay touches, each element's own share, is by far the largest and must not come in rounded."""
+    q, k, v, _, _ = triton_operands(1, 1, True, 40, 16, 16, False, torch.bfloat16)
+    log_decay = torch.full((1, 1, 40), -8.0, device=DEVICE, requires_grad=True)
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v, log_decay)]
+    (want,) = torch.autograd.grad(reference(*exact)[0].sum(), exact[3])
+    with using("triton"):
+        y, _ = linear_recurrence(q, k, v, log_decay, chunk=20)
+    (got,) = torch.autograd.grad(y.sum(), log_decay)
+    assert (got - want).abs().max() <= 5e-3 * want.abs().max()
+
+
+def test_triton_strong_decay_stays_finite():
+    """Log decays sum up to -5,120 in a chunk; their float32 sums are right to 1e-4."""
+    q, k, v, log_decay, state = triton_operands(1, 1, True, 96, 4, 4, False)
+    log_decay = torch.where(torch.arange(96, device=DEVICE) % 3 == 0, log_decay.detach(), -160.0).requires_grad_()
+    agree(lambda *x: linear_recurrence(*x[:4], chunk=48), lambda *x: reference(*x[:4]), [q, k, v, log_decay], 1e-3)
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+def compile_cases():
+    import triton.language as tl
+
+    operands = ("q", "k", "v", "y", "grad_y", "grad_q", "grad_k", "grad_v")
+    floats = ("log_decay", "after", "grad_decay")
+    options = ("state", "before", "grad_after", "grad_states", "grad_state", "sums")
+    integers = ("q_b", "q_h", "q_t", "v_b", "v_h", "v_t", "d_b", "d_h", "d_t")
+    integers += ("heads", "length", "count", "size", "block", "first", "parts")
+    types = dict.fromkeys((*floats, *options), "*fp32") | dict.fromkeys(integers, "i32") | {"reset": "*u8"}
+    tiles = {"BLOCK_K": 64, "BLOCK_V": 64, "BLOCK": 64}
+    low = tiles | {"K": 128, "V": 64, "WIDE": 2, "BLOCK_T": 64, "DOT": tl.bfloat16, "PRECISION": "tf32", "MANY": True}
+    high = tiles | {"K": 64, "V": 64, "WIDE": 1, "BLOCK_T": 32, "DOT": tl.float32, "PRECISION": "tf32x3", "MANY": False}
+    large, small = (module._forward_kernel, module._backward_kernel), (module._step_kernel, module._decay_kernel)
+    for kernels, element, constants in (
+        (large + small, "*bf16", low),  # with all there is
+        (large, "*fp32", high | dict.fromkeys((*options, "reset"))),  # without what there need not be
+        (small, "*fp32", high),
+    ):
+        for kernel in kernels:
+            needed = {name: value for name, value in constants.items() if name in kernel.arg_names}
+            yield kernel, types | dict.fromkeys(operands, element), needed
+
+
+def test_the_kernels_compile():
+    compile_for_gpus(__file__)

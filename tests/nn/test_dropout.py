@@ -68,5 +68,6 @@ def test_nothing_is_dropped_outside_training_and_everything_at_one(dtype: torch.
     x = torch.randn(50, dtype=dtype)
     assert torch.equal(dropout(x, 0.5, False), x)
     assert torch.equal(dropout(x, 0.0, True), x)
+    torch.testing.assert_close(dropout(x, 1e-9, True), x)
     assert not dropout(x, 1.0, True).any()
     assert (dropout(x, 0.5, True) == 0).any()

@@ -29,8 +29,8 @@ class Backbone(nn.Module, ABC):
     """A causal sequence model (B, T, D) -> (B, T, D).
 
     A state is returned, never kept on the module. `state=None` means: start fresh, and give no state back (None), which
-    spares the bookkeeping. States are float32 (float64 in a float64 model), also under autocast. What a state holds and
-    how long an old one stays valid stands with each backbone. Nothing here waits for the device.
+    spares the bookkeeping. What a state accumulates is float32 (float64 in a float64 model), also under autocast. What
+    a state holds and how long an old one stays valid stands with each backbone. Nothing here waits for the device.
     """
 
     width: int
@@ -57,8 +57,9 @@ class Backbone(nn.Module, ABC):
 
         x (B, N, L, D) is N blocks of L elements; queries is (Q, D), the same everywhere, or (B, N, Q, D). After each
         block its queries are answered as if they stood next, causal among themselves, and leave no trace in the state.
-        Returns y (B, N, L, D), which equals `forward` on the blocks, the answers (B, N, Q, D), and the state after the
-        last block.
+        Returns y (B, N, D), which equals `forward` at each block's last element, the answers (B, N, Q, D), and the
+        state after the last block. The outputs at a block's other elements are left out: nobody needs them, and a
+        backbone may spare the last layer their computation.
         """
 
 

@@ -78,7 +78,7 @@ class ResidualStack(Backbone):
         block = x.shape[2]
         x = torch.cat((x, for_each_block(queries, x)), 2)  # (B, N, L + Q, D)
         y, state = self._run(x, state, lambda mixer, u, old: mixer.fork(u, block, old))
-        return y[:, :, :block], y[:, :, block:], state
+        return y[:, :, block - 1], y[:, :, block:], state
 
     def _run(
         self,

@@ -117,10 +117,13 @@ class RetNet(Backbone):
             before = None if state is None else rotations.turn_back(state[index], blocks * block)
             q, k, v = (part.unflatten(2, shape) for part in (q, k, v))  # (B, H, N, L + Q, K)
             y, new = linear_recurrence_fork(q, k, v, log_decay, block, before)
-            x = layer.finish(x, y.flatten(2, 3), gate)
             after.append(new)
-        y, answers = x.unflatten(1, shape).split((block, shape[1] - block), 2)
-        return y, answers, None if state is None else tuple(after)
+            if layer is self.layers[-1]:  # of each block only the last element and what is asked behind it
+                x, gate = (part.unflatten(1, shape)[:, :, block - 1 :].flatten(1, 2) for part in (x, gate))
+                y = y[:, :, :, block - 1 :]
+            x = layer.finish(x, y.flatten(2, 3), gate)
+        x = x.unflatten(1, (blocks, -1))
+        return x[:, :, 0], x[:, :, 1:], None if state is None else tuple(after)
 
     def _rotations(self, x: Tensor) -> Rotations:
         return rotations(self.head_width, math.prod(x.shape[1:-1]), x.device, _wide(x.dtype))

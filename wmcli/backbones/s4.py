@@ -99,7 +99,7 @@ class S4(Backbone):
         block = x.shape[2]
         x = torch.cat((x, for_each_block(queries, x)), 2)  # (B, J, L + Q, D)
         y, state = self._run(x, state, lambda system, u, before: system.recurrence().fork(u, block, before))
-        return y[:, :, :block], y[:, :, block:], state
+        return y[:, :, block - 1], y[:, :, block:], state
 
     def _run(self, x: Tensor, state: tuple[Tensor, ...] | None, mix: Mix) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """All blocks on x (..., D)."""

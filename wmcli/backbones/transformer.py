@@ -23,6 +23,7 @@ from wmcli.backbones.base import Backbone, Size, for_each_block
 from wmcli.config import Section
 from wmcli.errors import UsageError
 from wmcli.kernels.attention import attention
+from wmcli.nn.dropout import dropout
 
 INIT_STD = 0.02
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
@@ -107,7 +108,10 @@ class Transformer(Backbone):
 
     def initial_state(self, batch: int) -> Cache:
         weight = self.positions.weight
-        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        # In the precision that keys and values come in: they are kept and never added to, so that nothing is lost.
+        device = weight.device.type
+        low = weight.dtype == torch.float32 and torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if low else weight.dtype
         shape = (batch, 2, self.heads, self.max_length, self.width // self.heads)
         # Zeros, not empty: an unused slot has weight 0 in attention, but 0 * NaN would be NaN.
         layers = tuple(torch.zeros(shape, device=weight.device, dtype=dtype) for _ in self.layers)
@@ -153,15 +157,17 @@ class Transformer(Backbone):
         # ... and each other up to themselves.
         among = torch.block_diag(*torch.ones(blocks, count, count, device=x.device).tril()).bool()
         among = F.pad(among, (0, 0, real, 0)).expand(*stored.shape[:-1], -1)  # real elements see no query
+        elements = torch.arange(real + blocks * count, device=x.device)
         y, cache = self._run(
             torch.cat((x.flatten(1, 2), queries.flatten(1, 2)), 1),
             torch.cat((slots, asked), -1),
             self._masked(torch.cat((stored, among), -1)),
             cache,
             extend,
+            torch.cat((elements[block - 1 : real : block], elements[real:])),
         )
-        y, answers = y.split((real, blocks * count), 1)
-        return y.unflatten(1, (blocks, block)), answers.unflatten(1, (blocks, count)), cache
+        y, answers = y.split((blocks, blocks * count), 1)
+        return y, answers.unflatten(1, (blocks, count)), cache
 
     # -- the layers ----------------------------------------------------------------------------------------------------
 
@@ -172,9 +178,10 @@ class Transformer(Backbone):
         attend: Attend,
         cache: Cache | None = None,
         extend: Extend | None = None,
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, Cache | None]:
-        """All layers on x (B, T, D) at positions (T,) or (B, T)."""
-        x = F.dropout(self.embedding_norm(x + self.positions(positions)), self.dropout, self.training)
+        """All layers on x (B, T, D) at positions (T,) or (B, T); the outputs `wanted`, indices, of all T if None."""
+        x = dropout(self.embedding_norm(x + self.positions(positions)), self.dropout, self.training)
         parts = []
         for index, layer in enumerate(self.layers):
             q, kv = layer.project(x)
@@ -182,7 +189,10 @@ class Transformer(Backbone):
                 assert extend is not None
                 kv, part = extend(cache.layers[index], kv)
                 parts.append(part)
-            x = layer.finish(x, attend(q, *kv.unbind(1)))
+            y = attend(q, *kv.unbind(1))
+            if wanted is not None and layer is self.layers[-1]:
+                x, y = x[:, wanted], y[:, :, wanted]
+            x = layer.finish(x, y)
         return self.norm(x), None if cache is None else cache._replace(layers=tuple(parts))
 
     def _drops(self) -> bool:
@@ -299,4 +309,4 @@ class TransformerLayer(nn.Module):
         return self._drop(self.down(self.activation(self.up(x))))
 
     def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
+        return dropout(x, self.dropout, self.training)

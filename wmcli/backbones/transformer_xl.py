@@ -120,11 +120,14 @@ class TransformerXL(Backbone):
             asked_q, asked_kv = layer.project(asked)
             ends = kv[:, :, :, block:].unfold(3, self.memory, block).permute(0, 3, 1, 2, 5, 4)  # (B, N, 2, H, M, K)
             asked_kv = torch.cat((ends, asked_kv.unflatten(0, (-1, blocks))), 4).flatten(0, 1)
-            x = layer.finish(x, layer.attend(q, kv, table, segment))
+            y = layer.attend(q, kv, table, segment)
+            if layer is self.layers[-1]:  # what else stands in a block is not asked for
+                x, y = x[:, block - 1 :: block], y[:, :, block - 1 :: block]
+            x = layer.finish(x, y)
             asked = layer.finish(asked, layer.attend(asked_q, asked_kv, table, windows))
             after.append(kv)
-        y, answers = self.norm(x).unflatten(1, (blocks, block)), self.norm(asked).unflatten(0, (-1, blocks))
-        return y, answers, self._remember(state, after, segment)
+        answers = self.norm(asked).unflatten(0, (-1, blocks))
+        return self.norm(x), answers, self._remember(state, after, segment)
 
     def _segments(self, x: Tensor, state: Memory | None, reset: Tensor | None) -> Tensor | None:
         """Numbers for the keys (B, S), those of the state and those of x (B, T, D): equal ones may see each other.

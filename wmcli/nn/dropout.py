@@ -22,9 +22,11 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
 
     Draws from torch's global generator. Can be differentiated once.
     """
-    if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float32) or not training or p in (0, 1):
+    kept_levels = round((1 - p) * LEVELS)
+    ours = training and x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32)
+    if not ours or not 0 < kept_levels < LEVELS:
         return F.dropout(x, p, training)
-    return _Dropout.apply(x, round((1 - p) * LEVELS))
+    return _Dropout.apply(x, kept_levels)
 
 
 class _Dropout(torch.autograd.Function):

@@ -235,7 +235,7 @@ class TokenWorldModel(WorldModel):
             y, state = self.backbone(blocks[:, :unasked].flatten(1, 2), state)
             at_action.append(y[:, length - 1 :: length])
         y, at_tokens, state = self.backbone.fork(blocks[:, unasked:-1], self.queries.weight, state)
-        at_action.append(y[:, :, -1])
+        at_action.append(y)
         # Queries after the last block would answer a block that the segment does not have, and would need positions
         # beyond the segment.
         y, _ = self.backbone(blocks[:, -1], state)
@@ -336,7 +336,7 @@ class TokenWorldModel(WorldModel):
         if self.queries is not None:
             # One call: the queries answer the next frame while the block becomes part of the past.
             y, answers, memory = self.backbone.fork(block[:, None], self.queries.weight, memory)
-            at_action, held = y[:, 0, -1], 0
+            at_action, held = y[:, 0], 0
             latent = choose(self.observation_head(answers[:, 0]))
         else:
             y, memory = self.backbone(block, memory)
