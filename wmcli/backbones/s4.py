@@ -2,8 +2,8 @@
 
 A block is two S4 layers (Gu et al. 2022, arXiv 2111.00396) and an MLP, each with LayerNorm before and a residual
 around; a last LayerNorm follows the last block. An S4 layer filters each channel with a linear system of its own, then
-mixes channels. From nothing and without resets a whole sequence is one convolution by FFT; otherwise the same systems
-run as recurrences.
+mixes channels. From nothing a whole sequence is one convolution, by FFT where nothing resets it; otherwise the same
+systems run as recurrences.
 
 Axes: B batch, T time (elements), D width, N numbers of a channel's state (N / 2 conjugate pairs, real and imaginary
 part side by side), J blocks of the contract, L elements of one, Q queries.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import Field
@@ -25,9 +25,11 @@ from wmcli.backbones.base import Backbone, Size, for_each_block
 from wmcli.config import Section
 from wmcli.errors import UsageError
 from wmcli.kernels import s4 as kernels
+from wmcli.nn.dropout import dropout
 from wmcli.nn.initialise import fan_average
 
 LEARNING_RATE_LIMIT = 1e-3  # for step sizes and systems; they also take no weight decay
+LONGEST_WITH_RESETS = 512  # elements: with resets the cost of a convolution grows with the square of its length
 
 
 class S4Settings(Section):
@@ -49,12 +51,17 @@ class S4Settings(Section):
     """Of all LayerNorms."""
 
 
-# Runs one layer's systems over time: (systems, inputs (..., D), state (B, D, N)) -> (outputs, new state).
-Mix = Callable[["StateSpace", Tensor, Tensor], tuple[Tensor, Tensor]]
+class S4State(NamedTuple):
+    """What the elements so far have left. Old states always stay valid."""
+
+    layers: tuple[Tensor, ...]
+    """(B, D, N) for each S4 layer, two a block."""
+    systems: Any = None
+    """While a graph is built: the systems as they were prepared, for the calls to come."""
 
 
 class S4(Backbone):
-    """The state is a tuple with one (B, D, N) tensor for each S4 layer, two a block. Old states always stay valid.
+    """The state is an `S4State`.
 
     The kernels are learned for sequences of up to `Size.max_length` elements and cut for shorter ones; longer ones run
     as recurrences, with a memory without limit. That length belongs to the weights: it is saved with them, and loading
@@ -73,44 +80,85 @@ class S4(Backbone):
         self.kernel_length, self.state_size = size.max_length, settings.state
         self.blocks = nn.ModuleList(S4Block(settings, size) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width, eps=settings.norm_eps)
+        self._kept: Any = None  # the systems of the last call without a graph
         fan_average(self)
 
-    def initial_state(self, batch: int) -> tuple[Tensor, ...]:
+    def initial_state(self, batch: int) -> S4State:
         weight = self.norm.weight
         shape = (batch, self.width, self.state_size)
         dtype = _wide(weight.dtype)
-        return tuple(torch.zeros(shape, device=weight.device, dtype=dtype) for _ in range(2 * len(self.blocks)))
+        return S4State(
+            tuple(torch.zeros(shape, device=weight.device, dtype=dtype) for _ in range(2 * len(self.blocks)))
+        )
 
-    def forward(
-        self, x: Tensor, state: tuple[Tensor, ...] | None, reset: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        if state is None and reset is None and x.shape[1] <= self.kernel_length:
-            return self._run(x, None, lambda system, u, before: (system.convolve(u), before))
-        return self._run(x, state, lambda system, u, before: system.recurrence().run(u, before, reset))
+    def forward(self, x: Tensor, state: S4State | None, reset: Tensor | None = None) -> tuple[Tensor, S4State | None]:
+        systems, time = self._systems(state), x.shape[1]
+        resets = None if reset is None else kernels.Resets(reset)
+        if state is None and time <= self.kernel_length and (reset is None or time <= LONGEST_WITH_RESETS):
+            return self._run(x, lambda layer, u: systems.convolve(layer, u, resets)), None
+        return self._carry(x, state, systems, lambda layer, u, before: systems.run(layer, u, before, resets))
 
-    def step(
-        self, x: Tensor, state: tuple[Tensor, ...] | None, reset: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        return self._run(x, state, lambda system, u, before: system.recurrence().step(u, before, reset))
+    def step(self, x: Tensor, state: S4State | None, reset: Tensor | None = None) -> tuple[Tensor, S4State | None]:
+        systems = self._systems(state)
+        return self._carry(x, state, systems, lambda layer, u, before: systems.step(layer, u, before, reset))
 
-    def fork(
-        self, x: Tensor, queries: Tensor, state: tuple[Tensor, ...] | None
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...] | None]:
-        block = x.shape[2]
+    def fork(self, x: Tensor, queries: Tensor, state: S4State | None) -> tuple[Tensor, Tensor, S4State | None]:
+        block, systems = x.shape[2], self._systems(state)
         x = torch.cat((x, for_each_block(queries, x)), 2)  # (B, J, L + Q, D)
-        y, state = self._run(x, state, lambda system, u, before: system.recurrence().fork(u, block, before))
-        return y[:, :, block - 1], y[:, :, block:], state
+        y, state = self._carry(x, state, systems, lambda layer, u, before: systems.fork(layer, u, block, before))
+        return y[:, :, :block], y[:, :, block:], state
 
-    def _run(self, x: Tensor, state: tuple[Tensor, ...] | None, mix: Mix) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """All blocks on x (..., D)."""
-        before = iter(self.initial_state(len(x)) if state is None else state)
+    def _carry(
+        self,
+        x: Tensor,
+        state: S4State | None,
+        systems: Any,
+        advance: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, S4State | None]:
+        """`_run` with a state: advance(layer, u, state of the layer) returns what its systems make of u, and the new
+        state."""
+        before = (self.initial_state(len(x)) if state is None else state).layers
         after = []
-        for block in self.blocks:
-            for layer in block.layers:
-                x, new = layer(x, next(before), mix)
-                after.append(new)
+
+        def mix(layer: int, u: Tensor) -> Tensor:
+            y, new = advance(layer, u, before[layer])
+            after.append(new)
+            return y
+
+        y = self._run(x, mix)
+        return y, None if state is None else S4State(tuple(after), systems if systems.graph else None)
+
+    def _run(self, x: Tensor, mix: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """All blocks on x (..., D); mix(layer, u) is what the systems of a layer make of its inputs u (..., D)."""
+        for index, block in enumerate(self.blocks):
+            for layer, module in enumerate(block.layers, 2 * index):
+                u = module.norm(x)
+                x = module(x, u, mix(layer, u))
             x = block.feed_forward(x)
-        return self.norm(x), None if state is None else tuple(after)
+        return self.norm(x)
+
+    def _systems(self, state: S4State | None) -> Any:
+        """The systems as they are now.
+
+        What they are prepared into costs more than a short call. Without a graph they are kept between calls: every
+        optimiser step and whatever else torch counts as a change makes new ones; a write through `.data` does not, as
+        torch does not see it either. With a graph they go from call to call with the state, so that a loss prepares
+        them once.
+        """
+        spaces = [layer.system for block in self.blocks for layer in block.layers]
+        groups = list(zip(*(space.tensors() for space in spaces), strict=True))
+        parameters = [each for group in groups for each in group]
+        learned = [each.requires_grad for each in parameters]
+        graph = torch.is_grad_enabled() and any(learned)
+        steps = _optimiser_steps if any(learned) else 0  # frozen: none writes them
+        # The tensors are held on to, so that neither identity nor address can come to stand for another one.
+        version = (graph, steps, *((id(each), each.data_ptr(), each._version) for each in parameters))
+        systems = self._kept if not graph else state.systems if state is not None else None
+        if systems is None or systems.version != version:
+            systems = kernels.Systems(build_system, groups, self.kernel_length, graph=graph, version=version)
+        if not graph:
+            self._kept = systems
+        return systems
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor(self.kernel_length)
@@ -142,7 +190,7 @@ class S4Block(nn.Module):
     def feed_forward(self, x: Tensor) -> Tensor:
         if not self.hidden:
             return x
-        return x + self.down(F.dropout(F.gelu(self.up(self.norm(x))), self.dropout, self.training))
+        return x + self.down(dropout(F.gelu(self.up(self.norm(x))), self.dropout, self.training))
 
 
 class S4Layer(nn.Module):
@@ -156,12 +204,11 @@ class S4Layer(nn.Module):
         self.skip = nn.Parameter(torch.randn(size.width))
         self.out = nn.Linear(size.width, (2 if settings.glu else 1) * size.width)
 
-    def forward(self, x: Tensor, state: Tensor, mix: Mix) -> tuple[Tensor, Tensor]:
-        u = self.norm(x)
-        y, state = mix(self.system, u, state)
-        y = F.dropout(F.gelu(y.to(u.dtype) + self.skip * u), self.dropout, self.training)
+    def forward(self, x: Tensor, u: Tensor, y: Tensor) -> Tensor:
+        """x (..., D), u = norm(x), and y, what the systems make of u."""
+        y = dropout(F.gelu(torch.addcmul(y.to(u.dtype), self.skip, u)), self.dropout, self.training)
         y = self.out(y)
-        return x + (F.glu(y) if self.glu else y), state
+        return x + (F.glu(y) if self.glu else y)
 
 
 class StateSpace(nn.Module):
@@ -169,7 +216,6 @@ class StateSpace(nn.Module):
 
     def __init__(self, settings: S4Settings, size: Size) -> None:
         super().__init__()
-        self.length = size.max_length
         poles, p, _ = hippo_legs(settings.state)
         poles, p = (part.expand(1 if settings.tied else size.width, -1) for part in (poles, p))
         low, high = math.log(settings.dt_min), math.log(settings.dt_max)
@@ -184,42 +230,27 @@ class StateSpace(nn.Module):
         with torch.no_grad():
             # What is drawn is C, of unit variance; what is stored is C~, that of this kernel length.
             c = torch.randn(size.width, settings.state // 2, dtype=torch.complex64)
-            shortened = kernels.truncation(kernels.discretise(self._system()), self.length)
-            c = shortened @ kernels.output_numbers(c)[..., None]
+            self.c_tilde = nn.Parameter(torch.view_as_real(c))
+            system, _ = build_system(*self.tensors())
+            discrete = kernels.Discrete(*(part.to(c.dtype) for part in kernels.discretise(system)))
+            c = kernels.truncation(discrete, size.max_length) @ kernels.output_numbers(c)[..., None]
             self.c_tilde = nn.Parameter(c.view(*c.shape[:-2], -1, 2) / c.new_tensor([2, -2]))
-        self._made: tuple[Any, tuple[Tensor, ...], kernels.Recurrence] | None = None
 
-    def convolve(self, u: Tensor) -> Tensor:
-        """What the systems make of u (B, T, D), T <= length, from nothing."""
-        return kernels.convolve(u, kernels.kernel(self._system(), self._c_tilde(), self.length))
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The parameters, as `build_system` takes them."""
+        return self.log_dt, self.log_decay, self.frequency, self.p, self.b, self.c_tilde
 
-    def recurrence(self) -> kernels.Recurrence:
-        """The systems as they are now, with a state. Kept between calls when no gradient can flow to the parameters.
 
-        Every optimiser step and whatever else torch counts as a change makes a new one; a write through `.data` does
-        not, as torch does not see it either.
-        """
-        parameters = (self.log_dt, self.log_decay, self.frequency, self.p, self.b, self.c_tilde)
-        if torch.is_grad_enabled() and any(each.requires_grad for each in parameters):
-            return kernels.Recurrence(self._system(), self._c_tilde(), self.length)
-        with torch.inference_mode(False), torch.no_grad():  # the first caller's mode must not stick to it
-            # The storage itself is held on to, so that its address cannot come to stand for another one.
-            held = tuple(each.detach() for each in parameters)
-            steps = (
-                _optimiser_steps if any(each.requires_grad for each in parameters) else 0
-            )  # frozen: none writes them
-            version = (steps, *((each.data_ptr(), each._version) for each in held))
-            if self._made is None or self._made[0] != version:
-                self._made = version, held, kernels.Recurrence(self._system(), self._c_tilde(), self.length)
-        return self._made[2]
-
-    def _system(self) -> kernels.System:
-        wide = _wide(self.log_dt.dtype)
-        poles = torch.complex(-self.log_decay.to(wide).exp(), self.frequency.to(wide))
-        return kernels.System(self.log_dt.to(wide).exp(), poles, _complex(self.p.to(wide)), _complex(self.b.to(wide)))
-
-    def _c_tilde(self) -> Tensor:
-        return _complex(self.c_tilde.to(_wide(self.c_tilde.dtype)))
+def build_system(
+    log_dt: Tensor, log_decay: Tensor, frequency: Tensor, p: Tensor, b: Tensor, c_tilde: Tensor
+) -> tuple[Any, Tensor]:
+    """System and C~ of one layer's parameters, or of several layers' with an axis in front."""
+    wide = _wide(log_dt.dtype)
+    log_dt, log_decay, frequency, p, b, c_tilde = (
+        each.to(wide) for each in (log_dt, log_decay, frequency, p, b, c_tilde)
+    )
+    p, b, c_tilde = (torch.view_as_complex(each.contiguous()) for each in (p, b, c_tilde))
+    return kernels.System(log_dt.exp(), torch.complex(-log_decay.exp(), frequency), p, b), c_tilde
 
 
 def hippo_legs(state: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,10 +280,6 @@ def _count_optimiser_step(*_: Any) -> None:
 
 # A tensor's own version does not tell: fused optimisers write without raising it.
 register_optimizer_step_post_hook(_count_optimiser_step)
-
-
-def _complex(pairs: Tensor) -> Tensor:
-    return torch.view_as_complex(pairs.contiguous())
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
