@@ -1,4 +1,4 @@
-"""Lambda-returns in Triton against their definition. What the definition is worth: tests/nn/test_returns.py."""
+"""Lambda-returns in Triton against their definition. What the definition is worth: tests/kernels/test_returns.py."""
 
 from __future__ import annotations
 

@@ -111,12 +111,6 @@ class Memory:
         length = length[length > 0]  # streams need not be numbered without gaps
         return Episodes(np.cumsum(length) - length, length), np.argsort(run, kind="stable")
 
-    def running(self, stream: int) -> np.ndarray:
-        """int64 (n,): rows of the newest episode of a stream, oldest first; empty for a stream it has not seen."""
-        return (
-            np.flatnonzero(self._episode == self._running[stream]) if stream in self._running else np.zeros(0, np.int64)
-        )
-
     def reserve(self, rows: int, frame: tuple[int, ...]) -> None:
         """Make room for `rows` rows in all, of frames (H, W, C), so that growing does not copy.
 
