@@ -24,8 +24,18 @@ SCORE = {
     "returns": [1.0, 1.0, -1.0, 1.0],
     "random_mean": -0.5,
     "human_normalized": None,
-    "rows": [{"part": "encode", "seconds": 0.125}, {"part": "imagine", "seconds": 2.0}],
-}
+    "ceilings": [],
+    "rows": [
+        {
+            "part": "stages", "what": "encode", "shape": "64 frames",
+            "seconds": 0.125, "seconds_low": 0.1, "seconds_high": 1.5, "rate": 512.0, "unit": "frames/s",
+            "operations_per_second": 3e9, "of_matmul": 0.25,
+            "bytes_per_second": None, "of_copy": None, "peak_bytes": 12_300_000,
+        },
+        {"part": "stages", "what": "fast over slow", "shape": "1", "ratio": 2.04, "ratio_low": 1.5, "ratio_high": 3.0},
+        {"part": "backbones", "what": "training", "backbone": "gru", "length": 4096, "skipped": "slower than 5 s"},
+    ],
+}  # fmt: skip
 AGGREGATE = {
     "scores": {"Pong": [0.5, 1.0]},
     "runs": 3,
@@ -54,6 +64,13 @@ CASES = [
      ["eval", "--protocol", "gridworld", "--dynamics", "dynamics@2", "--episodes", "5", "--force"],
      {"overrides": ["evaluation.episodes=5"], "force": True}, {"dynamics": "dynamics@2"}),
     ("profile", "profile", ["profile", "--force"], {"create": True, "force": True}, {}),
+    ("profile", "profile", ["profile", "--part", "stages", "--trace"], {"create": True},
+     {"parts": ["stages"], "trace": True}),
+    ("profile", "profile", ["profile", "--part", "experience", "--frames", "500"], {"create": True},
+     {"parts": ["experience"], "frames": 500}),
+    ("profile", "profile", ["profile", "--compare", "backbones"], {"create": True}, {"compare": "backbones"}),
+    ("profile", "profile", ["profile", "--compare", "backbones", "--lengths", "64,256"], {"create": True},
+     {"compare": "backbones", "lengths": [64, 256]}),
     ("loop", "run_loop", ["run", "quickstart"], {"create": True, "preset": "quickstart"}, {}),
     ("loop", "run_loop", ["run"], {"create": True}, {}),
     ("play", "play", ["play", "--out", "a.gif", "--imagination"], {},
@@ -189,9 +206,14 @@ def test_eval_json_is_the_score(recorder, capsys):
     assert shown == SCORE | {"artifact": "runs/x/evaluation/v0003", "name": "evaluation@3", "digest": "ab12"}
 
 
-@pytest.mark.parametrize(("line", "expected"), [(["eval"], ["0.5", "-0.5"]), (["profile"], ["encode", "0.125"])])
+@pytest.mark.parametrize(("line", "expected"), [
+    (["eval"], ["0.5", "-0.5"]),
+    (["profile"], ["encode", "125 ms (100 to 1,500)", "512 frames/s", "3 GFLOP/s, 25 %", "12.3 MB",
+                   "2.04 times (1.5 to 3)", "gru", "skipped: slower than 5 s"]),
+])  # fmt: skip
 def test_a_person_gets_a_table_beside_the_path(line, expected, recorder, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "200")
     assert main.run(line) == 0
     out, err = capsys.readouterr()
     assert out == "runs/x/evaluation/v0003\n"
@@ -199,6 +221,23 @@ def test_a_person_gets_a_table_beside_the_path(line, expected, recorder, capsys,
     for silent in ("--json", "--quiet"):
         assert main.run([*line, silent]) == 0
         assert capsys.readouterr().err == "talk\n"
+
+
+@pytest.mark.parametrize("line", [
+    ["--compare", "backbones", "--part", "stages"],
+    ["--compare", "backbones", "--trace"],
+    ["--frames", "500"],
+    ["--part", "stages", "--frames", "500"],
+    ["--lengths", "64"],
+    ["--compare", "backbones", "--lengths", "64,1"],
+    ["--compare", "backbones", "--lengths", "long"],
+    ["--compare", "backbones", "--lengths", ""],
+    ["--compare", "tokenizers"],
+])  # fmt: skip
+def test_a_profile_of_two_things_or_of_none_is_refused(line, recorder, capsys):
+    assert main.run(["profile", *line]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert recorder.opened == []
 
 
 def test_one_episode_has_no_standard_error(recorder, capsys, monkeypatch):

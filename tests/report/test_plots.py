@@ -173,3 +173,22 @@ def test_nothing_heavy_is_imported_and_pyplot_never():
         "assert not {'torch', 'matplotlib.pyplot'} & set(sys.modules), 'after drawing'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_costs_have_one_line_each_in_the_same_colour_everywhere():
+    panels = {
+        "training": {"gru": [(64, 2.0), (256, 4.0)], "s4": [(64, 1.0)]},
+        "imagination": {"s4": [(64, 3.0), (1024, 3.0)]},
+    }
+    figure = plots.cost_by_length(panels)
+    training, imagination = figure.axes
+    assert (training.get_title("left"), imagination.get_title("left")) == ("training", "imagination")
+    lines = {line.get_label(): line for line in training.get_lines()}
+    assert set(lines) == {"gru", "s4"}
+    assert lines["gru"].get_xydata().tolist() == [[64, 2], [256, 4]]
+    (s4,) = imagination.get_lines()
+    assert s4.get_color() == lines["s4"].get_color() != lines["gru"].get_color()
+    assert training.get_xscale() == training.get_yscale() == "log"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["gru", "s4"]
+    with pytest.raises(UsageError):
+        plots.cost_by_length({})

@@ -1,4 +1,4 @@
-"""Films and pictures of the agent, and how fast everything is.
+"""Films and pictures of the agent.
 
 B episodes, T time, H W image.
 """
@@ -19,10 +19,8 @@ from wmcli.errors import UsageError
 from wmcli.experience import Memory
 from wmcli.report.images import strip, write_png
 from wmcli.stages import play as play_module
-from wmcli.stages import profile as profile_module
 from wmcli.stages.pictures import SideBySide, beside, imagined_beside_real, write_side_by_side
 from wmcli.stages.play import play
-from wmcli.stages.profile import profile
 from wmcli.training.device import Machine
 
 CPU = Machine(torch.device("cpu"), "float32", 1)
@@ -134,28 +132,3 @@ def test_the_picture_shows_one_episode_whole(tmp_path: Path, episodes: int, size
         assert picture.n_frames == 4
     write_side_by_side(tmp_path / "nothing", None)
     assert not (tmp_path / "nothing").exists()
-
-
-# -- speed ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_profile_has_a_row_for_every_stage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile_module, "REPEATS", 2)
-    monkeypatch.setattr(profile_module, "COLLECT_STEPS", 9)
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    artifact = profile(opened(run))
-    assert torch.equal(torch.get_rng_state(), before)
-    rows = artifact.metrics["rows"]
-    assert [row["what"] for row in rows] == [
-        "collect, random policy",
-        "train-tokenizer",
-        "encode",
-        "train-dynamics",
-        "imagine (controller update)",
-        "imagination, pop",
-        "imagination, sequential",
-        "imagination, pop over sequential",
-    ]
-    assert all(0 < row["low"] <= row["rate"] <= row["high"] and row["unit"] and row["shape"] for row in rows)
-    assert profile(opened(run)).version == 2  # measured anew each time

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
 from wmcli.cli.options import DEFAULT_RUN, Device, Force, Json, Preset, Quiet, RunFolder, Seed, Set, overrides
-from wmcli.cli.output import draw_beside, published
+from wmcli.cli.output import Row, draw_beside, published
+from wmcli.errors import UsageError
+
+if TYPE_CHECKING:
+    from wmcli.artifacts import Artifact
+
+COMPARE_PANEL = "Comparison"
+SIZE = ("backbone", "layers", "width", "parameters", "note", "error")
 
 
 def profile(
@@ -12,20 +24,153 @@ def profile(
     settings: Set = None,
     seed: Seed = None,
     device: Device = None,
+    part: Annotated[
+        Literal["stages", "kernels", "experience"] | None,
+        typer.Option(help="Only this. Default: stages and kernels.", show_default=False),
+    ] = None,
+    frames: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Frames that --part experience writes and reads. Default: 100,000."),
+    ] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Leave a trace of one call of each stage in the artifact, for Perfetto.")
+    ] = False,
+    compare: Annotated[
+        Literal["backbones"] | None,
+        typer.Option(
+            help="Instead: the cost of each backbone at equal parameter count, by length.",
+            rich_help_panel=COMPARE_PANEL,
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,...", help="Elements. Default: 64,256,1024,4096.", rich_help_panel=COMPARE_PANEL),
+    ] = None,
     force: Force = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure where the time and the memory of each stage go on this machine.
+    """Measure where the time and the memory of each stage and kernel go, against what this machine can do at best.
 
-    Example: wm profile --run runs/catch --device cuda
+    Examples: wm profile --run runs/catch --device cuda; wm profile --compare backbones --lengths 64,1024
     """
+    given: dict[str, Any] = {"parts": part and [part], "frames": frames, "trace": trace or None, "compare": compare}
+    if compare and (part or frames or trace):
+        raise UsageError("--compare measures nothing else: give it without --part, --frames and --trace.")
+    if frames and part != "experience":
+        raise UsageError("--frames is for --part experience: give both.")
+    if lengths is not None:
+        if not compare:
+            raise UsageError("--lengths is for --compare backbones: give both.")
+        given["lengths"] = _lengths(lengths)
     from wmcli.stages.context import open_context
     from wmcli.stages.profile import profile as stage
 
     changes = overrides(settings, {"seed": seed, "training.device": device})
-    artifact = stage(open_context(run, preset, changes, create=True, quiet=quiet, force=force))
+    context = open_context(run, preset, changes, create=True, quiet=quiet, force=force)
+    artifact = stage(context, **{name: value for name, value in given.items() if value is not None})
     if not (as_json or quiet):
-        rows = artifact.metrics["rows"]
-        draw_beside(rows, list(rows[0]), artifact.name)
+        show_profile(artifact)
     published(artifact, as_json)
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        lengths = [int(part) for part in text.split(",")]
+    except ValueError:
+        lengths = []
+    if not lengths or min(lengths) < 2:
+        raise UsageError(f"--lengths {text}: give numbers of elements, 2 or more, as in --lengths 64,256,1024.")
+    return lengths
+
+
+# -- tables for people ------------------------------------------------------------------------------------------------
+
+
+def show_profile(artifact: Artifact) -> None:
+    """A table of each kind of rows, for a person who watches."""
+    metrics = artifact.metrics
+    tables: dict[str, Sequence[Row]] = {
+        "ceilings": [_readable(row) for row in metrics["ceilings"]],
+        "backbones of about one size": [{name: row[name] for name in SIZE} for row in metrics.get("backbones", [])],
+        "elements a second, and how many times as long as the preset's backbone": _by_length(metrics["rows"]),
+    }
+    for row in metrics["rows"]:
+        if "backbone" not in row:
+            tables[row["part"]] = [*tables.get(row["part"], []), _readable(row)]
+    tables["where the time goes"] = [_share(row) for row in metrics.get("operators", [])]
+    for title, rows in tables.items():
+        columns = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None)
+        if rows:
+            draw_beside(rows, list(columns), f"{artifact.name}: {title}")
+
+
+def _readable(row: Row) -> Row:
+    """A row in few columns."""
+    shown: dict[str, Any] = {"what": row["what"], "shape": row["shape"], "in": row.get("implementation")}
+    if "skipped" in row:
+        return shown | {"time": f"skipped: {row['skipped']}"}
+    if "ratio" in row:
+        return shown | {"time": f"{row['ratio']:.3g} times ({row['ratio_low']:.3g} to {row['ratio_high']:.3g})"}
+    shown["time"] = _seconds(row["seconds"], row["seconds_low"], row["seconds_high"])
+    if row["rate"] is not None:
+        shown["rate"] = f"{_short(row['rate'])} {row['unit']}"
+    if row["operations_per_second"]:  # 0 where nothing was counted
+        shown["arithmetic"] = f"{_short(row['operations_per_second'] / 1e9)} GFLOP/s, {100 * row['of_matmul']:.3g} %"
+    if row["bytes_per_second"] is not None:
+        shown["traffic"] = f"{_short(row['bytes_per_second'] / 1e9)} GB/s, {100 * row['of_copy']:.3g} %"
+    if row["peak_bytes"] is not None:
+        shown["peak"] = _bytes(row["peak_bytes"])
+    if "seconds_in_all" in row:
+        shown["in all"] = f"{_short(row['seconds_in_all'])} s, {_bytes(row['bytes_on_disk'])} on disk"
+    if "epoch_share" in row:
+        shown["epoch"] = f"{_short(row['epoch_seconds'])} s, {100 * row['epoch_share']:.3g} %"
+    if row.get("error") is not None:
+        shown["error"] = f"{row['error']:.1g}"
+    return shown
+
+
+def _by_length(rows: Sequence[Row]) -> list[Row]:
+    """A row for each length and backbone, training and imagination side by side."""
+    shown: dict[tuple[int, str], dict[str, Any]] = {}
+    for row in rows:
+        if "backbone" in row:
+            cell = shown.setdefault(
+                (row["length"], row["backbone"]), {"length": row["length"], "backbone": row["backbone"]}
+            )
+            if "skipped" in row:
+                cell[row["what"]] = f"skipped: {row['skipped']}"
+                continue
+            times = "" if row["times_as_long"] is None else f", {row['times_as_long']:.3g} times"
+            cell[row["what"]] = f"{_short(row['rate'])}/s{times}"
+            if "state_bytes" in row:
+                cell["state"] = _bytes(row["state_bytes"])
+            elif row["peak_bytes"] is not None:
+                cell["peak"] = _bytes(row["peak_bytes"])
+    return list(shown.values())
+
+
+def _share(row: Row) -> Row:
+    return {
+        "what": row["what"],
+        "operator": row["operator"],
+        "share": f"{100 * row['share']:.1f} %",
+        "calls": row["calls"],
+    }
+
+
+def _seconds(median: float, low: float, high: float) -> str:
+    """`12.3 ms (11.9 to 14)`."""
+    unit, scale = next(
+        each for each in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)) if median * each[1] >= 1 or each[0] == "µs"
+    )
+    return f"{_short(median * scale)} {unit} ({_short(low * scale)} to {_short(high * scale)})"
+
+
+def _short(value: float) -> str:
+    """Three digits, thousands apart."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _bytes(value: float) -> str:
+    return f"{_short(value / 1e6)} MB"

@@ -237,6 +237,41 @@ def performance_profiles(
     return figure
 
 
+def cost_by_length(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> Figure:
+    """One panel per kind of cost, a line per name against length, both axes logarithmic: what is linear is flat where
+    the cost is that of an element.
+
+    panels: title -> name -> (length, cost) in order of length. A name has the same colour in every panel.
+    """
+    from matplotlib.ticker import LogLocator
+
+    if not panels:
+        raise UsageError("no costs to draw; measure some with: wm profile --compare backbones")
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    colours = dict(zip(names, _cycle(len(names)), strict=True))
+    figure, drawn = _figure(3.6 * len(panels) + 1.2, 3.4), {}
+    for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        _style(axes)
+        for name, points in lines.items():
+            lengths, costs = zip(*points, strict=True)
+            (drawn[name],) = axes.plot(
+                lengths, costs, color=colours[name], linewidth=1.6, marker="o", markersize=3.5, label=name
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(sorted({length for points in lines.values() for length, _ in points}))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.minorticks_off()
+        axes.xaxis.set_major_formatter(lambda length, _: f"{length:g}")
+        axes.yaxis.set_major_formatter(_count)
+        axes.set_title(title, loc="left", fontsize=9, color=_INK)
+        axes.set_xlabel("elements", color=_INK)
+    figure.legend(
+        [drawn[name] for name in names], names, loc="outside right center", frameon=False, fontsize=8, labelcolor=_INK
+    )
+    return figure
+
+
 # -- files ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,48 +1,80 @@
-"""`wm profile`: how fast each stage is on this machine, at the shapes of the run's settings."""
+"""`wm profile`: what the stages and the kernels of a preset cost on this machine, at the shapes of its settings."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 
 from wmcli.artifacts import Artifact
 from wmcli.assemble import build_controller, build_tokenizer, build_world_model
 from wmcli.controllers.agent import UniformAgent
 from wmcli.envs import Streams
-from wmcli.errors import UsageError
+from wmcli.kernels.dispatch import using
+from wmcli.stages.compare import LENGTHS, compare_backbones, draw_comparison
 from wmcli.stages.context import Context
+from wmcli.stages.profile_experience import profile_experience
+from wmcli.stages.profile_kernels import elements_per_frame, profile_kernels
 from wmcli.stages.train import optimiser_for
 from wmcli.tokenizers.vq import VQTokenizer
 from wmcli.training.device import derived_seed, isolated_randomness
+from wmcli.training.measure import Bench, Job, count_operations, operators, peak_memory, ratio
 from wmcli.training.optim import update
 from wmcli.world_models.base import Batch, WorldModel
 from wmcli.world_models.token import TokenWorldModel, TokenWorldModelSettings
 
-REPEATS = 5
+Part = Literal["stages", "kernels", "experience"]
+
+DEFAULT_PARTS: tuple[Part, ...] = ("stages", "kernels")
+FRAMES = 100_000  # of experience: what Atari 100k collects
 COLLECT_STEPS = 400
 SOME_FRAMES = 64  # different ones, of which random segments are made
+PARALLEL, SEQUENTIAL = "imagination, pop", "imagination, sequential"
 
 
-def profile(context: Context) -> Artifact:
-    """Measure and publish: collection, one update of each model, imagination in parallel and token by token.
+def profile(
+    context: Context,
+    *,
+    parts: Sequence[Part] = DEFAULT_PARTS,
+    frames: int = FRAMES,
+    trace: bool = False,
+    compare: Literal["backbones"] | None = None,
+    lengths: Sequence[int] = LENGTHS,
+) -> Artifact:
+    """Measure and publish: the machine's ceilings first, then these `parts`, or in their place a comparison of all
+    backbones on sequences of these `lengths`.
 
-    Fresh models on random frames: speed depends on shapes, not on what was learned. Each row gives the median of
-    REPEATS timings after a warm-up, with the fastest and slowest. The two ways to imagine are timed in turn, in one
-    process.
+    Fresh models on random frames: speed depends on shapes, not on what was learned. `frames` are of the experience that
+    is written and read. `trace` leaves one call of each stage in the artifact, to be looked at in Perfetto.
+
+    Raises WmError when a result is wrong at the shape that is to be timed.
     """
     settings, machine = context.settings, context.machine
     job = context.run.job("profile", settings.select(*type(settings).model_fields), {})
     with job.work(fresh=True) as work, isolated_randomness(derived_seed(settings.seed, "profile"), machine.device):
         context.progress.say(f"profile: preset {context.preset} on {machine}")
-        rows = [_collection(context), *_models(context)]
+        bench = Bench(machine, context.progress)
+        metrics: dict[str, Any] = {"ceilings": bench.ceilings}
+        rows: dict[str, list[dict[str, Any]]] = {}
+        if compare == "backbones":
+            metrics["backbones"], rows["backbones"] = compare_backbones(settings, machine, bench, lengths)
+            if context.pictures:
+                draw_comparison(rows["backbones"], work.payload / "backbones.png")
+        else:
+            if "stages" in parts:
+                traces = work.payload / "traces" if trace else None
+                rows["stages"], metrics["operators"] = _stages(context, bench, traces)
+            if "kernels" in parts:
+                rows["kernels"] = profile_kernels(settings, machine, bench)
+            if "experience" in parts:
+                rows["experience"] = profile_experience(context, bench, frames, work.path / "experience")
+        metrics["rows"] = [{"part": part, **row} for part, some in rows.items() for row in some]
         artifact = work.publish(
             settings=settings.model_dump(mode="json"),
-            metrics={"rows": rows},
+            metrics=metrics,
             environment=context.environment,
             machine=machine.block(),
         )
@@ -50,54 +82,96 @@ def profile(context: Context) -> Artifact:
     return artifact
 
 
-def _collection(context: Context) -> dict[str, Any]:
+# -- stages -----------------------------------------------------------------------------------------------------------
+
+
+class Stage(NamedTuple):
+    """One call of a stage, and how many of what it does."""
+
+    what: str
+    shape: str
+    done: int
+    unit: str
+    call: Job
+    in_epoch: float = 0
+    """Calls in an epoch of `wm run` in which every stage is due."""
+
+
+def _stages(context: Context, bench: Bench, traces: Path | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of all stages, and where their time goes."""
+    rows, where = [_collection(context, bench)], []
+    for group in _groups(context):
+        times = bench.timed(", ".join(stage.what for stage in group), {stage.what: stage.call for stage in group})
+        for stage in group:
+            # Arithmetic is that of the torch forms: nothing can look into another kernel.
+            with using("torch"):
+                operations = count_operations(stage.call)
+            row = bench.row(
+                stage.what,
+                stage.shape,
+                times[stage.what],
+                count=stage.done,
+                unit=stage.unit,
+                operations=operations,
+                memory=peak_memory(stage.call, bench.device),
+                in_epoch=stage.in_epoch,
+            )
+            rows.append(row)
+            file = None if traces is None else traces / f"{re.sub('[^a-z]+', '-', stage.what).strip('-')}.json.gz"
+            where += [{"what": stage.what, **each} for each in operators(stage.call, bench.device, file)]
+        if {PARALLEL, SEQUENTIAL} == set(times):
+            rows.append(ratio("imagination, sequential over pop", group[0].shape, times[SEQUENTIAL], times[PARALLEL]))
+    return _with_shares(rows), where
+
+
+def _with_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adds what each stage takes of an epoch, but for encoding anew: that depends on how many frames there are."""
+    spent = [row["seconds"] * row["in_epoch"] if row.get("in_epoch") else None for row in rows]
+    total = sum(filter(None, spent))
+    return [
+        row if part is None else row | {"epoch_seconds": part, "epoch_share": part / total}
+        for row, part in zip(rows, spent, strict=True)
+    ]
+
+
+def _collection(context: Context, bench: Bench) -> dict[str, Any]:
     settings = context.settings.environment
     streams = Streams(settings, train=True, seed=0)
     agent = UniformAgent(context.environment["actions"], settings.count, generator=torch.Generator().manual_seed(0))
     rounds = -(-COLLECT_STEPS // settings.count)
+    steps = rounds * settings.count
 
     def some_steps() -> None:
         for _ in range(rounds):
             streams.step(agent.act(streams.observation, streams.first))
 
-    times = _timed(context, {"collect": some_steps})["collect"]
+    what = "collect, random policy"
+    times = bench.timed(what, {what: some_steps})[what]
     streams.close()
-    return _row("collect, random policy", "steps", rounds * settings.count, times, f"{settings.count} × {settings.id}")
+    shape = f"{steps} steps, {settings.count} × {settings.id}"
+    in_epoch = context.settings.collect.steps / steps
+    return bench.row(what, shape, times, count=steps, unit="steps", in_epoch=in_epoch)
 
 
-def _models(context: Context) -> list[dict[str, Any]]:
+def _groups(context: Context) -> Iterator[list[Stage]]:
+    """The stages that learn or imagine, those to be timed in turn together."""
     settings, machine = context.settings, context.machine
-    device, actions = machine.device, context.environment["actions"]
-    if settings.encoder == "rules":
-        raise UsageError(f"preset {context.preset} has no tokenizer to profile; time its training steps with wm eval.")
-    tokenizer = build_tokenizer(settings).to(device)
-    batch = settings.tokenizer.batch
-    size = settings.environment.size
-    frames = torch.randint(0, 256, (batch, size, size, 3), dtype=torch.uint8, device=device)
-    optimiser = optimiser_for(settings.tokenizer, tokenizer.parameters())
+    device, actions, size = machine.device, context.environment["actions"], settings.environment.size
 
-    def train_tokenizer() -> None:
-        with machine.autocast():
-            loss, _ = tokenizer.loss(frames)
-        update(optimiser, loss, settings.tokenizer.clip)
+    def random_frames(count: int) -> torch.Tensor:
+        return torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, device=device)
 
-    def encode() -> None:
-        with machine.autocast():
-            tokenizer.encode(frames)
-
-    times = _timed(context, {"tokenizer": train_tokenizer, "encode": encode})
-    rows = [
-        _row("train-tokenizer", "updates", 1, times["tokenizer"], f"{batch} frames of {size}×{size}"),
-        _row("encode", "frames", batch, times["encode"], f"{batch} frames of {size}×{size}"),
-    ]
+    tokenizer = None
+    if settings.encoder != "rules":
+        tokenizer = build_tokenizer(settings).to(device)
+        yield list(_tokenizer_stages(context, tokenizer, random_frames(settings.tokenizer.batch)))
 
     world_model = build_world_model(settings, tokenizer, actions).to(device)
-    length = settings.dynamics.horizon
+    some = random_frames(SOME_FRAMES)
     with machine.autocast():
-        latents = world_model.encode(frames[None, :SOME_FRAMES])[0]
-    segments = _random_batch(
-        latents if world_model.frozen_encoder else frames, settings.dynamics.batch, length, actions
-    )
+        latents = world_model.encode(some[None])[0]
+    batch, length = settings.dynamics.batch, settings.dynamics.horizon
+    segments = _random_batch(latents if world_model.frozen_encoder else some, batch, length, actions)
     optimiser = optimiser_for(settings.dynamics, world_model.parameter_groups())
 
     def train_dynamics() -> None:
@@ -105,70 +179,79 @@ def _models(context: Context) -> list[dict[str, Any]]:
             loss, _ = world_model.loss(segments)
         update(optimiser, loss, settings.dynamics.clip)
 
-    times = _timed(context, {"dynamics": train_dynamics})
-    unit = f"blocks of {tokenizer.tokens + 1} tokens" if isinstance(tokenizer, VQTokenizer) else "frames"
-    shape = f"{settings.dynamics.batch} × {length} {unit}, {settings.backbone.name}"
-    rows.append(_row("train-dynamics", "updates", 1, times["dynamics"], shape))
+    tokens = elements_per_frame(settings)
+    unit = "frames" if tokens == 1 else f"frames of {tokens} tokens"
+    shape = f"{batch} × {length} {unit}, {settings.backbone.name}"
+    count = batch * length * tokens
+    unit = "frames" if tokens == 1 else "tokens"
+    yield [Stage("train-dynamics", shape, count, unit, train_dynamics, settings.dynamics.updates)]
 
     world_model.eval().requires_grad_(False)
     controller = build_controller(settings, world_model).to(device)
     windows = _random_batch(latents, settings.controller.batch, controller.window, actions)
-    optimiser = optimiser_for(settings.controller, controller.parameter_groups())
+    learner = optimiser_for(settings.controller, controller.parameter_groups())
 
     def train_controller() -> None:
         with machine.autocast():
             loss, _ = controller.loss(world_model, windows)
-        update(optimiser, loss, settings.controller.clip)
+        update(learner, loss, settings.controller.clip)
         controller.after_update()
 
-    times = _timed(context, {"controller": train_controller})
-    shape = f"{settings.controller.batch} rollouts of {settings.controller.horizon} steps"
-    rows.append(_row("imagine (controller update)", "updates", 1, times["controller"], shape))
-    rows += _imagination(context, world_model, windows)
-    return rows
+    rollouts, horizon = settings.controller.batch, settings.controller.horizon
+    shape = f"{rollouts} rollouts of {horizon} steps, {settings.backbone.name}"
+    what, updates = "imagine (controller update)", settings.controller.updates
+    yield [Stage(what, shape, rollouts * horizon, "frames", train_controller, updates)]
+    yield list(_imagination(context, world_model, windows))
 
 
-def _imagination(context: Context, world_model: WorldModel, windows: Batch) -> list[dict[str, Any]]:
-    """One imagined step; of a model over tokens, predicted in parallel and token by token, on the same shapes."""
+def _tokenizer_stages(context: Context, tokenizer: Any, frames: torch.Tensor) -> Iterator[Stage]:
     settings, machine = context.settings, context.machine
-    batch, name = len(windows.action), settings.backbone.name
-    models: dict[str, WorldModel] = {"imagination": world_model}
-    shape = f"batch {batch}, {name}"
+    optimiser = optimiser_for(settings.tokenizer, tokenizer.parameters())
+
+    def train() -> None:
+        with machine.autocast():
+            loss, _ = tokenizer.loss(frames)
+        update(optimiser, loss, settings.tokenizer.clip)
+
+    def encode() -> None:
+        with machine.autocast(), torch.no_grad():
+            tokenizer.encode(frames)
+
+    shape = f"{len(frames)} frames of {frames.shape[1]}×{frames.shape[2]}"
+    alone = settings.run.tokenizer_epochs > 0  # else it learns inside the dynamics model
+    yield Stage("train-tokenizer", shape, len(frames), "frames", train, settings.tokenizer.updates if alone else 0)
+    yield Stage("encode", shape, len(frames), "frames", encode)
+
+
+def _imagination(context: Context, world_model: WorldModel, windows: Batch) -> Iterator[Stage]:
+    """One imagined step; of a model over tokens, predicted in parallel and token by token."""
+    settings, machine = context.settings, context.machine
+    batch, tokens = len(windows.action), elements_per_frame(settings) - 1
+    shape = f"{batch} frames{f' of {tokens} tokens' if tokens else ''}, {settings.backbone.name}"
+    models = {"imagination": world_model}
     if isinstance(settings.dynamics, TokenWorldModelSettings):
         assert isinstance(world_model, TokenWorldModel)
-        models, tokenizer = {}, world_model.tokenizer
+        tokenizer = world_model.tokenizer
         assert isinstance(tokenizer, VQTokenizer)
-        for prediction in ("pop", "sequential"):
+        models = {}
+        for what, prediction in ((PARALLEL, "pop"), (SEQUENTIAL, "sequential")):
             dynamics = settings.dynamics.model_copy(update={"prediction": prediction})
             changed = settings.model_copy(update={"dynamics": dynamics})
-            model = build_world_model(changed, tokenizer, world_model.actions).to(machine.device)
-            models[f"imagination, {prediction}"] = model.eval()
-        shape = f"{batch} × {tokenizer.tokens} tokens, {name}"
-    states = {each: model.observe(windows.latent, windows.action, windows.first)[1] for each, model in models.items()}
+            model = build_world_model(changed, tokenizer, world_model.actions)
+            models[what] = model.to(machine.device).eval()
 
-    def step(each: str) -> Callable[[], None]:
+    def stage(what: str, model: WorldModel) -> Stage:
+        with machine.autocast():
+            _, state = model.observe(windows.latent, windows.action, windows.first)
+
         def imagine() -> None:
-            with machine.autocast():
-                models[each].imagine(states[each], windows.action[:, -1])
+            with machine.autocast(), torch.no_grad():
+                model.imagine(state, windows.action[:, -1])
 
-        return imagine
+        return Stage(what, shape, batch, "frames", imagine)
 
-    times = _timed(context, {each: step(each) for each in models})
-    rows = [_row(each, "frames", batch, times[each], shape) for each in models]
-    if len(models) == 2:
-        fast, slow = times.values()
-        ratio = [b / a for a, b in zip(fast, slow, strict=True)]
-        rows.append(
-            {
-                "what": "imagination, pop over sequential",
-                "rate": statistics.median(ratio),
-                "unit": "times as fast",
-                "low": min(ratio),
-                "high": max(ratio),
-                "shape": f"pairs timed in turn, {shape}",
-            }
-        )
-    return rows
+    for what, model in models.items():
+        yield stage(what, model)
 
 
 def _random_batch(source: torch.Tensor, rows: int, length: int, actions: int) -> Batch:
@@ -184,37 +267,3 @@ def _random_batch(source: torch.Tensor, rows: int, length: int, actions: int) ->
         first=no,
         valid=~no,
     )
-
-
-def _timed(context: Context, jobs: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
-    """Seconds of each job, REPEATS times in turn after a warm-up round."""
-    times: dict[str, list[float]] = {name: [] for name in jobs}
-    with context.progress.bar(f"profile {', '.join(jobs)}", REPEATS, "rounds") as bar:
-        for repeat in range(REPEATS + 1):
-            for name, job in jobs.items():
-                _wait(context.machine.device)
-                started = time.perf_counter()
-                job()
-                _wait(context.machine.device)
-                if repeat:
-                    times[name].append(time.perf_counter() - started)
-            if repeat:
-                bar.advance()
-    return times
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _row(what: str, unit: str, count: int, times: list[float], shape: str) -> dict[str, Any]:
-    rates = [count / seconds for seconds in times]
-    return {
-        "what": what,
-        "rate": float(np.median(rates)),
-        "unit": f"{unit}/s",
-        "low": min(rates),
-        "high": max(rates),
-        "shape": shape,
-    }

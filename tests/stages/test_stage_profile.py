@@ -1,0 +1,323 @@
+"""What a profile measures, and that it refuses to time what is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import opened
+from wmcli.kernels.dispatch import on_triton, using
+
+from wmcli.backbones import BACKBONES, BackboneSettings
+from wmcli.backbones.gru import GRU
+from wmcli.backbones.mamba2 import Mamba2
+from wmcli.errors import ArtifactError, WmError
+from wmcli.progress import Progress
+from wmcli.settings import resolve
+from wmcli.stages import compare, profile_experience, profile_kernels
+from wmcli.stages import profile as profile_module
+from wmcli.stages.compare import check_steps, equal_sizes, parameters
+from wmcli.stages.profile import profile
+from wmcli.stages.profile_kernels import check, kernel_cases, profile_kernel
+from wmcli.training import measure
+from wmcli.training.device import Machine
+from wmcli.training.measure import Bench
+
+CPU = Machine(torch.device("cpu"), "float32", 1)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "REPEATS", 2)
+    monkeypatch.setattr(measure, "SAMPLE_SECONDS", 1e-4)
+    monkeypatch.setattr(measure, "MATMUL_SIZES", (64, 64))
+    monkeypatch.setattr(measure, "COPY_BYTES", (1 << 16, 1 << 16))
+    monkeypatch.setattr(measure.gc, "collect", lambda: 0)  # slow where so much is loaded
+    monkeypatch.setattr(profile_module, "COLLECT_STEPS", 9)
+    monkeypatch.setattr(compare, "TOKENS", {"cpu": 32})
+    monkeypatch.setattr(compare, "ROWS", {"cpu": 3})
+    monkeypatch.setattr(compare, "CHECKED_LENGTH", 12)
+
+
+def measured(row: dict[str, Any]) -> bool:
+    return 0 < row["seconds_low"] <= row["seconds"] <= row["seconds_high"] and bool(row["shape"])
+
+
+# -- stages -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_has_a_row_for_every_stage(run: Path) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    artifact = profile(opened(run), parts=("stages",), trace=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    *rows, ratio = artifact.metrics["rows"]
+    assert [row["what"] for row in rows] == [
+        "collect, random policy",
+        "train-tokenizer",
+        "encode",
+        "train-dynamics",
+        "imagine (controller update)",
+        "imagination, pop",
+        "imagination, sequential",
+    ]
+    assert all(measured(row) and row["rate"] > 0 and row["unit"] for row in rows)
+    assert all(row["operations"] > 0 and row["of_matmul"] > 0 for row in rows[1:])
+    assert ratio["what"] == "imagination, sequential over pop"
+    assert 0 < ratio["ratio_low"] <= ratio["ratio"] <= ratio["ratio_high"]
+    assert [row["what"] for row in artifact.metrics["ceilings"]] == ["matmul float32", "matmul bfloat16", "copy"]
+    assert artifact.manifest["machine"]["kernels"] == "torch"
+
+    by_name = {row["what"]: row for row in rows}
+    # 4 segments of 6 frames, which are 4 x 4 tokens and an action
+    assert by_name["train-dynamics"]["rate"] == pytest.approx(4 * 6 * 17 / by_name["train-dynamics"]["seconds"])
+    assert by_name["imagine (controller update)"]["rate"] == pytest.approx(
+        5 * 3 / by_name["imagine (controller update)"]["seconds"]
+    )
+    # an epoch: 90 steps of which a call takes 9, then the updates of each model
+    epoch = {row["what"]: row["epoch_seconds"] / row["seconds"] for row in rows if "epoch_seconds" in row}
+    assert epoch == pytest.approx(
+        {
+            "collect, random policy": 10,
+            "train-tokenizer": 6,
+            "train-dynamics": 5,
+            "imagine (controller update)": 4,
+        }
+    )
+    assert sum(row.get("epoch_share", 0) for row in rows) == pytest.approx(1)
+
+    learn_or_imagine = [row["what"] for row in rows[1:]]
+    where = artifact.metrics["operators"]
+    assert list(dict.fromkeys(row["what"] for row in where)) == learn_or_imagine
+    assert len(list((artifact.path / "traces").iterdir())) == len(learn_or_imagine)
+    trace = artifact.file("traces/imagine-controller-update.json.gz")
+    names = Counter(event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
+    assert names["aten::addmm"] > 0
+    artifact.verify()
+
+    again = profile(opened(run, "run.tokenizer_epochs=0"), parts=("stages",))
+    assert again.version == 2  # measured anew each time
+    assert not list(again.path.glob("traces"))
+    assert "epoch_share" not in next(row for row in again.metrics["rows"] if row["what"] == "train-tokenizer")
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_kernel_is_checked_and_timed_forward_and_backward(run: Path) -> None:
+    rows = profile(opened(run), parts=("kernels",)).metrics["rows"]
+    assert all(measured(row) and row["implementation"] == "torch" and row["bytes_moved"] > 0 for row in rows)
+    assert all(0 <= row["error"] < 1e-3 for row in rows)
+    names = Counter(row["what"].partition(", forward")[0] for row in rows)
+    assert names.pop("nearest code") == 1  # it has no gradient
+    assert set(names.values()) == {2} and {"attention", "lambda-returns"} < set(names)
+    assert {row["part"] for row in rows} == {"kernels"}
+    attention = {row["what"]: row for row in rows if row["what"].startswith("attention")}
+    forward, both = attention["attention, forward"], attention["attention, forward and backward"]
+    size = 4 * (4 * 4 * 102 * 8)  # bytes of B H T K
+    assert forward["shape"] == "B 4 H 4 T 102 K 8"
+    assert (forward["bytes_moved"], both["bytes_moved"]) == (4 * size, 11 * size)
+    assert forward["operations"] == 2 * 2 * 4 * 4 * 102 * 102 * 8
+
+
+def cases(*overrides: str) -> dict[str, profile_kernels.Case]:
+    small = ["backbone.width=32", "dynamics.batch=3", "dynamics.horizon=12", "controller.horizon=10", *overrides]
+    return {case.name: case for case in kernel_cases(resolve("quickstart", small), CPU)}
+
+
+@pytest.mark.parametrize("name", list(cases()))
+def test_a_wrong_result_is_refused(name: str) -> None:
+    case = cases()[name]
+    assert check(case, "torch", "float32") < 1e-3
+
+    def wrong(*operands: torch.Tensor) -> torch.Tensor:
+        y = case.call(*operands)
+        return (y + 1) % 2 if y.dtype == torch.int64 else 1.05 * y
+
+    with pytest.raises(WmError, match=f"{name} in torch is .* off its reference") as caught:
+        check(case._replace(call=wrong), "torch", "float32")
+    assert caught.value.exit_code == 1 and "\n" not in str(caught.value)
+
+    def not_a_number(*operands: torch.Tensor) -> torch.Tensor:
+        return case.call(*operands) * float("nan")
+
+    if case.backward:
+        with pytest.raises(WmError):
+            check(case._replace(call=not_a_number), "torch", "float32")
+
+
+@pytest.mark.parametrize("name", [name for name, case in cases().items() if case.backward])
+def test_a_wrong_gradient_of_any_operand_is_refused(name: str) -> None:
+    case = cases()[name]
+    numbers = [i for i, operand in enumerate(case.operands) if operand.is_floating_point() or operand.is_complex()]
+    for index in numbers:
+
+        def wrong(*operands: torch.Tensor, index: int = index) -> torch.Tensor:
+            held = operands[index]
+            longer = held * 1.05
+            return case.call(*operands[:index], longer + (held - longer).detach(), *operands[index + 1 :])
+
+        with pytest.raises(WmError, match="off its reference"):
+            check(case._replace(call=wrong), "torch", "float32")
+
+
+def test_both_forms_are_checked_and_timed_in_turn() -> None:
+    bench = Bench(CPU, Progress(quiet=True))
+    case = cases()["lambda-returns"]
+    with using("triton"):
+        rows = list(profile_kernel(case, "float32", bench))
+        assert [row.get("implementation", row["what"]) for row in rows] == [
+            "torch",
+            "triton",
+            "lambda-returns, forward, torch over triton",
+            "torch",
+            "triton",
+            "lambda-returns, forward and backward, torch over triton",
+        ]
+
+        def wrong_in_triton(*operands: torch.Tensor) -> torch.Tensor:
+            return case.call(*operands) * (1.1 if on_triton(*operands) else 1.0)
+
+        with pytest.raises(WmError, match="lambda-returns in triton"):
+            list(profile_kernel(case._replace(call=wrong_in_triton), "float32", bench))
+
+
+def test_a_wrong_kernel_is_not_timed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = profile_kernels.selective_scan
+    monkeypatch.setattr(profile_kernels, "selective_scan", lambda *operands: (right(*operands)[0] * 1.1, None))
+    with pytest.raises(WmError, match="selective scan of Mamba-1"):
+        profile(opened(run), parts=("kernels",))
+    assert opened(run).run.versions("profile") == []
+
+
+# -- experience -------------------------------------------------------------------------------------------------------
+
+
+def test_experience_is_written_loaded_and_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_experience, "PLAYED", 40)  # fewer than a segment has: repeated
+    monkeypatch.setattr(profile_experience, "LENGTH", 10)
+    artifact = profile(opened(run), parts=("experience",), frames=450)
+    written, loaded, drawn = artifact.metrics["rows"]
+    assert [row["what"] for row in (written, loaded, drawn)] == [
+        "write experience",
+        "load experience",
+        "draw random windows",
+    ]
+    assert all(measured(row) and row["rate"] > 0 for row in (written, loaded, drawn))
+    assert written["shape"] == "5 segments of 90 frames, 16×16"
+    assert written["frames"] == loaded["frames"] == 450
+    assert written["bytes_of_frames"] == 450 * 16 * 16 * 3
+    assert written["bytes_on_disk"] > 0
+    assert written["seconds_in_all"] >= 5 * written["seconds_low"]
+    assert drawn["bytes_moved"] == 2 * 64 * 10 * 16 * 16 * 3
+    assert [path.name for path in (run / "profile").iterdir() if path.is_dir() and not path.is_symlink()] == ["v0001"]
+
+
+def test_experience_that_cannot_be_read_leaves_nothing_behind(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def torn(folder: Path) -> None:
+        assert list(folder.rglob("c/*"))
+        raise ArtifactError("damaged")
+
+    monkeypatch.setattr(profile_experience, "read_segment", torn)
+    with pytest.raises(ArtifactError):
+        profile(opened(run), parts=("experience",), frames=90)
+    assert not [path for path in (run / "profile").rglob("*") if path.is_dir()]
+
+
+# -- backbones --------------------------------------------------------------------------------------------------------
+
+
+def test_all_backbones_are_compared_at_every_length(run: Path) -> None:
+    context = opened(run, pictures=True)
+    artifact = profile(context, compare="backbones", lengths=[16, 8, 8])
+    about = {row["backbone"]: row for row in artifact.metrics["backbones"]}
+    assert set(about) == set(BACKBONES)
+    assert (about["retnet"]["width"], about["retnet"]["layers"]) == (32, 1)  # the preset's
+    rows = [row for row in artifact.metrics["rows"] if "backbone" in row]
+    assert Counter((row["what"], row["length"]) for row in rows) == {
+        (what, length): 7 for what in ("training", "imagination") for length in (8, 16)
+    }
+    assert all(measured(row) and row["times_as_long"] > 0 for row in rows)
+    assert all(row["times_as_long"] == 1 for row in rows if row["backbone"] == "retnet")
+    training = {row["length"]: row for row in rows if row["what"] == "training" and row["backbone"] == "gru"}
+    assert training[8]["shape"] == "4 × 8 elements" and training[16]["shape"] == "2 × 16 elements"
+    state = {row["length"]: row for row in rows if row["what"] == "imagination" and row["backbone"] == "transformer"}
+    # keys and values of all elements, and how many they are, in each of 3 rows
+    width, layers = about["transformer"]["width"], about["transformer"]["layers"]
+    assert state[16]["state_bytes"] == 3 * (layers * 2 * 16 * width * 4 + 8)
+    forms = [row for row in artifact.metrics["rows"] if "backbone" not in row]
+    assert [(row["length"], "ratio" in row) for row in forms] == [
+        (length, is_ratio) for length in (8, 16) for is_ratio in (False, False, True)
+    ]
+    assert (artifact.path / "backbones.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("preset", ["quickstart", "drama"])
+def test_sizes_are_equal_at_the_depth_of_the_preset(preset: str) -> None:
+    wanted = resolve(preset).backbone
+    sizes = equal_sizes(wanted)
+    assert sizes[wanted.name] == wanted
+    for name, size in sizes.items():
+        assert size.name == name and size.layers == wanted.layers
+        assert parameters(size) == pytest.approx(parameters(wanted), rel=compare.CLOSE)
+
+
+def test_positions_are_not_counted() -> None:
+    settings = BackboneSettings(name="transformer", width=8, layers=1)
+    layer = 4 * 8 + (3 * 8 * 8 + 3 * 8) + (8 * 8 + 8) + (8 * 32 + 32) + (32 * 8 + 8)
+    assert parameters(settings) == layer + 2 * 8 + 8  # the last norm, and one position
+
+
+def test_steps_that_differ_from_forward_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = BackboneSettings(name="mamba2", width=32, layers=1)
+    assert check_steps(settings, CPU) < 1e-4
+    right = Mamba2.step
+
+    def forgetful(self: Mamba2, x: torch.Tensor, state: Any, reset: Any = None) -> Any:
+        return right(self, x, self.initial_state(len(x)), reset)[0], state
+
+    monkeypatch.setattr(Mamba2, "step", forgetful)
+    with pytest.raises(WmError, match="steps of mamba2") as caught:
+        check_steps(settings, CPU)
+    assert caught.value.exit_code == 1
+
+
+@pytest.fixture
+def few_backbones(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = BackboneSettings(width=32, layers=1)
+    few = {name: settings.model_copy(update={"name": name}) for name in ("retnet", "gru", "mamba2")}
+    monkeypatch.setattr(compare, "equal_sizes", lambda _: few)
+    monkeypatch.setattr(compare, "check_steps", lambda *_: 0.0)
+
+
+@pytest.mark.usefixtures("few_backbones")
+def test_what_is_too_slow_is_said_to_be_and_not_tried_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patient = compare.seconds
+    slow = iter([False, True, True])  # it is asked twice, in case it was only compiled
+    monkeypatch.setattr(compare, "seconds", lambda job, device: 99.0 if next(slow, False) else patient(job, device))
+    rows = profile(opened(run), compare="backbones", lengths=[8, 16]).metrics["rows"]
+    (skipped,) = [row for row in rows if "skipped" in row]
+    assert {name: skipped[name] for name in ("what", "backbone", "length", "skipped")} == {
+        "what": "training",
+        "backbone": "gru",
+        "length": 8,
+        "skipped": "slower than 5 s",
+    }
+    assert not any(row.get("backbone") == "gru" for row in rows if row is not skipped)
+    assert Counter(row["backbone"] for row in rows if "backbone" in row) == {"retnet": 4, "mamba2": 4, "gru": 1}
+
+
+@pytest.mark.usefixtures("few_backbones")
+def test_what_does_not_fit_into_memory_is_said_not_to(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: GRU, *_: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(GRU, "forward", full)
+    artifact = profile(opened(run), compare="backbones", lengths=[8])
+    (row,) = [row for row in artifact.metrics["rows"] if "skipped" in row]
+    assert (row["what"], row["backbone"], row["skipped"]) == ("training", "gru", "out of memory")

@@ -1,0 +1,337 @@
+"""`wm profile --compare backbones`: what each backbone costs at equal size, in training and imagination, by length.
+
+After figure 3 of S4WM (Deng et al. 2023, arXiv 2307.02064) and figure 10 of Drama (Wang et al. 2024, arXiv 2410.08893),
+without encoder and decoder, which are the same for all. Axes: B batch, T time (elements), D width.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wmcli.assemble import count
+from wmcli.backbones import BACKBONES, Backbone, BackboneSettings, State, build, map_state
+from wmcli.errors import WmError
+from wmcli.kernels.linear_recurrence import linear_recurrence_step
+from wmcli.report.plots import cost_by_length, write_figure
+from wmcli.settings import Settings
+from wmcli.stages.profile_kernels import RandomOperands, check, state_space_duality
+from wmcli.training.device import Machine
+from wmcli.training.measure import Bench, Job, peak_memory, ratio, seconds
+
+LENGTHS = (64, 256, 1024, 4096)
+TOKENS = {"cpu": 1 << 12, "cuda": 1 << 16}  # of a training batch, the same at every length
+ROWS = {"cpu": 16, "cuda": 64}  # imagined side by side
+CELL_SECONDS = 5.0  # a call that takes longer is not timed, and its backbone not tried on longer sequences
+CHECKED_LENGTH = 150  # elements: more than one chunk of every backbone that has chunks
+ALLOWED = {"float32": 1e-3, "bfloat16": 0.03}  # difference of steps from forward, as a share of the largest output
+CLOSE = 0.05  # parameter counts that differ by no more count as equal
+
+
+def compare_backbones(
+    settings: Settings, machine: Machine, bench: Bench, lengths: Sequence[int]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """All backbones with about as many parameters as the preset's, at its depth where that can be.
+
+    Returns what each is, and rows of training (forward and backward on a batch of the same number of elements at every
+    length), of imagination (a step behind so many elements), and of Mamba-2's recurrence in chunks and one element
+    after the other.
+
+    Raises WmError where the steps of a backbone do not give what its forward gives.
+    """
+    with bench.progress.bar("profile sizes and results", len(BACKBONES), "backbones") as bar:
+        sizes, about = equal_sizes(settings.backbone), []
+        for name, size in sizes.items():
+            error = check_steps(size, machine)
+            about.append(
+                {
+                    "backbone": name,
+                    "layers": size.layers,
+                    "width": size.width,
+                    "parameters": parameters(size),
+                    "error": error,
+                    "note": _note(size),
+                }
+            )
+            bar.advance()
+    rows: list[dict[str, Any]] = []
+    mamba2 = settings.model_copy(update={"backbone": sizes["mamba2"]})
+    patient = True
+    for length in sorted(set(lengths)):
+        training = list(_training(sizes, settings.backbone.name, length, machine, bench))
+        gone = {row["backbone"] for row in training if "skipped" in row}
+        sizes = {name: size for name, size in sizes.items() if name not in gone}
+        imagination = list(_imagination(sizes, settings.backbone.name, length, machine, bench))
+        recurrence = list(_chunked_and_sequential(mamba2, length, machine, bench)) if patient else []
+        patient = patient and not any("skipped" in row for row in recurrence)
+        rows += [*training, *imagination, *recurrence]
+    return about, rows
+
+
+def draw_comparison(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Time an element in training and imagination, and memory in training, against length."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        if "backbone" not in row or row.get("skipped"):
+            continue
+        values = {f"{row['what']}, µs per element": 1e6 / row["rate"]}
+        if row["what"] == "training" and row["peak_bytes"]:
+            values["training, MB at the peak"] = row["peak_bytes"] / 1e6
+        for panel, value in values.items():
+            panels.setdefault(panel, {}).setdefault(row["backbone"], []).append((row["length"], value))
+    if panels:
+        write_figure(path, cost_by_length(panels))
+
+
+# -- equal sizes ------------------------------------------------------------------------------------------------------
+
+
+def parameters(backbone: BackboneSettings) -> int:
+    """Without what grows with the length: the table of positions that the transformer has."""
+    with torch.device("meta"):
+        return count(build(backbone, max_length=1, block=1))
+
+
+def equal_sizes(backbone: BackboneSettings) -> dict[str, BackboneSettings]:
+    """Settings for each backbone with nearly as many parameters as this one, which comes first.
+
+    The depth is that nearest to this one's, half to twice it, at which some width comes `CLOSE`; if there is none, what
+    comes closest.
+    """
+    wanted = parameters(backbone)
+    found = {backbone.name: backbone}
+    depths = range(math.ceil(backbone.layers / 2), 2 * backbone.layers + 1)
+    for name in BACKBONES:
+        if name == backbone.name:
+            continue
+        best, off = backbone, math.inf
+        for layers in sorted(depths, key=lambda each: abs(math.log(each / backbone.layers))):
+            candidate = _of_depth(backbone, name, layers, wanted)
+            difference = abs(parameters(candidate) / wanted - 1)
+            if difference < off:
+                best, off = candidate, difference
+            if off <= CLOSE:
+                break
+        found[name] = best
+    return found
+
+
+def _of_depth(backbone: BackboneSettings, name: str, layers: int, wanted: int) -> BackboneSettings:
+    """The width with the nearest number of parameters, among those that all heads divide.
+
+    Mamba-2's heads have a fixed width: they are as wide as they can be below the preset's, and not less than half.
+    """
+    relative, mamba2 = backbone.transformer_xl, backbone.mamba2
+    heads = 2 * backbone.retnet.heads, backbone.transformer.heads, 1 if relative.head_width else relative.heads
+    grain = math.lcm(*heads)
+    widths = range(grain, 8 * max(backbone.width, grain) + 1, grain)
+
+    def head_width(width: int) -> int:
+        return max(each for each in range(1, mamba2.head_width + 1) if mamba2.expand * width % each == 0)
+
+    def of_width(width: int) -> BackboneSettings:
+        changes = {
+            "name": name,
+            "layers": layers,
+            "width": width,
+            "mamba2": mamba2.model_copy(update={"head_width": head_width(width)}),
+            "gru": backbone.gru.model_copy(update={"hidden": 0}),
+        }
+        return backbone.model_copy(update=changes)
+
+    fit = [width for width in widths if name != "mamba2" or 2 * head_width(width) >= mamba2.head_width]
+    above = bisect.bisect_left(fit, wanted, hi=len(fit) - 1, key=lambda width: parameters(of_width(width)))
+    return min(
+        (of_width(width) for width in fit[max(above - 1, 0) : above + 1]),
+        key=lambda each: abs(parameters(each) - wanted),
+    )
+
+
+def _note(backbone: BackboneSettings) -> str | None:
+    """Sizes that say more about the cost than the width."""
+    if backbone.name == "transformer-xl":
+        return f"window of {backbone.transformer_xl.memory} elements"
+    return f"heads of {backbone.mamba2.head_width}" if backbone.name == "mamba2" else None
+
+
+# -- right results ----------------------------------------------------------------------------------------------------
+
+
+def check_steps(backbone: BackboneSettings, machine: Machine) -> float:
+    """How far the outputs of single steps are from those of forward, as a share of the largest.
+
+    Raises WmError where it is more than `ALLOWED`.
+    """
+    model = build(backbone, CHECKED_LENGTH, block=1).to(machine.device).eval()
+    x = torch.randn(2, CHECKED_LENGTH, backbone.width, device=machine.device)
+    state, steps = model.initial_state(len(x)), []
+    with torch.no_grad(), machine.autocast():
+        whole, _ = model(x, None)
+        for element in x.unbind(1):
+            y, state = model.step(element, state)
+            steps.append(y)
+    error = float((torch.stack(steps, 1) - whole).abs().amax() / whole.abs().amax())
+    allowed = ALLOWED[machine.precision]
+    if not error <= allowed:  # also where it is NaN
+        raise WmError(
+            f"profile: steps of {backbone.name} are {error:.2g} off its forward on {CHECKED_LENGTH} elements, where"
+            f" {allowed:g} is allowed: its results are wrong on this machine"
+        )
+    return error
+
+
+# -- cells ------------------------------------------------------------------------------------------------------------
+
+Sizes = dict[str, BackboneSettings]
+
+
+def _training(sizes: Sizes, preset: str, length: int, machine: Machine, bench: Bench) -> Iterator[dict[str, Any]]:
+    rows = max(TOKENS[machine.device.type] // length, 1)
+
+    def job(backbone: BackboneSettings) -> Job:
+        model = build(backbone, length, block=1).to(machine.device).train()
+        x = torch.randn(rows, length, backbone.width, device=machine.device, requires_grad=True)
+        inputs = [x, *model.parameters()]
+
+        def forward_and_backward() -> None:
+            with machine.autocast():
+                y, _ = model(x, None)
+            torch.autograd.grad(y.float().square().mean(), inputs)
+
+        return forward_and_backward
+
+    jobs, skipped = _affordable({name: partial(job, size) for name, size in sizes.items()}, bench)
+    cell = partial(bench.row, "training", f"{rows} × {length} elements", count=rows * length, length=length)
+    yield from _timed(jobs, skipped, preset, cell, bench)
+
+
+def _imagination(sizes: Sizes, preset: str, length: int, machine: Machine, bench: Bench) -> Iterator[dict[str, Any]]:
+    rows = ROWS[machine.device.type]
+    held: dict[str, int] = {}
+
+    def job(name: str) -> Job:
+        model = build(sizes[name], length, block=1).to(machine.device).eval()
+        state = _state_behind(model, length - 1, rows, machine)
+        held[name] = _bytes(state)
+        x = torch.randn(rows, model.width, device=machine.device)
+
+        def step() -> None:
+            with torch.no_grad(), machine.autocast():
+                model.step(x, state)  # a cache that is written in place is written at the same place each time
+
+        return step
+
+    jobs, skipped = _affordable({name: partial(job, name) for name in sizes}, bench)
+    cell = partial(bench.row, "imagination", f"{rows} rows behind {length - 1} elements", count=rows, length=length)
+    for row in _timed(jobs, skipped, preset, cell, bench):
+        yield row if "skipped" in row else row | {"state_bytes": held[row["backbone"]]}
+
+
+def _state_behind(model: Backbone, length: int, rows: int, machine: Machine) -> State:
+    """The state after `length` random elements, the same in all rows."""
+    x = torch.randn(1, length, model.width, device=machine.device)
+    with torch.no_grad(), machine.autocast():
+        _, state = model(x, model.initial_state(1))
+    return map_state(lambda part: part.repeat_interleave(rows, 0), state)
+
+
+def _bytes(state: State) -> int:
+    sizes: list[int] = []
+
+    def add(part: Tensor) -> Tensor:
+        sizes.append(part.numel() * part.element_size())
+        return part
+
+    map_state(add, state)
+    return sum(sizes)
+
+
+def _affordable(make: dict[str, Callable[[], Job]], bench: Bench) -> tuple[dict[str, Job], dict[str, str]]:
+    """The jobs a call of which is worth waiting for, and why the others are not."""
+    jobs, skipped = {}, {}
+    for name, makes in make.items():
+        try:
+            job = makes()
+            # What is slow may only have been compiled, the first time.
+            slow = seconds(job, bench.device) > CELL_SECONDS and seconds(job, bench.device) > CELL_SECONDS
+        except (RuntimeError, MemoryError) as error:
+            full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
+            if not full:
+                raise
+            skipped[name] = "out of memory"
+            continue
+        if slow:
+            skipped[name] = f"slower than {CELL_SECONDS:g} s"
+        else:
+            jobs[name] = job
+    return jobs, skipped
+
+
+def _timed(
+    jobs: dict[str, Job],
+    skipped: dict[str, str],
+    preset: str,
+    cell: partial[dict[str, Any]],
+    bench: Bench,
+) -> Iterator[dict[str, Any]]:
+    """A row for each backbone: `cell` is what they share."""
+    what, shape = cell.args
+    length = cell.keywords["length"]
+    times = bench.timed(f"{what}, {length} elements", jobs) if jobs else {}
+    for name, each in times.items():
+        against = times.get(preset)
+        yield cell(
+            each,
+            unit="elements",
+            memory=peak_memory(jobs[name], bench.device),
+            backbone=name,
+            # Pairs of the same round.
+            times_as_long=against and statistics.median(a / b for a, b in zip(each, against, strict=True)),
+        )
+    for name, why in skipped.items():
+        yield {"what": what, "shape": shape, "backbone": name, "length": length, "skipped": why}
+
+
+def _chunked_and_sequential(
+    settings: Settings, length: int, machine: Machine, bench: Bench
+) -> Iterator[dict[str, Any]]:
+    """Mamba-2's recurrence alone, forward and backward on a training batch, in both its forms."""
+    rows = max(TOKENS[machine.device.type] // length, 1)
+    case = state_space_duality(settings, RandomOperands(machine), (rows, length, settings.backbone.width))
+    operands = [operand.detach().requires_grad_() for operand in case.operands]
+
+    def job(function: Callable[..., Tensor]) -> Job:
+        return lambda: torch.autograd.grad(function(*operands).float().sum(), operands)
+
+    forms = {"in chunks": case.call, "element by element": _element_by_element}
+    jobs, skipped = _affordable({form: partial(job, each) for form, each in forms.items()}, bench)
+    error = None if skipped else check(case, "torch", machine.precision)
+    what = "recurrence of Mamba-2"
+    times = bench.timed(f"{what}, {length} elements", jobs)
+    for form, each in times.items():
+        row = partial(bench.row, f"{what}, {form}", case.shape, each, count=rows * length, unit="elements")
+        yield row(length=length, error=error)
+    for form, why in skipped.items():
+        yield {"what": f"{what}, {form}", "shape": case.shape, "length": length, "skipped": why}
+    if len(times) == 2:
+        yield ratio(f"{what}, element by element over in chunks", case.shape, *reversed(times.values())) | {
+            "length": length
+        }
+
+
+def _element_by_element(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+    """The recurrence as acting computes it, on operands as in `linear_recurrence`."""
+    state = torch.zeros(*v.shape[:2], k.shape[3], v.shape[3], device=v.device)
+    outputs = []
+    for element in zip(q.unbind(2), k.unbind(2), v.unbind(2), log_decay.unbind(2), strict=True):
+        y, state = linear_recurrence_step(*element, state)
+        outputs.append(y)
+    return torch.stack(outputs, 2)

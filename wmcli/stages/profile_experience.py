@@ -1,0 +1,110 @@
+"""The part of `wm profile` that writes, loads and reads experience as a run of the preset does.
+
+Frames are those of random play in the preset's environment, the first `PLAYED` of them over and over: chunks are
+compressed one by one, so that repeating them changes neither size nor speed. Files lie on the disk of the run. They are
+forced to it when written, and still in the system's cache when loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from wmcli.controllers.agent import UniformAgent
+from wmcli.envs import Streams
+from wmcli.experience import Memory, Recorder, read_segment, write_segment
+from wmcli.stages.collect import seen
+from wmcli.stages.context import Context
+from wmcli.stages.latents import gather
+from wmcli.stages.sampling import build_sampler
+from wmcli.training.measure import Bench
+
+PLAYED = 2048
+WINDOWS = 64  # in a batch
+LENGTH = 64  # frames of a window
+
+
+def profile_experience(context: Context, bench: Bench, frames: int, folder: Path) -> list[dict[str, Any]]:
+    """Rows: write, load and draw windows of `frames` frames, in segments of `collect.steps` below `folder`, which is
+    removed in the end. A sample of the first two is a segment; `seconds_in_all` is the whole. `rate` counts frames, or
+    windows."""
+    settings, count = context.settings, context.settings.environment.count
+    played = _played(context)
+    steps = min(settings.collect.steps, frames)
+    rows = -(-steps // count) * count  # of a segment: as many of each environment
+    segment = {name: array[np.arange(rows) % len(array)] for name, array in played.items()}
+    segments = [folder / f"{index:06d}" for index in range(max(1, round(frames / rows)))]
+    size = segment["observation"].nbytes
+    side = settings.environment.size
+    shape = f"{len(segments)} segments of {rows} frames, {side}×{side}"
+    memory = Memory.empty(bench.device)
+    written, loaded = [], []
+    try:
+        with context.progress.bar("profile write", len(segments), "segments") as bar:
+            for path in segments:
+                started = time.perf_counter()
+                write_segment(path, segment)
+                _force(path)
+                written.append(time.perf_counter() - started)
+                bar.advance()
+        stored = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        with context.progress.bar("profile load", len(segments), "segments") as bar:
+            for path in segments:
+                started = time.perf_counter()
+                memory.extend(read_segment(path))
+                loaded.append(time.perf_counter() - started)
+                bar.advance()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    about = {"frames": len(memory), "bytes_of_frames": size * len(segments), "bytes_on_disk": stored}
+
+    def row(what: str, times: list[float]) -> dict[str, Any]:
+        return bench.row(what, shape, times, count=rows, unit="frames", moved=size, seconds_in_all=sum(times), **about)
+
+    return [row("write experience", written), row("load experience", loaded), _windows(context, bench, memory)]
+
+
+def _played(context: Context) -> dict[str, np.ndarray]:
+    """A segment of random play."""
+    settings = context.settings.environment
+    streams = Streams(settings, train=True, seed=0)
+    agent = UniformAgent(context.environment["actions"], settings.count, generator=torch.Generator().manual_seed(0))
+    rounds = -(-PLAYED // settings.count)
+    recorder = Recorder(rounds, settings.count, streams.observation.shape[1:])
+    with context.progress.bar("profile play", rounds, "rounds") as bar:
+        for _ in range(rounds):
+            # the streams' own arrays, which the next step overwrites
+            observation, first = streams.observation.copy(), streams.first.copy()
+            action = agent.act(observation, first)
+            recorder.add(seen(observation, first, action, streams.step(action)))
+            bar.advance()
+    streams.close()
+    return recorder.arrays()
+
+
+def _force(folder: Path) -> None:
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+
+
+def _windows(context: Context, bench: Bench, memory: Memory) -> dict[str, Any]:
+    """Random windows, drawn as the preset draws them, with all that belongs to their frames."""
+    rng = np.random.default_rng(0)
+    sampler = build_sampler(context.settings, memory, rng, length=LENGTH, minimum=LENGTH, pad="right", across_ends=True)
+
+    def draw() -> None:
+        gather(memory, memory.frames, sampler.batch(WINDOWS))
+
+    what = "draw random windows"
+    frame = memory.frames[0].numel()
+    shape = f"{WINDOWS} windows of {LENGTH} frames, from {len(memory)}"
+    times = bench.timed(what, {what: draw})[what]
+    return bench.row(what, shape, times, count=WINDOWS, unit="windows", moved=2 * WINDOWS * LENGTH * frame)

@@ -1,0 +1,379 @@
+"""The part of `wm profile` that times each kernel at the shapes of the preset's settings, right results provided.
+
+Whatever a preset's backbone is, all are timed: what each would meet in an update of the dynamics model, at the preset's
+width and with its own section's settings. Axes: B batch, T time (elements of a training segment), the others as in the
+kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from wmcli.assemble import build_tokenizer
+from wmcli.backbones.mamba1 import STEP_SIZES
+from wmcli.backbones.mamba2 import DECAY_RATES
+from wmcli.backbones.retnet import head_decays
+from wmcli.backbones.s4 import hippo_legs
+from wmcli.errors import WmError
+from wmcli.kernels import s4
+from wmcli.kernels.attention import attention
+from wmcli.kernels.attention import reference as attention_reference
+from wmcli.kernels.causal_conv import causal_conv
+from wmcli.kernels.causal_conv import reference as causal_conv_reference
+from wmcli.kernels.dispatch import on_triton, using
+from wmcli.kernels.lambda_returns import lambda_returns
+from wmcli.kernels.lambda_returns import reference as lambda_returns_reference
+from wmcli.kernels.linear_recurrence import linear_recurrence
+from wmcli.kernels.linear_recurrence import reference as linear_recurrence_reference
+from wmcli.kernels.nearest import nearest
+from wmcli.kernels.nearest import reference as nearest_reference
+from wmcli.kernels.selective_scan import reference as selective_scan_reference
+from wmcli.kernels.selective_scan import selective_scan
+from wmcli.settings import Settings
+from wmcli.tokenizers.vq import TokenizerSettings, VQTokenizer
+from wmcli.training.device import Machine
+from wmcli.training.measure import Bench, Job, count_operations, peak_memory, ratio
+from wmcli.world_models.cells import TOKENS, CellsSettings
+from wmcli.world_models.token import TokenWorldModelSettings
+
+ALLOWED = {"float32": 1e-3, "bfloat16": 2e-2}  # difference from the reference, as a share of its largest number
+
+Implementation = Literal["torch", "triton"]
+
+
+class Case(NamedTuple):
+    """One kernel at one shape."""
+
+    name: str
+    shape: str
+    operands: tuple[Tensor, ...]
+    axes: tuple[int | None, ...]
+    """Of each operand the axis of rows that do not depend on each other, if it has them. The result has the first's."""
+    call: Callable[..., Tensor]
+    reference: Callable[..., Tensor]
+    seen: Callable[..., Tensor] = lambda result, *operands: result
+    """What of a result, given the operands, is compared."""
+    rows: int = 2
+    """How many are compared: most references take one element after the other and keep all for their gradients."""
+    backward: bool = True
+    """Whether it has gradients, of all operands that are real or complex numbers."""
+    loose: float = 1.0
+    """How much further than others it may be off: more than 1 for what is ill-conditioned."""
+
+
+def profile_kernels(settings: Settings, machine: Machine, bench: Bench) -> list[dict[str, Any]]:
+    """Rows for each kernel, forward, and forward and backward, in each implementation that the run could use.
+
+    Raises WmError when a kernel's result or gradient is not that of its reference.
+    """
+    return [row for case in kernel_cases(settings, machine) for row in profile_kernel(case, machine.precision, bench)]
+
+
+def profile_kernel(case: Case, precision: str, bench: Bench) -> Iterator[dict[str, Any]]:
+    """As `profile_kernels`, of one."""
+    implementations: list[Implementation] = ["torch", "triton"] if on_triton(*case.operands) else ["torch"]
+    errors = {each: check(case, each, precision) for each in implementations}
+    operands, inputs = _leaves(case, case.operands)
+    with torch.no_grad():
+        y = case.call(*operands)
+    gradient = torch.randn_like(y) if case.backward else y
+
+    def job(backward: bool, implementation: Implementation) -> Job:
+        def forward() -> None:
+            with using(implementation), torch.no_grad():
+                case.call(*operands)
+
+        def forward_and_backward() -> None:
+            with using(implementation):
+                torch.autograd.grad(case.call(*operands), inputs, gradient)
+
+        return forward_and_backward if backward else forward
+
+    # The least that could be moved: operands are read once in each direction, results are written once.
+    read, learned, written = _bytes(*operands), _bytes(*inputs), _bytes(y)
+    moved = {False: read + written, True: 2 * read + learned + 2 * written}
+    for backward in (False, True) if case.backward else (False,):
+        what = f"{case.name}, {'forward and backward' if backward else 'forward'}"
+        times = bench.timed(what, {each: job(backward, each) for each in implementations})
+        operations = count_operations(job(backward, "torch"))  # nothing can look into another form
+        for each in implementations:
+            yield bench.row(
+                what,
+                case.shape,
+                times[each],
+                operations=operations,
+                moved=moved[backward],
+                memory=peak_memory(job(backward, each), bench.device),
+                implementation=each,
+                error=errors[each],
+            )
+        if len(times) == 2:
+            yield ratio(f"{what}, torch over triton", case.shape, times["torch"], times["triton"])
+
+
+def check(case: Case, implementation: Implementation, precision: str) -> float:
+    """The largest difference of a result or gradient from the reference in float64, as a share of the reference's
+    largest number. The kernel runs at its full shape, of which the first rows are compared.
+
+    Raises WmError where it is more than `ALLOWED`.
+    """
+    wanted = _results(case, case.reference, tuple(map(_wide, _first_of_each(case, case.operands))))
+    with using(implementation):
+        got = _results(case, case.call, case.operands)
+    error = max(_difference(*each) for each in zip(got, wanted, strict=True))
+    allowed = case.loose * ALLOWED[precision]
+    if not error <= allowed:  # also where it is NaN
+        raise WmError(
+            f"profile: {case.name} in {implementation} is {error:.2g} off its reference at {case.shape}, where"
+            f" {allowed:g} is allowed: its results are wrong on this machine"
+        )
+    return error
+
+
+def _results(case: Case, function: Callable[..., Tensor], operands: tuple[Tensor, ...]) -> list[Tensor]:
+    """The first rows of the result, and of the gradients of their sum with weights that every dtype has."""
+    operands, inputs = _leaves(case, operands)
+    y = function(*operands)
+    result = case.seen(_first(case, y.detach(), case.axes[0]), *_first_of_each(case, operands))
+    if not case.backward:
+        return [result]
+    weight = torch.zeros_like(y)
+    rows = _first(case, weight, case.axes[0])
+    rows.copy_(torch.arange(rows.numel(), device=y.device, dtype=torch.float64).sin().sign().view(rows.shape))
+    gradients = iter(torch.autograd.grad(y, inputs, weight))
+    each = [next(gradients) if operand.requires_grad else operand for operand in operands]
+    return [result, *_first_of_each(case, each)]
+
+
+def _leaves(case: Case, operands: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """The operands as leaves of a graph, and those of them that have a gradient."""
+    operands = tuple(operand.detach().requires_grad_(case.backward and _is_number(operand)) for operand in operands)
+    return operands, [operand for operand in operands if operand.requires_grad]
+
+
+def _first_of_each(case: Case, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(_first(case, operand, axis) for operand, axis in zip(operands, case.axes, strict=True))
+
+
+def _first(case: Case, operand: Tensor, axis: int | None) -> Tensor:
+    return operand if axis is None else operand.narrow(axis, 0, min(case.rows, operand.shape[axis]))
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    if not _is_number(theirs):
+        return float((ours != theirs).any())
+    return float((ours - theirs).abs().amax() / theirs.abs().amax().clamp(min=1e-30))
+
+
+def _is_number(operand: Tensor) -> bool:
+    return operand.is_floating_point() or operand.is_complex()
+
+
+def _wide(operand: Tensor) -> Tensor:
+    return operand.to(torch.promote_types(operand.dtype, torch.float64)) if _is_number(operand) else operand
+
+
+def _bytes(*tensors: Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+# -- the kernels ------------------------------------------------------------------------------------------------------
+
+
+def elements_per_frame(settings: Settings) -> int:
+    """Elements of the backbone that a frame and its action take."""
+    if isinstance(settings.dynamics, TokenWorldModelSettings):
+        with torch.device("meta"):
+            tokenizer = build_tokenizer(settings)
+        assert isinstance(tokenizer, VQTokenizer)
+        return tokenizer.tokens + 1
+    return TOKENS if isinstance(settings.dynamics, CellsSettings) else 1
+
+
+def kernel_cases(settings: Settings, machine: Machine) -> Iterator[Case]:
+    """Every kernel with random operands: what a matrix product would hand it has the run's precision."""
+    make = RandomOperands(machine)
+    batch, width, block = settings.dynamics.batch, settings.backbone.width, elements_per_frame(settings)
+    time = settings.dynamics.horizon * block
+    yield _retention(settings, make, (batch, time, width), block)
+    yield state_space_duality(settings, make, (batch, time, width))
+    yield _selective_scan(settings, make, (batch, time, width))
+    yield _causal_conv(settings, make, (batch, time, width))
+    yield _state_space(settings, make, (batch, time, width))
+    yield _attention(settings, make, (batch, time, width))
+    if settings.encoder == "tokenizer":
+        yield _nearest(settings, make, block - 1)
+    yield _lambda_returns(settings, make)
+
+
+Shape = tuple[int, int, int]  # B, T, width of the backbone
+
+
+class RandomOperands:
+    """Makes random operands."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.device = machine.device
+        self.dtype = torch.bfloat16 if machine.precision == "bfloat16" else torch.float32
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """In the run's precision."""
+        return (scale * torch.randn(shape, device=self.device)).to(self.dtype)
+
+    def log_uniform(self, bounds: tuple[float, float], *shape: int) -> Tensor:
+        """float32, between the bounds."""
+        low, high = map(math.log, bounds)
+        return torch.empty(shape, device=self.device).uniform_(low, high).exp()
+
+
+def _retention(settings: Settings, make: RandomOperands, shape: Shape, block: int) -> Case:
+    (batch, time, width), retnet = shape, settings.backbone.retnet
+    k = max(width // retnet.heads, 1)
+    q_, k_, v_ = (make.normal(batch, retnet.heads, time, k, scale=scale) for scale in (k**-0.5, 1.0, 1.0))
+    return Case(
+        "linear recurrence of RetNet",
+        f"B {batch} H {retnet.heads} T {time} K {k} V {k}",
+        (q_, k_, v_, torch.tensor(head_decays(retnet, block), device=make.device).log()),
+        (0, 0, 0, None),
+        lambda *operands: linear_recurrence(*operands, chunk=retnet.chunk)[0],
+        lambda *operands: linear_recurrence_reference(*operands)[0],
+    )
+
+
+def state_space_duality(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
+    """Mamba-2's recurrence."""
+    (batch, time, width), mamba2 = shape, settings.backbone.mamba2
+    heads = max(mamba2.expand * width // mamba2.head_width, 1)
+    c, b = (make.normal(batch, 1, time, mamba2.state) for _ in range(2))
+    dt = make.log_uniform(STEP_SIZES, batch, heads, time)
+    x = make.normal(batch, heads, time, mamba2.head_width)
+    return Case(
+        "linear recurrence of Mamba-2",
+        f"B {batch} H {heads} T {time} K {mamba2.state} V {mamba2.head_width}",
+        (c, b, (dt[..., None] * x).to(x.dtype), -dt * make.log_uniform(DECAY_RATES, heads, 1)),
+        (0, 0, 0, 0),
+        lambda *operands: linear_recurrence(*operands, chunk=mamba2.chunk)[0],
+        lambda *operands: linear_recurrence_reference(*operands)[0],
+    )
+
+
+def _selective_scan(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
+    (batch, time, width), mamba1 = shape, settings.backbone.mamba1
+    channels = mamba1.expand * width
+    b, c = (make.normal(batch, time, mamba1.state) for _ in range(2))
+    rates = torch.arange(1.0, mamba1.state + 1, device=make.device).repeat(channels, 1)
+    return Case(
+        "selective scan of Mamba-1",
+        f"B {batch} T {time} C {channels} S {mamba1.state}",
+        (make.normal(batch, time, channels), make.log_uniform(STEP_SIZES, batch, time, channels), -rates, b, c),
+        (0, 0, None, 0, 0),
+        lambda *operands: selective_scan(*operands)[0],
+        lambda *operands: selective_scan_reference(*operands)[0],
+    )
+
+
+def _causal_conv(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
+    (batch, time, width), mamba2 = shape, settings.backbone.mamba2
+    channels = mamba2.expand * width + 2 * mamba2.state
+    weight, bias = make.normal(channels, mamba2.conv).float(), make.normal(channels).float()
+    return Case(
+        "causal convolution of Mamba-2",
+        f"B {batch} T {time} C {channels} W {mamba2.conv}",
+        (make.normal(batch, time, channels), weight, bias),
+        (0, None, None),
+        lambda *operands: causal_conv(*operands)[0],
+        lambda *operands: causal_conv_reference(*operands)[0],
+    )
+
+
+def _state_space(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
+    """S4's kernel from its parameters and the convolution with it, as a training segment meets them."""
+    (batch, time, width), numbers = shape, settings.backbone.s4.state
+    poles, p, _ = (each.to(make.device)[None] for each in hippo_legs(numbers))
+    system = s4.System(make.log_uniform((1e-3, 1e-1), width), poles, p, math.sqrt(2) * p)
+    c = torch.randn(width, numbers // 2, dtype=torch.complex128, device=make.device)
+    # What is stored is not C but C (I - Abar^T).
+    c_tilde = _complex((s4.truncation(s4.discretise(system), time) @ s4.output_numbers(c)[..., None])[..., 0])
+    parameters = (system.dt, *(part.to(torch.complex64) for part in (*system[1:], c_tilde)))
+
+    def call(u: Tensor, *rest: Tensor) -> Tensor:
+        *system, c_tilde = rest
+        return s4.convolve(u, s4.kernel(s4.System(*system), c_tilde, time))
+
+    def reference(u: Tensor, *rest: Tensor) -> Tensor:
+        system, c_tilde = s4.System(*rest[:-1]), rest[-1]
+        whole = torch.linalg.solve(s4.truncation(s4.discretise(system), time), s4.output_numbers(c_tilde)[..., None])
+        kernel = s4.reference(system, _complex(whole[..., 0]), time)
+        return F.conv1d(F.pad(u.mT, (time - 1, 0)), kernel.flip(1)[:, None], groups=len(kernel)).mT
+
+    return Case(
+        "state-space convolution of S4",
+        f"B {batch} T {time} H {width} N {numbers}",
+        (make.normal(batch, time, width).float(), *parameters),
+        (2, 0, None, None, None, 0),
+        call,
+        reference,
+        loose=10,  # Abar^T of the slowest channels is close to I
+    )
+
+
+def _complex(numbers: Tensor) -> Tensor:
+    """Undoes `output_numbers`: (..., N) -> (..., N / 2)."""
+    return torch.view_as_complex(numbers.unflatten(-1, (-1, 2)) / numbers.new_tensor([2, -2]))
+
+
+def _attention(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
+    (batch, time, width), heads = shape, settings.backbone.transformer.heads
+    k = max(width // heads, 1)
+    return Case(
+        "attention",
+        f"B {batch} H {heads} T {time} K {k}",
+        tuple(make.normal(batch, heads, time, k) for _ in range(3)),
+        (0, 0, 0),
+        attention,
+        attention_reference,
+    )
+
+
+def _nearest(settings: Settings, make: RandomOperands, tokens: int) -> Case:
+    """The vectors of a training batch of the tokenizer, whatever its quantiser is."""
+    tokenizer = settings.tokenizer
+    assert isinstance(tokenizer, TokenizerSettings)
+    vectors, codes, channels = tokenizer.batch * tokens, tokenizer.codes, tokenizer.width
+
+    def distances(code: Tensor, h: Tensor, codebook: Tensor) -> Tensor:
+        return (h.double() - codebook.double()[code]).square().sum(1)  # equally near codes are equally right
+
+    return Case(
+        "nearest code",
+        f"M {vectors} N {codes} C {channels}",
+        (make.normal(vectors, channels).float(), make.normal(codes, channels).float()),
+        (0, None),
+        nearest,
+        nearest_reference,
+        seen=distances,
+        rows=64,
+        backward=False,
+    )
+
+
+def _lambda_returns(settings: Settings, make: RandomOperands) -> Case:
+    controller = settings.controller
+    batch, steps = controller.batch, controller.horizon + 1
+    reward, value = (make.normal(batch, steps).float() for _ in range(2))
+    terminated = torch.rand(batch, steps, device=make.device) < 0.05
+    constants = controller.discount, controller.trace_decay
+    return Case(
+        "lambda-returns",
+        f"B {batch} n {steps}",
+        (reward, value, terminated),
+        (0, 0, 0),
+        lambda *operands: lambda_returns(*operands, *constants),
+        lambda *operands: lambda_returns_reference(*operands, *constants),
+    )
