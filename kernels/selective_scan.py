@@ -3,25 +3,39 @@ of its own, driven by step sizes, input and output weights that depend on the da
 
     h_t[c, s] = exp(dt_t[c] a[c, s]) h_{t-1}[c, s] + dt_t[c] b_t[s] x_t[c]        y_t[c] = sum_s c_t[s] h_t[c, s]
 
-`reference` says what the operation means, one element at a time. `selective_scan` runs the same loop, but keeps only
-every `CHUNK`-th state for the backward pass, which runs each chunk once more: no tensor (B, T, C, S) exists as a whole.
-It can be differentiated once.
+`reference` says what the operation means, one element at a time. The other forms run the same loop, but keep only some
+states for the backward pass, which runs each chunk once more from the state before it: no tensor (B, T, C, S) exists as
+a whole. They can be differentiated once.
+
+The form in torch works on tiles that stay in the processor's cache. The loop over the elements of a chunk is one
+operation per element, and is faster than scans in log(chunk) operations, which do more work. The Triton form gives each
+program a sequence and a few channels, whose states stay in registers.
 
 States and all that is computed are float32 (float64 for float64 operands) also under autocast.
 
 Axes: B batch, T time, C channels, S numbers of a channel's state, N blocks, L elements of a block with what is asked
-behind it. The letters a, b and c as in the paper; the skip connection (its D) is left to the caller.
+behind it, P pieces: what is between two kept states. The letters a, b and c as in the paper; the skip connection (its
+D) is left to the caller.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from wmcli.kernels.dispatch import jit, on_triton, tl, triton
 
-CHUNK = 16  # elements: a short chunk stays in the processor's cache, a long one keeps fewer states
+CHUNK = 16  # elements between two states that the form in torch keeps
+CACHED = 2**19  # numbers in each of the two or three arrays it works on, for every thread: two megabytes
+LOG2E = 1 / math.log(2)
+
+TRITON_CHUNK = 8  # elements between two kept states; as many states are in a program's registers in the backward pass
+CHANNELS = 16  # of a program
+CELLS = 128  # numbers of a state that a warp holds
 
 
 def reference(
@@ -48,8 +62,12 @@ def selective_scan(
     bool, True clears the state before that element. Returns y (B, T, C) in the dtype of x, and the state after the last
     element.
     """
-    y, states = _scan(x, dt, a, b, c, state, reset, CHUNK)
-    return y, states[:, -1]
+    if on_triton(x, dt, a, b, c):
+        x, dt, b, c = (operand[:, None] for operand in (x, dt, b, c))
+        y, state = _TritonScan.apply(x, dt, a, b, c, state, reset, x.shape[2])
+        return y[:, 0], state
+    y, ends = _scan(x, dt, a, b, c, _inner(state), reset, x.shape[1])
+    return y, _outer(ends[:, -1])
 
 
 def selective_scan_step(
@@ -59,13 +77,17 @@ def selective_scan_step(
 
     Returns y (B, C) in the dtype of x, and the new state.
     """
+    if on_triton(x, dt, a, b, c):
+        x, dt, b, c = (operand[:, None, None] for operand in (x, dt, b, c))
+        y, state = _TritonScan.apply(x, dt, a, b, c, state, reset, 1)
+        return y[:, 0, 0], state
     with torch.autocast(x.device.type, enabled=False):
         if reset is not None:
             state = state.masked_fill(reset[:, None, None], 0.0)
         dt, a, b, c = (operand.to(state.dtype) for operand in (dt, a, b, c))
-        decay = (dt[..., None] * a).exp()
-        state = torch.addcmul(decay * state, (dt * x)[..., None], b[:, None])
-        return (state @ c[..., None]).squeeze(-1).to(x.dtype), state
+        decay = (dt[..., None] * (a * LOG2E)).exp2_()
+        state = ((dt * x)[..., None] * b[:, None]).addcmul_(decay, state)
+        return (c[:, None] @ state.mT).squeeze(1).to(x.dtype), state
 
 
 def selective_scan_fork(
@@ -77,29 +99,44 @@ def selective_scan_fork(
     from `block` on see everything up to their block's end and themselves, causally, and leave no trace. Returns y
     (B, N, L, C) in the dtype of x, and the state after the last block.
     """
+    if on_triton(x, dt, a, b, c):
+        return _TritonScan.apply(x, dt, a, b, c, state, None, block)
     blocks, size = x.shape[1:3]
     x_, dt_, b_, c_ = (operand[:, :, :block].flatten(1, 2) for operand in (x, dt, b, c))
-    y, states = _scan(x_, dt_, a, b_, c_, state, None, block)  # states (B, N, C, S), one at each block's end
+    y, ends = _scan(x_, dt_, a, b_, c_, _inner(state), None, block)
     y = y.unflatten(1, (blocks, block))
     if block < size:
         x_, dt_, b_, c_ = (operand[:, :, block:].flatten(0, 1) for operand in (x, dt, b, c))
-        asked, _ = selective_scan(x_, dt_, a, b_, c_, states.flatten(0, 1))
+        asked, _ = _scan(x_, dt_, a, b_, c_, ends.flatten(0, 1), None, size - block)
         y = torch.cat((y, asked.unflatten(0, (-1, blocks))), 2)
-    return y, states[:, -1]
+    return y, _outer(ends[:, -1])
 
 
-# -- the loop ----------------------------------------------------------------------------------------------------------
+# -- torch -------------------------------------------------------------------------------------------------------------
+#
+# Here states are (..., S, C): the innermost loop of every operation runs over channels, of which there are many. On a
+# CPU memory that is new costs more than the arithmetic on it, which is why the arrays of a tile are used over and over,
+# and torch's exp2 can be several times as fast as its exp.
+
+
+def _inner(state: Tensor | None) -> Tensor | None:
+    return None if state is None else state.mT
+
+
+def _outer(state: Tensor) -> Tensor:
+    """A copy: the view would keep all states that were stored beside it."""
+    return state.mT.contiguous()
 
 
 def _scan(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None, reset: Tensor | None, chunk: int
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None, reset: Tensor | None, block: int
 ) -> tuple[Tensor, Tensor]:
-    """As `selective_scan`, with the states after every `chunk` elements and after the last: (B, N, C, S)."""
+    """As `selective_scan`, with state (B, S, C), and the states after every `block` elements: (B, N, S, C)."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    state = x.new_zeros(len(x), *a.shape, dtype=wide) if state is None else state
+    state = x.new_zeros(len(x), *a.mT.shape, dtype=wide) if state is None else state
     with torch.autocast(x.device.type, enabled=False):
-        y, states = _Scan.apply(*(operand.to(wide) for operand in (x, dt, a, b, c, state)), reset, chunk)
-    return y.to(x.dtype), states
+        y, ends = _Scan.apply(*(operand.to(wide) for operand in (x, dt, a, b, c, state)), reset, block)
+    return y.to(x.dtype), ends
 
 
 class _Scan(torch.autograd.Function):
@@ -113,63 +150,428 @@ class _Scan(torch.autograd.Function):
         c: Tensor,
         state: Tensor,
         reset: Tensor | None,
-        chunk: int,
+        block: int,
     ) -> tuple[Tensor, Tensor]:
-        outputs, ends, start = [], [], state
-        for part in _parts(x.shape[1], chunk):
-            clear = None if reset is None else reset[:, part]
-            _, states = _unroll(x[:, part], dt[:, part], a, b[:, part], start, clear)
-            outputs.append((states @ c[:, part, :, None]).squeeze(-1))
-            start = states[:, -1].clone()  # a view would keep the whole chunk
-            ends.append(start)
-        y, states = torch.cat(outputs, 1), torch.stack(ends, 1)
-        ctx.save_for_backward(x, dt, a, b, c, state, reset, states)
-        ctx.chunk = chunk
-        return y, states
+        y, rates, pieces = torch.empty_like(x), _rates(a), _pieces(x.shape[1], block)
+        borders = x.new_empty(len(x), len(pieces) + 1, *rates.shape)  # the states between the pieces
+        borders[:, 0] = state
+        tiles, room = _tiles(x, rates, pieces, 2)
+        for rows in tiles:
+            for index, piece in enumerate(pieces):
+                at = rows, piece
+                h, decay = _arrays(room, dt[at], rates)
+                clear = None if reset is None else reset[at]
+                _unroll(h, decay, x[at], dt[at], rates, b[at], borders[rows, index], clear)
+                borders[rows, index + 1] = h[:, -1]
+                y[at] = (c[at][:, :, None] @ h).squeeze(2)
+        ctx.save_for_backward(x, dt, a, b, c, reset, borders)
+        ctx.block = block
+        every = len(_pieces(block, block))
+        return y, borders[:, every::every]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor, grad_states: Tensor) -> tuple[Tensor | None, ...]:
-        x, dt, a, b, c, state, reset, states = ctx.saved_tensors
+    def backward(ctx: Any, grad_y: Tensor, grad_ends: Tensor) -> tuple[Tensor | None, ...]:
+        x, dt, a, b, c, reset, borders = ctx.saved_tensors
+        rates, pieces = _rates(a), _pieces(x.shape[1], ctx.block)
+        every = len(_pieces(ctx.block, ctx.block))
         grad_x, grad_dt, grad_b, grad_c = (torch.empty_like(operand) for operand in (x, dt, b, c))
-        grad_a, grad_start = torch.zeros_like(a), torch.zeros_like(state)
+        grad_a, grad_state = torch.zeros_like(rates), torch.zeros_like(borders[:, 0])
+        a = a.mT.contiguous()
+        tiles, room = _tiles(x, rates, pieces, 3)
         with torch.autocast(x.device.type, enabled=False):
-            for index, part in reversed(list(enumerate(_parts(x.shape[1], ctx.chunk)))):
-                start = states[:, index - 1] if index else state
-                x_, dt_, b_, c_, grad_y_ = x[:, part], dt[:, part], b[:, part], c[:, part], grad_y[:, part]
-                clear = None if reset is None else reset[:, part]
-                decay, h = _unroll(x_, dt_, a, b_, start, clear)
-                # The gradient of each state: through its own output, and through the state after it.
-                grad_h = grad_y_[..., None] * c_[:, :, None]
-                grad_h[:, -1] += grad_start + grad_states[:, index]
-                for t in range(x_.shape[1] - 1, 0, -1):
-                    grad_h[:, t - 1].addcmul_(decay[:, t], grad_h[:, t])
-                grad_start = decay[:, 0] * grad_h[:, 0]
+            for rows in tiles:
+                carried = grad_state[rows]  # becomes the gradient of the state before each piece, at last of the first
+                for index, piece in reversed(list(enumerate(pieces))):
+                    if (index + 1) % every == 0:
+                        carried += grad_ends[rows, index // every]
+                    at, start = (rows, piece), borders[rows, index]
+                    x_, dt_, b_, grad_y_ = x[at], dt[at], b[at], grad_y[at]
+                    h, decay, grad_h = _arrays(room, dt_, rates)
+                    clear = None if reset is None else reset[at]
+                    _unroll(h, decay, x_, dt_, rates, b_, start, clear)
+                    # The gradient of each state: through its own output, and through the state after it.
+                    torch.mul(grad_y_[:, :, None], c[at][..., None], out=grad_h)
+                    grad_h[:, -1] += carried
+                    decays, grads = decay.unbind(1), grad_h.unbind(1)
+                    for t in range(len(grads) - 1, 0, -1):
+                        grads[t - 1].addcmul_(decays[t], grads[t])
+                    torch.mul(decays[0], grads[0], out=carried)
 
-                grad_c[:, part] = (grad_y_[:, :, None] @ h).squeeze(2)
-                grad_b[:, part] = ((dt_ * x_)[:, :, None] @ grad_h).squeeze(2)
-                grad_input = (grad_h @ b_[..., None]).squeeze(-1)  # of dt * x
-                grad_x[:, part] = grad_input * dt_
-                # The gradient of dt * a is that of the state times what the state before leaves in it.
-                grad_exponent = grad_h.mul_(decay)
-                grad_exponent[:, 1:] *= h[:, :-1]
-                grad_exponent[:, 0] *= start
-                grad_dt[:, part] = torch.addcmul((grad_exponent * a).sum(-1), grad_input, x_)
-                grad_a += grad_exponent.mul_(dt_[..., None]).sum((0, 1))
-        return grad_x, grad_dt, grad_a, grad_b, grad_c, grad_start, None, None
+                    # Rows times matrices: the same products as matrices times columns take ten times as long.
+                    grad_c[at] = (grad_y_[:, :, None] @ h.mT).squeeze(2)
+                    grad_b[at] = ((dt_ * x_)[:, :, None] @ grad_h.mT).squeeze(2)
+                    grad_input = (b_[:, :, None] @ grad_h).squeeze(2)  # of dt * x
+                    grad_x[at] = grad_input * dt_
+                    # The gradient of dt * a is that of the state times what the state before leaves in it.
+                    grad_exponent = grad_h.mul_(decay)
+                    grad_exponent[:, 1:].mul_(h[:, :-1])
+                    grad_exponent[:, 0].mul_(start)
+                    grad_dt[at] = torch.addcmul(torch.mul(grad_exponent, a, out=h).sum(2), grad_input, x_)
+                    grad_a += grad_exponent.mul_(dt_[:, :, None]).sum((0, 1))
+        return grad_x, grad_dt, grad_a.mT, grad_b, grad_c, grad_state, None, None
 
 
-def _parts(length: int, chunk: int) -> list[slice]:
-    return [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]
+def _rates(a: Tensor) -> Tensor:
+    """a as exponents of 2: (S, C)."""
+    return (a.mT * LOG2E).contiguous()
 
 
-def _unroll(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, reset: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What is left of the state before each element, and the state after it: (B, T, C, S) both."""
-    decay = (dt[..., None] * a).exp_()
-    if reset is not None:
-        decay.masked_fill_(reset[:, :, None, None], 0.0)
-    states = (dt * x)[..., None] * b[:, :, None]
-    for t in range(x.shape[1]):
-        states[:, t].addcmul_(decay[:, t], state)
-        state = states[:, t]
-    return decay, states
+def _pieces(length: int, block: int) -> list[slice]:
+    """Every block is cut into pieces of at most `CHUNK` elements, as equal as can be."""
+    count = -(-block // CHUNK)
+    cuts = [first + block * n // count for first in range(0, length, block) for n in range(count)]
+    return [slice(*ends) for ends in zip(cuts, [*cuts[1:], length], strict=True)]
+
+
+def _tiles(x: Tensor, rates: Tensor, pieces: list[slice], arrays: int) -> tuple[list[slice], Tensor]:
+    """The rows of the batch that are worked on together, and room for arrays of their states."""
+    row = max(piece.stop - piece.start for piece in pieces) * rates.numel()
+    count = min(len(x), max(1, CACHED * torch.get_num_threads() // row)) if x.device.type == "cpu" else len(x)
+    return [slice(first, first + count) for first in range(0, len(x), count)], x.new_empty(arrays, count * row)
+
+
+def _arrays(room: Tensor, dt: Tensor, rates: Tensor) -> tuple[Tensor, ...]:
+    """In that room an array of states for each element of a piece: each (B, T, S, C)."""
+    shape = *dt.shape[:2], *rates.shape
+    return room[:, : math.prod(shape)].view(-1, *shape).unbind(0)
+
+
+def _unroll(
+    h: Tensor,
+    decay: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    rates: Tensor,
+    b: Tensor,
+    state: Tensor,
+    reset: Tensor | None,
+) -> None:
+    """Fill h with the state after each element, decay with what is left of the state before it."""
+    dt_ = dt[:, :, None]
+    if reset is None:
+        torch.mul(dt_, rates, out=decay)
+    else:
+        clear = torch.zeros_like(dt[:, :, :1]).masked_fill_(reset[..., None], -math.inf)
+        torch.addcmul(clear[..., None], dt_, rates, out=decay)
+    decay.exp2_()
+    torch.mul((dt * x)[:, :, None], b[..., None], out=h)
+    for kept, after in zip(decay.unbind(1), h.unbind(1), strict=True):
+        state = after.addcmul_(kept, state)
+
+
+# -- Triton ------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _read(operand, row, stride, lane, mask, count, CHUNK: tl.constexpr):
+    """A vector of each of the next CHUNK rows, zeros from the `count`-th on: all are under way before one is used."""
+    values = ()
+    for i in tl.static_range(CHUNK):
+        inside = tl.where(i < count, mask, False)  # `&` with a scalar: not in Triton 3.9's interpreter
+        values = values + (tl.load(operand + (row + i) * stride + lane, mask=inside, other=0.0).to(tl.float32),)
+    return values
+
+
+@jit
+def _read_flags(operand, row, count, CHUNK: tl.constexpr):
+    """The same of one flag per row, False where there are none."""
+    values = ()
+    for i in tl.static_range(CHUNK):
+        if operand is None:
+            values = values + (0,)
+        else:
+            values = values + (tl.load(operand + row + i, mask=i < count, other=0),)
+    return values
+
+
+@jit
+def _decay(dt, rate, reset):
+    """What is left of the state before an element: (C, S)."""
+    return tl.where(reset != 0, 0.0, tl.exp(dt[:, None] * rate))
+
+
+@jit
+def _forward(
+    x,
+    dt,
+    a,
+    b,
+    c,
+    start,
+    reset,
+    y,
+    kept,
+    x_row,
+    dt_row,
+    b_row,
+    c_row,
+    channels,
+    width,
+    blocks,
+    size,
+    offset,
+    length,
+    step,
+    CHUNK: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+):
+    """A sequence and a tile of channels. The sequence is `length` elements, from the `offset`-th on, of each of
+    `blocks` blocks, which have `size` rows each in the operands; x_row and the like: strides of their rows.
+
+    `start` (rows, C, S): sequence n starts with row (n + 1) step - 1; or None. `kept` (sequences, P, C, S): the state
+    after every piece, which is CHUNK elements of a block, or what is left of it.
+    """
+    sequence = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * C + tl.arange(0, C)
+    unit = tl.arange(0, S)
+    inside, narrow = channel < channels, unit < width
+    cell = channel[:, None] * width + unit[None, :]
+    cells = inside[:, None] & narrow[None, :]
+    rate = tl.load(a + cell, mask=cells, other=0.0).to(tl.float32)
+    h = tl.zeros((C, S), tl.float32)
+    if start is not None:
+        h += tl.load(start + ((sequence + 1) * step - 1) * channels * width + cell, mask=cells, other=0.0)
+    pieces = tl.cdiv(length, CHUNK)
+    for piece in range(blocks * pieces):
+        first = piece % pieces * CHUNK
+        row = (sequence * blocks + piece // pieces) * size + offset + first
+        count = length - first
+        x_ = _read(x, row, x_row, channel, inside, count, CHUNK)
+        dt_ = _read(dt, row, dt_row, channel, inside, count, CHUNK)
+        b_ = _read(b, row, b_row, unit, narrow, count, CHUNK)
+        c_ = _read(c, row, c_row, unit, narrow, count, CHUNK)
+        reset_ = _read_flags(reset, row, count, CHUNK)
+        for i in tl.static_range(CHUNK):
+            h = _decay(dt_[i], rate, reset_[i]) * h + (dt_[i] * x_[i])[:, None] * b_[i][None, :]
+            written = tl.where(i < count, inside, False)
+            tl.store(y + (row + i) * channels + channel, tl.sum(h * c_[i][None, :], 1), mask=written)
+        tl.store(kept + (sequence * blocks * pieces + piece) * channels * width + cell, h, mask=cells)
+
+
+@jit
+def _backward(
+    x,
+    dt,
+    a,
+    b,
+    c,
+    start,
+    reset,
+    kept,
+    grad_y,
+    grad_ends,
+    grad_last,
+    grad_x,
+    grad_dt,
+    grad_a,
+    grad_b,
+    grad_c,
+    grad_start,
+    x_row,
+    dt_row,
+    b_row,
+    c_row,
+    channels,
+    width,
+    blocks,
+    size,
+    offset,
+    length,
+    step,
+    CHUNK: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+):
+    """As `_forward`, from the last piece to the first, each of which is run once more from the state before it.
+
+    grad_ends (sequences, `blocks`, C, S): of the states after the blocks, or None; grad_last (sequences, C, S): of the
+    state after the sequence, or None. Parts to be summed up: grad_a and grad_start (sequences, C, S), grad_b and grad_c
+    (tiles of channels, rows, S).
+    """
+    sequence = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    channel = tile * C + tl.arange(0, C)
+    unit = tl.arange(0, S)
+    inside, narrow = channel < channels, unit < width
+    cell = channel[:, None] * width + unit[None, :]
+    cells = inside[:, None] & narrow[None, :]
+    states = channels * width
+    rows = tl.num_programs(0) * blocks * size
+    rate = tl.load(a + cell, mask=cells, other=0.0).to(tl.float32)
+    g = tl.zeros((C, S), tl.float32)  # the gradient of the state
+    if grad_last is not None:
+        g += tl.load(grad_last + sequence * states + cell, mask=cells, other=0.0)
+    g_rate = tl.zeros((C, S), tl.float32)
+    pieces = tl.cdiv(length, CHUNK)
+    for back in range(blocks * pieces):
+        piece = blocks * pieces - 1 - back
+        block = sequence * blocks + piece // pieces
+        first = piece % pieces * CHUNK
+        row = block * size + offset + first
+        count = length - first
+        if grad_ends is not None:
+            g += tl.load(
+                grad_ends + block * states + cell, mask=tl.where(first + CHUNK >= length, cells, False), other=0.0
+            )
+        border = kept + (sequence * blocks * pieces + piece - 1) * states
+        h = tl.load(border + cell, mask=tl.where(piece > 0, cells, False), other=0.0)
+        if start is not None:
+            border = start + ((sequence + 1) * step - 1) * states
+            h += tl.load(border + cell, mask=tl.where(piece == 0, cells, False), other=0.0)
+        x_ = _read(x, row, x_row, channel, inside, count, CHUNK)
+        dt_ = _read(dt, row, dt_row, channel, inside, count, CHUNK)
+        b_ = _read(b, row, b_row, unit, narrow, count, CHUNK)
+        c_ = _read(c, row, c_row, unit, narrow, count, CHUNK)
+        g_y = _read(grad_y, row, channels, channel, inside, count, CHUNK)
+        reset_ = _read_flags(reset, row, count, CHUNK)
+        before = ()
+        for i in tl.static_range(CHUNK):
+            before = before + (h,)
+            h = _decay(dt_[i], rate, reset_[i]) * h + (dt_[i] * x_[i])[:, None] * b_[i][None, :]
+        for i in tl.static_range(CHUNK - 1, -1, -1):
+            left = _decay(dt_[i], rate, reset_[i])
+            driven = dt_[i] * x_[i]
+            h = left * before[i] + driven[:, None] * b_[i][None, :]
+            g += g_y[i][:, None] * c_[i][None, :]
+            out = (tile * rows + row + i) * width + unit
+            written = tl.where(i < count, narrow, False)
+            tl.store(grad_c + out, tl.sum(g_y[i][:, None] * h, 0), mask=written)
+            tl.store(grad_b + out, tl.sum(driven[:, None] * g, 0), mask=written)
+            g_driven = tl.sum(g * b_[i][None, :], 1)
+            g *= left
+            g_exponent = g * before[i]  # of dt * a
+            g_rate += g_exponent * dt_[i][:, None]
+            out = (row + i) * channels + channel
+            written = tl.where(i < count, inside, False)
+            tl.store(grad_x + out, g_driven * dt_[i], mask=written)
+            tl.store(grad_dt + out, g_driven * x_[i] + tl.sum(g_exponent * rate, 1), mask=written)
+    tl.store(grad_start + sequence * states + cell, g, mask=cells)
+    tl.store(grad_a + sequence * states + cell, g_rate, mask=cells)
+
+
+class _Launch(NamedTuple):
+    """The elements that one launch works through: the first ones of all blocks, or those asked behind each of them."""
+
+    sequences: int
+    blocks: int  # of a sequence
+    size: int  # rows of a block
+    offset: int  # of its first element
+    length: int  # elements of a block
+    step: int  # between the rows of `start` that sequences start from
+
+    @property
+    def chunk(self) -> int:
+        return min(TRITON_CHUNK, self.length)
+
+    @property
+    def pieces(self) -> int:
+        """Of a block."""
+        return -(-self.length // self.chunk)
+
+    def run(self, kernel: Any, operands: list[Tensor], others: list[Tensor | None]) -> None:
+        x, dt, a, b, c = operands
+        channels, width = a.shape
+        tile, padded = _tile(a)
+        kernel[(self.sequences, -(-channels // tile))](
+            *operands,
+            *others,
+            *(operand.stride(0) for operand in (x, dt, b, c)),
+            channels,
+            width,
+            self.blocks,
+            self.size,
+            self.offset,
+            self.length,
+            self.step,
+            CHUNK=self.chunk,
+            C=tile,
+            S=padded,
+            num_warps=min(16, max(1, tile * padded // CELLS)),
+        )
+
+
+def _launches(x: Tensor, block: int) -> list[_Launch]:
+    batch, blocks, size, _ = x.shape
+    first = _Launch(batch, blocks, size, 0, block, 1)
+    # What is asked behind a block starts from the last state kept of the block.
+    asked = _Launch(batch * blocks, 1, size, block, size - block, first.pieces)
+    return [first, asked] if block < size else [first]
+
+
+def _tile(a: Tensor) -> tuple[int, int]:
+    """The channels of a program, and their numbers each: powers of two."""
+    channels, width = (triton.next_power_of_2(size) for size in a.shape)
+    return min(channels, CHANNELS), width
+
+
+def _rows(operand: Tensor) -> Tensor:
+    """(B, N, L, ...) -> (B N L, ...), a copy only where rows do not follow each other evenly."""
+    return (operand if operand.stride(-1) == 1 else operand.contiguous()).flatten(0, 2)
+
+
+class _TritonScan(torch.autograd.Function):
+    """As `selective_scan_fork`, with reset (B, 1, L) where N is 1."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        state: Tensor | None,
+        reset: Tensor | None,
+        block: int,
+    ) -> tuple[Tensor, Tensor]:
+        operands = [_rows(x), _rows(dt), a.contiguous(), _rows(b), _rows(c)]
+        start = None if state is None else state.contiguous()
+        reset = None if reset is None else reset.contiguous()
+        y, kept = torch.empty_like(x, memory_format=torch.contiguous_format), []
+        for launch in _launches(x, block):
+            states = a.new_empty(launch.sequences, launch.blocks * launch.pieces, *a.shape, dtype=torch.float32)
+            launch.run(_forward, operands, [kept[0] if kept else start, reset, y, states])
+            kept.append(states)
+        ctx.save_for_backward(x, dt, a, b, c, start, reset, *kept)
+        ctx.block = block
+        last = kept[0][:, -1]
+        return y, last if kept[0].shape[1] == 1 else last.clone()  # a view would keep all states
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
+        x, dt, a, b, c, start, reset, *kept = ctx.saved_tensors
+        operands = [_rows(x), _rows(dt), a.contiguous(), _rows(b), _rows(c)]
+        launches = _launches(x, ctx.block)
+        grad_y, grad_last = grad_y.contiguous(), grad_last.contiguous()
+        grad_x, grad_dt = (torch.empty_like(operand, memory_format=torch.contiguous_format) for operand in (x, dt))
+        tiles = -(-len(a) // _tile(a)[0])
+        room = partial(torch.empty, dtype=torch.float32, device=x.device)
+        grad_b, grad_c = room(tiles, *b.shape), room(tiles, *c.shape)
+        grad_a = room(sum(launch.sequences for launch in launches), *a.shape)
+        parts = grad_a.split([launch.sequences for launch in launches])
+        grad_ends = None
+        for index, launch in reversed(list(enumerate(launches))):
+            grad_start = room(launch.sequences, *a.shape)
+            launch.run(
+                _backward,
+                operands,
+                [
+                    *(kept[0] if index else start, reset, kept[index]),
+                    *(grad_y, grad_ends, None if index else grad_last),
+                    *(grad_x, grad_dt, parts[index], grad_b, grad_c, grad_start),
+                ],
+            )
+            grad_ends = grad_start  # what is asked behind a block passes on to the state at the block's end
+        return (
+            grad_x,
+            grad_dt,
+            grad_a.sum(0).to(a.dtype),
+            grad_b.sum(0).to(b.dtype),
+            grad_c.sum(0).to(c.dtype),
+            None if start is None else grad_start.to(start.dtype),
+            None,
+            None,
+        )

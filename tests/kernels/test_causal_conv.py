@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpus import DEVICE, compile_for_gpus
 from torch.nn import functional as F
 from torch.testing import assert_close
+from wmcli.kernels import causal_conv as module
 from wmcli.kernels.causal_conv import causal_conv, causal_conv_fork, causal_conv_step, reference
+from wmcli.kernels.dispatch import using
 
 B, C, W, T = 2, 3, 4, 11
 
@@ -121,3 +124,115 @@ def test_bfloat16_inputs_keep_a_float32_state():
         assert y.dtype == torch.bfloat16 and after.dtype == torch.float32
     assert (whole[0].float() - want).abs().max() < 1e-2 * want.abs().max()
     assert (whole[1] - want_state).abs().max() < 1e-2 * want_state.abs().max()
+
+
+# -- Triton ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Tiles so small that few elements see their borders."""
+    monkeypatch.setattr(module, "ROWS", 4)
+
+
+def gradients(form, arguments):
+    """The results of a form and the gradients of all its arguments, in float64."""
+    y, state = form(*arguments)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64, device=y.device).view(y.shape)
+    loss = (weights * y).sum() + state.double().square().sum()
+    given = [argument for argument in arguments if argument is not None]
+    return [value.double() for value in (y, state, *torch.autograd.grad(loss, given))]
+
+
+def check_triton(form, arguments, definition=None) -> None:
+    """Float32 on the device against float64 in the definition (or the same form in torch)."""
+    copies = [
+        None if argument is None else argument.detach().to(DEVICE, torch.float32).requires_grad_()
+        for argument in arguments
+    ]
+    wide = [None if argument is None else argument.requires_grad_() for argument in arguments]
+    with using("triton"):
+        got = [value.cpu() for value in gradients(form, copies)]
+    assert_close(got, gradients(definition or form, wide), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("length", "taps"), [(1, 4), (2, 4), (6, 2), (7, 4)])
+@pytest.mark.parametrize("with_reset", [False, True])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_triton_equals_the_definition(length, taps, with_reset, with_state, small):
+    x, weight, bias, state = operands(length, taps)
+    reset = resets(length) if with_reset else None
+
+    def convolve(form):
+        return lambda *given: form(*given, None if reset is None else reset.to(given[0].device))
+
+    check_triton(convolve(causal_conv), [x, weight, bias, state if with_state else None], convolve(reference))
+
+
+def test_triton_equals_the_definition_in_tiles_of_their_true_size():
+    torch.manual_seed(0)
+    channels = module.CHANNELS + 1
+    shapes = (B, module.ROWS + 1, channels), (channels, W), (channels,), (B, channels, W - 1)
+    check_triton(causal_conv, [torch.randn(shape, dtype=torch.float64) for shape in shapes], reference)
+
+
+@pytest.mark.parametrize(("block", "queries"), [(1, 0), (1, 2), (2, 4), (5, 1)])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_triton_forks_as_torch_does(block, queries, with_state, small):
+    x, weight, bias, state = operands(3 * (block + queries))
+
+    def fork(x, weight, bias, state):
+        return causal_conv_fork(x.unflatten(1, (3, -1)), weight, bias, block, state)
+
+    check_triton(fork, [x, weight, bias, state if with_state else None])
+
+
+def test_triton_steps_equal_the_definition(small):
+    x, weight, bias, state = operands(6)
+    flags = resets(6)
+
+    def steps(x, weight, bias, state):
+        outputs = []
+        for t in range(6):
+            y, state = causal_conv_step(x[:, t], weight, bias, state, flags[:, t].to(x.device))
+            outputs.append(y)
+        return torch.stack(outputs, 1), state
+
+    check_triton(steps, [x, weight, bias, state], lambda *given: reference(*given, flags))
+
+
+@pytest.mark.parametrize("wanted", [range(4), (0, 3), (1,)])
+def test_both_forms_give_gradients_of_the_same_dtypes_to_the_same_arguments(wanted, small):
+    """The operands as a backbone under autocast has them: x is a part of a projection's output."""
+    results = []
+    for form in ("torch", "triton"):
+        x, *others = (operand.float().to(DEVICE) for operand in operands())
+        arguments = [torch.cat((x, x), 2).bfloat16().chunk(2, 2)[0].detach(), *others]
+        for i in wanted:
+            arguments[i].requires_grad_()
+        with using(form), torch.autocast(DEVICE.type, torch.bfloat16):
+            y, state = causal_conv(*arguments)
+            (y.float().square().mean() + state.square().mean()).backward()
+        grads = [argument.grad for argument in arguments]
+        assert [i for i, grad in enumerate(grads) if grad is not None] == list(wanted)
+        results.append([y, state, *(grads[i] for i in wanted)])
+    for got, want in zip(results[1], results[0], strict=True):
+        assert got.dtype == want.dtype
+        assert_close(got, want, rtol=2e-2, atol=2e-2 * want.abs().max().item())
+
+
+def compile_cases():
+    optional = {"state": "*fp32", "reset": "*i1", "grad_state": "*fp32"}
+    for element, given in (("*fp32", ("state", "grad_state")), ("*bf16", ("reset",))):
+        for kernel in (module._forward, module._backward):
+            constants = {"REACH": 1, "W": W, "PAST": 4, "ROWS": 8, "C": 32}  # a large tile only says more of the same
+            constants |= {name: None for name in optional if name not in given}
+            constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+            types = {name: "*fp32" for name in kernel.arg_names if name not in constants}
+            types |= dict.fromkeys(("x", "y", "grad_y", "grad_x"), element) | optional
+            types |= dict.fromkeys(("x_row", "x_channel", "channels", "blocks", "size", "block"), "i32")
+            yield kernel, {name: types[name] for name in kernel.arg_names if name not in constants}, constants
+
+
+def test_the_kernels_compile():
+    compile_for_gpus(__file__)

@@ -9,7 +9,10 @@ import math
 
 import pytest
 import torch
+from gpus import DEVICE, compile_for_gpus
 from torch.testing import assert_close
+from wmcli.kernels import selective_scan as module
+from wmcli.kernels.dispatch import using
 from wmcli.kernels.selective_scan import (
     CHUNK,
     reference,
@@ -85,8 +88,10 @@ def test_fork_commits_only_the_block(block, queries, with_state):
     close(got_state, state)
 
 
-def test_gradients_equal_those_of_the_definition():
-    """Over several chunks, from the outputs and the last state, to every argument."""
+@pytest.mark.parametrize("cached", [module.CACHED, 1])
+def test_gradients_equal_those_of_the_definition(cached, monkeypatch):
+    """Over several chunks, from the outputs and the last state, to every argument; rows together or one by one."""
+    monkeypatch.setattr(module, "CACHED", cached)
     gradients = []
     for form in (selective_scan, reference):
         arguments = [operand.requires_grad_() for operand in operands()]
@@ -155,3 +160,151 @@ def test_autocast_changes_nothing_in_float32():
             gradients = torch.autograd.grad(y.square().sum() + state.square().sum(), arguments)
         results.append((y, state, *gradients))
     assert all(torch.equal(got, want) for got, want in zip(*results, strict=True))
+
+
+# -- Triton ------------------------------------------------------------------------------------------------------------
+
+
+def gradients(form, arguments):
+    """The results of a form and the gradients of all its arguments that want one, in float64."""
+    y, state = form(*arguments)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64, device=y.device).view(y.shape)
+    loss = (weights * y).sum() + state.double().square().sum()
+    wanted = [argument for argument in arguments if argument is not None and argument.requires_grad]
+    return [value.double() for value in (y, state, *torch.autograd.grad(loss, wanted))]
+
+
+def in_triton(form, arguments):
+    """The same of float32 copies of float64 arguments, on the device, in Triton."""
+    copies = [
+        None if argument is None else argument.detach().to(DEVICE, torch.float32).requires_grad_()
+        for argument in arguments
+    ]
+    with using("triton"):
+        return [value.cpu() for value in gradients(form, copies)]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Short pieces and few channels to a program: few elements, and a quick test, see the borders of both."""
+    monkeypatch.setattr(module, "TRITON_CHUNK", 3)
+    monkeypatch.setattr(module, "CHANNELS", 4)
+
+
+def wide_operands(length: int, channels: int = 5, width: int = 3):
+    """b and c are rows of one projection, as in a backbone."""
+    torch.manual_seed(1)
+    x, rows = torch.randn(B, length, channels).double(), torch.randn(B, length, 2 * width + 3).double()
+    b, c = rows.split((width, width, 3), -1)[:2]
+    dt, a = torch.rand(B, length, channels).double(), -2 * torch.rand(channels, width).double()
+    return [x, dt, a, b, c, torch.randn(B, channels, width).double()]
+
+
+def check_triton(length, with_state, with_reset, **sizes):
+    arguments = [operand.requires_grad_() for operand in wide_operands(length, **sizes)]
+    arguments[5] = arguments[5] if with_state else None
+    reset = resets(length) if with_reset else None
+
+    def scan(form):
+        return lambda *operands: form(*operands, None if reset is None else reset.to(operands[0].device))
+
+    got, want = in_triton(scan(selective_scan), arguments), gradients(scan(reference), arguments)
+    assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 3, 7])
+@pytest.mark.parametrize(("with_state", "with_reset"), [(True, False), (False, True), (True, True)])
+def test_triton_equals_the_definition(length, with_state, with_reset, small):
+    check_triton(length, with_state, with_reset)
+
+
+def test_triton_equals_the_definition_in_programs_of_their_true_size():
+    check_triton(module.TRITON_CHUNK + 1, True, False, channels=module.CHANNELS + 1, width=16)
+
+
+@pytest.mark.parametrize(("block", "queries"), [(1, 0), (1, 2), (4, 0), (4, 1), (2, 4)])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_triton_forks_as_torch_does(block, queries, with_state, small):
+    """Gradients too, which go through the states at the ends of blocks."""
+    *arguments, state = wide_operands(2 * (block + queries), channels=3)
+    arguments = [argument if i == 2 else argument.unflatten(1, (2, -1)) for i, argument in enumerate(arguments)]
+    arguments = [argument.requires_grad_() for argument in (*arguments, state)]
+    arguments[5] = arguments[5] if with_state else None
+
+    def fork(x, dt, a, b, c, state):
+        return selective_scan_fork(x, dt, a, b, c, block, state)
+
+    assert_close(in_triton(fork, arguments), gradients(fork, arguments), rtol=1e-5, atol=1e-5)
+
+
+def test_triton_steps_equal_the_definition(small):
+    arguments = [operand.requires_grad_() for operand in wide_operands(3)]
+    flags = resets(3)
+
+    def steps(x, dt, a, b, c, state):
+        outputs = []
+        for t in range(3):
+            flag = flags[:, t].to(x.device)
+            y, state = selective_scan_step(x[:, t], dt[:, t], a, b[:, t], c[:, t], state, flag)
+            outputs.append(y)
+        return torch.stack(outputs, 1), state
+
+    want = gradients(lambda *operands: reference(*operands, flags), arguments)
+    assert_close(in_triton(steps, arguments), want, rtol=1e-5, atol=1e-5)
+
+
+def test_few_launches(monkeypatch):
+    launches = []
+    monkeypatch.setattr(module._Launch, "run", lambda *arguments: launches.append(arguments))
+    x, dt, a, b, c, state = (operand.to(DEVICE, torch.float32) for operand in operands(12))
+    with using("triton"):
+        selective_scan_step(x[:, 0], dt[:, 0], a, b[:, 0], c[:, 0], state)
+        assert len(launches) == 1
+        selective_scan(x, dt, a, b, c, state)
+        assert len(launches) == 2
+        selective_scan_fork(*(o if o is a else o.unflatten(1, (3, 4)) for o in (x, dt, a, b, c)), 3, state)
+        assert len(launches) == 4
+
+
+@pytest.mark.parametrize("wanted", [range(6), (0, 5), (2,)])
+def test_both_forms_give_gradients_of_the_same_dtypes_to_the_same_arguments(wanted, small):
+    """The operands as a backbone under autocast has them."""
+    dtypes = torch.bfloat16, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, torch.float32
+    results = []
+    for form in ("torch", "triton"):
+        arguments = [operand.to(DEVICE, dtype) for operand, dtype in zip(wide_operands(5), dtypes, strict=True)]
+        for i in wanted:
+            arguments[i].requires_grad_()
+        with using(form), torch.autocast(DEVICE.type, torch.bfloat16):
+            y, state = selective_scan(*arguments)
+            (y.float().square().mean() + state.square().mean()).backward()
+        grads = [argument.grad for argument in arguments]
+        assert [i for i, grad in enumerate(grads) if grad is not None] == list(wanted)
+        results.append([y, state, *(grads[i] for i in wanted)])
+    for got, want in zip(results[1], results[0], strict=True):
+        assert got.dtype == want.dtype
+        assert_close(got, want, rtol=2e-2, atol=2e-2 * want.abs().max().item())
+
+
+def test_large_steps_stay_finite_in_triton():
+    x, _, _, b, c, state = operands(9)
+    arguments = [x, torch.full_like(x, 10.0), torch.full((C, S), -16.0), b, c, state]
+    assert all(value.isfinite().all() for value in in_triton(selective_scan, arguments))
+
+
+def compile_cases():
+    integers = ("x_row", "dt_row", "b_row", "c_row", "channels", "width", "blocks", "size", "offset", "length", "step")
+    optional = {"start": "*fp32", "reset": "*i1", "grad_ends": "*fp32", "grad_last": "*fp32"}
+    for element, given in (("*fp32", ("start", "grad_ends")), ("*bf16", ("start", "reset", "grad_last"))):
+        for kernel in (module._forward, module._backward):
+            constants = {"CHUNK": 2, "C": module.CHANNELS, "S": 16}  # a long chunk only says the same more often
+            types = {name: "*fp32" for name in kernel.arg_names if name not in constants}
+            types |= dict.fromkeys(integers, "i32") | dict.fromkeys(("x", "b", "c", "y", "grad_y", "grad_x"), element)
+            types |= optional
+            missing = dict.fromkeys(name for name in optional if name not in given)
+            constants |= {name: None for name in missing if name in kernel.arg_names}
+            yield kernel, {name: types[name] for name in kernel.arg_names if name not in constants}, constants
+
+
+def test_the_kernels_compile():
+    compile_for_gpus(__file__)
