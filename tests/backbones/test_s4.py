@@ -1,4 +1,4 @@
-"""S4's own numbers: HiPPO-LegS, initialisation, sizes, the kernel length, and when a recurrence is made anew."""
+"""S4's own numbers: HiPPO-LegS, initialisation, sizes, the kernel length, and when systems are prepared anew."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 from torch.testing import assert_close
 from wmcli.kernels import s4 as kernels
 
-from wmcli.backbones import BackboneSettings, Size, build, map_state
-from wmcli.backbones.s4 import S4, S4Settings, StateSpace, hippo_legs
+from wmcli.backbones import BackboneSettings, Size, build, map_state, s4
+from wmcli.backbones.s4 import S4, S4Settings, StateSpace, build_system, hippo_legs
 from wmcli.errors import UsageError
 from wmcli.nn.decay import parameter_groups
 from wmcli.training.optim import build_optimiser
@@ -38,6 +38,14 @@ def steps(model: S4, x: torch.Tensor) -> torch.Tensor:
         y, state = model.step(x[:, t], state)
         outputs.append(y)
     return torch.stack(outputs, 1)
+
+
+def truncated_output(system: StateSpace, length: int) -> tuple[kernels.System, torch.Tensor]:
+    """The system of a layer, and its C (D, N / 2) by solving for it."""
+    made, c_tilde = build_system(*system.tensors())
+    stored = kernels.output_numbers(c_tilde)[..., None]
+    c = torch.linalg.solve(kernels.truncation(kernels.discretise(made), length), stored)[..., 0]
+    return made, torch.complex(c[:, ::2], -c[:, 1::2]) / 2
 
 
 # -- HiPPO-LegS --------------------------------------------------------------------------------------------------------
@@ -97,7 +105,7 @@ def test_parameter_counts():
     count = {name: sum(p.numel() for p in part.parameters()) for name, part in model.blocks[0].named_children()}
     assert count == {"layers": 2 * layer, "norm": norm, "up": 257 * 1024, "down": 1025 * 256}
     assert sum(p.numel() for p in model.parameters()) == 2 * (2 * layer + mlp) + norm == 1_649_408
-    assert sum(leaf.numel() for leaf in model.initial_state(1)) == 4 * width * state
+    assert sum(leaf.numel() for leaf in model.initial_state(1).layers) == 4 * width * state
 
 
 def test_parameter_counts_of_the_variants():
@@ -122,9 +130,7 @@ def test_initialisation():
     assert_close(system.log_decay.exp(), torch.full((1, 32), 0.5))
     assert_close(system.b, math.sqrt(2) * system.p)
     # C is what has unit variance; what is stored is C~.
-    discrete = kernels.discretise(system._system())
-    stored = kernels.output_numbers(system._c_tilde())[..., None]
-    c = torch.linalg.solve(kernels.truncation(discrete, length), stored).squeeze(-1).unflatten(-1, (-1, 2)) / 2
+    c = torch.view_as_real(truncated_output(system, length)[1])
     assert c.square().sum(-1).mean().item() == pytest.approx(1, rel=0.03)
     assert c.square().mean((0, 1)).tolist() == pytest.approx([0.5, 0.5], rel=0.05)
     assert layer.skip.std().item() == pytest.approx(1, rel=0.1)
@@ -168,11 +174,7 @@ def test_the_stack_as_the_paper_draws_it(settings):
     for block in model.blocks:
         for layer in block.layers:
             u = layer.norm(y)
-            system = layer.system._system()
-            stored = kernels.output_numbers(layer.system._c_tilde())[..., None]
-            c = torch.linalg.solve(kernels.truncation(kernels.discretise(system), LENGTH), stored)[..., 0]
-            c = torch.complex(c[:, ::2], -c[:, 1::2]) / 2
-            kernel = kernels.reference(system, c, 7)
+            kernel = kernels.reference(*truncated_output(layer.system, LENGTH), 7)
             filtered = [sum(kernel[:, lag] * u[:, t - lag] for lag in range(t + 1)) for t in range(7)]
             mixed = layer.out(nn.functional.gelu(torch.stack(filtered, 1) + layer.skip * u))
             if settings.get("glu", True):
@@ -196,7 +198,9 @@ def test_sequences_of_any_length(length):
     assert_close(model(x[:, :length], None)[0], want[:, :length], rtol=0, atol=1e-10)
 
 
-def test_long_sequences_in_chunks_with_resets():
+@pytest.mark.parametrize("longest", [512, 100], ids=["convolution", "chunks"])
+def test_long_sequences_with_resets(monkeypatch, longest):
+    monkeypatch.setattr(s4, "LONGEST_WITH_RESETS", longest)
     model = small(150).double()
     x, reset = inputs(3, 150, 6, dtype=torch.float64), torch.zeros(3, 150, dtype=torch.bool)
     reset[1, [0, 60, 61, 149]] = reset[2, 100] = True
@@ -221,7 +225,7 @@ def test_the_kernel_length_is_saved_with_the_weights():
         small(31).load_state_dict(tensors)
 
 
-# -- recurrences are kept, but never old ones --------------------------------------------------------------------------
+# -- what is prepared is kept, but never old ---------------------------------------------------------------------------
 
 
 def learn(name: str):
@@ -282,7 +286,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_kept_recurrence_is_never_stale(change):
+def test_kept_systems_are_never_stale(change):
     model, x = small(), inputs(2, 9, 6)
     with torch.no_grad():
         before = steps(model, x)
@@ -293,7 +297,18 @@ def test_a_kept_recurrence_is_never_stale(change):
     assert (after - before).abs().max() > 1e-2
 
 
-def test_a_kept_recurrence_follows_the_dtype():
+@pytest.mark.parametrize("change", ["adamw", "in place", "parameters replaced"])
+def test_systems_that_go_with_a_state_are_never_stale(change):
+    model, x = small(), inputs(2, 9, 6)
+    _, state = model(x, model.initial_state(2))
+    CHANGES[change](model)
+    state = map_state(torch.Tensor.detach, state)
+    got, _ = model(x, state)
+    want, _ = model(x, state._replace(systems=None))
+    assert_close(got, want, rtol=0, atol=0)
+
+
+def test_kept_systems_follow_the_dtype():
     model, x = small(), inputs(2, 9, 6)
     with torch.no_grad():
         steps(model, x)
@@ -303,20 +318,20 @@ def test_a_kept_recurrence_follows_the_dtype():
 
 @pytest.fixture
 def made(monkeypatch) -> list[int]:
-    """How many recurrences have been made, in a list of one."""
-    count, original = [0], kernels.Recurrence.__init__
+    """How often systems have been prepared for a recurrence, in a list of one."""
+    count, original = [0], kernels.discretise
 
-    def counting(self, *arguments):
+    def counting(*arguments):
         count[0] += 1
-        original(self, *arguments)
+        return original(*arguments)
 
-    monkeypatch.setattr(kernels.Recurrence, "__init__", counting)
+    monkeypatch.setattr(kernels, "discretise", counting)
     return count
 
 
 def test_imagination_prepares_once(made):
     model, x = small(), inputs(2, 9, 6)
-    names = set(model.state_dict())
+    made[0], names = 0, set(model.state_dict())
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
             state = model.initial_state(2)
@@ -324,24 +339,71 @@ def test_imagination_prepares_once(made):
                 _, state = model.step(x[:, t], state)
             _, state = model(x, state, torch.zeros(2, 9, dtype=torch.bool))
             model.fork(x[:, None], x[0, :2], state)
-    assert made == [4]  # one for each S4 layer
+            assert state.systems is None
+    assert made == [2]  # for one element, and for nine: all layers together
     assert set(model.state_dict()) == names
 
 
-def test_with_gradients_every_call_prepares(made):
-    model, x = small(), inputs(2, 9, 6)
-    with torch.no_grad():
-        model.step(x[:, 0], model.initial_state(2))
-    y, state = model.step(x[:, 0], model.initial_state(2))
-    y, _ = model.step(x[:, 1], state)
-    assert made == [12]
-    y.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+def segment(model: S4, x: torch.Tensor, share: bool) -> torch.Tensor:
+    """What a token world model makes of a segment, from blocks x (B, 4, L, D)."""
+    state = model.initial_state(len(x))
+    parts = []
+    for call in (
+        lambda state: model(x[:, 0], state),
+        lambda state: model.fork(x[:, 1:3], x[0, 0, :2], state),
+        lambda state: model(x[:, 3], state),
+    ):
+        *results, state = call(state if share else state._replace(systems=None))
+        parts += results
+    return torch.cat([part.flatten() for part in parts])
+
+
+def test_a_loss_prepares_once(made):
+    """Three calls with gradient, and the gradients are those of calls that share nothing."""
+    model, x = small().double(), inputs(2, 4, 5, 6, dtype=torch.float64)
+    gradients, counts = [], []
+    for share in (True, False):
+        made[0] = 0
+        y = segment(model, x, share)
+        gradients.append(torch.autograd.grad(y.square().sum(), list(model.parameters())))
+        counts.append(made[0])
+    assert counts == [2, 6]  # forward and backward
+    for got, want in zip(*gradients, strict=True):
+        assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_several_losses_may_share(made):
+    """One backward pass after the other, through the same preparation."""
+    model, x = small().double(), inputs(2, 9, 6, dtype=torch.float64)
+    parameters = [each for space in systems(model) for each in space.parameters()]
+    y, state = model(x, model.initial_state(2))
+    state = map_state(torch.Tensor.detach, state)
+    z, _ = model(x, state)
+    separate = [torch.autograd.grad(each.square().sum(), parameters) for each in (y, z)]
+    y, _ = model(x, model.initial_state(2))
+    z, _ = model(x, state._replace(systems=None))
+    together = torch.autograd.grad(y.square().sum() + z.square().sum(), parameters)
+    for first, second, both in zip(*separate, together, strict=True):
+        assert_close(first + second, both, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_are_those_of_the_forward_pass(made):
+    """A change of the parameters before the backward pass does not reach it."""
+    found = []
+    for change in (False, True):
+        model = small()
+        y, _ = model.step(inputs(2, 6), model.initial_state(2))
+        if change:
+            write_in_place(model)
+        leaves = [each for space in systems(model) for each in space.parameters()]
+        found.append(torch.autograd.grad(y.sum(), leaves))
+    assert_close(*found, rtol=0, atol=0)
 
 
 def test_a_frozen_model_passes_gradients_on(made):
     """What inference mode prepared serves a graph as well."""
     model, x = small().requires_grad_(False), inputs(2, 9, 6)
+    made[0] = 0
     with torch.inference_mode():
         model(x, model.initial_state(2))
         model.step(x[:, 0], model.initial_state(2))
@@ -349,7 +411,7 @@ def test_a_frozen_model_passes_gradients_on(made):
     y, state = model(x, model.initial_state(2))
     z, _ = model.step(x[:, 3], state)
     (y.sum() + z.square().sum()).backward()
-    assert made == [4]
+    assert made == [2]
     assert (x.grad.abs().amax(-1) > 0).all()
 
 
@@ -391,4 +453,4 @@ def test_complex_parameters_are_pairs():
     assert system.c_tilde.shape == (6, 4, 2)
     with torch.no_grad():
         system.c_tilde.copy_(torch.arange(48.0).view(6, 4, 2))
-    assert system._c_tilde()[2, 3] == 22 + 23j
+    assert build_system(*system.tensors())[1][2, 3] == 22 + 23j

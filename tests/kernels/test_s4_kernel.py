@@ -1,6 +1,7 @@
-"""S4's kernel and recurrence against powers of the discretised matrix, and golden values of HiPPO-LegS systems.
+"""S4's kernel and recurrence against powers of the discretised matrix, golden values of HiPPO-LegS systems, and the
+Triton forms against the definitions.
 
-Axes: B batch, T time, H channels, N numbers of a channel's state, J blocks, C elements of a block.
+Axes: B batch, T time, H channels, N numbers of a channel's state, M = N / 2 pairs, J blocks, C elements of a block.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import math
 
 import pytest
 import torch
+from gpus import DEVICE, compile_for_gpus
 from torch.testing import assert_close
 from wmcli.kernels import s4
-from wmcli.kernels.s4 import Recurrence, System, advance, convolve, discretise, kernel, output_numbers, reference
+from wmcli.kernels.dispatch import using
+from wmcli.kernels.s4 import Resets, System, Systems, convolve, discretise, kernel, output_numbers, reference
 
 from wmcli.backbones.s4 import hippo_legs
 
@@ -62,7 +65,7 @@ def test_golden_discretisation():
     abar = back @ s4.transition(discrete)[0].mT @ torch.linalg.inv(back)
     assert abar.diagonal().tolist() == pytest.approx([0.904761905, 0.818181818, 0.739130435, 0.666666667], abs=1e-9)
     assert abar.triu(1).abs().max() < 1e-12
-    bbar = back @ discrete.input[0]
+    bbar = back @ torch.view_as_real(discrete.input[0]).flatten()
     assert bbar.tolist() == pytest.approx([0.095238095, 0.149961109, 0.159929575, 0.141923419], abs=1e-9)
 
 
@@ -137,10 +140,10 @@ def test_a_shorter_kernel_is_the_start_of_a_longer_one():
 
 def test_gradients_of_the_kernel(monkeypatch):
     """By finite differences in several pieces, and against autograd through powers of the matrix."""
-    system = random_system(2, 6)
-    c_tilde, weight = draw(system), torch.randn(2, 12, dtype=torch.float64)
+    system = random_system(3, 6)
+    c_tilde, weight = draw(system), torch.randn(3, 12, dtype=torch.float64)
     whole = kernel(system, c_tilde, 12)
-    monkeypatch.setattr(s4, "CAUCHY_ELEMENTS", 2 * 3 * 2)  # two frequencies at a time
+    monkeypatch.setattr(s4, "CACHED_ELEMENTS", 2 * 3 * 7)  # two channels at a time
     assert_close(kernel(system, c_tilde, 12), whole)
     leaves = [each.requires_grad_() for each in (*system, c_tilde)]
     assert torch.autograd.gradcheck(lambda *parts: kernel(System(*parts[:4]), parts[4], 12), leaves)
@@ -149,6 +152,52 @@ def test_gradients_of_the_kernel(monkeypatch):
     numbers = torch.linalg.solve(s4.truncation(discretise(system), 12), output_numbers(c_tilde)[..., None])
     c = torch.view_as_complex(numbers.squeeze(-1).unflatten(-1, (-1, 2)) / 2).conj()
     assert_close(got, torch.autograd.grad((reference(system, c, 12) * weight).sum(), leaves))
+
+
+def sums(channels: int, pairs: int, length: int) -> list[torch.Tensor]:
+    """Operands of Cauchy sums as `kernel` makes them: weights, Re w, |w|^2, cosines and sines."""
+    torch.manual_seed(0)
+    w = torch.complex(-0.1 * torch.rand(channels, pairs).double() - 0.01, torch.randn(channels, pairs).double())
+    half = torch.arange(length // 2 + 1, dtype=torch.float64) * (math.pi / length)
+    weights = torch.randn(channels, 8, pairs, dtype=torch.float64)
+    return [each.to(DEVICE) for each in (weights, w.real, w.abs().square(), half.cos(), half.sin())]
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+@pytest.mark.parametrize(("channels", "pairs", "length"), [(2, 3, 8), (1, 17, 301), (3, 1, 1)])
+def test_cauchy_sums(implementation, channels, pairs, length):
+    """And their gradients, against autograd of the definition. Even lengths have a node where the cosine is 0."""
+    operands = sums(channels, pairs, length)
+    single_ = [each.float() for each in operands]
+    # What float32 makes of the operands is given to both.
+    wide = [each.double().requires_grad_() for each in single_[:3]] + [each.double() for each in single_[3:]]
+    want = s4.cauchy_reference(*wide)
+    weight = torch.randn(want.shape, dtype=want.dtype, device=DEVICE)
+    want_gradients = torch.autograd.grad((want * weight.conj()).real.sum(), wide[:3])
+    leaves = [each.requires_grad_() for each in single_[:3]]
+    with using(implementation):
+        got = s4.cauchy(*leaves, *single_[3:])
+        gradients = torch.autograd.grad((got * weight.conj()).real.sum().float(), leaves)
+    for got_, want_ in zip((got, *gradients), (want, *want_gradients), strict=True):
+        assert got_.dtype in (torch.float32, torch.complex64)
+        assert (got_ - want_).abs().max() <= 5e-5 * want_.abs().max()
+
+
+def test_the_kernel_in_triton():
+    """Values and gradients of a whole kernel, with leading axes."""
+    torch.manual_seed(0)
+    system, _ = legs(8, *DT)
+    c_tilde = draw(system)
+    results = []
+    for wide in (True, False):
+        parts = [each if wide else single(each)[0] for each in (*system, c_tilde)]
+        leaves = [each.detach().to(DEVICE).requires_grad_() for each in parts]
+        stacked = [torch.stack((each, 0.9 * each)) for each in leaves]
+        with using("triton"):  # which leaves float64 to torch
+            made = kernel(System(*stacked[:4]), stacked[4], 41)
+        results.append((made, *torch.autograd.grad(made.square().sum(), leaves)))
+    for want, got in zip(*results, strict=True):
+        assert (got - want).abs().max() < 2e-5 * want.abs().max()
 
 
 @pytest.mark.parametrize("time", [1, 2, 7, 8, 9])
@@ -172,6 +221,23 @@ def test_states_do_not_grow(seed):
     assert torch.linalg.matrix_norm(matrix, 2).max() < 1 + 1e-12
 
 
+class Recurrence:
+    """The systems of a single layer as a recurrence."""
+
+    def __init__(self, system: System, c_tilde: torch.Tensor, length: int) -> None:
+        parameters = [[each] for each in (*system, c_tilde)]
+        self.systems = Systems(lambda *parts: (System(*parts[:4]), parts[4]), parameters, length)
+
+    def step(self, u, state, reset=None):
+        return self.systems.step(0, u, state, reset)
+
+    def run(self, u, state, reset=None):
+        return self.systems.run(0, u, state, None if reset is None else Resets(reset))
+
+    def fork(self, u, block, state):
+        return self.systems.fork(0, u, block, state)
+
+
 def made(channels: int = 3, state: int = 6, length: int = 40) -> tuple[Recurrence, System, torch.Tensor]:
     system = random_system(channels, state)
     c = draw(system)
@@ -184,6 +250,35 @@ def by_steps(recurrence, u, state, reset=None):
         y, state = recurrence.step(u[:, t], state, None if reset is None else reset[:, t])
         outputs.append(y)
     return torch.stack(outputs, 1), state
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 16, 17, 100])
+def test_c_of_c_tilde(length):
+    system = random_system(5, 6)
+    c = draw(system)
+    assert_close(s4.output(discretise(system), truncated(system, c, length), length), c, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(("size", "reach", "rest"), [(1, 1, 0), (5, 5, 3), (5, 9, 0), (64, 64, 63)])
+def test_chunks_equal_powers(size, reach, rest):
+    """A chunk's matrices, whose power, input and output go through the powers of the transition."""
+    system = random_system(3, 6)
+    discrete, c = discretise(system), draw(system)
+    matrix, into = s4.transition(discrete), torch.view_as_real(discrete.input).flatten(-2)
+    power = [torch.linalg.matrix_power(matrix, count) for count in range(reach + 1)]
+    chunk = s4.chunk_operators(discrete, c, torch.float64, size, reach, rest)
+    assert_close(chunk.power, power[size], rtol=0, atol=1e-12)
+    inputs = torch.stack([(into[:, None] @ power[size - 1 - n])[:, 0] for n in range(size)], 1)
+    assert_close(chunk.inputs, inputs, rtol=0, atol=1e-12)
+    outputs = torch.stack([(power[n + 1] @ output_numbers(c)[..., None])[..., 0] for n in range(reach)], 2)
+    assert_close(chunk.outputs, outputs, rtol=0, atol=1e-12)
+    want = reference(system, c, reach)
+    assert_close(chunk.kernel, want, rtol=0, atol=1e-12)
+    for n in range(reach):
+        assert_close(chunk.inside[:, n, n:], want[:, : reach - n], rtol=0, atol=1e-12)
+        assert not chunk.inside[:, n, :n].any()
+    if rest:
+        assert_close(chunk.rest, power[rest], rtol=0, atol=1e-12)
 
 
 def test_steps_equal_the_convolution():
@@ -299,15 +394,145 @@ def test_float32_is_accurate(learned):
 
 
 def test_advance_is_the_transition():
-    recurrence, _, _ = made()
+    recurrence, system, _ = made()
     x = torch.randn(2, 3, 6, dtype=torch.float64)
-    want = torch.einsum("bhn,hnm->bhm", x, s4.transition(recurrence.discrete))
-    assert_close(advance(recurrence.discrete, x), want)
+    want = torch.einsum("bhn,hnm->bhm", x, s4.transition(discretise(system)))
+    assert_close(s4.advance(recurrence.systems.step_operators(0), x), want)
 
 
 def test_only_a_few_lengths_of_chunks_are_kept():
     recurrence, _, _ = made()
     state = torch.zeros(1, 3, 6, dtype=torch.float64)
+    recurrence.step(torch.ones(1, 3, dtype=torch.float64), state)
     for time in range(1, 12):
         recurrence.run(torch.ones(1, time, 3, dtype=torch.float64), state)
-    assert list(recurrence.chunks) == [8, 9, 10, 11]
+    assert list(recurrence.systems._made) == ["step", *((time, time, 0) for time in (8, 9, 10, 11))]
+
+
+# -- several layers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("together", [1, 2, 3], ids=lambda count: f"{count} together")
+def test_layers_are_each_for_themselves(monkeypatch, together):
+    """Prepared together or not, what each layer does is what it does alone, and so are the gradients."""
+    monkeypatch.setattr(s4, "PREPARED_ELEMENTS", together * 2 * 4 * 4)
+    systems = [random_system(2, 4, seed) for seed in range(3)]
+    leaves = [[each.requires_grad_() for each in (*system, draw(system))] for system in systems]
+
+    def build(*parts):
+        return System(*parts[:4]), parts[4]
+
+    def everything(systems: Systems, layer: int) -> torch.Tensor:
+        torch.manual_seed(layer)
+        u, state = torch.randn(2, 5, 2, dtype=torch.float64), torch.randn(2, 2, 4, dtype=torch.float64)
+        y = systems.convolve(layer, u)
+        z, state = systems.step(layer, u[:, 0], state)
+        v, state = systems.run(layer, u[:, :3], state)
+        w, state = systems.fork(layer, u[:, None], 3, state)
+        return torch.cat([part.flatten() for part in (y, z, v, w, state)])
+
+    whole = Systems(build, list(zip(*leaves, strict=True)), 9)
+    together_ = [everything(whole, layer) for layer in range(3)]
+    got = torch.autograd.grad(
+        sum(each.square().sum() for each in together_), [each for group in leaves for each in group]
+    )
+    for layer, group in enumerate(leaves):
+        alone = everything(Systems(build, [[each] * (layer + 1) for each in group], 9), layer)
+        assert_close(together_[layer], alone)
+        want = torch.autograd.grad(alone.square().sum(), group)
+        assert_close(list(got[5 * layer : 5 * layer + 5]), list(want))
+
+
+# -- segments ----------------------------------------------------------------------------------------------------------
+
+
+def resets(rows: int, time: int) -> torch.Tensor:
+    torch.manual_seed(time)
+    chance = torch.tensor([0.0, 0.03, 0.3, 1.0]).repeat(rows)[:rows]
+    return torch.rand(rows, time) < chance[:, None]
+
+
+@pytest.mark.parametrize("time", [1, 2, 15, 16, 17, 31, 100, 128, 129, 300])
+def test_a_convolution_stays_in_its_segment(time):
+    u, reset, k = (
+        torch.randn(2, 4, time, dtype=torch.float64),
+        resets(4, time),
+        torch.randn(2, 310, dtype=torch.float64),
+    )
+    segments = Resets(reset).segments(0, time, time, torch.float64)
+    number = reset.long().cumsum(1)
+    same = (number[:, :, None] == number[:, None, :]).double()  # (R, T, T)
+    lag = torch.arange(time)[:, None] - torch.arange(time)
+    matrix = torch.where(lag >= 0, k[:, lag.clamp(min=0)], 0.0)  # (H, T, T)
+    want = torch.einsum("hts,rts,hrs->hrt", matrix, same, u)
+    assert_close(s4.convolve_segments(u, k, segments), want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("time", [1, 7, 20, 40])
+def test_gradients_of_a_convolution_in_segments(monkeypatch, time):
+    monkeypatch.setattr(s4, "NEAR", 4)
+    monkeypatch.setattr(s4, "PARTS", 3)  # so that there are several levels
+    segments = Resets(resets(3, time)).segments(0, time, time, torch.float64)
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3, time), (2, time + 3))]
+    run = torch.autograd.gradcheck(lambda u, k: s4.convolve_segments(u, k, segments), leaves, fast_mode=True)
+    assert run
+
+
+# -- the step in Triton ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch", "channels", "state"), [(1, 3, 2), (5, 19, 6), (3, 16, 8)])
+@pytest.mark.parametrize("reset", [True, False])
+def test_the_step_in_triton(monkeypatch, batch, channels, state, reset):
+    monkeypatch.setattr(s4, "STEP_PROGRAMS", 3)  # so that a program takes several rows
+    torch.manual_seed(0)
+    shape = channels, state
+    diagonal = torch.randn(channels, state // 2, dtype=torch.complex64)
+    operators = s4.Step(*(each.to(DEVICE) for each in (diagonal, *(torch.randn(shape) for _ in range(4)))))
+    u = torch.randn(channels, batch, device=DEVICE).mT  # not contiguous
+    before = torch.randn(channels, batch, state, device=DEVICE).transpose(0, 1)
+    clear = None
+    if reset:
+        clear = torch.arange(batch, device=DEVICE) % 2 == 0
+        before[clear] = torch.inf  # nothing of it may be left
+    wide = s4.Step(*(each.to(torch.complex128 if each.is_complex() else torch.float64) for each in operators))
+    want = s4.run_step(wide, u.double(), before.double(), clear)
+    with using("triton"):
+        got = s4.run_step(operators, u, before, clear)
+        low = s4.run_step(operators, u.bfloat16(), before, clear)
+    for got_, want_ in zip(got, want, strict=True):
+        assert got_.dtype == torch.float32
+        assert_close(got_.double(), want_, rtol=1e-5, atol=1e-5)
+    want = s4.run_step(wide, u.bfloat16().double(), before.double(), clear)
+    for got_, want_ in zip(low, want, strict=True):
+        assert_close(got_.double(), want_, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_the_step_can_be_differentiated(implementation):
+    system = System(*(each.to(DEVICE) for each in single(*random_system(3, 6))))
+    c_tilde = torch.randn(3, 3, dtype=torch.complex64, device=DEVICE)
+    leaves = [torch.randn(shape, device=DEVICE) for shape in ((2, 3), (2, 3, 6))]
+    leaves = [each.requires_grad_() for each in (*leaves, *system, c_tilde)]
+    with using(implementation):
+        y, after = Recurrence(System(*leaves[2:6]), leaves[6], 20).step(*leaves[:2])
+        gradients = torch.autograd.grad(y.sum() + after.square().sum(), leaves)
+    assert all(gradient.abs().max() > 0 for gradient in gradients)
+
+
+def compile_cases():
+    operands = dict.fromkeys(("weights", "real", "size", "cos", "sin"), "*fp32") | {"pairs": "i32", "nodes": "i32"}
+    yield s4._cauchy_forward, operands | {"sums": "*fp32"}, {"TILE": s4.FREQUENCIES}
+    gradients = dict.fromkeys(("gradient", "grad_weights", "grad_real", "grad_size"), "*fp32")
+    yield s4._cauchy_backward, operands | gradients, {"PAIRS": s4.PAIRS, "TILE": s4.PAIR_FREQUENCIES}
+    names = ("diagonal", "column", "row", "into", "output", "state", "y", "after")
+    types = dict.fromkeys(names, "*fp32") | dict.fromkeys(
+        ("rows", "channels", "pairs", "u_row", "u_channel", "each"), "i32"
+    )
+    for element, reset in (("*fp32", {"reset": "*u8"}), ("*bf16", {})):
+        constants = {"CHANNELS": s4.STEP_CHANNELS, "PAIRS": 32} | ({} if reset else {"reset": None})
+        yield s4._step_forward, types | {"u": element} | reset, constants
+
+
+def test_the_kernels_compile():
+    compile_for_gpus(__file__)

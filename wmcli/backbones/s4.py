@@ -105,8 +105,10 @@ class S4(Backbone):
     def fork(self, x: Tensor, queries: Tensor, state: S4State | None) -> tuple[Tensor, Tensor, S4State | None]:
         block, systems = x.shape[2], self._systems(state)
         x = torch.cat((x, for_each_block(queries, x)), 2)  # (B, J, L + Q, D)
-        y, state = self._carry(x, state, systems, lambda layer, u, before: systems.fork(layer, u, block, before))
-        return y[:, :, :block], y[:, :, block:], state
+        y, state = self._carry(
+            x, state, systems, lambda layer, u, before: systems.fork(layer, u, block, before), slice(block - 1, None)
+        )
+        return y[:, :, 0], y[:, :, 1:], state
 
     def _carry(
         self,
@@ -114,6 +116,7 @@ class S4(Backbone):
         state: S4State | None,
         systems: Any,
         advance: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
+        wanted: slice | None = None,
     ) -> tuple[Tensor, S4State | None]:
         """`_run` with a state: advance(layer, u, state of the layer) returns what its systems make of u, and the new
         state."""
@@ -125,15 +128,22 @@ class S4(Backbone):
             after.append(new)
             return y
 
-        y = self._run(x, mix)
+        y = self._run(x, mix, wanted)
         return y, None if state is None else S4State(tuple(after), systems if systems.graph else None)
 
-    def _run(self, x: Tensor, mix: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """All blocks on x (..., D); mix(layer, u) is what the systems of a layer make of its inputs u (..., D)."""
+    def _run(self, x: Tensor, mix: Callable[[int, Tensor], Tensor], wanted: slice | None = None) -> Tensor:
+        """All blocks on x (..., D); mix(layer, u) is what the systems of a layer make of its inputs u (..., D).
+
+        Of x (..., T, D) only the outputs at `wanted` elements; behind the last systems no others are computed.
+        """
+        last = 2 * len(self.blocks) - 1
         for index, block in enumerate(self.blocks):
             for layer, module in enumerate(block.layers, 2 * index):
                 u = module.norm(x)
-                x = module(x, u, mix(layer, u))
+                y = mix(layer, u)
+                if wanted is not None and layer == last:
+                    x, u, y = (part[..., wanted, :] for part in (x, u, y))
+                x = module(x, u, y)
             x = block.feed_forward(x)
         return self.norm(x)
 
@@ -232,8 +242,8 @@ class StateSpace(nn.Module):
             c = torch.randn(size.width, settings.state // 2, dtype=torch.complex64)
             self.c_tilde = nn.Parameter(torch.view_as_real(c))
             system, _ = build_system(*self.tensors())
-            discrete = kernels.Discrete(*(part.to(c.dtype) for part in kernels.discretise(system)))
-            c = kernels.truncation(discrete, size.max_length) @ kernels.output_numbers(c)[..., None]
+            shortened = kernels.truncation(kernels.discretise(system), size.max_length)
+            c = shortened @ kernels.output_numbers(c)[..., None]
             self.c_tilde = nn.Parameter(c.view(*c.shape[:-2], -1, 2) / c.new_tensor([2, -2]))
 
     def tensors(self) -> tuple[Tensor, ...]:

@@ -22,6 +22,9 @@ State = Any
 class Controller(nn.Module, ABC):
     """Acts on what a world model makes of the frames, and learns from windows of experience."""
 
+    in_float32 = True
+    """Parts of it compute in the precision of the weights whatever autocast says, so that these stay as they are."""
+
     window: int
     """Frames in each row of the batch that `loss` takes, left-padded where an episode is shorter."""
 

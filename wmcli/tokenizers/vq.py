@@ -162,7 +162,7 @@ class VQTokenizer(nn.Module):
         lead = tokens.shape[:-1]
         image = self._image(self.embed(tokens).view(-1, self.width))
         pixels = ((image.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-        return pixels.permute(0, 2, 3, 1).reshape(*lead, self.image_size, self.image_size, 3)  # (B, C, H, W) -> frames
+        return pixels.permute(0, 2, 3, 1).contiguous().view(*lead, self.image_size, self.image_size, 3)  # -> frames
 
     def _features(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> what the quantiser sees, (B * K, inputs)."""
