@@ -138,9 +138,8 @@ class _Cauchy(torch.autograd.Function):
             return sums
         for part in _parts(channels, pairs * nodes):
             _, quotients = _quotients(real[part], size[part], cos, sin)
-            of_product, of_v = (weights[part] @ quotients).chunk(
-                2, 1
-            )  # (H, 4, 2 F): of the real and of the imaginary parts
+            # (H, 4, 2 F): of the real and of the imaginary parts
+            of_product, of_v = (weights[part] @ quotients).chunk(2, 1)
             torch.sub(4 * sin * of_v[..., nodes:], 2 * cos * of_product[..., :nodes], out=sums[part, ..., 0])
             torch.add(4 * sin * of_v[..., :nodes], 2 * cos * of_product[..., nodes:], out=sums[part, ..., 1])
         return sums
