@@ -216,6 +216,17 @@ def test_how_it_acts_is_chosen_when_it_acts(run: Path) -> None:
     assert collect(opened(run, "dynamics.act_window=0")).metrics["steps"] == 90
 
 
+@pytest.mark.parametrize("backbone", ["mamba2", "transformer"])
+def test_every_stage_runs_in_bfloat16(tmp_path: Path, backbone: str) -> None:
+    """Frozen models keep their matrices in it: whoever uses one outside autocast fails."""
+    small = ["run.epochs=2", "run.collect_epochs=2", "evaluation.episodes=1", "training.precision=bfloat16"]
+    run_loop(opened(tmp_path / "run", *small, f"backbone.name={backbone}", new=True, pictures=True))
+    context = opened(tmp_path / "run")
+    assert collect(context).inputs["controller"].kind == "controller"  # behind rows of an earlier process
+    for source in ("real", "imagination"):
+        play(context, source=source, out=tmp_path / f"{source}.gif", controller=None, seed=1)  # type: ignore[arg-type]
+
+
 def test_the_loop_begins_with_no_tokenizer_but_its_own(run: Path, tmp_path: Path) -> None:
     small = ["run.epochs=2", "run.collect_epochs=2", "evaluation.episodes=1"]
     folder = tmp_path / "loop"

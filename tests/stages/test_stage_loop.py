@@ -19,6 +19,7 @@ from wmcli.stages import loop as module
 from wmcli.stages import tokenizer as tokenizer_stage
 from wmcli.stages.collect import collect
 from wmcli.stages.loop import run_loop
+from wmcli.stages.play import play
 from wmcli.stages.tokenizer import train_tokenizer
 
 LOOP = [  # everything starts in an epoch of its own
@@ -83,6 +84,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
     assert run_loop(opened(folder, *LOOP, new=True)).name == "evaluation@2"
     return folder
+
+
+IRIS = ["backbone.name=transformer", "dynamics.prediction=sequential", "controller.input=pixels"]
+
+
+@pytest.mark.parametrize("system", [[], [*IRIS, "tokenizer.network=patch"], ["tokenizer.quantiser=fsq"]])
+def test_every_stage_runs_in_bfloat16(tmp_path: Path, system: list[str]) -> None:
+    """Frozen models keep their matrices in it: whoever uses one outside autocast fails."""
+    short = [*LOOP, "run.epochs=4", "dynamics.shared_embeddings=false", "training.precision=bfloat16", *system]
+    run_loop(opened(tmp_path / "run", *short, new=True))
+    context = opened(tmp_path / "run")
+    assert collect(context).inputs["controller"].kind == "controller"  # behind rows of an earlier process
+    for source in ("real", "imagination"):
+        play(context, source=source, out=tmp_path / f"{source}.gif", controller=None, seed=1)  # type: ignore[arg-type]
 
 
 # -- an undisturbed run -----------------------------------------------------------------------------------------------

@@ -122,7 +122,8 @@ def _begin(
         agent.load({name.removeprefix("agent/"): value for name, value in tensors.items() if name.startswith("agent/")})
         context.progress.say(f"collect: resuming at step {len(recorder)}")
     elif before is not None and isinstance(agent, Agent):
-        agent.burn_in(*_last_frames(before, streams, agent.remembers))
+        with context.machine.autocast():
+            agent.burn_in(*_last_frames(before, streams, agent.remembers))
     return streams, recorder, agent, parts
 
 
