@@ -201,6 +201,14 @@ def test_drama_actor_and_critic(layers: int, actor: int, critic: int) -> None:
     assert whole == {3: 10_572_039, 2: 9_979_655}[layers]
 
 
+def test_storm() -> None:
+    """As in its public code, at 6 actions; the slow critic is a copy."""
+    found = counts("storm", 6)
+    assert found["dynamics"] == 16_507_011
+    assert found["dynamics.reward_head"] == 2 * (512 * 512 + 2 * 512) + 513 * 255  # no bias before a LayerNorm
+    assert found["controller.actor"] + found["controller.critic"] == 2_235_141
+
+
 # -- the counting itself ----------------------------------------------------------------------------------------------
 
 

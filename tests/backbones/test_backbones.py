@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
+from watching import NoWaiting
 
 from wmcli.backbones import BACKBONES, BackboneSettings, build, map_state
 from wmcli.backbones.transformer import Transformer
@@ -295,15 +295,9 @@ def test_states_keep_their_shape(model):
         assert got == shapes and all(shape[0] == B for shape in shapes)
 
 
-class _NoWaiting(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert "_local_scalar_dense" not in str(func) and "nonzero" not in str(func), f"{func} waits for the device"
-        return func(*args, **(kwargs or {}))
-
-
 def test_nothing_waits_for_the_device(model, grad):
     x, reset = inputs(B, 4, D), torch.zeros(B, 4, dtype=torch.bool)
-    with _NoWaiting():
+    with NoWaiting():
         _, state = model(x, model.initial_state(B), reset)
         _, state = model.step(x[:, 0], state, reset[:, 0])
         _, state = model(x, state)

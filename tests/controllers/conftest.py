@@ -25,6 +25,7 @@ class CountingModel(WorldModel):
     frozen_encoder = True
     across_ends = False
     feature_shape = (5, 2, 3)
+    draws = 0
 
     def __init__(self, actions: int = 4, size: int = 8) -> None:
         super().__init__()
@@ -49,14 +50,16 @@ class CountingModel(WorldModel):
         phase = torch.arange(1, 31).reshape(5, 2, 3)
         return torch.sin(total[..., None, None, None] * phase).float()
 
-    def observe(self, latent: Tensor, action: Tensor, reset: Tensor) -> tuple[Tensor, Seen]:
+    def observe(
+        self, latent: Tensor, action: Tensor, reset: Tensor, numbers: Tensor | None = None
+    ) -> tuple[Tensor, Seen]:
         total, totals = torch.zeros_like(latent[:, 0]), []
         for t in range(latent.shape[1]):
             total = self._next(total, action[:, t - 1] if t else 0 * total, latent[:, t], reset[:, t])
             totals.append(total)
         return self._features(torch.stack(totals, dim=1)), Seen(total, latent[:, -1], 0)
 
-    def imagine(self, state: Seen, action: Tensor) -> tuple[Imagined, Seen]:
+    def imagine(self, state: Seen, action: Tensor, numbers: Tensor | None = None) -> tuple[Imagined, Seen]:
         frame = (state.frame + action + 1) % 50
         total = self._next(state.total, action, frame, torch.zeros_like(action, dtype=torch.bool))
         reward = ((state.total + action) % 3 - 1).float()

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from rollouts import imagine, learn
 from safetensors.torch import load, save
 from torch.distributions import Categorical
-from torch.utils._python_dispatch import TorchDispatchMode
+from watching import NoWaiting
 
 from wmcli.config import validate
-from wmcli.controllers.actor_critic import ActorCritic, ActorCriticSettings, Rollout, imagine
+from wmcli.controllers.actor_critic import ActorCritic, ActorCriticSettings, Rollout
 from wmcli.errors import UsageError
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import sample
@@ -159,7 +160,7 @@ def test_it_decides_on_features_and_remembers_nothing(world):
 def test_a_reloaded_policy_acts_the_same(variant, world, make_batch):
     """Bit for bit, after the normaliser has seen something."""
     controller = small(torch.float32, **VARIANTS[variant])
-    controller.loss(world, make_batch((3, 6, 4), 6))
+    learn(controller, world, make_batch((3, 6, 4), 6))
     other = ActorCritic(controller.settings, (5, 2, 3), actions=4, window=6)
     other.load_state_dict(load(save(controller.state_dict())))
     feature = 5 * torch.randn(20, FEATURES)
@@ -259,6 +260,7 @@ def loss_with_the_graph_kept(controller: ActorCritic, world, batch) -> tuple[tor
     settings, horizon = controller.settings, controller.settings.horizon
     starts = batch.valid.clone()
     starts[:, 1:] &= ~batch.valid[:, :-1]
+    noise = controller.noise(world, batch)
     _, state = world.observe(batch.latent, batch.action, starts)
     reward, ended = [torch.zeros(3)], [torch.zeros(3, dtype=torch.bool)]
     if settings.start == "prior":
@@ -271,7 +273,7 @@ def loss_with_the_graph_kept(controller: ActorCritic, world, batch) -> tuple[tor
         slow.append(controller.slow_critic(feature).detach())
         if t < horizon:
             policies.append(Categorical(logits=controller.policy(feature)))
-            actions.append(sample(policies[-1].logits.detach()))
+            actions.append(sample(policies[-1].logits.detach(), noise.action[t]))
             imagined, state = world.imagine(state, actions[-1])
             reward.append(imagined.reward)
             ended.append(imagined.terminated)
@@ -323,7 +325,7 @@ def loss_with_the_graph_kept(controller: ActorCritic, world, batch) -> tuple[tor
 def test_the_loss_and_its_gradient_by_hand(variant, wide, world, make_batch):
     controller = small(**VARIANTS[variant])
     batch = make_batch((3, 6, 4), 6)
-    controller.loss(world, make_batch((3, 6, 4), 6, seed=1))  # so that the statistics are not those of the beginning
+    learn(controller, world, make_batch((3, 6, 4), 6, seed=1))  # so that the statistics are not those of the beginning
     controller.return_range.low.zero_()
     controller.return_range.high.fill_(7 if wide else 0.1)  # the advantages are divided, or left as they are
     learned = controller.parameter_groups()[0]["params"]
@@ -332,7 +334,7 @@ def test_the_loss_and_its_gradient_by_hand(variant, wide, world, make_batch):
     want, scale = loss_with_the_graph_kept(controller, world, batch)
     want_gradients = torch.autograd.grad(want, learned)
     torch.manual_seed(11)
-    total, metrics = controller.loss(world, batch)
+    total, metrics = learn(controller, world, batch)
     gradients = torch.autograd.grad(total, learned)
     torch.testing.assert_close(total, want)
     torch.testing.assert_close(gradients, want_gradients)
@@ -348,7 +350,7 @@ def test_metrics(world, make_batch):
     torch.manual_seed(11)
     rollout = imagine(controller, world, batch)
     torch.manual_seed(11)
-    total, metrics = controller.loss(world, batch)
+    total, metrics = learn(controller, world, batch)
     assert set(metrics) == {
         "value_loss",
         "policy_loss",
@@ -373,11 +375,11 @@ def test_float32_and_bfloat16(world, make_batch):
     controller = small(torch.float32, actor_width=32, critic_width=32)
     batch = make_batch((3, 6, 4), 6)
     rollout = imagine(controller, world, batch)
-    want, _ = copy.deepcopy(controller).rollout_loss(rollout)
+    want, _ = copy.deepcopy(controller).loss(rollout)
     with torch.autocast("cpu", torch.bfloat16):
         imagine(controller, world, batch)  # without gradient, in the same autocast: its casts must not be reused
         logits, _ = controller.decide(world, world.observe(batch.latent, batch.action, batch.first)[1], ())
-        total, metrics = controller.rollout_loss(rollout)
+        total, metrics = controller.loss(rollout)
     total.backward()
     assert {tensor.dtype for tensor in [total, logits, *metrics.values(), *controller.buffers()]} == {torch.float32}
     for parameter in controller.parameter_groups()[0]["params"]:
@@ -399,21 +401,8 @@ def test_values_are_not_rounded_under_autocast():
         controller.critic[-1].weight.zero_()
         controller.critic[-1].bias.copy_(two_hot.encode(torch.tensor(100.0)).log().clamp(min=-60))
     with torch.autocast("cpu", torch.bfloat16):
-        _, metrics = controller.rollout_loss(rollout)
+        _, metrics = controller.loss(rollout)
     assert float(metrics["value_mean"]) == pytest.approx(100, rel=1e-4)
-
-
-class NoWaiting(TorchDispatchMode):
-    """Refuses every operation whose result the host would have to wait for."""
-
-    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        assert name not in self.FORBIDDEN, name
-        masks = args[1] if name == "index" else ()
-        assert not any(mask is not None and mask.dtype == torch.bool for mask in masks), "indexed by a mask"
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -421,7 +410,7 @@ def test_the_device_is_never_waited_for(variant, world, make_batch):
     controller = small(**VARIANTS[variant])
     batch = make_batch((3, 6, 4), 6)
     with NoWaiting():
-        total, _ = controller.loss(world, batch)
+        total, _ = learn(controller, world, batch)
         total.backward()
         controller.after_update()
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoWaiting():
@@ -453,7 +442,7 @@ def test_the_normaliser_knows_all_that_was_imagined(world, make_batch):
         torch.manual_seed(seed)
         rollout = imagine(controller, world, batch)  # the policy depends on the normaliser: it has to come first
         torch.manual_seed(seed)
-        controller.loss(world, batch)
+        learn(controller, world, batch)
         seen.append(rollout.feature.reshape(-1, FEATURES).double())
     whole = torch.cat(seen)
     torch.testing.assert_close(controller.normaliser.mean, whole.mean(0), atol=1e-4, rtol=0)
@@ -465,7 +454,7 @@ def test_the_normaliser_knows_all_that_was_imagined(world, make_batch):
 def test_statistics_change_in_training_mode_only(training, world, make_batch):
     controller = small().train(training)
     before = copy.deepcopy(controller)
-    controller.loss(world, make_batch((3, 6, 4), 6))
+    learn(controller, world, make_batch((3, 6, 4), 6))
     changed = {
         name for name, value in controller.state_dict().items() if not torch.equal(value, before.state_dict()[name])
     }
@@ -475,7 +464,7 @@ def test_statistics_change_in_training_mode_only(training, world, make_batch):
 
 def trained(controller: ActorCritic, optimiser, world, batches) -> None:
     for batch in batches:
-        total, _ = controller.loss(world, batch)
+        total, _ = learn(controller, world, batch)
         optimiser.zero_grad()
         total.backward()
         optimiser.step()
@@ -517,7 +506,7 @@ def test_it_finds_the_good_arm(changes, world, make_batch):
         def _features(self, total):
             return torch.nn.functional.one_hot(total % 3, 3).float()
 
-        def imagine(self, state, action):
+        def imagine(self, state, action, numbers=None):
             frame = torch.randint(3, action.shape)
             reward = (action == state.total % 3).float()
             return Imagined(frame, reward, torch.zeros_like(reward, dtype=torch.bool)), state._replace(total=frame)
@@ -531,7 +520,7 @@ def test_it_finds_the_good_arm(changes, world, make_batch):
     optimiser = torch.optim.Adam(controller.parameter_groups(), lr=1e-2)
     reward = []
     for seed in range(150):
-        total, metrics = controller.loss(bandit, make_batch((1,) * 32, 1, actions=3, seed=seed))
+        total, metrics = learn(controller, bandit, make_batch((1,) * 32, 1, actions=3, seed=seed))
         optimiser.zero_grad()
         total.backward()
         optimiser.step()
@@ -551,9 +540,9 @@ def test_nothing_is_learned_behind_the_real_end_of_an_episode(world, make_batch,
     over[1, -1] = True
     rollout = imagine(controller, world, batch._replace(**{end: over}))
     assert rollout.counts.tolist() == [True, count, True]
-    total, _ = controller.rollout_loss(rollout)
+    total, _ = controller.loss(rollout)
     other = rollout._replace(reward=rollout.reward.clone())
     other.reward[1] += 5.0
     controller.eval()
-    same = float(controller.rollout_loss(rollout)[0].detach()) == float(controller.rollout_loss(other)[0].detach())
+    same = float(controller.loss(rollout)[0].detach()) == float(controller.loss(other)[0].detach())
     assert same != count

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from rollouts import imagine
 from safetensors.torch import load, save
 
 from wmcli.controllers.actor_critic import ActorCritic, ActorCriticSettings
 from wmcli.controllers.agent import Agent, UniformAgent
-from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings, imagine
+from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings
 
 
 def seeded(seed: int) -> torch.Generator:

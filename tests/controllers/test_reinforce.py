@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from rollouts import imagine, learn
 from torch.distributions import Categorical
 from torch.nn import functional as F
 
 from wmcli.config import validate
-from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings, Rollout, imagine
+from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings, Rollout
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample
 from wmcli.world_models.base import Imagined
@@ -244,7 +245,7 @@ def test_flat_features(world, make_batch):
     controller = ReinforceController(ReinforceSettings(**SMALL), (30,), image_size=8, actions=4)
     rollout = imagine(controller, flat, batch)
     assert rollout.observation.shape == (3, 5, 30)
-    total, _ = controller.rollout_loss(rollout)
+    total, _ = controller.loss(rollout)
     total.backward()
     assert all(bool(parameter.grad.any()) for parameter in controller.parameters())
 
@@ -262,11 +263,12 @@ def loss_with_the_graph_kept(controller: ReinforceController, world, rollout: Ro
     settings = controller.settings
     starts = batch.valid.clone()
     starts[:, 1:] &= ~batch.valid[:, :-1]
+    noise = controller.noise(world, batch)
     _, world_state = world.observe(batch.latent, batch.action, starts)
     state, value, log_probability, entropy, reward, ended = rollout.start, [], [], [], [], []
-    for _ in range(settings.horizon):
+    for t in range(settings.horizon):
         logits, v, state = controller.policy(controller.view(world, world_state), state)
-        action = sample(logits.detach())
+        action = sample(logits.detach(), noise.action[t])
         policy = Categorical(logits=logits)
         value.append(v)
         log_probability.append(policy.log_prob(action))
@@ -307,7 +309,7 @@ def test_two_phases_give_the_gradient_of_one(variant, world, make_batch):
     want_gradients = torch.autograd.grad(want, list(controller.parameters()))
 
     torch.manual_seed(11)
-    total, metrics = controller.loss(world, batch)
+    total, metrics = learn(controller, world, batch)
     gradients = torch.autograd.grad(total, list(controller.parameters()))
     torch.testing.assert_close(total, want)
     torch.testing.assert_close(gradients, want_gradients)
@@ -321,12 +323,12 @@ def test_float32_and_bfloat16(world, make_batch):
     controller = small(torch.float32, width=32)
     batch = make_batch((3, 6, 4), 6)
     rollout = imagine(controller, world, batch)
-    want, _ = controller.rollout_loss(rollout)
+    want, _ = controller.loss(rollout)
     with torch.autocast("cpu", torch.bfloat16):
         rough = imagine(
             controller, world, batch
         )  # without gradient, in the same autocast: its casts must not be reused
-        total, metrics = controller.rollout_loss(rollout)
+        total, metrics = controller.loss(rollout)
     total.backward()
     assert {tensor.dtype for tensor in [*rough.start, total, *metrics.values()]} == {torch.float32}
     for parameter in controller.parameters():
@@ -347,7 +349,7 @@ def test_reinforce_finds_the_good_arm(world, make_batch):
         def _features(self, total):
             return torch.nn.functional.one_hot(total % 3, 3).float()[..., None, None]
 
-        def imagine(self, state, action):
+        def imagine(self, state, action, numbers=None):
             frame = torch.randint(3, action.shape)
             reward = (action == state.total % 3).float()
             return Imagined(frame, reward, torch.ones_like(reward, dtype=torch.bool)), state._replace(total=frame)
@@ -359,7 +361,7 @@ def test_reinforce_finds_the_good_arm(world, make_batch):
     optimiser = torch.optim.AdamW(controller.parameter_groups(), lr=1e-2)
     reward = []
     for seed in range(200):
-        total, metrics = controller.loss(bandit, make_batch((1,) * 16, 1, actions=3, seed=seed))
+        total, metrics = learn(controller, bandit, make_batch((1,) * 16, 1, actions=3, seed=seed))
         optimiser.zero_grad()
         total.backward()
         optimiser.step()

@@ -15,8 +15,9 @@ def by_hand(x: torch.Tensor, network: nn.Sequential, kind: str, activation: str)
     layers = list(network)
     while len(layers) > 1:
         linear, scale, _, *layers = layers
-        x = x @ linear.weight.T + linear.bias
+        x = x @ linear.weight.T
         if kind == "rms":
+            x = x + linear.bias
             x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * scale.weight
         else:
             x = x - x.mean(-1, keepdim=True)
@@ -36,7 +37,7 @@ def test_layer_by_layer(kind, activation, layers):
     x = 1e-2 * torch.randn(2, 5, 3, dtype=torch.float64)  # small, so that eps matters
     torch.testing.assert_close(network(x), by_hand(x, network, kind, activation))
     inputs = 3 if layers else None
-    want = 0 if inputs is None else (3 * 7 + 7 * 7) + 2 * 7 * (2 if kind == "rms" else 3)
+    want = 0 if inputs is None else (3 * 7 + 7 * 7) + 2 * 7 * 2  # a bias and a scale, the bias before an RMSNorm or in a LayerNorm
     want += (7 if layers else 3) * 4 + 4
     assert sum(parameter.numel() for parameter in network.parameters()) == want
 

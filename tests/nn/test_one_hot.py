@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.testing import assert_close
 
-from wmcli.nn.one_hot import draw_one_hot, entropy, kl_divergence, mixed_log_probabilities, straight_through
+from wmcli.nn.one_hot import draw_one_hot, entropy, kl_divergence, mixed_log_probabilities, one_hot, straight_through
 
 
 @pytest.fixture(autouse=True)
@@ -76,9 +77,17 @@ def test_a_drawn_latent_is_drawn_again_as_itself():
     assert torch.equal(draw_one_hot(z), z)
 
 
-def test_a_generator_of_its_own_leaves_the_global_one_alone():
-    p = torch.rand(5, 3, 9)
+def test_the_numbers_given_decide_alone():
+    p, numbers = torch.rand(5, 3, 9), torch.rand(5, 3)
     before = torch.get_rng_state()
-    a = draw_one_hot(p, torch.Generator().manual_seed(4))
+    z = draw_one_hot(p, numbers)
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(a, draw_one_hot(p, torch.Generator().manual_seed(4)))
+    below = (p.cumsum(-1) / p.sum(-1, keepdim=True) <= numbers[..., None]).sum(-1)
+    assert torch.equal(z, F.one_hot(below, 9).float())
+    assert not torch.equal(z, draw_one_hot(p, 1 - numbers))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_one_hot_is_torchs(dtype):
+    index = torch.randint(4, (3, 5))
+    assert torch.equal(one_hot(index, 4, dtype), F.one_hot(index, 4).to(dtype))

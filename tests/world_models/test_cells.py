@@ -255,9 +255,10 @@ def test_imagination_draws_token_by_token_from_what_was_seen(backbone: str, cont
     tokens = tokens_of(latent[:, 4 - context :], action[:, 4 - context :])[:, :-1]
     for t in range(2):
         tokens = torch.cat((tokens, action[:, t, None] + 4), 1)
+        numbers = torch.rand(len(tokens), K)
         for k in range(K):
             y, _ = model.backbone(model.embedding(tokens), None)  # all over again
-            drawn = sample(y[:, -1] @ model.embedding.weight.T)
+            drawn = sample(y[:, -1] @ model.embedding.weight.T, numbers[:, k])
             assert (drawn == steps[t][:, k]).all()
             tokens = torch.cat((tokens, drawn[:, None]), 1)
 

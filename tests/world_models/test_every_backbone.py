@@ -1,8 +1,9 @@
-"""Any backbone with either kind of world model: one training step and one imagined step of each pair."""
+"""Any backbone with either kind of world model: one training step, one imagined step and one rollout of each pair."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import test_latent
@@ -10,10 +11,22 @@ import test_token
 import torch
 from small_backbones import NAMES
 from torch import nn
+from torch.testing import assert_close
+from torch.utils._pytree import tree_leaves
+from watching import DEVICES, Replayable, capture_without_a_graph
+from wmcli.kernels.dispatch import using
 
 from wmcli.backbones import BACKBONES
+from wmcli.controllers.actor_critic import ActorCritic, ActorCriticSettings
+from wmcli.controllers.base import Noise
+from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings
+from wmcli.training import graph
+from wmcli.training.graph import Recorded
 from wmcli.training.optim import build_optimiser, update
 from wmcli.world_models.base import Batch, WorldModel
+from wmcli.world_models.token import TokenWorldModel
+
+STEPS = 7  # more than the backbones with a limited number of positions have room for
 
 
 def _latent(backbone: str) -> tuple[WorldModel, Batch]:
@@ -62,6 +75,75 @@ def _check_imagination(model: WorldModel, batch: Batch) -> None:
         assert imagined.reward.isfinite().all() and imagined.terminated.dtype == torch.bool
         assert model.features(state).shape == (rows, *model.feature_shape)
         assert torch.equal(model.latent(state), imagined.latent)
+
+
+CONTROLLERS = {
+    "reinforce": lambda model: ReinforceController(
+        ReinforceSettings(width=6, latent_channels=(4,), burn_in=2, horizon=STEPS),
+        model.feature_shape,
+        16,
+        model.actions,
+    ),
+    "actor-critic": lambda model: ActorCritic(
+        ActorCriticSettings(actor_width=5, critic_width=5, horizon=STEPS), model.feature_shape, model.actions, 3
+    ),
+}
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("backbone", NAMES)
+def test_a_rollout_is_a_function_of_its_arguments(backbone: str, kind: str, controller: str) -> None:
+    """It can be recorded and replayed: nothing is drawn but the noise, nothing waited for, nothing left behind."""
+    model, window = _window(backbone, kind)
+    player = CONTROLLERS[controller](model)
+    noise = player.noise(model, window)
+    before = torch.get_rng_state()
+    with Replayable():
+        want = player.imagine(model, window, noise)
+    assert torch.equal(torch.get_rng_state(), before)
+    other = player.imagine(model, window, Noise(*(1 - part for part in noise)))
+    assert not torch.equal(want.action, other.action)
+    assert_close(player.imagine(model, window, noise), want, rtol=0, atol=0)
+    for part in ("start", "action", "world"):  # each of them decides something
+        if getattr(noise, part).numel():
+            changed = player.imagine(model, window, noise._replace(**{part: 1 - getattr(noise, part)}))
+            assert any(not torch.equal(*pair) for pair in zip(tree_leaves(changed), tree_leaves(want), strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("backbone", NAMES)
+def test_a_recorded_rollout_is_the_rollout(
+    backbone: str, kind: str, controller: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":
+        monkeypatch.setattr(graph, "capture", capture_without_a_graph)
+    model, window = _window(backbone, kind, device)
+    player = CONTROLLERS[controller](model).to(device)
+    for kernels in ("torch", "triton") if device == "cuda" else ("torch",):
+        recorded = Recorded(partial(player.imagine, model))
+        for _ in range(3):
+            with using(kernels):
+                noise = player.noise(model, window)
+                want = player.imagine(model, window, noise)
+                assert_close(recorded(window, noise), want, rtol=0, atol=0)
+            with torch.no_grad():  # as an optimiser does
+                for parameter in player.parameters():
+                    parameter.mul_(1.1)
+
+
+def _window(backbone: str, kind: str, device: str = "cpu") -> tuple[WorldModel, Batch]:
+    """A frozen model, and three real frames to imagine from."""
+    model, batch = MODELS[kind](backbone)
+    model = model.to(device).eval().requires_grad_(False)
+    if isinstance(model, TokenWorldModel):
+        model.tokenizer.to(device)
+    batch = Batch(*(part.to(device) for part in batch))
+    latent = batch.latent if model.frozen_encoder else model.encode(batch.latent)
+    first, valid = torch.zeros_like(batch.first[:, :3]), torch.ones_like(batch.valid[:, :3])
+    return model, Batch(latent[:, :3], *(part[:, :3] for part in batch[1:5]), first, valid)
 
 
 def test_the_pairs_are_all_pairs() -> None:

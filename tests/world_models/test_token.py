@@ -153,11 +153,11 @@ def follow(model, state, tokens, action):
     """Imagine with the next frames dictated: logits of reward, termination and observation by step."""
     steps = []
     for t in range(action.shape[1]):
-        dictated, seen = list(tokens[:, t].unbind(1)), []
+        dictated, seen = tokens[:, t], []
 
-        def choose(logits, dictated=dictated, seen=seen):
-            seen.append(logits if logits.dim() == 3 else logits[:, None])
-            return torch.stack(dictated, 1) if logits.dim() == 3 else dictated[len(seen) - 1]
+        def choose(logits, first, dictated=dictated, seen=seen):
+            seen.append(logits)
+            return dictated[:, first : first + logits.shape[1]]
 
         reward, termination, state = model.advance(state, action[:, t], choose)
         assert_close(state.latent, tokens[:, t])
@@ -212,11 +212,15 @@ def test_imagination_starts_again_from_the_last_frame_when_positions_run_out(pre
     """`fit` frames fit after a context of 2: 3 in the positions of 5 blocks, 4 if there are `spare` ones."""
     model = make("transformer", prediction=prediction, context=2, spare=spare)
     tokens, action = segment(9)
+
+    def likeliest(logits, first):
+        return logits.argmax(-1)
+
     _, state = model.observe(tokens[:, :2], action[:, :2], torch.zeros(B, 2, dtype=torch.bool))
     got, lengths = [], []
     for t in range(7):
-        fresh = model.advance(TokenState(None, state.latent, 0, 0), action[:, t], lambda logits: logits.argmax(-1))
-        reward, _, state = model.advance(state, action[:, t], lambda logits: logits.argmax(-1))
+        fresh = model.advance(TokenState(None, state.latent, 0, 0), action[:, t], likeliest)
+        reward, _, state = model.advance(state, action[:, t], likeliest)
         got.append(torch.allclose(reward, fresh[0], atol=1e-6))
         lengths.append(state.length)
     assert got == [t == fit for t in range(7)]

@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from wmcli.config import Section
-from wmcli.controllers.base import Controller, State, episode_starts
+from wmcli.controllers.base import Controller, Noise, State, draw_noise, episode_starts
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import sample
@@ -173,11 +173,45 @@ class ActorCritic(Controller):
 
     # -- learning ---
 
-    def loss(self, world_model: WorldModel, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Imagine a rollout from each window of `batch`, then `rollout_loss`. The world model stays as it is."""
-        return self.rollout_loss(imagine(self, world_model, batch))
+    def noise(self, world_model: WorldModel, batch: Batch) -> Noise:
+        """Random numbers for a rollout from each window of `batch`."""
+        horizon = self.settings.horizon
+        return draw_noise(world_model, batch, horizon, horizon + (self.settings.start == "prior"))
 
-    def rollout_loss(self, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
+    @torch.no_grad()
+    def imagine(self, world_model: WorldModel, batch: Batch, noise: Noise) -> Rollout:
+        """Let the world model take in the real windows of `batch` (B, window), then act in imagination.
+
+        With start = "prior" the first state is what the world model imagines after the last real action; with
+        "posterior" it is the last real frame. Frames left of the first real one (`valid` False) leave no trace. Actions
+        are sampled at temperature 1. A rollout goes on past an imagined termination. See `Controller.imagine`.
+        """
+        assert not world_model.training, "dropout in imagination: call world_model.eval() first"
+        assert batch.valid.shape[1] == self.window, (batch.valid.shape, self.window)
+        _, state = world_model.observe(batch.latent, batch.action, episode_starts(batch), noise.start)
+        rows, horizon = batch.action.shape[0], self.settings.horizon
+        action = batch.action.new_empty(rows, horizon, dtype=torch.int64)
+        reward = batch.reward.new_zeros(rows, horizon + 1)
+        terminated = batch.terminated.new_zeros(rows, horizon + 1)
+        counts = batch.valid[:, -1]
+        steps = iter(noise.world)
+        if self.settings.start == "prior":
+            counts = counts & ~(batch.terminated | batch.truncated)[:, -1]
+            imagined, state = world_model.imagine(state, batch.action[:, -1], next(steps))
+            reward[:, 0] = imagined.reward
+            terminated[:, 0] = imagined.terminated
+        first = world_model.features(state).flatten(1)
+        feature = first.new_empty(rows, horizon + 1, first.shape[1])
+        feature[:, 0] = first
+        for t in range(horizon):
+            action[:, t] = sample(self.policy(feature[:, t]), noise.action[t])
+            imagined, state = world_model.imagine(state, action[:, t], next(steps))
+            reward[:, t + 1] = imagined.reward
+            terminated[:, t + 1] = imagined.terminated
+            feature[:, t + 1] = world_model.features(state).flatten(1)
+        return Rollout(feature, action, reward, terminated, counts)
+
+    def loss(self, imagined: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
         """Policy, value, slow and entropy losses, with the decisions of the rollout computed once more in one batch.
 
         Means over the h actions, with G the lambda-return, G' the target of `slow_target`, S the range of the returns,
@@ -189,20 +223,20 @@ class ActorCritic(Controller):
         after it was used, so that the policy that learns is the one that acted. In eval mode neither changes.
         """
         settings = self.settings
-        value_logits = _run(self.critic, rollout.feature)  # (B, n, bins)
+        value_logits = _run(self.critic, imagined.feature)  # (B, n, bins)
         value = two_hot.decode(value_logits.detach())  # (B, n)
-        target = self._returns(rollout, value)  # (B, h), as everything from here on
+        target = self._returns(imagined, value)  # (B, h), as everything from here on
         with torch.no_grad():
-            slow_value = two_hot.decode(_run(self.slow_critic, rollout.feature))
-        slow_target = self._returns(rollout, slow_value) if settings.slow_target == "returns" else slow_value[:, :-1]
+            slow_value = two_hot.decode(_run(self.slow_critic, imagined.feature))
+        slow_target = self._returns(imagined, slow_value) if settings.slow_target == "returns" else slow_value[:, :-1]
 
         if self.training:
             self.return_range.update(target)
         scale = self.return_range()
         value, value_logits = value[:, :-1], value_logits[:, :-1]
-        log_policy = self.policy(rollout.feature[:, :-1])  # (B, h, A)
-        taken = log_policy.gather(-1, rollout.action[..., None]).squeeze(-1)
-        weight = self._weights(rollout, value.dtype)
+        log_policy = self.policy(imagined.feature[:, :-1])  # (B, h, A)
+        taken = log_policy.gather(-1, imagined.action[..., None]).squeeze(-1)
+        weight = self._weights(imagined, value.dtype)
 
         policy_loss = -(weight * taken * (target - value) / scale.clamp(min=1)).mean()
         value_loss = (weight * two_hot.loss(value_logits, target)).mean()
@@ -210,7 +244,7 @@ class ActorCritic(Controller):
         entropy = -(weight * (log_policy.exp() * log_policy).sum(-1)).mean()
         total = policy_loss + value_loss + settings.slow_weight * slow_loss - settings.entropy * entropy
         if self.training and self.normaliser is not None:
-            self.normaliser.update(rollout.feature)
+            self.normaliser.update(imagined.feature)
         metrics = {
             "value_loss": value_loss,
             "policy_loss": policy_loss,
@@ -218,8 +252,8 @@ class ActorCritic(Controller):
             "entropy": entropy,
             "value_mean": value.mean(),
             "imagined_return": target.mean(),
-            "imagined_reward": rollout.reward[:, 1:].mean(),
-            "imagined_terminations": rollout.terminated[:, 1:].float().mean(),
+            "imagined_reward": imagined.reward[:, 1:].mean(),
+            "imagined_terminations": imagined.terminated[:, 1:].float().mean(),
             "return_scale": scale,
         }
         return total, {name: metric.detach() for name, metric in metrics.items()}
@@ -262,47 +296,14 @@ class ActorCritic(Controller):
         return counts * (~ended).cumprod(1) * self.settings.discount**steps
 
 
-@torch.no_grad()
-def imagine(controller: ActorCritic, world_model: WorldModel, batch: Batch) -> Rollout:
-    """Let the world model take in the real windows of `batch` (B, window), then act in imagination.
-
-    With start = "prior" the first state is what the world model imagines after the last real action; with "posterior"
-    it is the last real frame. Frames left of the first real one (`valid` False) leave no trace. Actions are sampled at
-    temperature 1 with torch's global generator; the device is never waited for. A rollout goes on past an imagined
-    termination.
-    """
-    assert not world_model.training, "dropout in imagination: call world_model.eval() first"
-    assert batch.valid.shape[1] == controller.window, (batch.valid.shape, controller.window)
-    _, state = world_model.observe(batch.latent, batch.action, episode_starts(batch))
-    rows, horizon = batch.action.shape[0], controller.settings.horizon
-    action = batch.action.new_empty(rows, horizon, dtype=torch.int64)
-    reward = batch.reward.new_zeros(rows, horizon + 1)
-    terminated = batch.terminated.new_zeros(rows, horizon + 1)
-    counts = batch.valid[:, -1]
-    if controller.settings.start == "prior":
-        counts = counts & ~(batch.terminated | batch.truncated)[:, -1]
-        imagined, state = world_model.imagine(state, batch.action[:, -1])
-        reward[:, 0] = imagined.reward
-        terminated[:, 0] = imagined.terminated
-    first = world_model.features(state).flatten(1)
-    feature = first.new_empty(rows, horizon + 1, first.shape[1])
-    feature[:, 0] = first
-    for t in range(horizon):
-        action[:, t] = sample(controller.policy(feature[:, t]))
-        imagined, state = world_model.imagine(state, action[:, t])
-        reward[:, t + 1] = imagined.reward
-        terminated[:, t + 1] = imagined.terminated
-        feature[:, t + 1] = world_model.features(state).flatten(1)
-    return Rollout(feature, action, reward, terminated, counts)
-
-
 def _network(settings: ActorCriticSettings, inputs: int, width: int, layers: int, outputs: int) -> nn.Sequential:
     """A stack of dense layers (..., inputs) to (..., outputs) with orthogonal weights and biases 0."""
     network = mlp(inputs, width, layers, outputs, norm_kind=settings.norm, activation=settings.activation)
     linear = [layer for layer in network if isinstance(layer, nn.Linear)]
     for layer in linear:
         nn.init.orthogonal_(layer.weight, HEAD_GAIN if layer is linear[-1] else HIDDEN_GAIN)
-        nn.init.zeros_(layer.bias)
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)
     return network
 
 

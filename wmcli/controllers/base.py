@@ -7,26 +7,39 @@ state that goes in and comes out of every call: a tree of tensors with the batch
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor, nn
 
+from wmcli.nn.categorical import uniform
 from wmcli.world_models.base import Batch, WorldModel
 
 State = Any
 """A nested tuple, list or dict of tensors (B, ...)."""
 
 
+class Noise(NamedTuple):
+    """All that is random in a rollout: numbers uniform in [0, 1), drawn at once. h actions, s imagined steps."""
+
+    start: Tensor
+    """(B, T, draws_to_observe), for taking in the real frames."""
+    action: Tensor
+    """(h, B)"""
+    world: Tensor
+    """(s, B, draws)"""
+
+
 class Controller(nn.Module, ABC):
-    """Acts on what a world model makes of the frames, and learns from windows of experience."""
+    """Acts on what a world model makes of the frames, and learns from what that imagines."""
 
     in_float32 = True
     """Parts of it compute in the precision of the weights whatever autocast says, so that these stay as they are."""
 
     window: int
-    """Frames in each row of the batch that `loss` takes, left-padded where an episode is shorter."""
+    """Frames in each row of the batch that `imagine` takes, left-padded where an episode is shorter."""
 
     remembers: int = 0
     """Frames before the current one that it goes over when it begins in the middle of an episode."""
@@ -59,8 +72,20 @@ class Controller(nn.Module, ABC):
     # -- learning ---
 
     @abstractmethod
-    def loss(self, world_model: WorldModel, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss to minimise on windows of experience, and metrics (detached, still on the device)."""
+    def noise(self, world_model: WorldModel, batch: Batch) -> Noise:
+        """Random numbers for `imagine` from such a batch, with torch's global generator."""
+
+    @abstractmethod
+    def imagine(self, world_model: WorldModel, batch: Batch, noise: Noise) -> Any:
+        """What to learn from, imagined from windows of experience: a tuple of tensors (B, ...) without gradient.
+
+        A function of the weights and of what it is given: it draws nothing, changes nothing and never waits for the
+        device, so that it can be recorded and replayed (`wmcli.training.graph`). The world model is in eval mode.
+        """
+
+    @abstractmethod
+    def loss(self, imagined: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss to minimise on what `imagine` gave, and metrics (detached, still on the device)."""
 
     @abstractmethod
     def parameter_groups(self) -> list[dict[str, Any]]:
@@ -68,6 +93,15 @@ class Controller(nn.Module, ABC):
 
     def after_update(self) -> None:  # noqa: B027 (most controllers have nothing to do)
         """Called after each step of the optimiser, for what follows the weights, such as a slow copy of them."""
+
+
+def draw_noise(world_model: WorldModel, batch: Batch, actions: int, steps: int) -> Noise:
+    """Random numbers for a rollout of so many actions and imagined steps, by torch's global generator in one call."""
+    rows, frames = batch.action.shape
+    shapes = (rows, frames, world_model.draws_to_observe), (actions, rows), (steps, rows, world_model.draws)
+    counts = [math.prod(shape) for shape in shapes]
+    parts = uniform((sum(counts),), batch.action.device).split(counts)
+    return Noise(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
 
 
 def episode_starts(batch: Batch) -> Tensor:

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from wmcli.config import Section
-from wmcli.controllers.base import Controller, State, episode_starts
+from wmcli.controllers.base import Controller, Noise, State, draw_noise, episode_starts
 from wmcli.errors import UsageError
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn.categorical import sample
@@ -183,11 +183,48 @@ class ReinforceController(Controller):
 
     # -- learning ---
 
-    def loss(self, world_model: WorldModel, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Imagine a rollout from each window of `batch`, then `rollout_loss`. The world model stays as it is."""
-        return self.rollout_loss(imagine(self, world_model, batch))
+    def noise(self, world_model: WorldModel, batch: Batch) -> Noise:
+        """Random numbers for a rollout from each window of `batch`."""
+        return draw_noise(world_model, batch, self.settings.horizon, self.settings.horizon)
 
-    def rollout_loss(self, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
+    @torch.no_grad()
+    def imagine(self, world_model: WorldModel, batch: Batch, noise: Noise) -> Rollout:
+        """Burn in on the real windows of `batch` (B, window), then act in imagination for `horizon` steps.
+
+        The LSTM goes over all frames but the last; imagination starts from the last one, which must be real. Frames
+        left of the first real one (`valid` False) leave no trace. Actions are sampled at temperature 1. A rollout goes
+        on past an imagined termination. See `Controller.imagine`.
+        """
+        assert not world_model.training, "dropout in imagination: call world_model.eval() first"
+        assert batch.valid.shape[1] == self.window, (batch.valid.shape, self.window)
+        settings = self.settings
+        reset = episode_starts(batch)
+        features, world_state = world_model.observe(batch.latent, batch.action, reset, noise.start)
+        window = features if settings.input == "latent" else world_model.decode(batch.latent)
+
+        rows = window.shape[0]
+        state = self.initial_state(rows)
+        if settings.burn_in:
+            actions = batch.action[:, :-1] if settings.burn_in_actions else None
+            _, state = self.unroll(window[:, :-1], actions, state, reset[:, :-1])
+        start = state = self.cleared(state, reset[:, -1])
+
+        observation = window.new_empty(rows, settings.horizon + 1, *window.shape[2:])
+        action = batch.action.new_empty(rows, settings.horizon, dtype=torch.int64)
+        reward = batch.reward.new_empty(rows, settings.horizon)
+        terminated = batch.terminated.new_empty(rows, settings.horizon)
+        observation[:, 0] = window[:, -1]
+        for t in range(settings.horizon):
+            logits, _, state = self.policy(observation[:, t], state)
+            action[:, t] = sample(logits, noise.action[t])
+            state = self.follow(action[:, t], state)
+            imagined, world_state = world_model.imagine(world_state, action[:, t], noise.world[t])
+            reward[:, t] = imagined.reward
+            terminated[:, t] = imagined.terminated
+            observation[:, t + 1] = self.view(world_model, world_state)
+        return Rollout(start, observation, action, reward, terminated)
+
+    def loss(self, imagined: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
         """Value, policy and entropy losses, with the decisions of the rollout computed once more in one batch.
 
         REINFORCE differentiates neither sampled actions nor the world model, so all that depends on the weights is the
@@ -199,18 +236,18 @@ class ReinforceController(Controller):
         unless `learn_after_end` is off.
         """
         settings = self.settings
-        hidden, _ = self.unroll(rollout.observation, rollout.action, rollout.start)
+        hidden, _ = self.unroll(imagined.observation, imagined.action, imagined.start)
         logits, values = self._heads(hidden)  # (B, n, A), (B, n)
         target = lambda_returns(
-            rollout.reward, values.detach(), rollout.terminated, settings.discount, settings.trace_decay
+            imagined.reward, values.detach(), imagined.terminated, settings.discount, settings.trace_decay
         )[:, :-1]
         value = values[:, :-1]
         log_policy = logits[:, :-1].log_softmax(-1)
-        taken = log_policy.gather(-1, rollout.action[..., None]).squeeze(-1)
+        taken = log_policy.gather(-1, imagined.action[..., None]).squeeze(-1)
 
         counts = torch.ones_like(value)
         if not settings.learn_after_end:
-            ends_before = rollout.terminated.cumsum(1) - rollout.terminated.long()
+            ends_before = imagined.terminated.cumsum(1) - imagined.terminated.long()
             counts = (ends_before == 0).to(value.dtype)
 
         def mean(x: Tensor) -> Tensor:
@@ -226,8 +263,8 @@ class ReinforceController(Controller):
             "entropy": entropy,
             "value_mean": mean(value),
             "imagined_return": mean(target),
-            "imagined_reward": mean(rollout.reward),
-            "imagined_terminations": mean(rollout.terminated.float()),
+            "imagined_reward": mean(imagined.reward),
+            "imagined_terminations": mean(imagined.terminated.float()),
         }
         return total, {name: metric.detach() for name, metric in metrics.items()}
 
@@ -253,44 +290,6 @@ class ReinforceController(Controller):
         """Logits (..., A) and values (...) of LSTM outputs (..., width)."""
         with torch.autocast(hidden.device.type, enabled=False):
             return self.policy_head(hidden), self.value_head(hidden).squeeze(-1)
-
-
-@torch.no_grad()
-def imagine(controller: ReinforceController, world_model: WorldModel, batch: Batch) -> Rollout:
-    """Burn in on the real windows of `batch` (B, window), then act in imagination for `horizon` steps.
-
-    The controller's LSTM goes over all frames but the last; imagination starts from the last one, which must be real.
-    Frames left of the first real one (`valid` False) leave no trace. Actions are sampled at temperature 1 with torch's
-    global generator; the device is never waited for. A rollout goes on past an imagined termination.
-    """
-    assert not world_model.training, "dropout in imagination: call world_model.eval() first"
-    assert batch.valid.shape[1] == controller.window, (batch.valid.shape, controller.window)
-    settings = controller.settings
-    reset = episode_starts(batch)
-    features, world_state = world_model.observe(batch.latent, batch.action, reset)
-    window = features if settings.input == "latent" else world_model.decode(batch.latent)
-
-    rows = window.shape[0]
-    state = controller.initial_state(rows)
-    if settings.burn_in:
-        actions = batch.action[:, :-1] if settings.burn_in_actions else None
-        _, state = controller.unroll(window[:, :-1], actions, state, reset[:, :-1])
-    start = state = controller.cleared(state, reset[:, -1])
-
-    observation = window.new_empty(rows, settings.horizon + 1, *window.shape[2:])
-    action = batch.action.new_empty(rows, settings.horizon, dtype=torch.int64)
-    reward = batch.reward.new_empty(rows, settings.horizon)
-    terminated = batch.terminated.new_empty(rows, settings.horizon)
-    observation[:, 0] = window[:, -1]
-    for t in range(settings.horizon):
-        logits, _, state = controller.policy(observation[:, t], state)
-        action[:, t] = sample(logits)
-        state = controller.follow(action[:, t], state)
-        imagined, world_state = world_model.imagine(world_state, action[:, t])
-        reward[:, t] = imagined.reward
-        terminated[:, t] = imagined.terminated
-        observation[:, t + 1] = controller.view(world_model, world_state)
-    return Rollout(start, observation, action, reward, terminated)
 
 
 def _latent_encoder(feature_shape: tuple[int, ...], channels: tuple[int, ...], width: int) -> tuple[nn.Sequential, int]:

@@ -31,10 +31,11 @@ def mlp(
 ) -> nn.Sequential:
     """(..., inputs) to (..., outputs): `layers` times Linear, norm, activation, then a Linear.
 
-    Weights have torch's own initialisation.
+    A Linear before a LayerNorm has no bias, since the norm has one (STORM); before an RMSNorm it has (Drama). Weights
+    have torch's own initialisation.
     """
     parts: list[nn.Module] = []
     for _ in range(layers):
-        parts += [nn.Linear(inputs, width), norm(norm_kind, width), ACTIVATIONS[activation]()]
+        parts += [nn.Linear(inputs, width, bias=norm_kind == "rms"), norm(norm_kind, width), ACTIVATIONS[activation]()]
         inputs = width
     return nn.Sequential(*parts, nn.Linear(inputs, outputs))

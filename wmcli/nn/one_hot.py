@@ -10,9 +10,8 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from wmcli.nn.categorical import draw
+from wmcli.nn.categorical import draw, uniform
 
 
 def mixed_log_probabilities(logits: Tensor, unimix: float) -> Tensor:
@@ -25,10 +24,21 @@ def mixed_log_probabilities(logits: Tensor, unimix: float) -> Tensor:
     return torch.logaddexp(log_probabilities + math.log1p(-unimix), floor)
 
 
-def draw_one_hot(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One-hot vectors (..., K, C) in the dtype of `probabilities`, exactly 0 and 1, without gradient."""
+def one_hot(index: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
+    """(...) int64 in 0..classes-1 to (..., classes). Torch's own goes through int64 and on a CPU checks the values."""
+    zeros = torch.zeros(*index.shape, classes, dtype=dtype, device=index.device)
+    return zeros.scatter_(-1, index[..., None], 1)
+
+
+def draw_one_hot(probabilities: Tensor, numbers: Tensor | None = None) -> Tensor:
+    """One-hot vectors (..., K, C) in the dtype of `probabilities`, exactly 0 and 1, without gradient.
+
+    `numbers` (..., K), uniform in [0, 1), decide; None: drawn with torch's global generator.
+    """
+    if numbers is None:
+        numbers = uniform(probabilities.shape[:-1], probabilities.device)
     with torch.no_grad():
-        return F.one_hot(draw(probabilities, generator), probabilities.shape[-1]).to(probabilities.dtype)
+        return one_hot(draw(probabilities, numbers), probabilities.shape[-1], probabilities.dtype)
 
 
 def straight_through(probabilities: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -65,10 +66,13 @@ def imagine(
         )
         optimiser = optimiser_for(settings, controller.parameter_groups())
 
+        rollout = context.machine.repeated(partial(controller.imagine, world_model))
+
         def step() -> Mapping[str, Tensor]:
             batch = gather(memory, latents, sampler.batch(settings.batch))
+            imagined = rollout(batch, controller.noise(world_model, batch))
             with context.machine.autocast():
-                loss, metrics = controller.loss(world_model, batch)
+                loss, metrics = controller.loss(imagined)
             norm = update(optimiser, loss, settings.clip)
             controller.after_update()
             return {"loss": loss, **metrics, "gradient_norm": norm}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -191,9 +192,12 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
     windows = _random_batch(latents, settings.controller.batch, controller.window, actions)
     learner = optimiser_for(settings.controller, controller.parameter_groups())
 
+    rollout = machine.repeated(partial(controller.imagine, world_model))
+
     def train_controller() -> None:
+        imagined = rollout(windows, controller.noise(world_model, windows))
         with machine.autocast():
-            loss, _ = controller.loss(world_model, windows)
+            loss, _ = controller.loss(imagined)
         update(learner, loss, settings.controller.clip)
         controller.after_update()
 

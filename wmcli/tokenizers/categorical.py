@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from wmcli.config import Section
 from wmcli.nn.mlp import Activation
-from wmcli.nn.one_hot import draw_one_hot, entropy, mixed_log_probabilities, straight_through
+from wmcli.nn.one_hot import draw_one_hot, entropy, mixed_log_probabilities, one_hot, straight_through
 from wmcli.nn.strided_conv import Norm, Stack, StridedDecoder, StridedEncoder
 from wmcli.tokenizers.measures import survival
 
@@ -127,7 +127,7 @@ class CategoricalTokenizer(nn.Module):
     def decode(self, latent: Tensor) -> Tensor:
         """Latents (..., K, C) to frames (..., H, W, 3) uint8, each variable at its likeliest class."""
         lead = latent.shape[:-2]
-        likeliest = torch.nn.functional.one_hot(latent.argmax(-1), latent.shape[-1]).to(latent.dtype)
+        likeliest = one_hot(latent.argmax(-1), latent.shape[-1], latent.dtype)
         image = self.reconstruct(likeliest.view(-1, *self.shape))
         pixels = (image * 255).round().clamp(0, 255).to(torch.uint8)
         return pixels.permute(0, 2, 3, 1).reshape(*lead, self.image_size, self.image_size, 3)

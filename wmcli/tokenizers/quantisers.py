@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wmcli.kernels.nearest import nearest
+from wmcli.nn.one_hot import one_hot
 
 
 class Quantised(NamedTuple):
@@ -112,7 +113,7 @@ class AverageVectorQuantiser(nn.Module):
         codes = len(self.codebook)
         average_use = len(h) / codes
         with torch.autocast(h.device.type, enabled=False):
-            member = F.one_hot(tokens, codes).float()  # (M, N); a product, because scattered additions are not
+            member = one_hot(tokens, codes, torch.float32)  # (M, N); a product, because scattered additions are not
             uses = self.decay * self.uses + (1 - self.decay) * member.sum(0)  # deterministic on CUDA
             sums = self.decay * self.sums + (1 - self.decay) * (member.T @ h)
             error = (h - chosen).square().sum(1) + 1e-12  # never all zero, which multinomial refuses

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -15,10 +15,12 @@ from torch import nn
 import wmcli
 from wmcli.errors import UsageError
 from wmcli.kernels import dispatch
+from wmcli.training.graph import Recorded
 from wmcli.training.memory import keep_freed_memory
 from wmcli.training.settings import TrainingSettings
 
 M = TypeVar("M", bound=nn.Module)
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Machine:
     precision: str
     threads: int
     kernels: Literal["torch", "triton"] = "torch"
+    cuda_graph: bool = False
 
     @classmethod
     def choose(cls, settings: TrainingSettings) -> Machine:
@@ -44,13 +47,29 @@ class Machine:
             precision = "bfloat16" if _has_bfloat16(device) else "float32"
         kernels = _kernels(settings.kernels, device)
         dispatch.use(kernels)
+        if settings.cuda_graph and device.type != "cuda":
+            raise UsageError(
+                f"training.cuda_graph = true: there are none on '{device}'; use --set training.cuda_graph=false."
+            )
         if device.type == "cpu":
             keep_freed_memory()
-        return cls(device, precision, torch.get_num_threads(), kernels)
+        elif device.index is not None:
+            torch.cuda.set_device(device)  # kernels of Triton's are launched on the current device
+        return cls(device, precision, torch.get_num_threads(), kernels, settings.cuda_graph)
 
     def autocast(self) -> AbstractContextManager[None]:
         """Matrix products and convolutions in the chosen precision; a null context for float32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+
+    def repeated(self, function: Callable[..., R]) -> Callable[..., R]:
+        """`function` under `autocast`; with `training.cuda_graph` recorded at its first call and replayed from then on,
+        on the terms of `wmcli.training.graph`."""
+
+        def run(*arguments: Any) -> R:
+            with self.autocast():
+                return function(*arguments)
+
+        return Recorded(run) if self.cuda_graph else run
 
     def freeze(self, module: M) -> M:
         """`module` on the device, for use without training under `autocast`: matrices and convolution kernels are kept
@@ -77,11 +96,13 @@ class Machine:
             "precision": self.precision,
             "threads": self.threads,
             "kernels": self.kernels,
+            "cuda_graph": self.cuda_graph,
         }
 
     def __str__(self) -> str:
         threads = f"{self.threads} thread{'s' if self.threads != 1 else ''}"
-        return f"{self.device}, {self.precision}, {threads}, kernels in {self.kernels}"
+        graph = ", rollouts as a CUDA graph" if self.cuda_graph else ""
+        return f"{self.device}, {self.precision}, {threads}, kernels in {self.kernels}{graph}"
 
 
 def _lower(module: nn.Module) -> None:

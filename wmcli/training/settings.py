@@ -32,6 +32,9 @@ class TrainingSettings(Section):
     float32."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """What computes the operations of wmcli.kernels: triton (on a GPU), torch, or auto, triton where it can run."""
+    cuda_graph: bool = False
+    """Record a rollout in imagination as one CUDA graph and replay it at every update: the same results, without the
+    cost of launching kernel after kernel. On a CUDA device only."""
     threads: int = Field(0, ge=0)
     """CPU threads; 0 keeps torch's choice. Results are bit-exact only for one thread count."""
     checkpoint_seconds: float = Field(30.0, ge=0)

@@ -70,6 +70,10 @@ class WorldModel(nn.Module, ABC):
     """Real frames that imagination starts from."""
     feature_shape: tuple[int, ...]
     """Shape of what the controller sees of one frame."""
+    draws: int
+    """Random numbers that one imagined step takes, a row."""
+    draws_to_observe: int = 0
+    """Random numbers that `observe` takes, a frame and row."""
 
     @property
     def remembers(self) -> int:
@@ -89,7 +93,9 @@ class WorldModel(nn.Module, ABC):
         """Every parameter once, in groups for `torch.optim`, each with its `weight_decay`."""
 
     @abstractmethod
-    def observe(self, latent: Tensor, action: Tensor, reset: Tensor) -> tuple[Tensor, State]:
+    def observe(
+        self, latent: Tensor, action: Tensor, reset: Tensor, numbers: Tensor | None = None
+    ) -> tuple[Tensor, State]:
         """Take in real frames; imagination starts after the last of them.
 
         Args:
@@ -97,14 +103,18 @@ class WorldModel(nn.Module, ABC):
             action: (B, T) int64. The last one is not used: it is `imagine` that acts on the last frame.
             reset: (B, T) bool. True forgets everything before that frame. In a window padded on the left it is True
                 at the first real frame, so that the padding leaves no trace.
+            numbers: (B, T, draws_to_observe) uniform in [0, 1); None draws them with torch's global generator.
 
         Returns:
             What the controller sees of every frame, (B, T, *feature_shape), and the state at the last frame.
         """
 
     @abstractmethod
-    def imagine(self, state: State, action: Tensor) -> tuple[Imagined, State]:
-        """Take `action` (B,) int64 in the current frame and draw what comes of it, with torch's global generator.
+    def imagine(self, state: State, action: Tensor, numbers: Tensor | None = None) -> tuple[Imagined, State]:
+        """Take `action` (B,) int64 in the current frame and draw what comes of it.
+
+        `numbers` (B, draws), uniform in [0, 1), decide what is drawn: the step is a function of its arguments. None
+        draws them with torch's global generator.
 
         To imagine again from a state is allowed, but of several continuations of one state only the newest is sure to
         stay valid: attention writes its cache in place.

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from wmcli.backbones.base import Backbone
 from wmcli.config import Section
 from wmcli.errors import UsageError
-from wmcli.nn.categorical import sample
+from wmcli.nn.categorical import sample, uniform
 from wmcli.nn.decay import parameter_groups
 from wmcli.nn.masked import masked_mean
 from wmcli.world_models.base import Batch, Imagined, WorldModel
@@ -92,6 +92,7 @@ class CellsWorldModel(WorldModel):
 
     frozen_encoder = True
     across_ends = False
+    draws = CELLS
 
     def __init__(self, settings: CellsSettings, backbone: Backbone, actions: int, image_size: int) -> None:
         super().__init__()
@@ -192,8 +193,10 @@ class CellsWorldModel(WorldModel):
     # -- imagination --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def observe(self, latent: Tensor, action: Tensor, reset: Tensor) -> tuple[Tensor, CellsState]:
-        """Read the last `context` frames; features of all. See `WorldModel.observe`."""
+    def observe(
+        self, latent: Tensor, action: Tensor, reset: Tensor, numbers: Tensor | None = None
+    ) -> tuple[Tensor, CellsState]:
+        """Read the last `context` frames; features of all. Nothing is drawn. See `WorldModel.observe`."""
         time = latent.shape[1]
         seen = slice(max(0, time - self.settings.context), time)
         # The last action is left to `imagine`.
@@ -209,7 +212,7 @@ class CellsWorldModel(WorldModel):
         return CellsState(memory, latent, tokens.shape[1])
 
     @torch.no_grad()
-    def imagine(self, state: CellsState, action: Tensor) -> tuple[Imagined, CellsState]:
+    def imagine(self, state: CellsState, action: Tensor, numbers: Tensor | None = None) -> tuple[Imagined, CellsState]:
         """Draw the next frame cell by cell at temperature 1.
 
         A backbone that holds a limited number of tokens starts again from the current frame alone when the next frame
@@ -218,10 +221,12 @@ class CellsWorldModel(WorldModel):
         limit = self.backbone.max_length
         if state.memory is None or (limit is not None and state.length + TOKENS > limit):
             state = self._read(state.latent, state.latent)
+        if numbers is None:
+            numbers = uniform((len(action), CELLS), action.device)
         memory, token, drawn = state.memory, KINDS + action, []
-        for _ in range(CELLS):
+        for cell in range(CELLS):
             y, memory = self.backbone.step(self.embedding(token), memory)
-            token = sample(self._logits(y))
+            token = sample(self._logits(y), numbers[:, cell])
             drawn.append(token)
         _, memory = self.backbone.step(self.embedding(token), memory)
         latent = torch.stack(drawn, 1)

@@ -26,11 +26,12 @@ from torch.nn import functional as F
 from wmcli.backbones.base import Backbone
 from wmcli.config import Section
 from wmcli.nn import two_hot
+from wmcli.nn.categorical import uniform
 from wmcli.nn.decay import parameter_groups
 from wmcli.nn.initialise import fan_average
 from wmcli.nn.masked import masked_mean
 from wmcli.nn.mlp import Activation, Norm, mlp, norm
-from wmcli.nn.one_hot import draw_one_hot, entropy, kl_divergence, straight_through
+from wmcli.nn.one_hot import draw_one_hot, entropy, kl_divergence, one_hot, straight_through
 from wmcli.tokenizers.categorical import CategoricalTokenizer
 from wmcli.world_models.base import Batch, Imagined, WorldModel
 
@@ -150,6 +151,7 @@ class LatentWorldModel(WorldModel):
         self.across_ends = settings.across_ends
         self.context = settings.context
         self.feature_shape = (variables * classes + width,)
+        self.draws = self.draws_to_observe = variables
         self.tokenizer = tokenizer
         self.stem = _stem(settings.stem, variables * classes + actions, width)
         self.backbone = backbone
@@ -176,7 +178,7 @@ class LatentWorldModel(WorldModel):
 
     def _elements(self, z: Tensor, action: Tensor) -> Tensor:
         """Drawn latents (..., K, C) and actions (...) to elements (..., D)."""
-        return self.stem(torch.cat((z.flatten(-2), F.one_hot(action, self.actions).to(z.dtype)), -1))
+        return self.stem(torch.cat((z.flatten(-2), one_hot(action, self.actions, z.dtype)), -1))
 
     def _prior(self, summary: Tensor) -> Tensor:
         """(..., D) to the next latent's log-probabilities (..., K, C)."""
@@ -237,12 +239,14 @@ class LatentWorldModel(WorldModel):
     # -- imagination --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def observe(self, latent: Tensor, action: Tensor, reset: Tensor) -> tuple[Tensor, LatentState]:
+    def observe(
+        self, latent: Tensor, action: Tensor, reset: Tensor, numbers: Tensor | None = None
+    ) -> tuple[Tensor, LatentState]:
         """Read all frames but the last, each drawn anew; features of all. See `WorldModel.observe`.
 
         Without `reset_at_ends` a window's first frame alone starts from nothing, as in training.
         """
-        z = draw_one_hot(latent)
+        z = draw_one_hot(latent, numbers)
         if self.across_ends and not self.settings.reset_at_ends:
             reset = torch.zeros_like(reset)
         memory = self.backbone.initial_state(len(z))
@@ -255,7 +259,9 @@ class LatentWorldModel(WorldModel):
         return features, LatentState(memory, reset[:, -1], summary[:, -1], z[:, -1], z[:, -1], z.shape[1] - 1)
 
     @torch.no_grad()
-    def imagine(self, state: LatentState, action: Tensor) -> tuple[Imagined, LatentState]:
+    def imagine(
+        self, state: LatentState, action: Tensor, numbers: Tensor | None = None
+    ) -> tuple[Imagined, LatentState]:
         """One step. The reward is the expectation, termination is certain or not at all (likelier than not).
 
         A backbone with a limited number of positions starts again from the current frame alone once they are used up.
@@ -264,7 +270,7 @@ class LatentWorldModel(WorldModel):
         reward = two_hot.decode(self.reward_head(summary))
         terminated = self.termination_head(summary).squeeze(-1) > 0
         prior = self._prior(summary).exp()
-        z = draw_one_hot(prior)
+        z = draw_one_hot(prior, numbers)
         # The public code adds and subtracts the probabilities in float32 and stores the result as integers.
         read = ((z + prior) - prior).long().to(z.dtype) if self.settings.truncate_latents else z
         return Imagined(z, reward, terminated), LatentState(memory, None, summary.to(z.dtype), read, z, length)
@@ -309,9 +315,9 @@ class LatentWorldModel(WorldModel):
         latent = self.tokenizer.encode(observation)
         read = self._read_window if self.settings.act_window else self._read_on
         memory, fresh, summary, length, past = read(state, latent, previous_action, reset, generator)
-        z = seen = draw_one_hot(latent, generator)
+        z = seen = _drawn(latent, generator)
         if self.settings.act_on == "prior":
-            predicted = draw_one_hot(self._prior(summary).exp(), generator)
+            predicted = _drawn(self._prior(summary).exp(), generator)
             seen = torch.where(fresh[:, None, None], z, predicted)
         return LatentState(memory, fresh, summary, z, seen, length, past)
 
@@ -348,12 +354,17 @@ class LatentWorldModel(WorldModel):
             frames = torch.cat((state.past.latent[:, 1:], state.past.current[:, None]), 1)
             actions = torch.cat((state.past.action[:, 1:], previous_action[:, None]), 1)
             length = (state.past.length + 1).clamp(max=window).masked_fill(reset, 0)
-        elements = self._elements(draw_one_hot(frames, generator), actions)
+        elements = self._elements(_drawn(frames, generator), actions)
         opens = torch.arange(window, device=latent.device) == (window - length)[:, None]
         y, memory = self.backbone(elements, self.backbone.initial_state(rows), opens)
         fresh = length == 0
         summary = y[:, -1].to(latent.dtype).masked_fill(fresh[:, None], 0)
         return memory, fresh, summary, window, Past(frames, actions, length, latent)
+
+
+def _drawn(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
+    """`draw_one_hot` with numbers from `generator`, wherever that is."""
+    return draw_one_hot(probabilities, uniform(probabilities.shape[:-1], probabilities.device, generator))
 
 
 def _stem(kind: str, inputs: int, width: int) -> nn.Module:

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from wmcli.backbones.base import Backbone
 from wmcli.config import Section
 from wmcli.errors import UsageError
-from wmcli.nn.categorical import sample
+from wmcli.nn.categorical import sample, uniform
 from wmcli.nn.decay import parameter_groups
 from wmcli.nn.masked import masked_mean
 from wmcli.world_models.base import Batch, Imagined, WorldModel
@@ -160,6 +160,7 @@ class TokenWorldModel(WorldModel):
         self.actions = actions
         self.context = settings.context
         self.feature_shape = (tokenizer.width, *tokenizer.grid)
+        self.draws = tokens + 2  # the tokens, the reward and the termination
         self._tokenizer = (tokenizer,)  # in a tuple, where nn.Module does not look
         self.backbone = backbone
         self.action_embedding = nn.Embedding(actions, width)
@@ -290,8 +291,10 @@ class TokenWorldModel(WorldModel):
     # -- imagination --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def observe(self, latent: Tensor, action: Tensor, reset: Tensor) -> tuple[Tensor, TokenState]:
-        """Read the last `context` frames; features of all frames. See `WorldModel.observe`."""
+    def observe(
+        self, latent: Tensor, action: Tensor, reset: Tensor, numbers: Tensor | None = None
+    ) -> tuple[Tensor, TokenState]:
+        """Read the last `context` frames; features of all frames. Nothing is drawn. See `WorldModel.observe`."""
         batch, time, tokens = latent.shape
         context = min(self.settings.context, time)
         past = slice(time - context, time - 1)
@@ -308,21 +311,27 @@ class TokenWorldModel(WorldModel):
         return self._codes(latent), TokenState(memory, latent[:, -1], held, length)
 
     @torch.no_grad()
-    def imagine(self, state: TokenState, action: Tensor) -> tuple[Imagined, TokenState]:
+    def imagine(self, state: TokenState, action: Tensor, numbers: Tensor | None = None) -> tuple[Imagined, TokenState]:
         """Draw one step at temperature 1. Draws carry no gradient, so no graph is built.
 
         A backbone with a limited number of positions starts again from the current frame alone when the next step would
         not fit, as in IRIS.
         """
-        reward, termination, state = self.advance(state, action, sample)
-        return Imagined(state.latent, sample(reward).float() - 1, sample(termination).bool()), state
+        if numbers is None:
+            numbers = uniform((len(action), self.draws), action.device)
+        of_tokens, of_reward, of_termination = numbers.split((self.draws - 2, 1, 1), -1)
+        reward, termination, state = self.advance(
+            state, action, lambda logits, first: sample(logits, of_tokens[:, first : first + logits.shape[1]])
+        )
+        reward, termination = sample(reward[:, None], of_reward), sample(termination[:, None], of_termination)
+        return Imagined(state.latent, reward[:, 0].float() - 1, termination[:, 0].bool()), state
 
     def advance(
-        self, state: TokenState, action: Tensor, choose: Callable[[Tensor], Tensor]
+        self, state: TokenState, action: Tensor, choose: Callable[[Tensor, int], Tensor]
     ) -> tuple[Tensor, Tensor, TokenState]:
-        """One step whose tokens are picked by `choose`: observation logits (..., N) to tokens (...).
+        """One step whose tokens are picked by `choose`: logits (B, n, N), of the tokens from which on, to (B, n).
 
-        `choose` is called once with (B, K, N) for "pop", K times with (B, N) for "sequential". Returns the logits of
+        `choose` is called once for all K tokens of "pop", K times for one token of "sequential". Returns the logits of
         reward (B, 3) and termination (B, 2), and the state at the next frame.
         """
         memory, latent, held, length = state
@@ -337,15 +346,15 @@ class TokenWorldModel(WorldModel):
             # One call: the queries answer the next frame while the block becomes part of the past.
             y, answers, memory = self.backbone.fork(block[:, None], self.queries.weight, memory)
             at_action, held = y[:, 0], 0
-            latent = choose(self.observation_head(answers[:, 0]))
+            latent = choose(self.observation_head(answers[:, 0]), 0)
         else:
             y, memory = self.backbone(block, memory)
             at_action, held = y[:, -1], tokens - 1
-            drawn = [choose(self.observation_head(at_action))]
-            for _ in range(held):
-                y, memory = self.backbone.step(self._embed(drawn[-1][:, None])[:, 0], memory)
-                drawn.append(choose(self.observation_head(y)))
-            latent, length = torch.stack(drawn, dim=1), length + held
+            drawn = [choose(self.observation_head(at_action)[:, None], 0)]
+            for token in range(1, tokens):
+                y, memory = self.backbone.step(self._embed(drawn[-1])[:, 0], memory)
+                drawn.append(choose(self.observation_head(y)[:, None], token))
+            latent, length = torch.cat(drawn, dim=1), length + held
         state = TokenState(memory, latent, held, length)
         return self.reward_head(at_action), self.termination_head(at_action), state
 
