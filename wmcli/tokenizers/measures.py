@@ -5,14 +5,25 @@ B batch, H height, W width, C colours (3).
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 OBJECT_CONTRAST = 0.1  # of full scale; a pixel this far from the median frame belongs to an object
 
 
 def median(observation: Tensor) -> Tensor:
-    """uint8 (B, ...) -> uint8 (...), the lower of two middle values; torch.median is not deterministic on CUDA."""
-    return observation.sort(0).values[(len(observation) - 1) // 2]
+    """uint8 (B, ...) -> uint8 (...), the lower of two middle values.
+
+    Found bit by bit, the largest value with less than half of all below it: on a CPU over ten times as fast as sorting,
+    and unlike torch.median deterministic on CUDA.
+    """
+    half = (len(observation) + 1) // 2
+    found = torch.zeros_like(observation[0])
+    for bit in (128, 64, 32, 16, 8, 4, 2, 1):
+        larger = found | bit
+        below = (observation < larger).sum(0, dtype=torch.int32)
+        found = torch.where(below < half, larger, found)
+    return found
 
 
 def objects(observation: Tensor) -> Tensor:
