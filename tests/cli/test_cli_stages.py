@@ -35,6 +35,16 @@ SCORE = {
         {"part": "stages", "what": "fast over slow", "shape": "1", "ratio": 2.04, "ratio_low": 1.5, "ratio_high": 3.0},
         {"part": "backbones", "what": "training", "backbone": "gru", "length": 4096, "skipped": "slower than 5 s"},
     ],
+    "operators": [
+        {
+            "what": "encode", "operator": "aten::convolution", "share": 0.625, "calls": 4,
+            "operations": 1.5e9, "operations_per_second": 7.5e9, "of_matmul": 0.0625,
+        },
+        {
+            "what": "encode", "operator": "aten::silu", "share": 0.25, "calls": 3,
+            "operations": None, "operations_per_second": None, "of_matmul": None,
+        },
+    ],
 }  # fmt: skip
 AGGREGATE = {
     "scores": {"Pong": [0.5, 1.0]},
@@ -209,7 +219,8 @@ def test_eval_json_is_the_score(recorder, capsys):
 @pytest.mark.parametrize(("line", "expected"), [
     (["eval"], ["0.5", "-0.5"]),
     (["profile"], ["encode", "125 ms (100 to 1,500)", "512 frames/s", "3 GFLOP/s, 25 %", "12.3 MB",
-                   "2.04 times (1.5 to 3)", "gru", "skipped: slower than 5 s"]),
+                   "2.04 times (1.5 to 3)", "gru", "skipped: slower than 5 s",
+                   "aten::silu", "62.5 %", "1.5", "7.5 GFLOP/s, 6.25 %"]),
 ])  # fmt: skip
 def test_a_person_gets_a_table_beside_the_path(line, expected, recorder, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -228,6 +239,7 @@ def test_a_person_gets_a_table_beside_the_path(line, expected, recorder, capsys,
     ["--compare", "backbones", "--trace"],
     ["--frames", "500"],
     ["--part", "stages", "--frames", "500"],
+    ["--part", "kernels", "--trace"],
     ["--lengths", "64"],
     ["--compare", "backbones", "--lengths", "64,1"],
     ["--compare", "backbones", "--lengths", "long"],

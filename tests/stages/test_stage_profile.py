@@ -5,6 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +19,21 @@ from wmcli.kernels.dispatch import on_triton, using
 from wmcli.backbones import BACKBONES, BackboneSettings
 from wmcli.backbones.gru import GRU
 from wmcli.backbones.mamba2 import Mamba2
-from wmcli.errors import ArtifactError, WmError
-from wmcli.progress import Progress
+from wmcli.backbones.retnet import RetNet
+from wmcli.errors import ArtifactError, UsageError, WmError
+from wmcli.experience import Memory
+from wmcli.progress import Bar, Progress
 from wmcli.settings import resolve
 from wmcli.stages import compare, profile_experience, profile_kernels
 from wmcli.stages import profile as profile_module
 from wmcli.stages.compare import check_steps, equal_sizes, parameters
 from wmcli.stages.profile import profile
 from wmcli.stages.profile_kernels import check, kernel_cases, profile_kernel
-from wmcli.training import measure
+from wmcli.tokenizers.vq import VQTokenizer
+from wmcli.training import graph, measure
 from wmcli.training.device import Machine
 from wmcli.training.measure import Bench
+from wmcli.world_models.token import TokenWorldModel
 
 CPU = Machine(torch.device("cpu"), "float32", 1)
 
@@ -46,6 +53,19 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measured(row: dict[str, Any]) -> bool:
     return 0 < row["seconds_low"] <= row["seconds"] <= row["seconds_high"] and bool(row["shape"])
+
+
+class Watched(Progress):
+    """Knows whether a bar is there."""
+
+    bars = 0
+
+    @contextmanager
+    def bar(self, *arguments: Any, **keywords: Any) -> Iterator[Bar]:
+        self.bars += 1
+        with super().bar(*arguments, **keywords) as bar:
+            yield bar
+        self.bars -= 1
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------
@@ -99,11 +119,59 @@ def test_a_profile_has_a_row_for_every_stage(run: Path) -> None:
     names = Counter(event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
     assert names["aten::addmm"] > 0
     artifact.verify()
+    # the operators' arithmetic is the stage's
+    for what in learn_or_imagine:
+        operations = [row["operations"] for row in where if row["what"] == what and row["operations"] is not None]
+        assert sum(operations[:-1]) == operations[-1] == by_name[what]["operations"]
 
     again = profile(opened(run, "run.tokenizer_epochs=0"), parts=("stages",))
     assert again.version == 2  # measured anew each time
     assert not list(again.path.glob("traces"))
     assert "epoch_share" not in next(row for row in again.metrics["rows"] if row["what"] == "train-tokenizer")
+
+
+def test_models_are_frozen_where_a_run_freezes_them(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What autocast would convert at every call is then in its precision already."""
+    encode, imagine, loss = VQTokenizer.encode, TokenWorldModel.imagine, TokenWorldModel.loss
+    seen: dict[str, set[tuple[bool, bool]]] = {"encode": set(), "imagine": set(), "loss": set()}
+
+    def see(what: str, model: torch.nn.Module) -> None:
+        matrices = [each.weight for each in model.modules() if isinstance(each, torch.nn.Linear | torch.nn.Conv2d)]
+        low = any(matrix.dtype == torch.bfloat16 for matrix in matrices)
+        seen[what].add((low, model.training or any(matrix.requires_grad for matrix in matrices)))
+
+    monkeypatch.setattr(VQTokenizer, "encode", lambda self, *rest: (see("encode", self), encode(self, *rest))[1])
+    monkeypatch.setattr(TokenWorldModel, "imagine", lambda self, *rest: (see("imagine", self), imagine(self, *rest))[1])
+    monkeypatch.setattr(TokenWorldModel, "loss", lambda self, *rest: (see("loss", self.backbone), loss(self, *rest))[1])
+    profile(opened(run, "training.precision=bfloat16"), parts=("stages",))
+    assert seen == {"encode": {(True, False)}, "imagine": {(True, False)}, "loss": {(False, True)}}
+
+
+def test_arithmetic_in_a_replayed_graph_is_counted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def operations() -> float:
+        rows = profile(context, parts=("stages",)).metrics["rows"]
+        return next(row["operations"] for row in rows if row["what"].startswith("imagine"))
+
+    context = opened(run)
+    plain = operations()
+    monkeypatch.setattr(graph, "capture", lambda run: (run(), lambda: None))  # a replay does nothing that is seen
+    context.machine = replace(context.machine, cuda_graph=True)
+    assert operations() == plain
+
+
+@pytest.mark.parametrize("part", ["stages", "kernels"])
+def test_a_bar_is_there_whenever_a_job_runs(part: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = opened(run)
+    context.progress = progress = Watched(quiet=True)
+    seen: list[int] = []
+    for module, name in (
+        *((profile_module, name) for name in ("count_operations", "peak_memory", "operators")),
+        *((profile_kernels, name) for name in ("count_operations", "peak_memory", "check")),
+    ):
+        right = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *rest, right=right: (seen.append(progress.bars), right(*rest))[1])
+    profile(context, parts=(part,))
+    assert len(seen) > 10 and min(seen) == 1 and progress.bars == 0
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
@@ -125,22 +193,22 @@ def test_every_kernel_is_checked_and_timed_forward_and_backward(run: Path) -> No
     assert forward["operations"] == 2 * 2 * 4 * 4 * 102 * 102 * 8
 
 
-def cases(*overrides: str) -> dict[str, profile_kernels.Case]:
-    small = ["backbone.width=32", "dynamics.batch=3", "dynamics.horizon=12", "controller.horizon=10", *overrides]
-    return {case.name: case for case in kernel_cases(resolve("quickstart", small), CPU)}
+def cases(machine: Machine = CPU) -> dict[str, profile_kernels.Case]:
+    small = ["backbone.width=32", "dynamics.batch=3", "dynamics.horizon=12", "controller.horizon=10"]
+    return {case.name: case for case in kernel_cases(resolve("quickstart", small), machine)}
 
 
 @pytest.mark.parametrize("name", list(cases()))
 def test_a_wrong_result_is_refused(name: str) -> None:
     case = cases()[name]
-    assert check(case, "torch", "float32") < 1e-3
+    assert check(case, "torch") < 1e-3
 
     def wrong(*operands: torch.Tensor) -> torch.Tensor:
         y = case.call(*operands)
         return (y + 1) % 2 if y.dtype == torch.int64 else 1.05 * y
 
     with pytest.raises(WmError, match=f"{name} in torch is .* off its reference") as caught:
-        check(case._replace(call=wrong), "torch", "float32")
+        check(case._replace(call=wrong), "torch")
     assert caught.value.exit_code == 1 and "\n" not in str(caught.value)
 
     def not_a_number(*operands: torch.Tensor) -> torch.Tensor:
@@ -148,7 +216,7 @@ def test_a_wrong_result_is_refused(name: str) -> None:
 
     if case.backward:
         with pytest.raises(WmError):
-            check(case._replace(call=not_a_number), "torch", "float32")
+            check(case._replace(call=not_a_number), "torch")
 
 
 @pytest.mark.parametrize("name", [name for name, case in cases().items() if case.backward])
@@ -163,14 +231,44 @@ def test_a_wrong_gradient_of_any_operand_is_refused(name: str) -> None:
             return case.call(*operands[:index], longer + (held - longer).detach(), *operands[index + 1 :])
 
         with pytest.raises(WmError, match="off its reference"):
-            check(case._replace(call=wrong), "torch", "float32")
+            check(case._replace(call=wrong), "torch")
+
+
+def test_a_gradient_that_is_not_a_number_is_refused() -> None:
+    case = cases()["attention"]
+
+    class NoGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return gradient * float("nan")
+
+    def wrong(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return case.call(q, NoGradient.apply(k), v)
+
+    with pytest.raises(WmError, match="is nan off its reference"):
+        check(case._replace(call=wrong), "torch")
+
+
+def test_operands_in_float32_are_held_to_it_in_any_run() -> None:
+    of_half = cases(Machine(torch.device("cpu"), "bfloat16", 1))
+    check(of_half["attention"], "torch")
+    for name in ("state-space convolution of S4", "lambda-returns"):
+        case = of_half[name]
+        assert check(case, "torch") < 1e-3
+        off = 1.015 if case.loose == 1 else 1.05
+        with pytest.raises(WmError, match="off its reference"):
+            check(case._replace(call=lambda *operands, case=case, off=off: off * case.call(*operands)), "torch")
 
 
 def test_both_forms_are_checked_and_timed_in_turn() -> None:
     bench = Bench(CPU, Progress(quiet=True))
     case = cases()["lambda-returns"]
     with using("triton"):
-        rows = list(profile_kernel(case, "float32", bench))
+        rows = list(profile_kernel(case, bench))
         assert [row.get("implementation", row["what"]) for row in rows] == [
             "torch",
             "triton",
@@ -184,7 +282,7 @@ def test_both_forms_are_checked_and_timed_in_turn() -> None:
             return case.call(*operands) * (1.1 if on_triton(*operands) else 1.0)
 
         with pytest.raises(WmError, match="lambda-returns in triton"):
-            list(profile_kernel(case._replace(call=wrong_in_triton), "float32", bench))
+            list(profile_kernel(case._replace(call=wrong_in_triton), bench))
 
 
 def test_a_wrong_kernel_is_not_timed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,11 +316,30 @@ def test_experience_is_written_loaded_and_read(run: Path, monkeypatch: pytest.Mo
     assert [path.name for path in (run / "profile").iterdir() if path.is_dir() and not path.is_symlink()] == ["v0001"]
 
 
+def test_what_was_loaded_is_there_before_the_clock_is_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_experience, "PLAYED", 40)
+    monkeypatch.setattr(profile_experience, "LENGTH", 10)
+    order: list[str] = []
+    extend = Memory.extend
+    monkeypatch.setattr(Memory, "extend", lambda *arguments: (extend(*arguments), order.append("load")))
+    monkeypatch.setattr(measure, "_wait", lambda device: order.append("wait"))
+    profile(opened(run), parts=("experience",), frames=180)
+    first = order.index("load") - 1
+    assert order[first : first + 6] == ["wait", "load", "wait"] * 2
+
+
+def test_too_few_frames_for_a_window_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_experience, "_played", None)  # before anything is played
+    with pytest.raises(UsageError, match=f"--frames {3 * 64 - 1}: .* give {3 * 64} or more"):
+        profile(opened(run), parts=("experience",), frames=3 * 64 - 1)
+
+
 def test_experience_that_cannot_be_read_leaves_nothing_behind(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def torn(folder: Path) -> None:
         assert list(folder.rglob("c/*"))
         raise ArtifactError("damaged")
 
+    monkeypatch.setattr(profile_experience, "LENGTH", 10)
     monkeypatch.setattr(profile_experience, "read_segment", torn)
     with pytest.raises(ArtifactError):
         profile(opened(run), parts=("experience",), frames=90)
@@ -293,6 +410,34 @@ def few_backbones(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: settings.model_copy(update={"name": name}) for name in ("retnet", "gru", "mamba2")}
     monkeypatch.setattr(compare, "equal_sizes", lambda _: few)
     monkeypatch.setattr(compare, "check_steps", lambda *_: 0.0)
+
+
+@pytest.mark.usefixtures("few_backbones")
+def test_steps_are_those_of_frozen_models_and_a_bar_is_there(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = opened(run, "training.precision=bfloat16")
+    context.progress = progress = Watched(quiet=True)
+    right, dtypes, bars = RetNet.step, set(), set()
+
+    def step(self: RetNet, *rest: Any) -> Any:
+        dtypes.add(self.layers[0].qkvg.weight.dtype)
+        bars.add(progress.bars)
+        return right(self, *rest)
+
+    monkeypatch.setattr(RetNet, "step", step)
+    profile(context, compare="backbones", lengths=[8])
+    assert dtypes == {torch.bfloat16} and bars == {1}
+
+
+@pytest.mark.usefixtures("few_backbones")
+@pytest.mark.parametrize(("answer", "form"), [(True, "triton"), (False, "torch")])
+def test_the_recurrence_is_checked_in_the_form_that_is_timed(
+    answer: bool, form: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[str] = []
+    monkeypatch.setattr(compare, "on_triton", lambda *_: answer)
+    monkeypatch.setattr(compare, "check", lambda _, implementation: checked.append(implementation))
+    profile(opened(run), compare="backbones", lengths=[8])
+    assert checked == [form]
 
 
 @pytest.mark.usefixtures("few_backbones")

@@ -5,14 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 from torch.nn import functional as F
 
-from wmcli.progress import Progress
+from wmcli.progress import Bar, Progress
 from wmcli.training import measure
 from wmcli.training.device import Machine
 from wmcli.training.measure import Bench, count_operations, operators, peak_memory, ratio, timed
@@ -51,6 +55,24 @@ def test_short_calls_are_timed_several_in_a_row(monkeypatch: pytest.MonkeyPatch)
     times = timed({"a": clock.job("a", 0.003), "b": clock.job("b", 0.0)}, CPU, QUIET, "jobs")
     assert clock.order == ["a"] * 2 + ["b"] * 2 + (["a"] * 4 + ["b"] * measure.MOST_CALLS) * measure.REPEATS
     assert times["a"] == pytest.approx([0.003] * measure.REPEATS)  # of one call
+
+
+def test_a_bar_is_there_from_the_first_call_on() -> None:
+    depth = 0
+
+    class Watched(Progress):
+        @contextmanager
+        def bar(self, *arguments: Any) -> Iterator[Bar]:
+            nonlocal depth
+            depth += 1
+            with super().bar(*arguments) as bar:
+                yield bar
+            depth -= 1
+            assert bar._done == bar._total
+
+    seen: list[int] = []
+    timed({"a": lambda: seen.append(depth)}, CPU, Watched(quiet=True), "jobs")
+    assert set(seen) == {1}
 
 
 def test_products_convolutions_and_attention_are_counted() -> None:
@@ -92,15 +114,118 @@ def test_the_shares_of_the_operators_make_one(tmp_path: Path) -> None:
 
     job()
     trace = tmp_path / "traces" / "job.json.gz"
-    rows = operators(job, CPU, trace)
-    assert [row["operator"] for row in rows[-2:]] == [measure.OTHERS, measure.BETWEEN]
-    assert sum(row["share"] for row in rows) == pytest.approx(1, abs=0.01)
-    shares = {row["operator"]: row["share"] for row in rows}
+    rows = operators(job, CPU, 1e12, trace)
+    assert [row["operator"] for row in rows[-3:]] == [measure.OTHERS, measure.BETWEEN, measure.PRODUCTS]
+    assert sum(row["share"] for row in rows[:-1]) == pytest.approx(1, abs=0.01)
+    shares = {row["operator"]: row["share"] for row in rows[:-1]}
     assert shares["aten::mm"] == max(share for name, share in shares.items() if name != measure.BETWEEN)
-    assert rows[-1]["seconds"] >= 0.05
+    assert rows[-2]["seconds"] >= 0.05
     assert next(row["calls"] for row in rows if row["operator"] == "aten::mm") == 20
+    assert operators(time.monotonic, CPU, 1e12)[-1]["operator"] == measure.BETWEEN  # without a product no line of them
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert sum(event.get("name") == "aten::mm" for event in events) == 20
+
+
+def test_products_stand_with_their_arithmetic_and_all_that_they_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "OPERATORS", 1)
+    a, frames, kernel = torch.randn(64, 48), torch.randn(2, 3, 16, 16), torch.randn(4, 3, 3, 3, requires_grad=True)
+    q, k, v = torch.randn(3, 1, 2, 16, 8, requires_grad=True)
+
+    def job() -> None:
+        for _ in range(3):
+            a @ a.mT
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.mm(a, a.mT)  # converts its operands
+        F.conv2d(frames, kernel, padding=1).sum().backward()
+        F.scaled_dot_product_attention(q, k, v).sum().backward()
+
+    job()
+    rows = {row["operator"]: row for row in operators(job, CPU, 1e9)}
+    operations = {name: row["operations"] for name, row in rows.items() if row["operations"] is not None}
+    total, attention = operations.pop(measure.PRODUCTS), "aten::_scaled_dot_product_flash_attention_for_cpu"
+    convolution = 2 * 2 * 4 * 16 * 16 * 3 * 9
+    assert operations == {  # all, however little time they take
+        "aten::mm": 4 * 2 * 64 * 64 * 48,
+        "aten::convolution": convolution,
+        "aten::convolution_backward": convolution,  # the frames have no gradient
+        attention: 2 * (2 * 2 * 16 * 16 * 8),
+        f"{attention}_backward": 5 * (2 * 2 * 16 * 16 * 8),
+    }
+    assert rows["aten::mm"]["calls"] == 4
+    assert "aten::mkldnn_convolution" not in rows  # is part of aten::convolution
+    for row in rows.values():
+        if row["operations"] is not None:
+            assert row["operations_per_second"] == pytest.approx(row["operations"] / row["seconds"])
+            assert row["of_matmul"] == pytest.approx(row["operations_per_second"] / 1e9)
+    assert total == sum(operations.values()) == count_operations(job)
+    assert rows[measure.PRODUCTS]["seconds"] == pytest.approx(sum(rows[name]["seconds"] for name in operations))
+    assert rows[measure.PRODUCTS]["calls"] == sum(rows[name]["calls"] for name in operations)
+    assert json.loads(json.dumps(rows)) == rows
+
+
+def event(name: str, own: float, *children: Any, kernels: tuple[tuple[str, float], ...] = ()) -> Any:
+    """An event of the profiler on the host, with the kernels that it launched."""
+    made = SimpleNamespace(name=name, cpu_children=children, cpu_parent=None, self_cpu_time_total=own)
+    made.device_type, made.is_user_annotation = DeviceType.CPU, name == "annotation"
+    made.kernels = [SimpleNamespace(name=kernel, duration=duration) for kernel, duration in kernels]
+    for child in children:
+        child.cpu_parent = made
+    return made
+
+
+def with_children(*events: Any) -> list[Any]:
+    return [each for parent in events for each in (parent, *with_children(*parent.cpu_children))]
+
+
+def test_nested_time_is_attributed_once() -> None:
+    events = with_children(
+        event(
+            "annotation",
+            1000,
+            event("aten::mm", 1, event("aten::copy_", 10), event("aten::mm", 100, event("aten::empty", 5))),
+            event("aten::linear", 2, event("aten::copy_", 10), event("aten::linear", 3, event("aten::addmm", 50))),
+            event("aten::mm", 100),
+        ),
+        event("aten::conv2d", 4, event("aten::convolution", 6, event("aten::own_form", 200, event("aten::mm", 40)))),
+    )
+    spent, calls = measure._own_time(events, {"aten::mm", "aten::addmm", "aten::convolution"}, on_cuda=False)
+    expected = {
+        "aten::mm": (206, 2),  # the first call once, without what autocast converts
+        "aten::copy_": (20, 2),
+        "aten::linear": (5, 1),
+        "aten::addmm": (50, 1),
+        "aten::conv2d": (4, 1),
+        "aten::convolution": (246, 1),  # and no product beside it
+    }
+    assert spent == pytest.approx({name: 1e-6 * own for name, (own, _) in expected.items()})
+    assert {name: calls[name] for name in spent} == {name: number for name, (_, number) in expected.items()}
+
+
+def test_on_cuda_a_product_has_the_time_of_its_kernels_and_no_one_else_has_it() -> None:
+    copied = event("aten::copy_", 1, kernels=(("copy", 7),))
+    host = with_children(
+        event("aten::linear", 5, event("aten::copy_", 1, kernels=(("copy", 11),)), event("aten::addmm", 9)),
+        event("aten::mm", 5, copied, event("cudaLaunchKernel", 3, kernels=(("gemm", 99),)), kernels=(("gemm", 100),)),
+        event("aten::silu", 5, kernels=(("pointwise", 30),)),
+        event("aten::bmm", 5),  # of nothing: launches no kernel
+    )
+    next(each for each in host if each.name == "aten::addmm").kernels = [SimpleNamespace(name="gemm", duration=50)]
+    device = [
+        SimpleNamespace(name=name, cpu_children=(), cpu_parent=None, device_type=DeviceType.CUDA, kernels=[],
+                        is_user_annotation=name == "annotation", self_device_time_total=duration)
+        for name, duration in [("copy", 11), ("gemm", 50), ("copy", 7), ("gemm", 100), ("pointwise", 30),
+                               ("by hand", 40), ("annotation", 1000)]
+    ]  # fmt: skip
+    spent, calls = measure._own_time([*device, *host], {"aten::mm", "aten::addmm", "aten::bmm"}, on_cuda=True)
+    expected = {
+        "aten::mm": (107, 1),
+        "aten::addmm": (50, 1),
+        "copy": (11, 1),
+        "pointwise": (30, 1),
+        "by hand": (40, 1),
+    }
+    assert spent == pytest.approx({name: 1e-6 * own for name, (own, _) in expected.items()})
+    assert {name: calls[name] for name in spent} == {name: number for name, (_, number) in expected.items()}
 
 
 def test_ceilings_grow_until_a_call_takes_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:

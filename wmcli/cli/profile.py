@@ -57,6 +57,8 @@ def profile(
     given: dict[str, Any] = {"parts": part and [part], "frames": frames, "trace": trace or None, "compare": compare}
     if compare and (part or frames or trace):
         raise UsageError("--compare measures nothing else: give it without --part, --frames and --trace.")
+    if trace and part not in (None, "stages"):
+        raise UsageError(f"--trace is of the stages, which --part {part} leaves out: give it without.")
     if frames and part != "experience":
         raise UsageError("--frames is for --part experience: give both.")
     if lengths is not None:
@@ -116,7 +118,7 @@ def _readable(row: Row) -> Row:
     if row["rate"] is not None:
         shown["rate"] = f"{_short(row['rate'])} {row['unit']}"
     if row["operations_per_second"]:  # 0 where nothing was counted
-        shown["arithmetic"] = f"{_short(row['operations_per_second'] / 1e9)} GFLOP/s, {100 * row['of_matmul']:.3g} %"
+        shown["arithmetic"] = _arithmetic(row)
     if row["bytes_per_second"] is not None:
         shown["traffic"] = f"{_short(row['bytes_per_second'] / 1e9)} GB/s, {100 * row['of_copy']:.3g} %"
     if row["peak_bytes"] is not None:
@@ -151,12 +153,21 @@ def _by_length(rows: Sequence[Row]) -> list[Row]:
 
 
 def _share(row: Row) -> Row:
-    return {
+    shown = {
         "what": row["what"],
         "operator": row["operator"],
         "share": f"{100 * row['share']:.1f} %",
         "calls": row["calls"],
     }
+    if row["operations_per_second"]:
+        shown["GFLOP"] = _short(row["operations"] / 1e9)
+        shown["arithmetic"] = _arithmetic(row)
+    return shown
+
+
+def _arithmetic(row: Row) -> str:
+    """The rate, and of the ceiling in the run's precision."""
+    return f"{_short(row['operations_per_second'] / 1e9)} GFLOP/s, {100 * row['of_matmul']:.3g} %"
 
 
 def _seconds(median: float, low: float, high: float) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 from wmcli.assemble import count
 from wmcli.backbones import BACKBONES, Backbone, BackboneSettings, State, build, map_state
 from wmcli.errors import WmError
+from wmcli.kernels.dispatch import on_triton
 from wmcli.kernels.linear_recurrence import linear_recurrence_step
 from wmcli.report.plots import cost_by_length, write_figure
 from wmcli.settings import Settings
@@ -208,7 +209,8 @@ def _training(sizes: Sizes, preset: str, length: int, machine: Machine, bench: B
 
         return forward_and_backward
 
-    jobs, skipped = _affordable({name: partial(job, size) for name, size in sizes.items()}, bench)
+    makes = {name: partial(job, size) for name, size in sizes.items()}
+    jobs, skipped = _affordable(makes, f"training, {length} elements", bench)
     cell = partial(bench.row, "training", f"{rows} × {length} elements", count=rows * length, length=length)
     yield from _timed(jobs, skipped, preset, cell, bench)
 
@@ -218,7 +220,7 @@ def _imagination(sizes: Sizes, preset: str, length: int, machine: Machine, bench
     held: dict[str, int] = {}
 
     def job(name: str) -> Job:
-        model = build(sizes[name], length, block=1).to(machine.device).eval()
+        model = machine.freeze(build(sizes[name], length, block=1))  # as imagination finds it
         state = _state_behind(model, length - 1, rows, machine)
         held[name] = _bytes(state)
         x = torch.randn(rows, model.width, device=machine.device)
@@ -229,7 +231,7 @@ def _imagination(sizes: Sizes, preset: str, length: int, machine: Machine, bench
 
         return step
 
-    jobs, skipped = _affordable({name: partial(job, name) for name in sizes}, bench)
+    jobs, skipped = _affordable({name: partial(job, name) for name in sizes}, f"imagination, {length} elements", bench)
     cell = partial(bench.row, "imagination", f"{rows} rows behind {length - 1} elements", count=rows, length=length)
     for row in _timed(jobs, skipped, preset, cell, bench):
         yield row if "skipped" in row else row | {"state_bytes": held[row["backbone"]]}
@@ -254,24 +256,28 @@ def _bytes(state: State) -> int:
     return sum(sizes)
 
 
-def _affordable(make: dict[str, Callable[[], Job]], bench: Bench) -> tuple[dict[str, Job], dict[str, str]]:
+def _affordable(
+    makes: Mapping[str, Callable[[], Job]], what: str, bench: Bench
+) -> tuple[dict[str, Job], dict[str, str]]:
     """The jobs a call of which is worth waiting for, and why the others are not."""
     jobs, skipped = {}, {}
-    for name, makes in make.items():
-        try:
-            job = makes()
-            # What is slow may only have been compiled, the first time.
-            slow = seconds(job, bench.device) > CELL_SECONDS and seconds(job, bench.device) > CELL_SECONDS
-        except (RuntimeError, MemoryError) as error:
-            full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
-            if not full:
-                raise
-            skipped[name] = "out of memory"
-            continue
-        if slow:
-            skipped[name] = f"slower than {CELL_SECONDS:g} s"
-        else:
-            jobs[name] = job
+    with bench.progress.bar(f"profile {what}, first calls", len(makes), "jobs") as bar:
+        for name, make in makes.items():
+            try:
+                job = make()
+                # What is slow may only have been compiled, the first time.
+                slow = seconds(job, bench.device) > CELL_SECONDS and seconds(job, bench.device) > CELL_SECONDS
+            except (RuntimeError, MemoryError) as error:
+                full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
+                if not full:
+                    raise
+                skipped[name] = "out of memory"
+            else:
+                if slow:
+                    skipped[name] = f"slower than {CELL_SECONDS:g} s"
+                else:
+                    jobs[name] = job
+            bar.advance()
     return jobs, skipped
 
 
@@ -286,12 +292,17 @@ def _timed(
     what, shape = cell.args
     length = cell.keywords["length"]
     times = bench.timed(f"{what}, {length} elements", jobs) if jobs else {}
+    peaks = {}
+    with bench.progress.bar(f"profile {what}, {length} elements, memory", len(jobs), "calls") as bar:
+        for name, job in jobs.items():
+            peaks[name] = peak_memory(job, bench.device)
+            bar.advance()
     for name, each in times.items():
         against = times.get(preset)
         yield cell(
             each,
             unit="elements",
-            memory=peak_memory(jobs[name], bench.device),
+            memory=peaks[name],
             backbone=name,
             # Pairs of the same round.
             times_as_long=against and statistics.median(a / b for a, b in zip(each, against, strict=True)),
@@ -312,9 +323,10 @@ def _chunked_and_sequential(
         return lambda: torch.autograd.grad(function(*operands).float().sum(), operands)
 
     forms = {"in chunks": case.call, "element by element": _element_by_element}
-    jobs, skipped = _affordable({form: partial(job, each) for form, each in forms.items()}, bench)
-    error = None if skipped else check(case, "torch", machine.precision)
     what = "recurrence of Mamba-2"
+    makes = {form: partial(job, each) for form, each in forms.items()}
+    jobs, skipped = _affordable(makes, f"{what}, {length} elements", bench)
+    error = None if skipped else check(case, "triton" if on_triton(*case.operands) else "torch")
     times = bench.timed(f"{what}, {length} elements", jobs)
     for form, each in times.items():
         row = partial(bench.row, f"{what}, {form}", case.shape, each, count=rows * length, unit="elements")

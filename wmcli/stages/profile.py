@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -96,6 +97,8 @@ class Stage(NamedTuple):
     call: Job
     in_epoch: float = 0
     """Calls in an epoch of `wm run` in which every stage is due."""
+    unrecorded: Job | None = None
+    """The same without a replayed graph, into which nothing can look; None: `call` has none."""
 
 
 def _stages(context: Context, bench: Bench, traces: Path | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -104,9 +107,16 @@ def _stages(context: Context, bench: Bench, traces: Path | None) -> tuple[list[d
     for group in _groups(context):
         times = bench.timed(", ".join(stage.what for stage in group), {stage.what: stage.call for stage in group})
         for stage in group:
-            # Arithmetic is that of the torch forms: nothing can look into another kernel.
-            with using("torch"):
-                operations = count_operations(stage.call)
+            file = None if traces is None else traces / f"{re.sub('[^a-z]+', '-', stage.what).strip('-')}.json.gz"
+            with bench.progress.bar(f"profile {stage.what}, what it takes", 3, "calls") as bar:
+                # Arithmetic is that of the torch forms: nothing can look into another kernel.
+                with using("torch"):
+                    operations = count_operations(stage.unrecorded or stage.call)
+                bar.advance()
+                memory = peak_memory(stage.call, bench.device)
+                bar.advance()
+                spent = operators(stage.call, bench.device, bench.arithmetic, file)
+                bar.advance()
             row = bench.row(
                 stage.what,
                 stage.shape,
@@ -114,12 +124,11 @@ def _stages(context: Context, bench: Bench, traces: Path | None) -> tuple[list[d
                 count=stage.done,
                 unit=stage.unit,
                 operations=operations,
-                memory=peak_memory(stage.call, bench.device),
+                memory=memory,
                 in_epoch=stage.in_epoch,
             )
             rows.append(row)
-            file = None if traces is None else traces / f"{re.sub('[^a-z]+', '-', stage.what).strip('-')}.json.gz"
-            where += [{"what": stage.what, **each} for each in operators(stage.call, bench.device, file)]
+            where += [{"what": stage.what, **each} for each in spent]
         if {PARALLEL, SEQUENTIAL} == set(times):
             rows.append(ratio("imagination, sequential over pop", group[0].shape, times[SEQUENTIAL], times[PARALLEL]))
     return _with_shares(rows), where
@@ -155,7 +164,7 @@ def _collection(context: Context, bench: Bench) -> dict[str, Any]:
 
 
 def _groups(context: Context) -> Iterator[list[Stage]]:
-    """The stages that learn or imagine, those to be timed in turn together."""
+    """The stages that learn or imagine, those to be timed in turn together, with models frozen as each finds them."""
     settings, machine = context.settings, context.machine
     device, actions, size = machine.device, context.environment["actions"], settings.environment.size
 
@@ -164,10 +173,11 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
 
     tokenizer = None
     if settings.encoder != "rules":
-        tokenizer = build_tokenizer(settings).to(device)
-        yield list(_tokenizer_stages(context, tokenizer, random_frames(settings.tokenizer.batch)))
+        learning, frozen = build_tokenizer(settings).to(device), machine.freeze(build_tokenizer(settings))
+        yield list(_tokenizer_stages(context, learning, frozen, random_frames(settings.tokenizer.batch)))
+        tokenizer = frozen if settings.encoder == "tokenizer" else learning
 
-    world_model = build_world_model(settings, tokenizer, actions).to(device)
+    world_model = build_world_model(settings, tokenizer, actions).to(device).train()
     some = random_frames(SOME_FRAMES)
     with machine.autocast():
         latents = world_model.encode(some[None])[0]
@@ -187,14 +197,12 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
     unit = "frames" if tokens == 1 else "tokens"
     yield [Stage("train-dynamics", shape, count, unit, train_dynamics, settings.dynamics.updates)]
 
-    world_model.eval().requires_grad_(False)
+    world_model = machine.freeze(world_model)
     controller = build_controller(settings, world_model).to(device)
     windows = _random_batch(latents, settings.controller.batch, controller.window, actions)
     learner = optimiser_for(settings.controller, controller.parameter_groups())
 
-    rollout = machine.repeated(partial(controller.imagine, world_model))
-
-    def train_controller() -> None:
+    def train_controller(rollout: Callable[..., Any]) -> None:
         imagined = rollout(windows, controller.noise(world_model, windows))
         with machine.autocast():
             loss, _ = controller.loss(imagined)
@@ -204,22 +212,26 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
     rollouts, horizon = settings.controller.batch, settings.controller.horizon
     shape = f"{rollouts} rollouts of {horizon} steps, {settings.backbone.name}"
     what, updates = "imagine (controller update)", settings.controller.updates
-    yield [Stage(what, shape, rollouts * horizon, "frames", train_controller, updates)]
+    imagine = partial(controller.imagine, world_model)
+    call, unrecorded = (
+        partial(train_controller, each.repeated(imagine)) for each in (machine, replace(machine, cuda_graph=False))
+    )
+    yield [Stage(what, shape, rollouts * horizon, "frames", call, updates, unrecorded)]
     yield list(_imagination(context, world_model, windows))
 
 
-def _tokenizer_stages(context: Context, tokenizer: Any, frames: torch.Tensor) -> Iterator[Stage]:
+def _tokenizer_stages(context: Context, learning: Any, frozen: Any, frames: torch.Tensor) -> Iterator[Stage]:
     settings, machine = context.settings, context.machine
-    optimiser = optimiser_for(settings.tokenizer, tokenizer.parameters())
+    optimiser = optimiser_for(settings.tokenizer, learning.parameters())
 
     def train() -> None:
         with machine.autocast():
-            loss, _ = tokenizer.loss(frames)
+            loss, _ = learning.loss(frames)
         update(optimiser, loss, settings.tokenizer.clip)
 
     def encode() -> None:
         with machine.autocast(), torch.no_grad():
-            tokenizer.encode(frames)
+            frozen.encode(frames)
 
     shape = f"{len(frames)} frames of {frames.shape[1]}×{frames.shape[2]}"
     alone = settings.run.tokenizer_epochs > 0  # else it learns inside the dynamics model
@@ -241,8 +253,7 @@ def _imagination(context: Context, world_model: WorldModel, windows: Batch) -> I
         for what, prediction in ((PARALLEL, "pop"), (SEQUENTIAL, "sequential")):
             dynamics = settings.dynamics.model_copy(update={"prediction": prediction})
             changed = settings.model_copy(update={"dynamics": dynamics})
-            model = build_world_model(changed, tokenizer, world_model.actions)
-            models[what] = model.to(machine.device).eval()
+            models[what] = machine.freeze(build_world_model(changed, tokenizer, world_model.actions))
 
     def stage(what: str, model: WorldModel) -> Stage:
         with machine.autocast():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ import torch
 
 from wmcli.controllers.agent import UniformAgent
 from wmcli.envs import Streams
+from wmcli.errors import UsageError
 from wmcli.experience import Memory, Recorder, read_segment, write_segment
 from wmcli.stages.collect import seen
 from wmcli.stages.context import Context
 from wmcli.stages.latents import gather
 from wmcli.stages.sampling import build_sampler
-from wmcli.training.measure import Bench
+from wmcli.training.measure import Bench, seconds
 
 PLAYED = 2048
 WINDOWS = 64  # in a batch
@@ -31,34 +32,45 @@ LENGTH = 64  # frames of a window
 
 
 def profile_experience(context: Context, bench: Bench, frames: int, folder: Path) -> list[dict[str, Any]]:
-    """Rows: write, load and draw windows of `frames` frames, in segments of `collect.steps` below `folder`, which is
-    removed in the end. A sample of the first two is a segment; `seconds_in_all` is the whole. `rate` counts frames, or
-    windows."""
+    """Rows: write, load and draw windows of `frames` frames or a few more, in segments of `collect.steps` below
+    `folder`, which is removed in the end. A sample of the first two is a segment; `seconds_in_all` is the whole. `rate`
+    counts frames, or windows.
+
+    Raises UsageError when they are too few for a window.
+    """
     settings, count = context.settings, context.settings.environment.count
-    played = _played(context)
     steps = min(settings.collect.steps, frames)
     rows = -(-steps // count) * count  # of a segment: as many of each environment
+    segments = [folder / f"{index:06d}" for index in range(-(-frames // rows))]
+    if frames < LENGTH * count:
+        raise UsageError(
+            f"--frames {frames}: a window is {LENGTH} frames of one environment, of which there are {count}; give"
+            f" {LENGTH * count} or more."
+        )
+    played = _played(context)
     segment = {name: array[np.arange(rows) % len(array)] for name, array in played.items()}
-    segments = [folder / f"{index:06d}" for index in range(max(1, round(frames / rows)))]
     size = segment["observation"].nbytes
     side = settings.environment.size
     shape = f"{len(segments)} segments of {rows} frames, {side}×{side}"
     memory = Memory.empty(bench.device)
     written, loaded = [], []
+
+    def write(path: Path) -> None:
+        write_segment(path, segment)
+        _force(path)
+
+    def load(path: Path) -> None:
+        memory.extend(read_segment(path))
+
     try:
         with context.progress.bar("profile write", len(segments), "segments") as bar:
             for path in segments:
-                started = time.perf_counter()
-                write_segment(path, segment)
-                _force(path)
-                written.append(time.perf_counter() - started)
+                written.append(seconds(partial(write, path), bench.device))
                 bar.advance()
         stored = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         with context.progress.bar("profile load", len(segments), "segments") as bar:
             for path in segments:
-                started = time.perf_counter()
-                memory.extend(read_segment(path))
-                loaded.append(time.perf_counter() - started)
+                loaded.append(seconds(partial(load, path), bench.device))
                 bar.advance()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -96,7 +108,7 @@ def _force(folder: Path) -> None:
 
 
 def _windows(context: Context, bench: Bench, memory: Memory) -> dict[str, Any]:
-    """Random windows, drawn as the preset draws them, with all that belongs to their frames."""
+    """Random windows, full ones, weighted as the preset weights them, with all that belongs to their frames."""
     rng = np.random.default_rng(0)
     sampler = build_sampler(context.settings, memory, rng, length=LENGTH, minimum=LENGTH, pad="right", across_ends=True)
 

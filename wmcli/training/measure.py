@@ -5,7 +5,8 @@ slowest are given. Calls to be compared are timed in turn, so that what slows th
 
 Arithmetic is counted in matrix products, convolutions and attention, a product and its sum as two operations. Counted
 as nothing are element-wise operations, reductions, Fourier transforms, cuDNN's recurrent networks and kernels that
-torch does not know: count those in their torch form. Attention under a causal mask counts as the whole square.
+torch does not know: count those in their torch form. Attention under a causal mask counts as the whole square, a
+product of complex numbers as one of real ones, a quarter of what it takes.
 
 Memory is what a call needs above what is held between two calls, which is weights, gradients, optimiser state and data:
 on CUDA the most bytes that torch had allocated, on a CPU the peak of the resident set, libraries and allocators
@@ -20,7 +21,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,8 +39,8 @@ MOST_CALLS = 1000  # in a row
 CEILING_SECONDS = 0.05  # operands of the ceilings are doubled until a call takes so long: larger than any cache
 MATMUL_SIZES = (1024, 16384)  # of a square matrix: the first and the largest
 COPY_BYTES = (1 << 26, 1 << 31)
-OPERATORS = 6  # named in the table of where the time goes
-OTHERS, BETWEEN = "(other operators)", "(between operators)"
+OPERATORS = 6  # named in the table of where the time goes, beside all matrix products
+OTHERS, BETWEEN, PRODUCTS = "(other operators)", "(between operators)", "(all matrix products)"
 
 Job = Callable[[], object]
 
@@ -61,13 +63,14 @@ def seconds(job: Job, device: torch.device, calls: int = 1) -> float:
 def timed(jobs: Mapping[str, Job], device: torch.device, progress: Progress, what: str) -> dict[str, list[float]]:
     """Seconds of a call of each job, `REPEATS` samples, taken in turn after a warm-up."""
     calls = {}
-    for name, job in jobs.items():
-        once = seconds(job, device)
-        if once < 1:  # short ones are worth another call to know how short
-            once = seconds(job, device)
-        calls[name] = min(math.ceil(SAMPLE_SECONDS / max(once, 1e-9)), MOST_CALLS)
     times: dict[str, list[float]] = {name: [] for name in jobs}
-    with progress.bar(f"profile {what}", REPEATS, "rounds") as bar:
+    with progress.bar(f"profile {what}", 1 + REPEATS, "rounds") as bar:
+        for name, job in jobs.items():
+            once = seconds(job, device)
+            if once < 1:  # short ones are worth another call to know how short
+                once = seconds(job, device)
+            calls[name] = min(math.ceil(SAMPLE_SECONDS / max(once, 1e-9)), MOST_CALLS)
+        bar.advance()
         for _ in range(REPEATS):
             for name, job in jobs.items():
                 times[name].append(seconds(job, device, calls[name]))
@@ -140,9 +143,15 @@ def _large(make: Callable[[int], Job], sizes: tuple[int, int], device: torch.dev
 
 def count_operations(job: Job) -> int:
     """Arithmetic operations of one call, as far as they are counted: see the module."""
+    return sum(_count_by_operator(job).values())
+
+
+def _count_by_operator(job: Job) -> dict[str, int]:
+    """As `count_operations`, of each operator that is counted, by the name that the profiler gives it."""
     with FlopCounterMode(display=False, custom_mapping=_ATTENTION_ON_CPU) as counter:
         job()
-    return counter.get_total_flops()
+    counts = counter.get_flop_counts().get("Global", {})  # absent when nothing was counted
+    return {str(operator).replace(".", "::"): count for operator, count in counts.items()}
 
 
 def _attention(*shapes: Any, **_: Any) -> int:
@@ -187,36 +196,93 @@ def _resident(kind: str) -> int:
 # -- where the time goes ----------------------------------------------------------------------------------------------
 
 
-def operators(job: Job, device: torch.device, trace: Path | None = None) -> list[dict[str, Any]]:
-    """The `OPERATORS` operators in which one call spends most time, by their own: what they call counts for itself.
+def operators(job: Job, device: torch.device, ceiling: float, trace: Path | None = None) -> list[dict[str, Any]]:
+    """The `OPERATORS` operators in which one call spends most time, and every matrix product, convolution and attention
+    with what it achieves.
 
-    On CUDA those are the kernels on the device. All others follow as `OTHERS`, and as `BETWEEN` what is left of the
-    wall clock: Python, and on CUDA a device without work. Recording takes time, so shares mean more than seconds.
+    Time is an operator's own: what it calls counts for itself. Only those whose arithmetic is counted stand with all
+    that they call: a convolution with oneDNN's, a product with the copy of an operand, but not what autocast converts
+    before it. On CUDA rows are the kernels on the device, but for those that such an operator launched: they are its
+    time. Arithmetic is that of the form that runs: none is seen in a kernel that torch does not know, nor in a replayed
+    graph. `of_matmul` holds it against `ceiling`, operations a second in the run's precision, whatever its own is.
+
+    All others follow as `OTHERS`, and as `BETWEEN` what is left of the wall clock: Python, and on CUDA a device without
+    work. So far the shares make one. `PRODUCTS` comes last, where there are any: the rows with arithmetic together.
+    Recording takes time, so shares mean more than seconds, and rates of short calls are too low.
+
     `trace` (.json.gz) is written for Perfetto or chrome://tracing.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would talk on stderr
-    on_cuda = device.type == "cuda"
+    counted = _count_by_operator(job)
     activities = [torch.profiler.ProfilerActivity.CPU]
-    if on_cuda:
+    if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as recorded:
         total = seconds(job, device)
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
         recorded.export_chrome_trace(str(trace))
-    own: list[tuple[float, int, str]] = []
-    for event in recorded.key_averages():
-        if (event.device_type == DeviceType.CUDA) == on_cuda and not event.is_user_annotation:
-            own.append((event.self_device_time_total if on_cuda else event.self_cpu_time_total, event.count, event.key))
-    own.sort(reverse=True)
-    named = [(1e-6 * spent, calls, name if len(name) <= 60 else f"{name[:57]}...") for spent, calls, name in own]
-    others = named[OPERATORS:]
-    rows = [*named[:OPERATORS], (sum(spent for spent, *_ in others), sum(calls for _, calls, _ in others), OTHERS)]
-    rows.append((max(total - sum(spent for spent, *_ in rows), 0.0), 0, BETWEEN))
-    return [
-        {"operator": name, "seconds": spent, "share": spent / total, "calls": calls or None}
-        for spent, calls, name in rows
-    ]
+    spent, calls = _own_time(recorded.events() or [], counted, device.type == "cuda")
+
+    def row(operator: str, names: Sequence[str], operations: int | None = None) -> dict[str, Any]:
+        own = sum(spent[name] for name in names)
+        rate = operations / own if operations is not None and own > 0 else None
+        return {
+            "operator": operator if len(operator) <= 60 else f"{operator[:57]}...",
+            "seconds": own,
+            "share": own / total,
+            "calls": sum(calls[name] for name in names) or None,
+            "operations": operations,
+            "operations_per_second": rate,
+            "of_matmul": None if rate is None else rate / ceiling,
+        }
+
+    names = sorted(spent, key=lambda name: spent[name], reverse=True)
+    products = [name for name in names if name in counted]
+    named = [name for place, name in enumerate(names) if place < OPERATORS or name in counted]
+    rows = [row(name, [name], counted.get(name)) for name in named]
+    rows.append(row(OTHERS, [name for name in names if name not in named]))
+    between = max(total - sum(spent.values()), 0.0)
+    rows.append(row(BETWEEN, []) | {"seconds": between, "share": between / total})
+    if products:
+        rows.append(row(PRODUCTS, products, sum(counted[name] for name in products)))
+    return rows
+
+
+def _own_time(
+    events: Iterable[Any], counted: Collection[str], on_cuda: bool
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Seconds and calls of each operator (on CUDA: kernel) by name, the operators in `counted` with all they call.
+
+    events: of torch's profiler, FunctionEvent. What is counted is counted below autograd and autocast and not looked
+    into: these are the outermost events of these names, where one with another of its name directly inside is only
+    autocast on its way there.
+    """
+    spent: dict[str, float] = defaultdict(float)  # microseconds
+    calls: Counter[str] = Counter()
+    todo: list[tuple[Any, str | None]] = [(event, None) for event in events if event.cpu_parent is None]
+    while todo:
+        event, product = todo.pop()
+        is_call = product is None and all(child.name != event.name for child in event.cpu_children)
+        if is_call and event.name in counted:
+            product = event.name
+        todo += [(child, product) for child in event.cpu_children]
+        if event.is_user_annotation:
+            continue
+        if not on_cuda:
+            spent[product or event.name] += event.self_cpu_time_total
+            calls[product or event.name] += is_call
+        elif event.device_type == DeviceType.CUDA:
+            spent[event.name] += event.self_device_time_total
+            calls[event.name] += 1
+        elif product is not None:
+            calls[product] += is_call
+            # Kernels know the operator that launched them; numbers of calls into CUDA may be those of other operators.
+            for kernel in event.kernels if event.name.startswith("aten::") else ():
+                spent[kernel.name] -= kernel.duration
+                calls[kernel.name] -= 1
+                spent[product] += kernel.duration
+    return {name: 1e-6 * spent[name] for name in spent if calls[name]}, calls
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
