@@ -14,18 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wmcli.errors import UsageError
+from wmcli.nn.group_norm import GroupNorm
 
 GROUPS = 8
 
 
-def norm(channels: int, setting: str) -> nn.GroupNorm:
+def norm(channels: int, setting: str) -> GroupNorm:
     """GroupNorm of 8 groups. Raises UsageError, naming `setting`, unless `channels` is a multiple of 8."""
     if channels % GROUPS:
         raise UsageError(
             f"{setting} gives a layer of {channels} channels, but the slim network normalises in {GROUPS} groups and "
             f"needs multiples of {GROUPS} everywhere; use powers of two, for example --set tokenizer.channels=16."
         )
-    return nn.GroupNorm(GROUPS, channels, eps=1e-6)
+    return GroupNorm(GROUPS, channels, eps=1e-6)
 
 
 class Down(nn.Module):

@@ -166,13 +166,13 @@ class VQTokenizer(nn.Module):
 
     def _features(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> what the quantiser sees, (B * K, inputs)."""
-        h = self.pre_quant(self.encoder(_laid_out(x)))
+        h = self.pre_quant(self.encoder(x))
         return h.permute(0, 2, 3, 1).reshape(-1, self.quantiser.inputs)
 
     def _image(self, vectors: Tensor) -> Tensor:
         """(B * K, D) -> (B, C, H, W)."""
-        x = vectors.view(-1, *self.grid, self.width).permute(0, 3, 1, 2)
-        return self.decoder(self.post_quant(_laid_out(x)))
+        x = vectors.view(-1, *self.grid, self.width).permute(0, 3, 1, 2)  # channels last, as vectors lie in memory
+        return self.decoder(self.post_quant(x))
 
     # -- training and its measures ------------------------------------------------------------------------------------
 
@@ -230,12 +230,6 @@ def _scaled(observation: Tensor) -> Tensor:
     """uint8 (B, H, W, C) -> float32 (B, C, H, W) in [-1, 1], channels last in memory."""
     assert observation.dtype == torch.uint8 and observation.shape[-1] == 3, "frames are uint8 with three colours last"
     return observation.permute(0, 3, 1, 2).float() / 127.5 - 1
-
-
-def _laid_out(x: Tensor) -> Tensor:
-    """(B, C, H, W) with channels last in memory, as convolutions are fastest; on a CPU with channels first, since
-    torch's GroupNorm there takes ten times as long over channels last and a convolution only a quarter longer."""
-    return x.contiguous(memory_format=torch.contiguous_format if x.device.type == "cpu" else torch.channels_last)
 
 
 def _networks(settings: TokenizerSettings, image_size: int) -> tuple[nn.Module, nn.Module]:
