@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.testing import assert_close
 
 from wmcli.backbones import BackboneSettings, Size, build
-from wmcli.backbones.transformer import Transformer, TransformerSettings
+from wmcli.backbones.transformer import Transformer, TransformerSettings, _attention_with_dropout
 from wmcli.config import validate
 from wmcli.errors import UsageError
 
@@ -114,6 +115,31 @@ STORM = TransformerSettings(
     norm_eps=1e-6,
     initialisation="torch",
 )
+
+
+@pytest.mark.parametrize("shape", [None, (4, 4), (4, 6), (2, 1, 4, 6)])  # None: causal
+def test_attention_with_dropout_is_torchs_where_nothing_is_dropped(shape):
+    mask = None if shape is None else torch.rand(shape) < 0.5
+    if mask is not None:
+        mask[..., 0] = True
+    places = 4 if mask is None else mask.shape[-1]
+    q, k, v = (torch.randn(2, 3, n, 5, dtype=torch.float64, requires_grad=True) for n in (4, places, places))
+    want = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+    got = _attention_with_dropout(q, k, v, mask, 0.0)
+    assert_close(got, want)
+    weight = torch.randn_like(want)
+    assert_close(torch.autograd.grad(got, (q, k, v), weight), torch.autograd.grad(want, (q, k, v), weight))
+
+
+def test_attention_drops_weights_and_keeps_the_mean():
+    """With values that name their places the output is the weights: each is 0 or larger by 1 / (1 - p)."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 3, 16, 5), torch.randn(2, 3, 16, 5), torch.eye(16).expand(2, 3, 16, 16)
+    want = _attention_with_dropout(q, k, v, None, 0.0)
+    got = _attention_with_dropout(q, k, v, None, 0.25)
+    kept = got != 0
+    assert_close(got[kept], want[kept] / 0.75)
+    assert 0.65 < kept.sum() / (want != 0).sum() < 0.85
 
 
 def test_parameter_counts_and_initialisation_of_storm():

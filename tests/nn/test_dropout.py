@@ -31,6 +31,18 @@ def test_elements_are_dropped_with_the_chance_given_independently_of_each_other(
     torch.testing.assert_close(y[y != 0].float().unique(), torch.tensor([1 / (1 - p)]), rtol=4e-3, atol=0)
 
 
+def test_the_chance_is_exact_to_16_bits_and_elements_with_bits_in_common_are_independent() -> None:
+    torch.manual_seed(0)
+    columns = 1 << 18
+    for p in (6.3 / 256, 25.6 / 256, 250.7 / 256):  # between two values that 8 bits can have
+        kept = module._kept(module.SHARED * columns, round(p * module.LEVELS)).view(module.SHARED, columns).double()
+        deviation = math.sqrt(p * (1 - p) / kept.numel())
+        assert 5 * deviation < 0.3 / 256 and abs(kept.mean().item() - (1 - p)) < 5 * deviation
+        # The variance of the number kept in a column: a chance in common to its elements would add to it.
+        expected = module.SHARED * p * (1 - p)
+        assert abs(kept.sum(0).var().item() / expected - 1) < 0.02
+
+
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("shape", [(7, 3, 143), (1,), (5,)])
 def test_the_gradient_passes_where_the_value_did_and_grows_as_it(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -123,7 +123,7 @@ class Transformer(Backbone):
             return self._forward_with_resets(x, state, reset)
         if state is None:
             self._check(count, 0)
-            attend = self._masked(None, causal=True) if self._drops() else attention
+            attend = self._masked(None) if self._drops() else attention
             return self._run(x, torch.arange(count, device=x.device), attend)
         slots, extend, seen = self._append(state, count)
         attend = attention
@@ -198,12 +198,13 @@ class Transformer(Backbone):
     def _drops(self) -> bool:
         return self.training and self.dropout > 0
 
-    def _masked(self, mask: Tensor | None, causal: bool = False) -> Attend:
-        """Attention with dropout, under mask (T, S) or (B, T, S), True where seen, if there is one."""
+    def _masked(self, mask: Tensor | None) -> Attend:
+        """Attention under mask (T, S) or (B, T, S), True where seen; in training with dropout, None being causal."""
         if mask is not None and mask.dim() == 3:
             mask = mask[:, None]  # (B, 1, T, S)
-        drop = self.dropout if self.training else 0.0
-        return partial(F.scaled_dot_product_attention, attn_mask=mask, dropout_p=drop, is_causal=causal)
+        if self._drops():
+            return partial(_attention_with_dropout, mask=mask, chance=self.dropout)
+        return partial(F.scaled_dot_product_attention, attn_mask=mask)
 
     # -- the cache -----------------------------------------------------------------------------------------------------
 
@@ -276,6 +277,19 @@ class Transformer(Backbone):
 
 def _grown(state: Cache, count: int, filled: int) -> Cache:
     return state._replace(length=state.length + count, filled=filled)
+
+
+def _attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, chance: float) -> Tensor:
+    """q (B, H, T, K), k, v (B, H, S, K), mask (T, S) or (B, 1, T, S), True where seen; None: causal."""
+    if q.device.type != "cpu":
+        return F.scaled_dot_product_attention(q, k, v, mask, chance, is_causal=mask is None)
+    # torch's own with dropout multiplies in float32 there, whatever comes in, and draws a number for every weight.
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    with torch.autocast("cpu", enabled=False):
+        hidden = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+        weight = (q * q.shape[3] ** -0.5 @ k.mT + hidden).softmax(-1)
+        return dropout(weight, chance, True) @ v
 
 
 class TransformerLayer(nn.Module):
