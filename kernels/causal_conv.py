@@ -78,7 +78,10 @@ def causal_conv_step(
     if reset is not None:
         state = state.masked_fill(reset[:, None, None], 0.0)
     seen = torch.cat((state.mT, x[:, None].to(state.dtype)), 1)  # (B, W, C)
-    y = (seen * weight.mT).sum(1) + bias
+    taps = weight.mT.contiguous()
+    y = torch.addcmul(bias, seen[:, 0], taps[0])
+    for tap in range(1, len(taps)):
+        y.addcmul_(seen[:, tap], taps[tap])
     return y.to(x.dtype), seen[:, 1:].mT
 
 

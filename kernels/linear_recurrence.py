@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from wmcli.kernels.dispatch import INTERPRETED, jit, on_triton, tl, triton
 
+NUMBERS = 1 << 19  # of a state that one step updates and reads before the next ones, while the CPU has them in cache
+
 
 def reference(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor | None = None, reset: Tensor | None = None
@@ -93,13 +95,23 @@ def linear_recurrence_step(
         y, state = _recurrence(q, k, v, decay, state, clear, 1, 1)
         return y[:, :, 0], state
     with torch.autocast(q.device.type, enabled=False):
+        decay = log_decay.to(state.dtype).exp()
         if reset is not None:
-            state = state.masked_fill(reset[:, None, None, None], 0.0)
-        decay = log_decay.to(state.dtype).exp()[..., None, None]
-        # (B, G, K, 1) * (B, H, 1, V)
-        state = torch.addcmul(decay * state, k.to(state.dtype)[..., None], v.to(state.dtype)[..., None, :])
-        y = (q.to(state.dtype)[..., None, :] @ state).squeeze(-2)
-        return y.to(v.dtype), state
+            decay = decay.masked_fill(reset[:, None], 0.0)
+        decay = decay.expand(v.shape[:2])[..., None, None]
+        # (B, G, 1, K), (B, G, K, 1), (B, H, 1, V)
+        q, k, values = q.to(state.dtype)[..., None, :], k.to(state.dtype)[..., None], v.to(state.dtype)[..., None, :]
+        if torch.is_grad_enabled() or state.device.type != "cpu":
+            state = (decay * state).addcmul_(k, values)
+            y = q @ state
+        else:
+            before, state, y = state, torch.empty_like(state), torch.empty_like(values)
+            rows = max(1, NUMBERS // state[0].numel())
+            parts = zip(*(x.split(rows) for x in (q, k, values, decay, before, state, y)), strict=True)
+            for q_, k_, v_, decay_, before_, state_, y_ in parts:
+                torch.mul(decay_, before_, out=state_).addcmul_(k_, v_)
+                torch.matmul(q_, state_, out=y_)
+        return y.squeeze(-2).to(v.dtype), state
 
 
 def linear_recurrence_fork(
@@ -164,8 +176,9 @@ def _states(
     if state is None and count == 1:
         return None, added[:, :, 0]
     state = torch.zeros_like(added[:, :, 0]) if state is None else state.to(added.dtype)
-    if count == 1 and segment is None:
-        return state[:, :, None], torch.addcmul(added[:, :, 0], total.exp()[:, :, 0, :, None], state)
+    if count == 1:
+        kept = total.exp() if segment is None else total.exp().masked_fill(segment[..., -1:] > 0, 0.0)
+        return state[:, :, None], torch.addcmul(added[:, :, 0], kept[:, :, 0, :, None], state)
     # The states at the N + 1 borders are one decay matrix times (incoming state, added_1, ..., added_N).
     total = total.squeeze(-1).expand(-1, -1, count)
     border = torch.nn.functional.pad(total.cumsum(-1), (1, 0))  # (1 or B, H, N + 1)

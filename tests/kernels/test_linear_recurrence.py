@@ -61,6 +61,32 @@ def test_steps_equal_the_definition(constant):
     assert_close(state, want_state, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize("heads", [1, H])
+@pytest.mark.parametrize("numbers", [1, 2 * H * K * V, 1000])
+def test_a_step_without_gradients_equals_one_with_them(constant, heads, numbers, monkeypatch):
+    monkeypatch.setattr(module, "NUMBERS", numbers)
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 5, heads, K, dtype=torch.float64)
+    v, state = torch.randn(5, H, V, dtype=torch.float64), torch.randn(5, H, K, V, dtype=torch.float64)
+    log_decay = -torch.rand(*((H,) if constant else (5, H)), dtype=torch.float64)
+    for reset in (None, torch.tensor([False, True, False, False, True])):
+        want, before = linear_recurrence_step(q, k, v, log_decay, state, reset), state.clone()
+        with torch.no_grad():
+            got = linear_recurrence_step(q, k, v, log_decay, state, reset)
+        assert_close(got, want, rtol=0, atol=1e-12)
+        assert torch.equal(state, before)
+
+
+@pytest.mark.parametrize("constant", [True, False])
+def test_gradients_of_a_step(constant):
+    q, k, v, log_decay, state = operands(constant, 1)
+    arguments = [q[:, :, 0], k[:, :, 0], v[:, :, 0], log_decay if constant else log_decay[:, :, 0], state]
+    arguments = [x.clone().requires_grad_() for x in arguments]
+    reset = torch.tensor([False, True])
+    assert torch.autograd.gradcheck(lambda *a: linear_recurrence_step(*a, reset), arguments)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("constant", [True, False])
 @pytest.mark.parametrize("with_state", [False, True])

@@ -7,7 +7,7 @@ import torch
 
 from wmcli.errors import UsageError
 from wmcli.nn.norms import ChannelRMSNorm
-from wmcli.nn.strided_conv import Stack, StridedDecoder, StridedEncoder
+from wmcli.nn.strided_conv import Stack, StridedDecoder, StridedEncoder, TransposedConv2d
 
 DRAMA = Stack((16, 32, 48, 64, 64), (1, 2, 2, 2, 2), 5, True, "batch", "silu")
 STORM = Stack((32, 64, 128, 256), (2, 2, 2, 2), 4, False, "batch", "relu")
@@ -38,6 +38,43 @@ def test_the_decoder_ends_at_the_size_the_encoder_began_with(stack, size):
     encoder, decoder = StridedEncoder(stack), StridedDecoder(10, stack, size)
     assert encoder(torch.rand(2, 3, size, size)).shape == (2, stack.features(size))
     assert decoder(torch.rand(2, 10)).shape == (2, 3, size, size)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "kernel", "stride", "padding", "missing", "bias", "size"),
+    [
+        (5, 3, 5, 1, 2, 0, True, (6, 4)),
+        (5, 3, 3, 1, 1, 0, False, (4, 2)),
+        (5, 3, 3, 1, 0, 0, True, (4, 2)),
+        (5, 3, 4, 1, 1, 0, True, (4, 2)),
+        (5, 3, 5, 1, 2, 0, True, (5, 4)),
+        (4, 7, 3, 1, 1, 0, True, (4, 4)),
+        (4, 7, 5, 2, 2, 1, True, (3, 4)),
+        (4, 3, 4, 2, 1, 0, False, (4, 3)),
+    ],
+)
+def test_transposed_convolutions_are_torchs(inputs, outputs, kernel, stride, padding, missing, bias, size):
+    torch.manual_seed(0)
+    ours = TransposedConv2d(inputs, outputs, kernel, stride, padding, missing, bias=bias).double()
+    x = torch.randn(2, inputs, *size, dtype=torch.float64, requires_grad=True)
+    arguments = [x, *ours.parameters()]
+    theirs = torch.nn.functional.conv_transpose2d(x, ours.weight, ours.bias, stride, padding, missing)
+    torch.testing.assert_close(ours(x), theirs, rtol=0, atol=1e-12)
+    gradient = torch.randn_like(theirs)
+    want = torch.autograd.grad(theirs, arguments, gradient)
+    torch.testing.assert_close(torch.autograd.grad(ours(x), arguments, gradient), want, rtol=0, atol=1e-12)
+    ours.requires_grad_(False)
+    assert ours(x.detach()).grad_fn is None
+
+
+def test_transposed_convolutions_follow_autocast():
+    layer, x = TransposedConv2d(8, 3, 5, 1, 2), torch.randn(2, 8, 4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), layer(x), rtol=0, atol=0.05)
+    y.sum().backward()
+    assert layer.weight.grad.dtype == layer.bias.grad.dtype == torch.float32
 
 
 def test_the_last_convolution_has_a_bias_and_neither_norm_nor_activation():
