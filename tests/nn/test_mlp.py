@@ -37,7 +37,8 @@ def test_layer_by_layer(kind, activation, layers):
     x = 1e-2 * torch.randn(2, 5, 3, dtype=torch.float64)  # small, so that eps matters
     torch.testing.assert_close(network(x), by_hand(x, network, kind, activation))
     inputs = 3 if layers else None
-    want = 0 if inputs is None else (3 * 7 + 7 * 7) + 2 * 7 * 2  # a bias and a scale, the bias before an RMSNorm or in a LayerNorm
+    # A bias and a scale each: the bias stands before an RMSNorm, and in a LayerNorm.
+    want = 0 if inputs is None else (3 * 7 + 7 * 7) + 2 * 7 * 2
     want += (7 if layers else 3) * 4 + 4
     assert sum(parameter.numel() for parameter in network.parameters()) == want
 
