@@ -57,9 +57,24 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, reset
     if on_triton(q, k, v):
         return _Attention.apply(q, k, v, bias, reset)
     queries, places = q.shape[2], k.shape[2]
-    causal = bias is None and reset is None and queries == places
-    mask = None if causal else _mask(q, places, bias, reset)
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
+    if bias is None and reset is None and queries == places:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return masked_attention(q, k, v, _mask(q, places, bias, reset))
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """q (B, H, T, K) and k, v (B, H, S, K) to (B, H, T, K) under a mask (..., T, S).
+
+    It is True where something is seen, or is added to the scores; None: all is seen. On a CPU torch's own is made for
+    many queries, and takes up to six times as long over one.
+    """
+    if q.shape[2] > 1 or q.device.type != "cpu":
+        return F.scaled_dot_product_attention(q, k, v, mask)
+    with torch.autocast("cpu", enabled=False):
+        score = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[3])
+        if mask is not None:
+            score = score.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else score + mask
+        return score.softmax(-1).to(v.dtype) @ v
 
 
 def _mask(q: Tensor, places: int, bias: Tensor | None, reset: Tensor | None) -> Tensor | None:

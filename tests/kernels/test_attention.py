@@ -8,9 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 from gpus import DEVICE, compile_for_gpus
+from torch.nn import functional as F
 from torch.testing import assert_close
 from wmcli.kernels import attention as module
-from wmcli.kernels.attention import attention, reference
+from wmcli.kernels.attention import attention, masked_attention, reference
 from wmcli.kernels.dispatch import using
 
 B, H = 2, 2
@@ -209,3 +210,25 @@ def compile_cases():
 
 def test_the_kernels_compile():
     compile_for_gpus(__file__)
+
+
+@pytest.mark.parametrize("kind", ["none", "seen", "added"])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_masked_attention_is_torchs(kind, queries):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, 5, dtype=torch.float64, requires_grad=True) for n in (queries, 7, 7))
+    mask = None
+    if kind == "seen":
+        mask = torch.rand(2, 1, queries, 7) < 0.6
+        mask[..., 0] = True
+    if kind == "added":
+        mask = torch.randn(1, 3, queries, 7, dtype=torch.float64)
+    got, want = masked_attention(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask)
+    weight = torch.randn_like(want)
+    assert_close(got, want)
+    gradients = (torch.autograd.grad((y * weight).sum(), (q, k, v)) for y in (got, want))
+    assert_close(*gradients)
+    low = [x.detach().bfloat16() for x in (q, k, v)]
+    rough = masked_attention(*low, mask if mask is None or mask.dtype == torch.bool else mask.bfloat16())
+    assert rough.dtype == torch.bfloat16
+    assert_close(rough.double(), want.detach(), atol=0.03, rtol=0.03)

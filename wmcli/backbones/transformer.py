@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from wmcli.backbones.base import Backbone, Size, for_each_block
 from wmcli.config import Section
 from wmcli.errors import UsageError
-from wmcli.kernels.attention import attention
+from wmcli.kernels.attention import attention, masked_attention
 from wmcli.nn.dropout import dropout
 
 INIT_STD = 0.02
@@ -204,7 +204,7 @@ class Transformer(Backbone):
             mask = mask[:, None]  # (B, 1, T, S)
         if self._drops():
             return partial(_attention_with_dropout, mask=mask, chance=self.dropout)
-        return partial(F.scaled_dot_product_attention, attn_mask=mask)
+        return partial(masked_attention, mask=mask)
 
     # -- the cache -----------------------------------------------------------------------------------------------------
 
