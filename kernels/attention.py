@@ -6,9 +6,10 @@ The T queries stand at the last T of S places. Each sees its own place and those
 biases reaches, and nothing from before the last reset. Attention priors (Gaussian, span) are such tables; the gradient
 of a table is exact and the same every time.
 
-`reference` says what the operation means. The form in torch is its `scaled_dot_product_attention` with a mask. The
-Triton form never holds all T S scores (Dao et al. 2022, arXiv 2205.14135; Dao 2023, arXiv 2307.08691) and skips the
-places that a window or a reset hides. Scores, weights and sums are float32, products of bfloat16 operands bfloat16.
+`reference` says what the operation means. The form in torch is its `scaled_dot_product_attention` with a mask, or plain
+products where a CPU has a single query. The Triton form never holds all T S scores (Dao et al. 2022, arXiv 2205.14135;
+Dao 2023, arXiv 2307.08691) and skips the places that a window or a reset hides. Scores, weights and sums are float32,
+products of bfloat16 operands bfloat16.
 
 Axes: B batch, H heads, T queries, S places, K width of a head, R distances of the table of biases.
 """
