@@ -72,7 +72,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
     if q.shape[2] > 1 or q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, mask)
     with torch.autocast("cpu", enabled=False):
-        score = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[3])
+        # Without the copy of what is part of a cache, torch makes one of its transpose, which takes far longer.
+        score = (q @ k.contiguous().mT).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[3])
         if mask is not None:
             score = score.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else score + mask
         return score.softmax(-1).to(v.dtype) @ v

@@ -12,6 +12,7 @@ from watching import NoWaiting
 
 from wmcli.backbones import BACKBONES, BackboneSettings, build, map_state
 from wmcli.backbones.transformer import Transformer
+from wmcli.backbones.transformer_xl import TransformerXL
 
 B, T, D, N, L, Q = 3, 11, 12, 4, 3, 2
 
@@ -271,7 +272,7 @@ def test_autocast_is_close(name):
     assert (got - want).abs().max() > 0
     dtypes = set()
     map_state(lambda leaf: dtypes.add(leaf.dtype), state)
-    if isinstance(model, Transformer):  # it keeps keys and values, and adds nothing to them
+    if isinstance(model, Transformer | TransformerXL):  # they keep keys and values, and add nothing to them
         assert torch.bfloat16 in dtypes
     else:
         assert torch.float32 in dtypes and torch.bfloat16 not in dtypes

@@ -205,7 +205,7 @@ def test_dropout_falls_on_attention_weights_and_on_both_outputs(monkeypatch):
     weights = []
     attention = F.scaled_dot_product_attention
 
-    def watched(q, k, v, mask, drop):
+    def watched(q, k, v, mask, drop=0.0):
         weights.append(drop)
         return attention(q, k, v, mask, drop)
 

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 State = Any
@@ -66,6 +67,16 @@ class Backbone(nn.Module, ABC):
 def for_each_block(queries: Tensor, x: Tensor) -> Tensor:
     """Queries (Q, D) or (B, N, Q, D) as (B, N, Q, D), in the dtype of x (B, N, L, D)."""
     return queries.to(x.dtype).expand(*x.shape[:2], *queries.shape[-2:])
+
+
+def cache_dtype(weight: Tensor) -> torch.dtype:
+    """The precision that projections with this weight come in: that of autocast, if it is on, for float32 weights.
+
+    For a cache of keys and values, which are kept and never added to, so that nothing is lost.
+    """
+    device = weight.device.type
+    low = weight.dtype == torch.float32 and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if low else weight.dtype
 
 
 def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:

@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, Size, for_each_block
+from wmcli.backbones.base import Backbone, Size, cache_dtype, for_each_block
 from wmcli.config import Section
 from wmcli.errors import UsageError
 from wmcli.kernels.attention import attention, masked_attention
@@ -108,13 +108,9 @@ class Transformer(Backbone):
 
     def initial_state(self, batch: int) -> Cache:
         weight = self.positions.weight
-        # In the precision that keys and values come in: they are kept and never added to, so that nothing is lost.
-        device = weight.device.type
-        low = weight.dtype == torch.float32 and torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if low else weight.dtype
         shape = (batch, 2, self.heads, self.max_length, self.width // self.heads)
         # Zeros, not empty: an unused slot has weight 0 in attention, but 0 * NaN would be NaN.
-        layers = tuple(torch.zeros(shape, device=weight.device, dtype=dtype) for _ in self.layers)
+        layers = tuple(torch.zeros(shape, device=weight.device, dtype=cache_dtype(weight)) for _ in self.layers)
         return Cache(layers, torch.zeros(batch, device=weight.device, dtype=torch.int64), 0, True)
 
     def forward(self, x: Tensor, state: Cache | None, reset: Tensor | None = None) -> tuple[Tensor, Cache | None]:

@@ -25,9 +25,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, Size, for_each_block
+from wmcli.backbones.base import Backbone, Size, cache_dtype, for_each_block
 from wmcli.config import Section
 from wmcli.errors import UsageError
+from wmcli.kernels.attention import masked_attention
 from wmcli.nn.dropout import dropout
 
 INIT_STD = 0.02
@@ -81,7 +82,7 @@ class TransformerXL(Backbone):
         weight = self.norm.weight
         shape = (batch, 2, self.heads, self.memory, self.head_width)
         # Zeros, not empty: an unused slot has weight 0 in attention, but 0 * NaN would be NaN.
-        layers = tuple(torch.zeros(shape, device=weight.device, dtype=weight.dtype) for _ in self.layers)
+        layers = tuple(torch.zeros(shape, device=weight.device, dtype=cache_dtype(weight)) for _ in self.layers)
         return Memory(layers, torch.zeros(batch, device=weight.device, dtype=torch.int64))
 
     def forward(self, x: Tensor, state: Memory | None, reset: Tensor | None = None) -> tuple[Tensor, Memory | None]:
@@ -188,7 +189,8 @@ class TransformerXLLayer(nn.Module):
         scores = self._distance_scores(q + v, table[max(self.memory + 1 - kv.shape[3], 0) :])
         drop = self.dropout if self.training else 0.0
         outputs = []
-        for part, by_distance in zip((q + u).split(CHUNK, 2), scores.split(CHUNK, 2), strict=True):
+        q = (q + u).to(q.dtype)
+        for part, by_distance in zip(q.split(CHUNK, 2), scores.split(CHUNK, 2), strict=True):
             last = first + part.shape[2]
             keys = slice(max(first - self.memory, 0), last)
             near = kv[:, :, :, keys]
@@ -196,7 +198,10 @@ class TransformerXLLayer(nn.Module):
             if segment is not None:
                 apart = segment[:, first:last, None] != segment[:, None, keys]
                 bias = bias.masked_fill(apart[:, None], float("-inf"))
-            outputs.append(F.scaled_dot_product_attention(part, near[:, 0], near[:, 1], bias, drop))
+            if drop:
+                outputs.append(F.scaled_dot_product_attention(part, near[:, 0], near[:, 1], bias, drop))
+            else:
+                outputs.append(masked_attention(part, near[:, 0], near[:, 1], bias))
             first = last
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
