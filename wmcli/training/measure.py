@@ -39,6 +39,7 @@ MOST_CALLS = 1000  # in a row
 CEILING_SECONDS = 0.05  # operands of the ceilings are doubled until a call takes so long: larger than any cache
 MATMUL_SIZES = (1024, 16384)  # of a square matrix: the first and the largest
 COPY_BYTES = (1 << 26, 1 << 31)
+RECORDINGS = 3  # of which the fastest counts: what the profiler allocates makes some calls wait for new pages
 OPERATORS = 6  # named in the table of where the time goes, beside all matrix products
 OTHERS, BETWEEN, PRODUCTS = "(other operators)", "(between operators)", "(all matrix products)"
 
@@ -217,8 +218,13 @@ def operators(job: Job, device: torch.device, ceiling: float, trace: Path | None
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as recorded:
-        total = seconds(job, device)
+    total, recorded = math.inf, None
+    for _ in range(RECORDINGS):
+        with torch.profiler.profile(activities=activities) as recording:
+            took = seconds(job, device)
+        if took < total:
+            total, recorded = took, recording
+    assert recorded is not None
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
         recorded.export_chrome_trace(str(trace))
