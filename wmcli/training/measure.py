@@ -198,8 +198,8 @@ def _resident(kind: str) -> int:
 
 
 def operators(job: Job, device: torch.device, ceiling: float, trace: Path | None = None) -> list[dict[str, Any]]:
-    """The `OPERATORS` operators in which one call spends most time, and every matrix product, convolution and attention
-    with what it achieves.
+    """The `OPERATORS` operators in which one call, the fastest of `RECORDINGS`, spends most time, and every matrix
+    product, convolution and attention with what it achieves.
 
     Time is an operator's own: what it calls counts for itself. Only those whose arithmetic is counted stand with all
     that they call: a convolution with oneDNN's, a product with the copy of an operand, but not what autocast converts
