@@ -126,6 +126,17 @@ def test_the_shares_of_the_operators_make_one(tmp_path: Path) -> None:
     assert sum(event.get("name") == "aten::mm" for event in events) == 20
 
 
+def test_the_fastest_recording_counts():
+    calls = []
+
+    def job() -> None:
+        calls.append(None)
+        time.sleep(0.001 if len(calls) == 3 else 0.2)  # the first call counts arithmetic, the others are recorded
+
+    rows = operators(job, CPU, 1e12)
+    assert len(calls) == 1 + measure.RECORDINGS and sum(row["seconds"] for row in rows) < 0.1
+
+
 def test_products_stand_with_their_arithmetic_and_all_that_they_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "OPERATORS", 1)
     a, frames, kernel = torch.randn(64, 48), torch.randn(2, 3, 16, 16), torch.randn(4, 3, 3, 3, requires_grad=True)
