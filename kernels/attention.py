@@ -88,8 +88,9 @@ def _mask(q: Tensor, places: int, bias: Tensor | None, reset: Tensor | None) -> 
         seen = resets[:, None, -queries:, None] == resets[:, None, None, :]
     if bias is not None:
         # By distances from S - 1 down to 1 - T; each query's row is a part of that, one further left than the last's.
-        line = F.pad(bias.to(q.dtype).flip(1), (places - bias.shape[1], queries - 1), value=float("-inf"))
+        line = F.pad(bias.flip(1), (places - bias.shape[1], queries - 1), value=float("-inf"))
         table = line.unfold(1, places, 1).flip(1)[None]  # of four axes: with three torch takes a slow path
+        table = table.to(q.dtype)  # only here, so that the gradient of a bias is not summed up in bfloat16
         return table if seen is None else table.masked_fill(~seen, float("-inf"))
     if queries == 1:
         return seen

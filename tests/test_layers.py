@@ -34,7 +34,7 @@ MAY = {
         "report",
     },
     "assemble": {"settings", "controllers", "world_models", "tokenizers", "backbones", "training", "artifacts"},
-    "settings": {"controllers", "world_models", "tokenizers", "backbones", "training", "envs"},
+    "settings": {"controllers", "world_models", "tokenizers", "backbones", "nn", "training", "envs"},
     "controllers": {"world_models", "nn", "kernels"},
     "world_models": {"tokenizers", "backbones", "nn"},
     "tokenizers": {"nn", "kernels"},

@@ -13,6 +13,7 @@ from wmcli.backbones import build as build_backbone
 from wmcli.config import validate
 from wmcli.controllers.actor_critic import ActorCritic
 from wmcli.controllers.base import Controller
+from wmcli.controllers.mcts import MCTS, MCTSSettings
 from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings
 from wmcli.settings import Settings
 from wmcli.tokenizers.categorical import CategoricalTokenizer
@@ -22,6 +23,8 @@ from wmcli.training.device import Machine
 from wmcli.world_models.base import WorldModel
 from wmcli.world_models.cells import TOKENS, CellsSettings, CellsWorldModel
 from wmcli.world_models.latent import LatentWorldModel
+from wmcli.world_models.muzero import MuZero, MuZeroSettings
+from wmcli.world_models.planning import UniZero, UniZeroSettings
 from wmcli.world_models.token import TokenWorldModel, TokenWorldModelSettings
 
 M = TypeVar("M", bound=nn.Module)
@@ -44,6 +47,11 @@ def build_world_model(settings: Settings, tokenizer: Tokenizer | None, actions: 
         block = tokenizer.tokens + 1
         backbone = build_backbone(settings.backbone, max_length=dynamics.horizon * block, block=block)
         return TokenWorldModel(dynamics, backbone, tokenizer, actions)
+    if isinstance(dynamics, UniZeroSettings):
+        backbone = build_backbone(settings.backbone, max_length=2 * dynamics.horizon, block=2)
+        return UniZero(dynamics, backbone, actions, settings.environment.size)
+    if isinstance(dynamics, MuZeroSettings):
+        return MuZero(dynamics, actions, settings.environment.size)
     if isinstance(dynamics, CellsSettings):
         backbone = build_backbone(settings.backbone, max_length=dynamics.horizon * TOKENS, block=TOKENS)
         return CellsWorldModel(dynamics, backbone, actions, settings.environment.size)
@@ -54,6 +62,8 @@ def build_world_model(settings: Settings, tokenizer: Tokenizer | None, actions: 
 
 def build_controller(settings: Settings, world_model: WorldModel) -> Controller:
     """A fresh controller for what the world model shows."""
+    if isinstance(settings.controller, MCTSSettings):
+        return MCTS(settings.controller, world_model.actions)
     if isinstance(settings.controller, ReinforceSettings):
         return ReinforceController(
             settings.controller, world_model.feature_shape, settings.environment.size, world_model.actions
@@ -86,12 +96,16 @@ def load_world_model(artifact: Artifact, machine: Machine) -> WorldModel:
 def load_controller(artifact: Artifact, machine: Machine, acting: Mapping[str, Any]) -> tuple[WorldModel, Controller]:
     """A published controller and the world model it was trained in, both frozen.
 
-    `acting` (see `Settings.acting`) goes before what the world model was trained with, if it has such settings.
+    `acting` (see `Settings.acting`) goes before what they were trained with, if they have such settings.
     """
     world_model = load_world_model(artifact.input("dynamics"), machine)
+    settings = settings_of(artifact)
     if isinstance(world_model, LatentWorldModel):
         world_model.settings = world_model.settings.model_copy(update=dict(acting))
-    return world_model, _frozen(build_controller(settings_of(artifact), world_model), "controller", artifact, machine)
+    elif isinstance(settings.controller, MCTSSettings) and "search" in acting:
+        searching = settings.controller.model_copy(update=acting["search"])
+        settings = settings.model_copy(update={"controller": searching})
+    return world_model, _frozen(build_controller(settings, world_model), "controller", artifact, machine)
 
 
 def _frozen(module: M, name: str, artifact: Artifact, machine: Machine) -> M:
@@ -112,7 +126,7 @@ def parameter_counts(settings: Settings, actions: int) -> dict[str, int]:
     torch's meta device.
     """
     with torch.device("meta"):
-        tokenizer = None if settings.encoder == "rules" else build_tokenizer(settings)
+        tokenizer = build_tokenizer(settings) if settings.encoder in ("tokenizer", "dynamics") else None
         world_model = build_world_model(settings, tokenizer, actions)
         controller = build_controller(settings, world_model)
     counts: dict[str, int] = {}

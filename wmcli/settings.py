@@ -10,13 +10,17 @@ from pydantic import Field, Tag, model_validator
 from wmcli.backbones import BackboneSettings
 from wmcli.config import Section, chosen_by_kind, merge, nested, parse_override, preset_values, validate
 from wmcli.controllers.actor_critic import ActorCriticSettings
+from wmcli.controllers.mcts import MCTSSettings
 from wmcli.controllers.reinforce import ReinforceSettings
 from wmcli.envs.settings import EnvironmentSettings
+from wmcli.nn.attention_prior import AttentionPriorSettings
 from wmcli.tokenizers.categorical import CategoricalTokenizerSettings
 from wmcli.tokenizers.vq import TokenizerSettings
 from wmcli.training.settings import TrainingSettings
 from wmcli.world_models.cells import CellsSettings
 from wmcli.world_models.latent import LatentWorldModelSettings
+from wmcli.world_models.muzero import MuZeroSettings
+from wmcli.world_models.planning import UniZeroSettings
 from wmcli.world_models.token import TokenWorldModelSettings
 
 DEFAULT_KINDS = {"tokenizer": "vq", "dynamics": "token", "controller": "reinforce"}
@@ -28,15 +32,21 @@ AnyTokenizer = Annotated[
 AnyDynamics = Annotated[
     Annotated[TokenWorldModelSettings, Tag("token")]
     | Annotated[LatentWorldModelSettings, Tag("latent")]
-    | Annotated[CellsSettings, Tag("cells")],
+    | Annotated[CellsSettings, Tag("cells")]
+    | Annotated[UniZeroSettings, Tag("unizero")]
+    | Annotated[MuZeroSettings, Tag("muzero")],
     chosen_by_kind(DEFAULT_KINDS["dynamics"]),
 ]
 AnyController = Annotated[
-    Annotated[ReinforceSettings, Tag("reinforce")] | Annotated[ActorCriticSettings, Tag("actor-critic")],
+    Annotated[ReinforceSettings, Tag("reinforce")]
+    | Annotated[ActorCriticSettings, Tag("actor-critic")]
+    | Annotated[MCTSSettings, Tag("mcts")],
     chosen_by_kind(DEFAULT_KINDS["controller"]),
 ]
-WANTED_TOKENIZER = {"token": "vq", "latent": "categorical", "cells": None}
+WANTED_TOKENIZER = {"token": "vq", "latent": "categorical", "cells": None, "unizero": None, "muzero": None}
 """The kind of tokenizer that each kind of dynamics works on; None has no use for one."""
+PLANNED = ("unizero", "muzero")
+"""Kinds of dynamics that learn a policy and a value, for a search to plan with."""
 
 
 class CollectSettings(Section):
@@ -130,31 +140,64 @@ class Settings(Section):
                     f"{name}.warmup = {section.warmup}, but {name}.optimiser = '{section.optimiser}' does not warm up:"
                     f" set {name}.warmup=0, or the optimiser to laprop"
                 )
-        context = self.dynamics.context
-        if isinstance(self.dynamics, LatentWorldModelSettings) and isinstance(self.controller, ReinforceSettings):
-            context = max(context, self.controller.burn_in + 1)  # it reads all the frames of the burn-in
-        blocks = context + self.controller.horizon
-        if isinstance(self.controller, ActorCriticSettings) and self.controller.start == "prior":
-            blocks += 1
-        if blocks > self.dynamics.horizon:
+        if self.plans and self.dynamics.kind not in PLANNED:
             raise ValueError(
-                f"{'dynamics.context' if context == self.dynamics.context else 'controller.burn_in + 1'} +"
-                f" controller.horizon = {blocks} blocks, but the dynamics model is trained on"
-                f" dynamics.horizon = {self.dynamics.horizon}: lower controller.horizon or raise dynamics.horizon"
+                f"controller.kind = 'mcts' searches with a policy and a value that the dynamics learn, and dynamics of"
+                f" kind '{self.dynamics.kind}' learn none: set dynamics.kind to {' or '.join(PLANNED)}"
             )
+        if not isinstance(self.controller, MCTSSettings) and not isinstance(
+            self.dynamics, UniZeroSettings | MuZeroSettings
+        ):
+            self._check_horizon(self.dynamics, self.controller)
         return self
 
+    @staticmethod
+    def _check_horizon(
+        dynamics: TokenWorldModelSettings | LatentWorldModelSettings | CellsSettings,
+        controller: ReinforceSettings | ActorCriticSettings,
+    ) -> None:
+        """Imagination goes no further than training did."""
+        context = dynamics.context
+        if isinstance(dynamics, LatentWorldModelSettings) and isinstance(controller, ReinforceSettings):
+            context = max(context, controller.burn_in + 1)  # it reads all the frames of the burn-in
+        blocks = context + controller.horizon
+        if isinstance(controller, ActorCriticSettings) and controller.start == "prior":
+            blocks += 1
+        if blocks > dynamics.horizon:
+            raise ValueError(
+                f"{'dynamics.context' if context == dynamics.context else 'controller.burn_in + 1'} +"
+                f" controller.horizon = {blocks} blocks, but the dynamics model is trained on"
+                f" dynamics.horizon = {dynamics.horizon}: lower controller.horizon or raise dynamics.horizon"
+            )
+
     @property
-    def encoder(self) -> Literal["tokenizer", "dynamics", "rules"]:
+    def plans(self) -> bool:
+        """Whether the controller searches in the dynamics model."""
+        return isinstance(self.controller, MCTSSettings)
+
+    @property
+    def attention_prior(self) -> AttentionPriorSettings:
+        """What the backbone's attention expects of distance; of kind "none" where there is no attention."""
+        chosen = getattr(self.backbone, self.backbone.name.replace("-", "_"))
+        if self.dynamics.kind == "muzero":
+            return AttentionPriorSettings()
+        return getattr(chosen, "prior", AttentionPriorSettings())
+
+    @property
+    def encoder(self) -> Literal["tokenizer", "dynamics", "itself", "rules"]:
         """What turns frames into latents: a tokenizer trained before, one that is a part of the dynamics model and
-        trained with it, or fixed rules."""
+        trained with it, the dynamics model itself, or fixed rules."""
+        if self.dynamics.kind in PLANNED:
+            return "itself"
         if isinstance(self.dynamics, CellsSettings):
             return "rules"
         return "dynamics" if isinstance(self.dynamics, LatentWorldModelSettings) else "tokenizer"
 
     @property
     def acting(self) -> dict[str, Any]:
-        """The settings of the dynamics that matter when it is acted with, and not when it is trained."""
+        """The settings of dynamics and controller that matter when it is acted with, and not when it is trained."""
+        if isinstance(self.controller, MCTSSettings):
+            return {"search": self.controller.model_dump(mode="json", exclude={"batch", "updates"})}
         if not isinstance(self.dynamics, LatentWorldModelSettings):
             return {}
         return {key: getattr(self.dynamics, key) for key in ("act_on", "act_window")}

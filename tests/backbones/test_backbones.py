@@ -34,7 +34,18 @@ TINY: dict[str, dict] = {
         "embedding_norm": True,
         "initialisation": "torch",
     },
+    "transformer, a prior by token": {
+        "heads": 2,
+        "ffn": 2,
+        "prior": {"kind": "gaussian_span", "mean": 4.0, "deviation": 3.0, "mean_bound": "clamp"},
+    },
+    "transformer, a prior by step": {
+        "heads": 2,
+        "ffn": 2,
+        "prior": {"kind": "gaussian_span", "form": "scale", "span_mask": "triangle", "unit": "step", "mean": 2.0},
+    },
     "transformer-xl": {"heads": 2, "memory": 5},
+    "transformer-xl, a prior": {"heads": 2, "memory": 5, "prior": {"kind": "gaussian", "mean": 2.0, "deviation": 2.0}},
 }
 
 

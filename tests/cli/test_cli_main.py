@@ -102,6 +102,8 @@ def test_examples_name_presets_that_exist():
         (["imagine", "--more", "--force"], "wm imagine: --more goes on from the newest version"),
         (["eval", "--protocol", "speed"], "wm eval: Invalid value for '--protocol'"),
         (["eval", "--against", "runs/a"], "wm eval: --against compares"),
+        (["eval", "--by", "seed"], "wm eval: --by sorts the scores of several runs"),
+        (["eval", "runs/a", "--by", "seed", "--against", "runs/b"], "wm eval: --by sorts the scores of several runs"),
         (["run", "one", "--preset", "two"], "wm run: two presets"),
         (["presets", "show"], "wm presets: Missing argument 'NAME'"),
         (["artifacts", "dynamic"], "wm artifacts: no artifacts of kind 'dynamic'; did you mean 'dynamics'?"),

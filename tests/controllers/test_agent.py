@@ -10,6 +10,7 @@ from safetensors.torch import load, save
 
 from wmcli.controllers.actor_critic import ActorCritic, ActorCriticSettings
 from wmcli.controllers.agent import Agent, UniformAgent
+from wmcli.controllers.base import Searched
 from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings
 
 
@@ -194,6 +195,32 @@ def test_a_controller_without_memory(world):
     other = Agent(world, controller, 3, temperature=1, epsilon=0, generator=seeded(99))
     other.load(stored)
     np.testing.assert_array_equal(play(other, numbers[:, 5:], first[:, 5:]), want)
+
+
+@pytest.mark.parametrize("explore", [False, True])
+def test_what_a_search_finds_is_handed_on_and_explores_with_the_agents_generator(world, explore):
+    class Searching(ActorCritic):
+        """Says that it found its own policy, and how much noise it was given."""
+
+        def initial_state(self, batch):
+            return Searched(torch.zeros(batch, 4), torch.zeros(batch))
+
+        def decide(self, world_model, world_state, state, generator=None):
+            logits = self.policy(world_model.features(world_state).flatten(1))
+            noise = torch.zeros(3) if generator is None else torch.rand(3, generator=generator)
+            return logits, Searched(logits.softmax(-1), noise)
+
+        def found(self, state):
+            return state
+
+    controller = Searching(ActorCriticSettings(actor_width=8), world.feature_shape, actions=4, window=6)
+    agent = Agent(world, controller, 3, temperature=0, epsilon=0, explore=explore, generator=seeded(5))
+    assert agent.searched() == {}
+    agent.act(frames_of(torch.arange(3)), np.ones(3, bool))
+    found = agent.searched()
+    assert found["policy"].shape == (3, 4) and np.allclose(found["policy"].sum(1), 1)
+    np.testing.assert_array_equal(found["value"], torch.rand(3, generator=seeded(5)) if explore else np.zeros(3))
+    assert UniformAgent(3, 2, generator=seeded(0)).searched() == {}
 
 
 def test_what_a_state_holds_does_not_change_later(world):

@@ -170,15 +170,18 @@ def test_actions_are_minimal_and_not_sticky() -> None:
 class DramaPlainly:
     """The chain of protocol drama written down naively, without episodes: a game, and which steps lost a life."""
 
-    def __init__(self, game: str, size: int, time_limit: int) -> None:
+    def __init__(self, game: str, size: int, time_limit: int, sticky: float = 0.0) -> None:
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
         self.env = gymnasium.make(
-            f"ALE/{game}-v5", frameskip=1, repeat_action_probability=0.0, max_num_frames_per_episode=time_limit
+            f"ALE/{game}-v5", frameskip=1, repeat_action_probability=sticky, max_num_frames_per_episode=time_limit
         )
         self.size = size
 
-    def new_game(self, seed: int) -> np.ndarray:
+    def new_game(self, seed: int, no_ops: int = 0) -> np.ndarray:
         frame, info = self.env.reset(seed=seed)
+        for _ in range(no_ops):
+            frame, _, over, late, info = self.env.step(0)
+            assert not over and not late
         self.lives = info["lives"]
         return area_mean(frame, self.size)
 
@@ -299,4 +302,115 @@ def test_the_blocks_of_both_protocols() -> None:
     assert drama["resize"] == "area, after the maximum" and rem["resize"] == "pillow bilinear, before the maximum"
     same = ("frameskip", "repeat_action_probability", "full_action_space", "action_repeat", "max_over_last", "colour")
     assert [drama[key] for key in same] == [rem[key] for key in same] == [1, 0.0, False, 4, 2, "rgb"]
-    assert drama["clip_reward"] is False
+    assert rem["clip_reward"] is False and drama["clip_reward"] is False
+
+
+# -- unizero ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "game", "train", "limit"),
+    [
+        ("unizero", "MsPacman", True, 5000),  # rewards of 10 and more, 3 lives
+        ("unizero", "MsPacman", False, 5000),
+        ("unizero", "Boxing", True, 1002),  # runs into its limit
+        ("unizero", "Boxing", False, 1003),
+        ("unizero-sticky", "MsPacman", True, 5000),
+        ("unizero-sticky", "MsPacman", False, 5000),
+    ],
+)
+def test_unizero_equals_its_naive_form_through_a_whole_game(monkeypatch, name, game, train: bool, limit: int) -> None:
+    ours = PROTOCOLS[name]
+    half = replace(ours.train if train else ours.test, time_limit=limit)
+    monkeypatch.setitem(PROTOCOLS, name, replace(ours, train=half, test=half))
+    env = Atari(game, 40, name, train=train)
+    plainly = DramaPlainly(game, 40, limit, sticky={"unizero": 0.0, "unizero-sticky": 0.25}[name])
+    frame, _ = env.reset(seed=7)
+    no_ops = env._elapsed
+    assert 1 <= no_ops <= 30 and (frame == plainly.new_game(7, no_ops)).all()
+    rng = np.random.default_rng(5)
+    lives_lost, game_over, seen = 0, False, set()
+    while not game_over:
+        action = int(rng.integers(env.action_space.n))
+        frame, reward, terminated, truncated, info = env.step(action)
+        want, total, lost, over, late = plainly.step(action)
+        game_over = over or late
+        assert (frame == want).all() and truncated == late
+        assert terminated == (over or (train and lost and plainly.lives > 0))
+        assert type(reward) is float and reward == (np.sign(total) if train else total)
+        assert info[CONTINUES] == (terminated and not game_over)
+        seen.add(abs(total))
+        if info[CONTINUES]:
+            lives_lost += 1
+            assert (env.reset()[0] == plainly.step(0)[0]).all()  # one no-op decision in the same game
+    assert truncated == (game == "Boxing")
+    assert lives_lost == (2 if game == "MsPacman" and train else 0)
+    assert max(seen) >= (10 if game == "MsPacman" else 1)
+
+
+class Paying:
+    """An emulator that pays `reward` on every frame."""
+
+    def __init__(self, ale, reward: float) -> None:
+        self.ale, self.reward = ale, reward
+
+    def __getattr__(self, name: str):
+        return getattr(self.ale, name)
+
+    def act(self, action) -> float:
+        self.ale.act(action)
+        return self.reward
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_only_training_under_unizero_sees_the_sign_of_a_reward_alone(name: str, train: bool) -> None:
+    env = Atari("Boxing", 16, name, train=train)
+    env.reset(seed=0)
+    env._ale = Paying(env._ale, 0.0)
+    for paid, sign in ((7.0, 1.0), (0.0, 0.0), (-2.0, -1.0)):
+        env._ale.reward = paid
+        assert env.step(0)[1] == (sign if train and name.startswith("unizero") else 4 * paid)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_no_ops_of_unizero_are_one_to_thirty_in_both_halves(train: bool) -> None:
+    env = Atari("Pong", 16, "unizero", train=train)
+    counts = []
+    for seed in range(12):
+        env.reset(seed=seed)
+        counts.append(env._elapsed)
+    assert len(set(counts)) > 4 and all(1 <= count <= 30 for count in counts)
+
+
+def test_sticky_actions_follow_the_seed_and_survive_being_restored() -> None:
+    settings = EnvironmentSettings(id="MsPacman", protocol="unizero-sticky", size=24)
+    actions = np.random.default_rng(1).integers(9, size=(80, 1))
+
+    def frames(settings: EnvironmentSettings) -> np.ndarray:
+        streams = Streams(settings, train=True, seed=4)
+        shown = []
+        for step, action in enumerate(actions):
+            if step == 40:
+                streams = Streams.restore(settings, True, streams.state())
+            streams.step(action)
+            shown.append(streams.observation)
+        return np.stack(shown)
+
+    sticky = frames(settings)
+    assert (sticky == frames(settings)).all()
+    assert (sticky != frames(settings.model_copy(update={"protocol": "unizero"}))).any()
+
+
+def test_the_blocks_of_unizero_differ_in_name_and_stickiness_alone() -> None:
+    block, sticky = (
+        protocol(EnvironmentSettings(id="Breakout", protocol=name)) for name in ("unizero", "unizero-sticky")
+    )
+    rules = {"no_ops_min": 1, "no_ops_max": 30, "time_limit": 4 * 108_000}
+    assert block["train"] == rules | {"life_loss_ends_episode": True, "clip_reward": True}
+    assert block["test"] == rules | {"life_loss_ends_episode": False, "clip_reward": False}
+    assert "clip_reward" not in block
+    assert (block["frameskip"], block["action_repeat"], block["max_over_last"]) == (1, 4, 2)
+    assert block["resize"] == "area, after the maximum" and block["full_action_space"] is False
+    assert (block["repeat_action_probability"], sticky["repeat_action_probability"]) == (0.0, 0.25)
+    assert {key for key in block if block[key] != sticky[key]} == {"protocol", "repeat_action_probability"}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from wmcli.errors import ArtifactError, MachineError
-from wmcli.experience import Memory, WindowSampler
+from wmcli.experience import Memory, SearchTargets, WindowSampler
 
 
 def experience(lengths: list[list[int]], unfinished: list[int], seed: int = 0) -> dict[str, np.ndarray]:
@@ -139,6 +139,68 @@ def test_tensors_hold_what_was_given() -> None:
     assert memory.action.dtype == torch.int64 and (memory.action.numpy() == data["action"]).all()
     assert memory.reward.dtype == torch.float32 and (memory.reward.numpy() == data["reward"]).all()
     assert (memory.terminated.numpy() == data["terminated"]).all() and memory.first.dtype == torch.bool
+
+
+def searched(data: dict[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
+    """The same, played by a search among three actions."""
+    rng, rows = np.random.default_rng(seed), len(data["action"])
+    policy = rng.dirichlet([1.0, 1.0, 1.0], rows).astype(np.float32)
+    return data | {"policy": policy, "value": rng.normal(size=rows).astype(np.float32)}
+
+
+@pytest.mark.parametrize("reserve", [False, True])
+def test_what_searches_found_stands_beside_the_rows_they_played(reserve: bool) -> None:
+    plain = experience([[4]], [0])
+    first, second = searched(plain, 0), searched(plain, 1)
+    memory = Memory.empty("cpu")
+    if reserve:
+        memory.reserve(20, (4, 3, 2))
+    memory.extend(plain)
+    assert memory.searched is None
+    for part in (first, plain, second, plain):
+        memory.extend(part)
+    assert memory.searched is not None
+    policy, value, found = memory.searched
+    assert found.tolist() == [4 <= row < 8 or 12 <= row < 16 for row in range(20)]
+    assert torch.equal(policy[found], torch.from_numpy(np.concatenate([first["policy"], second["policy"]])))
+    assert torch.equal(value[found], torch.from_numpy(np.concatenate([first["value"], second["value"]])))
+    assert not policy[~found].any() and not value[~found].any()
+    assert torch.equal(memory.frames[:4], memory.frames[16:])
+
+
+def test_targets_are_those_of_the_newest_search_and_the_least_searched_come_first() -> None:
+    plain = experience([[4]], [0])
+    memory = filled([plain, searched(plain, 0)])
+    targets = SearchTargets(memory, 3)
+    assert targets.due(5).tolist() == [0, 1, 2, 3, 4] and targets.due(99).tolist() == list(range(8))
+    rows, policy, value = np.array([1, 0, 6]), torch.eye(3), torch.tensor([1.0, 2.0, 3.0])
+    targets.update(rows, policy, value)
+    assert targets.due(8).tolist() == [2, 3, 0, 1, 4, 5, 7, 6]  # 0, 0, 1, 1, 1, 1, 1 and 2 searches
+    assert targets.found.tolist() == [True, True, False, False, True, True, True, True]
+    assert torch.equal(targets.policy[rows], policy) and torch.equal(targets.value[rows], value)
+    assert memory.searched is not None and not memory.searched[2][:4].any(), "the experience stays as it was"
+
+    memory.extend(searched(plain, 1))
+    grown = SearchTargets(memory, 3)
+    grown.continue_from(targets.state())
+    assert grown.due(12).tolist() == [2, 3, 0, 1, 4, 5, 7, 8, 9, 10, 11, 6]
+    for name in ("policy", "value", "found"):
+        assert torch.equal(getattr(grown, name)[:8], getattr(targets, name))
+    grown.update(np.array([6]), policy[:1], value[:1])
+    once_more = SearchTargets(memory, 3)
+    once_more.load(grown.state())
+    assert (once_more.due(12) == grown.due(12)).all() and torch.equal(once_more.policy, grown.policy)
+
+
+def test_targets_of_experience_that_nobody_searched() -> None:
+    targets = SearchTargets(filled([experience([[4]], [0])]), 3)
+    assert targets.policy.shape == (4, 3) and not targets.found.any()
+    assert {name: len(value) for name, value in targets.state().items()} == {
+        "rows": 0,
+        "again": 0,
+        "policy": 0,
+        "value": 0,
+    }
 
 
 def test_reserved_room_is_not_copied_again() -> None:

@@ -62,6 +62,31 @@ def test_all_windows_and_no_others_are_drawn(pad: str, sampling: str, length: in
     assert set(located(batch)) == want
 
 
+@pytest.mark.parametrize("pad", ["left", "right"])
+def test_history_is_what_comes_before_the_window_drawn(pad: str) -> None:
+    """The same windows in the same order, each with two frames more in front: where the episode begins later, its first
+    frame again."""
+    episodes, order = table()
+
+    def drawn(length: int, history: int) -> Windows:
+        rng = np.random.default_rng(1)
+        table_of = {"length": length, "minimum": 3, "pad": pad, "history": history}
+        return WindowSampler(episodes, order, sampling="windows", rng=rng, **table_of).batch(30)
+
+    plain, longer = drawn(5, 0), drawn(7, 2)
+    if pad == "right":
+        assert (longer.rows[:, 2:] == plain.rows).all() and (longer.valid[:, 2:] == plain.valid).all()
+    position = np.argsort(order)
+    for rows, valid in zip(longer.rows, longer.valid, strict=True):
+        places = position[rows]
+        begin = episodes.start[np.searchsorted(episodes.start, places[0], side="right") - 1]
+        first = int(np.flatnonzero(valid)[0])
+        assert (places[:first] == begin).all()
+        assert first == 0 or places[first] == begin
+        assert (np.diff(places[first : np.flatnonzero(valid)[-1] + 1]) == 1).all()
+    assert not longer.valid[:, :2].all() and longer.valid[:, :2].any()
+
+
 def test_every_window_is_drawn_once_a_round_whatever_the_batch_size() -> None:
     drawer = sampler(pad="left")
     total = drawer.windows

@@ -24,10 +24,13 @@ def arrays(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 300])
 @pytest.mark.parametrize("shards", [1, 3])
-def test_round_trip_is_bit_exact(tmp_path, monkeypatch, rows: int, shards: int) -> None:
+@pytest.mark.parametrize("searched", [False, True])
+def test_round_trip_is_bit_exact(tmp_path, monkeypatch, rows: int, shards: int, searched: bool) -> None:
     if shards == 3:
         monkeypatch.setattr(segment, "SHARD", 2 * segment.CHUNK)
     want = arrays(rows)
+    if searched:
+        want |= {"policy": np.random.default_rng(1).random((rows, 4), np.float32), "value": want["reward"] * 2}
     want["reward"][0] = np.nan
     write_segment(tmp_path / "s", want)
     got = read_segment(tmp_path / "s")
@@ -98,16 +101,19 @@ def test_other_formats_are_refused(tmp_path) -> None:
         read_segment(tmp_path / "g")
 
 
-def test_recorder_interleaves_streams_and_goes_on_after_a_load() -> None:
+@pytest.mark.parametrize("actions", [None, 4])
+def test_recorder_interleaves_streams_and_goes_on_after_a_load(actions: int | None) -> None:
     source = arrays(21)
+    if actions:
+        source |= {"policy": np.random.default_rng(1).random((21, actions), np.float32), "value": source["reward"] * 2}
     steps = [{name: array[3 * t : 3 * t + 3] for name, array in source.items() if name != "stream"} for t in range(7)]
-    whole = Recorder(7, 3, (6, 5, 3))
-    part = Recorder(4, 3, (6, 5, 3))
+    whole = Recorder(7, 3, (6, 5, 3), actions)
+    part = Recorder(4, 3, (6, 5, 3), actions)
     for step in steps:
         whole.add(step)
     for step in steps[:4]:
         part.add(step)
-    resumed = Recorder(7, 3, (6, 5, 3))
+    resumed = Recorder(7, 3, (6, 5, 3), actions)
     resumed.load(part.arrays())
     assert len(resumed) == 12
     for step in steps[4:]:

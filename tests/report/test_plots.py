@@ -192,3 +192,38 @@ def test_costs_have_one_line_each_in_the_same_colour_everywhere():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["gru", "s4"]
     with pytest.raises(UsageError):
         plots.cost_by_length({})
+
+
+def test_learned_priors_have_a_panel_per_layer_and_number_and_a_line_per_head():
+    updates = [0, 1000, 2000]
+    mean = 6 + np.arange(3 * 2 * 8).reshape(3, 2, 8) / 10  # (K, layers, heads)
+    runs = [{"mean": mean + seed, "span": np.full((3, 2, 8), 4.0)} for seed in (-1, 0, 1)]
+    figure = plots.learned_priors(updates, runs, {"mean": 6.0, "span": 5.0})
+    assert [axes.get_title("left") for axes in figure.axes] == ["mean", "span", "", ""]
+    for layer, axes in enumerate(figure.axes[::2]):
+        *heads, dashed = axes.get_lines()
+        for head, line in enumerate(heads):
+            assert line.get_xdata().tolist() == updates
+            np.testing.assert_allclose(line.get_ydata(), mean[:, layer, head])
+        assert len({(line.get_color(), line.get_linestyle()) for line in heads}) == 8
+        assert dashed.get_ydata()[0] == 6.0 and dashed.get_linestyle() == "--"
+        (corners, *_) = axes.collections[7].get_paths()
+        assert corners.vertices[:, 1].max() == pytest.approx(mean[:, layer, 7].max() + 1)  # the deviation of -1, 0, 1
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [f"head {head}" for head in range(1, 9)]
+    alone = plots.learned_priors(updates, [{"deviation": mean.tolist()}], {})
+    assert not alone.axes[0].collections and len(alone.axes) == 2 and len(alone.axes[0].get_lines()) == 8
+
+
+@pytest.mark.parametrize(
+    ("updates", "runs", "message"),
+    [
+        ([], [{"mean": np.zeros((0, 1, 1))}], "no priors"),
+        ([1], [], "no priors"),
+        ([1], [{}], "no priors"),
+        ([1], [{"mean": np.zeros((1, 1, 2))}, {"mean": np.zeros((1, 1, 3))}], "differ"),
+        ([1], [{"mean": np.zeros((1, 1, 2))}, {"span": np.zeros((1, 1, 2))}], "differ"),
+    ],
+)
+def test_learned_priors_that_cannot_be_drawn_together(updates, runs, message):
+    with pytest.raises(UsageError, match=message):
+        plots.learned_priors(updates, runs, {})

@@ -18,7 +18,7 @@ from wmcli.controllers.agent import UniformAgent
 from wmcli.envs import EnvironmentSettings
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.progress import Progress
-from wmcli.stages.evaluate import Played, aggregate, evaluate, play_episodes, score
+from wmcli.stages.evaluate import Played, aggregate, compare_settings, evaluate, play_episodes, score
 
 KEYS = {
     "mean",
@@ -127,14 +127,19 @@ def test_pictures_of_an_evaluation_can_be_looked_at(tiny: Path) -> None:
 
 
 def scored(
-    folder: Path, mean: float, environment: str = "ALE/Pong-v5", normalized: float | None = None, **block: Any
+    folder: Path,
+    mean: float,
+    environment: str = "ALE/Pong-v5",
+    normalized: float | None = None,
+    settings: dict[str, Any] | None = None,
+    **block: Any,
 ) -> Path:
     """A run whose only artifact is an evaluation with this mean return."""
     run = Run.open(folder, create=True)
     with run.job("evaluation", {"mean": mean}, {}).work() as work:
         (work.payload / "x").touch()
         work.publish(
-            settings={},
+            settings=settings or {},
             metrics=score([mean]) | {"environment": environment, "human_normalized": normalized, "protocol": "returns"},
             environment={"id": environment, "protocol": "rem"} | block,
             machine={},
@@ -179,6 +184,27 @@ def test_one_set_of_runs_against_another(tmp_path: Path) -> None:
     assert result["scores"] == {"ALE/Pong-v5": [1.0, 3.0]}
     assert result["runs"] == 2
     assert aggregate(theirs, ours)["probability_of_improvement"]["value"] == pytest.approx(1 / 4)
+
+
+def test_runs_are_sorted_by_the_settings_in_which_they_differ(tmp_path: Path) -> None:
+    def run(name: str, mean: float, **settings: Any) -> Path:
+        return scored(tmp_path / name, mean, settings=settings)
+
+    runs = [
+        run("a", 1.0, seed=1, backbone={"name": "gru"}),
+        run("b", 5.0, seed=1),
+        run("c", 2.0, seed=2, backbone={"name": "gru"}),
+        run("d", 6.0, seed=1, dynamics={"batch": 3}),
+    ]
+    rows = compare_settings(runs, ["backbone.name", "dynamics.batch"])
+    assert [(row["backbone.name"], row["dynamics.batch"], row["runs"], row["mean"]) for row in rows] == [
+        ("gru", "64", 2, 1.5),
+        ("retnet", "64", 1, 5.0),
+        ("retnet", "3", 1, 6.0),
+    ]
+    assert rows[0]["low"] == 1.0 and rows[0]["high"] == 2.0 and rows[1]["low"] is None
+    with pytest.raises(UsageError, match="--by backbone.nam: no such setting; did you mean 'backbone.name'"):
+        compare_settings(runs, ["backbone.nam"])
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:

@@ -187,12 +187,12 @@ def test_each_kind_of_misfit_alone_is_refused(wanted: nn.Module, found: nn.Modul
 # -- optimisers and generators ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam", "laprop"])
+@pytest.mark.parametrize("name", ["adamw", "adam", "laprop", "sgd"])
 def test_an_optimiser_goes_on_from_its_moments_with_the_settings_of_now(name, tmp_path: Path) -> None:
     def made(learning_rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(1)
         net = nn.Linear(3, 2)
-        return net, build_optimiser(name, net.parameters(), learning_rate, 0.1)
+        return net, build_optimiser(name, net.parameters(), learning_rate, 0.1, momentum=0.9)
 
     def learn(net: nn.Module, optimiser: torch.optim.Optimizer) -> None:
         update(optimiser, net(torch.arange(6.0).view(2, 3)).square().sum(), 1e9)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from wmcli.nn.decay import parameter_groups
 from wmcli.training.checkpoint import load_optimiser, load_tensors, optimiser_tensors, save_tensors
-from wmcli.training.optim import LaProp, build_optimiser, update
+from wmcli.training.optim import LaProp, build_optimiser, decay_rates, update
 
 GRADIENT = torch.tensor([3.0, 4.0])  # of norm 5
 
@@ -52,6 +52,40 @@ def test_adamw_decays_apart_from_the_gradient() -> None:
     optimiser = build_optimiser("adamw", [weight], 0.1, 0.5)
     update(optimiser, weight @ torch.zeros(2), 1.0)
     torch.testing.assert_close(weight.detach(), torch.tensor([1.0, -2.0]) * (1 - 0.1 * 0.5))
+
+
+def test_sgd_has_momentum_and_decays_with_the_gradient() -> None:
+    weight = parameter()
+    optimiser = build_optimiser("sgd", [weight], 0.1, 0.5, momentum=0.9)
+    value, speed = torch.tensor([1.0, -2.0]), torch.zeros(2)
+    for _ in range(3):
+        update(optimiser, weight @ GRADIENT, 100.0)
+        speed = 0.9 * speed + GRADIENT + 0.5 * value
+        value = value - 0.1 * speed
+    torch.testing.assert_close(weight.detach(), value)
+
+
+def test_beta2_is_how_long_squares_are_remembered() -> None:
+    def after_a_jump(beta2: float) -> Tensor:
+        weight = parameter()
+        optimiser = build_optimiser("adamw", [weight], 0.1, 0.0, beta2=beta2)
+        for size in (1.0, 1.0, 0.0, 0.0):
+            update(optimiser, weight @ (size * GRADIENT), 100.0)
+        return optimiser.state[weight]["exp_avg_sq"]
+
+    for beta2 in (0.5, 0.999):
+        torch.testing.assert_close(after_a_jump(beta2), (1 - beta2) * (1 + beta2) * beta2**2 * GRADIENT**2)
+
+
+def test_learning_rates_fall_to_a_tenth_after_each_number_of_updates() -> None:
+    limited = parameter()
+    limited._learning_rate_limit = 0.01  # type: ignore[attr-defined]
+    optimiser = build_optimiser("sgd", [parameter(), limited], 0.2, 0.0)
+    for updates, factor in [(0, 1.0), (2, 1.0), (3, 0.1), (4, 0.1), (5, 0.01), (3, 0.1)]:
+        decay_rates(optimiser, [3, 5], updates)
+        assert [group["lr"] for group in optimiser.param_groups] == pytest.approx([0.2 * factor, 0.01 * factor])
+    decay_rates(optimiser, [], 99)
+    assert [group["lr"] for group in optimiser.param_groups] == [0.2, 0.01]
 
 
 @pytest.mark.parametrize("groups", [False, True])

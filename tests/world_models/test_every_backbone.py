@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from watching import DEVICES, Replayable, capture_without_a_graph
 from wmcli.kernels.dispatch import using
 
-from wmcli.backbones import BACKBONES
+from wmcli.backbones import BACKBONES, map_state
 from wmcli.controllers.actor_critic import ActorCritic, ActorCriticSettings
 from wmcli.controllers.base import Noise
 from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings
@@ -140,7 +140,7 @@ def _window(backbone: str, kind: str, device: str = "cpu") -> tuple[WorldModel, 
     model = model.to(device).eval().requires_grad_(False)
     if isinstance(model, TokenWorldModel):
         model.tokenizer.to(device)
-    batch = Batch(*(part.to(device) for part in batch))
+    batch = map_state(lambda part: part.to(device), batch)
     latent = batch.latent if model.frozen_encoder else model.encode(batch.latent)
     first, valid = torch.zeros_like(batch.first[:, :3]), torch.ones_like(batch.valid[:, :3])
     return model, Batch(latent[:, :3], *(part[:, :3] for part in batch[1:5]), first, valid)

@@ -2,10 +2,12 @@
 
 With `heads = 8`, `ffn = 2`, `norm = "post"`, `activation = "relu"`, `attention_bias = false`, `embedding_norm = true`,
 `norm_eps = 1e-6` and `initialisation = "torch"` it is the transformer of STORM (Zhang et al. 2023, arXiv 2310.09615),
-but for the dropout after the positions, which STORM does not have.
+but for the dropout after the positions, which STORM does not have. With `heads = 8` and `activation = "gelu_tanh"` it
+is that of UniZero (Pu et al. 2024, arXiv 2406.10667), to which De Dios Allegue et al. (2025, arXiv 2511.06946) added a
+`prior`.
 
 Axes: B batch, T time (elements), D width, H heads, K width of a head, S slots of the key/value cache, N blocks, L
-elements of a block, Q queries.
+elements of a block, Q queries, R offsets.
 """
 
 from __future__ import annotations
@@ -23,10 +25,15 @@ from wmcli.backbones.base import Backbone, Size, cache_dtype, for_each_block
 from wmcli.config import Section
 from wmcli.errors import UsageError
 from wmcli.kernels.attention import attention, masked_attention
+from wmcli.nn.attention_prior import AttentionPrior, AttentionPriorSettings, scaled_attention, spread
 from wmcli.nn.dropout import dropout
 
 INIT_STD = 0.02
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 
 
 class TransformerSettings(Section):
@@ -36,8 +43,8 @@ class TransformerSettings(Section):
     """Attention heads."""
     ffn: int = Field(default=4, ge=1)
     """Width of the feed-forward layer, in multiples of the backbone's width."""
-    activation: Literal["gelu", "relu"] = "gelu"
-    """Of the feed-forward layer."""
+    activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
+    """Of the feed-forward layer; gelu_tanh is the approximation of gelu by a tanh."""
     norm: Literal["pre", "post"] = "pre"
     """LayerNorm before each sublayer and once at the end, or after each sublayer's residual (then none at the end)."""
     norm_eps: float = Field(default=1e-5, gt=0)
@@ -48,6 +55,8 @@ class TransformerSettings(Section):
     """Biases in the projections of the attention, in and out."""
     initialisation: Literal["gpt", "torch"] = "gpt"
     """Weights and positions normal with deviation 0.02 and biases zero, or torch's own defaults for each module."""
+    prior: AttentionPriorSettings = AttentionPriorSettings()
+    """What each head expects of distance."""
 
 
 class Cache(NamedTuple):
@@ -67,8 +76,9 @@ class Cache(NamedTuple):
 # and the layer's new part.
 Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-# From a layer's queries (B, H, T, K), keys and values (B, H, S, K) to what it sees (B, H, T, K).
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+# From a layer's queries (B, H, T, K), keys and values (B, H, S, K), and its row (H, R) of the prior's table where there
+# is one, to what it sees (B, H, T, K).
+Attend = Callable[..., Tensor]
 
 
 class Transformer(Backbone):
@@ -85,6 +95,7 @@ class Transformer(Backbone):
 
     max_length: int
     layers: Any  # nn.ModuleList of TransformerLayer
+    prior: AttentionPrior | None
 
     def __init__(self, settings: TransformerSettings, size: Size) -> None:
         super().__init__()
@@ -99,6 +110,11 @@ class Transformer(Backbone):
         norm_eps = settings.norm_eps
         self.embedding_norm = nn.LayerNorm(size.width, norm_eps) if settings.embedding_norm else nn.Identity()
         self.norm = nn.LayerNorm(size.width, norm_eps) if settings.norm == "pre" else nn.Identity()
+        self.prior = None
+        self.unit = size.block if settings.prior.unit == "step" else 1  # elements
+        if settings.prior.kind != "none":
+            reach, key = -(-size.max_length // self.unit), "backbone.transformer.prior"
+            self.prior = AttentionPrior(settings.prior, size.layers, settings.heads, reach, key)
         if settings.initialisation == "gpt":
             for module in self.modules():
                 if isinstance(module, nn.Linear | nn.Embedding):
@@ -119,12 +135,14 @@ class Transformer(Backbone):
             return self._forward_with_resets(x, state, reset)
         if state is None:
             self._check(count, 0)
-            attend = self._masked(None) if self._drops() else attention
-            return self._run(x, torch.arange(count, device=x.device), attend)
+            places = torch.arange(count, device=x.device)
+            attend = self._masked(None, places, places, whole=True) if self._needs_mask() else attention
+            return self._run(x, places, attend)
         slots, extend, seen = self._append(state, count)
         attend = attention
-        if self._drops() or not state.even:
-            attend = self._masked(torch.arange(seen, device=x.device) <= slots[..., None])  # (T, S) or (B, T, S)
+        if self._needs_mask() or not state.even:
+            places = torch.arange(seen, device=x.device)
+            attend = self._masked(places <= slots[..., None], slots, places)  # (T, S) or (B, T, S)
         return self._run(x, slots, attend, _grown(state, count, seen), extend)
 
     def step(self, x: Tensor, state: Cache | None, reset: Tensor | None = None) -> tuple[Tensor, Cache | None]:
@@ -134,6 +152,11 @@ class Transformer(Backbone):
         return y[:, 0], state
 
     def fork(self, x: Tensor, queries: Tensor, state: Cache | None) -> tuple[Tensor, Tensor, Cache | None]:
+        if self._leaks():
+            raise UsageError(
+                "backbone.transformer.prior.leak = true: this world model answers queries in parallel, for which the "
+                "leak is not defined; set it to false."
+            )
         queries = for_each_block(queries, x)
         (blocks, block), count = x.shape[1:3], queries.shape[2]
         real = blocks * block
@@ -149,15 +172,17 @@ class Transformer(Backbone):
         ends = slots[..., block - 1 :: block, None]  # (N, 1) or (B, N, 1)
         asked = (ends + 1 + torch.arange(count, device=x.device)).flatten(-2)  # (N Q,) or (B, N Q)
         limit = torch.cat((slots, ends.expand(*ends.shape[:-1], count).flatten(-2)), -1)
-        stored = torch.arange(seen, device=x.device) <= limit[..., None]  # (T, S) or (B, T, S), T = N L + N Q
+        places = torch.arange(seen, device=x.device)
+        stored = places <= limit[..., None]  # (T, S) or (B, T, S), T = N L + N Q
         # ... and each other up to themselves.
         among = torch.block_diag(*torch.ones(blocks, count, count, device=x.device).tril()).bool()
         among = F.pad(among, (0, 0, real, 0)).expand(*stored.shape[:-1], -1)  # real elements see no query
+        positions = torch.cat((slots, asked), -1)
         elements = torch.arange(real + blocks * count, device=x.device)
         y, cache = self._run(
             torch.cat((x.flatten(1, 2), queries.flatten(1, 2)), 1),
-            torch.cat((slots, asked), -1),
-            self._masked(torch.cat((stored, among), -1)),
+            positions,
+            self._masked(torch.cat((stored, among), -1), positions, places, asked),
             cache,
             extend,
             torch.cat((elements[block - 1 : real : block], elements[real:])),
@@ -179,13 +204,14 @@ class Transformer(Backbone):
         """All layers on x (B, T, D) at positions (T,) or (B, T); the outputs `wanted`, indices, of all T if None."""
         x = dropout(self.embedding_norm(x + self.positions(positions)), self.dropout, self.training)
         parts = []
+        rows = () if self.prior is None else self.prior().unbind()  # made once for all layers
         for index, layer in enumerate(self.layers):
             q, kv = layer.project(x)
             if cache is not None:
                 assert extend is not None
                 kv, part = extend(cache.layers[index], kv)
                 parts.append(part)
-            y = attend(q, *kv.unbind(1))
+            y = attend(q, *kv.unbind(1), *rows[index : index + 1])
             if wanted is not None and layer is self.layers[-1]:
                 x, y = x[:, wanted], y[:, :, wanted]
             x = layer.finish(x, y)
@@ -194,13 +220,48 @@ class Transformer(Backbone):
     def _drops(self) -> bool:
         return self.training and self.dropout > 0
 
-    def _masked(self, mask: Tensor | None) -> Attend:
-        """Attention under mask (T, S) or (B, T, S), True where seen; in training with dropout, None being causal."""
+    def _leaks(self) -> bool:
+        return self.training and self.prior is not None and self.prior.settings.leak
+
+    def _needs_mask(self) -> bool:
+        """Whether attention is more than `kernels.attention` does, which has neither dropout nor every prior."""
+        return self._drops() or (self.prior is not None and not self.prior.by_distance)
+
+    def _masked(self, mask: Tensor | None, queries: Tensor, *keys: Tensor, whole: bool = False) -> Attend:
+        """Attention under mask (T, S) or (B, T, S), True where seen; in training with dropout, None being causal.
+
+        queries (T,) or (B, T) and keys, S in all, (...,) or (B, ...) each, are their positions. whole: both are all the
+        elements of a sequence that starts fresh, in which a prior may leak.
+        """
+        if self.prior is not None:
+            places = torch.cat([part.expand(*queries.shape[:-1], -1) for part in keys], -1)
+            mask = places <= queries[:, None] if mask is None else mask
+            offset = queries[..., :, None] // self.unit - places[..., None, :] // self.unit
+            return partial(self._attend_under_prior, offset=offset, mask=mask, leak=whole and self._leaks())
         if mask is not None and mask.dim() == 3:
             mask = mask[:, None]  # (B, 1, T, S)
         if self._drops():
             return partial(_attention_with_dropout, mask=mask, chance=self.dropout)
         return partial(masked_attention, mask=mask)
+
+    def _attend_under_prior(
+        self, q: Tensor, k: Tensor, v: Tensor, row: Tensor, offset: Tensor, mask: Tensor, leak: bool
+    ) -> Tensor:
+        """An `Attend` with row (H, R) by offset, and offset and mask (T, S) or (B, T, S). leak: T = S, and a key behind
+        the query counts as one with score 0."""
+        assert self.prior is not None
+        drop = self.dropout if self._drops() else 0.0
+        if mask.dim() == 3:
+            mask = mask[:, None]  # (B, 1, T, S)
+        values = spread(row, offset)
+        if self.prior.settings.form == "scale":
+            if leak:
+                values, mask = values.masked_fill(~mask, 0.0), mask | mask.mT
+            return scaled_attention(q, k, v, values, mask, drop)
+        bias = values.masked_fill(~mask, float("-inf")).to(q.dtype)
+        if drop:
+            return _attention_with_dropout(q, k, v, bias, drop)
+        return masked_attention(q, k, v, bias)
 
     # -- the cache -----------------------------------------------------------------------------------------------------
 
@@ -242,11 +303,11 @@ class Transformer(Backbone):
         start = torch.where(reset, steps, -1).cummax(1).values  # (B, T): the last reset so far, -1 before the first
         length = torch.zeros(len(x), device=x.device, dtype=torch.int64) if state is None else state.length
         positions = torch.where(start < 0, length[:, None] + steps, steps - start)
-        if state is None and not self._drops():
+        if state is None and not self._needs_mask():
             return self._run(x, positions, partial(attention, reset=reset))
         mask = (steps <= steps[:, None]) & (steps >= start[..., None])  # (B, T, T)
         if state is None:
-            return self._run(x, positions, self._masked(mask))
+            return self._run(x, positions, self._masked(mask, positions, positions, whole=True))
         slots = torch.arange(state.filled, device=x.device)
         kept = (slots < length[:, None])[:, None] & (start < 0)[..., None]  # (B, T, S): the cache, until a reset
         # The elements since the last reset stay and run to the end: slot s takes element s + T - (new length), if any.
@@ -261,7 +322,8 @@ class Transformer(Backbone):
             return attended, torch.where(stays[:, None, None, :, None], new, part)
 
         cache = Cache(state.layers, length, min(state.filled + count, self.max_length), False)
-        return self._run(x, positions, self._masked(torch.cat((kept, mask), -1)), cache, extend)
+        attend = self._masked(torch.cat((kept, mask), -1), positions, slots, positions)
+        return self._run(x, positions, attend, cache, extend)
 
     def _check(self, count: int, filled: int) -> None:
         if filled + count > self.max_length:
@@ -276,15 +338,16 @@ def _grown(state: Cache, count: int, filled: int) -> Cache:
 
 
 def _attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, chance: float) -> Tensor:
-    """q (B, H, T, K), k, v (B, H, S, K), mask (T, S) or (B, 1, T, S), True where seen; None: causal."""
+    """q (B, H, T, K), k, v (B, H, S, K), mask (..., T, S): True where seen, or added to the scores; None: causal."""
     if q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, mask, chance, is_causal=mask is None)
     # torch's own with dropout multiplies in float32 there, whatever comes in, and draws a number for every weight.
     if mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
     with torch.autocast("cpu", enabled=False):
-        hidden = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
-        weight = (q * q.shape[3] ** -0.5 @ k.mT + hidden).softmax(-1)
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+        weight = (q * q.shape[3] ** -0.5 @ k.mT + mask).softmax(-1)
         return dropout(weight, chance, True) @ v
 
 

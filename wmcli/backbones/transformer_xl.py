@@ -18,6 +18,7 @@ block, Q queries.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from wmcli.backbones.base import Backbone, Size, cache_dtype, for_each_block
 from wmcli.config import Section
 from wmcli.errors import UsageError
 from wmcli.kernels.attention import masked_attention
+from wmcli.nn.attention_prior import AttentionPrior, AttentionPriorSettings, scaled_attention
 from wmcli.nn.dropout import dropout
 
 INIT_STD = 0.02
@@ -46,6 +48,8 @@ class TransformerXLSettings(Section):
     """Width of the feed-forward layer, in multiples of the backbone's width."""
     memory: int = Field(default=128, ge=1)
     """Elements before itself that an element attends to, in each layer."""
+    prior: AttentionPriorSettings = AttentionPriorSettings()
+    """What each head expects of distance, on top of what its scores make of it; in units of elements."""
 
 
 class Memory(NamedTuple):
@@ -59,6 +63,7 @@ class TransformerXL(Backbone):
     """The state is a `Memory`. Nothing is written in place: old states always stay valid."""
 
     layers: Any  # nn.ModuleList of TransformerXLLayer
+    prior: AttentionPrior | None
 
     def __init__(self, settings: TransformerXLSettings, size: Size) -> None:
         super().__init__()
@@ -72,6 +77,7 @@ class TransformerXL(Backbone):
         self.memory = settings.memory
         self.layers = nn.ModuleList(TransformerXLLayer(settings, size, self.head_width) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
+        self.prior = None if settings.prior.kind == "none" else _prior(settings, size.layers)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=INIT_STD)
@@ -89,11 +95,11 @@ class TransformerXL(Backbone):
         segment = self._segments(x, state, reset)
         table = self._table()
         after = []
-        for index, layer in enumerate(self.layers):
+        for index, (layer, row) in enumerate(zip(self.layers, self._rows(), strict=True)):
             q, kv = layer.project(x)
             if state is not None:
                 kv = _behind(state.layers[index], kv)
-            x = layer.finish(x, layer.attend(q, kv, table, segment))
+            x = layer.finish(x, layer.attend(q, kv, table, segment, row))
             after.append(kv)
         return self.norm(x), self._remember(state, after, segment)
 
@@ -115,17 +121,17 @@ class TransformerXL(Backbone):
         windows = F.pad(segment[:, block:].unfold(1, self.memory, block), (0, count)).flatten(0, 1)  # (B N, M + Q)
         table = self._table()
         after = []
-        for old, layer in zip(before.layers, self.layers, strict=True):
+        for old, layer, row in zip(before.layers, self.layers, self._rows(), strict=True):
             q, kv = layer.project(x)
             kv = _behind(old, kv)
             asked_q, asked_kv = layer.project(asked)
             ends = kv[:, :, :, block:].unfold(3, self.memory, block).permute(0, 3, 1, 2, 5, 4)  # (B, N, 2, H, M, K)
             asked_kv = torch.cat((ends, asked_kv.unflatten(0, (-1, blocks))), 4).flatten(0, 1)
-            y = layer.attend(q, kv, table, segment)
+            y = layer.attend(q, kv, table, segment, row)
             if layer is self.layers[-1]:  # what else stands in a block is not asked for
                 x, y = x[:, block - 1 :: block], y[:, :, block - 1 :: block]
             x = layer.finish(x, y)
-            asked = layer.finish(asked, layer.attend(asked_q, asked_kv, table, windows))
+            asked = layer.finish(asked, layer.attend(asked_q, asked_kv, table, windows, row))
             after.append(kv)
         answers = self.norm(asked).unflatten(0, (-1, blocks))
         return self.norm(x), answers, self._remember(state, after, segment)
@@ -146,6 +152,10 @@ class TransformerXL(Backbone):
         weight = self.norm.weight
         return _sinusoids(self.memory, self.width, weight.device, weight.dtype)
 
+    def _rows(self) -> list[Tensor] | list[None]:
+        """Each layer's prior by distance, M ... 0 like the table: (H, M + 1); None where there is none."""
+        return [None] * len(self.layers) if self.prior is None else list(self.prior().flip(2))
+
     def _remember(self, state: Memory | None, after: list[Tensor], segment: Tensor | None) -> Memory | None:
         if state is None:
             return None
@@ -162,6 +172,7 @@ class TransformerXLLayer(nn.Module):
         super().__init__()
         width, inner, hidden = size.width, settings.heads * head_width, settings.ffn * size.width
         self.heads, self.memory, self.dropout = settings.heads, settings.memory, size.dropout
+        self.scales = settings.prior.form == "scale"
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * inner, bias=False)  # query, key and value in one product
         self.distance = nn.Linear(width, inner, bias=False)  # W_r
@@ -178,15 +189,18 @@ class TransformerXLLayer(nn.Module):
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(0, 2, 3, 1, 4)
         return qkv[:, 0], qkv[:, 1:]
 
-    def attend(self, q: Tensor, kv: Tensor, table: Tensor, segment: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, kv: Tensor, table: Tensor, segment: Tensor | None, row: Tensor | None = None) -> Tensor:
         """Each q (B, H, T, K) attends to the M keys before it and its own, as far as they are of its segment.
 
         kv (B, 2, H, S, K) are keys and values, the last T of them those of the queries; table (M + 1, D); segment
-        (B, S) or None. Returns (B, H, T, K).
+        (B, S) or None; row (H, M + 1) the prior, the farthest first, or None. Returns (B, H, T, K).
         """
         first = kv.shape[3] - q.shape[2]  # the key of the first query
         u, v = (bias.unflatten(0, (self.heads, 1, -1)) for bias in (self.u, self.v))
         scores = self._distance_scores(q + v, table[max(self.memory + 1 - kv.shape[3], 0) :])
+        if row is not None:
+            row = row[:, None, -scores.shape[3] :]  # (H, 1, distances)
+            scores = (scores * row if self.scales else scores + row).to(scores.dtype)
         drop = self.dropout if self.training else 0.0
         outputs = []
         q = (q + u).to(q.dtype)
@@ -198,7 +212,10 @@ class TransformerXLLayer(nn.Module):
             if segment is not None:
                 apart = segment[:, first:last, None] != segment[:, None, keys]
                 bias = bias.masked_fill(apart[:, None], float("-inf"))
-            if drop:
+            if row is not None and self.scales:
+                weight = band(row.expand(-1, part.shape[2], -1), 0.0)[..., -near.shape[3] :]  # (H, queries, keys)
+                outputs.append(scaled_attention(part, near[:, 0], near[:, 1], weight, bias, drop))
+            elif drop:
                 outputs.append(F.scaled_dot_product_attention(part, near[:, 0], near[:, 1], bias, drop))
             else:
                 outputs.append(masked_attention(part, near[:, 0], near[:, 1], bias))
@@ -224,8 +241,8 @@ class TransformerXLLayer(nn.Module):
         return dropout(x, self.dropout, self.training)
 
 
-def band(scores: Tensor) -> Tensor:
-    """Moves each row of scores one further to the right than the row above, and puts -inf all around.
+def band(scores: Tensor, around: float = -math.inf) -> Tensor:
+    """Moves each row of scores one further to the right than the row above, and puts -inf, or `around`, all around.
 
     (..., T, W) -> (..., T, W - 1 + T): row i, column i + c of the result is row i, column c of the scores. So scores by
     distance, the farthest first, become scores by key, and what lies outside of the window is masked. (The relative
@@ -233,8 +250,17 @@ def band(scores: Tensor) -> Tensor:
     """
     count, wide = scores.shape[-2], scores.shape[-1] - 1 + scores.shape[-2]
     # Rows one longer than those wanted: read as rows of the length wanted, each starts one later than the last.
-    padded = F.pad(scores, (0, count), value=float("-inf")).flatten(-2)
+    padded = F.pad(scores, (0, count), value=around).flatten(-2)
     return padded[..., : count * wide].unflatten(-1, (count, wide))
+
+
+def _prior(settings: TransformerXLSettings, layers: int) -> AttentionPrior:
+    key = "backbone.transformer_xl.prior"
+    if settings.prior.unit == "step":
+        raise UsageError(f"{key}.unit = step: the memory knows distances, not where blocks begin; set it to token.")
+    if settings.prior.leak:
+        raise UsageError(f"{key}.leak = true: it reproduces code with the backbone transformer; set it to false.")
+    return AttentionPrior(settings.prior, layers, settings.heads, settings.memory + 1, key)
 
 
 def _behind(old: Tensor, new: Tensor) -> Tensor:

@@ -42,6 +42,14 @@ def evaluate(
         list[Path] | None,
         typer.Option(metavar="RUN", help="Compare RUN... with this one. Repeatable.", rich_help_panel=MANY_PANEL),
     ] = None,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="A row for each value of this setting (section.key) among RUN... Repeatable.",
+            rich_help_panel=MANY_PANEL,
+        ),
+    ] = None,
     run: RunFolder = DEFAULT_RUN,
     preset: Preset = None,
     settings: Set = None,
@@ -64,14 +72,19 @@ def evaluate(
     """Score the controller over complete episodes, or put the scores of several runs together.
 
     Examples: wm eval --run runs/catch --episodes 100; wm eval runs/a runs/b --against runs/c --against runs/d;
-    wm eval --protocol gridworld runs/mamba2 runs/gru
+    wm eval runs/* --by backbone.name; wm eval --protocol gridworld runs/mamba2 runs/gru
     """
+    if by and (against or protocol == "gridworld" or not runs):
+        raise UsageError("--by sorts the scores of several runs: wm eval RUN... --by KEY, without --against.")
     if protocol == "gridworld" and (controller or against):
         raise UsageError("--protocol gridworld scores dynamics: --controller and --against have no place in it.")
     if runs and (settings or seed or device or controller or dynamics or episodes):
         raise UsageError("RUN... puts together what is there; to evaluate one run anew give it as --run.")
     if runs and protocol == "gridworld":
         _grid_world_table(runs, as_json)
+        return
+    if runs and by:
+        _sorted_by(runs, by, as_json)
         return
     if runs:
         _together(runs, against, as_json)
@@ -166,6 +179,16 @@ def _together(runs: list[Path], against: list[Path] | None, as_json: bool) -> No
         emit_json(result)
     else:
         answer(aggregate_rows(result), ["statistic", "value", "low", "high"])
+
+
+def _sorted_by(runs: list[Path], keys: list[str], as_json: bool) -> None:
+    from wmcli.stages.evaluate import compare_settings
+
+    rows = compare_settings(runs, keys)
+    if as_json:
+        emit_json(rows)
+    else:
+        answer(rows, list(rows[0]))
 
 
 def aggregate_rows(result: Mapping[str, Any]) -> list[Row]:

@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from wmcli.config import Section
-from wmcli.controllers.base import Controller, Noise, State, draw_noise, episode_starts
+from wmcli.controllers.base import Learner, Noise, State, draw_noise, episode_starts
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import sample
@@ -122,7 +122,7 @@ class Rollout(NamedTuple):
     """(B,) bool: False where the first state would lie behind the real end of an episode, which nothing follows."""
 
 
-class ActorCritic(Controller):
+class ActorCritic(Learner):
     """Policy and value on the features of one frame.
 
     `feature_shape` is the world model's, `actions` the number A, `window` the real frames that imagination starts from.
@@ -159,7 +159,9 @@ class ActorCritic(Controller):
         """Nothing is remembered."""
         return state
 
-    def decide(self, world_model: WorldModel, world_state: State, state: State) -> tuple[Tensor, State]:
+    def decide(
+        self, world_model: WorldModel, world_state: State, state: State, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, State]:
         """Log-probabilities (B, A) for the frame the world model perceived last. The normaliser stays as it is."""
         return self.policy(world_model.features(world_state).flatten(1)), state
 

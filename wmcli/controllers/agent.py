@@ -9,12 +9,13 @@ the same on every device.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from wmcli.controllers.base import Controller, State
+from wmcli.controllers.base import Controller, Searched, State
 from wmcli.nn.categorical import choose
 from wmcli.world_models.base import WorldModel
 
@@ -23,9 +24,9 @@ class Agent:
     """Plays with a controller in `environments` rows; satisfies `wmcli.controllers.base.Actor`.
 
     Actions are sampled from softmax(logits / `temperature`), the likeliest taken at temperature 0, and replaced by a
-    uniformly random one with probability `epsilon`. The world model is always told the action that was executed. So is
-    the controller, unless `feed_executed_action` is off: then it is told its own choice before the replacement, as in
-    the public code leor-c/REM. `generator` is on the CPU.
+    uniformly random one with probability `epsilon`; with `explore` a search explores as well. The world model is always
+    told the action that was executed. So is the controller, unless `feed_executed_action` is off: then it is told its
+    own choice before the replacement, as in the public code leor-c/REM. `generator` is on the CPU.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Agent:
         *,
         temperature: float,
         epsilon: float,
+        explore: bool = False,
         feed_executed_action: bool = True,
         generator: torch.Generator,
     ) -> None:
@@ -45,9 +47,10 @@ class Agent:
         self.controller = controller
         self.temperature = temperature
         self.epsilon = epsilon
+        self.explore = explore
         self.feed_executed_action = feed_executed_action
         self.generator = generator
-        self.device = next(controller.parameters()).device
+        self.device = next(chain(controller.parameters(), world_model.parameters())).device
         self.remembers = max(world_model.remembers, controller.remembers)
         """Frames of a running episode that `burn_in` should be given."""
         self._state: State = controller.initial_state(environments)
@@ -55,12 +58,15 @@ class Agent:
         self._previous_action = torch.zeros(environments, dtype=torch.int64, device=self.device)
         self._fresh = torch.ones(environments, dtype=torch.bool, device=self.device)
         self._frame_shape: tuple[int, ...] = ()
+        self._searched: Searched | None = None
 
     @torch.no_grad()
     def act(self, observation: np.ndarray | Tensor, first: np.ndarray | Tensor) -> np.ndarray:
         """Actions (E,) int64 for the current frames (E, H, W, C) uint8; rows with `first` True start from nothing."""
         self._perceive(self._put(observation), self._put(first) | self._fresh)
-        logits, state = self.controller.decide(self.world_model, self._world_state, self._state)
+        generator = self.generator if self.explore else None
+        logits, state = self.controller.decide(self.world_model, self._world_state, self._state, generator)
+        self._searched = self.controller.found(state)
         chosen = choose(logits.cpu(), self.temperature, self.generator)
         executed = chosen
         if self.epsilon > 0:
@@ -70,6 +76,12 @@ class Agent:
         self._previous_action = self._put(executed)
         self._fresh = torch.zeros_like(self._fresh)
         return executed.numpy().copy()  # the caller's own: this agent remembers `executed`
+
+    def searched(self) -> dict[str, np.ndarray]:
+        """What the search behind the last `act` found, policy (E, A) and value (E,); empty for one who does not."""
+        if self._searched is None:
+            return {}
+        return {name: value.cpu().numpy() for name, value in self._searched._asdict().items()}
 
     @torch.no_grad()
     def burn_in(
@@ -161,6 +173,10 @@ class UniformAgent:
     def act(self, observation: np.ndarray | Tensor, first: np.ndarray | Tensor) -> np.ndarray:
         """Random actions (E,) int64, whatever the frames."""
         return torch.randint(self.actions, (self.environments,), generator=self.generator).numpy()
+
+    def searched(self) -> dict[str, np.ndarray]:
+        """Nothing: nobody searched."""
+        return {}
 
     def burn_in(
         self, observation: np.ndarray | Tensor, action: np.ndarray | Tensor, valid: np.ndarray | Tensor

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from wmcli.nn.categorical import uniform
@@ -32,14 +33,20 @@ class Noise(NamedTuple):
     """(s, B, draws)"""
 
 
+class Searched(NamedTuple):
+    """What a search found at the current frames."""
+
+    policy: Tensor
+    """(B, A) float32: shares of the actions, for a policy to learn."""
+    value: Tensor
+    """(B,) float32: the value of the frame by the search."""
+
+
 class Controller(nn.Module, ABC):
-    """Acts on what a world model makes of the frames, and learns from what that imagines."""
+    """Acts on what a world model makes of the frames."""
 
     in_float32 = True
     """Parts of it compute in the precision of the weights whatever autocast says, so that these stay as they are."""
-
-    window: int
-    """Frames in each row of the batch that `imagine` takes, left-padded where an episode is shorter."""
 
     remembers: int = 0
     """Frames before the current one that it goes over when it begins in the middle of an episode."""
@@ -55,11 +62,18 @@ class Controller(nn.Module, ABC):
         """`state` with the rows where `reset` (B,) is True back at the initial state."""
 
     @abstractmethod
-    def decide(self, world_model: WorldModel, world_state: State, state: State) -> tuple[Tensor, State]:
+    def decide(
+        self, world_model: WorldModel, world_state: State, state: State, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, State]:
         """Look at the current frame: logits (B, A) float32 of the next action, and the state after the look.
 
-        `world_state` is the world model's state after it perceived the frame. A search may imagine from it.
+        `world_state` is the world model's state after it perceived the frame. A search may imagine from it. With a
+        `generator`, on the CPU, it also explores while it searches; None: it does not.
         """
+
+    def found(self, state: State) -> Searched | None:
+        """What the last `decide` found, if it searched: targets to learn from."""
+        return None
 
     @abstractmethod
     def follow(self, action: Tensor, state: State) -> State:
@@ -69,7 +83,12 @@ class Controller(nn.Module, ABC):
     def burn_in(self, world_model: WorldModel, world_state: State, action: Tensor, state: State) -> State:
         """Go past one real frame and the action (B,) taken on it when no decision is wanted."""
 
-    # -- learning ---
+
+class Learner(Controller):
+    """A controller that learns in imagination."""
+
+    window: int
+    """Frames in each row of the batch that `imagine` takes, left-padded where an episode is shorter."""
 
     @abstractmethod
     def noise(self, world_model: WorldModel, batch: Batch) -> Noise:
@@ -117,6 +136,9 @@ class Actor(Protocol):
 
     def act(self, observation: np.ndarray | Tensor, first: np.ndarray | Tensor) -> np.ndarray:
         """Actions (E,) int64 for the current frames (E, H, W, C) uint8; `first` (E,): it opens an episode."""
+
+    def searched(self) -> dict[str, np.ndarray]:
+        """What the search behind the last `act` found, policy (E, A) and value (E,); empty for one who does not."""
 
     def burn_in(
         self, observation: np.ndarray | Tensor, action: np.ndarray | Tensor, valid: np.ndarray | Tensor

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from wmcli.config import Section
-from wmcli.controllers.base import Controller, Noise, State, draw_noise, episode_starts
+from wmcli.controllers.base import Learner, Noise, State, draw_noise, episode_starts
 from wmcli.errors import UsageError
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn.categorical import sample
@@ -89,7 +89,7 @@ class Rollout(NamedTuple):
     """(B, n - 1) bool"""
 
 
-class ReinforceController(Controller):
+class ReinforceController(Learner):
     """LSTM policy and value on features or images.
 
     `feature_shape`, (D, h, w) or (D,), is the world model's, `image_size` the side of its images in pixels, `actions`
@@ -146,7 +146,9 @@ class ReinforceController(Controller):
             return world_model.features(world_state)
         return world_model.decode(world_model.latent(world_state), world_state)
 
-    def decide(self, world_model: WorldModel, world_state: State, state: LSTMState) -> tuple[Tensor, LSTMState]:
+    def decide(
+        self, world_model: WorldModel, world_state: State, state: LSTMState, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, LSTMState]:
         """Logits (B, A) for the frame the world model perceived last, and the state after the look."""
         logits, _, state = self.policy(self.view(world_model, world_state), state)
         return logits, state

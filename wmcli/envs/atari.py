@@ -33,6 +33,28 @@ Protocol `drama` is the chain of Drama (Wang et al. 2024, arXiv 2410.08893), as 
 Three things differ on purpose: each game has a seed of its own, where the public code gives every reset the same one;
 a life lost soon after one was won counts, where the public code never raises its count of lives; and 0 lives before a
 game is over are no end of their own, as under `rem`.
+
+Protocol `unizero` is the chain of UniZero (Pu et al. 2024, arXiv 2406.10667), as its public code runs it
+(opendilab/LightZero, after openai/baselines), innermost first:
+
+1. the bare emulator, as above;
+2. after a reset of the game, 1 to 30 no-op frames, in training and test alike; no FIRE to begin with;
+3. each action is repeated for 4 frames, rewards are summed, and what is seen is the elementwise maximum of the last two
+   frames played, as under `drama`;
+4. in training the loss of a life ends the episode, and the reset after it plays one no-op action in the same game, as
+   under `rem`;
+5. a time limit of 432,000 emulator frames, 108,000 decisions;
+6. what is seen is resized by the mean of areas, as under `drama`;
+7. in training the reward is the sign of the sum; in test it is the sum.
+
+Protocol `unizero-sticky` is the same, but on each frame the emulator repeats the action of the frame before with
+probability 0.25: sticky actions, which Learning to Focus (De Dios Allegue et al. 2025) says it has. The public code,
+its own included, has none.
+
+Three things differ on purpose: each game has a seed of its own; a time limit is truncation, as above; and the limit
+counts frames since the reset of the game, no-ops included, where the public code counts decisions since the episode
+began. In the public code, besides, the limit of the emulator's own comes first: its ids (`*NoFrameskip-v4`) end a game
+after 108,000 frames.
 """
 
 from __future__ import annotations
@@ -42,7 +64,7 @@ import functools
 import hashlib
 import re
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, SupportsInt
 
 import gymnasium
@@ -63,6 +85,7 @@ class Rules:
     no_ops_min: int  # emulator frames after a reset of the game, drawn uniformly, both ends included
     no_ops_max: int
     time_limit: int  # emulator frames since the reset of the game, no-ops included
+    clip_reward: bool  # the reward of a decision is the sign of the sum over its frames
     # With which frame the next episode opens after a lost life: that which the last action led to, or, if None, the one
     # after a no-op action.
     after_life_loss: Literal["same frame"] | None = None
@@ -79,10 +102,21 @@ class Protocol:
     max_over_last: int  # frames of each repeat that are merged by an elementwise maximum
     resize: Literal["pillow bilinear, before the maximum", "area, after the maximum"]
     colour: str
-    clip_reward: bool
     train: Rules
     test: Rules
 
+
+_UNIZERO = Protocol(
+    frameskip=1,
+    repeat_action_probability=0.0,
+    full_action_space=False,
+    action_repeat=4,
+    max_over_last=2,
+    resize="area, after the maximum",
+    colour="rgb",
+    train=Rules(life_loss_ends_episode=True, no_ops_min=1, no_ops_max=30, time_limit=432_000, clip_reward=True),
+    test=Rules(life_loss_ends_episode=False, no_ops_min=1, no_ops_max=30, time_limit=432_000, clip_reward=False),
+)
 
 PROTOCOLS = {
     "rem": Protocol(
@@ -93,9 +127,8 @@ PROTOCOLS = {
         max_over_last=2,
         resize="pillow bilinear, before the maximum",
         colour="rgb",
-        clip_reward=False,
-        train=Rules(life_loss_ends_episode=True, no_ops_min=1, no_ops_max=30, time_limit=20_000),
-        test=Rules(life_loss_ends_episode=False, no_ops_min=1, no_ops_max=1, time_limit=108_000),
+        train=Rules(life_loss_ends_episode=True, no_ops_min=1, no_ops_max=30, time_limit=20_000, clip_reward=False),
+        test=Rules(life_loss_ends_episode=False, no_ops_min=1, no_ops_max=1, time_limit=108_000, clip_reward=False),
     ),
     "drama": Protocol(
         frameskip=1,
@@ -105,16 +138,18 @@ PROTOCOLS = {
         max_over_last=2,
         resize="area, after the maximum",
         colour="rgb",
-        clip_reward=False,
         train=Rules(
             life_loss_ends_episode=True,
             no_ops_min=0,
             no_ops_max=0,
             time_limit=108_000,
+            clip_reward=False,
             after_life_loss="same frame",
         ),
-        test=Rules(life_loss_ends_episode=False, no_ops_min=0, no_ops_max=0, time_limit=108_000),
+        test=Rules(life_loss_ends_episode=False, no_ops_min=0, no_ops_max=0, time_limit=108_000, clip_reward=False),
     ),
+    "unizero": _UNIZERO,
+    "unizero-sticky": replace(_UNIZERO, repeat_action_probability=0.25),
 }
 
 
@@ -167,6 +202,8 @@ class Atari(gymnasium.Env[np.ndarray, int]):
     def step(self, action: SupportsInt) -> tuple[np.ndarray, float, bool, bool, dict]:
         """One decision: `action` for 4 emulator frames."""
         reward = self._repeat(int(action))
+        if self._rules.clip_reward:
+            reward = float(np.sign(reward))
         over = self._over()
         truncated = not over and self._elapsed >= self._rules.time_limit
         self._game_over = over or truncated
@@ -294,6 +331,7 @@ def describe(game: str, protocol: str) -> dict[str, Any]:
     """The protocol's table as plain values, with the md5 of the game's ROM. Raises UsageError when that is missing.
 
     Rules that are None are left out, so that a rule that only one protocol has does not change the tables of others.
+    For the same reason `clip_reward` stands beside `train` and `test` where it is one for both.
     """
     import ale_py.roms
 
@@ -305,4 +343,8 @@ def describe(game: str, protocol: str) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"{game}: its ROM cannot be read: {' '.join(str(error).split())}") from None
     table = asdict(PROTOCOLS[protocol], dict_factory=lambda rules: {k: v for k, v in rules if v is not None})
+    train, test = table["train"], table["test"]
+    if train["clip_reward"] == test["clip_reward"]:
+        del train["clip_reward"]
+        table["clip_reward"] = test.pop("clip_reward")
     return {"game": game, "rom_md5": rom, **table}

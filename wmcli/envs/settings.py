@@ -16,8 +16,8 @@ class EnvironmentSettings(Section):
     """The game: a gymnasium id, `module:Id` (the module is imported first), or an Atari game (`Pong`)."""
     size: int = Field(default=64, ge=8, le=1024)
     """Height and width of a frame (pixels); frames are size x size x 3, uint8."""
-    protocol: Literal["plain", "rem", "drama"] = "plain"
+    protocol: Literal["plain", "rem", "drama", "unizero", "unizero-sticky"] = "plain"
     """How it is played: `plain` for any gymnasium environment with images, `rem` for Atari as REM and IRIS play it,
-    `drama` for Atari as Drama does."""
+    `drama` as Drama does, `unizero` as UniZero does, `unizero-sticky` the same with sticky actions."""
     count: int = Field(default=1, ge=1, le=1024)
     """Environments played side by side (number)."""

@@ -26,7 +26,7 @@ NO_LIVES = -1  # `lives` of an environment that does not tell
 class Transition(NamedTuple):
     """What one step brought, for each of the E environments."""
 
-    reward: np.ndarray  # float32 (E,), as the environment gives it: never clipped
+    reward: np.ndarray  # float32 (E,), as the environment gives it
     terminated: np.ndarray  # bool (E,)
     truncated: np.ndarray  # bool (E,)
     lives: np.ndarray  # int16 (E,), left after the step, before any reset; -1 where the environment does not tell

@@ -11,12 +11,14 @@ from wmcli.experience.frequency import FrequencySampler
 from wmcli.experience.memory import Episodes, Memory
 from wmcli.experience.sampler import Windows, WindowSampler
 from wmcli.experience.segment import Recorder, read_segment, write_segment
+from wmcli.experience.targets import SearchTargets
 
 __all__ = [
     "Episodes",
     "FrequencySampler",
     "Memory",
     "Recorder",
+    "SearchTargets",
     "WindowSampler",
     "Windows",
     "read_segment",

@@ -71,8 +71,8 @@ class FrequencySampler:
     not know count 0. `ratio` is the dynamics model's batch over imagination's. Each window drawn adds 1 to the counter
     of the row of its first real frame. Windows of a batch are distinct, see `draw`.
 
-    Runs, order, `length`, `minimum` and `pad` are as for `WindowSampler`. `rng` belongs to the sampler from here on:
-    its state is saved and restored with it. Raises UsageError when there is no window at all.
+    Runs, order, `length`, `minimum`, `pad` and `history` are as for `WindowSampler`. `rng` belongs to the sampler from
+    here on: its state is saved and restored with it. Raises UsageError when there is no window at all.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class FrequencySampler:
         length: int,
         minimum: int,
         pad: Literal["left", "right"],
+        history: int = 0,
         kind: Literal["dynamics", "imagination"],
         settings: Settings,
         ratio: float,
@@ -91,7 +92,7 @@ class FrequencySampler:
     ) -> None:
         assert kind in ("dynamics", "imagination")
         assert (trained is not None) == (kind == "imagination"), "imagination is drawn against what was trained"
-        self._table = WindowTable(runs, order, length=length, minimum=minimum, pad=pad)
+        self._table = WindowTable(runs, order, length=length, minimum=minimum, pad=pad, history=history)
         self._rows = self._table.first_rows(np.arange(len(self._table)))  # (W,): where each window is counted
         self._counts = np.zeros(len(order), np.int64)  # (N,)
         self._trained = None if trained is None else _for_rows(trained, len(order))

@@ -28,6 +28,8 @@ class Memory:
     """A growing store of rows as tensors on one device.
 
     `frames` uint8 (N, H, W, C); `action` int64, `reward` float32, `terminated`, `truncated`, `first` bool, each (N,).
+    Once a segment was played by a search: `policy` float32 (N, A) and `value` float32 (N,), what each search found, and
+    `found` bool (N,), False in the rows of other segments.
     An *episode* is a run of rows of one stream from a row that opens one to the next; the last one of each stream may
     be unfinished and goes on with the next segment. `upto`: digest of the newest artifact in it, set by the caller.
     """
@@ -92,6 +94,13 @@ class Memory:
         return self._column("first")
 
     @property
+    def searched(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """policy, value, found; None where no row was played by a search."""
+        if "found" not in self._columns:
+            return None
+        return self._column("policy"), self._column("value"), self._column("found")
+
+    @property
     def order(self) -> np.ndarray:
         """int64 (N,): position -> row, the episodes one after the other, each in the order of time."""
         return self.runs(across_ends=False)[1]
@@ -111,20 +120,25 @@ class Memory:
         length = length[length > 0]  # streams need not be numbered without gaps
         return Episodes(np.cumsum(length) - length, length), np.argsort(run, kind="stable")
 
-    def reserve(self, rows: int, frame: tuple[int, ...]) -> None:
-        """Make room for `rows` rows in all, of frames (H, W, C), so that growing does not copy.
+    def reserve(self, rows: int, frame: tuple[int, ...], actions: int | None = None) -> None:
+        """Make room for `rows` rows in all, of frames (H, W, C), so that growing does not copy; for what searches found
+        as well, if the number of `actions` is given.
 
         Raises MachineError when the device has no room for them.
         """
         import torch
 
-        if self._columns and len(self._columns["action"]) >= rows:
-            return
+        dtypes, axes = dict(self._dtypes), {"observation": frame}
+        if actions is not None or "policy" in self._columns:
+            dtypes |= {"policy": torch.float32, "value": torch.float32, "found": torch.bool}
+            axes["policy"] = (actions or self._columns["policy"].shape[1],)
         try:
-            for name, dtype in self._dtypes.items():
-                shape = (rows, *frame) if name == "observation" else (rows,)
-                grown = torch.empty(shape, dtype=dtype, device=self.device)
-                if self._rows:
+            for name, dtype in dtypes.items():
+                if name in self._columns and len(self._columns[name]) >= rows:
+                    continue
+                allocate = torch.empty if name in self._dtypes else torch.zeros  # not every segment was searched
+                grown = allocate((rows, *axes.get(name, ())), dtype=dtype, device=self.device)
+                if name in self._columns:
                     grown[: self._rows] = self._column(name)
                 self._columns[name] = grown
         except (RuntimeError, MemoryError) as error:
@@ -135,7 +149,7 @@ class Memory:
             ) from error
 
     def extend(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Add a segment's arrays (see `segment.FIELDS`) behind what is there.
+        """Add a segment's arrays (see `segment.FIELDS` and `segment.SEARCHED`) behind what is there.
 
         Raises ArtifactError when its frames have another shape, or when a stream starts in the middle of an episode
         that this memory does not hold.
@@ -148,11 +162,15 @@ class Memory:
             raise ArtifactError(f"frames of shape {frame} cannot join experience with frames of shape {held}.")
         numbers = self._number_episodes(arrays["first"], arrays["stream"])
         rows = self._rows + len(numbers)
-        if not self._columns or rows > len(self._columns["action"]):
-            self.reserve(max(rows, self._rows * 3 // 2), frame)  # by halves: each row is copied a few times at most
-        for name in self._dtypes:
+        room = len(self._columns["action"]) if self._columns else 0
+        if rows > room:
+            room = max(rows, self._rows * 3 // 2)  # by halves: each row is copied a few times at most
+        self.reserve(room, frame, arrays["policy"].shape[1] if "policy" in arrays else None)
+        for name in self._dtypes.keys() | (arrays.keys() & {"policy", "value"}):
             source = torch.from_numpy(np.require(arrays[name], requirements=["C", "W"]))
             self._columns[name][self._rows : rows].copy_(source)  # converts the type, too
+        if "policy" in arrays:
+            self._columns["found"][self._rows : rows] = True
         self._episode = np.concatenate([self._episode, numbers])
         self._stream = np.concatenate([self._stream, arrays["stream"]])
         self._rows = rows

@@ -5,7 +5,8 @@ B batch, L time (frames of a window), E runs (episodes or whole streams, see `Me
 Every window lies inside one run and has `length` frames. At the end of a run that falls short it is padded: right
 padding keeps the window's start, left padding its end, and at least `minimum` frames are real. So a run of n frames has
 max(0, n - minimum + 1) windows, and those shorter than `minimum` have none. Windows that run over the ends of episodes
-are those of streams, with `minimum` equal to `length`.
+are those of streams, with `minimum` equal to `length`. The first `history` frames of a window stand before its place in
+the run, as far as the run reaches back; they count towards `length` and not towards `minimum`.
 """
 
 from __future__ import annotations
@@ -33,9 +34,16 @@ class WindowTable:
     """
 
     def __init__(
-        self, runs: Episodes, order: np.ndarray, *, length: int, minimum: int, pad: Literal["left", "right"]
+        self,
+        runs: Episodes,
+        order: np.ndarray,
+        *,
+        length: int,
+        minimum: int,
+        pad: Literal["left", "right"],
+        history: int = 0,
     ) -> None:
-        assert 1 <= minimum <= length
+        assert 1 <= minimum <= length - history
         usable = runs.length >= minimum
         if not usable.any():
             longest = int(runs.length.max(initial=0))
@@ -47,7 +55,8 @@ class WindowTable:
         self._start = runs.start[usable]
         self._frames = runs.length[usable]
         self._length = length
-        self._shift = 0 if pad == "right" else minimum - length  # from a window's place in its run to where it begins
+        # From a window's place in its run to where it begins.
+        self._shift = -history if pad == "right" else minimum - length
         self.counts = self._frames - minimum + 1  # int64 (E,): windows of each run that has any
         self.before = np.cumsum(self.counts) - self.counts  # int64 (E,): number of the first window of each
 
@@ -102,11 +111,12 @@ class WindowSampler:
         length: int,
         minimum: int,
         pad: Literal["left", "right"],
+        history: int = 0,
         sampling: Literal["windows", "episodes", "uniform"],
         rng: np.random.Generator,
     ) -> None:
         assert sampling in ("windows", "episodes", "uniform"), f"{sampling} is not for this sampler"
-        self._table = WindowTable(runs, order, length=length, minimum=minimum, pad=pad)
+        self._table = WindowTable(runs, order, length=length, minimum=minimum, pad=pad, history=history)
         self._sampling = sampling
         self._rng = rng
         self._round_start: Mapping[str, Any] = {}  # state of `rng` before the running round was shuffled

@@ -33,21 +33,35 @@ FIELDS: dict[str, type[np.generic]] = {
     "lives": np.int16,  # (N,) left after the step, -1 where unknown
     "stream": np.int16,  # (N,) which of the environments side by side
 }
+SEARCHED: dict[str, type[np.generic]] = {
+    "policy": np.float32,  # (N, A) shares of the actions in the search that chose the action
+    "value": np.float32,  # (N,) of the frame, by that search
+}
+"""What a segment holds as well if it was played by a search."""
+AXES = {"observation": 4, "policy": 2}  # all others have one
 FORMAT = {"format": "wm-segment", "schema": 1}
 CHUNK = 64  # rows, about 0.8 MB of 64 x 64 frames: the smallest piece that is decoded
 SHARD = 256 * CHUNK  # rows, about 200 MB of 64 x 64 frames: the most that is held in memory twice while writing
 
 
+def _fields(searched: bool) -> dict[str, type[np.generic]]:
+    return FIELDS | SEARCHED if searched else FIELDS
+
+
 def write_segment(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write `arrays` (see FIELDS, all with the same N > 0) as a new zarr group at `folder`, which must not exist."""
+    """Write `arrays`, those of FIELDS and perhaps SEARCHED, all with the same N > 0, as a new zarr group at `folder`.
+
+    It must not exist.
+    """
     rows = len(arrays["observation"])
     assert rows > 0, "a segment has at least one row"
-    assert set(arrays) == set(FIELDS), f"a segment has the fields {', '.join(FIELDS)}"
-    assert arrays["observation"].ndim == 4
-    assert all(arrays[name].shape == (rows,) for name in FIELDS if name != "observation")
-    group = zarr.create_group(store=folder, zarr_format=3, attributes={**FORMAT, "rows": rows})
+    fields = _fields("policy" in arrays)
+    assert set(arrays) == set(fields), f"a segment has the fields {', '.join(fields)}"
+    assert all(arrays[name].ndim == AXES.get(name, 1) and len(arrays[name]) == rows for name in fields)
+    about = {**FORMAT, "rows": rows} | ({"searched": True} if "policy" in arrays else {})
+    group = zarr.create_group(store=folder, zarr_format=3, attributes=about)
     shard = min(ceil(rows / CHUNK) * CHUNK, SHARD)
-    for name, dtype in FIELDS.items():
+    for name, dtype in fields.items():
         data = np.ascontiguousarray(arrays[name].astype(dtype, casting="same_kind", copy=False))
         frames = name == "observation"
         array = group.create_array(
@@ -64,7 +78,7 @@ def write_segment(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read_segment(folder: Path) -> dict[str, np.ndarray]:
-    """The arrays of a segment, as in FIELDS.
+    """The arrays of a segment, as in FIELDS, and as in SEARCHED if it was played by a search.
 
     Raises ArtifactError when the folder is no segment, when a file of it is missing or does not decode, or when the
     arrays do not fit together.
@@ -72,13 +86,14 @@ def read_segment(folder: Path) -> dict[str, np.ndarray]:
     try:
         attributes = json.loads((folder / "zarr.json").read_bytes())["attributes"]
         rows = attributes["rows"]
+        searched = attributes.get("searched", False)
         found = {key: attributes[key] for key in FORMAT}
     except (OSError, ValueError, KeyError, TypeError):
         raise ArtifactError(f"{folder}: no experience segment, or a damaged one; see: wm verify") from None
     if found != FORMAT:
         raise ArtifactError(f"{folder}: written as {found}, but this wm reads {FORMAT}; use the wm that wrote it.")
     arrays = {}
-    for name, dtype in FIELDS.items():
+    for name, dtype in _fields(searched).items():
         try:
             array = zarr.open_array(store=folder / name, mode="r", zarr_format=3)
             _check_files(folder / name, array)
@@ -86,7 +101,7 @@ def read_segment(folder: Path) -> dict[str, np.ndarray]:
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise ArtifactError(f"{folder / name}: damaged: {reason}; see: wm verify") from error
-        shape_fits = arrays[name].ndim == (4 if name == "observation" else 1) and len(arrays[name]) == rows
+        shape_fits = arrays[name].ndim == AXES.get(name, 1) and len(arrays[name]) == rows
         if not shape_fits or arrays[name].dtype != dtype:
             raise ArtifactError(
                 f"{folder / name}: {arrays[name].dtype} {arrays[name].shape} does not fit a segment of {rows} rows; "
@@ -108,15 +123,16 @@ def _check_files(folder: Path, array: zarr.Array) -> None:
 class Recorder:
     """Collects the rows of one segment in memory, step by step, from E streams with frames of shape `frame` (H, W, C).
 
-    `steps`: the most it can hold.
+    `steps`: the most it can hold. `actions`: their number A, if what a search finds is recorded as well.
     """
 
-    def __init__(self, steps: int, streams: int, frame: tuple[int, ...]) -> None:
+    def __init__(self, steps: int, streams: int, frame: tuple[int, ...], actions: int | None = None) -> None:
         self._streams = streams
         self._rows = 0
+        shapes = {"observation": frame, "policy": (actions or 0,)}
         self._arrays = {
-            name: np.zeros((steps * streams, *(frame if name == "observation" else ())), dtype)
-            for name, dtype in FIELDS.items()
+            name: np.zeros((steps * streams, *shapes.get(name, ())), dtype)
+            for name, dtype in _fields(actions is not None).items()
         }
 
     def __len__(self) -> int:
@@ -124,8 +140,8 @@ class Recorder:
         return self._rows
 
     def add(self, step: Mapping[str, np.ndarray]) -> None:
-        """One step of all streams: every field of FIELDS but `stream`, each (E, ...)."""
-        assert set(step) == set(FIELDS) - {"stream"}
+        """One step of all streams: every field but `stream`, each (E, ...)."""
+        assert set(step) == set(self._arrays) - {"stream"}
         rows = slice(self._rows, self._rows + self._streams)
         assert rows.stop <= len(self._arrays["action"]), "the recorder is full"
         for name, values in step.items():

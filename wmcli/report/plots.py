@@ -272,6 +272,55 @@ def cost_by_length(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float
     return figure
 
 
+def learned_priors(
+    updates: Sequence[float] | np.ndarray,
+    runs: Sequence[Mapping[str, Sequence[Any] | np.ndarray]],
+    initial: Mapping[str, float],
+) -> Figure:
+    """Priors of attention as they are learned: a row of panels per layer, a column per number, a line per head.
+
+    updates: (K,). runs: one a seed, each from a number's name (mean, deviation, span) to its values (K, layers, heads);
+    of several the mean is drawn, and one standard deviation (of a sample) to either side as a shade. initial: what each
+    number began at, drawn dashed. Raises UsageError where there is nothing to draw or the runs differ in shape.
+    """
+    names = list(runs[0]) if runs else []
+    if not names or not len(updates):
+        raise UsageError("no priors to draw; train dynamics whose backbone.transformer.prior.kind learns one.")
+    try:
+        values = {name: np.stack([np.asarray(run[name], dtype=float) for run in runs]) for name in names}
+    except (KeyError, ValueError):
+        raise UsageError("these runs differ in their priors' kind, heads, layers or logged updates.") from None
+    layers, heads = values[names[0]].shape[2:]
+    figure = _figure(2.6 * len(names) + 1.2, 1.75 * layers + 0.35)
+    grid = figure.subplots(layers, len(names), squeeze=False, sharex=True, sharey="col")
+    for (layer, column), axes in np.ndenumerate(grid):
+        name = names[column]
+        _style(axes)
+        for head, colour in enumerate(_cycle(heads)):
+            lines = values[name][:, :, layer, head]  # (runs, K)
+            middle = lines.mean(0)
+            dash, dot = "-" if head < len(COLOURS) else ":", "o" if len(updates) < 15 else ""
+            axes.plot(updates, middle, dash + dot, color=colour, linewidth=1.4, markersize=3, label=f"head {head + 1}")
+            if len(lines) > 1:
+                spread = lines.std(0, ddof=1)
+                axes.fill_between(updates, middle - spread, middle + spread, color=colour, alpha=0.15, linewidth=0)
+        if name in initial:
+            axes.axhline(initial[name], color=_INK, linewidth=1, linestyle=(0, (4, 3)), zorder=3)
+        axes.margins(x=0.02)
+        axes.locator_params(nbins=4)
+        axes.xaxis.set_major_formatter(_count)
+        if layer == 0:
+            axes.set_title(name, loc="left", fontsize=9, color=_INK)
+        if column == 0:
+            axes.set_ylabel(f"layer {layer + 1}", fontsize=8, color=_INK)
+        if layer == layers - 1:
+            axes.set_xlabel("updates", fontsize=8, color=_GREY)
+    figure.legend(
+        *grid[0, 0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8, labelcolor=_INK
+    )
+    return figure
+
+
 # -- files ------------------------------------------------------------------------------------------------------------
 
 

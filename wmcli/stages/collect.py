@@ -10,7 +10,7 @@ import torch
 
 from wmcli.artifacts import Artifact, Job, Work
 from wmcli.artifacts.failpoint import failpoint
-from wmcli.assemble import load_controller
+from wmcli.assemble import load_controller, settings_of
 from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.controllers.base import Actor
 from wmcli.envs import Streams, Transition
@@ -113,8 +113,9 @@ def _begin(
         streams = Streams.restore(settings.environment, True, _streams_from(*load_tensors(before.file(STREAMS))))
     else:
         streams = Streams(settings.environment, train=True, seed=derived_seed(settings.seed, "collect"))
-    recorder = Recorder(rounds, len(streams.observation), streams.observation.shape[1:])
     agent = _agent(context, actor, before.version if before else 0)
+    actions = context.environment["actions"] if actor is not None and settings_of(actor).plans else None
+    recorder = Recorder(rounds, len(streams.observation), streams.observation.shape[1:], actions)
     if checkpoint.exists():
         parts = about["parts"]
         saved = [load_tensors(work.path / _part(index))[0] for index in range(parts)]
@@ -140,6 +141,7 @@ def _agent(context: Context, actor: Artifact | None, number: int) -> Actor:
         count,
         temperature=settings.collect.temperature,
         epsilon=settings.collect.epsilon,
+        explore=True,
         feed_executed_action=settings.collect.feed_executed_action,
         generator=generator,
     )
@@ -185,7 +187,7 @@ def _play(
             with context.machine.autocast():
                 action = agent.act(observation, first)
             after = streams.step(action)
-            recorder.add(seen(observation, first, action, after))
+            recorder.add(seen(observation, first, action, after) | agent.searched())
             bar.advance(count)
             due = time.monotonic() - saved_at >= context.settings.training.checkpoint_seconds
             if stop or (due and len(recorder) < total):

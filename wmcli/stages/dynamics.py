@@ -1,9 +1,10 @@
-"""`wm train-dynamics`: learn what follows an action, in the tokenizer's latents."""
+"""`wm train-dynamics`: learn what follows an action, and for planning a policy and a value."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -11,26 +12,37 @@ from torch import Tensor
 from wmcli.artifacts import Artifact
 from wmcli.assemble import build_tokenizer, build_world_model, load_tokenizer, settings_of
 from wmcli.errors import ArtifactError, UsageError
+from wmcli.experience import Memory, SearchTargets
+from wmcli.nn import attention_prior
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.latents import gather, latents_of
-from wmcli.stages.pictures import imagined_beside_real, write_side_by_side
+from wmcli.stages.pictures import imagined_beside_real, write_priors, write_side_by_side
 from wmcli.stages.sampling import build_sampler
 from wmcli.stages.train import Lesson, check_descent, newest_fitted_alone, optimiser_for, parent_of, train
-from wmcli.training.checkpoint import WEIGHTS, load_modules, load_tensors, save_tensors
-from wmcli.training.loop import Trainee
-from wmcli.training.optim import update
+from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_modules, load_tensors, save_tensors
+from wmcli.training.loop import Trainee, read_part
+from wmcli.training.optim import decay_rates, update
+from wmcli.world_models.base import PlanningWorldModel, WorldModel
 
 NONE = "none"  # in place of a reference: start without a tokenizer
 JOINT = "model/dynamics/tokenizer."  # where a dynamics model that trains its tokenizer keeps it
 
 
 def train_dynamics(
-    context: Context, *, tokenizer: str | None = None, experience: str | None = None, parent: str | None = None
+    context: Context,
+    *,
+    tokenizer: str | None = None,
+    experience: str | None = None,
+    parent: str | None = None,
+    controller: str | None = None,
 ) -> Artifact:
     """Train the run's dynamics model for `dynamics.updates` updates and publish it.
 
     A model that trains its tokenizer as well starts from the newest one fitted by itself, if there is any and
     `tokenizer` is not "none"; what becomes of it is published as a tokenizer that was made from this dynamics.
+
+    A model that is planned in learns policy and value from what the searches found that played, or from what the
+    `controller` (default: the newest, "none": none) found when it searched the experience again.
 
     Raises ArtifactError when an input is missing or of another environment, UsageError for a tokenizer that has no
     place in this, DivergedError, Stopped.
@@ -42,8 +54,13 @@ def train_dynamics(
     codes = _tokenizer(context, tokenizer, inputs.get("parent"))
     if codes is not None:
         inputs["tokenizer"] = codes
+    teacher = _reanalysis(context, controller)
+    if teacher is not None:
+        inputs["controller"] = teacher
     for artifact in inputs.values():
         check_same_environment(environment, artifact)
+    for line in attention_prior.warnings(context.settings.attention_prior):
+        context.progress.warn(line)
     if "parent" in inputs and codes is not None:
         check_descent(codes, inputs["parent"], inputs["parent"].inputs["tokenizer"])
 
@@ -65,26 +82,41 @@ def train_dynamics(
             context.settings,
             memory,
             rng,
-            length=settings.horizon,
-            minimum=2 if encoder == "dynamics" else settings.context + 1,
+            length=world_model.segment,
+            minimum={"dynamics": 2, "itself": 1}.get(encoder, settings.context + 1),
             pad="right",
+            history=world_model.history,
             across_ends=world_model.across_ends,
         )
+        targets = _targets(world_model, memory, teacher)
         optimiser = optimiser_for(settings, world_model.parameter_groups())
+        decay_after = getattr(settings, "decay_after", ())
 
         def step() -> Mapping[str, Tensor]:
-            batch = gather(memory, data, sampler.batch(settings.batch))
+            batch = gather(memory, data, sampler.batch(settings.batch), targets)
             with context.machine.autocast():
                 loss, metrics = world_model.loss(batch)
-            return {"loss": loss, **metrics, "gradient_norm": update(optimiser, loss, settings.clip)}
+            if (priors := attention_prior.penalty(world_model)) is not None:
+                loss, metrics = loss + priors, metrics | {"prior_penalty": priors.detach()}
+            decay_rates(optimiser, decay_after, trainee.trained + trainee.update)
+            norm = update(optimiser, loss, settings.clip)
+            attention_prior.project(world_model)
+            world_model.after_update()
+            return {"loss": loss, **metrics, "gradient_norm": norm}
+
+        def watch() -> dict[str, Any]:
+            learned = attention_prior.learned(world_model)
+            return {"priors": {name: value.tolist() for name, value in learned.items()}} if learned else {}
 
         def draw(payload: Path) -> None:
             world_model.eval()
             with context.machine.autocast():
                 write_side_by_side(payload, imagined_beside_real(world_model, memory, settings.context))
+            if attention_prior.learned(world_model):
+                write_priors(context, payload)
 
         trainee = Trainee({"dynamics": world_model}, optimiser, rng, {"sampler": sampler})
-        return Lesson(trainee, step, draw)
+        return Lesson(trainee, step, draw, watch=watch)
 
     sections = ("environment", "dynamics", "backbone") + (("tokenizer",) if encoder == "dynamics" else ())
     artifact = train(
@@ -123,6 +155,24 @@ def _tokenizer(context: Context, reference: str | None, parent: Artifact | None)
             f" '{context.settings.tokenizer.kind}': fit one with wm train-tokenizer"
         )
     return codes
+
+
+def _reanalysis(context: Context, reference: str | None) -> Artifact | None:
+    """The controller whose searches of the experience are learned from; None for one that searched nothing again."""
+    if context.settings.controller.kind != "mcts" or reference == NONE:
+        return None
+    found = context.run.resolve(reference, "controller") if reference else context.run.latest("controller")
+    return found if found is not None and found.metrics["updates"] else None
+
+
+def _targets(world_model: WorldModel, memory: Memory, teacher: Artifact | None) -> SearchTargets | None:
+    """What searches found in the experience, for a model that learns from it."""
+    if not isinstance(world_model, PlanningWorldModel):
+        return None
+    targets = SearchTargets(memory, world_model.actions)
+    if teacher is not None:
+        targets.load(read_part(teacher.file(TRAINING), "targets"))
+    return targets
 
 
 def _publish_tokenizer(context: Context, dynamics: Artifact) -> None:

@@ -12,6 +12,7 @@ import torch
 from wmcli.artifacts import Artifact, Run
 from wmcli.artifacts.manifest import shown
 from wmcli.assemble import load_controller, settings_of
+from wmcli.config import did_you_mean
 from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.controllers.base import Actor
 from wmcli.envs import EnvironmentSettings, Streams
@@ -21,6 +22,7 @@ from wmcli.metrics import atari, statistics
 from wmcli.progress import Progress
 from wmcli.report.images import captioned, play_captions, write_gif
 from wmcli.report.plots import return_curve, returns_histogram, write_figure
+from wmcli.settings import flatten
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.pictures import beside, write_side_by_side
 from wmcli.training.device import derived_seed
@@ -152,10 +154,13 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
 
 def summary(artifact: Artifact) -> str:
     """An evaluation in one line: the score beside random play, and where to look."""
-    metrics = artifact.metrics
+    metrics, film = artifact.metrics, artifact.path / "imagination.gif"
+    look = (
+        f"imagination beside reality: {shown(film)}" if film.exists() else f"a film: {shown(film.with_stem('episode'))}"
+    )
     return (
         f"eval: {artifact.name}: mean return {metrics['mean']:.3f} over {metrics['episodes']} episodes, random"
-        f" {metrics['random_mean']:.3f}; imagination beside reality: {shown(artifact.path / 'imagination.gif')}"
+        f" {metrics['random_mean']:.3f}; {look}"
     )
 
 
@@ -188,7 +193,7 @@ def _random_episodes(context: Context, episodes: int, environments: int) -> Play
 def _first_episode_imagined(context: Context, world_model: WorldModel, known: int, played: Played):
     """The filmed episode's beginning beside its imagination under the same actions; None when it is too short."""
     length = min(len(played.frames), 32)
-    if length <= known:
+    if length <= known or not world_model.decodes:
         return None
     device = context.machine.device
     frames = torch.from_numpy(played.frames[None, :length]).to(device)
@@ -268,6 +273,32 @@ def aggregate(runs: Sequence[Path], against: Sequence[Path] | None = None) -> di
     if against:
         result["probability_of_improvement"] = statistics.bootstrap_improvement(scores[0], scores[1], rng)._asdict()
     return result
+
+
+def compare_settings(runs: Sequence[Path], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of a table: runs with equal values of these settings (`section.key`) together, in the order of their first.
+
+    Each has those values, `runs`, and the `mean` of their scores with its 95 % bootstrap interval `low` to `high`.
+
+    Raises ArtifactError for a run without evaluation, UsageError for an unknown key or runs that cannot be pooled.
+    """
+    unit = aggregate(runs)["unit"]
+    groups: dict[tuple[Any, ...], list[Path]] = {}
+    for run, evaluation in zip(runs, newest_evaluations(runs, PROTOCOL), strict=True):
+        values = flatten(settings_of(evaluation))
+        for key in keys:
+            if key not in values:
+                raise UsageError(f"--by {key}: no such setting; {did_you_mean(key, values)}")
+        groups.setdefault(tuple(str(values[key]) for key in keys), []).append(run)
+    rows = []
+    for group, members in groups.items():
+        result = aggregate(members)
+        if result["unit"] != unit:
+            raise UsageError("some of these runs have reference scores and some have none; compare runs of one game.")
+        estimate = result["mean"]
+        numbers = {"mean": estimate["value"], "low": estimate["low"], "high": estimate["high"]}
+        rows.append({**dict(zip(keys, group, strict=True)), "runs": len(members), **numbers})
+    return rows
 
 
 def _by_task(runs: Sequence[Path]) -> dict[str, list[Artifact]]:

@@ -1,4 +1,9 @@
-"""`wm imagine`: train the controller on rollouts of the dynamics model."""
+"""`wm imagine`: train the controller on rollouts of the dynamics model, or search the experience again with it.
+
+A controller that plans has nothing of its own to learn. Here it searches inside the newest model at frames that were
+played before (MuZero Reanalyse: Schrittwieser et al. 2021, arXiv 2104.06294); what it finds is published with it, and
+`wm train-dynamics` learns policy and value from that.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,16 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from wmcli.artifacts import Artifact
 from wmcli.assemble import build_controller, load_world_model, settings_of
+from wmcli.controllers.base import Learner, episode_starts
+from wmcli.controllers.mcts import MCTSSettings
+from wmcli.experience import SearchTargets
+from wmcli.experience.sampler import WindowTable
+from wmcli.nn.masked import masked_mean
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.latents import gather, latents_of
 from wmcli.stages.pictures import imagined_beside_real, write_side_by_side
@@ -26,6 +37,8 @@ def imagine(
 ) -> Artifact:
     """Train the run's controller in imagination for `controller.updates` updates and publish it.
 
+    One that plans searches `controller.batch` frames again in each of them.
+
     Raises ArtifactError when an input is missing or of another environment, DivergedError, Stopped.
     """
     settings = context.settings.controller
@@ -34,6 +47,8 @@ def imagine(
     for artifact in (frames, model):
         check_same_environment(context.environment, artifact)
     inputs = {"experience": frames, "dynamics": model} | parent_of(context, "controller", parent)
+    if isinstance(settings, MCTSSettings):
+        return _reanalyse(context, frames, model, inputs)
     trained_with = settings_of(model)
     encoder = "rules"
     if trained_with.encoder != "rules":
@@ -52,6 +67,7 @@ def imagine(
         world_model = load_world_model(model, context.machine)
         latents = latents_of(context, world_model, encoder, memory)
         controller = build_controller(context.settings, world_model).to(device)
+        assert isinstance(controller, Learner)
         sampler = build_sampler(
             context.settings,
             memory,
@@ -83,6 +99,52 @@ def imagine(
 
         trainee = Trainee({"controller": controller}, optimiser, rng, {"sampler": sampler})
         return Lesson(trainee, step, draw)
+
+    return train(
+        context,
+        "imagine",
+        "controller",
+        sections=("environment", "controller"),
+        inputs=inputs,
+        updates=settings.updates,
+        prepare=prepare,
+    )
+
+
+def _reanalyse(context: Context, frames: Artifact, model: Artifact, inputs: dict[str, Artifact]) -> Artifact:
+    """Search again at the frames that were searched least, the oldest of those first, as if they were just played."""
+    settings = context.settings.controller
+
+    def prepare(rng: np.random.Generator) -> Lesson:
+        memory = context.experience(frames)
+        world_model = load_world_model(model, context.machine)
+        controller = build_controller(context.settings, world_model)
+        targets = SearchTargets(memory, world_model.actions)
+        runs, order = memory.runs(across_ends=False)
+        windows = WindowTable(runs, order, length=world_model.context, minimum=1, pad="left")
+        place = np.argsort(order)  # of each row: the number of the window that ends with it
+
+        @torch.no_grad()
+        def step() -> Mapping[str, Tensor]:
+            rows = targets.due(settings.batch)
+            batch = gather(memory, memory.frames, windows.windows(place[rows]), targets)
+            with context.machine.autocast():
+                _, world = world_model.observe(world_model.encode(batch.latent), batch.action, episode_starts(batch))
+                state = controller.initial_state(len(rows))
+                _, state = controller.decide(world_model, world, state, torch.default_generator)
+            searched = controller.found(state)
+            assert searched is not None and batch.targets is not None
+            targets.update(rows, searched.policy, searched.value)
+            before, known = batch.targets.policy[:, -1], batch.targets.found[:, -1]
+            return {
+                "search_value": searched.value.mean(),
+                "search_entropy": -torch.xlogy(searched.policy, searched.policy).sum(-1).mean(),
+                "policy_change": masked_mean((searched.policy - before).abs().sum(-1) / 2, known),
+                "value_change": masked_mean((searched.value - batch.targets.value[:, -1]).abs(), known),
+            }
+
+        trainee = Trainee({"controller": controller}, None, rng, {"targets": targets})
+        return Lesson(trainee, step, draw=lambda payload: None)
 
     return train(
         context,

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from wmcli.experience.memory import Memory
 from wmcli.experience.sampler import Windows
+from wmcli.experience.targets import SearchTargets
 from wmcli.stages.context import Context
-from wmcli.world_models.base import Batch, WorldModel
+from wmcli.world_models.base import Batch, Targets, WorldModel
 
 ENCODE_BATCH = 256  # frames encoded at a time
 
@@ -40,8 +41,9 @@ def latents_of(context: Context, world_model: WorldModel, encoder: str, memory: 
     return latents
 
 
-def gather(memory: Memory, latents: Tensor, windows: Windows) -> Batch:
-    """The windows' latents (or frames) and experience, as the world model reads them. `first` is False in padding."""
+def gather(memory: Memory, latents: Tensor, windows: Windows, targets: SearchTargets | None = None) -> Batch:
+    """The windows' latents (or frames) and experience, as the world model reads them, and what searches found there.
+    `first` is False in padding."""
     rows = torch.from_numpy(windows.rows).to(latents.device)
     valid = torch.from_numpy(windows.valid).to(latents.device)
     return Batch(
@@ -52,4 +54,7 @@ def gather(memory: Memory, latents: Tensor, windows: Windows) -> Batch:
         truncated=memory.truncated[rows],
         first=memory.first[rows] & valid,
         valid=valid,
+        targets=None
+        if targets is None
+        else Targets(targets.policy[rows], targets.value[rows], targets.found[rows] & valid),
     )

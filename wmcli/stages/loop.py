@@ -90,7 +90,13 @@ def _epoch(context: Context, beside: Collector, epoch: int, newest: dict[str, Ar
         start = path("tokenizer")
         if joint and (start is None or "dynamics" in newest):
             start = NONE
-        yield train_dynamics(context, experience=path("experience"), tokenizer=start, parent=path("dynamics"))
+        yield train_dynamics(
+            context,
+            experience=path("experience"),
+            tokenizer=start,
+            parent=path("dynamics"),
+            controller=path("controller") or NONE,
+        )
     if epoch > plan.controller_after:
         yield imagine(context, experience=path("experience"), dynamics=path("dynamics"), parent=path("controller"))
         if epoch == plan.epochs:

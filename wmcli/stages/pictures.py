@@ -11,6 +11,8 @@ from torch import Tensor
 
 from wmcli.experience.memory import Memory
 from wmcli.report.images import side_by_side, strip, write_gif, write_png
+from wmcli.report.plots import learned_priors, write_figure
+from wmcli.stages.context import Context
 from wmcli.world_models.base import WorldModel
 
 EPISODES = 3  # shown under each other
@@ -29,8 +31,10 @@ class SideBySide(NamedTuple):
 def imagined_beside_real(world_model: WorldModel, memory: Memory, context: int) -> SideBySide | None:
     """Imagine the newest episodes of the experience from their first `context` frames, with the actions taken.
 
-    None when no episode is long enough to imagine one step.
+    None when no episode is long enough to imagine one step, or when the model makes no pictures.
     """
+    if not world_model.decodes:
+        return None
     starts, lengths = memory.episodes.start, memory.episodes.length
     longest = np.flatnonzero(lengths > context)[-50:]
     if len(longest) == 0:
@@ -71,4 +75,16 @@ def write_side_by_side(folder: Path, pictures: SideBySide | None) -> None:
     one = pictures.real.shape[2]  # the height of one episode's frames, which are square
     write_png(
         folder / "imagination.png", strip(pictures.real[:, :one], pictures.imagined[:, :one], context=pictures.context)
+    )
+
+
+def write_priors(context: Context, folder: Path) -> None:
+    """`priors.png`: the learned attention priors of this run over updates, as they were logged, if there are any."""
+    prior = context.settings.attention_prior
+    records = {record["update"]: record["priors"] for record in context.run.history() if "priors" in record}
+    updates = sorted(records)
+    names = records[updates[-1]]
+    lines = {name: np.array([records[update][name] for update in updates]) for name in names}
+    write_figure(
+        folder / "priors.png", learned_priors(updates, [lines], {name: getattr(prior, name) for name in names})
     )

@@ -12,6 +12,7 @@ from wmcli.assemble import load_controller
 from wmcli.controllers.agent import Agent
 from wmcli.controllers.base import Controller
 from wmcli.envs import Streams
+from wmcli.errors import UsageError
 from wmcli.nn.categorical import choose
 from wmcli.report.images import captioned, play_captions, write_animation
 from wmcli.stages.context import Context, check_same_environment
@@ -38,6 +39,8 @@ def play(
     actor = context.run.resolve(controller or "controller", "controller")
     check_same_environment(context.environment, actor)
     world_model, policy = load_controller(actor, context.machine, context.settings.acting)
+    if source == "imagination" and not world_model.decodes:
+        raise UsageError(f"{actor.name} plans in latents that no picture is made of; leave out --imagination")
     with isolated_randomness(derived_seed(seed, "play"), context.machine.device), context.machine.autocast():
         streams = Streams(
             settings.environment.model_copy(update={"count": 1}), train=False, seed=derived_seed(seed, "play")

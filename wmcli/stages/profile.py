@@ -14,8 +14,11 @@ import torch
 from wmcli.artifacts import Artifact
 from wmcli.assemble import build_controller, build_tokenizer, build_world_model
 from wmcli.controllers.agent import UniformAgent
+from wmcli.controllers.base import Controller, Learner
+from wmcli.controllers.mcts import MCTSSettings
 from wmcli.envs import Streams
 from wmcli.kernels.dispatch import using
+from wmcli.settings import Settings
 from wmcli.stages.compare import LENGTHS, compare_backbones, draw_comparison
 from wmcli.stages.context import Context
 from wmcli.stages.profile_experience import profile_experience
@@ -33,6 +36,7 @@ Part = Literal["stages", "kernels", "experience"]
 DEFAULT_PARTS: tuple[Part, ...] = ("stages", "kernels")
 FRAMES = 100_000  # of experience: what Atari 100k collects
 COLLECT_STEPS = 400
+MANY_ROOTS = 128  # as a search over stored frames may have at once
 SOME_FRAMES = 64  # different ones, of which random segments are made
 PARALLEL, SEQUENTIAL = "imagination, pop", "imagination, sequential"
 
@@ -172,7 +176,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
         return torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, device=device)
 
     tokenizer = None
-    if settings.encoder != "rules":
+    if settings.encoder in ("tokenizer", "dynamics"):
         learning, frozen = build_tokenizer(settings).to(device), machine.freeze(build_tokenizer(settings))
         yield list(_tokenizer_stages(context, learning, frozen, random_frames(settings.tokenizer.batch)))
         tokenizer = frozen if settings.encoder == "tokenizer" else learning
@@ -181,7 +185,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
     some = random_frames(SOME_FRAMES)
     with machine.autocast():
         latents = world_model.encode(some[None])[0]
-    batch, length = settings.dynamics.batch, settings.dynamics.horizon
+    batch, length = settings.dynamics.batch, world_model.segment
     segments = _random_batch(latents if world_model.frozen_encoder else some, batch, length, actions)
     optimiser = optimiser_for(settings.dynamics, world_model.parameter_groups())
 
@@ -189,29 +193,35 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
         with machine.autocast():
             loss, _ = world_model.loss(segments)
         update(optimiser, loss, settings.dynamics.clip)
+        world_model.after_update()
 
     tokens = elements_per_frame(settings)
     unit = "frames" if tokens == 1 else f"frames of {tokens} tokens"
-    shape = f"{batch} × {length} {unit}, {settings.backbone.name}"
+    shape = f"{batch} × {length} {unit}, {_name(settings)}"
     count = batch * length * tokens
     unit = "frames" if tokens == 1 else "tokens"
     yield [Stage("train-dynamics", shape, count, unit, train_dynamics, settings.dynamics.updates)]
 
     world_model = machine.freeze(world_model)
     controller = build_controller(settings, world_model).to(device)
-    windows = _random_batch(latents, settings.controller.batch, controller.window, actions)
-    learner = optimiser_for(settings.controller, controller.parameter_groups())
+    if isinstance(settings.controller, MCTSSettings):
+        yield list(_searches(context, settings.controller, world_model, controller, some))
+        return
+    assert isinstance(controller, Learner)
+    learns = settings.controller
+    windows = _random_batch(latents, learns.batch, controller.window, actions)
+    learner = optimiser_for(learns, controller.parameter_groups())
 
     def train_controller(rollout: Callable[..., Any]) -> None:
         imagined = rollout(windows, controller.noise(world_model, windows))
         with machine.autocast():
             loss, _ = controller.loss(imagined)
-        update(learner, loss, settings.controller.clip)
+        update(learner, loss, learns.clip)
         controller.after_update()
 
-    rollouts, horizon = settings.controller.batch, settings.controller.horizon
+    rollouts, horizon = learns.batch, learns.horizon
     shape = f"{rollouts} rollouts of {horizon} steps, {settings.backbone.name}"
-    what, updates = "imagine (controller update)", settings.controller.updates
+    what, updates = "imagine (controller update)", learns.updates
     imagine = partial(controller.imagine, world_model)
     call, unrecorded = (
         partial(train_controller, each.repeated(imagine)) for each in (machine, replace(machine, cuda_graph=False))
@@ -237,6 +247,32 @@ def _tokenizer_stages(context: Context, learning: Any, frozen: Any, frames: torc
     alone = settings.run.tokenizer_epochs > 0  # else it learns inside the dynamics model
     yield Stage("train-tokenizer", shape, len(frames), "frames", train, settings.tokenizer.updates if alone else 0)
     yield Stage("encode", shape, len(frames), "frames", encode)
+
+
+def _searches(
+    context: Context, search: MCTSSettings, world_model: WorldModel, controller: Controller, frames: torch.Tensor
+) -> Iterator[Stage]:
+    """Searches from as many frames as there are environments, from a batch of reanalysis and from many."""
+    settings, machine = context.settings, context.machine
+    generator = torch.Generator().manual_seed(0)
+    acted, again = settings.environment.count, search.batch
+    for roots in sorted({acted, again, MANY_ROOTS}):
+        windows = _random_batch(frames, roots, world_model.context, world_model.actions)
+        with machine.autocast(), torch.no_grad():
+            _, state = world_model.observe(world_model.encode(windows.latent), windows.action, windows.first)
+
+        def plan(state: Any = state, roots: int = roots) -> None:
+            with machine.autocast(), torch.no_grad():
+                controller.decide(world_model, state, controller.initial_state(roots), generator)
+
+        in_epoch = (roots == acted) * settings.collect.steps / roots + (roots == again) * search.updates
+        shape = f"{roots} roots × {search.simulations} simulations, {_name(settings)}"
+        yield Stage(f"search, {roots} roots", shape, roots * search.simulations, "simulations", plan, in_epoch)
+
+
+def _name(settings: Settings) -> str:
+    """What carries the world model through time."""
+    return "convolutions" if settings.dynamics.kind == "muzero" else settings.backbone.name
 
 
 def _imagination(context: Context, world_model: WorldModel, windows: Batch) -> Iterator[Stage]:

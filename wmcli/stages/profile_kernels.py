@@ -20,6 +20,9 @@ from wmcli.backbones.mamba1 import STEP_SIZES
 from wmcli.backbones.mamba2 import DECAY_RATES
 from wmcli.backbones.retnet import head_decays
 from wmcli.backbones.s4 import hippo_legs
+from wmcli.controllers.actor_critic import ActorCriticSettings
+from wmcli.controllers.mcts import MCTSSettings
+from wmcli.controllers.reinforce import ReinforceSettings
 from wmcli.errors import WmError
 from wmcli.kernels import s4
 from wmcli.kernels.attention import attention
@@ -39,7 +42,7 @@ from wmcli.settings import Settings
 from wmcli.tokenizers.vq import TokenizerSettings, VQTokenizer
 from wmcli.training.device import Machine
 from wmcli.training.measure import Bench, Job, count_operations, peak_memory, ratio
-from wmcli.world_models.cells import TOKENS, CellsSettings
+from wmcli.world_models.cells import TOKENS
 from wmcli.world_models.token import TokenWorldModelSettings
 
 ALLOWED = {"float32": 1e-3, "bfloat16": 2e-2}  # difference from the reference, as a share of its largest number
@@ -205,11 +208,13 @@ def elements_per_frame(settings: Settings) -> int:
             tokenizer = build_tokenizer(settings)
         assert isinstance(tokenizer, VQTokenizer)
         return tokenizer.tokens + 1
-    return TOKENS if isinstance(settings.dynamics, CellsSettings) else 1
+    return {"cells": TOKENS, "unizero": 2}.get(settings.dynamics.kind, 1)
 
 
 def kernel_cases(settings: Settings, machine: Machine) -> Iterator[Case]:
     """Every kernel with random operands: what a matrix product would hand it has the run's precision."""
+    if settings.dynamics.kind == "muzero":
+        return  # convolutions alone
     make = RandomOperands(machine)
     batch, width, block = settings.dynamics.batch, settings.backbone.width, elements_per_frame(settings)
     time = settings.dynamics.horizon * block
@@ -221,7 +226,8 @@ def kernel_cases(settings: Settings, machine: Machine) -> Iterator[Case]:
     yield _attention(settings, make, (batch, time, width))
     if settings.encoder == "tokenizer":
         yield _nearest(settings, make, block - 1)
-    yield _lambda_returns(settings, make)
+    if not isinstance(settings.controller, MCTSSettings):
+        yield _lambda_returns(settings.controller, make)
 
 
 Shape = tuple[int, int, int]  # B, T, width of the backbone
@@ -375,8 +381,7 @@ def _nearest(settings: Settings, make: RandomOperands, tokens: int) -> Case:
     )
 
 
-def _lambda_returns(settings: Settings, make: RandomOperands) -> Case:
-    controller = settings.controller
+def _lambda_returns(controller: ReinforceSettings | ActorCriticSettings, make: RandomOperands) -> Case:
     batch, steps = controller.batch, controller.horizon + 1
     reward, value = (make.normal(batch, steps).float() for _ in range(2))
     terminated = torch.rand(batch, steps, device=make.device) < 0.05

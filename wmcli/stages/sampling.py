@@ -22,11 +22,12 @@ def build_sampler(
     length: int,
     minimum: int,
     pad: Literal["left", "right"],
+    history: int = 0,
     across_ends: bool = False,
     trained: np.ndarray | None = None,
     ratio: float = 1.0,
 ) -> Sampler:
-    """A sampler of windows of `length` frames.
+    """A sampler of windows of `length` frames, of which the first `history` stand before the one that is drawn.
 
     Windows lie within one episode, of which `minimum` frames are enough; with `across_ends` they run over ends and are
     always full. Under dynamic frequency sampling the windows that were drawn least are favoured. `trained` makes it
@@ -40,13 +41,16 @@ def build_sampler(
         minimum = length
     sampling = settings.training.sampling
     if sampling != "dfs":
-        return WindowSampler(runs, order, length=length, minimum=minimum, pad=pad, sampling=sampling, rng=rng)
+        return WindowSampler(
+            runs, order, length=length, minimum=minimum, pad=pad, history=history, sampling=sampling, rng=rng
+        )
     return FrequencySampler(
         runs,
         order,
         length=length,
         minimum=minimum,
         pad=pad,
+        history=history,
         kind="dynamics" if trained is None else "imagination",
         settings=settings.training.dfs,
         ratio=ratio,

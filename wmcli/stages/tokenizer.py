@@ -28,8 +28,13 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
     """Train the run's tokenizer for `tokenizer.updates` updates and publish it.
 
     Raises ArtifactError when there is no experience or it is of another environment, UsageError when the version to
-    train further belongs to a dynamics model, DivergedError, Stopped.
+    train further belongs to a dynamics model or there is no use for one, DivergedError, Stopped.
     """
+    if context.settings.encoder == "itself":
+        raise UsageError(
+            f"dynamics.kind = '{context.settings.dynamics.kind}' encodes frames itself and has no tokenizer;"
+            " go on with: wm train-dynamics"
+        )
     settings = context.settings.tokenizer
     frames = context.run.resolve(experience or "experience", "experience")
     check_same_environment(context.environment, frames)

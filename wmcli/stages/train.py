@@ -34,6 +34,8 @@ class Lesson:
     """Writes pictures into the payload folder it is given."""
     measure: Callable[[], dict[str, Any]] = dict
     """Returns metrics to publish beside the losses."""
+    watch: Callable[[], dict[str, Any]] = dict
+    """Returns what to log as it stands with every line of the log, and to publish in the end."""
 
 
 def newest_fitted_alone(context: Context) -> Artifact | None:
@@ -55,6 +57,8 @@ def optimiser_for(section: Section, parameters: Iterable[Any]) -> torch.optim.Op
         values["weight_decay"],
         warmup=values.get("warmup", 0),
         eps=values.get("eps") or None,
+        beta2=values.get("beta2", 0.999),
+        momentum=values.get("momentum", 0.0),
     )
 
 
@@ -131,11 +135,12 @@ def train(
                     settings=settings.training,
                     progress=progress,
                     log=context.log,
+                    watch=lesson.watch,
                 )
             )
             save_tensors(work.payload / WEIGHTS, module_tensors(lesson.trainee.modules), {"kind": kind})
             lesson.trainee.save(work.payload / TRAINING, context.machine.device)
-            metrics |= lesson.measure() | {"updates": lesson.trainee.trained + lesson.trainee.update}
+            metrics |= lesson.measure() | lesson.watch() | {"updates": lesson.trainee.trained + lesson.trainee.update}
             if context.pictures:
                 lesson.draw(work.payload)
                 write_figure(work.payload / "curves.png", learning_curves(context.run.history(), stages=[stage]))

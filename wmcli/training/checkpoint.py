@@ -91,7 +91,7 @@ def load_optimiser(optimiser: torch.optim.Optimizer, tensors: Mapping[str, Tenso
         if key.startswith("optimiser/"):
             _, index, name = key.split("/")
             state.setdefault(int(index), {})[name] = value
-    if state and (LAPROP_MOMENT in next(iter(state.values()))) != isinstance(optimiser, LaProp):
+    if state and _kind(next(iter(state.values()))) != _kind_of(optimiser):
         raise ArtifactError(
             f"these weights were trained with another optimiser, whose moments {type(optimiser).__name__} cannot take"
             " over: keep the optimiser they were trained with, or train anew without --more."
@@ -103,6 +103,17 @@ def load_optimiser(optimiser: torch.optim.Optimizer, tensors: Mapping[str, Tenso
         for value in moments.values()
     ), "moments of other parameters"
     optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+
+
+def _kind(moments: Mapping[str, Tensor]) -> str:
+    """The kind of optimiser that these moments of a parameter are of."""
+    marks = {LAPROP_MOMENT: "laprop", "momentum_buffer": "sgd"}
+    return next((name for mark, name in marks.items() if mark in moments), "adam")
+
+
+def _kind_of(optimiser: torch.optim.Optimizer) -> str:
+    kinds = ((LaProp, "laprop"), (torch.optim.SGD, "sgd"))
+    return next((name for kind, name in kinds if isinstance(optimiser, kind)), "adam")
 
 
 def part_tensors(states: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:

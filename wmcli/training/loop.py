@@ -54,7 +54,8 @@ class Trainee:
     """All that changes during a stage's updates, hence all that a checkpoint holds."""
 
     modules: dict[str, nn.Module]
-    optimiser: torch.optim.Optimizer
+    optimiser: torch.optim.Optimizer | None
+    """None where nothing is learned by gradient."""
     rng: np.random.Generator
     parts: dict[str, Resumable] = field(default_factory=dict)
     update: int = 0
@@ -76,7 +77,9 @@ class Trainee:
             "rng": generator_state(self.rng),
             "parts": parts,
         }
-        tensors |= module_tensors(self.modules) | optimiser_tensors(self.optimiser) | random_tensors(device)
+        tensors |= module_tensors(self.modules) | random_tensors(device)
+        if self.optimiser is not None:
+            tensors |= optimiser_tensors(self.optimiser)
         if self.unlogged:
             tensors["unlogged"] = _stacked(self.unlogged)
         save_tensors(path, tensors, about)
@@ -107,7 +110,8 @@ class Trainee:
     def _load_learned(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, about = load_tensors(path)
         load_modules(self.modules, tensors, str(path))
-        load_optimiser(self.optimiser, tensors)
+        if self.optimiser is not None:
+            load_optimiser(self.optimiser, tensors)
         return tensors, about
 
 
@@ -133,11 +137,13 @@ def fit(
     settings: TrainingSettings,
     progress: Progress,
     log: Callable[[dict[str, Any]], None],
+    watch: Callable[[], dict[str, Any]] = dict,
 ) -> dict[str, float]:
     """Call `step` until `trainee.update == updates`; return the means of its metrics over the last stretch logged.
 
     `step` does one update and returns metrics as tensors; they stay on the device until a line is logged. A checkpoint
-    in `folder` is taken up first. `log` gets one record per `settings.log_every` updates.
+    in `folder` is taken up first. `log` gets one record per `settings.log_every` updates, with what `watch` returns
+    then.
 
     Raises DivergedError when a metric is NaN or infinite (the last checkpoint is from before), Stopped after a signal.
     """
@@ -161,7 +167,8 @@ def fit(
             if logged:
                 trainee.metrics, trainee.unlogged = means, []
                 rate = (trainee.update - started_update) / max(time.monotonic() - started, 1e-9)
-                log({"stage": stage, "update": trainee.trained + trainee.update, "updates_per_second": rate, **means})
+                record = {"stage": stage, "update": trainee.trained + trainee.update, "updates_per_second": rate}
+                log(record | means | watch())
             if due:
                 trainee.save(checkpoint, machine.device)
                 failpoint("checkpoint")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-OptimiserName = Literal["adamw", "adam", "laprop"]
+OptimiserName = Literal["adamw", "adam", "laprop", "sgd"]
 LAPROP_MOMENT = "momentum"  # by which a saved state of LaProp is told from one of Adam
-EPS = {"adamw": 1e-8, "adam": 1e-8, "laprop": 1e-20}
+EPS = {"adamw": 1e-8, "adam": 1e-8, "laprop": 1e-20, "sgd": 0.0}
+DECAY = 0.1  # of the learning rate, each time it falls
 
 
 class LaProp(torch.optim.Optimizer):
@@ -102,21 +103,26 @@ def build_optimiser(
     *,
     warmup: int = 0,
     eps: float | None = None,
+    beta2: float = 0.999,
+    momentum: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """AdamW (decoupled decay), Adam without decay, both fused into one kernel a step, or LaProp (decoupled decay).
+    """AdamW (decoupled decay), Adam without decay, SGD (decay added to the gradient), each fused into one kernel a
+    step, or LaProp (decoupled decay).
 
-    Betas (0.9, 0.999); `eps` None is 1e-8, for LaProp 1e-20. Groups may bring a `weight_decay` of their own. LaProp
-    alone has `warmup`, updates over which the learning rate rises linearly. A parameter marked with
-    `_learning_rate_limit` is trained with that rate where `learning_rate` is higher.
+    Betas (0.9, `beta2`), for SGD `momentum`; `eps` None is 1e-8, for LaProp 1e-20. Groups may bring a `weight_decay`
+    of their own. LaProp alone has `warmup`, updates over which the learning rate rises linearly. A parameter marked
+    with `_learning_rate_limit` is trained with that rate where `learning_rate` is higher.
     """
     assert warmup == 0 or name == "laprop", "only LaProp warms up"
     groups = list(_groups_by_rate(parameters, learning_rate))
-    eps = EPS[name] if eps is None else eps
+    eps, betas = EPS[name] if eps is None else eps, (0.9, beta2)
     if name == "laprop":
-        return LaProp(groups, learning_rate, eps=eps, weight_decay=weight_decay, warmup=warmup)
+        return LaProp(groups, learning_rate, betas=betas, eps=eps, weight_decay=weight_decay, warmup=warmup)
     if name == "adamw":
-        return torch.optim.AdamW(groups, lr=learning_rate, eps=eps, weight_decay=weight_decay, fused=True)
-    optimiser = torch.optim.Adam(groups, lr=learning_rate, eps=eps, fused=True)
+        return torch.optim.AdamW(groups, learning_rate, betas, eps, weight_decay, fused=True)
+    if name == "sgd":
+        return torch.optim.SGD(groups, learning_rate, momentum, weight_decay=weight_decay, fused=True)
+    optimiser = torch.optim.Adam(groups, learning_rate, betas, eps, fused=True)
     for group in optimiser.param_groups:
         group["weight_decay"] = 0.0  # groups bring decays of their own, which Adam would add to the gradient
     return optimiser
@@ -134,7 +140,14 @@ def _groups_by_rate(
         for parameter in group["params"]:
             limits.setdefault(getattr(parameter, "_learning_rate_limit", math.inf), []).append(parameter)
         for limit, members in limits.items():
-            yield {**group, "params": members, "lr": min(group.get("lr", learning_rate), limit)}
+            rate = min(group.get("lr", learning_rate), limit)
+            yield {**group, "params": members, "lr": rate, "initial_lr": rate}
+
+
+def decay_rates(optimiser: torch.optim.Optimizer, decay_after: Sequence[int], updates: int) -> None:
+    """Set the learning rates for the update after so many `updates`: a tenth after each number in `decay_after`."""
+    for group in optimiser.param_groups:
+        group["lr"] = group["initial_lr"] * DECAY ** sum(updates >= each for each in decay_after)
 
 
 def update(optimiser: torch.optim.Optimizer, loss: Tensor, clip: float) -> Tensor:

@@ -30,6 +30,26 @@ class Imagined(NamedTuple):
     """(B,) bool. The model may be asked to imagine on; nothing after a termination means anything."""
 
 
+class Targets(NamedTuple):
+    """What a search found at each frame of a batch, for a model that learns a policy and a value."""
+
+    policy: Tensor
+    """(B, T, A) float32: how often each action was taken in the search, as shares; zeros where none was made."""
+    value: Tensor
+    """(B, T) float32: the value of the frame by the search."""
+    found: Tensor
+    """(B, T) bool: False where no search was made, as in random play."""
+
+
+class Prediction(NamedTuple):
+    """What a model that has learned a policy and a value says of the current frame."""
+
+    policy: Tensor
+    """(B, A) float32, logits."""
+    value: Tensor
+    """(B,) float32, discounted reward from here on."""
+
+
 class Batch(NamedTuple):
     """Segments of real experience to learn from.
 
@@ -52,6 +72,8 @@ class Batch(NamedTuple):
     """(B, T) bool: this frame opens an episode."""
     valid: Tensor
     """(B, T) bool: False where the row is padding."""
+    targets: Targets | None = None
+    """For models that are planned in."""
 
 
 class WorldModel(nn.Module, ABC):
@@ -66,8 +88,15 @@ class WorldModel(nn.Module, ABC):
     """True: frames are encoded before training and no gradient reaches the encoder. False: `loss` takes frames."""
     across_ends: bool
     """True: segments may run over the end of an episode into the next one; `Batch.first` says where."""
+    segment: int
+    """Frames of a segment that `loss` learns from, padding included."""
+    history: int = 0
+    """So many of them, at its beginning, stand before the frame that was drawn, as far as the episode has them: padding
+    on the left repeats the episode's first frame, with `valid` False."""
     context: int
     """Real frames that imagination starts from."""
+    decodes: bool = True
+    """Whether `decode` makes frames of latents."""
     feature_shape: tuple[int, ...]
     """Shape of what the controller sees of one frame."""
     draws: int
@@ -90,7 +119,10 @@ class WorldModel(nn.Module, ABC):
 
     @abstractmethod
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Every parameter once, in groups for `torch.optim`, each with its `weight_decay`."""
+        """Every parameter that learns once, in groups for `torch.optim`, each with its `weight_decay`."""
+
+    def after_update(self) -> None:  # noqa: B027 (most models have nothing to do)
+        """Called after each step of the optimiser, for what follows the weights, such as a slow copy of them."""
 
     @abstractmethod
     def observe(
@@ -147,6 +179,29 @@ class WorldModel(nn.Module, ABC):
     def latent(self, state: State) -> Tensor:
         """The current frame's latent, (B, ...)."""
 
-    @abstractmethod
     def decode(self, latent: Tensor, state: State | None = None) -> Tensor:
-        """Latents (..., latent axes) to frames (..., H, W, C) uint8. Some models look at the state as well."""
+        """Latents (..., latent axes) to frames (..., H, W, C) uint8. Some models look at the state as well.
+
+        Not for a model without `decodes`, whose latents hold what planning needs and no picture.
+        """
+        raise NotImplementedError
+
+
+class PlanningWorldModel(WorldModel):
+    """A world model that learns a policy and a value as well, so that a tree search can plan in it."""
+
+    discount: float
+    """What a reward one step later is worth, in the value that it learns."""
+
+    @abstractmethod
+    def root(self, state: State) -> State:
+        """What `perceive` or `observe` gave, as a search keeps it node by node.
+
+        A tree (nested tuples) of nothing but tensors (B, ...). `imagine` from it gives a tree of the same shapes and
+        types, so that the states of many nodes can lie in one tensor and be gathered from it in any order. It writes
+        nothing in place.
+        """
+
+    @abstractmethod
+    def predict(self, state: State) -> Prediction:
+        """Policy and value of the current frame."""

@@ -110,6 +110,7 @@ class CellsWorldModel(WorldModel):
         self.settings = settings
         self.actions = actions
         self.context = settings.context
+        self.segment = settings.horizon
         self.image_size = image_size
         self.feature_shape = (KINDS, SIDE, SIDE)
         self.embedding = nn.Embedding(KINDS + actions, backbone.width)

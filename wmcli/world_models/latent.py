@@ -150,6 +150,7 @@ class LatentWorldModel(WorldModel):
         self.actions = actions
         self.across_ends = settings.across_ends
         self.context = settings.context
+        self.segment = settings.horizon
         self.feature_shape = (variables * classes + width,)
         self.draws = self.draws_to_observe = variables
         self.tokenizer = tokenizer

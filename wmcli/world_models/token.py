@@ -159,6 +159,7 @@ class TokenWorldModel(WorldModel):
         self.settings = settings
         self.actions = actions
         self.context = settings.context
+        self.segment = settings.horizon
         self.feature_shape = (tokenizer.width, *tokenizer.grid)
         self.draws = tokens + 2  # the tokens, the reward and the termination
         self._tokenizer = (tokenizer,)  # in a tuple, where nn.Module does not look

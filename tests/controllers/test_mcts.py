@@ -1,0 +1,559 @@
+"""The tree search against a plain tree, against published counts, and as a controller.
+
+E trees, A actions, S simulations.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from wmcli.controllers import mcts
+from wmcli.controllers.mcts import MCTS, Found, MCTSSettings, SearchNoise, draw_noise, search
+from wmcli.world_models.base import Imagined, PlanningWorldModel, Prediction
+
+RULES = ["mctx", "lightzero", "gumbel"]
+CPU = torch.device("cpu")
+
+
+# -- a world of tables ---
+
+
+class Tables(NamedTuple):
+    """A random world of n places."""
+
+    next: Tensor
+    """(n, A) int64"""
+    reward: Tensor
+    """(n, A)"""
+    terminated: Tensor
+    """(n, A) bool"""
+    logits: Tensor
+    """(n, A)"""
+    value: Tensor
+    """(n,)"""
+
+    def predict(self, place: Tensor) -> Prediction:
+        return Prediction(self.logits[place], self.value[place])
+
+    def expand(self, state: tuple[Tensor], action: Tensor):
+        (place,) = state
+        after = self.next[place, action]
+        return self.reward[place, action], self.terminated[place, action], self.predict(after), (after,)
+
+    def search(self, place: Tensor, settings: MCTSSettings, noise: SearchNoise | None = None, discount=0.97) -> Found:
+        return search(self.predict(place), (place,), self.expand, settings, discount, noise)
+
+
+def tables(seed: int, actions: int, places: int = 60, ends: float = 0.15, peaked: float = 1.0) -> Tables:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    onward = torch.randint(places, (places, actions), generator=generator)
+    terminated = torch.rand(places, actions, generator=generator) < ends
+    return Tables(onward, normal(places, actions), terminated, peaked * normal(places, actions), normal(places))
+
+
+# -- the same search, one tree of Python objects and float64 ---
+
+
+@dataclass
+class Node:
+    place: int
+    index: int
+    prior: list[float]
+    """Probabilities."""
+    guess: float
+    """The model's value."""
+    reward: float = 0.0
+    over: bool = False
+    """The episode ended on the way to this node."""
+    visits: int = 0
+    total: float = 0.0
+    children: dict[int, Node] = field(default_factory=dict)
+
+    @property
+    def value(self) -> float:
+        return self.total / self.visits
+
+
+@dataclass
+class PlainTree:
+    world: Tables
+    settings: MCTSSettings
+    discount: float
+    noise: dict[str, list[Any] | None]
+    low: float = math.inf
+    high: float = -math.inf
+
+    def node(self, place: int, index: int, reward: float = 0.0, over: bool = False, behind: bool = False) -> Node:
+        prior = self.world.logits[place].double().softmax(0).tolist()
+        guess = 0.0 if over or behind else float(self.world.value[place])
+        return Node(place, index, prior, guess, 0.0 if behind else reward, over or behind)
+
+    def q(self, node: Node) -> float:
+        return node.reward + self.discount * node.value
+
+    def run(self, place: int) -> Node:
+        root = self.node(place, 0)
+        root.visits, root.total = 1, 0.0 if self.settings.rules == "lightzero" else root.guess
+        if self.noise["dirichlet"] is not None:
+            weight = self.settings.dirichlet_weight
+            mixed = zip(root.prior, self.noise["dirichlet"], strict=True)
+            root.prior = [(1 - weight) * p + weight * noise for p, noise in mixed]
+        for simulation in range(self.settings.simulations):
+            path, above = [root], 0.0
+            while True:
+                node = path[-1]
+                action, above = self.choose(node, above, root, simulation)
+                if action not in node.children:
+                    break
+                path.append(node.children[action])
+            after = int(self.world.next[node.place, action])
+            reward, over = float(self.world.reward[node.place, action]), bool(self.world.terminated[node.place, action])
+            leaf = node.children[action] = self.node(after, simulation + 1, reward, over, behind=node.over)
+            gain = leaf.guess
+            for node in [leaf, *reversed(path)]:
+                node.visits += 1
+                node.total += gain
+                self.low, self.high = min(self.low, self.q(node)), max(self.high, self.q(node))
+                gain = node.reward + self.discount * gain
+        return root
+
+    def choose(self, node: Node, above: float, root: Node, simulation: int) -> tuple[int, float]:
+        actions = range(len(node.prior))
+        counts = [node.children[a].visits if a in node.children else 0 for a in actions]
+        known = {a: self.q(child) for a, child in node.children.items()}
+        if self.settings.rules == "gumbel":
+            score = self.improved_logits(node)
+            if node is root:
+                wanted = self.halving()[simulation]
+                return max((a for a in actions if counts[a] == wanted), key=lambda a: score[a] + self.gumbel(a)), 0.0
+            policy = softmax(score)
+            return max(actions, key=lambda a: policy[a] - counts[a] / (1 + sum(counts))), 0.0
+
+        if self.settings.rules == "mctx":
+            n = node.visits
+            low, high = min([node.value, *known.values()]), max([node.value, *known.values()])
+            scaled = [(known.get(a, low) - low) / max(high - low, 1e-8) for a in actions]
+        else:
+            n = node.visits - 1
+            if node is root:
+                above = sum(known.values()) / max(len(known), 1)
+            else:
+                above = (above + sum(known.values())) / (len(known) + 1)
+            scaled = [known.get(a, above) for a in actions]
+            if self.high > self.low:
+                scaled = [(q - self.low) / max(self.high - self.low, 0.01) for q in scaled]
+            scaled = [min(max(q, 0.0), 1.0) for q in scaled]
+        base = self.settings.pb_c_base
+        weight = (self.settings.pb_c_init + math.log((n + base + 1) / base)) * math.sqrt(n)
+        score = [scaled[a] + node.prior[a] * weight / (1 + counts[a]) for a in actions]
+        if self.settings.rules == "mctx":
+            return max(actions, key=lambda a: (score[a], node.prior[a])), 0.0
+        tied = [a for a in actions if score[a] >= max(score) - 1e-6]
+        ties = self.noise["ties"]
+        return (tied[0] if ties is None else max(tied, key=lambda a: ties[node.index][a])), above
+
+    def gumbel(self, action: int) -> float:
+        return 0.0 if self.noise["gumbel"] is None else self.noise["gumbel"][action]
+
+    def improved_logits(self, node: Node) -> list[float]:
+        actions = range(len(node.prior))
+        known = {a: self.q(child) for a, child in node.children.items()}
+        visits = sum(child.visits for child in node.children.values())
+        weighted = sum(node.prior[a] * q for a, q in known.items()) / max(sum(node.prior[a] for a in known), 1e-300)
+        mixed = (node.guess + visits * weighted) / (1 + visits)
+        completed = [known.get(a, mixed) for a in actions]
+        low, high = min(completed), max(completed)
+        most = max([child.visits for child in node.children.values()], default=0)
+        weight = (self.settings.visit_constant + most) * self.settings.value_scale
+        return [math.log(node.prior[a]) + weight * (completed[a] - low) / max(high - low, 1e-8) for a in actions]
+
+    def halving(self) -> list[int]:
+        """For every simulation, the visits of the actions that it may choose from."""
+        left = min(len(self.world.logits[0]), self.settings.considered)
+        simulations, phases, done, rounds = self.settings.simulations, math.ceil(math.log2(left)), 0, []
+        while len(rounds) < simulations:
+            each = max(1, simulations // (phases * left))
+            rounds += [done + i for i in range(each) for _ in range(left)]
+            done, left = done + each, max(2, left // 2)
+        return rounds[:simulations]
+
+    def decide(self, root: Node) -> tuple[list[float], int]:
+        score = self.improved_logits(root)
+        most = max(child.visits for child in root.children.values())
+        last = [a for a, child in root.children.items() if child.visits == most]
+        return softmax(score), max(last, key=lambda a: score[a] + self.gumbel(a))
+
+
+def softmax(logits: list[float]) -> list[float]:
+    return torch.tensor(logits, dtype=torch.float64).softmax(0).tolist()
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("explore", [False, True])
+@pytest.mark.parametrize(("seed", "actions", "simulations", "peaked"), [(0, 3, 40, 1), (1, 9, 50, 0.3), (2, 18, 30, 3)])
+def test_equals_a_plain_tree(rules, explore, seed, actions, simulations, peaked):
+    world, trees = tables(seed, actions, peaked=peaked), 6
+    settings = MCTSSettings(rules=rules, simulations=simulations, dirichlet_weight=0.4)
+    place = torch.arange(trees)
+    noise = SearchNoise()
+    if explore:
+        noise = draw_noise(settings, trees, actions, CPU, torch.Generator().manual_seed(seed))
+    found = world.search(place, settings, noise)
+    depths = set()
+    for row in range(trees):
+        mine = {name: None if part is None else part[row].tolist() for name, part in noise._asdict().items()}
+        tree = PlainTree(world, settings, 0.97, mine)
+        root = tree.run(int(place[row]))
+        counts = [root.children[a].visits if a in root.children else 0 for a in range(actions)]
+        assert found.visits[row].tolist() == counts
+        assert float(found.value[row]) == pytest.approx(root.value, abs=1e-5)
+        policy, action = [count / simulations for count in counts], counts.index(max(counts))
+        if rules == "gumbel":
+            policy, action = tree.decide(root)
+        assert found.policy[row].tolist() == pytest.approx(policy, abs=1e-5)
+        assert int(found.action[row]) == action
+        depths.add(depth(root))
+    assert max(depths) > 3, "deep enough to be worth it"
+
+
+def depth(node: Node) -> int:
+    return 1 + max(map(depth, node.children.values()), default=0)
+
+
+# -- published counts ---
+
+
+def history_world(reward, value=lambda history: 0.0, root_logits=(0.0, 0.0, 0.0)):
+    """Arguments for `search` where reward and value are functions of all actions so far; 3 actions, uniform priors.
+
+    The state is the history as the digits of a number in base 4, each one more than the action.
+    """
+
+    def digits(code: int) -> tuple[int, ...]:
+        return (*digits(code // 4), code % 4 - 1) if code else ()
+
+    def expand(state, action):
+        after = state[0] * 4 + action + 1
+        histories = [digits(int(code)) for code in after]
+        rewards, values = ([float(f(each)) for each in histories] for f in (reward, value))
+        never = torch.zeros(len(after), dtype=torch.bool)
+        prediction = Prediction(torch.zeros(len(after), 3), torch.tensor(values))
+        return torch.tensor(rewards), never, prediction, (after,)
+
+    return Prediction(torch.tensor([root_logits]), torch.tensor([float(value(()))])), (torch.tensor([0]),), expand
+
+
+def bandit(history):  # T1
+    return (0.1, 0.5, 0.2)[history[0]] if len(history) == 1 else 0.0
+
+
+def two_steps(history):  # T2
+    return history == (2, 1)
+
+
+def distracted(history):  # T3
+    return 0.1 if history == (0,) else two_steps(history)
+
+
+def optimal(history):
+    return {(): 0.997, (2,): 1.0}.get(history, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("world", "simulations", "lightzero", "mctx"),
+    [
+        ((bandit,), 8, ([1, 6, 1], 0.366667), ([7, 1, 0], 0.133333)),
+        ((bandit,), 50, ([3, 43, 4], 0.443137), ([7, 40, 3], 0.417647)),
+        ((two_steps,), 16, ([3, 3, 10], 0.410529), ([3, 3, 10], 0.410529)),
+        ((two_steps,), 50, ([3, 3, 44], 0.762412), ([3, 3, 44], 0.762412)),
+        ((distracted,), 50, ([46, 2, 2], 0.090196), ([46, 2, 2], 0.090196)),
+        ((distracted,), 100, ([54, 4, 42], None), ([53, 3, 44], None)),
+        ((distracted, optimal), 50, ([3, 3, 44], 0.787843), ([3, 2, 45], 0.826941)),
+        ((distracted, lambda history: 1.0), 50, ([5, 4, 41], None), None),
+        ((bandit, lambda history: 0.0, (2.0, 0.0, -2.0)), 50, ([9, 41, 0], None), None),
+    ],
+)
+def test_published_counts(world, simulations, lightzero, mctx):
+    """Counts worked out with the public code of each rule; discount 0.997, the first of equals."""
+    for rules, want in (("lightzero", lightzero), ("mctx", mctx)):
+        if want is None:
+            continue
+        found = search(*history_world(*world), MCTSSettings(rules=rules, simulations=simulations), 0.997)
+        visits, value = want
+        assert found.visits[0].tolist() == visits, rules
+        assert int(found.visits.sum()) == simulations
+        assert value is None or float(found.value) == pytest.approx(value, abs=1e-6)
+
+
+# -- many trees ---
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_many_trees_are_as_many_searches(rules):
+    """Rows of very different depth and length of life, each with noise of its own."""
+    world, trees = tables(5, 5, ends=0.3), 13
+    world = world._replace(logits=world.logits * torch.linspace(0, 4, len(world.logits))[:, None])
+    settings = MCTSSettings(rules=rules, simulations=40)
+    noise = draw_noise(settings, trees, 5, CPU, torch.Generator().manual_seed(1))
+    place = torch.arange(trees) * 4
+    together = world.search(place, settings, noise)
+    assert torch.equal(together.visits.sum(1), torch.full((trees,), 40.0))
+    for row in range(trees):
+        mine = SearchNoise(*(None if part is None else part[row : row + 1] for part in noise))
+        alone = world.search(place[row : row + 1], settings, mine)
+        assert torch.equal(alone.visits[0], together.visits[row]), row
+        assert_close(alone.value[0], together.value[row])
+        assert torch.equal(alone.action[0], together.action[row])
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_the_same_bits_twice_and_no_hidden_randomness(rules):
+    world = tables(6, 9)
+    settings = MCTSSettings(rules=rules, simulations=20)
+    before = torch.get_rng_state()
+    noise = [draw_noise(settings, 8, 9, CPU, torch.Generator().manual_seed(3)) for _ in range(2)]
+    first, second = (world.search(torch.arange(8), settings, each) for each in noise)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(first.policy, world.search(torch.arange(8), settings).policy)
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_nothing_counts_behind_an_end(rules):
+    """What a model says after a termination means nothing, however large it is."""
+    world = tables(7, 4, places=30, ends=0.0)
+    grave = torch.arange(30) >= 20  # every way into these ends the episode, and none leads back
+    world = world._replace(
+        next=torch.where(grave[:, None], 20 + world.next % 10, world.next), terminated=grave[world.next]
+    )
+    settings = MCTSSettings(rules=rules, simulations=60)
+    calm = world.search(torch.arange(8), settings)
+    shouted = world._replace(
+        reward=world.reward + 1e6 * grave[:, None], value=world.value + 1e6 * grave, logits=world.logits
+    )
+    loud = shouted.search(torch.arange(8), settings)
+    assert torch.equal(loud.visits, calm.visits)
+    assert_close(loud.value, calm.value)
+    assert_close(loud.policy, calm.policy)
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_statistics_are_float32(rules):
+    """Predictions in bfloat16, and autocast, change nothing but the predictions."""
+    low = tables(8, 6)
+    low = low._replace(logits=low.logits.bfloat16(), value=low.value.bfloat16(), reward=low.reward.bfloat16())
+    whole = low._replace(logits=low.logits.float(), value=low.value.float(), reward=low.reward.float())
+    settings = MCTSSettings(rules=rules, simulations=30)
+    want = whole.search(torch.arange(5), settings)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = low.search(torch.arange(5), settings)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert {got.visits.dtype, got.value.dtype, got.policy.dtype} == {torch.float32}
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_nothing_depends_on_values_but_on_a_cpu(rules):
+    """On tensors without data, as a GPU's are to the host, a search runs as well."""
+    place = torch.zeros(4, dtype=torch.int64, device="meta")
+    world = Tables(*(part.to("meta") for part in tables(0, 5)))
+
+    def expand(state, action):
+        assert {state[0].device.type, action.device.type} == {"meta"}
+        size = len(action)
+        prediction = Prediction(torch.empty(size, 5, device="meta"), torch.empty(size, device="meta"))
+        return torch.empty(size, device="meta"), torch.empty(size, dtype=torch.bool, device="meta"), prediction, state
+
+    prediction = Prediction(torch.empty(4, 5, device="meta"), torch.empty(4, device="meta"))
+    found = search(prediction, (place,), expand, MCTSSettings(rules=rules, simulations=5), 0.97)
+    assert found.visits.shape == (4, 5) and world.value.is_meta
+
+
+# -- what a search is for ---
+
+
+@pytest.mark.parametrize(("rules", "foresight"), [("mctx", 0.0), ("lightzero", 0.0), ("gumbel", 1.0)])
+def test_finds_the_best_first_action(rules, foresight):
+    """Two steps with three actions, uniform priors: the best of nine ways, by search alone.
+
+    "gumbel" improves a policy rather than looks for the best way: it is told what the second steps are worth.
+    """
+    trees, discount = 40, 0.95
+    first, second = torch.rand(12, trees, generator=torch.Generator().manual_seed(0)).T.split([3, 9], 1)
+    worth = second.reshape(trees, 3, 3).amax(2)
+    best = first + discount * worth
+
+    def expand(state, action):
+        row, way = state
+        reward = torch.where(way < 0, first[row, action], second[row, (3 * way + action).clamp(min=0)])
+        value = foresight * worth[row, action]
+        return reward, way >= 0, Prediction(torch.zeros(trees, 3), value), (row, torch.where(way < 0, action, way))
+
+    rows, start = torch.arange(trees), torch.full((trees,), -1)
+    root = Prediction(torch.zeros(trees, 3), foresight * best.amax(1))
+    found = search(root, (rows, start), expand, MCTSSettings(rules=rules, simulations=300), discount)
+    clear = best.topk(2).values.diff().squeeze(1).neg() > 0.1
+    assert clear.sum() > 20
+    assert torch.equal(found.action[clear], best.argmax(1)[clear])
+
+
+def bandits(rows: int, actions: int):
+    """Arguments for `search` with a random prior, exact values and one step; the actions' values (E, A)."""
+    generator = torch.Generator().manual_seed(2)
+    q, logits = torch.randn(2, rows, actions, generator=generator).unbind(0)
+    prior_value = (q * logits.softmax(1)).sum(1)
+
+    def expand(state, action):
+        reward = state[0].gather(1, action[:, None]).squeeze(1)
+        over = torch.ones(len(reward), dtype=torch.bool)
+        return reward, over, Prediction(logits, torch.zeros(len(reward))), state
+
+    return (Prediction(logits, prior_value), (q,), expand), q, prior_value
+
+
+def test_gumbel_improves_the_policy_with_eight_simulations():
+    """With all q known the new policy is never worse than the prior (Danihelka et al. 2022, section 4)."""
+    world, q, prior_value = bandits(200, 8)
+    found = search(*world, MCTSSettings(rules="gumbel", simulations=8), 1.0)
+    assert torch.equal(found.visits, torch.ones_like(q))
+    gain = (found.policy * q).sum(1) - prior_value
+    assert float(gain.min()) >= -1e-5 and float(gain.mean()) > 0.5
+    assert_close(found.policy.sum(1), torch.ones(200))
+
+
+def test_gumbel_acts_better_than_the_prior_with_fewer_simulations_than_actions():
+    world, q, prior_value = bandits(400, 20)
+    settings = MCTSSettings(rules="gumbel", simulations=8, considered=4)
+    noise = draw_noise(settings, 400, 20, CPU, torch.Generator().manual_seed(0))
+    found = search(*world, settings, 1.0, noise)
+    assert int((found.visits > 0).sum(1).max()) == 4
+    # the action is the best of four drawn from the prior without replacement
+    drawn = (noise.gumbel + world[0].policy).topk(4).indices
+    gain = q.gather(1, found.action[:, None]).squeeze(1) - prior_value
+    assert bool((drawn == found.action[:, None]).any(1).all())
+    assert float(gain.mean()) > 0.5
+
+
+def test_noise_at_the_root():
+    """The first simulation follows the mixed prior; ties are broken uniformly, and anew in every row."""
+    settings = MCTSSettings(simulations=1, dirichlet_weight=0.5)
+    world, _, _ = bandits(50, 6)
+    noise = draw_noise(settings, 50, 6, CPU, torch.Generator().manual_seed(0))
+    assert_close(noise.dirichlet.sum(1), torch.ones(50))
+    mixed = 0.5 * world[0].policy.softmax(1) + 0.5 * noise.dirichlet
+    assert torch.equal(search(*world, settings, 1.0, noise).action, mixed.argmax(1))
+
+    settings = MCTSSettings(rules="lightzero", simulations=1)
+    world, _, _ = bandits(3000, 3)
+    noise = draw_noise(settings, 3000, 3, CPU, torch.Generator().manual_seed(0))
+    shares = search(*world, settings, 1.0, noise).visits.mean(0)
+    assert_close(shares, torch.full((3,), 1 / 3), atol=0.03, rtol=0)
+
+
+# -- the controller ---
+
+
+class Memory(PlanningWorldModel):
+    """A recurrent model whose state is a nested tuple; every part of it is a function of all actions since the root."""
+
+    frozen_encoder = True
+    across_ends = False
+    feature_shape = (3,)
+    draws = 0
+    actions = 4
+    discount = 0.9
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.register_buffer("turn", torch.randn(4, 3, 3, generator=generator))
+        self.register_buffer("look", torch.randn(3, 5, generator=generator))
+        self.steps = 0
+        self.eval()
+
+    def root(self, state):
+        return state
+
+    def step(self, hidden: Tensor, action: Tensor) -> Tensor:
+        return torch.tanh((self.turn[action] @ hidden[..., None]).squeeze(-1) + 0.1)
+
+    def imagine(self, state, action, numbers=None):
+        history, (hidden, (table, age)) = state
+        again = table[:, 0, :3]  # the state holds what it began with, and all actions: nothing got mixed up
+        for k in range(int(age.max())):
+            again = torch.where((k < age)[:, None], self.step(again, history[:, k]), again)
+        assert_close(again, hidden)
+        self.steps += 1
+        history = history.scatter(1, age[:, None], action[:, None])
+        hidden = self.step(hidden, action)
+        reward = hidden[:, 0]
+        return Imagined(hidden, reward, hidden[:, 1] > 0.95), (history, (hidden, (table, age + 1)))
+
+    def predict(self, state) -> Prediction:
+        seen = state[1][0] @ self.look
+        return Prediction(seen[:, :4], seen[:, 4])
+
+    def start(self, rows: int):
+        hidden = torch.randn(rows, 3, generator=torch.Generator().manual_seed(1))
+        age = torch.zeros(rows, dtype=torch.int64)
+        history = torch.zeros(rows, 64, dtype=torch.int64)
+        return history, (hidden, (hidden[:, None].expand(-1, 2, -1).clone(), age))
+
+    def encode(self, observation):
+        raise NotImplementedError
+
+    loss = parameter_groups = observe = features = perceive = latent = encode
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_acts_on_an_opaque_state(rules):
+    world, controller = Memory(), MCTS(MCTSSettings(rules=rules, simulations=12), 4)
+    state = controller.initial_state(6)
+    logits, after = controller.decide(world, world.start(6), state)
+    assert world.steps == 12
+    assert logits.shape == (6, 4) and logits.dtype == torch.float32
+    found = controller.found(after)
+    assert [part.shape for part in found] == [part.shape for part in controller.found(state)] == [(6, 4), (6,)]
+    assert_close(found.policy.sum(1), torch.ones(6))
+    chosen = logits.softmax(1)
+    if rules == "gumbel":
+        assert torch.equal(chosen.amax(1), torch.ones(6)) and torch.equal(chosen.sum(1), torch.ones(6))
+    else:
+        assert_close(chosen, found.policy)
+    again, _ = controller.decide(world, world.start(6), after)
+    assert torch.equal(again, logits), "nothing is drawn without a generator"
+    exploring, _ = controller.decide(world, world.start(6), after, torch.Generator().manual_seed(0))
+    assert not torch.equal(exploring, logits)
+
+
+def test_temperature_is_a_power_of_the_visits(monkeypatch):
+    visits = torch.tensor([[30.0, 15.0, 5.0]])
+    found = Found(visits, torch.zeros(1), visits / 50, torch.tensor([0]))
+    monkeypatch.setattr(mcts, "search", lambda *_: found)
+    logits, _ = MCTS(MCTSSettings(), 3).decide(world := Memory(), world.start(1), None)
+    assert_close((logits / 0.25).softmax(1), torch.tensor([[0.94049, 0.05878, 0.00073]]), atol=1e-5, rtol=0)
+    assert_close(logits.softmax(1), found.policy)
+
+
+def test_its_state_is_what_it_found():
+    controller = MCTS(MCTSSettings(simulations=3), 4)
+    assert not list(controller.parameters()) and not controller.state_dict()
+    world = Memory()
+    _, state = controller.decide(world, world.start(3), controller.initial_state(3))
+    assert controller.follow(torch.zeros(3, dtype=torch.int64), state) is state
+    assert controller.burn_in(world, world.start(3), torch.zeros(3, dtype=torch.int64), state) is state
+    cleared = controller.cleared(state, torch.tensor([True, False, True]))
+    assert torch.equal(cleared.policy[1], state.policy[1]) and not cleared.policy[::2].any()
+    assert torch.equal(cleared.value != 0, torch.tensor([False, True, False]))
+    fresh = controller.initial_state(3)
+    assert all(torch.equal(a[::2], b[::2]) for a, b in zip(cleared, fresh, strict=True))

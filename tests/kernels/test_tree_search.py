@@ -1,0 +1,106 @@
+"""The tree search in Triton against its form in torch. What that is worth: tests/controllers/test_mcts.py.
+
+E trees, A actions, S simulations.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpus import DEVICE, compile_for_gpus
+from torch.testing import assert_close
+from wmcli.kernels import tree_search as module
+from wmcli.kernels.dispatch import using
+from wmcli.kernels.tree_search import Rule, backup, considered_visits, decision, plant, root_value, root_visits, select
+
+RULES = ["mctx", "lightzero", "gumbel"]
+
+
+def grown(kind: str, trees: int, actions: int, simulations: int, dtype=torch.float32, strided: bool = False):
+    """A tree after all simulations, of a model that says random things; where it grew each time."""
+    generator = torch.Generator().manual_seed(actions)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+    rule = Rule(kind, 0.9, considered=6)
+    ties = torch.rand(trees, simulations + 1, actions, generator=generator).to(DEVICE)
+    noise = {"gumbel": normal(trees, actions)} if kind == "gumbel" else {"ties": ties}
+    tree = plant(rule, simulations, normal(trees, actions), normal(trees), **noise)
+    places = []
+    for simulation in range(simulations):
+        selection = select(tree, rule, simulation)
+        places.append(torch.stack([selection.parent, selection.action]))
+        reward, terminated = normal(trees), (torch.rand(trees, generator=generator) < 0.2).to(DEVICE)
+        logits, value = normal(trees, actions), normal(trees)
+        if strided:
+            logits, value = logits.T.contiguous().T, value.repeat_interleave(2)[::2]
+            reward, terminated = reward.repeat_interleave(2)[::2], terminated.repeat_interleave(2)[::2]
+        backup(tree, rule, simulation, selection, reward, terminated, logits, value)
+    return tree, rule, torch.stack(places)
+
+
+@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize(("trees", "actions", "simulations"), [(3, 5, 14), (1, 9, 12), (2, 1, 4), (2, 17, 9)])
+def test_triton_equals_the_form_in_torch(kind, trees, actions, simulations):
+    """Where the trees grow, and all that they know then."""
+    results = []
+    for implementation in ("torch", "triton"):
+        with using(implementation):
+            results.append(grown(kind, trees, actions, simulations))
+    (want, rule, places), (got, _, other_places) = results
+    assert torch.equal(other_places, places)
+    assert torch.equal(got.child, want.child)
+    real = slice(trees, None)
+    assert torch.equal(got.slot[real], want.slot[real])
+    assert_close(got.nodes[module.VISITS :: module.TOTAL][:, real], want.nodes[module.VISITS :: module.TOTAL][:, real])
+    assert_close(got.nodes[module.TOTAL :, real], want.nodes[module.TOTAL :, real])
+    assert_close(got.edges[:, real], want.edges[:, real])
+    assert_close(got.bounds, want.bounds)
+    assert torch.equal(root_visits(got), root_visits(want))
+    assert int(root_visits(got).sum()) == trees * simulations
+    assert_close(root_value(got), root_value(want))
+    if kind == "gumbel":
+        for a, b in zip(decision(got, rule), decision(want, rule), strict=True):
+            assert_close(a, b)
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_operands_as_they_come(implementation):
+    """bfloat16, and strides."""
+    with using(implementation):
+        _, _, want = grown("mctx", 2, 5, 8)
+        _, _, strided = grown("mctx", 2, 5, 8, strided=True)
+        assert torch.equal(strided, want)
+        low, _, _ = grown("mctx", 2, 5, 8, torch.bfloat16, strided=True)
+    assert low.nodes.dtype == low.edges.dtype == torch.float32
+    assert torch.equal(low.nodes[module.VALUE], low.nodes[module.VALUE].bfloat16().float())
+    assert not torch.equal(low.nodes[module.TOTAL], low.nodes[module.TOTAL].bfloat16().float())
+
+
+def test_sequential_halving():
+    """Worked out by hand: in each round as many simulations for every action that is left, then half of them."""
+    assert considered_visits(1, 3) == (0, 1, 2)
+    assert considered_visits(4, 16) == (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5)
+    assert considered_visits(4, 8) == (0, 0, 0, 0, 1, 1, 2, 2)
+    assert considered_visits(8, 5) == (0,) * 5
+    assert considered_visits(3, 7) == (0, 0, 0, 1, 1, 2, 2)
+
+
+def compile_cases():
+    pointers = "nodes edges bounds gumbel explore".split()
+    types = dict.fromkeys(pointers, "*fp32")
+    types |= dict.fromkeys("child slot choice following parent action".split(), "*i64")
+    types |= dict.fromkeys("trees actions count block considered logits_row logits_action".split(), "i32")
+    types |= dict.fromkeys("tie narrowest visit_constant value_scale smallest tiny".split(), "fp32")
+    types |= {"ends": "*i1"}
+    for kind, element in zip(RULES, ("*fp32", "*bf16", "*fp32"), strict=True):
+        types |= dict.fromkeys(("rewards", "logits", "values"), element)
+        constants = {"LIGHTZERO": kind == "lightzero", "GUMBEL": kind == "gumbel", "WIDTH": 16}
+        for kernel in (module._walk_down, module._walk_up):
+            used = {name: type for name, type in types.items() if name in kernel.arg_names}
+            yield kernel, used, {name: value for name, value in constants.items() if name in kernel.arg_names}
+
+
+def test_the_kernels_compile():
+    compile_for_gpus(__file__)

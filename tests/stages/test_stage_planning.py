@@ -1,0 +1,239 @@
+"""Models that are planned in: what their stages read and publish, that reanalysis refreshes targets, and that kills
+cost nothing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import Killed, kill_at, sha256
+
+from wmcli.artifacts import Artifact, Run
+from wmcli.assemble import load_controller
+from wmcli.errors import UsageError
+from wmcli.experience import read_segment
+from wmcli.stages.collect import collect
+from wmcli.stages.context import SEGMENT, Context, open_context
+from wmcli.stages.dynamics import train_dynamics
+from wmcli.stages.evaluate import evaluate
+from wmcli.stages.imagine import imagine
+from wmcli.stages.loop import run_loop
+from wmcli.stages.play import play
+from wmcli.stages.tokenizer import train_tokenizer
+from wmcli.training.checkpoint import TRAINING
+from wmcli.training.device import Machine
+from wmcli.training.loop import read_part
+
+CPU = Machine(torch.device("cpu"), "float32", 1)
+COMMON = [
+    "environment.size=16",
+    "environment.count=3",
+    "collect.steps=60",
+    "dynamics.td_steps=2",
+    "dynamics.channels=[6, 8]",
+    "dynamics.batch=4",
+    "dynamics.updates=3",
+    "controller.simulations=3",
+    "controller.batch=5",
+    "controller.updates=4",
+    "evaluation.episodes=3",
+    "evaluation.environments=2",
+    "training.device=cpu",
+    "training.precision=float32",
+    "training.threads=1",
+    "training.log_every=2",
+]
+UNIZERO = [
+    "dynamics.horizon=4",
+    "dynamics.context=2",
+    "backbone.width=16",
+    "backbone.layers=1",
+    "backbone.dropout=0.25",
+    "backbone.transformer.heads=2",
+    "backbone.transformer.prior.kind=gaussian_span",
+    "backbone.transformer.prior.regulariser=l1",
+]
+MUZERO = ["dynamics.unroll=2", "dynamics.stack=3"]
+EVERY = {"unizero-quick": UNIZERO, "muzero-quick": MUZERO}
+EAGER = "training.checkpoint_seconds=0"
+
+
+def opened(folder: Path, *overrides: str, preset: str | None = None, pictures: bool = False, **how: bool) -> Context:
+    given = [*COMMON, *EVERY[preset], *overrides] if preset else list(overrides)
+    context = open_context(folder, preset, given, create=preset is not None, quiet=True, **how)
+    context.pictures = pictures
+    return context
+
+
+@pytest.fixture(scope="module", params=EVERY)
+def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that collected at random, learned, searched again, and collected by search. Only to be read."""
+    folder = tmp_path_factory.mktemp("planning") / "run"
+    collect(opened(folder, preset=request.param))
+    train_dynamics(opened(folder, pictures=True))
+    imagine(opened(folder, pictures=True))
+    collect(opened(folder))
+    return folder
+
+
+@pytest.fixture
+def run(played: Path, tmp_path: Path) -> Path:
+    """A copy of `played` to change at will."""
+    shutil.copytree(played, tmp_path / "run", symlinks=True)
+    return tmp_path / "run"
+
+
+def version(folder: Path, kind: str, number: int) -> Artifact:
+    return Run.open(folder, create=False).get(kind, number)
+
+
+def test_who_plays_by_search_records_what_it_found(played: Path) -> None:
+    at_random, searched = (read_segment(version(played, "experience", n).path / SEGMENT) for n in (1, 2))
+    assert "policy" not in at_random and "value" not in at_random
+    assert searched["policy"].shape == (60, 3) and searched["value"].shape == (60,)
+    np.testing.assert_allclose(searched["policy"].sum(1), 1, rtol=1e-6)
+    shares = searched["policy"] * 3  # of three simulations
+    np.testing.assert_allclose(shares, shares.round(), atol=1e-5)
+    assert (searched["policy"][np.arange(60), searched["action"]] > 0).all(), "an action that was never searched"
+
+
+def test_reanalysis_searches_the_least_searched_rows_and_dynamics_learn_from_it(run: Path) -> None:
+    first = version(run, "controller", 1)
+    again = read_part(first.file(TRAINING), "targets")
+    assert again["rows"].tolist() == list(range(20)) and (again["again"] == 1).all()  # 4 updates of 5 rows
+    np.testing.assert_allclose(again["policy"].sum(1), 1, rtol=1e-6)
+    assert first.metrics["updates"] == 4 and "search_value" in first.metrics
+
+    learned = train_dynamics(opened(run, more=True))
+    assert learned.inputs["controller"].digest == first.digest
+    second = imagine(opened(run, more=True))
+    rows = read_part(second.file(TRAINING), "targets")["rows"]
+    assert rows.tolist() == list(range(40)), "those searched before keep what was found"
+    alone = imagine(opened(run, "controller.updates=13", force=True))
+    due = read_part(alone.file(TRAINING), "targets")
+    assert due["rows"].tolist() == list(range(60)), "those played at random come first"
+    assert due["again"].tolist() == [2] * 5 + [1] * 55
+
+
+def test_without_reanalysis_only_what_played_is_learned_from(run: Path) -> None:
+    """`none` as controller, or one that searched nothing again: the targets are those of the experience."""
+    assert "controller" not in train_dynamics(opened(run, force=True), controller="none").inputs
+    published = imagine(opened(run, "controller.updates=0", force=True))
+    assert published.metrics["updates"] == 0
+    assert "controller" not in train_dynamics(opened(run, force=True)).inputs
+    assert collect(opened(run)).inputs["controller"].digest == published.digest
+
+
+def test_the_policy_is_learned_only_where_something_searched(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def watched(memory, actions):
+        targets = original(memory, actions)
+        seen.append(targets)
+        return targets
+
+    from wmcli.stages import dynamics as stage
+
+    original = stage.SearchTargets
+    monkeypatch.setattr(stage, "SearchTargets", watched)
+    train_dynamics(opened(run, force=True), experience="experience@1", controller="none")
+    train_dynamics(opened(run, force=True), controller="none")
+    train_dynamics(opened(run, force=True))
+    assert [int(targets.found.sum()) for targets in seen] == [0, 60, 80]
+
+
+def test_every_stage_goes_through_twice_and_then_finds_nothing_to_do(run: Path) -> None:
+    context = opened(run, pictures=True)
+    evaluation = evaluate(context)
+    assert len(evaluation.metrics["returns"]) == 3
+    assert (evaluation.path / "episode.gif").exists() and not (evaluation.path / "imagination.gif").exists()
+    assert evaluate(opened(run)).digest == evaluation.digest
+    assert evaluate(opened(run, "controller.simulations=2")).digest != evaluation.digest, "another search plays"
+    for stage in (train_dynamics, imagine):
+        first = stage(opened(run, more=True))
+        assert stage(opened(run), parent=str(first.input("parent").path)).digest == first.digest
+
+
+def test_the_loop_goes_on_where_it_was(tmp_path: Path, played: Path) -> None:
+    preset = Run.open(played, create=False).bound()["preset"]
+    short = ["run.epochs=3", "run.collect_epochs=3"]
+    folder = tmp_path / "loop"
+    last = run_loop(opened(folder, *short, preset=preset))
+    assert last.kind == "evaluation"
+    kinds = {kind: Run.open(folder, create=False).versions(kind) for kind in ("experience", "dynamics", "controller")}
+    assert run_loop(opened(folder)).digest == last.digest
+    assert kinds == {kind: Run.open(folder, create=False).versions(kind) for kind in kinds}
+    assert not Run.open(folder, create=False).versions("tokenizer")
+    third = version(folder, "dynamics", kinds["dynamics"][-1])
+    assert third.inputs["controller"].version == 2 and third.inputs["parent"].version == 2
+
+
+@pytest.mark.parametrize("stage", [train_dynamics, imagine])
+def test_killed_at_every_checkpoint_it_ends_in_the_same(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage
+) -> None:
+    shutil.copytree(run, tmp_path / "whole", symlinks=True)
+    whole = stage(opened(tmp_path / "whole", more=True))
+    artifact, kills = None, 0
+    while artifact is None:
+        try:
+            with monkeypatch.context() as patch:
+                kill_at(patch, "checkpoint", 1)
+                artifact = stage(opened(run, EAGER, more=True))
+        except Killed:
+            kills += 1
+            assert kills < 99, "does not move on"
+    assert kills == (3 if stage is train_dynamics else 4)
+    assert sha256(artifact) == sha256(whole)
+    if stage is imagine:
+        one, other = (read_part(each.file(TRAINING), "targets") for each in (artifact, whole))
+        assert all(np.array_equal(one[name], other[name]) for name in other)
+
+
+def test_collecting_killed_at_a_checkpoint_goes_on_with_the_same_searches(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(run, tmp_path / "whole", symlinks=True)
+    whole = collect(opened(tmp_path / "whole"))
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_at(patch, "checkpoint", 7)
+        collect(opened(run, EAGER))
+    resumed = collect(opened(run))
+    assert [each["sha256"] for each in resumed.manifest["files"]] == [
+        each["sha256"] for each in whole.manifest["files"]
+    ]
+
+
+def test_search_settings_of_now_go_before_those_of_training(run: Path) -> None:
+    controller = version(run, "controller", 1)
+    context = opened(run, "controller.simulations=9")
+    _, as_now = load_controller(controller, CPU, context.settings.acting)
+    _, as_trained = load_controller(controller, CPU, {})
+    assert (as_now.settings.simulations, as_trained.settings.simulations) == (9, 3)
+
+
+def test_what_has_no_place_here_is_one_clear_line(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="encodes frames itself and has no tokenizer; go on with: wm train-dynamics"):
+        train_tokenizer(opened(run))
+    with pytest.raises(UsageError, match="plans in latents that no picture is made of"):
+        play(opened(run), source="imagination", out=tmp_path / "x.gif", controller=None, seed=1)
+    assert play(opened(run), source="real", out=tmp_path / "x.gif", controller=None, seed=1).exists()
+    with pytest.raises(UsageError, match="dynamics of kind 'token' learn none: set dynamics.kind to unizero or muzero"):
+        open_context(tmp_path / "y", "quickstart", ["controller.kind=mcts"], create=True)
+
+
+def test_learned_priors_are_logged_published_and_drawn(played: Path) -> None:
+    artifact = version(played, "dynamics", 1)
+    if artifact.settings["dynamics"]["kind"] != "unizero":
+        assert "priors" not in artifact.metrics and not (artifact.path / "priors.png").exists()
+        return
+    priors = artifact.metrics["priors"]
+    assert sorted(priors) == ["deviation", "mean", "span"]
+    assert all(np.shape(values) == (1, 2) for values in priors.values())
+    logged = [record for record in Run.open(played, create=False).history() if record["stage"] == "train-dynamics"]
+    assert [record["update"] for record in logged] == [2, 3] and logged[-1]["priors"] == priors
+    assert logged[0]["priors"] != priors and logged[-1]["prior_penalty"] > 0
+    assert (artifact.path / "priors.png").exists()

@@ -1,0 +1,469 @@
+"""MuZero: stacks at the beginning of episodes, losses by hand, the target's clock, and what augmentation does.
+
+Axes: B batch, T frames (history included), A actions, N frames of a stack. All sizes differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+from torch.utils._pytree import tree_leaves, tree_map
+from watching import NoWaiting, Replayable
+
+from wmcli.nn import value_bins
+from wmcli.training.device import Machine
+from wmcli.training.optim import build_optimiser, update
+from wmcli.world_models.base import Batch, Targets
+from wmcli.world_models.muzero import MuZero, MuZeroSettings, Node, Seen, grey, varied
+from wmcli.world_models.planning import bootstrap_frames, n_step_returns, part_of
+
+B, A, N, SIZE = 4, 5, 3, 20
+UNROLL, STEPS = 2, 4
+HISTORY = N - 1
+REAL = UNROLL + 1 + STEPS  # frames of a window behind its history
+T = HISTORY + REAL
+SMALL = {
+    "stack": N,
+    "unroll": UNROLL,
+    "td_steps": STEPS,
+    "channels": (4, 6),
+    "head_channels": 3,
+    "head_width": 7,
+    "projection_width": 8,
+    "predictor_width": 5,
+    "bound": 9,
+}
+
+
+def make(*, lively=True, **settings) -> MuZero:
+    torch.manual_seed(0)
+    model = MuZero(MuZeroSettings(**{**SMALL, **settings}), A, SIZE)
+    if lively:
+        with torch.no_grad():
+            for name, module in model.named_modules():
+                if isinstance(module, nn.BatchNorm2d | nn.BatchNorm1d):
+                    module.running_mean.normal_(std=0.1)
+                    module.running_var.uniform_(0.1, 0.3)
+                if name.endswith("_head.7"):
+                    nn.init.normal_(module.weight)
+    return model
+
+
+def frames(*lead: int, seed: int = 1) -> Tensor:
+    """Coarse ones, since fine noise looks all the same to convolutions."""
+    coarse = torch.randint(256, (*lead, 5, 5, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return coarse.repeat_interleave(SIZE // 5, -3).repeat_interleave(SIZE // 5, -2)
+
+
+def segment(lengths=(REAL, 3, 2, 1), ended=(False, True, False, True), searched=None, early=(2,)) -> Batch:
+    """Rows with so many real frames behind the history; those in `early` begin with their episode."""
+    generator = torch.Generator().manual_seed(2)
+    rows = len(lengths)
+    last = HISTORY + torch.tensor(lengths)[:, None] - 1
+    opens = torch.tensor([HISTORY if row in early else 0 for row in range(rows)])[:, None]
+    time = torch.arange(T)
+    place = time.minimum(last).maximum(opens)
+    valid = (time >= opens) & (time <= last)
+    action = torch.randint(A, (rows, T), generator=generator).gather(1, place)
+    reward = torch.randint(-2, 3, (rows, T), generator=generator).float().gather(1, place)
+    terminated = (place == last) & torch.tensor(ended)[:, None]
+    targets = None
+    if searched is not None:
+        policy = (3 * torch.randn(rows, T, A, generator=generator)).softmax(-1)
+        targets = Targets(policy, torch.randn(rows, T, generator=generator), searched)
+    image = frames(rows, T)[torch.arange(rows)[:, None], place]
+    no = torch.zeros_like(valid)
+    return Batch(image, action, reward, terminated, no, valid & (place == opens), valid, targets)
+
+
+def some(chance: float) -> Tensor:
+    return torch.rand(B, T, generator=torch.Generator().manual_seed(5)) < chance
+
+
+def learning(model: MuZero) -> list[nn.Parameter]:
+    return [parameter for group in model.parameter_groups() for parameter in group["params"]]
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_sizes():
+    actions = 6
+    with torch.device("meta"):
+        model = MuZero(MuZeroSettings(), actions, 64)
+    block = 2 * 9 * 64**2 + 4 * 64
+
+    def head(outputs: int) -> int:
+        return 64 * 16 + 2 * 16 + 1024 * 32 + 2 * 32 + 32 * outputs + outputs
+
+    trunk = 9 * 4 * 32 + 2 * 32 + (2 * 9 * 32**2 + 4 * 32) + (9 * (2 * 32 * 64 + 64**2) + 4 * 64) + 3 * block
+    dynamics = 9 * (64 + actions) * 64 + 2 * 64 + block
+    projection = 4096 * 1024 + 2 * 1024**2 + 3 * 2 * 1024
+    predictor = 1024 * 512 + 2 * 512 + 512 * 1024 + 1024
+    want = trunk + dynamics + block + 2 * head(601) + head(actions) + projection + predictor
+    assert sum(parameter.numel() for parameter in learning(model)) == want
+    assert model.feature_shape == (64, 8, 8)
+    assert (model.history, model.segment, model.context, model.remembers) == (3, 3 + 6 + 5, 4, 3)
+
+
+def test_grey_is_luminance():
+    pictures = frames(3)
+    got = grey(pictures)
+    want = (pictures.double() @ torch.tensor([0.299, 0.587, 0.114], dtype=torch.float64)).round().to(torch.uint8)
+    assert torch.equal(got, want)
+    by_pillow = torch.tensor(list(Image.fromarray(pictures[0].numpy()).convert("L").tobytes())).view(SIZE, SIZE)
+    assert int((got[0].int() - by_pillow).abs().max()) <= 1
+    assert int(grey(torch.full((1, 1, 3), 255, dtype=torch.uint8))) == 255
+
+
+# -- stacks -----------------------------------------------------------------------------------------------------------
+
+
+def play(model, steps, reset):
+    seen, states, state = frames(B, steps), [], None
+    for t in range(steps):
+        state = model.perceive(state, seen[:, t], torch.zeros(B, dtype=torch.long), reset[:, t])
+        states.append(state)
+    return states, seen
+
+
+@torch.no_grad()
+def test_an_episodes_first_frame_stands_for_those_before_it():
+    model = make().eval()
+    reset = torch.zeros(B, 7, dtype=torch.bool)
+    reset[:, 0] = reset[1, 3] = reset[2, 6] = reset[3, 4] = reset[3, 5] = True
+    states, seen = play(model, 7, reset)
+    shades = model.encode(seen)
+    assert shades.shape == (B, 7, SIZE, SIZE) and shades.dtype == torch.uint8
+    features, state = model.observe(shades, torch.zeros(B, 7, dtype=torch.long), reset)
+    assert features.shape == (B, 7, *model.feature_shape)
+    for row in range(B):
+        for t in range(7):
+            opens = max(u for u in range(t + 1) if reset[row, u])
+            stack = torch.stack([shades[row, max(t - back, opens)] for back in (2, 1, 0)])
+            assert torch.equal(states[t].stack[row], stack)
+            want = model.representation(stack[None].float() / 255)[0]
+            assert_close(model.features(states[t])[row], want)
+            assert_close(features[row, t], want)
+            assert (want >= 0).all() and want.any()
+    assert torch.equal(state.stack, states[-1].stack)
+
+
+@torch.no_grad()
+def test_a_stack_of_one_frame_has_no_history():
+    model = make(stack=1).eval()
+    assert (model.history, model.remembers, model.context, model.segment) == (0, 0, 1, REAL)
+    model.loss(Batch(*(each[:, HISTORY:] for each in segment()[:-1])))
+    reset = torch.zeros(B, 3, dtype=torch.bool)
+    states, seen = play(model, 3, reset)
+    features, _ = model.observe(model.encode(seen), torch.zeros(B, 3, dtype=torch.long), reset)
+    assert_close(torch.stack([state.state for state in states], 1), features)
+
+
+def test_a_window_left_padded_leaves_no_trace_of_what_is_before():
+    model = make().eval()
+    shades = grey(frames(B, 4))
+    reset = torch.tensor([[False, False, True, False]] * B)
+    action = torch.zeros(B, 4, dtype=torch.long)
+    other = shades.clone()
+    other[:, :2] = 0
+    want, got = (model.observe(each, action, reset)[1] for each in (shades, other))
+    assert_close(got, want)
+
+
+@torch.no_grad()
+def test_the_dynamics_are_their_definition():
+    model = make().eval()
+    state, action = torch.randn(B, *model.feature_shape), torch.arange(B) % A
+    weight, layer = model.dynamics.conv.weight, model.dynamics.norm
+    want = torch.zeros_like(state)
+    for row in range(B):
+        plane = torch.zeros(A, *state.shape[2:])
+        plane[action[row]] = 1
+        y = F.conv2d(torch.cat((state[row], plane))[None], weight, None, 1, 1)
+        y = F.batch_norm(y, layer.running_mean, layer.running_var, layer.weight, layer.bias)
+        want[row] = model.dynamics.block((state[row] + y).clamp(min=0))[0]
+    assert_close(model.dynamics(state, action), want, rtol=1e-4, atol=1e-5)
+    assert (model.dynamics(state, action) >= 0).all()
+
+
+# -- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_losses_are_those_of_no_opinion():
+    model = make(lively=False, termination=True)
+    _, log = model.loss(segment(searched=some(1.0)))
+    assert_close(log["reward_loss"], torch.tensor(math.log(19)))
+    assert_close(log["value_loss"], torch.tensor(math.log(19)))
+    assert_close(log["policy_loss"], torch.tensor(math.log(A)))
+    assert_close(log["policy_entropy"], torch.tensor(math.log(A)))
+    assert_close(log["termination_loss"], torch.tensor(math.log(2)))
+    assert_close(log["value_mean"], torch.tensor(0.0))
+    assert -1 <= log["consistency_loss"] <= 1
+
+
+def cross_entropy(logits: Tensor, number: Tensor) -> Tensor:
+    return -(value_bins.encode(number, 9) * logits.log_softmax(-1)).sum()
+
+
+@pytest.mark.parametrize("bootstrap", ["target", "search"])
+@torch.no_grad()
+def test_the_loss_is_observing_and_imagining_step_by_step(bootstrap):
+    searched = some(0.7)
+    weights = {"reward_weight": 0.3, "policy_weight": 0.7, "value_weight": 1.1, "consistency_weight": 1.7}
+    model, batch = make(termination=True, bootstrap=bootstrap, **weights).eval(), segment(searched=searched)
+    total, log = model.loss(batch)
+    sums = {name: [] for name in ("reward", "policy", "value", "consistency", "end", "entropy", "mean")}
+    shades = model.encode(batch.latent)
+    own = part_of(batch, slice(HISTORY, None))
+    for row in range(B):
+        alone = slice(row, row + 1)
+
+        def at(frame, alone=alone):
+            """The state of a frame behind the history, seen."""
+            window = slice(frame, frame + N)
+            no = torch.zeros(1, N, dtype=torch.bool)
+            return model.observe(shades[alone, window], batch.action[alone, window], no)[1]
+
+        def target_value(frame, row=row):
+            image = shades[row, frame : frame + N][None].float() / 255
+            hidden = model.target.prediction(model.target.representation(image))
+            return value_bins.decode(model.target.value_head(hidden))[0]
+
+        where = bootstrap_frames(own.valid[alone], UNROLL + 1, STEPS)[0].tolist()
+        value = [target_value(frame) for frame in where]
+        if bootstrap == "search":
+            value = [
+                own.targets.value[row, frame] if own.targets.found[row, frame] else value[k]
+                for k, frame in enumerate(where)
+            ]
+        goal, learned = n_step_returns(
+            own.reward[alone], own.terminated[alone], own.valid[alone], torch.stack(value)[None], STEPS, 0.997
+        )
+        state = at(0)
+        for k in range(UNROLL + 1):
+            if k:
+                imagined, state = model.imagine(state, own.action[alone, k - 1])
+                if own.valid[row, k - 1]:
+                    logits = model.reward_head(state.state)[0]
+                    assert_close(imagined.reward[0], value_bins.decode(logits))
+                    sums["reward"].append(cross_entropy(logits, own.reward[row, k - 1]))
+                    end = model.termination_head(state.state)[0, 0]
+                    assert imagined.terminated[0] == (end > 0)
+                    sums["end"].append(-F.logsigmoid(end if own.terminated[row, k - 1] else -end))
+                if own.valid[row, k]:
+                    a = model.predictor(model.projection(state.state))[0]
+                    b = model.projection(at(k).state)[0]
+                    sums["consistency"].append(-(a @ b) / (a.norm() * b.norm()))
+            policy, value = model.predict(state)
+            if own.valid[row, k]:
+                log_policy = policy[0].log_softmax(-1)
+                sums["entropy"].append(-(log_policy.exp() * log_policy).sum())
+                sums["mean"].append(value[0])
+                if own.targets.found[row, k]:
+                    sums["policy"].append(-(own.targets.policy[row, k] * log_policy).sum())
+            if learned[0, k]:
+                hidden = model.prediction(state.state)
+                sums["value"].append(cross_entropy(model.value_head(hidden)[0], goal[0, k]))
+    keys = {"entropy": "policy_entropy", "mean": "value_mean", "end": "termination_loss"}
+    for name, each in sums.items():
+        assert_close(log[keys.get(name, f"{name}_loss")], torch.stack(each).mean(), rtol=1e-4, atol=1e-5, msg=name)
+    summed = {name: torch.stack(each).sum() for name, each in sums.items()}
+    want = 0.3 * summed["reward"] + 0.7 * summed["policy"] + 1.1 * summed["value"] + 1.7 * summed["consistency"]
+    assert_close(total, (want + summed["end"]) / (B * UNROLL), rtol=1e-4, atol=1e-5)
+    assert len(sums["consistency"]) < len(sums["reward"]) < B * UNROLL  # something was left out
+
+
+def test_padding_leaves_no_trace():
+    model = make(termination=True).eval()
+    batch = segment(searched=some(0.6))
+    pad = ~batch.valid & (torch.arange(T) > HISTORY)  # the history is shown, whether padded or not
+    other = batch._replace(
+        latent=torch.where(pad[..., None, None, None], frames(B, T, seed=9), batch.latent),
+        action=torch.where(pad, (batch.action + 1) % A, batch.action),
+        reward=torch.where(pad, 77.0, batch.reward),
+        terminated=batch.terminated ^ pad,
+        targets=batch.targets._replace(found=batch.targets.found | pad),
+    )
+    want, got = model.loss(batch), model.loss(other)
+    assert_close(got[0], want[0])
+    for name, value in want[1].items():
+        assert_close(got[1][name], value, msg=name)
+
+
+def test_every_parameter_learns_but_the_targets():
+    model, batch = make(termination=True, bootstrap="search"), segment(searched=some(0.9))
+    with NoWaiting():
+        total, _ = model.loss(batch)
+    total.backward()
+    ours = learning(model)
+    assert len(ours) == len(set(ours)) and all(each.grad is not None and each.grad.any() for each in ours)
+    rest = set(model.parameters()) - set(ours)
+    assert rest == set(model.target.parameters()) and not any(each.requires_grad for each in rest)
+
+
+def test_the_true_frames_side_of_consistency_learns_nothing():
+    model = make()
+    images = torch.rand(B, HISTORY + UNROLL, SIZE, SIZE)
+    arrived = torch.randn(B * UNROLL, *model.feature_shape, requires_grad=True)
+    model._inconsistency(arrived, images).sum().backward()
+    assert arrived.grad.any() and all(each.grad is None for each in model.representation.parameters())
+
+
+def test_without_a_search_no_policy_is_learned():
+    model = make()
+    for searched in (None, torch.zeros(B, T, dtype=torch.bool)):
+        total, log = model.loss(segment(searched=searched))
+        gradients = torch.autograd.grad(total, list(model.policy_head.parameters()), allow_unused=True)
+        assert log["policy_loss"] == 0 and all(each is None or not each.any() for each in gradients)
+
+
+# -- the target -------------------------------------------------------------------------------------------------------
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+
+
+def test_the_target_is_renewed_by_the_clock_which_is_saved():
+    def step(model):
+        update(optimisers[model], model.loss(batch)[0], 1.0)
+        model.after_update()
+
+    def renewed(model):
+        return all(same(part, getattr(model, name)) for name, part in model.target.items())
+
+    model, batch = make(target_every=3), segment()
+    assert set(model.target) == {"representation", "prediction", "value_head"}
+    optimisers = {model: build_optimiser("sgd", model.parameter_groups(), 0.01, 0.0)}
+    seen = []
+    for _ in range(7):
+        torch.manual_seed(len(seen))
+        step(model)
+        seen.append(renewed(model))
+        if len(seen) == 4:
+            saved = copy.deepcopy(model.state_dict())
+    assert seen == [False, False, True, False, False, True, False]
+    again = make(lively=False, target_every=3)
+    again.load_state_dict(saved)
+    optimisers[again] = build_optimiser("sgd", again.parameter_groups(), 0.01, 0.0)
+    for seed in (4, 5, 6):
+        torch.manual_seed(seed)
+        step(again)
+        assert renewed(again) == seen[seed]
+    assert same(model, again)
+
+
+def test_the_target_stays_in_eval_mode_and_batch_statistics_stand_still_outside_training():
+    model, batch = make().train(), segment()
+    before = copy.deepcopy(model.target.state_dict())
+    model.loss(batch)
+    assert not any(module.training for module in model.target.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.target.state_dict().items())
+    model.eval()
+    before = copy.deepcopy(model.state_dict())
+    model.loss(batch)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+# -- augmentation -----------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_shifted_as_one():
+    torch.manual_seed(3)
+    images = torch.rand(200, 2, 6, 8)
+    got = varied(images, 2, 0.0)
+    padded = F.pad(images, (2, 2, 2, 2), mode="replicate")
+    seen = set()
+    for row in range(200):
+        places = [
+            (y, x) for y in range(5) for x in range(5) if torch.equal(padded[row, :, y : y + 6, x : x + 8], got[row])
+        ]
+        assert len(places) == 1
+        seen.update(places)
+    assert len(seen) == 25
+
+
+def test_rows_are_made_brighter_or_darker():
+    torch.manual_seed(3)
+    images = torch.rand(5_000, 2, 2, 2) + 0.5
+    factor = varied(images, 0, 0.05) / images
+    assert_close(factor, factor[:, :1, :1, :1].expand_as(factor))
+    assert float(factor.max()) == pytest.approx(1.1) and float(factor.min()) == pytest.approx(0.9)
+    assert float(factor[:, 0, 0, 0].std()) == pytest.approx(0.05 * 0.96, abs=0.002)  # cut at two deviations
+
+
+def test_only_training_varies():
+    model, images = make(), torch.rand(2, 3, SIZE, SIZE)
+    assert not torch.equal(model.train()._varied(images), images)
+    assert torch.equal(model.eval()._varied(images), images)
+    assert torch.equal(make(shift=0, intensity=0.0).train()._varied(images), images)
+
+
+# -- searching --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@torch.no_grad()
+def test_nodes_of_a_search(autocast):
+    model = make(termination=True).eval()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        states, _ = play(model, 3, torch.tensor([[True, False, True]] * B))
+        assert len({str([(each.shape, each.dtype) for each in state]) for state in states}) == 1
+        root = model.root(states[-1])
+        assert isinstance(states[-1], Seen) and isinstance(root, Node)
+        kept, action = tree_map(torch.clone, root), torch.arange(B) % A
+        with Replayable():
+            imagined, node = model.imagine(root, action)
+            policy, value = model.predict(node)
+        assert [(each.shape, each.dtype) for each in tree_leaves(root)] == [
+            (each.shape, each.dtype) for each in tree_leaves(node)
+        ]
+        assert root.state.dtype == policy.dtype == value.dtype == imagined.reward.dtype == torch.float32
+        assert policy.shape == (B, A) and value.shape == imagined.terminated.shape == (B,)
+        assert torch.equal(model.latent(node), imagined.latent) and torch.equal(root.state, kept.state)
+        order = torch.tensor([2, 0])
+        _, got = model.imagine(tree_map(lambda each: each[order], node), torch.tensor([1, 1]))
+        _, want = model.imagine(node, torch.ones(B, dtype=torch.long))
+        assert_close(got.state, want.state[order], rtol=0.02 if autocast else 1e-4, atol=0.02 if autocast else 1e-5)
+    other = model.imagine(root, (action + 1) % A)[0].latent
+    assert not torch.equal(other, imagined.latent)
+
+
+def test_autocast_and_a_frozen_model():
+    model, batch = make().eval(), segment(searched=some(1.0))
+    want, _ = model.loss(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, _ = model.loss(batch)
+    assert got.dtype == torch.float32
+    assert_close(got, want, rtol=0.05, atol=0.02)
+    machine = Machine(torch.device("cpu"), "bfloat16", 1)
+    model = machine.freeze(model)
+    with machine.autocast():
+        frozen, _ = model.loss(batch)
+    assert_close(frozen, want, rtol=0.05, atol=0.02)
+
+
+def test_a_fixed_batch_is_learned_by_heart():
+    torch.manual_seed(1)
+    batch = segment(searched=some(1.0))
+    policy = F.one_hot(torch.randint(A, (B, T)), A).float()
+    # Rewards whole in the bins, and values as good as rewards, so that nothing of the losses has to stay.
+    batch = batch._replace(targets=batch.targets._replace(policy=policy), reward=value_bins.stretch(batch.reward))
+    settings = {"discount": 1e-6, "consistency_weight": 0.0, "shift": 0, "intensity": 0.0, "head_width": 32}
+    model = make(lively=False, termination=True, **settings)
+    optimiser = build_optimiser("sgd", model.parameter_groups(), 0.1, 1e-4, momentum=0.9)
+    first = None
+    for _ in range(300):
+        total, _ = model.loss(batch)
+        first = total.detach() if first is None else first
+        update(optimiser, total, 10.0)
+        model.after_update()
+    assert total < 0.1 * first

@@ -1,0 +1,649 @@
+"""UniZero: targets and losses by hand, acting and searching against fresh runs of the backbone on raw elements.
+
+Axes: B batch, T frames, D width, A actions. All sizes differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from pydantic import ValidationError
+from small_backbones import NAMES, small
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+from torch.utils._pytree import tree_leaves, tree_map
+from watching import NoWaiting, Replayable
+from wmcli.kernels.dispatch import using
+
+from wmcli.backbones import BackboneSettings, build
+from wmcli.errors import UsageError
+from wmcli.nn import value_bins
+from wmcli.nn.simnorm import divergence
+from wmcli.training.device import Machine
+from wmcli.training.optim import build_optimiser, update
+from wmcli.world_models.base import Batch, Targets
+from wmcli.world_models.planning import UniZero, UniZeroSettings, bootstrap_frames, n_step_returns
+
+B, D, A, SIZE = 4, 16, 5, 12
+HORIZON, STEPS, CONTEXT = 6, 3, 4
+T = HORIZON + STEPS
+WINDOW = 2 * CONTEXT - 1
+
+
+def make(backbone="transformer", *, lively=True, dropout=0.0, **settings) -> UniZero:
+    torch.manual_seed(0)
+    values = {"horizon": HORIZON, "td_steps": STEPS, "context": CONTEXT, "channels": (4, 6), "bound": 7, **settings}
+    chosen = UniZeroSettings(**values)
+    model = UniZero(chosen, small(backbone, max_length=2 * chosen.horizon, block=2, width=D, dropout=dropout), A, SIZE)
+    if lively:
+        liven(model)
+    return model
+
+
+@torch.no_grad()
+def liven(model: UniZero) -> None:
+    """Heads that say something, and everything that is read as large as the rest; the target differs from the model."""
+    heads = (model.latent_head, model.reward_head, model.policy_head, model.value_head, model.termination_head)
+    for head in heads:
+        if head is not None:
+            nn.init.normal_(head[0].weight, std=0.5)
+            nn.init.normal_(head[-1].weight, std=0.5)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("action_embedding.weight", "positions.weight")):
+            nn.init.normal_(parameter)
+        if name == "encoder.2.weight":
+            nn.init.normal_(parameter, std=3.0)
+        if name.startswith("target."):
+            parameter.mul_(1.1)
+    nn.init.normal_(model.target["value_head"][-1].weight, std=0.5)
+
+
+def frames(*lead: int, seed: int = 1) -> Tensor:
+    return torch.randint(256, (*lead, SIZE, SIZE, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def segment(lengths=(T, 5, 7, 1), ended=(False, False, True, False), searched=None, **changes) -> Batch:
+    """Rows with so many real frames, whose last one may end the task, padded as a sampler pads."""
+    generator = torch.Generator().manual_seed(2)
+    rows = len(lengths)
+    length = torch.tensor(lengths)[:, None]
+    place = torch.arange(T).clamp(max=length - 1)  # padding repeats the last real frame
+    valid = torch.arange(T) < length
+    action = torch.randint(A, (rows, T), generator=generator).gather(1, place)
+    reward = torch.randint(-2, 3, (rows, T), generator=generator).float().gather(1, place)
+    last = place == length - 1
+    no = torch.zeros_like(valid)
+    terminated = last & torch.tensor(ended)[:, None]
+    first = no.clone()
+    first[:, 0] = True
+    targets = None
+    if searched is not None:
+        policy = torch.rand(rows, T, A, generator=generator).softmax(-1)
+        value = torch.randn(rows, T, generator=generator)
+        targets = Targets(policy, value, searched)
+    image = frames(rows, T)[torch.arange(rows)[:, None], place]
+    return Batch(image, action, reward, terminated, no, first, valid, targets)._replace(**changes)
+
+
+def some(chance: float, seed: int = 5) -> Tensor:
+    return torch.rand(B, T, generator=torch.Generator().manual_seed(seed)) < chance
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def learning(model: UniZero) -> list[nn.Parameter]:
+    return [parameter for group in model.parameter_groups() for parameter in group["params"]]
+
+
+@pytest.mark.parametrize("actions", [3, 6, 18])
+def test_the_papers_parameter_count(actions):
+    values = {"name": "transformer", "width": 768, "layers": 2, "transformer": {"heads": 8}}
+    with torch.device("meta"):
+        backbone = build(BackboneSettings.model_validate(values), max_length=20, block=2)
+        model = UniZero(UniZeroSettings(), backbone, actions, 64)
+    assert sum(parameter.numel() for parameter in learning(model)) == 20_762_090 + 1_537 * actions
+    assert sum(parameter.numel() for parameter in model.encoder.parameters()) == 3_461_152
+    assert sum(parameter.numel() for parameter in model.backbone.parameters()) == 14_177_280 + 15_360
+    assert model.segment == 15 and model.context == 4 and model.remembers == 3
+
+
+def test_the_first_weights():
+    torch.manual_seed(0)
+    model = UniZero(UniZeroSettings(), small("gru", max_length=20, block=2, width=256), 18, 64)
+    for layer in (model.action_embedding, model.encoder[2], model.policy_head[0]):
+        assert float(layer.weight.detach().std()) == pytest.approx(0.02, rel=0.05)
+    convolution = model.encoder[0][4].conv1.weight.detach()  # 32 to 64 channels
+    assert float(convolution.std()) == pytest.approx(math.sqrt(2 / (9 * 64)), rel=0.05)
+    heads = (model.latent_head, model.reward_head, model.policy_head, model.value_head)
+    assert not any(each.any() for head in heads for each in (head[0].bias, head[2].weight, head[2].bias))
+    ours, target = model.state_dict(), model.target.state_dict()
+    assert all(torch.equal(value, ours[name]) for name, value in target.items())
+
+
+@pytest.mark.parametrize("size", [12, 16, 33])
+def test_sizes(size):
+    model = UniZero(UniZeroSettings(channels=(4, 6)), small("gru", max_length=20, block=2), A, size)
+    z = model.encode(torch.zeros(2, 3, size, size, 3, dtype=torch.uint8))
+    assert z.shape == (2, 3, *model.feature_shape) == (2, 3, 16)
+    assert_close(z.unflatten(-1, (2, 8)).sum(-1), torch.ones(2, 3, 2))
+    assert not model.decodes and model.draws == 0 and model.discount == 0.997
+
+
+def test_settings_that_do_not_fit_are_one_line():
+    with pytest.raises(UsageError, match=r"backbone.width = 16: .* dynamics.group = 5"):
+        make(group=5)
+    with pytest.raises(ValidationError, match="context = 7 must not be more than horizon = 6"):
+        make(context=7)
+
+
+# -- value targets ----------------------------------------------------------------------------------------------------
+
+
+def slow_return(reward, ended, valid, value, t, steps, discount):
+    """One return by walking from frame to frame, or None; `value` is that of every frame."""
+    last = max(i for i, real in enumerate(valid) if real)
+    total, weight = 0.0, 1.0
+    for i in range(t, t + steps):
+        if i == last and not ended[i]:
+            return None if i == t else total + weight * value[i]
+        total += weight * reward[i]
+        weight *= discount
+        if ended[i]:
+            return total
+    return total + weight * value[t + steps]
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5])
+@pytest.mark.parametrize("discount", [1.0, 0.9])
+def test_returns_are_those_of_a_walk(steps, discount):
+    generator = torch.Generator().manual_seed(0)
+    horizon, rows = 6, 60
+    time = horizon + steps
+    length = torch.randint(1, time + 1, (rows, 1), generator=generator)
+    valid = torch.arange(time) < length
+    # Padding repeats the last frame, and so the end.
+    ended = (torch.arange(time) >= length - 1) & (torch.rand(rows, 1, generator=generator) < 0.5)
+    reward, values = torch.randn(2, rows, time, dtype=torch.float64, generator=generator)
+    where = bootstrap_frames(valid, horizon, steps)
+    got, learned = n_step_returns(reward, ended, valid, values.gather(1, where), steps, discount)
+    both = 0
+    for row in range(rows):
+        for t in range(horizon):
+            want = None
+            if valid[row, t]:
+                arguments = (each[row].tolist() for each in (reward, ended, valid, values))
+                want = slow_return(*arguments, t, steps, discount)
+            assert bool(learned[row, t]) == (want is not None)
+            if want is not None:
+                assert float(got[row, t]) == pytest.approx(want, abs=1e-12)
+                both += 1
+    assert both > rows
+
+
+def test_golden_return():
+    reward = torch.tensor([[1.0, 0.0, 0.0, -1.0, 0.0, 9.0]])
+    no, yes = torch.zeros(1, 6, dtype=torch.bool), torch.ones(1, 6, dtype=torch.bool)
+    got, _ = n_step_returns(reward, no, yes, torch.tensor([[3.0]]), 5, 0.997)
+    assert float(got) == pytest.approx(2.964242, abs=1e-6)
+
+
+def read(model: UniZero, z: Tensor, action: Tensor, parts: object = None) -> Tensor:
+    """Outputs (2 T, D) of one row's latents (T, D) and actions (T,), element by element from nothing."""
+    parts = model if parts is None else parts
+    state, outputs = parts.backbone.initial_state(1), []
+    for latent, act in zip(z, action, strict=True):
+        for element in (latent, parts.action_embedding.weight[act]):
+            y, state = parts.backbone.step(element[None], state)
+            outputs.append(y[0])
+    return torch.stack(outputs)
+
+
+@torch.no_grad()
+def by_the_target(model: UniZero, batch: Batch) -> Tensor:
+    """What every frame's return goes on with, (B, HORIZON), row by row."""
+    values = torch.zeros(len(batch.action), HORIZON)
+    for row, valid in enumerate(batch.valid):
+        last = int(valid.sum()) - 1
+        start = min(STEPS, last)
+        real = slice(start, last + 1)
+        z = model.target.encoder.eval()(batch.latent[row, real])
+        y = read(model, z, batch.action[row, real], model.target)[::2]
+        value = value_bins.decode(model.target.value_head(y))
+        for t in range(HORIZON):
+            values[row, t] = value[max(min(t + STEPS, last) - start, 0)]
+    return values
+
+
+@pytest.mark.parametrize("backbone", NAMES)
+def test_values_are_those_of_the_target_on_its_own_sequence(backbone):
+    model, batch = make(backbone), segment()
+    where = bootstrap_frames(batch.valid, HORIZON, STEPS)
+    with torch.no_grad():
+        got = model._target_values(batch, where)
+    assert_close(got, by_the_target(model, batch), rtol=1e-4, atol=1e-5)
+
+
+def test_a_stored_search_goes_before_the_target_where_it_is_asked_for():
+    batch = segment(searched=some(0.5))
+    where = bootstrap_frames(batch.valid, HORIZON, STEPS)
+    model = make(bootstrap="search")
+    seen = {}
+
+    def target_values(at):
+        seen["where"] = at
+        return torch.full(at.shape, 100.0)
+
+    got, _ = model._value_targets(batch, HORIZON, target_values)
+    value = torch.where(batch.targets.found, batch.targets.value, 100.0).gather(1, where)
+    want, _ = n_step_returns(batch.reward, batch.terminated, batch.valid, value, STEPS, 0.997)
+    assert torch.equal(seen["where"], where) and torch.equal(got, want)
+    plain = make()._value_targets(batch, HORIZON, target_values)[0]
+    assert_close(model._value_targets(batch._replace(targets=None), HORIZON, target_values)[0], plain)
+    assert (plain - got).abs().max() > 1
+
+
+# -- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_losses_are_those_of_no_opinion():
+    model = make(lively=False, bound=50, termination=True)
+    total, log = model.loss(segment(searched=some(1.0)))
+    assert_close(log["reward_loss"], torch.tensor(math.log(101)))
+    assert_close(log["value_loss"], torch.tensor(math.log(101)))
+    assert_close(log["policy_loss"], torch.tensor(math.log(A)))
+    assert_close(log["policy_entropy"], torch.tensor(math.log(A)))
+    assert_close(log["termination_loss"], torch.tensor(math.log(2)))
+    assert_close(log["value_mean"], torch.tensor(0.0))
+    assert 0 <= log["latent_loss"] <= math.log(8)
+    weighted = 10 * log["latent_loss"] + 1.5 * math.log(101) + (1 - 1e-4) * math.log(A) + math.log(2)
+    assert_close(total, weighted)
+
+
+@pytest.mark.parametrize("backbone", ["transformer", "mamba1"])
+def test_the_loss_is_its_definition(backbone):
+    """Recomputed frame by frame, in eval mode."""
+    searched = some(0.6)
+    settings = {"latent_weight": 3.0, "policy_weight": 0.7, "entropy_weight": 0.2, "termination": True}
+    model, batch = make(backbone, **settings).eval(), segment(searched=searched)
+    total, log = model.loss(batch)
+    bootstrap = by_the_target(model, batch)
+    sums = {name: [] for name in ("latent", "reward", "policy", "value", "entropy", "learned", "end", "mean")}
+    with torch.no_grad():
+        for row in range(B):
+            z = model.encode(batch.latent[row : row + 1, :HORIZON])[0]
+            label = model.target.encoder(batch.latent[row, :HORIZON])
+            output = read(model, z, batch.action[row, :HORIZON])
+            arguments = [each[row].tolist() for each in (batch.reward, batch.terminated, batch.valid)]
+            for t in range(min(int(batch.valid[row].sum()), HORIZON)):
+                y, x = output[2 * t], output[2 * t + 1]
+                if t + 1 < HORIZON and batch.valid[row, t + 1]:
+                    sums["latent"].append(divergence(label[t + 1], model._next_latent(x), 8))
+                code = value_bins.encode(batch.reward[row, t], 7)
+                sums["reward"].append(-(code * model.reward_head(x).log_softmax(-1)).sum())
+                logit = model.termination_head(x)[0]
+                sums["end"].append(-F.logsigmoid(logit if batch.terminated[row, t] else -logit))
+                policy = model.policy_head(y).log_softmax(-1)
+                entropy = -(policy.exp() * policy).sum()
+                sums["entropy"].append(entropy)
+                if searched[row, t]:
+                    sums["policy"].append(-(batch.targets.policy[row, t] * policy).sum())
+                    sums["learned"].append(entropy)
+                values = [0.0] * T
+                last = int(batch.valid[row].sum()) - 1
+                values[min(t + STEPS, last)] = float(bootstrap[row, t])
+                goal = slow_return(*arguments, values, t, STEPS, 0.997)
+                sums["mean"].append(value_bins.decode(model.value_head(y)))
+                if goal is not None:
+                    code = value_bins.encode(torch.tensor(goal), 7)
+                    sums["value"].append(-(code * model.value_head(y).log_softmax(-1)).sum())
+    want = {name: torch.stack(each).mean() for name, each in sums.items()}
+    for name, key in (("latent", "latent_loss"), ("reward", "reward_loss"), ("policy", "policy_loss")):
+        assert_close(log[key], want[name], rtol=2e-4, atol=1e-5, msg=name)
+    for name, key in (("value", "value_loss"), ("entropy", "policy_entropy"), ("end", "termination_loss")):
+        assert_close(log[key], want[name], rtol=2e-4, atol=1e-5, msg=name)
+    assert_close(log["value_mean"], want["mean"], rtol=2e-4, atol=1e-5)
+    weighted = 3 * want["latent"] + want["reward"] + 0.5 * want["value"] + want["end"]
+    weighted = weighted + 0.7 * (want["policy"] - 0.2 * want["learned"])
+    assert_close(total, weighted, rtol=2e-4, atol=1e-5)
+
+
+def test_padding_leaves_no_trace():
+    model = make(termination=True, bootstrap="search").eval()
+    batch = segment(searched=some(0.6))
+    pad = ~batch.valid
+    assert batch.targets is not None
+    found, value = batch.targets.found | pad, batch.targets.value.masked_fill(pad, 99.0)
+    other = batch._replace(
+        latent=torch.where(pad[..., None, None, None], frames(B, T, seed=9), batch.latent),
+        action=torch.where(pad, (batch.action + 1) % A, batch.action),
+        reward=torch.where(pad, 77.0, batch.reward),
+        terminated=batch.terminated ^ pad,
+        targets=batch.targets._replace(found=found, value=value),
+    )
+    want, got = model.loss(batch), model.loss(other)
+    assert_close(got[0], want[0])
+    for name, value in want[1].items():
+        assert_close(got[1][name], value, msg=name)
+
+
+@pytest.mark.parametrize("searched", [None, torch.zeros(B, T, dtype=torch.bool)])
+def test_without_a_search_no_policy_is_learned(searched):
+    model = make()
+    total, log = model.loss(segment(searched=searched))
+    assert log["policy_loss"] == 0 and log["policy_entropy"] > 0
+    gradients = torch.autograd.grad(total, list(model.policy_head.parameters()), allow_unused=True)
+    assert all(each is None or not each.any() for each in gradients)
+    assert_close(total, 10 * log["latent_loss"] + log["reward_loss"] + 0.5 * log["value_loss"])
+
+
+def test_time_limits_are_ends_only_if_asked_for():
+    batch = segment()
+    cut = batch._replace(truncated=batch.valid & ~F.pad(batch.valid[:, 1:], (0, 1)))
+    losses = {key: make(end_on_truncation=key, termination=True).eval().loss for key in (False, True)}
+    for name in ("value_loss", "termination_loss"):
+        assert_close(losses[False](cut)[1][name], losses[False](batch)[1][name])
+        assert (losses[True](cut)[1][name] - losses[True](batch)[1][name]).abs() > 1e-3
+
+
+@pytest.mark.parametrize("backbone", NAMES)
+def test_every_parameter_learns_but_the_targets(backbone):
+    model, batch = make(backbone, termination=True, bootstrap="search", dropout=0.1), segment(searched=some(0.8))
+    with NoWaiting():
+        total, _ = model.loss(batch)
+    total.backward()
+    ours = learning(model)
+    assert len(ours) == len(set(ours)) and all(each.requires_grad and each.grad is not None for each in ours)
+    assert all(each.grad.any() or not each.any() for each in ours)
+    rest = set(model.parameters()) - set(ours)
+    assert rest == set(model.target.parameters()) and not any(each.requires_grad for each in rest)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "exempt"), [("transformer", set()), ("s4", {"log_decay", "frequency", "p", "b", "c_tilde", "log_dt"})]
+)
+def test_decay_falls_on_all_that_has_two_axes_unless_it_is_exempt(backbone, exempt):
+    model = make(backbone, weight_decay=0.3)
+    decayed, plain = model.parameter_groups()
+    assert decayed["weight_decay"] == 0.3 and plain["weight_decay"] == 0
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decays, spared = ({names[id(each)] for each in group["params"]} for group in (decayed, plain))
+    assert {"action_embedding.weight", "encoder.0.0.weight", "value_head.2.weight"} <= decays
+    assert ("backbone.positions.weight" in decays) == (backbone == "transformer")
+    matrices = {name for name in spared if model.get_parameter(name).ndim > 1}
+    assert {name.rsplit(".", 1)[1] for name in matrices} <= exempt and bool(matrices) == bool(exempt)
+
+
+# -- the target -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backbone", NAMES)
+def test_the_target_follows_the_parameters(backbone):
+    model = make(backbone, target_rate=0.25)
+    batch = segment()
+    where = bootstrap_frames(batch.valid, HORIZON, STEPS)
+    optimiser = build_optimiser("adamw", model.parameter_groups(), 1e-2, 0.0)
+    model._target_values(batch, where)  # what a backbone prepares from its weights must not outlive them
+    before = copy.deepcopy(model.target.state_dict())
+    update(optimiser, model.loss(batch)[0], 100.0)
+    batch_statistics = {name: value for name, value in model.target.state_dict().items() if "running" in name}
+    batch_statistics = copy.deepcopy(batch_statistics)
+    model.after_update()
+    now = model.state_dict()
+    for name, parameter in model.target.named_parameters():
+        assert_close(parameter.data, 0.75 * before[name] + 0.25 * now[name], rtol=1e-5, atol=1e-6)
+    for name, value in batch_statistics.items():
+        assert torch.equal(model.target.state_dict()[name], value)
+    assert_close(model._target_values(batch, where), by_the_target(model, batch), rtol=1e-4, atol=1e-5)
+
+
+def test_labels_have_the_statistics_of_the_batch_in_training_and_values_never():
+    model, batch = make().train(), segment()
+    assert not any(module.training for module in model.target.modules())
+    before = copy.deepcopy(model.target.state_dict())
+    where = bootstrap_frames(batch.valid, HORIZON, STEPS)
+    want = model._target_values(batch, where)
+    assert all(torch.equal(value, before[name]) for name, value in model.target.state_dict().items())
+    seen = batch.latent[:, :HORIZON]
+    label = model._labels(seen)
+    assert_close(label, copy.deepcopy(model.target["encoder"]).train()(seen))
+    assert not any(module.training for module in model.target.modules())
+    moved = {name for name, value in model.target.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved and all("running" in name or "num_batches" in name for name in moved)
+    assert (model._target_values(batch, where) - want).abs().max() > 0
+
+    model.eval()
+    before = copy.deepcopy(model.state_dict())
+    model.loss(batch)
+    model.encode(seen)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert_close(model._labels(seen), model.target["encoder"](seen))
+    assert (model._labels(seen) - label).abs().max() > 1e-4
+
+
+def test_training_goes_on_exactly_from_saved_weights():
+    def step(model):
+        optimiser = torch.optim.SGD(model.parameter_groups(), 0.1)
+        update(optimiser, model.loss(segment())[0], 1.0)
+        model.after_update()
+
+    model = make()
+    step(model)
+    other = make(lively=False)
+    other.load_state_dict(model.state_dict())
+    step(model)
+    step(other)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+# -- windows: acting and searching ------------------------------------------------------------------------------------
+
+
+def fresh(model: UniZero, elements: Tensor) -> Tensor:
+    """The last output of one row's elements (n, D), read at once from nothing."""
+    return model.backbone(elements[None], None)[0][0, -1]
+
+
+def interleaved(model: UniZero, z: Tensor, action: Tensor) -> Tensor:
+    """Latents (n, D) and the actions between them (n - 1,) to elements (2 n - 1, D)."""
+    elements = torch.zeros(2 * len(z) - 1, D)
+    elements[::2], elements[1::2] = z, model.action_embedding.weight[action]
+    return elements
+
+
+def imagined_by_hand(model: UniZero, elements: Tensor, action: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Output at each action (n,), latent and output at it, of one row, each from all elements that it may see."""
+    for act in action:
+        if model.rereads:
+            elements = elements[-(WINDOW - 2) :]
+        elements = torch.cat((elements, model.action_embedding.weight[act][None]))
+        x = fresh(model, elements)
+        z = model._next_latent(x)
+        elements = torch.cat((elements, z[None]))
+        yield x, z, fresh(model, elements)
+
+
+def latents(*lead: int, seed: int = 3) -> Tensor:
+    draw = torch.randn(*lead, 2, 8, generator=torch.Generator().manual_seed(seed))
+    return (2 * draw).softmax(-1).flatten(-2)
+
+
+@pytest.mark.parametrize("backbone", NAMES)
+@torch.no_grad()
+def test_rows_of_different_length_are_what_they_would_be_alone(backbone):
+    """Windows of 1, 3, 5 and 7 elements in one batch: features, predictions and imagined steps."""
+    model = make(backbone, termination=True).eval()
+    z, action = latents(B, 6), torch.randint(A, (B, 6))
+    reset = torch.zeros(B, 6, dtype=torch.bool)
+    opens = [5, 4, 3, 0]  # the last has had more frames than the window holds
+    for row, place in enumerate(opens):
+        reset[row, place] = True
+    features, state = model.observe(z, action, reset)
+    assert state.length.tolist() == [1, 3, 5, 5]
+    acts = torch.randint(A, (8, B))
+    root = model.root(state)
+    steps = [model.imagine(root, acts[0])]
+    for act in acts[1:]:
+        steps.append(model.imagine(steps[-1][1], act))
+    for row in range(B):
+        for t in range(opens[row], 6):
+            start = max(opens[row], t - CONTEXT + 1)
+            elements = interleaved(model, z[row, start : t + 1], action[row, start:t])
+            assert_close(features[row, t], fresh(model, elements), rtol=0, atol=5e-5)
+        assert_close(model.features(root)[row], features[row, 5])
+        assert_close(model.latent(root)[row], z[row, 5])
+        by_hand = imagined_by_hand(model, elements, acts[:, row])
+        for (imagined, after), (x, latent, summary) in zip(steps, by_hand, strict=True):
+            assert_close(imagined.latent[row], latent, rtol=0, atol=5e-5)
+            assert_close(imagined.reward[row], value_bins.decode(model.reward_head(x)), rtol=1e-3, atol=1e-4)
+            assert imagined.terminated[row] == (model.termination_head(x)[0] > 0)
+            assert_close(model.features(after)[row], summary, rtol=0, atol=1e-4)
+            policy, value = model.predict(after)
+            assert_close(policy[row], model.policy_head(summary), rtol=0, atol=5e-4)
+            assert_close(value[row], value_bins.decode(model.value_head(summary)), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("backbone", NAMES)
+@torch.no_grad()
+def test_thirty_imagined_steps(backbone):
+    model = make(backbone).eval()
+    z, action = latents(1, 2), torch.randint(A, (1, 2))
+    _, state = model.observe(z, action, torch.tensor([[True, False]]))
+    elements = interleaved(model, z[0], action[0, :1])
+    acts = torch.randint(A, (30,))
+    for act, (_, latent, summary) in zip(acts, imagined_by_hand(model, elements, acts), strict=True):
+        imagined, state = model.imagine(state, act[None])
+        assert_close(imagined.latent[0], latent, rtol=0, atol=2e-4)
+        assert_close(model.features(state)[0], summary, rtol=0, atol=5e-4)
+    assert int(state.length) == state.tokens.shape[1] == WINDOW - 2
+
+
+def play(model, steps, reset):
+    """States after each of some frames, perceived one by one."""
+    seen, action = frames(B, steps), torch.randint(A, (B, steps), generator=torch.Generator().manual_seed(4))
+    states, state = [], None
+    for t in range(steps):
+        previous = action[:, t - 1] if t else torch.full((B,), -1 % A)
+        state = model.perceive(state, seen[:, t], previous, reset[:, t])
+        states.append(state)
+    return states, seen, action
+
+
+@pytest.mark.parametrize("backbone", NAMES)
+@torch.no_grad()
+def test_thirty_frames_of_acting(backbone):
+    """The window rolls, and is read from position 0 each time; episodes begin anew in between."""
+    model = make(backbone).eval()
+    reset = torch.zeros(B, 30, dtype=torch.bool)
+    reset[:, 0] = reset[1, 3] = reset[2, 20] = reset[2, 22] = True
+    states, seen, action = play(model, 30, reset)
+    z = model.encode(seen)
+    features, state = model.observe(z, action, reset)
+    for row in range(B):
+        for t in range(30):
+            start = max(t - CONTEXT + 1, *(u for u in range(t + 1) if reset[row, u]), 0)
+            elements = interleaved(model, z[row, start : t + 1], action[row, start:t])
+            want = fresh(model, elements)
+            assert_close(model.features(states[t])[row], want, rtol=0, atol=5e-5)
+            assert_close(model.latent(states[t])[row], z[row, t])
+            assert_close(features[row, t], want, rtol=0, atol=5e-5)
+    acts = torch.randint(A, (B,))
+    assert_close(model.imagine(state, acts)[0], model.imagine(model.root(states[-1]), acts)[0], rtol=1e-3, atol=1e-4)
+
+
+def form(tree):
+    return [(each.shape, each.dtype) for each in tree_leaves(tree)]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("backbone", NAMES)
+@torch.no_grad()
+def test_nodes_of_a_search(backbone, autocast):
+    """Trees of tensors of constant shape, which can be gathered in any order and are not written to."""
+    model = make(backbone).eval().requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        states, _, _ = play(model, 5, torch.tensor([[True, False, False, True, False]] * B))
+        assert form(states[0]) == form(states[1]) == form(states[4])
+        root = model.root(states[4])
+        assert all(isinstance(each, Tensor) and len(each) == B for each in tree_leaves(root))
+        assert root.tokens.dtype == (torch.bfloat16 if autocast else torch.float32)
+        assert root.tokens.shape[1] == (WINDOW - 2 if model.rereads else 1)
+        kept = tree_map(torch.clone, root)
+        action = torch.arange(B) % A
+        with Replayable():
+            imagined, node = model.imagine(root, action)
+            again, other = model.imagine(root, (action + 1) % A)
+            _, deep = model.imagine(node, action)
+            policy, value = model.predict(node)
+        assert form(root) == form(node) == form(deep)
+        assert policy.shape == (B, A) and value.shape == imagined.reward.shape == (B,)
+        assert policy.dtype == value.dtype == imagined.reward.dtype == imagined.latent.dtype == torch.float32
+        assert imagined.terminated.dtype == torch.bool and not imagined.terminated.any()
+        assert torch.equal(model.latent(node), imagined.latent)
+        assert_close(root, kept, rtol=0, atol=0)
+        assert not torch.equal(imagined.latent, again.latent)
+        # The nodes in one tensor, taken out in another order: as if each had been imagined from alone.
+        order = torch.tensor([6, 1, 3])
+        mixed = tree_map(lambda a, b: torch.cat((a, b))[order], node, other)
+        _, got = model.imagine(mixed, torch.tensor([2, 2, 2]))
+        for place, source in enumerate((other, node, node)):
+            row = int(order[place]) % B
+            alone = tree_map(lambda each, row=row: each[row : row + 1], source)
+            _, want = model.imagine(alone, torch.tensor([2]))
+            tolerance = 0.1 if autocast else 5e-5
+            assert_close(model.features(got)[place], model.features(want)[0], rtol=tolerance, atol=tolerance)
+
+
+# -- precision, and learning ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backbone", NAMES)
+def test_autocast_and_a_frozen_model(backbone):
+    model = make(backbone).eval()
+    batch = segment(searched=some(1.0))
+    want, _ = model.loss(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, log = model.loss(batch)
+        assert got.dtype == log["value_mean"].dtype == torch.float32
+        z = model.encode(batch.latent)
+        assert z.dtype == torch.float32
+        features, state = model.observe(z, batch.action, batch.first)
+        imagined, after = model.imagine(state, batch.action[:, 0])
+        expected = model.predict(after)
+    assert_close(got, want, rtol=0.1, atol=0.05)
+    with using("torch"):
+        machine = Machine(torch.device("cpu"), "bfloat16", 1)
+        model = machine.freeze(model)
+        assert not any(each.requires_grad for each in model.parameters())
+        with machine.autocast():
+            state = model.observe(model.encode(batch.latent), batch.action, batch.first)[1]
+            _, after = model.imagine(model.root(state), batch.action[:, 0])
+            prediction = model.predict(after)
+            model.loss(batch)
+    assert_close(prediction, expected, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("backbone", ["transformer", "gru"])
+def test_a_fixed_batch_is_learned_by_heart(backbone):
+    torch.manual_seed(1)
+    policy = F.one_hot(torch.randint(A, (B, T)), A).float()
+    batch = segment(searched=some(1.0))
+    batch = batch._replace(targets=batch.targets._replace(policy=policy))
+    # Values whole in the bins, rewards as well, so that nothing of the losses has to stay.
+    batch = batch._replace(
+        reward=value_bins.stretch(batch.reward), terminated=batch.valid & ~F.pad(batch.valid[:, 1:], (0, 1))
+    )
+    model = make(backbone, lively=False, td_steps=STEPS, discount=1e-6, termination=True, entropy_weight=0.0)
+    optimiser = build_optimiser("adamw", model.parameter_groups(), 3e-3, 1e-4, beta2=0.95)
+    first = None
+    for _ in range(300):
+        total, _ = model.loss(batch)
+        first = total.detach() if first is None else first
+        update(optimiser, total, 5.0)
+        model.after_update()
+    assert total < 0.1 * first

@@ -1,0 +1,24 @@
+"""Simplicial normalisation: a latent as many small distributions (TD-MPC2: Hansen et al. 2024, arXiv 2310.16828).
+
+D width of a latent, V members of a group; a latent is D / V groups of V non-negative numbers that sum to 1. All is
+float32 at least, also under autocast.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EPS = 1e-6  # added to every probability before logarithms are taken
+
+
+def simnorm(x: Tensor, members: int) -> Tensor:
+    """(..., D) to the same shape: softmax, at temperature 1, over each group of `members` neighbours."""
+    x = x if x.dtype == torch.float64 else x.float()
+    return x.unflatten(-1, (-1, members)).softmax(-1).flatten(-2)
+
+
+def divergence(target: Tensor, predicted: Tensor, members: int) -> Tensor:
+    """KL(target || predicted) of latents (..., D), the mean over their groups: (...) nats. `target` is a constant."""
+    p, q = (each.unflatten(-1, (-1, members)) + EPS for each in (target.detach(), predicted))
+    return (p * (p / q).log()).sum(-1).mean(-1)

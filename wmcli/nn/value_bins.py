@@ -1,0 +1,75 @@
+"""Scalars as distributions over whole numbers of a squashed space, as MuZero has its rewards and values.
+
+    h(x) = sign(x) (sqrt(|x| + 1) - 1) + 0.001 x        bins -b, -b + 1, ..., b in the space of h
+
+A number is squashed by h and shared between the two nearest of K = 2 b + 1 bins. The mean over the bins is taken in the
+space of h and stretched back: b = 50 reaches to +-2364, b = 300 to +-58706. Everything here is float32 at least, also
+under autocast.
+
+Sources: h of Pohlen et al. 2018 (arXiv 1805.11593); MuZero (Schrittwieser et al. 2020, arXiv 1911.08265), appendix F.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EPS = 1e-3  # slope of h far out, which makes it invertible
+
+
+def squash(x: Tensor) -> Tensor:
+    """h(x), written so that small numbers lose nothing to rounding."""
+    return x / ((x.abs() + 1).sqrt() + 1) + EPS * x
+
+
+def stretch(y: Tensor) -> Tensor:
+    """The inverse of `squash`.
+
+    With u = sqrt(|x| + 1), the root of EPS u^2 + u = |y| + 1 + EPS, it is x = sign(y) (u^2 - 1), and (u - 1)
+    (1 + EPS (u + 1)) = |y|: so nothing is subtracted that is nearly equal.
+    """
+    size = y.abs() + (1 + EPS)
+    u = 2 * size / (1 + (1 + 4 * EPS * size).sqrt())
+    return y * (u + 1) / (1 + EPS * (u + 1))
+
+
+def bins(bound: int) -> int:
+    """K, the number of bins that reach to +-`bound`."""
+    return 2 * bound + 1
+
+
+def encode(x: Tensor, bound: int) -> Tensor:
+    """Numbers (...) to weights (..., K) of which at most two, neighbours, are not 0; they sum to 1.
+
+    Numbers beyond the outermost bins go to these.
+    """
+    place = squash(_wide(x)).clamp(-bound, bound)
+    below = place.floor().clamp(max=bound - 1)
+    share = (place - below)[..., None]
+    index = below.long()[..., None] + bound
+    weights = share.new_zeros(*x.shape, bins(bound))
+    return weights.scatter(-1, index, 1 - share).scatter(-1, index + 1, share)
+
+
+def decode(logits: Tensor) -> Tensor:
+    """Logits (..., K) to the numbers (...) they stand for."""
+    logits = _wide(logits)
+    bound = _bound(logits)
+    with torch.autocast(logits.device.type, enabled=False):
+        places = torch.arange(-bound, bound + 1, device=logits.device, dtype=logits.dtype)
+        # A product and a sum, not a matrix product: those may run in TF32.
+        return stretch((logits.softmax(-1) * places).sum(-1))
+
+
+def loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy (...) in nats of logits (..., K) against the code of the numbers `target` (...), a constant."""
+    return -(encode(target.detach(), _bound(logits)) * _wide(logits).log_softmax(-1)).sum(-1)
+
+
+def _bound(logits: Tensor) -> int:
+    assert logits.shape[-1] % 2 == 1, "as many bins below 0 as above"
+    return logits.shape[-1] // 2
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
