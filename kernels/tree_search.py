@@ -5,7 +5,7 @@ in torch says what they mean and is what a CPU runs: a node remembers which chil
 that the way down is one lookup a level, and what a backup changed is scored in one go. The Triton form walks a tree in
 one program each way.
 
-Three rules of choosing a child, of node visits N, child visits N_a, prior P, and q = r + gamma V (V: a node's mean value):
+Three rules choose a child, by a node's visits N and mean value V, its children's visits N_a, prior P and q = r + gamma V:
 
 - "mctx": MuZero (Schrittwieser et al. 2020, arXiv 1911.08265) as google-deepmind/mctx has it. The score is
   q' + P f(N) sqrt(N) / (1 + N_a), with f(n) = pb_c_init + ln((n + pb_c_base + 1) / pb_c_base); q' is q scaled to [0, 1]
@@ -245,7 +245,8 @@ def backup(
     rows = torch.cat([tree.nodes.index_select(1, above), new], 1)
     visits, q, total, rewards, discounts, _ = rows.unbind(0)
     came = [value]  # what comes up to each node, from the leaf up
-    for reward, discount in zip(rewards.view(-1, trees).unbind(0)[:0:-1], discounts.view(-1, trees).unbind(0)[:0:-1]):
+    levels = (table.view(-1, trees).unbind(0)[:0:-1] for table in (rewards, discounts))
+    for reward, discount in zip(*levels, strict=True):
         came.append(torch.addcmul(reward, discount, came[-1]))
     visits += 1
     total += torch.cat(came[::-1])
@@ -398,7 +399,7 @@ def _walk_down(
     LIGHTZERO: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """`select` for one tree. `count` nodes in all; `following` is `Tree.next`. WIDTH: a power of two, actions at least."""
+    """`select` for one tree. `count` nodes in all; `following` is `Tree.next`; WIDTH: of a power of two, for all actions."""
     tree = tl.program_id(0).to(tl.int64)
     node = tree + trees
     if LIGHTZERO:
@@ -518,7 +519,7 @@ def _walk_up(
     GUMBEL: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """`backup` for one tree. Names as in `_walk_down`; `block` of the leaves; `considered`: the root's visits of now."""
+    """`backup` for one tree. Names as in `_walk_down`; `block` of the leaf; `considered`: visits of what the root chooses."""
     tree = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < actions

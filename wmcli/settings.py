@@ -145,10 +145,9 @@ class Settings(Section):
                 f"controller.kind = 'mcts' searches with a policy and a value that the dynamics learn, and dynamics of"
                 f" kind '{self.dynamics.kind}' learn none: set dynamics.kind to {' or '.join(PLANNED)}"
             )
-        if not isinstance(self.controller, MCTSSettings) and not isinstance(
-            self.dynamics, UniZeroSettings | MuZeroSettings
-        ):
-            self._check_horizon(self.dynamics, self.controller)
+        if isinstance(self.dynamics, UniZeroSettings | MuZeroSettings) or isinstance(self.controller, MCTSSettings):
+            return self  # these may imagine for longer than they were trained to
+        self._check_horizon(self.dynamics, self.controller)
         return self
 
     @staticmethod

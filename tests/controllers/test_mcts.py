@@ -382,8 +382,10 @@ def test_nothing_depends_on_values_but_on_a_cpu(rules):
 # -- what a search is for ---
 
 
-@pytest.mark.parametrize(("rules", "foresight"), [("mctx", 0.0), ("lightzero", 0.0), ("gumbel", 1.0)])
-def test_finds_the_best_first_action(rules, foresight):
+@pytest.mark.parametrize(
+    ("rules", "simulations", "foresight"), [("mctx", 1000, 0.0), ("lightzero", 200, 0.0), ("gumbel", 50, 1.0)]
+)
+def test_finds_the_best_first_action(rules, simulations, foresight):
     """Two steps with three actions, uniform priors: the best of nine ways, by search alone.
 
     "gumbel" improves a policy rather than looks for the best way: it is told what the second steps are worth.
@@ -401,7 +403,7 @@ def test_finds_the_best_first_action(rules, foresight):
 
     rows, start = torch.arange(trees), torch.full((trees,), -1)
     root = Prediction(torch.zeros(trees, 3), foresight * best.amax(1))
-    found = search(root, (rows, start), expand, MCTSSettings(rules=rules, simulations=300), discount)
+    found = search(root, (rows, start), expand, MCTSSettings(rules=rules, simulations=simulations), discount)
     clear = best.topk(2).values.diff().squeeze(1).neg() > 0.1
     assert clear.sum() > 20
     assert torch.equal(found.action[clear], best.argmax(1)[clear])

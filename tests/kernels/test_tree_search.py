@@ -88,18 +88,19 @@ def test_sequential_halving():
 
 
 def compile_cases():
-    pointers = "nodes edges bounds gumbel explore".split()
-    types = dict.fromkeys(pointers, "*fp32")
-    types |= dict.fromkeys("child slot choice following parent action".split(), "*i64")
-    types |= dict.fromkeys("trees actions count block considered logits_row logits_action".split(), "i32")
-    types |= dict.fromkeys("tie narrowest visit_constant value_scale smallest tiny".split(), "fp32")
+    types = dict.fromkeys(("nodes", "edges", "bounds", "gumbel", "explore"), "*fp32")
+    types |= dict.fromkeys(("child", "slot", "choice", "following", "parent", "action"), "*i64")
+    types |= dict.fromkeys(("trees", "actions", "count", "block", "considered", "logits_row", "logits_action"), "i32")
+    types |= dict.fromkeys(("tie", "narrowest", "visit_constant", "value_scale", "smallest", "tiny"), "fp32")
     types |= {"ends": "*i1"}
     for kind, element in zip(RULES, ("*fp32", "*bf16", "*fp32"), strict=True):
         types |= dict.fromkeys(("rewards", "logits", "values"), element)
         constants = {"LIGHTZERO": kind == "lightzero", "GUMBEL": kind == "gumbel", "WIDTH": 16}
         for kernel in (module._walk_down, module._walk_up):
-            used = {name: type for name, type in types.items() if name in kernel.arg_names}
-            yield kernel, used, {name: value for name, value in constants.items() if name in kernel.arg_names}
+            used, fixed = (
+                {name: v for name, v in each.items() if name in kernel.arg_names} for each in (types, constants)
+            )
+            yield kernel, used, fixed
 
 
 def test_the_kernels_compile():

@@ -82,9 +82,12 @@ def write_priors(context: Context, folder: Path) -> None:
     """`priors.png`: the learned attention priors of this run over updates, as they were logged, if there are any."""
     prior = context.settings.attention_prior
     records = {record["update"]: record["priors"] for record in context.run.history() if "priors" in record}
-    updates = sorted(records)
-    names = records[updates[-1]]
-    lines = {name: np.array([records[update][name] for update in updates]) for name in names}
-    write_figure(
-        folder / "priors.png", learned_priors(updates, [lines], {name: getattr(prior, name) for name in names})
-    )
+    newest = records[max(records)]
+    updates = sorted(update for update, each in records.items() if _shapes(each) == _shapes(newest))
+    lines = {name: np.array([records[update][name] for update in updates]) for name in newest}
+    initial = {name: getattr(prior, name) for name in newest}
+    write_figure(folder / "priors.png", learned_priors(updates, [lines], initial))
+
+
+def _shapes(priors: dict[str, list[list[float]]]) -> dict[str, tuple[int, ...]]:
+    return {name: np.shape(values) for name, values in priors.items()}
