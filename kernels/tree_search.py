@@ -5,12 +5,13 @@ in torch says what they mean and is what a CPU runs: a node remembers which chil
 that the way down is one lookup a level, and what a backup changed is scored in one go. The Triton form walks a tree in
 one program each way.
 
-Three rules choose a child, by a node's visits N and mean value V, its children's visits N_a, prior P and q = r + gamma V:
+Three rules choose a child, by a node's visits N and mean value V, its children's visits N_a, prior P and
+q = r + gamma V:
 
 - "mctx": MuZero (Schrittwieser et al. 2020, arXiv 1911.08265) as google-deepmind/mctx has it. The score is
   q' + P f(N) sqrt(N) / (1 + N_a), with f(n) = pb_c_init + ln((n + pb_c_base + 1) / pb_c_base); q' is q scaled to [0, 1]
   between the least and the largest of V and the visited children's q, the least for children without a visit. Equal
-  scores go to the larger prior.
+  scores go to the larger prior, then to the first.
 - "lightzero": as opendilab/LightZero has it. The score is q' + P f(N - 1) sqrt(N - 1) / (1 + N_a); q' is q scaled to
   [0, 1] between the least and the largest r + gamma V that any backup of the tree has met, at least 0.01 apart; for
   children without a visit it comes of the mean of the visited children's q, one level up counted in. Equal scores, to
@@ -271,15 +272,15 @@ def _widen(tree: Tree, nodes: Tensor, q: Tensor) -> None:
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------------
-# Actions come first here, (A, R): on a CPU, what is worked out row by row from the ends of long rows is fast.
+# Actions come first here, (A, R): on a CPU, comparing a few long rows is much faster than comparing within short ones.
 
 
 def _rechoose(tree: Tree, rule: Rule, simulation: int, nodes: Tensor, rows: Tensor) -> None:
     """Choose anew at `nodes` (R,), whose first E are the roots, for that simulation; `rows` are theirs of the table."""
     trees, actions = tree.gumbel.shape
     visits, _, total, _, _, value = rows.unbind(0)
-    edges = tree.edges.index_select(1, nodes).transpose(1, 2).contiguous()
-    child_visits, child_q, prior, preference = edges[0], edges[1], edges[2], edges[-1]
+    edges = tree.edges.index_select(1, nodes).transpose(1, 2).contiguous().unbind(0)
+    child_visits, child_q, prior = edges[:TIES]
     if rule.kind == "gumbel":
         score = _gumbel_score(rule, visits, value, child_visits, child_q, prior)
         likely = (score - score.amax(0)).exp_()
@@ -297,7 +298,7 @@ def _rechoose(tree: Tree, rule: Rule, simulation: int, nodes: Tensor, rows: Tens
         behind = score.sub_(score.amax(0))  # 0 for the best, negative for others
         if rule.kind == "lightzero":
             behind.add_(TIE).clamp_max_(0)
-        action = torch.add(preference, behind, alpha=FAR).max(0).indices  # the first of equals
+        action = torch.add(edges[-1], behind, alpha=FAR).max(0).indices  # the first of equals
     tree.choice.index_copy_(0, nodes, action)
     tree.next.index_copy_(0, nodes, tree.child.index_select(0, torch.add(action, nodes, alpha=actions)))
 
@@ -399,7 +400,7 @@ def _walk_down(
     LIGHTZERO: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """`select` for one tree. `count` nodes in all; `following` is `Tree.next`; WIDTH: of a power of two, for all actions."""
+    """`select` for one tree. `count` nodes in all; `following` is `Tree.next`. WIDTH: actions, up to a power of two."""
     tree = tl.program_id(0).to(tl.int64)
     node = tree + trees
     if LIGHTZERO:
@@ -519,7 +520,7 @@ def _walk_up(
     GUMBEL: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """`backup` for one tree. Names as in `_walk_down`; `block` of the leaf; `considered`: visits of what the root chooses."""
+    """`backup` for one tree, names as in `_walk_down`. `block` of the leaf; `considered`: what `Tree.schedule` says."""
     tree = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < actions

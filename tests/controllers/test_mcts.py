@@ -51,7 +51,9 @@ class Tables(NamedTuple):
         return search(self.predict(place), (place,), self.expand, settings, discount, noise)
 
 
-def tables(seed: int, actions: int, places: int = 60, ends: float = 0.15, peaked: float = 1.0) -> Tables:
+def tables(
+    seed: int, actions: int, places: int = 60, ends: float = 0.15, peaked: float = 1, values: float = 1
+) -> Tables:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -59,7 +61,8 @@ def tables(seed: int, actions: int, places: int = 60, ends: float = 0.15, peaked
 
     onward = torch.randint(places, (places, actions), generator=generator)
     terminated = torch.rand(places, actions, generator=generator) < ends
-    return Tables(onward, normal(places, actions), terminated, peaked * normal(places, actions), normal(places))
+    reward, logits = normal(places, actions), peaked * normal(places, actions)
+    return Tables(onward, reward, terminated, logits, values * normal(places))
 
 
 # -- the same search, one tree of Python objects and float64 ---
@@ -201,9 +204,12 @@ def softmax(logits: list[float]) -> list[float]:
 
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("explore", [False, True])
-@pytest.mark.parametrize(("seed", "actions", "simulations", "peaked"), [(0, 3, 40, 1), (1, 9, 50, 0.3), (2, 18, 30, 3)])
-def test_equals_a_plain_tree(rules, explore, seed, actions, simulations, peaked):
-    world, trees = tables(seed, actions, peaked=peaked), 6
+@pytest.mark.parametrize(
+    ("seed", "actions", "simulations", "peaked", "values"),
+    [(0, 3, 40, 1, 1), (1, 9, 50, 0.3, 1), (2, 18, 30, 3, 1), (3, 2, 40, 1, 10)],
+)
+def test_equals_a_plain_tree(rules, explore, seed, actions, simulations, peaked, values):
+    world, trees = tables(seed, actions, peaked=peaked, values=values), 6
     settings = MCTSSettings(rules=rules, simulations=simulations, dirichlet_weight=0.4)
     place = torch.arange(trees)
     noise = SearchNoise()
@@ -538,13 +544,17 @@ def test_acts_on_an_opaque_state(rules):
     assert not torch.equal(exploring, logits)
 
 
-def test_temperature_is_a_power_of_the_visits(monkeypatch):
+def test_logits_are_visits_or_the_choice(monkeypatch):
+    """The agent's temperature is a power of the visits; "gumbel" has decided."""
     visits = torch.tensor([[30.0, 15.0, 5.0]])
-    found = Found(visits, torch.zeros(1), visits / 50, torch.tensor([0]))
+    found = Found(visits, torch.zeros(1), visits / 50, torch.tensor([1]))
     monkeypatch.setattr(mcts, "search", lambda *_: found)
-    logits, _ = MCTS(MCTSSettings(), 3).decide(world := Memory(), world.start(1), None)
+    world = Memory()
+    logits, _ = MCTS(MCTSSettings(), 3).decide(world, world.start(1), None)
     assert_close((logits / 0.25).softmax(1), torch.tensor([[0.94049, 0.05878, 0.00073]]), atol=1e-5, rtol=0)
     assert_close(logits.softmax(1), found.policy)
+    logits, _ = MCTS(MCTSSettings(rules="gumbel"), 3).decide(world, world.start(1), None)
+    assert torch.equal((logits / 0.25).softmax(1), torch.tensor([[0.0, 1.0, 0.0]]))
 
 
 def test_its_state_is_what_it_found():

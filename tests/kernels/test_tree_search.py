@@ -32,7 +32,7 @@ def grown(kind: str, trees: int, actions: int, simulations: int, dtype=torch.flo
         selection = select(tree, rule, simulation)
         places.append(torch.stack([selection.parent, selection.action]))
         reward, terminated = normal(trees), (torch.rand(trees, generator=generator) < 0.2).to(DEVICE)
-        logits, value = normal(trees, actions), normal(trees)
+        logits, value = normal(trees, actions), 5 * normal(trees)
         if strided:
             logits, value = logits.T.contiguous().T, value.repeat_interleave(2)[::2]
             reward, terminated = reward.repeat_interleave(2)[::2], terminated.repeat_interleave(2)[::2]
@@ -41,7 +41,9 @@ def grown(kind: str, trees: int, actions: int, simulations: int, dtype=torch.flo
 
 
 @pytest.mark.parametrize("kind", RULES)
-@pytest.mark.parametrize(("trees", "actions", "simulations"), [(3, 5, 14), (1, 9, 12), (2, 1, 4), (2, 17, 9)])
+@pytest.mark.parametrize(
+    ("trees", "actions", "simulations"), [(3, 5, 12), (1, 9, 12), (2, 1, 4), (2, 17, 7), (3, 2, 17)]
+)
 def test_triton_equals_the_form_in_torch(kind, trees, actions, simulations):
     """Where the trees grow, and all that they know then."""
     results = []
@@ -78,6 +80,25 @@ def test_operands_as_they_come(implementation):
     assert not torch.equal(low.nodes[module.TOTAL], low.nodes[module.TOTAL].bfloat16().float())
 
 
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_lightzero_takes_scores_a_millionth_apart_for_equal(implementation):
+    """A bandit whose second and third action pay nearly the same."""
+    rule, zero, flat = Rule("lightzero", 0.997), torch.zeros(1, device=DEVICE), torch.zeros(1, 3, device=DEVICE)
+
+    def visits(third: float) -> list[float]:
+        pays = torch.tensor([0.1, 0.5, third], device=DEVICE)
+        tree = plant(rule, 8, flat, zero)
+        for simulation in range(8):
+            selection = select(tree, rule, simulation)
+            reward = pays[selection.action].masked_fill(selection.parent > 1, 0)  # the root's number is 1
+            backup(tree, rule, simulation, selection, reward, zero.bool(), flat, zero)
+        return root_visits(tree)[0].tolist()
+
+    with using(implementation):
+        assert visits(0.5 + 2e-7) == visits(0.5) == [1, 4, 3]
+        assert visits(0.5 + 2e-6) == [1, 3, 4]
+
+
 def test_sequential_halving():
     """Worked out by hand: in each round as many simulations for every action that is left, then half of them."""
     assert considered_visits(1, 3) == (0, 1, 2)
@@ -85,6 +106,16 @@ def test_sequential_halving():
     assert considered_visits(4, 8) == (0, 0, 0, 0, 1, 1, 2, 2)
     assert considered_visits(8, 5) == (0,) * 5
     assert considered_visits(3, 7) == (0, 0, 0, 1, 1, 2, 2)
+
+
+def test_the_decision_is_among_the_most_visited():
+    rule = Rule("gumbel", 0.9)
+    tree = plant(rule, 5, torch.zeros(1, 3), torch.zeros(1), gumbel=torch.tensor([[0.0, 0.0, 1.0]]))
+    tree.edges[: module.PRIOR, module.ROOT] = torch.tensor([[2.0, 2.0, 1.0], [0.0, 1.0, 5.0]])
+    policy, action = decision(tree, rule)
+    assert action.tolist() == [1]
+    # all q are known: the logits are 0, and (50 + 2) / 10 times q scaled to [0, 1]
+    assert_close(policy, torch.tensor([[0.0, 1.04, 5.2]]).softmax(1))
 
 
 def compile_cases():

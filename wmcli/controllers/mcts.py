@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from wmcli.config import Section
 from wmcli.controllers.base import Controller, Searched, State
-from wmcli.kernels.tree_search import Rule, backup, decision, plant, root_value, root_visits, select
+from wmcli.kernels.tree_search import ROOT, Rule, backup, decision, plant, root_value, root_visits, select
 from wmcli.nn.categorical import uniform
 from wmcli.world_models.base import PlanningWorldModel, Prediction, WorldModel
 
@@ -139,15 +139,15 @@ def search(
         gumbel=noise.gumbel,
     )
     leaves, structure = tree_flatten(state)
-    kept = [leaf.new_zeros(len(tree.ids), *leaf.shape) for leaf in leaves]  # the states of all nodes
+    kept = [leaf.new_empty(len(tree.ids), *leaf.shape) for leaf in leaves]  # the states of all nodes
     for leaf, place in zip(leaves, kept, strict=True):
-        place[1] = leaf
+        place[ROOT] = leaf
     for simulation in range(settings.simulations):
         selection = select(tree, rule, simulation)
         parents = [place.flatten(0, 1).index_select(0, selection.parent) for place in kept]
         reward, terminated, prediction, after = expand(tree_unflatten(parents, structure), selection.action)
         for leaf, place in zip(tree_leaves(after), kept, strict=True):
-            place[simulation + 2] = leaf
+            place[ROOT + 1 + simulation] = leaf
         backup(tree, rule, simulation, selection, reward, terminated, prediction.policy, prediction.value)
     visits, value = root_visits(tree), root_value(tree)
     if settings.rules == "gumbel":

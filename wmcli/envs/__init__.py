@@ -1,6 +1,6 @@
 """Environments: what `wm` plays, always as size x size x 3 uint8 frames with actions 0 .. n-1.
 
-Importing this package registers `wm/Catch-v0`, `wm/HiddenCatch-v0`, `wm/GridWorld-v0` and `wm/GridWorldGoal-v0` with
+Importing this package registers `wm/Catch-v0`, `wm/DelayedCopy-v0`, `wm/GridWorld-v0` and `wm/GridWorldGoal-v0` with
 gymnasium. No torch in here.
 """
 
@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import gymnasium
 
-from wmcli.envs.catch import CATCH_ID, HIDDEN_CATCH_ID
+from wmcli.envs.catch import CATCH_ID
+from wmcli.envs.delayed_copy import DELAYED_COPY_ID, STEPS
 from wmcli.envs.environment import list_environments, make, protocol
 from wmcli.envs.grid_world import GRID_WORLD_GOAL_ID, GRID_WORLD_ID
 from wmcli.envs.settings import EnvironmentSettings
 from wmcli.envs.vector import Streams, Transition
 
-for _id, _entry_point, _kwargs in (
-    (CATCH_ID, "wmcli.envs.catch:Catch", {}),
-    (HIDDEN_CATCH_ID, "wmcli.envs.catch:Catch", {"hidden": True}),
-    (GRID_WORLD_ID, "wmcli.envs.grid_world:GridWorld", {"respawn": "both"}),
-    (GRID_WORLD_GOAL_ID, "wmcli.envs.grid_world:GridWorld", {"respawn": "goal"}),
+for _id, _entry_point, _kwargs, _steps in (
+    (CATCH_ID, "wmcli.envs.catch:Catch", {}, None),
+    (DELAYED_COPY_ID, "wmcli.envs.delayed_copy:DelayedCopy", {}, STEPS),
+    (GRID_WORLD_ID, "wmcli.envs.grid_world:GridWorld", {"respawn": "both"}, None),
+    (GRID_WORLD_GOAL_ID, "wmcli.envs.grid_world:GridWorld", {"respawn": "goal"}, None),
 ):
     if _id not in gymnasium.registry:
-        gymnasium.register(id=_id, entry_point=_entry_point, kwargs=_kwargs)
+        gymnasium.register(id=_id, entry_point=_entry_point, kwargs=_kwargs, max_episode_steps=_steps)
 
 __all__ = ["EnvironmentSettings", "Streams", "Transition", "list_environments", "make", "protocol"]

@@ -1,4 +1,4 @@
-"""`wm/Catch-v0`: the smallest game with pixels, actions and a delayed reward. `wm/HiddenCatch-v0`: it needs memory.
+"""`wm/Catch-v0`: the smallest game with pixels, actions and a delayed reward.
 
 A board of 8 x 8 cells of 8 pixels. A ball of one cell starts in a random column of the top row and falls one row a
 step; a paddle two cells wide starts in the middle of the bottom row and moves one cell a step. The episode ends after 7
@@ -7,13 +7,6 @@ steps, when the ball is in the bottom row: +1 if the paddle is under it, else -1
 A policy that does not look catches 2 of the 8 columns wherever its paddle ends, so its mean return is exactly
 2 * 2/8 - 1 = -0.5. From the middle every column is at most 3 moves away, so the best return is always +1. Cells of 8
 pixels stay whole when a frame is shrunk to 32 or 16. After Catch of bsuite (Osband et al. 2020, arXiv 1908.03568).
-
-In `wm/HiddenCatch-v0` the ball is drawn in the first frame of an episode alone and falls on unseen; all else is the
-same. A policy that remembers its column can follow it as before, so the best return is always +1. A policy that sees
-the current frame alone has a mean return of at most 2 * 6/8 - 1 = +0.5. Its first move can depend on the column, but
-after that only the paddle tells columns apart, and it stands in one of 3 places. Wherever a policy ends from each of
-them, by chance or not, a paddle covers 2 columns, so 3 catch at most 6 of the 8; and 6 it can catch. A policy that does
-not look at all still has -0.5.
 """
 
 from __future__ import annotations
@@ -24,7 +17,6 @@ import gymnasium
 import numpy as np
 
 CATCH_ID = "wm/Catch-v0"
-HIDDEN_CATCH_ID = "wm/HiddenCatch-v0"
 CELLS = 8  # rows and columns of the board
 CELL = 8  # pixels
 PADDLE = 2  # cells
@@ -34,17 +26,13 @@ BACKGROUND = (16, 16, 24)
 
 
 class Catch(gymnasium.Env[np.ndarray, int]):
-    """Frames (64, 64, 3) uint8; actions 0 left, 1 stay, 2 right.
-
-    `hidden`: the ball is drawn in the first frame of an episode alone.
-    """
+    """Frames (64, 64, 3) uint8; actions 0 left, 1 stay, 2 right."""
 
     metadata: dict[str, Any] = {"render_modes": []}
 
-    def __init__(self, hidden: bool = False) -> None:
+    def __init__(self) -> None:
         self.observation_space = gymnasium.spaces.Box(0, 255, (CELLS * CELL, CELLS * CELL, 3), np.uint8)
         self.action_space = gymnasium.spaces.Discrete(3)  # type: ignore[assignment]
-        self._hidden = hidden
         self._row = CELLS - 1
         self._column = 0
         self._paddle = 0  # its leftmost cell
@@ -74,6 +62,5 @@ class Catch(gymnasium.Env[np.ndarray, int]):
     def _draw(self) -> np.ndarray:
         board = np.full((CELLS, CELLS, 3), BACKGROUND, np.uint8)
         board[-1, self._paddle : self._paddle + PADDLE] = PADDLE_COLOUR
-        if self._row == 0 or not self._hidden:
-            board[self._row, self._column] = BALL_COLOUR
+        board[self._row, self._column] = BALL_COLOUR
         return board.repeat(CELL, axis=0).repeat(CELL, axis=1)

@@ -11,7 +11,8 @@ from typing import Any
 import gymnasium
 
 from wmcli.envs import atari
-from wmcli.envs.catch import CATCH_ID, HIDDEN_CATCH_ID
+from wmcli.envs.catch import CATCH_ID
+from wmcli.envs.delayed_copy import DELAYED_COPY_ID
 from wmcli.envs.frames import Frames
 from wmcli.envs.grid_world import GRID_WORLD_GOAL_ID, GRID_WORLD_ID
 from wmcli.envs.settings import EnvironmentSettings
@@ -77,7 +78,7 @@ def list_environments() -> list[dict[str, Any]]:
     """What `wm envs` shows: id, the protocols it can be played with, and one line about it."""
     small = {
         CATCH_ID: "catch a falling ball: learns in minutes on a CPU",
-        HIDDEN_CATCH_ID: "the same, but the ball is seen in the first frame alone: a test of memory",
+        DELAYED_COPY_ID: "do now what was shown three frames ago: a test of memory",
         GRID_WORLD_ID: "reach the goal in a room of 5 x 5 cells, without end: a test of long sequences",
         GRID_WORLD_GOAL_ID: "the same, but only the goal is placed anew when it is reached",
     }
