@@ -102,6 +102,7 @@ def test_examples_name_presets_that_exist():
         (["imagine", "--more", "--force"], "wm imagine: --more goes on from the newest version"),
         (["eval", "--protocol", "speed"], "wm eval: Invalid value for '--protocol'"),
         (["eval", "--against", "runs/a"], "wm eval: --against compares"),
+        (["eval", "--priors", "x.png"], "wm eval: --priors draws what several runs learned"),
         (["eval", "--by", "seed"], "wm eval: --by sorts the scores of several runs"),
         (["eval", "runs/a", "--by", "seed", "--against", "runs/b"], "wm eval: --by sorts the scores of several runs"),
         (["run", "one", "--preset", "two"], "wm run: two presets"),

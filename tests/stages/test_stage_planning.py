@@ -18,7 +18,7 @@ from wmcli.experience import read_segment
 from wmcli.stages.collect import collect
 from wmcli.stages.context import SEGMENT, Context, open_context
 from wmcli.stages.dynamics import train_dynamics
-from wmcli.stages.evaluate import evaluate
+from wmcli.stages.evaluate import compare_priors, evaluate
 from wmcli.stages.imagine import imagine
 from wmcli.stages.loop import run_loop
 from wmcli.stages.play import play
@@ -237,3 +237,19 @@ def test_learned_priors_are_logged_published_and_drawn(played: Path) -> None:
     assert [record["update"] for record in logged] == [2, 3] and logged[-1]["priors"] == priors
     assert logged[0]["priors"] != priors and logged[-1]["prior_penalty"] > 0
     assert (artifact.path / "priors.png").exists()
+
+
+def test_priors_of_several_runs_are_drawn_together(run: Path, played: Path, tmp_path: Path) -> None:
+    out = tmp_path / "priors.png"
+    for folder in (run, tmp_path / "other"):
+        if folder != run:
+            shutil.copytree(run, folder, symlinks=True)
+        evaluate(opened(folder), episodes=1)
+    if version(run, "dynamics", 1).settings["dynamics"]["kind"] != "unizero":
+        with pytest.raises(UsageError, match="no priors to draw"):
+            compare_priors([run], out)
+        return
+    compare_priors([run, tmp_path / "other"], out)
+    assert out.read_bytes().startswith(b"\x89PNG")
+    train_dynamics(opened(run, more=True))  # its newer records are not in the other run
+    compare_priors([run, tmp_path / "other"], out)

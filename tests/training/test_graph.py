@@ -77,6 +77,15 @@ def test_the_next_call_writes_over_what_the_last_one_gave(device: str) -> None:
     assert second["last"].data_ptr() == first["last"].data_ptr() and not torch.equal(kept, second["last"])
 
 
+def test_a_place_may_be_empty(device: str) -> None:
+    recorded = Recorded(lambda pair: pair.x * 2 if pair.steps is None else pair.x)
+    for seed in range(3):
+        x = arguments(device, seed)[0].x
+        assert torch.equal(recorded(Pair(x, None)), 2 * x)
+    with pytest.raises(AssertionError, match="another tree"):
+        recorded(Pair(None, x))
+
+
 def test_other_shapes_are_refused(device: str) -> None:
     _, run = model(device)
     recorded = Recorded(run)

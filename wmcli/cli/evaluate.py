@@ -50,6 +50,12 @@ def evaluate(
             rich_help_panel=MANY_PANEL,
         ),
     ] = None,
+    priors: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Draw the attention priors that RUN... learned (.png).", rich_help_panel=MANY_PANEL
+        ),
+    ] = None,
     run: RunFolder = DEFAULT_RUN,
     preset: Preset = None,
     settings: Set = None,
@@ -83,6 +89,12 @@ def evaluate(
     if runs and protocol == "gridworld":
         _grid_world_table(runs, as_json)
         return
+    if priors:
+        from wmcli.stages.evaluate import compare_priors
+
+        if not runs:
+            raise UsageError("--priors draws what several runs learned: wm eval RUN... --priors FILE.png")
+        compare_priors(runs, priors)
     if runs and by:
         _sorted_by(runs, by, as_json)
         return

@@ -16,7 +16,7 @@ from wmcli.experience import Memory, SearchTargets
 from wmcli.nn import attention_prior
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.latents import gather, latents_of
-from wmcli.stages.pictures import imagined_beside_real, write_priors, write_side_by_side
+from wmcli.stages.pictures import draw_priors, imagined_beside_real, write_side_by_side
 from wmcli.stages.sampling import build_sampler
 from wmcli.stages.train import Lesson, check_descent, newest_fitted_alone, optimiser_for, parent_of, train
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_modules, load_tensors, save_tensors
@@ -113,7 +113,7 @@ def train_dynamics(
             with context.machine.autocast():
                 write_side_by_side(payload, imagined_beside_real(world_model, memory, settings.context))
             if attention_prior.learned(world_model):
-                write_priors(context, payload)
+                draw_priors([context.run], context.settings, payload / "priors.png")
 
         trainee = Trainee({"dynamics": world_model}, optimiser, rng, {"sampler": sampler})
         return Lesson(trainee, step, draw, watch=watch)

@@ -24,7 +24,7 @@ from wmcli.report.images import captioned, play_captions, write_gif
 from wmcli.report.plots import return_curve, returns_histogram, write_figure
 from wmcli.settings import flatten
 from wmcli.stages.context import Context, check_same_environment
-from wmcli.stages.pictures import beside, write_side_by_side
+from wmcli.stages.pictures import beside, draw_priors, write_side_by_side
 from wmcli.training.device import derived_seed
 from wmcli.world_models.base import WorldModel
 
@@ -299,6 +299,12 @@ def compare_settings(runs: Sequence[Path], keys: Sequence[str]) -> list[dict[str
         numbers = {"mean": estimate["value"], "low": estimate["low"], "high": estimate["high"]}
         rows.append({**dict(zip(keys, group, strict=True)), "runs": len(members), **numbers})
     return rows
+
+
+def compare_priors(runs: Sequence[Path], out: Path) -> None:
+    """Draw the attention priors that these runs learned. Raises UsageError where they learned none that match."""
+    opened = [Run.open(path, create=False) for path in runs]
+    draw_priors(opened, settings_of(newest_evaluations(runs[:1], PROTOCOL)[0]), out)
 
 
 def _by_task(runs: Sequence[Path]) -> dict[str, list[Artifact]]:

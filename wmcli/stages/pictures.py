@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wmcli.artifacts import Run
 from wmcli.experience.memory import Memory
 from wmcli.report.images import side_by_side, strip, write_gif, write_png
 from wmcli.report.plots import learned_priors, write_figure
-from wmcli.stages.context import Context
+from wmcli.settings import Settings
 from wmcli.world_models.base import WorldModel
 
 EPISODES = 3  # shown under each other
@@ -78,16 +80,24 @@ def write_side_by_side(folder: Path, pictures: SideBySide | None) -> None:
     )
 
 
-def write_priors(context: Context, folder: Path) -> None:
-    """`priors.png`: the learned attention priors of this run over updates, as they were logged, if there are any."""
-    prior = context.settings.attention_prior
-    records = {record["update"]: record["priors"] for record in context.run.history() if "priors" in record}
-    newest = records[max(records)]
-    updates = sorted(update for update, each in records.items() if _shapes(each) == _shapes(newest))
-    lines = {name: np.array([records[update][name] for update in updates]) for name in newest}
-    initial = {name: getattr(prior, name) for name in newest}
-    write_figure(folder / "priors.png", learned_priors(updates, [lines], initial))
+def draw_priors(runs: Sequence[Run], settings: Settings, path: Path) -> None:
+    """The attention priors that these runs learned, over updates, as logged: of several runs their mean and spread.
+
+    `settings` say what they began with. Raises UsageError where there are none, or where the runs' do not match.
+    """
+    logged = [_logged_priors(run) for run in runs]
+    common = sorted(set.intersection(*(set(records) for records in logged)))
+    names = list(logged[0][common[0]]) if common else []
+    lines = [{name: [records[update][name] for update in common] for name in names} for records in logged]
+    initial = {name: getattr(settings.attention_prior, name) for name in names}
+    write_figure(path, learned_priors(common, lines, initial))
 
 
-def _shapes(priors: dict[str, list[list[float]]]) -> dict[str, tuple[int, ...]]:
-    return {name: np.shape(values) for name, values in priors.items()}
+def _logged_priors(run: Run) -> dict[int, dict[str, list[list[float]]]]:
+    """By update, those of the same shape as the newest."""
+    records = {record["update"]: record["priors"] for record in run.history() if "priors" in record}
+
+    def shapes(priors: dict[str, list[list[float]]]) -> dict[str, tuple[int, ...]]:
+        return {name: np.shape(values) for name, values in priors.items()}
+
+    return {update: each for update, each in records.items() if shapes(each) == shapes(records[max(records)])}

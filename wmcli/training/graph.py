@@ -18,7 +18,7 @@ WARM_UPS = 2  # calls before the recording: kernels are compiled and libraries l
 
 
 class Recorded(Generic[R]):
-    """`function` of trees of tensors on one CUDA device, without gradient.
+    """`function` of trees of tensors on one CUDA device, without gradient. A place in a tree may be empty (None).
 
     What it gives stays where it is and is overwritten by the next call: use it up before. Arguments have the shapes and
     types of the first call. The function must do the same operations at every call, whatever the values: it draws no
@@ -30,16 +30,19 @@ class Recorded(Generic[R]):
     def __init__(self, function: Callable[..., R]) -> None:
         self._function = function
         self._inputs: list[Tensor] = []
-        self._form: pytree.TreeSpec | None = None
+        self._form: tuple[pytree.TreeSpec, list[bool]] | None = None  # and which leaves are None
         self._result: R
         self._replay: Callable[[], None]
 
     @torch.no_grad()
     def __call__(self, *arguments: Any) -> R:
-        given, form = pytree.tree_flatten(arguments)
+        leaves, tree = pytree.tree_flatten(arguments)
+        given = [leaf for leaf in leaves if leaf is not None]
+        form = (tree, [leaf is None for leaf in leaves])
         if self._form is None:
             self._form, self._inputs = form, [tensor.clone() for tensor in given]
-            mine = pytree.tree_unflatten(self._inputs, form)
+            places = iter(self._inputs)
+            mine = pytree.tree_unflatten([None if leaf is None else next(places) for leaf in leaves], tree)
             self._result, self._replay = capture(lambda: self._function(*mine))
         assert form == self._form, "another tree of arguments than at the first call"
         for place, tensor in zip(self._inputs, given, strict=True):

@@ -1,0 +1,35 @@
+# What attention priors are worth, with and without the flaw of the paper's public code (docs/results.md):
+#   make -j2 -f docs/priors.mk        prints the table, draws what the priors learned; SEEDS="1 2 3 4 5" for more
+# On one thread each, so that -j gives as many at once as there are cores.
+R := runs/priors
+SEEDS := 1 2 3
+PRIOR := backbone.transformer.prior
+
+none :=
+gaussian := $(PRIOR).kind=gaussian
+span := $(PRIOR).kind=span $(PRIOR).regulariser=l1
+combined := $(PRIOR).kind=gaussian_span $(PRIOR).span=10 $(PRIOR).regulariser=l1
+reference-gaussian := $(gaussian) $(PRIOR).form=scale $(PRIOR).mean_bound=clamp
+LEAK := $(PRIOR).form=scale $(PRIOR).mean_bound=clamp $(PRIOR).span_mask=triangle $(PRIOR).leak=true
+reference-span := $(span) $(LEAK)
+reference-combined := $(combined) $(LEAK)
+LEARNED := gaussian span combined reference-gaussian reference-span reference-combined
+VARIANTS := none $(LEARNED)
+
+runs = $(foreach seed,$(SEEDS),$(R)/$(1)-$(seed))
+RUNS := $(foreach variant,$(VARIANTS),$(call runs,$(variant)))
+
+table: $(RUNS:=/evaluation/latest/manifest.json) $(foreach variant,$(LEARNED),$(R)/$(variant).png)
+	wm eval $(RUNS) --by $(PRIOR).kind --by $(PRIOR).form
+.PHONY: table
+
+define one
+$(R)/$(1)-$(2)/evaluation/latest/manifest.json:
+	wm run priors-study --run $(R)/$(1)-$(2) --seed $(2) --set training.threads=1 $(foreach each,$($(1)),--set $(each))
+endef
+define picture
+$(R)/$(1).png: $(addsuffix /evaluation/latest/manifest.json,$(call runs,$(1)))
+	wm eval $(call runs,$(1)) --priors $$@ > /dev/null
+endef
+$(foreach variant,$(VARIANTS),$(foreach seed,$(SEEDS),$(eval $(call one,$(variant),$(seed)))))
+$(foreach variant,$(LEARNED),$(eval $(call picture,$(variant))))
