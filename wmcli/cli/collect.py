@@ -10,6 +10,7 @@ from wmcli.cli.options import (
     DEFAULT_RUN,
     INPUT_PANEL,
     Device,
+    Environment,
     Fresh,
     Json,
     Preset,
@@ -29,6 +30,7 @@ def collect(
     settings: Set = None,
     seed: Seed = None,
     device: Device = None,
+    environment: Environment = None,
     controller: Annotated[
         str | None,
         typer.Option(
@@ -50,6 +52,6 @@ def collect(
     from wmcli.stages.collect import collect as stage
     from wmcli.stages.context import open_context
 
-    changes = overrides(settings, {"seed": seed, "training.device": device})
+    changes = overrides(settings, {"seed": seed, "training.device": device, "environment.id": environment})
     context = open_context(run, preset, changes, create=True, quiet=quiet, fresh=fresh)
     published(stage(context, controller=controller, steps=steps), as_json)

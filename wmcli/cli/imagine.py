@@ -36,7 +36,7 @@ def imagine(
     dynamics: Dynamics = None,
     experience: Experience = None,
     updates: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Short for --set controller.updates=N.")
+        int | None, typer.Option(min=0, metavar="N", help="Short for --set controller.updates=N.")
     ] = None,
     fresh: Fresh = False,
     more: More = False,
@@ -44,7 +44,8 @@ def imagine(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train the controller inside the imagination of the dynamics model.
+    """Train the controller inside the imagination of the dynamics model. One that plans (mcts) searches stored frames
+    again with it, for the dynamics to learn from.
 
     Example: wm imagine --run runs/catch --set controller.horizon=10
     """

@@ -11,6 +11,7 @@ from wmcli.cli.options import (
     DEFAULT_RUN,
     Backbone,
     Device,
+    Environment,
     Fresh,
     Json,
     Preset,
@@ -39,6 +40,7 @@ def run(
     settings: Set = None,
     seed: Seed = None,
     device: Device = None,
+    environment: Environment = None,
     backbone: Backbone = None,
     fresh: Fresh = False,
     as_json: Json = False,
@@ -48,14 +50,16 @@ def run(
 
     With --set run.overlap=true a second process collects the next epoch's experience while this one's models train.
 
-    Examples: wm run quickstart --run runs/catch; wm run drama-quick --backbone s4 --run runs/s4
+    Examples: wm run quickstart --run runs/catch; wm run drama-quick --backbone s4 --run runs/s4;
+    wm run unizero --env ALE/MsPacman-v5 --run runs/mspacman
     """
     if name and preset and name != preset:
         raise UsageError(f"two presets, {name} and --preset {preset}: give one of them.")
     from wmcli.stages.context import open_context
     from wmcli.stages.loop import run_loop
 
-    changes = overrides(settings, {"seed": seed, "training.device": device, "backbone.name": backbone})
+    short = {"seed": seed, "training.device": device, "environment.id": environment, "backbone.name": backbone}
+    changes = overrides(settings, short)
     artifact = run_loop(open_context(run, name or preset, changes, create=True, quiet=quiet, fresh=fresh))
     if artifact.kind == "evaluation" and not (as_json or quiet):
         show_score(artifact)

@@ -106,6 +106,15 @@ Device = Annotated[
     ),
 ]
 
+Environment = Annotated[
+    str | None,
+    typer.Option(
+        "--env",
+        metavar="ID",
+        help="The game: wm/Catch-v0, ALE/Pong-v5, ... Short for --set environment.id=ID.",
+        rich_help_panel=RUN_PANEL,
+    ),
+]
 Backbone = Annotated[
     str | None,
     typer.Option(
@@ -120,6 +129,10 @@ Experience = Annotated[str | None, _reference("--experience", "Experience to lea
 Tokenizer = Annotated[str | None, _reference("--tokenizer", "Tokenizer to use, or (Drama) to start from, or none")]
 Dynamics = Annotated[str | None, _reference("--dynamics", "Dynamics model to imagine with")]
 Controller = Annotated[str | None, _reference("--controller", "Controller that acts")]
+Teacher = Annotated[
+    str | None,
+    _reference("--controller", "For planning: controller whose searches of the experience to learn from, or none"),
+]
 
 Fresh = Annotated[
     bool,

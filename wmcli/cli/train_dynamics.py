@@ -20,6 +20,7 @@ from wmcli.cli.options import (
     RunFolder,
     Seed,
     Set,
+    Teacher,
     Tokenizer,
     may_create,
     overrides,
@@ -36,6 +37,7 @@ def train_dynamics(
     device: Device = None,
     tokenizer: Tokenizer = None,
     experience: Experience = None,
+    controller: Teacher = None,
     backbone: Backbone = None,
     updates: Annotated[int | None, typer.Option(min=1, metavar="N", help="Short for --set dynamics.updates=N.")] = None,
     fresh: Fresh = False,
@@ -44,7 +46,8 @@ def train_dynamics(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train the dynamics model on the collected frames: on their tokens, or with the tokenizer as a part of it.
+    """Train the dynamics model on the collected frames: on their tokens, or with the tokenizer as a part of it. A model
+    that is planned in (unizero, muzero) learns policy and value as well.
 
     Example: wm train-dynamics --run runs/catch --backbone mamba2
     """
@@ -56,4 +59,4 @@ def train_dynamics(
     create = may_create(tokenizer, experience)
     changes = overrides(settings, short)
     context = open_context(run, preset, changes, create=create, quiet=quiet, fresh=fresh, force=force, more=more)
-    published(stage(context, tokenizer=tokenizer, experience=experience), as_json)
+    published(stage(context, tokenizer=tokenizer, experience=experience, controller=controller), as_json)
