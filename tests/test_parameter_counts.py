@@ -209,13 +209,113 @@ def test_storm() -> None:
     assert found["controller.actor"] + found["controller.critic"] == 2_235_141
 
 
+# -- UniZero ----------------------------------------------------------------------------------------------------------
+
+POSITIONS = 20 * 768  # which the paper's table does not count into the transformer
+UNIZERO_TOTALS = [  # by the actions of Freeway, Breakout, Pong and Alien
+    (3, 20_766_701),
+    (4, 20_768_238),
+    (6, 20_771_312),
+    (18, 20_789_756),
+]
+
+
+def conv_and_norm(inputs: int, outputs: int, kernel: int = 3) -> int:
+    """Without a bias, and two for each channel."""
+    return inputs * outputs * kernel**2 + 2 * outputs
+
+
+def residual_block(channels: int) -> int:
+    return 2 * conv_and_norm(channels, channels)
+
+
+def trunk(inputs: int) -> int:
+    """The convolutions of either planner: 64 x 64 pixels to 64 channels of 8 x 8."""
+    halved = conv_and_norm(32, 64) + conv_and_norm(64, 64) + 32 * 64 * 9  # the skip has no norm
+    return conv_and_norm(inputs, 32) + residual_block(32) + halved + 3 * residual_block(64)
+
+
+def learning(found: dict[str, int]) -> int:
+    """Of the dynamics model: the target, a copy that follows, is no part of the paper's numbers."""
+    return found["dynamics"] - found["dynamics.target"]
+
+
+@pytest.mark.parametrize(("actions", "total"), UNIZERO_TOTALS)
+def test_unizero(actions: int, total: int) -> None:
+    found = counts("unizero", actions)
+    assert learning(found) == 20_762_090 + 1_537 * actions == total
+    assert found["controller"] == 0
+
+
+def test_unizero_by_its_parts() -> None:
+    found = counts("unizero", 6)
+    assert found["dynamics.encoder"] == 3_461_152 == trunk(3) + 64 * 8 * 8 * 768
+    layer = 4 * linear(768, 768) + linear(768, 3072) + linear(3072, 768) + 2 * 2 * 768
+    assert layer == 7_087_872
+    assert found["dynamics.backbone"] - POSITIONS == 14_177_280 == 2 * layer + 2 * 768
+    assert found["dynamics.action_embedding"] == 6 * 768
+    hidden = linear(768, 768)
+    assert found["dynamics.latent_head"] == 2 * hidden
+    assert found["dynamics.reward_head"] == found["dynamics.value_head"] == hidden + linear(768, 101)
+    assert found["dynamics.policy_head"] == hidden + linear(768, 6)
+    copied = ("encoder", "action_embedding", "backbone", "value_head")
+    assert found["dynamics.target"] == sum(found[f"dynamics.{part}"] for part in copied)
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "more"),
+    [
+        ("unizero-span", [], 16),  # 8 heads of 2 layers, a span each
+        ("unizero-gaussian", [], 32),
+        ("unizero-combined", [], 48),
+        ("unizero-gaussian", ["backbone.transformer.prior.unit=step", "backbone.transformer.prior.mean=3"], 32),
+        ("unizero", ["backbone.transformer.prior.kind=local"], 0),
+        ("unizero-reference", [], 32),
+    ],
+)
+def test_what_attention_priors_add(preset: str, overrides: list[str], more: int) -> None:
+    plain, found = counts("unizero", 6), counts(preset, 6, *overrides)
+    assert learning(found) - learning(plain) == found["dynamics.backbone"] - plain["dynamics.backbone"] == more
+
+
+# -- MuZero -----------------------------------------------------------------------------------------------------------
+
+
+def muzero_head(outputs: int) -> int:
+    """A 1 x 1 convolution to 16 channels and a hidden layer of 32, each with norms for a bias, and what comes out."""
+    return conv_and_norm(64, 16, 1) + (16 * 8 * 8 * 32 + 2 * 32) + linear(32, outputs)
+
+
+@pytest.mark.parametrize("actions", ACTIONS)
+def test_muzero(actions: int) -> None:
+    found = counts("muzero", actions)
+    projection = (64 * 8 * 8 * 1024 + 2 * 1024) + 2 * (1024**2 + 2 * 1024)
+    predictor = (1024 * 512 + 2 * 512) + linear(512, 1024)
+    want = {
+        "representation": trunk(4),  # grey frames
+        "dynamics": conv_and_norm(64 + actions, 64) + residual_block(64),
+        "prediction": residual_block(64),
+        "reward_head": muzero_head(601),
+        "policy_head": muzero_head(actions),
+        "value_head": muzero_head(601),
+        "projection": projection,
+        "predictor": predictor,
+        "target": trunk(4) + residual_block(64) + muzero_head(601),
+    }
+    parts = {name.removeprefix("dynamics."): n for name, n in found.items() if name.startswith("dynamics.")}
+    assert parts == want
+    assert learning(found) == 7_990_226 + 609 * actions
+    assert found["controller"] == 0
+
+
 # -- the counting itself ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["quickstart", "rem", "iris", "drama", "storm"])
+@pytest.mark.parametrize("preset", ["quickstart", "rem", "iris", "drama", "storm", "unizero-gaussian", "muzero"])
 def test_the_parts_make_the_whole_and_nothing_is_counted_twice(preset: str) -> None:
     found = counts(preset, 4)
-    for model in ("tokenizer", "dynamics", "controller"):
+    assert ("tokenizer" in found) == (preset not in ("unizero-gaussian", "muzero"))
+    for model in (name for name in found if "." not in name):
         assert found[model] == sum(number for name, number in found.items() if name.startswith(f"{model}."))
 
 

@@ -11,7 +11,9 @@ pytestmark = pytest.mark.learning
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3], ids=lambda seed: f"seed{seed}")
-@pytest.mark.parametrize("preset", ["quickstart", "rem-quick", "iris-quick", "drama-quick"])
+@pytest.mark.parametrize(
+    "preset", ["quickstart", "rem-quick", "iris-quick", "drama-quick", "unizero-quick", "muzero-quick"]
+)
 def test_catch_is_learned(tmp_path, preset, seed):
     context = open_context(tmp_path / "run", preset, [f"seed={seed}"], create=True)
     metrics = run_loop(context).metrics
@@ -25,11 +27,11 @@ def test_drama_catches_after_two_rounds(tmp_path):
     assert run_loop(context).metrics["mean"] >= 0.8
 
 
-# Every other backbone in either world model: docs/results.md has what each reached.
+# Every other backbone in one world model or another: docs/results.md has what each reached.
 @pytest.mark.parametrize(
     ("preset", "backbone"),
     [("drama-quick", name) for name in ("retnet", "s4", "gru", "transformer", "transformer-xl", "mamba1")]
-    + [("rem-quick", "mamba2")],
+    + [("rem-quick", "mamba2"), ("unizero-quick", "mamba2")],
 )
 def test_catch_is_learned_on_another_backbone(tmp_path, preset, backbone):
     context = open_context(tmp_path / "run", preset, [f"backbone.name={backbone}"], create=True)

@@ -1,4 +1,4 @@
-"""Any backbone with either kind of world model: one training step, one imagined step and one rollout of each pair."""
+"""Any backbone with any kind of world model: one training step, one imagined step and one rollout of each pair."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import test_latent
 import test_token
+import test_unizero
 import torch
 from small_backbones import NAMES
 from torch import nn
@@ -41,7 +42,17 @@ def _token(prediction: str) -> Callable[[str], tuple[WorldModel, Batch]]:
     return make
 
 
-MODELS = {"token, parallel": _token("pop"), "token, sequential": _token("sequential"), "latent": _latent}
+def _unizero(backbone: str) -> tuple[WorldModel, Batch]:
+    searched = test_unizero.some(0.7)
+    return test_unizero.make(backbone, dropout=0.1), test_unizero.segment(searched=searched)
+
+
+MODELS = {
+    "token, parallel": _token("pop"),
+    "token, sequential": _token("sequential"),
+    "latent": _latent,
+    "unizero": _unizero,
+}
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -60,6 +71,7 @@ def test_a_training_step_and_an_imagined_step(backbone: str, kind: str) -> None:
         norm = update(optimiser, loss(), 100.0)
         assert norm.isfinite() and norm > 0
     assert loss() < before
+    model.after_update()  # only now: a target that follows moves what is to be learned
     _check_imagination(model.eval(), batch)
 
 
