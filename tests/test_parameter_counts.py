@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from wmcli.assemble import build_tokenizer, build_world_model, count, parameter_counts
+from wmcli.backbones import BACKBONES
 from wmcli.settings import resolve
 
 ACTIONS = [3, 4, 18]
@@ -245,6 +246,14 @@ def test_unizero(actions: int, total: int) -> None:
     found = counts("unizero", actions)
     assert learning(found) == 20_762_090 + 1_537 * actions == total
     assert found["controller"] == 0
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_unizero_can_be_sized_on_every_backbone(backbone: str) -> None:
+    """Without allocating anything, as a new run is."""
+    found = counts("unizero-quick", 3, f"backbone.name={backbone}")
+    learned = build_world_model(resolve("unizero-quick", [f"backbone.name={backbone}"]), None, 3)
+    assert found["dynamics"] == count(learned) and found["dynamics.backbone"] > 0
 
 
 def test_unizero_by_its_parts() -> None:

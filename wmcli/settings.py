@@ -145,6 +145,11 @@ class Settings(Section):
                 f"controller.kind = 'mcts' searches with a policy and a value that the dynamics learn, and dynamics of"
                 f" kind '{self.dynamics.kind}' learn none: set dynamics.kind to {' or '.join(PLANNED)}"
             )
+        if self.dynamics.kind in PLANNED and getattr(self.controller, "input", "") == "pixels":
+            raise ValueError(
+                f"controller.input = 'pixels' looks at imagined frames, and dynamics of kind '{self.dynamics.kind}'"
+                " make none: set controller.input = 'latent'"
+            )
         if isinstance(self.dynamics, UniZeroSettings | MuZeroSettings) or isinstance(self.controller, MCTSSettings):
             return self  # these may imagine for longer than they were trained to
         self._check_horizon(self.dynamics, self.controller)

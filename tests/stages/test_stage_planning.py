@@ -253,3 +253,24 @@ def test_priors_of_several_runs_are_drawn_together(run: Path, played: Path, tmp_
     assert out.read_bytes().startswith(b"\x89PNG")
     train_dynamics(opened(run, more=True))  # its newer records are not in the other run
     compare_priors([run, tmp_path / "other"], out)
+
+
+@pytest.mark.parametrize("controller", ["reinforce", "actor-critic"])
+def test_other_controllers_learn_in_the_imagination_of_these_models(played: Path, tmp_path: Path, controller) -> None:
+    preset = Run.open(played, create=False).bound()["preset"]
+    given = [each for each in COMMON + EVERY[preset] if not each.startswith("controller.")]
+    small = {
+        "reinforce": ["width=8", "latent_channels=[4]", "burn_in=2"],
+        "actor-critic": ["actor_width=8", "critic_width=8"],
+    }[controller]
+    changes = [*given, f"controller.kind={controller}", *(f"controller.{each}" for each in small)]
+    changes += ["controller.horizon=3", "controller.batch=4", "controller.updates=2"]
+    folder = tmp_path / "other"
+    collect(open_context(folder, preset, changes, create=True, quiet=True))
+    for stage in (train_dynamics, imagine):
+        first = stage(opened(folder))
+        assert stage(opened(folder, more=True)).inputs["parent"].digest == first.digest
+    assert "policy" not in read_segment(collect(opened(folder)).path / SEGMENT)
+    assert evaluate(opened(folder), episodes=1).metrics["episodes"] == 1
+    with pytest.raises(UsageError, match="looks at imagined frames"):
+        opened(folder, "controller.kind=reinforce", "controller.input=pixels")

@@ -75,7 +75,7 @@ def cache_dtype(weight: Tensor) -> torch.dtype:
     For a cache of keys and values, which are kept and never added to, so that nothing is lost.
     """
     device = weight.device.type
-    low = weight.dtype == torch.float32 and torch.is_autocast_enabled(device)
+    low = weight.dtype == torch.float32 and device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if low else weight.dtype
 
 

@@ -52,7 +52,7 @@ def imagine(
     trained_with = settings_of(model)
     encoder = "rules"
     if trained_with.encoder != "rules":
-        teacher = model if trained_with.encoder == "dynamics" else model.input("tokenizer")
+        teacher = model.input("tokenizer") if trained_with.encoder == "tokenizer" else model
         encoder = teacher.digest
         if "parent" in inputs:
             learned = inputs["parent"].inputs["dynamics"]
@@ -74,7 +74,7 @@ def imagine(
             rng,
             length=controller.window,
             # A model over latents takes a shorter context as it comes, like one behind the end of an episode.
-            minimum=1 if trained_with.encoder == "dynamics" else min(known + 1, controller.window),
+            minimum=1 if trained_with.encoder in ("dynamics", "itself") else min(known + 1, controller.window),
             pad="left",
             across_ends=world_model.across_ends,
             trained=_times_trained(context, model, frames) if context.settings.training.sampling == "dfs" else None,
