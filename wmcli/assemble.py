@@ -60,10 +60,11 @@ def build_world_model(settings: Settings, tokenizer: Tokenizer | None, actions: 
     return LatentWorldModel(dynamics, backbone, tokenizer, actions)
 
 
-def build_controller(settings: Settings, world_model: WorldModel) -> Controller:
-    """A fresh controller for what the world model shows."""
+def build_controller(settings: Settings, world_model: WorldModel, machine: Machine | None = None) -> Controller:
+    """A fresh controller for what the world model shows. On a `machine` that replays graphs a search is one."""
     if isinstance(settings.controller, MCTSSettings):
-        return MCTS(settings.controller, world_model.actions)
+        repeated = {} if machine is None else {"repeated": machine.repeated}
+        return MCTS(settings.controller, world_model.actions, **repeated)
     if isinstance(settings.controller, ReinforceSettings):
         return ReinforceController(
             settings.controller, world_model.feature_shape, settings.environment.size, world_model.actions
@@ -105,7 +106,7 @@ def load_controller(artifact: Artifact, machine: Machine, acting: Mapping[str, A
     elif isinstance(settings.controller, MCTSSettings) and "search" in acting:
         searching = settings.controller.model_copy(update=acting["search"])
         settings = settings.model_copy(update={"controller": searching})
-    return world_model, _frozen(build_controller(settings, world_model), "controller", artifact, machine)
+    return world_model, _frozen(build_controller(settings, world_model, machine), "controller", artifact, machine)
 
 
 def _frozen(module: M, name: str, artifact: Artifact, machine: Machine) -> M:

@@ -13,9 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
+from watching import capture_without_a_graph
 
 from wmcli.controllers import mcts
 from wmcli.controllers.mcts import MCTS, Found, MCTSSettings, SearchNoise, draw_noise, search
+from wmcli.training import graph
+from wmcli.training.graph import Recorded
 from wmcli.world_models.base import Imagined, PlanningWorldModel, Prediction
 
 RULES = ["mctx", "lightzero", "gumbel"]
@@ -542,6 +545,33 @@ def test_acts_on_an_opaque_state(rules):
     assert torch.equal(again, logits), "nothing is drawn without a generator"
     exploring, _ = controller.decide(world, world.start(6), after, torch.Generator().manual_seed(0))
     assert not torch.equal(exploring, logits)
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_a_search_can_be_recorded_and_replayed(rules, monkeypatch):
+    """It is a function of tensors alone, and what it found before is not written over."""
+    monkeypatch.setattr(graph, "capture", capture_without_a_graph)
+    world, settings = Memory(), MCTSSettings(rules=rules, simulations=9)
+    plain, recorded = MCTS(settings, 4), MCTS(settings, 4, repeated=Recorded)
+    earlier = []
+    for seed in range(3):
+        start = tree_map(
+            lambda leaf, seed=seed: leaf * (1 + seed) if leaf.is_floating_point() else leaf, world.start(5)
+        )
+        decisions = [
+            player.decide(world, start, player.initial_state(5), torch.Generator().manual_seed(seed))
+            for player in (plain, recorded)
+        ]
+        assert_close(decisions[1], decisions[0], rtol=0, atol=0)
+        earlier.append(decisions)
+    for of_plain, of_recorded in earlier:
+        assert_close(of_recorded[1], of_plain[1], rtol=0, atol=0)
+    other = Memory()
+    other.look.mul_(-1)
+    want, _ = plain.decide(other, other.start(5), plain.initial_state(5))
+    got, _ = MCTS(settings, 4, repeated=Recorded).decide(other, other.start(5), plain.initial_state(5))
+    assert torch.equal(got, want)
+    assert not torch.equal(want, plain.decide(world, world.start(5), plain.initial_state(5))[0]), "another model"
 
 
 def test_logits_are_visits_or_the_choice(monkeypatch):

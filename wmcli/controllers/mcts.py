@@ -12,6 +12,7 @@ known beforehand. What is random is drawn before: a search is a function of its 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -158,13 +159,22 @@ def search(
 class MCTS(Controller):
     """Acts by searching in a `PlanningWorldModel`, whose policy and value learn from what is found.
 
-    `actions` is the number A. It has no parameters; its state is what the last search found.
+    `actions` is the number A. It has no parameters; its state is what the last search found. `repeated` makes of a
+    function of tensors one that is called many times with the same shapes, such as a recorded graph: a whole search is
+    one call of it.
     """
 
-    def __init__(self, settings: MCTSSettings, actions: int) -> None:
+    def __init__(
+        self,
+        settings: MCTSSettings,
+        actions: int,
+        repeated: Callable[[Callable[..., Found]], Callable[..., Found]] = lambda search: search,
+    ) -> None:
         super().__init__()
         self.settings = settings
         self.actions = actions
+        self._repeated = repeated
+        self._search: tuple[WorldModel, Callable[..., Found]] | None = None  # the model that it was made for
         self.register_buffer("place", torch.empty(0), persistent=False)  # it says on which device
 
     def initial_state(self, batch: int) -> Searched:
@@ -187,20 +197,23 @@ class MCTS(Controller):
         assert isinstance(world_model, PlanningWorldModel), type(world_model)
         assert world_model.draws == 0, "a search is a function of its arguments"
         root = world_model.root(world_state)
-        prediction = world_model.predict(root)
+        noise = SearchNoise()
+        if generator is not None:
+            noise = draw_noise(self.settings, len(state.value), self.actions, state.value.device, generator)
+        if self._search is None or self._search[0] is not world_model:
+            self._search = world_model, self._repeated(partial(self._search_in, world_model))
+        found = self._search[1](root, noise)
+        logits = found.visits.log()
+        if self.settings.rules == "gumbel":
+            logits = torch.full_like(logits, -torch.inf).scatter(1, found.action[:, None], 0)
+        return logits, Searched(found.policy.clone(), found.value.clone())  # the next search may write over these
 
+    def _search_in(self, world_model: PlanningWorldModel, root: State, noise: SearchNoise) -> Found:
         def expand(node: State, action: Tensor) -> tuple[Tensor, Tensor, Prediction, State]:
             imagined, after = world_model.imagine(node, action)
             return imagined.reward, imagined.terminated, world_model.predict(after), after
 
-        noise = None
-        if generator is not None:
-            noise = draw_noise(self.settings, len(prediction.value), self.actions, prediction.value.device, generator)
-        found = search(prediction, root, expand, self.settings, world_model.discount, noise)
-        logits = found.visits.log()
-        if self.settings.rules == "gumbel":
-            logits = torch.full_like(logits, -torch.inf).scatter(1, found.action[:, None], 0)
-        return logits, Searched(found.policy, found.value)
+        return search(world_model.predict(root), root, expand, self.settings, world_model.discount, noise)
 
     def found(self, state: Searched) -> Searched:
         """What the last `decide` found."""

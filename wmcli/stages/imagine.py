@@ -118,7 +118,7 @@ def _reanalyse(context: Context, frames: Artifact, model: Artifact, inputs: dict
     def prepare(rng: np.random.Generator) -> Lesson:
         memory = context.experience(frames)
         world_model = load_world_model(model, context.machine)
-        controller = build_controller(context.settings, world_model)
+        controller = build_controller(context.settings, world_model, context.machine)
         targets = SearchTargets(memory, world_model.actions)
         runs, order = memory.runs(across_ends=False)
         windows = WindowTable(runs, order, length=world_model.context, minimum=1, pad="left")

@@ -203,7 +203,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
     yield [Stage("train-dynamics", shape, count, unit, train_dynamics, settings.dynamics.updates)]
 
     world_model = machine.freeze(world_model)
-    controller = build_controller(settings, world_model).to(device)
+    controller = build_controller(settings, world_model, machine).to(device)
     if isinstance(settings.controller, MCTSSettings):
         yield list(_searches(context, settings.controller, world_model, controller, some))
         return
