@@ -555,9 +555,8 @@ def test_a_search_can_be_recorded_and_replayed(rules, monkeypatch):
     plain, recorded = MCTS(settings, 4), MCTS(settings, 4, repeated=Recorded)
     earlier = []
     for seed in range(3):
-        start = tree_map(
-            lambda leaf, seed=seed: leaf * (1 + seed) if leaf.is_floating_point() else leaf, world.start(5)
-        )
+        history, (hidden, (table, age)) = world.start(5)
+        start = history, (hidden * (1 + seed), (table * (1 + seed), age))
         decisions = [
             player.decide(world, start, player.initial_state(5), torch.Generator().manual_seed(seed))
             for player in (plain, recorded)
