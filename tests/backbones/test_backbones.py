@@ -99,6 +99,19 @@ def test_the_table_is_complete():
     assert {name.split(",")[0] for name in TINY} == BACKBONES.keys()
 
 
+def test_to_read_is_to_go_forward_to_the_last_element(model, grad):
+    x, before = inputs(B, T, D), inputs(B, 3, D) - 1
+    reset = torch.zeros(B, T, dtype=torch.bool)
+    reset[1, 4] = reset[2, T - 1] = True
+    for mask in (None, reset):
+        _, state = model(before, model.initial_state(B))
+        for begin in (None, state):
+            want, want_state = model(x, map_state(torch.clone, begin), mask)
+            got, after = model.read(x, begin, mask)
+            close(got, want[:, -1])
+        same_state(model, after, want_state)
+
+
 def test_steps_equal_forward(model, grad):
     x = inputs(B, T, D)
     want, want_state = model(x, model.initial_state(B))

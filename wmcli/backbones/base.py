@@ -52,6 +52,11 @@ class Backbone(nn.Module, ABC):
     def step(self, x: Tensor, state: State, reset: Tensor | None = None) -> tuple[Tensor, State]:
         """One element x (B, D), reset (B,) bool; equals `forward` to rounding. Returns y (B, D) and the new state."""
 
+    def read(self, x: Tensor, state: State, reset: Tensor | None = None) -> tuple[Tensor, State]:
+        """As `forward`, but of the outputs the last alone, (B, D): a backbone may spare the last layer the others."""
+        y, state = self.forward(x, state, reset)
+        return y[:, -1], state
+
     @abstractmethod
     def fork(self, x: Tensor, queries: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
         """Parallel Observation Prediction (REM: Cohen et al. 2024, arXiv 2402.05643), for any backbone.

@@ -145,6 +145,13 @@ class Transformer(Backbone):
             attend = self._masked(places <= slots[..., None], slots, places)  # (T, S) or (B, T, S)
         return self._run(x, slots, attend, _grown(state, count, seen), extend)
 
+    def read(self, x: Tensor, state: Cache | None, reset: Tensor | None = None) -> tuple[Tensor, Cache | None]:
+        if reset is None:
+            return super().read(x, state)
+        last = torch.arange(x.shape[1] - 1, x.shape[1], device=x.device)
+        y, state = self._forward_with_resets(x, state, reset, last)
+        return y[:, 0], state
+
     def step(self, x: Tensor, state: Cache | None, reset: Tensor | None = None) -> tuple[Tensor, Cache | None]:
         if reset is not None and state is not None:
             state = state._replace(length=state.length.masked_fill(reset, 0), even=False)
@@ -296,7 +303,10 @@ class Transformer(Backbone):
 
         return slots, extend, seen
 
-    def _forward_with_resets(self, x: Tensor, state: Cache | None, reset: Tensor) -> tuple[Tensor, Cache | None]:
+    def _forward_with_resets(
+        self, x: Tensor, state: Cache | None, reset: Tensor, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Cache | None]:
+        """The outputs `wanted`, indices, of all T if None."""
         count = x.shape[1]
         self._check(count, 0)
         steps = torch.arange(count, device=x.device)
@@ -304,10 +314,10 @@ class Transformer(Backbone):
         length = torch.zeros(len(x), device=x.device, dtype=torch.int64) if state is None else state.length
         positions = torch.where(start < 0, length[:, None] + steps, steps - start)
         if state is None and not self._needs_mask():
-            return self._run(x, positions, partial(attention, reset=reset))
+            return self._run(x, positions, partial(attention, reset=reset), wanted=wanted)
         mask = (steps <= steps[:, None]) & (steps >= start[..., None])  # (B, T, T)
         if state is None:
-            return self._run(x, positions, self._masked(mask, positions, positions, whole=True))
+            return self._run(x, positions, self._masked(mask, positions, positions, whole=True), wanted=wanted)
         slots = torch.arange(state.filled, device=x.device)
         kept = (slots < length[:, None])[:, None] & (start < 0)[..., None]  # (B, T, S): the cache, until a reset
         # The elements since the last reset stay and run to the end: slot s takes element s + T - (new length), if any.
@@ -323,7 +333,7 @@ class Transformer(Backbone):
 
         cache = Cache(state.layers, length, min(state.filled + count, self.max_length), False)
         attend = self._masked(torch.cat((kept, mask), -1), positions, slots, positions)
-        return self._run(x, positions, attend, cache, extend)
+        return self._run(x, positions, attend, cache, extend, wanted)
 
     def _check(self, count: int, filled: int) -> None:
         if filled + count > self.max_length:

@@ -491,8 +491,8 @@ class UniZero(BootstrappedWorldModel):
     def _read(self, window: Tensor, length: Tensor, memory: Any) -> tuple[Tensor, Any]:
         """The output at the last of W elements (B, W, D), of which `length` (B,) are real, and the backbone's state."""
         opens = torch.arange(window.shape[1], device=window.device) == (window.shape[1] - length)[:, None]
-        y, memory = self.backbone(_wide(window), memory, opens)
-        return _wide(y[:, -1]), memory
+        y, memory = self.backbone.read(_wide(window), memory, opens)
+        return _wide(y), memory
 
     def _token(self, element: Tensor) -> Tensor:
         """An element as a window keeps it: in the precision that the backbone's projections come in."""
