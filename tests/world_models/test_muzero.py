@@ -247,10 +247,12 @@ def test_the_loss_is_observing_and_imagining_step_by_step(bootstrap):
         goal, learned = n_step_returns(
             own.reward[alone], own.terminated[alone], own.valid[alone], torch.stack(value)[None], STEPS, 0.997
         )
-        state = at(0)
+        state, ends = at(0), bool((own.terminated[row] & own.valid[row])[: UNROLL + 1].any())
         for k in range(UNROLL + 1):
             if k:
                 imagined, state = model.imagine(state, own.action[alone, k - 1])
+                if ends and not own.valid[row, k - 1]:  # nothing is earned there, whatever is done
+                    sums["reward"].append(cross_entropy(model.reward_head(state.state)[0], torch.zeros(())))
                 if own.valid[row, k - 1]:
                     logits = model.reward_head(state.state)[0]
                     assert_close(imagined.reward[0], value_bins.decode(logits))
@@ -269,25 +271,29 @@ def test_the_loss_is_observing_and_imagining_step_by_step(bootstrap):
                 sums["mean"].append(value[0])
                 if own.targets.found[row, k]:
                     sums["policy"].append(-(own.targets.policy[row, k] * log_policy).sum())
-            if learned[0, k]:
+            if learned[0, k] or (ends and not own.valid[row, k]):
                 hidden = model.prediction(state.state)
-                sums["value"].append(cross_entropy(model.value_head(hidden)[0], goal[0, k]))
+                aim = goal[0, k] if learned[0, k] else torch.zeros(())
+                sums["value"].append(cross_entropy(model.value_head(hidden)[0], aim))
     keys = {"entropy": "policy_entropy", "mean": "value_mean", "end": "termination_loss"}
     for name, each in sums.items():
         assert_close(log[keys.get(name, f"{name}_loss")], torch.stack(each).mean(), rtol=1e-4, atol=1e-5, msg=name)
     summed = {name: torch.stack(each).sum() for name, each in sums.items()}
     want = 0.3 * summed["reward"] + 0.7 * summed["policy"] + 1.1 * summed["value"] + 1.7 * summed["consistency"]
     assert_close(total, (want + summed["end"]) / (B * UNROLL), rtol=1e-4, atol=1e-5)
-    assert len(sums["consistency"]) < len(sums["reward"]) < B * UNROLL  # something was left out
+    assert len(sums["consistency"]) < len(sums["end"]) < len(sums["reward"])  # something was left out
 
 
 def test_padding_leaves_no_trace():
+    """But for the actions behind an end, which lead nowhere: what they lead to is learned to be worth nothing."""
     model = make(termination=True).eval()
     batch = segment(searched=some(0.6))
     pad = ~batch.valid & (torch.arange(T) > HISTORY)  # the history is shown, whether padded or not
+    ended = (batch.terminated & batch.valid).any(1, keepdim=True)
+    assert ended.any() and not ended.all()
     other = batch._replace(
         latent=torch.where(pad[..., None, None, None], frames(B, T, seed=9), batch.latent),
-        action=torch.where(pad, (batch.action + 1) % A, batch.action),
+        action=torch.where(pad & ~ended, (batch.action + 1) % A, batch.action),
         reward=torch.where(pad, 77.0, batch.reward),
         terminated=batch.terminated ^ pad,
         targets=batch.targets._replace(found=batch.targets.found | pad),

@@ -417,6 +417,13 @@ def test_labels_have_the_statistics_of_the_batch_in_training_and_values_never():
     assert moved and all("running" in name or "num_batches" in name for name in moved)
     assert (model._target_values(batch, where) - want).abs().max() > 0
 
+    found = []
+    values_at = model._target_values
+    model._target_values = lambda *given: found.append(values_at(*given)) or found[-1]
+    want = values_at(batch, where)
+    model.loss(batch)
+    assert torch.equal(found[0], want), "labels move the statistics after the values were read, not before"
+
     model.eval()
     before = copy.deepcopy(model.state_dict())
     model.loss(batch)

@@ -159,7 +159,7 @@ class Transformer(Backbone):
         return y[:, 0], state
 
     def fork(self, x: Tensor, queries: Tensor, state: Cache | None) -> tuple[Tensor, Tensor, Cache | None]:
-        if self._leaks():
+        if self.training and self._leaks():
             raise UsageError(
                 "backbone.transformer.prior.leak = true: this world model answers queries in parallel, for which the "
                 "leak is not defined; set it to false."
@@ -228,7 +228,7 @@ class Transformer(Backbone):
         return self.training and self.dropout > 0
 
     def _leaks(self) -> bool:
-        return self.training and self.prior is not None and self.prior.settings.leak
+        return self.prior is not None and self.prior.settings.leak
 
     def _needs_mask(self) -> bool:
         """Whether attention is more than `kernels.attention` does, which has neither dropout nor every prior."""
@@ -317,21 +317,24 @@ class Transformer(Backbone):
             return self._run(x, positions, partial(attention, reset=reset), wanted=wanted)
         mask = (steps <= steps[:, None]) & (steps >= start[..., None])  # (B, T, T)
         if state is None:
-            return self._run(x, positions, self._masked(mask, positions, positions, whole=True), wanted=wanted)
+            return self._run(x, positions, self._masked(mask, positions, positions, whole=self.training), wanted=wanted)
         slots = torch.arange(state.filled, device=x.device)
         kept = (slots < length[:, None])[:, None] & (start < 0)[..., None]  # (B, T, S): the cache, until a reset
         # The elements since the last reset stay and run to the end: slot s takes element s + T - (new length), if any.
         length = positions[:, -1] + 1
-        source = torch.arange(self.max_length, device=x.device) + (count - length)[:, None]  # (B, max_length)
+        seen = min(state.filled + count, self.max_length)
+        source = torch.arange(seen, device=x.device) + (count - length)[:, None]  # (B, seen)
         stays = (source >= 0) & (source < count)
         source, rows = source.clamp(0, count - 1), torch.arange(len(x), device=x.device)[:, None]
 
         def extend(part: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
             attended = torch.cat((part[:, :, :, : state.filled].to(kv.dtype), kv), 3)
             new = kv.to(part.dtype)[rows, :, :, source].permute(0, 2, 3, 1, 4)
-            return attended, torch.where(stays[:, None, None, :, None], new, part)
+            after = part.clone()
+            after[:, :, :, :seen] = torch.where(stays[:, None, None, :, None], new, part[:, :, :, :seen])
+            return attended, after
 
-        cache = Cache(state.layers, length, min(state.filled + count, self.max_length), False)
+        cache = Cache(state.layers, length, seen, False)
         attend = self._masked(torch.cat((kept, mask), -1), positions, slots, positions)
         return self._run(x, positions, attend, cache, extend, wanted)
 

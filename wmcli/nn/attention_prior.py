@@ -63,8 +63,8 @@ class AttentionPriorSettings(Section):
     max_span: float = Field(default=6.0, gt=0)
     """Units, for the regulariser max."""
     leak: bool = False
-    """In training over whole sequences, keys behind the query are not hidden but get the weight of the score 0, as in
-    the public code. With form scale only, to reproduce its results."""
+    """Over whole sequences, in training and for the target's values, keys behind the query are not hidden but get the
+    weight of the score 0, as in the public code. With form scale only, to reproduce its results."""
 
     @model_validator(mode="after")
     def _consistent(self) -> AttentionPriorSettings:

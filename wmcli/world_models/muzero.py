@@ -16,7 +16,7 @@ see base.py.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -153,6 +153,11 @@ class MuZero(BootstrappedWorldModel):
     def set_extra_state(self, state: Tensor) -> None:
         self._updates = int(state)
 
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Weight decay on all that learns, as in the public code."""
+        learned = [each for name, each in self.named_parameters() if not name.startswith("target.")]
+        return [{"params": learned, "weight_decay": self.settings.weight_decay}]
+
     # -- the parts ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -170,8 +175,9 @@ class MuZero(BootstrappedWorldModel):
         """Weighted losses of reward, policy, value, consistency and termination.
 
         `batch.latent` holds frames (B, history + unroll + 1 + td_steps, H, W, 3). Policy and value are learned at the
-        frame after the history and at all that the dynamics arrive at, the rest at these alone; what is padded is left
-        out, and so is the policy where no search was made. The total is summed over the steps, averaged over the batch
+        frame after the history and at all that the dynamics arrive at, the rest at these alone. Behind the end of an
+        episode rewards and values are 0; what else is padded is left out, and so is the policy where no search was made.
+        The total is summed over the steps, averaged over the batch
         and divided by `unroll`.
 
         The names: `reward_loss`, `policy_loss`, `value_loss` (cross entropies, nats), `consistency_loss` (-1 to 1) and
@@ -197,10 +203,13 @@ class MuZero(BootstrappedWorldModel):
         value_target, has_return = self._value_targets(batch, unroll + 1, lambda at: self._target_values(frames, at))
 
         before, after = valid[:, :-1], valid[:, 1:]
+        # Behind the end of an episode there is nothing to earn.
+        gone = (self._ended(part) & valid).any(1, keepdim=True) & ~valid
+        earned = part.reward.masked_fill(gone, 0)[:, :-1]
         terms = {
-            "reward_loss": (s.reward_weight, value_bins.loss(reward, part.reward[:, :-1]), before),
+            "reward_loss": (s.reward_weight, value_bins.loss(reward, earned), before | gone[:, :-1]),
             "policy_loss": (s.policy_weight, policy.loss, policy.learned),
-            "value_loss": (s.value_weight, value_bins.loss(value, value_target), has_return),
+            "value_loss": (s.value_weight, value_bins.loss(value, value_target), has_return | gone),
             "consistency_loss": (s.consistency_weight, self._inconsistency(arrived, images[:, 1:]), after),
         }
         if self.termination_head is not None:

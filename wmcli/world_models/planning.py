@@ -57,7 +57,7 @@ class PlanningSettings(Section):
     updates: int = Field(200, ge=0)
     """Updates in one call of the stage."""
     weight_decay: float = Field(1e-4, ge=0)
-    """Weight decay, on all that has two axes or more, embeddings included."""
+    """Weight decay: of unizero on all that has two axes or more, embeddings included, of muzero on everything."""
 
 
 class UniZeroSettings(PlanningSettings):
@@ -345,8 +345,8 @@ class UniZero(BootstrappedWorldModel):
         valid = part.valid
         z = self.encoder(part.latent)
         y, x = self._read_pairs(z, part.action, self.action_embedding, self.backbone)
-        label = self._labels(part.latent)
         value_target, has_return = self._value_targets(batch, s.horizon, lambda at: self._target_values(batch, at))
+        label = self._labels(part.latent)  # after the values: it moves the statistics that they are read with
 
         latent_losses = divergence(label[:, 1:], self._next_latent(x[:, :-1]), s.group)
         latent_loss = masked_mean(latent_losses, valid[:, 1:])
