@@ -175,10 +175,9 @@ class MuZero(BootstrappedWorldModel):
         """Weighted losses of reward, policy, value, consistency and termination.
 
         `batch.latent` holds frames (B, history + unroll + 1 + td_steps, H, W, 3). Policy and value are learned at the
-        frame after the history and at all that the dynamics arrive at, the rest at these alone. Behind the end of an
-        episode rewards and values are 0; what else is padded is left out, and so is the policy where no search was made.
-        The total is summed over the steps, averaged over the batch
-        and divided by `unroll`.
+        frame after the history and at all that the dynamics arrive at, the rest at these alone. Behind an end rewards
+        and values are 0; what else is padded is left out, and so is the policy where no search was made. The total is
+        summed over the steps, averaged over the batch and divided by `unroll`.
 
         The names: `reward_loss`, `policy_loss`, `value_loss` (cross entropies, nats), `consistency_loss` (-1 to 1) and
         `termination_loss` if it is learned, means over what is learned; `policy_entropy` (nats) and `value_mean`
