@@ -35,11 +35,9 @@ def imagined_beside_real(world_model: WorldModel, memory: Memory, context: int) 
 
     None when no episode is long enough to imagine one step, or when the model makes no pictures.
     """
-    if not world_model.decodes:
-        return None
     starts, lengths = memory.episodes.start, memory.episodes.length
     longest = np.flatnonzero(lengths > context)[-50:]
-    if len(longest) == 0:
+    if len(longest) == 0 or not world_model.decodes:
         return None
     chosen = longest[np.argsort(lengths[longest], kind="stable")[-EPISODES:]]
     length = int(min(context + STEPS, lengths[chosen].min()))
