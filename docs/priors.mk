@@ -9,18 +9,23 @@ none :=
 gaussian := $(PRIOR).kind=gaussian
 span := $(PRIOR).kind=span $(PRIOR).regulariser=l1
 combined := $(PRIOR).kind=gaussian_span $(PRIOR).span=10 $(PRIOR).regulariser=l1
-reference-gaussian := $(gaussian) $(PRIOR).form=scale $(PRIOR).mean_bound=clamp
-LEAK := $(PRIOR).form=scale $(PRIOR).mean_bound=clamp $(PRIOR).span_mask=triangle $(PRIOR).leak=true
-reference-span := $(span) $(LEAK)
-reference-combined := $(combined) $(LEAK)
-LEARNED := gaussian span combined reference-gaussian reference-span reference-combined
+# As the public code has them: multiplied scores, spans as triangles, and with these the future seen in training ...
+MULTIPLIED := $(PRIOR).form=scale $(PRIOR).mean_bound=clamp
+TRIANGLE := $(MULTIPLIED) $(PRIOR).span_mask=triangle
+reference-gaussian := $(gaussian) $(MULTIPLIED)
+reference-span := $(span) $(TRIANGLE) $(PRIOR).leak=true
+reference-combined := $(combined) $(TRIANGLE) $(PRIOR).leak=true
+# ... and the same with the future hidden.
+sealed-span := $(span) $(TRIANGLE)
+sealed-combined := $(combined) $(TRIANGLE)
+LEARNED := gaussian span combined reference-gaussian reference-span reference-combined sealed-span sealed-combined
 VARIANTS := none $(LEARNED)
 
 runs = $(foreach seed,$(SEEDS),$(R)/$(1)-$(seed))
 RUNS := $(foreach variant,$(VARIANTS),$(call runs,$(variant)))
 
 table: $(RUNS:=/evaluation/latest/manifest.json) $(foreach variant,$(LEARNED),$(R)/$(variant).png)
-	wm eval $(RUNS) --by $(PRIOR).kind --by $(PRIOR).form
+	wm eval $(RUNS) --by $(PRIOR).kind --by $(PRIOR).form --by $(PRIOR).leak
 .PHONY: table
 
 define one

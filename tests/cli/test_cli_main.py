@@ -105,6 +105,10 @@ def test_examples_name_presets_that_exist():
         (["eval", "--priors", "x.png"], "wm eval: --priors draws what several runs learned"),
         (["eval", "--by", "seed"], "wm eval: --by sorts the scores of several runs"),
         (["eval", "runs/a", "--by", "seed", "--against", "runs/b"], "wm eval: --by sorts the scores of several runs"),
+        (
+            ["eval", "runs/a", "--protocol", "gridworld", "--priors", "p.png"],
+            "wm eval: --protocol gridworld scores dynamics",
+        ),
         (["run", "one", "--preset", "two"], "wm run: two presets"),
         (["presets", "show"], "wm presets: Missing argument 'NAME'"),
         (["artifacts", "dynamic"], "wm artifacts: no artifacts of kind 'dynamic'; did you mean 'dynamics'?"),

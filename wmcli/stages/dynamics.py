@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from wmcli.artifacts import Artifact
@@ -20,9 +21,10 @@ from wmcli.stages.pictures import draw_priors, imagined_beside_real, write_side_
 from wmcli.stages.sampling import build_sampler
 from wmcli.stages.train import Lesson, check_descent, newest_fitted_alone, optimiser_for, parent_of, train
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_modules, load_tensors, save_tensors
+from wmcli.training.device import Machine
 from wmcli.training.loop import Trainee, read_part
 from wmcli.training.optim import decay_rates, update
-from wmcli.world_models.base import PlanningWorldModel, WorldModel
+from wmcli.world_models.base import Batch, PlanningWorldModel, WorldModel
 
 NONE = "none"  # in place of a reference: start without a tokenizer
 JOINT = "model/dynamics/tokenizer."  # where a dynamics model that trains its tokenizer keeps it
@@ -94,15 +96,8 @@ def train_dynamics(
 
         def step() -> Mapping[str, Tensor]:
             batch = gather(memory, data, sampler.batch(settings.batch), targets)
-            with context.machine.autocast():
-                loss, metrics = world_model.loss(batch)
-            if (priors := attention_prior.penalty(world_model)) is not None:
-                loss, metrics = loss + priors, metrics | {"prior_penalty": priors.detach()}
             decay_rates(optimiser, decay_after, trainee.trained + trainee.update)
-            norm = update(optimiser, loss, settings.clip)
-            attention_prior.project(world_model)
-            world_model.after_update()
-            return {"loss": loss, **metrics, "gradient_norm": norm}
+            return learn(context.machine, world_model, optimiser, batch, settings.clip)
 
         def watch() -> dict[str, Any]:
             learned = attention_prior.learned(world_model)
@@ -131,6 +126,20 @@ def train_dynamics(
     if encoder == "dynamics":
         _publish_tokenizer(context, artifact)
     return artifact
+
+
+def learn(
+    machine: Machine, world_model: WorldModel, optimiser: torch.optim.Optimizer, batch: Batch, clip: float
+) -> dict[str, Tensor]:
+    """One update. Returns the loss, its parts and the gradient's norm before it was clipped, on the device."""
+    with machine.autocast():
+        loss, metrics = world_model.loss(batch)
+    if (priors := attention_prior.penalty(world_model)) is not None:
+        loss, metrics = loss + priors, metrics | {"prior_penalty": priors.detach()}
+    norm = update(optimiser, loss, clip)
+    attention_prior.project(world_model)
+    world_model.after_update()
+    return {"loss": loss, **metrics, "gradient_norm": norm}
 
 
 def _tokenizer(context: Context, reference: str | None, parent: Artifact | None) -> Artifact | None:

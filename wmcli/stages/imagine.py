@@ -48,113 +48,106 @@ def imagine(
         check_same_environment(context.environment, artifact)
     inputs = {"experience": frames, "dynamics": model} | parent_of(context, "controller", parent)
     if isinstance(settings, MCTSSettings):
-        return _reanalyse(context, frames, model, inputs)
-    trained_with = settings_of(model)
-    encoder = "rules"
-    if trained_with.encoder != "rules":
-        teacher = model.input("tokenizer") if trained_with.encoder == "tokenizer" else model
-        encoder = teacher.digest
-        if "parent" in inputs:
-            learned = inputs["parent"].inputs["dynamics"]
-            if teacher is not model:
-                learned = inputs["parent"].input("dynamics").inputs["tokenizer"]
-            check_descent(teacher, inputs["parent"], learned)
+        prepare = partial(_reanalysis, context, frames, model)
+    else:
+        prepare = partial(_imagination, context, frames, model, _teacher(model, inputs.get("parent")))
+    return train(
+        context,
+        "imagine",
+        "controller",
+        sections=("environment", "controller"),
+        inputs=inputs,
+        updates=settings.updates,
+        prepare=prepare,
+    )
+
+
+def _teacher(model: Artifact, parent: Artifact | None) -> Artifact | None:
+    """What makes latents of frames for `model`, None where that is not learned. Raises ArtifactError if `parent`, a
+    controller to be trained further, learned with one that this does not descend from."""
+    encoder = settings_of(model).encoder
+    if encoder == "rules":
+        return None
+    teacher = model.input("tokenizer") if encoder == "tokenizer" else model
+    if parent is not None:
+        known = parent.inputs["dynamics"] if teacher is model else parent.input("dynamics").inputs["tokenizer"]
+        check_descent(teacher, parent, known)
+    return teacher
+
+
+def _imagination(
+    context: Context, frames: Artifact, model: Artifact, teacher: Artifact | None, rng: np.random.Generator
+) -> Lesson:
+    """Rollouts of the model from experience, and what the controller learns of them."""
+    settings, trained_with = context.settings.controller, settings_of(model)
     known = trained_with.dynamics.context  # frames that imagination starts from
-
-    def prepare(rng: np.random.Generator) -> Lesson:
-        device = context.machine.device
-        memory = context.experience(frames)
-        world_model = load_world_model(model, context.machine)
-        latents = latents_of(context, world_model, encoder, memory)
-        controller = build_controller(context.settings, world_model).to(device)
-        assert isinstance(controller, Learner)
-        sampler = build_sampler(
-            context.settings,
-            memory,
-            rng,
-            length=controller.window,
-            # A model over latents takes a shorter context as it comes, like one behind the end of an episode.
-            minimum=1 if trained_with.encoder in ("dynamics", "itself") else min(known + 1, controller.window),
-            pad="left",
-            across_ends=world_model.across_ends,
-            trained=_times_trained(context, model, frames) if context.settings.training.sampling == "dfs" else None,
-            ratio=trained_with.dynamics.batch / settings.batch,
-        )
-        optimiser = optimiser_for(settings, controller.parameter_groups())
-
-        rollout = context.machine.repeated(partial(controller.imagine, world_model))
-
-        def step() -> Mapping[str, Tensor]:
-            batch = gather(memory, latents, sampler.batch(settings.batch))
-            imagined = rollout(batch, controller.noise(world_model, batch))
-            with context.machine.autocast():
-                loss, metrics = controller.loss(imagined)
-            norm = update(optimiser, loss, settings.clip)
-            controller.after_update()
-            return {"loss": loss, **metrics, "gradient_norm": norm}
-
-        def draw(payload: Path) -> None:
-            with context.machine.autocast():
-                write_side_by_side(payload, imagined_beside_real(world_model, memory, known))
-
-        trainee = Trainee({"controller": controller}, optimiser, rng, {"sampler": sampler})
-        return Lesson(trainee, step, draw)
-
-    return train(
-        context,
-        "imagine",
-        "controller",
-        sections=("environment", "controller"),
-        inputs=inputs,
-        updates=settings.updates,
-        prepare=prepare,
+    memory = context.experience(frames)
+    world_model = load_world_model(model, context.machine)
+    latents = latents_of(context, world_model, "rules" if teacher is None else teacher.digest, memory)
+    controller = build_controller(context.settings, world_model).to(context.machine.device)
+    assert isinstance(controller, Learner) and not isinstance(settings, MCTSSettings)
+    sampler = build_sampler(
+        context.settings,
+        memory,
+        rng,
+        length=controller.window,
+        # A model over latents takes a shorter context as it comes, like one behind the end of an episode.
+        minimum=1 if trained_with.encoder in ("dynamics", "itself") else min(known + 1, controller.window),
+        pad="left",
+        across_ends=world_model.across_ends,
+        trained=_times_trained(context, model, frames) if context.settings.training.sampling == "dfs" else None,
+        ratio=trained_with.dynamics.batch / settings.batch,
     )
+    optimiser = optimiser_for(settings, controller.parameter_groups())
+    rollout = context.machine.repeated(partial(controller.imagine, world_model))
+
+    def step() -> Mapping[str, Tensor]:
+        batch = gather(memory, latents, sampler.batch(settings.batch))
+        imagined = rollout(batch, controller.noise(world_model, batch))
+        with context.machine.autocast():
+            loss, metrics = controller.loss(imagined)
+        norm = update(optimiser, loss, settings.clip)
+        controller.after_update()
+        return {"loss": loss, **metrics, "gradient_norm": norm}
+
+    def draw(payload: Path) -> None:
+        with context.machine.autocast():
+            write_side_by_side(payload, imagined_beside_real(world_model, memory, known))
+
+    return Lesson(Trainee({"controller": controller}, optimiser, rng, {"sampler": sampler}), step, draw)
 
 
-def _reanalyse(context: Context, frames: Artifact, model: Artifact, inputs: dict[str, Artifact]) -> Artifact:
+def _reanalysis(context: Context, frames: Artifact, model: Artifact, rng: np.random.Generator) -> Lesson:
     """Search again at the frames that were searched least, the oldest of those first, as if they were just played."""
-    settings = context.settings.controller
+    memory = context.experience(frames)
+    world_model = load_world_model(model, context.machine)
+    controller = build_controller(context.settings, world_model, context.machine)
+    targets = SearchTargets(memory, world_model.actions)
+    runs, order = memory.runs(across_ends=False)
+    windows = WindowTable(runs, order, length=world_model.context, minimum=1, pad="left")
+    place = np.argsort(order)  # of each row: the number of the window that ends with it
 
-    def prepare(rng: np.random.Generator) -> Lesson:
-        memory = context.experience(frames)
-        world_model = load_world_model(model, context.machine)
-        controller = build_controller(context.settings, world_model, context.machine)
-        targets = SearchTargets(memory, world_model.actions)
-        runs, order = memory.runs(across_ends=False)
-        windows = WindowTable(runs, order, length=world_model.context, minimum=1, pad="left")
-        place = np.argsort(order)  # of each row: the number of the window that ends with it
+    @torch.no_grad()
+    def step() -> Mapping[str, Tensor]:
+        rows = targets.due(context.settings.controller.batch)
+        batch = gather(memory, memory.frames, windows.windows(place[rows]), targets)
+        with context.machine.autocast():
+            _, world = world_model.observe(world_model.encode(batch.latent), batch.action, episode_starts(batch))
+            state = controller.initial_state(len(rows))
+            _, state = controller.decide(world_model, world, state, torch.default_generator)
+        searched = controller.found(state)
+        assert searched is not None and batch.targets is not None
+        targets.update(rows, searched.policy, searched.value)
+        before, known = batch.targets.policy[:, -1], batch.targets.found[:, -1]
+        return {
+            "search_value": searched.value.mean(),
+            "search_entropy": -torch.xlogy(searched.policy, searched.policy).sum(-1).mean(),
+            "policy_change": masked_mean((searched.policy - before).abs().sum(-1) / 2, known),
+            "value_change": masked_mean((searched.value - batch.targets.value[:, -1]).abs(), known),
+        }
 
-        @torch.no_grad()
-        def step() -> Mapping[str, Tensor]:
-            rows = targets.due(settings.batch)
-            batch = gather(memory, memory.frames, windows.windows(place[rows]), targets)
-            with context.machine.autocast():
-                _, world = world_model.observe(world_model.encode(batch.latent), batch.action, episode_starts(batch))
-                state = controller.initial_state(len(rows))
-                _, state = controller.decide(world_model, world, state, torch.default_generator)
-            searched = controller.found(state)
-            assert searched is not None and batch.targets is not None
-            targets.update(rows, searched.policy, searched.value)
-            before, known = batch.targets.policy[:, -1], batch.targets.found[:, -1]
-            return {
-                "search_value": searched.value.mean(),
-                "search_entropy": -torch.xlogy(searched.policy, searched.policy).sum(-1).mean(),
-                "policy_change": masked_mean((searched.policy - before).abs().sum(-1) / 2, known),
-                "value_change": masked_mean((searched.value - batch.targets.value[:, -1]).abs(), known),
-            }
-
-        trainee = Trainee({"controller": controller}, None, rng, {"targets": targets})
-        return Lesson(trainee, step, draw=lambda payload: None)
-
-    return train(
-        context,
-        "imagine",
-        "controller",
-        sections=("environment", "controller"),
-        inputs=inputs,
-        updates=settings.updates,
-        prepare=prepare,
-    )
+    trainee = Trainee({"controller": controller}, None, rng, {"targets": targets})
+    return Lesson(trainee, step, draw=lambda payload: None)
 
 
 def _times_trained(context: Context, model: Artifact, frames: Artifact) -> np.ndarray:
