@@ -14,6 +14,7 @@ from wmcli.errors import UsageError
 from wmcli.report import images
 from wmcli.report.images import _BAR as BAR
 from wmcli.report.images import _GAP as GAP
+from wmcli.report.images import _SHARES as SHARES
 
 T, H, W = 5, 40, 48  # enlarged five times in an animation, three times in a strip
 
@@ -78,6 +79,26 @@ def test_captions_say_step_action_reward_and_return():
     assert images.play_captions(np.array([3]), np.array([1.0], np.float32)) == [
         "step 0   action 3\nreward +1   return 1"
     ]
+    assert images.play_captions([0], [0.0], None, [0.125]) == [
+        "step 0   action 0\nreward 0   return 0\nsearched value 0.12"
+    ]
+
+
+def test_shares_stand_under_the_frames_and_that_of_the_action_is_amber():
+    real, shares = frames(3), np.array([[0.25, 0.75, 0], [1, 0, 0], [0, 0.5, 0.5], [0, 0, 1], [0, 0, 1]])
+    movie = images.over_shares(real, shares, [1, 1, 2, 2, 0])
+    assert movie.shape == (T, 5 * H + SHARES, 5 * W, 3)
+    np.testing.assert_array_equal(movie[:, : 5 * H], images.upscale(real))
+    band = movie[:, 5 * H :]
+    edges = np.linspace(0, 5 * W, 4).round().astype(int)
+    middle = (edges[:-1] + edges[1:]) // 2
+    for t, taken in enumerate([1, 1, 2, 2, 0]):
+        for action in range(3):
+            colour = images.MARKER if action == taken else images.FAINT
+            filled = (band[t, :, middle[action]] == colour).all(-1)
+            assert filled.sum() == round(shares[t, action] * SHARES)
+            assert filled[::-1][: filled.sum()].all(), "it stands on the ground"
+    assert (band[:, :, edges[:-1]] == images.BACKGROUND).all()
 
 
 def test_captioned_keeps_the_frames_and_writes_below():

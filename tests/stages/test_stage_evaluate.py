@@ -75,10 +75,12 @@ def test_the_film_is_of_the_first_episode_alone() -> None:
     for seed in range(4):
         result = played(6, 3, seed)
         length = result.lengths[0]
-        assert len(result.frames) == len(result.actions) == len(result.rewards) == length
-        assert result.frames[:, 0, 0, 0].tolist() == list(range(length))  # the time, from its start
-        assert set(result.frames[:, 0, 1, 0].tolist()) == {length}
-        assert sum(result.rewards) == result.returns[0]
+        film, frames = result.film, np.stack(result.film.frames)
+        assert len(frames) == len(film.actions) == len(film.rewards) == length
+        assert frames[:, 0, 0, 0].tolist() == list(range(length))  # the time, from its start
+        assert set(frames[:, 0, 1, 0].tolist()) == {length}
+        assert sum(film.rewards) == result.returns[0]
+        assert film.policies == film.values == []
 
 
 def test_the_summary_of_some_returns() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tiny_run import Killed, kill_at, sha256
 
 from wmcli.artifacts import Artifact, Run
@@ -21,6 +22,7 @@ from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import compare_priors, evaluate
 from wmcli.stages.imagine import imagine
 from wmcli.stages.loop import run_loop
+from wmcli.stages.pictures import Film
 from wmcli.stages.play import play
 from wmcli.stages.tokenizer import train_tokenizer
 from wmcli.training.checkpoint import TRAINING
@@ -143,6 +145,28 @@ def test_the_policy_is_learned_only_where_something_searched(run: Path, monkeypa
     train_dynamics(opened(run, force=True), controller="none")
     train_dynamics(opened(run, force=True))
     assert [int(targets.found.sum()) for targets in seen] == [0, 60, 80]
+
+
+def test_films_show_what_the_search_found(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Film] = []
+    original = Film.drawn
+
+    def watched(film: Film, meanings: list[str] | None) -> np.ndarray:
+        drawn.append(film)
+        return original(film, meanings)
+
+    monkeypatch.setattr(Film, "drawn", watched)
+    evaluation = evaluate(opened(run, pictures=True))
+    play(opened(run), source="real", out=tmp_path / "x.gif", controller=None, seed=1)
+    for film in drawn:
+        assert len(film.frames) == len(film.actions) == len(film.values) > 1
+        shares = np.stack(film.policies)
+        assert shares.shape == (len(film.frames), 3)
+        np.testing.assert_allclose(shares.sum(1), 1, rtol=1e-6)
+        assert (shares[range(len(shares)), film.actions] == shares.max(1)).all(), "it plays what was searched most"
+    for path in (evaluation.path / "episode.gif", tmp_path / "x.gif"):
+        with Image.open(path) as picture:
+            assert picture.height - picture.width == 40 + 3 * 20  # bars, and three lines
 
 
 def test_every_stage_goes_through_twice_and_then_finds_nothing_to_do(run: Path) -> None:

@@ -28,6 +28,7 @@ _TILE = 128  # pixels a picture of a strip or a grid is high, about
 _FONT = 13  # pixels
 _BAR = 20  # pixels a line of text is high
 _GAP = 2  # pixels between two panels
+_SHARES = 40  # pixels a bar of everything is high
 _GIF_COLOURS = 255  # one index less than GIF has, so that the writer can mark unchanged pixels
 
 
@@ -91,17 +92,40 @@ def captioned(frames: np.ndarray, captions: Sequence[str]) -> np.ndarray:
     return movie
 
 
-def play_captions(actions: Sequence[int], rewards: Sequence[float], meanings: Sequence[str] | None = None) -> list[str]:
+def over_shares(frames: np.ndarray, shares: np.ndarray, actions: Sequence[int]) -> np.ndarray:
+    """Frames (T, H, W, 3), enlarged, each over a bar for every action, as high as its share (T, A) in [0, 1]; those of
+    the `actions` taken, T of them, are amber."""
+    frames = upscale(_frames(frames))
+    time, _, width = frames.shape[:3]
+    assert len(shares) == len(actions) == time, (len(shares), len(actions), time)
+    band = np.empty((time, _SHARES, width, 3), dtype=np.uint8)
+    band[:] = BACKGROUND
+    edges = np.linspace(0, width, shares.shape[1] + 1).round().astype(int)
+    for index, (row, taken) in enumerate(zip(shares, actions, strict=True)):
+        for action, share in enumerate(row):
+            bar = band[index, _SHARES - round(float(share) * _SHARES) :, edges[action] + 1 : edges[action + 1] - 1]
+            bar[:] = MARKER if action == int(taken) else FAINT
+    return np.concatenate((frames, band), axis=1)
+
+
+def play_captions(
+    actions: Sequence[int],
+    rewards: Sequence[float],
+    meanings: Sequence[str] | None = None,
+    values: Sequence[float] | None = None,
+) -> list[str]:
     """Captions of two lines for an episode: step and action, then its reward and the return so far.
 
     meanings: the actions' names by index (as Atari gives them); without it the number is shown.
+    values: what a search found each step to be worth, on a third line.
     """
     captions, total = [], 0.0
     for step, (action, reward) in enumerate(zip(actions, rewards, strict=True)):
         total += float(reward)
         name = meanings[int(action)] if meanings else f"action {int(action)}"
         gained = f"{reward:+g}" if reward else "0"
-        captions.append(f"step {step}   {name}\nreward {gained}   return {total:g}")
+        worth = f"\nsearched value {values[step]:.2f}" if values else ""
+        captions.append(f"step {step}   {name}\nreward {gained}   return {total:g}{worth}")
     return captions
 
 

@@ -20,11 +20,11 @@ from wmcli.envs.grid_world import ENDLESS
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.metrics import atari, statistics
 from wmcli.progress import Progress
-from wmcli.report.images import captioned, play_captions, write_gif
+from wmcli.report.images import write_gif
 from wmcli.report.plots import return_curve, returns_histogram, write_figure
 from wmcli.settings import flatten
 from wmcli.stages.context import Context, check_same_environment
-from wmcli.stages.pictures import beside, draw_priors, write_side_by_side
+from wmcli.stages.pictures import Film, beside, draw_priors, write_side_by_side
 from wmcli.training.device import derived_seed
 from wmcli.world_models.base import WorldModel
 
@@ -37,12 +37,8 @@ class Played(NamedTuple):
 
     returns: list[float]
     lengths: list[int]
-    frames: np.ndarray
-    """The first episode's first frames (T, H, W, 3) uint8."""
-    actions: list[int]
-    """The actions taken in them."""
-    rewards: list[float]
-    """The rewards these brought."""
+    film: Film
+    """The first episode's first frames."""
 
 
 def play_episodes(
@@ -64,14 +60,14 @@ def play_episodes(
     number = np.arange(count)  # the episode each environment is playing; those from `episodes` on do not count
     started = count
     returns, lengths = np.zeros(episodes), np.zeros(episodes, dtype=np.int64)
-    film: list[tuple[np.ndarray, int, float]] = []
+    film = Film()
     with progress.bar(what, episodes, "episodes") as bar:
         while (number < episodes).any():
             frames = streams.observation
             action = agent.act(frames, streams.first)
             after = streams.step(action)
-            if number[0] == 0 and len(film) < FILMED_STEPS:
-                film.append((frames[0], int(action[0]), float(after.reward[0])))
+            if number[0] == 0 and len(film.frames) < FILMED_STEPS:
+                film.add(frames[0], action[0], after.reward[0], agent.searched())
             counted = number < episodes
             returns[number[counted]] += after.reward[counted]
             lengths[number[counted]] += 1
@@ -81,8 +77,7 @@ def play_episodes(
                 number[environment] = started
                 started += 1
     streams.close()
-    shown, actions, rewards = zip(*film, strict=True)
-    return Played(returns.tolist(), lengths.tolist(), np.stack(shown), list(actions), list(rewards))
+    return Played(returns.tolist(), lengths.tolist(), film)
 
 
 def evaluate(context: Context, *, controller: str | None = None, episodes: int | None = None) -> Artifact:
@@ -126,7 +121,7 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
                 what="eval",
             )
             known = settings_of(actor.input("dynamics")).dynamics.context
-            pictures = _first_episode_imagined(context, world_model, known, played)
+            pictures = _first_episode_imagined(context, world_model, known, played.film)
         random_mean = atari.reference(environment["id"], "random")
         if random_mean is None:
             random_mean = float(np.mean(_random_episodes(context, episodes, rows).returns))
@@ -138,8 +133,7 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
             "environment": environment["id"],
             "total_steps": _steps_behind(actor),
         }
-        captions = play_captions(played.actions, played.rewards, environment.get("action_meanings"))
-        write_gif(work.payload / "episode.gif", captioned(played.frames, captions), fps=10)
+        write_gif(work.payload / "episode.gif", played.film.drawn(environment.get("action_meanings")), fps=10)
         write_side_by_side(work.payload, pictures)
         _write_plots(work.payload, run, metrics)
         artifact = work.publish(
@@ -190,14 +184,14 @@ def _random_episodes(context: Context, episodes: int, environments: int) -> Play
     )
 
 
-def _first_episode_imagined(context: Context, world_model: WorldModel, known: int, played: Played):
+def _first_episode_imagined(context: Context, world_model: WorldModel, known: int, film: Film):
     """The filmed episode's beginning beside its imagination under the same actions; None when it is too short."""
-    length = min(len(played.frames), 32)
+    length = min(len(film.frames), 32)
     if length <= known or not world_model.decodes:
         return None
     device = context.machine.device
-    frames = torch.from_numpy(played.frames[None, :length]).to(device)
-    actions = torch.tensor([played.actions[:length]], device=device)
+    frames = torch.from_numpy(np.stack(film.frames[:length])[None]).to(device)
+    actions = torch.tensor([film.actions[:length]], device=device)
     generator = derived_seed(context.settings.seed, "eval pictures")
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(generator)

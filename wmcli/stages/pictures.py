@@ -1,8 +1,9 @@
-"""Real frames beside imagined ones from the same start, under the same actions."""
+"""Films of an episode; real frames beside imagined ones from the same start, under the same actions; learned priors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from wmcli.artifacts import Run
 from wmcli.experience.memory import Memory
-from wmcli.report.images import side_by_side, strip, write_gif, write_png
+from wmcli.report.images import captioned, over_shares, play_captions, side_by_side, strip, write_gif, write_png
 from wmcli.report.plots import learned_priors, write_figure
 from wmcli.settings import Settings
 from wmcli.world_models.base import WorldModel
@@ -27,6 +28,36 @@ class SideBySide(NamedTuple):
     real: np.ndarray
     imagined: np.ndarray
     context: int
+
+
+@dataclass
+class Film:
+    """An episode of one environment, an entry of each list for every frame."""
+
+    frames: list[np.ndarray] = field(default_factory=list)
+    """(H, W, 3) uint8."""
+    actions: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    policies: list[np.ndarray] = field(default_factory=list)
+    """(A,): what share of a search went to each action, if there was one."""
+    values: list[float] = field(default_factory=list)
+    """What it found the frame to be worth."""
+
+    def add(self, frame: np.ndarray, action: int, reward: float, searched: Mapping[str, np.ndarray]) -> None:
+        """A frame, what was done in it and what that brought; of a search, whose row is the first, what it found."""
+        self.frames.append(frame)
+        self.actions.append(int(action))
+        self.rewards.append(float(reward))
+        if searched:
+            self.policies.append(searched["policy"][0])
+            self.values.append(float(searched["value"][0]))
+
+    def drawn(self, meanings: Sequence[str] | None) -> np.ndarray:
+        """(T, H', W', 3) uint8: all of it under the frames. `meanings` are the actions' names."""
+        frames = np.stack(self.frames)
+        if self.policies:
+            frames = over_shares(frames, np.stack(self.policies), self.actions)
+        return captioned(frames, play_captions(self.actions, self.rewards, meanings, self.values))
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 
 from wmcli.assemble import load_controller
@@ -14,15 +13,14 @@ from wmcli.controllers.base import Controller
 from wmcli.envs import Streams
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import choose
-from wmcli.report.images import captioned, play_captions, write_animation
+from wmcli.report.images import write_animation
 from wmcli.stages.context import Context, check_same_environment
+from wmcli.stages.pictures import Film
 from wmcli.training.device import derived_seed, isolated_randomness
 from wmcli.world_models.base import WorldModel
 
 FPS = 10
 STEPS = 500  # filmed at most
-
-Film = tuple[list[np.ndarray], list[int], list[float]]
 
 
 def play(
@@ -30,7 +28,8 @@ def play(
 ) -> Path:
     """Film one episode to `out` (.gif or .mp4) and return it.
 
-    "real" plays a test episode. "imagination" shows the controller one real frame and lets it act in the world model
+    "real" plays a test episode, and shows of a planner also what share of the search went to each action, and the value
+    it found. "imagination" shows the controller one real frame and lets it act in the world model
     from there until the model says that the episode ends.
 
     Raises ArtifactError when there is no controller or it is of another environment, UsageError for another file type.
@@ -54,29 +53,24 @@ def play(
                 epsilon=0.0,
                 generator=torch.Generator().manual_seed(derived_seed(seed, "play actions")),
             )
-            frames, actions, rewards = _real(streams, agent)
+            film = _real(streams, agent)
         else:
-            frames, actions, rewards = _imagined(streams, world_model, policy, settings.evaluation.temperature)
+            film = _imagined(streams, world_model, policy, settings.evaluation.temperature)
         streams.close()
-    captions = play_captions(actions, rewards, context.environment.get("action_meanings"))
-    write_animation(out, captioned(np.stack(frames), captions), FPS)
-    context.progress.say(f"play: {len(frames)} frames, return {sum(rewards):g}, written to {out}")
+    write_animation(out, film.drawn(context.environment.get("action_meanings")), FPS)
+    context.progress.say(f"play: {len(film.frames)} frames, return {sum(film.rewards):g}, written to {out}")
     return out
 
 
 def _real(streams: Streams, agent: Agent) -> Film:
-    frames: list[np.ndarray] = []
-    actions: list[int] = []
-    rewards: list[float] = []
-    ended = False
-    while not ended and len(frames) < STEPS:
-        frames.append(streams.observation[0])
+    film, ended = Film(), False
+    while not ended and len(film.frames) < STEPS:
+        frame = streams.observation[0]
         action = agent.act(streams.observation, streams.first)
         after = streams.step(action)
-        actions.append(int(action[0]))
-        rewards.append(float(after.reward[0]))
+        film.add(frame, action[0], after.reward[0], agent.searched())
         ended = bool(after.terminated[0] | after.truncated[0])
-    return frames, actions, rewards
+    return film
 
 
 @torch.no_grad()
@@ -86,17 +80,13 @@ def _imagined(streams: Streams, world_model: WorldModel, policy: Controller, tem
     nothing = torch.zeros(1, dtype=torch.int64, device=device)
     world = world_model.perceive(None, frame, nothing, torch.ones(1, dtype=torch.bool, device=device))
     state = policy.initial_state(1)
-    frames: list[np.ndarray] = []
-    actions: list[int] = []
-    rewards: list[float] = []
-    ended = False
-    while not ended and len(frames) < STEPS:
-        frames.append(world_model.decode(world_model.latent(world), world)[0].cpu().numpy())
+    film, ended = Film(), False
+    while not ended and len(film.frames) < STEPS:
+        shown = world_model.decode(world_model.latent(world), world)[0].cpu().numpy()
         logits, state = policy.decide(world_model, world, state)
         action = choose(logits, temperature)
         state = policy.follow(action, state)
         imagined, world = world_model.imagine(world, action)
-        actions.append(int(action))
-        rewards.append(float(imagined.reward))
+        film.add(shown, int(action), float(imagined.reward), {})
         ended = bool(imagined.terminated)
-    return frames, actions, rewards
+    return film
