@@ -446,7 +446,7 @@ def test_a_moving_square_is_learned_and_imagined():
         model.tokenizer.posterior_head.weight.div_(20)
     optimiser = torch.optim.AdamW(model.parameter_groups(), lr=5e-3)
     generator = torch.Generator().manual_seed(3)
-    for _ in range(150):
+    for _ in range(250):  # after 150 the third step is right in 0.89 to 0.94 of all rows
         total, log = model.loss(dots(generator, 16)[0])
         optimiser.zero_grad()
         total.backward()
