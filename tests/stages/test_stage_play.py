@@ -19,7 +19,7 @@ from wmcli.errors import UsageError
 from wmcli.experience import Memory
 from wmcli.report.images import strip, write_png
 from wmcli.stages import play as play_module
-from wmcli.stages.pictures import SideBySide, beside, imagined_beside_real, write_side_by_side
+from wmcli.stages.pictures import Film, SideBySide, beside, imagined_beside_real, write_side_by_side
 from wmcli.stages.play import play
 from wmcli.training.device import Machine
 
@@ -49,6 +49,14 @@ def test_a_film_of_an_unknown_kind_is_refused(tiny: Path, tmp_path: Path) -> Non
     with pytest.raises(UsageError) as caught:
         play(opened(tiny), source="real", out=tmp_path / "film.doc", controller=None, seed=3)
     assert ".doc" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_film_has_what_was_found_for_the_game_that_it_shows() -> None:
+    film = Film()
+    frame, found = np.zeros((4, 4, 3), np.uint8), {"policy": np.array([[0.25, 0.75], [1, 0]]), "value": np.arange(2)}
+    film.add(frame, 1, 0.5, found)
+    assert film.policies[0].tolist() == [0.25, 0.75] and film.values == [0.0]
+    assert film.actions == [1] and film.rewards == [0.5]
 
 
 # -- real beside imagined ---------------------------------------------------------------------------------------------
