@@ -158,6 +158,7 @@ def test_films_show_what_the_search_found(run: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(Film, "drawn", watched)
     evaluation = evaluate(opened(run, pictures=True))
     play(opened(run), source="real", out=tmp_path / "x.gif", controller=None, seed=1)
+    assert len(drawn) == 2
     for film in drawn:
         assert len(film.frames) == len(film.actions) == len(film.values) > 1
         shares = np.stack(film.policies)

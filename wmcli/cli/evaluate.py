@@ -83,7 +83,7 @@ def evaluate(
     if by and (against or protocol == "gridworld" or not runs):
         raise UsageError("--by sorts the scores of several runs: wm eval RUN... --by KEY, without --against.")
     if protocol == "gridworld" and (controller or against or priors):
-        raise UsageError("--protocol gridworld scores dynamics: no --controller, --against or --priors belongs to it.")
+        raise UsageError("--protocol gridworld scores dynamics: leave out --controller, --against and --priors.")
     if runs and (settings or seed or device or controller or dynamics or episodes):
         raise UsageError("RUN... puts together what is there; to evaluate one run anew give it as --run.")
     if runs and protocol == "gridworld":

@@ -97,7 +97,7 @@ def train_dynamics(
         def step() -> Mapping[str, Tensor]:
             batch = gather(memory, data, sampler.batch(settings.batch), targets)
             decay_rates(optimiser, decay_after, trainee.trained + trainee.update)
-            return learn(context.machine, world_model, optimiser, batch, settings.clip)
+            return update_dynamics(context.machine, world_model, optimiser, batch, settings.clip)
 
         def watch() -> dict[str, Any]:
             learned = attention_prior.learned(world_model)
@@ -128,10 +128,12 @@ def train_dynamics(
     return artifact
 
 
-def learn(
+def update_dynamics(
     machine: Machine, world_model: WorldModel, optimiser: torch.optim.Optimizer, batch: Batch, clip: float
 ) -> dict[str, Tensor]:
-    """One update. Returns the loss, its parts and the gradient's norm before it was clipped, on the device."""
+    """One update on a batch of segments, with all that belongs to it: attention priors' penalties and limits, and what
+    follows the weights. Returns the loss, its parts and the gradient's norm before it was clipped, scalars on the device.
+    """
     with machine.autocast():
         loss, metrics = world_model.loss(batch)
     if (priors := attention_prior.penalty(world_model)) is not None:

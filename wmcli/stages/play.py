@@ -29,8 +29,8 @@ def play(
     """Film one episode to `out` (.gif or .mp4) and return it.
 
     "real" plays a test episode, and shows of a planner also what share of the search went to each action, and the value
-    it found. "imagination" shows the controller one real frame and lets it act in the world model
-    from there until the model says that the episode ends.
+    it found. "imagination" shows the controller one real frame and lets it act in the world model from there until the
+    model says that the episode ends.
 
     Raises ArtifactError when there is no controller or it is of another environment, UsageError for another file type.
     """

@@ -21,7 +21,7 @@ from wmcli.kernels.dispatch import using
 from wmcli.settings import Settings
 from wmcli.stages.compare import LENGTHS, compare_backbones, draw_comparison
 from wmcli.stages.context import Context
-from wmcli.stages.dynamics import learn
+from wmcli.stages.dynamics import update_dynamics
 from wmcli.stages.profile_experience import profile_experience
 from wmcli.stages.profile_kernels import elements_per_frame, profile_kernels
 from wmcli.stages.train import optimiser_for
@@ -191,7 +191,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
     optimiser = optimiser_for(settings.dynamics, world_model.parameter_groups())
 
     def train_dynamics() -> None:
-        learn(machine, world_model, optimiser, segments, settings.dynamics.clip)
+        update_dynamics(machine, world_model, optimiser, segments, settings.dynamics.clip)
 
     tokens = elements_per_frame(settings)
     unit = "frames" if tokens == 1 else f"frames of {tokens} tokens"
