@@ -132,7 +132,7 @@ def update_dynamics(
     machine: Machine, world_model: WorldModel, optimiser: torch.optim.Optimizer, batch: Batch, clip: float
 ) -> dict[str, Tensor]:
     """One update on a batch of segments, with all that belongs to it: attention priors' penalties and limits, and what
-    follows the weights. Returns the loss, its parts and the gradient's norm before it was clipped, scalars on the device.
+    follows the weights. Returns loss, its parts and the gradient's norm before it was clipped, scalars on the device.
     """
     with machine.autocast():
         loss, metrics = world_model.loss(batch)
