@@ -15,14 +15,15 @@ from wmcli.controllers.actor_critic import ActorCritic
 from wmcli.controllers.base import Controller
 from wmcli.controllers.mcts import MCTS, MCTSSettings
 from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings
+from wmcli.errors import UsageError
 from wmcli.settings import Settings
-from wmcli.tokenizers.categorical import CategoricalTokenizer
+from wmcli.tokenizers.categorical import CategoricalTokenizer, CategoricalTokenizerSettings
 from wmcli.tokenizers.vq import TokenizerSettings, VQTokenizer
 from wmcli.training.checkpoint import WEIGHTS, load_modules, load_tensors
 from wmcli.training.device import Machine
 from wmcli.world_models.base import WorldModel
 from wmcli.world_models.cells import TOKENS, CellsSettings, CellsWorldModel
-from wmcli.world_models.latent import LatentWorldModel
+from wmcli.world_models.latent import LatentWorldModel, LatentWorldModelSettings
 from wmcli.world_models.muzero import MuZero, MuZeroSettings
 from wmcli.world_models.planning import UniZero, UniZeroSettings
 from wmcli.world_models.token import TokenWorldModel, TokenWorldModelSettings
@@ -37,6 +38,22 @@ def build_tokenizer(settings: Settings) -> Tokenizer:
     if isinstance(settings.tokenizer, TokenizerSettings):
         return VQTokenizer(settings.tokenizer, size)
     return CategoricalTokenizer(settings.tokenizer, size)
+
+
+def _build_latent(settings: Settings, tokenizer: Tokenizer | None, actions: int) -> LatentWorldModel:
+    dynamics = settings.dynamics
+    assert isinstance(dynamics, LatentWorldModelSettings)
+    backbone = build_backbone(settings.backbone, max_length=dynamics.horizon, block=1)
+    evidence = None
+    if dynamics.posterior == "full":
+        evidence = build_backbone(settings.backbone, max_length=dynamics.horizon, block=1)
+    if tokenizer is None:  # posterior or decoder read more than a frame and its latent
+        assert isinstance(settings.tokenizer, CategoricalTokenizerSettings)
+        size = settings.environment.size
+        reads = LatentWorldModel.tokenizer_reads(dynamics, settings.tokenizer.stack.features(size), backbone.width)
+        tokenizer = CategoricalTokenizer(settings.tokenizer, size, **reads)
+    assert isinstance(tokenizer, CategoricalTokenizer)
+    return LatentWorldModel(dynamics, backbone, tokenizer, actions, evidence)
 
 
 def build_world_model(settings: Settings, tokenizer: Tokenizer | None, actions: int) -> WorldModel:
@@ -55,9 +72,7 @@ def build_world_model(settings: Settings, tokenizer: Tokenizer | None, actions: 
     if isinstance(dynamics, CellsSettings):
         backbone = build_backbone(settings.backbone, max_length=dynamics.horizon * TOKENS, block=TOKENS)
         return CellsWorldModel(dynamics, backbone, actions, settings.environment.size)
-    assert isinstance(tokenizer, CategoricalTokenizer)
-    backbone = build_backbone(settings.backbone, max_length=dynamics.horizon, block=1)
-    return LatentWorldModel(dynamics, backbone, tokenizer, actions)
+    return _build_latent(settings, tokenizer, actions)
 
 
 def build_controller(settings: Settings, world_model: WorldModel, machine: Machine | None = None) -> Controller:
@@ -69,7 +84,15 @@ def build_controller(settings: Settings, world_model: WorldModel, machine: Machi
         return ReinforceController(
             settings.controller, world_model.feature_shape, settings.environment.size, world_model.actions
         )
-    return ActorCritic(settings.controller, world_model.feature_shape, world_model.actions, window=world_model.context)
+    seen = world_model.feature_shape
+    if settings.controller.sees == "frame":
+        if world_model.frame_features is None:
+            raise UsageError(
+                f"controller.sees = frame: dynamics of kind '{settings.dynamics.kind}' do not show it the past beside"
+                " the frame; set controller.sees = state."
+            )
+        seen = (world_model.frame_features,)
+    return ActorCritic(settings.controller, seen, world_model.actions, window=world_model.context)
 
 
 def settings_of(artifact: Artifact) -> Settings:

@@ -49,7 +49,19 @@ PLANNED = ("unizero", "muzero")
 """Kinds of dynamics that learn a policy and a value, for a search to plan with."""
 
 
+Measure = Literal["generation", "recall", "reward", "doors"]
+"""What can be measured of a memory model: see wmcli/stages/memory.py."""
+
+
 class CollectSettings(Section):
+    policy: Literal["learned", "scripted"] = "learned"
+    """Who plays: the newest controller (at random before there is one), or a memory task's script, whole episodes."""
+    episodes: int = Field(1000, ge=1)
+    """Scripted: episodes to train on that one collect plays."""
+    validation: int = Field(100, ge=0)
+    """Scripted: episodes held back to choose weights by."""
+    test: int = Field(200, ge=0)
+    """Scripted: episodes held back for what `wm eval` measures."""
     steps: int = Field(200, ge=1)
     """Decisions one collect takes, over all environments together (a decision is 4 frames in Atari)."""
     temperature: float = Field(1.0, gt=0)
@@ -67,6 +79,8 @@ class EvaluationSettings(Section):
     """Environments side by side."""
     temperature: float = Field(0.5, ge=0)
     """Divides the policy's logits before an action is sampled; 0 takes the likeliest action."""
+    measures: tuple[Measure, ...] = Field((), strict=False)
+    """What `wm run` measures in the end of a dynamics model that learned a memory task."""
 
 
 class RunSettings(Section):
@@ -135,7 +149,7 @@ class Settings(Section):
             )
         for name in DEFAULT_KINDS:
             section = getattr(self, name)
-            if getattr(section, "warmup", 0) and section.optimiser != "laprop":
+            if getattr(section, "warmup", 0) and section.optimiser != "laprop" and not hasattr(section, "schedule"):
                 raise ValueError(
                     f"{name}.warmup = {section.warmup}, but {name}.optimiser = '{section.optimiser}' does not warm up:"
                     f" set {name}.warmup=0, or the optimiser to laprop"
@@ -149,6 +163,11 @@ class Settings(Section):
             raise ValueError(
                 f"controller.input = 'pixels' looks at imagined frames, and dynamics of kind '{self.dynamics.kind}'"
                 " make none: set controller.input = 'latent'"
+            )
+        if self.collect.policy == "scripted" and self.run.overlap:
+            raise ValueError(
+                "run.overlap = true collects while models train, and scripted episodes are all there before: set"
+                " run.overlap=false"
             )
         if isinstance(self.dynamics, UniZeroSettings | MuZeroSettings) or isinstance(self.controller, MCTSSettings):
             return self  # these may imagine for longer than they were trained to
@@ -195,7 +214,9 @@ class Settings(Section):
             return "itself"
         if isinstance(self.dynamics, CellsSettings):
             return "rules"
-        return "dynamics" if isinstance(self.dynamics, LatentWorldModelSettings) else "tokenizer"
+        if isinstance(self.dynamics, LatentWorldModelSettings):
+            return "itself" if self.dynamics.decodes_state else "dynamics"
+        return "tokenizer"
 
     @property
     def acting(self) -> dict[str, Any]:

@@ -1,9 +1,13 @@
-"""S4's own numbers: HiPPO-LegS, initialisation, sizes, the kernel length, and when systems are prepared anew."""
+"""S4's own numbers: HiPPO-LegS, initialisation, sizes, the kernel length, and when systems are prepared anew.
+
+The last, and how near the forms of a stack are to each other, for S4D and S5 as well.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ from torch.testing import assert_close
 from wmcli.kernels import s4 as kernels
 
 from wmcli.backbones import BackboneSettings, Size, build, map_state, s4
-from wmcli.backbones.s4 import S4, S4Settings, StateSpace, build_system, hippo_legs
+from wmcli.backbones.s4 import S4, S4Settings, Stack, StateSpace, build_system, hippo_legs
 from wmcli.errors import UsageError
 from wmcli.nn.decay import parameter_groups
 from wmcli.training.optim import build_optimiser
@@ -27,12 +31,21 @@ def small(length: int = LENGTH, **settings) -> S4:
     return S4(S4Settings(**{"state": 8, "ffn": 1, **settings}), Size(6, 2, 0.0, length, 1)).eval()
 
 
+KINDS = {"s4": {"state": 8, "ffn": 1}, "s4d": {"state": 8, "ffn": 1}, "s5": {"state": 16, "blocks": 2, "ffn": 1}}
+
+
+def stack(kind: str, width: int = 6, length: int = LENGTH, **settings) -> Stack:
+    torch.manual_seed(0)
+    values = {"name": kind, "width": width, "layers": 2, "dropout": 0.0, kind: {**KINDS[kind], **settings}}
+    return build(BackboneSettings.model_validate(values), length, 1).eval()
+
+
 def inputs(*shape: int, dtype=torch.float32) -> torch.Tensor:
     torch.manual_seed(5)
     return torch.randn(*shape, dtype=dtype)
 
 
-def steps(model: S4, x: torch.Tensor) -> torch.Tensor:
+def steps(model: Stack, x: torch.Tensor) -> torch.Tensor:
     state, outputs = model.initial_state(len(x)), []
     for t in range(x.shape[1]):
         y, state = model.step(x[:, t], state)
@@ -76,7 +89,10 @@ def test_legs_is_diagonal_minus_rank_one(state):
 
 
 def test_golden_legs():
-    assert legs_matrix(4)[3].tolist() == pytest.approx([-2.64575131, -4.58257569, -5.91607978, -4], abs=1e-8)
+    a = [[-1, 0, 0, 0], [-1.73205081, -2, 0, 0], [-2.23606798, -3.87298335, -3, 0]]
+    a = torch.tensor([*a, [-2.64575131, -4.58257569, -5.91607978, -4]], dtype=torch.float64)
+    assert_close(legs_matrix(4), a, rtol=0, atol=5e-9)
+    assert sorted(torch.linalg.eigvals(legs_matrix(8)).real.tolist()) == pytest.approx(list(range(-8, 0)))
     golden = {
         4: [4.603293007, 0.556501115],
         16: [80.96608093, 25.62922644, 13.83434182, 8.36210453, 5.09002363, 2.89966822, 1.37198878, 0.35201792],
@@ -231,7 +247,7 @@ def test_the_kernel_length_is_saved_with_the_weights():
 def learn(name: str):
     """A change: one update, between whose backward pass and step the model imagines."""
 
-    def change(model: S4) -> S4:
+    def change(model: Stack) -> Stack:
         optimiser = build_optimiser(name, parameter_groups(model, 0.01), 0.01, 0.01)
         x = inputs(2, 9, 6)
         model(x, None)[0].square().mean().backward()
@@ -243,34 +259,35 @@ def learn(name: str):
     return change
 
 
-def load_others(model: S4) -> S4:
-    other = small()
+def load_others(model: Stack) -> Stack:
+    other = copy.deepcopy(model)
     write_in_place(other)
     model.load_state_dict(other.state_dict())
     return model
 
 
-def write_in_place(model: S4) -> S4:
+def write_in_place(model: Stack) -> Stack:
     with torch.no_grad():
         for system in systems(model):
             system.log_dt.add_(0.3)
     return model
 
 
-def replace_parameters(model: S4) -> S4:
+def replace_parameters(model: Stack) -> Stack:
     for system in systems(model):
-        system.p = nn.Parameter(1.1 * system.p.detach())
+        system.b = nn.Parameter(1.1 * system.b.detach())
     return model
 
 
-def replace_data(model: S4) -> S4:
+def replace_data(model: Stack) -> Stack:
     for system in systems(model):
-        system.c_tilde.data = 1.1 * system.c_tilde.data
+        c = system.tensors()[-1]
+        c.data = 1.1 * c.data
     return model
 
 
-def systems(model: S4) -> list[StateSpace]:
-    return [module for module in model.modules() if isinstance(module, StateSpace)]
+def systems(model: Stack) -> list[Any]:
+    return [layer.system for block in model.blocks for layer in block.layers]
 
 
 CHANGES = {
@@ -285,9 +302,10 @@ CHANGES = {
 }
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", CHANGES)
-def test_kept_systems_are_never_stale(change):
-    model, x = small(), inputs(2, 9, 6)
+def test_kept_systems_are_never_stale(change, kind):
+    model, x = stack(kind), inputs(2, 9, 6)
     with torch.no_grad():
         before = steps(model, x)
     model = CHANGES[change](model)
@@ -297,9 +315,10 @@ def test_kept_systems_are_never_stale(change):
     assert (after - before).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", ["adamw", "in place", "parameters replaced"])
-def test_systems_that_go_with_a_state_are_never_stale(change):
-    model, x = small(), inputs(2, 9, 6)
+def test_systems_that_go_with_a_state_are_never_stale(change, kind):
+    model, x = stack(kind), inputs(2, 9, 6)
     _, state = model(x, model.initial_state(2))
     CHANGES[change](model)
     state = map_state(torch.Tensor.detach, state)
@@ -308,8 +327,9 @@ def test_systems_that_go_with_a_state_are_never_stale(change):
     assert_close(got, want, rtol=0, atol=0)
 
 
-def test_kept_systems_follow_the_dtype():
-    model, x = small(), inputs(2, 9, 6)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_systems_follow_the_dtype(kind):
+    model, x = stack(kind), inputs(2, 9, 6)
     with torch.no_grad():
         steps(model, x)
         model.double()
@@ -418,25 +438,28 @@ def test_a_frozen_model_passes_gradients_on(made):
 # -- precision ---------------------------------------------------------------------------------------------------------
 
 
-def test_float32_steps_equal_the_convolution_after_training():
-    torch.manual_seed(0)
-    model = S4(S4Settings(ffn=2), Size(16, 2, 0.0, 257, 1)).eval()
-    x = inputs(3, 257, 16)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 2e-5), (torch.float64, 1e-10)], ids=str)
+def test_steps_equal_the_convolution_after_training(kind, dtype, share):
+    """With as many numbers as by default, and at the full length of the kernel."""
+    model = stack(kind, 5, 257, state=64, ffn=2).to(dtype)
+    x = inputs(3, 257, 5, dtype=dtype)
     optimiser = build_optimiser("adamw", parameter_groups(model, 0.01), 1e-3, 0.01)
-    for count in range(4):
+    for updates in (2, 0):
         with torch.no_grad():
             want = model(x, None)[0]
             scale = want.abs().max()
-            assert (steps(model, x) - want).abs().max() < 2e-5 * scale
-            assert (model(x, model.initial_state(3))[0] - want).abs().max() < 2e-5 * scale
-        for _ in range(count < 3):
+            assert (steps(model, x) - want).abs().max() < share * scale
+            assert (model(x, model.initial_state(3))[0] - want).abs().max() < share * scale
+        for _ in range(updates):
             optimiser.zero_grad()
             (model(x[:, :60], None)[0] - x[:, :60].roll(5, 1)).square().mean().backward()
             optimiser.step()
 
 
-def test_a_bfloat16_model_keeps_float32_systems():
-    model = small().bfloat16()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bfloat16_model_keeps_float32_systems(kind):
+    model = stack(kind).bfloat16()
     x = inputs(2, 9, 6).bfloat16()
     want, _ = model(x, None)
     y, state = model(x, model.initial_state(2))

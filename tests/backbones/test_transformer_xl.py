@@ -1,4 +1,4 @@
-"""Transformer-XL's own promises: relative attention, the sliding window, its memory, sizes."""
+"""Transformer-XL's own promises: relative attention, the sliding window, segments, its memory, sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wmcli.errors import UsageError
 B, T, D, HEADS, K = 2, 9, 8, 2, 3
 
 
-def small(memory: int, layers: int = 2, **settings: int) -> TransformerXL:
+def small(memory: int, layers: int = 2, **settings) -> TransformerXL:
     torch.manual_seed(0)
     settings = {"heads": HEADS, "head_width": K, "memory": memory, **settings}
     model = TransformerXL(TransformerXLSettings(**settings), Size(D, layers, 0.0, 0, 3)).double().eval()
@@ -40,24 +40,31 @@ def sinusoid(distance: int) -> torch.Tensor:
     return torch.tensor([math.sin(a) for a in angles] + [math.cos(a) for a in angles], dtype=torch.float64)
 
 
-def written_out(model: TransformerXL, x: torch.Tensor, memory: int) -> torch.Tensor:
-    """Every score by itself: ((q_i + u) k_j + (q_i + v) W_r R_(i-j)) / sqrt(K) for the keys 0 <= i - j <= memory."""
+def written_out(model: TransformerXL, x: torch.Tensor, memory: int, segment: int = 0) -> torch.Tensor:
+    """Every score by itself: ((q_i + u) k_j + (q_i + v) W_r R_(i-j)) / sqrt(K) for the keys 0 <= i - j <= memory.
+
+    With segments, the keys are those of i's own, and `memory` before it, made of detached inputs.
+    """
     for layer in model.layers:
-        normed = layer.attention_norm(x)
-        q, k, v = (normed @ w.T for w in layer.qkv.weight.chunk(3))
-        out = torch.zeros_like(q)
-        for head in range(HEADS):
-            part = slice(head * K, (head + 1) * K)
-            for i in range(x.shape[1]):
-                keys = range(max(0, i - memory), i + 1)
-                by_content = [((q[:, i] + layer.u) * k[:, j])[:, part].sum(-1) for j in keys]
+        q, k, v = (layer.attention_norm(x) @ w.T for w in layer.qkv.weight.chunk(3))
+        _, fixed_k, fixed_v = (layer.attention_norm(x.detach()) @ w.T for w in layer.qkv.weight.chunk(3))
+        rows = []
+        for i in range(x.shape[1]):
+            own = i // segment * segment if segment else 0
+            keys = range(max(0, (own if segment else i) - memory), i + 1)
+            seen_k = [(fixed_k if j < own else k)[:, j] for j in keys]
+            seen_v = torch.stack([(fixed_v if j < own else v)[:, j] for j in keys], 1)
+            out = []
+            for head in range(HEADS):
+                part = slice(head * K, (head + 1) * K)
+                by_content = [((q[:, i] + layer.u) * key)[:, part].sum(-1) for key in seen_k]
                 by_distance = [
                     ((q[:, i] + layer.v) * (layer.distance.weight @ sinusoid(i - j)))[:, part].sum(-1) for j in keys
                 ]
                 score = torch.stack([(c + d) / K**0.5 for c, d in zip(by_content, by_distance, strict=True)], -1)
-                values = v[:, keys.start : i + 1, part]
-                out[:, i, part] = (score.softmax(-1)[..., None] * values).sum(1)
-        x = x + out @ layer.out.weight.T
+                out.append((score.softmax(-1)[..., None] * seen_v[:, :, part]).sum(1))
+            rows.append(torch.cat(out, -1))
+        x = x + torch.stack(rows, 1) @ layer.out.weight.T
         inner = layer.up(layer.ffn_norm(x))
         x = x + layer.down(inner * 0.5 * (1 + torch.erf(inner / 2**0.5)))
     return model.norm(x)
@@ -81,14 +88,121 @@ def test_it_equals_attention_written_out(memory):
 
 
 @torch.no_grad()
-def test_a_fork_sees_windows_of_the_same_width():
-    """Queries too see themselves and `memory` elements before them, other queries included: by the equations."""
-    model, x, queries = small(3), inputs(B, 3, 2, D), inputs(4, D) + 0.5
+@pytest.mark.parametrize(("memory", "segment"), [(1, 4), (2, 4), (4, 4), (5, 3), (3, 1), (T, 4), (2, T), (1, 40)])
+def test_segments_equal_attention_written_out(memory, segment):
+    """As one pass, in chunks, and step by step; with memory >= T or segment >= T that is full causal attention."""
+    model, x = small(memory, segment=segment), inputs(B, T, D)
+    want = written_out(model, x, memory, segment)
+    close(model(x, None)[0], want)
+    for sizes in ((T,), (4, 5), (5, 4), (2, 3, 4), (1,) * T):
+        state, outputs = model.initial_state(B), []
+        for part in x.split(sizes, 1):
+            y, state = model(part, state)
+            outputs.append(y)
+        close(torch.cat(outputs, 1), want)
+    state, outputs = model.initial_state(B), []
+    for element in x.unbind(1):
+        y, state = model.step(element, state)
+        outputs.append(y)
+    close(torch.stack(outputs, 1), want)
+    full = written_out(model, x, 10 * T)
+    if max(memory, segment) >= T:
+        close(want, full)
+    else:
+        assert (want - full).abs().max() > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("segment", [0, 2, 3, 5])
+def test_a_fork_sees_windows_of_the_same_width(segment):
+    """Queries see what elements in their place would, other queries included: by the equations."""
+    model, x, queries = small(3, segment=segment), inputs(B, 3, 2, D), inputs(4, D) + 0.5
     y, answers, _ = model.fork(x, queries, None)
-    close(y, written_out(model, x.flatten(1, 2), 3)[:, 1::2])
+    close(y, written_out(model, x.flatten(1, 2), 3, segment)[:, 1::2])
     for n in range(3):
         after = torch.cat((x[:, : n + 1].flatten(1, 2), queries.expand(B, 4, D)), 1)
-        close(answers[:, n], written_out(model, after, 3)[:, -4:])
+        close(answers[:, n], written_out(model, after, 3, segment)[:, -4:])
+
+
+def test_gradients_of_segments_equal_those_written_out():
+    """Of inputs and of all parameters, over three segments in one call: W_k and W_v learn from constants too."""
+    model, x = small(3, segment=4), inputs(B, T, D).requires_grad_()
+    arguments = [x, *model.parameters()]
+    weights = inputs(B, T, D).flip(1)
+    want = torch.autograd.grad((written_out(model, x, 3, 4) * weights).sum(), arguments)
+    reset = torch.zeros(B, T, dtype=torch.bool)
+    for state, mask in ((None, None), (model.initial_state(B), None), (None, reset)):
+        close(torch.autograd.grad((model(x, state, mask)[0] * weights).sum(), arguments), want)
+
+
+@pytest.mark.parametrize("how", ["forward", "from a state", "with resets", "chunks", "steps", "fork"])
+def test_no_gradient_reaches_an_earlier_segment(how):
+    """Though the values do depend on it."""
+    segment, last, model, x = 4, 10, small(5, segment=4), inputs(1, 12, D).requires_grad_()
+    origin = 0
+    if how == "forward":
+        y, _ = model(x, None)
+    elif how == "from a state":
+        y, _ = model(x, model.initial_state(1))
+    elif how == "with resets":
+        reset = torch.zeros(1, 12, dtype=torch.bool)
+        reset[0, 1], origin = True, 1
+        y, _ = model(x, None, reset)
+    elif how == "fork":
+        _, answers, _ = model.fork(x[:, :last].unflatten(1, (5, 2)), x[:, None, last:].expand(-1, 5, -1, -1), None)
+        y = torch.cat((x[:, :last], answers[:, -1]), 1)
+    else:
+        y, state, outputs = x, model.initial_state(1), []
+        for part in x.split(3 if how == "chunks" else 1, 1):
+            y, state = model(part, state)
+            outputs.append(y)
+        y = torch.cat(outputs, 1)
+    (gradient,) = torch.autograd.grad(y[0, last].square().sum(), x)
+    own = origin + (last - origin) // segment * segment
+    assert not gradient[0, :own].any() and not gradient[0, last + 1 :].any()
+    assert (gradient[0, own : last + 1].abs().amax(-1) > 1e-9).all()
+    moved = x.detach().clone()
+    moved[0, own - 1] *= -1
+    assert (model(moved, None)[0] - model(x, None)[0])[0, last].abs().max() > 1e-3
+
+
+def test_the_carried_state_is_the_graph_of_its_unfinished_segment_only():
+    model, x = small(5, segment=4), inputs(B, 7, D).requires_grad_()
+    _, state = model(x[:, :6], model.initial_state(B))
+    y, _ = model(x[:, 6:], state)
+    whole = model(x, None)[0][:, 6:]
+    for result in (y, whole):
+        (gradient,) = torch.autograd.grad(result.square().sum(), x)
+        assert not gradient[:, :4].any() and (gradient[:, 4:].abs().amax(-1) > 1e-9).all()
+    close(
+        torch.autograd.grad(model(x[:, 6:], model(x[:, :6], model.initial_state(B))[1])[0].square().sum(), x),
+        torch.autograd.grad(model(x, None)[0][:, 6:].square().sum(), x),
+    )
+
+
+@pytest.mark.parametrize("prior", [{}, {"kind": "gaussian", "mean": 2.0}, {"kind": "span", "form": "scale", "span": 4}])
+@pytest.mark.parametrize("with_state", [True, False])
+def test_rows_in_different_places_of_their_segments_are_computed_alone(prior, with_state):
+    """Outputs and gradients, with a prior too: a row with resets equals its episodes, each from its beginning."""
+    model, x = small(3, segment=4, prior=prior), inputs(2, 14, D).requires_grad_()
+    reset = torch.zeros(2, 14, dtype=torch.bool)
+    reset[0, [2, 9]] = reset[1, 7] = True
+    got = model(x, model.initial_state(2) if with_state else None, reset)[0]
+    pieces = [[x[:1, :2], x[:1, 2:9], x[:1, 9:]], [x[1:, :7], x[1:, 7:]]]
+    want = torch.cat([torch.cat([model(piece, None)[0] for piece in row], 1) for row in pieces])
+    close(got, want)
+    weights = inputs(2, 14, D).flip(1)
+    arguments = [x, *model.parameters()]
+    for each in zip(*(torch.autograd.grad((y * weights).sum(), arguments) for y in (got, want)), strict=True):
+        close(*each)
+
+
+@torch.no_grad()
+def test_the_feed_forward_layer_has_the_activation_of_the_settings():
+    x, y = inputs(B, T, D), torch.zeros(B, HEADS, T, K, dtype=torch.float64)
+    for activation, function in (("relu", lambda z: z.clamp(min=0)), ("gelu", lambda z: z * torch.special.ndtr(z))):
+        layer = small(3, activation=activation).layers[0]
+        close(layer.finish(x, y), x + layer.down(function(layer.up(layer.ffn_norm(x)))))
 
 
 def test_band_equals_a_gather_by_distance():
@@ -110,13 +224,14 @@ def test_the_order_of_the_products_changes_no_score():
         close(layer._distance_scores(q, table), torch.einsum("bhtk,hkd,rd->bhtr", q, weight, table) / K**0.5)
 
 
-def test_chunks_of_queries_change_no_result(monkeypatch):
+@pytest.mark.parametrize("segment", [0, 6])
+def test_chunks_of_queries_change_no_result(monkeypatch, segment):
     x, reset = inputs(B, 31, D).requires_grad_(), torch.zeros(B, 31, dtype=torch.bool)
     reset[1, [3, 17]] = True
     found = []
     for chunk in (100, 4, 1):
         monkeypatch.setattr(transformer_xl, "CHUNK", chunk)
-        model = small(5)
+        model = small(5, segment=segment)
         _, state = model(x[:, :7], model.initial_state(B))
         y, state = model(x, state, reset)
         z, answers, _ = model.fork(x[:, :30].unflatten(1, (5, 6)), x[0, :5], state)
@@ -148,16 +263,17 @@ def test_a_detached_memory_gives_the_same_values_and_no_gradient():
 
 
 @torch.no_grad()
-def test_the_memory_counts_what_it_holds_and_never_changes():
-    model, x = small(4), inputs(3, T, D)
+@pytest.mark.parametrize("segment", [0, 3])
+def test_the_memory_counts_since_the_last_reset_and_never_changes(segment):
+    model, x = small(4, segment=segment), inputs(3, T, D)
     start = model.initial_state(3)
     reset = torch.zeros(3, T, dtype=torch.bool)
     reset[0, 7] = reset[1, 0] = True
     _, after = model(x, start, reset)
-    assert after.length.tolist() == [2, 4, 4]
+    assert after.length.tolist() == [2, 9, 9]
     kept = map_state(torch.clone, after)
     _, next_one = model.step(x[:, 0], after, torch.tensor([False, True, False]))
-    assert next_one.length.tolist() == [3, 1, 4]
+    assert next_one.length.tolist() == [3, 1, 10]
     model.fork(x[:, None, :6], x[0, :2], after)
     model(x, after)
     assert not any(layer.any() for layer in start.layers) and not start.length.any()
@@ -165,9 +281,10 @@ def test_the_memory_counts_what_it_holds_and_never_changes():
 
 
 @torch.no_grad()
-def test_what_a_reset_left_behind_is_not_seen():
+@pytest.mark.parametrize("segment", [0, 4])
+def test_what_a_reset_left_behind_is_not_seen(segment):
     """Slots that are not in use may hold anything, here numbers that would drown all others."""
-    model, x = small(6), inputs(B, T, D)
+    model, x = small(6, segment=segment), inputs(B, T, D)
     _, state = model(1e3 * x, model.initial_state(B))
     layers = tuple(layer + 1e6 for layer in state.layers)
     state = state._replace(layers=layers, length=torch.zeros_like(state.length))
@@ -198,6 +315,8 @@ def test_parameter_counts_and_initialisation(head_width):
     assert not layer.up.bias.any() and model.max_length is None
     state = model.initial_state(3)
     assert [part.shape for part in state.layers] == [(3, 2, 8, 128, inner // 8)] * 2
+    longer = TransformerXL(settings.model_copy(update={"segment": 100}), Size(512, 2, 0.0, 10, 1)).initial_state(3)
+    assert [part.shape for part in longer.layers] == [(3, 2, 8, 227, inner // 8)] * 2
     assert {part.dtype for part in state.layers} == {torch.float32} and state.length.dtype == torch.int64
 
 

@@ -357,7 +357,7 @@ def test_all_backbones_are_compared_at_every_length(run: Path) -> None:
     assert (about["retnet"]["width"], about["retnet"]["layers"]) == (32, 1)  # the preset's
     rows = [row for row in artifact.metrics["rows"] if "backbone" in row]
     assert Counter((row["what"], row["length"]) for row in rows) == {
-        (what, length): 7 for what in ("training", "imagination") for length in (8, 16)
+        (what, length): len(BACKBONES) for what in ("training", "imagination") for length in (8, 16)
     }
     assert all(measured(row) and row["times_as_long"] > 0 for row in rows)
     assert all(row["times_as_long"] == 1 for row in rows if row["backbone"] == "retnet")

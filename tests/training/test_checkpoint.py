@@ -189,13 +189,15 @@ def test_each_kind_of_misfit_alone_is_refused(wanted: nn.Module, found: nn.Modul
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "laprop", "sgd"])
 def test_an_optimiser_goes_on_from_its_moments_with_the_settings_of_now(name, tmp_path: Path) -> None:
+    """Its kernels lie channels last, as convolutions here do: moments that lie otherwise are those of other weights."""
+
     def made(learning_rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(1)
-        net = nn.Linear(3, 2)
+        net = nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last)
         return net, build_optimiser(name, net.parameters(), learning_rate, 0.1, momentum=0.9)
 
     def learn(net: nn.Module, optimiser: torch.optim.Optimizer) -> None:
-        update(optimiser, net(torch.arange(6.0).view(2, 3)).square().sum(), 1e9)
+        update(optimiser, net(torch.arange(24.0).view(2, 3, 2, 2)).square().sum(), 1e9)
 
     net, optimiser = made(1e-2)
     for _ in range(3):

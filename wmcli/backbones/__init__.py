@@ -5,11 +5,14 @@ from __future__ import annotations
 from pydantic import Field, field_validator
 
 from wmcli.backbones.base import Backbone, Size, State, map_state
+from wmcli.backbones.dreamer_gru import DreamerGRU, DreamerGRUSettings
 from wmcli.backbones.gru import GRU, GRUSettings
 from wmcli.backbones.mamba1 import Mamba1, Mamba1Settings
 from wmcli.backbones.mamba2 import Mamba2, Mamba2Settings
 from wmcli.backbones.retnet import RetNet, RetNetSettings
 from wmcli.backbones.s4 import S4, S4Settings
+from wmcli.backbones.s4d import S4D, S4DSettings
+from wmcli.backbones.s5 import S5, S5Settings
 from wmcli.backbones.transformer import Transformer, TransformerSettings
 from wmcli.backbones.transformer_xl import TransformerXL, TransformerXLSettings
 from wmcli.config import Section, did_you_mean
@@ -22,9 +25,12 @@ BACKBONES = {
     "transformer": Transformer,
     "transformer-xl": TransformerXL,
     "gru": GRU,
+    "dreamer-gru": DreamerGRU,
     "mamba1": Mamba1,
     "mamba2": Mamba2,
     "s4": S4,
+    "s4d": S4D,
+    "s5": S5,
 }
 
 
@@ -47,12 +53,18 @@ class BackboneSettings(Section):
     """Used when name is transformer-xl."""
     gru: GRUSettings = GRUSettings()
     """Used when name is gru."""
+    dreamer_gru: DreamerGRUSettings = DreamerGRUSettings()
+    """Used when name is dreamer-gru."""
     mamba1: Mamba1Settings = Mamba1Settings()
     """Used when name is mamba1."""
     mamba2: Mamba2Settings = Mamba2Settings()
     """Used when name is mamba2."""
     s4: S4Settings = S4Settings()
     """Used when name is s4."""
+    s4d: S4DSettings = S4DSettings()
+    """Used when name is s4d."""
+    s5: S5Settings = S5Settings()
+    """Used when name is s5."""
 
     @field_validator("name")
     @classmethod

@@ -37,6 +37,11 @@ class Backbone(nn.Module, ABC):
     width: int
     max_length: int | None  # elements that one state may hold, None without limit
 
+    @property
+    def inputs(self) -> int:
+        """Width of what goes in, elements and queries: that of what comes out, D, unless a backbone says otherwise."""
+        return self.width
+
     @abstractmethod
     def initial_state(self, batch: int) -> State:
         """The state before the first element, for `batch` rows."""

@@ -3,7 +3,7 @@
 A block is two S4 layers (Gu et al. 2022, arXiv 2111.00396) and an MLP, each with LayerNorm before and a residual
 around; a last LayerNorm follows the last block. An S4 layer filters each channel with a linear system of its own, then
 mixes channels. From nothing a whole sequence is one convolution, by FFT where nothing resets it; otherwise the same
-systems run as recurrences.
+systems run as recurrences. S4D and S5 are the same stack with other systems.
 
 Axes: B batch, T time (elements), D width, N numbers of a channel's state (N / 2 conjugate pairs, real and imaginary
 part side by side), J blocks of the contract, L elements of one, Q queries.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,64 +33,78 @@ LEARNING_RATE_LIMIT = 1e-3  # for step sizes and systems; they also take no weig
 LONGEST_WITH_RESETS = 512  # elements: with resets the cost of a convolution grows with the square of its length
 
 
-class S4Settings(Section):
+class StackSettings(Section):
+    """What the stacks of S4 and of its variants share. Their layers are blocks of two state-space layers and an MLP."""
+
+    ffn: int = Field(default=4, ge=0)
+    """Width of the MLP, in multiples of the backbone's width; 0 leaves it out (S4WM-No-MLP)."""
+    glu: bool = True
+    """Whether channels are mixed by a gated linear unit or by a plain linear layer, as Figure 1 prints it."""
+    dt_min: float = Field(default=1e-3, gt=0)
+    """Shortest step size at initialisation. With a step size dt a system looks back on the order of 1 / dt elements."""
+    dt_max: float = Field(default=1e-1, gt=0)
+    """Longest step size at initialisation. All are drawn log-uniformly between the two."""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    """Of all LayerNorms."""
+
+
+class S4Settings(StackSettings):
     """What is particular to the S4 backbone, whose layers are blocks of two S4 layers and an MLP."""
 
     state: int = Field(default=64, ge=2, multiple_of=2)
     """Numbers of a channel's state."""
     tied: bool = True
     """Whether the channels of a layer share Lambda, P and B (n_ssm = 1 in the S4 code) or each learns its own."""
-    ffn: int = Field(default=4, ge=0)
-    """Width of the MLP, in multiples of the backbone's width; 0 leaves it out (S4WM-No-MLP)."""
-    glu: bool = True
-    """Whether channels are mixed by a gated linear unit or by a plain linear layer, as Figure 1 prints it."""
-    dt_min: float = Field(default=1e-3, gt=0)
-    """Shortest step size at initialisation. A channel with step size dt looks back on the order of 1 / dt elements."""
-    dt_max: float = Field(default=1e-1, gt=0)
-    """Longest step size at initialisation. Channels are drawn log-uniformly between the two."""
-    norm_eps: float = Field(default=1e-5, gt=0)
-    """Of all LayerNorms."""
 
 
 class S4State(NamedTuple):
     """What the elements so far have left. Old states always stay valid."""
 
     layers: tuple[Tensor, ...]
-    """(B, D, N) for each S4 layer, two a block."""
+    """(B, D, N) for each S4 layer, two a block; in S5 (B, N)."""
     systems: Any = None
     """While a graph is built: the systems as they were prepared, for the calls to come."""
 
 
-class S4(Backbone):
-    """The state is an `S4State`.
+class Stack(Backbone):
+    """Blocks of two state-space layers and an MLP, and a last LayerNorm. The state is an `S4State`.
 
-    The kernels are learned for sequences of up to `Size.max_length` elements and cut for shorter ones; longer ones run
-    as recurrences, with a memory without limit. That length belongs to the weights: it is saved with them, and loading
-    them into a model of another length raises UsageError.
+    Kernels are made for sequences of up to `Size.max_length` elements and cut for shorter ones; longer ones run as
+    recurrences, with a memory without limit.
     """
 
     blocks: Any  # nn.ModuleList of S4Block
 
-    def __init__(self, settings: S4Settings, size: Size) -> None:
+    def __init__(
+        self,
+        name: str,
+        settings: StackSettings,
+        size: Size,
+        system: Callable[[], nn.Module],
+        prepare: Callable[..., kernels.Systems],
+    ) -> None:
+        """system() makes what one layer learns: `tensors`, its parameters, and the `shape` of one row's state.
+
+        `prepare` is `kernels.Systems` or the like, given all but the parameters of all layers. Raises UsageError when
+        the settings of the backbone `name` do not fit together.
+        """
         super().__init__()
         if settings.dt_min > settings.dt_max:
+            where = f"backbone.{name}"
             raise UsageError(
-                f"backbone.s4.dt_min = {settings.dt_min}: must not be above backbone.s4.dt_max = {settings.dt_max}."
+                f"{where}.dt_min = {settings.dt_min}: must not be above {where}.dt_max = {settings.dt_max}."
             )
-        self.width, self.max_length = size.width, None
-        self.kernel_length, self.state_size = size.max_length, settings.state
-        self.blocks = nn.ModuleList(S4Block(settings, size) for _ in range(size.layers))
+        self.width, self.max_length, self.kernel_length = size.width, None, size.max_length
+        self.blocks = nn.ModuleList(S4Block(settings, size, system) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width, eps=settings.norm_eps)
+        self._prepare = prepare
         self._kept: Any = None  # the systems of the last call without a graph
         fan_average(self)
 
     def initial_state(self, batch: int) -> S4State:
         weight = self.norm.weight
-        shape = (batch, self.width, self.state_size)
-        dtype = _wide(weight.dtype)
-        return S4State(
-            tuple(torch.zeros(shape, device=weight.device, dtype=dtype) for _ in range(2 * len(self.blocks)))
-        )
+        zeros = partial(torch.zeros, device=weight.device, dtype=wide(weight.dtype))
+        return S4State(tuple(zeros((batch, *layer.system.shape)) for block in self.blocks for layer in block.layers))
 
     def forward(self, x: Tensor, state: S4State | None, reset: Tensor | None = None) -> tuple[Tensor, S4State | None]:
         systems, time = self._systems(state), x.shape[1]
@@ -165,10 +180,23 @@ class S4(Backbone):
         version = (graph, steps, *((id(each), each.data_ptr(), each._version) for each in parameters))
         systems = self._kept if not graph else state.systems if state is not None else None
         if systems is None or systems.version != version:
-            systems = kernels.Systems(build_system, groups, self.kernel_length, graph=graph, version=version)
+            systems = self._prepare(groups, self.kernel_length, graph=graph, version=version)
         if not graph:
             self._kept = systems
         return systems
+
+
+class S4(Stack):
+    """The stack of S4 layers.
+
+    The kernels are learned for one length, `Size.max_length`. It belongs to the weights: it is saved with them, and
+    loading them into a model of another length raises UsageError.
+    """
+
+    def __init__(self, settings: S4Settings, size: Size) -> None:
+        super().__init__(
+            "s4", settings, size, lambda: StateSpace(settings, size), partial(kernels.Systems, build_system)
+        )
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor(self.kernel_length)
@@ -182,15 +210,15 @@ class S4(Backbone):
 
 
 class S4Block(nn.Module):
-    """Two S4 layers and an MLP."""
+    """Two state-space layers and an MLP."""
 
     layers: Any  # nn.ModuleList of S4Layer
 
-    def __init__(self, settings: S4Settings, size: Size) -> None:
+    def __init__(self, settings: StackSettings, size: Size, system: Callable[[], nn.Module]) -> None:
         super().__init__()
         hidden = settings.ffn * size.width
         self.dropout = size.dropout
-        self.layers = nn.ModuleList(S4Layer(settings, size) for _ in range(2))
+        self.layers = nn.ModuleList(S4Layer(settings, size, system()) for _ in range(2))
         if hidden:
             self.norm = nn.LayerNorm(size.width, eps=settings.norm_eps)
             self.up = nn.Linear(size.width, hidden)
@@ -204,13 +232,13 @@ class S4Block(nn.Module):
 
 
 class S4Layer(nn.Module):
-    """Systems over time, channel by channel, then a mixture of channels, element by element."""
+    """Systems over time, channel by channel (S5: one for all), then a mixture of channels, element by element."""
 
-    def __init__(self, settings: S4Settings, size: Size) -> None:
+    def __init__(self, settings: StackSettings, size: Size, system: nn.Module) -> None:
         super().__init__()
         self.glu, self.dropout = settings.glu, size.dropout
         self.norm = nn.LayerNorm(size.width, eps=settings.norm_eps)
-        self.system = StateSpace(settings, size)
+        self.system = system
         self.skip = nn.Parameter(torch.randn(size.width))
         self.out = nn.Linear(size.width, (2 if settings.glu else 1) * size.width)
 
@@ -226,17 +254,15 @@ class StateSpace(nn.Module):
 
     def __init__(self, settings: S4Settings, size: Size) -> None:
         super().__init__()
+        self.shape = size.width, settings.state
         poles, p, _ = hippo_legs(settings.state)
         poles, p = (part.expand(1 if settings.tied else size.width, -1) for part in (poles, p))
-        low, high = math.log(settings.dt_min), math.log(settings.dt_max)
-        self.log_dt = nn.Parameter(low + (high - low) * torch.rand(size.width))
+        self.log_dt = nn.Parameter(draw_log_dt(settings, size.width))
         self.log_decay = nn.Parameter((-poles.real).log().float())  # Re(Lambda) = -exp(log_decay)
         self.frequency = nn.Parameter(poles.imag.float())
         self.p = nn.Parameter(torch.view_as_real(p).float())
         self.b = nn.Parameter(torch.view_as_real(math.sqrt(2) * p).float())
-        for parameter in (self.log_dt, self.log_decay, self.frequency, self.p, self.b):
-            parameter._no_weight_decay = True  # type: ignore[attr-defined]
-            parameter._learning_rate_limit = LEARNING_RATE_LIMIT  # type: ignore[attr-defined]
+        learn_slowly(self.log_dt, self.log_decay, self.frequency, self.p, self.b)
         with torch.no_grad():
             # What is drawn is C, of unit variance; what is stored is C~, that of this kernel length.
             c = torch.randn(size.width, settings.state // 2, dtype=torch.complex64)
@@ -255,12 +281,25 @@ def build_system(
     log_dt: Tensor, log_decay: Tensor, frequency: Tensor, p: Tensor, b: Tensor, c_tilde: Tensor
 ) -> tuple[Any, Tensor]:
     """System and C~ of one layer's parameters, or of several layers' with an axis in front."""
-    wide = _wide(log_dt.dtype)
+    dtype = wide(log_dt.dtype)
     log_dt, log_decay, frequency, p, b, c_tilde = (
-        each.to(wide) for each in (log_dt, log_decay, frequency, p, b, c_tilde)
+        each.to(dtype) for each in (log_dt, log_decay, frequency, p, b, c_tilde)
     )
     p, b, c_tilde = (torch.view_as_complex(each.contiguous()) for each in (p, b, c_tilde))
     return kernels.System(log_dt.exp(), torch.complex(-log_decay.exp(), frequency), p, b), c_tilde
+
+
+def draw_log_dt(settings: StackSettings, count: int) -> Tensor:
+    """Logarithms of `count` step sizes, log-uniform between the settings' two."""
+    low, high = math.log(settings.dt_min), math.log(settings.dt_max)
+    return low + (high - low) * torch.rand(count)
+
+
+def learn_slowly(*parameters: nn.Parameter) -> None:
+    """Mark what step sizes and systems are made of: no weight decay, a limited learning rate."""
+    for parameter in parameters:
+        parameter._no_weight_decay = True  # type: ignore[attr-defined]
+        parameter._learning_rate_limit = LEARNING_RATE_LIMIT  # type: ignore[attr-defined]
 
 
 def hippo_legs(state: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -292,6 +331,6 @@ def _count_optimiser_step(*_: Any) -> None:
 register_optimizer_step_post_hook(_count_optimiser_step)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype of states and systems for parameters of `dtype`."""
     return torch.promote_types(dtype, torch.float32)

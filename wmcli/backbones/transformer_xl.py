@@ -3,15 +3,21 @@
 Pre-norm blocks with attention relative to distance, as in TransDreamer (Chen et al. 2022, arXiv 2202.09481). Query i
 and key j stand d = i - j apart; R_d is a sinusoid of that distance, u and v are learned per head:
 
-    score_ij = ((q_i + u) k_j + (q_i + v) W_r R_d) / sqrt(K)        0 <= d <= memory
+    score_ij = ((q_i + u) k_j + (q_i + v) W_r R_d) / sqrt(K)        0 <= d <= W
 
-The memory is a sliding window: in each layer an element sees the `memory` elements before it and itself. So nothing
-depends on where a sequence is cut, and a stack of layers reaches layers * memory elements back. The cache of the paper
-works by segments: an element sees its own segment up to itself and `memory` elements before that segment, so its view
-depends on where the cuts are. The paper also stops gradients between segments; whoever trains segment by segment
-detaches the state with `map_state`.
+With `segment = 0` the memory is a sliding window: in each layer an element sees the W = `memory` elements before it and
+itself, and a stack of layers reaches layers * memory elements back. Gradients flow as far; whoever wants none detaches
+the state with `map_state`.
 
-Axes: B batch, T time (elements), D width, H heads, K width of a head, M memory, S keys, N blocks, L elements of a
+With `segment = c` it is the paper's cache. A sequence is cut into segments of c elements, counted from the last reset,
+or from where the state began. In each layer an element sees its own segment up to itself and the last `memory` elements
+before that segment, so W = memory + c - 1. What a layer is given at those elements is a constant (the paper's SG): no
+gradient reaches the elements of an earlier segment, whereas W_k and W_v learn from their keys and values too. Of keys
+that a state carried over the end of a segment nothing learns.
+
+In both nothing depends on how a sequence is cut into calls.
+
+Axes: B batch, T time (elements), D width, H heads, K width of a head, W window, S keys, N blocks, L elements of a
 block, Q queries.
 """
 
@@ -19,7 +25,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -34,7 +41,8 @@ from wmcli.nn.attention_prior import AttentionPrior, AttentionPriorSettings, sca
 from wmcli.nn.dropout import dropout
 
 INIT_STD = 0.02
-CHUNK = 128  # queries attended together: a long sequence costs T (M + CHUNK), not T (M + T)
+CHUNK = 128  # queries attended together: a long sequence costs T (W + CHUNK), not T (W + T)
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
 
 
 class TransformerXLSettings(Section):
@@ -46,17 +54,34 @@ class TransformerXLSettings(Section):
     """Width of a head; 0 shares the backbone's width among the heads."""
     ffn: int = Field(default=2, ge=1)
     """Width of the feed-forward layer, in multiples of the backbone's width."""
+    activation: Literal["gelu", "relu"] = "gelu"
+    """Of the feed-forward layer."""
     memory: int = Field(default=128, ge=1)
-    """Elements before itself that an element attends to, in each layer."""
+    """Elements before itself, or before its segment, that an element attends to, in each layer."""
+    segment: int = Field(default=0, ge=0)
+    """Elements of a segment. What is before an element's segment is a constant to it, as in the paper; 0: the memory
+    slides along with the elements, and gradients flow through it."""
     prior: AttentionPriorSettings = AttentionPriorSettings()
     """What each head expects of distance, on top of what its scores make of it; in units of elements."""
+
+    @property
+    def window(self) -> int:
+        """W: as many elements before itself may an element see."""
+        return self.memory + max(self.segment - 1, 0)
 
 
 class Memory(NamedTuple):
     """The state: what the next elements can see. The newest element stands last."""
 
-    layers: tuple[Tensor, ...]  # one (B, 2, H, M, K) per layer, keys first
-    length: Tensor  # (B,) int64: how many are in use, the last ones
+    layers: tuple[Tensor, ...]  # one (B, 2, H, W, K) per layer, keys first
+    length: Tensor  # (B,) int64: elements since the last reset; the last W of them are held
+
+
+class View(NamedTuple):
+    """What T queries see of S keys, by the numbers of these: from `begin` to the query's own."""
+
+    begin: Tensor  # (B, T)
+    own: Tensor | None  # (B, T): the first key of the query's segment, those before are constants; None: no segments
 
 
 class TransformerXL(Backbone):
@@ -74,7 +99,7 @@ class TransformerXL(Backbone):
             )
         self.width, self.max_length = size.width, None
         self.heads, self.head_width = settings.heads, settings.head_width or size.width // settings.heads
-        self.memory = settings.memory
+        self.memory, self.segment, self.window = settings.memory, settings.segment, settings.window
         self.layers = nn.ModuleList(TransformerXLLayer(settings, size, self.head_width) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
         self.prior = None if settings.prior.kind == "none" else _prior(settings, size.layers)
@@ -86,22 +111,22 @@ class TransformerXL(Backbone):
 
     def initial_state(self, batch: int) -> Memory:
         weight = self.norm.weight
-        shape = (batch, 2, self.heads, self.memory, self.head_width)
+        shape = (batch, 2, self.heads, self.window, self.head_width)
         # Zeros, not empty: an unused slot has weight 0 in attention, but 0 * NaN would be NaN.
         layers = tuple(torch.zeros(shape, device=weight.device, dtype=cache_dtype(weight)) for _ in self.layers)
         return Memory(layers, torch.zeros(batch, device=weight.device, dtype=torch.int64))
 
     def forward(self, x: Tensor, state: Memory | None, reset: Tensor | None = None) -> tuple[Tensor, Memory | None]:
-        segment = self._segments(x, state, reset)
+        start = self._start(x, state, reset)
+        held = 0 if state is None else self.window
+        view = None if start is None else self._view(start, x.shape[1], held + x.shape[1])
         table = self._table()
         after = []
         for index, (layer, row) in enumerate(zip(self.layers, self._rows(), strict=True)):
-            q, kv = layer.project(x)
-            if state is not None:
-                kv = _behind(state.layers[index], kv)
-            x = layer.finish(x, layer.attend(q, kv, table, segment, row))
+            q, kv, fixed = layer.project(x, None if state is None else state.layers[index])
+            x = layer.finish(x, layer.attend(q, kv, fixed, table, view, row))
             after.append(kv)
-        return self.norm(x), self._remember(state, after, segment)
+        return self.norm(x), self._remember(state, after, start)
 
     def step(self, x: Tensor, state: Memory | None, reset: Tensor | None = None) -> tuple[Tensor, Memory | None]:
         if reset is not None and state is not None:
@@ -115,54 +140,71 @@ class TransformerXL(Backbone):
         x = x.flatten(1, 2)
         # Every block's end needs a full window before it, be it of unused slots.
         before = self.initial_state(len(x)) if state is None else state
-        segment = self._segments(x, before, None)
-        assert segment is not None
-        # What the state is at the end of each block: the window of M keys that ends there.
-        windows = F.pad(segment[:, block:].unfold(1, self.memory, block), (0, count)).flatten(0, 1)  # (B N, M + Q)
+        start = self._start(x, before, None)
+        assert start is not None
+        view = self._view(start, x.shape[1], self.window + x.shape[1])
+        # What the state is at the end of each block: the window of W keys that ends there. Its keys count from there.
+        ends = block * torch.arange(1, blocks + 1, device=x.device)
+        asked_view = self._view((start - ends).flatten()[:, None], count, self.window + count)
         table = self._table()
         after = []
+
+        def behind_each_block(kv: Tensor, asked: Tensor) -> Tensor:
+            windows = kv[:, :, :, block:].unfold(3, self.window, block).permute(0, 3, 1, 2, 5, 4)  # (B, N, 2, H, W, K)
+            return torch.cat((windows, asked.unflatten(0, (-1, blocks))), 4).flatten(0, 1)
+
         for old, layer, row in zip(before.layers, self.layers, self._rows(), strict=True):
-            q, kv = layer.project(x)
-            kv = _behind(old, kv)
-            asked_q, asked_kv = layer.project(asked)
-            ends = kv[:, :, :, block:].unfold(3, self.memory, block).permute(0, 3, 1, 2, 5, 4)  # (B, N, 2, H, M, K)
-            asked_kv = torch.cat((ends, asked_kv.unflatten(0, (-1, blocks))), 4).flatten(0, 1)
-            y = layer.attend(q, kv, table, segment, row)
+            q, kv, fixed = layer.project(x, old)
+            asked_q, new, new_fixed = layer.project(asked)
+            asked_kv = behind_each_block(kv, new)
+            asked_fixed = asked_kv if fixed is kv else behind_each_block(fixed, new_fixed)
+            y = layer.attend(q, kv, fixed, table, view, row)
             if layer is self.layers[-1]:  # what else stands in a block is not asked for
                 x, y = x[:, block - 1 :: block], y[:, :, block - 1 :: block]
             x = layer.finish(x, y)
-            asked = layer.finish(asked, layer.attend(asked_q, asked_kv, table, windows, row))
+            asked = layer.finish(asked, layer.attend(asked_q, asked_kv, asked_fixed, table, asked_view, row))
             after.append(kv)
         answers = self.norm(asked).unflatten(0, (-1, blocks))
-        return self.norm(x), answers, self._remember(state, after, segment)
+        return self.norm(x), answers, self._remember(state, after, start)
 
-    def _segments(self, x: Tensor, state: Memory | None, reset: Tensor | None) -> Tensor | None:
-        """Numbers for the keys (B, S), those of the state and those of x (B, T, D): equal ones may see each other.
+    def _start(self, x: Tensor, state: Memory | None, reset: Tensor | None) -> Tensor | None:
+        """The number of the key at which each element's episode began, (B, T) or (B, 1).
 
-        The unused slots of a state have -1, all else counts the resets so far. None: everything is one segment.
+        Keys are those of the state, then those of x (B, T, D); what began before them has a negative number. None:
+        everything began with the first of x.
         """
-        if state is None:
-            return None if reset is None else reset.cumsum(1)
-        slots = torch.arange(self.memory, device=x.device)
-        held = torch.where(slots >= self.memory - state.length[:, None], 0, -1)
-        return F.pad(held, (0, x.shape[1])) if reset is None else torch.cat((held, reset.cumsum(1)), 1)
+        start = None if state is None else self.window - state.length[:, None]
+        if reset is None:
+            return start
+        held = 0 if state is None else self.window
+        place = torch.arange(held, held + x.shape[1], device=x.device)
+        return torch.where(reset, place, 0 if start is None else start).cummax(1).values
+
+    def _view(self, start: Tensor, queries: int, keys: int) -> View:
+        """Of the last `queries` of the keys, which are those of elements whose episodes began at `start`."""
+        start = start.expand(-1, queries)
+        if not self.segment:
+            return View(start, None)
+        place = torch.arange(keys - queries, keys, device=start.device)
+        own = place - (place - start) % self.segment
+        return View(torch.maximum(start, own - self.memory), own)
 
     def _table(self) -> Tensor:
-        """The sinusoids of the distances M ... 0: (M + 1, D)."""
+        """The sinusoids of the distances W ... 0: (W + 1, D)."""
         weight = self.norm.weight
-        return _sinusoids(self.memory, self.width, weight.device, weight.dtype)
+        return _sinusoids(self.window, self.width, weight.device, weight.dtype)
 
     def _rows(self) -> list[Tensor] | list[None]:
-        """Each layer's prior by distance, M ... 0 like the table: (H, M + 1); None where there is none."""
+        """Each layer's prior by distance, W ... 0 like the table: (H, W + 1); None where there is none."""
         return [None] * len(self.layers) if self.prior is None else list(self.prior().flip(2))
 
-    def _remember(self, state: Memory | None, after: list[Tensor], segment: Tensor | None) -> Memory | None:
+    def _remember(self, state: Memory | None, after: list[Tensor], start: Tensor | None) -> Memory | None:
         if state is None:
             return None
-        assert segment is not None
+        assert start is not None
         dtype = state.layers[0].dtype
-        layers = tuple(kv[:, :, :, -self.memory :].to(dtype) for kv in after)
-        return Memory(layers, (segment[:, -self.memory :] == segment[:, -1:]).sum(1))
+        layers = tuple(kv[:, :, :, -self.window :].to(dtype) for kv in after)
+        return Memory(layers, after[0].shape[3] - start[:, -1])
 
 
 class TransformerXLLayer(nn.Module):
@@ -171,7 +213,9 @@ class TransformerXLLayer(nn.Module):
     def __init__(self, settings: TransformerXLSettings, size: Size, head_width: int) -> None:
         super().__init__()
         width, inner, hidden = size.width, settings.heads * head_width, settings.ffn * size.width
-        self.heads, self.memory, self.dropout = settings.heads, settings.memory, size.dropout
+        self.heads, self.dropout = settings.heads, size.dropout
+        self.memory, self.segment, self.window = settings.memory, settings.segment, settings.window
+        self.activation = ACTIVATIONS[settings.activation]
         self.scales = settings.prior.form == "scale"
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * inner, bias=False)  # query, key and value in one product
@@ -184,48 +228,84 @@ class TransformerXLLayer(nn.Module):
         self.up = nn.Linear(width, hidden)
         self.down = nn.Linear(hidden, width)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (B, T, D) -> queries (B, H, T, K), keys and values (B, 2, H, T, K)."""
+    def project(self, x: Tensor, old: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, D) -> queries (B, H, T, K), keys and values (B, 2, H, S, K) twice, behind the old (B, 2, H, W, K).
+
+        The second time they are what later segments see, the same numbers with x and old as constants. Where nothing
+        tells the two apart they are one tensor.
+        """
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(0, 2, 3, 1, 4)
-        return qkv[:, 0], qkv[:, 1:]
+        q, kv = qkv[:, 0], qkv[:, 1:]
+        kv = kv if old is None else _behind(old, kv)
+        if not (self.segment and kv.requires_grad):
+            return q, kv, kv
+        weight = self.qkv.weight[self.out.in_features :]
+        fixed = F.linear(self.attention_norm(constant(x)), weight).unflatten(-1, (2, self.heads, -1))
+        fixed = fixed.permute(0, 2, 3, 1, 4)
+        return q, kv, fixed if old is None else _behind(constant(old), fixed)
 
-    def attend(self, q: Tensor, kv: Tensor, table: Tensor, segment: Tensor | None, row: Tensor | None = None) -> Tensor:
-        """Each q (B, H, T, K) attends to the M keys before it and its own, as far as they are of its segment.
+    def attend(
+        self, q: Tensor, kv: Tensor, fixed: Tensor, table: Tensor, view: View | None, row: Tensor | None = None
+    ) -> Tensor:
+        """Each q (B, H, T, K) attends to the W keys before it and its own, as far as it sees them.
 
-        kv (B, 2, H, S, K) are keys and values, the last T of them those of the queries; table (M + 1, D); segment
-        (B, S) or None; row (H, M + 1) the prior, the farthest first, or None. Returns (B, H, T, K).
+        kv (B, 2, H, S, K) are keys and values, the last T of them those of the queries, and `fixed` the same as
+        constants, or kv itself; table (W + 1, D); view None: there are T keys and everything began with the first;
+        row (H, W + 1) the prior, the farthest first, or None. Returns (B, H, T, K).
         """
         first = kv.shape[3] - q.shape[2]  # the key of the first query
         u, v = (bias.unflatten(0, (self.heads, 1, -1)) for bias in (self.u, self.v))
-        scores = self._distance_scores(q + v, table[max(self.memory + 1 - kv.shape[3], 0) :])
+        scores = self._distance_scores(q + v, table[max(self.window + 1 - kv.shape[3], 0) :])
         if row is not None:
             row = row[:, None, -scores.shape[3] :]  # (H, 1, distances)
             scores = (scores * row if self.scales else scores + row).to(scores.dtype)
         drop = self.dropout if self.training else 0.0
         outputs = []
         q = (q + u).to(q.dtype)
-        for part, by_distance in zip(q.split(CHUNK, 2), scores.split(CHUNK, 2), strict=True):
-            last = first + part.shape[2]
-            keys = slice(max(first - self.memory, 0), last)
-            near = kv[:, :, :, keys]
-            bias = band(by_distance)[..., -near.shape[3] :]  # (B, H, queries, keys)
-            if segment is not None:
-                apart = segment[:, first:last, None] != segment[:, None, keys]
-                bias = bias.masked_fill(apart[:, None], float("-inf"))
+        for begin, end, low, own in self._parts(first, q.shape[2], view is None):
+            part, last = q[:, :, begin:end], first + end
+            near = kv[:, :, :, low:last]
+            bias = band(scores[:, :, begin:end])[..., low - last :]  # (B, H, queries, keys)
+            weight = None
             if row is not None and self.scales:
-                weight = band(row.expand(-1, part.shape[2], -1), 0.0)[..., -near.shape[3] :]  # (H, queries, keys)
+                weight = band(row.expand(-1, end - begin, -1), 0.0)[..., low - last :]  # (H, queries, keys)
+            if view is not None:
+                key = torch.arange(low, last, device=q.device)
+                bias = bias.masked_fill((key < view.begin[:, begin:end, None])[:, None], -math.inf)
+            if view is None and fixed is not kv:
+                near = torch.cat((fixed[:, :, :, low:own], kv[:, :, :, own:last]), 3)
+            elif view is not None and view.own is not None and fixed is not kv:
+                # A key may be a constant to one query and not to the next: all are there as constants, and those that
+                # may be of a query's segment as what they are once more.
+                apart = (key < view.own[:, begin:end, None])[:, None]
+                near = torch.cat((fixed[:, :, :, low:last], kv[:, :, :, own:last]), 3)
+                variable = bias.masked_fill(apart, -math.inf)[..., own - last :]
+                bias = torch.cat((bias.masked_fill(~apart, -math.inf), variable), 3)
+                weight = None if weight is None else torch.cat((weight, weight[..., own - last :]), 2)
+            if weight is not None:
                 outputs.append(scaled_attention(part, near[:, 0], near[:, 1], weight, bias, drop))
             elif drop:
                 outputs.append(F.scaled_dot_product_attention(part, near[:, 0], near[:, 1], bias, drop))
             else:
                 outputs.append(masked_attention(part, near[:, 0], near[:, 1], bias))
-            first = last
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+
+    def _parts(self, first: int, count: int, even: bool) -> Iterator[tuple[int, int, int, int]]:
+        """Ranges of queries that are attended together: begin, end, the first key that any of them sees, and the first
+        that may be of a query's own segment. `even`: segments begin at the first key in every row."""
+        segment = self.segment if even and self.segment else max(count, 1)
+        for start in range(0, count, segment):
+            stop = min(start + segment, count)
+            for begin in range(start, stop, CHUNK):
+                low, own = first + begin - self.window, first + begin - self.segment + 1
+                if even and self.segment:
+                    low, own = start - self.memory, start
+                yield begin, min(begin + CHUNK, stop), max(low, 0), max(own, 0)
 
     def finish(self, x: Tensor, y: Tensor) -> Tensor:
         """What follows the attention y (B, H, T, K) of x (B, T, D)."""
         x = x + self._drop(self.out(y.transpose(1, 2).flatten(2)))
-        return x + self._drop(self.down(F.gelu(self.up(self.ffn_norm(x)))))
+        return x + self._drop(self.down(self.activation(self.up(self.ffn_norm(x)))))
 
     def _distance_scores(self, q: Tensor, table: Tensor) -> Tensor:
         """q W_r R_d / sqrt(K) for q (B, H, T, K) and each distance of the table (distances, D)."""
@@ -260,12 +340,17 @@ def _prior(settings: TransformerXLSettings, layers: int) -> AttentionPrior:
         raise UsageError(f"{key}.unit = step: the memory knows distances, not where blocks begin; set it to token.")
     if settings.prior.leak:
         raise UsageError(f"{key}.leak = true: it reproduces code with the backbone transformer; set it to false.")
-    return AttentionPrior(settings.prior, layers, settings.heads, settings.memory + 1, key)
+    return AttentionPrior(settings.prior, layers, settings.heads, settings.window + 1, key)
 
 
 def _behind(old: Tensor, new: Tensor) -> Tensor:
-    """Keys and values (B, 2, H, T, K) behind those of the state (B, 2, H, M, K)."""
+    """Keys and values (B, 2, H, T, K) behind those of the state (B, 2, H, W, K)."""
     return torch.cat((old.to(new.dtype), new), 3)
+
+
+def constant(x: Tensor) -> Tensor:
+    """x without a gradient: what a segment sees of those before it. (Tests of derivatives put the identity here.)"""
+    return x.detach()
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -41,17 +41,30 @@ def collect(
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Decisions to take in this collect.")] = None,
+    policy: Annotated[
+        Literal["learned", "scripted"] | None,
+        typer.Option(
+            help="scripted: whole episodes of a memory task by its script, some held back. Short for --set"
+            " collect.policy=scripted."
+        ),
+    ] = None,
+    episodes: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Scripted episodes to train on. Short for --set collect.episodes=N."),
+    ] = None,
     fresh: Fresh = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Play the environment and add what was seen to the run's experience.
 
-    Example: wm collect --run runs/catch --preset quickstart --steps 2000
+    Examples: wm collect --run runs/catch --preset quickstart --steps 2000;
+    wm collect --run runs/memory --preset s4wm-2d --policy scripted --episodes 8000
     """
     from wmcli.stages.collect import collect as stage
     from wmcli.stages.context import open_context
 
-    changes = overrides(settings, {"seed": seed, "training.device": device, "environment.id": environment})
+    short = {"seed": seed, "training.device": device, "environment.id": environment}
+    changes = overrides(settings, short | {"collect.policy": policy, "collect.episodes": episodes})
     context = open_context(run, preset, changes, create=True, quiet=quiet, fresh=fresh)
     published(stage(context, controller=controller, steps=steps), as_json)

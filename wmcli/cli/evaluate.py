@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,6 +10,7 @@ import typer
 
 from wmcli.cli.options import (
     DEFAULT_RUN,
+    INPUT_PANEL,
     Controller,
     Device,
     Dynamics,
@@ -66,9 +67,20 @@ def evaluate(
         int | None, typer.Option(min=1, metavar="N", help="Complete episodes that make the score.")
     ] = None,
     dynamics: Dynamics = None,
+    experience: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REF",
+            help="Experience whose test episodes to imagine. Default: what the dynamics learned from.",
+            rich_help_panel=INPUT_PANEL,
+        ),
+    ] = None,
     protocol: Annotated[
-        Literal["returns", "gridworld"],
-        typer.Option(help="returns of the controller's episodes, or gridworld: errors and cost of dynamics on cells."),
+        Literal["returns", "gridworld", "generation", "recall", "reward", "doors"],
+        typer.Option(
+            help="returns of the controller's episodes; gridworld: errors and cost of dynamics on cells; or what"
+            " dynamics remember of a memory task: generation, recall, reward, doors."
+        ),
     ] = "returns",
     fresh: Fresh = False,
     force: Force = False,
@@ -78,16 +90,18 @@ def evaluate(
     """Score the controller over complete episodes, or put the scores of several runs together.
 
     Examples: wm eval --run runs/catch --episodes 100; wm eval runs/a runs/b --against runs/c --against runs/d;
-    wm eval runs/* --by backbone.name; wm eval --protocol gridworld runs/mamba2 runs/gru
+    wm eval runs/* --by backbone.name; wm eval --protocol gridworld runs/mamba2 runs/gru;
+    wm eval --run runs/s4wm --protocol generation
     """
-    if by and (against or protocol == "gridworld" or not runs):
+    of_dynamics = protocol != "returns"  # the other protocols score dynamics
+    if by and (against or of_dynamics or not runs):
         raise UsageError("--by sorts the scores of several runs: wm eval RUN... --by KEY, without --against.")
-    if protocol == "gridworld" and (controller or against or priors):
-        raise UsageError("--protocol gridworld scores dynamics: leave out --controller, --against and --priors.")
-    if runs and (settings or seed or device or controller or dynamics or episodes):
+    if of_dynamics and (controller or against or priors):
+        raise UsageError(f"--protocol {protocol} scores dynamics: leave out --controller, --against and --priors.")
+    if runs and (settings or seed or device or controller or dynamics or episodes or experience):
         raise UsageError("RUN... puts together what is there; to evaluate one run anew give it as --run.")
-    if runs and protocol == "gridworld":
-        _grid_world_table(runs, as_json)
+    if runs and of_dynamics:
+        _dynamics_table(runs, protocol, as_json)
         return
     if priors:
         from wmcli.stages.evaluate import compare_priors
@@ -103,21 +117,28 @@ def evaluate(
         return
     if against:
         raise UsageError("--against compares with runs that stand before it: wm eval RUN... --against RUN")
-    if dynamics and protocol != "gridworld":
-        raise UsageError("--dynamics is for --protocol gridworld; otherwise give the --controller, which has its own.")
+    if dynamics and not of_dynamics:
+        raise UsageError("--dynamics is for protocols that score dynamics; otherwise give the --controller.")
+    if experience and protocol in ("returns", "gridworld"):
+        raise UsageError(f"--experience is for the memory tasks: --protocol {protocol} plays episodes of its own.")
     from wmcli.stages.context import open_context
     from wmcli.stages.evaluate import evaluate as stage
 
     changes = overrides(settings, {"seed": seed, "training.device": device})
-    if protocol == "gridworld":
-        from wmcli.stages.grid_world import evaluate_grid_world, table
-
+    if protocol != "returns":
         changes = overrides(changes, {"evaluation.episodes": episodes})
         create = may_create(dynamics)
         context = open_context(run, preset, changes, create=create, quiet=quiet, fresh=fresh, force=force)
-        artifact = evaluate_grid_world(context, dynamics=dynamics)
+        if protocol == "gridworld":
+            from wmcli.stages.grid_world import evaluate_grid_world
+
+            artifact = evaluate_grid_world(context, dynamics=dynamics)
+        else:
+            from wmcli.stages.memory import evaluate_memory
+
+            artifact = evaluate_memory(context, protocol, dynamics=dynamics, experience=experience)
         if not (as_json or quiet):
-            rows = table([artifact])
+            rows = _dynamics_rows([artifact], protocol)
             draw_beside(rows, list(rows[0]), artifact.name)
     else:
         create = may_create(controller)
@@ -172,11 +193,20 @@ def score_rows(evaluation: Artifact) -> list[Row]:
 # -- many runs --------------------------------------------------------------------------------------------------------
 
 
-def _grid_world_table(runs: list[Path], as_json: bool) -> None:
-    from wmcli.stages.evaluate import newest_evaluations
-    from wmcli.stages.grid_world import table
+def _dynamics_rows(evaluations: list[Artifact], protocol: str) -> Sequence[Row]:
+    if protocol == "gridworld":
+        from wmcli.stages import grid_world
 
-    rows = table(newest_evaluations(runs, "gridworld"))
+        return grid_world.table(evaluations)
+    from wmcli.stages import memory
+
+    return memory.table(evaluations)
+
+
+def _dynamics_table(runs: list[Path], protocol: str, as_json: bool) -> None:
+    from wmcli.stages.evaluate import newest_evaluations
+
+    rows = _dynamics_rows(newest_evaluations(runs, protocol), protocol)
     if as_json:
         emit_json(rows)
     else:

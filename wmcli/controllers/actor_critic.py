@@ -52,6 +52,8 @@ class ActorCriticSettings(Section):
     """After each hidden linear layer: "rms" (DreamerV3, Drama) or "layer" (STORM)."""
     activation: Activation = "silu"
     """After each norm: "silu" (DreamerV3, Drama) or "relu" (STORM)."""
+    sees: Literal["state", "frame"] = "state"
+    """What actor and critic see: all features, or those of the frame alone: an agent without memory."""
     normalise_inputs: bool = True
     """The actor sees features shifted and scaled by the mean and variance of all so far (Drama's code only)."""
     start: Literal["prior", "posterior"] = "prior"
@@ -125,9 +127,9 @@ class Rollout(NamedTuple):
 class ActorCritic(Learner):
     """Policy and value on the features of one frame.
 
-    `feature_shape` is the world model's, `actions` the number A, `window` the real frames that imagination starts from.
-    Hidden layers follow autocast; the last layers keep the precision of the weights, and values, returns and losses are
-    float32: differences of values are small.
+    `feature_shape` is what it sees of the world model's (`ActorCriticSettings.sees`), `actions` the number A, `window`
+    the real frames that imagination starts from. Hidden layers follow autocast; the last layers keep the precision of
+    the weights, and values, returns and losses are float32: differences of values are small.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class ActorCritic(Learner):
         self, world_model: WorldModel, world_state: State, state: State, generator: torch.Generator | None = None
     ) -> tuple[Tensor, State]:
         """Log-probabilities (B, A) for the frame the world model perceived last. The normaliser stays as it is."""
-        return self.policy(world_model.features(world_state).flatten(1)), state
+        return self.policy(self._seen(world_model, world_state)), state
 
     def follow(self, action: Tensor, state: State) -> State:
         """Nothing is remembered."""
@@ -202,7 +204,7 @@ class ActorCritic(Learner):
             imagined, state = world_model.imagine(state, batch.action[:, -1], next(steps))
             reward[:, 0] = imagined.reward
             terminated[:, 0] = imagined.terminated
-        first = world_model.features(state).flatten(1)
+        first = self._seen(world_model, state)
         feature = first.new_empty(rows, horizon + 1, first.shape[1])
         feature[:, 0] = first
         for t in range(horizon):
@@ -210,7 +212,7 @@ class ActorCritic(Learner):
             imagined, state = world_model.imagine(state, action[:, t], next(steps))
             reward[:, t + 1] = imagined.reward
             terminated[:, t + 1] = imagined.terminated
-            feature[:, t + 1] = world_model.features(state).flatten(1)
+            feature[:, t + 1] = self._seen(world_model, state)
         return Rollout(feature, action, reward, terminated, counts)
 
     def loss(self, imagined: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
@@ -272,6 +274,11 @@ class ActorCritic(Learner):
         return [{"params": parameters, "weight_decay": self.settings.weight_decay}]
 
     # -- pieces ---
+
+    def _seen(self, world_model: WorldModel, state: State) -> Tensor:
+        """Features of the current frame, (B, F)."""
+        features = world_model.features(state).flatten(1)
+        return features[:, : world_model.frame_features] if self.settings.sees == "frame" else features
 
     def _returns(self, rollout: Rollout, value: Tensor) -> Tensor:
         """Lambda-returns (B, h) with values (B, n), in the form that the settings name."""

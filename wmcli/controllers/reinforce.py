@@ -144,7 +144,7 @@ class ReinforceController(Learner):
         """What the controller looks at in a world state: its features, or images (B, H, W, C) uint8."""
         if self.settings.input == "latent":
             return world_model.features(world_state)
-        return world_model.decode(world_model.latent(world_state), world_state)
+        return world_model.frame(world_state)
 
     def decide(
         self, world_model: WorldModel, world_state: State, state: LSTMState, generator: torch.Generator | None = None
@@ -202,7 +202,10 @@ class ReinforceController(Learner):
         settings = self.settings
         reset = episode_starts(batch)
         features, world_state = world_model.observe(batch.latent, batch.action, reset, noise.start)
-        window = features if settings.input == "latent" else world_model.decode(batch.latent)
+        if settings.input == "latent":
+            window = features
+        else:
+            window = world_model.decode(features if world_model.decodes == "features" else batch.latent)
 
         rows = window.shape[0]
         state = self.initial_state(rows)

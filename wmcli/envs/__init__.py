@@ -1,10 +1,12 @@
 """Environments: what `wm` plays, always as size x size x 3 uint8 frames with actions 0 .. n-1.
 
-Importing this package registers `wm/Catch-v0`, `wm/DelayedCopy-v0`, `wm/GridWorld-v0` and `wm/GridWorldGoal-v0` with
-gymnasium. No torch in here.
+Importing this package registers `wm/Catch-v0`, `wm/DelayedCopy-v0`, `wm/GridWorld-v0`, `wm/GridWorldGoal-v0` and the
+memory tasks (see tasks.py) with gymnasium. No torch in here.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import gymnasium
 
@@ -13,14 +15,20 @@ from wmcli.envs.delayed_copy import DELAYED_COPY_ID, STEPS
 from wmcli.envs.environment import list_environments, make, protocol
 from wmcli.envs.grid_world import GRID_WORLD_GOAL_ID, GRID_WORLD_ID
 from wmcli.envs.settings import EnvironmentSettings
+from wmcli.envs.tasks import TASKS
 from wmcli.envs.vector import Streams, Transition
 
-for _id, _entry_point, _kwargs, _steps in (
+_entries: tuple[tuple[str, str, dict[str, Any], int | None], ...] = (
     (CATCH_ID, "wmcli.envs.catch:Catch", {}, None),
     (DELAYED_COPY_ID, "wmcli.envs.delayed_copy:DelayedCopy", {}, STEPS),
     (GRID_WORLD_ID, "wmcli.envs.grid_world:GridWorld", {"respawn": "both"}, None),
     (GRID_WORLD_GOAL_ID, "wmcli.envs.grid_world:GridWorld", {"respawn": "goal"}, None),
-):
+    *(
+        (name, "wmcli.envs.memory_task:MemoryEnv", {"task": task}, task.context + task.query)
+        for name, task in TASKS.items()
+    ),
+)
+for _id, _entry_point, _kwargs, _steps in _entries:
     if _id not in gymnasium.registry:
         gymnasium.register(id=_id, entry_point=_entry_point, kwargs=_kwargs, max_episode_steps=_steps)
 

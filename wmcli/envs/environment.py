@@ -16,6 +16,7 @@ from wmcli.envs.delayed_copy import DELAYED_COPY_ID
 from wmcli.envs.frames import Frames
 from wmcli.envs.grid_world import GRID_WORLD_GOAL_ID, GRID_WORLD_ID
 from wmcli.envs.settings import EnvironmentSettings
+from wmcli.envs.tasks import TASKS
 from wmcli.errors import UsageError
 
 
@@ -82,6 +83,7 @@ def list_environments() -> list[dict[str, Any]]:
         GRID_WORLD_ID: "reach the goal in a room of 5 x 5 cells, without end: a test of long sequences",
         GRID_WORLD_GOAL_ID: "the same, but only the goal is placed anew when it is reached",
     }
+    small |= {name: task.about for name, task in TASKS.items()}
     return [{"id": name, "protocols": ["plain"], "about": about} for name, about in small.items()] + [
         {"id": f"ALE/{name}-v5", "protocols": list(atari.PROTOCOLS), "about": "Atari 2600"} for name in atari.games()
     ]

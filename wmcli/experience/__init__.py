@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from wmcli.experience.frequency import FrequencySampler
 from wmcli.experience.memory import Episodes, Memory
-from wmcli.experience.sampler import Windows, WindowSampler
+from wmcli.experience.sampler import StreamSampler, Windows, WindowSampler
 from wmcli.experience.segment import Recorder, read_segment, write_segment
 from wmcli.experience.targets import SearchTargets
 
@@ -19,6 +19,7 @@ __all__ = [
     "Memory",
     "Recorder",
     "SearchTargets",
+    "StreamSampler",
     "WindowSampler",
     "Windows",
     "read_segment",

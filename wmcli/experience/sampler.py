@@ -6,7 +6,8 @@ Every window lies inside one run and has `length` frames. At the end of a run th
 padding keeps the window's start, left padding its end, and at least `minimum` frames are real. So a run of n frames has
 max(0, n - minimum + 1) windows, and those shorter than `minimum` have none. Windows that run over the ends of episodes
 are those of streams, with `minimum` equal to `length`. The first `history` frames of a window stand before its place in
-the run, as far as the run reaches back; they count towards `length` and not towards `minimum`.
+the run, as far as the run reaches back; they count towards `length` and not towards `minimum`. With `whole` a run has
+one window alone, from its first frame on, padded right.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class WindowTable:
         minimum: int,
         pad: Literal["left", "right"],
         history: int = 0,
+        whole: bool = False,
     ) -> None:
         assert 1 <= minimum <= length - history
         usable = runs.length >= minimum
@@ -57,7 +59,8 @@ class WindowTable:
         self._length = length
         # From a window's place in its run to where it begins.
         self._shift = -history if pad == "right" else minimum - length
-        self.counts = self._frames - minimum + 1  # int64 (E,): windows of each run that has any
+        # int64 (E,): windows of each run that has any
+        self.counts = np.ones_like(self._frames) if whole else self._frames - minimum + 1
         self.before = np.cumsum(self.counts) - self.counts  # int64 (E,): number of the first window of each
 
     def __len__(self) -> int:
@@ -112,11 +115,12 @@ class WindowSampler:
         minimum: int,
         pad: Literal["left", "right"],
         history: int = 0,
+        whole: bool = False,
         sampling: Literal["windows", "episodes", "uniform"],
         rng: np.random.Generator,
     ) -> None:
         assert sampling in ("windows", "episodes", "uniform"), f"{sampling} is not for this sampler"
-        self._table = WindowTable(runs, order, length=length, minimum=minimum, pad=pad, history=history)
+        self._table = WindowTable(runs, order, length=length, minimum=minimum, pad=pad, history=history, whole=whole)
         self._sampling = sampling
         self._rng = rng
         self._round_start: Mapping[str, Any] = {}  # state of `rng` before the running round was shuffled
@@ -172,4 +176,74 @@ class WindowSampler:
             self._drawn += len(part)
             size -= len(part)
             parts.append(part)
+        return np.concatenate(parts)
+
+
+class StreamSampler:
+    """Walks through episodes: each batch has the next `length` frames of each of its streams, nothing between them.
+
+    A stream takes an episode from its first frame to its last, then the next one; all episodes are taken once, by
+    whichever stream comes first, before any is taken again. The first episode of each stream begins at a random frame,
+    so that streams do not move in step (pydreamer's Memory Maze runs). For truncated backpropagation through time.
+
+    `rng` belongs to the sampler from here on. Raises UsageError when there is no episode.
+    """
+
+    def __init__(self, runs: Episodes, order: np.ndarray, *, length: int, rng: np.random.Generator) -> None:
+        if not len(runs.length):
+            raise UsageError("the experience has no episode; collect some with: wm collect")
+        self._runs = runs
+        self._order = order
+        self._length = length
+        self._rng = rng
+        self._queue = np.zeros(0, np.int64)  # episodes still to be taken in this round
+        self._episode = np.zeros(0, np.int64)  # (B,): the one that each stream is in
+        self._frame = np.zeros(0, np.int64)  # (B,): its next frame there
+
+    def batch(self, size: int) -> Windows:
+        """The next frames of `size` streams, as many in every call: rows int64 (B, L), all valid."""
+        if not len(self._episode):
+            self._episode = np.array([self._next() for _ in range(size)])
+            self._frame = self._rng.integers(self._runs.length[self._episode])
+        assert len(self._episode) == size, f"{len(self._episode)} streams were begun, not {size}"
+        rows = np.stack([self._walk(stream) for stream in range(size)])
+        return Windows(rows, np.ones(rows.shape, bool))
+
+    def state(self) -> dict[str, Any]:
+        """Where each stream stands, which episodes are still to come, and the generator."""
+        return {
+            "rng": dict(self._rng.bit_generator.state),
+            "queue": self._queue,
+            "episode": self._episode,
+            "frame": self._frame,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on where the sampler that gave `state` stood; it must have been made from the same experience."""
+        self._rng.bit_generator.state = state["rng"]
+        self._queue, self._episode, self._frame = (
+            state[name].astype(np.int64) for name in ("queue", "episode", "frame")
+        )
+
+    def continue_from(self, state: Mapping[str, Any]) -> None:
+        """Training goes on with a sampler after the one that gave `state`: this one starts anew."""
+
+    def _next(self) -> int:
+        if not len(self._queue):
+            self._queue = self._rng.permutation(len(self._runs.length))
+        episode, self._queue = int(self._queue[0]), self._queue[1:]
+        return episode
+
+    def _walk(self, stream: int) -> np.ndarray:
+        parts: list[np.ndarray] = []
+        missing = self._length
+        while missing:
+            episode, frame = self._episode[stream], self._frame[stream]
+            count = min(missing, int(self._runs.length[episode] - frame))
+            start = self._runs.start[episode] + frame
+            parts.append(self._order[start : start + count])
+            missing -= count
+            self._frame[stream] += count
+            if self._frame[stream] == self._runs.length[episode]:
+                self._episode[stream], self._frame[stream] = self._next(), 0
         return np.concatenate(parts)

@@ -16,6 +16,7 @@ import json
 from collections.abc import Mapping
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import zarr
@@ -38,27 +39,32 @@ SEARCHED: dict[str, type[np.generic]] = {
     "value": np.float32,  # (N,) of the frame, by that search
 }
 """What a segment holds as well if it was played by a search."""
-AXES = {"observation": 4, "policy": 2}  # all others have one
+SKETCH = {"sketch": np.uint8}  # (N, S)
+"""What a segment of a memory task holds in place of frames: the bytes that they are drawn from."""
+AXES = {"observation": 4, "policy": 2, "sketch": 2}  # all others have one
 FORMAT = {"format": "wm-segment", "schema": 1}
 CHUNK = 64  # rows, about 0.8 MB of 64 x 64 frames: the smallest piece that is decoded
 SHARD = 256 * CHUNK  # rows, about 200 MB of 64 x 64 frames: the most that is held in memory twice while writing
 
 
-def _fields(searched: bool) -> dict[str, type[np.generic]]:
-    return FIELDS | SEARCHED if searched else FIELDS
+def _fields(*, searched: bool, sketched: bool) -> dict[str, type[np.generic]]:
+    frames = SKETCH | {name: kind for name, kind in FIELDS.items() if name != "observation"} if sketched else FIELDS
+    return frames | SEARCHED if searched else frames
 
 
-def write_segment(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write `arrays`, those of FIELDS and perhaps SEARCHED, all with the same N > 0, as a new zarr group at `folder`.
+def write_segment(folder: Path, arrays: Mapping[str, np.ndarray], **about: Any) -> None:
+    """Write `arrays`, all with the same N > 0, as a new zarr group at `folder`, which must not exist.
 
-    It must not exist.
+    They are those of FIELDS, with SKETCH for the observation where frames can be drawn anew, and perhaps of SEARCHED.
+    `about`: JSON values to keep beside them, such as the seeds of the episodes.
     """
-    rows = len(arrays["observation"])
+    rows = len(arrays["action"])
     assert rows > 0, "a segment has at least one row"
-    fields = _fields("policy" in arrays)
+    kinds = {"searched": "policy" in arrays, "sketched": "sketch" in arrays}
+    fields = _fields(**kinds)
     assert set(arrays) == set(fields), f"a segment has the fields {', '.join(fields)}"
     assert all(arrays[name].ndim == AXES.get(name, 1) and len(arrays[name]) == rows for name in fields)
-    about = {**FORMAT, "rows": rows} | ({"searched": True} if "policy" in arrays else {})
+    about = {**about, **FORMAT, "rows": rows} | {kind: True for kind, holds in kinds.items() if holds}
     group = zarr.create_group(store=folder, zarr_format=3, attributes=about)
     shard = min(ceil(rows / CHUNK) * CHUNK, SHARD)
     for name, dtype in fields.items():
@@ -78,7 +84,7 @@ def write_segment(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read_segment(folder: Path) -> dict[str, np.ndarray]:
-    """The arrays of a segment, as in FIELDS, and as in SEARCHED if it was played by a search.
+    """The arrays of a segment: FIELDS, or with SKETCH for the observation, and SEARCHED if a search played it.
 
     Raises ArtifactError when the folder is no segment, when a file of it is missing or does not decode, or when the
     arrays do not fit together.
@@ -86,14 +92,14 @@ def read_segment(folder: Path) -> dict[str, np.ndarray]:
     try:
         attributes = json.loads((folder / "zarr.json").read_bytes())["attributes"]
         rows = attributes["rows"]
-        searched = attributes.get("searched", False)
+        kinds = {kind: attributes.get(kind, False) for kind in ("searched", "sketched")}
         found = {key: attributes[key] for key in FORMAT}
     except (OSError, ValueError, KeyError, TypeError):
         raise ArtifactError(f"{folder}: no experience segment, or a damaged one; see: wm verify") from None
     if found != FORMAT:
         raise ArtifactError(f"{folder}: written as {found}, but this wm reads {FORMAT}; use the wm that wrote it.")
     arrays = {}
-    for name, dtype in _fields(searched).items():
+    for name, dtype in _fields(**kinds).items():
         try:
             array = zarr.open_array(store=folder / name, mode="r", zarr_format=3)
             _check_files(folder / name, array)
@@ -132,7 +138,7 @@ class Recorder:
         shapes = {"observation": frame, "policy": (actions or 0,)}
         self._arrays = {
             name: np.zeros((steps * streams, *shapes.get(name, ())), dtype)
-            for name, dtype in _fields(actions is not None).items()
+            for name, dtype in _fields(searched=actions is not None, sketched=False).items()
         }
 
     def __len__(self) -> int:

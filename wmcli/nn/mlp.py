@@ -15,9 +15,10 @@ NORM_EPS = {"rms": 1e-6, "layer": 1e-5}
 ACTIVATIONS: dict[str, type[nn.Module]] = {"silu": nn.SiLU, "relu": nn.ReLU}
 
 
-def norm(kind: Norm, width: int) -> nn.Module:
-    """RMSNorm (eps 1e-6) or LayerNorm (eps 1e-5) over the last axis."""
-    return RMSNorm(width, NORM_EPS[kind]) if kind == "rms" else nn.LayerNorm(width, NORM_EPS[kind])
+def norm(kind: Norm, width: int, eps: float = 0.0) -> nn.Module:
+    """RMSNorm (eps 1e-6 where none is given) or LayerNorm (1e-5) over the last axis."""
+    eps = eps or NORM_EPS[kind]
+    return RMSNorm(width, eps) if kind == "rms" else nn.LayerNorm(width, eps)
 
 
 def mlp(
@@ -28,14 +29,16 @@ def mlp(
     *,
     norm_kind: Norm = "rms",
     activation: Activation = "silu",
+    eps: float = 0.0,
 ) -> nn.Sequential:
     """(..., inputs) to (..., outputs): `layers` times Linear, norm, activation, then a Linear.
 
-    A Linear before a LayerNorm has no bias, since the norm has one (STORM); before an RMSNorm it has (Drama). Weights
-    have torch's own initialisation.
+    A Linear before a LayerNorm has no bias, since the norm has one (STORM); before an RMSNorm it has (Drama). `eps` is
+    that of the norms, see `norm`. Weights have torch's own initialisation.
     """
     parts: list[nn.Module] = []
     for _ in range(layers):
-        parts += [nn.Linear(inputs, width, bias=norm_kind == "rms"), norm(norm_kind, width), ACTIVATIONS[activation]()]
+        parts.append(nn.Linear(inputs, width, bias=norm_kind == "rms"))
+        parts += [norm(norm_kind, width, eps), ACTIVATIONS[activation]()]
         inputs = width
     return nn.Sequential(*parts, nn.Linear(inputs, outputs))

@@ -17,3 +17,10 @@ class ChannelRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class ChannelLayerNorm(nn.LayerNorm):
+    """LayerNorm over the channels of each pixel of (B, C, H, W)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)

@@ -18,9 +18,9 @@ from torch.nn.grad import conv2d_weight
 from wmcli.errors import UsageError
 from wmcli.nn.initialise import fan_average
 from wmcli.nn.mlp import ACTIVATIONS, NORM_EPS, Activation
-from wmcli.nn.norms import ChannelRMSNorm
+from wmcli.nn.norms import ChannelLayerNorm, ChannelRMSNorm
 
-Norm = Literal["batch", "rms"]
+Norm = Literal["batch", "rms", "layer"]
 
 FEW = 4  # output channels that a transposed convolution finds for four pixels at once
 
@@ -37,9 +37,11 @@ class Stack(NamedTuple):
     bias: bool
     """Whether convolutions have one."""
     norm: Norm
-    """After each convolution: over the batch, or RMS over the channels of each pixel."""
+    """After each convolution: over the batch, or RMSNorm or LayerNorm over the channels of each pixel."""
     activation: Activation
     """After each norm."""
+    eps: float = 0.0
+    """Of the norms over channels; 0 is 1e-6 for rms and 1e-5 for layer."""
 
     def side(self, image_size: int) -> int:
         """Height and width of the encoder's output. Raises UsageError when the image cannot be shrunk that often."""
@@ -159,5 +161,7 @@ def _channels_last(module: nn.Module) -> None:
 
 
 def _norm_and_activation(stack: Stack, channels: int) -> list[nn.Module]:
-    norm = nn.BatchNorm2d(channels) if stack.norm == "batch" else ChannelRMSNorm(channels, NORM_EPS["rms"])
-    return [norm, ACTIVATIONS[stack.activation]()]
+    if stack.norm == "batch":
+        return [nn.BatchNorm2d(channels), ACTIVATIONS[stack.activation]()]
+    kind = ChannelRMSNorm if stack.norm == "rms" else ChannelLayerNorm
+    return [kind(channels, stack.eps or NORM_EPS[stack.norm]), ACTIVATIONS[stack.activation]()]

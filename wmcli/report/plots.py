@@ -324,6 +324,32 @@ def learned_priors(
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
+def error_curves(
+    lines: Mapping[str, tuple[Sequence[float], Band]], *, x_label: str, y_label: str, title: str = "", log: bool = False
+) -> Figure:
+    """Lines with their intervals: name -> x (K,) and value, low, high (K,) each; NaN leave gaps. `log` for the y axis.
+
+    Raises UsageError where there is nothing to draw.
+    """
+    if not lines:
+        raise UsageError("no curves to draw.")
+    figure = _figure(6.4, 3.2)
+    axes = figure.subplots()
+    _style(axes)
+    for (name, (x, (value, low, high))), colour in zip(lines.items(), _cycle(len(lines)), strict=True):
+        axes.plot(x, value, color=colour, linewidth=1.4, label=name, marker="o" if len(x) < 15 else "", markersize=3)
+        if low is not None and high is not None:
+            axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+    if log:
+        axes.set_yscale("log")
+    axes.set_xlabel(x_label, fontsize=8, color=_GREY)
+    axes.set_ylabel(y_label, fontsize=8, color=_GREY)
+    axes.set_title(title, loc="left", fontsize=9, color=_INK)
+    if len(lines) > 1:
+        _legend(axes)
+    return figure
+
+
 def write_figure(path: Path, figure: Figure) -> None:
     """Write a figure as PNG, SVG or PDF, by the suffix of `path`; the same figure gives the same bytes."""
     suffix = path.suffix.lower()

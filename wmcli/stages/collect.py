@@ -14,9 +14,10 @@ from wmcli.assemble import load_controller, settings_of
 from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.controllers.base import Actor
 from wmcli.envs import Streams, Transition
-from wmcli.errors import Stopped
+from wmcli.errors import ArtifactError, Stopped, UsageError
 from wmcli.experience import Recorder, read_segment, write_segment
 from wmcli.stages.context import SEGMENT, Context, check_same_environment
+from wmcli.stages.scripted import collect_scripted, scripted_job
 from wmcli.training.checkpoint import load_tensors, save_tensors
 from wmcli.training.device import derived_seed
 from wmcli.training.interrupt import stop_requests
@@ -37,13 +38,25 @@ def collect(
 
     `controller` is a reference, "random", or None for the run's newest controller if it has one. The environments go on
     where `previous` left them (default: the newest experience, unless `extend` is off). With several environments the
-    steps are rounded up to a whole number for each.
+    steps are rounded up to a whole number for each. With `collect.policy` = "scripted" see `collect_scripted`.
 
-    Raises ArtifactError when the previous experience is of another environment, Stopped after a signal.
+    Raises ArtifactError when the previous experience is of another environment or scripted, UsageError when a script is
+    asked for steps or a controller, Stopped after a signal.
     """
     settings, run = context.settings, context.run
     environment = context.environment
     before = run.resolve(previous, "experience") if previous else run.latest("experience") if extend else None
+    if settings.collect.policy == "scripted":
+        if controller not in (None, "random") or steps:
+            raise UsageError(
+                "--policy scripted plays whole episodes by the task's script: leave out --controller and --steps."
+            )
+        return collect_scripted(context, before)
+    if before is not None and not (before.path / STREAMS).exists():
+        raise ArtifactError(
+            f"{before.name} was played by a script, and no environment stands where it ended: collect into a run of its"
+            " own, or use --policy scripted"
+        )
     actor = _controller(context, controller)
     inputs = {"previous": before, "controller": actor}
     given = {role: artifact for role, artifact in inputs.items() if artifact is not None}
@@ -76,6 +89,8 @@ def collect(
 
 def collect_job(context: Context, inputs: dict[str, Artifact], steps: int | None = None) -> Job:
     """What `collect` is asked to do; without inputs it is a run's very first collection."""
+    if context.settings.collect.policy == "scripted":
+        return scripted_job(context, inputs.get("previous"))
     identity = context.settings.select("seed", "environment", "collect") | {"rounds": _rounds(context, steps)}
     if "controller" in inputs:
         identity |= context.settings.acting

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from wmcli.artifacts import Artifact, Run
 from wmcli.assemble import parameter_counts
 from wmcli.envs import Streams, protocol
+from wmcli.envs.tasks import TASKS
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience import Memory, read_segment
 from wmcli.progress import Progress
@@ -25,6 +30,9 @@ if TYPE_CHECKING:
 
 DEFAULT_PRESET = "quickstart"
 SEGMENT = "segment.zarr"  # an experience artifact's own segment
+HELD_OUT = {"validation": "validation.zarr", "test": "test.zarr"}
+"""Segments of whole episodes that scripted experience holds beside it, and nobody trains on."""
+DRAWN_AT_ONCE = 4096  # frames
 
 
 @dataclass
@@ -74,15 +82,46 @@ class Context:
             self.latents = {}  # they were of other frames
         for segment in reversed(chain):
             segment.verify()
-            memory.extend(read_segment(segment.path / SEGMENT))
+            memory.extend(_with_frames(segment, read_segment(segment.path / SEGMENT)))
             memory.upto = segment.digest
         self.memory = memory
+        return memory
+
+    def held_out(self, artifact: Artifact, part: str) -> Memory:
+        """The episodes that scripted experience holds back as its `part`, "validation" or "test", in memory.
+
+        Raises ArtifactError where it has none.
+        """
+        folder = artifact.path / HELD_OUT[part]
+        if not folder.exists():
+            raise ArtifactError(
+                f"{artifact.name} has no {part} episodes; play some with: wm collect --policy scripted --set"
+                f" collect.{part}=100"
+            )
+        artifact.verify()
+        memory = Memory.empty(self.machine.device)
+        memory.extend(_with_frames(artifact, read_segment(folder)))
         return memory
 
     def log(self, record: dict[str, Any]) -> None:
         """One line in metrics.jsonl, the same numbers in the TensorBoard events."""
         self.run.log({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **record})
         self.events.add(record)
+
+
+def _with_frames(artifact: Artifact, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A segment's arrays, with the frames that its sketches stand for."""
+    if "sketch" not in arrays:
+        return arrays
+    sketch, task = arrays["sketch"], TASKS[artifact.manifest["environment"]["id"]]
+    frames = np.empty((len(sketch), task.side, task.side, 3), np.uint8)
+
+    def draw(start: int) -> None:
+        frames[start : start + DRAWN_AT_ONCE] = task.draw(sketch[start : start + DRAWN_AT_ONCE])
+
+    with ThreadPoolExecutor(os.cpu_count()) as workers:  # NumPy lets go of the interpreter while it computes
+        list(workers.map(draw, range(0, len(sketch), DRAWN_AT_ONCE)))
+    return arrays | {"observation": frames}
 
 
 def open_context(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from wmcli.nn import attention_prior
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.latents import gather, latents_of
 from wmcli.stages.pictures import draw_priors, imagined_beside_real, write_side_by_side
-from wmcli.stages.sampling import build_sampler
+from wmcli.stages.rows import LatentRows, Rows
 from wmcli.stages.train import Lesson, check_descent, newest_fitted_alone, optimiser_for, parent_of, train
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_modules, load_tensors, save_tensors
 from wmcli.training.device import Machine
 from wmcli.training.loop import Trainee, read_part
-from wmcli.training.optim import decay_rates, update
+from wmcli.training.optim import update
 from wmcli.world_models.base import Batch, PlanningWorldModel, WorldModel
+from wmcli.world_models.latent import LatentWorldModel, LatentWorldModelSettings
 
 NONE = "none"  # in place of a reference: start without a tokenizer
 JOINT = "model/dynamics/tokenizer."  # where a dynamics model that trains its tokenizer keeps it
@@ -50,7 +51,7 @@ def train_dynamics(
     place in this, DivergedError, Stopped.
     """
     settings, environment = context.settings.dynamics, context.environment
-    encoder = context.settings.encoder
+    encoder, latent = context.settings.encoder, isinstance(settings, LatentWorldModelSettings)
     frames = context.run.resolve(experience or "experience", "experience")
     inputs = {"experience": frames} | parent_of(context, "dynamics", parent)
     codes = _tokenizer(context, tokenizer, inputs.get("parent"))
@@ -80,28 +81,24 @@ def train_dynamics(
         data = memory.frames
         if world_model.frozen_encoder:
             data = latents_of(context, world_model, "rules" if codes is None else codes.digest, memory)
-        sampler = build_sampler(
-            context.settings,
-            memory,
-            rng,
-            length=world_model.segment,
-            minimum={"dynamics": 2, "itself": 1}.get(encoder, settings.context + 1),
-            pad="right",
-            history=world_model.history,
-            across_ends=world_model.across_ends,
-        )
+        if isinstance(world_model, LatentWorldModel):
+            rows: Rows = LatentRows(context, frames, memory, world_model, rng)
+        else:
+            rows = Rows(context, memory, world_model, rng)
         targets = _targets(world_model, memory, teacher)
         optimiser = optimiser_for(settings, world_model.parameter_groups())
-        decay_after = getattr(settings, "decay_after", ())
 
         def step() -> Mapping[str, Tensor]:
-            batch = gather(memory, data, sampler.batch(settings.batch), targets)
-            decay_rates(optimiser, decay_after, trainee.trained + trainee.update)
-            return update_dynamics(context.machine, world_model, optimiser, batch, settings.clip)
+            rows.set_rates(optimiser, trainee)
+            batch = gather(memory, data, rows.sampler.batch(settings.batch), targets)
+            metrics = update_dynamics(context.machine, world_model, optimiser, batch, settings.clip, rows.loss)
+            rows.look(trainee.update + 1, trainee.trained)
+            return metrics
 
         def watch() -> dict[str, Any]:
             learned = attention_prior.learned(world_model)
-            return {"priors": {name: value.tolist() for name, value in learned.items()}} if learned else {}
+            priors = {"priors": {name: value.tolist() for name, value in learned.items()}} if learned else {}
+            return priors | rows.told()
 
         def draw(payload: Path) -> None:
             world_model.eval()
@@ -110,10 +107,10 @@ def train_dynamics(
             if attention_prior.learned(world_model):
                 draw_priors([context.run], context.settings, payload / "priors.png")
 
-        trainee = Trainee({"dynamics": world_model}, optimiser, rng, {"sampler": sampler})
-        return Lesson(trainee, step, draw, watch=watch)
+        trainee = Trainee({"dynamics": world_model}, optimiser, rng, rows.parts)
+        return Lesson(trainee, step, draw, watch=watch, choose=rows.choose)
 
-    sections = ("environment", "dynamics", "backbone") + (("tokenizer",) if encoder == "dynamics" else ())
+    sections = ("environment", "dynamics", "backbone") + (("tokenizer",) if latent else ())
     artifact = train(
         context,
         "train-dynamics",
@@ -129,13 +126,19 @@ def train_dynamics(
 
 
 def update_dynamics(
-    machine: Machine, world_model: WorldModel, optimiser: torch.optim.Optimizer, batch: Batch, clip: float
+    machine: Machine,
+    world_model: WorldModel,
+    optimiser: torch.optim.Optimizer,
+    batch: Batch,
+    clip: float,
+    loss_of: Callable[[Batch], tuple[Tensor, dict[str, Tensor]]] | None = None,
 ) -> dict[str, Tensor]:
     """One update on a batch of segments, with all that belongs to it: attention priors' penalties and limits, and what
     follows the weights. Returns loss, its parts and the gradient's norm before it was clipped, scalars on the device.
+    `loss_of` stands in for the model's own loss, where rows go on from batch to batch.
     """
     with machine.autocast():
-        loss, metrics = world_model.loss(batch)
+        loss, metrics = (loss_of or world_model.loss)(batch)
     if (priors := attention_prior.penalty(world_model)) is not None:
         loss, metrics = loss + priors, metrics | {"prior_penalty": priors.detach()}
     norm = update(optimiser, loss, clip)

@@ -20,6 +20,7 @@ from wmcli.stages.context import Context
 from wmcli.stages.dynamics import NONE, train_dynamics
 from wmcli.stages.evaluate import evaluate, summary
 from wmcli.stages.imagine import imagine
+from wmcli.stages.memory import evaluate_memory
 from wmcli.stages.tokenizer import train_tokenizer
 
 MODELS = ("tokenizer", "dynamics", "controller")
@@ -50,7 +51,8 @@ def run_loop(context: Context) -> Artifact:
             for kind in MODELS:
                 context.run.prune(kind, set(context.run.versions(kind)[-plan.keep :]))
     if "evaluation" in newest:
-        progress.say(summary(newest["evaluation"]))
+        if "mean" in newest["evaluation"].metrics:
+            progress.say(summary(newest["evaluation"]))
         return newest["evaluation"]
     return newest[next(kind for kind in reversed(("experience", *MODELS)) if kind in newest)]
 
@@ -97,6 +99,9 @@ def _epoch(context: Context, beside: Collector, epoch: int, newest: dict[str, Ar
             parent=path("dynamics"),
             controller=path("controller") or NONE,
         )
+        if epoch == plan.epochs:
+            for measure in context.settings.evaluation.measures:
+                yield evaluate_memory(context, measure, dynamics=path("dynamics"))
     if epoch > plan.controller_after:
         yield imagine(context, experience=path("experience"), dynamics=path("dynamics"), parent=path("controller"))
         if epoch == plan.epochs:

@@ -82,11 +82,12 @@ def beside(world_model: WorldModel, frames: Tensor, action: Tensor, context: int
     known = world_model.encode(frames[:, :context])
     first = torch.zeros(known.shape[:2], dtype=torch.bool, device=known.device)
     first[:, 0] = True
-    _, state = world_model.observe(known, action[:, :context], first)
-    seen = [known]
+    features, state = world_model.observe(known, action[:, :context], first)
+    whole = world_model.decodes == "features"
+    seen = [features if whole else known]
     for t in range(context - 1, frames.shape[1] - 1):
         imagined, state = world_model.imagine(state, action[:, t])
-        seen.append(imagined.latent[:, None])
+        seen.append((world_model.features(state) if whole else imagined.latent)[:, None])
     decoded = world_model.decode(torch.cat(seen, 1))
     return SideBySide(_stack(frames), _stack(decoded), context)
 

@@ -82,7 +82,7 @@ def _imagined(streams: Streams, world_model: WorldModel, policy: Controller, tem
     state = policy.initial_state(1)
     film, ended = Film(), False
     while not ended and len(film.frames) < STEPS:
-        shown = world_model.decode(world_model.latent(world), world)[0].cpu().numpy()
+        shown = world_model.frame(world)[0].cpu().numpy()
         logits, state = policy.decide(world_model, world, state)
         action = choose(logits, temperature)
         state = policy.follow(action, state)

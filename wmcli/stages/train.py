@@ -36,6 +36,8 @@ class Lesson:
     """Returns metrics to publish beside the losses."""
     watch: Callable[[], dict[str, Any]] = dict
     """Returns what to log as it stands with every line of the log, and to publish in the end."""
+    choose: Callable[[], None] = lambda: None
+    """Puts the weights to publish into the modules, where these are not the last ones."""
 
 
 def newest_fitted_alone(context: Context) -> Artifact | None:
@@ -55,7 +57,7 @@ def optimiser_for(section: Section, parameters: Iterable[Any]) -> torch.optim.Op
         parameters,
         values["learning_rate"],
         values["weight_decay"],
-        warmup=values.get("warmup", 0),
+        warmup=values.get("warmup", 0) if values["optimiser"] == "laprop" else 0,  # others warm up by their schedule
         eps=values.get("eps") or None,
         beta2=values.get("beta2", 0.999),
         momentum=values.get("momentum", 0.0),
@@ -138,8 +140,9 @@ def train(
                     watch=lesson.watch,
                 )
             )
+            lesson.trainee.save(work.payload / TRAINING, context.machine.device)  # training goes on from the last
+            lesson.choose()
             save_tensors(work.payload / WEIGHTS, module_tensors(lesson.trainee.modules), {"kind": kind})
-            lesson.trainee.save(work.payload / TRAINING, context.machine.device)
             metrics |= lesson.measure() | lesson.watch() | {"updates": lesson.trainee.trained + lesson.trainee.update}
             if context.pictures:
                 lesson.draw(work.payload)

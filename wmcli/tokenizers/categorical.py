@@ -21,12 +21,15 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from wmcli.config import Section
-from wmcli.nn.mlp import Activation
+from wmcli.nn.initialise import fan_average
+from wmcli.nn.mlp import Activation, mlp
 from wmcli.nn.one_hot import draw_one_hot, entropy, mixed_log_probabilities, one_hot, straight_through
 from wmcli.nn.strided_conv import Norm, Stack, StridedDecoder, StridedEncoder
 from wmcli.tokenizers.measures import survival
 
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, strict=False)]
+
+CENTRE = 0.5  # the grey that Dreamer's networks take for zero
 
 
 class CategoricalTokenizerSettings(Section):
@@ -49,11 +52,18 @@ class CategoricalTokenizerSettings(Section):
     bias: bool = True
     """Whether convolutions and the decoder's linear layer have a bias."""
     norm: Norm = "batch"
-    """After each convolution: "batch" statistics, or "rms" over the channels of each pixel."""
+    """After each convolution: "batch" statistics, or "rms" or "layer" norm over the channels of each pixel."""
+    norm_eps: float = Field(0.0, ge=0)
+    """Of the norms over channels, those of the posterior's hidden layers included; 0 keeps each kind's own."""
     activation: Activation = "silu"
     """After each norm."""
-    output: Literal["sigmoid", "linear"] = "sigmoid"
-    """What the decoder's last convolution goes through."""
+    output: Literal["sigmoid", "linear", "centred"] = "sigmoid"
+    """What the decoder's last convolution goes through; "centred": pixels are between -0.5 and 0.5 for encoder and
+    decoder (DreamerV3), otherwise between 0 and 1."""
+    posterior_layers: int = Field(0, ge=0)
+    """Hidden layers between the encoder and the latent, each without bias, LayerNorm, activation (Dreamer: 1)."""
+    posterior_width: int = Field(512, ge=1)
+    """Width of those."""
     optimiser: Literal["laprop", "adamw", "adam"] = "laprop"
     """Of `wm train-tokenizer`, like all that follows; joint training has its own under dynamics."""
     learning_rate: float = Field(1e-4, gt=0)
@@ -82,41 +92,81 @@ class CategoricalTokenizerSettings(Section):
             )
         return self
 
+    @property
+    def stack(self) -> Stack:
+        """The convolutions."""
+        return Stack(self.channels, self.strides, self.kernel, self.bias, self.norm, self.activation, self.norm_eps)
+
 
 class CategoricalTokenizer(nn.Module):
     """Encoder, posterior and decoder for square frames of `image_size` pixels.
 
-    `shape` is (K, C). Batch statistics depend on training mode. Convolutions follow autocast; distributions and losses
-    are float32. Raises UsageError when the strides do not divide the image.
+    `shape` is (K, C), `features` F. A world model may have its posterior read vectors of `posterior_inputs` numbers in
+    place of the encoder's output, and its decoder `past` more numbers than the latent. Batch statistics depend on
+    training mode. Convolutions follow autocast; distributions and losses are float32. Raises UsageError when the
+    strides do not divide the image.
     """
 
-    def __init__(self, settings: CategoricalTokenizerSettings, image_size: int) -> None:
+    posterior_head: nn.Module
+
+    def __init__(
+        self,
+        settings: CategoricalTokenizerSettings,
+        image_size: int,
+        *,
+        posterior_inputs: int | None = None,
+        past: int = 0,
+    ) -> None:
         super().__init__()
-        self.settings = settings
+        s = self.settings = settings
         self.image_size = image_size
-        self.shape = (settings.categoricals, settings.classes)
-        stack = Stack(
-            settings.channels, settings.strides, settings.kernel, settings.bias, settings.norm, settings.activation
-        )
-        latent = settings.categoricals * settings.classes
+        self.shape = (s.categoricals, s.classes)
+        stack = s.stack
+        latent = s.categoricals * s.classes
+        self.features = stack.features(image_size)
         self.encoder = StridedEncoder(stack)
-        self.posterior_head = nn.Linear(stack.features(image_size), latent)
-        self.decoder = StridedDecoder(latent, stack, image_size)
+        inputs = posterior_inputs or self.features
+        if s.posterior_layers:
+            self.posterior_head = mlp(
+                inputs,
+                s.posterior_width,
+                s.posterior_layers,
+                latent,
+                norm_kind="layer",
+                activation=s.activation,
+                eps=s.norm_eps,
+            )
+            fan_average(self.posterior_head)
+        else:
+            self.posterior_head = nn.Linear(inputs, latent)
+        self.decoder = StridedDecoder(latent + past, stack, image_size)
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
         """Logits (..., K * C) of this or a predicting head to log-probabilities (..., K, C)."""
         return mixed_log_probabilities(logits.unflatten(-1, self.shape), self.settings.unimix)
 
+    def embed(self, observation: Tensor) -> Tensor:
+        """Frames (..., H, W, 3) uint8 to what the encoder makes of them, (..., F), with gradient."""
+        lead = observation.shape[:-3]
+        image = scaled(observation.flatten(0, -4) if lead else observation[None])
+        return self.encoder(image - CENTRE if self.settings.output == "centred" else image).view(*lead, self.features)
+
+    def posterior_of(self, features: Tensor) -> Tensor:
+        """What the posterior reads, (..., F) or (..., posterior_inputs), to log-probabilities (..., K, C)."""
+        return self.log_probabilities(self.posterior_head(features))
+
     def posterior(self, observation: Tensor) -> Tensor:
         """Frames (..., H, W, 3) uint8 to log-probabilities (..., K, C) of their latents, with gradient."""
-        lead = observation.shape[:-3]
-        features = self.encoder(scaled(observation.flatten(0, -4) if lead else observation[None]))
-        return self.log_probabilities(self.posterior_head(features)).view(*lead, *self.shape)
+        return self.posterior_of(self.embed(observation))
 
-    def reconstruct(self, z: Tensor) -> Tensor:
-        """Drawn latents (B, K, C) to images (B, 3, H, W) float32, with gradient; in [0, 1] after a sigmoid."""
-        image = self.decoder(z.flatten(-2)).float()
-        return image.sigmoid() if self.settings.output == "sigmoid" else image
+    def reconstruct(self, z: Tensor, past: Tensor | None = None) -> Tensor:
+        """Drawn latents (B, K, C), and where the decoder reads it the past (B, past), to images (B, 3, H, W) float32,
+        with gradient; certainly in [0, 1] after a sigmoid only."""
+        read = z.flatten(-2)
+        image = self.decoder(read if past is None else torch.cat((read, past.to(read.dtype)), -1)).float()
+        if self.settings.output == "sigmoid":
+            return image.sigmoid()
+        return image + CENTRE if self.settings.output == "centred" else image
 
     @torch.no_grad()
     def encode(self, observation: Tensor) -> Tensor:
@@ -124,11 +174,12 @@ class CategoricalTokenizer(nn.Module):
         return self.posterior(observation).exp()
 
     @torch.no_grad()
-    def decode(self, latent: Tensor) -> Tensor:
-        """Latents (..., K, C) to frames (..., H, W, 3) uint8, each variable at its likeliest class."""
+    def decode(self, latent: Tensor, past: Tensor | None = None) -> Tensor:
+        """Latents (..., K, C), and the past (..., past), to frames (..., H, W, 3) uint8, each variable at its likeliest
+        class."""
         lead = latent.shape[:-2]
         likeliest = one_hot(latent.argmax(-1), latent.shape[-1], latent.dtype)
-        image = self.reconstruct(likeliest.view(-1, *self.shape))
+        image = self.reconstruct(likeliest.view(-1, *self.shape), None if past is None else past.flatten(0, -2))
         pixels = (image * 255).round().clamp(0, 255).to(torch.uint8)
         return pixels.permute(0, 2, 3, 1).reshape(*lead, self.image_size, self.image_size, 3)
 

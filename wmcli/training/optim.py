@@ -150,6 +150,18 @@ def decay_rates(optimiser: torch.optim.Optimizer, decay_after: Sequence[int], up
         group["lr"] = group["initial_lr"] * DECAY ** sum(updates >= each for each in decay_after)
 
 
+def schedule_rates(
+    optimiser: torch.optim.Optimizer, done: int, *, warmup: int, schedule: Literal["constant", "cosine"], updates: int
+) -> None:
+    """Set the learning rates for the update after `done` ones: rising linearly over `warmup` updates, then as they are,
+    or falling to 0 with the last of `updates` as half a cosine."""
+    share = min(1.0, (done + 1) / max(1, warmup))
+    if schedule == "cosine" and done >= warmup:
+        share = (1 + math.cos(math.pi * (done - warmup) / max(1, updates - warmup))) / 2
+    for group in optimiser.param_groups:
+        group["lr"] = group["initial_lr"] * share
+
+
 def update(optimiser: torch.optim.Optimizer, loss: Tensor, clip: float) -> Tensor:
     """Backward pass, gradient norm clipped to `clip`, one optimiser step. Returns the norm before clipping, on the
     device."""

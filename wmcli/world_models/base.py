@@ -10,7 +10,7 @@ of step t and the latent of frame t + 1.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -95,10 +95,12 @@ class WorldModel(nn.Module, ABC):
     on the left repeats the episode's first frame, with `valid` False."""
     context: int
     """Real frames that imagination starts from."""
-    decodes: bool = True
-    """Whether `decode` makes frames of latents."""
+    decodes: Literal["latents", "features"] | None = "latents"
+    """What `decode` makes frames of: latents, or features (which tell of the past as well); None: of nothing."""
     feature_shape: tuple[int, ...]
     """Shape of what the controller sees of one frame."""
+    frame_features: int | None = None
+    """So many of the features, the first, tell of the frame alone and nothing of its past; None: all do."""
     draws: int
     """Random numbers that one imagined step takes, a row."""
     draws_to_observe: int = 0
@@ -179,12 +181,17 @@ class WorldModel(nn.Module, ABC):
     def latent(self, state: State) -> Tensor:
         """The current frame's latent, (B, ...)."""
 
-    def decode(self, latent: Tensor, state: State | None = None) -> Tensor:
-        """Latents (..., latent axes) to frames (..., H, W, C) uint8. Some models look at the state as well.
+    def decode(self, latent: Tensor) -> Tensor:
+        """What `decodes` says, latents (..., latent axes) or features (..., *feature_shape), to frames (..., H, W, C)
+        uint8.
 
         Not for a model without `decodes`, whose latents hold what planning needs and no picture.
         """
         raise NotImplementedError
+
+    def frame(self, state: State) -> Tensor:
+        """The current frame (B, H, W, C) uint8, as `decode` makes it."""
+        return self.decode(self.features(state) if self.decodes == "features" else self.latent(state))
 
 
 class PlanningWorldModel(WorldModel):

@@ -136,7 +136,7 @@ class CellsWorldModel(WorldModel):
         middle = observation[..., pixels // 2 :: pixels, pixels // 2 :: pixels, :].flatten(-3, -2).long()
         return (middle[..., None, :] - self.colours[:KINDS]).square().sum(-1).argmin(-1)
 
-    def decode(self, latent: Tensor, state: CellsState | None = None) -> Tensor:
+    def decode(self, latent: Tensor) -> Tensor:
         """Tokens (..., K) to frames (..., H, W, C) uint8."""
         pixels = self.image_size // SIDE
         board = self.colours[latent].to(torch.uint8).unflatten(-2, (SIDE, SIDE))

@@ -1,17 +1,26 @@
-"""World models over categorical latents: Drama and STORM, on any backbone.
+"""World models over categorical latents, on any backbone: Drama, STORM, S4WM, RSSM and TSSM.
 
 A frame is K categorical variables of C classes. Latent and action of a frame are one element of the backbone; its
-output d says everything that follows: reward, termination, and the distribution of the next frame's latent (the
-*prior*). Encoder, decoder and dynamics learn together, so that what is hard to predict is also kept out of the latent.
+output d says what follows: reward, termination, and the distribution of the next frame's latent (the *prior*). Encoder,
+decoder and dynamics learn together, so that what is hard to predict is also kept out of the latent.
 
     z_t ~ posterior(o_t)        d_t = backbone(stem(z_0, a_0), ..., stem(z_t, a_t))
-    prior of z_{t+1}, reward r_t, termination e_t = heads(d_t)
+    prior of z_{t+1}, reward r_t, termination e_t = heads(d_t)        image o_t = decoder(z_t)
 
-Sources: Drama (Wang et al. 2024, "Drama: Mamba-Enabled Model-Based Reinforcement Learning Is Sample and Parameter
-Efficient") and its public code; STORM (Zhang et al. 2023, arXiv 2310.09615), whose stem and heads are settings here.
+That is Drama. The *past* of a frame is d_{t-1}, zeros for an episode's first frame; S4WM and its baselines call it h_t,
+and (z_t, h_t) the state. Settings let the decoder read the state, and the heads that of the frame they lead to; and the
+posterior read, besides its frame,
 
-B batch, T time (frames), K variables, C classes, D width of the backbone, A actions, W frames of the acting window,
-H W C image. A latent is probabilities (..., K, C) float32, a drawn one is one-hot. Time: see base.py.
+    nothing (factorised: Drama, S4WM, TSSM)     its past (recurrent: RSSM; one frame after the other)
+    all frames and actions so far, through a second backbone (full: S4WM-Full-Posterior)
+
+Sources: Drama (Wang et al. 2024, arXiv 2410.08893) and its public code; STORM (Zhang et al. 2023, arXiv 2310.09615);
+S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064), equations 3 to 23.
+
+B batch, T time (frames), K variables, C classes, D width of the backbone, F length of what the encoder makes of a
+frame, A actions, W frames of the acting window, H W C image. What `encode` gives is a latent's probabilities
+(..., K, C) float32, or, where the posterior reads more than the frame, (..., F); a drawn latent is one-hot. Time: see
+base.py.
 """
 
 from __future__ import annotations
@@ -23,8 +32,9 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone
+from wmcli.backbones.base import Backbone, map_state
 from wmcli.config import Section
+from wmcli.errors import UsageError
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import uniform
 from wmcli.nn.decay import parameter_groups
@@ -41,8 +51,21 @@ class LatentWorldModelSettings(Section):
 
     kind: Literal["latent"] = "latent"
     """Categorical latents, learned together with what follows from them; other kinds are token and cells."""
-    stem: Literal["linear", "deep"] = "linear"
-    """From latent and action to the backbone: linear, RMSNorm, SiLU (Drama), or two layers with LayerNorm (STORM)."""
+    stem: Literal["linear", "deep", "dreamer"] = "linear"
+    """From latent and action to the backbone: linear, RMSNorm, SiLU (Drama); two layers with LayerNorm (STORM); or one
+    without bias, LayerNorm, SiLU (Dreamer)."""
+    posterior: Literal["factorised", "recurrent", "full"] = "factorised"
+    """What a frame's latent is drawn from: the frame; the frame and its past (RSSM); or all frames and actions so far,
+    read by a second backbone of the same settings (S4WM-Full-Posterior)."""
+    decoder_reads: Literal["latent", "state"] = "latent"
+    """Whether a frame is decoded from its latent alone, or from its latent and its past (S4WM)."""
+    heads_read: Literal["past", "state"] = "past"
+    """Whether reward and termination are read from the past that ends with the action, or from that and the latent of
+    the frame that it leads to (S4WM): the last frame of an episode must then be one of its frames."""
+    prior_layers: int = Field(0, ge=0)
+    """Hidden layers of the prior's head, each without bias, LayerNorm, SiLU (Dreamer: 1)."""
+    prior_width: int = Field(512, ge=1)
+    """Width of those."""
     head_layers: int = Field(1, ge=1)
     """Hidden layers of the reward and termination heads (STORM: 2)."""
     head_width: int = Field(256, ge=1)
@@ -51,8 +74,21 @@ class LatentWorldModelSettings(Section):
     """After each hidden layer of those heads (STORM: layer)."""
     head_activation: Activation = "silu"
     """After each norm of those heads (STORM: relu)."""
+    norm_eps: float = Field(0.0, ge=0)
+    """Of the norms in stem and heads; 0 is 1e-6 for RMSNorm and 1e-5 for LayerNorm."""
+    reward: Literal["two-hot", "bernoulli", "mse", "none"] = "two-hot"
+    """How rewards are learned: as a distribution over 255 bins; as the probability of 1, for rewards of 0 and 1; by
+    their squared error; or not at all."""
+    ends: bool = True
+    """Learn terminations; else an imagined episode never ends."""
+    first_frame: bool = True
+    """Learn to reconstruct the frame that opens an episode as well; S4WM, which has no prior of it, does not."""
     horizon: int = Field(128, ge=2)
     """Length of a training segment, in frames."""
+    rows: Literal["windows", "episodes", "streams"] = "windows"
+    """What a row of a batch is: any window of `horizon` frames, drawn as training.sampling says; an episode from its
+    first frame on, each once before any comes again; or the next `horizon` frames of a stream of episodes, with the
+    state carried over from the batch before and its gradient cut (truncated backpropagation through time)."""
     context: int = Field(8, ge=1)
     """Real frames that imagination starts from."""
     across_ends: bool = True
@@ -63,6 +99,8 @@ class LatentWorldModelSettings(Section):
     does neither."""
     end_on_truncation: bool = False
     """Learn time limits as terminations."""
+    reconstruction_weight: float = Field(1.0, ge=0)
+    """Weight of the squared error of a frame (0.5 makes it the likelihood of a unit Gaussian)."""
     dynamics_weight: float = Field(1.0, ge=0)
     """Weight of the loss that pulls the prior to the posterior (STORM: 0.5)."""
     representation_weight: float = Field(0.1, ge=0)
@@ -86,18 +124,37 @@ class LatentWorldModelSettings(Section):
     learning_rate: float = Field(4e-5, gt=0)
     """Step size of the optimiser."""
     warmup: int = Field(1000, ge=0)
-    """Updates over which the step size rises to it (laprop)."""
+    """Updates over which the step size rises to it."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """What becomes of the step size then: it stays, or falls to 0 at the last update as half a cosine."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay, on matrices only; adam has none."""
     clip: float = Field(1000.0, gt=0)
     """Largest norm of the whole gradient."""
+    validate_every: int = Field(0, ge=0)
+    """Updates between looks at the loss on the experience's validation episodes; the weights with the lowest are what
+    is published. 0 publishes the last weights."""
 
     @model_validator(mode="after")
-    def _fits_into_the_horizon(self) -> LatentWorldModelSettings:
+    def _fits_together(self) -> LatentWorldModelSettings:
         for key in ("context", "act_window"):
             if getattr(self, key) >= self.horizon:
                 raise ValueError(f"{key} = {getattr(self, key)} must be less than horizon = {self.horizon} frames.")
+        if self.posterior != "factorised" and self.act_window:
+            raise ValueError(
+                f"act_window = {self.act_window}: a posterior that is {self.posterior} is drawn frame by frame, and not"
+                " anew for a window; set act_window = 0."
+            )
+        if self.rows != "windows" and self.across_ends:
+            raise ValueError(f"rows = '{self.rows}' does not take across_ends = true: set it to false.")
+        if self.rows == "streams" and not self.reset_at_ends:
+            raise ValueError("rows = 'streams' needs reset_at_ends = true: a stream runs over the ends of episodes.")
         return self
+
+    @property
+    def decodes_state(self) -> bool:
+        """Whether the dynamics model's encoder and decoder are of no use without it."""
+        return self.posterior != "factorised" or self.decoder_reads == "state"
 
 
 class Past(NamedTuple):
@@ -130,6 +187,27 @@ class LatentState(NamedTuple):
     """How many frames the memory has read, counted on the host: attention has learned a limited number of positions."""
     past: Past | None = None
     """While acting with a window."""
+    evidence: Any = None
+    """While acting with a full posterior: the state of the backbone that it is drawn from, the current frame read."""
+
+
+class Carry(NamedTuple):
+    """What training by truncated backpropagation takes from one batch to the next, the last frame read so far of each
+    row. No gradient goes through it."""
+
+    memory: Any
+    """The backbone's state before that frame's element."""
+    evidence: Any
+    """The state of the full posterior's backbone, that frame read; () where there is none."""
+    latent: Tensor
+    """(B, K, C) drawn."""
+    action: Tensor
+    """(B,) int64, as all that follow of the frame's row of experience."""
+    reward: Tensor
+    ended: Tensor
+    first: Tensor
+    known: Tensor
+    """(B,) bool: False before there was such a frame."""
 
 
 class LatentWorldModel(WorldModel):
@@ -142,27 +220,68 @@ class LatentWorldModel(WorldModel):
         return self.settings.act_window or self.settings.horizon
 
     def __init__(
-        self, settings: LatentWorldModelSettings, backbone: Backbone, tokenizer: CategoricalTokenizer, actions: int
+        self,
+        settings: LatentWorldModelSettings,
+        backbone: Backbone,
+        tokenizer: CategoricalTokenizer,
+        actions: int,
+        evidence: Backbone | None = None,
     ) -> None:
+        """`tokenizer` is made for what its posterior and its decoder read, see `tokenizer_reads`; `evidence` is the
+        full posterior's backbone.
+
+        Raises UsageError for a backbone of limited length where states go on without end.
+        """
         super().__init__()
         width, (variables, classes) = backbone.width, tokenizer.shape
+        assert (evidence is not None) == (settings.posterior == "full")
+        if backbone.max_length is not None and (settings.rows == "streams" or evidence is not None):
+            key = "rows = 'streams'" if settings.rows == "streams" else "posterior = 'full'"
+            raise UsageError(
+                f"dynamics.{key} carries a state without end, which this backbone of limited length cannot hold: set"
+                " another backbone.name, for example transformer-xl."
+            )
         self.settings = settings
         self.actions = actions
         self.across_ends = settings.across_ends
         self.context = settings.context
         self.segment = settings.horizon
+        self.decodes = "features" if settings.decodes_state else "latents"
         self.feature_shape = (variables * classes + width,)
+        self.frame_features = variables * classes
         self.draws = self.draws_to_observe = variables
         self.tokenizer = tokenizer
-        self.stem = _stem(settings.stem, variables * classes + actions, width)
+        self.stem = _stem(settings, variables * classes + actions, backbone.inputs)
         self.backbone = backbone
-        self.prior_head = nn.Linear(width, variables * classes)
-        self.reward_head = self._head(width, two_hot.BINS)
-        self.termination_head = self._head(width, 1)
+        if evidence is not None:
+            self.evidence_stem = _stem(settings, tokenizer.features + actions, evidence.inputs)
+            self.evidence = evidence
+        self.prior_head = _prior_head(settings, width, variables * classes)
+        read = width + (variables * classes if settings.heads_read == "state" else 0)
+        if settings.reward != "none":
+            self.reward_head = self._head(read, two_hot.BINS if settings.reward == "two-hot" else 1)
+        if settings.ends:
+            self.termination_head = self._head(read, 1)
+
+    @staticmethod
+    def tokenizer_reads(settings: LatentWorldModelSettings, features: int, width: int) -> dict[str, int]:
+        """What `CategoricalTokenizer` is told of a posterior and a decoder that read more than a frame and its latent,
+        for an encoder of `features` numbers and a backbone of `width`."""
+        reads = {"recurrent": {"posterior_inputs": features + width}, "full": {"posterior_inputs": width}}
+        past = {"past": width} if settings.decoder_reads == "state" else {}
+        return reads.get(settings.posterior, {}) | past
 
     def _head(self, width: int, outputs: int) -> nn.Sequential:
         s = self.settings
-        head = mlp(width, s.head_width, s.head_layers, outputs, norm_kind=s.head_norm, activation=s.head_activation)
+        head = mlp(
+            width,
+            s.head_width,
+            s.head_layers,
+            outputs,
+            norm_kind=s.head_norm,
+            activation=s.head_activation,
+            eps=s.norm_eps,
+        )
         fan_average(head)
         return head
 
@@ -174,51 +293,111 @@ class LatentWorldModel(WorldModel):
 
     @torch.no_grad()
     def encode(self, observation: Tensor) -> Tensor:
-        """Frames (B, T, H, W, C) uint8 to latents, probabilities (B, T, K, C)."""
-        return self.tokenizer.encode(observation)
+        """Frames (B, T, H, W, C) uint8 to latents, probabilities (B, T, K, C); to what the encoder makes of them,
+        (B, T, F), where the posterior reads more than a frame."""
+        if self.settings.posterior == "factorised":
+            return self.tokenizer.encode(observation)
+        return self.tokenizer.embed(observation).float()
 
     def _elements(self, z: Tensor, action: Tensor) -> Tensor:
         """Drawn latents (..., K, C) and actions (...) to elements (..., D)."""
         return self.stem(torch.cat((z.flatten(-2), one_hot(action, self.actions, z.dtype)), -1))
 
-    def _prior(self, summary: Tensor) -> Tensor:
+    def _prior(self, past: Tensor) -> Tensor:
         """(..., D) to the next latent's log-probabilities (..., K, C)."""
-        return self.tokenizer.log_probabilities(self.prior_head(summary))
+        return self.tokenizer.log_probabilities(self.prior_head(past))
+
+    def _evidence(
+        self, features: Tensor, previous: Tensor, reset: Tensor | None, state: Any = None
+    ) -> tuple[Tensor, Any]:
+        """The full posterior of frames (B, T, F), log-probabilities (B, T, K, C), and the state after them. `previous`
+        (B, T, A): the actions that led to them, one-hot, zeros where there was none."""
+        x = self.evidence_stem(torch.cat((features, previous.to(features.dtype)), -1))
+        y, state = self.evidence(x, state, reset)
+        return self.tokenizer.posterior_of(y), state
+
+    def _previous(self, action: Tensor, opens: Tensor, before: Tensor | None = None) -> Tensor:
+        """The actions that led to frames, one-hot (B, T, A): those of the frames before them. action, opens (B, T);
+        before (B,) that of the frame before all, if there was one."""
+        earlier = one_hot(action[:, :-1], self.actions, torch.float32)
+        start = (
+            earlier.new_zeros(len(action), self.actions)
+            if before is None
+            else one_hot(before, self.actions, earlier.dtype)
+        )
+        return torch.cat((start[:, None], earlier), 1).masked_fill(opens[..., None], 0)
+
+    def _image(self, z: Tensor, past: Tensor) -> Tensor:
+        """Latents (N, K, C) and pasts (N, D) to images (N, 3, H, W) float32."""
+        return self.tokenizer.reconstruct(z, past if self.settings.decoder_reads == "state" else None)
+
+    def _reading(self, past: Tensor, z: Tensor | None) -> Tensor:
+        """What reward and termination heads read: pasts (..., D), and the latents (..., K, C) of the frames that these
+        are the pasts of."""
+        if self.settings.heads_read == "past":
+            return past
+        assert z is not None
+        return torch.cat((z.flatten(-2), past.to(z.dtype)), -1)
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Reconstruction + reward + termination + weighted dynamics and representation losses (Drama, section 3).
+        """Reconstruction + reward + termination + weighted dynamics and representation losses (Drama, section 3; S4WM,
+        equations 8 and 9, with weights alpha and 1 - alpha).
 
         `batch.latent` holds frames. Reconstruction is the squared error summed over a frame's pixels; the reward's loss
-        is two-hot cross entropy, the termination's binary cross entropy. With p the posterior of the next frame and q
-        the prior, [x] constant: dynamics = max(free, KL([p] || q)), representation = max(free, KL(p || [q])).
+        is that of `settings.reward`, the termination's binary cross entropy. With p the posterior of the next frame and
+        q the prior, [x] constant: dynamics = max(free, KL([p] || q)), representation = max(free, KL(p || [q])).
 
         The names: `reconstruction`, `reward_loss`, `termination_loss`, `observation_loss` (the KL itself, nats a
         frame), `posterior_entropy` and `prior_entropy` (nats a frame).
         """
-        settings, frames, valid = self.settings, batch.latent, batch.valid
-        log_posterior = self.tokenizer.posterior(frames)
-        z = straight_through(log_posterior.exp())
-        image = self.tokenizer.reconstruct(z.flatten(0, 1))
-        error = self.tokenizer.reconstruction_error(image, frames.flatten(0, 1))
-        reconstruction = masked_mean(error.view(valid.shape), valid)
+        total, log, _ = self.carried_loss(batch, None)
+        return total, log
 
-        reset = batch.first if settings.reset_at_ends else None
-        summary, _ = self.backbone(self._elements(z, batch.action), None, reset)
-        reward_loss = masked_mean(two_hot.loss(self.reward_head(summary), batch.reward), valid)
-        ends = (batch.terminated | batch.truncated) if settings.end_on_truncation else batch.terminated
-        termination = self.termination_head(summary).float().squeeze(-1)
-        termination_loss = masked_mean(
-            F.binary_cross_entropy_with_logits(termination, ends.float(), reduction="none"), valid
+    def no_carry(self, rows: int) -> Carry:
+        """What a stream begins with."""
+        device = next(self.parameters()).device
+        flag = torch.zeros(rows, dtype=torch.bool, device=device)
+        number = torch.zeros(rows, dtype=torch.int64, device=device)
+        return Carry(
+            self.backbone.initial_state(rows),
+            self.evidence.initial_state(rows) if self.settings.posterior == "full" else (),
+            torch.zeros(rows, *self.tokenizer.shape, device=device),
+            number,
+            number.float(),
+            flag,
+            flag,
+            flag,
         )
 
-        follows = valid[:, 1:] if reset is None else valid[:, 1:] & ~reset[:, 1:]
-        log_posterior, log_prior = log_posterior[:, 1:], self._prior(summary[:, :-1])
+    def carried_loss(self, batch: Batch, carry: Carry | None) -> tuple[Tensor, dict[str, Tensor], Carry | None]:
+        """`loss` of the next frames of each row's stream, and what to carry to those after them. None: rows that begin
+        with nothing before them, and nothing to carry."""
+        settings, frames, valid = self.settings, batch.latent, batch.valid
+        opens = batch.first if settings.reset_at_ends else torch.zeros_like(batch.first)
+        features = self.tokenizer.embed(frames)
+        log_posterior, z, read, after = self._read(features, batch, opens, carry)
+        if carry is None:  # of the first frame nothing is known; what the last one leads to is
+            past = torch.cat((torch.zeros_like(read[:, :1]), read[:, : valid.shape[1] - 1]), 1)
+        else:
+            past = read
+        past = past.masked_fill(opens[..., None], 0)
+        shown = valid if settings.first_frame else valid & ~batch.first
+        image = self._image(z.flatten(0, 1), past.flatten(0, 1))
+        error = self.tokenizer.reconstruction_error(image, frames.flatten(0, 1))
+        reconstruction = masked_mean(error.view(valid.shape), shown)
+        reward_loss, termination_loss = self._outcome_losses(batch, carry, read, z, opens)
+
+        start = 0 if carry is not None else 1
+        follows = (valid & ~opens)[:, start:]
+        if carry is not None:
+            follows = torch.cat((follows[:, :1] & carry.known[:, None], follows[:, 1:]), 1)
+        log_posterior, log_prior = log_posterior[:, start:], self._prior(past[:, start:])
         dynamics = self._with_free_nats(kl_divergence(log_posterior.detach(), log_prior), follows)
         representation = self._with_free_nats(kl_divergence(log_posterior, log_prior.detach()), follows)
 
-        total = reconstruction + reward_loss + termination_loss
+        total = settings.reconstruction_weight * reconstruction + reward_loss + termination_loss
         total = total + settings.dynamics_weight * dynamics + settings.representation_weight * representation
         with torch.no_grad():
             log = {
@@ -229,7 +408,128 @@ class LatentWorldModel(WorldModel):
                 "posterior_entropy": masked_mean(entropy(log_posterior), follows),
                 "prior_entropy": masked_mean(entropy(log_prior), follows),
             }
-        return total, {name: value.detach() for name, value in log.items()}
+        return total, {name: value.detach() for name, value in log.items()}, after
+
+    def _read(
+        self, features: Tensor, batch: Batch, opens: Tensor, carry: Carry | None
+    ) -> tuple[Tensor, Tensor, Tensor, Carry | None]:
+        """Posteriors (B, T, K, C) and draws of frames (B, T, F), and what the backbone makes of them: its outputs at
+        the T frames or, after a `carry`, at the frame carried and the first T - 1; and the next carry."""
+        settings = self.settings
+        # Elsewhere only the first frame of a row can open an episode, and nothing stands before that.
+        reset = opens if settings.reset_at_ends and (self.across_ends or carry is not None) else None
+        evidence: Any = ()
+        if settings.posterior == "recurrent":
+            log_posterior, z, read, memory = self._unroll(features, batch, reset, carry)
+        else:
+            if settings.posterior == "full":
+                previous = self._previous(batch.action, batch.first, None if carry is None else carry.action)
+                state = None if carry is None else carry.evidence
+                log_posterior, evidence = self._evidence(features, previous, reset, state)
+            else:
+                log_posterior = self.tokenizer.posterior_of(features)
+            z = straight_through(log_posterior.exp())
+            latents, action = z, batch.action
+            memory = None
+            if carry is not None:
+                latents = torch.cat((carry.latent[:, None], z[:, :-1]), 1)
+                action = torch.cat((carry.action[:, None], batch.action[:, :-1]), 1)
+                reset = torch.cat((carry.first[:, None], opens[:, :-1]), 1)
+                memory = carry.memory
+            read, memory = self.backbone(self._elements(latents, action), memory, reset)
+        if carry is None:
+            return log_posterior, z, read, None
+        kept = Carry(
+            memory,
+            evidence,
+            z[:, -1],
+            batch.action[:, -1],
+            batch.reward[:, -1],
+            self._ends(batch)[:, -1],
+            opens[:, -1],
+            torch.ones_like(carry.known),
+        )
+        return log_posterior, z, read, _without_graph(self.no_carry(len(z)), kept)
+
+    def _unroll(
+        self, features: Tensor, batch: Batch, reset: Tensor | None, carry: Carry | None
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """`_read` where each frame's posterior waits for its past; and the backbone's state."""
+        rows, time = batch.action.shape
+        if carry is None:
+            memory = self.backbone.initial_state(rows)
+            past = features.new_zeros(rows, self.backbone.width, dtype=torch.float32)
+            read = []
+        else:
+            past, memory = self._advance(carry.latent, carry.action, carry.memory, carry.first)
+            read = [past]
+        posteriors, draws = [], []
+        for t, (feature, action) in enumerate(zip(features.unbind(1), batch.action.unbind(1), strict=True)):
+            opens = None if reset is None else reset[:, t]
+            known = past if opens is None else past.masked_fill(opens[:, None], 0)
+            log_posterior = self.tokenizer.posterior_of(torch.cat((feature, known.to(feature.dtype)), -1))
+            z = straight_through(log_posterior.exp())
+            posteriors.append(log_posterior)
+            draws.append(z)
+            if carry is None or t + 1 < time:
+                past, memory = self._advance(z, action, memory, opens)
+                read.append(past)
+        return torch.stack(posteriors, 1), torch.stack(draws, 1), torch.stack(read, 1), memory
+
+    def _advance(self, z: Tensor, action: Tensor, memory: Any, reset: Tensor | None) -> tuple[Tensor, Any]:
+        """One frame (B, K, C) and action (B,): the past (B, D) float32 that they make, and the memory, with gradient.
+        (`Backbone.step` may write in place.)"""
+        y, memory = self.backbone(self._elements(z, action)[:, None], memory, None if reset is None else reset[:, None])
+        return y[:, 0].float(), memory
+
+    def _ends(self, batch: Batch) -> Tensor:
+        return (batch.terminated | batch.truncated) if self.settings.end_on_truncation else batch.terminated
+
+    def _outcome_losses(
+        self, batch: Batch, carry: Carry | None, read: Tensor, z: Tensor, opens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Of the rewards and the terminations that came of the elements that `read` (B, T, D) are the outputs at."""
+        settings = self.settings
+        reward, ends, counts = batch.reward, self._ends(batch), batch.valid
+        if carry is not None:  # of the frame carried and all but the last
+            reward = torch.cat((carry.reward[:, None], reward[:, :-1]), 1)
+            ends = torch.cat((carry.ended[:, None], ends[:, :-1]), 1)
+            counts = torch.cat((carry.known[:, None], counts[:, :-1]), 1)
+        if settings.heads_read == "state":  # of frames that are followed by one of their episode
+            if carry is None:
+                read, z, reward, ends = read[:, :-1], z[:, 1:], reward[:, :-1], ends[:, :-1]
+                counts, opens = batch.valid[:, 1:], opens[:, 1:]
+            counts = counts & ~opens
+        reading = self._reading(read, z if settings.heads_read == "state" else None)
+        reward_loss = termination_loss = torch.zeros((), device=read.device)
+        if settings.reward != "none":
+            reward_loss = masked_mean(self._reward_loss(self.reward_head(reading), reward), counts)
+        if settings.ends:
+            termination = self.termination_head(reading).float().squeeze(-1)
+            termination_loss = masked_mean(
+                F.binary_cross_entropy_with_logits(termination, ends.float(), reduction="none"), counts
+            )
+        return reward_loss, termination_loss
+
+    def _reward_loss(self, output: Tensor, reward: Tensor) -> Tensor:
+        """Of the head's output (..., outputs) and rewards (...)."""
+        if self.settings.reward == "two-hot":
+            return two_hot.loss(output, reward)
+        output = output.float().squeeze(-1)
+        if self.settings.reward == "mse":
+            return (output - reward).square()
+        return F.binary_cross_entropy_with_logits(output, reward, reduction="none")
+
+    def _reward(self, reading: Tensor) -> Tensor:
+        """The reward to expect, (...) float32."""
+        kind = self.settings.reward
+        if kind == "none":
+            return torch.zeros(reading.shape[:-1], device=reading.device)
+        output = self.reward_head(reading)
+        if kind == "two-hot":
+            return two_hot.decode(output)
+        output = output.float().squeeze(-1)
+        return output.sigmoid() if kind == "bernoulli" else output
 
     def _with_free_nats(self, kl: Tensor, mask: Tensor) -> Tensor:
         free = self.settings.free_nats
@@ -241,37 +541,64 @@ class LatentWorldModel(WorldModel):
 
     @torch.no_grad()
     def observe(
-        self, latent: Tensor, action: Tensor, reset: Tensor, numbers: Tensor | None = None
+        self,
+        latent: Tensor,
+        action: Tensor,
+        reset: Tensor,
+        numbers: Tensor | None = None,
+        *,
+        likeliest: bool = False,
     ) -> tuple[Tensor, LatentState]:
         """Read all frames but the last, each drawn anew; features of all. See `WorldModel.observe`.
 
-        Without `reset_at_ends` a window's first frame alone starts from nothing, as in training.
+        Without `reset_at_ends` a window's first frame alone starts from nothing, as in training. With `likeliest` no
+        latent is drawn: each is the likeliest one.
         """
-        z = draw_one_hot(latent, numbers)
+        chosen = _likeliest if likeliest else draw_one_hot
         if self.across_ends and not self.settings.reset_at_ends:
             reset = torch.zeros_like(reset)
-        memory = self.backbone.initial_state(len(z))
-        summary = z.new_zeros(*z.shape[:2], self.backbone.width)
-        if z.shape[1] > 1:
-            y, memory = self.backbone(self._elements(z[:, :-1], action[:, :-1]), memory, reset[:, :-1])
-            summary[:, 1:] = y
-            summary = summary.masked_fill(reset[..., None], 0)
+        rows, time = action.shape
+        memory = self.backbone.initial_state(rows)
+        summary = torch.zeros(rows, time, self.backbone.width, device=action.device)
+        if self.settings.posterior == "recurrent":
+            if numbers is None:
+                numbers = uniform((rows, time, self.draws), action.device)
+            draws: list[Tensor] = []
+            for t in range(time):
+                if t:
+                    y, memory = self.backbone.step(self._elements(draws[-1], action[:, t - 1]), memory, reset[:, t - 1])
+                    summary[:, t] = y.to(summary.dtype).masked_fill(reset[:, t, None], 0)
+                read = torch.cat((latent[:, t], summary[:, t].to(latent.dtype)), -1)
+                draws.append(chosen(self.tokenizer.posterior_of(read).exp(), numbers[:, t]))
+            z = torch.stack(draws, 1)
+        else:
+            if self.settings.posterior == "full":
+                latent = self._evidence(latent, self._previous(action, reset), reset)[0].exp()
+            z = chosen(latent, numbers)
+            if time > 1:
+                y, memory = self.backbone(self._elements(z[:, :-1], action[:, :-1]), memory, reset[:, :-1])
+                summary[:, 1:] = y
+                summary = summary.masked_fill(reset[..., None], 0)
         features = torch.cat((z.flatten(-2), summary), -1)
-        return features, LatentState(memory, reset[:, -1], summary[:, -1], z[:, -1], z[:, -1], z.shape[1] - 1)
+        return features, LatentState(memory, reset[:, -1], summary[:, -1], z[:, -1], z[:, -1], time - 1)
 
     @torch.no_grad()
     def imagine(
-        self, state: LatentState, action: Tensor, numbers: Tensor | None = None
+        self, state: LatentState, action: Tensor, numbers: Tensor | None = None, *, likeliest: bool = False
     ) -> tuple[Imagined, LatentState]:
-        """One step. The reward is the expectation, termination is certain or not at all (likelier than not).
+        """One step. The reward is the expectation, termination is certain or not at all (likelier than not). With
+        `likeliest` the latent is not drawn, but the likeliest one.
 
         A backbone with a limited number of positions starts again from the current frame alone once they are used up.
         """
         summary, memory, length = self._step(state, action)
-        reward = two_hot.decode(self.reward_head(summary))
-        terminated = self.termination_head(summary).squeeze(-1) > 0
         prior = self._prior(summary).exp()
-        z = draw_one_hot(prior, numbers)
+        z = (_likeliest if likeliest else draw_one_hot)(prior, numbers)
+        reading = self._reading(summary, z)
+        reward = self._reward(reading)
+        terminated = torch.zeros_like(reward, dtype=torch.bool)
+        if self.settings.ends:
+            terminated = self.termination_head(reading).squeeze(-1) > 0
         # The public code adds and subtracts the probabilities in float32 and stores the result as integers.
         read = ((z + prior) - prior).long().to(z.dtype) if self.settings.truncate_latents else z
         return Imagined(z, reward, terminated), LatentState(memory, None, summary.to(z.dtype), read, z, length)
@@ -292,9 +619,26 @@ class LatentWorldModel(WorldModel):
         """The current frame's latent as the controller sees it, (B, K, C)."""
         return state.seen
 
-    def decode(self, latent: Tensor, state: LatentState | None = None) -> Tensor:
-        """Latents (..., K, C) to frames (..., H, W, C) uint8."""
-        return self.tokenizer.decode(latent)
+    @torch.no_grad()
+    def images(self, features: Tensor) -> Tensor:
+        """Features (N, K * C + D) to images (N, 3, H, W) float32, from the latents as they were drawn."""
+        z, past = features.split((self.frame_features, self.backbone.width), -1)
+        return self._image(z.unflatten(-1, self.tokenizer.shape), past)
+
+    @torch.no_grad()
+    def arrival_reward(self, features: Tensor) -> Tensor:
+        """The reward of the step that led to a frame, as its features (..., K * C + D) tell it: (...) float32."""
+        return self._reward(features if self.settings.heads_read == "state" else features[..., self.frame_features :])
+
+    def decode(self, latent: Tensor) -> Tensor:
+        """Latents (..., K, C), or features (..., K * C + D) for a model that decodes those, to frames (..., H, W, C)
+        uint8."""
+        if self.decodes == "latents":
+            return self.tokenizer.decode(latent)
+        z, past = latent.split((self.frame_features, self.backbone.width), -1)
+        return self.tokenizer.decode(
+            z.unflatten(-1, self.tokenizer.shape), past if self.settings.decoder_reads == "state" else None
+        )
 
     # -- acting -------------------------------------------------------------------------------------------------------
 
@@ -313,14 +657,22 @@ class LatentWorldModel(WorldModel):
         code; else the backbone's state goes on from frame to frame. With act_on = "prior" the controller sees what was
         predicted for this frame; of an episode's first frame, which nothing predicts, it sees the posterior.
         """
-        latent = self.tokenizer.encode(observation)
+        latent = self.encode(observation)
         read = self._read_window if self.settings.act_window else self._read_on
         memory, fresh, summary, length, past = read(state, latent, previous_action, reset, generator)
+        evidence = None
+        if self.settings.posterior == "recurrent":
+            latent = self.tokenizer.posterior_of(torch.cat((latent, summary), -1)).exp()
+        elif self.settings.posterior == "full":
+            previous = one_hot(previous_action, self.actions, latent.dtype).masked_fill(reset[:, None], 0)
+            before = self.evidence.initial_state(len(latent)) if state is None else state.evidence
+            log_posterior, evidence = self._evidence(latent[:, None], previous[:, None], reset[:, None], before)
+            latent = log_posterior[:, 0].exp()
         z = seen = _drawn(latent, generator)
         if self.settings.act_on == "prior":
             predicted = _drawn(self._prior(summary).exp(), generator)
             seen = torch.where(fresh[:, None, None], z, predicted)
-        return LatentState(memory, fresh, summary, z, seen, length, past)
+        return LatentState(memory, fresh, summary, z, seen, length, past, evidence)
 
     def _read_on(
         self,
@@ -363,14 +715,36 @@ class LatentWorldModel(WorldModel):
         return memory, fresh, summary, window, Past(frames, actions, length, latent)
 
 
+def _likeliest(probabilities: Tensor, numbers: Tensor | None = None) -> Tensor:
+    """In the place of `draw_one_hot`: the likeliest classes, whatever the numbers."""
+    return one_hot(probabilities.argmax(-1), probabilities.shape[-1], probabilities.dtype)
+
+
 def _drawn(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
     """`draw_one_hot` with numbers from `generator`, wherever that is."""
     return draw_one_hot(probabilities, uniform(probabilities.shape[:-1], probabilities.device, generator))
 
 
-def _stem(kind: str, inputs: int, width: int) -> nn.Module:
-    if kind == "linear":
-        return nn.Sequential(nn.Linear(inputs, width), norm("rms", width), nn.SiLU())
+def _without_graph(empty: Carry, carry: Carry) -> Carry:
+    """The tensors of `carry` in the tree of `empty`: nothing else that a state holds outlives its graph."""
+    tensors: list[Tensor] = []
+
+    def take(tensor: Tensor) -> Tensor:
+        tensors.append(tensor.detach())
+        return tensor
+
+    map_state(take, carry)
+    left = iter(tensors)
+    return map_state(lambda like: next(left).to(like.dtype), empty)
+
+
+def _stem(settings: LatentWorldModelSettings, inputs: int, width: int) -> nn.Module:
+    if settings.stem == "linear":
+        return nn.Sequential(nn.Linear(inputs, width), norm("rms", width, settings.norm_eps), nn.SiLU())
+    if settings.stem == "dreamer":
+        stem = nn.Sequential(nn.Linear(inputs, width, bias=False), norm("layer", width, settings.norm_eps), nn.SiLU())
+        fan_average(stem)
+        return stem
     return nn.Sequential(
         nn.Linear(inputs, width, bias=False),
         nn.LayerNorm(width),
@@ -378,3 +752,11 @@ def _stem(kind: str, inputs: int, width: int) -> nn.Module:
         nn.Linear(width, width, bias=False),
         nn.LayerNorm(width),
     )
+
+
+def _prior_head(settings: LatentWorldModelSettings, width: int, outputs: int) -> nn.Module:
+    if not settings.prior_layers:
+        return nn.Linear(width, outputs)
+    head = mlp(width, settings.prior_width, settings.prior_layers, outputs, norm_kind="layer", eps=settings.norm_eps)
+    fan_average(head)
+    return head

@@ -181,7 +181,7 @@ class BootstrappedWorldModel(PlanningWorldModel):
 
     frozen_encoder = False
     across_ends = False
-    decodes = False
+    decodes = None
     draws = 0
 
     settings: Any

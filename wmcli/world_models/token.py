@@ -391,6 +391,6 @@ class TokenWorldModel(WorldModel):
         """Tokens of the current frame, (B, K) int64."""
         return state.latent
 
-    def decode(self, latent: Tensor, state: TokenState | None = None) -> Tensor:
+    def decode(self, latent: Tensor) -> Tensor:
         """Tokens (..., K) to frames (..., H, W, C) uint8."""
         return self.tokenizer.decode(latent)

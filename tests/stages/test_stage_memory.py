@@ -1,0 +1,405 @@
+"""Memory tasks from the script to the table: what is kept, how training goes on after a death, and what is measured.
+
+Models are tiny and the tasks the smallest there are; measures are held to models whose answers are known.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import Killed, copied, kill_at, latest, sha256
+
+from wmcli.artifacts import Artifact
+from wmcli.assemble import load_world_model
+from wmcli.envs import EnvironmentSettings, Streams, tiles
+from wmcli.envs.memory_task import play
+from wmcli.envs.tasks import TASKS
+from wmcli.errors import ArtifactError, UsageError
+from wmcli.experience import read_segment
+from wmcli.metrics import memory as metrics
+from wmcli.stages import memory as stage
+from wmcli.stages.collect import collect
+from wmcli.stages.context import HELD_OUT, SEGMENT, Context, open_context
+from wmcli.stages.dynamics import train_dynamics
+from wmcli.stages.rows import Best
+from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_tensors
+
+SMALL = [
+    "collect.episodes=6",
+    "collect.validation=3",
+    "collect.test=5",
+    "tokenizer.categoricals=3",
+    "tokenizer.classes=5",
+    "tokenizer.channels=[4, 6]",
+    "tokenizer.posterior_width=8",
+    "dynamics.prior_width=7",
+    "dynamics.head_width=9",
+    "dynamics.batch=2",
+    "dynamics.updates=5",
+    "dynamics.validate_every=2",
+    "dynamics.warmup=2",
+    "backbone.width=16",
+    "backbone.layers=1",
+    "backbone.s4.state=4",
+    "training.device=cpu",
+    "training.precision=float32",
+    "training.threads=1",
+    "training.log_every=1",
+]
+RSSM = [
+    "dynamics.posterior=recurrent",
+    "dynamics.rows=streams",
+    "dynamics.horizon=17",
+    "dynamics.context=3",
+    "controller.horizon=4",
+    "backbone.name=dreamer-gru",
+]
+DOORS = ["environment.id=wm/MultiDoorsKeys-2-v0", "dynamics.horizon=150"]
+ROOMS = [
+    "environment.id=wm/TwoRoomsSmallTeleport-v0",
+    "environment.size=32",
+    "tokenizer.kernel=4",
+    "tokenizer.strides=[2, 2]",
+    "dynamics.reward=none",
+    "dynamics.horizon=100",
+]
+
+
+def opened(folder: Path, *overrides: str, new: bool = False, pictures: bool = False, **how: bool) -> Context:
+    given = [*SMALL, *overrides] if new else overrides
+    context = open_context(folder, "memory-small" if new else None, given, create=new, quiet=True, **how)
+    context.pictures = pictures
+    return context
+
+
+def begun(folder: Path, *overrides: str) -> Path:
+    """A run with its experience."""
+    collect(opened(folder, *overrides, new=True))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def memory_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = begun(tmp_path_factory.mktemp("memory") / "run")
+    train_dynamics(opened(folder))
+    return folder
+
+
+# -- collecting by the script -----------------------------------------------------------------------------------------
+
+
+def test_scripted_experience_holds_whole_episodes_and_what_they_are_drawn_from(memory_run: Path) -> None:
+    experience = latest(memory_run, "experience")
+    task = TASKS["wm/DistractingMemory-20-v0"]
+    arrays = read_segment(experience.path / SEGMENT)
+    time = task.context + task.query
+    assert "observation" not in arrays and arrays["sketch"].shape == (6 * time, 25)
+    assert np.flatnonzero(arrays["first"]).tolist() == list(range(0, 6 * time, time))
+    assert np.flatnonzero(arrays["terminated"]).tolist() == list(range(time - 1, 6 * time, time))
+    assert not arrays["truncated"].any()
+    about = json.loads((experience.path / SEGMENT / "zarr.json").read_text())["attributes"]
+    again = play(task, np.array(about["seeds"]))
+    assert np.array_equal(again.sketch.reshape(-1, 25), arrays["sketch"])
+    memory = opened(memory_run).experience(experience)
+    assert np.array_equal(memory.frames.numpy(), task.draw(arrays["sketch"]))
+    assert experience.metrics["episodes"] == 6 and experience.metrics["test"] == 5
+
+
+def test_no_episode_is_in_two_parts(memory_run: Path) -> None:
+    experience = latest(memory_run, "experience")
+    folders = [experience.path / name for name in (SEGMENT, *HELD_OUT.values())]
+    seeds = [json.loads((folder / "zarr.json").read_text())["attributes"]["seeds"] for folder in folders]
+    assert [len(part) for part in seeds] == [6, 3, 5] and len(set().union(*seeds)) == 14
+
+
+def test_more_episodes_are_others_and_the_same_are_not_played_again(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run", "collect.validation=0", "collect.test=0")
+    first = latest(run, "experience")
+    second = collect(opened(run))
+    assert second.version == 2 and second.metrics["total_episodes"] == 12
+    frames = opened(run).experience(second).frames
+    assert len(frames) == 2 * len(read_segment(first.path / SEGMENT)["sketch"])
+    assert not torch.equal(*frames.chunk(2))
+    with pytest.raises(ArtifactError, match="no validation episodes"):
+        train_dynamics(opened(run))
+
+
+def test_the_script_through_gymnasium_shows_the_same_frames(memory_run: Path) -> None:
+    """The environment that `wm collect` plays otherwise, under the actions that the script took."""
+    streams = Streams(EnvironmentSettings(id="wm/MultiDoorsKeys-2-v0", size=40), train=True, seed=3)
+    task = TASKS["wm/MultiDoorsKeys-2-v0"]
+    words = np.random.SeedSequence((3, 0, 0)).generate_state(1)
+    seed = np.random.Generator(np.random.PCG64(np.random.SeedSequence(int(words[0]) >> 1))).integers(2**31, size=1)
+    played = play(task, seed)
+    frames = task.draw(played.sketch[0])
+    for t, action in enumerate(played.action[0]):
+        assert np.array_equal(streams.observation[0], frames[t])
+        transition = streams.step(np.array([action]))
+        assert transition.reward[0] == played.reward[0, t]
+    assert transition.truncated[0] and streams.first[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["environment.id=wm/Catch-v0"], "has no script"),
+        (["environment.size=64"], "environment.size=40"),
+    ],
+)
+def test_what_has_no_script_is_refused(tmp_path: Path, overrides: list[str], line: str) -> None:
+    with pytest.raises(UsageError, match=line):
+        begun(tmp_path / "run", *overrides)
+
+
+def test_nobody_plays_on_behind_a_script(memory_run: Path, tmp_path: Path) -> None:
+    run = copied(memory_run, tmp_path / "run")
+    with pytest.raises(ArtifactError, match="played by a script"):
+        collect(opened(run, "collect.policy=learned", "collect.steps=5"))
+    with pytest.raises(UsageError, match="--steps"):
+        collect(opened(run), steps=5)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overrides", [[], RSSM], ids=["episodes", "streams"])
+@pytest.mark.parametrize("more", [False, True])
+def test_killed_at_every_checkpoint_it_has_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], more: bool
+) -> None:
+    """Streams, what they carry, the schedule and the best weights so far are all in the checkpoint."""
+    run = begun(tmp_path / "run", *overrides)
+    train_dynamics(opened(run))
+    how = {"more": more, "force": not more}
+    whole = train_dynamics(opened(copied(run, tmp_path / "whole"), **how))
+    eager = "training.checkpoint_seconds=0"
+    deaths = 0
+    while True:
+        with monkeypatch.context() as patch:
+            kill_at(patch, "checkpoint", 1)
+            try:
+                pieces = train_dynamics(opened(run, eager, **how))
+                break
+            except Killed:
+                deaths += 1
+        assert deaths < 20
+    assert deaths == 5
+    assert sha256(pieces) == sha256(whole)
+    assert sha256(pieces, "training.safetensors") == sha256(whole, "training.safetensors")
+    assert pieces.metrics["best_update"] == whole.metrics["best_update"]
+
+
+def test_the_weights_of_the_lowest_validation_loss_are_taken() -> None:
+    module = torch.nn.Linear(1, 1)
+    losses = iter([3.0, 1.0, 2.0, 1.0])
+    best, again = (Best(module, lambda: next(losses)) for _ in range(2))
+    best.take()  # nothing was looked at yet
+    for update in range(1, 5):
+        module.weight.data.fill_(update)
+        best.look(update)
+    told = {"validation_loss": 1.0, "best_validation_loss": 1.0, "best_update": 2}
+    assert best.told() == told
+    again.load(best.state())
+    assert again.told() == told
+    again.take()
+    assert module.weight.item() == 2
+
+
+def test_training_goes_on_from_the_last_weights_and_publishes_the_best(tmp_path: Path, monkeypatch) -> None:
+    run = begun(tmp_path / "run")
+    losses = iter([1.0, 2.0, 3.0])
+    monkeypatch.setattr("wmcli.stages.rows.validation_loss", lambda *about: lambda: next(losses))
+    published = train_dynamics(opened(run))
+    shorter = train_dynamics(
+        opened(run, "dynamics.updates=2", "dynamics.validate_every=0", "dynamics.schedule=constant")
+    )
+    assert published.metrics["best_update"] == 2 and published.metrics["validation_loss"] == 3.0
+    name = "model/dynamics/tokenizer.encoder.0.weight"
+    best, last, two = (
+        load_tensors(artifact.file(file))[0][name]
+        for artifact, file in ((published, WEIGHTS), (published, TRAINING), (shorter, WEIGHTS))
+    )
+    assert torch.equal(best, two) and not torch.equal(best, last)
+
+
+def test_an_episode_longer_than_a_row_is_refused(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"dynamics.horizon = 40.*has\s+50 frames; set dynamics.horizon=50"):
+        train_dynamics(opened(run, "dynamics.horizon=40"))
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def model_of(folder: Path) -> tuple[Context, Artifact]:
+    return opened(folder), latest(folder, "dynamics")
+
+
+def test_generation_is_the_error_of_imagined_frames_and_reconstruction_of_seen_ones(
+    memory_run: Path, tmp_path: Path
+) -> None:
+    """With latents that are never drawn both are what a loop over frames finds."""
+    run = copied(memory_run, tmp_path / "run")
+    context, dynamics = model_of(run)
+    evaluation = stage.evaluate_memory(context, "generation")
+    model = load_world_model(dynamics, context.machine)
+    memory = context.held_out(latest(run, "experience"), "test")
+    frames, action = memory.frames.view(5, 50, 40, 40, 3), memory.action.view(5, 50)
+    first = torch.zeros(5, 39, dtype=torch.bool)
+    first[:, 0] = True
+    _, state = model.observe(model.encode(frames[:, :39]), action[:, :39], first, likeliest=True)
+    errors = []
+    for t in range(38, 49):
+        _, state = model.imagine(state, action[:, t], likeliest=True)
+        image = model.images(model.features(state)).permute(0, 2, 3, 1)
+        errors.append((image - frames[:, t + 1] / 255).square().flatten(1).sum(1))
+    want = torch.stack(errors, 1).mean().item()
+    found = evaluation.metrics
+    assert found["generation_likeliest"]["value"] == pytest.approx(want, rel=1e-4)
+    assert len(found["curve"]["generation"]["mean"]) == 11
+    assert np.mean(found["curve"]["generation"]["mean"]) == pytest.approx(found["generation"]["value"])
+    assert found["reconstruction"]["value"] != found["generation"]["value"]
+
+
+def test_frames_seen_are_not_imagined(memory_run: Path) -> None:
+    """All frames known: nothing of the query depends on the prior."""
+    context, dynamics = model_of(memory_run)
+    model = load_world_model(dynamics, context.machine)
+    memory = context.held_out(latest(memory_run, "experience"), "test")
+    frames, action = memory.frames.view(5, 50, 40, 40, 3), memory.action.view(5, 50)
+    seen = stage.imagined(model, frames, action, 50, likeliest=True)
+    with torch.no_grad():
+        for parameter in model.prior_head.parameters():
+            parameter.zero_()
+    assert torch.equal(seen, stage.imagined(model, frames, action, 50, likeliest=True))
+    assert not torch.equal(seen, stage.imagined(model, frames, action, 39, likeliest=True))
+
+
+def test_reward_accuracy_counts_the_last_step(memory_run: Path, tmp_path: Path, monkeypatch) -> None:
+    """Heads that know the answer, its contrary, or only one of them."""
+    run = copied(memory_run, tmp_path / "run")
+    context, _ = model_of(run)
+    memory = context.held_out(latest(run, "experience"), "test")
+    true = memory.reward.view(5, 50)[:, 48]
+    for name, told, want in (
+        ("right", true, 1.0),
+        ("wrong", 1 - true, 0.0),
+        ("ones", torch.ones(5), true.mean().item()),
+    ):
+        monkeypatch.setattr(
+            "wmcli.world_models.latent.LatentWorldModel.arrival_reward", lambda self, features, told=told: told
+        )
+        found = stage.evaluate_memory(opened(run, force=True), "reward").metrics
+        assert found["inference"]["value"] == found["imagination"]["value"] == pytest.approx(want), name
+    assert found["rewarded"] == pytest.approx(true.mean().item())
+
+
+@pytest.mark.parametrize(
+    ("picture", "state", "whole"), [("true", 1.0, 1.0), ("other colour", 1.0, 0.0), ("open", None, None)]
+)
+def test_doors_are_read_off_the_picture(tmp_path: Path, monkeypatch, picture: str, state: float, whole: float) -> None:
+    run = begun(tmp_path / "run", *DOORS)
+    train_dynamics(opened(run))
+    context = opened(run)
+    sketch = read_segment(latest(run, "experience").path / HELD_OUT["test"])["sketch"].reshape(5, -1, 25)
+    task = TASKS["wm/MultiDoorsKeys-2-v0"]
+    codes = sketch[:, task.context :].copy()
+    doors = np.isin(codes, tiles.DOORS)
+    colours = len(tiles.COLOURS)
+    shown = codes.copy()
+    if picture == "other colour":
+        kind, colour = np.divmod(codes[doors] - tiles.LOCKED, colours)
+        shown[doors] = tiles.LOCKED + kind * colours + (colour + 1) % colours
+    elif picture == "open":
+        shown[doors] = tiles.OPEN + (codes[doors] - tiles.LOCKED) % colours
+    drawn = torch.from_numpy(tiles.draw(shown).reshape(-1, 40, 40, 3)).permute(0, 3, 1, 2) / 255
+    parts = iter(drawn.split(stage.FRAMES))
+    monkeypatch.setattr("wmcli.world_models.latent.LatentWorldModel.images", lambda self, features: next(parts))
+    found = stage.evaluate_memory(context, "doors").metrics
+    counts = context.held_out(latest(run, "experience"), "test").action.view(5, -1).numpy() != task.padding
+    counted = doors & counts[:, task.context - 1 : -1, None]
+    assert found["number"] == counted.sum() > 50
+    if state is None:  # every door is drawn open: right as often as one is
+        state = whole = (codes[counted] >= tiles.OPEN).mean()
+        assert 0.05 < state < 0.95
+    assert found["state"] == pytest.approx(state) and found["whole"] == pytest.approx(whole)
+
+
+def test_recall_scores_the_same_frames_for_every_k(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run", *ROOMS)
+    train_dynamics(opened(run))
+    found = stage.evaluate_memory(opened(run), "recall").metrics
+    task = TASKS["wm/TwoRoomsSmallTeleport-v0"]
+    ks = [k for k in stage.RECALLED if k + 1 < task.query]
+    assert set(found["recall"]) == {str(k) for k in ks} and found["frames_scored"] == task.query - ks[-1] - 1
+    row = stage.table([latest(run, "evaluation")])[0]
+    assert row["task"] == "TwoRoomsSmallTeleport" and f"k = {ks[-1]}" in row
+
+
+@pytest.mark.parametrize(
+    ("measure", "line"),
+    [("recall", "a task with a teleport"), ("doors", "a task with doors")],
+)
+def test_measures_that_do_not_fit_are_refused(memory_run: Path, measure, line: str) -> None:
+    with pytest.raises(UsageError, match=line):
+        stage.evaluate_memory(opened(memory_run), measure)
+
+
+def test_a_table_puts_runs_together_beside_the_paper() -> None:
+    class Found:
+        def __init__(self, **metrics) -> None:
+            self.metrics = metrics
+
+    alike = {
+        "environment": "wm/MultiDoorsKeys-3-v0",
+        "backbone": "s4",
+        "posterior": "factorised",
+        "rows": "episodes",
+        "parameters": 10,
+        "updates": 5,
+        "protocol": "generation",
+    }
+    runs = [
+        Found(
+            **alike,
+            reconstruction={"value": 0.5, "low": 0.4, "high": 0.6},
+            generation={"value": value, "low": 0, "high": 9},
+        )
+        for value in (1.0, 3.0)
+    ]
+    (row,) = stage.table(runs)
+    assert row["model"] == "S4WM" and row["runs"] == 2
+    assert row["generation"] == "2 ± 1.41" and row["paper generation"] == "0.04"
+    other = Found(
+        **{**alike, "backbone": "mamba2"},
+        reconstruction={"value": 0.5, "low": 0.4, "high": 0.6},
+        generation={"value": 2.0, "low": 1.0, "high": 3.0},
+    )
+    rows = stage.table([*runs, other])
+    assert [each["model"] for each in rows] == ["mamba2", "S4WM"]
+    assert rows[0]["generation"] == "2 (1-3)" and rows[0]["paper generation"] == "-"
+
+
+def test_films_and_curves_are_written(memory_run: Path, tmp_path: Path) -> None:
+    run = copied(memory_run, tmp_path / "run")
+    evaluation = stage.evaluate_memory(opened(run, pictures=True), "generation")
+    for name in ("imagination.gif", "imagination.png", "generation.png"):
+        assert evaluation.file(name).stat().st_size > 1000
+
+
+# -- the numbers ------------------------------------------------------------------------------------------------------
+
+
+def test_padding_counts_nowhere() -> None:
+    error = np.array([[1.0, 2.0, 100.0], [3.0, 100.0, 100.0]])
+    counts = np.array([[True, True, False], [True, False, False]])
+    assert metrics.over_episodes(error, counts).tolist() == [1.5, 3.0]
+    curve = metrics.curve(error, counts)
+    assert curve["mean"] == [2.0, 2.0, None]
+    half = 1.96 * np.sqrt(2) / np.sqrt(2)  # two values, one to either side of the mean
+    assert curve["low"][0] == pytest.approx(2 - half) and curve["high"][0] == pytest.approx(2 + half)
+    assert np.isnan(metrics.over_episodes(error, np.zeros_like(counts))).all()

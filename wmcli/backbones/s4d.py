@@ -1,0 +1,128 @@
+"""The stack of S4WM with diagonal systems: S4D (Gu et al. 2022, arXiv 2206.11893), which is S4 with P = 0.
+
+Each channel has a linear system of its own whose matrix is diagonal, so that powers of it need no algebra: the kernel
+is a Vandermonde product of what is learned, which holds for any length, and an element costs O(N) per channel.
+
+Axes: B batch, T time, D width, N numbers of a channel's state (M = N / 2 conjugate pairs), S layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from wmcli.backbones.base import Size
+from wmcli.backbones.s4 import Stack, StackSettings, draw_log_dt, hippo_legs, learn_slowly, wide
+from wmcli.kernels import s4 as kernels
+from wmcli.kernels.diagonal_scan import diagonal_scan_step, vandermonde
+from wmcli.kernels.dispatch import on_triton
+
+
+class S4DSettings(StackSettings):
+    """What is particular to the S4D backbone, whose layers are blocks of two S4D layers and an MLP."""
+
+    state: int = Field(default=64, ge=2, multiple_of=2)
+    """Numbers of a channel's state."""
+    tied: bool = True
+    """Whether the channels of a layer share Lambda and B (n_ssm = 1 in the S4 code) or each learns its own."""
+    discretisation: Literal["zoh", "bilinear"] = "zoh"
+    """How continuous systems become steps: input held over a step (zero-order hold), or the trapezoidal rule."""
+    initialisation: Literal["lin", "legs"] = "lin"
+    """Frequencies to begin with: pi n (S4D-Lin), or those of HiPPO-LegS without its rank-one part (S4D-LegS)."""
+
+
+class S4D(Stack):
+    """The stack of S4D layers. The weights serve sequences of any length."""
+
+    def __init__(self, settings: S4DSettings, size: Size) -> None:
+        build = partial(build_system, discretisation=settings.discretisation)
+        super().__init__(
+            "s4d", settings, size, lambda: DiagonalStateSpace(settings, size), partial(DiagonalSystems, build)
+        )
+
+
+class DiagonalStateSpace(nn.Module):
+    """D linear systems, one for each channel. Complex parameters are stored as (..., 2), real part first."""
+
+    def __init__(self, settings: S4DSettings, size: Size) -> None:
+        super().__init__()
+        self.shape = size.width, settings.state
+        pairs = settings.state // 2
+        if settings.initialisation == "lin":
+            frequency = math.pi * torch.arange(pairs)
+        else:
+            frequency = hippo_legs(settings.state)[0].imag
+        frequency = frequency.expand(1 if settings.tied else size.width, -1).float()
+        self.log_dt = nn.Parameter(draw_log_dt(settings, size.width))
+        self.log_decay = nn.Parameter(torch.full_like(frequency, math.log(0.5)))  # Re(Lambda) = -exp(log_decay)
+        self.frequency = nn.Parameter(frequency.clone())
+        self.b = nn.Parameter(torch.view_as_real(torch.ones_like(frequency, dtype=torch.complex64)).clone())
+        learn_slowly(self.log_dt, self.log_decay, self.frequency, self.b)
+        self.c = nn.Parameter(torch.view_as_real(torch.randn(size.width, pairs, dtype=torch.complex64)))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The parameters, as `build_system` takes them."""
+        return self.log_dt, self.log_decay, self.frequency, self.b, self.c
+
+
+def build_system(
+    log_dt: Tensor, log_decay: Tensor, frequency: Tensor, b: Tensor, c: Tensor, *, discretisation: str
+) -> tuple[kernels.Discrete, Tensor]:
+    """The discretised system, in float64, and C of one layer's parameters, or of several layers' with an axis in front.
+
+    Zero-order hold (equation 2 of the S4D paper): Abar = exp(dt Lambda), Bbar = (Abar - 1) / Lambda B. Bilinear: Abar =
+    (1 + dt Lambda / 2) / (1 - dt Lambda / 2), Bbar = dt B / (1 - dt Lambda / 2).
+    """
+    dt, decay, frequency, b = (each.double() for each in (log_dt, log_decay, frequency, b))
+    dt, poles, b = dt.exp()[..., None], torch.complex(-decay.exp(), frequency), torch.view_as_complex(b)
+    if discretisation == "zoh":
+        diagonal = (dt * poles).exp()
+        into = (diagonal - 1) / poles * b
+    else:
+        inverse = 1 / (1 - dt / 2 * poles)
+        diagonal, into = 2 * inverse - 1, dt * inverse * b
+    none = 0 * diagonal  # a result without a graph would not do
+    return kernels.Discrete(diagonal, none, none, into), torch.view_as_complex(c.to(wide(c.dtype)).contiguous())
+
+
+class DiagonalSystems(kernels.Systems):
+    """Of systems that `build` has discretised, and of C itself: with P = 0 kernels need neither Cauchy sums nor C~."""
+
+    def _prepared(
+        self, key: str | tuple[int, ...], function: Callable[..., tuple[Tensor, ...]], reach: int = 1
+    ) -> list[tuple[Tensor, ...]]:
+        function = {"kernel": _kernel, "step": _step}[key] if isinstance(key, str) else partial(_chunk, sizes=key)
+        return super()._prepared(key, function, reach)
+
+    def step(self, layer: int, u: Tensor, state: Tensor, reset: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if on_triton(state):
+            return super().step(layer, u, state, reset)  # one launch, whatever P is
+        operators = self.step_operators(layer)
+        with torch.autocast(u.device.type, enabled=False):
+            diagonal = torch.view_as_real(operators.diagonal).flatten(0, 1)  # all channels in a row
+            driven, before = (
+                each.unflatten(2, (-1, 2)).flatten(1, 2)
+                for each in (operators.input * u.to(state.dtype)[..., None], state)
+            )
+            after = diagonal_scan_step(diagonal, driven, before, reset).view_as(state)
+            return torch.linalg.vecdot(operators.output, after), after
+
+
+def _kernel(system: kernels.Discrete, c: Tensor, length: int) -> tuple[Tensor, ...]:
+    weights = c * system.input.to(c.dtype)
+    return (vandermonde(*(torch.view_as_real(each) for each in (system.diagonal, weights)), length),)
+
+
+def _step(system: kernels.Discrete, c: Tensor, length: int) -> tuple[Tensor, ...]:
+    return kernels.step_operators(system, c, c.real.dtype)
+
+
+def _chunk(system: kernels.Discrete, c: Tensor, length: int, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    chunk = kernels.chunk_operators(system, c, c.real.dtype, *sizes)
+    return chunk if sizes[2] else chunk[:-1]

@@ -1,0 +1,139 @@
+"""The stack of S4WM with S5 layers (Smith et al. 2023, arXiv 2208.04933) in place of S4's: S5WM.
+
+An S5 layer has one linear system for all channels, with a diagonal matrix: a scan over time from one state of N numbers
+to the next, whatever the width. States are known at every element, and a reset costs nothing.
+
+Axes: B batch, T time, D width, N numbers of a layer's state (M = N / 2 conjugate pairs, real and imaginary part side by
+side), J blocks of the contract, L elements of one, Q queries, S layers.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from wmcli.backbones.base import Size
+from wmcli.backbones.s4 import Stack, StackSettings, draw_log_dt, hippo_legs, learn_slowly, wide
+from wmcli.errors import UsageError
+from wmcli.kernels import s4 as kernels
+from wmcli.kernels.diagonal_scan import diagonal_scan, diagonal_scan_step
+
+
+class S5Settings(StackSettings):
+    """What is particular to the S5 backbone, whose layers are blocks of two S5 layers and an MLP."""
+
+    state: int = Field(default=256, ge=2, multiple_of=2)
+    """Numbers of a layer's state, which all channels share."""
+    blocks: int = Field(default=8, ge=1)
+    """How many times the spectrum of HiPPO-LegS stands in Lambda at initialisation, each time of state / blocks."""
+
+
+class S5(Stack):
+    """The stack of S5 layers. The weights serve sequences of any length."""
+
+    def __init__(self, settings: S5Settings, size: Size) -> None:
+        if settings.state % (2 * settings.blocks):
+            raise UsageError(
+                f"backbone.s5.blocks = {settings.blocks}: twice that must divide backbone.s5.state = {settings.state}."
+            )
+        super().__init__(
+            "s5", settings, size, lambda: JointStateSpace(settings, size), partial(JointSystems, build_system)
+        )
+
+
+class JointStateSpace(nn.Module):
+    """One linear system of D inputs and D outputs. Complex parameters are stored as (..., 2), real part first."""
+
+    def __init__(self, settings: S5Settings, size: Size) -> None:
+        super().__init__()
+        self.shape = (settings.state,)
+        pairs = settings.state // 2
+        frequency = hippo_legs(settings.state // settings.blocks)[0].imag.repeat(settings.blocks).float()
+        self.log_dt = nn.Parameter(draw_log_dt(settings, pairs))
+        self.log_decay = nn.Parameter(torch.full_like(frequency, math.log(0.5)))  # Re(Lambda) = -exp(log_decay)
+        self.frequency = nn.Parameter(frequency)
+        # The paper draws real matrices, of variance 1 / fan in, and turns them into the basis of the eigenvectors, of
+        # which one of each pair is kept. That basis is unitary, so that what comes out is complex normal.
+        b = torch.randn(pairs, size.width, dtype=torch.complex64) / math.sqrt(size.width)
+        c = torch.randn(size.width, pairs, dtype=torch.complex64) / math.sqrt(settings.state)
+        self.b, self.c = (nn.Parameter(torch.view_as_real(each)) for each in (b, c))
+        learn_slowly(self.log_dt, self.log_decay, self.frequency, self.b)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The parameters, as `build_system` takes them."""
+        return self.log_dt, self.log_decay, self.frequency, self.b, self.c
+
+
+def build_system(
+    log_dt: Tensor, log_decay: Tensor, frequency: Tensor, b: Tensor, c: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one layer's parameters, or of several layers' with an axis in front: x_t = Abar x_{t-1} + u Bbar, y = x C.
+
+    Abar (M, 2) is diagonal, Bbar (D, N) and C (N, D) act on rows of numbers. Discretised by zero-order hold (equation 6
+    of the paper), in float64.
+    """
+    dtype = wide(c.dtype)
+    dt, decay, frequency, b, c = (each.double() for each in (log_dt, log_decay, frequency, b, c))
+    poles = torch.complex(-decay.exp(), frequency)
+    diagonal = (dt.exp() * poles).exp()
+    into = ((diagonal - 1) / poles)[..., None] * torch.view_as_complex(b)
+    parts = (
+        torch.view_as_real(diagonal),
+        torch.view_as_real(into.mT.contiguous()).flatten(-2),
+        kernels.output_numbers(torch.view_as_complex(c)).mT,
+    )
+    return tuple(part.to(dtype) for part in parts)  # type: ignore[return-value]
+
+
+class JointSystems(kernels.Systems):
+    """One system a layer, whose states are (B, N)."""
+
+    def convolve(self, layer: int, u: Tensor, resets: kernels.Resets | None = None) -> Tensor:
+        return self._run(layer, u, None, resets)[0]
+
+    def step(self, layer: int, u: Tensor, state: Tensor, reset: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        diagonal, into, output = self._operators(layer)
+        with torch.autocast(u.device.type, enabled=False):
+            b = _pairs(u.to(into.dtype) @ into)
+            state = diagonal_scan_step(diagonal, b, _pairs(state), reset).flatten(-2)
+            return state @ output, state
+
+    def run(self, layer: int, u: Tensor, state: Tensor, resets: kernels.Resets | None = None) -> tuple[Tensor, Tensor]:
+        return self._run(layer, u, state, resets)
+
+    def _run(self, layer: int, u: Tensor, state: Tensor | None, resets: kernels.Resets | None) -> tuple[Tensor, Tensor]:
+        diagonal, into, output = self._operators(layer)
+        with torch.autocast(u.device.type, enabled=False):
+            b = _pairs(u.to(into.dtype) @ into)
+            before = None if state is None else _pairs(state)
+            states, last = diagonal_scan(diagonal, b, before, None if resets is None else resets.reset)
+            return states.flatten(-2) @ output, last.flatten(-2)
+
+    def fork(self, layer: int, u: Tensor, block: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        blocks = u.shape[1]
+        diagonal, into, output = self._operators(layer)
+        with torch.autocast(u.device.type, enabled=False):
+            b = _pairs(u.to(into.dtype) @ into)  # (B, J, L + Q, M, 2)
+            states, last = diagonal_scan(diagonal, b[:, :, :block].flatten(1, 2), _pairs(state))
+            states = states.unflatten(1, (blocks, block))
+            # The queries of all blocks in one batch, each from the state at its block's end.
+            asked, _ = diagonal_scan(diagonal, b[:, :, block:].flatten(0, 1), states[:, :, -1].flatten(0, 1))
+            states = torch.cat((states, asked.unflatten(0, (-1, blocks))), 2)
+            return states.flatten(-2) @ output, last.flatten(-2)
+
+    def _operators(self, layer: int) -> tuple[Tensor, ...]:
+        return self._prepared("operators", _operators)[layer]
+
+
+def _operators(*parts: Any, length: int) -> tuple[Tensor, ...]:
+    return parts
+
+
+def _pairs(x: Tensor) -> Tensor:
+    """N numbers (..., N) as M complex ones (..., M, 2)."""
+    return x.unflatten(-1, (-1, 2))

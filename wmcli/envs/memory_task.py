@@ -1,0 +1,138 @@
+"""Memory tasks: what an episode shows in its first phase decides what is right in its second one.
+
+The tasks with which S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064) compares what world models remember. An episode
+is made anew from its seed, is deterministic from then on, and has C + Q frames: a scripted policy shows all of it in C
+frames of context and comes back to it in Q frames of query. To a player of its own the task is an environment like any
+other, cut off after C + Q frames.
+
+The last frame belongs to an episode like all before it: whatever is done there ends the episode and changes nothing.
+
+A frame is kept as a *sketch*, the few bytes that it can be drawn from again. E episodes side by side, N frames, H
+height, W width, S bytes of a sketch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple
+
+import gymnasium
+import numpy as np
+
+
+class Episodes(ABC):
+    """E episodes of one task side by side, each deterministic once it has begun."""
+
+    @abstractmethod
+    def sketch(self) -> np.ndarray:
+        """The current frames as uint8 (E, S): a new array."""
+
+    @abstractmethod
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Take the actions (E,) of 0 .. A-1. Returns rewards float32 (E,) and bool (E,): the frame in which the action
+        was taken was the episode's last. An episode that is over stands still and earns nothing."""
+
+    @abstractmethod
+    def script(self) -> np.ndarray:
+        """The actions of the scripted policy from the first frame on, int32 (E, C + Q), whatever was played so far; the
+        last one is taken in the last frame, where it counts for nothing."""
+
+
+class Task(ABC):
+    """What all episodes of a task have in common. Its subclasses are frozen dataclasses of what makes sizes differ."""
+
+    meanings: ClassVar[tuple[str, ...]]
+    """The name of each action."""
+    padding: ClassVar[int | None] = None
+    """An action that the script takes only to fill a phase up: frames that it led to say nothing new, and are left out
+    of what is measured. None: there is none."""
+
+    @property
+    @abstractmethod
+    def about(self) -> str:
+        """One line for people."""
+
+    @property
+    @abstractmethod
+    def context(self) -> int:
+        """Frames that show the episode, C."""
+
+    @property
+    @abstractmethod
+    def query(self) -> int:
+        """Frames that come back to it, Q."""
+
+    @property
+    @abstractmethod
+    def side(self) -> int:
+        """Height and width of a frame (pixels)."""
+
+    @abstractmethod
+    def begin(self, seeds: np.ndarray) -> Episodes:
+        """The episodes of these seeds, int64 (E,), at their first frames. A seed always makes the same episode,
+        whichever stand beside it."""
+
+    @abstractmethod
+    def draw(self, sketch: np.ndarray) -> np.ndarray:
+        """Sketches (..., S) uint8 to frames (..., H, W, 3) uint8."""
+
+
+class MemoryEnv(gymnasium.Env[np.ndarray, int]):
+    """A task as a gymnasium environment: frames (H, W, 3) uint8, actions 0 .. A-1.
+
+    The seed of an episode is the first number that the environment's generator draws after `reset`.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.observation_space = gymnasium.spaces.Box(0, 255, (task.side, task.side, 3), np.uint8)
+        self.action_space = gymnasium.spaces.Discrete(len(task.meanings))  # type: ignore[assignment]
+        self._episode: Episodes | None = None
+
+    def get_action_meanings(self) -> list[str]:
+        """The name of each action."""
+        return list(self.task.meanings)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        """A new episode."""
+        super().reset(seed=seed)
+        self._episode = self.task.begin(self.np_random.integers(2**31, size=1))
+        return self._frame(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """One action; terminated when it was taken in the task's last frame."""
+        assert self._episode is not None, "reset before the first step"
+        reward, over = self._episode.step(np.array([action]))
+        return self._frame(), float(reward[0]), bool(over[0]), False, {}
+
+    def _frame(self) -> np.ndarray:
+        assert self._episode is not None
+        return self.task.draw(self._episode.sketch())[0]
+
+
+class Played(NamedTuple):
+    """Whole episodes of T = C + Q frames each, played by the script."""
+
+    sketch: np.ndarray
+    """uint8 (E, T, S)."""
+    action: np.ndarray
+    """int32 (E, T), taken in each frame."""
+    reward: np.ndarray
+    """float32 (E, T), of each action."""
+    over: np.ndarray
+    """bool (E, T): the action was taken in the task's last frame."""
+
+
+def play(task: Task, seeds: np.ndarray) -> Played:
+    """The episodes of these seeds, int64 (E,), as the task's script plays them."""
+    episodes = task.begin(seeds)
+    action = episodes.script()
+    frames, reward, over = [], [], []
+    for column in action.T:
+        frames.append(episodes.sketch())
+        earned, ended = episodes.step(column)
+        reward.append(earned)
+        over.append(ended)
+    return Played(np.stack(frames, 1), action, np.stack(reward, 1), np.stack(over, 1))

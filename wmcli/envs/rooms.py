@@ -1,0 +1,454 @@
+"""Two, Four and Ten Rooms and their teleport versions: the 3D memory tasks of S4WM (arXiv 2307.02064).
+
+Rooms hang together by narrow corridors in a ring, seen from within as in Memory Maze (arXiv 2210.13383). The layout is
+always the same; what an episode has of its own are two coloured spheres a room and the texture of each of a room's four
+walls. The script turns round in a random room, goes to a few places of it, and on to the next room, until it is back in
+the first: that is the context. The query goes the same round again, along other ways.
+
+In a teleport version the script takes one more action, TELEPORT, in the context's last frame, C - 1. It brings back
+the state, with whatever motion is left in it, of frame tau, uniform in 0 .. C - 1 - R; then the script replays what it
+did from there. So frame C + j equals frame tau + j, for j = 0 .. R, and the query has R + 1 frames. A player of its own
+may teleport whenever it likes: to frame tau, or to frame 0 as long as tau has not come. The same seed makes the same
+episode with and without teleport up to frame C - 1.
+
+Sizes of rooms, lengths, the script and everything called a size are ours where the paper is silent; motion is what was
+measured in Memory Maze at its 4 steps a second. Turning follows the same rule as walking: a step moves by its own
+command and by what is left of those before, so that n steps of turning come to n times the steady rate once they are
+over. Speed is kept along the heading; what walls stop keeps its speed. Spheres are in nobody's way.
+
+E episodes, P rooms, T steps. Positions are cells, (x, y) with y to the south, headings degrees from east to the left.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from wmcli.envs.memory_task import Episodes, Task
+from wmcli.envs.ray_caster import SPHERE_COLOURS, WALL_COLOURS, RayCaster, axes
+from wmcli.errors import UsageError
+
+NOOP, FORWARD, LEFT, RIGHT, FORWARD_LEFT, FORWARD_RIGHT, TELEPORT = range(7)
+WALKS = np.array([0, 1, 0, 0, 1, 1, 0])  # of each action
+TURNS = np.array([0, 0, 1, -1, 1, -1, 0])
+OBJECTS = 2  # spheres a room
+CORRIDOR_TEXTURE = list(WALL_COLOURS).index("yellow")
+BODY = 0.1  # cells from an agent's middle to where walls stop it: half the side of a square, as wide as the ball it is
+REACH = 0.4  # cells: nearer than this the script takes a place for reached
+SLACK = 5  # steps that a way may take longer than its length and bends say
+PLACES = 6  # that the script has ready to go to in each room, more than time allows
+
+
+class Budget(NamedTuple):
+    """How long the script stays with each room, the way to the next one included."""
+
+    rooms: int
+    context: int
+    """Steps a room in the context."""
+    query: int
+    """Steps a room in the query."""
+    recall: int
+    """Steps replayed after a teleport, R."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What differs between tasks for a paper's comparison and tasks for a CPU."""
+
+    room: int = 5
+    """Cells along a room's wall."""
+    corridor: int = 3
+    """Cells between two rooms."""
+    pixels: int = 64
+    """Height and width of a frame."""
+    walk: float = 0.25
+    """Cells a step of steady walking."""
+    glide: float = 0.138
+    """Of these, cells owed to the speed at the step's beginning."""
+    decay: float = 0.225
+    """What a step leaves of the difference between speed and command: the n-th step of walking, from 0, covers
+    walk - glide * decay^n cells."""
+    turn: float = 18.4
+    """Degrees a step of steady turning."""
+    coast: float = 2.9
+    """Of these, degrees owed to the step before."""
+    budgets: tuple[Budget, ...] = (Budget(2, 150, 100, 150), Budget(4, 125, 125, 250), Budget(10, 110, 90, 550))
+
+
+FULL = Size()
+SMALL = Size(
+    room=3,
+    corridor=1,
+    pixels=32,
+    walk=0.5,
+    glide=0.0,
+    decay=0.0,
+    turn=45.0,
+    coast=0.0,
+    budgets=(Budget(2, 30, 22, 30), Budget(4, 30, 22, 60), Budget(10, 30, 22, 150)),
+)
+"""Rooms of 3 x 3 cells, half a cell a step, eighths of a turn, nothing of either left over to the next step."""
+
+
+class Layout(NamedTuple):
+    """A ring of P rooms; the next room after the last is the first."""
+
+    walls: np.ndarray
+    """bool (rows, columns)."""
+    slots: np.ndarray
+    """int (rows, columns, 4): whose wall is seen from a cell on each side, room * 4 + side; P * 4 for corridors."""
+    middles: np.ndarray
+    """(P, 2): positions of the rooms' middles."""
+
+
+class View(NamedTuple):
+    """What sketches (..., S) say, as arrays; room p of a task is always the same one."""
+
+    position: np.ndarray
+    """float32 (..., 2): the agent's, cells."""
+    heading: np.ndarray
+    """float32 (...): the agent's, degrees in [0, 360]."""
+    textures: np.ndarray
+    """uint8 (..., P, 4): of each room's east, south, west and north wall, numbers of WALL_COLOURS."""
+    objects: np.ndarray
+    """float32 (..., P, 2, 2): where each room's two spheres are, cells."""
+    colours: np.ndarray
+    """uint8 (..., P, 2): of the spheres, numbers of SPHERE_COLOURS."""
+
+
+class State(NamedTuple):
+    """All that changes in an episode."""
+
+    position: np.ndarray  # float64 (E, 2)
+    heading: np.ndarray  # float64 (E,)
+    speed: np.ndarray  # float64 (E,): 1 is steady walking
+    swing: np.ndarray  # float64 (E,): the turn commanded by the step before, -1, 0 or 1
+
+
+@dataclass(frozen=True)
+class Rooms(Task):
+    """Rooms in a ring. Raises UsageError when `size` has no budget for that many rooms."""
+
+    rooms: int = 2
+    size: Size = FULL
+    meanings: ClassVar[tuple[str, ...]] = ("NOOP", "FORWARD", "LEFT", "RIGHT", "FORWARD_LEFT", "FORWARD_RIGHT")
+
+    def __post_init__(self) -> None:
+        known = [budget.rooms for budget in self.size.budgets]
+        if self.rooms not in known:
+            raise UsageError(
+                f"rooms = {self.rooms}: there is none but {', '.join(map(str, known))}; take one of these."
+            )
+
+    @property
+    def about(self) -> str:
+        return f"S4WM's {self.rooms} rooms: walls and spheres seen once and remembered on a second round"
+
+    @property
+    def budget(self) -> Budget:
+        """How long the script stays."""
+        return next(budget for budget in self.size.budgets if budget.rooms == self.rooms)
+
+    @property
+    def context(self) -> int:
+        return self.rooms * self.budget.context + 1
+
+    @property
+    def query(self) -> int:
+        return self.rooms * self.budget.query
+
+    @property
+    def side(self) -> int:
+        return self.size.pixels
+
+    @property
+    def layout(self) -> Layout:
+        """The maze of every episode. Not to be written to."""
+        return _layout(self.rooms, self.size.room, self.size.corridor)
+
+    def begin(self, seeds: np.ndarray) -> Episodes:
+        return _Walk(self, seeds)
+
+    def read(self, sketch: np.ndarray) -> View:
+        """What sketches (..., S) say."""
+        lead = sketch.shape[:-1]
+        pose = np.ascontiguousarray(sketch[..., :12]).view(np.float32)
+        textures, objects = np.split(sketch[..., 12:], [self.rooms * 4], axis=-1)
+        objects = objects.reshape(*lead, self.rooms, OBJECTS, 3)
+        return View(
+            position=pose[..., :2],
+            heading=pose[..., 2],
+            textures=textures.reshape(*lead, self.rooms, 4),
+            objects=objects[..., :2] + np.float32(0.5),
+            colours=objects[..., 2],
+        )
+
+    def draw(self, sketch: np.ndarray) -> np.ndarray:
+        view = self.read(sketch.reshape(-1, sketch.shape[-1]))
+        count = len(view.heading)
+        walls = np.full((count, self.rooms * 4 + 1), CORRIDOR_TEXTURE, np.uint8)
+        walls[:, :-1] = view.textures.reshape(count, -1)
+        frames = _ray_caster(self.rooms, self.size.room, self.size.corridor, self.side).draw(
+            view.position, view.heading, walls, view.objects.reshape(count, -1, 2), view.colours.reshape(count, -1)
+        )
+        return frames.reshape(*sketch.shape[:-1], *frames.shape[1:])
+
+    def advance(self, state: State, action: np.ndarray) -> State:
+        """The states after one step of the actions (E,), none of them TELEPORT."""
+        size = self.size
+        command, walk = TURNS[action], WALKS[action]
+        turned = (size.turn - size.coast) * command + size.coast * state.swing
+        covered = (size.walk - size.glide) * walk + size.glide * state.speed
+        forward, _ = axes(state.heading + turned / 2)
+        return State(
+            position=_slide(self.layout.walls, state.position, forward * covered[:, None]),
+            heading=(state.heading + turned) % 360,
+            speed=size.decay * state.speed + (1 - size.decay) * walk,
+            swing=command.astype(np.float64),
+        )
+
+
+@dataclass(frozen=True)
+class TeleportRooms(Rooms):
+    """Rooms whose query is a part of the context over again."""
+
+    meanings: ClassVar[tuple[str, ...]] = (*Rooms.meanings, "TELEPORT")
+
+    @property
+    def about(self) -> str:
+        return f"S4WM's {self.rooms} rooms with teleport: back to a frame seen before, and the same way again"
+
+    @property
+    def query(self) -> int:
+        return self.budget.recall + 1
+
+
+class _Walk(Episodes):
+    """E episodes, in step with each other."""
+
+    def __init__(self, task: Rooms, seeds: np.ndarray) -> None:
+        self._task = task
+        self._frame = 0
+        draws = [_Draw.of(task, int(seed)) for seed in seeds]
+        self._begin = np.array([draw.begin for draw in draws])
+        self._return_to = np.array([draw.return_to for draw in draws])
+        self._places = np.stack([draw.places for draw in draws])  # (E, 2 P, PLACES, 2)
+        self._round = np.stack([draw.round for draw in draws])
+        self._fidget = np.stack([draw.fidget for draw in draws])
+        self._fixed = np.stack([draw.fixed for draw in draws])
+        heading = np.array([draw.heading for draw in draws])
+        still = np.zeros(len(draws))
+        self._start = State(task.layout.middles[self._begin], heading, still, still)
+        self._state = self._start
+        self._remembered = self._start  # what TELEPORT brings back
+
+    def sketch(self) -> np.ndarray:
+        pose = np.concatenate([self._state.position, self._state.heading[:, None]], -1).astype(np.float32)
+        return np.concatenate([pose.view(np.uint8), self._fixed], -1)
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        count, task = len(action), self._task
+        over = self._frame == task.context + task.query - 1
+        if not over:
+            self._remembered = _choose(self._return_to == self._frame, self._state, self._remembered)
+            walked = task.advance(self._state, action)
+            self._state = _choose(action == TELEPORT, self._remembered, walked)
+            self._frame += 1
+        return np.zeros(count, np.float32), np.full(count, over)
+
+    def script(self) -> np.ndarray:
+        task = self._task
+        if not isinstance(task, TeleportRooms):
+            return self._tour(2 * task.rooms)
+        context = self._tour(task.rooms)[:, :-1]
+        replay = np.take_along_axis(context, self._return_to[:, None] + np.arange(task.budget.recall), 1)
+        jump, rest = np.full((len(context), 1), TELEPORT, np.int32), np.full((len(context), 1), NOOP, np.int32)
+        return np.concatenate([context, jump, replay, rest], 1)
+
+    def _tour(self, visits: int) -> np.ndarray:
+        """What the script does during so many visits to rooms, and one NOOP, int32 (E, steps + 1).
+
+        A visit begins in the middle of a room with one turn round. Then come the places drawn for it, one after the
+        other, as long as there is time for the next one and the way from there to the next room. In the next room's
+        middle the script looks left and right until the visit's time is over.
+        """
+        task, layout, count = self._task, self._task.layout, len(self._begin)
+        scan = math.ceil(360 / task.size.turn)
+        state = self._start
+        actions: list[np.ndarray] = []
+        for visit in range(visits):
+            duration = task.budget.context if visit < task.rooms else task.budget.query
+            here = layout.middles[(self._begin + visit) % task.rooms]
+            there = layout.middles[(self._begin + visit + 1) % task.rooms]
+            places = self._places[:, visit]
+            for _ in range(scan):
+                actions.append(self._round[:, visit])
+                state = task.advance(state, actions[-1])
+            target = here
+            been = np.zeros((count, PLACES), bool)
+            choosing, leaving, arrived = np.ones(count, bool), np.zeros(count, bool), np.zeros(count, bool)
+            for left in range(duration - scan, 0, -1):
+                if choosing.any():
+                    fits = ~been & (_duration(task.size, state, places, here, there) <= left)
+                    leaving |= choosing & ~fits.any(1)
+                    chosen = (choosing & ~leaving)[:, None] & (np.arange(PLACES) == fits.argmax(1)[:, None])
+                    been |= chosen
+                    target = np.where(chosen.any(1)[:, None], (places * chosen[..., None]).sum(1), target)
+                target = np.where(leaving[:, None], _ahead(task.size, state.position, here, there), target)
+                actions.append(np.where(arrived, self._fidget[:, len(actions)], _steer(task.size, state, target)))
+                state = task.advance(state, actions[-1])
+                choosing = ~leaving & (_distance(state.position, target) < REACH)
+                arrived |= leaving & (_distance(state.position, there) < REACH)
+        actions.append(np.full(count, NOOP))
+        return np.stack(actions, 1).astype(np.int32)
+
+
+class _Draw(NamedTuple):
+    """All that is random in one episode, from its seed alone."""
+
+    fixed: np.ndarray  # uint8 (10 P,): what a sketch says of walls and spheres
+    begin: int  # the first room
+    heading: float
+    places: np.ndarray  # (2 P, PLACES, 2): where the script goes on each visit
+    round: np.ndarray  # int (2 P,): LEFT or RIGHT, how it turns round on each visit
+    fidget: np.ndarray  # int (C + Q of the version without teleport,): LEFT or RIGHT, where it has to wait
+    return_to: int  # frame tau
+
+    @staticmethod
+    def of(task: Rooms, seed: int) -> _Draw:
+        generator = np.random.default_rng(seed)
+        rooms, room, budget = task.rooms, task.size.room, task.budget
+        textures = generator.integers(len(WALL_COLOURS), size=(rooms, 4))
+        shift = np.stack(np.divmod(np.arange(room**2), room)[::-1], -1) - room // 2  # cells from a room's middle
+        around = np.flatnonzero(shift.any(-1))
+        taken = np.stack([_pair(generator, shift, around) for _ in range(rooms)])  # (P, 2)
+        colours = np.stack([generator.choice(len(SPHERE_COLOURS), OBJECTS, replace=False) for _ in range(rooms)])
+        cells = np.floor(task.layout.middles)[:, None] + shift[taken]
+        objects = np.concatenate([cells, colours[..., None]], -1)
+        begin = int(generator.integers(rooms))
+        heading = 90.0 * generator.integers(4)
+        turns = generator.integers(LEFT, RIGHT + 1, size=2 * rooms)
+        visited = (begin + np.arange(2 * rooms)) % rooms
+        free = [np.setdiff1d(around, taken[number]) for number in visited]
+        places = np.stack([shift[generator.choice(cells, PLACES, replace=False)] for cells in free])
+        fidget = generator.integers(LEFT, RIGHT + 1, size=rooms * (budget.context + budget.query) + 1)
+        return _Draw(
+            fixed=np.concatenate([textures.reshape(-1), objects.reshape(-1)]).astype(np.uint8),
+            begin=begin,
+            heading=heading,
+            places=task.layout.middles[visited][:, None] + places,
+            round=turns,
+            fidget=fidget,
+            return_to=int(generator.integers(task.context - budget.recall)),
+        )
+
+
+def _pair(generator: np.random.Generator, shift: np.ndarray, around: np.ndarray) -> np.ndarray:
+    """Two numbers of cells among those `around` a room's middle, the one not behind the other as seen from there."""
+    one = generator.choice(around)
+    east, south = shift[around].T
+    behind = (east * shift[one, 1] == south * shift[one, 0]) & (shift[around] @ shift[one] > 0)
+    return np.array([one, generator.choice(around[~behind])])
+
+
+@functools.cache
+def _layout(rooms: int, room: int, corridor: int) -> Layout:
+    """Two rooms side by side, or two rows of rooms: the first one eastwards, the second one back."""
+    across = 2 if rooms == 2 else rooms // 2
+    pitch = room + corridor
+    place = [(0, number) if number < across else (1, rooms - 1 - number) for number in range(rooms)]
+    corner = np.array(place) * pitch + 1  # (P, 2): row and column of each room's first cell
+    shape = corner.max(0) + room + 1
+    walls = np.ones(shape, bool)
+    slots = np.full((*shape, 4), rooms * 4)
+    middles = corner + room // 2
+    for here, there in zip(middles, np.roll(middles, -1, 0), strict=True):
+        (top, left), (bottom, right) = np.minimum(here, there), np.maximum(here, there) + 1
+        walls[top:bottom, left:right] = False
+    for number, (row, column) in enumerate(corner):
+        inner = (slice(row, row + room), slice(column, column + room))
+        walls[inner] = False
+        slots[inner] = number * 4 + np.arange(4)
+    return Layout(walls, slots, middles[:, ::-1] + 0.5)
+
+
+@functools.cache
+def _ray_caster(rooms: int, room: int, corridor: int, pixels: int) -> RayCaster:
+    layout = _layout(rooms, room, corridor)
+    return RayCaster(layout.walls, layout.slots, pixels)
+
+
+def _slide(walls: np.ndarray, position: np.ndarray, way: np.ndarray) -> np.ndarray:
+    """Move squares of half a side BODY from `position` (E, 2) by `way` (E, 2), less than a cell, first in x and then in
+    y, each as far as walls let them."""
+    position = position.copy()
+    for axis in (0, 1):
+        sign = np.sign(way[:, axis])
+        wanted = position[:, axis] + way[:, axis]
+        front = np.floor(wanted + sign * BODY).astype(np.int64)
+        flanks = [np.floor(position[:, 1 - axis] + side).astype(np.int64) for side in (-BODY, BODY)]
+        met = [walls[flank, front] if axis == 0 else walls[front, flank] for flank in flanks]
+        edge = front + (sign < 0) - sign * (BODY + 1e-6)  # a little off, so that the wall is not touched
+        position[:, axis] = np.where(met[0] | met[1], edge, wanted)
+    return position
+
+
+def _choose(first: np.ndarray, one: State, other: State) -> State:
+    """Of each episode, the first state where `first` (E,), else the second."""
+    return State(*(np.where(first.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(one, other, strict=True)))
+
+
+def _distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    way = one - other
+    return np.hypot(way[..., 0], way[..., 1])
+
+
+def _bearing(way: np.ndarray) -> np.ndarray:
+    """The headings of ways (..., 2)."""
+    return np.rad2deg(np.arctan2(-way[..., 1], way[..., 0]))
+
+
+def _between(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """The turn from one heading to another, in [-180, 180)."""
+    return (other - one + 180) % 360 - 180
+
+
+def _oblique(size: Size) -> float:
+    """Up to how many degrees beside an agent's heading a place may lie for it to walk."""
+    return max(45 - size.turn / 2, size.turn / 2)
+
+
+def _steer(size: Size, state: State, target: np.ndarray) -> np.ndarray:
+    """The action that brings an agent nearer to `target` (E, 2): walk if that is roughly ahead, turn if half a step of
+    turning or more is missing."""
+    off = _between(state.heading + size.coast * state.swing, _bearing(target - state.position))
+    walk = np.abs(off) <= _oblique(size)
+    turn = np.where(np.abs(off) > size.turn / 2, np.sign(off), 0)
+    return np.select([turn > 0, turn < 0], [np.where(walk, FORWARD_LEFT, LEFT), np.where(walk, FORWARD_RIGHT, RIGHT)],
+                     np.where(walk, FORWARD, NOOP))  # fmt: skip
+
+
+def _ahead(size: Size, position: np.ndarray, here: np.ndarray, there: np.ndarray) -> np.ndarray:
+    """Where to steer for, (E, 2), on the way to the next room's middle: the cell in front of the corridor, then a point
+    that runs ahead along the line between the middles, by less the farther the agent is off that line."""
+    line = there - here
+    length = np.abs(line).sum(-1, keepdims=True)
+    line = line / length
+    done = ((position - here) * line).sum(-1, keepdims=True)
+    off = np.abs((position - here) * line[:, ::-1]).sum(-1, keepdims=True)
+    return here + line * np.clip(np.maximum(done + 1 - off, size.room // 2), None, length)
+
+
+def _duration(size: Size, state: State, places: np.ndarray, here: np.ndarray, there: np.ndarray) -> np.ndarray:
+    """Steps that the way to each of `places` (E, n, 2) and on to the next room's middle will hardly exceed, (E, n)."""
+    line = (there - here) / np.abs(there - here).sum(-1, keepdims=True)
+    door = (here + line * (size.room // 2))[:, None]
+    ways = [places - state.position[:, None], door - places, (there - here)[:, None]]
+    length = _distance(places, state.position[:, None]) + _distance(door, places) + _distance(there[:, None], door)
+    bearings = [state.heading[:, None], *(_bearing(way) for way in ways)]
+    bends = [np.abs(_between(one, other)) for one, other in zip(bearings[:-1], bearings[1:], strict=True)]
+    return length / size.walk + sum(np.ceil((bend - _oblique(size)).clip(0) / size.turn) for bend in bends) + SLACK

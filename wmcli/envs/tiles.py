@@ -1,0 +1,154 @@
+"""Worlds of coloured tiles: the pictures, the view of 5 x 5 tiles around an agent, and how an agent walks.
+
+A tile is a code, one uint8. Pictures are drawn as MiniGrid draws them (Chevalier-Boisvert et al. 2023, arXiv
+2306.13831): shapes on three points a pixel in either direction, whose mean is cut down to a whole number. Squares fill
+their tile, as in S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064), and the agent hides what it stands on.
+
+The view is centred on the agent and never turned: north is up, and only the triangle shows where the agent looks.
+Beyond the edge of a board there is wall.
+
+E boards side by side, H rows and W columns of tiles; headings are 0 east, 1 south, 2 west, 3 north.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+LEFT, RIGHT, FORWARD = range(3)  # the actions of `Boards.walk`
+EAST, SOUTH, WEST, NORTH = range(4)
+COLOURS = {"green": (0, 255, 0), "blue": (0, 0, 255), "purple": (112, 39, 195), "yellow": (255, 255, 0)}
+GREY = (100, 100, 100)
+RED = (255, 0, 0)
+
+# One code a tile; those that come in headings or colours are followed by the codes of the others.
+EMPTY, WALL, AGENT = range(3)
+SQUARE = AGENT + 4
+KEY = SQUARE + len(COLOURS)
+LOCKED = KEY + len(COLOURS)
+OPEN = LOCKED + len(COLOURS)
+CODES = OPEN + len(COLOURS)
+DOORS = np.arange(LOCKED, CODES, dtype=np.uint8)
+"""The codes of doors: locked in each colour, then open in each colour."""
+
+VIEW = 5  # tiles in a row or column of a frame
+PIXELS = 8  # in a row or column of a tile
+SIDE = VIEW * PIXELS  # pixels in a row or column of a frame
+_POINTS = 3  # in a row or column of a pixel
+_EDGE = VIEW // 2 - 1  # rows of wall around a board: as far as the view of an agent in the outermost free cells reaches
+
+_y, _x = (np.mgrid[: PIXELS * _POINTS, : PIXELS * _POINTS] + 0.5) / (PIXELS * _POINTS)  # points, in tiles
+
+
+def _box(left: float, right: float, top: float, bottom: float) -> np.ndarray:
+    return (_x >= left) & (_x <= right) & (_y >= top) & (_y <= bottom)
+
+
+def _disc(x: float, y: float, radius: float) -> np.ndarray:
+    return (_x - x) ** 2 + (_y - y) ** 2 <= radius**2
+
+
+def _triangle(heading: int) -> np.ndarray:
+    """Base at x = 0.12, 0.62 tall, and tip at x = 0.87; then turned right `heading` times."""
+    east = (_x >= 0.12) & (np.abs(_y - 0.5) * (0.87 - 0.12) <= 0.31 * (0.87 - _x))
+    return np.rot90(east, -heading)
+
+
+def _picture(*layers: tuple[np.ndarray, tuple[int, ...]]) -> np.ndarray:
+    """Shapes in their colours, later ones over earlier ones, on a black tile with a grey line on top and left."""
+    lines = _box(0, 0.031, 0, 1) | _box(0, 1, 0, 0.031)
+    points = np.zeros((*_x.shape, 3), np.uint8)
+    for shape, colour in ((lines, GREY), *layers):
+        points[shape] = colour
+    sums = points.reshape(PIXELS, _POINTS, PIXELS, _POINTS, 3).sum(axis=(1, 3), dtype=np.int64)
+    return (sums // _POINTS**2).astype(np.uint8)
+
+
+def _key(colour: tuple[int, ...]) -> np.ndarray:
+    shaft, teeth = _box(0.50, 0.63, 0.31, 0.88), _box(0.38, 0.50, 0.59, 0.66) | _box(0.38, 0.50, 0.81, 0.88)
+    ring, hole = _disc(0.56, 0.28, 0.19), _disc(0.56, 0.28, 0.064)
+    return _picture((shaft | teeth | ring, colour), (hole, (0, 0, 0)))
+
+
+def _locked(colour: tuple[int, ...]) -> np.ndarray:
+    dim = tuple(int(0.45 * value) for value in colour)
+    slot = _box(0.52, 0.75, 0.50, 0.56)
+    return _picture((_box(0, 1, 0, 1), colour), (_box(0.06, 0.94, 0.06, 0.94), dim), (slot, colour))
+
+
+def _open(colour: tuple[int, ...]) -> np.ndarray:
+    return _picture((_box(0.88, 1, 0, 1), colour), (_box(0.92, 0.96, 0.04, 0.96), (0, 0, 0)))
+
+
+_PAINTS = tuple(COLOURS.values())
+PICTURES = np.stack(
+    [_picture(), _picture((_box(0, 1, 0, 1), GREY))]
+    + [_picture((_triangle(heading), RED)) for heading in range(4)]
+    + [_picture((_box(0, 1, 0, 1), colour)) for colour in _PAINTS]
+    + [draw_one(colour) for draw_one in (_key, _locked, _open) for colour in _PAINTS]
+)
+"""The picture of each code, uint8 (codes, 8, 8, 3)."""
+_PIXEL_ROWS = PICTURES.reshape(CODES * PIXELS, PIXELS * 3)
+
+
+def draw(codes: np.ndarray) -> np.ndarray:
+    """Views of tiles (..., 25) uint8, row by row, to frames (..., 40, 40, 3) uint8."""
+    tiles = codes.reshape(*codes.shape[:-1], VIEW, 1, VIEW).astype(np.intp)
+    rows = tiles * PIXELS + np.arange(PIXELS)[:, None]  # (..., row of tiles, row of pixels in it, column of tiles)
+    return _PIXEL_ROWS.take(rows, axis=0).reshape(*codes.shape[:-1], SIDE, SIDE, 3)
+
+
+def _walkable() -> np.ndarray:
+    """For each code: an agent may stand there."""
+    free = np.zeros(CODES, bool)
+    free[EMPTY] = free[SQUARE:KEY] = free[OPEN:CODES] = True
+    return free
+
+
+_WALKABLE = _walkable()
+
+
+class Boards:
+    """E boards with an agent on each. A cell is a position in `codes`, the tiles of all boards in one row.
+
+    `codes`: uint8 (E * (H + 2) * (W + 2),), each board with the wall around it. `agent`: the agents' cells, (E,).
+    `heading`: (E,).
+    """
+
+    def __init__(
+        self, boards: np.ndarray, row: np.ndarray | int, column: np.ndarray | int, heading: np.ndarray | int
+    ) -> None:
+        """Boards uint8 (E, H, W), agents at (row, column), each (E,) or one number for all."""
+        episodes, self._height, self._width = boards.shape
+        padding = ((0, 0), (_EDGE, _EDGE), (_EDGE, _EDGE))
+        self.codes = np.pad(boards, padding, constant_values=WALL).reshape(-1)
+        self.agent = self.cell(row, column) + np.zeros(episodes, np.intp)
+        self.heading = heading + np.zeros(episodes, np.intp)
+        line = self._width + 2 * _EDGE
+        self._steps = np.array([1, line, -1, -line])
+        reach = np.arange(VIEW) - VIEW // 2
+        self._around = (reach[:, None] * line + reach).reshape(-1)
+
+    def cell(self, row: np.ndarray | int, column: np.ndarray | int) -> np.ndarray:
+        """The cell at (row, column) of each board, (E,)."""
+        height, width = self._height + 2 * _EDGE, self._width + 2 * _EDGE
+        corners = np.arange(0, self.codes.size, height * width)
+        return corners + (row + _EDGE) * width + column + _EDGE
+
+    def ahead(self) -> np.ndarray:
+        """The cell in front of each agent, (E,)."""
+        return self.agent + self._steps[self.heading]
+
+    def walk(self, action: np.ndarray, moving: np.ndarray) -> None:
+        """LEFT and RIGHT turn, FORWARD goes one cell unless something stands there; other actions (E,) do nothing, nor
+        do agents that are not `moving`, bool (E,)."""
+        ahead = self.ahead()
+        forward = moving & (action == FORWARD) & _WALKABLE[self.codes[ahead]]
+        self.agent = np.where(forward, ahead, self.agent)
+        turn = (action == RIGHT).astype(np.intp) - (action == LEFT)
+        self.heading = np.where(moving, (self.heading + turn) % 4, self.heading)
+
+    def view(self) -> np.ndarray:
+        """What each agent sees, codes (E, 25), row by row."""
+        codes = self.codes.take(self.agent[:, None] + self._around)
+        codes[:, VIEW * VIEW // 2] = AGENT + self.heading
+        return codes

@@ -1,0 +1,444 @@
+"""What a world model remembers of an episode: `wm eval --protocol generation | recall | reward | doors`.
+
+The measures of S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064): on test episodes that nobody learned from, the model
+sees the C frames of context and imagines the Q frames of the query from the actions that were taken there, one draw of
+the prior a step. B episodes, T = C + Q frames, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wmcli.artifacts import Artifact, Work
+from wmcli.assemble import load_world_model, settings_of
+from wmcli.envs import tiles
+from wmcli.envs.distracting_memory import DistractingMemory
+from wmcli.envs.memory_task import Task
+from wmcli.envs.multi_doors_keys import MultiDoorsKeys
+from wmcli.envs.rooms import TELEPORT, TeleportRooms
+from wmcli.errors import UsageError
+from wmcli.experience import read_segment
+from wmcli.metrics import memory as metrics
+from wmcli.report.images import side_by_side, strip, write_gif, write_png
+from wmcli.report.plots import error_curves, write_figure
+from wmcli.settings import Measure
+from wmcli.stages.context import HELD_OUT, Context, check_same_environment
+from wmcli.stages.scripted import task_of
+from wmcli.training.device import derived_seed, isolated_randomness
+from wmcli.world_models.latent import LatentWorldModel, LatentWorldModelSettings
+
+BATCH = 32  # episodes imagined side by side
+FRAMES = 256  # decoded at a time
+FILMED = 3  # episodes of a film, one under the other
+COLUMNS = 16  # frames of a strip
+RECALLED = (0, 1, 2, 5, 10, 20)  # k: frames seen behind the teleport, besides the one that it arrives at
+
+
+class Episodes(NamedTuple):
+    """Test episodes, on the host but for what is computed with."""
+
+    frames: Tensor
+    """(E, T, H, W, 3) uint8."""
+    action: Tensor
+    """(E, T) int64."""
+    reward: np.ndarray
+    """(E, T), of each action."""
+    sketch: np.ndarray
+    """(E, T, S) uint8."""
+    counts: np.ndarray
+    """(E, T) bool: False in frames that only fill a phase up."""
+
+
+def evaluate_memory(
+    context: Context, measure: Measure, *, dynamics: str | None = None, experience: str | None = None
+) -> Artifact:
+    """Measure the run's dynamics model on `evaluation.episodes` test episodes (fewer if there are fewer) and publish.
+
+    The test episodes are those of `experience`, by default of what the model was trained on.
+
+    Raises UsageError for a model or a task that the measure does not fit, ArtifactError where one is missing or there
+    are no test episodes.
+    """
+    settings, machine, run = context.settings, context.machine, context.run
+    model = run.resolve(dynamics or "dynamics", "dynamics")
+    check_same_environment(context.environment, model)
+    played = run.resolve(experience, "experience") if experience else model.input("experience")
+    task = task_of(context)
+    trained = settings_of(model)
+    if not isinstance(trained.dynamics, LatentWorldModelSettings):
+        raise UsageError(
+            f"--protocol {measure} imagines with dynamics of kind 'latent', and {model.name} are of kind"
+            f" '{trained.dynamics.kind}'."
+        )
+    _check(measure, task, trained.dynamics, settings.environment.id)
+    identity = settings.select("seed", "environment") | {
+        "protocol": measure,
+        "episodes": settings.evaluation.episodes,
+        "precision": machine.precision,
+    }
+    job = run.job("evaluation", identity, {"dynamics": model, "experience": played})
+    if (existing := job.done()) and not context.force:
+        context.progress.say(f"eval: {existing.name} is this very job, nothing to do (--force measures again)")
+        return existing
+    with job.work(fresh=context.fresh) as work:
+        world_model = load_world_model(model, machine)
+        assert isinstance(world_model, LatentWorldModel)
+        episodes = _episodes(context, played, task)
+        context.progress.say(f"eval: {measure} in {len(episodes.action)} test episodes of {task.about} on {machine}")
+        seed = derived_seed(settings.seed, "eval memory")
+        with isolated_randomness(seed, machine.device), machine.autocast():
+            found = _MEASURES[measure](context, world_model, task, episodes, work)
+        artifact = work.publish(
+            settings=settings.model_dump(mode="json"),
+            metrics=found
+            | {
+                "protocol": measure,
+                "environment": settings.environment.id,
+                "episodes": len(episodes.action),
+                "preset": context.preset,
+                "backbone": trained.backbone.name,
+                "posterior": trained.dynamics.posterior,
+                "rows": trained.dynamics.rows,
+                "parameters": sum(parameter.numel() for parameter in world_model.parameters()),
+                "updates": model.metrics["updates"],
+            },
+            environment=context.environment,
+            machine=machine.block(),
+        )
+    context.progress.say(f"eval: {artifact.name}: {told(artifact)}")
+    return artifact
+
+
+def _check(measure: Measure, task: Task, dynamics: LatentWorldModelSettings, name: str) -> None:
+    """Raises UsageError where there is nothing of that kind to measure."""
+    wants = {
+        "recall": (isinstance(task, TeleportRooms), "a task with a teleport, such as wm/TwoRoomsTeleport-v0"),
+        "reward": (
+            isinstance(task, DistractingMemory),
+            "a task whose last frame earns, such as wm/DistractingMemory-100-v0",
+        ),
+        "doors": (isinstance(task, MultiDoorsKeys), "a task with doors, such as wm/MultiDoorsKeys-3-v0"),
+    }
+    fits, wanted = wants.get(measure, (True, ""))
+    if not fits:
+        raise UsageError(f"--protocol {measure}: needs {wanted}, and this run's is {name}.")
+    if measure == "reward" and dynamics.reward == "none":
+        raise UsageError("--protocol reward: these dynamics were trained with dynamics.reward = none.")
+
+
+def _episodes(context: Context, played: Artifact, task: Task) -> Episodes:
+    memory = context.held_out(played, "test")
+    sketch = read_segment(played.path / HELD_OUT["test"])["sketch"]
+    time = task.context + task.query
+    count = min(len(memory) // time, context.settings.evaluation.episodes)
+    shape, rows = (count, time), count * time  # whole episodes of one length, one after the other
+    action = memory.action[:rows].view(shape)
+    counts = np.ones(shape, bool)
+    if task.padding is not None:
+        counts[:, 1:] = action[:, :-1].cpu().numpy() != task.padding
+    return Episodes(
+        memory.frames[:rows].view(*shape, *memory.frames.shape[1:]),
+        action,
+        memory.reward[:rows].view(shape).cpu().numpy(),
+        sketch[:rows].reshape(*shape, -1),
+        counts,
+    )
+
+
+# -- the model at work ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def imagined(
+    world_model: LatentWorldModel, frames: Tensor, action: Tensor, known: int, *, likeliest: bool = False
+) -> Tensor:
+    """Features (B, T, F) of frames (B, T, H, W, 3) of which the first `known` were seen, and the others imagined under
+    the actions (B, T). With `likeliest` every latent is the likeliest one and not drawn."""
+    first = torch.zeros(action.shape, dtype=torch.bool, device=action.device)
+    first[:, 0] = True
+    latent = world_model.encode(frames[:, :known])
+    features, state = world_model.observe(latent, action[:, :known], first[:, :known], likeliest=likeliest)
+    parts = [features]
+    for taken in action[:, known - 1 : -1].unbind(1):
+        _, state = world_model.imagine(state, taken, likeliest=likeliest)
+        parts.append(world_model.features(state)[:, None])
+    return torch.cat(parts, 1)
+
+
+@torch.no_grad()
+def frame_errors(world_model: LatentWorldModel, features: Tensor, frames: Tensor) -> np.ndarray:
+    """Squared errors (B, T), summed over a frame's pixels, of what features (B, T, F) are decoded to."""
+    flat, real = features.flatten(0, 1), frames.flatten(0, 1)
+    found = [
+        world_model.tokenizer.reconstruction_error(world_model.images(some), true)
+        for some, true in zip(flat.split(FRAMES), real.split(FRAMES), strict=True)
+    ]
+    return torch.cat(found).view(features.shape[:2]).double().cpu().numpy()
+
+
+def _by_batches(
+    context: Context, episodes: Episodes, what: str, function: Callable[[Tensor, Tensor, slice], Any]
+) -> list[Any]:
+    """function(frames, action, which) of batch after batch of episodes."""
+    total, found = len(episodes.action), []
+    with context.progress.bar(what, total, "episodes") as bar:
+        for begin in range(0, total, BATCH):
+            which = slice(begin, min(begin + BATCH, total))
+            found.append(function(episodes.frames[which], episodes.action[which], which))
+            bar.advance(which.stop - which.start)
+    return found
+
+
+# -- the measures -----------------------------------------------------------------------------------------------------
+
+
+def _generation(
+    context: Context, world_model: LatentWorldModel, task: Task, episodes: Episodes, work: Work
+) -> dict[str, Any]:
+    """Reconstruction error, every frame seen, and generation error, the query imagined; with a curve over its steps,
+    and films of both beside the truth."""
+    known = task.context
+    films: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def errors(frames: Tensor, action: Tensor, which: slice) -> tuple[np.ndarray, ...]:
+        seen = imagined(world_model, frames, action, frames.shape[1])
+        drawn = imagined(world_model, frames, action, known)
+        likeliest = imagined(world_model, frames, action, known, likeliest=True)
+        if not films:
+            films.append((frames[:FILMED].cpu().numpy(), _decoded(world_model, drawn[:FILMED])))
+        query = [frame_errors(world_model, each[:, known:], frames[:, known:]) for each in (drawn, likeliest)]
+        return frame_errors(world_model, seen, frames), *query
+
+    seen, drawn, likeliest = (
+        np.concatenate(parts) for parts in zip(*_by_batches(context, episodes, "generation", errors), strict=True)
+    )
+    counts = episodes.counts[:, known:]
+    everywhere = episodes.counts.copy()
+    everywhere[:, 0] = False  # of the first frame a model need know nothing
+    error_curve = {
+        "generation": metrics.curve(drawn, counts),
+        "reconstruction": metrics.curve(seen[:, known:], counts),
+    }
+    if context.pictures:
+        _write_film(work.payload, *films[0], known)
+        _write_curves(work.payload / "generation.png", error_curve, context.settings.environment.id)
+    return {
+        "reconstruction": metrics.estimate(metrics.over_episodes(seen[:, known:], counts)),
+        "reconstruction_everywhere": metrics.estimate(metrics.over_episodes(seen, everywhere)),
+        "generation": metrics.estimate(metrics.over_episodes(drawn, counts)),
+        "generation_likeliest": metrics.estimate(metrics.over_episodes(likeliest, counts)),
+        "curve": error_curve,
+    }
+
+
+def _recall(
+    context: Context, world_model: LatentWorldModel, task: Task, episodes: Episodes, work: Work
+) -> dict[str, Any]:
+    """Generation error behind the teleport after k more frames were seen; the same frames are scored for every k."""
+    ks = [k for k in RECALLED if k + 1 < task.query]
+    last = ks[-1] + 1
+
+    def errors(frames: Tensor, action: Tensor, which: slice) -> np.ndarray:
+        assert bool((action[:, task.context - 1] == TELEPORT).all())
+        scored = frames[:, task.context + last :]
+        return np.stack(
+            [
+                frame_errors(world_model, features[:, task.context + last :], scored)
+                for features in (imagined(world_model, frames, action, task.context + 1 + k) for k in ks)
+            ]
+        )
+
+    found = np.concatenate(_by_batches(context, episodes, "recall", errors), 1)  # (K, E, frames)
+    by_k = {str(k): metrics.estimate(error.mean(1)) for k, error in zip(ks, found, strict=True)}
+    if context.pictures:
+        values = [by_k[str(k)] for k in ks]
+        value, low, high = (np.array([value[key] for value in values], float) for key in ("value", "low", "high"))
+        write_figure(
+            work.payload / "recall.png",
+            error_curves(
+                {"recall": (ks, (value, low, high))},
+                x_label="frames seen behind the teleport",
+                y_label="squared error a frame",
+                title=context.settings.environment.id,
+            ),
+        )
+    return {"recall": by_k, "frames_scored": task.query - last}
+
+
+def _reward(
+    context: Context, world_model: LatentWorldModel, task: Task, episodes: Episodes, work: Work
+) -> dict[str, Any]:
+    """How often the last reward is told rightly: all frames seen (inference), or the query imagined (imagination)."""
+
+    def right(frames: Tensor, action: Tensor, which: slice) -> np.ndarray:
+        true = episodes.reward[which, -2] > 0.5  # earned by the step into the last frame
+        found = []
+        for known in (frames.shape[1], task.context):
+            last = imagined(world_model, frames, action, known)[:, -1]
+            found.append((world_model.arrival_reward(last) > 0.5).cpu().numpy() == true)
+        return np.stack(found).astype(float)
+
+    inference, imagination = np.concatenate(_by_batches(context, episodes, "reward", right), 1)
+    return {
+        "inference": metrics.estimate(inference),
+        "imagination": metrics.estimate(imagination),
+        "rewarded": float((episodes.reward[:, -2] > 0.5).mean()),
+    }
+
+
+def _doors(
+    context: Context, world_model: LatentWorldModel, task: Task, episodes: Episodes, work: Work
+) -> dict[str, Any]:
+    """How many of the doors in sight of an imagined frame are locked or open as they are, and of their colours."""
+    templates, side = tiles.PICTURES[tiles.DOORS], tiles.PIXELS
+
+    def compared(frames: Tensor, action: Tensor, which: slice) -> tuple[np.ndarray, np.ndarray]:
+        drawn = imagined(world_model, frames, action, task.context)[:, task.context :].flatten(0, 1)
+        codes = episodes.sketch[which, task.context :].reshape(len(drawn), -1)  # (N, 25)
+        here = np.isin(codes, tiles.DOORS) & episodes.counts[which, task.context :].reshape(-1, 1)
+        pictures = torch.cat([world_model.images(some) for some in drawn.split(FRAMES)])
+        tiled = pictures.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 3, 5, 1).flatten(1, 2)
+        shown = 255 * tiled.float().cpu().numpy()[here]
+        return metrics.nearest(shown, templates), codes[here].astype(np.int64) - tiles.LOCKED
+
+    found, true = (
+        np.concatenate(parts) for parts in zip(*_by_batches(context, episodes, "doors", compared), strict=True)
+    )
+    return metrics.doors(found, true, len(tiles.COLOURS))._asdict()
+
+
+_MEASURES: dict[str, Callable[[Context, LatentWorldModel, Task, Episodes, Work], dict[str, Any]]] = {
+    "generation": _generation,
+    "recall": _recall,
+    "reward": _reward,
+    "doors": _doors,
+}
+
+
+# -- for people -------------------------------------------------------------------------------------------------------
+
+PAPER: dict[tuple[str, str], tuple[str, str]] = {
+    ("wm/DistractingMemory-100-v0", "RSSM-TBTT"): ("47.9", "49.6"),
+    ("wm/DistractingMemory-100-v0", "TSSM-XL"): ("100.0", "51.2"),
+    ("wm/DistractingMemory-100-v0", "S4WM"): ("100.0", "100.0"),
+    ("wm/DistractingMemory-200-v0", "RSSM-TBTT"): ("48.7", "48.4"),
+    ("wm/DistractingMemory-200-v0", "TSSM-XL"): ("99.9", "51.3"),
+    ("wm/DistractingMemory-200-v0", "S4WM"): ("100.0", "100.0"),
+    ("wm/DistractingMemory-400-v0", "RSSM-TBTT"): ("50.4", "52.2"),
+    ("wm/DistractingMemory-400-v0", "TSSM-XL"): ("50.4", "51.0"),
+    ("wm/DistractingMemory-400-v0", "S4WM"): ("100.0", "100.0"),
+    ("wm/MultiDoorsKeys-3-v0", "RSSM-TBTT"): ("0.05", "5.16"),
+    ("wm/MultiDoorsKeys-3-v0", "TSSM-XL"): ("0.05", "1.27"),
+    ("wm/MultiDoorsKeys-3-v0", "S4WM"): ("0.01", "0.04"),
+    ("wm/MultiDoorsKeys-5-v0", "RSSM-TBTT"): ("0.04", "6.36"),
+    ("wm/MultiDoorsKeys-5-v0", "TSSM-XL"): ("0.03", "6.05"),
+    ("wm/MultiDoorsKeys-5-v0", "S4WM"): ("0.02", "0.27"),
+    ("wm/MultiDoorsKeys-7-v0", "RSSM-TBTT"): ("0.03", "6.28"),
+    ("wm/MultiDoorsKeys-7-v0", "TSSM-XL"): ("0.02", "9.24"),
+    ("wm/MultiDoorsKeys-7-v0", "S4WM"): ("0.02", "0.10"),
+}
+"""Tables 2 and 3 of the paper: reward accuracy in % of inference and imagination, or errors of reconstruction and
+generation."""
+_SYSTEMS = {
+    ("s4", "factorised", "episodes"): "S4WM",
+    ("s4", "full", "episodes"): "S4WM-Full-Posterior",
+    ("s5", "factorised", "episodes"): "S5WM",
+    ("transformer-xl", "factorised", "episodes"): "TSSM-XL",
+    ("dreamer-gru", "recurrent", "streams"): "RSSM-TBTT",
+}
+_SHOWN = {  # of each measure, by the heading of a column
+    "generation": {"reconstruction": "reconstruction", "generation": "generation"},
+    "reward": {"inference %": "inference", "imagination %": "imagination"},
+    "doors": {"state %": "state", "state and colour %": "whole"},
+}
+ALIKE = ("environment", "backbone", "posterior", "rows", "parameters", "updates")  # what the runs of a row share
+
+
+def told(evaluation: Artifact) -> str:
+    """One line."""
+    row = table([evaluation])[0]
+    return ", ".join(f"{key} {row[key]}" for key in _columns(evaluation.metrics))
+
+
+def table(evaluations: Sequence[Artifact]) -> list[dict[str, Any]]:
+    """A row for each task, model and size, with the mean over runs ± their standard deviation, of a single run its 95 %
+    interval over episodes; beside the paper's numbers where it has some. Accuracies are in %."""
+    cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for each in evaluations:
+        cells.setdefault(tuple(each.metrics[key] for key in ALIKE), []).append(each.metrics)
+    rows = []
+    for (environment, backbone, posterior, kind, parameters, updates), found in sorted(cells.items()):
+        system = _SYSTEMS.get(
+            (backbone, posterior, kind), backbone if posterior == "factorised" else f"{backbone}, {posterior}"
+        )
+        shown = {name: _cell(found, key, 100 if "%" in name else 1) for name, key in _columns(found[0]).items()}
+        paper = PAPER.get((environment, system))
+        beside = dict(zip((f"paper {name}" for name in shown), paper, strict=True)) if paper and len(shown) == 2 else {}
+        if found[0]["protocol"] == "doors":
+            beside = {}
+        rows.append(
+            {"task": environment.removeprefix("wm/").removesuffix("-v0"), "model": system}
+            | {"parameters": parameters, "updates": updates, "runs": len(found)}
+            | shown
+            | beside
+        )
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    return [{column: row.get(column, "-") for column in columns} for row in rows]
+
+
+def _columns(found: dict[str, Any]) -> dict[str, str]:
+    if found["protocol"] == "recall":
+        return {f"k = {k}": f"recall.{k}" for k in sorted(found["recall"], key=int)}
+    return _SHOWN[found["protocol"]]
+
+
+def _cell(found: Sequence[dict[str, Any]], key: str, scale: float) -> str:
+    picked = []
+    for each in found:
+        value: Any = each
+        for part in key.split("."):
+            value = value[part]
+        picked.append(value if isinstance(value, dict) else {"value": value, "low": None, "high": None})
+    values = scale * np.array([each["value"] for each in picked])
+    form = (lambda value: f"{value:.1f}") if scale == 100 else (lambda value: f"{value:.3g}")
+    if len(values) > 1:
+        return f"{form(values.mean())} ± {form(values.std(ddof=1))}"
+    if picked[0]["low"] is None:
+        return form(values[0])
+    return f"{form(values[0])} ({form(scale * picked[0]['low'])}-{form(scale * picked[0]['high'])})"
+
+
+def _decoded(world_model: LatentWorldModel, features: Tensor) -> np.ndarray:
+    """Features (B, T, F) to frames (B, T, H, W, 3) uint8."""
+    flat = features.flatten(0, 1)
+    pictures = torch.cat([world_model.images(some) for some in flat.split(FRAMES)])
+    pixels = (255 * pictures).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
+    return pixels.unflatten(0, features.shape[:2]).cpu().numpy()
+
+
+def _write_film(folder: Path, real: np.ndarray, drawn: np.ndarray, known: int) -> None:
+    """`imagination.gif`, episodes under each other, real left and imagined right; `imagination.png`, a strip of the
+    first one's query and the end of its context."""
+    stacked = [np.concatenate(list(frames), axis=1) for frames in (real, drawn)]
+    write_gif(folder / "imagination.gif", side_by_side(stacked[0], stacked[1], context=known), fps=10)
+    query = real.shape[1] - known
+    every = max(1, query // COLUMNS)
+    begin = max(0, known - 2 * every)
+    write_png(folder / "imagination.png", strip(real[0, begin:], drawn[0, begin:], every=every, context=known - begin))
+
+
+def _write_curves(path: Path, curves: dict[str, dict[str, list[float | None]]], title: str) -> None:
+    lines = {}
+    for name, values in curves.items():
+        value, low, high = (np.array(values[key], float) for key in ("mean", "low", "high"))
+        lines[name] = (range(1, len(value) + 1), (value, np.maximum(low, 1e-4), high))
+    write_figure(
+        path,
+        error_curves(lines, x_label="step of the query", y_label="squared error a frame", title=title, log=True),
+    )
