@@ -210,6 +210,72 @@ def test_storm() -> None:
     assert found["controller.actor"] + found["controller.critic"] == 2_235_141
 
 
+# -- S4WM -------------------------------------------------------------------------------------------------------------
+
+
+def dreamer_convolutions(channels: list[int]) -> int:
+    """Kernels of 4 x 4 without bias, each with a norm, from 3 colours."""
+    pairs = zip([3, *channels], channels, strict=False)
+    return sum(16 * inputs * outputs + 2 * outputs for inputs, outputs in pairs)
+
+
+def dreamer_head(inputs: int, width: int, outputs: int = 1024) -> int:
+    """One hidden layer with a norm in the place of its bias."""
+    return inputs * width + 2 * width + linear(width, outputs)
+
+
+def s4_block(width: int, state: int = 64, ffn: int = 4) -> int:
+    """Two S4 layers with a norm and a gated mixture each, and an MLP with a norm."""
+    shared = 6 * state // 2  # Lambda, P and B of one system, complex
+    layer = 2 * width + shared + width * (1 + state + 1) + linear(width, 2 * width)
+    return 2 * layer + (2 * width + linear(width, ffn * width) + linear(ffn * width, width) if ffn else 0)
+
+
+@pytest.mark.parametrize(
+    ("preset", "channels", "side", "units", "width", "layers", "actions", "millions"),
+    [
+        ("s4wm-3d", [48, 96, 192, 384], 4, 1000, 512, 8, 6, 47.6),
+        ("s4wm-2d", [32, 64, 128], 5, 512, 256, 4, 3, 10.8),
+    ],
+)
+def test_s4wm(preset, channels, side, units, width, layers, actions, millions) -> None:
+    """As many as the sheet of the paper's models counts, the reward head of the 2D tasks aside."""
+    found = counts(preset, actions)
+    convolutions, flat = dreamer_convolutions(channels), channels[-1] * side**2
+    decoder = (1024 + width) * flat + 2 * channels[-1]  # no bias, then norms of what comes in and of all but the last
+    decoder += convolutions - 2 * channels[-1] + 3
+    assert found["dynamics.tokenizer"] == convolutions + dreamer_head(flat, units) + decoder
+    assert found["dynamics.stem"] == (1024 + actions) * width + 2 * width
+    assert found["dynamics.backbone"] == layers * s4_block(width) + 2 * width
+    assert found["dynamics.prior_head"] == dreamer_head(width, units)
+    assert round((found["dynamics"] - found.get("dynamics.reward_head", 0)) / 1e6, 1) == millions
+
+
+@pytest.mark.parametrize(
+    ("preset", "actions", "total"),
+    [("tssm-xl-3d", 6, 49_088_739), ("tssm-xl-2d", 3, 10_932_867), ("rssm-tbtt-2d", 3, 10_564_995)],
+)
+def test_the_baselines_of_s4wm_are_as_large(preset: str, actions: int, total: int) -> None:
+    found = counts(preset, actions)
+    assert found["dynamics"] - found.get("dynamics.reward_head", 0) == total
+    ours = counts("s4wm" + preset[-3:], actions)
+    assert 0.9 < total / (ours["dynamics"] - ours.get("dynamics.reward_head", 0)) < 1.1
+
+
+def test_the_recurrence_of_the_3d_baseline() -> None:
+    """54.0 million in all; the sheet has 54.1."""
+    found = counts("rssm-tbtt-3d", 6)
+    assert found["dynamics.backbone"] == 3 * 2048 * (1000 + 2048) + 2 * 3 * 2048
+    assert found["dynamics"] == 54_043_683
+
+
+def test_the_variants_of_s4wm() -> None:
+    plain, full, bare = counts("s4wm-3d", 6), counts("s4wm-full-posterior", 6), counts("s4wm-no-mlp", 6)
+    assert full["dynamics.evidence"] == full["dynamics.backbone"] == plain["dynamics.backbone"]
+    assert full["dynamics.evidence_stem"] == (6144 + 6) * 512 + 2 * 512
+    assert bare["dynamics.backbone"] == 8 * s4_block(512, ffn=0) + 2 * 512
+
+
 # -- UniZero ----------------------------------------------------------------------------------------------------------
 
 POSITIONS = 20 * 768  # which the paper's table does not count into the transformer

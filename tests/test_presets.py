@@ -17,6 +17,7 @@ from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.grid_world import evaluate_grid_world
 from wmcli.stages.imagine import imagine
+from wmcli.stages.memory import evaluate_memory
 from wmcli.stages.tokenizer import train_tokenizer
 
 PRESETS = preset_names()
@@ -50,7 +51,96 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "controller.updates": 0,  # it never searches again
     },
 }
-BASES = dict.fromkeys(ABLATIONS, "rem") | dict.fromkeys(VARIANTS, "unizero")
+XL = "backbone.transformer_xl"
+# What each variant of S4WM changes, and the ablation of TSSM-XL's cache.
+MEMORY: dict[str, dict[str, Any]] = {
+    "s4wm-full-posterior": {"dynamics.posterior": "full"},
+    "s4wm-no-mlp": {"backbone.s4.ffn": 0},
+    "s5wm": {"backbone.name": "s5"},
+}
+CACHES: dict[str, dict[str, Any]] = {
+    "tssm-xl-3d-256": {f"{XL}.memory": 256, f"{XL}.segment": 256},
+    "tssm-xl-3d-512": {f"{XL}.memory": 512, f"{XL}.segment": 512},
+}
+BASES = (
+    dict.fromkeys(ABLATIONS, "rem")
+    | dict.fromkeys(VARIANTS, "unizero")
+    | dict.fromkeys(MEMORY, "s4wm-3d")
+    | dict.fromkeys(CACHES, "tssm-xl-3d")
+)
+
+# Deng et al. 2023, tables 7 and 8, whose numbers are not in the text: Memory Maze's Dreamer for 3D, DreamerV3-S for 2D.
+S4WM_2D = {
+    "environment.size": 40,
+    "collect.policy": "scripted",
+    "collect.episodes": 8000,
+    "collect.validation": 1000,
+    "collect.test": 1000,
+    "tokenizer.categoricals": 32,
+    "tokenizer.classes": 32,
+    "tokenizer.unimix": 0.01,
+    "tokenizer.channels": [32, 64, 128],
+    "tokenizer.kernel": 4,
+    "tokenizer.norm_eps": 1e-3,
+    "tokenizer.posterior_width": 512,
+    "dynamics.posterior": "factorised",
+    "dynamics.rows": "episodes",
+    "dynamics.first_frame": False,
+    "dynamics.reconstruction_weight": 1.0,
+    "dynamics.dynamics_weight": 0.8,
+    "dynamics.representation_weight": 0.2,
+    "dynamics.free_nats": 0.0,
+    "dynamics.reward": "bernoulli",
+    "dynamics.optimiser": "adamw",
+    "dynamics.batch": 8,
+    "dynamics.learning_rate": 1e-3,
+    "dynamics.warmup": 1000,
+    "dynamics.schedule": "cosine",
+    "dynamics.weight_decay": 1e-2,
+    "dynamics.clip": 1000.0,
+    "backbone.name": "s4",
+    "backbone.width": 256,
+    "backbone.layers": 4,
+    "backbone.s4.state": 64,
+    "backbone.s4.ffn": 4,
+    "backbone.s4.glu": True,
+    "backbone.s4.tied": True,
+}
+S4WM_3D = S4WM_2D | {
+    "environment.size": 64,
+    "collect.episodes": 3000,
+    "collect.validation": 200,
+    "collect.test": 200,
+    "tokenizer.channels": [48, 96, 192, 384],
+    "tokenizer.posterior_width": 1000,
+    "dynamics.prior_width": 1000,
+    "dynamics.reward": "none",
+    "dynamics.learning_rate": 5e-4,
+    "backbone.width": 512,
+    "backbone.layers": 8,
+}
+_TSSM = {
+    "dynamics.warmup": 0,
+    "dynamics.learning_rate": 2e-4,
+    "dynamics.schedule": "constant",
+    "dynamics.clip": 100.0,
+    "backbone.name": "transformer-xl",
+    f"{XL}.memory": 128,
+    f"{XL}.segment": 128,
+    f"{XL}.ffn": 4,
+}
+_RSSM = {
+    "dynamics.warmup": 0,
+    "dynamics.posterior": "recurrent",
+    "dynamics.rows": "streams",
+    "dynamics.horizon": 48,
+    "dynamics.batch": 32,
+    "dynamics.learning_rate": 3e-4,
+    "dynamics.schedule": "constant",
+    "dynamics.clip": 200.0,
+    "backbone.name": "dreamer-gru",
+    "backbone.layers": 1,
+}
 
 # Cohen et al. 2024, table of hyper-parameters; where paper and public code differ, the code, which made the scores.
 REM = {
@@ -274,6 +364,11 @@ QUICK = [  # one update of each kind in an environment that costs nothing
     "training.threads=1",
 ]
 CATCH = ["environment.id=wm/Catch-v0", "environment.protocol=plain"]
+SCRIPTED = {  # short episodes of a memory task, by the side of its frames
+    40: ["environment.id=wm/DistractingMemory-20-v0"],
+    64: ["environment.id=wm/TwoRoomsSmall-v0", "environment.size=32"],
+    32: [],
+}
 OF_ENCODER = {  # and by what encodes frames
     "tokenizer": [*CATCH, "collect.steps=21", "tokenizer.perceptual=none", "controller.burn_in=2"],
     "dynamics": [*CATCH, "collect.steps=150", "dynamics.batch=2"],  # a segment of 128 frames, batch statistics
@@ -333,7 +428,7 @@ def test_a_preset_states_only_what_differs(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "base"), BASES.items())
 def test_an_ablation_changes_what_it_ablates_and_nothing_else(name: str, base: str) -> None:
-    assert changes(name, base) == (ABLATIONS | VARIANTS)[name]
+    assert changes(name, base) == (ABLATIONS | VARIANTS | MEMORY | CACHES)[name]
 
 
 @pytest.mark.parametrize(
@@ -346,6 +441,12 @@ def test_an_ablation_changes_what_it_ablates_and_nothing_else(name: str, base: s
         ("unizero-span", PRIORS | {f"{PRIOR}.span": 6.0}),
         ("unizero-combined", PRIORS),
         ("muzero", MUZERO),
+        ("s4wm-2d", S4WM_2D),
+        ("s4wm-3d", S4WM_3D),
+        ("tssm-xl-2d", S4WM_2D | _TSSM | {f"{XL}.heads": 4}),
+        ("tssm-xl-3d", S4WM_3D | _TSSM | {f"{XL}.heads": 8}),
+        ("rssm-tbtt-2d", S4WM_2D | _RSSM | {"backbone.width": 512}),
+        ("rssm-tbtt-3d", S4WM_3D | _RSSM | {"backbone.width": 2048, "backbone.dreamer_gru.inputs": 1000}),
     ],
 )
 def test_a_preset_holds_the_numbers_of_its_paper(name: str, numbers: dict[str, Any]) -> None:
@@ -417,6 +518,9 @@ def test_the_models_of_a_preset_can_be_built(name: str) -> None:
 
 def one_update_of_everything(name: str, folder: Path, *overrides: str) -> None:
     encoder, plans = resolve(name).encoder, resolve(name).plans
+    if resolve(name).collect.policy == "scripted":
+        one_update_on_a_memory_task(name, folder)
+        return
     context = open_context(folder, name, [*QUICK, *OF_ENCODER[encoder], *overrides], create=True, quiet=True)
     experience = collect(context)
     assert experience.metrics["steps"] >= 21
@@ -435,7 +539,18 @@ def one_update_of_everything(name: str, folder: Path, *overrides: str) -> None:
         assert evaluate(context).metrics["episodes"] == 1
 
 
-FAST = ["quickstart", "unizero-quick", "muzero-quick"]
+def one_update_on_a_memory_task(name: str, folder: Path) -> None:
+    settings = resolve(name)
+    few = ["collect.episodes=2", "collect.validation=1", "collect.test=1", "dynamics.validate_every=1"]
+    task = SCRIPTED[settings.environment.size]
+    context = open_context(folder, name, [*QUICK, *few, *task], create=True, quiet=True)
+    assert collect(context).metrics["episodes"] == 2
+    assert train_dynamics(context).metrics["best_update"] == 1
+    found = evaluate_memory(context, "generation").metrics
+    assert found["episodes"] == 1 and found["generation"]["value"] > 0
+
+
+FAST = ["quickstart", "unizero-quick", "muzero-quick", "memory-small"]
 
 
 @pytest.mark.parametrize("name", FAST)

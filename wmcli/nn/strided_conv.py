@@ -53,6 +53,10 @@ class Stack(NamedTuple):
             )
         return image_size // shrink
 
+    def padding(self, stride: int) -> int:
+        """Of a convolution: a kernel as large as its stride looks at patches, and needs none."""
+        return 0 if stride == self.kernel else (self.kernel - 1) // 2
+
     def features(self, image_size: int) -> int:
         """F."""
         return self.channels[-1] * self.side(image_size) ** 2
@@ -65,7 +69,7 @@ class StridedEncoder(nn.Sequential):
         layers: list[nn.Module] = []
         inputs = 3
         for outputs, stride in zip(stack.channels, stack.strides, strict=True):
-            layers.append(nn.Conv2d(inputs, outputs, stack.kernel, stride, (stack.kernel - 1) // 2, bias=stack.bias))
+            layers.append(nn.Conv2d(inputs, outputs, stack.kernel, stride, stack.padding(stride), bias=stack.bias))
             layers += _norm_and_activation(stack, outputs)
             inputs = outputs
         super().__init__(*layers, nn.Flatten())
@@ -87,7 +91,7 @@ class StridedDecoder(nn.Module):
         layers = _norm_and_activation(stack, channels[-1])
         for i in range(len(channels) - 1, -1, -1):
             stride, outputs = stack.strides[i], channels[i - 1] if i else 3
-            padding = (stack.kernel - 1) // 2
+            padding = stack.padding(stride)
             # What the rounding of the encoder's strided convolution swallowed.
             missing = stride + 2 * padding - stack.kernel
             layers.append(

@@ -145,6 +145,7 @@ def _of_depth(backbone: BackboneSettings, name: str, layers: int, wanted: int) -
             "width": width,
             "mamba2": mamba2.model_copy(update={"head_width": head_width(width)}),
             "gru": backbone.gru.model_copy(update={"hidden": 0}),
+            "dreamer_gru": backbone.dreamer_gru.model_copy(update={"inputs": 0}),
         }
         return backbone.model_copy(update=changes)
 
@@ -159,7 +160,7 @@ def _of_depth(backbone: BackboneSettings, name: str, layers: int, wanted: int) -
 def _note(backbone: BackboneSettings) -> str | None:
     """Sizes that say more about the cost than the width."""
     if backbone.name == "transformer-xl":
-        return f"window of {backbone.transformer_xl.memory} elements"
+        return f"window of {backbone.transformer_xl.window} elements"
     return f"heads of {backbone.mamba2.head_width}" if backbone.name == "mamba2" else None
 
 
