@@ -365,7 +365,7 @@ QUICK = [  # one update of each kind in an environment that costs nothing
 ]
 CATCH = ["environment.id=wm/Catch-v0", "environment.protocol=plain"]
 SCRIPTED = {  # short episodes of a memory task, by the side of its frames
-    40: ["environment.id=wm/DistractingMemory-20-v0"],
+    40: ["environment.id=wm/DistractingMemory-12-v0"],
     64: ["environment.id=wm/TwoRoomsSmall-v0", "environment.size=32"],
     32: [],
 }

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from wmcli.artifacts import Artifact
+from wmcli.backbones import Backbone
 from wmcli.backbones import build as build_backbone
 from wmcli.config import validate
 from wmcli.controllers.actor_critic import ActorCritic
@@ -40,6 +41,17 @@ def build_tokenizer(settings: Settings) -> Tokenizer:
     return CategoricalTokenizer(settings.tokenizer, size)
 
 
+def _build_square(settings: Settings, max_length: int, block: int) -> Backbone:
+    """A backbone for a world model whose elements are as wide as what it makes of them."""
+    backbone = build_backbone(settings.backbone, max_length=max_length, block=block)
+    if backbone.inputs != backbone.width:
+        raise UsageError(
+            f"backbone.dreamer_gru.inputs = {backbone.inputs}: the elements of dynamics of kind"
+            f" '{settings.dynamics.kind}' are as wide as backbone.width = {backbone.width}; set it to 0."
+        )
+    return backbone
+
+
 def _build_latent(settings: Settings, tokenizer: Tokenizer | None, actions: int) -> LatentWorldModel:
     dynamics = settings.dynamics
     assert isinstance(dynamics, LatentWorldModelSettings)
@@ -62,15 +74,15 @@ def build_world_model(settings: Settings, tokenizer: Tokenizer | None, actions: 
     if isinstance(dynamics, TokenWorldModelSettings):
         assert isinstance(tokenizer, VQTokenizer)
         block = tokenizer.tokens + 1
-        backbone = build_backbone(settings.backbone, max_length=dynamics.horizon * block, block=block)
+        backbone = _build_square(settings, max_length=dynamics.horizon * block, block=block)
         return TokenWorldModel(dynamics, backbone, tokenizer, actions)
     if isinstance(dynamics, UniZeroSettings):
-        backbone = build_backbone(settings.backbone, max_length=2 * dynamics.horizon, block=2)
+        backbone = _build_square(settings, max_length=2 * dynamics.horizon, block=2)
         return UniZero(dynamics, backbone, actions, settings.environment.size)
     if isinstance(dynamics, MuZeroSettings):
         return MuZero(dynamics, actions, settings.environment.size)
     if isinstance(dynamics, CellsSettings):
-        backbone = build_backbone(settings.backbone, max_length=dynamics.horizon * TOKENS, block=TOKENS)
+        backbone = _build_square(settings, max_length=dynamics.horizon * TOKENS, block=TOKENS)
         return CellsWorldModel(dynamics, backbone, actions, settings.environment.size)
     return _build_latent(settings, tokenizer, actions)
 

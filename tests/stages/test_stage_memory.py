@@ -29,15 +29,19 @@ from wmcli.stages.rows import Best
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_tensors
 
 SMALL = [
+    "environment.id=wm/DistractingMemory-20-v0",
     "collect.episodes=6",
     "collect.validation=3",
     "collect.test=5",
     "tokenizer.categoricals=3",
     "tokenizer.classes=5",
     "tokenizer.channels=[4, 6]",
+    "tokenizer.strides=[4, 2]",
+    "tokenizer.kernel=4",
     "tokenizer.posterior_width=8",
     "dynamics.prior_width=7",
     "dynamics.head_width=9",
+    "dynamics.horizon=50",
     "dynamics.batch=2",
     "dynamics.updates=5",
     "dynamics.validate_every=2",
@@ -62,7 +66,6 @@ DOORS = ["environment.id=wm/MultiDoorsKeys-2-v0", "dynamics.horizon=150"]
 ROOMS = [
     "environment.id=wm/TwoRoomsSmallTeleport-v0",
     "environment.size=32",
-    "tokenizer.kernel=4",
     "tokenizer.strides=[2, 2]",
     "dynamics.reward=none",
     "dynamics.horizon=100",

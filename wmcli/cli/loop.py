@@ -61,6 +61,6 @@ def run(
     short = {"seed": seed, "training.device": device, "environment.id": environment, "backbone.name": backbone}
     changes = overrides(settings, short)
     artifact = run_loop(open_context(run, name or preset, changes, create=True, quiet=quiet, fresh=fresh))
-    if artifact.kind == "evaluation" and not (as_json or quiet):
+    if artifact.kind == "evaluation" and "mean" in artifact.metrics and not (as_json or quiet):
         show_score(artifact)
     published(artifact, as_json)

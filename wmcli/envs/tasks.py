@@ -8,7 +8,7 @@ from wmcli.envs.multi_doors_keys import MultiDoorsKeys
 from wmcli.envs.rooms import FULL, SMALL, Rooms, TeleportRooms
 
 TASKS: dict[str, Task] = {
-    **{f"wm/DistractingMemory-{width}-v0": DistractingMemory(width=width) for width in (20, 40, 100, 200, 400)},
+    **{f"wm/DistractingMemory-{width}-v0": DistractingMemory(width=width) for width in (12, 20, 40, 100, 200, 400)},
     **{f"wm/MultiDoorsKeys-{keys}-v0": MultiDoorsKeys(keys=keys) for keys in (2, 3, 5, 7)},
     **{
         f"wm/{name}Rooms{suffix}-v0": kind(rooms=rooms, size=size)

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from typing import get_args
 
 from wmcli.artifacts import KEY_METRICS, Artifact
 from wmcli.errors import UsageError
+from wmcli.settings import Measure
 from wmcli.stages.collect import collect, collect_job
 from wmcli.stages.collector import Collector
 from wmcli.stages.context import Context
 from wmcli.stages.dynamics import NONE, train_dynamics
 from wmcli.stages.evaluate import evaluate, summary
 from wmcli.stages.imagine import imagine
-from wmcli.stages.memory import evaluate_memory
+from wmcli.stages.memory import evaluate_memory, told
 from wmcli.stages.tokenizer import train_tokenizer
 
 MODELS = ("tokenizer", "dynamics", "controller")
@@ -39,6 +41,7 @@ def run_loop(context: Context) -> Artifact:
     inside = Context(context.run, context.preset, context.settings, progress.inside(), fresh=context.fresh)
     progress.say(f"run: preset {context.preset}, {plan.epochs} epochs on {context.machine}")
     newest: dict[str, Artifact] = {}
+    scores: list[Artifact] = []
     with closing(Collector(inside)) as beside, progress.bar("run", plan.epochs, "epochs") as bar:
         for epoch in range(1, plan.epochs + 1):
             shown: dict[str, float] = {}
@@ -46,13 +49,15 @@ def run_loop(context: Context) -> Artifact:
             for artifact in _epoch(inside, beside, epoch, newest):
                 newest[artifact.kind] = artifact
                 shown |= _headline(artifact)
+                if artifact.kind == "evaluation" and epoch == plan.epochs:
+                    scores.append(artifact)
             bar.advance()
             bar.show(**shown)
             for kind in MODELS:
                 context.run.prune(kind, set(context.run.versions(kind)[-plan.keep :]))
+    for evaluation in scores:
+        progress.say(told(evaluation) if evaluation.metrics["protocol"] in get_args(Measure) else summary(evaluation))
     if "evaluation" in newest:
-        if "mean" in newest["evaluation"].metrics:
-            progress.say(summary(newest["evaluation"]))
         return newest["evaluation"]
     return newest[next(kind for kind in reversed(("experience", *MODELS)) if kind in newest)]
 

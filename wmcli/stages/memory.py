@@ -111,7 +111,7 @@ def evaluate_memory(
             environment=context.environment,
             machine=machine.block(),
         )
-    context.progress.say(f"eval: {artifact.name}: {told(artifact)}")
+    context.progress.say(told(artifact))
     return artifact
 
 
@@ -361,9 +361,9 @@ ALIKE = ("environment", "backbone", "posterior", "rows", "parameters", "updates"
 
 
 def told(evaluation: Artifact) -> str:
-    """One line."""
+    """An evaluation in one line."""
     row = table([evaluation])[0]
-    return ", ".join(f"{key} {row[key]}" for key in _columns(evaluation.metrics))
+    return f"eval: {evaluation.name}: " + ", ".join(f"{key} {row[key]}" for key in _columns(evaluation.metrics))
 
 
 def table(evaluations: Sequence[Artifact]) -> list[dict[str, Any]]:

@@ -102,10 +102,11 @@ def load_optimiser(optimiser: torch.optim.Optimizer, tensors: Mapping[str, Tenso
         for index, moments in state.items()
         for value in moments.values()
     ), "moments of other parameters"
-    for index, moments in state.items():
+    for number, moments in state.items():
         for name, value in moments.items():
             if value.dim():  # fused optimisers go through parameter and moments as they lie in memory
-                moments[name] = torch.empty_like(parameters[index], dtype=value.dtype).copy_(value)
+                like: Tensor = parameters[number]
+                moments[name] = torch.empty_like(like, dtype=value.dtype).copy_(value)
     optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
 
 
