@@ -626,6 +626,24 @@ def test_planning_whose_model_cannot_be_built_is_one_line(preset: str, overrides
     assert "\n" not in message and all(word in message for word in words), message
 
 
+@pytest.mark.parametrize(
+    ("preset", "overrides", "words"),
+    [
+        (
+            "rem-quick",
+            ["controller.kind=actor-critic", "controller.sees=frame", "controller.horizon=3"],
+            ["controller.sees", "'token'"],
+        ),
+        ("rem-quick", ["backbone.name=dreamer-gru", "backbone.dreamer_gru.inputs=7"], ["dreamer_gru.inputs = 7"]),
+        ("storm", ["dynamics.across_ends=false", "dynamics.rows=streams"], ["rows = 'streams'", "transformer-xl"]),
+    ],
+)
+def test_models_that_cannot_be_built_are_one_line(preset: str, overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        parameter_counts(resolve(preset, overrides), actions=3)
+    assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words)
+
+
 def test_another_kind_starts_its_section_from_the_defaults() -> None:
     mixed = ["controller.kind=actor-critic", "controller.horizon=6", "dynamics.horizon=12"]
     settings = resolve("quickstart", mixed)

@@ -156,6 +156,23 @@ def test_it_decides_on_features_and_remembers_nothing(world):
     same_state(controller, before)  # nothing is learned, or counted, while acting
 
 
+def test_an_agent_without_memory_sees_the_frame_alone(world, make_batch):
+    """The first features, in acting and in imagination; whatever the others are."""
+    world.frame_features = 7
+    torch.manual_seed(3)
+    controller = ActorCritic(ActorCriticSettings(**SMALL, sees="frame"), (7,), actions=4, window=6)
+    torch.nn.init.normal_(controller.actor[-1].weight, std=0.5)
+    observation = torch.full((3, 8, 8, 3), 7, dtype=torch.uint8)
+    action, reset = torch.tensor([1, 2, 3]), torch.tensor([True, False, False])
+    world_state = world.perceive(None, observation, action, reset)
+    logits, _ = controller.decide(world, world_state, ())
+    torch.testing.assert_close(logits, controller.policy(world.features(world_state).reshape(3, 30)[:, :7]))
+    rollout = imagine(controller, world, make_batch((3, 6, 4), 6))
+    whole = imagine(small(torch.float32), world, make_batch((3, 6, 4), 6))
+    assert rollout.feature.shape == (3, 6, 7)
+    torch.testing.assert_close(rollout.feature[:, 0], whole.feature[:, 0, :7])
+
+
 @pytest.mark.parametrize("variant", ["v3", "dreamer"])
 def test_a_reloaded_policy_acts_the_same(variant, world, make_batch):
     """Bit for bit, after the normaliser has seen something."""

@@ -32,7 +32,10 @@ def test_storm_flattens_to_4096():
     assert StridedEncoder(STORM)(torch.rand(2, 3, 64, 64)).shape == (2, 4096)
 
 
-@pytest.mark.parametrize("stack", [DRAMA, STORM, Stack((8, 12), (4, 2), 4, True, "rms", "relu")])
+@pytest.mark.parametrize(
+    "stack",
+    [DRAMA, STORM, Stack((8, 12), (4, 2), 4, True, "rms", "relu"), Stack((8,), (8,), 8, False, "layer", "silu")],
+)
 @pytest.mark.parametrize("size", [32, 64])
 def test_the_decoder_ends_at_the_size_the_encoder_began_with(stack, size):
     encoder, decoder = StridedEncoder(stack), StridedDecoder(10, stack, size)
@@ -105,3 +108,28 @@ def test_rms_norm_is_over_the_channels_of_a_pixel():
 def test_a_size_that_cannot_be_shrunk_is_one_line():
     with pytest.raises(UsageError, match="frames of 40x40 pixels cannot be shrunk by tokenizer.strides"):
         StridedEncoder(STORM), StridedDecoder(10, STORM, 40)
+
+
+def test_kernels_as_large_as_their_stride_look_at_patches_and_at_nothing_else():
+    """Each pixel belongs to one patch, on the way in and on the way out."""
+    stack = Stack((6, 7), (4, 2), 4, True, "rms", "silu")
+    encoder, decoder = StridedEncoder(stack), StridedDecoder(10, stack, 16)
+    image = torch.rand(1, 3, 16, 16, requires_grad=True)
+    encoder[0](image)[0, :, 1, 2].sum().backward()
+    seen = image.grad.abs().sum((0, 1)) > 0
+    want = torch.zeros(16, 16, dtype=torch.bool)
+    want[4:8, 8:12] = True
+    assert torch.equal(seen, want)
+    last = decoder.layers[-1]
+    x = torch.zeros(1, 6, 4, 4)
+    x[0, :, 3, 3] = 1
+    shown = (last(x) - last(torch.zeros_like(x))).abs().sum((0, 1)) > 0
+    assert shown[12:, 12:].all() and shown.sum() == 16
+
+
+def test_layer_norm_is_over_the_channels_of_a_pixel_with_its_own_eps():
+    stack = Stack((6,), (2,), 4, False, "layer", "silu", 1e-3)
+    norm = StridedEncoder(stack)[1]
+    x = torch.randn(2, 6, 3, 5)
+    want = (x - x.mean(1, keepdim=True)) / (x.var(1, correction=0, keepdim=True) + 1e-3).sqrt()
+    torch.testing.assert_close(norm(x), want)

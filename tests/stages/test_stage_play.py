@@ -92,6 +92,8 @@ def test_every_frame_follows_from_the_one_before_and_its_action(newest_episodes:
     """A model that counts actions shows which actions it was given, and when."""
 
     class Counter:
+        decodes = "latents"
+
         def encode(self, observation):
             return observation[..., 0, 0]
 

@@ -136,7 +136,7 @@ def evaluate(
         else:
             from wmcli.stages.memory import evaluate_memory
 
-            artifact = evaluate_memory(context, protocol, dynamics=dynamics, experience=experience)
+            artifact = evaluate_memory(context, measure=protocol, dynamics=dynamics, experience=experience)
         if not (as_json or quiet):
             rows = _dynamics_rows([artifact], protocol)
             draw_beside(rows, list(rows[0]), artifact.name)
@@ -195,12 +195,10 @@ def score_rows(evaluation: Artifact) -> list[Row]:
 
 def _dynamics_rows(evaluations: list[Artifact], protocol: str) -> Sequence[Row]:
     if protocol == "gridworld":
-        from wmcli.stages import grid_world
-
-        return grid_world.table(evaluations)
-    from wmcli.stages import memory
-
-    return memory.table(evaluations)
+        from wmcli.stages.grid_world import table
+    else:
+        from wmcli.stages.memory import table
+    return table(evaluations)
 
 
 def _dynamics_table(runs: list[Path], protocol: str, as_json: bool) -> None:

@@ -19,6 +19,7 @@ from wmcli.artifacts import Artifact
 from wmcli.assemble import build_controller, load_world_model, settings_of
 from wmcli.controllers.base import Learner, episode_starts
 from wmcli.controllers.mcts import MCTSSettings
+from wmcli.errors import UsageError
 from wmcli.experience import SearchTargets
 from wmcli.experience.sampler import WindowTable
 from wmcli.nn.masked import masked_mean
@@ -81,6 +82,11 @@ def _imagination(
     """Rollouts of the model from experience, and what the controller learns of them."""
     settings, trained_with = context.settings.controller, settings_of(model)
     known = trained_with.dynamics.context  # frames that imagination starts from
+    if getattr(trained_with.dynamics, "reward", "") == "none":
+        raise UsageError(
+            f"{model.name} has learned no rewards (dynamics.reward = none), and without them there is nothing to gain:"
+            " train dynamics with another dynamics.reward."
+        )
     memory = context.experience(frames)
     world_model = load_world_model(model, context.machine)
     latents = latents_of(context, world_model, "rules" if teacher is None else teacher.digest, memory)
