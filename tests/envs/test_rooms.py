@@ -11,10 +11,10 @@ from gymnasium.utils.env_checker import check_env
 
 from wmcli.envs.memory_task import Episodes, MemoryEnv
 from wmcli.envs.ray_caster import EYE, RADIUS, SPHERE_COLOURS, WALL_COLOURS, axes, cast
-from wmcli.envs.rooms import BODY, FULL, REACH, SMALL, TELEPORT, Rooms, State, TeleportRooms
+from wmcli.envs.rooms import FULL, SMALL, TELEPORT, Rooms, TeleportRooms
+from wmcli.envs.walking import BODY, FORWARD, FORWARD_LEFT, FORWARD_RIGHT, LEFT, NOOP, REACH, RIGHT, State
 from wmcli.errors import UsageError
 
-NOOP, FORWARD, LEFT, RIGHT, FORWARD_LEFT, FORWARD_RIGHT = range(6)
 SLOPE = np.tan(np.deg2rad(40))
 ALL = [Rooms(rooms, size) for size in (FULL, SMALL) for rooms in (2, 4, 10)]
 LENGTHS = {(2, 64): (301, 200), (4, 64): (501, 500), (10, 64): (1101, 900), (2, 32): (61, 44)}

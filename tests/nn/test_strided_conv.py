@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from wmcli.errors import UsageError
 from wmcli.nn.norms import ChannelRMSNorm
-from wmcli.nn.strided_conv import Stack, StridedDecoder, StridedEncoder, TransposedConv2d
+from wmcli.nn.strided_conv import (
+    PatchConv2d,
+    PatchTransposedConv2d,
+    Stack,
+    StridedDecoder,
+    StridedEncoder,
+    TransposedConv2d,
+)
 
 DRAMA = Stack((16, 32, 48, 64, 64), (1, 2, 2, 2, 2), 5, True, "batch", "silu")
 STORM = Stack((32, 64, 128, 256), (2, 2, 2, 2), 4, False, "batch", "relu")
@@ -125,6 +133,31 @@ def test_kernels_as_large_as_their_stride_look_at_patches_and_at_nothing_else():
     x[0, :, 3, 3] = 1
     shown = (last(x) - last(torch.zeros_like(x))).abs().sum((0, 1)) > 0
     assert shown[12:, 12:].all() and shown.sum() == 16
+
+
+@pytest.mark.parametrize("kernel", [2, 3, 8])
+@pytest.mark.parametrize("bias", [True, False])
+def test_convolutions_of_patches_are_torchs(kernel, bias):
+    """Values and gradients, there and back."""
+    shapes = ((2, 3, 2 * kernel, 3 * kernel), (2, 5, 2, 3))
+    for ours, theirs, shape in (
+        (PatchConv2d(3, 5, kernel, kernel, bias=bias), nn.Conv2d(3, 5, kernel, kernel, bias=bias), shapes[0]),
+        (
+            PatchTransposedConv2d(5, 3, kernel, kernel, bias=bias),
+            nn.ConvTranspose2d(5, 3, kernel, kernel, bias=bias),
+            shapes[1],
+        ),
+    ):
+        theirs.load_state_dict(ours.state_dict())
+        x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        found, want = ours.double()(x), theirs.double()(x)
+        torch.testing.assert_close(found, want)
+        grad = torch.randn_like(want)
+        ours_all, theirs_all = (
+            torch.autograd.grad(out, [x, *layer.parameters()], grad) for out, layer in ((found, ours), (want, theirs))
+        )
+        for one, other in zip(ours_all, theirs_all, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_layer_norm_is_over_the_channels_of_a_pixel_with_its_own_eps():

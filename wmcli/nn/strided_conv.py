@@ -69,7 +69,8 @@ class StridedEncoder(nn.Sequential):
         layers: list[nn.Module] = []
         inputs = 3
         for outputs, stride in zip(stack.channels, stack.strides, strict=True):
-            layers.append(nn.Conv2d(inputs, outputs, stack.kernel, stride, stack.padding(stride), bias=stack.bias))
+            kind = PatchConv2d if stride == stack.kernel else nn.Conv2d
+            layers.append(kind(inputs, outputs, stack.kernel, stride, stack.padding(stride), bias=stack.bias))
             layers += _norm_and_activation(stack, outputs)
             inputs = outputs
         super().__init__(*layers, nn.Flatten())
@@ -94,8 +95,9 @@ class StridedDecoder(nn.Module):
             padding = stack.padding(stride)
             # What the rounding of the encoder's strided convolution swallowed.
             missing = stride + 2 * padding - stack.kernel
+            kind = PatchTransposedConv2d if stride == stack.kernel else TransposedConv2d
             layers.append(
-                TransposedConv2d(channels[i], outputs, stack.kernel, stride, padding, missing, bias=stack.bias or not i)
+                kind(channels[i], outputs, stack.kernel, stride, padding, missing, bias=stack.bias or not i)
             )
             if i:
                 layers += _norm_and_activation(stack, outputs)
@@ -106,6 +108,27 @@ class StridedDecoder(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
         x = self.linear(z).unflatten(-1, self.shape).contiguous(memory_format=torch.channels_last)
         return self.layers(x)
+
+
+class PatchConv2d(nn.Conv2d):
+    """torch's own for a kernel as large as its stride: one matrix product over all patches, a multiple faster on a CPU
+    than the convolution, above all backwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.permute(0, 2, 3, 1)  # (outputs, kernel, kernel, inputs)
+        (high, wide), kept = self.kernel_size, x.permute(0, 2, 3, 1)
+        patches = kept.unflatten(2, (-1, wide)).unflatten(1, (-1, high)).transpose(2, 3)
+        return F.linear(patches.flatten(3), weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+class PatchTransposedConv2d(nn.ConvTranspose2d):
+    """torch's own for a kernel as large as its stride: each pixel makes a patch by one matrix product."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # an output size has no use here
+        weight = self.weight.permute(2, 3, 1, 0)  # (kernel, kernel, outputs, inputs)
+        bias = None if self.bias is None else self.bias.repeat(weight.shape[0] * weight.shape[1])
+        patches = F.linear(x.permute(0, 2, 3, 1), weight.flatten(0, 2), bias).unflatten(3, weight.shape[:3])
+        return patches.transpose(2, 3).flatten(3, 4).flatten(1, 2).permute(0, 3, 1, 2)
 
 
 class TransposedConv2d(nn.ConvTranspose2d):

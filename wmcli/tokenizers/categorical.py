@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from wmcli.config import Section
 from wmcli.nn.initialise import fan_average
@@ -185,7 +186,7 @@ class CategoricalTokenizer(nn.Module):
 
     def reconstruction_error(self, image: Tensor, observation: Tensor) -> Tensor:
         """Squared error summed over pixels and colours, (B,): images (B, 3, H, W) against frames (B, H, W, 3) uint8."""
-        return (image - scaled(observation)).square().flatten(1).sum(1)
+        return F.mse_loss(image, scaled(observation), reduction="none").sum((1, 2, 3))
 
     # -- fitting by reconstruction, and its measures ------------------------------------------------------------------
 
@@ -207,4 +208,4 @@ class CategoricalTokenizer(nn.Module):
 def scaled(observation: Tensor) -> Tensor:
     """uint8 (B, H, W, 3) to float32 (B, 3, H, W) in [0, 1], channels last in memory."""
     assert observation.dtype == torch.uint8 and observation.shape[-1] == 3, "frames are uint8 with three colours last"
-    return observation.permute(0, 3, 1, 2).float() / 255
+    return observation.permute(0, 3, 1, 2) / 255

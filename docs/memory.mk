@@ -1,0 +1,40 @@
+# Which backbone remembers: the paper's tables 2 and 3 (Deng, Park and Ahn 2023) at a CPU's size (docs/results.md):
+#   make -j2 -f docs/memory.mk        prints both tables and how well doors are told; SEEDS="1 2 3" for spreads
+# All models within 8 % of one parameter count. One thread each, so that -j gives as many at once as there are cores.
+R := runs/memory
+SEEDS := 1
+TASKS := memory-small doors-small
+MODELS := s4 s4d s5 mamba2 mamba1 retnet transformer gaussian tssm-xl rssm
+
+s4 :=
+s4d := backbone.name=s4d
+s5 := backbone.name=s5 backbone.width=60 backbone.s5.state=64 backbone.s5.blocks=1
+mamba2 := backbone.name=mamba2 backbone.width=92 backbone.mamba2.head_width=8
+mamba1 := backbone.name=mamba1 backbone.width=88
+retnet := backbone.name=retnet backbone.width=68 backbone.retnet.heads=2
+transformer := backbone.name=transformer backbone.width=68
+gaussian := $(transformer) backbone.transformer.prior.kind=gaussian
+# The paper's proportions on its shortest hallway: a cache of half an episode, gradients through a fifth of one.
+tssm-xl := backbone.name=transformer-xl backbone.width=68 backbone.transformer_xl.heads=4 backbone.transformer_xl.ffn=4 \
+	dynamics.learning_rate=1e-3
+rssm := backbone.name=dreamer-gru backbone.width=112 backbone.layers=1 dynamics.posterior=recurrent \
+	dynamics.rows=streams dynamics.context=3 controller.horizon=2
+memory-small-tssm-xl := backbone.transformer_xl.memory=15 backbone.transformer_xl.segment=15
+doors-small-tssm-xl := backbone.transformer_xl.memory=70 backbone.transformer_xl.segment=70
+memory-small-rssm := dynamics.horizon=6
+doors-small-rssm := dynamics.horizon=28
+
+runs = $(foreach model,$(MODELS),$(foreach seed,$(SEEDS),$(R)/$(1)-$(model)-$(seed)))
+
+tables: $(foreach task,$(TASKS),$(addsuffix /evaluation/latest/manifest.json,$(call runs,$(task))))
+	wm eval $(call runs,memory-small) --protocol reward
+	wm eval $(call runs,doors-small) --protocol generation
+	wm eval $(call runs,doors-small) --protocol doors
+.PHONY: tables
+
+define one
+$(R)/$(1)-$(2)-$(3)/evaluation/latest/manifest.json:
+	wm run $(1) --run $(R)/$(1)-$(2)-$(3) --seed $(3) --set training.threads=1 \
+		$(foreach each,$($(2)) $($(1)-$(2)),--set $(each))
+endef
+$(foreach task,$(TASKS),$(foreach model,$(MODELS),$(foreach seed,$(SEEDS),$(eval $(call one,$(task),$(model),$(seed))))))

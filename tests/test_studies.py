@@ -1,0 +1,49 @@
+"""The studies of docs/: every command line that make would run is one that wm understands."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from wmcli.assemble import parameter_counts
+from wmcli.settings import resolve
+
+DOCS = Path(__file__).parent.parent / "docs"
+STUDIES = sorted(DOCS.glob("*.mk"))
+ACTIONS = 5  # the grid world takes no other number
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+
+def commands(study: Path) -> list[tuple[str, list[str]]]:
+    """Preset and overrides of each `wm run` of a study."""
+    told = subprocess.run(["make", "-n", "-f", study], capture_output=True, text=True, check=True, cwd=DOCS).stdout
+    runs = [line for line in told.replace("\\\n", " ").splitlines() if line.lstrip().startswith("wm run ")]
+    found = []
+    for run in runs:
+        overrides = re.findall(r"--set (\S+)", run)
+        overrides += [f"backbone.name={name}" for name in re.findall(r"--backbone (\S+)", run)]
+        found.append((run.split()[2], overrides))
+    return found
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
+def test_every_run_of_a_study_is_one_that_can_be_built(study: Path) -> None:
+    found = commands(study)
+    assert found
+    for preset, overrides in found:
+        assert parameter_counts(resolve(preset, overrides), actions=ACTIONS)
+
+
+def test_memory_is_compared_at_equal_size() -> None:
+    """Within a tenth of S4WM's."""
+    counts: dict[str, list[int]] = {}
+    for preset, overrides in commands(DOCS / "memory.mk"):
+        counts.setdefault(preset, []).append(parameter_counts(resolve(preset, overrides), actions=ACTIONS)["dynamics"])
+    assert len(counts) == 2
+    for sizes in counts.values():
+        assert len(sizes) == 10 and all(abs(size / sizes[0] - 1) < 0.1 for size in sizes)
