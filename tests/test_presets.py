@@ -87,6 +87,7 @@ S4WM_2D = {
     "dynamics.rows": "episodes",
     "dynamics.first_frame": False,
     "dynamics.reconstruction_weight": 1.0,
+    "dynamics.reward_weight": 1.0,
     "dynamics.dynamics_weight": 0.8,
     "dynamics.representation_weight": 0.2,
     "dynamics.free_nats": 0.0,

@@ -197,6 +197,15 @@ def test_balancing_changes_no_value_and_shares_the_gradient(alpha):
         assert not left.any()
 
 
+def test_the_loss_is_the_sum_of_its_weighted_parts():
+    model = make(reconstruction_weight=0.25, reward_weight=30.0, dynamics_weight=0.5, representation_weight=0.125)
+    total, log = model.loss(segment())
+    assert log["reward_loss"] > 0 and log["observation_loss"] > 0
+    want = 0.25 * log["reconstruction"] + 30 * log["reward_loss"] + log["termination_loss"]
+    want = want + (0.5 + 0.125) * log["observation_loss"]
+    assert_close(total.detach(), want)
+
+
 @pytest.mark.parametrize("posterior", POSTERIORS)
 @pytest.mark.parametrize("backbone", NAMES)
 def test_every_parameter_learns_on_every_backbone(backbone, posterior):

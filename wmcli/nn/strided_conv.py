@@ -96,9 +96,7 @@ class StridedDecoder(nn.Module):
             # What the rounding of the encoder's strided convolution swallowed.
             missing = stride + 2 * padding - stack.kernel
             kind = PatchTransposedConv2d if stride == stack.kernel else TransposedConv2d
-            layers.append(
-                kind(channels[i], outputs, stack.kernel, stride, padding, missing, bias=stack.bias or not i)
-            )
+            layers.append(kind(channels[i], outputs, stack.kernel, stride, padding, missing, bias=stack.bias or not i))
             if i:
                 layers += _norm_and_activation(stack, outputs)
         self.layers = nn.Sequential(*layers)

@@ -101,6 +101,8 @@ class LatentWorldModelSettings(Section):
     """Learn time limits as terminations."""
     reconstruction_weight: float = Field(1.0, ge=0)
     """Weight of the squared error of a frame (0.5 makes it the likelihood of a unit Gaussian)."""
+    reward_weight: float = Field(1.0, ge=0)
+    """Weight of the rewards' loss, which is a mean over frames."""
     dynamics_weight: float = Field(1.0, ge=0)
     """Weight of the loss that pulls the prior to the posterior (STORM: 0.5)."""
     representation_weight: float = Field(0.1, ge=0)
@@ -397,8 +399,9 @@ class LatentWorldModel(WorldModel):
         dynamics = self._with_free_nats(kl_divergence(log_posterior.detach(), log_prior), follows)
         representation = self._with_free_nats(kl_divergence(log_posterior, log_prior.detach()), follows)
 
-        total = settings.reconstruction_weight * reconstruction + reward_loss + termination_loss
-        total = total + settings.dynamics_weight * dynamics + settings.representation_weight * representation
+        total = settings.reconstruction_weight * reconstruction + settings.reward_weight * reward_loss
+        total = total + termination_loss + settings.dynamics_weight * dynamics
+        total = total + settings.representation_weight * representation
         with torch.no_grad():
             log = {
                 "reconstruction": reconstruction,
