@@ -49,8 +49,8 @@ PLANNED = ("unizero", "muzero")
 """Kinds of dynamics that learn a policy and a value, for a search to plan with."""
 
 
-Measure = Literal["generation", "recall", "reward", "doors"]
-"""What can be measured of a memory model: see wmcli/stages/memory.py."""
+Measure = Literal["generation", "recall", "reward", "doors", "probe"]
+"""What can be measured of a memory model: see wmcli/stages/memory.py and probe.py."""
 
 
 class CollectSettings(Section):
@@ -81,6 +81,8 @@ class EvaluationSettings(Section):
     """Divides the policy's logits before an action is sampled; 0 takes the likeliest action."""
     measures: tuple[Measure, ...] = Field((), strict=False)
     """What `wm run` measures in the end of a dynamics model that learned a memory task."""
+    probe_updates: int = Field(2000, ge=1)
+    """Updates of the probes that `wm eval --protocol probe` trains."""
 
 
 class RunSettings(Section):

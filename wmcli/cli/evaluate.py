@@ -76,10 +76,10 @@ def evaluate(
         ),
     ] = None,
     protocol: Annotated[
-        Literal["returns", "gridworld", "generation", "recall", "reward", "doors"],
+        Literal["returns", "gridworld", "generation", "recall", "reward", "doors", "probe"],
         typer.Option(
             help="returns of the controller's episodes; gridworld: errors and cost of dynamics on cells; or what"
-            " dynamics remember of a memory task: generation, recall, reward, doors."
+            " dynamics remember of a memory task: generation, recall, reward, doors, probe."
         ),
     ] = "returns",
     fresh: Fresh = False,

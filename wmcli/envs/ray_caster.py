@@ -59,7 +59,7 @@ class Hits(NamedTuple):
     depth: np.ndarray
     """(R,): in lengths of the ray's direction."""
     cell: np.ndarray
-    """(R,) int: the open cell in front of the wall, row * columns + column."""
+    """(R,) int: the open cell in front of the wall, row * columns + column of its maze."""
     side: np.ndarray
     """(R,) int: where that cell's wall stands, see SIDES."""
     along: np.ndarray
@@ -67,11 +67,12 @@ class Hits(NamedTuple):
 
 
 class RayCaster:
-    """Draws one maze. `walls`: bool (rows, columns), closed all round. `slots`: int (rows, columns, 4), for every open
-    cell and side which of a frame's wall textures is seen there. Frames are `side` pixels high and wide."""
+    """Draws one maze, or one for each frame. `walls`: bool (rows, columns) or (N, rows, columns), closed all round.
+    `slots`: int (rows, columns, 4), for every open cell and side which of a frame's wall textures is seen there. Frames
+    are `side` pixels high and wide."""
 
     def __init__(self, walls: np.ndarray, slots: np.ndarray, side: int) -> None:
-        assert walls[0].all() and walls[-1].all() and walls[:, 0].all() and walls[:, -1].all(), "an open border"
+        assert walls[..., [0, -1], :].all() and walls[..., [0, -1]].all(), "an open border"
         self._walls = walls
         self._slots = slots.reshape(-1)
         self._side = side
@@ -108,11 +109,13 @@ class RayCaster:
         chunk = max(1, CHUNK // self._side**2)
         for start in range(0, len(position), chunk):
             part = slice(start, start + chunk)
-            self._draw(position[part], heading[part], textures[part], spheres[part], colours[part], frames[part])
+            walls = self._walls if self._walls.ndim == 2 else self._walls[part]
+            self._draw(walls, position[part], heading[part], textures[part], spheres[part], colours[part], frames[part])
         return frames
 
     def _draw(
         self,
+        walls: np.ndarray,
         position: np.ndarray,
         heading: np.ndarray,
         textures: np.ndarray,
@@ -126,8 +129,9 @@ class RayCaster:
         ray = forward[:, None] + self._across[:, None] * right[:, None]  # (N, W, 2)
         ray = ray.reshape(-1, 2)
         origin = position.repeat(side, 0)
-        hits = cast(self._walls, origin, ray)
-        texture = textures[np.arange(count).repeat(side), self._slots[hits.cell * 4 + hits.side]]
+        frame = np.arange(count).repeat(side)
+        hits = cast(walls, origin, ray, None if walls.ndim == 2 else frame)
+        texture = textures[frame, self._slots[hits.cell * 4 + hits.side]]
         texels = self._wall(hits, texture)
         self._floor(origin, ray, hits.depth, texels)
         pixels = self._colours.take(texels)  # (H, N * W), red, green, blue and nothing
@@ -238,10 +242,11 @@ def axes(heading: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([cosine, -sine], -1), np.stack([sine, cosine], -1)
 
 
-def cast(walls: np.ndarray, origin: np.ndarray, ray: np.ndarray) -> Hits:
+def cast(walls: np.ndarray, origin: np.ndarray, ray: np.ndarray, maze: np.ndarray | None = None) -> Hits:
     """Follow rays from `origin` (R, 2), in open cells, along `ray` (R, 2), of any length, from cell to cell until the
-    next one is in `walls`, bool (rows, columns) (Amanatides and Woo 1987)."""
-    columns = walls.shape[1]
+    next one is in `walls`, bool (rows, columns) (Amanatides and Woo 1987). With `maze`, int (R,), each ray is in one of
+    the mazes `walls` (M, rows, columns)."""
+    rows, columns = walls.shape[-2:]
     solid = walls.reshape(-1)
     ray = np.where(np.abs(ray) < 1e-9, ray.dtype.type(1e-9), ray)
     corner = np.floor(origin)
@@ -249,6 +254,8 @@ def cast(walls: np.ndarray, origin: np.ndarray, ray: np.ndarray) -> Hits:
     next_line = np.where(ray > 0, corner + 1 - origin, origin - corner) * pace
     stride = np.where(ray > 0, 1, -1) * np.array([1, columns])
     cell = (corner[:, 1] * columns + corner[:, 0]).astype(np.int64)
+    if maze is not None:
+        cell += maze * (rows * columns)
     found = Hits(np.empty(len(ray), ray.dtype), np.empty_like(cell), np.empty_like(cell), np.empty(len(ray), ray.dtype))
     pending = np.arange(len(ray))
     (x, y), (pace_x, pace_y), (stride_x, stride_y) = (
@@ -271,6 +278,8 @@ def cast(walls: np.ndarray, origin: np.ndarray, ray: np.ndarray) -> Hits:
         cell = beyond
         x = x + pace_x * vertical
         y = y + pace_y * ~vertical
+    if maze is not None:
+        np.subtract(found.cell, maze * (rows * columns), out=found.cell)
     other = 1 - found.side
     every = np.arange(len(ray))
     point = origin[every, other] + found.depth * ray[every, other]

@@ -11,10 +11,8 @@ did from there. So frame C + j equals frame tau + j, for j = 0 .. R, and the que
 may teleport whenever it likes: to frame tau, or to frame 0 as long as tau has not come. The same seed makes the same
 episode with and without teleport up to frame C - 1.
 
-Sizes of rooms, lengths, the script and everything called a size are ours where the paper is silent; motion is what was
-measured in Memory Maze at its 4 steps a second. Turning follows the same rule as walking: a step moves by its own
-command and by what is left of those before, so that n steps of turning come to n times the steady rate once they are
-over. Speed is kept along the heading; what walls stop keeps its speed. Spheres are in nobody's way.
+Sizes of rooms, lengths, the script and everything called a size are ours where the paper is silent; motion is Memory
+Maze's (walking.py). Spheres are in nobody's way.
 
 E episodes, P rooms, T steps. Positions are cells, (x, y) with y to the south, headings degrees from east to the left.
 """
@@ -29,16 +27,29 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from wmcli.envs.memory_task import Episodes, Task
-from wmcli.envs.ray_caster import SPHERE_COLOURS, WALL_COLOURS, RayCaster, axes
+from wmcli.envs.ray_caster import SPHERE_COLOURS, WALL_COLOURS, RayCaster
+from wmcli.envs.walking import (
+    COARSE,
+    LEFT,
+    MEANINGS,
+    MEASURED,
+    NOOP,
+    REACH,
+    RIGHT,
+    Gait,
+    State,
+    advance,
+    bearing,
+    between,
+    distance,
+    standing,
+    steer,
+)
 from wmcli.errors import UsageError
 
-NOOP, FORWARD, LEFT, RIGHT, FORWARD_LEFT, FORWARD_RIGHT, TELEPORT = range(7)
-WALKS = np.array([0, 1, 0, 0, 1, 1, 0])  # of each action
-TURNS = np.array([0, 0, 1, -1, 1, -1, 0])
+TELEPORT = len(MEANINGS)
 OBJECTS = 2  # spheres a room
 CORRIDOR_TEXTURE = list(WALL_COLOURS).index("yellow")
-BODY = 0.1  # cells from an agent's middle to where walls stop it: half the side of a square, as wide as the ball it is
-REACH = 0.4  # cells: nearer than this the script takes a place for reached
 SLACK = 5  # steps that a way may take longer than its length and bends say
 PLACES = 6  # that the script has ready to go to in each room, more than time allows
 
@@ -65,17 +76,8 @@ class Size:
     """Cells between two rooms."""
     pixels: int = 64
     """Height and width of a frame."""
-    walk: float = 0.25
-    """Cells a step of steady walking."""
-    glide: float = 0.138
-    """Of these, cells owed to the speed at the step's beginning."""
-    decay: float = 0.225
-    """What a step leaves of the difference between speed and command: the n-th step of walking, from 0, covers
-    walk - glide * decay^n cells."""
-    turn: float = 18.4
-    """Degrees a step of steady turning."""
-    coast: float = 2.9
-    """Of these, degrees owed to the step before."""
+    gait: Gait = MEASURED
+    """How far a step goes."""
     budgets: tuple[Budget, ...] = (Budget(2, 150, 100, 150), Budget(4, 125, 125, 250), Budget(10, 110, 90, 550))
 
 
@@ -84,14 +86,10 @@ SMALL = Size(
     room=3,
     corridor=1,
     pixels=32,
-    walk=0.5,
-    glide=0.0,
-    decay=0.0,
-    turn=45.0,
-    coast=0.0,
+    gait=COARSE,
     budgets=(Budget(2, 30, 22, 30), Budget(4, 30, 22, 60), Budget(10, 30, 22, 150)),
 )
-"""Rooms of 3 x 3 cells, half a cell a step, eighths of a turn, nothing of either left over to the next step."""
+"""Rooms of 3 x 3 cells, half a cell or an eighth of a turn a step."""
 
 
 class Layout(NamedTuple):
@@ -120,22 +118,13 @@ class View(NamedTuple):
     """uint8 (..., P, 2): of the spheres, numbers of SPHERE_COLOURS."""
 
 
-class State(NamedTuple):
-    """All that changes in an episode."""
-
-    position: np.ndarray  # float64 (E, 2)
-    heading: np.ndarray  # float64 (E,)
-    speed: np.ndarray  # float64 (E,): 1 is steady walking
-    swing: np.ndarray  # float64 (E,): the turn commanded by the step before, -1, 0 or 1
-
-
 @dataclass(frozen=True)
 class Rooms(Task):
     """Rooms in a ring. Raises UsageError when `size` has no budget for that many rooms."""
 
     rooms: int = 2
     size: Size = FULL
-    meanings: ClassVar[tuple[str, ...]] = ("NOOP", "FORWARD", "LEFT", "RIGHT", "FORWARD_LEFT", "FORWARD_RIGHT")
+    meanings: ClassVar[tuple[str, ...]] = MEANINGS
 
     def __post_init__(self) -> None:
         known = [budget.rooms for budget in self.size.budgets]
@@ -199,17 +188,7 @@ class Rooms(Task):
 
     def advance(self, state: State, action: np.ndarray) -> State:
         """The states after one step of the actions (E,), none of them TELEPORT."""
-        size = self.size
-        command, walk = TURNS[action], WALKS[action]
-        turned = (size.turn - size.coast) * command + size.coast * state.swing
-        covered = (size.walk - size.glide) * walk + size.glide * state.speed
-        forward, _ = axes(state.heading + turned / 2)
-        return State(
-            position=_slide(self.layout.walls, state.position, forward * covered[:, None]),
-            heading=(state.heading + turned) % 360,
-            speed=size.decay * state.speed + (1 - size.decay) * walk,
-            swing=command.astype(np.float64),
-        )
+        return advance(self.size.gait, self.layout.walls, state, action)
 
 
 @dataclass(frozen=True)
@@ -241,8 +220,7 @@ class _Walk(Episodes):
         self._fidget = np.stack([draw.fidget for draw in draws])
         self._fixed = np.stack([draw.fixed for draw in draws])
         heading = np.array([draw.heading for draw in draws])
-        still = np.zeros(len(draws))
-        self._start = State(task.layout.middles[self._begin], heading, still, still)
+        self._start = standing(task.layout.middles[self._begin], heading)
         self._state = self._start
         self._remembered = self._start  # what TELEPORT brings back
 
@@ -255,8 +233,9 @@ class _Walk(Episodes):
         over = self._frame == task.context + task.query - 1
         if not over:
             self._remembered = _choose(self._return_to == self._frame, self._state, self._remembered)
-            walked = task.advance(self._state, action)
-            self._state = _choose(action == TELEPORT, self._remembered, walked)
+            jumps = action == TELEPORT
+            walked = task.advance(self._state, np.where(jumps, NOOP, action))
+            self._state = _choose(jumps, self._remembered, walked)
             self._frame += 1
         return np.zeros(count, np.float32), np.full(count, over)
 
@@ -277,7 +256,7 @@ class _Walk(Episodes):
         middle the script looks left and right until the visit's time is over.
         """
         task, layout, count = self._task, self._task.layout, len(self._begin)
-        scan = math.ceil(360 / task.size.turn)
+        scan = math.ceil(360 / task.size.gait.turn)
         state = self._start
         actions: list[np.ndarray] = []
         for visit in range(visits):
@@ -299,10 +278,10 @@ class _Walk(Episodes):
                     been |= chosen
                     target = np.where(chosen.any(1)[:, None], (places * chosen[..., None]).sum(1), target)
                 target = np.where(leaving[:, None], _ahead(task.size, state.position, here, there), target)
-                actions.append(np.where(arrived, self._fidget[:, len(actions)], _steer(task.size, state, target)))
+                actions.append(np.where(arrived, self._fidget[:, len(actions)], steer(task.size.gait, state, target)))
                 state = task.advance(state, actions[-1])
-                choosing = ~leaving & (_distance(state.position, target) < REACH)
-                arrived |= leaving & (_distance(state.position, there) < REACH)
+                choosing = ~leaving & (distance(state.position, target) < REACH)
+                arrived |= leaving & (distance(state.position, there) < REACH)
         actions.append(np.full(count, NOOP))
         return np.stack(actions, 1).astype(np.int32)
 
@@ -382,54 +361,9 @@ def _ray_caster(rooms: int, room: int, corridor: int, pixels: int) -> RayCaster:
     return RayCaster(layout.walls, layout.slots, pixels)
 
 
-def _slide(walls: np.ndarray, position: np.ndarray, way: np.ndarray) -> np.ndarray:
-    """Move squares of half a side BODY from `position` (E, 2) by `way` (E, 2), less than a cell, first in x and then in
-    y, each as far as walls let them."""
-    position = position.copy()
-    for axis in (0, 1):
-        sign = np.sign(way[:, axis])
-        wanted = position[:, axis] + way[:, axis]
-        front = np.floor(wanted + sign * BODY).astype(np.int64)
-        flanks = [np.floor(position[:, 1 - axis] + side).astype(np.int64) for side in (-BODY, BODY)]
-        met = [walls[flank, front] if axis == 0 else walls[front, flank] for flank in flanks]
-        edge = front + (sign < 0) - sign * (BODY + 1e-6)  # a little off, so that the wall is not touched
-        position[:, axis] = np.where(met[0] | met[1], edge, wanted)
-    return position
-
-
 def _choose(first: np.ndarray, one: State, other: State) -> State:
     """Of each episode, the first state where `first` (E,), else the second."""
     return State(*(np.where(first.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(one, other, strict=True)))
-
-
-def _distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    way = one - other
-    return np.hypot(way[..., 0], way[..., 1])
-
-
-def _bearing(way: np.ndarray) -> np.ndarray:
-    """The headings of ways (..., 2)."""
-    return np.rad2deg(np.arctan2(-way[..., 1], way[..., 0]))
-
-
-def _between(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The turn from one heading to another, in [-180, 180)."""
-    return (other - one + 180) % 360 - 180
-
-
-def _oblique(size: Size) -> float:
-    """Up to how many degrees beside an agent's heading a place may lie for it to walk."""
-    return max(45 - size.turn / 2, size.turn / 2)
-
-
-def _steer(size: Size, state: State, target: np.ndarray) -> np.ndarray:
-    """The action that brings an agent nearer to `target` (E, 2): walk if that is roughly ahead, turn if half a step of
-    turning or more is missing."""
-    off = _between(state.heading + size.coast * state.swing, _bearing(target - state.position))
-    walk = np.abs(off) <= _oblique(size)
-    turn = np.where(np.abs(off) > size.turn / 2, np.sign(off), 0)
-    return np.select([turn > 0, turn < 0], [np.where(walk, FORWARD_LEFT, LEFT), np.where(walk, FORWARD_RIGHT, RIGHT)],
-                     np.where(walk, FORWARD, NOOP))  # fmt: skip
 
 
 def _ahead(size: Size, position: np.ndarray, here: np.ndarray, there: np.ndarray) -> np.ndarray:
@@ -445,10 +379,11 @@ def _ahead(size: Size, position: np.ndarray, here: np.ndarray, there: np.ndarray
 
 def _duration(size: Size, state: State, places: np.ndarray, here: np.ndarray, there: np.ndarray) -> np.ndarray:
     """Steps that the way to each of `places` (E, n, 2) and on to the next room's middle will hardly exceed, (E, n)."""
+    gait = size.gait
     line = (there - here) / np.abs(there - here).sum(-1, keepdims=True)
     door = (here + line * (size.room // 2))[:, None]
     ways = [places - state.position[:, None], door - places, (there - here)[:, None]]
-    length = _distance(places, state.position[:, None]) + _distance(door, places) + _distance(there[:, None], door)
-    bearings = [state.heading[:, None], *(_bearing(way) for way in ways)]
-    bends = [np.abs(_between(one, other)) for one, other in zip(bearings[:-1], bearings[1:], strict=True)]
-    return length / size.walk + sum(np.ceil((bend - _oblique(size)).clip(0) / size.turn) for bend in bends) + SLACK
+    length = distance(places, state.position[:, None]) + distance(door, places) + distance(there[:, None], door)
+    bearings = [state.heading[:, None], *(bearing(way) for way in ways)]
+    bends = [np.abs(between(one, other)) for one, other in zip(bearings[:-1], bearings[1:], strict=True)]
+    return length / gait.walk + sum(np.ceil((bend - gait.oblique).clip(0) / gait.turn) for bend in bends) + SLACK

@@ -9,10 +9,10 @@ from torch import nn
 from wmcli.nn.norms import RMSNorm
 
 Norm = Literal["rms", "layer"]
-Activation = Literal["silu", "relu"]
+Activation = Literal["silu", "relu", "elu"]
 
 NORM_EPS = {"rms": 1e-6, "layer": 1e-5}
-ACTIVATIONS: dict[str, type[nn.Module]] = {"silu": nn.SiLU, "relu": nn.ReLU}
+ACTIVATIONS: dict[str, type[nn.Module]] = {"silu": nn.SiLU, "relu": nn.ReLU, "elu": nn.ELU}
 
 
 def norm(kind: Norm, width: int, eps: float = 0.0) -> nn.Module:

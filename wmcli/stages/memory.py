@@ -1,8 +1,8 @@
-"""What a world model remembers of an episode: `wm eval --protocol generation | recall | reward | doors`.
+"""What a world model remembers of an episode: `wm eval --protocol generation | recall | reward | doors | probe`.
 
 The measures of S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064): on test episodes that nobody learned from, the model
 sees the C frames of context and imagines the Q frames of the query from the actions that were taken there, one draw of
-the prior a step. B episodes, T = C + Q frames, F features.
+the prior a step; probe.py only looks at what it makes of frames that it sees. B episodes, T = C + Q frames, F features.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from wmcli.artifacts import Artifact, Work
 from wmcli.assemble import load_world_model, settings_of
 from wmcli.envs import tiles
 from wmcli.envs.distracting_memory import DistractingMemory
+from wmcli.envs.mazes import Maze
 from wmcli.envs.memory_task import Task
 from wmcli.envs.multi_doors_keys import MultiDoorsKeys
 from wmcli.envs.rooms import TELEPORT, TeleportRooms
@@ -29,6 +30,7 @@ from wmcli.report.images import side_by_side, strip, write_gif, write_png
 from wmcli.report.plots import error_curves, write_figure
 from wmcli.settings import Measure
 from wmcli.stages.context import HELD_OUT, Context, check_same_environment
+from wmcli.stages.probe import probe
 from wmcli.stages.scripted import task_of
 from wmcli.training.device import derived_seed, isolated_randomness
 from wmcli.world_models.latent import LatentWorldModel, LatentWorldModelSettings
@@ -73,7 +75,7 @@ def evaluate_memory(
     trained = settings_of(model)
     if not isinstance(trained.dynamics, LatentWorldModelSettings):
         raise UsageError(
-            f"--protocol {measure} imagines with dynamics of kind 'latent', and {model.name} are of kind"
+            f"--protocol {measure} measures dynamics of kind 'latent', and {model.name} are of kind"
             f" '{trained.dynamics.kind}'."
         )
     _check(measure, task, trained.dynamics, settings.environment.id)
@@ -82,6 +84,8 @@ def evaluate_memory(
         "episodes": settings.evaluation.episodes,
         "precision": machine.precision,
     }
+    if measure == "probe":
+        identity["probe_updates"] = settings.evaluation.probe_updates
     job = run.job("evaluation", identity, {"dynamics": model, "experience": played})
     if (existing := job.done()) and not context.force:
         context.progress.say(f"eval: {existing.name} is this very job, nothing to do (--force measures again)")
@@ -124,6 +128,7 @@ def _check(measure: Measure, task: Task, dynamics: LatentWorldModelSettings, nam
             "a task whose last frame earns, such as wm/DistractingMemory-100-v0",
         ),
         "doors": (isinstance(task, MultiDoorsKeys), "a task with doors, such as wm/MultiDoorsKeys-3-v0"),
+        "probe": (isinstance(task, Maze), "a task with labels of its walls and objects, such as wm/Maze-9-v0"),
     }
     fits, wanted = wants.get(measure, (True, ""))
     if not fits:
@@ -318,33 +323,58 @@ _MEASURES: dict[str, Callable[[Context, LatentWorldModel, Task, Episodes, Work],
     "recall": _recall,
     "reward": _reward,
     "doors": _doors,
+    "probe": probe,
 }
 
 
 # -- for people -------------------------------------------------------------------------------------------------------
 
-PAPER: dict[tuple[str, str], tuple[str, str]] = {
-    ("wm/DistractingMemory-100-v0", "RSSM-TBTT"): ("47.9", "49.6"),
-    ("wm/DistractingMemory-100-v0", "TSSM-XL"): ("100.0", "51.2"),
-    ("wm/DistractingMemory-100-v0", "S4WM"): ("100.0", "100.0"),
-    ("wm/DistractingMemory-200-v0", "RSSM-TBTT"): ("48.7", "48.4"),
-    ("wm/DistractingMemory-200-v0", "TSSM-XL"): ("99.9", "51.3"),
-    ("wm/DistractingMemory-200-v0", "S4WM"): ("100.0", "100.0"),
-    ("wm/DistractingMemory-400-v0", "RSSM-TBTT"): ("50.4", "52.2"),
-    ("wm/DistractingMemory-400-v0", "TSSM-XL"): ("50.4", "51.0"),
-    ("wm/DistractingMemory-400-v0", "S4WM"): ("100.0", "100.0"),
-    ("wm/MultiDoorsKeys-3-v0", "RSSM-TBTT"): ("0.05", "5.16"),
-    ("wm/MultiDoorsKeys-3-v0", "TSSM-XL"): ("0.05", "1.27"),
-    ("wm/MultiDoorsKeys-3-v0", "S4WM"): ("0.01", "0.04"),
-    ("wm/MultiDoorsKeys-5-v0", "RSSM-TBTT"): ("0.04", "6.36"),
-    ("wm/MultiDoorsKeys-5-v0", "TSSM-XL"): ("0.03", "6.05"),
-    ("wm/MultiDoorsKeys-5-v0", "S4WM"): ("0.02", "0.27"),
-    ("wm/MultiDoorsKeys-7-v0", "RSSM-TBTT"): ("0.03", "6.28"),
-    ("wm/MultiDoorsKeys-7-v0", "TSSM-XL"): ("0.02", "9.24"),
-    ("wm/MultiDoorsKeys-7-v0", "S4WM"): ("0.02", "0.10"),
+PAPER: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
+    ("reward", "wm/DistractingMemory-100-v0"): {
+        "RSSM-TBTT": ("47.9", "49.6"),
+        "TSSM-XL": ("100.0", "51.2"),
+        "S4WM": ("100.0", "100.0"),
+    },
+    ("reward", "wm/DistractingMemory-200-v0"): {
+        "RSSM-TBTT": ("48.7", "48.4"),
+        "TSSM-XL": ("99.9", "51.3"),
+        "S4WM": ("100.0", "100.0"),
+    },
+    ("reward", "wm/DistractingMemory-400-v0"): {
+        "RSSM-TBTT": ("50.4", "52.2"),
+        "TSSM-XL": ("50.4", "51.0"),
+        "S4WM": ("100.0", "100.0"),
+    },
+    ("generation", "wm/MultiDoorsKeys-3-v0"): {
+        "RSSM-TBTT": ("0.05", "5.16"),
+        "TSSM-XL": ("0.05", "1.27"),
+        "S4WM": ("0.01", "0.04"),
+    },
+    ("generation", "wm/MultiDoorsKeys-5-v0"): {
+        "RSSM-TBTT": ("0.04", "6.36"),
+        "TSSM-XL": ("0.03", "6.05"),
+        "S4WM": ("0.02", "0.27"),
+    },
+    ("generation", "wm/MultiDoorsKeys-7-v0"): {
+        "RSSM-TBTT": ("0.03", "6.28"),
+        "TSSM-XL": ("0.02", "9.24"),
+        "S4WM": ("0.02", "0.10"),
+    },
+    ("probe", "wm/Maze-9-v0"): {
+        "RSSM-TBTT": ("95.0", "5.4"),
+        "TSSM-XL": ("86.4", "10.2"),
+        "S4WM": ("88.4", "8.9"),
+        "S5WM": ("98.3", "1.8"),
+    },
+    ("probe", "wm/Maze-15-v0"): {
+        "RSSM-TBTT": ("81.7", "32.6"),
+        "TSSM-XL": ("79.8", "35.1"),
+        "S4WM": ("80.2", "34.8"),
+        "S5WM": ("81.8", "25.3"),
+    },
 }
-"""Tables 2 and 3 of the paper: reward accuracy in % of inference and imagination, or errors of reconstruction and
-generation."""
+"""Tables 2, 3 and 6 of the paper: the first two columns of a measure of a task, by model. Its mazes are Memory Maze's,
+whose layout and script differ from ours."""
 _SYSTEMS = {
     ("s4", "factorised", "episodes"): "S4WM",
     ("s4", "full", "episodes"): "S4WM-Full-Posterior",
@@ -356,6 +386,12 @@ _SHOWN = {  # of each measure, by the heading of a column
     "generation": {"reconstruction": "reconstruction", "generation": "generation"},
     "reward": {"inference %": "inference", "imagination %": "imagination"},
     "doors": {"state %": "state", "state and colour %": "whole"},
+    "probe": {
+        "walls %": "walls",
+        "objects": "objects",
+        "constant walls %": "constant_walls",
+        "constant objects": "constant_objects",
+    },
 }
 ALIKE = ("environment", "backbone", "posterior", "rows", "parameters", "updates")  # what the runs of a row share
 
@@ -378,10 +414,8 @@ def table(evaluations: Sequence[Artifact]) -> list[dict[str, Any]]:
             (backbone, posterior, kind), backbone if posterior == "factorised" else f"{backbone}, {posterior}"
         )
         shown = {name: _cell(found, key, 100 if "%" in name else 1) for name, key in _columns(found[0]).items()}
-        paper = PAPER.get((environment, system))
-        beside = dict(zip((f"paper {name}" for name in shown), paper, strict=True)) if paper and len(shown) == 2 else {}
-        if found[0]["protocol"] == "doors":
-            beside = {}
+        paper = PAPER.get((found[0]["protocol"], environment), {}).get(system, ())
+        beside = {f"paper {name}": value for name, value in zip(shown, paper, strict=False)}
         rows.append(
             {"task": environment.removeprefix("wm/").removesuffix("-v0"), "model": system}
             | {"parameters": parameters, "updates": updates, "runs": len(found)}
