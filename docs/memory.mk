@@ -14,11 +14,11 @@ mamba1 := backbone.name=mamba1 backbone.width=88
 retnet := backbone.name=retnet backbone.width=68 backbone.retnet.heads=2
 transformer := backbone.name=transformer backbone.width=68
 gaussian := $(transformer) backbone.transformer.prior.kind=gaussian
-# The paper's proportions on its shortest hallway: a cache of half an episode, gradients through a fifth of one.
-tssm-xl := backbone.name=transformer-xl backbone.width=68 backbone.transformer_xl.heads=4 backbone.transformer_xl.ffn=4 \
-	dynamics.learning_rate=1e-3
+# The paper's proportions on its shortest hallway: a cache of half an episode, gradients through a fifth of one (and so
+# five times as many updates for as many frames).
+tssm-xl := backbone.name=transformer-xl backbone.width=68 backbone.transformer_xl.heads=4 backbone.transformer_xl.ffn=4
 rssm := backbone.name=dreamer-gru backbone.width=112 backbone.layers=1 dynamics.posterior=recurrent \
-	dynamics.rows=streams dynamics.context=3 controller.horizon=2
+	dynamics.rows=streams dynamics.context=3 controller.horizon=2 dynamics.updates=10000 dynamics.validate_every=1250
 memory-small-tssm-xl := backbone.transformer_xl.memory=15 backbone.transformer_xl.segment=15
 doors-small-tssm-xl := backbone.transformer_xl.memory=70 backbone.transformer_xl.segment=70
 memory-small-rssm := dynamics.horizon=6
