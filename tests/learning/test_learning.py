@@ -12,7 +12,8 @@ pytestmark = pytest.mark.learning
 
 @pytest.mark.parametrize("seed", [1, 2, 3], ids=lambda seed: f"seed{seed}")
 @pytest.mark.parametrize(
-    "preset", ["quickstart", "rem-quick", "iris-quick", "drama-quick", "unizero-quick", "muzero-quick"]
+    "preset",
+    ["quickstart", "rem-quick", "iris-quick", "drama-quick", "unizero-quick", "muzero-quick", "s4wm-quick", "rssm-quick"],
 )
 def test_catch_is_learned(tmp_path, preset, seed):
     context = open_context(tmp_path / "run", preset, [f"seed={seed}"], create=True)
@@ -21,9 +22,10 @@ def test_catch_is_learned(tmp_path, preset, seed):
     assert metrics["mean"] >= 0.8
 
 
-def test_drama_catches_after_two_rounds(tmp_path):
-    """Half of the preset, which is enough for this game: what CI runs."""
-    context = open_context(tmp_path / "run", "drama-quick", ["run.epochs=2", "run.collect_epochs=2"], create=True)
+@pytest.mark.parametrize("preset", ["drama-quick", "s4wm-quick"])
+def test_two_rounds_are_enough_to_catch(tmp_path, preset):
+    """A part of the preset, which is enough for this game: what CI runs."""
+    context = open_context(tmp_path / "run", preset, ["run.epochs=2", "run.collect_epochs=2"], create=True)
     assert run_loop(context).metrics["mean"] >= 0.8
 
 
