@@ -164,8 +164,7 @@ def test_presets(capsys):
 
 
 def test_presets_count_parameters(capsys):
-    name = rows(["presets"], capsys)[0]["name"]
-    counts = rows(["presets", "show", name, "--parameters"], capsys)["parameters"]
+    counts = rows(["presets", "show", "quickstart", "--parameters"], capsys)["parameters"]
     assert {"tokenizer", "dynamics", "controller"} <= set(counts)
     printed = dict(lines(["presets", "show", name, "--parameters"], capsys))
     assert {key for key in printed if key.startswith("parameters.")} == {f"parameters.{part}" for part in counts}

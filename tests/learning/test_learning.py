@@ -10,11 +10,11 @@ from wmcli.stages.loop import run_loop
 pytestmark = pytest.mark.learning
 
 
+QUICK = "quickstart rem-quick iris-quick drama-quick unizero-quick muzero-quick s4wm-quick rssm-quick".split()
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3], ids=lambda seed: f"seed{seed}")
-@pytest.mark.parametrize(
-    "preset",
-    ["quickstart", "rem-quick", "iris-quick", "drama-quick", "unizero-quick", "muzero-quick", "s4wm-quick", "rssm-quick"],
-)
+@pytest.mark.parametrize("preset", QUICK)
 def test_catch_is_learned(tmp_path, preset, seed):
     context = open_context(tmp_path / "run", preset, [f"seed={seed}"], create=True)
     metrics = run_loop(context).metrics
