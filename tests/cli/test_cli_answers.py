@@ -166,7 +166,7 @@ def test_presets(capsys):
 def test_presets_count_parameters(capsys):
     counts = rows(["presets", "show", "quickstart", "--parameters"], capsys)["parameters"]
     assert {"tokenizer", "dynamics", "controller"} <= set(counts)
-    printed = dict(lines(["presets", "show", name, "--parameters"], capsys))
+    printed = dict(lines(["presets", "show", "quickstart", "--parameters"], capsys))
     assert {key for key in printed if key.startswith("parameters.")} == {f"parameters.{part}" for part in counts}
     assert "controller.learning_rate" in printed
 

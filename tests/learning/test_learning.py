@@ -10,7 +10,7 @@ from wmcli.stages.loop import run_loop
 pytestmark = pytest.mark.learning
 
 
-QUICK = "quickstart rem-quick iris-quick drama-quick unizero-quick muzero-quick s4wm-quick rssm-quick".split()
+QUICK = ["quickstart"] + [f"{system}-quick" for system in ("rem", "iris", "drama", "unizero", "muzero", "s4wm", "rssm")]
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3], ids=lambda seed: f"seed{seed}")
