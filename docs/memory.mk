@@ -1,7 +1,9 @@
 # Which backbone remembers: the paper's tables 2 and 3 (Deng, Park and Ahn 2023) at a CPU's size (docs/results.md):
 #   make -j2 -f docs/memory.mk        prints both tables and how well doors are told; SEEDS="1 2 3" for spreads
+#   make -j2 -f docs/memory.mk TASKS=memory-small WIDTH=40        a longer hallway
 # All models within 8 % of one parameter count. One thread each, so that -j gives as many at once as there are cores.
-R := runs/memory
+WIDTH := 12
+R := runs/memory-$(WIDTH)
 SEEDS := 1
 TASKS := memory-small doors-small
 MODELS := s4 s4d s5 mamba2 mamba1 retnet transformer gaussian tssm-xl rssm
@@ -19,22 +21,26 @@ gaussian := $(transformer) backbone.transformer.prior.kind=gaussian
 tssm-xl := backbone.name=transformer-xl backbone.width=68 backbone.transformer_xl.heads=4 backbone.transformer_xl.ffn=4
 rssm := backbone.name=dreamer-gru backbone.width=112 backbone.layers=1 dynamics.posterior=recurrent \
 	dynamics.rows=streams dynamics.context=3 controller.horizon=2 dynamics.updates=10000 dynamics.validate_every=1250
-memory-small-tssm-xl := backbone.transformer_xl.memory=15 backbone.transformer_xl.segment=15
+FRAMES := $(shell expr $(WIDTH) '*' 5 / 2)
+HALF := $(shell expr $(FRAMES) / 2)
+memory-small := environment.id=wm/DistractingMemory-$(WIDTH)-v0 dynamics.horizon=$(FRAMES)
+memory-small-tssm-xl := backbone.transformer_xl.memory=$(HALF) backbone.transformer_xl.segment=$(HALF)
 doors-small-tssm-xl := backbone.transformer_xl.memory=70 backbone.transformer_xl.segment=70
-memory-small-rssm := dynamics.horizon=6
+memory-small-rssm := dynamics.horizon=$(shell expr $(FRAMES) / 5)
 doors-small-rssm := dynamics.horizon=28
+
+memory-small-protocols := reward generation
+doors-small-protocols := generation doors
 
 runs = $(foreach model,$(MODELS),$(foreach seed,$(SEEDS),$(R)/$(1)-$(model)-$(seed)))
 
 tables: $(foreach task,$(TASKS),$(addsuffix /evaluation/latest/manifest.json,$(call runs,$(task))))
-	wm eval $(call runs,memory-small) --protocol reward
-	wm eval $(call runs,doors-small) --protocol generation
-	wm eval $(call runs,doors-small) --protocol doors
+	$(foreach task,$(TASKS),$(foreach protocol,$($(task)-protocols),wm eval $(call runs,$(task)) --protocol $(protocol) &&)) true
 .PHONY: tables
 
 define one
 $(R)/$(1)-$(2)-$(3)/evaluation/latest/manifest.json:
 	wm run $(1) --run $(R)/$(1)-$(2)-$(3) --seed $(3) --set training.threads=1 \
-		$(foreach each,$($(2)) $($(1)-$(2)),--set $(each))
+		$(foreach each,$($(1)) $($(2)) $($(1)-$(2)),--set $(each))
 endef
 $(foreach task,$(TASKS),$(foreach model,$(MODELS),$(foreach seed,$(SEEDS),$(eval $(call one,$(task),$(model),$(seed))))))
