@@ -169,14 +169,17 @@ def test_wrong_settings_are_usage_errors():
         S4Settings(state=7)
 
 
-def test_systems_learn_slowly_and_do_not_decay():
-    model = small()
+@pytest.mark.parametrize("kind", KINDS)
+def test_systems_learn_slowly_and_do_not_decay(kind):
+    model = stack(kind)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in build_optimiser("adamw", parameter_groups(model, 0.1), 0.01, 0.1).param_groups:
         for parameter in group["params"]:
-            name = next(name for name, each in model.named_parameters() if each is parameter)
+            name = names[id(parameter)]
             leaf = name.split(".")[-1]
             assert group["lr"] == (1e-3 if leaf in SYSTEM else 0.01), name
-            assert group["weight_decay"] == (0.1 if leaf in ("weight", "c_tilde") and "norm" not in name else 0), name
+            decays = leaf in ("weight", "c", "c_tilde") and "norm" not in name
+            assert group["weight_decay"] == (0.1 if decays else 0), name
 
 
 # -- the stack ---------------------------------------------------------------------------------------------------------

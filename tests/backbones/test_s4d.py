@@ -17,8 +17,6 @@ from wmcli.backbones import BackboneSettings, Size, build
 from wmcli.backbones.s4 import hippo_legs
 from wmcli.backbones.s4d import S4D, DiagonalSystems, S4DSettings, build_system
 from wmcli.errors import UsageError
-from wmcli.nn.decay import parameter_groups
-from wmcli.training.optim import build_optimiser
 
 METHODS = ("zoh", "bilinear")
 
@@ -185,17 +183,6 @@ def test_wrong_settings_are_usage_errors():
         small(dt_min=0.1, dt_max=0.01)
     with pytest.raises(ValueError, match="'zoh' or 'bilinear'"):
         S4DSettings(discretisation="euler")
-
-
-def test_systems_learn_slowly_and_do_not_decay():
-    model = small()
-    slow, names = {"log_dt", "log_decay", "frequency", "b"}, {id(p): name for name, p in model.named_parameters()}
-    for group in build_optimiser("adamw", parameter_groups(model, 0.1), 0.01, 0.1).param_groups:
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            leaf = name.split(".")[-1]
-            assert group["lr"] == (1e-3 if leaf in slow else 0.01), name
-            assert group["weight_decay"] == (0.1 if leaf in ("weight", "c") and "norm" not in name else 0), name
 
 
 # -- lengths -----------------------------------------------------------------------------------------------------------

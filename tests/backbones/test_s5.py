@@ -16,8 +16,6 @@ from wmcli.backbones import BackboneSettings, Size, build
 from wmcli.backbones.s4 import hippo_legs
 from wmcli.backbones.s5 import S5, JointStateSpace, JointSystems, S5Settings, build_system
 from wmcli.errors import UsageError
-from wmcli.nn.decay import parameter_groups
-from wmcli.training.optim import build_optimiser
 
 
 def small(length: int = 30, **settings) -> S5:
@@ -126,17 +124,6 @@ def test_wrong_settings_are_usage_errors():
         small(blocks=3)
     with pytest.raises(UsageError, match=r"backbone.s5.dt_min = 0.1: must not be above backbone.s5.dt_max = 0.01"):
         small(dt_min=0.1, dt_max=0.01)
-
-
-def test_systems_learn_slowly_and_do_not_decay():
-    model = small()
-    slow, names = {"log_dt", "log_decay", "frequency", "b"}, {id(p): name for name, p in model.named_parameters()}
-    for group in build_optimiser("adamw", parameter_groups(model, 0.1), 0.01, 0.1).param_groups:
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            leaf = name.split(".")[-1]
-            assert group["lr"] == (1e-3 if leaf in slow else 0.01), name
-            assert group["weight_decay"] == (0.1 if leaf in ("weight", "c") and "norm" not in name else 0), name
 
 
 # -- lengths and resets ------------------------------------------------------------------------------------------------

@@ -27,8 +27,8 @@ from typing import ClassVar
 import numpy as np
 
 from wmcli.envs import tiles
-from wmcli.envs.memory_task import Episodes, Task
-from wmcli.envs.tiles import EAST, FORWARD, LEFT, RIGHT, Boards
+from wmcli.envs.memory_task import Episodes
+from wmcli.envs.tiles import EAST, FORWARD, LEFT, RIGHT, Boards, TileTask
 from wmcli.errors import UsageError
 
 HEIGHT = 9  # cells
@@ -39,7 +39,7 @@ SMALLEST = 12  # width; below, the start is in the room's doorway
 
 
 @dataclass(frozen=True)
-class DistractingMemory(Task):
+class DistractingMemory(TileTask):
     """The task on a grid `width` cells wide: an even number, 12 or more, else UsageError."""
 
     width: int
@@ -67,18 +67,9 @@ class DistractingMemory(Task):
         """W / 2 + 1."""
         return self.width // 2 + 1
 
-    @property
-    def side(self) -> int:
-        """40 pixels."""
-        return tiles.SIDE
-
     def begin(self, seeds: np.ndarray) -> Episodes:
         """The episodes of these seeds, int64 (E,), at their first frames."""
         return _Episodes(self, seeds)
-
-    def draw(self, sketch: np.ndarray) -> np.ndarray:
-        """Tile codes (..., 25) uint8, row by row, to frames (..., 40, 40, 3) uint8."""
-        return tiles.draw(sketch)
 
 
 class _Episodes(Episodes):

@@ -31,8 +31,8 @@ from typing import ClassVar
 import numpy as np
 
 from wmcli.envs import tiles
-from wmcli.envs.memory_task import Episodes, Task
-from wmcli.envs.tiles import EAST, FORWARD, LEFT, NORTH, RIGHT, SOUTH, WEST, Boards
+from wmcli.envs.memory_task import Episodes
+from wmcli.envs.tiles import EAST, FORWARD, LEFT, NORTH, RIGHT, SOUTH, WEST, Boards, TileTask
 from wmcli.errors import UsageError
 
 PICKUP, TOGGLE, NOOP = range(3, 6)  # after the actions of `Boards.walk`
@@ -50,7 +50,7 @@ _TRY: _Visit = (NORTH, ((FORWARD, 1), (TOGGLE, 1), (RIGHT, 2), (FORWARD, 1)), SO
 
 
 @dataclass(frozen=True)
-class MultiDoorsKeys(Task):
+class MultiDoorsKeys(TileTask):
     """The task with `keys` keys and as many doors: 2 or more, else UsageError."""
 
     keys: int
@@ -79,18 +79,9 @@ class MultiDoorsKeys(Task):
         """10 K^2 + 12 K + 50."""
         return 10 * self.keys**2 + 12 * self.keys + 50
 
-    @property
-    def side(self) -> int:
-        """40 pixels."""
-        return tiles.SIDE
-
     def begin(self, seeds: np.ndarray) -> Episodes:
         """The episodes of these seeds, int64 (E,), at their first frames."""
         return _Episodes(self, seeds)
-
-    def draw(self, sketch: np.ndarray) -> np.ndarray:
-        """Tile codes (..., 25) uint8, row by row, to frames (..., 40, 40, 3) uint8."""
-        return tiles.draw(sketch)
 
 
 class _Episodes(Episodes):

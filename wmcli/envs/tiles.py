@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from wmcli.envs.memory_task import Task
+
 LEFT, RIGHT, FORWARD = range(3)  # the actions of `Boards.walk`
 EAST, SOUTH, WEST, NORTH = range(4)
 COLOURS = {"green": (0, 255, 0), "blue": (0, 0, 255), "purple": (112, 39, 195), "yellow": (255, 255, 0)}
@@ -95,6 +97,19 @@ def draw(codes: np.ndarray) -> np.ndarray:
     tiles = codes.reshape(*codes.shape[:-1], VIEW, 1, VIEW).astype(np.intp)
     rows = tiles * PIXELS + np.arange(PIXELS)[:, None]  # (..., row of tiles, row of pixels in it, column of tiles)
     return _PIXEL_ROWS.take(rows, axis=0).reshape(*codes.shape[:-1], SIDE, SIDE, 3)
+
+
+class TileTask(Task):
+    """A memory task whose sketches are the 25 tiles that an agent sees."""
+
+    @property
+    def side(self) -> int:
+        """40 pixels."""
+        return SIDE
+
+    def draw(self, sketch: np.ndarray) -> np.ndarray:
+        """Tile codes (..., 25) uint8, row by row, to frames (..., 40, 40, 3) uint8."""
+        return draw(sketch)
 
 
 def _walkable() -> np.ndarray:
