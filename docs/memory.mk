@@ -17,17 +17,17 @@ retnet := backbone.name=retnet backbone.width=68 backbone.retnet.heads=2
 transformer := backbone.name=transformer backbone.width=68
 gaussian := $(transformer) backbone.transformer.prior.kind=gaussian
 # The paper's proportions on its shortest hallway: a cache of half an episode, gradients through a fifth of one (and so
-# five times as many updates for as many frames).
+# as many more updates as there are frames missing from a batch).
 tssm-xl := backbone.name=transformer-xl backbone.width=68 backbone.transformer_xl.heads=4 backbone.transformer_xl.ffn=4
 rssm := backbone.name=dreamer-gru backbone.width=112 backbone.layers=1 dynamics.posterior=recurrent \
-	dynamics.rows=streams dynamics.context=3 controller.horizon=2 dynamics.updates=10000 dynamics.validate_every=1250
+	dynamics.rows=streams dynamics.context=3 controller.horizon=2 dynamics.validate_every=1250
 FRAMES := $(shell expr $(WIDTH) '*' 5 / 2)
 HALF := $(shell expr $(FRAMES) / 2)
 memory-small := environment.id=wm/DistractingMemory-$(WIDTH)-v0 dynamics.horizon=$(FRAMES)
 memory-small-tssm-xl := backbone.transformer_xl.memory=$(HALF) backbone.transformer_xl.segment=$(HALF)
 doors-small-tssm-xl := backbone.transformer_xl.memory=70 backbone.transformer_xl.segment=70
-memory-small-rssm := dynamics.horizon=$(shell expr $(FRAMES) / 5)
-doors-small-rssm := dynamics.horizon=28
+memory-small-rssm := dynamics.horizon=$(shell expr $(FRAMES) / 5) dynamics.updates=10000
+doors-small-rssm := dynamics.horizon=28 dynamics.batch=8 dynamics.updates=15000
 
 memory-small-protocols := reward generation
 doors-small-protocols := generation doors
