@@ -1,5 +1,6 @@
-# Drama's grid-world table (Wang et al. 2024, table 2), beside the paper's: make -f docs/gridworld.mk
-# More seeds give spreads: make -f docs/gridworld.mk SEEDS="1 2 3". Run it alone: it times training steps.
+# Drama's grid-world table (Wang et al. 2024, table 2), beside the paper's (docs/results.md):
+#   make -f docs/gridworld.mk        Run it alone: it times training steps.
+#   make -f docs/gridworld.mk SEEDS="1 2 3"        spreads
 R := runs/gridworld
 BACKBONES := mamba2 mamba1 gru transformer-xl
 LENGTHS := gridworld gridworld-long

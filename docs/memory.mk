@@ -1,6 +1,8 @@
 # Which backbone remembers: the paper's tables 2 and 3 (Deng, Park and Ahn 2023) at a CPU's size (docs/results.md):
 #   make -j2 -f docs/memory.mk        prints both tables and how well doors are told; SEEDS="1 2 3" for spreads
 #   make -j2 -f docs/memory.mk TASKS=memory-small WIDTH=40        a longer hallway
+#   make -j2 -f docs/memory.mk TASKS=memory-small MODELS="s4 no-mlp full-posterior s4d s5 tssm-xl cache-8 cache-4"
+#                                     S4WM's variants and shorter caches: tables 4 and 5
 # All models within 8 % of one parameter count. One thread each, so that -j gives as many at once as there are cores.
 WIDTH := 12
 R := runs/memory-$(WIDTH)
@@ -21,6 +23,12 @@ gaussian := $(transformer) backbone.transformer.prior.kind=gaussian
 tssm-xl := backbone.name=transformer-xl backbone.width=68 backbone.transformer_xl.heads=4 backbone.transformer_xl.ffn=4
 rssm := backbone.name=dreamer-gru backbone.width=112 backbone.layers=1 dynamics.posterior=recurrent \
 	dynamics.rows=streams dynamics.context=3 controller.horizon=2 dynamics.validate_every=1250
+# S4WM's variants and shorter caches; these differ in size.
+no-mlp := backbone.s4.ffn=0
+full-posterior := dynamics.posterior=full
+cache-8 := $(tssm-xl) backbone.transformer_xl.memory=8 backbone.transformer_xl.segment=8
+cache-4 := $(tssm-xl) backbone.transformer_xl.memory=4 backbone.transformer_xl.segment=4
+
 FRAMES := $(shell expr $(WIDTH) '*' 5 / 2)
 HALF := $(shell expr $(FRAMES) / 2)
 memory-small := environment.id=wm/DistractingMemory-$(WIDTH)-v0 dynamics.horizon=$(FRAMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -19,9 +20,10 @@ ACTIONS = 5  # the grid world takes no other number
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
 
-def commands(study: Path) -> list[tuple[str, list[str]]]:
-    """Preset and overrides of each `wm run` of a study."""
-    told = subprocess.run(["make", "-n", "-f", study], capture_output=True, text=True, check=True, cwd=DOCS).stdout
+def commands(study: Path, *given: str) -> list[tuple[str, list[str]]]:
+    """Preset and overrides of each `wm run` of a study, with variables as `given`."""
+    line = ["make", "-n", "-f", study, *given]
+    told = subprocess.run(line, capture_output=True, text=True, check=True, cwd=DOCS).stdout
     runs = [line for line in told.replace("\\\n", " ").splitlines() if line.lstrip().startswith("wm run ")]
     found = []
     for run in runs:
@@ -31,9 +33,17 @@ def commands(study: Path) -> list[tuple[str, list[str]]]:
     return found
 
 
-@pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
-def test_every_run_of_a_study_is_one_that_can_be_built(study: Path) -> None:
-    found = commands(study)
+def shown(study: Path) -> list[str]:
+    """What the command lines that a study's head shows give to make, and nothing first."""
+    lines = re.findall(r"^#   make.* -f docs/\S+(.*?)(?:   |$)", study.read_text(), re.MULTILINE)
+    return list(dict.fromkeys(["", *lines]))
+
+
+@pytest.mark.parametrize(
+    ("study", "given"), [pytest.param(each, line, id=each.name + line) for each in STUDIES for line in shown(each)]
+)
+def test_every_run_of_a_study_is_one_that_can_be_built(study: Path, given: str) -> None:
+    found = commands(study, *shlex.split(given))
     assert found
     for preset, overrides in found:
         assert parameter_counts(resolve(preset, overrides), actions=ACTIONS)
