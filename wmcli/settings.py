@@ -54,14 +54,17 @@ Measure = Literal["generation", "recall", "reward", "doors", "probe"]
 
 
 class CollectSettings(Section):
-    policy: Literal["learned", "scripted"] = "learned"
-    """Who plays: the newest controller (at random before there is one), or a memory task's script, whole episodes."""
+    policy: Literal["learned", "scripted", "recorded"] = "learned"
+    """Who plays: the newest controller (at random before there is one), a memory task's script, whole episodes, or
+    whoever played the trajectories of Memory Maze that lie in `recorded`."""
+    recorded: str = ""
+    """Recorded: the folder of Memory Maze's offline data, npz files, in `train` and `eval` below it if there are."""
     episodes: int = Field(1000, ge=1)
-    """Scripted: episodes to train on that one collect plays."""
+    """Scripted, recorded: episodes to train on that one collect adds."""
     validation: int = Field(100, ge=0)
-    """Scripted: episodes held back to choose weights by."""
+    """Scripted, recorded: episodes held back to choose weights by."""
     test: int = Field(200, ge=0)
-    """Scripted: episodes held back for what `wm eval` measures."""
+    """Scripted, recorded: episodes held back for what `wm eval` measures."""
     steps: int = Field(200, ge=1)
     """Decisions one collect takes, over all environments together (a decision is 4 frames in Atari)."""
     temperature: float = Field(1.0, gt=0)
@@ -70,6 +73,12 @@ class CollectSettings(Section):
     """Probability of replacing the action by a uniformly random one."""
     feed_executed_action: bool = True
     """Tell the controller the action that was executed; the public code of REM tells it the one before epsilon."""
+
+    @model_validator(mode="after")
+    def _recordings_lie_somewhere(self) -> CollectSettings:
+        if self.policy == "recorded" and not self.recorded:
+            raise ValueError("policy 'recorded' reads Memory Maze's trajectories: set collect.recorded=FOLDER")
+        return self
 
 
 class EvaluationSettings(Section):
@@ -166,10 +175,10 @@ class Settings(Section):
                 f"controller.input = 'pixels' looks at imagined frames, and dynamics of kind '{self.dynamics.kind}'"
                 " make none: set controller.input = 'latent'"
             )
-        if self.collect.policy == "scripted" and self.run.overlap:
+        if self.collect.policy != "learned" and self.run.overlap:
             raise ValueError(
-                "run.overlap = true collects while models train, and scripted episodes are all there before: set"
-                " run.overlap=false"
+                f"run.overlap = true collects while models train, and {self.collect.policy} episodes are all there"
+                " before: set run.overlap=false"
             )
         if isinstance(self.dynamics, UniZeroSettings | MuZeroSettings) or isinstance(self.controller, MCTSSettings):
             return self  # these may imagine for longer than they were trained to

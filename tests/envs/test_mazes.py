@@ -87,6 +87,15 @@ def test_what_is_random_lies_on_free_cells(task: Maze) -> None:
     assert np.abs(share - 1 / 8).max() < 0.05 and view.textures.shape == (200, 9)
 
 
+@on_every_maze
+def test_what_sketches_say_can_be_written_again(task: Maze) -> None:
+    sketch = play(task, np.arange(3)).sketch[:, ::13]
+    view = task.read(sketch)
+    assert (task.write(view) == sketch).all() and (task.write(task.read(sketch[0, 0])) == sketch[0, 0]).all()
+    aside = view._replace(objects=view.objects + 0.4)
+    assert (task.write(aside) == sketch).all()
+
+
 # -- labels -----------------------------------------------------------------------------------------------------------
 
 

@@ -42,6 +42,32 @@ def test_round_trip_is_bit_exact(tmp_path, monkeypatch, rows: int, shards: int, 
         write_segment(tmp_path / "s", want)
 
 
+@pytest.mark.parametrize("framed", [False, True])
+def test_sketches_stand_for_frames_or_beside_them(tmp_path, framed: bool) -> None:
+    want = {"sketch": np.random.default_rng(2).integers(256, size=(90, 7), dtype=np.uint8)} | arrays(90)
+    if not framed:
+        del want["observation"]
+    write_segment(tmp_path / "s", want, files=["one"])
+    got = read_segment(tmp_path / "s")
+    assert list(got) == list(want) and all(np.array_equal(got[name], want[name]) for name in want)
+    assert list(read_segment(tmp_path / "s", "sketch", "reward")) == ["sketch", "reward"]
+    assert segment.segment_about(tmp_path / "s")["files"] == ["one"]
+
+
+@pytest.mark.parametrize("blocks", [(150,), (1, 0, 100, 49), (64, 64, 22), (128, 22), (10,) * 15])
+def test_frames_in_blocks_are_written_as_if_they_came_at_once(tmp_path, monkeypatch, blocks) -> None:
+    monkeypatch.setattr(segment, "SHARD", 2 * segment.CHUNK)
+    want = arrays(150)
+    write_segment(tmp_path / "whole", want)
+    frames = np.split(want["observation"], np.cumsum(blocks)[:-1])
+    rest = {name: array for name, array in want.items() if name != "observation"}
+    write_segment(tmp_path / "blocks", rest, iter(frames))
+    for one, other in zip(files(tmp_path / "whole"), files(tmp_path / "blocks"), strict=True):
+        assert one.read_bytes() == other.read_bytes()
+    with pytest.raises(AssertionError, match="149 frames for 150 rows"):
+        write_segment(tmp_path / "few", rest, iter([want["observation"][:149]]))
+
+
 def files(folder) -> list:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 

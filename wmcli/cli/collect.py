@@ -42,15 +42,15 @@ def collect(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Decisions to take in this collect.")] = None,
     policy: Annotated[
-        Literal["learned", "scripted"] | None,
+        Literal["learned", "scripted", "recorded"] | None,
         typer.Option(
-            help="scripted: whole episodes of a memory task by its script, some held back. Short for --set"
-            " collect.policy=scripted."
+            help="scripted: whole episodes of a memory task by its script, some held back; recorded: trajectories of"
+            " Memory Maze from --set collect.recorded=FOLDER. Short for --set collect.policy=scripted."
         ),
     ] = None,
     episodes: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Scripted episodes to train on. Short for --set collect.episodes=N."),
+        typer.Option(min=1, metavar="N", help="Whole episodes to train on. Short for --set collect.episodes=N."),
     ] = None,
     fresh: Fresh = False,
     as_json: Json = False,
@@ -59,7 +59,8 @@ def collect(
     """Play the environment and add what was seen to the run's experience.
 
     Examples: wm collect --run runs/catch --preset quickstart --steps 2000;
-    wm collect --run runs/memory --preset s4wm-2d --policy scripted --episodes 8000
+    wm collect --run runs/memory --preset s4wm-2d --policy scripted --episodes 8000;
+    wm collect --run runs/maze --preset s4wm-3d --env wm/Maze-9-v0 --policy recorded --set collect.recorded=FOLDER
     """
     from wmcli.stages.collect import collect as stage
     from wmcli.stages.context import open_context

@@ -127,6 +127,15 @@ class Maze(Task):
             objects=objects.reshape(*lead, self.objects, 2) + np.float32(0.5),
         )
 
+    def write(self, view: View) -> np.ndarray:
+        """The sketches (..., S) that say this. Objects are put in the middles of the cells that they lie in."""
+        lead = view.heading.shape
+        pose = np.concatenate([view.position, view.heading[..., None]], -1).astype(np.float32)
+        inner = np.packbits(view.walls[..., 1:-1, 1:-1].reshape(*lead, -1), axis=-1)
+        cells = np.floor(view.objects).reshape(*lead, -1)
+        parts = pose.view(np.uint8), inner, view.textures, cells
+        return np.concatenate([part.astype(np.uint8) for part in parts], -1)
+
     def draw(self, sketch: np.ndarray) -> np.ndarray:
         view = self.read(sketch.reshape(-1, sketch.shape[-1]))
         colours = np.broadcast_to(np.arange(self.objects), (len(view.heading), self.objects))
@@ -156,7 +165,8 @@ class _Walk(Episodes):
         self._frame = 0
         draws = [_Draw.of(task, int(seed)) for seed in seeds]
         self._walls = np.stack([draw.walls for draw in draws])
-        self._fixed = np.stack([draw.fixed for draw in draws])
+        self._textures = np.stack([draw.textures for draw in draws])
+        self._objects = np.stack([draw.objects for draw in draws])  # (E, K, 2)
         self._goals = np.stack([draw.goals for draw in draws])  # (E, GOALS, 2)
         self._slips = np.stack([draw.slips for draw in draws])  # (E, T)
         heading = np.array([draw.heading for draw in draws])
@@ -164,8 +174,8 @@ class _Walk(Episodes):
         self._state = self._start
 
     def sketch(self) -> np.ndarray:
-        pose = np.concatenate([self._state.position, self._state.heading[:, None]], -1).astype(np.float32)
-        return np.concatenate([pose.view(np.uint8), self._fixed], -1)
+        state = self._state
+        return self._task.write(View(state.position, state.heading, self._walls, self._textures, self._objects))
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         count, task = len(action), self._task
@@ -197,7 +207,8 @@ class _Draw(NamedTuple):
     """All that is random in one episode, from its seed alone. Cells are (x, y)."""
 
     walls: np.ndarray  # bool (cells + 2, cells + 2)
-    fixed: np.ndarray  # uint8: what a sketch says besides the pose
+    textures: np.ndarray  # int (9,): of each block
+    objects: np.ndarray  # int (K, 2): cells
     begin: np.ndarray  # int (2,): the first cell
     heading: float
     goals: np.ndarray  # int (GOALS, 2): cells
@@ -214,10 +225,10 @@ class _Draw(NamedTuple):
         begin, *goals = generator.choice(free, 1 + GOALS)
         time = task.context + task.query
         noisy = generator.random(time) < NOISE
-        inner = np.packbits(walls[1:-1, 1:-1])
         return _Draw(
             walls=walls,
-            fixed=np.concatenate([inner, textures, objects.reshape(-1)]).astype(np.uint8),
+            textures=textures,
+            objects=objects,
             begin=begin,
             heading=90.0 * generator.integers(4),
             goals=np.stack(goals),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from wmcli.experience.frequency import FrequencySampler
 from wmcli.experience.memory import Episodes, Memory
 from wmcli.experience.sampler import StreamSampler, Windows, WindowSampler
-from wmcli.experience.segment import Recorder, read_segment, write_segment
+from wmcli.experience.segment import Recorder, read_segment, segment_about, write_segment
 from wmcli.experience.targets import SearchTargets
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "WindowSampler",
     "Windows",
     "read_segment",
+    "segment_about",
     "write_segment",
 ]

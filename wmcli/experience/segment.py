@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -40,66 +40,105 @@ SEARCHED: dict[str, type[np.generic]] = {
 }
 """What a segment holds as well if it was played by a search."""
 SKETCH = {"sketch": np.uint8}  # (N, S)
-"""What a segment of a memory task holds in place of frames: the bytes that they are drawn from."""
+"""What a segment of a memory task holds: the bytes that frames are drawn from, in place of them, or beside them where
+they are recordings that none of ours look like."""
 AXES = {"observation": 4, "policy": 2, "sketch": 2}  # all others have one
 FORMAT = {"format": "wm-segment", "schema": 1}
 CHUNK = 64  # rows, about 0.8 MB of 64 x 64 frames: the smallest piece that is decoded
 SHARD = 256 * CHUNK  # rows, about 200 MB of 64 x 64 frames: the most that is held in memory twice while writing
 
 
-def _fields(*, searched: bool, sketched: bool) -> dict[str, type[np.generic]]:
-    frames = SKETCH | {name: kind for name, kind in FIELDS.items() if name != "observation"} if sketched else FIELDS
-    return frames | SEARCHED if searched else frames
+def _fields(*, searched: bool, sketched: bool = False, framed: bool = False) -> dict[str, type[np.generic]]:
+    """`framed`: holds frames although it is sketched."""
+    fields = dict(FIELDS)
+    if sketched and not framed:
+        del fields["observation"]
+    return (SKETCH if sketched else {}) | fields | (SEARCHED if searched else {})
 
 
-def write_segment(folder: Path, arrays: Mapping[str, np.ndarray], **about: Any) -> None:
+def write_segment(
+    folder: Path, arrays: Mapping[str, np.ndarray], frames: Iterable[np.ndarray] | None = None, **about: Any
+) -> None:
     """Write `arrays`, all with the same N > 0, as a new zarr group at `folder`, which must not exist.
 
     They are those of FIELDS, with SKETCH for the observation where frames can be drawn anew, and perhaps of SEARCHED.
-    `about`: JSON values to keep beside them, such as the seeds of the episodes.
+    `frames`: the observation in blocks (n, H, W, C) of any lengths, where all of it is too much for memory; one shard
+    of it is held at a time. `about`: JSON values to keep beside them, such as the seeds of the episodes.
     """
     rows = len(arrays["action"])
     assert rows > 0, "a segment has at least one row"
-    kinds = {"searched": "policy" in arrays, "sketched": "sketch" in arrays}
+    held = set(arrays) | ({"observation"} if frames is not None else set())
+    kinds = {"searched": "policy" in held, "sketched": "sketch" in held, "framed": {"sketch", "observation"} <= held}
     fields = _fields(**kinds)
-    assert set(arrays) == set(fields), f"a segment has the fields {', '.join(fields)}"
-    assert all(arrays[name].ndim == AXES.get(name, 1) and len(arrays[name]) == rows for name in fields)
+    assert held == set(fields), f"a segment has the fields {', '.join(fields)}"
+    assert all(array.ndim == AXES.get(name, 1) and len(array) == rows for name, array in arrays.items())
     about = {**about, **FORMAT, "rows": rows} | {kind: True for kind, holds in kinds.items() if holds}
     group = zarr.create_group(store=folder, zarr_format=3, attributes=about)
     shard = min(ceil(rows / CHUNK) * CHUNK, SHARD)
     for name, dtype in fields.items():
-        data = np.ascontiguousarray(arrays[name].astype(dtype, casting="same_kind", copy=False))
-        frames = name == "observation"
-        array = group.create_array(
-            name,
-            shape=data.shape,
-            dtype=dtype,
-            chunks=(CHUNK, *data.shape[1:]) if frames else data.shape,
-            shards=(shard, *data.shape[1:]) if frames else None,
-            compressors=ZstdCodec(level=1, checksum=True),
-            fill_value=0,
-            config={"write_empty_chunks": True},
-        )
-        array[...] = data
+        pieces = _regrouped(frames, shard) if name == "observation" and frames is not None else iter((arrays[name],))
+        array, end = None, 0
+        for piece in pieces:
+            data = np.ascontiguousarray(piece.astype(dtype, casting="same_kind", copy=False))
+            if array is None:
+                shape, sharded = (rows, *data.shape[1:]), name == "observation"
+                array = group.create_array(
+                    name,
+                    shape=shape,
+                    dtype=dtype,
+                    chunks=(CHUNK, *shape[1:]) if sharded else shape,
+                    shards=(shard, *shape[1:]) if sharded else None,
+                    compressors=ZstdCodec(level=1, checksum=True),
+                    fill_value=0,
+                    config={"write_empty_chunks": True},
+                )
+            begin, end = end, end + len(data)
+            array[begin:end] = data
+        assert end == rows, f"{end} frames for {rows} rows"
 
 
-def read_segment(folder: Path) -> dict[str, np.ndarray]:
-    """The arrays of a segment: FIELDS, or with SKETCH for the observation, and SEARCHED if a search played it.
+def _regrouped(blocks: Iterable[np.ndarray], rows: int) -> Iterator[np.ndarray]:
+    """The same rows in blocks of so many, the last one of fewer."""
+    held: list[np.ndarray] = []
+    for block in blocks:
+        while len(block):
+            part = block[: rows - sum(map(len, held))]
+            held.append(part)
+            block = block[len(part) :]
+            if sum(map(len, held)) == rows:
+                yield np.concatenate(held)
+                held = []
+    if held:
+        yield np.concatenate(held)
+
+
+def segment_about(folder: Path) -> dict[str, Any]:
+    """What was kept beside the arrays of a segment. Raises ArtifactError when the folder is no segment of ours."""
+    try:
+        attributes = json.loads((folder / "zarr.json").read_bytes())["attributes"]
+        found = {key: attributes[key] for key in ("rows", *FORMAT)}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ArtifactError(f"{folder}: no experience segment, or a damaged one; see: wm verify") from None
+    del found["rows"]
+    if found != FORMAT:
+        raise ArtifactError(f"{folder}: written as {found}, but this wm reads {FORMAT}; use the wm that wrote it.")
+    return attributes
+
+
+def read_segment(folder: Path, *only: str) -> dict[str, np.ndarray]:
+    """The arrays of a segment: FIELDS, SKETCH beside or in place of the observation where it has them, and SEARCHED if
+    a search played it; or `only` those of these names.
 
     Raises ArtifactError when the folder is no segment, when a file of it is missing or does not decode, or when the
     arrays do not fit together.
     """
-    try:
-        attributes = json.loads((folder / "zarr.json").read_bytes())["attributes"]
-        rows = attributes["rows"]
-        kinds = {kind: attributes.get(kind, False) for kind in ("searched", "sketched")}
-        found = {key: attributes[key] for key in FORMAT}
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ArtifactError(f"{folder}: no experience segment, or a damaged one; see: wm verify") from None
-    if found != FORMAT:
-        raise ArtifactError(f"{folder}: written as {found}, but this wm reads {FORMAT}; use the wm that wrote it.")
+    attributes = segment_about(folder)
+    rows = attributes["rows"]
+    fields = _fields(**{kind: attributes.get(kind, False) for kind in ("searched", "sketched", "framed")})
     arrays = {}
-    for name, dtype in _fields(**kinds).items():
+    for name, dtype in fields.items():
+        if only and name not in only:
+            continue
         try:
             array = zarr.open_array(store=folder / name, mode="r", zarr_format=3)
             _check_files(folder / name, array)
@@ -138,7 +177,7 @@ class Recorder:
         shapes = {"observation": frame, "policy": (actions or 0,)}
         self._arrays = {
             name: np.zeros((steps * streams, *shapes.get(name, ())), dtype)
-            for name, dtype in _fields(searched=actions is not None, sketched=False).items()
+            for name, dtype in _fields(searched=actions is not None).items()
         }
 
     def __len__(self) -> int:

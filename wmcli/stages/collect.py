@@ -17,6 +17,7 @@ from wmcli.envs import Streams, Transition
 from wmcli.errors import ArtifactError, Stopped, UsageError
 from wmcli.experience import Recorder, read_segment, write_segment
 from wmcli.stages.context import SEGMENT, Context, check_same_environment
+from wmcli.stages.recorded import collect_recorded, recorded_job
 from wmcli.stages.scripted import collect_scripted, scripted_job
 from wmcli.training.checkpoint import load_tensors, save_tensors
 from wmcli.training.device import derived_seed
@@ -38,20 +39,25 @@ def collect(
 
     `controller` is a reference, "random", or None for the run's newest controller if it has one. The environments go on
     where `previous` left them (default: the newest experience, unless `extend` is off). With several environments the
-    steps are rounded up to a whole number for each. With `collect.policy` = "scripted" see `collect_scripted`.
+    steps are rounded up to a whole number for each. With `collect.policy` = "scripted" or "recorded" see
+    `collect_scripted` and `collect_recorded`.
 
-    Raises ArtifactError when the previous experience is of another environment or scripted, UsageError when a script is
-    asked for steps or a controller, Stopped after a signal.
+    Raises ArtifactError when the previous experience is of another environment, scripted or recorded, UsageError when
+    whole episodes are asked for with steps or a controller, Stopped after a signal.
     """
     settings, run = context.settings, context.run
     environment = context.environment
     before = run.resolve(previous, "experience") if previous else run.latest("experience") if extend else None
-    if settings.collect.policy == "scripted":
+    policy = settings.collect.policy
+    if before is not None and (before.metrics.get("recorded", 0) > 0) != (policy == "recorded"):
+        raise ArtifactError(
+            f"{before.name}: recordings and what is played here look different, and do not go into one experience;"
+            " collect into a run of its own"
+        )
+    if policy != "learned":
         if controller not in (None, "random") or steps:
-            raise UsageError(
-                "--policy scripted plays whole episodes by the task's script: leave out --controller and --steps."
-            )
-        return collect_scripted(context, before)
+            raise UsageError(f"--policy {policy} adds whole episodes: leave out --controller and --steps.")
+        return (collect_scripted if policy == "scripted" else collect_recorded)(context, before)
     if before is not None and not (before.path / STREAMS).exists():
         raise ArtifactError(
             f"{before.name} was played by a script, and no environment stands where it ended: collect into a run of its"
@@ -89,8 +95,9 @@ def collect(
 
 def collect_job(context: Context, inputs: dict[str, Artifact], steps: int | None = None) -> Job:
     """What `collect` is asked to do; without inputs it is a run's very first collection."""
-    if context.settings.collect.policy == "scripted":
-        return scripted_job(context, inputs.get("previous"))
+    if context.settings.collect.policy != "learned":
+        job = scripted_job if context.settings.collect.policy == "scripted" else recorded_job
+        return job(context, inputs.get("previous"))
     identity = context.settings.select("seed", "environment", "collect") | {"rounds": _rounds(context, steps)}
     if "controller" in inputs:
         identity |= context.settings.acting

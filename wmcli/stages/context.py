@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 DEFAULT_PRESET = "quickstart"
 SEGMENT = "segment.zarr"  # an experience artifact's own segment
 HELD_OUT = {"validation": "validation.zarr", "test": "test.zarr"}
-"""Segments of whole episodes that scripted experience holds beside it, and nobody trains on."""
+"""Segments of whole episodes that scripted and recorded experience hold beside it, and nobody trains on."""
 DRAWN_AT_ONCE = 4096  # frames
 
 
@@ -88,14 +88,14 @@ class Context:
         return memory
 
     def held_out(self, artifact: Artifact, part: str) -> Memory:
-        """The episodes that scripted experience holds back as its `part`, "validation" or "test", in memory.
+        """The episodes that experience holds back as its `part`, "validation" or "test", in memory.
 
         Raises ArtifactError where it has none.
         """
         folder = artifact.path / HELD_OUT[part]
         if not folder.exists():
             raise ArtifactError(
-                f"{artifact.name} has no {part} episodes; play some with: wm collect --policy scripted --set"
+                f"{artifact.name} has no {part} episodes; make some with: wm collect --policy scripted --set"
                 f" collect.{part}=100"
             )
         artifact.verify()
@@ -110,8 +110,8 @@ class Context:
 
 
 def _with_frames(artifact: Artifact, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A segment's arrays, with the frames that its sketches stand for."""
-    if "sketch" not in arrays:
+    """A segment's arrays, with the frames that its sketches stand for where it has none."""
+    if "observation" in arrays:
         return arrays
     sketch, task = arrays["sketch"], TASKS[artifact.manifest["environment"]["id"]]
     frames = np.empty((len(sketch), task.side, task.side, 3), np.uint8)

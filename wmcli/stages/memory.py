@@ -139,7 +139,7 @@ def _check(measure: Measure, task: Task, dynamics: LatentWorldModelSettings, nam
 
 def _episodes(context: Context, played: Artifact, task: Task) -> Episodes:
     memory = context.held_out(played, "test")
-    sketch = read_segment(played.path / HELD_OUT["test"])["sketch"]
+    sketch = read_segment(played.path / HELD_OUT["test"], "sketch")["sketch"]
     time = task.context + task.query
     count = min(len(memory) // time, context.settings.evaluation.episodes)
     shape, rows = (count, time), count * time  # whole episodes of one length, one after the other

@@ -181,4 +181,4 @@ def _sketches(played: Artifact) -> np.ndarray:
     chain = [played]
     while "previous" in chain[-1].inputs:
         chain.append(chain[-1].input("previous"))
-    return np.concatenate([read_segment(each.path / SEGMENT)["sketch"] for each in reversed(chain)])
+    return np.concatenate([read_segment(each.path / SEGMENT, "sketch")["sketch"] for each in reversed(chain)])

@@ -6,7 +6,7 @@ N = E T rows, S bytes of a sketch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -76,19 +76,25 @@ def collect_scripted(context: Context, before: Artifact | None) -> Artifact:
                 if count:
                     seeds = _seeds(settings.seed, part, played if part == "train" else 0, count)
                     episodes = _play(task, seeds, workers, bar.advance)
-                    summary |= _write(work, part, episodes, settings.environment.id, seeds)
-        artifact = work.publish(
-            settings=settings.model_dump(mode="json"),
-            metrics=summary
-            | counts
-            | {
-                "episodes": counts["train"],
-                "total_episodes": played + counts["train"],
-                "total_steps": summary["steps"] + (before.metrics["total_steps"] if before else 0),
-            },
-            environment=context.environment,
-            machine=context.machine.block(),
-        )
+                    about = {"environment": settings.environment.id, "seeds": seeds.tolist()}
+                    summary |= write_episodes(work, part, episodes, **about)
+        return publish_episodes(context, work, before, summary | counts)
+
+
+def publish_episodes(context: Context, work: Work, before: Artifact | None, metrics: dict[str, Any]) -> Artifact:
+    """Whole episodes that were written, `metrics["train"]` of them to train on, as the version behind `before`."""
+    played, steps = (before.metrics["total_episodes"], before.metrics["total_steps"]) if before else (0, 0)
+    artifact = work.publish(
+        settings=context.settings.model_dump(mode="json"),
+        metrics=metrics
+        | {
+            "episodes": metrics["train"],
+            "total_episodes": played + metrics["train"],
+            "total_steps": steps + metrics["steps"],
+        },
+        environment=context.environment,
+        machine=context.machine.block(),
+    )
     context.progress.say(f"collect: published {artifact.name}")
     return artifact
 
@@ -119,8 +125,11 @@ def _play(task: Task, seeds: np.ndarray, workers: Executor, advance: Any) -> Pla
     return Played(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
-def _write(work: Work, part: str, played: Played, identifier: str, seeds: np.ndarray) -> dict[str, Any]:
-    """One segment; what is told of that which is trained on."""
+def write_episodes(
+    work: Work, part: str, played: Played, frames: Iterable[np.ndarray] | None = None, **about: Any
+) -> dict[str, Any]:
+    """One segment, of the `part` "train" or one of HELD_OUT; what is told of that which is trained on. `frames`, where
+    sketches do not say all of them, and `about`: see `write_segment`."""
     episodes, time = played.action.shape
     first, last = (np.zeros((episodes, time), bool) for _ in range(2))
     first[:, 0] = last[:, -1] = True
@@ -136,7 +145,7 @@ def _write(work: Work, part: str, played: Played, identifier: str, seeds: np.nda
     }
     folder = work.payload / (SEGMENT if part == "train" else HELD_OUT[part])
     flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in arrays.items()}
-    write_segment(folder, flat, environment=identifier, seeds=seeds.tolist())
+    write_segment(folder, flat, frames, **about)
     if part != "train":
         return {}
     return {"steps": episodes * time, "mean_return": float(played.reward.sum(1).mean())}
