@@ -229,6 +229,20 @@ def test_read_only_arrays_are_taken_without_a_warning(recwarn) -> None:
     assert not recwarn.list
 
 
+@pytest.mark.parametrize("cuts", [[], [1], [20, 21, 40]])
+def test_frames_in_blocks_are_as_good_as_all_at_once(cuts: list[int]) -> None:
+    data = experience(LENGTHS, UNFINISHED)
+    rest = {name: array for name, array in data.items() if name != "observation"}
+    memory = Memory.empty("cpu")
+    memory.extend(rest, iter(np.split(data["observation"], cuts)))
+    assert (
+        torch.equal(memory.frames, torch.from_numpy(data["observation"]))
+        and (memory.order == filled([data]).order).all()
+    )
+    with pytest.raises(AssertionError, match="frames for"):
+        Memory.empty("cpu").extend(rest, iter([data["observation"][1:]]))
+
+
 def test_what_does_not_fit_is_refused() -> None:
     data = experience([[4], [5]], [3, 0])
     memory = filled([data])

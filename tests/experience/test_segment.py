@@ -5,7 +5,7 @@ import pytest
 import zarr
 
 from wmcli.errors import ArtifactError
-from wmcli.experience import Recorder, read_segment, segment, write_segment
+from wmcli.experience import Recorder, read_frames, read_segment, segment, write_segment
 
 
 def arrays(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -50,6 +50,7 @@ def test_sketches_stand_for_frames_or_beside_them(tmp_path, framed: bool) -> Non
     write_segment(tmp_path / "s", want, files=["one"])
     got = read_segment(tmp_path / "s")
     assert list(got) == list(want) and all(np.array_equal(got[name], want[name]) for name in want)
+    assert (read_frames(tmp_path / "s") is None) is not framed
     assert list(read_segment(tmp_path / "s", "sketch", "reward")) == ["sketch", "reward"]
     assert segment.segment_about(tmp_path / "s")["files"] == ["one"]
 
@@ -72,13 +73,37 @@ def files(folder) -> list:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+def in_blocks(folder) -> dict[str, np.ndarray]:
+    """All of a segment, its frames in blocks."""
+    arrays, blocks = read_segment(folder, frames=False), read_frames(folder)
+    assert "observation" not in arrays
+    return arrays if blocks is None else arrays | {"observation": np.concatenate(list(blocks))}
+
+
+either_way = pytest.mark.parametrize("read", [read_segment, in_blocks])
+
+
+@either_way
+@pytest.mark.parametrize("shard", [1, 2, 9])
+def test_frames_in_blocks_are_read_as_if_they_came_at_once(tmp_path, monkeypatch, shard: int, read) -> None:
+    monkeypatch.setattr(segment, "SHARD", shard * segment.CHUNK)
+    want = arrays(150)
+    write_segment(tmp_path / "s", want)
+    monkeypatch.undo()
+    got = read(tmp_path / "s")
+    assert got.keys() == want.keys() and all(np.array_equal(got[name], want[name]) for name in want)
+    blocks = read_frames(tmp_path / "s")
+    assert blocks is not None and max(map(len, blocks)) <= shard * segment.CHUNK
+
+
 def test_all_zero_arrays_are_written_too(tmp_path) -> None:
     write_segment(tmp_path / "s", {name: np.zeros_like(array) for name, array in arrays(70).items()})
     assert len(files(tmp_path / "s")) == 1 + 2 * len(segment.FIELDS)
     assert not any(array.any() for array in read_segment(tmp_path / "s").values())
 
 
-def test_any_missing_or_cut_file_is_noticed(tmp_path, monkeypatch) -> None:
+@either_way
+def test_any_missing_or_cut_file_is_noticed(tmp_path, monkeypatch, read) -> None:
     monkeypatch.setattr(segment, "SHARD", segment.CHUNK)
     folder = tmp_path / "s"
     write_segment(folder, arrays(150))
@@ -87,15 +112,16 @@ def test_any_missing_or_cut_file_is_noticed(tmp_path, monkeypatch) -> None:
         content = file.read_bytes()
         file.unlink()
         with pytest.raises(ArtifactError, match="wm verify"):
-            read_segment(folder)
+            read(folder)
         file.write_bytes(content[: len(content) // 2])
         with pytest.raises(ArtifactError, match="wm verify"):
-            read_segment(folder)
+            read(folder)
         file.write_bytes(content)
-    read_segment(folder)
+    read(folder)
 
 
-def test_flipped_bits_are_noticed(tmp_path) -> None:
+@either_way
+def test_flipped_bits_are_noticed(tmp_path, read) -> None:
     folder = tmp_path / "s"
     write_segment(folder, arrays(100))
     rng = np.random.default_rng(4)
@@ -107,16 +133,17 @@ def test_flipped_bits_are_noticed(tmp_path) -> None:
                 changed[rng.integers(len(changed))] ^= 1 << int(rng.integers(8))
                 file.write_bytes(changed)
                 with pytest.raises(ArtifactError):
-                    read_segment(folder)
+                    read(folder)
 
 
-def test_arrays_that_do_not_fit_together_are_noticed(tmp_path) -> None:
+@either_way
+def test_arrays_that_do_not_fit_together_are_noticed(tmp_path, read) -> None:
     write_segment(tmp_path / "long", arrays(90))
     write_segment(tmp_path / "short", arrays(80))
     (tmp_path / "short" / "reward").rename(tmp_path / "short" / "old")
     (tmp_path / "long" / "reward").rename(tmp_path / "short" / "reward")
     with pytest.raises(ArtifactError, match=r"reward: float32 \(90,\) does not fit a segment of 80 rows"):
-        read_segment(tmp_path / "short")
+        read(tmp_path / "short")
 
 
 def test_other_formats_are_refused(tmp_path) -> None:

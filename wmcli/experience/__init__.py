@@ -10,7 +10,7 @@ from __future__ import annotations
 from wmcli.experience.frequency import FrequencySampler
 from wmcli.experience.memory import Episodes, Memory
 from wmcli.experience.sampler import StreamSampler, Windows, WindowSampler
-from wmcli.experience.segment import Recorder, read_segment, segment_about, write_segment
+from wmcli.experience.segment import Recorder, read_frames, read_segment, segment_about, write_segment
 from wmcli.experience.targets import SearchTargets
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "StreamSampler",
     "WindowSampler",
     "Windows",
+    "read_frames",
     "read_segment",
     "segment_about",
     "write_segment",

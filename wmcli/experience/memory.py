@@ -6,7 +6,7 @@ row, lists them episode by episode or stream by stream, so that a window of eith
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -148,15 +148,18 @@ class Memory:
                 f"{str(error).splitlines()[0] if str(error) else 'out of memory'}"
             ) from error
 
-    def extend(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Add a segment's arrays (see `segment.FIELDS` and `segment.SEARCHED`) behind what is there.
+    def extend(self, arrays: Mapping[str, np.ndarray], frames: Iterable[np.ndarray] | None = None) -> None:
+        """Add a segment's arrays (see `segment.FIELDS` and `segment.SEARCHED`) behind what is there. `frames`: the
+        observation in blocks (n, H, W, C), so that no more than one of them is in memory twice.
 
         Raises ArtifactError when its frames have another shape, or when a stream starts in the middle of an episode
         that this memory does not hold.
         """
         import torch
 
-        frame = arrays["observation"].shape[1:]
+        blocks = iter((arrays["observation"],) if frames is None else frames)
+        block = next(blocks)
+        frame = block.shape[1:]
         if self._columns and frame != tuple(self._columns["observation"].shape[1:]):
             held = tuple(self._columns["observation"].shape[1:])
             raise ArtifactError(f"frames of shape {frame} cannot join experience with frames of shape {held}.")
@@ -166,9 +169,19 @@ class Memory:
         if rows > room:
             room = max(rows, self._rows * 3 // 2)  # by halves: each row is copied a few times at most
         self.reserve(room, frame, arrays["policy"].shape[1] if "policy" in arrays else None)
-        for name in self._dtypes.keys() | (arrays.keys() & {"policy", "value"}):
-            source = torch.from_numpy(np.require(arrays[name], requirements=["C", "W"]))
-            self._columns[name][self._rows : rows].copy_(source)  # converts the type, too
+
+        def put(name: str, begin: int, source: np.ndarray) -> int:
+            end = begin + len(source)
+            tensor = torch.from_numpy(np.require(source, requirements=["C", "W"]))
+            self._columns[name][begin:end].copy_(tensor)  # converts the type, too
+            return end
+
+        for name in (self._dtypes.keys() - {"observation"}) | (arrays.keys() & {"policy", "value"}):
+            put(name, self._rows, arrays[name])
+        end = put("observation", self._rows, block)
+        for block in blocks:
+            end = put("observation", end, block)
+        assert end == rows, f"{end - self._rows} frames for {rows - self._rows} rows"
         if "policy" in arrays:
             self._columns["found"][self._rows : rows] = True
         self._episode = np.concatenate([self._episode, numbers])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -125,34 +126,74 @@ def segment_about(folder: Path) -> dict[str, Any]:
     return attributes
 
 
-def read_segment(folder: Path, *only: str) -> dict[str, np.ndarray]:
+def read_segment(folder: Path, *only: str, frames: bool = True) -> dict[str, np.ndarray]:
     """The arrays of a segment: FIELDS, SKETCH beside or in place of the observation where it has them, and SEARCHED if
-    a search played it; or `only` those of these names.
+    a search played it; or `only` those of these names; without `frames`, all but the observation.
 
     Raises ArtifactError when the folder is no segment, when a file of it is missing or does not decode, or when the
     arrays do not fit together.
     """
-    attributes = segment_about(folder)
-    rows = attributes["rows"]
-    fields = _fields(**{kind: attributes.get(kind, False) for kind in ("searched", "sketched", "framed")})
+    rows, fields = _contents(folder)
     arrays = {}
     for name, dtype in fields.items():
-        if only and name not in only:
+        if (only and name not in only) or (name == "observation" and not frames):
             continue
-        try:
-            array = zarr.open_array(store=folder / name, mode="r", zarr_format=3)
-            _check_files(folder / name, array)
-            arrays[name] = np.asarray(array[...])
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ArtifactError(f"{folder / name}: damaged: {reason}; see: wm verify") from error
+        with _damage(folder / name):
+            arrays[name] = np.asarray(_opened(folder / name)[...])
         shape_fits = arrays[name].ndim == AXES.get(name, 1) and len(arrays[name]) == rows
         if not shape_fits or arrays[name].dtype != dtype:
-            raise ArtifactError(
-                f"{folder / name}: {arrays[name].dtype} {arrays[name].shape} does not fit a segment of {rows} rows; "
-                f"see: wm verify"
-            )
+            raise _misfit(folder / name, arrays[name], rows)
     return arrays
+
+
+def read_frames(folder: Path) -> Iterator[np.ndarray] | None:
+    """The observation of a segment in blocks (n, H, W, C), one held at a time; None where it has but sketches.
+
+    Raises ArtifactError as `read_segment` does, also between two blocks.
+    """
+    rows, fields = _contents(folder)
+    if "observation" not in fields:
+        return None
+    with _damage(folder / "observation"):
+        array = _opened(folder / "observation")
+    if array.ndim != AXES["observation"] or array.shape[0] != rows or array.dtype != fields["observation"]:
+        raise _misfit(folder / "observation", array, rows)
+
+    size = (array.shards or array.chunks)[0]
+
+    def blocks() -> Iterator[np.ndarray]:
+        for begin in range(0, rows, size):
+            with _damage(folder / "observation"):
+                block = np.asarray(array[begin : begin + size])
+            yield block
+
+    return blocks()
+
+
+def _contents(folder: Path) -> tuple[int, dict[str, type[np.generic]]]:
+    """How many rows, and of which arrays."""
+    about = segment_about(folder)
+    return about["rows"], _fields(**{kind: about.get(kind, False) for kind in ("searched", "sketched", "framed")})
+
+
+def _opened(folder: Path) -> zarr.Array:
+    array = zarr.open_array(store=folder, mode="r", zarr_format=3)
+    _check_files(folder, array)
+    return array
+
+
+@contextmanager
+def _damage(folder: Path) -> Iterator[None]:
+    """Tells what went wrong in one line."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ArtifactError(f"{folder}: damaged: {reason}; see: wm verify") from error
+
+
+def _misfit(folder: Path, array: np.ndarray | zarr.Array, rows: int) -> ArtifactError:
+    return ArtifactError(f"{folder}: {array.dtype} {array.shape} does not fit a segment of {rows} rows; see: wm verify")
 
 
 def _check_files(folder: Path, array: zarr.Array) -> None:

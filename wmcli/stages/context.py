@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,9 +16,10 @@ import numpy as np
 from wmcli.artifacts import Artifact, Run
 from wmcli.assemble import parameter_counts
 from wmcli.envs import Streams, protocol
+from wmcli.envs.memory_task import Task
 from wmcli.envs.tasks import TASKS
 from wmcli.errors import ArtifactError, UsageError
-from wmcli.experience import Memory, read_segment
+from wmcli.experience import Memory, read_frames, read_segment
 from wmcli.progress import Progress
 from wmcli.settings import Settings, resolve
 from wmcli.training.device import Machine
@@ -82,7 +83,7 @@ class Context:
             self.latents = {}  # they were of other frames
         for segment in reversed(chain):
             segment.verify()
-            memory.extend(_with_frames(segment, read_segment(segment.path / SEGMENT)))
+            _extend(memory, segment, SEGMENT)
             memory.upto = segment.digest
         self.memory = memory
         return memory
@@ -100,7 +101,7 @@ class Context:
             )
         artifact.verify()
         memory = Memory.empty(self.machine.device)
-        memory.extend(_with_frames(artifact, read_segment(folder)))
+        _extend(memory, artifact, HELD_OUT[part])
         return memory
 
     def log(self, record: dict[str, Any]) -> None:
@@ -109,19 +110,23 @@ class Context:
         self.events.add(record)
 
 
-def _with_frames(artifact: Artifact, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A segment's arrays, with the frames that its sketches stand for where it has none."""
-    if "observation" in arrays:
-        return arrays
-    sketch, task = arrays["sketch"], TASKS[artifact.manifest["environment"]["id"]]
-    frames = np.empty((len(sketch), task.side, task.side, 3), np.uint8)
+def _extend(memory: Memory, artifact: Artifact, part: str) -> None:
+    """Read the segment `part` into memory, its frames block by block or, where it has but sketches, drawn from them."""
+    folder = artifact.path / part
+    arrays = read_segment(folder, frames=False)
+    frames = read_frames(folder)
+    if frames is None:
+        frames = _drawn(TASKS[artifact.manifest["environment"]["id"]], arrays["sketch"])
+    memory.extend(arrays, frames)
 
-    def draw(start: int) -> None:
-        frames[start : start + DRAWN_AT_ONCE] = task.draw(sketch[start : start + DRAWN_AT_ONCE])
 
-    with ThreadPoolExecutor(os.cpu_count()) as workers:  # NumPy lets go of the interpreter while it computes
-        list(workers.map(draw, range(0, len(sketch), DRAWN_AT_ONCE)))
-    return arrays | {"observation": frames}
+def _drawn(task: Task, sketch: np.ndarray) -> Iterator[np.ndarray]:
+    """The frames of sketches (N, S), in blocks (n, H, W, 3)."""
+    pieces = np.split(sketch, range(DRAWN_AT_ONCE, len(sketch), DRAWN_AT_ONCE))
+    count = os.cpu_count() or 1
+    with ThreadPoolExecutor(count) as workers:  # NumPy lets go of the interpreter while it computes
+        for start in range(0, len(pieces), count):
+            yield from workers.map(task.draw, pieces[start : start + count])
 
 
 def open_context(
