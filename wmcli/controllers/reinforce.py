@@ -24,6 +24,7 @@ from wmcli.controllers.base import Learner, Noise, State, draw_noise, episode_st
 from wmcli.errors import UsageError
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn.categorical import sample
+from wmcli.nn.flatten import Flatten
 from wmcli.world_models.base import Batch, WorldModel
 
 LSTMState = tuple[Tensor, Tensor]
@@ -314,7 +315,7 @@ def _latent_encoder(feature_shape: tuple[int, ...], channels: tuple[int, ...], w
     for wide in channels:
         layers += [nn.Conv2d(depth, wide, 3, padding=1), nn.SiLU()]
         depth = wide
-    layers += [nn.Flatten(), nn.Linear(depth * height * columns, width), nn.SiLU()]
+    layers += [Flatten(), nn.Linear(depth * height * columns, width), nn.SiLU()]
     return nn.Sequential(*layers), width
 
 
@@ -331,4 +332,4 @@ def _pixel_encoder(image_size: int, channels: tuple[int, ...]) -> tuple[nn.Seque
     for wide in channels:
         layers += [nn.Conv2d(depth, wide, 3, padding=1), nn.MaxPool2d(2), nn.ReLU()]
         depth = wide
-    return nn.Sequential(*layers, nn.Flatten()), depth * side * side
+    return nn.Sequential(*layers, Flatten()), depth * side * side

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
 from wmcli.errors import UsageError
+from wmcli.nn.flatten import Flatten
 from wmcli.nn.initialise import fan_average
 from wmcli.nn.mlp import ACTIVATIONS, NORM_EPS, Activation
 from wmcli.nn.norms import ChannelLayerNorm, ChannelRMSNorm
@@ -73,7 +74,7 @@ class StridedEncoder(nn.Sequential):
             layers.append(kind(inputs, outputs, stack.kernel, stride, stack.padding(stride), bias=stack.bias))
             layers += _norm_and_activation(stack, outputs)
             inputs = outputs
-        super().__init__(*layers, nn.Flatten())
+        super().__init__(*layers, Flatten())
         fan_average(self)
         _channels_last(self)
 

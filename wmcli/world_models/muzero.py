@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wmcli.nn import value_bins
+from wmcli.nn.flatten import Flatten
 from wmcli.nn.masked import masked_mean
 from wmcli.nn.one_hot import one_hot
 from wmcli.nn.residual_trunk import ResidualBlock, ResidualTrunk, conv, side
@@ -128,7 +129,7 @@ class MuZero(BootstrappedWorldModel):
         self.termination_head = _head(settings, pixels, 1) if settings.termination else None
         inputs, width, hidden = channels * pixels**2, settings.projection_width, settings.predictor_width
         self.projection = nn.Sequential(
-            nn.Flatten(), *_normed(inputs, width), nn.ReLU(), *_normed(width, width), nn.ReLU(), *_normed(width, width)
+            Flatten(), *_normed(inputs, width), nn.ReLU(), *_normed(width, width), nn.ReLU(), *_normed(width, width)
         )
         self.predictor = nn.Sequential(*_normed(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -365,7 +366,7 @@ def _head(settings: MuZeroSettings, pixels: int, outputs: int) -> nn.Sequential:
         nn.Conv2d(settings.channels[1], channels, 1, bias=False),
         nn.BatchNorm2d(channels),
         nn.ReLU(),
-        nn.Flatten(),
+        Flatten(),
         *_normed(channels * pixels**2, width),
         nn.ReLU(),
         last,

@@ -30,6 +30,7 @@ from wmcli.backbones.base import Backbone, cache_dtype, map_state
 from wmcli.config import Section
 from wmcli.errors import UsageError
 from wmcli.nn import value_bins
+from wmcli.nn.flatten import Flatten
 from wmcli.nn.masked import masked_mean
 from wmcli.nn.residual_trunk import Activation, ResidualTrunk, side
 from wmcli.nn.simnorm import divergence, simnorm
@@ -235,7 +236,7 @@ class FrameEncoder(nn.Sequential):
     def __init__(self, settings: UniZeroSettings, width: int, size: int) -> None:
         super().__init__(
             ResidualTrunk(3, settings.channels, settings.activation),
-            nn.Flatten(),
+            Flatten(),
             nn.Linear(settings.channels[1] * side(size) ** 2, width, bias=False),
         )
         self.group = settings.group
