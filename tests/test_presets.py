@@ -635,6 +635,11 @@ def test_planning_whose_model_cannot_be_built_is_one_line(preset: str, overrides
             ["controller.kind=actor-critic", "controller.sees=frame", "controller.horizon=3"],
             ["controller.sees", "'token'"],
         ),
+        (
+            "s4wm-quick",
+            ["controller.sees=memory", "backbone.name=transformer"],
+            ["'transformer'", "controller.sees = state"],
+        ),
         ("rem-quick", ["backbone.name=dreamer-gru", "backbone.dreamer_gru.inputs=7"], ["dreamer_gru.inputs = 7"]),
         ("storm", ["dynamics.across_ends=false", "dynamics.rows=streams"], ["rows = 'streams'", "transformer-xl"]),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -104,6 +105,14 @@ def build_controller(settings: Settings, world_model: WorldModel, machine: Machi
                 " the frame; set controller.sees = state."
             )
         seen = (world_model.frame_features,)
+    if settings.controller.sees == "memory":
+        if world_model.memory_features is None:
+            raise UsageError(
+                f"controller.sees = memory: dynamics of kind '{settings.dynamics.kind}' on the backbone"
+                f" '{settings.backbone.name}' keep no state of one size; set controller.sees = state, or another"
+                " backbone.name, for example s4."
+            )
+        seen = (math.prod(seen) + world_model.memory_features,)
     return ActorCritic(settings.controller, seen, world_model.actions, window=world_model.context)
 
 

@@ -173,6 +173,22 @@ def test_an_agent_without_memory_sees_the_frame_alone(world, make_batch):
     torch.testing.assert_close(rollout.feature[:, 0], whole.feature[:, 0, :7])
 
 
+def test_an_agent_may_see_all_that_is_remembered(world, make_batch):
+    """Beside the features, in acting and in imagination."""
+    world.memory_features, world.memory = 4, lambda state: world.features(state).flatten(1)[:, :4] + 100
+    torch.manual_seed(3)
+    controller = ActorCritic(ActorCriticSettings(**SMALL, sees="memory"), (34,), actions=4, window=6)
+    world_state = world.perceive(
+        None, torch.full((3, 8, 8, 3), 7, dtype=torch.uint8), torch.tensor([1, 2, 3]), torch.ones(3, dtype=torch.bool)
+    )
+    features = world.features(world_state).reshape(3, 30)
+    logits, _ = controller.decide(world, world_state, ())
+    torch.testing.assert_close(logits, controller.policy(torch.cat((features, features[:, :4] + 100), 1)))
+    feature = imagine(controller, world, make_batch((3, 6, 4), 6)).feature
+    assert feature.shape == (3, 6, 34)
+    torch.testing.assert_close(feature[..., 30:], feature[..., :4] + 100)
+
+
 @pytest.mark.parametrize("variant", ["v3", "dreamer"])
 def test_a_reloaded_policy_acts_the_same(variant, world, make_batch):
     """Bit for bit, after the normaliser has seen something."""

@@ -235,6 +235,34 @@ def test_observe_then_imagine_is_the_backbone_step_by_step(backbone):
     assert (imagined.latent.sum(-1) == 1).all()
 
 
+@pytest.mark.parametrize("window", [0, T])
+@pytest.mark.parametrize("backbone", NAMES)
+@torch.no_grad()
+def test_memory_is_all_that_the_backbone_keeps_of_earlier_frames(backbone, window):
+    """Whichever way they were read, and nothing of the current one; of backbones whose state is of one size."""
+    model = make(backbone, act_window=window).eval()
+    assert (model.memory_features is None) == backbone.startswith("transformer")
+    if model.memory_features is None:
+        return
+    z, action, reset = drawn(B, T), torch.randint(A, (B, T)), resets((0, 0), (1, 3), (2, T - 1))
+    at_once = model.memory(model.observe(z, action, reset)[1])
+    assert at_once.shape == (B, model.memory_features) and at_once.dtype == torch.float32
+    assert_close(at_once[:2].square().mean(1), torch.ones(2), rtol=1e-3, atol=0)
+    assert (at_once[2] == 0).all()
+    other = torch.cat((z[:, :-1], z[:, -1:].roll(1, -1)), 1)
+    assert torch.equal(model.memory(model.observe(other, action, reset)[1]), at_once)
+    _, state = model.observe(z[:, :1], action[:, :1], reset[:, :1])
+    model.encode = lambda frame: frame
+    acting = model.perceive(None, z[:, 0], action[:, 0], torch.ones(B, dtype=torch.bool))
+    for t in range(1, T):
+        _, after = model.imagine(state, action[:, t - 1])
+        opens = reset[:, t]
+        state = after._replace(latent=z[:, t], fresh=opens, memory=after.memory)
+        acting = model.perceive(acting, z[:, t], action[:, t - 1], opens)
+    assert_close(model.memory(state), at_once, rtol=0, atol=2e-4)
+    assert_close(model.memory(acting), at_once, rtol=0, atol=2e-4)
+
+
 @torch.no_grad()
 def test_a_single_frame_is_context_enough():
     model = make().eval()

@@ -89,6 +89,21 @@ def cache_dtype(weight: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if low else weight.dtype
 
 
+def flat_state(state: State) -> Tensor | None:
+    """All that a state holds as one vector a row, (B, M); None where that is no fixed set of numbers, because it counts
+    elements or knows their places, as caches do."""
+    tensors: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    map_state(keep, state)
+    if not all(tensor.is_floating_point() for tensor in tensors):
+        return None
+    return torch.cat([tensor.flatten(1) for tensor in tensors], 1)
+
+
 def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:
     """`function` on every tensor of a state, for example `map_state(torch.Tensor.detach, state)`; the rest is kept."""
     if isinstance(state, Tensor):

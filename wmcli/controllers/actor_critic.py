@@ -52,8 +52,9 @@ class ActorCriticSettings(Section):
     """After each hidden linear layer: "rms" (DreamerV3, Drama) or "layer" (STORM)."""
     activation: Activation = "silu"
     """After each norm: "silu" (DreamerV3, Drama) or "relu" (STORM)."""
-    sees: Literal["state", "frame"] = "state"
-    """What actor and critic see: all features, or those of the frame alone: an agent without memory."""
+    sees: Literal["state", "frame", "memory"] = "state"
+    """What actor and critic see: all features; those of the frame alone: an agent without memory; or all features and
+    the backbone's own state (the full state policy of Recall to Imagine, arXiv 2403.04253)."""
     normalise_inputs: bool = True
     """The actor sees features shifted and scaled by the mean and variance of all so far (Drama's code only)."""
     start: Literal["prior", "posterior"] = "prior"
@@ -278,7 +279,9 @@ class ActorCritic(Learner):
     def _seen(self, world_model: WorldModel, state: State) -> Tensor:
         """Features of the current frame, (B, F)."""
         features = world_model.features(state).flatten(1)
-        return features[:, : world_model.frame_features] if self.settings.sees == "frame" else features
+        if self.settings.sees == "frame":
+            return features[:, : world_model.frame_features]
+        return torch.cat((features, world_model.memory(state)), 1) if self.settings.sees == "memory" else features
 
     def _returns(self, rollout: Rollout, value: Tensor) -> Tensor:
         """Lambda-returns (B, h) with values (B, n), in the form that the settings name."""

@@ -101,6 +101,8 @@ class WorldModel(nn.Module, ABC):
     """Shape of what the controller sees of one frame."""
     frame_features: int | None = None
     """So many of the features, the first, tell of the frame alone and nothing of its past; None: all do."""
+    memory_features: int | None = None
+    """How many numbers `memory` has; None: the model has none."""
     draws: int
     """Random numbers that one imagined step takes, a row."""
     draws_to_observe: int = 0
@@ -157,6 +159,13 @@ class WorldModel(nn.Module, ABC):
     @abstractmethod
     def features(self, state: State) -> Tensor:
         """What the controller sees of the current frame, (B, *feature_shape)."""
+
+    def memory(self, state: State) -> Tensor:
+        """All that is remembered of the frames before the current one, (B, memory_features) float32.
+
+        Not for a model without `memory_features`.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def perceive(

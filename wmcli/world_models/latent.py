@@ -32,7 +32,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, map_state
+from wmcli.backbones.base import Backbone, flat_state, map_state
 from wmcli.config import Section
 from wmcli.errors import UsageError
 from wmcli.nn import two_hot
@@ -251,6 +251,8 @@ class LatentWorldModel(WorldModel):
         self.decodes = "features" if settings.decodes_state else "latents"
         self.feature_shape = (variables * classes + width,)
         self.frame_features = variables * classes
+        held = flat_state(backbone.initial_state(1))
+        self.memory_features = None if held is None else held.shape[1]
         self.draws = self.draws_to_observe = variables
         self.tokenizer = tokenizer
         self.stem = _stem(settings, variables * classes + actions, backbone.inputs)
@@ -617,6 +619,14 @@ class LatentWorldModel(WorldModel):
     def features(self, state: LatentState) -> Tensor:
         """Latent and summary of the past, (B, K * C + D) float32."""
         return torch.cat((state.seen.flatten(-2), state.summary), -1)
+
+    def memory(self, state: LatentState) -> Tensor:
+        """The backbone's state, scaled to a root mean square of 1; zeros where nothing came before. Of it the summary
+        tells what the next frame needs, and no more."""
+        held = flat_state(state.memory)
+        assert held is not None, "a backbone without memory_features"
+        held = held.float() if state.fresh is None else held.float().masked_fill(state.fresh[:, None], 0)
+        return F.rms_norm(held, held.shape[1:])
 
     def latent(self, state: LatentState) -> Tensor:
         """The current frame's latent as the controller sees it, (B, K, C)."""
