@@ -23,11 +23,11 @@ def test_catch_is_learned(tmp_path, preset, seed):
 
 
 ROUNDS = ["run.epochs={0}", "run.collect_epochs={0}"]
-PARTS = {  # of a preset, which are enough for this game
+PARTS = {  # of a preset, which are enough for this game; unizero-quick has 0.72 after four of its six rounds
     "quickstart": ["dynamics.updates=800", "controller.updates=300"],
     "s4wm-quick": [each.format(2) for each in ROUNDS],
     "drama-quick": [each.format(2) for each in ROUNDS],
-    "unizero-quick": [each.format(4) for each in ROUNDS],
+    "muzero-quick": [],
 }
 
 
