@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_run import Killed, copied, kill_at, latest, sha256
+from tiny_run import TINY_S4WM, Killed, copied, kill_at, latest, sha256
 
 from wmcli.artifacts import Artifact
 from wmcli.assemble import load_world_model
@@ -29,29 +29,16 @@ from wmcli.stages.rows import Best
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_tensors
 
 SMALL = [
+    *TINY_S4WM,
     "environment.id=wm/DistractingMemory-20-v0",
     "collect.episodes=6",
     "collect.validation=3",
     "collect.test=5",
-    "tokenizer.categoricals=3",
-    "tokenizer.classes=5",
-    "tokenizer.channels=[4, 6]",
-    "tokenizer.strides=[4, 2]",
-    "tokenizer.kernel=4",
-    "tokenizer.posterior_width=8",
-    "dynamics.prior_width=7",
     "dynamics.head_width=9",
     "dynamics.horizon=50",
-    "dynamics.batch=2",
     "dynamics.updates=5",
     "dynamics.validate_every=2",
     "dynamics.warmup=2",
-    "backbone.width=16",
-    "backbone.layers=1",
-    "backbone.s4.state=4",
-    "training.device=cpu",
-    "training.precision=float32",
-    "training.threads=1",
     "training.log_every=1",
 ]
 RSSM = [

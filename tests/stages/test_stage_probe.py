@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_run import latest
+from tiny_run import TINY_S4WM, latest
 from torch import Tensor
 
 from wmcli.assemble import load_world_model
@@ -25,31 +25,18 @@ from wmcli.stages.dynamics import train_dynamics
 TASK = TASKS["wm/MazeSmall-v0"]
 CPU = torch.device("cpu")
 SETTINGS = [
+    *TINY_S4WM,
     "environment.id=wm/MazeSmall-v0",
     "environment.size=32",
     "collect.episodes=18",
     "collect.validation=0",
     "collect.test=5",
-    "tokenizer.categoricals=3",
-    "tokenizer.classes=5",
-    "tokenizer.channels=[4, 6]",
-    "tokenizer.strides=[4, 2]",
-    "tokenizer.kernel=4",
-    "tokenizer.posterior_width=8",
-    "dynamics.prior_width=7",
     "dynamics.reward=none",
     "dynamics.horizon=120",
-    "dynamics.batch=2",
     "dynamics.updates=2",
     "dynamics.validate_every=0",
     "dynamics.warmup=1",
-    "backbone.width=16",
-    "backbone.layers=1",
-    "backbone.s4.state=4",
     "evaluation.probe_updates=3",
-    "training.device=cpu",
-    "training.precision=float32",
-    "training.threads=1",
 ]
 
 

@@ -335,7 +335,7 @@ def test_too_few_frames_for_a_window_are_refused(run: Path, monkeypatch: pytest.
 
 
 def test_experience_that_cannot_be_read_leaves_nothing_behind(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def torn(folder: Path) -> None:
+    def torn(folder: Path, **_: bool) -> None:
         assert list(folder.rglob("c/*"))
         raise ArtifactError("damaged")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_run import Killed, copied, latest
+from tiny_run import TINY_S4WM, Killed, copied, latest
 
 from wmcli.artifacts import Artifact, Run
 from wmcli.envs.mazes import Maze
@@ -30,32 +30,19 @@ assert isinstance(TASK, Maze)
 TIME = TASK.context + TASK.query
 TRAINING, EVALUATION = range(10, 17), range(50, 53)  # seeds of the episodes that lie there
 SETTINGS = [
+    *TINY_S4WM,
     "environment.id=wm/MazeSmall-v0",
     "environment.size=32",
     "collect.policy=recorded",
     "collect.episodes=3",
     "collect.validation=2",
     "collect.test=2",
-    "tokenizer.categoricals=3",
-    "tokenizer.classes=5",
-    "tokenizer.channels=[4, 6]",
-    "tokenizer.strides=[4, 2]",
-    "tokenizer.kernel=4",
-    "tokenizer.posterior_width=8",
-    "dynamics.prior_width=7",
     "dynamics.reward=none",
     "dynamics.horizon=120",
-    "dynamics.batch=2",
     "dynamics.updates=2",
     "dynamics.validate_every=1",
     "dynamics.warmup=1",
-    "backbone.width=16",
-    "backbone.layers=1",
-    "backbone.s4.state=4",
     "evaluation.probe_updates=2",
-    "training.device=cpu",
-    "training.precision=float32",
-    "training.threads=1",
 ]
 
 

@@ -20,7 +20,24 @@ from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
 from wmcli.stages.tokenizer import train_tokenizer
 
-# Sizes all differ, where they may, so that a swapped axis shows. 4 x 4 tokens a frame.
+# Sizes all differ, where they may, so that a swapped axis shows. What tests of memory tasks share:
+TINY_S4WM = [
+    "tokenizer.categoricals=3",
+    "tokenizer.classes=5",
+    "tokenizer.channels=[4, 6]",
+    "tokenizer.strides=[4, 2]",
+    "tokenizer.kernel=4",
+    "tokenizer.posterior_width=8",
+    "dynamics.prior_width=7",
+    "dynamics.batch=2",
+    "backbone.width=16",
+    "backbone.layers=1",
+    "backbone.s4.state=4",
+    "training.device=cpu",
+    "training.precision=float32",
+    "training.threads=1",
+]
+# 4 x 4 tokens a frame.
 TINY = [
     "environment.size=16",
     "environment.count=3",

@@ -19,7 +19,7 @@ import torch
 from wmcli.controllers.agent import UniformAgent
 from wmcli.envs import Streams
 from wmcli.errors import UsageError
-from wmcli.experience import Memory, Recorder, read_segment, write_segment
+from wmcli.experience import Memory, Recorder, read_frames, read_segment, write_segment
 from wmcli.stages.collect import seen
 from wmcli.stages.context import Context
 from wmcli.stages.latents import gather
@@ -60,7 +60,7 @@ def profile_experience(context: Context, bench: Bench, frames: int, folder: Path
         _force(path)
 
     def load(path: Path) -> None:
-        memory.extend(read_segment(path))
+        memory.extend(read_segment(path, frames=False), read_frames(path))
 
     try:
         with context.progress.bar("profile write", len(segments), "segments") as bar:
