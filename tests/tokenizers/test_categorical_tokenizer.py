@@ -56,11 +56,13 @@ def test_what_is_decoded_is_the_likeliest_classes(output):
     assert torch.equal(tokenizer.decode(latent), want)
 
 
-def test_the_reconstruction_error_is_summed_over_a_frame():
-    tokenizer = make()
-    image = torch.rand(2, 3, SIZE, SIZE)
+@pytest.mark.parametrize("output", ["sigmoid", "linear", "centred"])
+def test_the_reconstruction_error_is_summed_over_a_frame(output):
+    tokenizer = make(output=output).eval()
+    z = draw_one_hot(torch.rand(2, K, C))
+    image = tokenizer.reconstruct(z)
     want = [(image[i] - frames(2)[i].permute(2, 0, 1) / 255).square().sum() for i in range(2)]
-    assert_close(tokenizer.reconstruction_error(image, frames(2)), torch.stack(want))
+    assert_close(tokenizer.reconstruction_error(z, None, frames(2)), torch.stack(want))
 
 
 def test_every_parameter_learns():

@@ -181,8 +181,7 @@ def frame_errors(world_model: LatentWorldModel, features: Tensor, frames: Tensor
     """Squared errors (B, T), summed over a frame's pixels, of what features (B, T, F) are decoded to."""
     flat, real = features.flatten(0, 1), frames.flatten(0, 1)
     found = [
-        world_model.tokenizer.reconstruction_error(world_model.images(some), true)
-        for some, true in zip(flat.split(FRAMES), real.split(FRAMES), strict=True)
+        world_model.frame_error(some, true) for some, true in zip(flat.split(FRAMES), real.split(FRAMES), strict=True)
     ]
     return torch.cat(found).view(features.shape[:2]).double().cpu().numpy()
 

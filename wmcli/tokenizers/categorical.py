@@ -19,12 +19,12 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from wmcli.config import Section
 from wmcli.nn.initialise import fan_average
 from wmcli.nn.mlp import Activation, mlp
 from wmcli.nn.one_hot import draw_one_hot, entropy, mixed_log_probabilities, one_hot, straight_through
+from wmcli.nn.squared_error import squared_error
 from wmcli.nn.strided_conv import Norm, Stack, StridedDecoder, StridedEncoder
 from wmcli.tokenizers.measures import survival
 
@@ -149,8 +149,13 @@ class CategoricalTokenizer(nn.Module):
     def embed(self, observation: Tensor) -> Tensor:
         """Frames (..., H, W, 3) uint8 to what the encoder makes of them, (..., F), with gradient."""
         lead = observation.shape[:-3]
-        image = scaled(observation.flatten(0, -4) if lead else observation[None])
-        return self.encoder(image - CENTRE if self.settings.output == "centred" else image).view(*lead, self.features)
+        pixels = self._pixels(observation.flatten(0, -4) if lead else observation[None])
+        return self.encoder(pixels).view(*lead, self.features)
+
+    def _pixels(self, observation: Tensor) -> Tensor:
+        """Frames (B, H, W, 3) uint8 as the encoder reads and the decoder should make them, (B, 3, H, W) float32."""
+        image = scaled(observation)
+        return image.sub_(CENTRE) if self.settings.output == "centred" else image
 
     def posterior_of(self, features: Tensor) -> Tensor:
         """What the posterior reads, (..., F) or (..., posterior_inputs), to log-probabilities (..., K, C)."""
@@ -163,11 +168,14 @@ class CategoricalTokenizer(nn.Module):
     def reconstruct(self, z: Tensor, past: Tensor | None = None) -> Tensor:
         """Drawn latents (B, K, C), and where the decoder reads it the past (B, past), to images (B, 3, H, W) float32,
         with gradient; certainly in [0, 1] after a sigmoid only."""
-        read = z.flatten(-2)
-        image = self.decoder(read if past is None else torch.cat((read, past.to(read.dtype)), -1)).float()
-        if self.settings.output == "sigmoid":
-            return image.sigmoid()
+        image = self._decoded(z, past).float()
         return image + CENTRE if self.settings.output == "centred" else image
+
+    def _decoded(self, z: Tensor, past: Tensor | None) -> Tensor:
+        """`reconstruct` in the decoder's own range and precision."""
+        read = z.flatten(-2)
+        image = self.decoder(read if past is None else torch.cat((read, past.to(read.dtype)), -1))
+        return image.float().sigmoid() if self.settings.output == "sigmoid" else image
 
     @torch.no_grad()
     def encode(self, observation: Tensor) -> Tensor:
@@ -184,17 +192,17 @@ class CategoricalTokenizer(nn.Module):
         pixels = (image * 255).round().clamp(0, 255).to(torch.uint8)
         return pixels.permute(0, 2, 3, 1).reshape(*lead, self.image_size, self.image_size, 3)
 
-    def reconstruction_error(self, image: Tensor, observation: Tensor) -> Tensor:
-        """Squared error summed over pixels and colours, (B,): images (B, 3, H, W) against frames (B, H, W, 3) uint8."""
-        return F.mse_loss(image, scaled(observation), reduction="none").sum((1, 2, 3))
+    def reconstruction_error(self, z: Tensor, past: Tensor | None, observation: Tensor) -> Tensor:
+        """Squared error summed over pixels and colours, (B,) float32: what `reconstruct` makes of drawn latents and the
+        past, against frames (B, H, W, 3) uint8. With gradient, for one backward pass."""
+        return squared_error(self._decoded(z, past), self._pixels(observation))
 
     # -- fitting by reconstruction, and its measures ------------------------------------------------------------------
 
     def loss(self, observation: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """uint8 (B, H, W, 3) to the loss to minimise and metrics: `reconstruction`, summed over a frame's pixels."""
         log_posterior = self.posterior(observation)
-        image = self.reconstruct(straight_through(log_posterior.exp()))
-        loss = self.reconstruction_error(image, observation).mean()
+        loss = self.reconstruction_error(straight_through(log_posterior.exp()), None, observation).mean()
         return loss, {"reconstruction": loss.detach(), "posterior_entropy": entropy(log_posterior).mean().detach()}
 
     @torch.no_grad()
@@ -208,4 +216,4 @@ class CategoricalTokenizer(nn.Module):
 def scaled(observation: Tensor) -> Tensor:
     """uint8 (B, H, W, 3) to float32 (B, 3, H, W) in [0, 1], channels last in memory."""
     assert observation.dtype == torch.uint8 and observation.shape[-1] == 3, "frames are uint8 with three colours last"
-    return observation.permute(0, 3, 1, 2) / 255
+    return observation.permute(0, 3, 1, 2).to(torch.float32).div_(255)

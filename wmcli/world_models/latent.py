@@ -331,9 +331,9 @@ class LatentWorldModel(WorldModel):
         )
         return torch.cat((start[:, None], earlier), 1).masked_fill(opens[..., None], 0)
 
-    def _image(self, z: Tensor, past: Tensor) -> Tensor:
-        """Latents (N, K, C) and pasts (N, D) to images (N, 3, H, W) float32."""
-        return self.tokenizer.reconstruct(z, past if self.settings.decoder_reads == "state" else None)
+    def _decoded(self, past: Tensor) -> Tensor | None:
+        """What of pasts (..., D) the decoder reads beside the latents."""
+        return past if self.settings.decoder_reads == "state" else None
 
     def _reading(self, past: Tensor, z: Tensor | None) -> Tensor:
         """What reward and termination heads read: pasts (..., D), and the latents (..., K, C) of the frames that these
@@ -388,8 +388,9 @@ class LatentWorldModel(WorldModel):
             past = read
         past = past.masked_fill(opens[..., None], 0)
         shown = valid if settings.first_frame else valid & ~batch.first
-        image = self._image(z.flatten(0, 1), past.flatten(0, 1))
-        error = self.tokenizer.reconstruction_error(image, frames.flatten(0, 1))
+        error = self.tokenizer.reconstruction_error(
+            z.flatten(0, 1), self._decoded(past.flatten(0, 1)), frames.flatten(0, 1)
+        )
         reconstruction = masked_mean(error.view(valid.shape), shown)
         reward_loss, termination_loss = self._outcome_losses(batch, carry, read, z, opens)
 
@@ -635,8 +636,15 @@ class LatentWorldModel(WorldModel):
     @torch.no_grad()
     def images(self, features: Tensor) -> Tensor:
         """Features (N, K * C + D) to images (N, 3, H, W) float32, from the latents as they were drawn."""
-        z, past = features.split((self.frame_features, self.backbone.width), -1)
-        return self._image(z.unflatten(-1, self.tokenizer.shape), past)
+        z, past = self._latents_and_past(features)
+        return self.tokenizer.reconstruct(z, self._decoded(past))
+
+    @torch.no_grad()
+    def frame_error(self, features: Tensor, frames: Tensor) -> Tensor:
+        """Squared error summed over pixels, (N,): frames (N, H, W, 3) uint8 against what features (N, K * C + D) are
+        decoded to, from the latents as they were drawn."""
+        z, past = self._latents_and_past(features)
+        return self.tokenizer.reconstruction_error(z, self._decoded(past), frames)
 
     @torch.no_grad()
     def arrival_reward(self, features: Tensor) -> Tensor:
@@ -648,10 +656,13 @@ class LatentWorldModel(WorldModel):
         uint8."""
         if self.decodes == "latents":
             return self.tokenizer.decode(latent)
-        z, past = latent.split((self.frame_features, self.backbone.width), -1)
-        return self.tokenizer.decode(
-            z.unflatten(-1, self.tokenizer.shape), past if self.settings.decoder_reads == "state" else None
-        )
+        z, past = self._latents_and_past(latent)
+        return self.tokenizer.decode(z, self._decoded(past))
+
+    def _latents_and_past(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Features (..., K * C + D) to latents (..., K, C) and pasts (..., D)."""
+        z, past = features.split((self.frame_features, self.backbone.width), -1)
+        return z.unflatten(-1, self.tokenizer.shape), past
 
     # -- acting -------------------------------------------------------------------------------------------------------
 
