@@ -1,8 +1,9 @@
 # Which backbone remembers: the paper's tables 2 and 3 (Deng, Park and Ahn 2023) at a CPU's size (docs/results.md):
 #   make -j2 -f docs/memory.mk        prints both tables and how well doors are told; SEEDS="1 2 3" for spreads
-#   make -j2 -f docs/memory.mk TASKS=memory-small WIDTH=40        a longer hallway
+#   make -j2 -f docs/memory.mk TASKS=memory-small WIDTH=24        a longer hallway
 #   make -j2 -f docs/memory.mk TASKS=memory-small MODELS="s4 no-mlp full-posterior s4d s5 tssm-xl cache-8 cache-4"
 #                                     S4WM's variants and shorter caches: tables 4 and 5
+#   make -j2 -f docs/memory.mk TASKS=rooms-small MODELS="s4 tssm-xl mamba2"        two rooms, and what is recalled of them
 # All models within 8 % of one parameter count. One thread each, so that -j gives as many at once as there are cores.
 WIDTH := 12
 R := runs/memory-$(WIDTH)
@@ -34,11 +35,20 @@ HALF := $(shell expr $(FRAMES) / 2)
 memory-small := environment.id=wm/DistractingMemory-$(WIDTH)-v0 dynamics.horizon=$(FRAMES)
 memory-small-tssm-xl := backbone.transformer_xl.memory=$(HALF) backbone.transformer_xl.segment=$(HALF)
 doors-small-tssm-xl := backbone.transformer_xl.memory=70 backbone.transformer_xl.segment=70
+rooms-small-s5 := backbone.width=124
+rooms-small-mamba2 := backbone.width=168
+rooms-small-mamba1 := backbone.width=164
+rooms-small-retnet := backbone.width=128
+rooms-small-transformer := backbone.width=132
+rooms-small-gaussian := $(rooms-small-transformer)
+rooms-small-tssm-xl := backbone.width=128 backbone.transformer_xl.memory=46 backbone.transformer_xl.segment=46
 memory-small-rssm := dynamics.horizon=$(shell expr $(FRAMES) / 5) dynamics.updates=10000
 doors-small-rssm := dynamics.horizon=28 dynamics.batch=8 dynamics.updates=15000
+rooms-small-rssm := backbone.width=208 dynamics.horizon=23 dynamics.batch=8 dynamics.updates=12000
 
 memory-small-protocols := reward generation
 doors-small-protocols := generation doors
+rooms-small-protocols := generation recall
 
 runs = $(foreach model,$(MODELS),$(foreach seed,$(SEEDS),$(R)/$(1)-$(model)-$(seed)))
 
