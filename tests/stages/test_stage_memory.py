@@ -25,6 +25,7 @@ from wmcli.stages import memory as stage
 from wmcli.stages.collect import collect
 from wmcli.stages.context import HELD_OUT, SEGMENT, Context, open_context
 from wmcli.stages.dynamics import train_dynamics
+from wmcli.stages.memory_table import table
 from wmcli.stages.rows import Best
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_tensors
 
@@ -326,7 +327,7 @@ def test_recall_scores_the_same_frames_for_every_k(tmp_path: Path) -> None:
     task = TASKS["wm/TwoRoomsSmallTeleport-v0"]
     ks = [k for k in stage.RECALLED if k + 1 < task.query]
     assert set(found["recall"]) == {str(k) for k in ks} and found["frames_scored"] == task.query - ks[-1] - 1
-    row = stage.table([latest(run, "evaluation")])[0]
+    row = table([latest(run, "evaluation")])[0]
     assert row["task"] == "TwoRoomsSmallTeleport" and f"k = {ks[-1]}" in row
 
 
@@ -337,41 +338,6 @@ def test_recall_scores_the_same_frames_for_every_k(tmp_path: Path) -> None:
 def test_measures_that_do_not_fit_are_refused(memory_run: Path, measure, line: str) -> None:
     with pytest.raises(UsageError, match=line):
         stage.evaluate_memory(opened(memory_run), measure)
-
-
-def test_a_table_puts_runs_together_beside_the_paper() -> None:
-    class Found:
-        def __init__(self, **metrics) -> None:
-            self.metrics = metrics
-
-    alike = {
-        "environment": "wm/MultiDoorsKeys-3-v0",
-        "backbone": "s4",
-        "posterior": "factorised",
-        "rows": "episodes",
-        "parameters": 10,
-        "updates": 5,
-        "protocol": "generation",
-    }
-    runs = [
-        Found(
-            **alike,
-            reconstruction={"value": 0.5, "low": 0.4, "high": 0.6},
-            generation={"value": value, "low": 0, "high": 9},
-        )
-        for value in (1.0, 3.0)
-    ]
-    (row,) = stage.table(runs)
-    assert row["model"] == "S4WM" and row["runs"] == 2
-    assert row["generation"] == "2 ± 1.41" and row["paper generation"] == "0.04"
-    other = Found(
-        **{**alike, "backbone": "mamba2"},
-        reconstruction={"value": 0.5, "low": 0.4, "high": 0.6},
-        generation={"value": 2.0, "low": 1.0, "high": 3.0},
-    )
-    rows = stage.table([*runs, other])
-    assert [each["model"] for each in rows] == ["mamba2", "S4WM"]
-    assert rows[0]["generation"] == "2 (1-3)" and rows[0]["paper generation"] == "-"
 
 
 def test_films_and_curves_are_written(memory_run: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from wmcli.stages import memory, probe
 from wmcli.stages.collect import collect
 from wmcli.stages.context import HELD_OUT, Context, open_context
 from wmcli.stages.dynamics import train_dynamics
+from wmcli.stages.memory_table import table
 
 TASK = TASKS["wm/MazeSmall-v0"]
 CPU = torch.device("cpu")
@@ -191,29 +192,9 @@ def test_from_a_model_to_a_table_and_twice_the_same(maze_run: Path) -> None:
     assert first.metrics["constant_walls"]["value"] == pytest.approx(scores.walls.mean())
     assert first.metrics["constant_objects"]["value"] == pytest.approx(scores.objects.mean())
     assert first.metrics["constant_objects"]["low"] < scores.objects.mean() < first.metrics["constant_objects"]["high"]
-    row = memory.table([first])[0]
+    row = table([first])[0]
     assert row["task"] == "MazeSmall" and row["walls %"].startswith(f"{100 * first.metrics['walls']['value']:.1f} (")
     assert not any(column.startswith("paper") for column in row)
-
-
-def test_the_paper_stands_beside_its_own_columns() -> None:
-    class Found:
-        metrics = {
-            "environment": "wm/Maze-9-v0",
-            "backbone": "s5",
-            "posterior": "factorised",
-            "rows": "episodes",
-            "parameters": 10,
-            "updates": 5,
-            "protocol": "probe",
-        } | {
-            name: {"value": value, "low": value, "high": value}
-            for name, value in (("walls", 0.9), ("objects", 4.0), ("constant_walls", 0.7), ("constant_objects", 20.0))
-        }
-
-    (row,) = memory.table([Found])
-    assert row["model"] == "S5WM" and row["paper walls %"] == "98.3" and row["paper objects"] == "1.8"
-    assert row["constant walls %"] == "70.0 (70.0-70.0)" and "paper constant walls %" not in row
 
 
 def test_a_task_without_labels_is_refused(tmp_path: Path) -> None:

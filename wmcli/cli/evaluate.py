@@ -57,6 +57,14 @@ def evaluate(
             metavar="FILE", help="Draw the attention priors that RUN... learned (.png).", rich_help_panel=MANY_PANEL
         ),
     ] = None,
+    curves: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw the curves of RUN... in one picture (.png): --protocol generation or recall.",
+            rich_help_panel=MANY_PANEL,
+        ),
+    ] = None,
     run: RunFolder = DEFAULT_RUN,
     preset: Preset = None,
     settings: Set = None,
@@ -98,10 +106,14 @@ def evaluate(
         raise UsageError("--by sorts the scores of several runs: wm eval RUN... --by KEY, without --against.")
     if of_dynamics and (controller or against or priors):
         raise UsageError(f"--protocol {protocol} scores dynamics: leave out --controller, --against and --priors.")
+    if curves and not (runs and protocol in ("generation", "recall")):
+        raise UsageError(
+            "--curves draws several runs of generation or recall: wm eval RUN... --protocol recall --curves FILE.png"
+        )
     if runs and (settings or seed or device or controller or dynamics or episodes or experience):
         raise UsageError("RUN... puts together what is there; to evaluate one run anew give it as --run.")
     if runs and of_dynamics:
-        _dynamics_table(runs, protocol, as_json)
+        _dynamics_table(runs, protocol, curves, as_json)
         return
     if priors:
         from wmcli.stages.evaluate import compare_priors
@@ -197,14 +209,19 @@ def _dynamics_rows(evaluations: list[Artifact], protocol: str) -> Sequence[Row]:
     if protocol == "gridworld":
         from wmcli.stages.grid_world import table
     else:
-        from wmcli.stages.memory import table
+        from wmcli.stages.memory_table import table
     return table(evaluations)
 
 
-def _dynamics_table(runs: list[Path], protocol: str, as_json: bool) -> None:
+def _dynamics_table(runs: list[Path], protocol: str, curves: Path | None, as_json: bool) -> None:
     from wmcli.stages.evaluate import newest_evaluations
 
-    rows = _dynamics_rows(newest_evaluations(runs, protocol), protocol)
+    evaluations = newest_evaluations(runs, protocol)
+    if curves:
+        from wmcli.stages.memory_table import draw_curves
+
+        draw_curves(evaluations, curves)
+    rows = _dynamics_rows(evaluations, protocol)
     if as_json:
         emit_json(rows)
     else:

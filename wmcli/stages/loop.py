@@ -22,7 +22,8 @@ from wmcli.stages.context import Context
 from wmcli.stages.dynamics import NONE, train_dynamics
 from wmcli.stages.evaluate import evaluate, summary
 from wmcli.stages.imagine import imagine
-from wmcli.stages.memory import evaluate_memory, told
+from wmcli.stages.memory import evaluate_memory
+from wmcli.stages.memory_table import told
 from wmcli.stages.tokenizer import train_tokenizer
 
 MODELS = ("tokenizer", "dynamics", "controller")

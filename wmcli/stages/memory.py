@@ -7,7 +7,7 @@ the prior a step; probe.py only looks at what it makes of frames that it sees. B
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,9 +27,9 @@ from wmcli.errors import UsageError
 from wmcli.experience import read_segment
 from wmcli.metrics import memory as metrics
 from wmcli.report.images import side_by_side, strip, write_gif, write_png
-from wmcli.report.plots import error_curves, write_figure
 from wmcli.settings import Measure
 from wmcli.stages.context import HELD_OUT, Context, check_same_environment
+from wmcli.stages.memory_table import told, write_curves
 from wmcli.stages.probe import probe
 from wmcli.stages.scripted import task_of
 from wmcli.training.device import derived_seed, isolated_randomness
@@ -231,7 +231,8 @@ def _generation(
     }
     if context.pictures:
         _write_film(work.payload, *films[0], known)
-        _write_curves(work.payload / "generation.png", error_curve, context.settings.environment.id)
+        lines = {name: (range(1, 1 + len(curve["mean"])), _band(curve)) for name, curve in error_curve.items()}
+        write_curves(work.payload / "generation.png", "generation", lines, context.settings.environment.id)
     return {
         "reconstruction": metrics.estimate(metrics.over_episodes(seen[:, known:], counts)),
         "reconstruction_everywhere": metrics.estimate(metrics.over_episodes(seen, everywhere)),
@@ -262,16 +263,8 @@ def _recall(
     by_k = {str(k): metrics.estimate(error.mean(1)) for k, error in zip(ks, found, strict=True)}
     if context.pictures:
         values = [by_k[str(k)] for k in ks]
-        value, low, high = (np.array([value[key] for value in values], float) for key in ("value", "low", "high"))
-        write_figure(
-            work.payload / "recall.png",
-            error_curves(
-                {"recall": (ks, (value, low, high))},
-                x_label="frames seen behind the teleport",
-                y_label="squared error a frame",
-                title=context.settings.environment.id,
-            ),
-        )
+        band = tuple(np.array([value[key] for value in values], float) for key in ("value", "low", "high"))
+        write_curves(work.payload / "recall.png", "recall", {"recall": (ks, band)}, context.settings.environment.id)
     return {"recall": by_k, "frames_scored": task.query - last}
 
 
@@ -326,125 +319,7 @@ _MEASURES: dict[str, Callable[[Context, LatentWorldModel, Task, Episodes, Work],
 }
 
 
-# -- for people -------------------------------------------------------------------------------------------------------
-
-PAPER: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
-    ("reward", "wm/DistractingMemory-100-v0"): {
-        "RSSM-TBTT": ("47.9", "49.6"),
-        "TSSM-XL": ("100.0", "51.2"),
-        "S4WM": ("100.0", "100.0"),
-    },
-    ("reward", "wm/DistractingMemory-200-v0"): {
-        "RSSM-TBTT": ("48.7", "48.4"),
-        "TSSM-XL": ("99.9", "51.3"),
-        "S4WM": ("100.0", "100.0"),
-    },
-    ("reward", "wm/DistractingMemory-400-v0"): {
-        "RSSM-TBTT": ("50.4", "52.2"),
-        "TSSM-XL": ("50.4", "51.0"),
-        "S4WM": ("100.0", "100.0"),
-    },
-    ("generation", "wm/MultiDoorsKeys-3-v0"): {
-        "RSSM-TBTT": ("0.05", "5.16"),
-        "TSSM-XL": ("0.05", "1.27"),
-        "S4WM": ("0.01", "0.04"),
-    },
-    ("generation", "wm/MultiDoorsKeys-5-v0"): {
-        "RSSM-TBTT": ("0.04", "6.36"),
-        "TSSM-XL": ("0.03", "6.05"),
-        "S4WM": ("0.02", "0.27"),
-    },
-    ("generation", "wm/MultiDoorsKeys-7-v0"): {
-        "RSSM-TBTT": ("0.03", "6.28"),
-        "TSSM-XL": ("0.02", "9.24"),
-        "S4WM": ("0.02", "0.10"),
-    },
-    ("probe", "wm/Maze-9-v0"): {
-        "RSSM-TBTT": ("95.0", "5.4"),
-        "TSSM-XL": ("86.4", "10.2"),
-        "S4WM": ("88.4", "8.9"),
-        "S5WM": ("98.3", "1.8"),
-    },
-    ("probe", "wm/Maze-15-v0"): {
-        "RSSM-TBTT": ("81.7", "32.6"),
-        "TSSM-XL": ("79.8", "35.1"),
-        "S4WM": ("80.2", "34.8"),
-        "S5WM": ("81.8", "25.3"),
-    },
-}
-"""Tables 2, 3 and 6 of the paper: the first two columns of a measure of a task, by model. Its mazes are Memory Maze's,
-whose layout and script differ from ours."""
-_SYSTEMS = {
-    ("s4", "factorised", "episodes"): "S4WM",
-    ("s4", "full", "episodes"): "S4WM-Full-Posterior",
-    ("s5", "factorised", "episodes"): "S5WM",
-    ("transformer-xl", "factorised", "episodes"): "TSSM-XL",
-    ("dreamer-gru", "recurrent", "streams"): "RSSM-TBTT",
-}
-_SHOWN = {  # of each measure, by the heading of a column
-    "generation": {"reconstruction": "reconstruction", "generation": "generation"},
-    "reward": {"inference %": "inference", "imagination %": "imagination"},
-    "doors": {"state %": "state", "state and colour %": "whole"},
-    "probe": {
-        "walls %": "walls",
-        "objects": "objects",
-        "constant walls %": "constant_walls",
-        "constant objects": "constant_objects",
-    },
-}
-ALIKE = ("environment", "backbone", "posterior", "rows", "parameters", "updates")  # what the runs of a row share
-
-
-def told(evaluation: Artifact) -> str:
-    """An evaluation in one line."""
-    row = table([evaluation])[0]
-    return f"eval: {evaluation.name}: " + ", ".join(f"{key} {row[key]}" for key in _columns(evaluation.metrics))
-
-
-def table(evaluations: Sequence[Artifact]) -> list[dict[str, Any]]:
-    """A row for each task, model and size, with the mean over runs ± their standard deviation, of a single run its 95 %
-    interval over episodes; beside the paper's numbers where it has some. Accuracies are in %."""
-    cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for each in evaluations:
-        cells.setdefault(tuple(each.metrics[key] for key in ALIKE), []).append(each.metrics)
-    rows = []
-    for (environment, backbone, posterior, kind, parameters, updates), found in sorted(cells.items()):
-        system = _SYSTEMS.get(
-            (backbone, posterior, kind), backbone if posterior == "factorised" else f"{backbone}, {posterior}"
-        )
-        shown = {name: _cell(found, key, 100 if "%" in name else 1) for name, key in _columns(found[0]).items()}
-        paper = PAPER.get((found[0]["protocol"], environment), {}).get(system, ())
-        beside = {f"paper {name}": value for name, value in zip(shown, paper, strict=False)}
-        rows.append(
-            {"task": environment.removeprefix("wm/").removesuffix("-v0"), "model": system}
-            | {"parameters": parameters, "updates": updates, "runs": len(found)}
-            | shown
-            | beside
-        )
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    return [{column: row.get(column, "-") for column in columns} for row in rows]
-
-
-def _columns(found: dict[str, Any]) -> dict[str, str]:
-    if found["protocol"] == "recall":
-        return {f"k = {k}": f"recall.{k}" for k in sorted(found["recall"], key=int)}
-    return _SHOWN[found["protocol"]]
-
-
-def _cell(found: Sequence[dict[str, Any]], key: str, scale: float) -> str:
-    picked = []
-    for each in found:
-        value: Any = each
-        for part in key.split("."):
-            value = value[part]
-        picked.append(value if isinstance(value, dict) else {"value": value, "low": None, "high": None})
-    values = scale * np.array([each["value"] for each in picked])
-    form = (lambda value: f"{value:.1f}") if scale == 100 else (lambda value: f"{value:.3g}")
-    if len(values) > 1:
-        return f"{form(values.mean())} ± {form(values.std(ddof=1))}"
-    if picked[0]["low"] is None:
-        return form(values[0])
-    return f"{form(values[0])} ({form(scale * picked[0]['low'])}-{form(scale * picked[0]['high'])})"
+# -- pictures ---------------------------------------------------------------------------------------------------------
 
 
 def _decoded(world_model: LatentWorldModel, features: Tensor) -> np.ndarray:
@@ -466,12 +341,6 @@ def _write_film(folder: Path, real: np.ndarray, drawn: np.ndarray, known: int) -
     write_png(folder / "imagination.png", strip(real[0, begin:], drawn[0, begin:], every=every, context=known - begin))
 
 
-def _write_curves(path: Path, curves: dict[str, dict[str, list[float | None]]], title: str) -> None:
-    lines = {}
-    for name, values in curves.items():
-        value, low, high = (np.array(values[key], float) for key in ("mean", "low", "high"))
-        lines[name] = (range(1, len(value) + 1), (value, np.maximum(low, 1e-4), high))
-    write_figure(
-        path,
-        error_curves(lines, x_label="step of the query", y_label="squared error a frame", title=title, log=True),
-    )
+def _band(curve: dict[str, list[float | None]]) -> tuple[np.ndarray, ...]:
+    """Value, low and high; NaN where nothing was scored."""
+    return tuple(np.array(curve[part], float) for part in ("mean", "low", "high"))
