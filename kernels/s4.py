@@ -43,6 +43,9 @@ CACHED_ELEMENTS = 1 << 19  # of (H, M, F) at a time in the torch form of the Cau
 FREQUENCIES = 128  # of a program of the Cauchy sums in Triton
 PAIRS, PAIR_FREQUENCIES = 16, 64  # of a program of their gradients, and frequencies at a time
 STEP_CHANNELS, STEP_PROGRAMS = 16, 1024  # channels of a program of the step; how many programs are enough
+STEP_NUMBERS = (
+    1 << 17
+)  # of a state that one step updates and reads before the next ones, while the CPU has them in cache
 
 
 class System(NamedTuple):
@@ -816,8 +819,18 @@ def run_step(operators: Step, u: Tensor, state: Tensor, reset: Tensor | None = N
         return _fused_step(operators, u, state, reset)
     if reset is not None:
         state = state.masked_fill(reset[:, None, None], 0.0)
-    state = advance(operators, state).addcmul_(operators.input, u.to(state.dtype)[..., None])
-    return (operators.output * state).sum(-1), state
+    driven = u.to(state.dtype)[..., None]
+    if graph or state.device.type != "cpu" or state.numel() <= STEP_NUMBERS:
+        state = advance(operators, state).addcmul_(operators.input, driven)
+        return (operators.output * state).sum(-1), state
+    before, state, y = state, torch.empty_like(state), torch.empty_like(u, dtype=state.dtype)
+    rows = max(1, STEP_NUMBERS // state[0].numel())
+    for driven_, before_, state_, y_ in zip(*(x.split(rows) for x in (driven, before, state, y)), strict=True):
+        torch.mul(operators.diagonal, _pairs(before_), out=_pairs(state_))
+        state_.addcmul_(operators.column, (operators.row * before_).sum(-1, keepdim=True), value=-1)
+        state_.addcmul_(operators.input, driven_)
+        torch.sum(operators.output * state_, -1, out=y_)
+    return y, state
 
 
 def _fused_step(operators: Step, u: Tensor, state: Tensor, reset: Tensor | None) -> tuple[Tensor, Tensor]:

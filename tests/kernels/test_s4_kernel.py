@@ -478,6 +478,23 @@ def test_gradients_of_a_convolution_in_segments(monkeypatch, time):
     assert run
 
 
+# -- the step ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numbers", [1, 2 * 3 * 8, 1000])
+def test_a_step_without_gradients_equals_one_with_them(monkeypatch, numbers):
+    monkeypatch.setattr(s4, "STEP_NUMBERS", numbers)  # of several parts, the last one smaller, or of one
+    torch.manual_seed(0)
+    operators = s4.Step(torch.randn(3, 4, dtype=torch.complex128), *torch.randn(4, 3, 8, dtype=torch.float64))
+    u = torch.randn(3, 5, dtype=torch.float64).mT  # not contiguous
+    state = torch.randn(3, 5, 8, dtype=torch.float64).transpose(0, 1)
+    for reset in (None, torch.tensor([False, True, False, False, True])):
+        want, before = s4.run_step(operators, u.clone().requires_grad_(), state, reset), state.clone()
+        got = s4.run_step(operators, u, state, reset)
+        assert_close(got, tuple(each.detach() for each in want), rtol=0, atol=1e-12)
+        assert torch.equal(state, before)
+
+
 # -- the step in Triton ------------------------------------------------------------------------------------------------
 
 
