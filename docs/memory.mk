@@ -1,6 +1,6 @@
 # Which backbone remembers: the paper's tables 2 and 3 (Deng, Park and Ahn 2023) at a CPU's size (docs/results.md):
 #   make -j2 -f docs/memory.mk        prints both tables and how well doors are told; SEEDS="1 2 3" for spreads
-#   make -j2 -f docs/memory.mk TASKS=memory-small WIDTH=24        a longer hallway
+#   make -j2 -f docs/memory.mk TASKS=memory-small WIDTH=20        a longer hallway
 #   make -j2 -f docs/memory.mk TASKS=memory-small MODELS="s4 no-mlp full-posterior s4d s5 tssm-xl cache-8 cache-4"
 #                                     S4WM's variants and shorter caches: tables 4 and 5
 #   make -j2 -f docs/memory.mk TASKS=rooms-small MODELS="s4 tssm-xl mamba2"        two rooms and what is recalled of them

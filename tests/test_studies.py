@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from wmcli.assemble import parameter_counts
+from wmcli.envs import make
 from wmcli.settings import resolve
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -46,7 +47,9 @@ def test_every_run_of_a_study_is_one_that_can_be_built(study: Path, given: str) 
     found = commands(study, *shlex.split(given))
     assert found
     for preset, overrides in found:
-        assert parameter_counts(resolve(preset, overrides), actions=ACTIONS)
+        settings = resolve(preset, overrides)
+        make(settings.environment, train=False).close()
+        assert parameter_counts(settings, actions=ACTIONS)
 
 
 def test_memory_is_compared_at_equal_size() -> None:
