@@ -72,6 +72,18 @@ def test_models_of_one_name_are_told_apart_by_their_settings() -> None:
     assert list(rows[0])[:6] == ["task", "model", "with", "parameters", "updates", "runs"]
 
 
+def test_what_differs_in_much_is_told_in_part() -> None:
+    changes = [
+        "dynamics.batch=3",
+        "dynamics.updates=7",
+        "backbone.width=32",
+        "backbone.s4.state=8",
+        "collect.episodes=9",
+    ]
+    rows = table([generated(error=1.0), generated(*changes, error=2.0)])
+    assert rows[1]["with"].endswith(" and 1 more") and rows[1]["with"].count("=") == 4
+
+
 def test_the_paper_stands_beside_its_own_columns() -> None:
     scores = {"walls": 0.9, "objects": 4.0, "constant_walls": 0.7, "constant_objects": 20.0}
     (row,) = table(

@@ -84,6 +84,7 @@ _SHOWN = {  # of each measure, by the heading of a column
 AXES = {"generation": "step of the query", "recall": "frames seen behind the teleport"}  # of the measures with a curve
 ERROR = "squared error a frame"
 LOWEST = 1e-4  # drawn, on an axis of logarithms
+NOTED = 4  # settings shown of those that tell models of one name apart
 _TOLD_APART = ("collect.", "tokenizer.", "dynamics.", "backbone.")  # sections that make one model another
 
 
@@ -202,7 +203,8 @@ def _model(metrics: dict[str, Any]) -> str:
 
 
 def _noted(note: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in note.items())
+    shown = [f"{key}={value}" for key, value in note.items()][:NOTED]
+    return ", ".join(shown) + (f" and {len(note) - NOTED} more" if len(note) > NOTED else "")
 
 
 def _task(environment: str) -> str:
