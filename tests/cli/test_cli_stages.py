@@ -148,11 +148,11 @@ def recorder(monkeypatch):
     recorder = Recorder()
     context = SimpleNamespace(open_context=recorder.open_context)
     monkeypatch.setitem(sys.modules, "wmcli.stages.context", context)
+    tables = {"table": lambda _: [{"backbone": "gru"}]}
     for module, function, *_ in CASES:
-        fake = SimpleNamespace(
-            **{function: recorder.stage(module)}, aggregate=recorder.aggregate, table=lambda _: [{"backbone": "gru"}]
-        )
+        fake = SimpleNamespace(**{function: recorder.stage(module)}, aggregate=recorder.aggregate, **tables)
         monkeypatch.setitem(sys.modules, f"wmcli.stages.{module}", fake)
+    monkeypatch.setitem(sys.modules, "wmcli.stages.memory_table", SimpleNamespace(**tables))
     monkeypatch.delenv("WM_RUN", raising=False)
     return recorder
 
