@@ -43,9 +43,7 @@ CACHED_ELEMENTS = 1 << 19  # of (H, M, F) at a time in the torch form of the Cau
 FREQUENCIES = 128  # of a program of the Cauchy sums in Triton
 PAIRS, PAIR_FREQUENCIES = 16, 64  # of a program of their gradients, and frequencies at a time
 STEP_CHANNELS, STEP_PROGRAMS = 16, 1024  # channels of a program of the step; how many programs are enough
-STEP_NUMBERS = (
-    1 << 17
-)  # of a state that one step updates and reads before the next ones, while the CPU has them in cache
+STEP_NUMBERS = 1 << 17  # of a state that a step without gradients updates at a time, for the processor's cache
 
 
 class System(NamedTuple):

@@ -35,5 +35,5 @@ def test_a_second_backward_pass_is_refused():
     image = torch.randn(2, 3, requires_grad=True)
     error = squared_error(image, torch.randn(2, 3)).sum()
     error.backward(retain_graph=True)
-    with pytest.raises(AttributeError):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         error.backward()

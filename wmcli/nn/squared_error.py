@@ -22,11 +22,12 @@ def squared_error(image: Tensor, target: Tensor) -> Tensor:
 class _SquaredError(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, image: Tensor, target: Tensor) -> Tensor:
-        ctx.difference, ctx.dtype = target.sub_(image), image.dtype
+        ctx.save_for_backward(target.sub_(image))
+        ctx.dtype = image.dtype
         return torch.linalg.vector_norm(target, dim=tuple(range(1, target.ndim))).square()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        difference, ctx.difference = ctx.difference, None
+        (difference,) = ctx.saved_tensors  # torch refuses it once it has been written
         return difference.mul_((-2 * grad).view(-1, *[1] * (difference.ndim - 1))).to(ctx.dtype), None

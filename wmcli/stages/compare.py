@@ -33,9 +33,9 @@ TOKENS = {"cpu": 1 << 12, "cuda": 1 << 16}  # of a training batch, the same at e
 ROWS = {"cpu": 16, "cuda": 64}  # imagined side by side
 CELL_SECONDS = 5.0  # a call that takes longer is not timed, and its backbone not tried on longer sequences
 CHECKED_LENGTH = 150  # elements: more than one chunk of every backbone that has chunks
-# Difference of steps from forward, as a share of the largest output. A GRU whose products are rounded to bfloat16 has
-# drifted by up to 0.08 from its steps, which are in float32, after as many elements.
-ALLOWED = {"float32": 1e-3, "bfloat16": 0.15}
+ALLOWED = {"float32": 1e-3, "bfloat16": 0.03}  # difference of steps from forward, as a share of the largest output
+# This one's steps are in float32: from a forward whose products are in bfloat16 they drift by up to 0.08 on the way.
+DRIFTING = {("dreamer-gru", "bfloat16"): 0.15}
 CLOSE = 0.05  # parameter counts that differ by no more count as equal
 
 
@@ -172,7 +172,7 @@ def _note(backbone: BackboneSettings) -> str | None:
 def check_steps(backbone: BackboneSettings, machine: Machine) -> float:
     """How far the outputs of single steps are from those of forward, as a share of the largest.
 
-    Raises WmError where it is more than `ALLOWED`.
+    Raises WmError where it is more than is allowed.
     """
     model = build(backbone, CHECKED_LENGTH, block=1).to(machine.device).eval()
     x = torch.randn(2, CHECKED_LENGTH, backbone.width, device=machine.device)
@@ -183,7 +183,7 @@ def check_steps(backbone: BackboneSettings, machine: Machine) -> float:
             y, state = model.step(element, state)
             steps.append(y)
     error = float((torch.stack(steps, 1) - whole).abs().amax() / whole.abs().amax())
-    allowed = ALLOWED[machine.precision]
+    allowed = DRIFTING.get((backbone.name, machine.precision), ALLOWED[machine.precision])
     if not error <= allowed:  # also where it is NaN
         raise WmError(
             f"profile: steps of {backbone.name} are {error:.2g} off its forward on {CHECKED_LENGTH} elements, where"

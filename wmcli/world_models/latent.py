@@ -331,7 +331,7 @@ class LatentWorldModel(WorldModel):
         )
         return torch.cat((start[:, None], earlier), 1).masked_fill(opens[..., None], 0)
 
-    def _decoded(self, past: Tensor) -> Tensor | None:
+    def _decoder_past(self, past: Tensor) -> Tensor | None:
         """What of pasts (..., D) the decoder reads beside the latents."""
         return past if self.settings.decoder_reads == "state" else None
 
@@ -389,7 +389,7 @@ class LatentWorldModel(WorldModel):
         past = past.masked_fill(opens[..., None], 0)
         shown = valid if settings.first_frame else valid & ~batch.first
         error = self.tokenizer.reconstruction_error(
-            z.flatten(0, 1), self._decoded(past.flatten(0, 1)), frames.flatten(0, 1)
+            z.flatten(0, 1), self._decoder_past(past.flatten(0, 1)), frames.flatten(0, 1)
         )
         reconstruction = masked_mean(error.view(valid.shape), shown)
         reward_loss, termination_loss = self._outcome_losses(batch, carry, read, z, opens)
@@ -637,14 +637,14 @@ class LatentWorldModel(WorldModel):
     def images(self, features: Tensor) -> Tensor:
         """Features (N, K * C + D) to images (N, 3, H, W) float32, from the latents as they were drawn."""
         z, past = self._latents_and_past(features)
-        return self.tokenizer.reconstruct(z, self._decoded(past))
+        return self.tokenizer.reconstruct(z, self._decoder_past(past))
 
     @torch.no_grad()
     def frame_error(self, features: Tensor, frames: Tensor) -> Tensor:
         """Squared error summed over pixels, (N,): frames (N, H, W, 3) uint8 against what features (N, K * C + D) are
         decoded to, from the latents as they were drawn."""
         z, past = self._latents_and_past(features)
-        return self.tokenizer.reconstruction_error(z, self._decoded(past), frames)
+        return self.tokenizer.reconstruction_error(z, self._decoder_past(past), frames)
 
     @torch.no_grad()
     def arrival_reward(self, features: Tensor) -> Tensor:
@@ -657,7 +657,7 @@ class LatentWorldModel(WorldModel):
         if self.decodes == "latents":
             return self.tokenizer.decode(latent)
         z, past = self._latents_and_past(latent)
-        return self.tokenizer.decode(z, self._decoded(past))
+        return self.tokenizer.decode(z, self._decoder_past(past))
 
     def _latents_and_past(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Features (..., K * C + D) to latents (..., K, C) and pasts (..., D)."""
