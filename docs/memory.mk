@@ -4,6 +4,8 @@
 #   make -j2 -f docs/memory.mk TASKS=memory-small MODELS="s4 no-mlp full-posterior s4d s5 tssm-xl cache-8 cache-4"
 #                                     S4WM's variants and shorter caches: tables 4 and 5
 #   make -j2 -f docs/memory.mk TASKS=rooms-small MODELS="s4 tssm-xl mamba2"        two rooms and what is recalled of them
+#   make -j2 -f docs/memory.mk TASKS=memory-small MODELS="s5 retnet gaussian" R=runs/slower SET=dynamics.learning_rate=1e-3
+#                                     any other settings, in a folder of their own
 #   wm eval runs/memory-12/rooms-small-* --protocol recall --curves recall.png        the same as a picture
 # All models within 8 % of one parameter count. One thread each, so that -j gives as many at once as there are cores.
 WIDTH := 12
@@ -11,6 +13,7 @@ R := runs/memory-$(WIDTH)
 SEEDS := 1
 TASKS := memory-small doors-small
 MODELS := s4 s4d s5 mamba2 mamba1 retnet transformer gaussian tssm-xl rssm
+SET :=
 
 s4 :=
 s4d := backbone.name=s4d
@@ -60,6 +63,6 @@ tables: $(foreach task,$(TASKS),$(addsuffix /evaluation/latest/manifest.json,$(c
 define one
 $(R)/$(1)-$(2)-$(3)/evaluation/latest/manifest.json:
 	wm run $(1) --run $(R)/$(1)-$(2)-$(3) --seed $(3) --set training.threads=1 \
-		$(foreach each,$($(1)) $($(2)) $($(1)-$(2)),--set $(each))
+		$(foreach each,$($(1)) $($(2)) $($(1)-$(2)) $(SET),--set $(each))
 endef
 $(foreach task,$(TASKS),$(foreach model,$(MODELS),$(foreach seed,$(SEEDS),$(eval $(call one,$(task),$(model),$(seed))))))
