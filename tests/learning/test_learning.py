@@ -22,12 +22,15 @@ def test_catch_is_learned(tmp_path, preset, seed):
     assert metrics["mean"] >= 0.8
 
 
-TWO_ROUNDS = ["run.epochs=2", "run.collect_epochs=2"]
-PARTS = {  # of a preset, which are enough for this game; two and two take as long. unizero-quick needs all its rounds
-    "quickstart": ["dynamics.updates=800", "controller.updates=300"],
-    "s4wm-quick": TWO_ROUNDS,
-    "drama-quick": [*TWO_ROUNDS, "dynamics.updates=350", "controller.updates=250", "controller.batch=128"],
-    "muzero-quick": [],
+def rounds(count: int) -> list[str]:
+    return [f"run.epochs={count}", f"run.collect_epochs={count}"]
+
+
+PARTS = {  # of a preset, enough for this game, and as long as one another; unizero-quick needs all its rounds
+    "quickstart": ["dynamics.updates=800", "dynamics.batch=8", "controller.updates=300", "controller.batch=32"],
+    "s4wm-quick": [*rounds(2), "controller.batch=128"],
+    "drama-quick": [*rounds(2), "dynamics.updates=350", "controller.updates=250", "controller.batch=128"],
+    "muzero-quick": rounds(4),
 }
 
 
