@@ -4,7 +4,7 @@
 #   make -j2 -f docs/memory.mk TASKS=memory-small MODELS="s4 no-mlp full-posterior s4d s5 tssm-xl cache-8 cache-4"
 #                                     S4WM's variants and shorter caches: tables 4 and 5
 #   make -j2 -f docs/memory.mk TASKS=rooms-small MODELS="s4 tssm-xl mamba2"        two rooms and what is recalled of them
-#   make -j2 -f docs/memory.mk TASKS=memory-small MODELS="s5 retnet gaussian" R=runs/slower SET=dynamics.learning_rate=1e-3
+#   make -j2 -f docs/memory.mk TASKS=memory-small MODELS="s5 retnet gaussian" R=runs/longer SET=dynamics.updates=4000
 #                                     any other settings, in a folder of their own
 #   wm eval runs/memory-12/rooms-small-* --protocol recall --curves recall.png        the same as a picture
 # All models within 8 % of one parameter count. One thread each, so that -j gives as many at once as there are cores.
