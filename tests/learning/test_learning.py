@@ -23,7 +23,7 @@ def test_catch_is_learned(tmp_path, preset, seed):
 
 
 TWO_ROUNDS = ["run.epochs=2", "run.collect_epochs=2"]
-PARTS = {  # of a preset, which are enough for this game; two and two take as long. Planners need all their rounds
+PARTS = {  # of a preset, which are enough for this game; two and two take as long. The planners need all
     "quickstart": ["dynamics.updates=800", "dynamics.batch=8", "controller.updates=300", "controller.batch=32"],
     "s4wm-quick": [*TWO_ROUNDS, "controller.batch=128"],
     "drama-quick": [*TWO_ROUNDS, "dynamics.updates=350", "controller.updates=250", "controller.batch=128"],
