@@ -23,7 +23,7 @@ mamba1 := backbone.name=mamba1 backbone.width=88
 retnet := backbone.name=retnet backbone.width=68 backbone.retnet.heads=2
 transformer := backbone.name=transformer backbone.width=68
 gaussian := $(transformer) backbone.transformer.prior.kind=gaussian
-# The paper's proportions on its shortest hallway: a cache of half an episode, gradients through a fifth of one (and so
+# As the paper-size presets on the shortest hallway: a cache of half an episode, gradients through a fifth of one (and so
 # as many more updates as there are frames missing from a batch).
 tssm-xl := backbone.name=transformer-xl backbone.width=68 backbone.transformer_xl.heads=4 backbone.transformer_xl.ffn=4
 rssm := backbone.name=dreamer-gru backbone.width=112 backbone.layers=1 dynamics.posterior=recurrent \
