@@ -16,7 +16,7 @@ def play(streams: Streams, actions: np.ndarray) -> list[tuple[np.ndarray, ...]]:
     seen = []
     for action in actions:
         transition = streams.step(action)
-        seen.append((streams.observation, streams.first, *transition))
+        seen.append((streams.observation, streams.first, *transition[:-1], *transition.final.values()))
     return seen
 
 
@@ -154,3 +154,18 @@ def test_streams_equal_playing_the_environment_by_hand() -> None:
             frame, _ = env.reset()
         assert (streams.observation[0] == frame).all() and streams.first[0] == terminated
     assert lives_lost == 4 and transition.terminated[0]
+
+
+def test_a_step_that_ends_an_episode_keeps_the_frame_it_led_to():
+    settings = EnvironmentSettings(count=2)
+    streams = Streams(settings, train=False, seed=3)
+    alone = make(settings, train=False)
+    words = np.random.SeedSequence((3, 1, 0)).generate_state(1)
+    alone.reset(seed=int(words[0]) >> 1)
+    ended = False
+    while not ended:
+        after = streams.step(np.array([1, 2]))
+        frame, _, ended, _, _ = alone.step(2)
+        assert set(after.final) == set(np.flatnonzero(after.terminated | after.truncated))
+    np.testing.assert_array_equal(after.final[1], frame)
+    assert not np.array_equal(after.final[1], streams.observation[1])  # which opens the next episode

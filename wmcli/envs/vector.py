@@ -31,6 +31,7 @@ class Transition(NamedTuple):
     truncated: np.ndarray  # bool (E,)
     lives: np.ndarray  # int16 (E,), left after the step, before any reset; -1 where the environment does not tell
     game_over: np.ndarray  # bool (E,): the game ended, not only a life
+    final: dict[int, np.ndarray]  # by environment, of those whose episode ended: the frame that its last action led to
 
 
 class Streams:
@@ -51,6 +52,7 @@ class Streams:
         self._envs = [make(settings, train=train) for _ in range(settings.count)]
         self._games = [0] * settings.count  # number of the running game
         self._played: list[list[int]] = [[] for _ in self._envs]  # actions since its reset
+        self._final: dict[int, np.ndarray] = {}
         if state is None:
             for stream in range(settings.count):
                 self._start_game(stream)
@@ -75,9 +77,10 @@ class Streams:
         reward = np.zeros(count, np.float32)
         terminated, truncated, game_over = (np.zeros(count, bool) for _ in range(3))
         lives = np.zeros(count, np.int16)
+        self._final = {}
         for i in range(count):
             reward[i], terminated[i], truncated[i], lives[i], game_over[i] = self._step_one(i, int(action[i]))
-        return Transition(reward, terminated, truncated, lives, game_over)
+        return Transition(reward, terminated, truncated, lives, game_over, self._final)
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs: one integer and arrays. `game`, `length` (E,) int64: number and actions so far of each
@@ -108,6 +111,8 @@ class Streams:
         frame, reward, terminated, truncated, info = env.step(action)
         self._played[stream].append(action)
         ended = terminated or truncated
+        if ended:
+            self._final[stream] = np.array(frame)
         continues = ended and info.get(CONTINUES, False)
         if continues:  # this reset is a consequence of the actions, so it is not part of the state
             frame, _ = env.reset()
