@@ -266,14 +266,14 @@ def _kind(values: Mapping[str, Any], section: str) -> Any:
     return given.get("kind", DEFAULT_KINDS.get(section)) if isinstance(given, Mapping) else None
 
 
-def flatten(settings: Section) -> dict[str, Any]:
-    """`{"controller.lr": 1e-4, ...}` in the order of the files."""
+def flatten(values: Section | Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings, or their plain values, as `{"controller.learning_rate": 1e-4, ...}` in the same order."""
 
     def walk(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for key, value in table.items():
-            if isinstance(value, dict):
+            if isinstance(value, Mapping):
                 yield from walk(f"{prefix}{key}.", value)
             else:
                 yield prefix + key, value
 
-    return dict(walk("", settings.model_dump(mode="json")))
+    return dict(walk("", values.model_dump(mode="json") if isinstance(values, Section) else values))

@@ -65,7 +65,7 @@ def test_an_input_that_is_gone_or_another_names_both_sides(run: Run) -> None:
         ArtifactError, match=rf"tokenizer@1 \({first.digest[:12]}\).*another one \({second.digest[:12]}\)"
     ):
         artifact.input("tokenizer")
-    assert ("dynamics@1", "damaged") in [row[:2] for row in check(run)]
+    assert ("dynamics@1", "unusable") in [row[:2] for row in check(run)]
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------

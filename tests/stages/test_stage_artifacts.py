@@ -108,15 +108,24 @@ def test_a_training_stage_counts_its_updates_and_keeps_what_training_further_nee
     assert {"optimiser/0/exp_avg", "optimiser/0/exp_avg_sq", "random/torch"} <= set(training)
 
 
+EVERY_LOGGED = ("collect", "train-tokenizer", "train-dynamics", "imagine", "eval")
+
+
 def test_lines_in_the_log_and_events_for_tensorboard(tiny: Path) -> None:
     lines = Run.open(tiny, create=False).history()
-    updates = {
-        stage: [line["update"] for line in lines if line["stage"] == stage]
-        for stage in ("train-tokenizer", "train-dynamics", "imagine")
-    }
+    by_stage = {stage: [line for line in lines if line["stage"] == stage] for stage in EVERY_LOGGED}
+    updates = {stage: [line["update"] for line in by_stage[stage]] for stage in EVERY_LOGGED[1:-1]}
     assert updates == {"train-tokenizer": [2, 4, 6], "train-dynamics": [2, 4, 5], "imagine": [2, 4]}
-    assert all({"time", "loss", "updates_per_second"} <= set(line) for line in lines)
-    assert {folder.name for folder in (tiny / "tensorboard").iterdir()} == set(updates)
+    assert all({"loss", "updates_per_second"} <= set(line) for stage in updates for line in by_stage[stage])
+    (played,), (scored,) = by_stage["collect"], by_stage["eval"]
+    assert played["mean_return"] == latest(tiny, "experience").metrics["mean_return"]
+    assert scored["mean_return"] == latest(tiny, "evaluation").metrics["mean"] and scored["episodes"] == 5
+    jobs = {kind: latest(tiny, kind).manifest["job"] for kind in ("experience", *EVERY_STAGE)}
+    for line in lines:
+        kind = dict(zip(EVERY_LOGGED, jobs, strict=True))[line["stage"]]
+        assert line["job"] == jobs[kind] and line["version"] == 1 and line["time"] and "epoch" not in line
+        assert line["environment_step"] == 90
+    assert {folder.name for folder in (tiny / "tensorboard").iterdir()} == set(EVERY_LOGGED)
     assert all(list(folder.glob("events*")) for folder in (tiny / "tensorboard").iterdir())
 
 
@@ -144,7 +153,7 @@ def test_more_trains_further_each_time(run: Path, kind: str) -> None:
         assert sha256(artifact) != sha256(artifact.input("parent"))
     steps = load_tensors(artifact.file("training.safetensors"))[0]["optimiser/0/step"]
     assert steps == 3 * UPDATES[kind]
-    lines = [line for line in Run.open(run, create=False).history() if line["update"] == 3 * UPDATES[kind]]
+    lines = [line for line in Run.open(run, create=False).history() if line.get("update") == 3 * UPDATES[kind]]
     assert len(lines) == 1
     assert TRAINING[kind](opened(run)).version == 1  # the command without --more still is the job it was
 

@@ -8,16 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_run import Killed, kill_at, latest, opened, sha256
+from tiny_run import Killed, copied, kill_at, latest, opened, sha256
 
 from wmcli.artifacts import Artifact, Run, check
-from wmcli.errors import Stopped, UsageError
+from wmcli.errors import DivergedError, Stopped, UsageError
+from wmcli.progress import Bar
 from wmcli.stages import collect as collect_stage
 from wmcli.stages import dynamics as dynamics_stage
+from wmcli.stages import evaluate as evaluate_stage
 from wmcli.stages import imagine as imagine_stage
 from wmcli.stages import loop as module
 from wmcli.stages import tokenizer as tokenizer_stage
 from wmcli.stages.collect import collect
+from wmcli.stages.context import Context, open_context
+from wmcli.stages.imagine import imagine
 from wmcli.stages.loop import run_loop
 from wmcli.stages.play import play
 from wmcli.stages.tokenizer import train_tokenizer
@@ -277,6 +281,186 @@ def test_fresh_takes_up_nothing(whole: Path, tmp_path: Path, monkeypatch: pytest
     assert content(tmp_path / "run", "tokenizer", 1) == content(whole, "tokenizer", 1)
 
 
+# -- other settings ---------------------------------------------------------------------------------------------------
+
+
+def bound(folder: Path, *overrides: str, **given: object) -> Context:
+    """The context of `wm run`, whose settings stay with the run."""
+    context = open_context(folder, None, overrides, create=False, quiet=True, bind=True, **given)
+    context.pictures = False
+    return context
+
+
+@pytest.fixture
+def finished(whole: Path, tmp_path: Path) -> Path:
+    """A copy of a finished run to change at will."""
+    return copied(whole, tmp_path / "run")
+
+
+def test_a_finished_run_is_not_trained_anew_without_a_word(finished: Path) -> None:
+    before = results(finished)
+    with pytest.raises(UsageError, match=r"dynamics@1 .*dynamics.clip 1.0 -> 4.0.* --force"):
+        run_loop(bound(finished, "dynamics.clip=4.0"))
+    assert results(finished) == before
+    run_loop(bound(finished))  # the settings did not stay
+    assert results(finished) == before
+    run_loop(bound(finished, "dynamics.clip=4.0", force=True))
+    assert names(finished)["dynamics"] == list(range(1, 9))
+    for version in range(1, 6):  # the tokenizers that the first dynamics saw by had been pruned
+        assert content(finished, "tokenizer", version) == content(finished, "tokenizer", version + 5)
+    states = {name: state for name, state, _ in check(Run.open(finished, create=False))}
+    assert states["controller@3"] == states["controller@6"] == "ok"  # the finished result is still there
+    again = names(finished)
+    run_loop(bound(finished))  # they stay now
+    run_loop(bound(finished, "dynamics.clip=4.0", force=True))  # and with --force as well
+    assert names(finished) == again
+
+
+def test_another_precision_is_another_setting(finished: Path) -> None:
+    with pytest.raises(UsageError, match="training.precision float32 -> bfloat16"):
+        run_loop(bound(finished, "training.precision=bfloat16"))
+
+
+def test_what_does_not_change_results_may_change(finished: Path) -> None:
+    before = results(finished)
+    run_loop(bound(finished, "training.checkpoint_seconds=77.0", "training.log_every=3"))
+    assert results(finished) == before
+    assert Run.open(finished, create=False).bound()["settings"]["training"]["log_every"] == 3
+
+
+def test_models_trained_by_hand_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    collect(opened(tmp_path / "run", *LOOP, "run.epochs=1", new=True))
+    train_tokenizer(opened(tmp_path / "run", "tokenizer.updates=1"))
+    run_loop(bound(tmp_path / "run"))
+    assert names(tmp_path / "run")["tokenizer"] == [1, 2]
+
+
+def test_more_epochs_stay_with_the_run(tmp_path: Path) -> None:
+    short = [text for text in LOOP if "run.epochs" not in text]
+    run_loop(opened(tmp_path / "run", *short, "run.epochs=2", new=True))
+    run_loop(bound(tmp_path / "run", "run.epochs=3"))
+    third = names(tmp_path / "run")
+    assert third["controller"] == [1]
+    assert run_loop(bound(tmp_path / "run")).name == "evaluation@1"
+    assert names(tmp_path / "run") == third
+
+
+def test_settings_change_from_an_epoch_on(whole: Path, finished: Path) -> None:
+    with pytest.raises(UsageError, match="dynamics@4 .*dynamics.learning_rate"):  # that of epoch 5
+        run_loop(bound(finished, "dynamics.learning_rate=0.001", from_epoch=5))
+    run_loop(bound(finished, "dynamics.learning_rate=0.001", from_epoch=5, force=True))
+    run = Run.open(finished, create=False)
+    rates = [
+        run.get("dynamics", version).settings["dynamics"]["learning_rate"] for version in names(finished)["dynamics"]
+    ]
+    assert rates == [*[rates[0]] * 4, 0.001] and rates[0] != 0.001
+    assert inputs(run.get("dynamics", 5))["parent"] == "dynamics@3"
+    before = names(finished)
+    run_loop(bound(finished))
+    assert names(finished) == before
+    with pytest.raises(UsageError, match="only collect, tokenizer"):
+        bound(finished, "backbone.layers=2", from_epoch=4)
+    with pytest.raises(UsageError, match="give them with --set"):
+        bound(finished, from_epoch=4)
+
+
+def test_one_that_diverged_goes_on_with_another_learning_rate(tmp_path: Path) -> None:
+    short = [text for text in LOOP if "run.epochs" not in text]
+    opened(tmp_path / "run", *short, "run.epochs=2", new=True)
+    run_loop(bound(tmp_path / "run"))
+    bound(tmp_path / "run", "run.epochs=3").bind()
+    with pytest.raises(DivergedError, match=r"--from-epoch 3 --set SECTION.learning_rate"):
+        run_loop(bound(tmp_path / "run", "dynamics.learning_rate=1e37", from_epoch=3))
+    run_loop(bound(tmp_path / "run", "dynamics.learning_rate=0.001", from_epoch=3))
+    assert names(tmp_path / "run")["dynamics"] == [1, 2]
+
+
+# -- what is removed --------------------------------------------------------------------------------------------------
+
+
+def test_models_trained_by_hand_and_what_they_need_are_not_removed(finished: Path) -> None:
+    """As `wm train-tokenizer --more` twice, and then `wm run`."""
+    for _ in range(2):
+        train_tokenizer(opened(finished, more=True))
+    before = {name: state for name, state, _ in check(Run.open(finished, create=False))}
+    run_loop(bound(finished))
+    assert {name: state for name, state, _ in check(Run.open(finished, create=False))} == before
+    assert before["tokenizer@5"] == before["dynamics@4"] == before["controller@3"] == "ok"
+
+
+def test_what_another_run_was_made_from_is_not_removed(tmp_path: Path) -> None:
+    short = [text for text in LOOP if "run.epochs" not in text]
+    opened(tmp_path / "run", *short, "run.epochs=5", "run.keep=1", "evaluation.episodes=2", new=True)
+    run_loop(bound(tmp_path / "run", "run.epochs=2"))
+    run = Run.open(tmp_path / "run", create=False)
+    other = opened(tmp_path / "other", *LOOP, new=True)
+    imagine(
+        other, experience=str(run.resolve("experience", "experience").path), dynamics=str(run.get("dynamics", 1).path)
+    )
+    run_loop(bound(tmp_path / "run", "run.epochs=5"))
+    states = {name: state for name, state, _ in check(run)}
+    assert states["dynamics@1"] == states["tokenizer@2"] == "ok"  # what the other controller acts in, and sees by
+    assert states["dynamics@2"] == states["tokenizer@1"] == "pruned"
+    assert {state for _, state, _ in check(Run.open(tmp_path / "other", create=False))} == {"ok"}
+
+
+def test_the_best_controller_is_kept_with_its_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = iter([0.75, 0.5, 0.25, 0.125])
+    original = evaluate_stage.score
+    monkeypatch.setattr(evaluate_stage, "score", lambda returns: original(returns) | {"mean": next(scores)})
+    run_loop(opened(tmp_path / "run", *LOOP, "run.epochs=6", "run.evaluate_every=1", "run.keep=1", new=True))
+    run = Run.open(tmp_path / "run", create=False)
+    best = run.resolve("controller@best", "controller")
+    assert best.version == 1 and (run.path / "controller" / "best").readlink() == Path("v0001")
+    states = {name: state for name, state, _ in check(run)}
+    assert [states[f"controller@{version}"] for version in (1, 2, 3, 4)] == ["ok", "pruned", "pruned", "ok"]
+    assert states[best.input("dynamics").name] == states[best.input("dynamics").input("tokenizer").name] == "ok"
+
+
+# -- what it says -----------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_ends_before_a_model_is_trained_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_loop(opened(tmp_path / "run", *LOOP, "run.epochs=1", "run.dynamics_after=1", new=True))
+    said = capsys.readouterr().err
+    assert "train-dynamics begins in epoch 2" in said and "run.epochs=2" in said
+
+
+def test_time_left_counts_what_is_to_come(tmp_path: Path) -> None:
+    left = module._TimeLeft(opened(tmp_path / "run", *LOOP, new=True).settings)  # dynamics in 4 epochs, controller in 3
+    left.took("collect", 1.0), left.took("train-tokenizer", 10.0)
+    assert left.after(1) is None  # of an epoch in which all train nothing is known yet
+    left.took("train-dynamics", 100.0)
+    assert left.after(2) is None
+    left.took("imagine", 1000.0)
+    assert left.after(3) == 1 * 1.0 + 2 * 10.0 + 2 * 100.0 + 2 * 1000.0
+    left.took("imagine", 500.0)
+    assert left.after(4) == 10.0 + 100.0 + 500.0
+    assert left.after(5) == 0
+
+
+def test_every_line_of_the_log_has_its_epoch(whole: Path) -> None:
+    lines = Run.open(whole, create=False).history()
+    assert [line["epoch"] for line in lines if line["stage"] == "collect"] == [1, 2, 3, 4]
+    assert [line["epoch"] for line in lines if line["stage"] == "eval"] == [3, 5]
+    assert {line["epoch"] for line in lines if line["stage"] == "train-dynamics"} == {2, 3, 4, 5}
+    assert latest(whole, "controller").manifest["extra"]["epoch"] == 5
+
+
+def test_the_bar_shows_the_numbers_of_the_epoch_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    original = Bar.advance
+    monkeypatch.setattr(
+        Bar, "advance", lambda bar, n=1: (drawn.append((bar._what, dict(bar._values))), original(bar, n))
+    )
+    context = opened(tmp_path / "run", *LOOP, "run.epochs=2", new=True)
+    run_loop(context)
+    epochs = [values for what, values in drawn if what == "run"]
+    run = Run.open(tmp_path / "run", create=False)
+    for epoch, values in enumerate(epochs, start=1):
+        assert values["reconstruction"] == run.get("tokenizer", epoch).metrics["reconstruction"]
+
+
 # -- experience of its own --------------------------------------------------------------------------------------------
 
 
@@ -297,6 +481,6 @@ def test_its_own_first_collect_may_have_been_done_by_hand(tmp_path: Path) -> Non
 
 def test_another_seed_needs_a_run_of_its_own(tmp_path: Path) -> None:
     run_loop(opened(tmp_path / "run", *LOOP, "run.epochs=1", new=True))
-    with pytest.raises(UsageError, match="with these settings"):
+    with pytest.raises(UsageError, match="with these settings .*seed 1 -> 2"):
         run_loop(opened(tmp_path / "run", "seed=2"))
     assert names(tmp_path / "run")["experience"] == [1]

@@ -21,6 +21,7 @@ from wmcli.stages import collector as module
 from wmcli.stages import tokenizer as tokenizer_stage
 from wmcli.stages.collect import collect
 from wmcli.stages.collector import Collector
+from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
@@ -150,10 +151,10 @@ def test_the_controller_that_collects_must_be_kept(tmp_path: Path) -> None:
 class InTurn(Collector):
     """Collects at once and here."""
 
-    def begin(self, controller: Artifact | None, previous: Artifact | None) -> None:
+    def begin(self, context: Context, controller: Artifact | None, previous: Artifact | None) -> None:
         references = [None if artifact is None else str(artifact.path) for artifact in (controller, previous)]
         actor, before = references
-        self._found = collect(self._context, controller=actor or "random", previous=before, extend=False)
+        self._found = collect(context, controller=actor or "random", previous=before, extend=False)
 
 
 def test_more_epochs_go_on_from_where_it_ended(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +257,7 @@ def test_errors_come_over_as_they_are_and_say_where(tmp_path: Path) -> None:
     (first.path / "streams.safetensors").write_bytes(b"")
     collector = Collector(context)
     try:
-        collector.begin(None, first)
+        collector.begin(context, None, first)
         with pytest.raises(ArtifactError, match="streams.safetensors") as caught:
             collector.result()
         assert "before.verify()" in caught.value.__notes__[0]
@@ -275,9 +276,10 @@ def test_an_error_that_cannot_be_sent_is_told_in_words() -> None:
 
 def test_its_death_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SLOW_AFTER, "6")
-    collector = Collector(opened(tmp_path / "run", *SLOW, new=True))
+    context = opened(tmp_path / "run", *SLOW, new=True)
+    collector = Collector(context)
     try:
-        collector.begin(None, None)
+        collector.begin(context, None, None)
         other = collecting(tmp_path / "run", 1)
         assert os.getsid(other) == other  # out of reach of the terminal's Ctrl-C
         os.kill(other, signal.SIGKILL)

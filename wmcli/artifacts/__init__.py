@@ -1,9 +1,11 @@
 """The run directory: versioned, immutable, verified artifacts, and the work that makes them. Imports no torch."""
 
+from wmcli.artifacts.health import check, examine, needed, needed_elsewhere
 from wmcli.artifacts.job import Job, Work
 from wmcli.artifacts.lineage import Tree, lineage
 from wmcli.artifacts.manifest import KEY_METRICS, KINDS, MAKERS, Artifact, InputRef, Kind, make_command, open_artifact
-from wmcli.artifacts.store import Run, check
+from wmcli.artifacts.store import Run
+from wmcli.artifacts.sweepings import sweepings
 
 __all__ = [
     "KEY_METRICS",
@@ -17,7 +19,11 @@ __all__ = [
     "Tree",
     "Work",
     "check",
+    "examine",
     "lineage",
     "make_command",
+    "needed",
+    "needed_elsewhere",
     "open_artifact",
+    "sweepings",
 ]

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from wmcli.artifacts.store import Run
 
 PAYLOAD = "payload"
+WORK = ".work-"
+"""How the name of a work folder begins."""
 
 # What a rename onto a place that is taken says, depending on what took it.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -38,12 +40,12 @@ class Job:
     """One piece of work. Two jobs with the same digest make the same thing. Made by `Run.job`."""
 
     def __init__(self, run: Run, kind: str, identity: dict[str, Any], inputs: dict[str, Artifact]) -> None:
-        self.run, self.kind, self.inputs = run, kind, inputs
-        by_role = {role: artifact.digest for role, artifact in inputs.items()}
-        self.digest = digest_of({"kind": kind, "identity": identity, "inputs": by_role})
+        self.run, self.kind, self.identity, self.inputs = run, kind, identity, inputs
+        self._by_role = {role: artifact.digest for role, artifact in inputs.items()}
+        self.digest = digest_of({"kind": kind, "identity": identity, "inputs": self._by_role})
         """sha256 of the kind, the identity and the inputs' digests."""
         self.folder = run.path / kind
-        self.work_folder = self.folder / f".work-{self.digest[:12]}"
+        self.work_folder = self.folder / f"{WORK}{self.digest[:12]}"
         self._found_undone = False  # what the last `done` of this object said
 
     def done(self) -> Artifact | None:
@@ -63,6 +65,17 @@ class Job:
             with suppress(ArtifactError):
                 artifact = self.run.get(self.kind, version)
                 if artifact.manifest["job"] == self.digest:
+                    return artifact
+        return None
+
+    def otherwise(self) -> Artifact | None:
+        """The newest version that another job made of the very same inputs, in `wm run`; None if there is none."""
+        for version in reversed(self.run.versions(self.kind)):
+            with suppress(ArtifactError):
+                artifact = self.run.get(self.kind, version)
+                by_role = {role: reference.digest for role, reference in artifact.inputs.items()}
+                in_loop = artifact.manifest["extra"].get("epoch", "unknown") is not None
+                if by_role == self._by_role and in_loop and artifact.manifest["job"] != self.digest:
                     return artifact
         return None
 

@@ -22,12 +22,14 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from wmcli.artifacts.files import regular_files, sync_folder
 from wmcli.config import Section, canonical_json, digest, problem
-from wmcli.errors import ArtifactError
+from wmcli.errors import ArtifactError, MachineError
 
 MANIFEST = "manifest.json"
 PRUNED = "pruned"  # marker file: the payload was removed to save space, the manifest kept
 SCHEMA = 1
-MAX_MANIFEST_BYTES = 1 << 20  # 7,000 files; an artifact has tens
+MAX_MANIFEST_BYTES = 8 << 20  # 200,000 episodes of an evaluation, or 60,000 files; hostile JSON costs more memory
+PICTURES = frozenset({".png", ".gif"})
+"""Suffixes of files that nothing reads but people: a model is usable without them."""
 
 Kind = Literal["experience", "tokenizer", "dynamics", "controller", "evaluation", "profile"]
 KINDS: tuple[Kind, ...] = ("experience", "tokenizer", "dynamics", "controller", "evaluation", "profile")
@@ -122,11 +124,20 @@ def render(manifest: dict[str, Any]) -> bytes:
 
 
 def write_manifest(folder: Path, body: dict[str, Any]) -> dict[str, Any]:
-    """Complete `body` with the schema and its own digest, write it durably into `folder`, return it as it reads."""
+    """Complete `body` with the schema and its own digest, write it durably into `folder`, return it as it reads.
+
+    Raises MachineError for one so large that no reader would take it.
+    """
     manifest = json.loads(canonical_json({"schema": SCHEMA, **body}))
     manifest["digest"] = digest(manifest)
+    data = render(manifest)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise MachineError(
+            f"{body['kind']}: its manifest would have {len(data)} bytes and at most {MAX_MANIFEST_BYTES} can be read;"
+            " nothing was published. Ask for less at once, for example fewer --episodes."
+        )
     with (folder / MANIFEST).open("wb") as file:
-        file.write(render(manifest))
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     sync_folder(folder)
@@ -143,7 +154,7 @@ class Artifact:
     """One published version. Made by `open_artifact`, which has checked the manifest but not yet the files."""
 
     path: Path
-    """Absolute."""
+    """Absolute: its place in its run, which may itself be a link to a folder on another disk."""
     manifest: dict[str, Any]
 
     @property
@@ -200,7 +211,10 @@ class Artifact:
         return self.path / name
 
     def verify(self) -> None:
-        """Check every file against the manifest, once per process. Raises ArtifactError naming the first wrong one."""
+        """Check every file but pictures against the manifest, once per process.
+
+        Raises ArtifactError naming the first wrong one.
+        """
         key = (self.path, self.digest)
         if key not in _verified:
             self.verify_again()
@@ -208,30 +222,41 @@ class Artifact:
 
     def verify_again(self) -> None:
         """`verify`, even if this process has done it before."""
-        if self.pruned:
-            raise ArtifactError(f"{self} was pruned: its manifest was kept, its files are gone. {self._remedy()}")
-        try:
-            self._compare(regular_files(self.path, str(self)))
-        except OSError as error:
-            raise ArtifactError(f"{self}: {error.filename}: {error.strerror}. {self._remedy()}") from None
+        if problem := self._problem(pictures=False):
+            raise ArtifactError(problem)
 
-    def _compare(self, found: dict[str, int]) -> None:
+    def damaged_picture(self) -> str | None:
+        """Say which picture is missing or changed, None if none is."""
+        return self._problem(pictures=True)
+
+    def _problem(self, *, pictures: bool) -> str | None:
+        """What is wrong with the pictures, or with all other files; None if nothing is."""
+        if self.pruned:
+            return f"{self} was pruned: its manifest was kept, its files are gone. {self._remedy()}"
+        try:
+            return self._compare(regular_files(self.path, str(self)), pictures)
+        except ArtifactError as error:
+            return str(error)
+        except OSError as error:
+            return f"{self}: {error.filename}: {error.strerror}. {self._remedy()}"
+
+    def _compare(self, found: dict[str, int], pictures: bool) -> str | None:
         listed = {entry["path"]: entry for entry in self.manifest["files"]}
-        for path, entry in listed.items():
+        chosen = {path: entry for path, entry in listed.items() if (Path(path).suffix in PICTURES) == pictures}
+        for path, entry in chosen.items():
             if path not in found:
-                raise ArtifactError(f"{self}: file {path!r} is missing. {self._remedy()}")
+                return f"{self}: file {path!r} is missing. {self._remedy()}"
             if found[path] != entry["size"]:
-                raise ArtifactError(
-                    f"{self}: file {path!r} has {found[path]} bytes instead of {entry['size']}. {self._remedy()}"
-                )
+                return f"{self}: file {path!r} has {found[path]} bytes instead of {entry['size']}. {self._remedy()}"
         for path in found:
             # An unlisted file could be taken for a chunk of an array. Hidden ones are a file manager's.
             if path not in listed and path != MANIFEST and not path.split("/")[-1].startswith("."):
-                raise ArtifactError(f"{self}: file {path!r} is not in its manifest; remove it.")
-        for path, entry in listed.items():
+                return f"{self}: file {path!r} is not in its manifest; remove it."
+        for path, entry in chosen.items():
             with (self.path / path).open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                    raise ArtifactError(f"{self}: file {path!r} is damaged: its sha256 is wrong. {self._remedy()}")
+                    return f"{self}: file {path!r} is damaged: its sha256 is wrong. {self._remedy()}"
+        return None
 
     def input(self, role: str) -> Artifact:
         """Open what this was made from. Raises ArtifactError, naming both, if it is gone or is another one by now."""
@@ -251,7 +276,10 @@ class Artifact:
         return artifact
 
     def _remedy(self) -> str:
-        return f"Make another with: {make_command(self.kind, self.run)} --force"
+        again = f"{make_command(self.kind, self.run)} --force"
+        if self.kind == "experience":  # collecting again would add to it
+            return "Restore it from a copy, or collect into another --run."
+        return f"Restore it from a copy, or make another, and then what was made from it: {again}"
 
 
 def open_artifact(path: Path | str) -> Artifact:
@@ -264,12 +292,25 @@ def open_artifact(path: Path | str) -> Artifact:
         path = path.parent
     where = f"{shown(path)}/{MANIFEST}"
     try:
-        path = path.resolve(strict=True)
+        path = _place(path)
         data = _read_limited(path / MANIFEST)
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
         raise ArtifactError(f"{where}: {reason}; list what there is with: wm artifacts") from None
     return Artifact(path, _parse(data, where))
+
+
+def _place(path: Path) -> Path:
+    """Where an artifact stands in its run, without links on the way there.
+
+    A version that was moved to another disk, with a link in its old place, is still a version of its run, and finds its
+    inputs from there. Links to versions beside them, such as `latest`, are followed.
+    """
+    real = path.resolve(strict=True)
+    path = path.absolute()
+    while path.is_symlink() and not VERSION_NAME.fullmatch(path.name):
+        path = path.parent / path.readlink()
+    return path.parent.resolve(strict=True) / path.name if VERSION_NAME.fullmatch(path.name) else real
 
 
 def _read_limited(path: Path) -> bytes:

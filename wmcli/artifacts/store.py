@@ -11,15 +11,15 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from wmcli.artifacts.failpoint import failpoint
 from wmcli.artifacts.files import DRAFT, disk_errors, make_folder, sync_folder, write_durable
-from wmcli.artifacts.job import Job
-from wmcli.artifacts.lock import exclusive
+from wmcli.artifacts.job import WORK, Job
+from wmcli.artifacts.lock import LOCK, exclusive
 from wmcli.artifacts.manifest import (
     KINDS,
     MANIFEST,
@@ -36,7 +36,10 @@ from wmcli.config import MAX_TOML_BYTES, canonical_json, read_toml, to_toml
 from wmcli.errors import ArtifactError, UsageError
 
 LATEST = "latest"
+BEST = "best"
 BINDING = "run.toml"
+USED_BY = "used-by.txt"
+"""In a run: a line `digest folder` for each of its artifacts that another run was made from."""
 
 
 class Run:
@@ -80,7 +83,12 @@ class Run:
     # -- settings and metrics -----------------------------------------------------------------------------------------
 
     def bound(self) -> dict[str, Any] | None:
-        """`{"preset": name, "settings": {...}}` from run.toml, None without one. Raises UsageError if it is damaged."""
+        """Read `{"preset": name, "settings": {...}, "changes": [...]}` from run.toml, None without one.
+
+        Each change is `{"epoch": n, "set": ["section.key=value", ...]}`: settings of `wm run` from that epoch on.
+
+        Raises UsageError if the file is damaged.
+        """
         path = self.path / BINDING
         where = shown(path)
         try:
@@ -93,25 +101,51 @@ class Run:
             raise UsageError(f"{where}: {getattr(error, 'strerror', None) or error}") from None
         if not isinstance(values.get("preset"), str) or not isinstance(values.get("settings"), dict):
             raise UsageError(f"{where}: needs a preset name and a [settings] table; mend it or use another --run.")
-        return {"preset": values["preset"], "settings": values["settings"]}
+        changes = values.get("changes", [])
+        if not isinstance(changes, list) or not all(_is_change(each) for each in changes):
+            raise UsageError(f"{where}: changes: each needs an epoch and a list of settings; mend it.")
+        return {"preset": values["preset"], "settings": values["settings"], "changes": changes}
 
-    def bind(self, preset: str, settings: dict[str, Any]) -> None:
+    def bind(
+        self,
+        preset: str,
+        settings: dict[str, Any],
+        changes: Sequence[Mapping[str, Any]] = (),
+        *,
+        known: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write run.toml durably. Bound to the same already: nothing happens.
 
-        Raises UsageError if it is bound to something else, BusyError while another process binds it.
+        `known` is what `bound` gave when the command began, and may be replaced.
+
+        Raises UsageError if it is bound to something else by now, BusyError while another process binds it.
         """
-        values = {"preset": preset, "settings": settings}
-        text = (
-            "# What this run was started with. Later commands in it read it; --set changes a value for one command.\n\n"
-        )
+        values: dict[str, Any] = {"preset": preset, "settings": settings}
+        if changes:
+            values["changes"] = [dict(each) for each in changes]
+        text = "# What `wm run` does here. Other commands read it too; their --set changes a value for one command.\n\n"
+        wanted = read_toml(to_toml(values), BINDING)
         with disk_errors(self.path), exclusive(self.path, str(self)):
             before = self.bound()
-            if before is None:
-                write_durable(self.path / BINDING, (text + to_toml(values)).encode())
-            elif before != read_toml(to_toml(values), BINDING):
+            if before == {"changes": [], **wanted}:
+                return
+            if before != known:
                 raise UsageError(
-                    f"{self} is bound to preset {before['preset']}; give another --run for other settings."
+                    f"{self} is bound to preset {before['preset'] if before else None}; give another --run for other"
+                    " settings."
                 )
+            write_durable(self.path / BINDING, (text + to_toml(values)).encode())
+
+    def unbind(self) -> None:
+        """Take back `bind` of a run in which nothing was made: remove run.toml, and the folders if they are empty."""
+        with disk_errors(self.path), exclusive(self.path, str(self)):
+            if self.unfinished() or any(self.versions(kind) for kind in KINDS):
+                return
+            (self.path / BINDING).unlink(missing_ok=True)
+        for folder in [*(self.path / kind for kind in KINDS), self.path]:
+            with suppress(OSError):
+                (folder / LOCK).unlink(missing_ok=True)
+                folder.rmdir()
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl. NaN and infinity become null, which is what JSON has for them."""
@@ -136,8 +170,8 @@ class Run:
     # -- versions -----------------------------------------------------------------------------------------------------
 
     def versions(self, kind: str) -> list[int]:
-        """Numbers of the published versions, ascending; pruned ones are among them."""
-        return sorted(number for number, folder in self._numbered(kind) if folder.is_dir() and not folder.is_symlink())
+        """Numbers of the published versions, ascending, with pruned ones and those that a link stands for."""
+        return sorted(number for number, folder in self._numbered(kind) if folder.is_dir() or folder.is_symlink())
 
     def next_version(self, kind: str) -> int:
         """One more than any number in use, whatever uses it."""
@@ -146,7 +180,7 @@ class Run:
     def get(self, kind: str, version: int) -> Artifact:
         """A version by its number. Raises ArtifactError if it is missing or damaged."""
         folder = self.path / kind / version_name(version)
-        if not folder.exists():
+        if not folder.exists() and not folder.is_symlink():
             known = self.versions(kind)
             if not known:
                 raise ArtifactError(f"no {kind} in {self}; make one with: {make_command(kind, self.path)}")
@@ -164,10 +198,13 @@ class Run:
         return self.get(kind, versions[-1]) if versions else None
 
     def resolve(self, reference: str, kind: str) -> Artifact:
-        """The artifact that `reference` means: `kind`, `kind@7`, `7`, or the path of a version (or of its manifest).
+        """The artifact that `reference` means: `kind`, `kind@7`, `7`, `controller@best`, or the path of a version or of
+        its manifest.
 
         Raises ArtifactError, ending in the command that makes one, if it is missing, damaged or not of this `kind`.
         """
+        if reference == f"{kind}@{BEST}":
+            reference = str(self.path / kind / BEST)
         match = re.fullmatch(rf"({'|'.join(KINDS)})(?:@(?:latest|([0-9]{{1,9}})))?|([0-9]{{1,9}})", reference)
         if match is None:
             artifact = self._at_path(reference, kind)
@@ -210,18 +247,63 @@ class Run:
         The link is for people and Makefiles: nothing here reads it, and every reader mends it. So a run that cannot be
         written to, or a file system without symlinks, is no error.
         """
-        link = self.path / kind / LATEST
         with suppress(OSError):
             # Again if somebody published in between: whoever sets the link last has looked after that publication.
-            while (versions := self.versions(kind)) and _target(link) != version_name(versions[-1]):
-                draft = link.with_name(f"{DRAFT}{uuid.uuid4().hex}")
-                draft.symlink_to(version_name(versions[-1]))
-                try:
-                    failpoint("latest-drafted")
-                    draft.replace(link)
-                finally:
-                    draft.unlink(missing_ok=True)
-                sync_folder(link.parent)
+            while (versions := self.versions(kind)) and _target(self.path / kind / LATEST) != version_name(
+                versions[-1]
+            ):
+                self.point(kind, LATEST, versions[-1])
+
+    def point(self, kind: str, name: str, version: int) -> None:
+        """Make `<kind>/<name>` a relative symlink to a version, by one rename."""
+        link = self.path / kind / name
+        if _target(link) == version_name(version):
+            return
+        draft = link.with_name(f"{DRAFT}{uuid.uuid4().hex}")
+        draft.symlink_to(version_name(version))
+        try:
+            failpoint("latest-drafted")
+            draft.replace(link)
+        finally:
+            draft.unlink(missing_ok=True)
+        sync_folder(link.parent)
+
+    # -- other runs ---------------------------------------------------------------------------------------------------
+
+    def note_use(self, digest: str, by: Path) -> None:
+        """Write down that the run at `by` is made from one of our artifacts, so that it is not pruned.
+
+        Raises MachineError if that cannot be written, BusyError while another process writes it.
+        """
+        note = f"{digest} {by.resolve()}"
+        with disk_errors(self.path), exclusive(self.path, str(self)):
+            known = self._notes()
+            if note not in known:
+                write_durable(self.path / USED_BY, "".join(f"{line}\n" for line in [*known, note]).encode())
+
+    def uses(self) -> list[tuple[str, Run]]:
+        """Return `(digest of an artifact of ours, other run made from it)`, of runs that are still there."""
+        notes = [line.partition(" ") for line in self._notes()]
+        return [(digest, Run(Path(by))) for digest, _, by in notes if by and Path(by).is_dir()]
+
+    def _notes(self) -> list[str]:
+        try:
+            return (self.path / USED_BY).read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return []
+
+    def unfinished(self) -> list[Path]:
+        """The work folders of jobs that were stopped, and of those at work."""
+        return sorted(folder for kind in KINDS for folder in (self.path / kind).glob(f"{WORK}*"))
+
+    def artifacts(self, kind: str) -> list[Artifact]:
+        """The versions of a kind that can be read and whose files are kept, ascending."""
+        found = []
+        for version in self.versions(kind):
+            if not (self.path / kind / version_name(version) / PRUNED).exists():
+                with suppress(ArtifactError):
+                    found.append(self.get(kind, version))
+        return found
 
     # -- work ---------------------------------------------------------------------------------------------------------
 
@@ -230,12 +312,12 @@ class Run:
         assert kind in KINDS, kind
         return Job(self, kind, identity, inputs)
 
-    def prune(self, kind: str, keep: Collection[int]) -> list[int]:
-        """Remove the files of all versions but `keep`; their manifests stay. Returns the versions pruned now.
+    def prune(self, kind: str, doomed: Collection[int]) -> list[int]:
+        """Remove the files of some versions; their manifests stay. Returns the versions pruned now.
 
         Raises BusyError while another process writes this kind.
         """
-        doomed = [version for version in self.versions(kind) if version not in keep]
+        doomed = [version for version in self.versions(kind) if version in doomed]
         if not doomed:
             return []
         pruned = []
@@ -256,28 +338,13 @@ class Run:
         return pruned
 
 
-def check(run: Run) -> list[tuple[str, str, str]]:
-    """`(name, "ok" | "pruned" | "damaged", what is wrong)` of every version in a run; all files are read again.
-
-    An artifact whose inputs are gone or changed counts as damaged too, since it may not be usable without them.
-    """
-    rows = []
-    for kind in KINDS:
-        for version in run.versions(kind):
-            rows.append((f"{kind}@{version}", *_state(run, kind, version)))
-    return rows
-
-
-def _state(run: Run, kind: str, version: int) -> tuple[str, str]:
-    try:
-        artifact = run.get(kind, version)
-        for role in artifact.inputs:
-            artifact.input(role)
-        if not artifact.pruned:
-            artifact.verify_again()
-    except ArtifactError as error:
-        return "damaged", str(error)
-    return ("pruned", "only its manifest was kept") if artifact.pruned else ("ok", "")
+def _is_change(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("epoch"), int)
+        and isinstance(value.get("set"), list)
+        and all(isinstance(text, str) for text in value["set"])
+    )
 
 
 def _target(link: Path) -> str | None:

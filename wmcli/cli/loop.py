@@ -9,6 +9,8 @@ import typer
 from wmcli.cli.evaluate import show_score
 from wmcli.cli.options import (
     DEFAULT_RUN,
+    REPEAT_PANEL,
+    RUN_PANEL,
     Backbone,
     Device,
     Environment,
@@ -43,15 +45,35 @@ def run(
     environment: Environment = None,
     backbone: Backbone = None,
     fresh: Fresh = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Train again what was published under other settings.",
+            rich_help_panel=REPEAT_PANEL,
+        ),
+    ] = False,
+    from_epoch: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Let --set count from epoch N on; the epochs before stay as they are.",
+            rich_help_panel=RUN_PANEL,
+        ),
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Collect, train and imagine in turn until the preset's epochs are over, then evaluate.
 
+    The same command goes on where it was stopped. Settings given with --set stay with the run: a finished one is
+    extended with --set run.epochs=N.
+
     With --set run.overlap=true a second process collects the next epoch's experience while this one's models train.
 
     Examples: wm run quickstart --run runs/catch; wm run drama-quick --backbone s4 --run runs/s4;
-    wm run unizero --env ALE/MsPacman-v5 --run runs/mspacman
+    wm run unizero --env ALE/MsPacman-v5 --run runs/mspacman; wm run --run runs/catch --set run.epochs=2
     """
     if name and preset and name != preset:
         raise UsageError(f"two presets, {name} and --preset {preset}: give one of them.")
@@ -60,7 +82,18 @@ def run(
 
     short = {"seed": seed, "training.device": device, "environment.id": environment, "backbone.name": backbone}
     changes = overrides(settings, short)
-    artifact = run_loop(open_context(run, name or preset, changes, create=True, quiet=quiet, fresh=fresh))
+    context = open_context(
+        run,
+        name or preset,
+        changes,
+        create=True,
+        quiet=quiet,
+        fresh=fresh,
+        force=force,
+        bind=True,
+        from_epoch=from_epoch,
+    )
+    artifact = run_loop(context)
     if artifact.kind == "evaluation" and "mean" in artifact.metrics and not (as_json or quiet):
         show_score(artifact)
     published(artifact, as_json)

@@ -20,6 +20,7 @@ import typer
 from wmcli import __version__
 from wmcli.cli import (
     artifacts,
+    clean,
     collect,
     envs,
     evaluate,
@@ -59,6 +60,7 @@ ANSWERS: dict[str, Callable[..., None]] = {
     "artifacts": artifacts.artifacts,
     "lineage": lineage.lineage,
     "verify": verify.verify,
+    "clean": clean.clean,
     "envs": envs.envs,
 }
 for panel, commands in {"Work": STAGES, "Answers": ANSWERS}.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -10,9 +10,6 @@ from wmcli.cli.lineage import find
 from wmcli.cli.options import DEFAULT_RUN, Json, RunFolder, complete_reference
 from wmcli.cli.output import answer, emit_json
 from wmcli.errors import ArtifactError
-
-if TYPE_CHECKING:
-    from wmcli.artifacts import Artifact
 
 
 def verify(
@@ -23,11 +20,11 @@ def verify(
     run: RunFolder = DEFAULT_RUN,
     as_json: Json = False,
 ) -> None:
-    """Check every file of the run's artifacts against its recorded size and sha256.
+    """Check every file of the run's artifacts against its recorded size and sha256, and that what they need is there.
 
     Example: wm verify dynamics@3 --run runs/catch
     """
-    from wmcli.artifacts import Run, check
+    from wmcli.artifacts import Run, check, examine
 
     if reference is None:
         states = check(Run.open(run, create=False))
@@ -39,19 +36,6 @@ def verify(
         emit_json(rows)
     else:
         answer(rows, ["name", "state", "detail"])
-    damaged = [row["name"] for row in rows if row["state"] == "damaged"]
-    if damaged:
-        raise ArtifactError(f"{len(damaged)} of {len(rows)} artifacts damaged: {', '.join(damaged)}.")
-
-
-def examine(artifact: Artifact) -> tuple[str, str]:
-    """State and detail of one artifact, in the words of `check`."""
-    try:
-        for role in artifact.inputs:
-            artifact.input(role)
-        if artifact.pruned:
-            return "pruned", "only its manifest was kept"
-        artifact.verify_again()
-    except ArtifactError as error:
-        return "damaged", str(error)
-    return "ok", ""
+    wrong = [f"{row['name']} {row['state']}" for row in rows if row["state"] not in ("ok", "pruned")]
+    if wrong:
+        raise ArtifactError(f"{len(wrong)} of {len(rows)} artifacts are not as they were: {', '.join(wrong)}.")

@@ -436,3 +436,7 @@ def _count(value: float, _position: object = None) -> str:
         if abs(value) >= size:
             return f"{value / size:g}{letter}"
     return f"{value:g}"
+
+
+def along(records, jobs):
+    return [r for r in records if r.get("job") in jobs] or list(records)

@@ -70,10 +70,10 @@ def collect(
         check_same_environment(environment, artifact)
     rounds = _rounds(context, steps)
     job = collect_job(context, given, steps)
-    if (existing := job.done()) and not context.force:
+    if existing := context.done(job):
         context.progress.say(f"collect: {existing.name} is this very job, nothing to do")
         return existing
-    with job.work(fresh=context.fresh) as work:
+    with context.work(job) as work:
         who = actor.name if actor else "the uniformly random policy"
         context.progress.say(f"collect: {rounds * settings.environment.count} steps of {environment['id']} by {who}")
         streams, recorder, agent, parts = _begin(context, work, before, actor, rounds)
@@ -81,13 +81,10 @@ def collect(
         arrays = recorder.arrays()
         write_segment(work.payload / SEGMENT, arrays)
         save_tensors(work.payload / STREAMS, *_streams_state(streams))
-        artifact = work.publish(
-            settings=settings.model_dump(mode="json"),
-            metrics=_summary(arrays)
-            | {"total_steps": len(recorder) + (before.metrics["total_steps"] if before else 0)},
-            environment=environment,
-            machine=context.machine.block(),
-        )
+        total = len(recorder) + (before.metrics["total_steps"] if before else 0)
+        summary = _summary(arrays)
+        context.log(job, total, {"stage": "collect", **summary})
+        artifact = context.publish(work, summary | {"total_steps": total})
     context.streams = (artifact.digest, streams)
     context.progress.say(f"collect: published {artifact.name}")
     return artifact

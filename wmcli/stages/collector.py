@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from wmcli.artifacts import Artifact, Run, open_artifact
 from wmcli.errors import MachineError, Stopped
 from wmcli.progress import Progress
+from wmcli.settings import Settings
 from wmcli.stages.collect import collect, collect_job
 from wmcli.stages.context import Context
 from wmcli.training.interrupt import stop_requests
@@ -46,21 +47,30 @@ class Collector:
         self._context = context
         self._other: _Other | None = None
         self._busy = False
+        self._began = False
+        """This command bound a new run."""
         self._found: Artifact | None = None
 
-    def begin(self, controller: Artifact | None, previous: Artifact | None) -> None:
-        """Start to collect behind `previous` with `controller`, None for random play; found again if done before."""
+    def begin(self, context: Context, controller: Artifact | None, previous: Artifact | None) -> None:
+        """Start to collect behind `previous` with `controller`, None for random play; found again if done before.
+
+        `context` is that of the epoch which it is collected for.
+        """
         assert not self._busy, "one segment at a time"
         given = {"previous": previous, "controller": controller}
         inputs = {role: artifact for role, artifact in given.items() if artifact is not None}
-        self._found = collect_job(self._context, inputs).done()
+        job = collect_job(context, inputs)
+        self._found = job.done()
         if self._found is not None:
             return
+        context.prepare(job)
+        self._began |= context.began
         if self._other is None:
             self._other = self._start()
         references = {role: str(artifact.path) for role, artifact in inputs.items()}
         with suppress(OSError):  # it died: `result` will say so
-            self._other.line.send({"controller": "random", "previous": None} | references)
+            about = {"epoch": context.epoch, "settings": _on_few_threads(context.settings)}
+            self._other.line.send((about, {"controller": "random", "previous": None} | references))
         self._busy = True
 
     def result(self) -> Artifact:
@@ -85,6 +95,8 @@ class Collector:
                 reply = stopped if stop else _death(process.wait())
             self._busy = False
             if isinstance(reply, Exception):
+                if self._began:
+                    self._context.run.unbind()
                 raise reply
             if stop:
                 raise stopped
@@ -121,17 +133,20 @@ class Collector:
                 stdout=subprocess.DEVNULL,  # ours is for what the command publishes
                 start_new_session=True,  # Ctrl-C goes to a whole process group; here we pass it on, once
             )
-        training = context.settings.training.model_copy(update={"threads": THREADS})
         with suppress(OSError):
             ours.send(
                 {
                     "run": context.run.path,
                     "preset": context.preset,
-                    "settings": context.settings.model_copy(update={"training": training}),
+                    "settings": _on_few_threads(context.settings),
                     "fresh": context.fresh,
                 }
             )
         return _Other(process, ours)
+
+
+def _on_few_threads(settings: Settings) -> Settings:
+    return settings.model_copy(update={"training": settings.training.model_copy(update={"threads": THREADS})})
 
 
 def _death(code: int) -> MachineError:
@@ -145,13 +160,14 @@ def _death(code: int) -> MachineError:
 def serve(handle: int) -> None:
     """Collect what is asked for over the connection `handle`; reply with paths of what was published, or exceptions."""
     line = Connection(handle)
-    requests: SimpleQueue[dict[str, Any]] = SimpleQueue()
+    requests: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_listen, args=(line, requests), daemon=True).start()
     about = requests.get()
     run = Run.open(about["run"], create=False)
     context = Context(run, about["preset"], about["settings"], Progress(quiet=True), fresh=about["fresh"])
     while True:
-        request = requests.get()
+        about, request = requests.get()
+        context.epoch, context.settings = about["epoch"], about["settings"]
         reply: str | Exception
         try:
             reply = str(collect(context, **request, extend=False).path)
@@ -160,7 +176,7 @@ def serve(handle: int) -> None:
         line.send(reply)
 
 
-def _listen(line: Connection, requests: SimpleQueue[dict[str, Any]]) -> None:
+def _listen(line: Connection, requests: SimpleQueue[Any]) -> None:
     """Hand on the requests, and die with the process that makes them: nobody else would ever end this one."""
     try:
         while True:

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wmcli.artifacts import Artifact, Run
+from wmcli.artifacts import Artifact, Job, Run, Work
 from wmcli.assemble import parameter_counts
+from wmcli.config import parse_override
 from wmcli.envs import Streams, protocol
 from wmcli.envs.memory_task import Task
 from wmcli.envs.tasks import TASKS
-from wmcli.errors import ArtifactError, UsageError
+from wmcli.errors import ArtifactError, BusyError, MachineError, UsageError
 from wmcli.experience import Memory, read_frames, read_segment
 from wmcli.progress import Progress
-from wmcli.settings import Settings, resolve
-from wmcli.training.device import Machine
+from wmcli.settings import Settings, flatten, resolve
+from wmcli.training.device import Machine, has_bfloat16
+from wmcli.training.interrupt import stop_requests
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +38,40 @@ SEGMENT = "segment.zarr"  # an experience artifact's own segment
 HELD_OUT = {"validation": "validation.zarr", "test": "test.zarr"}
 """Segments of whole episodes that scripted and recorded experience hold beside it, and nobody trains on."""
 DRAWN_AT_ONCE = 4096  # frames
+
+
+TRAINED_FROM_EPOCH = ("collect", "tokenizer", "dynamics", "controller", "evaluation")
+"""Sections that may change from one epoch of `wm run` to the next: the others say what is trained where."""
+NEVER_TRAINED_ANEW = ("evaluation", "profile")
+"""Kinds that are made again under other settings without a question."""
+
+
+class PrunedInputError(ArtifactError):
+    """Work needs an artifact whose files were removed to save space."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        super().__init__(
+            f"{artifact} is needed for this, and its files were removed to save space: go on from a newer one, or let"
+            " wm run train it again with --force."
+        )
+        self.artifact = artifact
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What run.toml says, or will say as soon as work begins."""
+
+    preset: str
+    settings: Mapping[str, Any]
+    changes: tuple[Mapping[str, Any], ...] = ()
+    """See `Run.bound`."""
+    found: Mapping[str, Any] | None = None
+    """What run.toml held when the command began."""
+
+    def at(self, epoch: int | None = None) -> Settings:
+        """Resolve the settings of an epoch of `wm run`, or (None) those of the last ones."""
+        texts = [text for each in self.changes if epoch is None or each["epoch"] <= epoch for text in each["set"]]
+        return resolve(self.preset, texts, base=self.settings)
 
 
 @dataclass
@@ -48,6 +86,20 @@ class Context:
     """Make another version although this one exists."""
     more: bool = False
     """Train the newest version further."""
+    binding: Binding | None = None
+    """The settings of each epoch of `wm run`."""
+    to_bind: bool = False
+    """Write the binding to run.toml when work begins: no command that fails before leaves a trace."""
+    began: bool = False
+    """This command bound a new run."""
+    epoch: int | None = None
+    """The epoch of `wm run` that is being worked at; None outside of it."""
+    guarded: bool = False
+    """Refuse to train anew what was published under other settings."""
+    again: set[str] = field(default_factory=set)
+    """Digests of jobs to do again although they were done: their results were pruned and are needed."""
+    worked: int = 0
+    """Jobs that were worked at, not found done."""
     pictures: bool = True
     """Leave pictures beside the weights."""
     memory: Memory | None = None
@@ -65,6 +117,118 @@ class Context:
 
         self.machine = Machine.choose(self.settings.training)
         self.events = EventLog(self.run.path)
+
+    def for_loop(self) -> Context:
+        """Return the context of the stages inside `wm run`, whose lines and bars stand below its own."""
+        return Context(
+            self.run,
+            self.preset,
+            self.settings,
+            self.progress.inside(),
+            fresh=self.fresh,
+            guarded=not self.force,
+            binding=self.binding,
+            to_bind=self.to_bind,
+        )
+
+    def at(self, epoch: int) -> Context:
+        """Return this context as it is in an epoch of `wm run`; what was loaded is shared."""
+        assert self.binding is not None
+        context = copy.copy(self)
+        context.epoch, context.settings = epoch, self.binding.at(epoch)
+        return context
+
+    def bind(self) -> None:
+        """Write down what the run is bound to, if that is new.
+
+        Raises UsageError or MachineError where the folder cannot be written to.
+        """
+        if not self.to_bind or self.binding is None:
+            return
+        run = Run.open(self.run.path, create=True)
+        run.bind(self.preset, dict(self.binding.settings), self.binding.changes, known=self.binding.found)
+        self.to_bind, self.began = False, self.binding.found is None
+
+    def done(self, job: Job) -> Artifact | None:
+        """The version that a job has published; None if there is none or another is wanted."""
+        existing = job.done()
+        if existing is None or self.force or (existing.pruned and job.digest in self.again):
+            return None
+        return existing
+
+    def prepare(self, job: Job) -> None:
+        """Make sure that work at a job may begin: bind the run, and tell other runs that their artifacts are used.
+
+        Raises UsageError where `guarded` work would be done anew, or where the folder cannot be written to;
+        PrunedInputError where the files of an input are gone.
+        """
+        if self.guarded and job.kind not in NEVER_TRAINED_ANEW and (changed := self.otherwise(job)):
+            raise UsageError(
+                f"{self.run}: {changed}; with these it would be made again, and all that came of it. To do so add"
+                " --force; to change settings for the epochs to come only, give --from-epoch N; to keep both, give"
+                " another --run."
+            )
+        for artifact in job.inputs.values():
+            if artifact.pruned:
+                raise PrunedInputError(artifact)
+        self.bind()
+        self._note_use(job)
+
+    @contextmanager
+    def work(self, job: Job, *, fresh: bool | None = None) -> Iterator[Work]:
+        """Work at a job of this run; a run that this command began is taken back if nothing comes of it.
+
+        Signals ask for a checkpoint from here on. Raises what `prepare` and `Job.work` raise.
+        """
+        with stop_requests():
+            try:
+                self.prepare(job)
+                self.worked += 1
+                with job.work(fresh=self.fresh if fresh is None else fresh) as work:
+                    yield work
+            except BaseException:
+                if self.began:
+                    self.run.unbind()
+                raise
+
+    def publish(self, work: Work, metrics: dict[str, Any], settings: Mapping[str, Any] | None = None) -> Artifact:
+        """Publish a payload with these metrics and all that every artifact of this run says."""
+        return work.publish(
+            settings=self.settings.model_dump(mode="json") if settings is None else dict(settings),
+            metrics=metrics,
+            environment=self.environment,
+            machine=self.machine.block(),
+            extra={"epoch": self.epoch},
+        )
+
+    def otherwise(self, job: Job) -> str | None:
+        """Say what `wm run` made of a job's inputs under which other settings; None if nothing."""
+        if (other := job.otherwise()) is None:
+            return None
+        then, now = flatten(other.settings), flatten(self.settings)
+        sections = (*job.identity, "training.sampling", "training.dfs")
+        changed = [
+            f"{key} {then[key]} -> {now[key]}"
+            for key in now
+            if key in then and then[key] != now[key] and any(f"{key}.".startswith(f"{each}.") for each in sections)
+        ]
+        precision = other.manifest["machine"].get("precision")
+        if precision != job.identity.get("precision", precision):
+            changed.append(f"training.precision {precision} -> {job.identity['precision']}")
+        why = ", ".join(changed) or "some that only one of the two versions of wm has"
+        return f"{other.name} was made under other settings ({why})"
+
+    def _note_use(self, job: Job) -> None:
+        here = self.run.path.resolve()
+        for artifact in job.inputs.values():
+            if artifact.run != here and not artifact.path.is_relative_to(here):
+                try:
+                    Run(artifact.run).note_use(artifact.digest, here)
+                except (MachineError, BusyError):
+                    self.progress.warn(
+                        f"{artifact}: its run cannot be written to, so it does not learn that {self.run} is made from"
+                        " it and may remove its files to save space; copy it if it must stay."
+                    )
 
     @functools.cached_property
     def environment(self) -> dict[str, Any]:
@@ -104,10 +268,20 @@ class Context:
         _extend(memory, artifact, HELD_OUT[part])
         return memory
 
-    def log(self, record: dict[str, Any]) -> None:
-        """One line in metrics.jsonl, the same numbers in the TensorBoard events."""
-        self.run.log({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **record})
-        self.events.add(record)
+    def log(self, job: Job, environment_step: int, record: dict[str, Any]) -> None:
+        """Write one line to metrics.jsonl, and the same numbers as TensorBoard events.
+
+        Args:
+            job: What is being worked at: its digest and the version that comes of it go into the line.
+            environment_step: Decisions taken in the environment so far, of the experience this is about.
+            record: `stage`, numbers, and for a training stage `update`.
+        """
+        about = {"job": job.digest, "version": job.run.next_version(job.kind), "environment_step": environment_step}
+        if self.epoch is not None:
+            about["epoch"] = self.epoch
+        whole = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **about, **record}
+        self.run.log(whole)
+        self.events.add(whole)
 
 
 def _extend(memory: Memory, artifact: Artifact, part: str) -> None:
@@ -139,22 +313,29 @@ def open_context(
     fresh: bool = False,
     force: bool = False,
     more: bool = False,
+    bind: bool = False,
+    from_epoch: int | None = None,
 ) -> Context:
-    """Open a run, and bind it to its preset and overrides if it is new.
+    """Open a run. A new one is bound to its preset and overrides when the first work in it begins.
 
-    In a bound run `overrides` count for this one command. Raises UsageError for settings that do not resolve or a
-    preset other than the bound one, ArtifactError when the run does not exist and `create` is off.
+    In a bound run `overrides` count for this one command. With `bind` the run is bound to them as well, from
+    `from_epoch` on or from the beginning.
+
+    Raises UsageError for settings that do not resolve, a preset other than the bound one, or settings that cannot
+    change on the way; ArtifactError when the run does not exist and `create` is off.
     """
     progress = Progress(quiet)
     if not create and not run.exists():
         raise ArtifactError(f"no run at {run}; start one with: wm collect --run {run}")
     bound = Run.open(run, create=False).bound() if run.exists() else None
+    opened = Run(run.absolute())
     if bound is None:
+        if from_epoch is not None:
+            raise UsageError(f"--from-epoch {from_epoch}: {run} has no epochs yet; leave it out.")
         preset = preset or DEFAULT_PRESET
-        settings = resolve(preset, overrides)
+        settings = _on_this_machine(resolve(preset, overrides))
         _check(settings)
-        opened = Run.open(run, create=True)
-        opened.bind(preset, settings.model_dump(mode="json"))
+        binding = Binding(preset, settings.model_dump(mode="json"))
         progress.say(f"new run {run}: preset {preset}" + (f", {', '.join(overrides)}" if overrides else ""))
     else:
         if preset not in (None, bound["preset"]):
@@ -162,9 +343,52 @@ def open_context(
                 f"run {run} is bound to preset {bound['preset']}, not {preset}; give another --run for another preset."
             )
         preset = bound["preset"]
-        settings = resolve(preset, overrides, base=bound["settings"])
-        opened = Run.open(run, create=False)
-    return Context(opened, preset, settings, progress, fresh=fresh, force=force, more=more)
+        begun = _as_begun(opened, resolve(preset, base=bound["settings"]))
+        binding = _changed(Binding(preset, begun, tuple(bound["changes"]), found=bound), overrides, from_epoch)
+        settings = resolve(preset, overrides, base=binding.at().model_dump(mode="json"))
+    context = Context(opened, preset, settings, progress, fresh=fresh, force=force, more=more)
+    context.binding, context.to_bind = binding, bind or bound is None
+    if settings.training.precision == "bfloat16" and not has_bfloat16(context.machine.device):
+        progress.warn(
+            f"{run} computes in bfloat16, as it was begun, which this machine has to emulate; float32 would be faster"
+            " here, in another run: --set training.precision=float32"
+        )
+    return context
+
+
+def _on_this_machine(settings: Settings, precision: str | None = None) -> Settings:
+    """The settings with what `auto` becomes, where results hang on it: another machine must not change that."""
+    if settings.training.precision != "auto":
+        return settings
+    chosen = precision or Machine.choose(settings.training).precision
+    return settings.model_copy(update={"training": settings.training.model_copy(update={"precision": chosen})})
+
+
+def _as_begun(run: Run, settings: Settings) -> dict[str, Any]:
+    """The settings of a bound run. Older ones recorded `auto`: then its newest model tells what that was."""
+    used = None
+    if settings.training.precision == "auto":
+        models = [artifact for kind in ("controller", "dynamics", "tokenizer") for artifact in run.artifacts(kind)[-1:]]
+        used = models[0].manifest["machine"].get("precision") if models else None
+    return _on_this_machine(settings, used).model_dump(mode="json")
+
+
+def _changed(binding: Binding, overrides: Sequence[str], from_epoch: int | None) -> Binding:
+    """The binding with other settings, from an epoch on or from the beginning."""
+    if from_epoch is None:
+        settings = resolve(binding.preset, overrides, base=binding.settings)
+        return replace(binding, settings=settings.model_dump(mode="json"))
+    if not overrides:
+        raise UsageError("--from-epoch changes settings on the way: give them with --set.")
+    for text in overrides:
+        path, _ = parse_override(text)
+        if path[0] not in TRAINED_FROM_EPOCH or path[1:] == ("kind",):
+            raise UsageError(
+                f"--from-epoch {from_epoch} --set {text}: only {', '.join(TRAINED_FROM_EPOCH)} can change on the way,"
+                " and no kind; leave out --from-epoch."
+            )
+    change = {"epoch": from_epoch, "set": list(overrides)}
+    return replace(binding, changes=(*binding.changes, change))
 
 
 def _check(settings: Settings) -> None:

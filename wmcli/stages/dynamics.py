@@ -197,7 +197,7 @@ def _publish_tokenizer(context: Context, dynamics: Artifact) -> None:
     job = context.run.job("tokenizer", {"of": "dynamics"}, {"dynamics": dynamics})
     if job.done() or dynamics.pruned:
         return
-    with job.work(fresh=True) as work:
+    with context.work(job, fresh=True) as work:
         dynamics.verify()
         weights, _ = load_tensors(dynamics.file(WEIGHTS))
         found = {
@@ -206,10 +206,6 @@ def _publish_tokenizer(context: Context, dynamics: Artifact) -> None:
             if name.startswith(JOINT)
         }
         save_tensors(work.payload / WEIGHTS, found, {"kind": "tokenizer"})
-        artifact = work.publish(
-            settings=dynamics.settings,
-            metrics={name: dynamics.metrics.get(name) for name in ("reconstruction", "updates")},
-            environment=dynamics.manifest["environment"],
-            machine=context.machine.block(),
-        )
+        metrics = {name: dynamics.metrics.get(name) for name in ("reconstruction", "updates")}
+        artifact = context.publish(work, metrics, settings=dynamics.settings)
     context.progress.say(f"train-dynamics: published {artifact.name}, the tokenizer of {dynamics.name}")

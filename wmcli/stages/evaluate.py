@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from wmcli.artifacts import Artifact, Run
+from wmcli.artifacts import Artifact, Run, Work
+from wmcli.artifacts.failpoint import failpoint
 from wmcli.artifacts.manifest import shown
+from wmcli.artifacts.store import BEST
 from wmcli.assemble import load_controller, settings_of
 from wmcli.config import did_you_mean
 from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.controllers.base import Actor
-from wmcli.envs import EnvironmentSettings, Streams
+from wmcli.envs import EnvironmentSettings, Streams, Transition
 from wmcli.envs.grid_world import ENDLESS
-from wmcli.errors import ArtifactError, UsageError
+from wmcli.errors import ArtifactError, Stopped, UsageError
 from wmcli.metrics import atari, statistics
 from wmcli.progress import Progress
 from wmcli.report.images import write_gif
@@ -25,7 +29,9 @@ from wmcli.report.plots import return_curve, returns_histogram, write_figure
 from wmcli.settings import flatten
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.pictures import Film, beside, draw_priors, write_side_by_side
+from wmcli.training.checkpoint import load_tensors, save_tensors
 from wmcli.training.device import derived_seed
+from wmcli.training.interrupt import stop_requests
 from wmcli.world_models.base import WorldModel
 
 PROTOCOL = "returns"  # what sets these evaluations apart from those of stages/grid_world.py
@@ -41,6 +47,61 @@ class Played(NamedTuple):
     """The first episode's first frames."""
 
 
+class _Tally:
+    """What has been counted of N episodes in E environments so far."""
+
+    def __init__(self, episodes: int, environments: int) -> None:
+        self.number = np.arange(environments)  # the episode each environment plays; those from N on do not count
+        self.started = environments
+        self.returns, self.lengths = np.zeros(episodes), np.zeros(episodes, np.int64)
+        self.film = Film()
+
+    @property
+    def complete(self) -> bool:
+        return bool((self.number >= len(self.returns)).all())
+
+    @property
+    def ended(self) -> int:
+        """Episodes that have ended and count."""
+        return min(self.started, len(self.returns)) - int((self.number < len(self.returns)).sum())
+
+    def add(self, after: Transition) -> None:
+        counted = self.number < len(self.returns)
+        self.returns[self.number[counted]] += after.reward[counted]
+        self.lengths[self.number[counted]] += 1
+        for environment in np.flatnonzero(after.terminated | after.truncated):
+            self.number[environment] = self.started
+            self.started += 1
+
+    def save(self, path: Path, streams: Streams, agent: Actor) -> None:
+        """Write all that playing on from here needs."""
+        state = streams.state()
+        arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
+        tensors = {f"streams/{name}": torch.from_numpy(value) for name, value in arrays.items()}
+        tensors |= {f"agent/{name}": value for name, value in agent.state().items()}
+        tensors |= {f"film/{name}": torch.from_numpy(value) for name, value in self.film.arrays().items()}
+        counts = {"number": self.number, "returns": self.returns, "lengths": self.lengths}
+        tensors |= {f"counts/{name}": torch.from_numpy(value) for name, value in counts.items()}
+        save_tensors(path, tensors, {"seed": state["seed"], "started": self.started})
+
+    def load(self, path: Path, settings: EnvironmentSettings, agent: Actor) -> Streams | None:
+        """Take up what `save` wrote; returns the environments, None where every episode has ended."""
+        tensors, about = load_tensors(path)
+
+        def part(name: str) -> dict[str, torch.Tensor]:
+            return {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
+
+        counts = {name: value.numpy() for name, value in part("counts").items()}
+        self.number, self.returns, self.lengths = counts["number"], counts["returns"], counts["lengths"]
+        self.started = about["started"]
+        self.film = Film.of({name: value.numpy() for name, value in part("film").items()})
+        if self.complete:
+            return None
+        agent.load(part("agent"))
+        state = {name: value.numpy() for name, value in part("streams").items()}
+        return Streams.restore(settings, False, {"seed": about["seed"], **state})
+
+
 def play_episodes(
     settings: EnvironmentSettings,
     agent: Actor,
@@ -50,34 +111,48 @@ def play_episodes(
     seed: int,
     progress: Progress,
     what: str,
+    checkpoint: Path | None = None,
+    checkpoint_seconds: float = 30.0,
 ) -> Played:
     """Play exactly `episodes` complete test episodes, at most `environments` at a time (the rows that `agent` has).
 
-    Every episode that is started counts, however long it takes, so that short ones are not over-represented.
+    Every episode that is started counts, however long it takes, so that short ones are not over-represented. What the
+    file `checkpoint` holds is taken up; it is written every `checkpoint_seconds`, and when all is played.
+
+    Raises Stopped after a signal.
     """
     count = min(environments, episodes)
-    streams = Streams(settings.model_copy(update={"count": count}), train=False, seed=seed)
-    number = np.arange(count)  # the episode each environment is playing; those from `episodes` on do not count
-    started = count
-    returns, lengths = np.zeros(episodes), np.zeros(episodes, dtype=np.int64)
-    film = Film()
-    with progress.bar(what, episodes, "episodes") as bar:
-        while (number < episodes).any():
+    settings = settings.model_copy(update={"count": count})
+    tally = _Tally(episodes, count)
+    if checkpoint is not None and checkpoint.exists():
+        streams = tally.load(checkpoint, settings, agent)
+        if streams is None:
+            return Played(tally.returns.tolist(), tally.lengths.tolist(), tally.film)
+        progress.say(f"{what}: resuming after {tally.ended} of {episodes} episodes")
+    else:
+        streams = Streams(settings, train=False, seed=seed)
+    saved_at = time.monotonic()
+    with stop_requests() as stop, progress.bar(what, episodes, "episodes", start=tally.ended) as bar:
+        while not tally.complete:
             frames = streams.observation
             action = agent.act(frames, streams.first)
             after = streams.step(action)
-            if number[0] == 0 and len(film.frames) < FILMED_STEPS:
-                film.add(frames[0], action[0], after.reward[0], agent.searched())
-            counted = number < episodes
-            returns[number[counted]] += after.reward[counted]
-            lengths[number[counted]] += 1
-            for environment in np.flatnonzero(after.terminated | after.truncated):
-                if number[environment] < episodes:
-                    bar.advance()
-                number[environment] = started
-                started += 1
+            if tally.number[0] == 0 and len(tally.film.frames) < FILMED_STEPS:
+                tally.film.add(frames[0], action[0], after.reward[0], agent.searched())
+            before = tally.ended
+            tally.add(after)
+            bar.advance(tally.ended - before)
+            due = stop or tally.complete or time.monotonic() - saved_at >= checkpoint_seconds
+            if checkpoint is not None and due:
+                tally.save(checkpoint, streams, agent)
+                failpoint("checkpoint")
+                saved_at = time.monotonic()
+            if stop:
+                raise Stopped(
+                    f"{what} stopped after {tally.ended} of {episodes} episodes; the same command goes on from there."
+                )
     streams.close()
-    return Played(returns.tolist(), lengths.tolist(), film)
+    return Played(tally.returns.tolist(), tally.lengths.tolist(), tally.film)
 
 
 def evaluate(context: Context, *, controller: str | None = None, episodes: int | None = None) -> Artifact:
@@ -87,7 +162,7 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
     Atari-100k games, measured over as many episodes otherwise) and the human-normalised score where the game has
     reference scores.
 
-    Raises ArtifactError when there is no controller or it is of another environment.
+    Raises ArtifactError when there is no controller or it is of another environment, Stopped after a signal.
     """
     settings, run = context.settings, context.run
     actor = run.resolve(controller or "controller", "controller")
@@ -99,10 +174,10 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
     identity = settings.select("seed", "environment", "evaluation") | {"episodes": episodes, "protocol": PROTOCOL}
     identity |= settings.acting
     job = run.job("evaluation", identity, {"controller": actor})
-    if (existing := job.done()) and not context.force:
+    if existing := context.done(job):
         context.progress.say(f"eval: {existing.name} is this very job, nothing to do (--force plays again)")
         return existing
-    with job.work(fresh=context.fresh) as work:
+    with context.work(job) as work:
         context.progress.say(f"eval: {episodes} episodes of {environment['id']} by {actor.name} on {context.machine}")
         world_model, policy = load_controller(actor, context.machine, context.settings.acting)
         generator = torch.Generator().manual_seed(derived_seed(settings.seed, "eval actions"))
@@ -111,20 +186,14 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
             world_model, policy, rows, temperature=settings.evaluation.temperature, epsilon=0.0, generator=generator
         )
         with context.machine.autocast():
-            played = play_episodes(
-                settings.environment,
-                agent,
-                episodes=episodes,
-                environments=rows,
-                seed=derived_seed(settings.seed, "eval"),
-                progress=context.progress,
-                what="eval",
-            )
+            played = _play(context, work, agent, episodes, "eval")
             known = settings_of(actor.input("dynamics")).dynamics.context
             pictures = _first_episode_imagined(context, world_model, known, played.film)
         random_mean = atari.reference(environment["id"], "random")
         if random_mean is None:
-            random_mean = float(np.mean(_random_episodes(context, episodes, rows).returns))
+            generator = torch.Generator().manual_seed(derived_seed(settings.seed, "eval random"))
+            uniform = UniformAgent(environment["actions"], rows, generator=generator)
+            random_mean = float(np.mean(_play(context, work, uniform, episodes, "random play").returns))
         metrics = score(played.returns) | {
             "random_mean": random_mean,
             "human_normalized": atari.human_normalized(environment["id"], float(np.mean(played.returns))),
@@ -133,17 +202,42 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
             "environment": environment["id"],
             "total_steps": _steps_behind(actor),
         }
+        logged = {"mean_return": metrics["mean"], "median_return": metrics["median"], "stderr": metrics["stderr"]}
+        context.log(job, metrics["total_steps"], {"stage": "eval", **logged, "episodes": episodes})
         write_gif(work.payload / "episode.gif", played.film.drawn(environment.get("action_meanings")), fps=10)
         write_side_by_side(work.payload, pictures)
-        _write_plots(work.payload, run, metrics)
-        artifact = work.publish(
-            settings=settings.model_dump(mode="json"),
-            metrics=metrics,
-            environment=environment,
-            machine=context.machine.block(),
-        )
+        _write_plots(work.payload, run, actor, metrics)
+        artifact = context.publish(work, metrics)
+    _point_best(run)
     context.progress.say(summary(artifact))
     return artifact
+
+
+def _play(context: Context, work: Work, agent: Actor, episodes: int, what: str) -> Played:
+    """Play test episodes of the run's environment, resumably."""
+    settings = context.settings
+    return play_episodes(
+        settings.environment,
+        agent,
+        episodes=episodes,
+        environments=min(settings.evaluation.environments, episodes),
+        seed=derived_seed(settings.seed, "eval"),
+        progress=context.progress,
+        what=what,
+        checkpoint=work.path / f"{what.replace(' ', '-')}.safetensors",
+        checkpoint_seconds=settings.training.checkpoint_seconds,
+    )
+
+
+def _point_best(run: Run) -> None:
+    """Let `controller/best` point to the controller of this run with the highest mean return, the newer of equals."""
+    scored = [each for each in run.artifacts("evaluation") if each.metrics["protocol"] == PROTOCOL]
+    for evaluation in sorted(scored, key=lambda each: (each.metrics["mean"], each.version), reverse=True):
+        controller = evaluation.inputs["controller"]
+        with suppress(ArtifactError):
+            if run.get("controller", controller.version).digest == controller.digest:
+                run.point("controller", BEST, controller.version)
+                return
 
 
 def summary(artifact: Artifact) -> str:
@@ -170,20 +264,6 @@ def score(returns: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _random_episodes(context: Context, episodes: int, environments: int) -> Played:
-    settings = context.settings
-    generator = torch.Generator().manual_seed(derived_seed(settings.seed, "eval random"))
-    return play_episodes(
-        settings.environment,
-        UniformAgent(context.environment["actions"], environments, generator=generator),
-        episodes=episodes,
-        environments=environments,
-        seed=derived_seed(settings.seed, "eval"),
-        progress=context.progress,
-        what="random play",
-    )
-
-
 def _first_episode_imagined(context: Context, world_model: WorldModel, known: int, film: Film):
     """The filmed episode's beginning beside its imagination under the same actions; None when it is too short."""
     length = min(len(film.frames), 32)
@@ -203,25 +283,33 @@ def _steps_behind(actor: Artifact) -> int:
     return int(actor.input("experience").metrics["total_steps"])
 
 
-def _write_plots(payload: Path, run: Run, metrics: dict[str, Any]) -> None:
+def _write_plots(payload: Path, run: Run, actor: Artifact, metrics: dict[str, Any]) -> None:
     lines = {"random": metrics["random_mean"]}
     human = atari.reference(metrics["environment"], "human")
     if human is not None:
         lines["human"] = human
     title = metrics["environment"]
     write_figure(payload / "returns.png", returns_histogram(metrics["returns"], references=lines, title=title))
-    scores = {earlier["total_steps"]: earlier["mean"] for earlier in _earlier(run)} | {
-        metrics["total_steps"]: metrics["mean"]
-    }
-    steps = sorted(scores)
+    points = [*_earlier(run, actor), metrics]
+    steps = [each["total_steps"] for each in points]
     write_figure(
-        payload / "curve.png", return_curve(steps, [scores[step] for step in steps], references=lines, title=title)
+        payload / "curve.png", return_curve(steps, [each["mean"] for each in points], references=lines, title=title)
     )
 
 
-def _earlier(run: Run) -> list[dict[str, Any]]:
-    every = [run.get("evaluation", version).metrics for version in run.versions("evaluation")]
-    return [metrics for metrics in every if metrics["protocol"] == PROTOCOL]
+def _earlier(run: Run, actor: Artifact) -> list[dict[str, Any]]:
+    """Metrics of the newest evaluation of each controller that this one goes on from, oldest first."""
+    line = set()
+    ancestor: Artifact | None = actor
+    while ancestor is not None and "parent" in ancestor.inputs:
+        line.add(ancestor.inputs["parent"].digest)
+        try:
+            ancestor = ancestor.input("parent")
+        except ArtifactError:  # it is gone, and so is what was before it
+            break
+    scored = [each for each in run.artifacts("evaluation") if each.metrics["protocol"] == PROTOCOL]
+    newest = {each.inputs["controller"].digest: each.metrics for each in scored}
+    return sorted((newest[digest] for digest in line & newest.keys()), key=lambda metrics: metrics["total_steps"])
 
 
 # -- several runs -----------------------------------------------------------------------------------------------------

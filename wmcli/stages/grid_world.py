@@ -76,10 +76,10 @@ def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Art
     identity = settings.select("seed", "environment") | {"sequences": sequences, "protocol": "gridworld"}
     identity |= {"precision": machine.precision, "device": str(machine.device), "threads": machine.threads}
     job = run.job("evaluation", identity, {"dynamics": model})
-    if (existing := job.done()) and not context.force:
+    if existing := context.done(job):
         context.progress.say(f"eval: {existing.name} is this very job, nothing to do (--force measures again)")
         return existing
-    with job.work(fresh=context.fresh) as work:
+    with context.work(job) as work:
         trained = settings_of(model)
         assert isinstance(trained.dynamics, CellsSettings)
         context.progress.say(f"eval: {sequences} sequences of {trained.dynamics.horizon} frames on {machine}")
@@ -94,9 +94,9 @@ def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Art
                 seed=derived_seed(settings.seed, "eval"),
             )
         cost = time_and_memory(trained.dynamics, trained.backbone, machine)
-        artifact = work.publish(
-            settings=settings.model_dump(mode="json"),
-            metrics=scores
+        artifact = context.publish(
+            work,
+            scores
             | cost
             | {
                 "protocol": "gridworld",
@@ -106,8 +106,6 @@ def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Art
                 "batch": trained.dynamics.batch,
                 "updates": model.metrics["updates"],
             },
-            environment=context.environment,
-            machine=machine.block(),
         )
     row = table([artifact])[0]
     context.progress.say(

@@ -9,53 +9,57 @@ controller when epoch e begins to train, that of epoch e - 1: which one it is do
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from typing import get_args
 
-from wmcli.artifacts import KEY_METRICS, Artifact
-from wmcli.errors import UsageError
-from wmcli.settings import Measure
+from wmcli.artifacts import KEY_METRICS, Artifact, needed, needed_elsewhere
+from wmcli.artifacts.store import BEST
+from wmcli.errors import DivergedError, Stopped, UsageError
+from wmcli.settings import Measure, Settings, resolve
 from wmcli.stages.collect import collect, collect_job
 from wmcli.stages.collector import Collector
-from wmcli.stages.context import Context
+from wmcli.stages.context import Context, PrunedInputError
 from wmcli.stages.dynamics import NONE, train_dynamics
 from wmcli.stages.evaluate import evaluate, summary
 from wmcli.stages.imagine import imagine
 from wmcli.stages.memory import evaluate_memory
 from wmcli.stages.memory_table import told
 from wmcli.stages.tokenizer import train_tokenizer
+from wmcli.training.interrupt import stop_requests
 
 MODELS = ("tokenizer", "dynamics", "controller")
+COLLECT, TOKENIZER, DYNAMICS, IMAGINE = "collect", "train-tokenizer", "train-dynamics", "imagine"
+MEASURE, EVALUATE = "measure", "eval"
 
 
 def run_loop(context: Context) -> Artifact:
     """Run, or go on with, all epochs of `run.*`; return the last artifact, the final evaluation once a controller
     exists.
 
-    Raises UsageError when the run holds experience that `wm run` did not collect; everything the stages raise passes
-    through.
+    Raises UsageError when the run holds experience that `wm run` did not collect, or when published work would be done
+    again under other settings and `context.force` is off; everything the stages raise passes through.
     """
-    plan = context.settings.run
-    progress = context.progress
-    _check_own(context)
-    inside = Context(context.run, context.preset, context.settings, progress.inside(), fresh=context.fresh)
+    plan, progress = context.settings.run, context.progress
+    inside = context.for_loop()
+    _check_own(inside.at(1))
+    for line in _idle(context):
+        progress.warn(line)
     progress.say(f"run: preset {context.preset}, {plan.epochs} epochs on {context.machine}")
-    newest: dict[str, Artifact] = {}
-    scores: list[Artifact] = []
-    with closing(Collector(inside)) as beside, progress.bar("run", plan.epochs, "epochs") as bar:
-        for epoch in range(1, plan.epochs + 1):
-            shown: dict[str, float] = {}
-            inside.pictures = epoch == plan.epochs
-            for artifact in _epoch(inside, beside, epoch, newest):
-                newest[artifact.kind] = artifact
-                shown |= _headline(artifact)
-                if artifact.kind == "evaluation" and epoch == plan.epochs:
-                    scores.append(artifact)
-            bar.advance()
-            bar.show(**shown)
-            for kind in MODELS:
-                context.run.prune(kind, set(context.run.versions(kind)[-plan.keep :]))
+    while True:
+        try:
+            with stop_requests(), closing(Collector(inside)) as beside:
+                newest, scores = _walk(context, inside, beside)
+                break
+        except PrunedInputError as missing:
+            # With --force it is trained again, and so in turn is what that needs; what is done already is found again.
+            job = missing.artifact.manifest["job"]
+            if not context.force or job in inside.again:
+                raise
+            inside.again.add(job)
+    inside.bind()  # where no work was due, other settings of `run` are still to be kept
     for evaluation in scores:
         progress.say(told(evaluation) if evaluation.metrics["protocol"] in get_args(Measure) else summary(evaluation))
     if "evaluation" in newest:
@@ -63,57 +67,186 @@ def run_loop(context: Context) -> Artifact:
     return newest[next(kind for kind in reversed(("experience", *MODELS)) if kind in newest)]
 
 
+def _walk(context: Context, inside: Context, beside: Collector) -> tuple[dict[str, Artifact], list[Artifact]]:
+    """Go through all epochs. Returns the newest artifact of each kind, and the evaluations of the last epoch."""
+    plan = context.settings.run
+    newest: dict[str, Artifact] = {}
+    own: dict[str, list[Artifact]] = {kind: [] for kind in MODELS}
+    scores: list[Artifact] = []
+    left = _TimeLeft(context.settings)
+    with stop_requests() as stop, context.progress.bar("run", plan.epochs, "epochs") as bar:
+        for epoch in range(1, plan.epochs + 1):
+            shown: dict[str, float] = {}
+            inside = inside.at(epoch)
+            inside.pictures = epoch == plan.epochs
+            began, worked = time.monotonic(), inside.worked
+            try:
+                for stage, artifact in _epoch(inside, beside, newest):
+                    newest[artifact.kind] = artifact
+                    shown |= _headline(artifact)
+                    if artifact.kind in own:
+                        own[artifact.kind].append(artifact)
+                    if artifact.kind == "evaluation" and epoch == plan.epochs:
+                        scores.append(artifact)
+                    if inside.worked > worked:
+                        left.took(stage, time.monotonic() - began)
+                    began, worked = time.monotonic(), inside.worked
+                    if stop:
+                        raise Stopped(
+                            f"run stopped in epoch {epoch} after {stage}; the same command goes on from there."
+                        )
+            except DivergedError as error:
+                raise DivergedError(
+                    f"{error} Or change it from this epoch on: wm run --run {context.run} --from-epoch {epoch} --set"
+                    " SECTION.learning_rate=..."
+                ) from None
+            bar.show(**shown)
+            bar.expect(left.after(epoch))
+            bar.advance()
+            _prune(inside, own, plan.keep)
+    return newest, scores
+
+
 def _check_own(context: Context) -> None:
     """The loop's first experience is its own, or it would go on beside a time line that is not its."""
     versions = context.run.versions("experience")
-    if versions and context.run.get("experience", versions[0]).manifest["job"] != collect_job(context, {}).digest:
+    if not versions:
+        return
+    job = collect_job(context, {})
+    if context.run.get("experience", versions[0]).manifest["job"] != job.digest:
+        why = context.otherwise(job)
         raise UsageError(
-            f"{context.run} holds experience that wm run did not collect with these settings; give it a --run of its"
-            " own."
+            f"{context.run} holds experience that wm run did not collect with these settings"
+            + (f" ({why})" if why else "")
+            + "; give it a --run of its own."
         )
 
 
-def _epoch(context: Context, beside: Collector, epoch: int, newest: dict[str, Artifact]) -> Iterator[Artifact]:
-    """The artifacts of one epoch, each yielded as soon as it is there, so that the next stage finds it in `newest`."""
-    plan = context.settings.run
+def _idle(context: Context) -> Iterator[str]:
+    """A warning for each model that the preset trains and this plan does not."""
+    plan, preset = context.settings.run, resolve(context.preset).run
+    for stage, key in ((DYNAMICS, "dynamics_after"), (IMAGINE, "controller_after")):
+        last_without = getattr(plan, key)
+        if plan.epochs <= last_without and getattr(preset, key) < preset.epochs:
+            yield (
+                f"{stage} begins in epoch {last_without + 1}, and run.epochs = {plan.epochs} ends before: it trains"
+                f" nothing. Set run.epochs={last_without + 1} or more, or run.{key} lower."
+            )
+
+
+def due(settings: Settings, epoch: int) -> list[str]:
+    """Name the stages of an epoch, in order."""
+    plan, stages = settings.run, []
+    last = epoch == plan.epochs
+    # A model that trains its tokenizer goes on with its own as soon as it has one.
+    with_dynamics = settings.encoder == "dynamics" and epoch > plan.dynamics_after + 1
+    if epoch <= plan.collect_epochs:
+        stages.append(COLLECT)
+    if plan.tokenizer_after < epoch <= plan.tokenizer_epochs and not with_dynamics:
+        stages.append(TOKENIZER)
+    if epoch > plan.dynamics_after:
+        stages.append(DYNAMICS)
+        stages += [MEASURE] * (last and bool(settings.evaluation.measures))
+    if epoch > plan.controller_after:
+        stages.append(IMAGINE)
+        if last or (plan.evaluate_every and epoch % plan.evaluate_every == 0):
+            stages.append(EVALUATE)
+    return stages
+
+
+class _TimeLeft:
+    """What the epochs to come take, by what each stage took when it was last at work."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._seconds: dict[str, float] = {}
+        self._to_come: Counter[str] = Counter()
+        for epoch in range(1, settings.run.epochs + 1):
+            self._to_come.update(due(settings, epoch))
+
+    def took(self, stage: str, seconds: float) -> None:
+        self._seconds[stage] = seconds
+
+    def after(self, epoch: int) -> float | None:
+        """Seconds, without evaluations; None as long as a stage is to come that has not been at work."""
+        self._to_come.subtract(due(self._settings, epoch))
+        beside = {MEASURE, EVALUATE} | ({COLLECT} if self._settings.run.overlap else set())
+        trained = {stage: n for stage, n in self._to_come.items() if n > 0 and stage not in beside}
+        if not trained.keys() <= self._seconds.keys():
+            return None
+        return sum(n * self._seconds[stage] for stage, n in trained.items())
+
+
+def _epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) -> Iterator[tuple[str, Artifact]]:
+    """Each stage of the context's epoch and what it published, as soon as it is there, so that the next finds it in
+    `newest`."""
+    plan, epoch = context.settings.run, context.epoch
+    assert epoch is not None
+    stages = due(context.settings, epoch)
+    last = epoch == plan.epochs
 
     def path(kind: str) -> str | None:
         return str(newest[kind].path) if kind in newest else None
 
-    if epoch <= plan.collect_epochs and plan.overlap:
+    if COLLECT in stages and plan.overlap:
         if epoch == 1:
-            beside.begin(None, None)
-        yield beside.result()
+            beside.begin(context, None, None)
+        yield COLLECT, beside.result()
         if epoch < min(plan.collect_epochs, plan.epochs):
-            beside.begin(newest.get("controller"), newest["experience"])
+            beside.begin(context.at(epoch + 1), newest.get("controller"), newest["experience"])
         else:
             beside.close()
-    elif epoch <= plan.collect_epochs:
-        yield collect(context, controller=path("controller") or "random", previous=path("experience"), extend=False)
-    joint = context.settings.encoder == "dynamics"
-    if plan.tokenizer_after < epoch <= plan.tokenizer_epochs and not (joint and "dynamics" in newest):
-        yield train_tokenizer(context, experience=path("experience"), parent=path("tokenizer"))
-    if epoch > plan.dynamics_after:
+    elif COLLECT in stages:
+        who = path("controller") or "random"
+        yield COLLECT, collect(context, controller=who, previous=path("experience"), extend=False)
+    if TOKENIZER in stages:
+        yield TOKENIZER, train_tokenizer(context, experience=path("experience"), parent=path("tokenizer"))
+    if DYNAMICS in stages:
         # A model that trains its tokenizer goes on with its own, and begins with none but the loop's.
         start = path("tokenizer")
-        if joint and (start is None or "dynamics" in newest):
+        if context.settings.encoder == "dynamics" and (start is None or "dynamics" in newest):
             start = NONE
-        yield train_dynamics(
-            context,
-            experience=path("experience"),
-            tokenizer=start,
-            parent=path("dynamics"),
-            controller=path("controller") or NONE,
+        yield (
+            DYNAMICS,
+            train_dynamics(
+                context,
+                experience=path("experience"),
+                tokenizer=start,
+                parent=path("dynamics"),
+                controller=path("controller") or NONE,
+            ),
         )
-        if epoch == plan.epochs:
+        if last:
             for measure in context.settings.evaluation.measures:
-                yield evaluate_memory(context, measure, dynamics=path("dynamics"))
-    if epoch > plan.controller_after:
-        yield imagine(context, experience=path("experience"), dynamics=path("dynamics"), parent=path("controller"))
-        if epoch == plan.epochs:
-            yield evaluate(context, controller=path("controller"))
-        elif plan.evaluate_every and epoch % plan.evaluate_every == 0:
-            yield evaluate(context, controller=path("controller"), episodes=plan.evaluate_episodes)
+                yield MEASURE, evaluate_memory(context, measure, dynamics=path("dynamics"))
+    if IMAGINE in stages:
+        models = {"experience": path("experience"), "dynamics": path("dynamics")}
+        yield IMAGINE, imagine(context, **models, parent=path("controller"))
+        if EVALUATE in stages:
+            episodes = None if last else plan.evaluate_episodes
+            yield EVALUATE, evaluate(context, controller=path("controller"), episodes=episodes)
+
+
+def _prune(context: Context, own: dict[str, list[Artifact]], keep: int) -> None:
+    """Remove the weights of this loop's older models: all but the newest `keep` of each kind, the best controller, and
+    what any version needs whose weights are kept, in this run or in another that was made from it."""
+    run = context.run
+    old = {kind: versions[:-keep] for kind, versions in own.items()}
+    # A tokenizer that learns inside the dynamics model is published beside it.
+    dynamics = {artifact.digest for artifact in old["dynamics"]}
+    old["tokenizer"] += [
+        artifact
+        for artifact in run.artifacts("tokenizer")
+        if "dynamics" in artifact.inputs and artifact.inputs["dynamics"].digest in dynamics
+    ]
+    doomed = {artifact.digest for versions in old.values() for artifact in versions}
+    kept = [artifact for kind in MODELS for artifact in run.artifacts(kind) if artifact.digest not in doomed]
+    kept += needed_elsewhere(run)
+    if (run.path / "controller" / BEST).exists():
+        kept.append(run.resolve(f"controller@{BEST}", "controller"))
+    doomed -= {artifact.digest for artifact in needed(kept)}
+    for kind, versions in old.items():
+        run.prune(kind, {artifact.version for artifact in versions if artifact.digest in doomed})
 
 
 def _headline(artifact: Artifact) -> dict[str, float]:

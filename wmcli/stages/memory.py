@@ -87,10 +87,10 @@ def evaluate_memory(
     if measure == "probe":
         identity["probe_updates"] = settings.evaluation.probe_updates
     job = run.job("evaluation", identity, {"dynamics": model, "experience": played})
-    if (existing := job.done()) and not context.force:
+    if existing := context.done(job):
         context.progress.say(f"eval: {existing.name} is this very job, nothing to do (--force measures again)")
         return existing
-    with job.work(fresh=context.fresh) as work:
+    with context.work(job) as work:
         world_model = load_world_model(model, machine)
         assert isinstance(world_model, LatentWorldModel)
         episodes = _episodes(context, played, task)
@@ -98,9 +98,9 @@ def evaluate_memory(
         seed = derived_seed(settings.seed, "eval memory")
         with isolated_randomness(seed, machine.device), machine.autocast():
             found = _MEASURES[measure](context, world_model, task, episodes, work)
-        artifact = work.publish(
-            settings=settings.model_dump(mode="json"),
-            metrics=found
+        artifact = context.publish(
+            work,
+            found
             | {
                 "protocol": measure,
                 "environment": settings.environment.id,
@@ -112,8 +112,6 @@ def evaluate_memory(
                 "parameters": sum(parameter.numel() for parameter in world_model.parameters()),
                 "updates": model.metrics["updates"],
             },
-            environment=context.environment,
-            machine=machine.block(),
         )
     context.progress.say(told(artifact))
     return artifact

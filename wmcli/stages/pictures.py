@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +51,17 @@ class Film:
         if searched:
             self.policies.append(searched["policy"][0])
             self.values.append(float(searched["value"][0]))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All of it for a checkpoint; nothing where there are no frames yet."""
+        found = {field.name: np.array(getattr(self, field.name)) for field in fields(self)}
+        return {name: values for name, values in found.items() if len(values)}
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, np.ndarray]) -> Film:
+        """The film that gave these `arrays`."""
+        whole = ("frames", "policies")
+        return cls(**{name: list(values) if name in whole else values.tolist() for name, values in arrays.items()})
 
     def drawn(self, meanings: Sequence[str] | None) -> np.ndarray:
         """(T, H', W', 3) uint8: all of it under the frames. `meanings` are the actions' names."""

@@ -61,7 +61,10 @@ def profile(
     """
     settings, machine = context.settings, context.machine
     job = context.run.job("profile", settings.select(*type(settings).model_fields), {})
-    with job.work(fresh=True) as work, isolated_randomness(derived_seed(settings.seed, "profile"), machine.device):
+    with (
+        context.work(job, fresh=True) as work,
+        isolated_randomness(derived_seed(settings.seed, "profile"), machine.device),
+    ):
         context.progress.say(f"profile: preset {context.preset} on {machine}")
         bench = Bench(machine, context.progress)
         metrics: dict[str, Any] = {"ceilings": bench.ceilings}
@@ -79,12 +82,7 @@ def profile(
             if "experience" in parts:
                 rows["experience"] = profile_experience(context, bench, frames, work.path / "experience")
         metrics["rows"] = [{"part": part, **row} for part, some in rows.items() for row in some]
-        artifact = work.publish(
-            settings=settings.model_dump(mode="json"),
-            metrics=metrics,
-            environment=context.environment,
-            machine=machine.block(),
-        )
+        artifact = context.publish(work, metrics)
     context.progress.say(f"profile: published {artifact.name}")
     return artifact
 

@@ -64,12 +64,12 @@ def collect_recorded(context: Context, before: Artifact | None) -> Artifact:
         check_same_environment(context.environment, before)
     files = chosen(context, before)
     job = _job(context, before, files)
-    if (existing := job.done()) and not context.force:
+    if existing := context.done(job):
         context.progress.say(f"collect: {existing.name} is this very job, nothing to do")
         return existing
     counts = {part: len(paths) for part, paths in files.items()}
     total = sum(counts.values())
-    with job.work(fresh=True) as work:
+    with context.work(job, fresh=True) as work:
         told = ", ".join(f"{count} {part}" for part, count in counts.items())
         context.progress.say(f"collect: trajectories from {context.settings.collect.recorded}: {told}")
         played: dict[str, Played] = {}

@@ -61,12 +61,12 @@ def collect_scripted(context: Context, before: Artifact | None) -> Artifact:
     if before is not None:
         check_same_environment(context.environment, before)
     job = scripted_job(context, before)
-    if (existing := job.done()) and not context.force:
+    if existing := context.done(job):
         context.progress.say(f"collect: {existing.name} is this very job, nothing to do")
         return existing
     counts = {"train": settings.collect.episodes} | {part: getattr(settings.collect, part) for part in HELD_OUT}
     played = before.metrics.get("total_episodes", 0) if before else 0
-    with job.work(fresh=True) as work:
+    with context.work(job, fresh=True) as work:
         told = ", ".join(f"{count} {part}" for part, count in counts.items())
         context.progress.say(f"collect: episodes of {settings.environment.id} by its script: {told}")
         frames = sum(counts.values()) * (task.context + task.query)
@@ -84,16 +84,14 @@ def collect_scripted(context: Context, before: Artifact | None) -> Artifact:
 def publish_episodes(context: Context, work: Work, before: Artifact | None, metrics: dict[str, Any]) -> Artifact:
     """Whole episodes that were written, `metrics["train"]` of them to train on, as the version behind `before`."""
     played, steps = (before.metrics["total_episodes"], before.metrics["total_steps"]) if before else (0, 0)
-    artifact = work.publish(
-        settings=context.settings.model_dump(mode="json"),
-        metrics=metrics
+    artifact = context.publish(
+        work,
+        metrics
         | {
             "episodes": metrics["train"],
             "total_episodes": played + metrics["train"],
             "total_steps": steps + metrics["steps"],
         },
-        environment=context.environment,
-        machine=context.machine.block(),
     )
     context.progress.say(f"collect: published {artifact.name}")
     return artifact

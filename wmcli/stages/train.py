@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wmcli.artifacts import Artifact, InputRef
+from wmcli.artifacts import Artifact, InputRef, Work
 from wmcli.config import Section
 from wmcli.errors import ArtifactError
-from wmcli.report.plots import learning_curves, write_figure
+from wmcli.report.plots import along, learning_curves, write_figure
 from wmcli.stages.context import Context
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, module_tensors, save_tensors
 from wmcli.training.device import derived_seed, isolated_randomness
@@ -112,16 +113,17 @@ def train(
         of_imagination = {"imagination_temperature", "alpha", "beta"}
         identity["dfs"] = settings.training.dfs.model_dump(exclude=None if kind == "controller" else of_imagination)
     job = context.run.job(kind, identity, inputs)
-    if (existing := job.done()) and not context.force:
+    if existing := context.done(job):
         progress.say(
             f"{stage}: {existing.name} is this very job, nothing to do (--more trains further, --force makes another)"
         )
         return existing
-    with job.work(fresh=context.fresh) as work:
+    with context.work(job) as work:
         progress.say(f"{stage}: {', '.join(artifact.name for artifact in inputs.values())} on {context.machine}")
         for artifact in inputs.values():
             artifact.verify()
         trained = inputs["parent"].metrics["updates"] if "parent" in inputs else 0
+        steps = int(inputs["experience"].metrics["total_steps"])
         with isolated_randomness(derived_seed(settings.seed, stage, trained), context.machine.device) as rng:
             lesson = prepare(rng)
             if "parent" in inputs and not (work.path / CHECKPOINT).exists():
@@ -136,7 +138,7 @@ def train(
                     machine=context.machine,
                     settings=settings.training,
                     progress=progress,
-                    log=context.log,
+                    log=partial(context.log, job, steps),
                     watch=lesson.watch,
                 )
             )
@@ -146,12 +148,21 @@ def train(
             metrics |= lesson.measure() | lesson.watch() | {"updates": lesson.trainee.trained + lesson.trainee.update}
             if context.pictures:
                 lesson.draw(work.payload)
-                write_figure(work.payload / "curves.png", learning_curves(context.run.history(), stages=[stage]))
-        artifact = work.publish(
-            settings=settings.model_dump(mode="json"),
-            metrics=metrics,
-            environment=context.environment,
-            machine=context.machine.block(),
-        )
+                if updates:
+                    _draw_curves(work, stage)
+        artifact = context.publish(work, metrics)
     progress.say(f"{stage}: published {artifact.name}")
     return artifact
+
+
+def _draw_curves(work: Work, stage: str) -> None:
+    """Learning curves of this job and of the versions that it goes on from."""
+    jobs, ancestor = [work.job.digest], work.job.inputs.get("parent")
+    while ancestor is not None:
+        jobs.insert(0, ancestor.manifest["job"])
+        try:
+            ancestor = ancestor.input("parent") if "parent" in ancestor.inputs else None
+        except ArtifactError:  # it is gone, and so is what was before it
+            break
+    records = along(work.job.run.history(), jobs)
+    write_figure(work.payload / "curves.png", learning_curves(records, stages=[stage]))

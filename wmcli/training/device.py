@@ -44,7 +44,7 @@ class Machine:
         device = _device(settings.device)
         precision = settings.precision
         if precision == "auto":
-            precision = "bfloat16" if _has_bfloat16(device) else "float32"
+            precision = "bfloat16" if has_bfloat16(device) else "float32"
         kernels = _kernels(settings.kernels, device)
         dispatch.use(kernels)
         if settings.cuda_graph and device.type != "cuda":
@@ -137,7 +137,8 @@ def _kernels(name: Literal["auto", "torch", "triton"], device: torch.device) -> 
     return "triton" if device.type == "cuda" and not missing else "torch"
 
 
-def _has_bfloat16(device: torch.device) -> bool:
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware computes in bfloat16 itself."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -1,13 +1,24 @@
-"""Stopping politely: the first SIGINT or SIGTERM asks for a checkpoint, the second ends the process at once."""
+"""Stopping politely: the first SIGINT or SIGTERM asks for a checkpoint, the second ends the process at once.
+
+Nobody waits for long: where no checkpoint is reached within `PATIENCE` seconds, because one update takes minutes or a
+model is still being built, the process ends without one. That loses no more than a kill would.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from wmcli.errors import Stopped
+
+PATIENCE = 8.0
+"""Seconds; schedulers follow up with SIGKILL, some of them after ten."""
+_SHOW_CURSOR = "\x1b[?25h"  # progress bars hide it
 
 
 class StopRequest:
@@ -20,24 +31,43 @@ class StopRequest:
         return self.asked
 
 
+_current: StopRequest | None = None
+
+
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Catch SIGINT and SIGTERM for the length of a stage. Outside the main thread signals cannot be caught: no-op
-    there."""
-    request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield request
+    """Catch SIGINT and SIGTERM for the length of the block; blocks inside it share its request.
+
+    Outside the main thread signals cannot be caught: no-op there.
+    """
+    global _current
+    if _current is not None or threading.current_thread() is not threading.main_thread():
+        yield StopRequest() if _current is None else _current
         return
+    request = _current = StopRequest()
+    deadline = threading.Timer(PATIENCE, _leave)
+    deadline.daemon = True
 
     def handle(number: int, frame: FrameType | None) -> None:
         if request.asked:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         request.asked = True
+        deadline.start()
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield request
     finally:
+        deadline.cancel()
+        _current = None
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _leave() -> None:
+    """End this process from another thread, whatever the first one is busy with."""
+    if sys.stderr.isatty():
+        os.write(2, _SHOW_CURSOR.encode())
+    os.write(2, b"wm: stopped without a new checkpoint; the same command goes on from the last one.\n")
+    os._exit(Stopped.exit_code)

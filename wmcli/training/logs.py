@@ -7,6 +7,9 @@ from typing import Any
 
 from tensorboardX import SummaryWriter
 
+ABOUT = ("stage", "update", "time", "job", "version")
+"""Entries of a record that are no numbers to draw."""
+
 
 class EventLog:
     """Writes records as scalars to `<run>/tensorboard/<stage>`; files appear with the first record."""
@@ -16,12 +19,16 @@ class EventLog:
         self._writers: dict[str, SummaryWriter] = {}
 
     def add(self, record: dict[str, Any]) -> None:
-        """`record` holds `stage`, `update` (the x axis) and numbers. Steps after a resumed one supersede older ones."""
-        stage, step = record["stage"], record["update"]
+        """Add the numbers of a record that holds `stage`.
+
+        The x axis is `update` in a training stage, `environment_step` elsewhere. Steps after a resumed one supersede
+        older ones.
+        """
+        stage, step = record["stage"], record.get("update", record["environment_step"])
         if stage not in self._writers:
             self._writers[stage] = SummaryWriter(str(self._folder / stage), purge_step=step)
         writer = self._writers[stage]
         for name, value in record.items():
-            if name not in ("stage", "update", "time") and isinstance(value, int | float):
+            if name not in ABOUT and isinstance(value, int | float):
                 writer.add_scalar(name, value, step)
         writer.flush()

@@ -157,18 +157,20 @@ def fit(
         while trainee.update < updates:
             trainee.unlogged.append(step())
             trainee.update += 1
-            bar.advance()
             finished = trainee.update == updates
             due = time.monotonic() - saved_at >= settings.checkpoint_seconds or bool(stop) or finished
             logged = trainee.update % settings.log_every == 0 or finished
             if logged or due:
                 means = _means(trainee.unlogged, stage, trainee.update)
                 bar.show(**means)
+            bar.advance()
             if logged:
                 trainee.metrics, trainee.unlogged = means, []
                 rate = (trainee.update - started_update) / max(time.monotonic() - started, 1e-9)
                 record = {"stage": stage, "update": trainee.trained + trainee.update, "updates_per_second": rate}
                 log(record | means | watch())
+            if finished:
+                _check_finite(trainee, stage)
             if due:
                 trainee.save(checkpoint, machine.device)
                 failpoint("checkpoint")
@@ -178,6 +180,18 @@ def fit(
                     f"{stage} stopped after update {trainee.update} of {updates}; the same command goes on from there."
                 )
     return trainee.metrics
+
+
+def _check_finite(trainee: Trainee, stage: str) -> None:
+    """Raise DivergedError where the last update, whose loss nobody has seen, left weights that nobody can use."""
+    for name, module in trainee.modules.items():
+        for key, value in module.state_dict().items():
+            # A norm that float32 cannot hold would be infinite in the next forward pass.
+            if value.is_floating_point() and not bool(torch.isfinite(value.float().norm())):
+                raise DivergedError(
+                    f"{stage} diverged: {key} of the {name} is not finite, or too large, after update {trainee.update};"
+                    " the same command would diverge again: lower the learning rate with --set."
+                )
 
 
 def _stacked(records: list[Mapping[str, Tensor]]) -> Tensor:

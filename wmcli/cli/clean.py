@@ -1,0 +1,46 @@
+"""`wm clean`: free the space of what nobody needs any more."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wmcli.cli.options import Json
+from wmcli.cli.output import answer, emit_json
+from wmcli.errors import UsageError
+
+
+def clean(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove work that was abandoned and the weights of old models that nothing refers to, after asking.
+
+    What stays: all experience and evaluations, every manifest, the newest version of each kind, the best evaluated
+    controller, all that these need, and all that another run was made from.
+
+    Example: wm clean runs/catch
+    """
+    from wmcli.artifacts import Run, sweepings
+
+    opened = Run.open(run, create=False)
+    found = sweepings(opened)
+    rows = [{"name": each.name, "bytes": each.size, "last_written": each.written, "what": each.what} for each in found]
+    if as_json:
+        emit_json(rows)
+    else:
+        answer(rows, ["name", "bytes", "last_written", "what"])
+    if not found:
+        typer.echo(f"nothing to remove in {run}", err=True)
+        return
+    if not yes:
+        if not sys.stdin.isatty():
+            raise UsageError("this would be removed; add --yes to do so.")
+        if not typer.confirm(f"Remove {sum(each.size for each in found) / 1e6:,.1f} MB?", err=True):
+            return
+    for each in found:
+        each.remove()
