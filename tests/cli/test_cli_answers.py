@@ -60,7 +60,7 @@ def test_artifacts(run, capsys):
 
 
 def test_artifacts_shows_what_is_pruned_and_what_cannot_be_read(run, capsys):
-    run.prune("experience", {2})
+    run.prune("experience", {1})
     (run.path / "tokenizer" / "v0001" / "manifest.json").write_text("{}")
     assert [row["state"] for row in rows(["artifacts"], capsys)] == ["pruned", "published", "damaged", "published"]
 
@@ -101,7 +101,7 @@ def test_lineage(reference, run, capsys):
 
 
 def test_lineage_shows_what_is_gone(run, capsys):
-    run.prune("experience", {2})
+    run.prune("experience", {1})
     (run.path / "tokenizer" / "v0001" / "manifest.json").unlink()
     states = {row["name"]: row["state"] for row in rows(["lineage", "dynamics"], capsys)}
     assert states["tokenizer@1"] == "missing"
@@ -120,15 +120,38 @@ def test_verify(run, capsys):
         [name, "ok", ""] for name in ("experience@1", "experience@2", "tokenizer@1", "dynamics@1")
     ]
     assert lines(["verify", "tokenizer"], capsys) == [["tokenizer@1", "ok", ""]]
-    run.prune("experience", {2})
+    run.prune("experience", {1})
     assert lines(["verify", "experience@1"], capsys)[0][1] == "pruned"
     (run.path / "tokenizer" / "v0001" / "data.bin").write_bytes(b"Tokenizer")
-    for arguments, found in ([], ["pruned", "ok", "damaged", "ok"]), (["tokenizer@1"], ["damaged"]):
+    for arguments, found in ([], ["pruned", "unusable", "damaged", "unusable"]), (["tokenizer@1"], ["damaged"]):
         # A second look in the same process must not trust the first.
         assert main.run(["verify", *arguments]) == 3
         out, err = capsys.readouterr()
         assert [line.split("\t")[1] for line in out.splitlines()] == found
-        assert err == f"wm verify: 1 of {len(found)} artifacts damaged: tokenizer@1.\n"
+        assert err.startswith(
+            f"wm verify: {len(found) - (len(found) > 1)} of {len(found)} artifacts are not as they were: "
+        )
+        assert "tokenizer@1 damaged" in err
+
+
+def test_clean_shows_first_and_removes_when_told(run, capsys, monkeypatch):
+    publish(run, "dynamics", {}, "newer")
+    folder = str(run.path)
+    assert [row["name"] for row in rows(["clean", folder, "--yes"], capsys)] == ["dynamics@1"]
+    assert main.run(["clean", folder]) == 0
+    assert "nothing to remove" in capsys.readouterr().err
+    publish(run, "dynamics", {}, "newest")
+    assert main.run(["clean", folder]) == 2  # nobody there to ask
+    assert "add --yes" in capsys.readouterr().err
+    assert [artifact.version for artifact in run.artifacts("dynamics")] == [2, 3]
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr("typer.confirm", lambda *_, **__: False)
+    assert main.run(["clean", folder]) == 0
+    assert [artifact.version for artifact in run.artifacts("dynamics")] == [2, 3]
+    monkeypatch.setattr("typer.confirm", lambda *_, **__: True)
+    assert main.run(["clean", folder]) == 0
+    assert [artifact.version for artifact in run.artifacts("dynamics")] == [3]
+    assert main.run(["clean", str(run.path / "nowhere")]) == 3
 
 
 def test_a_person_gets_a_table(run, capsys, monkeypatch):

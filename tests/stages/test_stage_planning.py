@@ -196,6 +196,16 @@ def test_the_loop_goes_on_where_it_was(tmp_path: Path, played: Path) -> None:
     assert third.inputs["controller"].version == 2 and third.inputs["parent"].version == 2
 
 
+def test_the_loop_ends_without_reanalysis(tmp_path: Path, played: Path) -> None:
+    """A controller that was never searched with logged nothing, and so there are no curves of it."""
+    preset = Run.open(played, create=False).bound()["preset"]
+    short = ["run.epochs=2", "run.collect_epochs=2", "controller.updates=0"]
+    last = run_loop(opened(tmp_path / "loop", *short, preset=preset))
+    assert last.kind == "evaluation" and run_loop(opened(tmp_path / "loop")).digest == last.digest
+    controller = last.input("controller")
+    assert controller.metrics["updates"] == 0 and not (controller.path / "curves.png").exists()
+
+
 @pytest.mark.parametrize("stage", [train_dynamics, imagine])
 def test_killed_at_every_checkpoint_it_ends_in_the_same(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage

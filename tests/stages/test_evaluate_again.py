@@ -1,0 +1,108 @@
+"""Evaluations that were interrupted, and those that stand beside others of their run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from odd_lengths import ODD_LENGTHS
+from tiny_run import TRAINING, Killed, copied, kill_at, opened
+
+from wmcli.artifacts import Run
+from wmcli.envs import Streams
+from wmcli.errors import Stopped
+from wmcli.stages import evaluate as module
+from wmcli.stages.collect import collect
+from wmcli.stages.evaluate import evaluate, score
+from wmcli.stages.imagine import imagine
+
+# -- interrupted ------------------------------------------------------------------------------------------------------
+
+EAGER = "training.checkpoint_seconds=0"
+UNEVEN = [f"environment.id={ODD_LENGTHS}", "evaluation.episodes=7", "evaluation.environments=3"]
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in which episodes are of different lengths, up to its controller."""
+    folder = tmp_path_factory.mktemp("uneven") / "run"
+    collect(opened(folder, *UNEVEN, new=True))
+    for stage in TRAINING.values():
+        stage(opened(folder))
+    return folder
+
+
+def test_killed_at_every_checkpoint_it_has_the_same_score(
+    uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = evaluate(opened(copied(uneven, tmp_path / "whole"), EAGER))
+    run, artifact, kills = copied(uneven, tmp_path / "run"), None, 0
+    while artifact is None:
+        try:
+            with monkeypatch.context() as patch:
+                kill_at(patch, "checkpoint", 2)
+                artifact = evaluate(opened(run, EAGER))
+        except Killed:
+            kills += 1
+            assert kills < 99, "does not move on"
+    assert kills > 4
+    assert artifact.metrics == whole.metrics
+    files = [{entry["path"]: entry["sha256"] for entry in each.manifest["files"]} for each in (artifact, whole)]
+    assert files[0] == files[1]  # the film as well
+    assert Run.open(run, create=False).unfinished() == []
+
+
+def test_asked_to_stop_it_goes_on(uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, steps, original = copied(uneven, tmp_path / "run"), [], Streams.step
+
+    def signals(streams: Streams, action: np.ndarray) -> object:
+        steps.append(action)
+        if len(steps) == 9:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(streams, action)
+
+    monkeypatch.setattr(Streams, "step", signals)
+    with pytest.raises(Stopped, match="eval stopped after [1-6] of 7 episodes") as stopped:
+        evaluate(opened(run))
+    assert stopped.value.exit_code == 75
+    first = len(steps)
+    interrupted = evaluate(opened(run))
+    assert interrupted.metrics == evaluate(opened(copied(uneven, tmp_path / "whole"))).metrics
+    assert first == 9
+
+
+def test_a_damaged_old_evaluation_is_passed_over(run: Path) -> None:
+    evaluate(opened(run), episodes=2)
+    (run / "evaluation" / "v0001" / "manifest.json").write_text("damaged")
+    assert evaluate(opened(run), episodes=3).version == 3
+
+
+# -- several controllers ----------------------------------------------------------------------------------------------
+
+
+def test_the_curve_is_of_one_line_of_descent(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = module._earlier
+    monkeypatch.setattr(module, "_earlier", lambda *given: seen.append(original(*given)) or seen[-1])
+    context = opened(run)
+    imagine(opened(run, more=True))
+    evaluate(context)
+    imagine(opened(run, "controller.updates=1"))  # of another line
+    evaluate(context)
+    assert [len(earlier) for earlier in seen] == [1, 0]
+    assert seen[0][0]["mean"] == Run.open(run, create=False).get("evaluation", 1).metrics["mean"]
+
+
+def test_best_is_the_controller_with_the_highest_mean(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    means = iter([5.0, 7.0, 6.0, 1.0])
+    monkeypatch.setattr(module, "score", lambda returns: score(returns) | {"mean": next(means)})
+    for version in (2, 3, 4):
+        imagine(opened(run, more=True))
+        evaluate(opened(run))
+        best = Run.open(run, create=False).resolve("controller@best", "controller")
+        assert best.version == min(version, 3)
+    assert (run / "controller" / "best").readlink() == Path("v0003")
+    assert evaluate(opened(run), controller="controller@best", episodes=2).inputs["controller"].version == 3
