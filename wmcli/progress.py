@@ -5,24 +5,40 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import rich.progress
+    from rich.console import Console, ConsoleOptions
+    from rich.live import Live
+    from rich.table import Table
 
 REDRAW_SECONDS = 0.1  # on a terminal
 LINE_SECONDS = 10.0  # elsewhere: a log must not fill with progress
 SHORTEST_SECONDS = 2.0  # off a terminal, what took less than this says nothing
+SHORTEST_BAR = 4  # columns
+MOST_VALUES = 3  # behind a bar; there is room for more in a log
+_WORDS, _NO_WORDS = ("in ", " left"), ("", "")  # before what it took, behind what is left
+_FORMS = (  # of a bar, the first that fits: gap, with unit?, words, columns to leave to bar and values
+    (2, True, _WORDS, 30),
+    (1, True, _WORDS, 20),
+    (1, True, _NO_WORDS, 0),
+    (1, False, _NO_WORDS, 0),
+)
 
 
 class _Screen:
-    """What nested talkers share: the bars drawn on the terminal, None while there are none, and the warnings given."""
+    """What nested talkers share: the bars that are open, what draws them on the terminal, and the warnings given."""
 
     def __init__(self) -> None:
-        self.drawn: rich.progress.Progress | None = None
+        self.live: Live | None = None  # None off a terminal, and while there are no bars
+        self.bars: list[Bar] = []  # outermost first
         self.warned: set[str] = set()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        if self.bars:
+            yield _table(self.bars, options.max_width)
 
 
 class Progress:
@@ -34,43 +50,49 @@ class Progress:
         self._screen = _Screen()
 
     def inside(self) -> Progress:
-        """For work inside one of our bars: its bars show below ours and vanish when done, its lines are left out."""
+        """Return what work inside one of our bars talks to: its bars show below ours, its lines are left out."""
         inner = Progress(self.quiet)
         inner._lines = False
         inner._screen = self._screen
         return inner
 
     def say(self, line: str) -> None:
-        """One line, above the bars."""
+        """Write one line, above the bars."""
         if self._lines:
             self._write(line)
 
     def warn(self, line: str) -> None:
-        """One line that quiet does not hide; the same one is given once."""
+        """Write one line that quiet does not hide; the same one is given once."""
         if line not in self._screen.warned:
             self._screen.warned.add(line)
             self._write(f"warning: {line}")
 
     @contextmanager
     def bar(self, what: str, total: int, unit: str, start: int = 0) -> Iterator[Bar]:
-        """A bar for `total` units of work called `unit`, `start` of which were done before. Bars may be nested."""
+        """Show a bar for `total` units of work called `unit`, `start` of which were done before. Bars may be nested.
+
+        Where the work ends a line stays: what was done, how fast, in what time.
+        """
         screen = self._screen
-        outermost = screen.drawn is None and not self.quiet and _is_terminal()
+        outermost = screen.live is None and not self.quiet and _is_terminal()
         if outermost:
-            screen.drawn = _rich_progress()
-            screen.drawn.start()
+            screen.live = _live(screen)
+            screen.live.start()
         bar = Bar(self, what, total, unit, start)
+        screen.bars.append(bar)
+        bar._draw()
         try:
             yield bar
         finally:
-            bar._finish(keep=self._lines)
-            if outermost and screen.drawn is not None:
-                screen.drawn.stop()
-                screen.drawn = None
+            screen.bars.remove(bar)
+            bar._finish()
+            if outermost and screen.live is not None:
+                screen.live.stop()
+                screen.live = None
 
     def _write(self, line: str) -> None:
-        if self._screen.drawn is not None:
-            self._screen.drawn.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if self._screen.live is not None:
+            self._screen.live.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             sys.stderr.write(f"{line}\n")
             sys.stderr.flush()
@@ -83,72 +105,144 @@ class Bar:
         self._progress, self._what, self._total, self._unit = progress, what, total, unit
         self._start = self._done = start
         self._values: dict[str, float] = {}
-        self._began = self._reported = time.monotonic()
-        self._drawn = progress._screen.drawn
-        if self._drawn is not None:
-            self._task = self._drawn.add_task(what, total=total, completed=start, unit=unit, rate="", values="")
-        self._every = LINE_SECONDS if self._drawn is None else REDRAW_SECONDS
+        self._began = self._advanced = self._reported = time.monotonic()
+        self._expects: tuple[float | None, float] | None = None  # seconds left, as of when; None: never told
+        self._took: float | None = None  # seconds, once it is over
 
     def advance(self, n: int = 1) -> None:
-        """`n` more units are done."""
+        """Count `n` more units as done. What was shown and expected before is drawn with them."""
         self._done += n
-        now = time.monotonic()
-        if now - self._reported >= self._every:
-            self._report(now)
+        self._advanced = now = time.monotonic()
+        if now - self._reported >= (LINE_SECONDS if self._progress._screen.live is None else REDRAW_SECONDS):
+            self._reported = now
+            if self._progress._screen.live is not None:
+                self._draw()
+            elif not self._progress.quiet:
+                self._progress._write(self._line(now))
 
     def show(self, **values: float) -> None:
-        """Numbers to show behind the bar from now on, such as the newest losses: plain ones, already on the CPU."""
+        """Show numbers behind the bar from now on, such as the newest losses: plain ones, already on the CPU."""
         self._values.update(values)
 
-    def _report(self, now: float) -> None:
-        self._reported = now
-        values = "  ".join(f"{name} {value:.4g}" for name, value in self._values.items())
-        rate = (self._done - self._start) / max(now - self._began, 1e-9)
-        if self._drawn is not None:
-            self._drawn.update(self._task, completed=self._done, rate=_rate(rate), values=values, refresh=True)
-        elif not self._progress.quiet:
-            parts = [self._what, f"{self._done}/{self._total} {self._unit}", _rate(rate)]
-            if rate > 0 and self._done < self._total:
-                parts.append(f"{_clock((self._total - self._done) / rate)} left")
-            if values:
-                parts.append(values)
-            self._progress._write("  ".join(parts))
+    def expect(self, seconds: float | None) -> None:
+        """Take `seconds` as what is left from now on, None while that is unknown, instead of what the rate so far
+        suggests."""
+        self._expects = seconds, time.monotonic()
 
-    def _finish(self, keep: bool) -> None:
-        now = time.monotonic()
-        if self._drawn is not None and not keep:
-            self._drawn.remove_task(self._task)
-        elif self._drawn is not None or now - self._began >= SHORTEST_SECONDS:
-            self._report(now)
+    def _draw(self) -> None:
+        if self._progress._screen.live is not None:
+            self._progress._screen.live.refresh()
+
+    def _finish(self) -> None:
+        now, live = time.monotonic(), self._progress._screen.live
+        self._took = now - self._began
+        if live is not None and self._done > self._start:
+            live.console.print(_table([self], live.console.width))
+        elif live is None and self._took >= SHORTEST_SECONDS and not self._progress.quiet:
+            self._progress._write(self._line(now))
+
+    def _line(self, now: float) -> str:
+        count = f"{self._done}/{self._total} {self._unit}"
+        return "  ".join([self._what, count, self._rate(), self._time(now, _WORDS), *_told(self._values)])
+
+    def _time(self, now: float, words: tuple[str, str]) -> str:
+        """What it took or, while it runs, what is left."""
+        if self._took is not None:
+            return words[0] + _clock(self._took)
+        return _clock(self._seconds_left(now)) + words[1]
+
+    def _rate(self) -> str:
+        """`12.3/s`; where one unit takes ten seconds and more, how long: `50 s each`."""
+        done, seconds = self._done - self._start, self._advanced - self._began
+        if not done or not seconds:
+            return "-/s"
+        if (rate := done / seconds) >= 0.1:
+            return f"{rate:.0f}/s" if rate >= 100 else f"{rate:.1f}/s"
+        return f"{1 / rate:.0f} s each" if rate > 0.01 else f"{_clock(1 / rate)} each"
+
+    def _seconds_left(self, now: float) -> float | None:
+        """Return what is left as told by `expect`, else by the rate so far; None where neither says anything."""
+        if self._expects is not None:
+            seconds, told = self._expects
+            return None if seconds is None else max(seconds - (now - told), 0.0)
+        if (left := self._total - self._done) <= 0:
+            return 0.0
+        if self._done == self._start:
+            return None
+        each = (self._advanced - self._began) / (self._done - self._start)
+        return (left - 1) * each + max(each - (now - self._advanced), 0.0)  # the unit in work has taken some already
 
 
 def _is_terminal() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def _rich_progress() -> rich.progress.Progress:
+def _live(screen: _Screen) -> Live:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.live import Live
 
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[unit]}  {task.fields[rate]}", markup=False),
-        TimeRemainingColumn(compact=True),
-        TextColumn("{task.fields[values]}", markup=False),
-        console=Console(stderr=True),
-        auto_refresh=False,
-    )
+    return Live(screen, console=Console(stderr=True), auto_refresh=False, transient=True)
 
 
-def _rate(rate: float) -> str:
-    """`12.34` -> `12.3/s`; what takes ten seconds and more says how long one takes: `0.02` -> `50 s each`."""
-    return f"{rate:.1f}/s" if rate >= 0.1 or rate == 0 else f"{1 / rate:.0f} s each"
+def _table(bars: Sequence[Bar], width: int) -> Table:
+    """Lay out one row per bar: what, bar, count, rate, time left, then values where `width` has room for them.
+
+    In a narrow terminal gaps go first, then words, the unit, and the ends of names; the columns themselves never.
+    """
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    now = time.monotonic()
+    for gap, unit, words, for_values in _FORMS:
+        cells = [
+            (
+                bar._what,
+                f"{bar._done}/{bar._total}",
+                f"{bar._unit} {bar._rate()}" if unit else bar._rate(),
+                bar._time(now, words),
+            )
+            for bar in bars
+        ]
+        what, *rest = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        room = width - sum(rest) - 4 * gap  # for what and bar
+        if room >= what + SHORTEST_BAR + for_values:
+            break
+    what = max(min(what, room - SHORTEST_BAR), 1)
+    drawn = max(min(room - what, width // 8), SHORTEST_BAR)
+    spare = room - what - drawn - gap
+    table = Table.grid(padding=(0, gap, 0, 0), pad_edge=False)
+    table.add_column(width=what, no_wrap=True, overflow="ellipsis")
+    table.add_column(width=drawn)
+    for size in rest:
+        table.add_column(width=size, no_wrap=True, justify="right")
+    for bar, (name, *texts) in zip(bars, cells, strict=True):
+        values = _fitting(bar._values, spare)
+        progress = ProgressBar(total=bar._total, completed=bar._done, width=drawn)
+        table.add_row(Text(name), progress, *map(Text, [*texts, values] if values else texts))
+    return table
 
 
-def _clock(seconds: float) -> str:
-    """`75.2` -> `1:15`."""
+def _fitting(values: Mapping[str, float], room: int) -> str:
+    """As many whole values as `room` columns hold, and an ellipsis for those left out: a number cut short is false."""
+    told = _told(values)
+    for count in range(min(len(told), MOST_VALUES), 0, -1):
+        text = "  ".join(told[:count] + ["…"] * (count < len(told)))
+        if len(text) <= room:
+            return text
+    return ""
+
+
+def _told(values: Mapping[str, float]) -> list[str]:
+    return [f"{name} {value:.4g}" for name, value in values.items()]
+
+
+def _clock(seconds: float | None) -> str:
+    """`75.2` -> `1:15`, two days and more in days and hours, None -> `-:--`."""
+    if seconds is None:
+        return "-:--"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24} h"
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
