@@ -210,13 +210,8 @@ def _write_plots(payload: Path, run: Run, metrics: dict[str, Any]) -> None:
         lines["human"] = human
     title = metrics["environment"]
     write_figure(payload / "returns.png", returns_histogram(metrics["returns"], references=lines, title=title))
-    scores = {earlier["total_steps"]: earlier["mean"] for earlier in _earlier(run)} | {
-        metrics["total_steps"]: metrics["mean"]
-    }
-    steps = sorted(scores)
-    write_figure(
-        payload / "curve.png", return_curve(steps, [scores[step] for step in steps], references=lines, title=title)
-    )
+    evaluations = [each | {"environment_step": each["total_steps"]} for each in [*_earlier(run), metrics]]
+    write_figure(payload / "curve.png", return_curve(evaluations, references=lines, title=title))
 
 
 def _earlier(run: Run) -> list[dict[str, Any]]:
