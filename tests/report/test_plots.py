@@ -1,9 +1,8 @@
-"""Figures: which lines they hold, how metrics.jsonl is read, and that files are reproducible."""
+"""Figures: which records and lines they hold, and that files are reproducible."""
 
 from __future__ import annotations
 
 import io
-import json
 import subprocess
 import sys
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from wmcli.errors import ArtifactError, UsageError
+from wmcli.errors import UsageError
 from wmcli.report import plots
 
 
@@ -19,51 +18,52 @@ def record(update, loss, stage="train-dynamics", **more):
     return {"time": "2024-05-01T10:00:00+00:00", "stage": stage, "update": update, "loss": loss, **more}
 
 
-def write(path, records, tail=""):
-    path.write_text("".join(json.dumps(r) + "\n" for r in records) + tail)
-    return path
-
-
 def labels(axes):
     return [line.get_label() for line in axes.get_lines()]
 
 
-def test_a_torn_last_line_is_ignored_and_a_later_record_replaces_the_earlier(tmp_path):
-    records = [
-        record(10, 3.0),
-        record(20, 9.0),
-        record(20, 2.0),
-        record(20, 5.0, version=2),
-        record(20, 7.0, "imagine"),
+def test_what_a_job_did_again_replaces_what_it_did_before_from_there_on():
+    killed = [record(u, 1.0, job="a") for u in (10, 20, 30, 40)]
+    resumed = [record(u, 2.0, job="a") for u in (25, 35)]
+    other = [record(30, 7.0, job="b"), record(30, 8.0, "imagine", job="a"), {"stage": "collect", "job": "a"}]
+    got = plots.latest_records([*killed, *other, *resumed])
+    assert [(r.get("update"), r.get("loss")) for r in got if r["stage"] == "train-dynamics" and r["job"] == "a"] == [
+        (10, 1.0),
+        (20, 1.0),
+        (25, 2.0),
+        (35, 2.0),
     ]
-    for tail in ("", '{"stage": "train-dyn', "nul", "17"):
-        got = plots.read_metrics(write(tmp_path / "metrics.jsonl", records, tail))
-        assert [r["loss"] for r in got] == [3.0, 2.0, 5.0, 7.0]
+    assert all(r in got for r in other)
+    again = plots.latest_records([*killed, *other, *resumed, record(10, 3.0, job="a")])
+    assert [r["loss"] for r in again if r["job"] == "a" and r["stage"] == "train-dynamics"] == [3.0]
+    assert [r["loss"] for r in plots.latest_records([record(10, 1.0), record(20, 2.0), record(20, 3.0)])] == [1.0, 3.0]
 
 
-@pytest.mark.parametrize("line", ['{"stage": "tr', "[1]", "17", "[" * 100_000, "\x00\x00"])
-def test_a_line_cut_short_by_a_crash_hides_no_other(tmp_path, line):
-    path = write(tmp_path / "metrics.jsonl", [record(1, 3.0)], f"{line}\n" + json.dumps(record(2, 4.0)) + "\n")
-    assert [r["loss"] for r in plots.read_metrics(path)] == [3.0, 4.0]
+def test_one_line_of_descent_is_selected_by_its_jobs():
+    first, second = record(10, 1.0, job="a"), record(20, 2.0, job="b")
+    stranger = record(20, 9.0, job="x")
+    assert plots.along([first, stranger, second], ["b", "a"]) == [first, second]
+    old = [record(10, 1.0), record(20, 2.0)]
+    assert plots.along([*old, stranger], ["a"]) == old
+    assert plots.along([*old, first], ["a"]) == [first]
+    assert plots.along([], ["a"]) == []
 
 
-def test_no_file_and_no_records_are_user_errors(tmp_path):
-    with pytest.raises(ArtifactError, match="no metrics at"):
-        plots.read_metrics(tmp_path / "metrics.jsonl")
+def test_no_records_are_a_user_error():
     with pytest.raises(UsageError):
         plots.learning_curves([{"stage": "collect", "steps": 5}])
     with pytest.raises(UsageError):
         plots.learning_curves([record(1, 1.0)], stages=["imagine"])
     with pytest.raises(UsageError):
-        plots.return_curve([], [])
+        plots.return_curve([])
     with pytest.raises(UsageError):
         plots.returns_histogram([])
 
 
 def test_curves_hold_the_finite_numbers_of_each_stage_in_order():
     records = [
-        {"kl": 0.5, **record(20, 2.0, done=True, note="x", empty=None)},
         record(10, 3.0),
+        {"kl": 0.5, **record(20, 2.0, done=True, note="x", empty=None)},
         record(30, float("nan"), kl=float("inf")),
         record(5, 8.0, "imagine"),
         {"stage": "collect", "steps": 100},
@@ -76,19 +76,35 @@ def test_curves_hold_the_finite_numbers_of_each_stage_in_order():
     np.testing.assert_array_equal(curves["train-dynamics"]["loss"], [[10, 20], [3, 2]])
 
 
-def test_a_version_that_counts_anew_is_drawn_behind_the_one_before():
-    anew = [record(u, u, version=v) for v in (1, 2, 3) for u in (10, 20)]
-    x, y = plots.curves_by_stage(anew)["train-dynamics"]["loss"]
-    np.testing.assert_array_equal(x, [10, 20, 30, 40, 50, 60])
-    np.testing.assert_array_equal(y, [10, 20, 10, 20, 10, 20])
-    going_on = [record(u, u, version=1 + u // 25) for u in (10, 20, 30, 40)]
-    np.testing.assert_array_equal(plots.curves_by_stage(going_on)["train-dynamics"]["loss"][0], [10, 20, 30, 40])
+def test_when_and_where_something_was_logged_is_no_metric():
+    records = [record(10, 3.0, job="a", version=2, epoch=1, environment_step=500)]
+    records += [{"stage": "eval", "job": "e", "version": 1, "environment_step": 500, "mean_return": -20.0}]
+    assert {stage: list(metrics) for stage, metrics in plots.curves_by_stage(records).items()} == {
+        "train-dynamics": ["loss"]
+    }
 
 
-def test_learning_curves_has_a_named_panel_per_metric(tmp_path):
+def test_updates_count_on_from_version_to_version_and_unrelated_ones_are_never_joined():
+    parent = [record(u, u, job="parent", version=1) for u in (10, 20)]
+    child = [record(u, u, job="child", version=2) for u in (30, 40)]
+    for records in (parent + child, child + parent):
+        x, y = plots.curves_by_stage(records)["train-dynamics"]["loss"]
+        np.testing.assert_array_equal([x, y], [[10, 20, 30, 40], [10, 20, 30, 40]])
+    sibling = [record(u, -u, job="sibling", version=3) for u in (30, 35)]
+    x, y = plots.curves_by_stage([*parent, *child, *sibling])["train-dynamics"]["loss"]
+    np.testing.assert_array_equal([x, y], [[10, 20, 30, 35], [10, 20, -30, -35]])
+    anew = [record(u, -u, job="anew", version=4) for u in (10, 20)]
+    x, y = plots.curves_by_stage([*parent, *anew])["train-dynamics"]["loss"]
+    np.testing.assert_array_equal([x, y], [[10, 20], [-10, -20]])
+    old = [record(u, 1.0) for u in (10, 20, 30)] + [record(u, 2.0) for u in (10, 20)]  # trained twice, no job logged
+    x, y = plots.curves_by_stage(old)["train-dynamics"]["loss"]
+    np.testing.assert_array_equal([x, y], [[10, 20], [2, 2]])
+
+
+def test_learning_curves_has_a_named_panel_per_metric():
     records = [record(u, 1 / u, observation_loss=2 / u) for u in range(1, 201)]
     records += [record(u, u, "imagine", entropy=1.0, value_loss=3.0) for u in (1, 2, 3)]
-    figure = plots.learning_curves(write(tmp_path / "metrics.jsonl", records), columns=2)
+    figure = plots.learning_curves(records, columns=2)
     panels = {axes.get_title(loc="left"): axes for axes in figure.axes[:2]}
     assert list(panels) == ["loss", "observation loss"]
     raw, smooth = panels["observation loss"].get_lines()
@@ -107,23 +123,45 @@ def test_smoothing_keeps_a_straight_line_straight_and_a_mean_unbiased():
     np.testing.assert_allclose(plots._smoothed(np.full(9, 3.0), 4), 3.0)
 
 
-def test_return_curve_draws_scores_band_and_references():
-    figure = plots.return_curve(
-        [1000, 2000, 3000], [1.0, 2.0, 4.0], band=([0, 1, 3], [2, 3, 5]), references={"random": -1.0, "human": 4.01}
-    )
+def evaluation(step, mean, stderr=None, episodes=10):
+    return {"environment_step": step, "mean": mean, "stderr": stderr, "episodes": episodes, "protocol": "returns"}
+
+
+def test_return_curve_draws_intervals_and_keeps_other_numbers_of_episodes_apart():
+    evaluations = [
+        evaluation(3000, 4.0, 0.5),
+        evaluation(1000, 0.0, 1.0),
+        evaluation(1000, 1.0),
+        evaluation(2000, 9.0, 2.0, episodes=3),
+    ]
+    figure = plots.return_curve(evaluations, references={"random": -1.0, "human": 4.01}, title="Catch")
     (axes,) = figure.axes
-    scores, *lines = axes.get_lines()
-    np.testing.assert_array_equal(scores.get_xdata(), [1000, 2000, 3000])
-    np.testing.assert_array_equal(scores.get_ydata(), [1, 2, 4])
-    assert [line.get_ydata()[0] for line in lines] == [-1.0, 4.01]
-    assert [text.get_text() for text in axes.texts] == ["random -1", "human 4.01"]
-    assert axes.get_xlabel() == "environment steps"
+    ten, three = axes.containers
+    assert (ten.get_label(), three.get_label()) == ("10 episodes, 95 % interval", "3 episodes, 95 % interval")
+    np.testing.assert_array_equal(ten[0].get_xydata(), [[1000, 1], [3000, 4]])
+    np.testing.assert_array_equal(three[0].get_xydata(), [[2000, 9]])
+    assert ten[0].get_marker() != three[0].get_marker()
+    bars = [bar.tolist() for bar in ten[2][0].get_segments() if len(bar)]
+    assert bars == [[[3000, 4 - 1.96 * 0.5], [3000, 4 + 1.96 * 0.5]]], "none where nothing is known"
+    assert {"random -1", "human 4.01"} == {text.get_text() for text in axes.texts}
+    assert axes.get_xlabel() == "environment steps" and axes.get_xlim()[0] == 0
     low, high = axes.get_ylim()
-    assert low < -1 and high > 5
+    assert low < -1 and high > 9 + 1.96 * 2
+
+
+@pytest.mark.parametrize("stderr", [None, 0.25])
+def test_a_single_evaluation_is_seen(stderr):
+    (axes,) = plots.return_curve([evaluation(5000, 0.5, stderr)]).axes
+    assert axes.containers[0][0].get_marker() == "o"
+    left, right = axes.get_xlim()
+    assert left == 0 and 5000 < right < 6000
+    assert axes.containers[0].get_label().startswith("10 episodes")
 
 
 def test_names_of_near_references_do_not_overlap():
-    figure = plots.return_curve([1, 2], [0, 100], references={"IRIS": 50.0, "human": 50.0, "REM": 50.5})
+    figure = plots.return_curve(
+        [evaluation(1, 0), evaluation(2, 100)], references={"IRIS": 50.0, "human": 50.0, "REM": 50.5}
+    )
     heights = [text.get_position()[1] for text in figure.axes[0].texts]
     assert np.diff(heights).min() >= 0.05
 
@@ -227,3 +265,58 @@ def test_learned_priors_have_a_panel_per_layer_and_number_and_a_line_per_head():
 def test_learned_priors_that_cannot_be_drawn_together(updates, runs, message):
     with pytest.raises(UsageError, match=message):
         plots.learned_priors(updates, runs, {})
+
+
+def named(axes):
+    """Lines with a name in the legend."""
+    return {line.get_label(): line for line in axes.get_lines() if not line.get_label().startswith("_")}
+
+
+def test_returns_over_steps_are_a_line_for_one_run_and_mean_and_shade_for_several():
+    figure = plots.returns_over_steps(
+        {
+            "gru": [[(2000, 4.0), (0, 0.0), (1000, 3.0)]],
+            "s4": [[(0, 0.0), (1000, 2.0)], [(0, 4.0), (500, 6.0), (2000, 0.0)]],
+        },
+        references={"random": -1.0},
+        title="Catch",
+    )
+    (axes,) = figure.axes
+    lines = named(axes)
+    assert list(lines) == ["gru", "s4 (2 runs)"]
+    np.testing.assert_array_equal(lines["gru"].get_xydata(), [[0, 0], [1000, 3], [2000, 4]])
+    # Where both seeds were evaluated, at the steps of either: (0+4)/2, (1+6)/2, (2+4)/2.
+    np.testing.assert_array_equal(lines["s4 (2 runs)"].get_xydata(), [[0, 2], [500, 3.5], [1000, 3]])
+    (shade,) = axes.collections
+    corners = shade.get_paths()[0].vertices
+    assert {(500.0, 1.0), (500.0, 6.0), (1000.0, 2.0), (1000.0, 4.0)} <= set(map(tuple, corners.tolist()))
+    thin = [line for line in axes.get_lines() if line.get_color() == lines["s4 (2 runs)"].get_color()]
+    assert [len(line.get_xdata()) for line in thin] == [2, 3, 3], "each seed is there in full"
+    assert lines["gru"].get_color() != lines["s4 (2 runs)"].get_color()
+    assert [text.get_text() for text in axes.texts] == ["random -1"]
+    assert axes.get_xlabel() == "environment steps" and axes.get_xlim()[0] == 0
+
+
+def test_returns_over_steps_take_the_last_of_a_step_and_runs_of_one_point_or_none_in_common():
+    (axes,) = plots.returns_over_steps({"a": [[(100, 1.0), (100, 2.0), (200, float("nan"))]]}).axes
+    np.testing.assert_array_equal(named(axes)["a"].get_xydata(), [[100, 2]])
+    assert named(axes)["a"].get_marker() == "o", "one point is seen"
+    (axes,) = plots.returns_over_steps({"a": [[(100, 1.0)], [(100, 3.0)]]}).axes
+    np.testing.assert_array_equal(named(axes)["a (2 runs)"].get_xydata(), [[100, 2]])
+    (axes,) = plots.returns_over_steps({"a": [[(100, 1.0)], [(200, 3.0)]]}).axes
+    assert len(named(axes)["a (2 runs)"].get_xdata()) == 0 and len(axes.get_lines()) == 3
+    assert all(line.get_marker() for line in axes.get_lines())
+
+
+def test_returns_over_steps_without_returns_are_user_errors():
+    for groups in ({}, {"gru": []}, {"gru": [[(1, 2.0)], []]}, {"gru": [[(1, float("nan"))]]}):
+        with pytest.raises(UsageError, match="wm eval"):
+            plots.returns_over_steps(groups)
+
+
+def test_the_legend_of_returns_lies_outside_the_plot():
+    figure = plots.returns_over_steps({f"dynamics.backbone={n}": [[(0, 1.0), (9, 2.0)]] for n in range(5)})
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    box, plot = legend.get_window_extent(), figure.axes[0].get_tightbbox()
+    assert box.y1 <= plot.y0 and box.x0 >= 0 and box.x1 <= figure.bbox.x1

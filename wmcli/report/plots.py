@@ -6,17 +6,15 @@ for a page. Matplotlib is imported when the first figure is made.
 
 from __future__ import annotations
 
-import contextlib
 import io
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wmcli.errors import ArtifactError, UsageError
+from wmcli.errors import UsageError
 from wmcli.report.files import write_whole
 
 if TYPE_CHECKING:
@@ -26,8 +24,10 @@ if TYPE_CHECKING:
 Band = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]  # value, low, high: (K,) each
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # told apart by everybody
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*")
+_THIN = {"linewidth": 0.7, "alpha": 0.5, "marker": ".", "markersize": 3}
 _INK, _GREY, _GRID = "#222222", "#777777", "#e6e6e6"
-_NOT_METRICS = ("time", "stage", "version", "update")
+_NOT_METRICS = ("time", "stage", "job", "version", "epoch", "environment_step", "update")
 _SMOOTH_FROM = 60  # points from which a smoothed line is laid over the raw one
 _POINTS = 2000  # drawn per line at most
 _FILE_METADATA: dict[str, dict[str, None]] = {
@@ -40,58 +40,59 @@ _FILE_METADATA: dict[str, dict[str, None]] = {
 # -- metrics.jsonl ----------------------------------------------------------------------------------------------------
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, in order, with repeated ones replaced (see `latest_records`).
-
-    A line that is no JSON object is left out: a killed process leaves its last one cut short, and the process that goes
-    on writes below it. Raises ArtifactError where there is no such file.
-    """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ArtifactError(f"no metrics at {path} ({error.strerror}); train a stage of this run first.") from None
-    records = []
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            records.append(json.loads(line))
-    return latest_records(record for record in records if isinstance(record, dict))
-
-
 def latest_records(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Records in which a later one of the same (stage, version, update) has taken the place of the earlier.
+    """Leave out what was done again: updates of the same stage and job from that of a later record on.
 
-    That happens where a stage was interrupted and went on from a checkpoint. Records without `update` are all kept.
+    That happens where a stage was interrupted and resumed from a checkpoint, or was repeated. Records without `update`
+    are all kept. So the updates of one stage and job ascend.
     """
-    kept: dict[Any, dict[str, Any]] = {}
-    for index, record in enumerate(records):
-        update = record.get("update")
-        key = index if update is None else (record.get("stage"), record.get("version"), update)
-        kept[key] = dict(record)
+    kept: dict[int, dict[str, Any]] = {}
+    ascending: dict[Any, list[int]] = {}  # places in `kept`, by stage and job
+    for place, record in enumerate(records):
+        if isinstance(record.get("update"), int):
+            line = ascending.setdefault((record.get("stage"), record.get("job")), [])
+            while line and kept[line[-1]]["update"] >= record["update"]:
+                del kept[line.pop()]
+            line.append(place)
+        kept[place] = dict(record)
     return list(kept.values())
 
 
-def curves_by_stage(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """stage -> metric -> (updates (K,), values (K,)): stages in order of appearance, `loss` before the other metrics.
+def along(records: Iterable[Mapping[str, Any]], jobs: Collection[str]) -> list[dict[str, Any]]:
+    """Select the records of one line of descent.
 
-    Every number in a record is a metric, save for time, stage, version and update; NaN and infinity are left out. Where
-    the update count of a stage starts again with a new version, that version is drawn behind the one before.
+    Args:
+        records: those of a metrics.jsonl.
+        jobs: digests of an artifact's job and of those it was trained further from.
+
+    Returns:
+        The records of these jobs. Where there are none, those without a job, as older runs logged them.
     """
-    by_version: dict[str, dict[Any, list[dict[str, Any]]]] = {}
+    every = [dict(record) for record in records]
+    return [record for record in every if record.get("job") in jobs] or [each for each in every if "job" not in each]
+
+
+def curves_by_stage(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """Collect stage -> metric -> (updates (K,), values (K,)): stages as they appear, `loss` before the other metrics.
+
+    Every number in a record is a metric, save for those that say when and where it was logged; NaN and infinity are
+    left out. Updates count on from version to version. Of jobs that have the same updates, hence do not descend from
+    one another, the later one is drawn: `along` selects one line of descent first.
+    """
+    by_job: dict[str, dict[Any, list[dict[str, Any]]]] = {}
     for record in latest_records(records):
         if isinstance(record.get("update"), int) and isinstance(record.get("stage"), str):
-            by_version.setdefault(record["stage"], {}).setdefault(record.get("version"), []).append(record)
+            by_job.setdefault(record["stage"], {}).setdefault(record.get("job"), []).append(record)
     curves: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
-    for stage, versions in by_version.items():
+    for stage, jobs in by_job.items():
+        line: list[dict[str, Any]] = []
+        for group in sorted(jobs.values(), key=lambda group: group[0]["update"]):
+            line = [record for record in line if record["update"] < group[0]["update"]] + group
         points: dict[str, list[tuple[float, float]]] = {}
-        end = 0
-        for group in versions.values():
-            group.sort(key=lambda record: record["update"])
-            offset = end if group[0]["update"] <= end else 0
-            end = offset + group[-1]["update"]
-            for record in group:
-                for name, value in record.items():
-                    if name not in _NOT_METRICS and _is_number(value):
-                        points.setdefault(name, []).append((offset + record["update"], float(value)))
+        for record in line:
+            for name, value in record.items():
+                if name not in _NOT_METRICS and _is_number(value):
+                    points.setdefault(name, []).append((record["update"], float(value)))
         if points:
             names = sorted(points, key=lambda name: name != "loss")  # stable: the others stay as they appeared
             curves[stage] = {name: (np.array(points[name])[:, 0], np.array(points[name])[:, 1]) for name in names}
@@ -106,14 +107,19 @@ def _is_number(value: object) -> bool:
 
 
 def learning_curves(
-    source: Path | Iterable[Mapping[str, Any]], *, stages: Sequence[str] | None = None, columns: int = 4
+    records: Iterable[Mapping[str, Any]], *, stages: Sequence[str] | None = None, columns: int = 4
 ) -> Figure:
-    """One small panel per metric, grouped by stage, against the stage's updates.
+    """Draw one small panel per metric, grouped by stage, against the stage's updates (see `curves_by_stage`).
 
-    source: a metrics.jsonl or its records. stages: only these, in this order. Raises UsageError where there is nothing
-    to draw.
+    Args:
+        records: those of one line of descent (see `along`).
+        stages: only these, in this order.
+        columns: panels side by side, at most.
+
+    Raises:
+        UsageError: there is nothing to draw.
     """
-    curves = curves_by_stage(read_metrics(source) if isinstance(source, Path) else source)
+    curves = curves_by_stage(records)
     if stages is not None:
         curves = {stage: curves[stage] for stage in stages if stage in curves}
     if not curves:
@@ -145,35 +151,85 @@ def learning_curves(
 
 
 def return_curve(
-    steps: Sequence[float] | np.ndarray,
-    scores: Sequence[float] | np.ndarray,
-    *,
-    band: tuple[Sequence[float], Sequence[float]] | None = None,
-    references: Mapping[str, float] | None = None,
-    title: str = "",
-    ylabel: str = "mean return",
+    evaluations: Iterable[Mapping[str, Any]], *, references: Mapping[str, float] | None = None, title: str = ""
 ) -> Figure:
-    """Scores against environment steps, with a dashed, named line per reference ("random", "human", a paper's score).
+    """Draw the mean return of one run's evaluations against environment steps, with 95 % intervals where known.
 
-    band: low and high limits, drawn as a shade. references: name -> score, in the unit of `scores`.
+    Evaluations of different numbers of episodes say different things: each number has a line and a marker of its own.
+
+    Args:
+        evaluations: of one line of descent, in any order, each with `environment_step`, `mean`, `stderr` (None where
+            unknown) and `episodes`; of those that agree in step and episodes the last counts.
+        references: name -> return ("random", "human", a paper's score), drawn as dashed, named lines.
+        title: above the plot.
+
+    Raises:
+        UsageError: there are no evaluations.
     """
-    if not len(steps):
+    by_episodes: dict[int, dict[float, Mapping[str, Any]]] = {}
+    for evaluation in evaluations:
+        by_episodes.setdefault(evaluation["episodes"], {})[evaluation["environment_step"]] = evaluation
+    if not by_episodes:
         raise UsageError("no evaluations to draw; make one with: wm eval")
-    figure = _figure(6.0, 3.6)
+    figure = _figure(6.0, 3.8)
     axes = figure.subplots()
     _style(axes)
-    x, y = np.asarray(steps, dtype=float), np.asarray(scores, dtype=float)
-    if band is not None:
-        axes.fill_between(x, np.asarray(band[0]), np.asarray(band[1]), color=COLOURS[0], alpha=0.18, linewidth=0)
-    axes.plot(x, y, color=COLOURS[0], linewidth=1.8, marker="o", markersize=3.5 if len(x) <= 60 else 0)
-    for value in (references or {}).values():
-        axes.axhline(value, color=_GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-    axes.margins(x=0.02, y=0.08)
-    _name_lines(axes, references or {})
-    axes.xaxis.set_major_formatter(_count)
-    axes.set_xlabel("environment steps", color=_INK)
-    axes.set_ylabel(ylabel, color=_INK)
-    axes.set_title(title, loc="left", fontsize=10, color=_INK)
+    for episodes, style in zip(sorted(by_episodes, reverse=True), _styles(len(by_episodes)), strict=True):
+        points = by_episodes[episodes]
+        steps = sorted(points)
+        means = [points[step]["mean"] for step in steps]
+        errors = [math.nan if (stderr := points[step]["stderr"]) is None else 1.96 * stderr for step in steps]
+        label = f"{episodes} episode{'s' * (episodes != 1)}" + ", 95 % interval" * any(map(math.isfinite, errors))
+        axes.errorbar(steps, means, errors, **style | _marked(len(steps)), elinewidth=1.1, capsize=2.5, label=label)
+    _finish_returns(figure, axes, references or {}, title)
+    return figure
+
+
+def returns_over_steps(
+    groups: Mapping[str, Sequence[Sequence[tuple[float, float]]]],
+    *,
+    references: Mapping[str, float] | None = None,
+    title: str = "",
+) -> Figure:
+    """Draw mean returns of several runs against environment steps, one colour per group of runs.
+
+    A group of one run is a line. Of several runs, each is a thin line, their mean is a thick one, and a shade reaches
+    from the lowest to the highest run. The mean is taken where all runs of the group have been evaluated, by linear
+    interpolation at each run's steps.
+
+    Args:
+        groups: name -> one sequence per run of (environment step, mean return) in any order. Of several returns at one
+            step the last counts.
+        references: name -> return, drawn as dashed, named lines.
+        title: above the plot.
+
+    Raises:
+        UsageError: there is no group, or a run has no finite return.
+    """
+    figure = _figure(6.4, 3.8)
+    axes = figure.subplots()
+    _style(axes)
+    for (name, runs), style in zip(groups.items(), _styles(len(groups)), strict=True):
+        lines = [_by_step(run) for run in runs]
+        if not lines or not all(len(steps) for steps, _ in lines):
+            raise UsageError(f"{name}: a run without returns cannot be drawn; make some with: wm eval --run RUN")
+        thin = len(lines) > 1
+        for steps, returns in lines:
+            axes.plot(steps, returns, **(style | _THIN if thin else style | _marked(len(steps))))
+        if not thin:
+            axes.get_lines()[-1].set_label(name)
+            continue
+        common = np.unique(np.concatenate([steps for steps, _ in lines]))
+        common = common[(common >= max(steps[0] for steps, _ in lines)) & (common <= min(s[-1] for s, _ in lines))]
+        curves = np.array([np.interp(common, steps, returns) for steps, returns in lines])  # (runs, K)
+        label = f"{name} ({len(lines)} runs)"
+        axes.plot(common, curves.mean(0), **style | _marked(len(common)), label=label)
+        if len(common) == 1:  # a shade has no width there
+            axes.vlines(common, curves.min(0), curves.max(0), color=style["color"], linewidth=1.2)
+        axes.fill_between(common, curves.min(0), curves.max(0), color=style["color"], alpha=0.15, linewidth=0)
+    if not groups:
+        raise UsageError("no evaluations to draw; make one with: wm eval")
+    _finish_returns(figure, axes, references or {}, title)
     return figure
 
 
@@ -401,6 +457,66 @@ def _cycle(count: int) -> list[str]:
     return [COLOURS[index % len(COLOURS)] for index in range(count)]
 
 
+def _styles(count: int) -> list[dict[str, Any]]:
+    """Return `count` line styles, told apart by everybody: colours, then the same ones dashed; markers all differ."""
+    dashes = ("-", (0, (5, 2)), (0, (1.2, 1.4)))
+    return [
+        {
+            "color": COLOURS[index % len(COLOURS)],
+            "linestyle": dashes[index // len(COLOURS) % len(dashes)],
+            "marker": MARKERS[index % len(MARKERS)],
+            "markersize": 4,
+            "linewidth": 1.6,
+        }
+        for index in range(count)
+    ]
+
+
+def _marked(points: int) -> dict[str, Any]:
+    """Markers for as many points as still leave room between them."""
+    return {} if points < 30 else {"marker": ""}
+
+
+def _by_step(points: Iterable[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """Steps (K,), ascending, and values (K,) of the finite points; the last one of each step."""
+    last = {float(step): float(value) for step, value in points if math.isfinite(value)}
+    steps = sorted(last)
+    return np.array(steps), np.array([last[step] for step in steps])
+
+
+def _finish_returns(figure: Figure, axes: Axes, references: Mapping[str, float], title: str) -> None:
+    """Axes of returns over environment steps from 0, dashed references with their names, the legend below the plot."""
+    for value in references.values():
+        axes.axhline(value, color=_GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    axes.margins(x=0.04, y=0.08)
+    axes.set_xlim(0, max(axes.get_xlim()[1], 1))
+    _name_lines(axes, references)
+    axes.locator_params(axis="x", nbins=7)
+    axes.xaxis.set_major_formatter(_count)
+    axes.set_xlabel("environment steps", color=_INK)
+    axes.set_ylabel("mean return", color=_INK)
+    axes.set_title(title, loc="left", fontsize=10, color=_INK)
+    _legend_below(figure, axes)
+
+
+def _legend_below(figure: Figure, axes: Axes) -> None:
+    """Put the legend below the plot, where it hides nothing, in as many columns as its names leave room for."""
+    handles, names = axes.get_legend_handles_labels()
+    if not names:
+        return
+    columns = int(figure.get_figwidth() * 15 / (max(map(len, names)) + 9))  # about 15 letters of size 8 an inch
+    figure.legend(
+        handles,
+        names,
+        loc="outside lower center",
+        ncols=max(1, min(columns, len(names))),
+        handlelength=3.2,
+        frameon=False,
+        fontsize=8,
+        labelcolor=_INK,
+    )
+
+
 def _line(axes: Axes, x: np.ndarray, y: np.ndarray, colour: str) -> None:
     """A thin line; from `_SMOOTH_FROM` points on it is faint, and a running mean over a fiftieth of them lies on it."""
     keep = np.unique(np.linspace(0, len(x) - 1, min(len(x), _POINTS)).round().astype(int))
@@ -436,7 +552,3 @@ def _count(value: float, _position: object = None) -> str:
         if abs(value) >= size:
             return f"{value / size:g}{letter}"
     return f"{value:g}"
-
-
-def along(records, jobs):
-    return [r for r in records if r.get("job") in jobs] or list(records)

@@ -290,11 +290,8 @@ def _write_plots(payload: Path, run: Run, actor: Artifact, metrics: dict[str, An
         lines["human"] = human
     title = metrics["environment"]
     write_figure(payload / "returns.png", returns_histogram(metrics["returns"], references=lines, title=title))
-    points = [*_earlier(run, actor), metrics]
-    steps = [each["total_steps"] for each in points]
-    write_figure(
-        payload / "curve.png", return_curve(steps, [each["mean"] for each in points], references=lines, title=title)
-    )
+    evaluations = [each | {"environment_step": each["total_steps"]} for each in [*_earlier(run, actor), metrics]]
+    write_figure(payload / "curve.png", return_curve(evaluations, references=lines, title=title))
 
 
 def _earlier(run: Run, actor: Artifact) -> list[dict[str, Any]]:
