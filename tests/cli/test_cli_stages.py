@@ -150,9 +150,10 @@ def recorder(monkeypatch):
     monkeypatch.setitem(sys.modules, "wmcli.stages.context", context)
     tables = {"table": lambda _: [{"backbone": "gru"}]}
     for module, function, *_ in CASES:
-        fake = SimpleNamespace(**{function: recorder.stage(module)}, aggregate=recorder.aggregate, **tables)
+        fake = SimpleNamespace(**{function: recorder.stage(module)}, **tables)
         monkeypatch.setitem(sys.modules, f"wmcli.stages.{module}", fake)
     monkeypatch.setitem(sys.modules, "wmcli.stages.memory_table", SimpleNamespace(**tables))
+    monkeypatch.setitem(sys.modules, "wmcli.stages.aggregate", SimpleNamespace(aggregate=recorder.aggregate))
     monkeypatch.delenv("WM_RUN", raising=False)
     return recorder
 

@@ -116,7 +116,7 @@ def evaluate(
         _dynamics_table(runs, protocol, curves, as_json)
         return
     if priors:
-        from wmcli.stages.evaluate import compare_priors
+        from wmcli.stages.aggregate import compare_priors
 
         if not runs:
             raise UsageError("--priors draws what several runs learned: wm eval RUN... --priors FILE.png")
@@ -214,7 +214,7 @@ def _dynamics_rows(evaluations: list[Artifact], protocol: str) -> Sequence[Row]:
 
 
 def _dynamics_table(runs: list[Path], protocol: str, curves: Path | None, as_json: bool) -> None:
-    from wmcli.stages.evaluate import newest_evaluations
+    from wmcli.stages.aggregate import newest_evaluations
 
     evaluations = newest_evaluations(runs, protocol)
     if curves:
@@ -229,7 +229,7 @@ def _dynamics_table(runs: list[Path], protocol: str, curves: Path | None, as_jso
 
 
 def _together(runs: list[Path], against: list[Path] | None, as_json: bool) -> None:
-    from wmcli.stages.evaluate import aggregate
+    from wmcli.stages.aggregate import aggregate
 
     result = aggregate(runs, against or None)
     if as_json:
@@ -239,7 +239,7 @@ def _together(runs: list[Path], against: list[Path] | None, as_json: bool) -> No
 
 
 def _sorted_by(runs: list[Path], keys: list[str], as_json: bool) -> None:
-    from wmcli.stages.evaluate import compare_settings
+    from wmcli.stages.aggregate import compare_settings
 
     rows = compare_settings(runs, keys)
     if as_json:
