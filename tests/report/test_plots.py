@@ -227,3 +227,58 @@ def test_learned_priors_have_a_panel_per_layer_and_number_and_a_line_per_head():
 def test_learned_priors_that_cannot_be_drawn_together(updates, runs, message):
     with pytest.raises(UsageError, match=message):
         plots.learned_priors(updates, runs, {})
+
+
+def named(axes):
+    """Lines with a name in the legend."""
+    return {line.get_label(): line for line in axes.get_lines() if not line.get_label().startswith("_")}
+
+
+def test_returns_over_steps_are_a_line_for_one_run_and_mean_and_shade_for_several():
+    figure = plots.returns_over_steps(
+        {
+            "gru": [[(2000, 4.0), (0, 0.0), (1000, 3.0)]],
+            "s4": [[(0, 0.0), (1000, 2.0)], [(0, 4.0), (500, 6.0), (2000, 0.0)]],
+        },
+        references={"random": -1.0},
+        title="Catch",
+    )
+    (axes,) = figure.axes
+    lines = named(axes)
+    assert list(lines) == ["gru", "s4 (2 runs)"]
+    np.testing.assert_array_equal(lines["gru"].get_xydata(), [[0, 0], [1000, 3], [2000, 4]])
+    # Where both seeds were evaluated, at the steps of either: (0+4)/2, (1+6)/2, (2+4)/2.
+    np.testing.assert_array_equal(lines["s4 (2 runs)"].get_xydata(), [[0, 2], [500, 3.5], [1000, 3]])
+    (shade,) = axes.collections
+    corners = shade.get_paths()[0].vertices
+    assert {(500.0, 1.0), (500.0, 6.0), (1000.0, 2.0), (1000.0, 4.0)} <= set(map(tuple, corners.tolist()))
+    thin = [line for line in axes.get_lines() if line.get_color() == lines["s4 (2 runs)"].get_color()]
+    assert [len(line.get_xdata()) for line in thin] == [2, 3, 3], "each seed is there in full"
+    assert lines["gru"].get_color() != lines["s4 (2 runs)"].get_color()
+    assert [text.get_text() for text in axes.texts] == ["random -1"]
+    assert axes.get_xlabel() == "environment steps" and axes.get_xlim()[0] == 0
+
+
+def test_returns_over_steps_take_the_last_of_a_step_and_runs_of_one_point_or_none_in_common():
+    (axes,) = plots.returns_over_steps({"a": [[(100, 1.0), (100, 2.0), (200, float("nan"))]]}).axes
+    np.testing.assert_array_equal(named(axes)["a"].get_xydata(), [[100, 2]])
+    assert named(axes)["a"].get_marker() == "o", "one point is seen"
+    (axes,) = plots.returns_over_steps({"a": [[(100, 1.0)], [(100, 3.0)]]}).axes
+    np.testing.assert_array_equal(named(axes)["a (2 runs)"].get_xydata(), [[100, 2]])
+    (axes,) = plots.returns_over_steps({"a": [[(100, 1.0)], [(200, 3.0)]]}).axes
+    assert len(named(axes)["a (2 runs)"].get_xdata()) == 0 and len(axes.get_lines()) == 3
+    assert all(line.get_marker() for line in axes.get_lines())
+
+
+def test_returns_over_steps_without_returns_are_user_errors():
+    for groups in ({}, {"gru": []}, {"gru": [[(1, 2.0)], []]}, {"gru": [[(1, float("nan"))]]}):
+        with pytest.raises(UsageError, match="wm eval"):
+            plots.returns_over_steps(groups)
+
+
+def test_the_legend_of_returns_lies_outside_the_plot():
+    figure = plots.returns_over_steps({f"dynamics.backbone={n}": [[(0, 1.0), (9, 2.0)]] for n in range(5)})
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    box, plot = legend.get_window_extent(), figure.axes[0].get_tightbbox()
+    assert box.y1 <= plot.y0 and box.x0 >= 0 and box.x1 <= figure.bbox.x1

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Band = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]  # value, low, high: (K,) each
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # told apart by everybody
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*")
+_THIN = {"linewidth": 0.7, "alpha": 0.5, "marker": ".", "markersize": 3}
 _INK, _GREY, _GRID = "#222222", "#777777", "#e6e6e6"
 _NOT_METRICS = ("time", "stage", "version", "update")
 _SMOOTH_FROM = 60  # points from which a smoothed line is laid over the raw one
@@ -174,6 +176,54 @@ def return_curve(
     axes.set_xlabel("environment steps", color=_INK)
     axes.set_ylabel(ylabel, color=_INK)
     axes.set_title(title, loc="left", fontsize=10, color=_INK)
+    return figure
+
+
+def returns_over_steps(
+    groups: Mapping[str, Sequence[Sequence[tuple[float, float]]]],
+    *,
+    references: Mapping[str, float] | None = None,
+    title: str = "",
+) -> Figure:
+    """Draw mean returns of several runs against environment steps, one colour per group of runs.
+
+    A group of one run is a line. Of several runs, each is a thin line, their mean is a thick one, and a shade reaches
+    from the lowest to the highest run. The mean is taken where all runs of the group have been evaluated, by linear
+    interpolation at each run's steps.
+
+    Args:
+        groups: name -> one sequence per run of (environment step, mean return) in any order. Of several returns at one
+            step the last counts.
+        references: name -> return, drawn as dashed, named lines.
+        title: above the plot.
+
+    Raises:
+        UsageError: there is no group, or a run has no finite return.
+    """
+    figure = _figure(6.4, 3.8)
+    axes = figure.subplots()
+    _style(axes)
+    for (name, runs), style in zip(groups.items(), _styles(len(groups)), strict=True):
+        lines = [_by_step(run) for run in runs]
+        if not lines or not all(len(steps) for steps, _ in lines):
+            raise UsageError(f"{name}: a run without returns cannot be drawn; make some with: wm eval --run RUN")
+        thin = len(lines) > 1
+        for steps, returns in lines:
+            axes.plot(steps, returns, **(style | _THIN if thin else style | _marked(len(steps))))
+        if not thin:
+            axes.get_lines()[-1].set_label(name)
+            continue
+        common = np.unique(np.concatenate([steps for steps, _ in lines]))
+        common = common[(common >= max(steps[0] for steps, _ in lines)) & (common <= min(s[-1] for s, _ in lines))]
+        curves = np.array([np.interp(common, steps, returns) for steps, returns in lines])  # (runs, K)
+        label = f"{name} ({len(lines)} runs)"
+        axes.plot(common, curves.mean(0), **style | _marked(len(common)), label=label)
+        if len(common) == 1:  # a shade has no width there
+            axes.vlines(common, curves.min(0), curves.max(0), color=style["color"], linewidth=1.2)
+        axes.fill_between(common, curves.min(0), curves.max(0), color=style["color"], alpha=0.15, linewidth=0)
+    if not groups:
+        raise UsageError("no evaluations to draw; make one with: wm eval")
+    _finish_returns(figure, axes, references or {}, title)
     return figure
 
 
@@ -399,6 +449,66 @@ def _legend(axes: Axes) -> None:
 
 def _cycle(count: int) -> list[str]:
     return [COLOURS[index % len(COLOURS)] for index in range(count)]
+
+
+def _styles(count: int) -> list[dict[str, Any]]:
+    """Return `count` line styles, told apart by everybody: colours, then the same ones dashed; markers all differ."""
+    dashes = ("-", (0, (5, 2)), (0, (1.2, 1.4)))
+    return [
+        {
+            "color": COLOURS[index % len(COLOURS)],
+            "linestyle": dashes[index // len(COLOURS) % len(dashes)],
+            "marker": MARKERS[index % len(MARKERS)],
+            "markersize": 4,
+            "linewidth": 1.6,
+        }
+        for index in range(count)
+    ]
+
+
+def _marked(points: int) -> dict[str, Any]:
+    """Markers for as many points as still leave room between them."""
+    return {} if points < 30 else {"marker": ""}
+
+
+def _by_step(points: Iterable[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """Steps (K,), ascending, and values (K,) of the finite points; the last one of each step."""
+    last = {float(step): float(value) for step, value in points if math.isfinite(value)}
+    steps = sorted(last)
+    return np.array(steps), np.array([last[step] for step in steps])
+
+
+def _finish_returns(figure: Figure, axes: Axes, references: Mapping[str, float], title: str) -> None:
+    """Axes of returns over environment steps from 0, dashed references with their names, the legend below the plot."""
+    for value in references.values():
+        axes.axhline(value, color=_GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    axes.margins(x=0.04, y=0.08)
+    axes.set_xlim(left=0)
+    _name_lines(axes, references)
+    axes.locator_params(axis="x", nbins=7)
+    axes.xaxis.set_major_formatter(_count)
+    axes.set_xlabel("environment steps", color=_INK)
+    axes.set_ylabel("mean return", color=_INK)
+    axes.set_title(title, loc="left", fontsize=10, color=_INK)
+    _legend_below(figure, axes)
+
+
+def _legend_below(figure: Figure, axes: Axes) -> None:
+    """Put the legend below the plot, where it hides nothing, in as many columns as its names leave room for."""
+    handles, names = axes.get_legend_handles_labels()
+    if not names:
+        return
+    columns = int(figure.get_figwidth() * 15 / (max(map(len, names)) + 9))  # about 15 letters of size 8 an inch
+    figure.legend(
+        handles,
+        names,
+        loc="outside lower center",
+        ncols=max(1, min(columns, len(names))),
+        handlelength=3.2,
+        frameon=False,
+        fontsize=8,
+        labelcolor=_INK,
+    )
 
 
 def _line(axes: Axes, x: np.ndarray, y: np.ndarray, colour: str) -> None:
