@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from wmcli.cli.evaluate import show_score
+from wmcli.cli.evaluate import report_score
 from wmcli.cli.options import (
     DEFAULT_RUN,
     Backbone,
@@ -61,6 +61,7 @@ def run(
     short = {"seed": seed, "training.device": device, "environment.id": environment, "backbone.name": backbone}
     changes = overrides(settings, short)
     artifact = run_loop(open_context(run, name or preset, changes, create=True, quiet=quiet, fresh=fresh))
-    if artifact.kind == "evaluation" and "mean" in artifact.metrics and not (as_json or quiet):
-        show_score(artifact)
-    published(artifact, as_json)
+    if artifact.kind == "evaluation" and "mean" in artifact.metrics:
+        report_score(artifact, as_json, quiet)
+    else:
+        published(artifact, as_json)

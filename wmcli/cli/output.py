@@ -27,7 +27,11 @@ Row = Mapping[str, Any]
 Rows = Sequence[Row | None]
 """None draws a line between its neighbours."""
 Form = Literal["table", "tsv", "csv", "markdown", "latex"]
+EXACT = ("tsv", "csv")
+"""Forms for programs: numbers in full, errors in columns of their own."""
 FEWEST = 2  # columns that a narrow terminal always shows
+TEXT_WIDTH = 24  # characters: longer texts may be broken between words, into columns no narrower than that
+_ENDLESS = 100_000  # characters
 
 
 def line(text: str) -> None:
@@ -80,37 +84,43 @@ def answer(rows: Rows, columns: Sequence[str], form: Form | None = None) -> None
 
 
 def draw_table(rows: Rows, columns: Sequence[str], stream: TextIO, title: str | None = None) -> None:
-    """Draw a Rich table, numbers to the right and never broken.
+    """Draw a Rich table, numbers to the right; only long texts are broken.
 
     On a terminal that is too narrow the last columns are left out, and a line says so. Elsewhere there is no width.
     """
     from rich.console import Console
     from rich.measure import Measurement
 
-    console = Console(file=stream) if stream.isatty() else Console(file=stream, width=100_000)
+    console = Console(file=stream) if stream.isatty() else Console(file=stream, width=_ENDLESS)
+    unbounded = console.options.update_width(_ENDLESS)
     shown = list(columns)
-    table = _table(rows, shown, title)
-    while len(shown) > FEWEST and Measurement.get(console, console.options, table).minimum > console.width:
+    while len(shown) > FEWEST and Measurement.get(console, unbounded, _table(rows, shown)).minimum > console.width:
         shown.pop()
-        table = _table(rows, shown, title)
-    console.print(table)
+    if title:
+        console.print(title, markup=False, highlight=False)
+    console.print(_table(rows, shown))
     if left_out := columns[len(shown) :]:
-        console.print(f"A wider terminal shows: {', '.join(left_out)}", style="dim", highlight=False)
+        console.print(f"A wider terminal shows: {', '.join(left_out)}", style="dim", markup=False, highlight=False)
 
 
-def _table(rows: Rows, columns: Sequence[str], title: str | None) -> Any:
+def _table(rows: Rows, columns: Sequence[str]) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     from wmcli.report.tables import heading, numeric, short
 
-    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
+    table = Table(box=SIMPLE_HEAD)
     for column in columns:
-        right = numeric(rows, column)
-        widest = max((len(short(row.get(column))) for row in rows if row is not None), default=0)
+        cells = [short(row.get(column)) for row in rows if row is not None]
+        right, widest = numeric(rows, column), max(map(len, cells), default=0)
+        whole = right or widest <= TEXT_WIDTH or not any(" " in cell for cell in cells)
         table.add_column(
-            heading(column), justify="right" if right else "left", overflow="fold", min_width=widest if right else None
+            heading(column),
+            justify="right" if right else "left",
+            no_wrap=whole,
+            overflow="fold",
+            min_width=widest if whole else TEXT_WIDTH,
         )
     for row in rows:
         if row is None:
