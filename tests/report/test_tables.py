@@ -63,7 +63,15 @@ def test_a_table_without_rows_is_its_heading(form):
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(3, True), (-0.5, True), (None, True), ("3 ± 0.2", True), ("0.7 (0.5 to 1)", True), ("12.5 MB", True)]
+    [
+        (3, True),
+        (-0.5, True),
+        (None, True),
+        ("3 ± 0.2", True),
+        ("0.7 (0.5 to 1)", True),
+        ("12.5 MB", True),
+        ("1 ± 0.1 (50)", True),
+    ]
     + [("9c4e6bd3bf57", False), ("2026-11-23T04:36:07", False), ("runs/3", False), (True, False), ([1], False)],
 )
 def test_numbers_stand_to_the_right(value, expected):

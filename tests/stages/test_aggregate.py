@@ -68,9 +68,7 @@ def test_a_final_evaluation_stands_for_a_run_and_not_a_newer_one_on_the_way(
     settings = {"run": {"epochs": 4}}
     run = scored(tmp_path / "run", 1.0, settings=settings, epoch=2)
     assert read_scores([run], "returns", QUIET)[0].metrics["mean"] == 1.0
-    assert warnings(capsys) == [
-        f"warning: {run} has no final evaluation: evaluation@1 is of epoch 2, 2 before the last."
-    ]
+    assert warnings(capsys) == [f"warning: {run} has no final evaluation: taking evaluation@1, of epoch 2 of 4."]
     scored(run, 2.0, settings=settings, epoch=4)
     scored(run, 3.0, settings={"run": {"epochs": 9}}, epoch=5)
     assert read_scores([run], "returns", QUIET)[0].metrics["mean"] == 2.0
@@ -123,10 +121,14 @@ def test_one_run_does_not_count_twice(how: str, tmp_path: Path) -> None:
         (
             {"settings": {"seed": 1, "backbone": {"name": "gru"}}},
             {},
-            "one number is made of runs with different settings: backbone.name ({a}, {b}); a row for each value:"
-            " --by backbone.name",
+            "runs of different settings are pooled into one number: backbone.name ({a}, {b}); group them with: --by"
+            " backbone.name",
         ),
-        ({"settings": {"seed": 2}}, {}, "{a}, {b} have the same settings and the same seed, and say the same twice."),
+        (
+            {"settings": {"seed": 2}},
+            {},
+            "{a}, {b} have the same settings and the same seed, so they are no independent samples.",
+        ),
     ],
 )
 def test_what_differs_is_said_in_a_line_each(

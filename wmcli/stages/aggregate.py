@@ -46,9 +46,9 @@ class Score(NamedTuple):
 def read_scores(runs: Sequence[Path], protocol: str, progress: Progress) -> list[Score]:
     """Find the evaluation that stands for each run under a protocol.
 
-    It is the newest one, but an evaluation that `wm run` made on the way stands only for a run that has no other, with
-    a warning. Which is which says the epoch in the manifest; evaluations without one count as final. A damaged
-    evaluation is passed over where a newer one was found; else it may be the wanted one, and is an error.
+    It is the newest final one, or else the newest interim one, with a warning. Interim are those that `wm run` made
+    before its last epoch, by the epoch in the manifest; evaluations without an epoch count as final. A damaged one is
+    an error where no newer one was found, since it may be the wanted one; older ones do not matter.
 
     Raises:
         ArtifactError: a run has no such evaluation, or its newest cannot be read.
@@ -79,22 +79,22 @@ def _standing_for(path: Path, protocol: str, progress: Progress) -> Artifact:
                 f"the newest evaluation of {path} cannot be read ({error}); make another with: {command} --force"
             ) from None
         if evaluation.metrics["protocol"] == protocol:
-            if _epochs_to_come(evaluation) <= 0:
+            if not _interim(evaluation):
                 return evaluation
             interim = interim or evaluation
     if interim is None:
         raise ArtifactError(f"no such evaluation in {path}; make one with: {command}")
     progress.warn(
-        f"{path} has no final evaluation: {interim.name} is of epoch {interim.manifest['extra']['epoch']},"
-        f" {_epochs_to_come(interim)} before the last."
+        f"{path} has no final evaluation: taking {interim.name}, of epoch {interim.manifest['extra']['epoch']} of"
+        f" {settings_of(interim).run.epochs}."
     )
     return interim
 
 
-def _epochs_to_come(evaluation: Artifact) -> int:
-    """Epochs of `wm run` that were to follow an evaluation; 0 for one that it did not make."""
+def _interim(evaluation: Artifact) -> bool:
+    """Whether `wm run` made an evaluation before its last epoch."""
     epoch = evaluation.manifest["extra"].get("epoch")
-    return 0 if epoch is None else settings_of(evaluation).run.epochs - epoch
+    return epoch is not None and epoch < settings_of(evaluation).run.epochs
 
 
 # -- what may stand together ------------------------------------------------------------------------------------------
@@ -123,21 +123,21 @@ _NAMED = 3  # runs or settings that a warning names
 
 
 def differences(groups: Sequence[Sequence[Score]], by: Sequence[str] = ()) -> list[str]:
-    """Say what stands between the scores of some groups of runs, a line for each difference.
+    """List in what the scores of several runs differ, one line for each difference.
 
-    Refused, because the scores would be of different tasks: other rules of the environment (`environment.protocol`),
-    or other test episodes of it (time limits, lives).
-
-    Said, because a score depends on it: episodes, environment steps behind the controller, the temperature of the
-    policy and the settings of its search (or of how a latent model acts), and of one environment the size of frames and
-    whatever else its manifest block holds. These are compared over all groups, which stand side by side. Within a
-    group, which becomes one number, also any other setting that learning depends on, and runs that differ in nothing,
-    not even the seed.
-
-    Not compared: versions of packages, device and precision, how many environments stood side by side.
+    Refused, since the scores would be of different tasks:
+        the protocol of the environment, and of one environment the rules of test episodes (lives, time limits).
+    Listed, over all groups, since groups are compared with each other:
+        episodes; environment steps of the controller's experience; the temperature of the policy; the settings of a
+        search, or of how a latent model acts, where both have them; of one environment the size of frames and all else
+        in its manifest block.
+    Listed, within a group, which is pooled into one number:
+        every other setting that learning depends on; runs that do not differ even in their seed.
+    Not compared:
+        versions of packages, device, precision, the number of parallel environments while evaluating.
 
     Args:
-        groups: the scores that are pooled, group by group.
+        groups: the scores, in groups that are pooled.
         by: settings (`section.key`) by which the groups were made; in these they differ on purpose.
 
     Raises:
@@ -198,15 +198,15 @@ def _differ_in_learning(group: Sequence[Score], by: Sequence[str]) -> list[str]:
     if other:
         runs = _first([str(score.run) for score in group])
         lines.append(
-            f"one number is made of runs with different settings: {_first(other)} ({runs}); a row for each value:"
-            f" --by {other[0]}"
+            f"runs of different settings are pooled into one number: {_first(other)} ({runs}); group them with: --by"
+            f" {other[0]}"
         )
     same: dict[str, list[str]] = {}
     for score, each in zip(group, every, strict=True):
         alike = {key: each[key] for key in ("seed", "environment.id", *keys) if key in each}
         same.setdefault(str(alike), []).append(str(score.run))
     lines += [
-        f"{_first(names)} have the same settings and the same seed, and say the same twice."
+        f"{_first(names)} have the same settings and the same seed, so they are no independent samples."
         for names in same.values()
         if len(names) > 1
     ]
@@ -230,7 +230,7 @@ def aggregate(runs: Sequence[Path], against: Sequence[Path] | None, progress: Pr
     Args:
         runs: run directories with evaluations.
         against: others, for the probability that a run of `runs` beats one of them.
-        progress: where to say what stands between the scores (see `differences`).
+        progress: gets the warnings (see `differences`).
 
     Returns:
         `scores` by task, `unit`, numbers of `runs` and `tasks`; an estimate `{"value", "low", "high"}` of each
@@ -401,7 +401,7 @@ def compare_settings(runs: Sequence[Path], keys: Sequence[str], progress: Progre
     Args:
         runs: run directories with evaluations.
         keys: settings, `section.key`.
-        progress: where to say what stands between the scores (see `differences`).
+        progress: gets the warnings (see `differences`).
 
     Returns:
         Rows of those values, `runs`, the `mean` of their scores in a `unit` with its 95 % bootstrap interval `low` to
@@ -464,7 +464,7 @@ def draw_returns(runs: Sequence[Path], keys: Sequence[str], out: Path, progress:
         runs: run directories with evaluations, all of one environment.
         keys: settings (`section.key`) whose values make a group of runs; without any, each run is a line.
         out: a .png, .svg or .pdf.
-        progress: where to say what stands between the scores, and what could not be read.
+        progress: gets a warning for each evaluation that cannot be read.
 
     Raises:
         ArtifactError: a run has no evaluation.
