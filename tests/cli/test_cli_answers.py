@@ -43,7 +43,7 @@ def lines(arguments, capsys):
     assert main.run(arguments) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    return [line.split("\t") for line in out.splitlines()]
+    return [line.split("\t") for line in out.splitlines()[1:]]
 
 
 def test_artifacts(run, capsys):
@@ -54,6 +54,8 @@ def test_artifacts(run, capsys):
     assert shown[3]["metrics"] == {"loss": 0.25}
     assert shown[3]["path"] == str(run.path / "dynamics" / "v0001")
     assert [row["name"] for row in rows(["artifacts", "experience"], capsys)] == ["experience@1", "experience@2"]
+    assert main.run(["artifacts", "tokenizer"]) == 0
+    assert capsys.readouterr().out.split("\t")[:2] == ["name", "state"]  # a heading
     plain = lines(["artifacts", "tokenizer"], capsys)
     assert plain[0][:2] == ["tokenizer@1", "published"]
     assert len(plain[0]) == 7
@@ -127,7 +129,7 @@ def test_verify(run, capsys):
         # A second look in the same process must not trust the first.
         assert main.run(["verify", *arguments]) == 3
         out, err = capsys.readouterr()
-        assert [line.split("\t")[1] for line in out.splitlines()] == found
+        assert [line.split("\t")[1] for line in out.splitlines()[1:]] == found
         assert err.startswith(
             f"wm verify: {len(found) - (len(found) > 1)} of {len(found)} artifacts are not as they were: "
         )

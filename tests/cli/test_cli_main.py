@@ -103,10 +103,10 @@ def test_examples_name_presets_that_exist():
         (["eval", "--protocol", "speed"], "wm eval: Invalid value for '--protocol'"),
         (["eval", "--against", "runs/a"], "wm eval: --against compares"),
         (["eval", "--priors", "x.png"], "wm eval: --priors draws what several runs learned"),
-        (["eval", "--protocol", "recall", "--curves", "x.png"], "wm eval: --curves draws several runs of generation"),
+        (["eval", "--protocol", "recall", "--curves", "x.png"], "wm eval: --curves draws several runs of returns"),
         (["eval", "runs/a", "--protocol", "doors", "--curves", "x.png"], "wm eval: --curves draws several runs of"),
-        (["eval", "--by", "seed"], "wm eval: --by sorts the scores of several runs"),
-        (["eval", "runs/a", "--by", "seed", "--against", "runs/b"], "wm eval: --by sorts the scores of several runs"),
+        (["eval", "--by", "seed"], "wm eval: --by groups the scores of several runs"),
+        (["eval", "runs/a", "--by", "seed", "--against", "runs/b"], "wm eval: --by groups the scores of several runs"),
         (
             ["eval", "runs/a", "--protocol", "gridworld", "--priors", "p.png"],
             "wm eval: --protocol gridworld scores dynamics",

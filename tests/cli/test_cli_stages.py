@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from wmcli.cli import main
-from wmcli.cli.evaluate import score_rows
 
 SCORE = {
     "mean": 0.5,
     "median": 1.0,
     "stderr": 0.25,
     "episodes": 4,
+    "environment": "wm/Catch-v0",
     "returns": [1.0, 1.0, -1.0, 1.0],
     "random_mean": -0.5,
     "human_normalized": None,
@@ -46,12 +46,23 @@ SCORE = {
         },
     ],
 }  # fmt: skip
+ROW = dict.fromkeys(
+    ["name", "environment", "statistic", "score", "low", "high", "stderr", "unit", "human_normalized"]
+    + ["runs", "episodes", "steps", "evaluation"]
+)
+PONG = ROW | {"environment": "ALE/Pong-v5", "statistic": "mean", "unit": "return"}
 AGGREGATE = {
     "scores": {"Pong": [0.5, 1.0]},
     "runs": 3,
-    "iqm": {"value": 0.75, "low": 0.5, "high": 1.0},
-    "probability_of_improvement": {"value": 0.9, "low": float("nan"), "high": None},
-}
+    "iqm": {"value": 0.75, "low": 0.5, "high": float("nan")},
+    "rows": [
+        PONG | {"name": "runs/a", "score": 12.25, "stderr": 1.5, "human_normalized": 0.93, "runs": 1,
+                "episodes": 100, "steps": 400_000, "evaluation": "evaluation@3"},
+        PONG | {"name": "all", "statistic": "iqm", "score": 0.75, "low": 0.5, "high": 1.0, "runs": 3,
+                "unit": "human-normalised score", "human_normalized": 0.75},
+        PONG | {"name": "REM", "score": 17.964, "human_normalized": 1.095, "runs": 5},
+    ],
+}  # fmt: skip
 # module, function, command line, what the context is opened with beyond the defaults, what the stage is given
 CASES = [
     ("collect", "collect", ["collect"], {"create": True}, {"controller": None, "steps": None}),
@@ -127,9 +138,20 @@ class Recorder:
 
         return run
 
-    def aggregate(self, runs: list[Path], against: list[Path] | None) -> dict[str, Any]:
+    def aggregate(self, runs: list[Path], against: list[Path] | None, progress: Any) -> dict[str, Any]:
         self.aggregated.append((runs, against))
         return AGGREGATE
+
+    def many_runs(self) -> Any:
+        """In place of wmcli.stages.aggregate."""
+        grouped = [{"backbone.name": "gru", "runs": 2, "mean": 0.5, "low": 0.25, "high": None, "unit": "return"}]
+        return SimpleNamespace(
+            ALL="all",
+            NORMALIZED="human-normalised score",
+            aggregate=self.aggregate,
+            compare_settings=lambda *_: grouped,
+            draw_returns=lambda runs, keys, out, progress: self.aggregated.append((runs, keys, out)),
+        )
 
 
 ARTIFACT = SimpleNamespace(
@@ -150,9 +172,10 @@ def recorder(monkeypatch):
     monkeypatch.setitem(sys.modules, "wmcli.stages.context", context)
     tables = {"table": lambda _: [{"backbone": "gru"}]}
     for module, function, *_ in CASES:
-        fake = SimpleNamespace(**{function: recorder.stage(module)}, aggregate=recorder.aggregate, **tables)
+        fake = SimpleNamespace(**{function: recorder.stage(module)}, **tables)
         monkeypatch.setitem(sys.modules, f"wmcli.stages.{module}", fake)
     monkeypatch.setitem(sys.modules, "wmcli.stages.memory_table", SimpleNamespace(**tables))
+    monkeypatch.setitem(sys.modules, "wmcli.stages.aggregate", recorder.many_runs())
     monkeypatch.delenv("WM_RUN", raising=False)
     return recorder
 
@@ -204,11 +227,12 @@ def test_stdout_is_the_published_path_and_nothing_else(line, recorder, capsys):
     assert err == "talk\n"
 
 
-@pytest.mark.parametrize("line", [case[2] for case in STAGES if case[2][0] != "eval"])
+@pytest.mark.parametrize("line", [case[2] for case in STAGES])
 def test_json_is_one_object(line, recorder, capsys):
     assert main.run([*line, "--json"]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1
+    scored = line[0] == "run" or (line[0] == "eval" and "--protocol" not in line)
     assert json.loads(out) == {
         "kind": "evaluation",
         "version": 3,
@@ -216,7 +240,7 @@ def test_json_is_one_object(line, recorder, capsys):
         "path": "runs/x/evaluation/v0003",
         "digest": "ab12",
         "metrics": SCORE,
-    }
+    } | ({"references": [{"name": "random", "score": -0.5}]} if scored else {})
 
 
 def test_play_prints_where_the_video_is(recorder, capsys):
@@ -224,12 +248,6 @@ def test_play_prints_where_the_video_is(recorder, capsys):
     assert capsys.readouterr().out == "a.gif\n"
     assert main.run(["play", "--out", "a.gif", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"path": "a.gif"}
-
-
-def test_eval_json_is_the_score(recorder, capsys):
-    assert main.run(["eval", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown == SCORE | {"artifact": "runs/x/evaluation/v0003", "name": "evaluation@3", "digest": "ab12"}
 
 
 @pytest.mark.parametrize(("line", "expected"), [
@@ -275,24 +293,79 @@ def test_one_episode_has_no_standard_error(recorder, capsys, monkeypatch):
     assert "standard error" not in capsys.readouterr().err
 
 
-def test_an_atari_score_stands_beside_the_published_ones():
-    artifact = SimpleNamespace(metrics=SCORE, manifest={"environment": {"id": "ALE/Pong-v5"}})
-    rows = {row["name"]: row for row in score_rows(artifact)}
-    assert list(rows)[0] == "this run"
-    assert rows["this run"]["score"] == 0.5
-    assert rows["this run"]["human_normalized"] == pytest.approx((0.5 + 20.7) / (14.6 + 20.7))
-    assert {"random", "human", "REM", "IRIS"} <= set(rows)
+def test_an_atari_score_stands_beside_the_published_ones(recorder, capsys, monkeypatch):
+    monkeypatch.setitem(SCORE, "environment", "ALE/Pong-v5")
+    assert main.run(["eval", "--json"]) == 0
+    references = json.loads(capsys.readouterr().out)["references"]
+    assert {"random", "human", "REM", "IRIS"} <= {row["name"] for row in references}
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main.run(["eval"]) == 0
+    assert "EfficientZero" in capsys.readouterr().err
 
 
 def test_many_runs(recorder, capsys):
     assert main.run(["eval", "runs/a", "runs/b", "--against", "runs/c", "--against", "runs/d"]) == 0
     assert recorder.aggregated == [([Path("runs/a"), Path("runs/b")], [Path("runs/c"), Path("runs/d")])]
     assert recorder.opened == []
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == ["runs\t3\t-\t-", "iqm\t0.75\t0.5\t1.0", "probability_of_improvement\t0.9\tnan\t-"]
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == list(ROW)
+    assert [line[:4] for line in lines[1:]] == [
+        ["runs/a", "ALE/Pong-v5", "mean", "12.25"],
+        ["all", "ALE/Pong-v5", "iqm", "0.75"],
+        ["REM", "ALE/Pong-v5", "mean", "17.964"],
+    ]
     assert main.run(["eval", "runs/a", "--json"]) == 0
     assert recorder.aggregated[1] == ([Path("runs/a")], None)
     shown = json.loads(capsys.readouterr().out)
     assert shown["scores"] == AGGREGATE["scores"]
-    assert shown["iqm"] == AGGREGATE["iqm"]
-    assert shown["probability_of_improvement"]["low"] is None
+    assert shown["iqm"] == {"value": 0.75, "low": 0.5, "high": None}
+    assert shown["rows"] == AGGREGATE["rows"]
+
+
+def test_many_runs_for_a_person_have_errors_beside_the_numbers(recorder, capsys):
+    assert main.run(["eval", "runs/a", "--format", "markdown"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "| name | score | human-normalised | environment | episodes | steps | runs |",
+        "| --- | ---: | ---: | --- | ---: | ---: | ---: |",
+        "| runs/a | 12.25 ± 1.5 | 0.93 | Pong | 100 | 400000 | 1 |",
+        "| all: iqm | - | 0.75 (0.5 to 1) | Pong | - | - | 3 |",
+        "| REM | 17.96 | 1.095 | Pong | - | - | 5 |",
+    ]
+    assert main.run(["eval", "runs/a", "--format", "latex"]) == 0
+    assert capsys.readouterr().out.count("\\midrule") == 3  # under the heading, and around the aggregates
+    assert main.run(["eval", "runs/a", "--by", "backbone.name", "--format", "csv"]) == 0
+    assert capsys.readouterr().out == "backbone.name,runs,mean,low,high,unit\ngru,2,0.5,0.25,,return\n"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_lines(width, recorder, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("LINES", "25")
+    monkeypatch.setenv("TERM", "dumb")  # no bold letters
+    assert main.run(["eval", "runs/a"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert any("runs/a" in line and "12.25 ± 1.5" in line for line in lines)
+    heading, left_out = " ".join(lines[:2]), " ".join(lines).partition("A wider terminal shows: ")[2]
+    assert all((name in heading) != (name in left_out) for name in ("environment", "human-normalised", "steps"))
+
+
+def test_curves_of_returns(recorder):
+    assert main.run(["eval", "runs/a", "runs/b", "--by", "backbone.name", "--curves", "x.png"]) == 0
+    assert recorder.aggregated == [([Path("runs/a"), Path("runs/b")], ["backbone.name"], Path("x.png"))]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["eval", "--format", "csv"],
+        ["eval", "runs/a", "--format", "csv", "--json"],
+        ["eval", "runs/a", "--format", "yaml"],
+        ["eval", "runs/a", "--against", "runs/b", "--curves", "x.png"],
+    ],
+)
+def test_a_form_that_has_no_table_is_refused(line, recorder, capsys):
+    assert main.run(line) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert recorder.opened == recorder.aggregated == []

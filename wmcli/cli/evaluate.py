@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,6 +17,7 @@ from wmcli.cli.options import (
     Device,
     Dynamics,
     Force,
+    Format,
     Fresh,
     Json,
     Preset,
@@ -24,9 +27,11 @@ from wmcli.cli.options import (
     Set,
     may_create,
     overrides,
+    refuse_both_forms,
 )
-from wmcli.cli.output import Row, answer, draw_beside, emit_json, identity, line
+from wmcli.cli.output import EXACT, Form, Row, answer, chosen, draw_beside, emit_json, published
 from wmcli.errors import UsageError
+from wmcli.progress import Progress
 
 if TYPE_CHECKING:
     from wmcli.artifacts import Artifact
@@ -61,7 +66,8 @@ def evaluate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw the curves of RUN... in one picture (.png): --protocol generation or recall.",
+            help="Draw the curves of RUN... in one picture (.png): returns over environment steps, a line for each run"
+            " or value of --by; or what --protocol generation or recall measured.",
             rich_help_panel=MANY_PANEL,
         ),
     ] = None,
@@ -93,40 +99,50 @@ def evaluate(
     fresh: Fresh = False,
     force: Force = False,
     as_json: Json = False,
+    form: Format = None,
     quiet: Quiet = False,
 ) -> None:
     """Score the controller over complete episodes, or put the scores of several runs together.
 
     Examples: wm eval --run runs/catch --episodes 100; wm eval runs/a runs/b --against runs/c --against runs/d;
-    wm eval runs/* --by backbone.name; wm eval --protocol gridworld runs/mamba2 runs/gru;
-    wm eval --run runs/s4wm --protocol generation
+    wm eval runs/* --by backbone.name --curves returns.png; wm eval runs/* --format latex;
+    wm eval --protocol gridworld runs/mamba2 runs/gru; wm eval --run runs/s4wm --protocol generation
     """
+    refuse_both_forms(as_json, form)
     of_dynamics = protocol != "returns"  # the other protocols score dynamics
     if by and (against or of_dynamics or not runs):
-        raise UsageError("--by sorts the scores of several runs: wm eval RUN... --by KEY, without --against.")
+        raise UsageError("--by groups the scores of several runs: wm eval RUN... --by KEY, without --against.")
     if of_dynamics and (controller or against or priors):
         raise UsageError(f"--protocol {protocol} scores dynamics: leave out --controller, --against and --priors.")
-    if curves and not (runs and protocol in ("generation", "recall")):
+    if curves and (against or not (runs and protocol in ("returns", "generation", "recall"))):
         raise UsageError(
-            "--curves draws several runs of generation or recall: wm eval RUN... --protocol recall --curves FILE.png"
+            "--curves draws several runs of returns, generation or recall, without --against: wm eval RUN... --curves"
+            " FILE.png"
         )
     if runs and (settings or seed or device or controller or dynamics or episodes or experience):
         raise UsageError("RUN... puts together what is there; to evaluate one run anew give it as --run.")
-    if runs and of_dynamics:
-        _dynamics_table(runs, protocol, curves, as_json)
+    if form and not runs:
+        raise UsageError("--format is for the table of several runs: wm eval RUN... --format csv")
+    if runs:
+        progress = Progress(quiet)
+        if priors:
+            from wmcli.stages.aggregate import compare_priors
+
+            compare_priors(runs, priors)
+        if of_dynamics:
+            _dynamics_table(runs, protocol, curves, progress, as_json, form)
+            return
+        if curves:
+            from wmcli.stages.aggregate import draw_returns
+
+            draw_returns(runs, by or (), curves, progress)
+        if by:
+            _grouped_by(runs, by, progress, as_json, form)
+        else:
+            _together(runs, against, progress, as_json, form)
         return
     if priors:
-        from wmcli.stages.evaluate import compare_priors
-
-        if not runs:
-            raise UsageError("--priors draws what several runs learned: wm eval RUN... --priors FILE.png")
-        compare_priors(runs, priors)
-    if runs and by:
-        _sorted_by(runs, by, as_json)
-        return
-    if runs:
-        _together(runs, against, as_json)
-        return
+        raise UsageError("--priors draws what several runs learned: wm eval RUN... --priors FILE.png")
     if against:
         raise UsageError("--against compares with runs that stand before it: wm eval RUN... --against RUN")
     if dynamics and not of_dynamics:
@@ -152,54 +168,37 @@ def evaluate(
         if not (as_json or quiet):
             rows = _dynamics_rows([artifact], protocol)
             draw_beside(rows, list(rows[0]), artifact.name)
+        published(artifact, as_json)
     else:
         create = may_create(controller)
         context = open_context(run, preset, changes, create=create, quiet=quiet, fresh=fresh, force=force)
-        artifact = stage(context, controller=controller, episodes=episodes)
-        if not (as_json or quiet):
-            show_score(artifact)
-    if as_json:
-        who = identity(artifact)
-        emit_json(artifact.metrics | {"artifact": who["path"], "name": who["name"], "digest": who["digest"]})
-    else:
-        line(str(artifact.path))
+        report_score(stage(context, controller=controller, episodes=episodes), as_json, quiet)
 
 
 # -- one score --------------------------------------------------------------------------------------------------------
 
 
-def show_score(evaluation: Artifact) -> None:
-    """Our score beside the published ones, for a person who watches; a log has the stage's own line."""
-    metrics = evaluation.metrics
-    title = f"{evaluation.name}, episodes: {metrics['episodes']}"
-    if metrics["stderr"] is not None:
-        title += f", standard error of the mean: {metrics['stderr']:.2g}"
-    columns = ["name", "score", "lowest", "highest", "runs", "human_normalized", "caveat"]
-    rows = score_rows(evaluation)
-    draw_beside(rows, [column for column in columns if any(row.get(column) is not None for row in rows)], title)
-
-
-def score_rows(evaluation: Artifact) -> list[Row]:
-    """This run first, then what is published for its game, or else a random policy. Lowest and highest are of runs."""
-    from wmcli.metrics.atari import game_table
+def report_score(evaluation: Artifact, as_json: bool, quiet: bool) -> None:
+    """Print what a stage prints. Beside our score stand the published ones: in the JSON as `references`, for a person
+    who watches in a table on stderr; a log has the stage's own line."""
+    from wmcli.metrics.atari import references
 
     metrics = evaluation.metrics
-    published_rows = game_table(evaluation.manifest["environment"]["id"], [metrics["mean"]])
-    if published_rows is None:
+    beside = references(metrics["environment"], metrics["random_mean"])
+    if not (as_json or quiet):
+        title = f"{evaluation.name}, episodes: {metrics['episodes']}"
+        if metrics["stderr"] is not None:
+            title += f", standard error of the mean: {metrics['stderr']:.2g}"
         ours = {"name": "this run", "score": metrics["mean"], "runs": 1}
-        return [ours, {"name": "random", "score": metrics["random_mean"]}]
-    return [
-        {
-            "name": row.name,
-            "score": row.score,
-            "lowest": row.low if row.runs > 1 else None,
-            "highest": row.high if row.runs > 1 else None,
-            "runs": row.runs,
-            "human_normalized": row.human_normalized,
-            "caveat": row.caveat or None,
-        }
-        for row in published_rows
-    ]
+        rows = [ours | {"human_normalized": metrics["human_normalized"]}, *beside]
+        columns = ["name", "score", "human_normalized", "runs", "lowest", "highest", "caveat"]
+        draw_beside(rows, _filled(rows, columns), title)
+    published(evaluation, as_json, references=beside)
+
+
+def _filled(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
+    """The columns that are not empty."""
+    return [column for column in columns if any(row.get(column) is not None for row in rows)]
 
 
 # -- many runs --------------------------------------------------------------------------------------------------------
@@ -213,10 +212,12 @@ def _dynamics_rows(evaluations: list[Artifact], protocol: str) -> Sequence[Row]:
     return table(evaluations)
 
 
-def _dynamics_table(runs: list[Path], protocol: str, curves: Path | None, as_json: bool) -> None:
-    from wmcli.stages.evaluate import newest_evaluations
+def _dynamics_table(
+    runs: list[Path], protocol: str, curves: Path | None, progress: Progress, as_json: bool, form: Form | None
+) -> None:
+    from wmcli.stages.aggregate import read_scores
 
-    evaluations = newest_evaluations(runs, protocol)
+    evaluations = [score.evaluation for score in read_scores(runs, protocol, progress)]
     if curves:
         from wmcli.stages.memory_table import draw_curves
 
@@ -225,38 +226,64 @@ def _dynamics_table(runs: list[Path], protocol: str, curves: Path | None, as_jso
     if as_json:
         emit_json(rows)
     else:
-        answer(rows, list(rows[0]))
+        answer(rows, list(rows[0]), form)
 
 
-def _together(runs: list[Path], against: list[Path] | None, as_json: bool) -> None:
-    from wmcli.stages.evaluate import aggregate
+def _together(
+    runs: list[Path], against: list[Path] | None, progress: Progress, as_json: bool, form: Form | None
+) -> None:
+    from wmcli.stages.aggregate import aggregate
 
-    result = aggregate(runs, against or None)
+    result = aggregate(runs, against or None, progress)
     if as_json:
         emit_json(result)
+    elif chosen(form) in EXACT:
+        answer(result["rows"], list(result["rows"][0]), form)
     else:
-        answer(aggregate_rows(result), ["statistic", "value", "low", "high"])
+        parts = [[_readable(row) for row in part] for _, part in groupby(result["rows"], key=_part)]
+        every = [row for part in parts for row in part]
+        shown = _filled(every, ["name", "score", "human-normalised", "environment", "episodes", "steps", "runs"])
+        answer([row for part in parts for row in (*part, None)][:-1], shown, form)
 
 
-def _sorted_by(runs: list[Path], keys: list[str], as_json: bool) -> None:
-    from wmcli.stages.evaluate import compare_settings
+def _grouped_by(runs: list[Path], keys: list[str], progress: Progress, as_json: bool, form: Form | None) -> None:
+    from wmcli.stages.aggregate import compare_settings
 
-    rows = compare_settings(runs, keys)
+    rows = compare_settings(runs, keys, progress)
     if as_json:
         emit_json(rows)
+    elif chosen(form) in EXACT:
+        answer(rows, list(rows[0]), form)
     else:
-        answer(rows, list(rows[0]))
+        shown = [row | {"mean": _with_interval(row["mean"], row["low"], row["high"])} for row in rows]
+        answer(shown, [*keys, "mean", "unit", "runs", "episodes", "steps"], form)
 
 
-def aggregate_rows(result: Mapping[str, Any]) -> list[Row]:
-    """A row for each number of an aggregate, and for each estimate `{"value", "low", "high"}` with its 95 % interval.
+def _part(row: Row) -> str:
+    """The part of the table a row stands in: runs, their aggregates, or what was published of one kind."""
+    from wmcli.stages.aggregate import ALL
 
-    Single scores and the performance profile are only in the JSON.
-    """
-    rows: list[Row] = []
-    for name, value in result.items():
-        if not isinstance(value, Mapping):
-            rows.append({"statistic": name, "value": value})
-        elif "value" in value:
-            rows.append({"statistic": name, **value})
-    return rows
+    if row["evaluation"]:
+        return "runs"
+    return ALL if row["name"] == ALL else f"{row['environment']} {row['statistic']}"
+
+
+def _readable(row: Row) -> dict[str, Any]:
+    """A row of `aggregate` in few columns, each number with its error."""
+    from wmcli.stages.aggregate import ALL, NORMALIZED
+
+    shown = {key: row[key] for key in ("name", "episodes", "steps", "runs")}
+    shown["environment"] = re.sub(r"^(ALE|wm)/|-v\d+$", "", row["environment"])
+    if ALL in (row["name"], row["environment"]):
+        shown["name"] += f": {row['statistic'].replace('_', ' ')}"
+    if row["stderr"] is not None:
+        score = f"{row['score']:.4g} ± {row['stderr']:.2g}"
+    else:
+        score = _with_interval(row["score"], row["low"], row["high"])
+    if row["unit"] == NORMALIZED:
+        return shown | {"human-normalised": score}
+    return shown | {"score": score, "human-normalised": row["human_normalized"]}
+
+
+def _with_interval(value: float, low: float | None, high: float | None) -> str:
+    return f"{value:.4g}" if low is None or high is None else f"{value:.3g} ({low:.3g} to {high:.3g})"

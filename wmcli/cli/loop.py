@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from wmcli.cli.evaluate import show_score
+from wmcli.cli.evaluate import report_score
 from wmcli.cli.options import (
     DEFAULT_RUN,
     REPEAT_PANEL,
@@ -94,6 +94,7 @@ def run(
         from_epoch=from_epoch,
     )
     artifact = run_loop(context)
-    if artifact.kind == "evaluation" and "mean" in artifact.metrics and not (as_json or quiet):
-        show_score(artifact)
-    published(artifact, as_json)
+    if artifact.kind == "evaluation" and "mean" in artifact.metrics:
+        report_score(artifact, as_json, quiet)
+    else:
+        published(artifact, as_json)

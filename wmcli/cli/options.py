@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from wmcli.cli.output import Form
 from wmcli.errors import UsageError
 
 DEFAULT_RUN = Path("runs/default")
@@ -148,6 +149,15 @@ Force = Annotated[
 ]
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.", rich_help_panel=OUTPUT_PANEL)]
+Format = Annotated[
+    Form | None,
+    typer.Option(
+        "--format",
+        metavar="FORM",
+        help="table, tsv, csv, markdown or latex. Default: table on a terminal, tsv in a pipe.",
+        rich_help_panel=OUTPUT_PANEL,
+    ),
+]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Only warnings and errors on stderr.", rich_help_panel=OUTPUT_PANEL)
 ]
@@ -174,3 +184,8 @@ def may_create(*references: str | None) -> bool:
 def refuse_both(more: bool, force: bool) -> None:
     if more and force:
         raise UsageError("--more goes on from the newest version and --force starts without it: give one of them.")
+
+
+def refuse_both_forms(as_json: bool, form: Form | None) -> None:
+    if as_json and form:
+        raise UsageError("--json and --format both say how to print: give one of them.")

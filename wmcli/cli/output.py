@@ -1,7 +1,13 @@
 """The only printer of the command line: answers on stdout, tables for people beside a published path on stderr.
 
-An answer is a Rich table on a terminal, tab-separated lines without a heading in a pipe, and one JSON document with
-`--json`. Rich is imported only when a table is really drawn.
+An answer is a Rich table on a terminal and tab-separated lines under a heading in a pipe; `--format` chooses another
+form. With `--json` it is one JSON document:
+
+- a command that publishes prints `{kind, version, name, path, digest, metrics}` and may add keys;
+- a command that lists prints an array of flat objects, one a row, and `[]` where there is nothing;
+- a command that sums up prints one object.
+
+Rich is imported only when a table is really drawn.
 """
 
 from __future__ import annotations
@@ -10,7 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import typer
 
@@ -18,22 +24,30 @@ if TYPE_CHECKING:
     from wmcli.artifacts import Artifact
 
 Row = Mapping[str, Any]
+Rows = Sequence[Row | None]
+"""None draws a line between its neighbours."""
+Form = Literal["table", "tsv", "csv", "markdown", "latex"]
+EXACT = ("tsv", "csv")
+"""Forms for programs: numbers in full, errors in columns of their own."""
+FEWEST = 2  # columns that a narrow terminal always shows
+TEXT_WIDTH = 24  # characters: longer texts may be broken between words, into columns no narrower than that
+_ENDLESS = 100_000  # characters
 
 
 def line(text: str) -> None:
-    """One line on stdout."""
+    """Print one line on stdout."""
     typer.echo(text)
 
 
 def emit_json(value: Any) -> None:
-    """One JSON document on stdout, indented for a person. NaN and infinity, which JSON lacks, become null."""
+    """Print one JSON document, indented for a person. NaN and infinity, which JSON lacks, become null."""
     typer.echo(json.dumps(_finite(value), indent=2 if sys.stdout.isatty() else None, allow_nan=False))
 
 
-def published(artifact: Artifact, as_json: bool) -> None:
-    """What a stage prints: the path of what it published and nothing else, or who that is as JSON."""
+def published(artifact: Artifact, as_json: bool, **more: Any) -> None:
+    """Print the path of what a stage published and nothing else, or who that is as JSON, with `more` beside."""
     if as_json:
-        emit_json(identity(artifact) | {"metrics": artifact.metrics})
+        emit_json(identity(artifact) | {"metrics": artifact.metrics} | more)
     else:
         line(str(artifact.path))
 
@@ -48,58 +62,78 @@ def identity(artifact: Artifact) -> dict[str, Any]:
     }
 
 
-def answer(rows: Sequence[Row], columns: Sequence[str]) -> None:
-    """The rows on stdout: a table for a person, one line a row with tabs between the columns for a pipe.
+def chosen(form: Form | None) -> Form:
+    """The form of an answer: the given one, or else a table on a terminal and TSV in a pipe."""
+    return form or ("table" if sys.stdout.isatty() else "tsv")
 
-    A row that lacks a column, or has None there, shows "-".
+
+def answer(rows: Rows, columns: Sequence[str], form: Form | None = None) -> None:
+    """Print the rows on stdout.
+
+    Args:
+        rows: values by column; a row that lacks a column, or has None there, shows "-" (in CSV nothing).
+        columns: those to show, the most important first: a narrow terminal leaves out the last.
+        form: what `--format` said.
     """
-    if sys.stdout.isatty():
+    from wmcli.report.tables import FORMS
+
+    if chosen(form) == "table":
         draw_table(rows, columns, sys.stdout)
-        return
-    for row in rows:
-        line("\t".join(_plain(row.get(column)) for column in columns))
+    else:
+        line(FORMS[chosen(form)](rows, columns))
 
 
-def draw_table(rows: Sequence[Row], columns: Sequence[str], stream: TextIO, title: str | None = None) -> None:
-    """A Rich table, numbers to the right."""
-    from rich.box import SIMPLE_HEAD
+def draw_table(rows: Rows, columns: Sequence[str], stream: TextIO, title: str | None = None) -> None:
+    """Draw a Rich table, numbers to the right; only long texts are broken.
+
+    On a terminal that is too narrow the last columns are left out, and a line says so. Elsewhere there is no width.
+    """
     from rich.console import Console
+    from rich.measure import Measurement
+
+    console = Console(file=stream) if stream.isatty() else Console(file=stream, width=_ENDLESS)
+    unbounded = console.options.update_width(_ENDLESS)
+    shown = list(columns)
+    while len(shown) > FEWEST and Measurement.get(console, unbounded, _table(rows, shown)).minimum > console.width:
+        shown.pop()
+    if title:
+        console.print(title, markup=False, highlight=False)
+    console.print(_table(rows, shown))
+    if left_out := columns[len(shown) :]:
+        console.print(f"A wider terminal shows: {', '.join(left_out)}", style="dim", markup=False, highlight=False)
+
+
+def _table(rows: Rows, columns: Sequence[str]) -> Any:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
+    from wmcli.report.tables import heading, numeric, short
+
+    table = Table(box=SIMPLE_HEAD)
     for column in columns:
-        numeric = all(isinstance(row.get(column), int | float | None) for row in rows)
-        drawn.add_column(column.replace("_", " "), justify="right" if numeric else "left", overflow="fold")
+        cells = [short(row.get(column)) for row in rows if row is not None]
+        right, widest = numeric(rows, column), max(map(len, cells), default=0)
+        whole = right or widest <= TEXT_WIDTH or not any(" " in cell for cell in cells)
+        table.add_column(
+            heading(column),
+            justify="right" if right else "left",
+            no_wrap=whole,
+            overflow="fold",
+            min_width=widest if whole else TEXT_WIDTH,
+        )
     for row in rows:
-        drawn.add_row(*(Text(_short(row.get(column))) for column in columns))
-    Console(file=stream).print(drawn)
+        if row is None:
+            table.add_section()
+        else:
+            table.add_row(*(Text(short(row.get(column))) for column in columns))
+    return table
 
 
-def draw_beside(rows: Sequence[Row], columns: Sequence[str], title: str) -> None:
-    """A table for a person who watches, on stderr beside the published path; nothing where stderr is a log."""
+def draw_beside(rows: Rows, columns: Sequence[str], title: str) -> None:
+    """Draw a table for a person who watches, on stderr beside the published path; nothing where stderr is a log."""
     if sys.stderr.isatty():
         draw_table(rows, columns, sys.stderr, title)
-
-
-def _short(value: Any) -> str:
-    """A value for a person: floats to four digits."""
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return _plain(value)
-
-
-def _plain(value: Any) -> str:
-    """A value in one cell of a line: exact, without tabs or line breaks."""
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, dict):
-        return " ".join(f"{key}={_plain(part)}" for key, part in value.items())
-    if isinstance(value, list | tuple):
-        return json.dumps(value)
-    return " ".join(str(value).split())
 
 
 def _finite(value: Any) -> Any:

@@ -62,9 +62,9 @@ def show(
         about = {key: inherited(name, key) for key in ("about", "paper")}
         emit_json({"name": name, **about, "settings": values} | ({"parameters": counts} if parameters else {}))
         return
-    answer([{"setting": key, "value": value} for key, value in values.items()], ["setting", "value"])
     if parameters:
-        answer([{"part": f"parameters.{part}", "parameters": n} for part, n in counts.items()], ["part", "parameters"])
+        values |= {f"parameters.{part}": number for part, number in counts.items()}
+    answer([{"setting": key, "value": value} for key, value in values.items()], ["setting", "value"])
 
 
 def inherited(name: str, key: str) -> str | None:

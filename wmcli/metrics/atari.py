@@ -124,6 +124,29 @@ def game_table(game: str, ours: Sequence[float] = (), *, name: str = "this run")
     return rows
 
 
+def references(environment: str, random_mean: float) -> list[dict[str, Any]]:
+    """List what stands beside a score: what was published for the game, or else the random policy that was measured.
+
+    Returns:
+        Rows of name, score, lowest and highest run where several are known, number of runs, human_normalized, caveat.
+    """
+    table = game_table(environment)
+    if table is None:
+        return [{"name": "random", "score": random_mean}]
+    return [
+        {
+            "name": row.name,
+            "score": row.score,
+            "lowest": row.low if row.runs > 1 else None,
+            "highest": row.high if row.runs > 1 else None,
+            "runs": row.runs,
+            "human_normalized": row.human_normalized,
+            "caveat": row.caveat or None,
+        }
+        for row in table
+    ]
+
+
 def _row(name: str, game: str, runs: Sequence[float], caveat: str) -> Row:
     score = float(np.mean(runs))
     normalized = human_normalized(game, score)

@@ -1,0 +1,345 @@
+"""Statistics over the evaluations of several runs, and which of them may stand together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from tiny_run import copied, latest, opened
+
+from wmcli.artifacts import Run
+from wmcli.errors import ArtifactError, UsageError
+from wmcli.metrics import atari
+from wmcli.progress import Progress
+from wmcli.stages.aggregate import aggregate, compare_settings, draw_returns, read_scores
+from wmcli.stages.collect import collect
+from wmcli.stages.evaluate import evaluate, score
+from wmcli.stages.imagine import imagine
+
+QUIET = Progress(quiet=True)
+
+
+def scored(
+    folder: Path,
+    mean: float,
+    environment: str = "ALE/Pong-v5",
+    normalized: float | None = None,
+    settings: dict[str, Any] | None = None,
+    epoch: int | None = None,
+    episodes: int = 1,
+    steps: int = 400,
+    kind: str = "returns",
+    **block: Any,
+) -> Path:
+    """A run with one more evaluation, of this mean return."""
+    run = Run.open(folder, create=True)
+    with run.job("evaluation", {"mean": mean, "kind": kind, "epoch": epoch}, {}).work() as work:
+        (work.payload / "x").touch()
+        work.publish(
+            settings=settings or {},
+            metrics=score([mean] * episodes)
+            | {"environment": environment, "human_normalized": normalized, "protocol": kind}
+            | {"random_mean": -20.0, "total_steps": steps},
+            environment={"id": environment, "protocol": "rem"} | block,
+            machine={},
+            extra={} if epoch is None else {"epoch": epoch},
+        )
+    return folder
+
+
+def damage(folder: Path, version: int) -> None:
+    (folder / "evaluation" / f"v{version:04d}" / "manifest.json").write_text("{}")
+
+
+def warnings(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().err.splitlines()
+
+
+# -- which evaluation -------------------------------------------------------------------------------------------------
+
+
+def test_a_final_evaluation_stands_for_a_run_and_not_a_newer_one_on_the_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"run": {"epochs": 4}}
+    run = scored(tmp_path / "run", 1.0, settings=settings, epoch=2)
+    assert read_scores([run], "returns", QUIET)[0].metrics["mean"] == 1.0
+    assert warnings(capsys) == [f"warning: {run} has no final evaluation: taking evaluation@1, of epoch 2 of 4."]
+    scored(run, 2.0, settings=settings, epoch=4)
+    scored(run, 3.0, settings={"run": {"epochs": 9}}, epoch=5)
+    assert read_scores([run], "returns", QUIET)[0].metrics["mean"] == 2.0
+    scored(run, 4.0)  # by wm eval, or from before epochs were recorded
+    scored(run, 5.0, kind="recall")
+    assert read_scores([run], "returns", QUIET)[0].metrics["mean"] == 4.0
+    assert warnings(capsys) == []
+
+
+def test_a_damaged_evaluation_matters_only_where_it_is_the_newest(tmp_path: Path) -> None:
+    run = scored(scored(tmp_path / "a run", 1.0), 2.0)
+    damage(run, 1)
+    assert read_scores([run], "returns", QUIET)[0].metrics["mean"] == 2.0
+    damage(run, 2)
+    with pytest.raises(ArtifactError, match=f"cannot be read .*; make another with: wm eval --run '{run}' --force"):
+        read_scores([run], "returns", QUIET)
+    scored(run, 3.0)
+    assert read_scores([run], "returns", QUIET)[0].metrics["mean"] == 3.0
+
+
+@pytest.mark.parametrize("how", ["again", "link", "copy"])
+def test_one_run_does_not_count_twice(how: str, tmp_path: Path) -> None:
+    run = other = scored(tmp_path / "run", 1.0)
+    if how == "link":
+        other = tmp_path / "link"
+        other.symlink_to(run)
+    elif how == "copy":
+        other = copied(run, tmp_path / "copy")
+    for sides in [([run, other], None), ([run], [other])]:
+        with pytest.raises(UsageError, match=r"hold the very same evaluation@1, which would count twice"):
+            aggregate(*sides, QUIET)
+    with pytest.raises(UsageError, match="count twice"):
+        compare_settings([run, other], ["seed"], QUIET)
+
+
+# -- what may stand together ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "line"),
+    [
+        ({"episodes": 3}, {"episodes": 5}, "episodes differ: 3 ({a}), 5 ({b})"),
+        ({"steps": 400}, {"steps": 800}, "environment steps differ: 400 ({a}), 800 ({b})"),
+        (
+            {},
+            {"settings": {"seed": 2, "evaluation": {"temperature": 0.0}}},
+            "evaluation.temperature differ: 0.5 ({a}), 0.0 ({b})",
+        ),
+        ({"size": 64}, {"size": 96}, "ALE/Pong-v5 size differ: 64 ({a}), 96 ({b})"),
+        (
+            {"settings": {"seed": 1, "backbone": {"name": "gru"}}},
+            {},
+            "runs of different settings are pooled into one number: backbone.name ({a}, {b}); group them with: --by"
+            " backbone.name",
+        ),
+        (
+            {"settings": {"seed": 2}},
+            {},
+            "{a}, {b} have the same settings and the same seed, so they are no independent samples.",
+        ),
+    ],
+)
+def test_what_differs_is_said_in_a_line_each(
+    one: dict[str, Any], other: dict[str, Any], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = scored(tmp_path / "a", 1.0, **{"settings": {"seed": 1}} | one)
+    b = scored(tmp_path / "b", 2.0, **{"settings": {"seed": 2}} | other)
+    assert aggregate([a, b], None, QUIET)["runs"] == 2
+    assert warnings(capsys) == [f"warning: {line.format(a=a, b=b)}"]
+
+
+def test_settings_of_a_search_are_compared_where_both_sides_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(name: str, seed: int, **controller: Any) -> Path:
+        settings = {"seed": seed, "dynamics": {"kind": "unizero"}, "controller": {"kind": "mcts"} | controller}
+        return scored(tmp_path / name, float(seed), settings=settings)
+
+    searches = [run("few", 1, simulations=5), run("many", 2, simulations=50)]
+    other = scored(tmp_path / "other", 1.0)
+    key = "controller.simulations"
+    compare_settings(searches, [key], QUIET)
+    assert warnings(capsys) == []  # that was the purpose
+    aggregate([searches[0]], [other], QUIET)
+    assert warnings(capsys) == []  # another system
+    aggregate([searches[0]], [searches[1]], QUIET)
+    assert warnings(capsys) == [f"warning: {key} differ: 5 ({searches[0]}), 50 ({searches[1]})"]
+
+
+def test_other_test_episodes_are_other_tasks(tmp_path: Path) -> None:
+    short = scored(tmp_path / "short", 1.0, test={"time_limit": 100})
+    long = scored(tmp_path / "long", 1.0, test={"time_limit": 200})
+    with pytest.raises(UsageError, match="these runs played other test episodes: ALE/Pong-v5 test differ"):
+        aggregate([short, long], None, QUIET)
+
+
+# -- statistics -------------------------------------------------------------------------------------------------------
+
+
+def test_runs_of_one_environment_are_pooled_as_returns(run: Path, tiny: Path) -> None:
+    evaluate(opened(run), episodes=3)
+    result = aggregate([tiny, run], None, QUIET)
+    scores = [latest(folder, "evaluation").metrics["mean"] for folder in (tiny, run)]  # the newest of each
+    assert result["scores"] == {"wm/Catch-v0": scores}
+    assert (result["unit"], result["runs"], result["tasks"]) == ("return", 2, 1)
+    assert result["mean"]["value"] == pytest.approx(np.mean(scores))
+    for name in ("mean", "median", "iqm"):
+        assert set(result[name]) == {"value", "low", "high"}
+    assert "optimality_gap" not in result  # 1 is no goal of raw returns
+    profile = result["performance_profile"]
+    assert len(profile["threshold"]) == len(profile["share"]) == 21 and profile["share"][-1] == 0
+    assert "probability_of_improvement" not in result
+    json.dumps(result, allow_nan=False)
+
+
+def test_games_with_reference_scores_are_pooled_as_human_normalised_scores(tmp_path: Path) -> None:
+    runs = [
+        scored(tmp_path / "a", 10.0, normalized=0.5),
+        scored(tmp_path / "b", 20.0, normalized=1.5),
+        scored(tmp_path / "c", 7.0, "ALE/Breakout-v5", normalized=3.0),
+    ]
+    result = aggregate(runs, None, QUIET)
+    assert result["scores"] == {"ALE/Pong-v5": [0.5, 1.5], "ALE/Breakout-v5": [3.0]}
+    assert (result["unit"], result["runs"], result["tasks"]) == ("human-normalised score", 3, 2)
+    assert result["mean"]["value"] == pytest.approx(2.0)  # of the two games' means
+    assert result["optimality_gap"]["value"] == pytest.approx((0.5 + 0 + 0) / 3)
+    assert result["mean"]["low"] < 2.0 < result["mean"]["high"]
+
+
+def test_one_set_of_runs_against_another(tmp_path: Path) -> None:
+    ours = [scored(tmp_path / f"a{mean}", mean) for mean in (1.0, 3.0)]
+    theirs = [scored(tmp_path / f"b{mean}", mean) for mean in (0.0, 2.0)]
+    result = aggregate(ours, theirs, QUIET)
+    assert result["probability_of_improvement"]["value"] == pytest.approx(3 / 4)
+    assert result["scores"] == {"ALE/Pong-v5": [1.0, 3.0]}
+    assert result["runs"] == 2
+    assert aggregate(theirs, ours, QUIET)["probability_of_improvement"]["value"] == pytest.approx(1 / 4)
+
+
+def test_runs_are_grouped_by_the_settings_in_which_they_differ(tmp_path: Path) -> None:
+    def run(name: str, mean: float, **settings: Any) -> Path:
+        return scored(tmp_path / name, mean, settings=settings)
+
+    runs = [
+        run("a", 1.0, seed=1, backbone={"name": "gru"}),
+        run("b", 5.0, seed=1),
+        run("c", 2.0, seed=2, backbone={"name": "gru"}),
+        run("d", 6.0, seed=1, dynamics={"batch": 3}),
+    ]
+    rows = compare_settings(runs, ["backbone.name", "dynamics.batch"], QUIET)
+    assert [(row["backbone.name"], row["dynamics.batch"], row["runs"], row["mean"]) for row in rows] == [
+        ("gru", "64", 2, 1.5),
+        ("retnet", "64", 1, 5.0),
+        ("retnet", "3", 1, 6.0),
+    ]
+    assert rows[0]["low"] == 1.0 and rows[0]["high"] == 2.0 and rows[1]["low"] is None
+    with pytest.raises(UsageError, match="--by backbone.nam: no such setting; did you mean 'backbone.name'"):
+        compare_settings(runs, ["backbone.nam"], QUIET)
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    pong = scored(tmp_path / "pong", 1.0)
+    known = scored(tmp_path / "known", 1.0, normalized=0.5)
+    for other, words in [
+        (scored(tmp_path / "breakout", 1.0, "ALE/Breakout-v5"), "different environments cannot be pooled"),
+        (scored(tmp_path / "sticky", 1.0, protocol="plain"), r"different protocols \(plain, rem\)"),
+    ]:
+        with pytest.raises(UsageError, match=words):
+            aggregate([pong, other], None, QUIET)
+        with pytest.raises(UsageError, match=words):
+            aggregate([pong], [other], QUIET)
+    with pytest.raises(UsageError, match="only one of them has: ALE/Breakout-v5"):
+        aggregate([known], [scored(tmp_path / "other", 1.0, "ALE/Breakout-v5", normalized=0.5)], QUIET)
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_runs_aggregates_and_published_scores(tmp_path: Path) -> None:
+    runs = [
+        scored(tmp_path / "a", 10.0, normalized=0.5, episodes=3),
+        scored(tmp_path / "b", 7.0, "ALE/Breakout-v5", normalized=3.0),
+        scored(tmp_path / "c", 20.0, normalized=1.5),
+    ]
+    rows = aggregate(runs, None, QUIET)["rows"]
+    assert len({tuple(row) for row in rows}) == 1  # the same columns
+    mine = [row for row in rows if row["evaluation"]]
+    assert [(row["name"], row["score"], row["stderr"], row["episodes"]) for row in mine] == [
+        (str(runs[1]), 7.0, None, 1),
+        (str(runs[0]), 10.0, 0.0, 3),
+        (str(runs[2]), 20.0, None, 1),
+    ]
+    ours = {row["statistic"]: row for row in rows if row["name"] == "all"}
+    assert list(ours) == ["mean", "median", "iqm", "optimality_gap"]
+    assert ours["mean"]["score"] == 2.0 and ours["mean"]["low"] < 2.0 < ours["mean"]["high"]
+    rem = {(row["environment"], row["statistic"]): row["score"] for row in rows if row["name"] == "REM"}
+    pong, breakout = (atari.reference(game, "REM") for game in ("Pong", "Breakout"))
+    normalized = [atari.human_normalized("Pong", pong), atari.human_normalized("Breakout", breakout)]
+    assert rem == {
+        ("ALE/Pong-v5", "mean"): pong,
+        ("ALE/Breakout-v5", "mean"): breakout,
+        ("all", "mean"): pytest.approx(np.mean(normalized)),
+        ("all", "median"): pytest.approx(np.mean(normalized)),
+    }
+
+
+def test_beside_an_unpublished_game_stands_random_play(tmp_path: Path) -> None:
+    rows = aggregate([scored(tmp_path / "a", 1.0, "wm/Catch-v0")], None, QUIET)["rows"]
+    assert [(row["name"], row["score"]) for row in rows][-1] == ("random", -20.0)
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is handed to the plot."""
+    calls: list[Any] = []
+    monkeypatch.setattr(
+        "wmcli.stages.aggregate.returns_over_steps",
+        lambda groups, references, title: calls.append((groups, references, title)),
+    )
+    monkeypatch.setattr("wmcli.stages.aggregate.write_figure", lambda *_: None)
+    return calls
+
+
+def test_curves_follow_the_newest_controller_and_its_parents(run: Path, tmp_path: Path, drawn: list[Any]) -> None:
+    imagine(opened(run, force=True))  # another beginning
+    collect(opened(run))
+    imagine(opened(run, more=True))
+    evaluate(opened(run), episodes=3)
+    evaluate(opened(run), controller="controller@2", episodes=2)
+    means = [latest(run, "evaluation").metrics["mean"]]
+    means.append(Run.open(run, create=False).get("evaluation", 2).metrics["mean"])
+    draw_returns([run], [], tmp_path / "x.png", QUIET)
+    groups, references, title = drawn[0]
+    assert groups == {str(run): [[(90, means[0]), (180, means[1])]]}  # not evaluation@1, of controller@1
+    assert set(references) == {"random"} and title == "wm/Catch-v0"
+
+
+def test_curves_of_seeds_stand_together(tiny: Path, tmp_path: Path, drawn: list[Any]) -> None:
+    other = opened(copied(tiny, tmp_path / "other"), "seed=2")
+    evaluate(other)
+    draw_returns([tiny, other.run.path], ["backbone.name"], tmp_path / "x.png", QUIET)
+    assert {name: len(runs) for name, runs in drawn[0][0].items()} == {"backbone.name=retnet": 2}
+    draw_returns([tiny, other.run.path], ["seed"], tmp_path / "x.png", QUIET)
+    assert list(drawn[1][0]) == ["seed=1", "seed=2"]
+
+
+def test_a_curve_leaves_out_a_damaged_evaluation_with_a_warning(
+    run: Path, tmp_path: Path, drawn: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate(opened(run), episodes=3)
+    damage(run, 1)
+    draw_returns([run], [], tmp_path / "x.png", QUIET)
+    assert warnings(capsys)[0].startswith(f"warning: left out of the curve of {run}: ")
+
+
+def test_curves_are_written(tiny: Path, tmp_path: Path) -> None:
+    draw_returns([tiny], [], tmp_path / "curves.png", QUIET)
+    with Image.open(tmp_path / "curves.png") as picture:
+        picture.load()
+    pong = scored(tmp_path / "pong", 1.0)
+    with pytest.raises(UsageError, match=r"of one environment: these runs are of ALE/Pong-v5, wm/Catch-v0"):
+        draw_returns([tiny, pong], [], tmp_path / "no.png", QUIET)
+
+
+def test_a_run_without_evaluation_ends_in_the_command_that_makes_one(tmp_path: Path, elsewhere: Path) -> None:
+    with pytest.raises(
+        ArtifactError, match=f"no such evaluation in {elsewhere}; make one with: wm eval --run {elsewhere}"
+    ):
+        aggregate([elsewhere], None, QUIET)
+    with pytest.raises(ArtifactError, match="no run at"):
+        aggregate([tmp_path / "nowhere"], None, QUIET)

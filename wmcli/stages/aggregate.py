@@ -1,0 +1,522 @@
+"""`wm eval RUN...`: statistics, tables and pictures over the evaluations of several runs."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from wmcli.artifacts import Artifact, Run
+from wmcli.assemble import settings_of
+from wmcli.config import canonical_json, did_you_mean
+from wmcli.errors import ArtifactError, UsageError
+from wmcli.metrics import atari, statistics
+from wmcli.progress import Progress
+from wmcli.report.plots import returns_over_steps, write_figure
+from wmcli.settings import flatten
+from wmcli.stages.evaluate import PROTOCOL
+from wmcli.stages.pictures import draw_priors
+
+ALL = "all"
+"""Stands for all given runs, or for all their environments, in the rows of a table."""
+
+
+class Score(NamedTuple):
+    """The evaluation that stands for a run."""
+
+    run: Path
+    """As the user wrote it."""
+    evaluation: Artifact
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        return self.evaluation.metrics
+
+    @property
+    def environment(self) -> str:
+        return str(self.metrics["environment"])
+
+
+# -- which evaluation -------------------------------------------------------------------------------------------------
+
+
+def read_scores(runs: Sequence[Path], protocol: str, progress: Progress) -> list[Score]:
+    """Find the evaluation that stands for each run under a protocol.
+
+    It is the newest final one, or else the newest interim one, with a warning. Interim are those that `wm run` made
+    before its last epoch, by the epoch in the manifest; evaluations without an epoch count as final. A damaged one is
+    an error where no newer one was found, since it may be the wanted one; older ones do not matter.
+
+    Raises:
+        ArtifactError: a run has no such evaluation, or its newest cannot be read.
+        UsageError: two runs are one, by the same path, a link or a copy.
+    """
+    scores = [Score(path, _standing_for(path, protocol, progress)) for path in runs]
+    seen: dict[str, Path] = {}
+    for path, evaluation in scores:
+        if evaluation.digest in seen:
+            raise UsageError(
+                f"{seen[evaluation.digest]} and {path} hold the very same {evaluation.name}, which would count twice:"
+                " leave one out."
+            )
+        seen[evaluation.digest] = path
+    return scores
+
+
+def _standing_for(path: Path, protocol: str, progress: Progress) -> Artifact:
+    run, interim = Run.open(path, create=False), None
+    command = f"wm eval --run {shlex.quote(str(path))}" + (f" --protocol {protocol}" if protocol != PROTOCOL else "")
+    for version in reversed(run.versions("evaluation")):
+        try:
+            evaluation = run.get("evaluation", version)
+        except ArtifactError as error:
+            if interim is not None:
+                continue
+            raise ArtifactError(
+                f"the newest evaluation of {path} cannot be read ({error}); make another with: {command} --force"
+            ) from None
+        if evaluation.metrics["protocol"] == protocol:
+            if not _interim(evaluation):
+                return evaluation
+            interim = interim or evaluation
+    if interim is None:
+        raise ArtifactError(f"no such evaluation in {path}; make one with: {command}")
+    progress.warn(
+        f"{path} has no final evaluation: taking {interim.name}, of epoch {interim.manifest['extra']['epoch']} of"
+        f" {settings_of(interim).run.epochs}."
+    )
+    return interim
+
+
+def _interim(evaluation: Artifact) -> bool:
+    """Whether `wm run` made an evaluation before its last epoch."""
+    epoch = evaluation.manifest["extra"].get("epoch")
+    return epoch is not None and epoch < settings_of(evaluation).run.epochs
+
+
+# -- what may stand together ------------------------------------------------------------------------------------------
+
+_SAME_TASK = ("protocol", "test")  # of the environment: rules of play, lives and time limits of test episodes
+_SAYS_NOTHING = ("id", "action_meanings", "versions")  # of the environment
+_NOT_LEARNING = (
+    "seed",
+    "environment.id",
+    "environment.protocol",
+    "environment.size",
+    "evaluation.",
+    "run.keep",
+    "run.evaluate_",
+    "training.device",
+    "training.precision",
+    "training.kernels",
+    "training.cuda_graph",
+    "training.threads",
+    "training.checkpoint_seconds",
+    "training.log_every",
+)
+"""Settings in which runs of one system may differ: seeds, tasks, what does not reach the weights; and what is compared
+by itself."""
+_NAMED = 3  # runs or settings that a warning names
+
+
+def differences(groups: Sequence[Sequence[Score]], by: Sequence[str] = ()) -> list[str]:
+    """List in what the scores of several runs differ, one line for each difference.
+
+    Refused, since the scores would be of different tasks:
+        the protocol of the environment, and of one environment the rules of test episodes (lives, time limits).
+    Listed, over all groups, since groups are compared with each other:
+        episodes; environment steps of the controller's experience; the temperature of the policy; the settings of a
+        search, or of how a latent model acts, where both have them; of one environment the size of frames and all else
+        in its manifest block.
+    Listed, within a group, which is pooled into one number:
+        every other setting that learning depends on; runs that do not differ even in their seed.
+    Not compared:
+        versions of packages, device, precision, the number of parallel environments while evaluating.
+
+    Args:
+        groups: the scores, in groups that are pooled.
+        by: settings (`section.key`) by which the groups were made; in these they differ on purpose.
+
+    Raises:
+        UsageError: the scores cannot be pooled.
+    """
+    scores = [score for group in groups for score in group]
+    blocks = [score.evaluation.manifest["environment"] for score in scores]
+    protocols = {block["protocol"] for block in blocks}
+    if len(protocols) > 1:
+        raise UsageError(
+            f"these runs played under different protocols ({', '.join(sorted(protocols))}); compare runs of one."
+        )
+    found = []
+    for environment in dict.fromkeys(score.environment for score in scores):
+        alike = [(score.run, block) for score, block in zip(scores, blocks, strict=True) if block["id"] == environment]
+        for key in dict.fromkeys(key for _, block in alike for key in block if key not in _SAYS_NOTHING):
+            line = _differ(f"{environment} {key}", [(run, block[key]) for run, block in alike if key in block])
+            if line and key in _SAME_TASK:
+                raise UsageError(f"these runs played other test episodes: {line}; compare runs of one kind.")
+            found.append(line)
+    conditions = [(score.run, _conditions(score)) for score in scores]
+    for key in dict.fromkeys(key for _, values in conditions for key in values if key not in by):
+        found.append(_differ(key, [(run, values[key]) for run, values in conditions if key in values]))
+    for group in groups:
+        found += _differ_in_learning(group, by)
+    return [line for line in found if line]
+
+
+def _conditions(score: Score) -> dict[str, Any]:
+    """What a score depends on besides environment and weights, by the names that people know."""
+    settings, metrics = settings_of(score.evaluation), score.metrics
+    acting = settings.acting
+    section, values = ("controller", acting["search"]) if "search" in acting else ("dynamics", acting)
+    return {
+        "episodes": metrics["episodes"],
+        "environment steps": metrics.get("total_steps"),
+        "evaluation.temperature": settings.evaluation.temperature,
+        **{f"{section}.{key}": value for key, value in values.items()},
+    }
+
+
+def _differ(name: str, values: Sequence[tuple[Path, Any]]) -> str | None:
+    """`episodes differ: 3 (runs/a), 5 (runs/b, runs/c)`; None where there is one value."""
+    runs: dict[str, list[str]] = {}
+    for run, value in values:
+        runs.setdefault(value if isinstance(value, str) else canonical_json(value), []).append(str(run))
+    if len(runs) < 2:
+        return None
+    return f"{name} differ: " + ", ".join(f"{value} ({_first(names)})" for value, names in runs.items())
+
+
+def _differ_in_learning(group: Sequence[Score], by: Sequence[str]) -> list[str]:
+    every = [flatten(settings_of(score.evaluation)) for score in group]
+    acting = {key for score in group for key in _conditions(score)}
+    keys = [key for key in dict.fromkeys(key for each in every for key in each) if not key.startswith(_NOT_LEARNING)]
+    other = [key for key in keys if key not in acting and len({str(each.get(key)) for each in every}) > 1]
+    lines = []
+    if other:
+        runs = _first([str(score.run) for score in group])
+        lines.append(
+            f"runs of different settings are pooled into one number: {_first(other)} ({runs}); group them with: --by"
+            f" {other[0]}"
+        )
+    same: dict[str, list[str]] = {}
+    for score, each in zip(group, every, strict=True):
+        alike = {key: each[key] for key in ("seed", "environment.id", *keys) if key in each}
+        same.setdefault(str(alike), []).append(str(score.run))
+    lines += [
+        f"{_first(names)} have the same settings and the same seed, so they are no independent samples."
+        for names in same.values()
+        if len(names) > 1
+    ]
+    return lines
+
+
+def _first(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+# -- statistics -------------------------------------------------------------------------------------------------------
+
+
+def aggregate(runs: Sequence[Path], against: Sequence[Path] | None, progress: Progress) -> dict[str, Any]:
+    """Compute statistics over the evaluations of several runs, a task being an environment (Agarwal et al. 2021).
+
+    Scores are human-normalised when every environment has reference scores, else raw returns. Intervals are 95 %
+    stratified bootstrap intervals.
+
+    Args:
+        runs: run directories with evaluations.
+        against: others, for the probability that a run of `runs` beats one of them.
+        progress: gets the warnings (see `differences`).
+
+    Returns:
+        `scores` by task, `unit`, numbers of `runs` and `tasks`; an estimate `{"value", "low", "high"}` of each
+        statistic; the `performance_profile`; and `rows`, all of it as a table (see `_rows`).
+
+    Raises:
+        ArtifactError: a run has no evaluation.
+        UsageError: the scores cannot be pooled.
+    """
+    every = read_scores([*runs, *(against or ())], PROTOCOL, progress)
+    sides = [every[: len(runs)], every[len(runs) :]]
+    for line in differences(sides):
+        progress.warn(line)
+    unit = _unit(every)
+    ours, theirs = (_by_task(side, unit) for side in sides)
+    rng = np.random.default_rng(0)
+    result: dict[str, Any] = {
+        "scores": {task: values.tolist() for task, values in ours.items()},
+        "unit": unit,
+        "runs": len(runs),
+        "tasks": len(ours),
+        **_estimates(ours, unit, rng),
+    }
+    low, high = min(map(np.min, ours.values())), max(map(np.max, ours.values()))
+    thresholds = np.linspace(low, high, 21)
+    profile = statistics.performance_profile(ours, thresholds)
+    result["performance_profile"] = {"threshold": thresholds.tolist(), "share": np.asarray(profile.value).tolist()}
+    if against:
+        result["probability_of_improvement"] = statistics.bootstrap_improvement(ours, theirs, rng)._asdict()
+    return result | {"rows": _rows(sides[0], result)}
+
+
+NORMALIZED, RETURN = "human-normalised score", "return"
+
+
+def _unit(scores: Sequence[Score]) -> str:
+    """What is pooled. Raises UsageError for returns of different environments."""
+    if all(score.metrics["human_normalized"] is not None for score in scores):
+        return NORMALIZED
+    if len({score.environment for score in scores}) > 1:
+        raise UsageError(
+            "returns of different environments cannot be pooled without reference scores; give runs of one."
+        )
+    return RETURN
+
+
+def _by_task(scores: Sequence[Score], unit: str) -> dict[str, np.ndarray]:
+    key = "human_normalized" if unit == NORMALIZED else "mean"
+    table: dict[str, list[float]] = {}
+    for score in scores:
+        table.setdefault(score.environment, []).append(score.metrics[key])
+    return {task: np.array(values) for task, values in table.items()}
+
+
+def _estimates(scores: Mapping[str, np.ndarray], unit: str, rng: np.random.Generator) -> dict[str, Any]:
+    """Mean, median and IQM; of human-normalised scores, whose goal is 1, also what they fall short of it."""
+    found = {name: estimate._asdict() for name, estimate in statistics.aggregate(scores, rng).items()}
+    if unit != NORMALIZED:
+        del found["optimality_gap"]
+    return found
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+COLUMNS = (
+    "name",
+    "environment",
+    "statistic",
+    "score",
+    "low",
+    "high",
+    "stderr",
+    "unit",
+    "human_normalized",
+    "runs",
+    "episodes",
+    "steps",
+    "lowest",
+    "highest",
+    "evaluation",
+    "caveat",
+)
+
+
+def _rows(scores: Sequence[Score], result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Make one table of all: a row for each run, our aggregates, and what was published for these environments.
+
+    Every row has the same columns and holds one `score` in a `unit`: `statistic` says of what, `name` whose and
+    `environment` where. A run's is the mean return of its episodes, with `stderr`. An aggregate has the limits `low`
+    and `high` of its interval. A published one is the mean over runs, of which `lowest` and `highest` may be known.
+    """
+    rows = [_run_row(score) for score in sorted(scores, key=lambda score: score.environment)]
+    for name, value in result.items():
+        if isinstance(value, Mapping) and "value" in value:
+            unit = "probability" if name == "probability_of_improvement" else result["unit"]
+            rows.append(
+                {
+                    "name": ALL,
+                    "environment": ALL if result["tasks"] > 1 else scores[0].environment,
+                    "statistic": name,
+                    "score": value["value"],
+                    "low": value["low"],
+                    "high": value["high"],
+                    "unit": unit,
+                    "human_normalized": value["value"] if unit == NORMALIZED else None,
+                    "runs": result["runs"],
+                }
+            )
+    for environment in sorted({score.environment for score in scores}):
+        mine = [score.metrics for score in scores if score.environment == environment]
+        for row in atari.references(environment, float(np.mean([metrics["random_mean"] for metrics in mine]))):
+            rows.append({"environment": environment, "statistic": "mean", "unit": RETURN} | row)
+    if result["tasks"] > 1:
+        rows += _published_aggregates({score.environment for score in scores})
+    return [{column: row.get(column) for column in COLUMNS} for row in rows]
+
+
+def _run_row(score: Score) -> dict[str, Any]:
+    metrics = score.metrics
+    return {
+        "name": str(score.run),
+        "environment": score.environment,
+        "statistic": "mean",
+        "score": metrics["mean"],
+        "stderr": metrics["stderr"],
+        "unit": RETURN,
+        "human_normalized": metrics["human_normalized"],
+        "runs": 1,
+        "episodes": metrics["episodes"],
+        "steps": metrics.get("total_steps"),
+        "evaluation": score.evaluation.name,
+    }
+
+
+def _published_aggregates(environments: set[str]) -> list[dict[str, Any]]:
+    """Mean and median of each published system over the same games, of those that have them all.
+
+    Not IQM and optimality gap: of many systems only means over runs were published, which have no spread.
+    """
+    games = {atari.game_name(environment) for environment in environments}
+    rows = []
+    for statistic in (statistics.mean, statistics.median):
+        for column in atari.columns("system"):
+            scores = {game: runs for game, runs in atari.normalized_runs(column.name).items() if game in games}
+            if len(scores) == len(games):
+                value = statistic(scores)
+                rows.append(
+                    {
+                        "name": column.name,
+                        "environment": ALL,
+                        "statistic": statistic.__name__,
+                        "score": value,
+                        "unit": NORMALIZED,
+                        "human_normalized": value,
+                        "caveat": column.caveat or None,
+                    }
+                )
+    return rows
+
+
+# -- groups by settings -----------------------------------------------------------------------------------------------
+
+
+def compare_settings(runs: Sequence[Path], keys: Sequence[str], progress: Progress) -> list[dict[str, Any]]:
+    """Make a row for each group of runs with equal values of some settings, in the order of their first runs.
+
+    Args:
+        runs: run directories with evaluations.
+        keys: settings, `section.key`.
+        progress: gets the warnings (see `differences`).
+
+    Returns:
+        Rows of those values, `runs`, the `mean` of their scores in a `unit` with its 95 % bootstrap interval `low` to
+        `high`, and the `episodes` and environment `steps` of a run, "3 to 10" where they differ.
+
+    Raises:
+        ArtifactError: a run has no evaluation.
+        UsageError: a key is unknown, or the scores cannot be pooled.
+    """
+    scores = read_scores(runs, PROTOCOL, progress)
+    groups = _grouped(scores, keys)
+    for line in differences(list(groups.values()), keys):
+        progress.warn(line)
+    unit = _unit(scores)
+    rng = np.random.default_rng(0)
+    rows = []
+    for values, members in groups.items():
+        estimate = statistics.bootstrap(_by_task(members, unit), "mean", rng)
+        rows.append(
+            {
+                **dict(zip(keys, values, strict=True)),
+                "runs": len(members),
+                "mean": estimate.value,
+                "low": estimate.low,
+                "high": estimate.high,
+                "unit": unit,
+                "episodes": _range([score.metrics["episodes"] for score in members]),
+                "steps": _range([score.metrics.get("total_steps", 0) for score in members]),
+            }
+        )
+    return rows
+
+
+def _grouped(scores: Sequence[Score], keys: Sequence[str]) -> dict[tuple[str, ...], list[Score]]:
+    groups: dict[tuple[str, ...], list[Score]] = {}
+    for score in scores:
+        values = flatten(settings_of(score.evaluation))
+        for key in keys:
+            if key not in values:
+                raise UsageError(f"--by {key}: no such setting; {did_you_mean(key, values)}")
+        groups.setdefault(tuple(str(values[key]) for key in keys), []).append(score)
+    return groups
+
+
+def _range(values: Sequence[int]) -> int | str:
+    low, high = min(values), max(values)
+    return low if low == high else f"{low} to {high}"
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def draw_returns(runs: Sequence[Path], keys: Sequence[str], out: Path, progress: Progress) -> None:
+    """Draw the mean returns of several runs over environment steps in one picture.
+
+    The points of a run are its evaluations along the line of its newest controller (that controller, its parent, and so
+    on); of several after the same steps the newest.
+
+    Args:
+        runs: run directories with evaluations, all of one environment.
+        keys: settings (`section.key`) whose values make a group of runs; without any, each run is a line.
+        out: a .png, .svg or .pdf.
+        progress: gets a warning for each evaluation that cannot be read.
+
+    Raises:
+        ArtifactError: a run has no evaluation.
+        UsageError: the runs are of different environments, a key is unknown, or the picture cannot be written.
+    """
+    scores = read_scores(runs, PROTOCOL, progress)
+    environments = sorted({score.environment for score in scores})
+    if len(environments) > 1:
+        raise UsageError(f"curves are drawn of one environment: these runs are of {', '.join(environments)}.")
+    groups = _grouped(scores, keys) if keys else {(str(score.run),): [score] for score in scores}
+    differences(list(groups.values()), keys)  # for what it refuses; the table says the rest
+    lines = {}
+    for values, members in groups.items():
+        label = ", ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True)) if keys else values[0]
+        lines[label] = [_curve(score, progress) for score in members]
+    known = {"random": float(np.mean([score.metrics["random_mean"] for score in scores]))}
+    human = atari.reference(environments[0], "human")
+    known |= {} if human is None else {"human": human}
+    write_figure(out, returns_over_steps(lines, references=known, title=environments[0]))
+
+
+def _curve(score: Score, progress: Progress) -> list[tuple[float, float]]:
+    """(environment step, mean return) of each evaluation of a run along its line of controllers, by step."""
+    run, lineage = Run.open(score.run, create=False), _lineage(score, progress)
+    points: dict[int, float] = {}
+    for version in run.versions("evaluation"):
+        try:
+            evaluation = run.get("evaluation", version)
+        except ArtifactError as error:
+            progress.warn(f"left out of the curve of {score.run}: {error}")
+            continue
+        played = evaluation.inputs.get("controller")
+        if evaluation.metrics["protocol"] == PROTOCOL and played is not None and played.digest in lineage:
+            points[evaluation.metrics["total_steps"]] = evaluation.metrics["mean"]
+    return sorted(points.items())
+
+
+def _lineage(score: Score, progress: Progress) -> set[str]:
+    """The digests of a run's newest controller (or of the one scored, where the run has none) and its ancestors."""
+    controller = Run.open(score.run, create=False).latest("controller") or score.evaluation.input("controller")
+    digests = {controller.digest}
+    while "parent" in controller.inputs:
+        digests.add(controller.inputs["parent"].digest)
+        try:
+            controller = controller.input("parent")
+        except ArtifactError as error:
+            progress.warn(f"the curve of {score.run} begins late: {error}")
+            break
+    return digests
+
+
+def compare_priors(runs: Sequence[Path], out: Path) -> None:
+    """Draw the attention priors that these runs learned. Raises UsageError where they learned none that match."""
+    opened = [Run.open(path, create=False) for path in runs]
+    draw_priors(opened, settings_of(_standing_for(runs[0], PROTOCOL, Progress())), out)
