@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 def artifacts(
     kind: Annotated[
         str | None,
-        typer.Argument(metavar="[KIND]", help="Only this kind.", autocompletion=complete_kind),
+        typer.Argument(metavar="KIND", help="Only this kind.", autocompletion=complete_kind),
     ] = None,
     run: RunFolder = DEFAULT_RUN,
     as_json: Json = False,
 ) -> None:
     """List every version of every artifact in the run.
 
-    Example: wm artifacts dynamics --run runs/catch
+    Examples:
+        wm artifacts dynamics --run runs/catch
     """
     from wmcli.artifacts import KINDS, Run
     from wmcli.config import did_you_mean

@@ -37,7 +37,7 @@ MANY_PANEL = "Many runs"
 def evaluate(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUN]...", help="Runs already scored, to put together.", show_default=False),
+        typer.Argument(metavar="RUN", help="Runs already scored, to put together.", show_default=False),
     ] = None,
     against: Annotated[
         list[Path] | None,
@@ -86,6 +86,7 @@ def evaluate(
     protocol: Annotated[
         Literal["returns", "gridworld", "generation", "recall", "reward", "doors", "probe"],
         typer.Option(
+            metavar="NAME",
             help="returns of the controller's episodes; gridworld: errors and cost of dynamics on cells; or what"
             " dynamics remember of a memory task: generation, recall, reward, doors, probe."
         ),
@@ -97,9 +98,12 @@ def evaluate(
 ) -> None:
     """Score the controller over complete episodes, or put the scores of several runs together.
 
-    Examples: wm eval --run runs/catch --episodes 100; wm eval runs/a runs/b --against runs/c --against runs/d;
-    wm eval runs/* --by backbone.name; wm eval --protocol gridworld runs/mamba2 runs/gru;
-    wm eval --run runs/s4wm --protocol generation
+    Examples:
+        wm eval --run runs/catch --episodes 100
+        wm eval --run runs/s4wm --protocol generation
+        wm eval runs/a runs/b --against runs/c --against runs/d
+        wm eval runs/* --by backbone.name
+        wm eval --protocol gridworld runs/mamba2 runs/gru
     """
     of_dynamics = protocol != "returns"  # the other protocols score dynamics
     if by and (against or of_dynamics or not runs):

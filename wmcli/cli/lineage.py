@@ -21,7 +21,7 @@ def lineage(
     reference: Annotated[
         str | None,
         typer.Argument(
-            metavar="[REFERENCE]",
+            metavar="REF",
             help="kind, kind@7 or a path. Default: the newest evaluation, or else controller, dynamics, ...",
             autocompletion=complete_reference,
         ),
@@ -31,7 +31,8 @@ def lineage(
 ) -> None:
     """List what an artifact was made from, back to the first experience. Repeated ones are followed once.
 
-    Example: wm lineage controller --run runs/catch
+    Examples:
+        wm lineage controller --run runs/catch
     """
     from wmcli.artifacts import lineage as trace
 

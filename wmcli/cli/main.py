@@ -33,6 +33,7 @@ from wmcli.cli import (
     train_tokenizer,
     verify,
 )
+from wmcli.cli.command import Command, Group
 from wmcli.errors import MachineError, UsageError, WmError
 
 INTERRUPTED = 130
@@ -42,6 +43,7 @@ app = typer.Typer(
     name="wm",
     help="Train, compare and take apart world models for reinforcement learning.",
     epilog="Start with: wm run quickstart",
+    cls=Group,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -63,7 +65,7 @@ ANSWERS: dict[str, Callable[..., None]] = {
 }
 for panel, commands in {"Work": STAGES, "Answers": ANSWERS}.items():
     for name, command in commands.items():
-        app.command(name, rich_help_panel=panel)(command)
+        app.command(name, cls=Command, rich_help_panel=panel)(command)
 app.add_typer(presets.app, name="presets", rich_help_panel="Answers")
 
 

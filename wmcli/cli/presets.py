@@ -6,27 +6,31 @@ from typing import Annotated, Any
 
 import typer
 
+from wmcli.cli.command import Command, Group
 from wmcli.cli.options import Json, Set, complete_preset
 from wmcli.cli.output import answer, emit_json
 
-app = typer.Typer()
+app = typer.Typer(cls=Group)
 
 
 @app.callback(invoke_without_command=True)
 def presets(context: typer.Context, as_json: Json = False) -> None:
     """List the presets, or show every setting of one.
 
-    Examples: wm presets; wm presets show quickstart --parameters
+    Examples:
+        wm presets
+        wm presets show quickstart --parameters
     """
     if context.invoked_subcommand is None:
         list_presets(as_json)
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_presets(as_json: Json = False) -> None:
     """List every preset with what it is and the paper it comes from.
 
-    Example: wm presets list
+    Examples:
+        wm presets list
     """
     from wmcli.config import preset_names
 
@@ -39,7 +43,7 @@ def list_presets(as_json: Json = False) -> None:
         answer(rows, ["name", "about", "paper"])
 
 
-@app.command("show")
+@app.command("show", cls=Command)
 def show(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The preset.", autocompletion=complete_preset)],
     settings: Set = None,
@@ -50,7 +54,8 @@ def show(
 ) -> None:
     """Show every resolved setting of a preset, and the sizes of its models if asked.
 
-    Example: wm presets show quickstart --set backbone.layers=2 --parameters
+    Examples:
+        wm presets show quickstart --set backbone.layers=2 --parameters
     """
     from wmcli.settings import flatten, resolve
 

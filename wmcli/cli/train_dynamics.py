@@ -49,7 +49,8 @@ def train_dynamics(
     """Train the dynamics model on the collected frames: on their tokens, or with the tokenizer as a part of it. A model
     that is planned in (unizero, muzero) learns policy and value as well.
 
-    Example: wm train-dynamics --run runs/catch --backbone mamba2
+    Examples:
+        wm train-dynamics --run runs/catch --backbone mamba2
     """
     refuse_both(more, force)
     from wmcli.stages.context import open_context

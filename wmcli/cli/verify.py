@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 def verify(
     reference: Annotated[
         str | None,
-        typer.Argument(metavar="[REFERENCE]", help="Only this artifact.", autocompletion=complete_reference),
+        typer.Argument(metavar="REF", help="Only this artifact.", autocompletion=complete_reference),
     ] = None,
     run: RunFolder = DEFAULT_RUN,
     as_json: Json = False,
 ) -> None:
     """Check every file of the run's artifacts against its recorded size and sha256.
 
-    Example: wm verify dynamics@3 --run runs/catch
+    Examples:
+        wm verify dynamics@3 --run runs/catch
     """
     from wmcli.artifacts import Run, check
 
