@@ -45,8 +45,9 @@ def collect(
         Literal["learned", "scripted", "recorded"] | None,
         typer.Option(
             metavar="NAME",
-            help="learned: the controller; scripted: whole episodes of a memory task by its script, some held back; recorded: trajectories of"
-            " Memory Maze from --set collect.recorded=FOLDER. Short for --set collect.policy=scripted."
+            help="learned: the controller; scripted: whole episodes of a memory task by its script, some held back;"
+            " recorded: trajectories of Memory Maze from --set collect.recorded=FOLDER. Short for --set"
+            " collect.policy=NAME.",
         ),
     ] = None,
     episodes: Annotated[

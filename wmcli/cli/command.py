@@ -1,7 +1,7 @@
 """The classes of all commands, which make their help plain.
 
-A command's docstring has one paragraph that says what it does, perhaps others, and last a block of examples, each on one
-line. Typer keeps line breaks after the first paragraph, so a line of 76 columns or less stays whole on a terminal of 80:
+A command's docstring has one sentence that says what it does, perhaps other paragraphs, and last a block of examples,
+each on one line. Typer keeps line breaks after the first paragraph; lines of up to 76 columns fit a terminal of 80:
 
     Examples:
         wm run quickstart --run runs/catch

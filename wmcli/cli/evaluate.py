@@ -88,7 +88,7 @@ def evaluate(
         typer.Option(
             metavar="NAME",
             help="returns of the controller's episodes; gridworld: errors and cost of dynamics on cells; or what"
-            " dynamics remember of a memory task: generation, recall, reward, doors, probe."
+            " dynamics remember of a memory task: generation, recall, reward, doors, probe.",
         ),
     ] = "returns",
     fresh: Fresh = False,

@@ -46,8 +46,10 @@ def train_dynamics(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train the dynamics model on the collected frames: on their tokens, or with the tokenizer as a part of it. A model
-    that is planned in (unizero, muzero) learns policy and value as well.
+    """Train the dynamics model on the collected frames.
+
+    It learns from their tokens, or with the tokenizer as a part of it.
+    A model that is planned in (unizero, muzero) learns policy and value as well.
 
     Examples:
         wm train-dynamics --run runs/catch --backbone mamba2
