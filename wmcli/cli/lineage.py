@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wmcli.cli.options import DEFAULT_RUN, Json, RunFolder, complete_reference
+from wmcli.cli.human import SHORT
+from wmcli.cli.options import DEFAULT_RUN, OUTPUT_PANEL, Json, RunFolder, complete_reference
 from wmcli.cli.output import answer, emit_json
 from wmcli.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
     from wmcli.artifacts import Artifact, Tree
 
+LINES = 40  # of a tree that is drawn without being asked for all of it
+LEVEL, LABEL = 4, 40  # columns of a level's guide, and of what stands behind it
 LATE_FIRST = ("evaluation", "controller", "dynamics", "tokenizer", "experience", "profile")
 
 
@@ -27,16 +32,26 @@ def lineage(
         ),
     ] = None,
     run: RunFolder = DEFAULT_RUN,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Draw every level, however many there are.", rich_help_panel=OUTPUT_PANEL)
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """List what an artifact was made from, back to the first experience. Repeated ones are followed once.
+    """List what an artifact was made from, back to the first experience.
+
+    A terminal shows a tree of its first levels; a pipe gets every artifact
+    with its depth. What occurs again is marked, and followed once.
 
     Examples:
         wm lineage controller --run runs/catch
     """
     from wmcli.artifacts import lineage as trace
 
-    rows = [describe(depth, role, tree) for depth, role, tree in trace(find(run, reference)).rows()]
+    traced = list(trace(find(run, reference)).rows())
+    if sys.stdout.isatty() and not as_json:
+        draw(traced, everything)
+        return
+    rows = [describe(depth, role, tree) for depth, role, tree in traced]
     if as_json:
         emit_json(rows)
     else:
@@ -63,6 +78,44 @@ def describe(depth: int, role: str, tree: Tree) -> dict[str, Any]:
         "digest": tree.digest,
         "path": str(tree.path),
     }
+
+
+def draw(rows: Sequence[tuple[int, str, Tree]], everything: bool) -> None:
+    """Draw the tree on the terminal, cut below the last level that fits unless `everything` is asked for."""
+    from rich.console import Console
+    from rich.text import Text
+    from rich.tree import Tree as Drawing
+
+    console = Console(highlight=False)
+    depths = [depth for depth, _, _ in rows]
+    last = max(depths) if everything else _last_level(depths, console.width)
+    home = rows[0][2].path.parent.parent
+    branches: list[Drawing] = []  # the newest one at each depth
+    for depth, role, tree in rows:
+        if depth > last:
+            continue
+        label = Text(" ".join(filter(None, [f"{role}:" if role not in (tree.name.partition("@")[0], "") else "", ""])))
+        label.append(tree.name, style="bold" if not tree.repeated else "")
+        label.append(f"  {tree.digest[:SHORT]}", style="dim")
+        state = describe(depth, role, tree)["state"]
+        if state != "published":
+            label.append(f"  {state}", style="red" if tree.problem else "dim")
+        if tree.path.parent.parent != home:
+            label.append(f"  {tree.path.parent.parent}", style="dim")
+        branch = Drawing(label) if depth == 0 else branches[depth - 1].add(label)
+        branches[depth:] = [branch]
+    # The guides of a deep tree are wider than any terminal, which then breaks the lines and loses nothing.
+    console.print(branches[0], width=max(console.width, LEVEL * last + LABEL), crop=False)
+    if hidden := sum(depth > last for depth in depths):
+        console.print(f"{hidden:,} more on {max(depths) - last:,} levels below: --all shows them", style="dim")
+
+
+def _last_level(depths: Sequence[int], width: int) -> int:
+    """The deepest level at which a tree cut there has no more than `LINES` lines and is not too wide."""
+    last = 0
+    while last < min(max(depths), (width - LABEL) // LEVEL) and sum(each <= last + 1 for each in depths) <= LINES:
+        last += 1
+    return last
 
 
 def find(folder: Path, reference: str | None) -> Artifact:

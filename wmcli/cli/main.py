@@ -21,6 +21,7 @@ from wmcli import __version__
 from wmcli.cli import (
     artifacts,
     collect,
+    diff,
     envs,
     evaluate,
     imagine,
@@ -29,6 +30,7 @@ from wmcli.cli import (
     play,
     presets,
     profile,
+    runs,
     train_dynamics,
     train_tokenizer,
     verify,
@@ -58,6 +60,8 @@ STAGES: dict[str, Callable[..., None]] = {
     "profile": profile.profile,
 }
 ANSWERS: dict[str, Callable[..., None]] = {
+    "runs": runs.runs,
+    "diff": diff.diff,
     "artifacts": artifacts.artifacts,
     "lineage": lineage.lineage,
     "verify": verify.verify,
