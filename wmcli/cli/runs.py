@@ -13,7 +13,7 @@ from wmcli.cli.options import Json
 from wmcli.cli.output import Row, answer, emit_json
 
 RUNS = Path("runs")
-SHOWN = ("name", "status", "epoch", "score", "steps", "size", "active", "preset", "environment", "seed")
+SHOWN = ("name", "status", "epoch", "score", "steps", "active", "environment", "preset", "size", "seed")
 """Columns for a person, the most important first."""
 
 
@@ -38,6 +38,8 @@ def runs(
         emit_json(rows)
     elif sys.stdout.isatty():
         answer([_for_a_person(row, folder) for row in rows], SHOWN)
+        for problem in filter(None, (row["problem"] for row in rows)):
+            typer.echo(problem, err=True)
     else:
         answer(rows, COLUMNS)
 
