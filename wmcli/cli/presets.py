@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Annotated, Any
 
 import typer
@@ -19,8 +21,8 @@ SYSTEMS = ("REM", "IRIS", "Drama", "STORM", "Dreamer", "UniZero", "MuZero", "S4W
 """In the order of the list. A study compares what other systems are made of."""
 WIDE = 120  # columns of a terminal that has place for papers
 NOTE = (
-    "Minutes are those of wm run on two CPU cores; docs/results.md says on which and what else was running. All settings of"
-    " one preset: wm presets show NAME"
+    "Minutes are those of wm run on two CPU cores; docs/results.md says on which, and what else was running. All"
+    " settings of one preset: wm presets show NAME"
 )
 
 
@@ -60,13 +62,14 @@ def list_presets(system: System = None, quick: Quick = False, as_json: Json = Fa
 
     if system is not None and system.lower() not in complete_system():
         raise UsageError(f"--system {system}: no such system; {did_you_mean(system, SYSTEMS)}")
-    rows = [{"name": name} | preset_header(name) for name in preset_names()]
-    rows = [row for row in rows if system is None or row["system"].lower() == system.lower()]
+    every = [{"name": name} | preset_header(name) for name in preset_names()]
+    every.sort(key=lambda row: (SYSTEMS.index(row["system"]), is_quick(row), row["name"]))
+    rows = [row for row in every if system is None or row["system"].lower() == system.lower()]
     rows = [row for row in rows if not quick or is_quick(row)]
     if as_json:
         emit_json(rows)
     elif sys.stdout.isatty():
-        draw(rows)
+        draw(rows, papers={row["system"]: row["paper"] for row in reversed(every)})
     else:
         answer(rows, ["name", "about", "paper", "system", "cost", "base"])
 
@@ -76,17 +79,15 @@ def is_quick(row: Row) -> bool:
     return " min" in row["cost"]
 
 
-def draw(rows: Sequence[Row]) -> None:
-    """Draw the presets of each system below its paper, the published ones first."""
+def draw(rows: Sequence[Row], papers: Mapping[str, str]) -> None:
+    """Draw the presets of each system below its paper."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
 
     console = Console(highlight=False, markup=False)
-    for system in SYSTEMS:
-        mine = sorted((row for row in rows if row["system"] == system), key=lambda row: (is_quick(row), row["name"]))
-        if not mine:
-            continue
+    for system, mine in groupby(rows, key=itemgetter("system")):
+        console.print(system if system == "study" else f"{system}: {papers[system]}", style="bold")
         table = Table.grid(padding=(0, 2, 0, 0), pad_edge=True)
         table.add_column(width=max(len(row["name"]) for row in rows))
         table.add_column(width=14)
@@ -94,7 +95,6 @@ def draw(rows: Sequence[Row]) -> None:
             table.add_column(ratio=1)
         for row in mine:
             table.add_row(row["name"], row["cost"], row["about"], *([row["paper"]] if console.width >= WIDE else []))
-        console.print(system if system == "study" else f"{system}: {mine[0]['paper']}", style="bold")
         console.print(Padding(table, (0, 0, 0, 2)))
         console.print()
     console.print(NOTE, style="dim")
