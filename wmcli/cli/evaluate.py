@@ -22,6 +22,7 @@ from wmcli.cli.options import (
     RunFolder,
     Seed,
     Set,
+    complete_key,
     may_create,
     overrides,
 )
@@ -49,6 +50,7 @@ def evaluate(
             metavar="KEY",
             help="A row for each value of this setting (section.key) among RUN... Repeatable.",
             rich_help_panel=MANY_PANEL,
+            autocompletion=complete_key,
         ),
     ] = None,
     priors: Annotated[

@@ -20,6 +20,7 @@ import typer
 from wmcli import __version__
 from wmcli.cli import (
     artifacts,
+    bash_words,
     collect,
     diff,
     envs,
@@ -104,7 +105,7 @@ def main() -> None:
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed by the caller, as in `wm collect >&-`
             setattr(sys, stream, Path(os.devnull).open("w"))  # noqa: SIM115 (open to the end of the process)
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(bash_words.answer(lambda: run([])) if bash_words.asked() else run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> int:

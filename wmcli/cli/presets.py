@@ -61,7 +61,7 @@ def list_presets(system: System = None, quick: Quick = False, as_json: Json = Fa
     from wmcli.config import did_you_mean, preset_header, preset_names
 
     if system is not None and system.lower() not in complete_system():
-        raise UsageError(f"--system {system}: no such system; {did_you_mean(system, SYSTEMS)}")
+        raise UsageError(f"--system {system}: no such system; {did_you_mean(system.lower(), complete_system())}")
     every = [{"name": name} | preset_header(name) for name in preset_names()]
     every.sort(key=lambda row: (SYSTEMS.index(row["system"]), is_quick(row), row["name"]))
     rows = [row for row in every if system is None or row["system"].lower() == system.lower()]
