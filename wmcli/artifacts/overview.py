@@ -195,9 +195,9 @@ def differences(left: Path, right: Path, *, unused: bool = False) -> list[dict[s
         UsageError: one is a run and the other an artifact.
         ArtifactError: nothing to compare is there.
     """
-    if _is_run(left) != _is_run(right):
+    if _is_version(left) != _is_version(right):
         raise UsageError(f"{left} and {right}: give two runs or two artifacts, not one of each.")
-    sides = [_bound_parts(each) if _is_run(each) else _manifest_parts(each) for each in (left, right)]
+    sides = [_manifest_parts(each) if _is_version(each) else _bound_parts(each) for each in (left, right)]
     used = {name.replace("-", "_") for side in sides if (name := side["settings"].get("backbone.name"))}
     rows = []
     for part in sides[0]:
@@ -209,8 +209,9 @@ def differences(left: Path, right: Path, *, unused: bool = False) -> list[dict[s
     return rows
 
 
-def _is_run(path: Path) -> bool:
-    return path.is_dir() and not (path / MANIFEST).exists()
+def _is_version(path: Path) -> bool:
+    """Whether a path is that of an artifact, or would be if it existed."""
+    return bool(VERSION_NAME.fullmatch(path.name)) or path.name == MANIFEST or (path / MANIFEST).exists()
 
 
 def _in_use(key: str, used: set[str]) -> bool:
