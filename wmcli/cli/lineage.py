@@ -15,6 +15,8 @@ from wmcli.cli.output import answer, emit_json
 from wmcli.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from wmcli.artifacts import Artifact, Tree
 
 LINES = 40  # of a tree that is drawn without being asked for all of it
@@ -63,51 +65,58 @@ def describe(depth: int, role: str, tree: Tree) -> dict[str, Any]:
 
     It is a list and not nested, since a long run is hundreds of levels deep.
     """
-    if tree.problem:
-        state = "missing"
-    elif tree.repeated:
-        state = "repeated"
-    else:
-        state = "pruned" if tree.pruned else "published"
     return {
         "depth": depth,
         "role": role,
         "name": tree.name,
-        "state": state,
+        "state": _state(tree),
         "problem": tree.problem,
         "digest": tree.digest,
         "path": str(tree.path),
     }
 
 
+def _state(tree: Tree) -> str:
+    if tree.problem:
+        return "missing"
+    if tree.repeated:
+        return "repeated"
+    return "pruned" if tree.pruned else "published"
+
+
 def draw(rows: Sequence[tuple[int, str, Tree]], everything: bool) -> None:
     """Draw the tree on the terminal, cut below the last level that fits unless `everything` is asked for."""
     from rich.console import Console
-    from rich.text import Text
     from rich.tree import Tree as Drawing
 
     console = Console(highlight=False)
     depths = [depth for depth, _, _ in rows]
     last = max(depths) if everything else _last_level(depths, console.width)
-    home = rows[0][2].path.parent.parent
     branches: list[Drawing] = []  # the newest one at each depth
     for depth, role, tree in rows:
-        if depth > last:
-            continue
-        label = Text(" ".join(filter(None, [f"{role}:" if role not in (tree.name.partition("@")[0], "") else "", ""])))
-        label.append(tree.name, style="bold" if not tree.repeated else "")
-        label.append(f"  {tree.digest[:SHORT]}", style="dim")
-        state = describe(depth, role, tree)["state"]
-        if state != "published":
-            label.append(f"  {state}", style="red" if tree.problem else "dim")
-        if tree.path.parent.parent != home:
-            label.append(f"  {tree.path.parent.parent}", style="dim")
-        branch = Drawing(label) if depth == 0 else branches[depth - 1].add(label)
-        branches[depth:] = [branch]
-    # The guides of a deep tree are wider than any terminal, which then breaks the lines and loses nothing.
-    console.print(branches[0], width=max(console.width, LEVEL * last + LABEL), crop=False)
+        if depth <= last:
+            label = _label(role, tree, home=rows[0][2])
+            branches[depth:] = [branches[depth - 1].add(label) if depth else Drawing(label)]
+    # The guides of a deep tree are wider than any terminal, which breaks such lines and so loses nothing.
+    width = max(console.width, LEVEL * last + LABEL)
+    Console(highlight=False, width=width, height=console.height).print(branches[0])
     if hidden := sum(depth > last for depth in depths):
         console.print(f"{hidden:,} more on {max(depths) - last:,} levels below: --all shows them", style="dim")
+
+
+def _label(role: str, tree: Tree, home: Tree) -> Text:
+    """`role: name  digest  state  run`, without a role that is the kind, a usual state, and the run of `home`."""
+    from rich.text import Text
+
+    label = Text("" if role in ("", tree.name.partition("@")[0]) else f"{role}: ")
+    label.append(tree.name, style="bold")
+    label.append(f"  {tree.digest[:SHORT]}", style="dim")
+    if (state := _state(tree)) != "published":
+        label.append(f"  {state}", style="red" if tree.problem else "dim")
+    run = tree.path.parent.parent
+    if run != home.path.parent.parent:
+        label.append(f"  {run}", style="dim")
+    return label
 
 
 def _last_level(depths: Sequence[int], width: int) -> int:
