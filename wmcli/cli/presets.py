@@ -136,12 +136,10 @@ def show(
         shown = {"changed": differing} if changed else {"settings": values}
         emit_json({"name": name, **header} | shown | ({"parameters": counts} if parameters else {}))
         return
-    if changed:
-        answer(differing, ["setting", "value", "base"])
-    else:
-        answer([{"setting": key, "value": value} for key, value in values.items()], ["setting", "value"])
+    rows = differing if changed else [{"setting": key, "value": value} for key, value in values.items()]
     if parameters:
-        answer([{"part": f"parameters.{part}", "parameters": n} for part, n in counts.items()], ["part", "parameters"])
+        rows += [{"setting": f"parameters.{part}", "value": number} for part, number in counts.items()]
+    answer(rows, ["setting", "value", "base"] if changed else ["setting", "value"])
 
 
 def count_parameters(settings: Any) -> dict[str, int]:
