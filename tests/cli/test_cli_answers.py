@@ -245,6 +245,8 @@ def test_runs(tmp_path, terminal, capsys):
     text = "\n".join(terminal("runs", folder))
     assert "2/2" in text and "0.5 ±" in text
     assert main.run(["runs", str(tmp_path / "none")]) == 3
+    (tmp_path / "empty").mkdir()
+    assert rows(["runs", str(tmp_path / "empty")], capsys) == []
 
 
 def test_what_is_damaged_is_said_beside_the_table(tmp_path, monkeypatch, capsys):

@@ -153,6 +153,7 @@ def test_examples_name_presets_that_exist():
         (["eval", "--experience", "experience@1"], "wm eval: --experience is for the memory tasks"),
         (["eval", "--dynamics", "dynamics@1"], "wm eval: --dynamics is for protocols that score dynamics"),
         (["run", "one", "--preset", "two"], "wm run: two presets"),
+        (["presets", "--quick", "show", "rem"], "wm presets: give the options behind the command: wm presets show"),
         (["presets", "show"], "wm presets: Missing argument 'NAME'"),
         (["artifacts", "dynamic"], "wm artifacts: no artifacts of kind 'dynamic'; did you mean 'dynamics'?"),
         (["presets", "show", "no-such-preset"], "wm presets: no preset called 'no-such-preset'"),

@@ -49,6 +49,8 @@ def presets(context: typer.Context, system: System = None, quick: Quick = False,
     """
     if context.invoked_subcommand is None:
         list_presets(system, quick, as_json)
+    elif system or quick or as_json:
+        raise UsageError(f"give the options behind the command: wm presets {context.invoked_subcommand} ...")
 
 
 @app.command("list", cls=Command)

@@ -24,8 +24,8 @@ def runs(
     """List the runs below a folder: how far each has come, and its newest score.
 
     running: a process writes in it now; interrupted: a checkpoint waits for
-    the same command; finished: the last epoch was evaluated; damaged: what
-    cannot be read is in --json and in a pipe; idle: none of these.
+    the same command; finished: the last epoch was evaluated; damaged:
+    something in it cannot be read; idle: none of these.
 
     Examples:
         wm runs
@@ -36,6 +36,8 @@ def runs(
     rows = [describe_run(path) for path in find_runs(folder)]
     if as_json:
         emit_json(rows)
+    elif not rows:
+        typer.echo(f"no runs below {folder}", err=True)
     elif sys.stdout.isatty():
         answer([_for_a_person(row, folder) for row in rows], SHOWN)
         for problem in filter(None, (row["problem"] for row in rows)):
