@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from wmcli.assemble import parameter_counts
-from wmcli.config import preset_names, preset_values, read_preset
+from wmcli.cli.presets import SYSTEMS
+from wmcli.config import preset_header, preset_names, preset_values, read_preset
 from wmcli.errors import UsageError
 from wmcli.settings import Settings, flatten, resolve
 from wmcli.stages.collect import collect
@@ -400,6 +401,19 @@ def complaint(preset: str, *overrides: str) -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+def test_a_preset_says_what_it_is() -> None:
+    for name in PRESETS:
+        header = preset_header(name)
+        assert header["system"] in SYSTEMS, name
+        assert header["about"] and header["paper"] and header["cost"], name
+
+
+def test_a_time_is_a_presets_own() -> None:
+    """Who takes over the settings of a preset does not take as long."""
+    inherited = [name for name in PRESETS if "cost" not in read_preset(name)]
+    assert not [name for name in inherited if " min" in preset_header(name)["cost"]]
 
 
 def test_the_presets_of_the_papers_are_there() -> None:

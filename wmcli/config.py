@@ -234,8 +234,13 @@ def preset_names() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
+PRESET_HEADER = ("about", "paper", "system", "cost", "base")
+"""What a preset says of itself beside its settings: in a line what it is, where it is published, which system it is one
+of, how long `wm run` takes with it, and the preset it differs from."""
+
+
 def read_preset(name: str) -> dict[str, Any]:
-    """A preset's own table, as written: `about`, `paper`, perhaps `base`, and the sections that differ."""
+    """A preset's own table, as written: of its header what is not its base's, and the sections that differ."""
     names = preset_names()
     if name not in names:
         raise UsageError(f"no preset called '{name}'; {did_you_mean(name, names)}")
@@ -244,8 +249,15 @@ def read_preset(name: str) -> dict[str, Any]:
 
 
 def preset_values(name: str) -> dict[str, Any]:
-    """The settings a preset states, those of its `base` included; `about`, `paper` and `base` are left out."""
+    """The settings a preset states, those of its `base` included; its header is left out."""
     return _preset_values(name, ())
+
+
+def preset_header(name: str) -> dict[str, Any]:
+    """What a preset says of itself (see `PRESET_HEADER`), else what its `base` does; `base` is None without one."""
+    own = {key: value for key, value in read_preset(name).items() if key in PRESET_HEADER}
+    above = preset_header(own["base"]) if "base" in own else dict.fromkeys(PRESET_HEADER)
+    return above | {"base": None} | own
 
 
 def _preset_values(name: str, above: tuple[str, ...]) -> dict[str, Any]:
@@ -256,4 +268,4 @@ def _preset_values(name: str, above: tuple[str, ...]) -> dict[str, Any]:
     if base is not None and not isinstance(base, str):
         raise UsageError(f"preset {name}: base = {_one_line(repr(base))}: name one preset.")
     values = {} if base is None else _preset_values(base, (*above, name))
-    return merge(values, {key: value for key, value in table.items() if key not in ("about", "paper", "base")})
+    return merge(values, {key: value for key, value in table.items() if key not in PRESET_HEADER})

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,22 @@ from wmcli.cli import main, presets
 from wmcli.config import preset_names
 from wmcli.errors import ArtifactError, BusyError, DivergedError, MachineError, Stopped, UsageError
 
+EVERY = [[name] for name in [*main.STAGES, *main.ANSWERS]] + [["presets"], ["presets", "list"], ["presets", "show"]]
 FULL = Path("/dev/full")  # where every write fails for lack of space
 HEAVY = ("torch", "zarr", "matplotlib", "gymnasium", "numpy")
+
+
+def command(words):
+    """The command that `wm WORDS` runs."""
+    found = typer.main.get_command(main.app)
+    for word in words:
+        found = found.commands[word]
+    return found
+
+
+def examples(words):
+    """The lines of a command's block of examples."""
+    return re.findall(r"^wm .*", command(words).help.partition("Examples:")[2], re.MULTILINE)
 
 
 def fresh(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -82,6 +97,30 @@ def test_every_command_has_a_sentence_and_an_example(name, capsys):
     assert f"wm {name}" in out.split("Example", 1)[1]
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_help_fits_80_columns(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main.run([*name, "--help"]) == 0
+    out, _ = capsys.readouterr()
+    assert not re.search(r"<\w+>|\[\[", out)  # Python's types, and brackets around brackets
+    lines = [line.strip() for line in out.splitlines()]
+    for example in examples(name):
+        assert example in lines  # whole, on a line of its own
+    for parameter in command(name).params:
+        kind = getattr(parameter, "type_descriptor", None) or parameter.type  # Typer has changed where it keeps them
+        for choice in getattr(kind, "choices", None) or ():
+            assert re.search(rf"\b{choice}\b", out), f"{choice} is not in the help, or not whole"
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_examples_name_options_that_exist(name):
+    assert examples(name)
+    for example in examples(name):
+        words = shlex.split(example)[1:]
+        found = [*name] if words[: len(name)] == name else words[:1]
+        command(found).make_context("wm", words[len(found) :])  # parses, runs nothing
+
+
 def test_examples_name_presets_that_exist():
     texts = [command.__doc__ for command in (*main.STAGES.values(), *main.ANSWERS.values())]
     texts += [main.app.info.epilog, presets.presets.__doc__, presets.show.__doc__]
@@ -115,6 +154,7 @@ def test_examples_name_presets_that_exist():
         (["eval", "--experience", "experience@1"], "wm eval: --experience is for the memory tasks"),
         (["eval", "--dynamics", "dynamics@1"], "wm eval: --dynamics is for protocols that score dynamics"),
         (["run", "one", "--preset", "two"], "wm run: two presets"),
+        (["presets", "--quick", "show", "rem"], "wm presets: give the options behind the command: wm presets show"),
         (["presets", "show"], "wm presets: Missing argument 'NAME'"),
         (["artifacts", "dynamic"], "wm artifacts: no artifacts of kind 'dynamic'; did you mean 'dynamics'?"),
         (["presets", "show", "no-such-preset"], "wm presets: no preset called 'no-such-preset'"),

@@ -99,7 +99,7 @@ class Job:
                 sweep(self.folder)
                 if fresh or self._was_published():
                     discard(self.work_folder)
-                work = Work(self, self.work_folder, self.work_folder / PAYLOAD, _has_checkpoint(self.work_folder))
+                work = Work(self, self.work_folder, self.work_folder / PAYLOAD, has_checkpoint(self.work_folder))
                 discard(work.payload)
                 work.payload.mkdir(parents=True)
                 failpoint("work-opened")
@@ -107,7 +107,7 @@ class Job:
                     yield work
                 finally:
                     with suppress(OSError):  # it must not hide what ended the block
-                        if not _has_checkpoint(self.work_folder):
+                        if not has_checkpoint(self.work_folder):
                             discard(self.work_folder)
 
     def _tidy(self) -> None:
@@ -123,7 +123,7 @@ class Job:
         return self.work_folder.exists() and not (self.work_folder / PAYLOAD).exists()
 
 
-def _has_checkpoint(folder: Path) -> bool:
+def has_checkpoint(folder: Path) -> bool:
     """Whether a work directory holds anything of use: not the payload, not a file that was being written."""
     if not folder.is_dir():
         return False

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wmcli.cli.human import SHORT, ago, size
 from wmcli.cli.options import DEFAULT_RUN, Json, RunFolder, complete_kind
-from wmcli.cli.output import answer, emit_json, identity
+from wmcli.cli.output import Row, answer, emit_json, identity
 from wmcli.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
@@ -17,14 +19,17 @@ if TYPE_CHECKING:
 def artifacts(
     kind: Annotated[
         str | None,
-        typer.Argument(metavar="[KIND]", help="Only this kind.", autocompletion=complete_kind),
+        typer.Argument(metavar="KIND", help="Only this kind.", autocompletion=complete_kind),
     ] = None,
     run: RunFolder = DEFAULT_RUN,
     as_json: Json = False,
 ) -> None:
     """List every version of every artifact in the run.
 
-    Example: wm artifacts dynamics --run runs/catch
+    The size is what is on disk now: of a pruned version only the manifest.
+
+    Examples:
+        wm artifacts dynamics --run runs/catch
     """
     from wmcli.artifacts import KINDS, Run
     from wmcli.config import did_you_mean
@@ -36,6 +41,8 @@ def artifacts(
     rows = [describe(opened, each, version) for each in kinds for version in opened.versions(each)]
     if as_json:
         emit_json(rows)
+    elif sys.stdout.isatty():
+        answer([_for_a_person(row) for row in rows], ["name", "age", "size", "digest", "metric", "inputs"])
     else:
         answer(
             [row | {"digest": row.get("digest", "")[:12]} for row in rows],
@@ -43,9 +50,27 @@ def artifacts(
         )
 
 
+def _for_a_person(row: dict[str, Any]) -> Row:
+    """A row in columns that fit a terminal of 80: its state beside its size, its inputs without their roles."""
+    if row["state"] == "damaged":
+        return {"name": row["name"], "size": "damaged"}
+    return {
+        "name": row["name"],
+        "age": ago(row["created"]),
+        "size": f"pruned {size(row['bytes'])}" if row["state"] == "pruned" else size(row["bytes"]),
+        "metric": (row["metric"] or "").replace("_", " ") or None,
+        "inputs": " ".join(dict.fromkeys(row["inputs"].values())) or None,
+        "digest": row["digest"][:SHORT],
+    }
+
+
 def describe(run: Run, kind: str, version: int) -> dict[str, Any]:
-    """One version as plain values. Damaged is what has no readable manifest; `wm verify` reads the files."""
+    """One version as plain values. Damaged is what has no readable manifest; `wm verify` reads the files.
+
+    `bytes` are on disk now, manifest included; `published_bytes` are those of the files that were published.
+    """
     from wmcli.artifacts import KEY_METRICS
+    from wmcli.artifacts.overview import bytes_on_disk
 
     name = f"{kind}@{version}"
     try:
@@ -58,7 +83,8 @@ def describe(run: Run, kind: str, version: int) -> dict[str, Any]:
         "metric": None if value is None else f"{key} {value:.4g}",
         "state": "pruned" if artifact.pruned else "published",
         "created": artifact.manifest["created"],
-        "bytes": sum(entry["size"] for entry in artifact.manifest["files"]),
+        "bytes": bytes_on_disk(artifact.path),
+        "published_bytes": sum(entry["size"] for entry in artifact.manifest["files"]),
         "inputs": {role: f"{reference.kind}@{reference.version}" for role, reference in artifact.inputs.items()},
         "metrics": artifact.metrics,
     }

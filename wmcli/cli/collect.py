@@ -44,8 +44,10 @@ def collect(
     policy: Annotated[
         Literal["learned", "scripted", "recorded"] | None,
         typer.Option(
-            help="scripted: whole episodes of a memory task by its script, some held back; recorded: trajectories of"
-            " Memory Maze from --set collect.recorded=FOLDER. Short for --set collect.policy=scripted."
+            metavar="NAME",
+            help="learned: the controller; scripted: whole episodes of a memory task by its script, some held back;"
+            " recorded: trajectories of Memory Maze from --set collect.recorded=FOLDER. Short for --set"
+            " collect.policy=NAME.",
         ),
     ] = None,
     episodes: Annotated[
@@ -58,9 +60,10 @@ def collect(
 ) -> None:
     """Play the environment and add what was seen to the run's experience.
 
-    Examples: wm collect --run runs/catch --preset quickstart --steps 2000;
-    wm collect --run runs/memory --preset s4wm-2d --policy scripted --episodes 8000;
-    wm collect --run runs/maze --preset s4wm-3d --env wm/Maze-9-v0 --policy recorded --set collect.recorded=FOLDER
+    Examples:
+        wm collect --run runs/catch --preset quickstart --steps 2000
+        wm collect --run runs/doors --preset doors-small --episodes 2000
+        wm collect --preset s4wm-3d --set collect.recorded=DIR --policy recorded
     """
     from wmcli.stages.collect import collect as stage
     from wmcli.stages.context import open_context

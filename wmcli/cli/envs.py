@@ -9,7 +9,8 @@ from wmcli.cli.output import answer, emit_json
 def envs(as_json: Json = False) -> None:
     """List the environments that can be played here.
 
-    Example: wm envs --json
+    Examples:
+        wm envs --json
     """
     from wmcli.envs import list_environments
 

@@ -25,6 +25,7 @@ from wmcli.cli.options import (
     RunFolder,
     Seed,
     Set,
+    complete_key,
     may_create,
     overrides,
     refuse_both_forms,
@@ -42,7 +43,7 @@ MANY_PANEL = "Many runs"
 def evaluate(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUN]...", help="Runs already scored, to put together.", show_default=False),
+        typer.Argument(metavar="RUN", help="Runs already scored, to put together.", show_default=False),
     ] = None,
     against: Annotated[
         list[Path] | None,
@@ -54,6 +55,7 @@ def evaluate(
             metavar="KEY",
             help="A row for each value of this setting (section.key) among RUN... Repeatable.",
             rich_help_panel=MANY_PANEL,
+            autocompletion=complete_key,
         ),
     ] = None,
     priors: Annotated[
@@ -92,8 +94,9 @@ def evaluate(
     protocol: Annotated[
         Literal["returns", "gridworld", "generation", "recall", "reward", "doors", "probe"],
         typer.Option(
+            metavar="NAME",
             help="returns of the controller's episodes; gridworld: errors and cost of dynamics on cells; or what"
-            " dynamics remember of a memory task: generation, recall, reward, doors, probe."
+            " dynamics remember of a memory task: generation, recall, reward, doors, probe.",
         ),
     ] = "returns",
     fresh: Fresh = False,
@@ -104,9 +107,13 @@ def evaluate(
 ) -> None:
     """Score the controller over complete episodes, or put the scores of several runs together.
 
-    Examples: wm eval --run runs/catch --episodes 100; wm eval runs/a runs/b --against runs/c --against runs/d;
-    wm eval runs/* --by backbone.name --curves returns.png; wm eval runs/* --format latex;
-    wm eval --protocol gridworld runs/mamba2 runs/gru; wm eval --run runs/s4wm --protocol generation
+    Examples:
+        wm eval --run runs/catch --episodes 100
+        wm eval --run runs/s4wm --protocol generation
+        wm eval runs/a runs/b --against runs/c --against runs/d
+        wm eval runs/* --by backbone.name --curves returns.png
+        wm eval runs/* --format latex
+        wm eval --protocol gridworld runs/mamba2 runs/gru
     """
     refuse_both_forms(as_json, form)
     of_dynamics = protocol != "returns"  # the other protocols score dynamics

@@ -44,10 +44,13 @@ def imagine(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train the controller inside the imagination of the dynamics model. One that plans (mcts) searches stored frames
-    again with it, for the dynamics to learn from.
+    """Train the controller inside the imagination of the dynamics model.
 
-    Example: wm imagine --run runs/catch --set controller.horizon=10
+    One that plans (mcts) searches stored frames again with it, for the
+    dynamics to learn from.
+
+    Examples:
+        wm imagine --run runs/catch --set controller.entropy=0.01
     """
     refuse_both(more, force)
     from wmcli.stages.context import open_context

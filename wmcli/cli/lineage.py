@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wmcli.cli.options import DEFAULT_RUN, Json, RunFolder, complete_reference
+from wmcli.cli.human import SHORT
+from wmcli.cli.options import DEFAULT_RUN, OUTPUT_PANEL, Json, RunFolder, complete_reference
 from wmcli.cli.output import answer, emit_json
 from wmcli.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from wmcli.artifacts import Artifact, Tree
 
+LINES = 40  # of a tree that is drawn without being asked for all of it
+LEVEL, LABEL = 4, 40  # columns of a level's guide, and of what stands behind it
 LATE_FIRST = ("evaluation", "controller", "dynamics", "tokenizer", "experience", "profile")
 
 
@@ -21,21 +28,32 @@ def lineage(
     reference: Annotated[
         str | None,
         typer.Argument(
-            metavar="[REFERENCE]",
+            metavar="REF",
             help="kind, kind@7 or a path. Default: the newest evaluation, or else controller, dynamics, ...",
             autocompletion=complete_reference,
         ),
     ] = None,
     run: RunFolder = DEFAULT_RUN,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Draw every level, however many there are.", rich_help_panel=OUTPUT_PANEL)
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """List what an artifact was made from, back to the first experience. Repeated ones are followed once.
+    """List what an artifact was made from, back to the first experience.
 
-    Example: wm lineage controller --run runs/catch
+    A terminal shows a tree of its first levels; a pipe gets every artifact
+    with its depth. What occurs again is marked, and followed once.
+
+    Examples:
+        wm lineage controller --run runs/catch
     """
     from wmcli.artifacts import lineage as trace
 
-    rows = [describe(depth, role, tree) for depth, role, tree in trace(find(run, reference)).rows()]
+    traced = list(trace(find(run, reference)).rows())
+    if sys.stdout.isatty() and not as_json:
+        draw(traced, everything)
+        return
+    rows = [describe(depth, role, tree) for depth, role, tree in traced]
     if as_json:
         emit_json(rows)
     else:
@@ -47,21 +65,66 @@ def describe(depth: int, role: str, tree: Tree) -> dict[str, Any]:
 
     It is a list and not nested, since a long run is hundreds of levels deep.
     """
-    if tree.problem:
-        state = "missing"
-    elif tree.repeated:
-        state = "repeated"
-    else:
-        state = "pruned" if tree.pruned else "published"
     return {
         "depth": depth,
         "role": role,
         "name": tree.name,
-        "state": state,
+        "state": _state(tree),
         "problem": tree.problem,
         "digest": tree.digest,
         "path": str(tree.path),
     }
+
+
+def _state(tree: Tree) -> str:
+    if tree.problem:
+        return "missing"
+    if tree.repeated:
+        return "repeated"
+    return "pruned" if tree.pruned else "published"
+
+
+def draw(rows: Sequence[tuple[int, str, Tree]], everything: bool) -> None:
+    """Draw the tree on the terminal, cut below the last level that fits unless `everything` is asked for."""
+    from rich.console import Console
+    from rich.tree import Tree as Drawing
+
+    console = Console(highlight=False)
+    depths = [depth for depth, _, _ in rows]
+    last = max(depths) if everything else _last_level(depths, console.width)
+    branches: list[Drawing] = []  # the newest one at each depth
+    for depth, role, tree in rows:
+        if depth <= last:
+            label = _label(role, tree, home=rows[0][2])
+            branches[depth:] = [branches[depth - 1].add(label) if depth else Drawing(label)]
+    # The guides of a deep tree are wider than any terminal, which breaks such lines and so loses nothing.
+    width = max(console.width, LEVEL * last + LABEL)
+    Console(highlight=False, width=width, height=console.height).print(branches[0])
+    if hidden := sum(depth > last for depth in depths):
+        console.print(f"{hidden:,} more on {max(depths) - last:,} levels below: --all shows them", style="dim")
+
+
+def _label(role: str, tree: Tree, home: Tree) -> Text:
+    """`role: name  digest  state  run`, without a role that is the kind, a usual state, and the run of `home`."""
+    from rich.text import Text
+
+    label = Text("" if role in ("", tree.name.partition("@")[0]) else f"{role}: ")
+    label.append(tree.name, style="bold")
+    label.append(f"  {tree.digest[:SHORT]}", style="dim")
+    if (state := _state(tree)) != "published":
+        label.append(f"  {state}", style="red" if tree.problem else "dim")
+    run = tree.path.parent.parent
+    if run != home.path.parent.parent:
+        label.append(f"  {run}", style="dim")
+    return label
+
+
+def _last_level(depths: Sequence[int], width: int) -> int:
+    """The deepest level at which a tree cut there has no more than `LINES` lines and is not too wide."""
+    last = 0
+    while last < min(max(depths), (width - LABEL) // LEVEL) and sum(each <= last + 1 for each in depths) <= LINES:
+        last += 1
+    return last
 
 
 def find(folder: Path, reference: str | None) -> Artifact:

@@ -32,7 +32,7 @@ def run(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PRESET]",
+            metavar="PRESET",
             help="Preset of a new run. Without it, the run goes on with its own.",
             autocompletion=complete_preset,
         ),
@@ -72,8 +72,11 @@ def run(
 
     With --set run.overlap=true a second process collects the next epoch's experience while this one's models train.
 
-    Examples: wm run quickstart --run runs/catch; wm run drama-quick --backbone s4 --run runs/s4;
-    wm run unizero --env ALE/MsPacman-v5 --run runs/mspacman; wm run --run runs/catch --set run.epochs=2
+    Examples:
+        wm run quickstart --run runs/catch
+        wm run drama-quick --backbone s4 --run runs/s4
+        wm run unizero --env ALE/MsPacman-v5 --run runs/mspacman
+        wm run --run runs/catch --set run.epochs=2
     """
     if name and preset and name != preset:
         raise UsageError(f"two presets, {name} and --preset {preset}: give one of them.")

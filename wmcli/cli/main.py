@@ -20,8 +20,10 @@ import typer
 from wmcli import __version__
 from wmcli.cli import (
     artifacts,
+    bash_words,
     clean,
     collect,
+    diff,
     envs,
     evaluate,
     imagine,
@@ -30,10 +32,12 @@ from wmcli.cli import (
     play,
     presets,
     profile,
+    runs,
     train_dynamics,
     train_tokenizer,
     verify,
 )
+from wmcli.cli.command import Command, Group
 from wmcli.errors import MachineError, UsageError, WmError
 
 INTERRUPTED = 130
@@ -43,6 +47,7 @@ app = typer.Typer(
     name="wm",
     help="Train, compare and take apart world models for reinforcement learning.",
     epilog="Start with: wm run quickstart",
+    cls=Group,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -57,6 +62,8 @@ STAGES: dict[str, Callable[..., None]] = {
     "profile": profile.profile,
 }
 ANSWERS: dict[str, Callable[..., None]] = {
+    "runs": runs.runs,
+    "diff": diff.diff,
     "artifacts": artifacts.artifacts,
     "lineage": lineage.lineage,
     "verify": verify.verify,
@@ -65,7 +72,7 @@ ANSWERS: dict[str, Callable[..., None]] = {
 }
 for panel, commands in {"Work": STAGES, "Answers": ANSWERS}.items():
     for name, command in commands.items():
-        app.command(name, rich_help_panel=panel)(command)
+        app.command(name, cls=Command, rich_help_panel=panel)(command)
 app.add_typer(presets.app, name="presets", rich_help_panel="Answers")
 
 
@@ -100,7 +107,7 @@ def main() -> None:
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed by the caller, as in `wm collect >&-`
             setattr(sys, stream, Path(os.devnull).open("w"))  # noqa: SIM115 (open to the end of the process)
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(bash_words.answer(lambda: run([])) if bash_words.asked() else run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -48,6 +48,53 @@ def complete_reference(context: typer.Context) -> list[str]:
     return [*KINDS, *(f"{kind}@{version}" for kind in KINDS for version in run.versions(kind))]
 
 
+def complete_setting(incomplete: str) -> list[str]:
+    """`section.key=` for every setting, and `section.key=value` where the key is there and its values are known."""
+    from wmcli.cli.setting_keys import setting_keys
+
+    keys = setting_keys()
+    key, equals, _ = incomplete.partition("=")
+    matching = [key] if equals else [each for each in keys if each.startswith(key)]
+    if len(matching) == 1 and (values := _values(matching[0], keys)):
+        return [f"{matching[0]}={value}" for value in values]
+    return [f"{each}=" for each in matching]
+
+
+def complete_key() -> list[str]:
+    from wmcli.cli.setting_keys import setting_keys
+
+    return list(setting_keys())
+
+
+def _values(key: str, keys: Mapping[str, Sequence[str]]) -> Sequence[str]:
+    own = {
+        "backbone.name": complete_backbone,
+        "environment.id": complete_environment,
+        "training.device": complete_device,
+    }
+    return own[key]() if key in own else keys.get(key, ())
+
+
+def complete_backbone() -> list[str]:
+    """Every backbone has a section of its name, with _ for -."""
+    from wmcli.cli.setting_keys import setting_keys
+
+    own = [key.split(".")[1] for key in setting_keys() if key.startswith("backbone.") and key.count(".") > 1]
+    return [name.replace("_", "-") for name in dict.fromkeys(own)]
+
+
+def complete_environment() -> list[str]:
+    from wmcli.envs import list_environments
+
+    return [row["id"] for row in list_environments()]
+
+
+def complete_device() -> list[str]:
+    """Without asking torch, which takes seconds: NVIDIA's driver makes a file for each GPU."""
+    gpus = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    return ["auto", "cpu", *(["cuda"] if gpus else []), *(f"cuda:{gpu.name[len('nvidia') :]}" for gpu in gpus)]
+
+
 def _reference(flag: str, what: str) -> Any:
     return typer.Option(
         flag,
@@ -90,8 +137,9 @@ Set = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Change one setting for this command, e.g. controller.horizon=10. Repeatable.",
+        help="Change one setting for this command, e.g. training.device=cpu. Repeatable.",
         rich_help_panel=RUN_PANEL,
+        autocompletion=complete_setting,
     ),
 ]
 Seed = Annotated[
@@ -104,6 +152,7 @@ Device = Annotated[
         metavar="NAME",
         help="auto, cpu, cuda, cuda:1, ... Short for --set training.device=NAME.",
         rich_help_panel=RUN_PANEL,
+        autocompletion=complete_device,
     ),
 ]
 
@@ -114,6 +163,7 @@ Environment = Annotated[
         metavar="ID",
         help="The game: wm/Catch-v0, ALE/Pong-v5, ... Short for --set environment.id=ID.",
         rich_help_panel=RUN_PANEL,
+        autocompletion=complete_environment,
     ),
 ]
 Backbone = Annotated[
@@ -123,6 +173,7 @@ Backbone = Annotated[
         metavar="NAME",
         help="The sequence model: retnet, mamba2, s4, ... Short for --set backbone.name=NAME.",
         rich_help_panel=RUN_PANEL,
+        autocompletion=complete_backbone,
     ),
 ]
 

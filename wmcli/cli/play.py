@@ -27,7 +27,8 @@ def play(
 ) -> None:
     """Record the controller playing, in the real environment or in imagination.
 
-    Example: wm play --run runs/catch --imagination --out dream.gif
+    Examples:
+        wm play --run runs/catch --imagination --out dream.gif
     """
     from wmcli.stages.context import open_context
     from wmcli.stages.play import play as stage

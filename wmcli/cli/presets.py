@@ -2,47 +2,113 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Annotated, Any
 
 import typer
 
+from wmcli.cli.command import Command, Group
 from wmcli.cli.options import Json, Set, complete_preset
-from wmcli.cli.output import answer, emit_json
+from wmcli.cli.output import Row, answer, emit_json
+from wmcli.errors import UsageError
 
-app = typer.Typer()
+app = typer.Typer(cls=Group)
+
+SYSTEMS = ("REM", "IRIS", "Drama", "STORM", "Dreamer", "UniZero", "MuZero", "S4WM", "RSSM", "TSSM", "study")
+"""In the order of the list. A study compares what other systems are made of."""
+WIDE = 120  # columns of a terminal that has place for papers
+NOTE = (
+    "Minutes are those of wm run on two CPU cores; docs/results.md says on which, and what else was running. All"
+    " settings of one preset: wm presets show NAME"
+)
+
+
+def complete_system() -> list[str]:
+    return [system.lower() for system in SYSTEMS]
+
+
+System = Annotated[
+    str | None,
+    typer.Option("--system", metavar="NAME", help=f"Only {', '.join(SYSTEMS)}.", autocompletion=complete_system),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Only those that take minutes on a CPU.")]
 
 
 @app.callback(invoke_without_command=True)
-def presets(context: typer.Context, as_json: Json = False) -> None:
+def presets(context: typer.Context, system: System = None, quick: Quick = False, as_json: Json = False) -> None:
     """List the presets, or show every setting of one.
 
-    Examples: wm presets; wm presets show quickstart --parameters
+    Examples:
+        wm presets
+        wm presets --system drama
+        wm presets --quick
+        wm presets show drama-quick --changed
     """
     if context.invoked_subcommand is None:
-        list_presets(as_json)
+        list_presets(system, quick, as_json)
+    elif system or quick or as_json:
+        raise UsageError(f"give the options behind the command: wm presets {context.invoked_subcommand} ...")
 
 
-@app.command("list")
-def list_presets(as_json: Json = False) -> None:
-    """List every preset with what it is and the paper it comes from.
+@app.command("list", cls=Command)
+def list_presets(system: System = None, quick: Quick = False, as_json: Json = False) -> None:
+    """List the presets by system: what each is, what it takes, and the paper it comes from.
 
-    Example: wm presets list
+    Examples:
+        wm presets list
     """
-    from wmcli.config import preset_names
+    from wmcli.config import did_you_mean, preset_header, preset_names
 
-    rows = [
-        {"name": name, "about": inherited(name, "about"), "paper": inherited(name, "paper")} for name in preset_names()
-    ]
+    if system is not None and system.lower() not in complete_system():
+        raise UsageError(f"--system {system}: no such system; {did_you_mean(system.lower(), complete_system())}")
+    every = [{"name": name} | preset_header(name) for name in preset_names()]
+    every.sort(key=lambda row: (SYSTEMS.index(row["system"]), is_quick(row), row["name"]))
+    rows = [row for row in every if system is None or row["system"].lower() == system.lower()]
+    rows = [row for row in rows if not quick or is_quick(row)]
     if as_json:
         emit_json(rows)
+    elif sys.stdout.isatty():
+        draw(rows, papers={row["system"]: row["paper"] for row in reversed(every)})
     else:
-        answer(rows, ["name", "about", "paper"])
+        answer(rows, ["name", "about", "paper", "system", "cost", "base"])
 
 
-@app.command("show")
+def is_quick(row: Row) -> bool:
+    """Whether a preset takes minutes on a CPU."""
+    return " min" in row["cost"]
+
+
+def draw(rows: Sequence[Row], papers: Mapping[str, str]) -> None:
+    """Draw the presets of each system below its paper."""
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    for system, mine in groupby(rows, key=itemgetter("system")):
+        console.print(system if system == "study" else f"{system}: {papers[system]}", style="bold")
+        table = Table.grid(padding=(0, 2, 0, 0), pad_edge=True)
+        table.add_column(width=max(len(row["name"]) for row in rows))
+        table.add_column(width=14)
+        for _ in ("about", "paper"):
+            table.add_column(ratio=1)
+        for row in mine:
+            table.add_row(row["name"], row["cost"], row["about"], *([row["paper"]] if console.width >= WIDE else []))
+        console.print(Padding(table, (0, 0, 0, 2)))
+        console.print()
+    console.print(NOTE, style="dim")
+
+
+@app.command("show", cls=Command)
 def show(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The preset.", autocompletion=complete_preset)],
     settings: Set = None,
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Only what differs from its base, or from the defaults without one.")
+    ] = False,
     parameters: Annotated[
         bool, typer.Option("--parameters", help="And count the parameters of each model and part.")
     ] = False,
@@ -50,31 +116,32 @@ def show(
 ) -> None:
     """Show every resolved setting of a preset, and the sizes of its models if asked.
 
-    Example: wm presets show quickstart --set backbone.layers=2 --parameters
+    Examples:
+        wm presets show quickstart --set backbone.layers=2 --parameters
+        wm presets show drama-quick --changed
     """
-    from wmcli.settings import flatten, resolve
+    from wmcli.config import preset_header
+    from wmcli.settings import Settings, flatten, resolve
 
     resolved = resolve(name, settings or [])
+    header = preset_header(name)
     values = flatten(resolved)
+    base = flatten(resolve(header["base"]) if header["base"] else Settings())
+    differing = [
+        {"setting": key, "value": values.get(key), "base": base.get(key)}
+        for key in dict.fromkeys([*values, *base])
+        if values.get(key) != base.get(key)
+    ]
     if parameters:
         counts = count_parameters(resolved)
     if as_json:
-        about = {key: inherited(name, key) for key in ("about", "paper")}
-        emit_json({"name": name, **about, "settings": values} | ({"parameters": counts} if parameters else {}))
+        shown = {"changed": differing} if changed else {"settings": values}
+        emit_json({"name": name, **header} | shown | ({"parameters": counts} if parameters else {}))
         return
+    rows = differing if changed else [{"setting": key, "value": value} for key, value in values.items()]
     if parameters:
-        values |= {f"parameters.{part}": number for part, number in counts.items()}
-    answer([{"setting": key, "value": value} for key, value in values.items()], ["setting", "value"])
-
-
-def inherited(name: str, key: str) -> str | None:
-    """A preset's `about` or `paper`, or that of the preset it is based on."""
-    from wmcli.config import read_preset
-
-    table = read_preset(name)
-    if key in table or "base" not in table:
-        return table.get(key)
-    return inherited(table["base"], key)
+        rows += [{"setting": f"parameters.{part}", "value": number} for part, number in counts.items()]
+    answer(rows, ["setting", "value", "base"] if changed else ["setting", "value"])
 
 
 def count_parameters(settings: Any) -> dict[str, int]:

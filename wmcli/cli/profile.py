@@ -26,7 +26,7 @@ def profile(
     device: Device = None,
     part: Annotated[
         Literal["stages", "kernels", "experience"] | None,
-        typer.Option(help="Only this. Default: stages and kernels.", show_default=False),
+        typer.Option(metavar="PART", help="Only this: stages, kernels or experience. Default: stages and kernels."),
     ] = None,
     frames: Annotated[
         int | None,
@@ -38,7 +38,8 @@ def profile(
     compare: Annotated[
         Literal["backbones"] | None,
         typer.Option(
-            help="Instead: the cost of each backbone at equal parameter count, by length.",
+            metavar="WHAT",
+            help="backbones: measure instead what each costs at equal parameter count, by length.",
             rich_help_panel=COMPARE_PANEL,
         ),
     ] = None,
@@ -52,7 +53,9 @@ def profile(
 ) -> None:
     """Measure where the time and the memory of each stage and kernel go, against what this machine can do at best.
 
-    Examples: wm profile --run runs/catch --device cuda; wm profile --compare backbones --lengths 64,1024
+    Examples:
+        wm profile --run runs/catch --device cuda
+        wm profile --compare backbones --lengths 64,1024
     """
     given: dict[str, Any] = {"parts": part and [part], "frames": frames, "trace": trace or None, "compare": compare}
     if compare and (part or frames or trace):

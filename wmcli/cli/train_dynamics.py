@@ -46,10 +46,13 @@ def train_dynamics(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train the dynamics model on the collected frames: on their tokens, or with the tokenizer as a part of it. A model
-    that is planned in (unizero, muzero) learns policy and value as well.
+    """Train the dynamics model on the collected frames.
 
-    Example: wm train-dynamics --run runs/catch --backbone mamba2
+    It learns from their tokens, or with the tokenizer as a part of it.
+    A model that is planned in (unizero, muzero) learns policy and value as well.
+
+    Examples:
+        wm train-dynamics --run runs/catch --backbone mamba2
     """
     refuse_both(more, force)
     from wmcli.stages.context import open_context

@@ -44,7 +44,8 @@ def train_tokenizer(
 ) -> None:
     """Train the tokenizer on the collected frames.
 
-    Example: wm train-tokenizer --run runs/catch --updates 2000
+    Examples:
+        wm train-tokenizer --run runs/catch --updates 2000
     """
     refuse_both(more, force)
     from wmcli.stages.context import open_context

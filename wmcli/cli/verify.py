@@ -15,14 +15,15 @@ from wmcli.errors import ArtifactError
 def verify(
     reference: Annotated[
         str | None,
-        typer.Argument(metavar="[REFERENCE]", help="Only this artifact.", autocompletion=complete_reference),
+        typer.Argument(metavar="REF", help="Only this artifact.", autocompletion=complete_reference),
     ] = None,
     run: RunFolder = DEFAULT_RUN,
     as_json: Json = False,
 ) -> None:
     """Check every file of the run's artifacts against its recorded size and sha256, and that what they need is there.
 
-    Example: wm verify dynamics@3 --run runs/catch
+    Examples:
+        wm verify dynamics@3 --run runs/catch
     """
     from wmcli.artifacts import Run, check, examine
 

@@ -1,0 +1,37 @@
+"""`wm diff`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wmcli.cli.options import Json
+from wmcli.cli.output import answer, emit_json
+
+
+def diff(
+    left: Annotated[Path, typer.Argument(metavar="RUN", help="A run, or a version such as runs/a/dynamics/v0003.")],
+    right: Annotated[Path, typer.Argument(metavar="RUN", help="Another of the same sort.")],
+    unused: Annotated[
+        bool, typer.Option("--all", help="Also the settings of backbones that neither of them uses.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Show in which settings two runs, or two artifacts, differ.
+
+    Runs are compared by the settings that they were started with; artifacts
+    also by environment, machine and inputs. No output: they do not differ.
+
+    Examples:
+        wm diff runs/a runs/b
+        wm diff runs/a/dynamics/v0003 runs/a/dynamics/v0004
+    """
+    from wmcli.artifacts.overview import differences
+
+    rows = differences(left, right, unused=unused)
+    if as_json:
+        emit_json(rows)
+    elif rows:
+        answer(rows, ["part", "key", "left", "right"])

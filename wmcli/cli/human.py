@@ -1,0 +1,29 @@
+"""Sizes, times and scores as a person reads them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+SHORT = 7  # digits of a digest that are enough to tell versions apart
+
+
+def size(number: float) -> str:
+    """Write bytes in two or three digits: `3.8 MB`. Units are powers of 1,000, as disks are sold."""
+    units = iter(("B", "kB", "MB", "GB", "TB"))
+    unit = next(units)
+    while number >= 999.5 and unit != "TB":
+        number, unit = number / 1000, next(units)
+    return f"{number:.1f} {unit}" if number < 9.95 and unit != "B" else f"{number:,.0f} {unit}"
+
+
+def ago(time: str) -> str:
+    """Write how long an ISO 8601 time is past: `5 min`, `3 h`, `12 days`."""
+    minutes = (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds() / 60
+    if minutes < 120:
+        return f"{max(minutes, 0):.0f} min"
+    return f"{minutes / 60:.0f} h" if minutes < 48 * 60 else f"{minutes / 1440:.0f} days"
+
+
+def count(number: int | None) -> str | None:
+    """Write a whole number with its thousands apart."""
+    return None if number is None else f"{number:,}"

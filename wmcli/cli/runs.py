@@ -1,0 +1,64 @@
+"""`wm runs`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from wmcli.cli.human import ago, count, size
+from wmcli.cli.options import Json
+from wmcli.cli.output import Row, answer, emit_json
+
+RUNS = Path("runs")
+SHOWN = ("name", "status", "epoch", "score", "steps", "active", "environment", "preset", "size", "seed")
+"""Columns for a person, the most important first."""
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the runs are.")] = RUNS,
+    as_json: Json = False,
+) -> None:
+    """List the runs below a folder: how far each has come, and its newest score.
+
+    running: a process writes in it now; interrupted: a checkpoint waits for
+    the same command; finished: the last epoch was evaluated; damaged:
+    something in it cannot be read; idle: none of these.
+
+    Examples:
+        wm runs
+        wm runs runs/memory-12 --json
+    """
+    from wmcli.artifacts.overview import COLUMNS, describe_run, find_runs
+
+    rows = [describe_run(path) for path in find_runs(folder)]
+    if as_json:
+        emit_json(rows)
+    elif not rows:
+        typer.echo(f"no runs below {folder}", err=True)
+    elif sys.stdout.isatty():
+        answer([_for_a_person(row, folder) for row in rows], SHOWN)
+        for problem in filter(None, (row["problem"] for row in rows)):
+            typer.echo(problem, err=True)
+    else:
+        answer(rows, COLUMNS)
+
+
+def _for_a_person(row: dict[str, Any], folder: Path) -> Row:
+    path = Path(row["name"])
+    return row | {
+        "name": path.name if path == folder else str(path.relative_to(folder)),
+        "epoch": row["epochs"] and f"{row['epoch'] or '-'}/{row['epochs']}",
+        "score": None if row["score"] is None else _score(row["score"], row["stderr"], row["episodes"]),
+        "steps": count(row["steps"]),
+        "size": size(row["bytes"]),
+        "active": ago(row["active"]),
+    }
+
+
+def _score(mean: float, stderr: float | None, episodes: int) -> str:
+    """`0.98 ± 0.02 (50)`: the mean, its standard error, the number of episodes."""
+    spread = "" if stderr is None else f" ± {stderr:.2g}"
+    return f"{mean:.4g}{spread} ({episodes})"
