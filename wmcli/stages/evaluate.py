@@ -30,6 +30,7 @@ from wmcli.world_models.base import WorldModel
 
 PROTOCOL = "returns"  # what sets these evaluations apart from those of stages/grid_world.py
 FILMED_STEPS = 300  # of the first episode
+LONGEST_EPISODE = 100_000  # steps, in an environment without a time limit; Atari's longest protocol allows 108,000
 
 
 class Played(NamedTuple):
@@ -53,7 +54,8 @@ def play_episodes(
 ) -> Played:
     """Play exactly `episodes` complete test episodes, at most `environments` at a time (the rows that `agent` has).
 
-    Every episode that is started counts, however long it takes, so that short ones are not over-represented.
+    Every episode that is started counts, however long it takes, so that short ones are not over-represented. Raises
+    UsageError when one of an environment without a time limit lasts longer than LONGEST_EPISODE.
     """
     count = min(environments, episodes)
     streams = Streams(settings.model_copy(update={"count": count}), train=False, seed=seed)
@@ -71,6 +73,11 @@ def play_episodes(
             counted = number < episodes
             returns[number[counted]] += after.reward[counted]
             lengths[number[counted]] += 1
+            if not streams.has_time_limit and lengths[number[counted]].max() > LONGEST_EPISODE:
+                raise UsageError(
+                    f"{settings.id}: an episode has not ended after {LONGEST_EPISODE:,} steps, and the environment has"
+                    " no time limit; register it with one: gymnasium.register(..., max_episode_steps=N)"
+                )
             for environment in np.flatnonzero(after.terminated | after.truncated):
                 if number[environment] < episodes:
                     bar.advance()
