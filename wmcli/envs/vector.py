@@ -11,6 +11,8 @@ game begins.
 
 from __future__ import annotations
 
+import math
+import time
 import zlib
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ from wmcli.errors import ArtifactError, EnvironmentFault
 NO_LIVES = -1  # `lives` of an environment that does not tell
 BROKEN = -1  # in place of a frame's CRC-32 in a saved state: this game cannot be gone on with
 SEED_CHECK_STEPS = 32
+SEED_CHECK_SECONDS = 1.0  # a slow environment is given fewer steps
 
 
 class Transition(NamedTuple):
@@ -191,15 +194,22 @@ def follows_seed(settings: EnvironmentSettings, actions: int) -> bool:
     A fault counts as following its seed: whoever plays the environment will meet it.
     """
     choices = np.random.default_rng(0).integers(actions, size=(SEED_CHECK_STEPS, 1))
-    seen: list[list[bytes]] = []
     try:
-        for _ in range(2):
-            streams = Streams(settings.model_copy(update={"count": 1}), train=True, seed=0)
-            seen.append([streams.observation.tobytes()])
-            for action in choices:
-                after = streams.step(action)
-                seen[-1] += [column.tobytes() for column in (streams.observation, *after[:-1])]
-            streams.close()
+        once = _shown(settings, choices, SEED_CHECK_SECONDS)
+        return _shown(settings, choices[: len(once) - 1], math.inf) == once
     except EnvironmentFault:
         return True
-    return seen[0] == seen[1]
+
+
+def _shown(settings: EnvironmentSettings, actions: np.ndarray, seconds: float) -> list[list[bytes]]:
+    """Return all that one stream shows at its beginning and after each of the actions (T, 1), for so long at most."""
+    until = time.monotonic() + seconds
+    streams = Streams(settings.model_copy(update={"count": 1}), train=True, seed=0)
+    shown = [[streams.observation.tobytes()]]
+    for action in actions:
+        after = streams.step(action)
+        shown.append([column.tobytes() for column in (streams.observation, *after[:-1])])
+        if time.monotonic() > until:
+            break
+    streams.close()
+    return shown
