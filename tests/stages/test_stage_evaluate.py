@@ -13,12 +13,12 @@ import torch
 from odd_lengths import LONG, ODD_LENGTHS, SHORT, STARTED
 from PIL import Image
 from tiny_run import latest, opened
-from wrong_steps import ENDLESS, Endless
+from wrong_steps import ENDLESS, FAULTY, Endless
 
 from wmcli.artifacts import Run
 from wmcli.controllers.agent import UniformAgent
 from wmcli.envs import EnvironmentSettings
-from wmcli.errors import ArtifactError, UsageError
+from wmcli.errors import ArtifactError, EnvironmentFault, UsageError
 from wmcli.progress import Progress
 from wmcli.stages import evaluate as stage
 from wmcli.stages.evaluate import Played, aggregate, compare_settings, evaluate, play_episodes, score
@@ -82,6 +82,11 @@ def test_an_episode_that_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch) -
     gymnasium.registry.pop("wm-test/Limited-v0", None)
     gymnasium.register("wm-test/Limited-v0", entry_point=Endless, max_episode_steps=60)
     assert played(3, 2, environment="wm-test/Limited-v0").lengths == [60] * 3
+
+
+def test_what_an_environment_does_wrong_is_told() -> None:
+    with pytest.raises(EnvironmentFault, match=f"{FAULTY}: step 12 after reset, action .*: .* reward nan"):
+        played(3, 2, environment=FAULTY)
 
 
 def test_the_film_is_of_the_first_episode_alone() -> None:

@@ -246,7 +246,7 @@ def test_a_failure_there_is_the_runs_own_one_line_and_exit_code(
     assert (child.returncode, out) == (EnvironmentFault.exit_code, ""), talk
     line = next(line for line in talk.splitlines() if line.startswith("wm run: "))
     assert "the game is damaged: 'cartridge'" in line and "run the same command again" in line
-    assert "after step 9 of 60" in line
+    assert "The 9 of 60 steps before it are kept" in line
     assert "Traceback" not in talk
     assert names(tmp_path / "run")["experience"] == [1] and names(tmp_path / "run")["tokenizer"] == [1]
 

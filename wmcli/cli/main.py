@@ -105,9 +105,10 @@ def main() -> None:
 def _keep_stdout_for_results() -> None:
     """Let Python alone write to stdout: what compiled code and child processes print there goes to stderr."""
     ours = sys.stdout
-    sys.stdout = sys.__stdout__ = open(  # noqa: SIM115, PTH123 (a descriptor, open to the end of the process)
+    results = open(  # noqa: SIM115, PTH123 (a descriptor, open to the end of the process)
         os.dup(ours.fileno()), "w", buffering=1 if ours.isatty() else -1, encoding=ours.encoding, errors=ours.errors
     )
+    sys.stdout = sys.__stdout__ = results  # type: ignore[misc]
     os.dup2(sys.stderr.fileno(), ours.fileno())
 
 

@@ -24,6 +24,7 @@ from wmcli.envs.settings import EnvironmentSettings
 from wmcli.errors import ArtifactError, EnvironmentFault
 
 NO_LIVES = -1  # `lives` of an environment that does not tell
+MOST_LIVES = np.iinfo(np.int16).max
 BROKEN = -1  # in place of a frame's CRC-32 in a saved state: this game cannot be gone on with
 SEED_CHECK_STEPS = 32
 SEED_CHECK_SECONDS = 1.0  # a slow environment is given fewer steps
@@ -59,7 +60,8 @@ class Streams:
         self.restarted = np.zeros(settings.count, bool)
         self._id = settings.id
         self._envs = [make(settings, train=train) for _ in range(settings.count)]
-        self.has_time_limit = isinstance(self._envs[0].unwrapped, Atari) or bool(self._envs[0].spec.max_episode_steps)
+        spec = self._envs[0].spec
+        self.has_time_limit = settings.protocol != "plain" or (spec is not None and bool(spec.max_episode_steps))
         self._games = [0] * settings.count  # number of the running game
         self._played: list[list[int]] = [[] for _ in self._envs]  # actions since its reset
         self._final: dict[int, np.ndarray] = {}
@@ -150,9 +152,9 @@ class Streams:
             self._games[stream] += 1
             self._start_game(stream)
         lives = info.get("lives")
-        if not isinstance(lives, int | np.integer):
-            lives = NO_LIVES
-        return reward, terminated, truncated, lives, ended and not continues
+        if not isinstance(lives, int | np.integer) or not 0 <= lives <= MOST_LIVES:
+            lives = NO_LIVES  # the word means something else there
+        return float(reward), terminated, truncated, int(lives), ended and not continues
 
     def _replay(self, state: dict[str, Any]) -> None:
         count = len(self._envs)

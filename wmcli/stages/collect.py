@@ -243,8 +243,10 @@ def _play(
                 after = streams.step(action)
             except EnvironmentFault as fault:
                 save(streams.broken_state())
+                if not saved:
+                    raise
                 raise EnvironmentFault(
-                    f"{fault} It goes on after step {saved} of {total}, with new episodes; what was played is kept."
+                    f"{fault} The {saved} of {total} steps before it are kept; new episodes follow them."
                 ) from fault
             recorder.add(seen(observation, first, action, after) | agent.searched())
             bar.advance(count)
