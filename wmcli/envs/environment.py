@@ -48,7 +48,7 @@ def make(settings: EnvironmentSettings, *, train: bool) -> gymnasium.Env:
             f"--set environment.protocol=rem"
         )
     env = _open_plain(settings.id)
-    return run(lambda: f"{settings.id}: its spaces: it", lambda: Frames(Checked(env, settings.id), settings.size))
+    return run(lambda: f"{settings.id}: reading its spaces", lambda: Frames(Checked(env, settings.id), settings.size))
 
 
 def protocol(settings: EnvironmentSettings) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _open_plain(identifier: str) -> gymnasium.Env:
         raise UsageError(f"'{name}' is Atari, which needs an Atari protocol: --set environment.protocol=rem")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # that there is a newer version of it: the id is explicit
-        return run(lambda: f"{name}: it does not open: it", gymnasium.make, name, disable_env_checker=True)
+        return run(lambda: f"{name}: opening it", gymnasium.make, name, disable_env_checker=True)
 
 
 def _import(identifier: str, module: str) -> None:
