@@ -17,6 +17,10 @@ class UsageError(WmError):
     exit_code = 2
 
 
+class EnvironmentFault(UsageError):
+    """An environment raised an exception or returned what cannot be used."""
+
+
 class ArtifactError(WmError):
     """An artifact is missing, damaged or incompatible."""
 

@@ -157,7 +157,7 @@ def test_all_26_games_of_atari_100k_are_known() -> None:
 
 
 def test_actions_are_minimal_and_not_sticky() -> None:
-    env = make(EnvironmentSettings(id="PongNoFrameskip-v4", protocol="rem", size=24), train=True)
+    env = make(EnvironmentSettings(id="PongNoFrameskip-v4", protocol="rem", size=24), train=True).unwrapped
     assert env.action_space.n == 6
     assert env.get_action_meanings()[0] == "NOOP"
     assert env._ale.getFloat("repeat_action_probability") == 0.0

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from wmcli.envs import EnvironmentSettings, Streams, make
-from wmcli.errors import ArtifactError
+from wmcli.envs import EnvironmentSettings, Streams, follows_seed, make
+from wmcli.errors import ArtifactError, EnvironmentFault
 
 CATCH = EnvironmentSettings(size=32, count=3)
 
@@ -113,27 +113,100 @@ def test_another_number_of_streams_is_refused() -> None:
         Streams.restore(EnvironmentSettings(size=32, count=2), True, state)
 
 
+def registered(environment: type[gymnasium.Env]) -> EnvironmentSettings:
+    name = f"test/{environment.__name__}-v0"
+    gymnasium.registry.pop(name, None)
+    gymnasium.register(name, entry_point=environment)
+    return EnvironmentSettings(id=name, size=8, count=2)
+
+
 class Noise(gymnasium.Env):
-    """Ignores its seed."""
+    """Ignores its seed. Episodes of 5 steps."""
 
     observation_space, action_space = spaces.Box(0, 255, (9, 8, 3), np.uint8), spaces.Discrete(2)
     rng = np.random.default_rng(0)
+    time = 0
 
     def reset(self, *, seed=None, options=None):
+        self.time = 0
         return self.rng.integers(256, size=(9, 8, 3), dtype=np.uint8), {}
 
     def step(self, action):
-        return self.reset()[0], 0.0, False, False, {}
+        self.time += 1
+        frame = self.rng.integers(256, size=(9, 8, 3), dtype=np.uint8)
+        return frame, 0.0, self.time == 5, False, {}
 
 
-def test_an_environment_that_does_not_follow_its_seed_is_noticed() -> None:
-    gymnasium.registry.pop("test/Noise-v0", None)
-    gymnasium.register("test/Noise-v0", entry_point=Noise)
-    settings = EnvironmentSettings(id="test/Noise-v0", size=12, count=2)
+def test_an_environment_that_does_not_follow_its_seed_begins_new_games() -> None:
+    settings = registered(Noise)
     streams = Streams(settings, train=True, seed=0)
-    play(streams, np.zeros((4, 2), np.int64))
-    with pytest.raises(ArtifactError, match="does not follow its seed"):
-        Streams.restore(settings, True, streams.state())
+    play(streams, np.zeros((7, 2), np.int64))
+    state = streams.state()
+    again = Streams.restore(settings, True, state)
+    assert again.restarted.all() and again.first.all()
+    after = again.state()
+    assert after["game"].tolist() == (state["game"] + 1).tolist() and after["length"].tolist() == [0, 0]
+    ends = [again.step(np.zeros(2, np.int64)).terminated.tolist() for _ in range(5)]
+    assert ends == [[False, False]] * 4 + [[True, True]]  # a whole episode
+
+
+def test_only_the_stream_that_led_elsewhere_begins_anew() -> None:
+    streams = Streams(CATCH, train=True, seed=0)
+    play(streams, np.ones((10, 3), np.int64))
+    state = streams.state()
+    state["frame"][1] += 1
+    again = Streams.restore(CATCH, True, state)
+    assert again.restarted.tolist() == again.first.tolist() == [False, True, False]
+    assert (again.observation[[0, 2]] == streams.observation[[0, 2]]).all()
+    assert again.state()["game"].tolist() == [1, 2, 1]
+
+
+def test_pictures_are_drawn_again_after_a_replay_that_led_elsewhere() -> None:
+    settings = EnvironmentSettings(id="Pong", protocol="rem", size=24)
+    streams = Streams(settings, train=True, seed=0)
+    play(streams, np.ones((5, 1), np.int64))
+    again = Streams.restore(settings, True, streams.state() | {"frame": np.zeros(1, np.int64)})
+    other = Streams.restore(settings, True, streams.broken_state())
+    assert again.restarted.all() and not other.restarted.any()
+    assert_same(play(again, np.full((30, 1), 2)), play(other, np.full((30, 1), 2)))
+
+
+@pytest.mark.parametrize(("environment", "follows"), [("wm/Catch-v0", True), ("test/Noise-v0", False)])
+def test_whether_an_environment_follows_its_seed(environment: str, follows: bool) -> None:
+    registered(Noise)
+    assert follows_seed(EnvironmentSettings(id=environment, size=8), actions=2) == follows
+
+
+class Fails(gymnasium.Env):
+    """Raises where its frame, which counts the steps from a beginning by its seed, would show 9 or more."""
+
+    observation_space, action_space = spaces.Box(0, 255, (8, 8), np.uint8), spaces.Discrete(2)
+    shown = 0
+
+    def frame(self):
+        if self.shown >= 9:
+            raise RuntimeError("nine")
+        return np.full((8, 8), self.shown, np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.shown = int(self.np_random.integers(4))
+        return self.frame(), {}
+
+    def step(self, action):
+        self.shown += 1
+        return self.frame(), 0.0, False, False, {}
+
+
+def test_streams_go_on_after_a_fault_with_new_games() -> None:
+    settings = registered(Fails)
+    streams = Streams(settings, train=True, seed=0)
+    with pytest.raises(EnvironmentFault, match="nine"):
+        play(streams, np.zeros((9, 2), np.int64))
+    again = Streams.restore(settings, True, streams.broken_state())
+    assert again.first.all() and not again.restarted.any()
+    assert again.state()["game"].tolist() == [1, 1]
+    play(again, np.zeros((5, 2), np.int64))
 
 
 def test_streams_equal_playing_the_environment_by_hand() -> None:

@@ -37,6 +37,18 @@ def experience(lengths: list[list[int]], unfinished: list[int], seed: int = 0) -
     }
 
 
+@pytest.mark.parametrize("cuts", [[], [11], [4, 11, 18, 19]])  # however the rows were cut into segments
+def test_an_episode_that_another_one_follows_without_an_end_is_truncated(cuts: list[int]) -> None:
+    data = experience([[5, 3], [2, 6]], [3, 3])
+    cut = np.flatnonzero(data["terminated"])[[1, 2]]  # one of each stream
+    data["terminated"][cut] = False
+    parts = np.split(np.arange(len(data["action"])), cuts)
+    memory = filled([{name: column[rows] for name, column in data.items()} for rows in parts])
+    assert np.flatnonzero(memory.truncated.numpy()).tolist() == cut.tolist()
+    assert (memory.terminated.numpy() == data["terminated"]).all()
+    assert not data["truncated"].any()  # the arrays are the caller's
+
+
 LENGTHS, UNFINISHED = [[5, 3, 9], [2, 14], [11, 1, 1]], [2, 0, 6]
 
 

@@ -13,12 +13,16 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from wmcli.envs.vector import SEED_CHECK_STEPS
+
 SLOW_STEPS = "slow_steps:wm-test/SlowSteps-v0"
 SLOW_AFTER = "WM_TEST_SLOW_AFTER"
 """Steps after which each takes SECONDS."""
 BREAKS_AFTER = "WM_TEST_BREAKS_AFTER"
 """Steps after which the next one fails."""
 SECONDS = 0.1
+SEED_CHECK = 2 * SEED_CHECK_STEPS
+"""Steps before the first one that counts, in the process that makes the first collect."""
 
 _steps = 0
 

@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from odd_lengths import LONG, ODD_LENGTHS, SHORT
-from tiny_run import Killed, copied, kill_at, latest, opened, sha256
+from tiny_run import Killed, command, copied, kill_at, latest, opened, sha256
+from wrong_steps import EXITS, FAULTY, UNSEEDED
 
 from wmcli.artifacts import Artifact, Run
 from wmcli.controllers.agent import UniformAgent
 from wmcli.envs import EnvironmentSettings, make
-from wmcli.errors import ArtifactError, Stopped
+from wmcli.errors import ArtifactError, EnvironmentFault, Stopped
 from wmcli.experience import read_segment
 from wmcli.stages import collect as stage
 from wmcli.stages.collect import collect
@@ -278,6 +279,88 @@ def test_interrupted_and_published_work_leaves_nothing_behind(tmp_path: Path, mo
     collect(opened(tmp_path / "run"))
     names = {entry.name for entry in (tmp_path / "run" / "experience").iterdir()} - {".lock", ".holder"}
     assert names == {"v0001", "latest"}
+
+
+# -- environments that do something wrong ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps_before", [0, 33])  # the 12th step of a game fails: then none is played before it
+def test_what_was_played_before_a_fault_is_kept_and_new_games_begin(tmp_path: Path, steps_before: int) -> None:
+    context = opened(tmp_path / "run", f"environment.id={FAULTY}", new=True)
+    before = collect(context, steps=steps_before) if steps_before else None
+    for kept in [33, 66] if before is None else [0, 33, 66]:
+        with pytest.raises(EnvironmentFault, match="wm-test/Faulty-v0: step 12 after reset, .* reward nan") as error:
+            collect(opened(tmp_path / "run"), steps=75)
+        assert (f"The {kept} of 75 steps before it are kept" in str(error.value)) == (kept > 0)
+    artifact = collect(opened(tmp_path / "run"), steps=75)
+    artifacts = [artifact] if before is None else [before, artifact]
+    for stream in time_line(*artifacts):
+        times = [*range(11)] * (2 + len(artifacts)) + [0, 1, 2]
+        assert stream["observation"][:, 0, 1, 0].tolist() == times[: len(stream["first"])]
+        assert stream["first"].tolist() == [time == 0 for time in times[: len(stream["first"])]]
+        assert len(set(stream["observation"][:, 0, 0, 0])) > 2  # other games
+        assert np.isfinite(stream["reward"]).all()
+        assert not (stream["terminated"] | stream["truncated"]).any()  # as the environment said
+    assert artifact.metrics["episodes"] == 0 and artifact.metrics["steps"] == 75
+    memory = opened(tmp_path / "run").experience(artifact)
+    assert int(memory.truncated.sum()) == int(memory.first.sum()) - 3  # all that were cut
+
+
+def test_an_environment_that_does_not_follow_its_seed_begins_new_episodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    collect(opened(tmp_path / "run", f"environment.id={UNSEEDED}", new=True), steps=18)
+    assert capsys.readouterr().err == (
+        f"warning: collect: {UNSEEDED} does not follow the seed given to reset(): the same actions led elsewhere."
+        " Results cannot be repeated exactly, and each later command begins new episodes.\n"
+    )
+    collect(opened(tmp_path / "run"), steps=18)
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert UNSEEDED in warning and "led elsewhere" in warning and "New episodes begin" in warning
+    run = Run.open(tmp_path / "run", create=False)
+    first, second = run.get("experience", 1), run.get("experience", 2)
+    for stream in time_line(first, second):
+        assert stream["observation"][:, 0, 1, 0].tolist() == [0, 1, 2, 3, 0, 1] * 2
+        assert stream["terminated"].tolist() == [False, False, False, True, False, False] * 2
+    assert [artifact.metrics["mean_return"] for artifact in (first, second)] == [4.0, 4.0]
+    memory = opened(tmp_path / "run").experience(second)
+    assert np.flatnonzero(memory.truncated.numpy()).tolist() == [15, 16, 17]  # where they were cut
+
+
+def test_an_environment_that_follows_its_seed_is_not_warned_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for new in (True, False):
+        collect(opened(tmp_path / "run", new=new), steps=30)
+    assert capsys.readouterr().err == ""
+
+
+def test_resumed_where_it_does_not_follow_its_seed_it_begins_new_episodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_at(patch, "checkpoint", 6)
+        collect(opened(tmp_path / "run", EAGER, f"environment.id={UNSEEDED}", new=True), steps=30)
+    for stream in time_line(collect(opened(tmp_path / "run"), steps=30)):
+        assert stream["observation"][:, 0, 1, 0].tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 2, 3]
+        assert np.flatnonzero(stream["first"]).tolist() == [0, 4, 6]
+
+
+def test_an_environment_that_exits_and_talks_ends_in_one_line_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(tmp_path / "run", f"environment.id={FAULTY}", new=True)
+    monkeypatch.setenv(EXITS, "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    for steps, code in [("33", 0), ("36", 2)]:
+        child = command(tmp_path / "run", "collect", "--controller", "random", "--steps", steps)
+        out, talk = child.communicate(timeout=120)
+        assert child.returncode == code, talk
+        assert out == (f"{latest(tmp_path / 'run', 'experience').path}\n" if code == 0 else "")
+        assert {"a step", "a step in C", "a step in a shell"} <= set(talk.splitlines())
+    (line,) = (line for line in talk.splitlines() if line.startswith("wm collect:"))
+    assert "step 12 after reset" in line and "raised SystemExit: 0 (wrong_steps.py:" in line
+    assert "Traceback" not in talk and "defect" not in talk
 
 
 # -- what training reads ----------------------------------------------------------------------------------------------

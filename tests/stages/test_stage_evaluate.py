@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from odd_lengths import LONG, ODD_LENGTHS, SHORT, STARTED
 from PIL import Image
 from tiny_run import latest, opened
+from wrong_steps import ENDLESS, FAULTY, Endless
 
 from wmcli.controllers.agent import UniformAgent
 from wmcli.envs import EnvironmentSettings
+from wmcli.errors import EnvironmentFault, UsageError
 from wmcli.progress import Progress
+from wmcli.stages import evaluate as stage
 from wmcli.stages.evaluate import Played, evaluate, play_episodes, score
 
 KEYS = {
@@ -31,10 +35,10 @@ KEYS = {
 }
 
 
-def played(episodes: int, environments: int, seed: int = 3) -> Played:
+def played(episodes: int, environments: int, seed: int = 3, environment: str = ODD_LENGTHS) -> Played:
     STARTED.clear()
     agent = UniformAgent(4, min(episodes, environments), generator=torch.Generator().manual_seed(seed))
-    settings = EnvironmentSettings(id=ODD_LENGTHS, size=16, count=5)  # the count is for collection
+    settings = EnvironmentSettings(id=environment, size=16, count=5)  # the count is for collection
     return play_episodes(
         settings,
         agent,
@@ -65,6 +69,21 @@ def test_long_episodes_are_as_frequent_as_they_are() -> None:
 
 def test_more_environments_do_not_play_other_numbers_of_episodes() -> None:
     assert [len(played(9, environments).returns) for environments in (1, 2, 4, 8, 16)] == [9] * 5
+
+
+def test_an_episode_that_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "LONGEST_EPISODE", 50)
+    played(3, 2)  # none lasts longer
+    with pytest.raises(UsageError, match=f"{ENDLESS}: an episode has not ended after 50 steps.*max_episode_steps=N"):
+        played(3, 2, environment=ENDLESS)
+    gymnasium.registry.pop("wm-test/Limited-v0", None)
+    gymnasium.register("wm-test/Limited-v0", entry_point=Endless, max_episode_steps=60)
+    assert played(3, 2, environment="wm-test/Limited-v0").lengths == [60] * 3
+
+
+def test_what_an_environment_does_wrong_is_told() -> None:
+    with pytest.raises(EnvironmentFault, match=f"{FAULTY}: step 12 after reset, action .*: .* reward nan"):
+        played(3, 2, environment=FAULTY)
 
 
 def test_the_film_is_of_the_first_episode_alone() -> None:

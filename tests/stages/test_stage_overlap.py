@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slow_steps import BREAKS_AFTER, SLOW_AFTER, SLOW_STEPS
+from slow_steps import BREAKS_AFTER, SEED_CHECK, SLOW_AFTER, SLOW_STEPS
 from test_stage_loop import LOOP, inputs, names, results
 from tiny_run import Killed, command, kill_at, latest, opened, settings
 
 from wmcli.artifacts import Artifact, Run
-from wmcli.errors import ArtifactError, MachineError, Stopped, UsageError
+from wmcli.errors import ArtifactError, EnvironmentFault, MachineError, Stopped, UsageError
 from wmcli.stages import collector as module
 from wmcli.stages import tokenizer as tokenizer_stage
 from wmcli.stages.collect import collect
@@ -189,7 +189,7 @@ def test_killed_every_few_checkpoints_it_ends_in_the_same_weights(
 def test_asked_to_stop_both_stop_at_a_checkpoint_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second segment takes seconds; the first update on the first one is when the signal comes."""
     folder = tmp_path / "run"
-    monkeypatch.setenv(SLOW_AFTER, "66")
+    monkeypatch.setenv(SLOW_AFTER, str(SEED_CHECK + 66))
     opened(folder, *SLOW, "run.epochs=2", new=True)
     update, others = tokenizer_stage.update, []
 
@@ -213,7 +213,7 @@ def test_asked_to_stop_both_stop_at_a_checkpoint_and_go_on(tmp_path: Path, monke
 
 
 def test_asked_to_stop_while_it_waits_it_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SLOW_AFTER, "6")
+    monkeypatch.setenv(SLOW_AFTER, str(SEED_CHECK + 6))
     child = command_of(tmp_path / "run", monkeypatch)
     other = collecting(tmp_path / "run", 1)
     time.sleep(1)
@@ -226,7 +226,7 @@ def test_asked_to_stop_while_it_waits_it_stops(tmp_path: Path, monkeypatch: pyte
 
 
 def test_killed_it_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SLOW_AFTER, "6")
+    monkeypatch.setenv(SLOW_AFTER, str(SEED_CHECK + 6))
     child = command_of(tmp_path / "run", monkeypatch, "collect.steps=900")  # a minute and a half
     other = collecting(tmp_path / "run", 1)
     child.kill()
@@ -241,12 +241,13 @@ def test_killed_it_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.
 def test_a_failure_there_is_the_runs_own_one_line_and_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(BREAKS_AFTER, "70")
+    monkeypatch.setenv(BREAKS_AFTER, str(SEED_CHECK + 70))
     child = command_of(tmp_path / "run", monkeypatch)
     out, talk = child.communicate(timeout=120)
-    assert (child.returncode, out) == (MachineError.exit_code, ""), talk
+    assert (child.returncode, out) == (EnvironmentFault.exit_code, ""), talk
     line = next(line for line in talk.splitlines() if line.startswith("wm run: "))
-    assert "cartridge: the game is damaged" in line and "run the same command again" in line
+    assert "the game is damaged: 'cartridge'" in line and "run the same command again" in line
+    assert "The 9 of 60 steps before it are kept" in line
     assert "Traceback" not in talk
     assert names(tmp_path / "run")["experience"] == [1] and names(tmp_path / "run")["tokenizer"] == [1]
 
@@ -275,7 +276,7 @@ def test_an_error_that_cannot_be_sent_is_told_in_words() -> None:
 
 
 def test_its_death_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SLOW_AFTER, "6")
+    monkeypatch.setenv(SLOW_AFTER, str(SEED_CHECK + 6))
     context = opened(tmp_path / "run", *SLOW, new=True)
     collector = Collector(context)
     try:

@@ -107,7 +107,18 @@ def main() -> None:
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed by the caller, as in `wm collect >&-`
             setattr(sys, stream, Path(os.devnull).open("w"))  # noqa: SIM115 (open to the end of the process)
+    _keep_stdout_for_results()
     sys.exit(bash_words.answer(lambda: run([])) if bash_words.asked() else run(sys.argv[1:]))
+
+
+def _keep_stdout_for_results() -> None:
+    """Let Python alone write to stdout: what compiled code and child processes print there goes to stderr."""
+    ours = sys.stdout
+    results = open(  # noqa: SIM115, PTH123 (a descriptor, open to the end of the process)
+        os.dup(ours.fileno()), "w", buffering=1 if ours.isatty() else -1, encoding=ours.encoding, errors=ours.errors
+    )
+    sys.stdout = sys.__stdout__ = results  # type: ignore[misc]
+    os.dup2(sys.stderr.fileno(), ours.fileno())
 
 
 def run(arguments: Sequence[str]) -> int:

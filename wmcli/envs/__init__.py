@@ -16,7 +16,7 @@ from wmcli.envs.environment import list_environments, make, protocol
 from wmcli.envs.grid_world import GRID_WORLD_GOAL_ID, GRID_WORLD_ID
 from wmcli.envs.settings import EnvironmentSettings
 from wmcli.envs.tasks import TASKS
-from wmcli.envs.vector import Streams, Transition
+from wmcli.envs.vector import Streams, Transition, follows_seed
 
 _entries: tuple[tuple[str, str, dict[str, Any], int | None], ...] = (
     (CATCH_ID, "wmcli.envs.catch:Catch", {}, None),
@@ -32,4 +32,4 @@ for _id, _entry_point, _kwargs, _steps in _entries:
     if _id not in gymnasium.registry:
         gymnasium.register(id=_id, entry_point=_entry_point, kwargs=_kwargs, max_episode_steps=_steps)
 
-__all__ = ["EnvironmentSettings", "Streams", "Transition", "list_environments", "make", "protocol"]
+__all__ = ["EnvironmentSettings", "Streams", "Transition", "follows_seed", "list_environments", "make", "protocol"]

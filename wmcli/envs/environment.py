@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
 import warnings
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 
 from wmcli.envs import atari
 from wmcli.envs.catch import CATCH_ID
+from wmcli.envs.checked import Checked, one_line, run
 from wmcli.envs.delayed_copy import DELAYED_COPY_ID
 from wmcli.envs.frames import Frames
 from wmcli.envs.grid_world import GRID_WORLD_GOAL_ID, GRID_WORLD_ID
 from wmcli.envs.settings import EnvironmentSettings
 from wmcli.envs.tasks import TASKS
-from wmcli.errors import UsageError
+from wmcli.errors import EnvironmentFault, UsageError
 
 
 def make(settings: EnvironmentSettings, *, train: bool) -> gymnasium.Env:
@@ -25,7 +28,7 @@ def make(settings: EnvironmentSettings, *, train: bool) -> gymnasium.Env:
 
     `train` chooses between the two halves of an Atari protocol; a plain environment is the same in both.
     Raises UsageError, in one line, for an unknown id, a missing package, a protocol that does not fit, and for
-    observations or actions that wm cannot use.
+    observations or actions that wm cannot use; EnvironmentFault, also later, for what the environment does wrong.
     """
     game = atari.game_of(settings.id)
     if settings.protocol in atari.PROTOCOLS:
@@ -36,15 +39,16 @@ def make(settings: EnvironmentSettings, *, train: bool) -> gymnasium.Env:
                 f"protocol '{settings.protocol}' is for Atari alone; for others: --set environment.protocol=plain"
             )
         try:
-            return atari.Atari(game, settings.size, settings.protocol, train=train)
+            return Checked(atari.Atari(game, settings.size, settings.protocol, train=train), settings.id)
         except (OSError, gymnasium.error.Error) as error:
-            raise UsageError(f"{settings.id}: it does not open: {_one_line(error)}") from error
+            raise UsageError(f"{settings.id}: it does not open: {one_line(error)}") from error
     if game is not None:
         raise UsageError(
             f"environment.id = '{settings.id}' is an Atari game, which needs an Atari protocol: "
             f"--set environment.protocol=rem"
         )
-    return Frames(_open_plain(settings.id), settings.size)
+    env = _open_plain(settings.id)
+    return run(lambda: f"{settings.id}: reading its spaces", lambda: Frames(Checked(env, settings.id), settings.size))
 
 
 def protocol(settings: EnvironmentSettings) -> dict[str, Any]:
@@ -59,7 +63,7 @@ def protocol(settings: EnvironmentSettings) -> dict[str, Any]:
     block["actions"] = int(env.action_space.n)
     meanings = getattr(env.unwrapped, "get_action_meanings", None)
     if meanings is not None:
-        block["action_meanings"] = [str(name) for name in meanings()]
+        block["action_meanings"] = run(lambda: f"{settings.id}: get_action_meanings()", lambda: [*map(str, meanings())])
     if isinstance(env, Frames):
         steps = env.spec.max_episode_steps if env.spec else None
         shape = env.env.observation_space.shape
@@ -92,38 +96,46 @@ def list_environments() -> list[dict[str, Any]]:
 def _open_plain(identifier: str) -> gymnasium.Env:
     module, colon, name = identifier.rpartition(":")
     if colon:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise UsageError(
-                f"environment.id = '{identifier}': cannot import '{module}': {_one_line(error)}"
-            ) from error
-        except ValueError:
-            raise UsageError(
-                f"environment.id = '{identifier}': write it as module:Id, for example ocean:Fish-v0"
-            ) from None
+        _import(identifier, module)
     if name not in gymnasium.registry:
         near = _near(name, list(gymnasium.registry))
         hint = f"did you mean '{near}'?" if near else "list them with: wm envs"
         if "/" in name and not colon:
             hint += f" An id of another package needs it imported first: --set environment.id=package:{name}"
+        if colon:
+            hint += f" '{module}' was imported from {getattr(sys.modules[module], '__file__', None)}"
         raise UsageError(f"environment.id: no environment called '{name}'; {hint}")
     if str(gymnasium.registry[name].entry_point).startswith("ale_py"):
         raise UsageError(f"'{name}' is Atari, which needs an Atari protocol: --set environment.protocol=rem")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that there is a newer version of it: the id is explicit
+        return run(lambda: f"{name}: opening it", gymnasium.make, name, disable_env_checker=True)
+
+
+def _import(identifier: str, module: str) -> None:
+    """Import the module of `module:Id`, from the current folder if nothing installed has its name.
+
+    The folder stays on sys.path: the environment may import its neighbours later, and a process that collects inherits
+    it.
+    """
+    if not module or module.startswith("."):
+        raise UsageError(f"environment.id = '{identifier}': write it as module:Id, for example ocean:Fish-v0")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # that there is a newer version of it: the id is explicit
-            env = gymnasium.make(name, disable_env_checker=True)
-    except Exception as error:  # whatever a stranger's constructor raises: it stays attached for --debug
-        raise UsageError(f"{name}: it does not open: {type(error).__name__}: {_one_line(error)}") from error
-    return env
+        run(lambda: f"environment.id = '{identifier}': importing '{module}'", importlib.import_module, module)
+    except EnvironmentFault as fault:
+        error = fault.__cause__
+        if isinstance(error, ModuleNotFoundError) and error.name in (module, module.partition(".")[0]):
+            raise UsageError(
+                f"environment.id = '{identifier}': cannot import '{module}': it is neither installed nor in the current"
+                f" folder {folder}; cd to the folder that holds it, or run with PYTHONPATH=FOLDER"
+            ) from error
+        if isinstance(error, ImportError):
+            raise UsageError(f"environment.id = '{identifier}': cannot import '{module}': {one_line(error)}") from error
+        raise
 
 
 def _near(word: str, known: list[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.7)), None)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -13,7 +13,8 @@ class EnvironmentSettings(Section):
     """Which game is played, and how."""
 
     id: str = Field(default="wm/Catch-v0", min_length=1)
-    """The game: a gymnasium id, `module:Id` (the module is imported first), or an Atari game (`Pong`)."""
+    """The game: a gymnasium id, `module:Id` (the module, installed or in the current folder, is imported first), or an
+    Atari game (`Pong`)."""
     size: int = Field(default=64, ge=8, le=1024)
     """Height and width of a frame (pixels); frames are size x size x 3, uint8."""
     protocol: Literal["plain", "rem", "drama", "unizero", "unizero-sticky"] = "plain"

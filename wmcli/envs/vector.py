@@ -5,11 +5,14 @@ E environments side by side (streams), H height, W width, C colour channel.
 A *game* runs from one real reset to the next, an *episode* to the next end that the learner sees. They differ where a
 lost life ends an episode but not its game. Every game is reset with a seed of its own, derived from (seed, stream,
 number of the game), and what follows depends on the actions alone. So the state of a stream is the number of its game
-and the actions taken since its reset; restoring plays them again.
+and the actions taken since its reset; restoring plays them again. Where that leads elsewhere, or after a fault, a new
+game begins.
 """
 
 from __future__ import annotations
 
+import math
+import time
 import zlib
 from typing import Any, NamedTuple
 
@@ -18,9 +21,13 @@ import numpy as np
 from wmcli.envs.atari import CONTINUES, Atari
 from wmcli.envs.environment import make
 from wmcli.envs.settings import EnvironmentSettings
-from wmcli.errors import ArtifactError
+from wmcli.errors import ArtifactError, EnvironmentFault
 
 NO_LIVES = -1  # `lives` of an environment that does not tell
+MOST_LIVES = np.iinfo(np.int16).max
+BROKEN = -1  # in place of a frame's CRC-32 in a saved state: this game cannot be gone on with
+SEED_CHECK_STEPS = 32
+SEED_CHECK_SECONDS = 1.0  # a slow environment is given fewer steps
 
 
 class Transition(NamedTuple):
@@ -39,6 +46,8 @@ class Streams:
 
     `observation` (E, H, W, C) uint8: the current frames, a new array after every step.
     `first` (E,) bool: the current frame opens an episode.
+    `has_time_limit`: whether the environment ends every episode at some step at the latest.
+    `restarted` (E,) bool: restoring began a new game because playing the saved actions again led elsewhere.
     `state` is what another Streams gave as its `state()`; without it every stream stands at the start of its game 0.
     """
 
@@ -48,8 +57,11 @@ class Streams:
         self.seed = seed
         self.observation = np.zeros((settings.count, settings.size, settings.size, 3), np.uint8)
         self.first = np.ones(settings.count, bool)
+        self.restarted = np.zeros(settings.count, bool)
         self._id = settings.id
         self._envs = [make(settings, train=train) for _ in range(settings.count)]
+        spec = self._envs[0].spec
+        self.has_time_limit = settings.protocol != "plain" or (spec is not None and bool(spec.max_episode_steps))
         self._games = [0] * settings.count  # number of the running game
         self._played: list[list[int]] = [[] for _ in self._envs]  # actions since its reset
         self._final: dict[int, np.ndarray] = {}
@@ -63,13 +75,17 @@ class Streams:
     def restore(cls, settings: EnvironmentSettings, train: bool, state: dict[str, Any]) -> Streams:
         """The streams that gave `state`, to the bit. Time: that of playing the running games again.
 
-        Raises ArtifactError when the number of streams differs or an environment does not come to the same frame.
+        A stream that does not come to the same frame stands at the start of its next game, and is marked `restarted`.
+        Raises ArtifactError when the number of streams differs.
         """
         return cls(settings, train=train, seed=state["seed"], state=state)
 
     def step(self, action: np.ndarray) -> Transition:
         """Take one action in every environment. action (E,) integer. Afterwards `observation` is the next frame: the
-        first one of the next episode where this one ended."""
+        first one of the next episode where this one ended.
+
+        Raises EnvironmentFault for whatever an environment does wrong. Then only `broken_state` and `close` are left.
+        """
         count = len(self._envs)
         assert action.shape == (count,), f"{action.shape} actions for {count} environments"
         self.observation = np.empty_like(self.observation)
@@ -92,6 +108,20 @@ class Streams:
             "length": np.array([len(played) for played in self._played], np.int64),
             "action": np.array([action for played in self._played for action in played], np.int32),
             "frame": np.array([zlib.crc32(frame.tobytes()) for frame in self.observation], np.int64),
+        }
+
+    def broken_state(self) -> dict[str, Any]:
+        """What `restore` needs after a fault: every stream begins its next game.
+
+        All of them, since the environments before the faulty one have taken a step that the others have not.
+        """
+        count = len(self._envs)
+        return {
+            "seed": self.seed,
+            "game": np.array(self._games, np.int64),
+            "length": np.zeros(count, np.int64),
+            "action": np.zeros(0, np.int32),
+            "frame": np.full(count, BROKEN, np.int64),
         }
 
     def close(self) -> None:
@@ -121,7 +151,10 @@ class Streams:
         if ended and not continues:
             self._games[stream] += 1
             self._start_game(stream)
-        return float(reward), terminated, truncated, info.get("lives", NO_LIVES), ended and not continues
+        lives = info.get("lives")
+        if not isinstance(lives, int | np.integer) or not 0 <= lives <= MOST_LIVES:
+            lives = NO_LIVES  # the word means something else there
+        return float(reward), terminated, truncated, int(lives), ended and not continues
 
     def _replay(self, state: dict[str, Any]) -> None:
         count = len(self._envs)
@@ -130,19 +163,55 @@ class Streams:
                 f"{self._id}: {len(state['game'])} environments were saved side by side, but the settings ask for "
                 f"{count}; use: --set environment.count={len(state['game'])}"
             )
-        stops = np.cumsum(state["length"])
-        for stream in range(count):
-            game = int(state["game"][stream])
-            self._games[stream] = game
+        games = np.split(state["action"], np.cumsum(state["length"])[:-1])
+        for stream, (game, actions, frame) in enumerate(zip(state["game"], games, state["frame"], strict=True)):
+            self._games[stream] = int(game)
+            if frame == BROKEN or not self._play_again(stream, actions, int(frame)):
+                self.restarted[stream] = frame != BROKEN
+                self._games[stream] = int(game) + 1
+                self._start_game(stream)
+
+    def _play_again(self, stream: int, actions: np.ndarray, frame: int) -> bool:
+        """Take the actions of the running game; returns whether they led to the frame with that CRC-32."""
+        env, game = self._envs[stream].unwrapped, self._games[stream]
+        try:
             self._start_game(stream)
-            env, length = self._envs[stream], int(state["length"][stream])
-            for i, action in enumerate(state["action"][stops[stream] - length : stops[stream]]):
+            for i, action in enumerate(actions):
                 if isinstance(env, Atari):
-                    env.drawing = i == length - 1
+                    env.drawing = i == len(actions) - 1
                 self._step_one(stream, int(action))
-            same_frame = zlib.crc32(self.observation[stream].tobytes()) == int(state["frame"][stream])
-            if self._games[stream] != game or not same_frame:
-                raise ArtifactError(
-                    f"{self._id}: playing the saved actions again led elsewhere; the environment does not follow its "
-                    f"seed, or another version of it made this experience."
-                )
+                if self._games[stream] != game:
+                    return False
+        except EnvironmentFault:  # these actions did no harm when they were taken first
+            return False
+        finally:
+            if isinstance(env, Atari):
+                env.drawing = True
+        return zlib.crc32(self.observation[stream].tobytes()) == frame
+
+
+def follows_seed(settings: EnvironmentSettings, actions: int) -> bool:
+    """Return whether the environment shows the same twice under the same seeds and the same few random actions.
+
+    A fault counts as following its seed: whoever plays the environment will meet it.
+    """
+    choices = np.random.default_rng(0).integers(actions, size=(SEED_CHECK_STEPS, 1))
+    try:
+        once = _shown(settings, choices, SEED_CHECK_SECONDS)
+        return _shown(settings, choices[: len(once) - 1], math.inf) == once
+    except EnvironmentFault:
+        return True
+
+
+def _shown(settings: EnvironmentSettings, actions: np.ndarray, seconds: float) -> list[list[bytes]]:
+    """Return all that one stream shows at its beginning and after each of the actions (T, 1), for so long at most."""
+    until = time.monotonic() + seconds
+    streams = Streams(settings.model_copy(update={"count": 1}), train=True, seed=0)
+    shown = [[streams.observation.tobytes()]]
+    for action in actions:
+        after = streams.step(action)
+        shown.append([column.tobytes() for column in (streams.observation, *after[:-1])])
+        if time.monotonic() > until:
+            break
+    streams.close()
+    return shown

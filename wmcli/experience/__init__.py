@@ -2,7 +2,8 @@
 
 The time convention, once: `action[t]` was taken after seeing `observation[t]`; `reward[t]`, `terminated[t]` and
 `truncated[t]` came of it. `first[t]`: `observation[t]` opens an episode. The frame that follows the last action of an
-episode is not kept.
+episode is not kept. An episode may end with neither flag where its environment failed or could not be restored; in
+memory it is truncated.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ class Memory:
     Once a segment was played by a search: `policy` float32 (N, A) and `value` float32 (N,), what each search found, and
     `found` bool (N,), False in the rows of other segments.
     An *episode* is a run of rows of one stream from a row that opens one to the next; the last one of each stream may
-    be unfinished and goes on with the next segment. `upto`: digest of the newest artifact in it, set by the caller.
+    be unfinished and goes on with the next segment. One that was cut, because its environment began anew without ending
+    it, is truncated. `upto`: digest of the newest artifact in it, set by the caller.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -52,6 +53,7 @@ class Memory:
         self._episode = np.zeros(0, np.int64)  # (N,): which episode a row belongs to
         self._stream = np.zeros(0, np.int64)  # (N,): which stream a row belongs to
         self._running: dict[int, int] = {}  # stream -> its newest episode
+        self._newest: dict[int, int] = {}  # stream -> its newest row
         self._count = 0  # episodes
 
     @classmethod
@@ -186,7 +188,19 @@ class Memory:
             self._columns["found"][self._rows : rows] = True
         self._episode = np.concatenate([self._episode, numbers])
         self._stream = np.concatenate([self._stream, arrays["stream"]])
+        self._close_episodes(arrays["first"], arrays["stream"])
         self._rows = rows
+
+    def _close_episodes(self, first: np.ndarray, stream: np.ndarray) -> None:
+        """Mark as truncated the rows before those new ones (n,) that open an episode, unless they terminated theirs."""
+        last = []
+        for s in np.unique(stream).tolist():
+            rows = self._rows + np.flatnonzero(stream == s)
+            before = np.append(self._newest.get(s, -1), rows[:-1])
+            last.append(before[first[rows - self._rows] & (before >= 0)])
+            self._newest[s] = int(rows[-1])
+        rows = np.concatenate(last)
+        self._columns["truncated"][rows] |= ~self._columns["terminated"][rows]
 
     def _number_episodes(self, first: np.ndarray, stream: np.ndarray) -> np.ndarray:
         """The episode of each new row, int64 (n,). Episodes are numbered by the row of their first frame, so that the

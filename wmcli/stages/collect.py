@@ -13,8 +13,8 @@ from wmcli.artifacts.failpoint import failpoint
 from wmcli.assemble import load_controller, settings_of
 from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.controllers.base import Actor
-from wmcli.envs import Streams, Transition
-from wmcli.errors import ArtifactError, Stopped, UsageError
+from wmcli.envs import Streams, Transition, follows_seed
+from wmcli.errors import ArtifactError, EnvironmentFault, Stopped, UsageError
 from wmcli.experience import Recorder, read_segment, write_segment
 from wmcli.stages.context import SEGMENT, Context, check_same_environment
 from wmcli.stages.recorded import collect_recorded, recorded_job
@@ -43,7 +43,8 @@ def collect(
     `collect_scripted` and `collect_recorded`.
 
     Raises ArtifactError when the previous experience is of another environment, scripted or recorded, UsageError when
-    whole episodes are asked for with steps or a controller, Stopped after a signal.
+    whole episodes are asked for with steps or a controller, EnvironmentFault when the environment does something wrong,
+    Stopped after a signal. After these two the same call goes on.
     """
     settings, run = context.settings, context.run
     environment = context.environment
@@ -80,7 +81,7 @@ def collect(
         _play(context, work, streams, recorder, agent, rounds, parts)
         arrays = recorder.arrays()
         write_segment(work.payload / SEGMENT, arrays)
-        save_tensors(work.payload / STREAMS, *_streams_state(streams))
+        save_tensors(work.payload / STREAMS, *_streams_tensors(streams.state()))
         total = len(recorder) + (before.metrics["total_steps"] if before else 0)
         summary = _summary(arrays)
         context.log(job, total, {"stage": "collect", **summary})
@@ -131,7 +132,14 @@ def _begin(
         before.verify()
         streams = Streams.restore(settings.environment, True, _streams_from(*load_tensors(before.file(STREAMS))))
     else:
+        if settings.environment.protocol == "plain":
+            _check_seed(context)
         streams = Streams(settings.environment, train=True, seed=derived_seed(settings.seed, "collect"))
+    if streams.restarted.any():
+        context.progress.warn(
+            f"collect: {settings.environment.id}: playing the saved actions again led elsewhere: it does not follow its"
+            " seed, or was changed. New episodes begin; those that were running count as truncated."
+        )
     agent = _agent(context, actor, before.version if before else 0)
     actions = context.environment["actions"] if actor is not None and settings_of(actor).plans else None
     recorder = Recorder(rounds, len(streams.observation), streams.observation.shape[1:], actions)
@@ -145,6 +153,16 @@ def _begin(
         with context.machine.autocast():
             agent.burn_in(*_last_frames(before, streams, agent.remembers))
     return streams, recorder, agent, parts
+
+
+def _check_seed(context: Context) -> None:
+    """Warn if the environment does not follow its seed."""
+    environment = context.settings.environment
+    if not follows_seed(environment, context.environment["actions"]):
+        context.progress.warn(
+            f"collect: {environment.id} does not follow the seed given to reset(): the same actions led elsewhere."
+            " Results cannot be repeated exactly, and each later command begins new episodes."
+        )
 
 
 def _agent(context: Context, actor: Artifact | None, number: int) -> Actor:
@@ -196,28 +214,42 @@ def _last_frames(before: Artifact, streams: Streams, length: int) -> tuple[np.nd
 def _play(
     context: Context, work: Work, streams: Streams, recorder: Recorder, agent: Actor, rounds: int, parts: int
 ) -> None:
-    """Fill the recorder, with a checkpoint every `training.checkpoint_seconds` and on the first signal."""
+    """Fill the recorder, with a checkpoint every `training.checkpoint_seconds`, on the first signal and after a fault
+    of an environment. What is resumed after a fault begins new episodes: the same actions would fail again."""
     count, total = context.settings.environment.count, rounds * context.settings.environment.count
     saved = len(recorder)
     saved_at = time.monotonic()
+
+    def save(state: dict[str, Any]) -> None:
+        nonlocal saved, saved_at, parts
+        rows = {name: torch.from_numpy(array[saved:]) for name, array in recorder.arrays().items()}
+        save_tensors(work.path / _part(parts), rows, {})
+        saved, parts = len(recorder), parts + 1
+        tensors, about = _streams_tensors(state)
+        tensors |= {f"agent/{name}": value for name, value in agent.state().items()}
+        save_tensors(work.path / CHECKPOINT, tensors, about | {"parts": parts})
+        failpoint("checkpoint")
+        saved_at = time.monotonic()
+
     with stop_requests() as stop, context.progress.bar("collect", total, "steps", start=saved) as bar:
         while len(recorder) < total:
             observation, first = streams.observation, streams.first
             with context.machine.autocast():
                 action = agent.act(observation, first)
-            after = streams.step(action)
+            try:
+                after = streams.step(action)
+            except EnvironmentFault as fault:
+                save(streams.broken_state())
+                if not saved:
+                    raise
+                raise EnvironmentFault(
+                    f"{fault} The {saved} of {total} steps before it are kept; new episodes follow them."
+                ) from fault
             recorder.add(seen(observation, first, action, after) | agent.searched())
             bar.advance(count)
             due = time.monotonic() - saved_at >= context.settings.training.checkpoint_seconds
             if stop or (due and len(recorder) < total):
-                rows = {name: torch.from_numpy(array[saved:]) for name, array in recorder.arrays().items()}
-                save_tensors(work.path / _part(parts), rows, {})
-                saved, parts = len(recorder), parts + 1
-                tensors, about = _streams_state(streams)
-                tensors |= {f"agent/{name}": value for name, value in agent.state().items()}
-                save_tensors(work.path / CHECKPOINT, tensors, about | {"parts": parts})
-                failpoint("checkpoint")
-                saved_at = time.monotonic()
+                save(streams.state())
                 if stop:
                     raise Stopped(
                         f"collect stopped after step {saved} of {total}; the same command goes on from there."
@@ -241,8 +273,7 @@ def _part(index: int) -> str:
     return f"part-{index:04d}.safetensors"
 
 
-def _streams_state(streams: Streams) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    state = streams.state()
+def _streams_tensors(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors = {name: torch.from_numpy(value) for name, value in state.items() if isinstance(value, np.ndarray)}
     return tensors, {"seed": state["seed"]}
 
@@ -261,7 +292,8 @@ def _summary(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
         if len(starts):
             ended = (arrays["terminated"] | arrays["truncated"])[rows]
             totals = np.add.reduceat(arrays["reward"][rows], starts)
-            returns += totals[: int(ended[starts[0] :].sum())].tolist()
+            lasts = np.append(starts[1:], len(rows)) - 1  # an episode's last row ended none where it was cut
+            returns += totals[ended[lasts]].tolist()
     return {
         "steps": len(arrays["action"]),
         "episodes": len(returns),

@@ -34,6 +34,7 @@ from wmcli.world_models.base import WorldModel
 
 PROTOCOL = "returns"  # what sets these evaluations apart from those of stages/grid_world.py
 FILMED_STEPS = 300  # of the first episode
+LONGEST_EPISODE = 100_000  # steps, in an environment without a time limit; Atari's longest protocol allows 108,000
 
 
 class Played(NamedTuple):
@@ -117,7 +118,8 @@ def play_episodes(
     Every episode that is started counts, however long it takes, so that short ones are not over-represented. What the
     file `checkpoint` holds is taken up; it is written every `checkpoint_seconds`, and when all is played.
 
-    Raises Stopped after a signal.
+    Raises Stopped after a signal, UsageError when an episode of an environment without a time limit lasts longer than
+    LONGEST_EPISODE.
     """
     count = min(environments, episodes)
     settings = settings.model_copy(update={"count": count})
@@ -139,6 +141,11 @@ def play_episodes(
                 tally.film.add(frames[0], action[0], after.reward[0], agent.searched())
             before = tally.ended
             tally.add(after)
+            if not streams.has_time_limit and tally.lengths.max() > LONGEST_EPISODE:
+                raise UsageError(
+                    f"{settings.id}: an episode has not ended after {LONGEST_EPISODE:,} steps, and the environment has"
+                    " no time limit; register it with one: gymnasium.register(..., max_episode_steps=N)"
+                )
             bar.advance(tally.ended - before)
             due = stop or tally.complete or time.monotonic() - saved_at >= checkpoint_seconds
             if checkpoint is not None and due:

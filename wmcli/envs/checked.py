@@ -1,0 +1,161 @@
+"""Runs the code of environments: what it prints goes to stderr, what it does wrong ends in one `EnvironmentFault`."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import gymnasium
+import numpy as np
+
+from wmcli.errors import EnvironmentFault, WmError
+
+T = TypeVar("T")
+
+LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are stored as float32
+REMEDY = "Fix the environment, then run the same command again."
+
+
+def run(where: Callable[[], str], function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call `function`, which is an environment's own; stdout is stderr meanwhile, since stdout carries only results.
+
+    Args:
+        where: Describes the call. Called only if something goes wrong.
+
+    Raises:
+        EnvironmentFault: The function raised anything but KeyboardInterrupt or an error of wm, `sys.exit()` included.
+    """
+    stdout, sys.stdout = sys.stdout, sys.stderr
+    try:
+        return function(*args, **kwargs)
+    except (KeyboardInterrupt, WmError):
+        raise
+    except BaseException as error:
+        raise EnvironmentFault(f"{where()} {_raised(error)} {REMEDY}") from error
+    finally:
+        sys.stdout = stdout
+
+
+class Checked(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Holds an environment to gymnasium's contract, so that nothing else reaches whoever plays it.
+
+    `reset` returns a uint8 array of the shape that the observation space promises, and a dict. `step` returns such an
+    array, a finite float, two bools and a dict; rewards and flags may come as arrays of one element. Anything else is
+    an EnvironmentFault that names the environment, the step since the last reset and the action.
+    """
+
+    def __init__(self, env: gymnasium.Env, name: str) -> None:
+        super().__init__(env)
+        self._name = name
+        self._shape = env.observation_space.shape
+        self._call = "reset()"  # the one in progress, for messages
+        self._steps = 0  # since the last reset
+        self._action: Any = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        """Return the first observation and info."""
+        self._call = "reset()" if seed is None else f"reset(seed={seed})"
+        self._steps = 0
+        result = run(self._where, self.env.reset, seed=seed, options=options)
+        observation, info = self._values(result, "(observation, info)", 2)
+        return self._observation(observation), self._info(info)
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """Return observation, reward, terminated, truncated and info."""
+        self._call = "step()"
+        self._steps += 1
+        self._action = action
+        result = run(self._where, self.env.step, action)
+        values = self._values(result, "(observation, reward, terminated, truncated, info)", 5)
+        observation, reward, terminated, truncated, info = values
+        return (
+            self._observation(observation),
+            self._reward(reward),
+            self._flag("terminated", terminated),
+            self._flag("truncated", truncated),
+            self._info(info),
+        )
+
+    def close(self) -> None:
+        """Close the environment. What it does wrong there harms nothing: everything has been played."""
+        try:
+            run(self._where, self.env.close)
+        except EnvironmentFault:
+            return
+
+    def _where(self) -> str:
+        if self._call != "step()":
+            return f"{self._name}: {self._call}"
+        return f"{self._name}: step {self._steps} after reset, action {self._action}: step()"
+
+    def _fault(self, what: str) -> EnvironmentFault:
+        return EnvironmentFault(f"{self._where()} {what}. {REMEDY}")
+
+    def _values(self, result: Any, wanted: str, count: int) -> Any:
+        if isinstance(result, tuple | list) and len(result) == count:
+            return result
+        found = f"{len(result)} values" if isinstance(result, tuple | list) else f"one {type(result).__name__}"
+        raise self._fault(f"returned {found}; it must return {wanted}")
+
+    def _observation(self, observation: Any) -> np.ndarray:
+        if isinstance(observation, np.ndarray) and observation.shape == self._shape and observation.dtype == np.uint8:
+            return observation
+        kind = getattr(observation, "dtype", type(observation).__name__)
+        shape = getattr(observation, "shape", "")
+        raise self._fault(
+            f"returned an observation that is {kind} {shape}; its observation space is uint8 {self._shape}"
+        )
+
+    def _reward(self, reward: Any) -> float:
+        value = reward if type(reward) is float else _number(reward)
+        if value is None or not abs(value) <= LARGEST_REWARD:  # NaN is not <= anything
+            raise self._fault(f"returned the reward {_shown(reward)}; it must be one finite number (float32)")
+        return value
+
+    def _flag(self, name: str, value: Any) -> bool:
+        if type(value) is bool:
+            return value
+        array = np.asarray(value)
+        if array.dtype != np.bool_ or array.size != 1:
+            raise self._fault(f"returned {name} = {_shown(value)}; it must be True or False")
+        return bool(array.item())
+
+    def _info(self, info: Any) -> dict:
+        if not isinstance(info, dict):
+            raise self._fault(f"returned info = {_shown(info)}; it must be a dict")
+        return info
+
+
+def one_line(text: object) -> str:
+    """Return the text of an exception or a value on one line of at most 300 characters."""
+    return " ".join(str(text).split())[:300]
+
+
+def _raised(error: BaseException) -> str:
+    """Describe an exception: its type, its text, and where it was raised."""
+    text = one_line(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    told = f"raised {type(error).__name__}{f': {text}' if text else ''} ({Path(frame.filename).name}:{frame.lineno})."
+    if isinstance(error, ValueError) and "values to unpack" in text:  # by a wrapper of gymnasium's around it
+        told += (
+            " reset() must return (observation, info) and step() (observation, reward, terminated, truncated, info);"
+            " environments for the older gym return fewer."
+        )
+    return told
+
+
+def _number(reward: Any) -> float | None:
+    """Return a reward as a float, None if it is not one number."""
+    try:
+        array = np.asarray(reward)
+        return float(array.item()) if array.dtype.kind in "biufO" else None
+    except Exception:  # an array of several numbers, None, a tensor with a gradient, or an object of the user's
+        return None
+
+
+def _shown(value: Any) -> str:
+    text = one_line(repr(value))
+    return text if len(text) <= 80 else f"{text[:77]}..."
