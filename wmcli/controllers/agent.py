@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from wmcli.controllers.base import Controller, Searched, State
+from wmcli.errors import ArtifactError
 from wmcli.nn.categorical import choose
 from wmcli.world_models.base import WorldModel
 
@@ -122,7 +123,10 @@ class Agent:
 
     @torch.no_grad()
     def load(self, state: dict[str, Tensor]) -> None:
-        """Go on exactly where `state` was taken, with the same weights and number of environments."""
+        """Go on exactly where `state` was taken, with the same weights and number of environments.
+
+        Raises ArtifactError for a state of another form, which another version of wm left.
+        """
         self._fresh = self._put(state["fresh"])
         self._previous_action = self._put(state["previous_action"])
         self._state = self._rebuilt(self._state, state, "controller")
@@ -157,7 +161,11 @@ class Agent:
 
     def _rebuilt(self, template: State, saved: dict[str, Tensor], name: str) -> State:
         count = sum(key.startswith(f"{name}/") for key in saved)
-        assert count == sum(1 for _ in _leaves(template)), f"the saved state of the {name} is another model's"
+        if count != sum(1 for _ in _leaves(template)):
+            raise ArtifactError(
+                f"the checkpoint holds a {name.replace('_', ' ')}'s state of another form, as an older wm kept it: add --fresh to start this"
+                " piece of work again."
+            )
         return _filled(template, iter([self._put(saved[f"{name}/{index}"]) for index in range(count)]))
 
 
