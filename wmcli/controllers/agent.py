@@ -163,8 +163,8 @@ class Agent:
         count = sum(key.startswith(f"{name}/") for key in saved)
         if count != sum(1 for _ in _leaves(template)):
             raise ArtifactError(
-                f"the checkpoint holds a {name.replace('_', ' ')}'s state of another form, as an older wm kept it: add --fresh to start this"
-                " piece of work again."
+                f"the checkpoint holds the state of another {name.replace('_', ' ')}, or one that an older wm saved:"
+                " add --fresh to begin this piece of work again."
             )
         return _filled(template, iter([self._put(saved[f"{name}/{index}"]) for index in range(count)]))
 
