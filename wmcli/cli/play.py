@@ -14,8 +14,19 @@ from wmcli.cli.output import emit_json, line
 def play(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the video goes: a .gif or .mp4.")],
     imagination: Annotated[
-        bool, typer.Option("--imagination", help="Dream beside the real game instead of only playing it.")
+        bool,
+        typer.Option(
+            "--imagination", help="Act in the world model after a few real frames, and show the real game beside it."
+        ),
     ] = False,
+    actions: Annotated[
+        str | None,
+        typer.Option(
+            "--actions",
+            metavar="LIST",
+            help="Actions to begin with, e.g. 0,0,2 or LEFT,LEFT,RIGHT; the controller goes on behind them.",
+        ),
+    ] = None,
     run: RunFolder = DEFAULT_RUN,
     preset: Preset = None,
     settings: Set = None,
@@ -27,7 +38,7 @@ def play(
 ) -> None:
     """Record the controller playing, in the real environment or in imagination.
 
-    Example: wm play --run runs/catch --imagination --out dream.gif
+    Example: wm play --run runs/catch --imagination --actions LEFT,LEFT --out dream.gif
     """
     from wmcli.stages.context import open_context
     from wmcli.stages.play import play as stage
@@ -35,8 +46,8 @@ def play(
     changes = overrides(settings, {"seed": seed, "training.device": device})
     context = open_context(run, preset, changes, create=False, quiet=quiet)
     source: Literal["real", "imagination"] = "imagination" if imagination else "real"
-    path = stage(context, source=source, out=out, controller=controller, seed=context.settings.seed)
+    film = stage(context, source=source, out=out, controller=controller, seed=context.settings.seed, actions=actions)
     if as_json:
-        emit_json({"path": str(path)})
+        emit_json({"path": str(film.path), "frames": film.frames, "return": film.total, "ended": film.ended})
     else:
-        line(str(path))
+        line(str(film.path))
