@@ -126,6 +126,40 @@ def test_strip_has_time_to_the_right_and_a_line_before_the_first_imagined_frame(
     assert marked.tolist() == [margin + 2 * (tile + GAP) - 2, margin + 2 * (tile + GAP) - 1]
 
 
+@pytest.mark.parametrize(("side", "columns"), [(64, (9, 9, 8)), (160, (9, 9, 8)), (84, (9, 9, 8)), (16, (9, 9, 8))])
+def test_a_long_strip_goes_on_below(side, columns):
+    """26 frames of an Atari game in three rows: one of 4,229 pixels is too wide for any screen."""
+    real, imagined = (np.full((26, side, side, 3), np.arange(26)[:, None, None, None] * 9, np.uint8) for _ in range(2))
+    imagined = 255 - imagined
+    picture = images.strip(real, imagined, context=10)
+    tile = images.upscale(real[:1], 128).shape[1]
+    block, margin = BAR + 2 * (tile + GAP) - GAP, picture.shape[1] - columns[0] * (tile + GAP) + GAP
+    assert picture.shape[1] <= 1600 and picture.shape[0] == 3 * (block + 4 * GAP) - 4 * GAP
+    for step in range(26):
+        left = margin + step % columns[0] * (tile + GAP)
+        for row, source in enumerate((real, imagined)):
+            top = step // columns[0] * (block + 4 * GAP) + BAR + row * (tile + GAP)
+            assert (picture[top : top + tile, left : left + tile] == source[step, 0, 0]).all()
+    marked = np.argwhere((picture == images.MARKER).all(axis=-1))
+    assert marked[:, 0].min() == block + 4 * GAP and marked[:, 0].max() == 2 * block + 4 * GAP - 1
+    assert set(marked[:, 1].tolist()) == {margin + tile, margin + tile + 1}
+    assert (picture[-block:, margin + columns[2] * (tile + GAP) :] == images.BACKGROUND).all()
+
+
+def test_side_by_side_takes_captions_and_says_when_the_real_side_is_over():
+    real, imagined = frames(1), frames(2)
+    captions = (["a"] * T, ["b\nc"] * T)
+    movie = images.side_by_side(real, imagined, context=2, over=3, captions=captions)
+    plain = images.side_by_side(real, imagined, context=2)
+    width = 5 * W
+    assert movie.shape == (T, plain.shape[1] + 2 * BAR, plain.shape[2], 3)
+    np.testing.assert_array_equal(movie[:3, : plain.shape[1]], plain[:3])
+    np.testing.assert_array_equal(movie[3:, BAR : plain.shape[1]], plain[3:, BAR:])
+    assert (movie[2, :BAR, :width] != movie[3, :BAR, :width]).any()
+    below = images.captioned(imagined, captions[1])[:, 5 * H :]
+    np.testing.assert_array_equal(movie[:, plain.shape[1] :, width + GAP :], below)
+
+
 def test_grid_wraps_and_shows_the_error_below():
     originals, decoded = frames(6), frames(7)
     picture = images.grid(originals, decoded, columns=3)  # 3 and 2 columns
