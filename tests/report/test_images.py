@@ -111,6 +111,19 @@ def test_captioned_keeps_the_frames_and_writes_below():
     assert (movie[4, 5 * H :, -4:] == images.BACKGROUND).all()  # too long a line is cut before the edge
 
 
+def test_a_caption_too_long_for_its_line_goes_on_below():
+    """In all frames alike, so that nothing jumps: a large return is not cut off."""
+    narrow = frames(3)[:, :, :20]  # 100 pixels
+    captions = images.play_captions([0] * T, [1234.5] * T, ["FIRE"])
+    assert captions[-1] == "step 4   FIRE\nreward +1234.5   return 6172.5"
+    want = [caption.replace("5   return", "5\nreturn") for caption in captions]
+    np.testing.assert_array_equal(images.captioned(narrow, captions), images.captioned(narrow, want))
+    one_is_long = [*want[:-1], captions[-1]]
+    mixed = images.captioned(narrow, ["reward 0   return 0", *["reward +1234.5   return 6172.5"] * (T - 1)])
+    assert mixed.shape[1] == 5 * H + 2 * BAR and images.captioned(narrow, one_is_long).shape[1] == 5 * H + 3 * BAR
+    np.testing.assert_array_equal(mixed[0], images.captioned(narrow[:1], ["reward 0\nreturn 0"])[0])
+
+
 @pytest.mark.parametrize("context", [3, 4])
 def test_strip_has_time_to_the_right_and_a_line_before_the_first_imagined_frame(context):
     real, imagined = frames(4, 7), frames(5, 7)

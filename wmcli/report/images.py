@@ -30,6 +30,7 @@ _FONT = 13  # pixels
 _BAR = 20  # pixels a line of text is high
 _GAP = 2  # pixels between two panels
 _SHARES = 40  # pixels a bar of everything is high
+_WIDE_SPACE = "   "  # between two things in a line of a caption
 _WIDEST = 1600  # pixels; a longer strip goes on in the next row
 _GIF_COLOURS = 255  # one index less than GIF has, so that the writer can mark unchanged pixels
 
@@ -70,8 +71,9 @@ def side_by_side(
     names = [*labels, "|difference|"][: len(panels)]
     if captions:
         assert len(captions) == len(panels), (len(captions), len(panels))
-        lines = max(_lines(each) for each in captions)
-        panels = [_over_captions(panel, each, lines) for panel, each in zip(panels, captions, strict=True)]
+        fitted = [_fitted(each, panels[0].shape[2]) for each in captions]
+        lines = max(map(len, (caption for each in fitted for caption in each)))
+        panels = [_over_captions(panel, each, lines) for panel, each in zip(panels, fitted, strict=True)]
     time, height, width = panels[0].shape[:3]
 
     movie = np.empty((time, _BAR + height, len(panels) * (width + _GAP) - _GAP, 3), dtype=np.uint8)
@@ -91,22 +93,30 @@ def side_by_side(
 
 def captioned(frames: np.ndarray, captions: Sequence[str]) -> np.ndarray:
     """Frames (T, H, W, 3), enlarged, each over a bar with its caption (T of them; "\\n" starts a second line)."""
-    return _over_captions(upscale(_frames(frames)), captions, _lines(captions))
+    frames = upscale(_frames(frames))
+    fitted = _fitted(captions, frames.shape[2])
+    return _over_captions(frames, fitted, max(map(len, fitted), default=1))
 
 
-def _lines(captions: Sequence[str]) -> int:
-    return max((caption.count("\n") + 1 for caption in captions), default=1)
+def _fitted(captions: Sequence[str], width: int) -> list[list[str]]:
+    """The lines of each caption. One that is too long in any of them is broken in all, at its wide spaces."""
+    split = [caption.split("\n") for caption in captions]
+    long = {place for lines in split for place, line in enumerate(lines) if _font().getlength(line) > _room(width)}
+    return [
+        [part for place, line in enumerate(lines) for part in (line.split(_WIDE_SPACE) if place in long else [line])]
+        for lines in split
+    ]
 
 
-def _over_captions(frames: np.ndarray, captions: Sequence[str], lines: int) -> np.ndarray:
-    """Frames (T, H, W, 3), each over `lines` lines with its caption."""
+def _over_captions(frames: np.ndarray, captions: Sequence[Sequence[str]], lines: int) -> np.ndarray:
+    """Frames (T, H, W, 3), each over `lines` lines with its caption, line by line."""
     time, height, width = frames.shape[:3]
     assert len(captions) == time, (len(captions), time)
     movie = np.empty((time, height + lines * _BAR, width, 3), dtype=np.uint8)
     movie[:] = BACKGROUND
     movie[:, :height] = frames
     for index, caption in enumerate(captions):
-        for row, line in enumerate(caption.split("\n")):
+        for row, line in enumerate(caption):
             top = height + row * _BAR
             movie[index, top : top + _BAR] = _text(line, width, TEXT)
     return movie
@@ -143,9 +153,9 @@ def play_captions(
     for step, (action, reward) in enumerate(zip(actions, rewards, strict=True)):
         total += float(reward)
         name = meanings[int(action)] if meanings else f"action {int(action)}"
-        gained = f"{reward:+g}" if reward else "0"
+        gained = f"{reward:+.7g}" if reward else "0"
         worth = f"\nsearched value {values[step]:.2f}" if values else ""
-        captions.append(f"step {step}   {name}\nreward {gained}   return {total:g}{worth}")
+        captions.append(f"step {step}{_WIDE_SPACE}{name}\nreward {gained}{_WIDE_SPACE}return {total:.7g}{worth}")
     return captions
 
 
@@ -257,10 +267,15 @@ def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(_FONT)
 
 
+def _room(width: int) -> int:
+    """Pixels for a line of text in a panel."""
+    return width - 8
+
+
 def _text(line: str, width: int, colour: tuple[int, int, int], *, centre: bool = False) -> np.ndarray:
     """One line of text on the background, (_BAR, width, 3); what does not fit is cut with an ellipsis."""
     font = _font()
-    room = width - 4 if centre else width - 8
+    room = width - 4 if centre else _room(width)
     if font.getlength(line) > room:
         while line and font.getlength(line + "…") > room:
             line = line[:-1]

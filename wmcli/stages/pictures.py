@@ -78,7 +78,7 @@ class Film:
             return list(self.frames), captions
         how = f"cut after {len(self.frames)} frames" if self.ended == "cut" else str(self.ended)
         so_far = " so far" if self.ended == "cut" else ""
-        return [*self.frames, self.outcome], [*captions, f"{how}\nreturn{so_far} {self.total:g}"]
+        return [*self.frames, self.outcome], [*captions, f"{how}\nreturn{so_far} {self.total:.7g}"]
 
     def drawn(self, meanings: Sequence[str] | None) -> np.ndarray:
         """(T, H', W', 3) uint8: all of it under the frames, the outcome `HOLD` times."""

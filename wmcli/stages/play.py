@@ -164,5 +164,5 @@ def _numbers(actions: str, environment: dict[str, Any]) -> list[int]:
 def _described(film: Film) -> str:
     """The film in one line."""
     if film.ended == "cut":
-        return f"cut after {len(film.frames)} frames, the episode went on; return so far {film.total:g}"
-    return f"{len(film.frames)} frames, return {film.total:g}, {film.ended}"
+        return f"cut after {len(film.frames)} frames, the episode went on; return so far {film.total:.7g}"
+    return f"{len(film.frames)} frames, return {film.total:.7g}, {film.ended}"
