@@ -21,6 +21,7 @@ from wmcli.envs.catch import BALL_COLOUR
 from wmcli.envs.vector import Transition
 from wmcli.errors import UsageError
 from wmcli.experience import Memory
+from wmcli.progress import Progress
 from wmcli.report.images import strip, write_png
 from wmcli.stages import play as play_module
 from wmcli.stages.pictures import HOLD, Dream, Film, SideBySide, beside, imagined_beside_real, write_side_by_side
@@ -87,6 +88,19 @@ def test_a_film_shows_how_the_episode_ended(
     assert (last[-2:, 2:4] == ball).all() and not (before[-2:, 2:4] == ball).all()
     shot = pictures(film.path)[-1]
     assert np.abs(shot[:192:12, ::12].astype(int) - last).max() < 16
+
+
+def test_a_film_that_is_cut_says_so(
+    tiny: Path, tmp_path: Path, shown: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(play_module, "STEPS", 4)
+    context = opened(tiny)
+    context.progress = Progress()
+    film = play(context, source="real", out=tmp_path / "a.gif", controller=None, seed=4)
+    assert film[1:] == (4, 0, "cut")
+    assert "cut after 4 frames, the episode went on; return so far 0;" in capsys.readouterr().err
+    assert shown[0].told(None)[1][-1] == "cut after 4 frames\nreturn so far 0"
+    assert len(pictures(film.path)) == 5
 
 
 def test_actions_that_are_given_come_first(tiny: Path, tmp_path: Path, shown: list) -> None:
