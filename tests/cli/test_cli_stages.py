@@ -99,10 +99,10 @@ CASES = [
      {"compare": "backbones", "lengths": [64, 256]}),
     ("loop", "run_loop", ["run", "quickstart"], {"create": True, "preset": "quickstart"}, {}),
     ("loop", "run_loop", ["run"], {"create": True}, {}),
-    ("play", "play", ["play", "--out", "a.gif", "--imagination"], {},
-     {"source": "imagination", "out": Path("a.gif"), "controller": None, "seed": 17, "actions": None}),
+    ("play", "play", ["play", "--out", "a.gif", "--imagination", "--context", "3"], {},
+     {"source": "imagination", "out": Path("a.gif"), "controller": None, "seed": 17, "actions": None, "known": 3}),
     ("play", "play", ["play", "-o", "b.gif", "--actions", "0,UP"], {},
-     {"source": "real", "out": Path("b.gif"), "controller": None, "seed": 17, "actions": "0,UP"}),
+     {"source": "real", "out": Path("b.gif"), "controller": None, "seed": 17, "actions": "0,UP", "known": None}),
 ]  # fmt: skip
 STAGES = [case for case in CASES if case[0] != "play"]
 
@@ -231,6 +231,11 @@ def test_play_prints_where_the_video_is(recorder, capsys):
         "return": 0.5,
         "ended": "time limit",
     }
+
+
+def test_context_belongs_to_imagination(recorder, capsys):
+    assert main.run(["play", "--out", "a.gif", "--context", "3"]) == 2
+    assert "add --imagination" in capsys.readouterr().err and not recorder.called
 
 
 def test_eval_json_is_the_score(recorder, capsys):

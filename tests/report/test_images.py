@@ -84,6 +84,12 @@ def test_captions_say_step_action_reward_and_return():
     ]
 
 
+def test_numbers_are_short_and_scores_whole():
+    values = (0, -0.5, np.float32(0.1), 1 / 3, -20.0, 999.96, 15376.5, 1234567.0)
+    want = ["0", "-0.5", "0.1", "0.3333", "-20", "1000", "15376.5", "1234567"]
+    assert [images.short_number(float(value)) for value in values] == want
+
+
 def test_shares_stand_under_the_frames_and_that_of_the_action_is_amber():
     real, shares = frames(3), np.array([[0.25, 0.75, 0], [1, 0, 0], [0, 0.5, 0.5], [0, 0, 1], [0, 0, 1]])
     movie = images.over_shares(real, shares, [1, 1, 2, 2, 0])

@@ -9,6 +9,7 @@ import typer
 
 from wmcli.cli.options import DEFAULT_RUN, Controller, Device, Json, Preset, Quiet, RunFolder, Seed, Set, overrides
 from wmcli.cli.output import emit_json, line
+from wmcli.errors import UsageError
 
 
 def play(
@@ -27,6 +28,15 @@ def play(
             help="Actions to begin with, e.g. 0,0,2 or LEFT,LEFT,RIGHT; the controller goes on behind them.",
         ),
     ] = None,
+    known: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            metavar="N",
+            min=1,
+            help="With --imagination: real frames to begin with. Default: dynamics.context, as in training.",
+        ),
+    ] = None,
     run: RunFolder = DEFAULT_RUN,
     preset: Preset = None,
     settings: Set = None,
@@ -40,6 +50,8 @@ def play(
 
     Example: wm play --run runs/catch --imagination --actions LEFT,LEFT --out dream.gif
     """
+    if known is not None and not imagination:
+        raise UsageError("--context says how many real frames come before imagined ones: add --imagination.")
     from wmcli.stages.context import open_context
     from wmcli.stages.play import play as stage
 

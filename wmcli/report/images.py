@@ -153,10 +153,16 @@ def play_captions(
     for step, (action, reward) in enumerate(zip(actions, rewards, strict=True)):
         total += float(reward)
         name = meanings[int(action)] if meanings else f"action {int(action)}"
-        gained = f"{reward:+.7g}" if reward else "0"
+        gained = f"reward {'+' if reward > 0 else ''}{short_number(float(reward))}"
         worth = f"\nsearched value {values[step]:.2f}" if values else ""
-        captions.append(f"step {step}{_WIDE_SPACE}{name}\nreward {gained}{_WIDE_SPACE}return {total:.7g}{worth}")
+        so_far = f"return {short_number(total)}"
+        captions.append(f"step {step}{_WIDE_SPACE}{name}\n{gained}{_WIDE_SPACE}{so_far}{worth}")
     return captions
+
+
+def short_number(value: float) -> str:
+    """A reward or return for a person: four digits below 1,000, whole scores whole."""
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:.7g}"
 
 
 def strip(

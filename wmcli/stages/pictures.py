@@ -14,7 +14,16 @@ from torch import Tensor
 from wmcli.artifacts import Run
 from wmcli.envs.vector import Transition
 from wmcli.experience.memory import Memory
-from wmcli.report.images import captioned, over_shares, play_captions, side_by_side, strip, write_gif, write_png
+from wmcli.report.images import (
+    captioned,
+    over_shares,
+    play_captions,
+    short_number,
+    side_by_side,
+    strip,
+    write_gif,
+    write_png,
+)
 from wmcli.report.plots import learned_priors, write_figure
 from wmcli.settings import Settings
 from wmcli.world_models.base import WorldModel
@@ -78,7 +87,7 @@ class Film:
             return list(self.frames), captions
         how = f"cut after {len(self.frames)} frames" if self.ended == "cut" else str(self.ended)
         so_far = " so far" if self.ended == "cut" else ""
-        return [*self.frames, self.outcome], [*captions, f"{how}\nreturn{so_far} {self.total:.7g}"]
+        return [*self.frames, self.outcome], [*captions, f"{how}\nreturn{so_far} {short_number(self.total)}"]
 
     def drawn(self, meanings: Sequence[str] | None) -> np.ndarray:
         """(T, H', W', 3) uint8: all of it under the frames, the outcome `HOLD` times."""

@@ -12,7 +12,7 @@ from wmcli.assemble import load_controller
 from wmcli.controllers.agent import Agent
 from wmcli.envs import Streams
 from wmcli.errors import UsageError
-from wmcli.report.images import check_animation, write_animation
+from wmcli.report.images import check_animation, short_number, write_animation
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.pictures import Dream, Ending, Film, ending
 from wmcli.training.device import derived_seed, isolated_randomness
@@ -40,20 +40,22 @@ def play(
     controller: str | None,
     seed: int,
     actions: str | None = None,
+    known: int | None = None,
 ) -> Filmed:
     """Film one episode to `out`.
 
     Args:
         context: of the run.
         source: "real" plays a test episode, and shows of a planner also what share of the search went to each action,
-            and the value it found. "imagination" plays the first frames, as many as imagination starts from in
-            training, then acts in the world model until this says that the episode ends. Beside it stands the real
+            and the value it found. "imagination" plays the first frames, then acts in the world model until this
+            says that the episode ends. Beside it stands the real
             episode under the same actions.
         out: a .gif or .mp4 file, outside of artifacts.
         controller: a reference; None is the newest.
         seed: of the environment and of all draws.
         actions: numbers or names with commas between, taken one after the other instead of the controller's own, which
             go on behind them.
+        known: real frames before imagination begins; None is as many as in training.
 
     Raises:
         UsageError: an unknown action, a file that cannot be written, or a model that makes no pictures.
@@ -84,8 +86,14 @@ def play(
             film = _real(streams, agent, given)
             movie, about = film.drawn(meanings), _described(film)
         else:
-            dream = _imagined(streams, agent, given, world_model.context)
+            known = known or world_model.context
+            dream = _imagined(streams, agent, given, known)
             film, movie = dream.imagined, dream.drawn(meanings)
+            if dream.context < known:
+                context.progress.say(
+                    f"play: the real episode was over after {dream.context} of the {known} frames that imagination"
+                    " was to start from; give fewer with --context"
+                )
             about = f"imagined from frame {dream.context} on: {_described(film)}; in reality: {_described(dream.real)}"
         streams.close()
     write_animation(out, movie, FPS)
@@ -164,5 +172,5 @@ def _numbers(actions: str, environment: dict[str, Any]) -> list[int]:
 def _described(film: Film) -> str:
     """The film in one line."""
     if film.ended == "cut":
-        return f"cut after {len(film.frames)} frames, the episode went on; return so far {film.total:.7g}"
-    return f"{len(film.frames)} frames, return {film.total:.7g}, {film.ended}"
+        return f"cut after {len(film.frames)} frames, the episode went on; return so far {short_number(film.total)}"
+    return f"{len(film.frames)} frames, return {short_number(film.total)}, {film.ended}"
