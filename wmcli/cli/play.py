@@ -58,7 +58,8 @@ def play(
     changes = overrides(settings, {"seed": seed, "training.device": device})
     context = open_context(run, preset, changes, create=False, quiet=quiet)
     source: Literal["real", "imagination"] = "imagination" if imagination else "real"
-    film = stage(context, source=source, out=out, controller=controller, seed=context.settings.seed, actions=actions)
+    seed = context.settings.seed
+    film = stage(context, source=source, out=out, controller=controller, seed=seed, actions=actions, known=known)
     if as_json:
         emit_json({"path": str(film.path), "frames": film.frames, "return": film.total, "ended": film.ended})
     else:
