@@ -71,9 +71,12 @@ def side_by_side(
     names = [*labels, "|difference|"][: len(panels)]
     if captions:
         assert len(captions) == len(panels), (len(captions), len(panels))
-        fitted = [_fitted(each, panels[0].shape[2]) for each in captions]
-        lines = max(map(len, (caption for each in fitted for caption in each)))
-        panels = [_over_captions(panel, each, lines) for panel, each in zip(panels, fitted, strict=True)]
+        together = _fitted([caption for each in captions for caption in each], panels[0].shape[2])
+        lines = max(map(len, together))
+        panels = [
+            _over_captions(panel, together[index * len(panel) : (index + 1) * len(panel)], lines)
+            for index, panel in enumerate(panels)
+        ]
     time, height, width = panels[0].shape[:3]
 
     movie = np.empty((time, _BAR + height, len(panels) * (width + _GAP) - _GAP, 3), dtype=np.uint8)
