@@ -110,10 +110,10 @@ CASES = [
      {"compare": "backbones", "lengths": [64, 256]}),
     ("loop", "run_loop", ["run", "quickstart"], {"create": True, "preset": "quickstart"}, {}),
     ("loop", "run_loop", ["run"], {"create": True}, {}),
-    ("play", "play", ["play", "--out", "a.gif", "--imagination"], {},
-     {"source": "imagination", "out": Path("a.gif"), "controller": None, "seed": 17}),
-    ("play", "play", ["play", "-o", "b.gif"], {},
-     {"source": "real", "out": Path("b.gif"), "controller": None, "seed": 17}),
+    ("play", "play", ["play", "--out", "a.gif", "--imagination", "--context", "3"], {},
+     {"source": "imagination", "out": Path("a.gif"), "controller": None, "seed": 17, "actions": None, "known": 3}),
+    ("play", "play", ["play", "-o", "b.gif", "--actions", "0,UP"], {},
+     {"source": "real", "out": Path("b.gif"), "controller": None, "seed": 17, "actions": "0,UP", "known": None}),
 ]  # fmt: skip
 STAGES = [case for case in CASES if case[0] != "play"]
 
@@ -134,7 +134,9 @@ class Recorder:
         def run(context: Any, **keywords: Any) -> Any:
             print("talk", file=sys.stderr)
             self.called.append((name, keywords))
-            return keywords["out"] if name == "play" else ARTIFACT
+            if name == "play":
+                return SimpleNamespace(path=keywords["out"], frames=7, total=0.5, ended="time limit")
+            return ARTIFACT
 
         return run
 
@@ -247,7 +249,17 @@ def test_play_prints_where_the_video_is(recorder, capsys):
     assert main.run(["play", "--out", "a.gif"]) == 0
     assert capsys.readouterr().out == "a.gif\n"
     assert main.run(["play", "--out", "a.gif", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"path": "a.gif"}
+    assert json.loads(capsys.readouterr().out) == {
+        "path": "a.gif",
+        "frames": 7,
+        "return": 0.5,
+        "ended": "time limit",
+    }
+
+
+def test_context_belongs_to_imagination(recorder, capsys):
+    assert main.run(["play", "--out", "a.gif", "--context", "3"]) == 2
+    assert "add --imagination" in capsys.readouterr().err and not recorder.called
 
 
 @pytest.mark.parametrize(("line", "expected"), [

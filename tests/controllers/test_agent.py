@@ -12,6 +12,7 @@ from wmcli.controllers.actor_critic import ActorCritic, ActorCriticSettings
 from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.controllers.base import Searched
 from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings
+from wmcli.errors import ArtifactError
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -151,6 +152,17 @@ def test_resume_is_exact(world, played):
     torch.testing.assert_close(other._state, agent._state, rtol=0, atol=0)
     assert type(other._world_state) is type(agent._world_state)
     assert other._world_state.step == agent._world_state.step
+
+
+def test_a_checkpoint_of_another_form_is_refused_in_one_line(world):
+    """An older version kept fewer tensors of the world model's state."""
+    agent = Agent(world, controller_for(), 3, temperature=1, epsilon=0, generator=seeded(5))
+    agent.act(frames_of(torch.tensor([1, 2, 3])), np.ones(3, bool))
+    stored = agent.state()
+    del stored["world_model/2"]
+    with pytest.raises(ArtifactError, match="world model.*--fresh") as caught:
+        Agent(world, controller_for(), 3, temperature=1, epsilon=0, generator=seeded(5)).load(stored)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("played", [0, 7])

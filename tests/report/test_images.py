@@ -84,6 +84,12 @@ def test_captions_say_step_action_reward_and_return():
     ]
 
 
+def test_numbers_are_short_and_scores_whole():
+    values = (0, -0.5, np.float32(0.1), 1 / 3, -20.0, 999.96, 15376.5, 1234567.0)
+    want = ["0", "-0.5", "0.1", "0.3333", "-20", "1000", "15376.5", "1234567"]
+    assert [images.short_number(float(value)) for value in values] == want
+
+
 def test_shares_stand_under_the_frames_and_that_of_the_action_is_amber():
     real, shares = frames(3), np.array([[0.25, 0.75, 0], [1, 0, 0], [0, 0.5, 0.5], [0, 0, 1], [0, 0, 1]])
     movie = images.over_shares(real, shares, [1, 1, 2, 2, 0])
@@ -111,6 +117,19 @@ def test_captioned_keeps_the_frames_and_writes_below():
     assert (movie[4, 5 * H :, -4:] == images.BACKGROUND).all()  # too long a line is cut before the edge
 
 
+def test_a_caption_too_long_for_its_line_goes_on_below():
+    """In all frames alike, so that nothing jumps: a large return is not cut off."""
+    narrow = frames(3)[:, :, :20]  # 100 pixels
+    captions = images.play_captions([0] * T, [1234.5] * T, ["FIRE"])
+    assert captions[-1] == "step 4   FIRE\nreward +1234.5   return 6172.5"
+    want = [caption.replace("5   return", "5\nreturn") for caption in captions]
+    np.testing.assert_array_equal(images.captioned(narrow, captions), images.captioned(narrow, want))
+    one_is_long = [*want[:-1], captions[-1]]
+    mixed = images.captioned(narrow, ["reward 0   return 0", *["reward +1234.5   return 6172.5"] * (T - 1)])
+    assert mixed.shape[1] == 5 * H + 2 * BAR and images.captioned(narrow, one_is_long).shape[1] == 5 * H + 3 * BAR
+    np.testing.assert_array_equal(mixed[0], images.captioned(narrow[:1], ["reward 0\nreturn 0"])[0])
+
+
 @pytest.mark.parametrize("context", [3, 4])
 def test_strip_has_time_to_the_right_and_a_line_before_the_first_imagined_frame(context):
     real, imagined = frames(4, 7), frames(5, 7)
@@ -124,6 +143,40 @@ def test_strip_has_time_to_the_right_and_a_line_before_the_first_imagined_frame(
             np.testing.assert_array_equal(picture[top + 1 : top + 3 * H : 3, left + 1 : left + tile : 3], source[step])
     marked = np.flatnonzero((picture == images.MARKER).all(axis=(0, 2)))
     assert marked.tolist() == [margin + 2 * (tile + GAP) - 2, margin + 2 * (tile + GAP) - 1]
+
+
+@pytest.mark.parametrize(("side", "columns"), [(64, (9, 9, 8)), (160, (9, 9, 8)), (84, (9, 9, 8)), (16, (9, 9, 8))])
+def test_a_long_strip_goes_on_below(side, columns):
+    """26 frames of an Atari game in three rows: one of 4,229 pixels is too wide for any screen."""
+    real, imagined = (np.full((26, side, side, 3), np.arange(26)[:, None, None, None] * 9, np.uint8) for _ in range(2))
+    imagined = 255 - imagined
+    picture = images.strip(real, imagined, context=10)
+    tile = images.upscale(real[:1], 128).shape[1]
+    block, margin = BAR + 2 * (tile + GAP) - GAP, picture.shape[1] - columns[0] * (tile + GAP) + GAP
+    assert picture.shape[1] <= 1600 and picture.shape[0] == 3 * (block + 4 * GAP) - 4 * GAP
+    for step in range(26):
+        left = margin + step % columns[0] * (tile + GAP)
+        for row, source in enumerate((real, imagined)):
+            top = step // columns[0] * (block + 4 * GAP) + BAR + row * (tile + GAP)
+            assert (picture[top : top + tile, left : left + tile] == source[step, 0, 0]).all()
+    marked = np.argwhere((picture == images.MARKER).all(axis=-1))
+    assert marked[:, 0].min() == block + 4 * GAP and marked[:, 0].max() == 2 * block + 4 * GAP - 1
+    assert set(marked[:, 1].tolist()) == {margin + tile, margin + tile + 1}
+    assert (picture[-block:, margin + columns[2] * (tile + GAP) :] == images.BACKGROUND).all()
+
+
+def test_side_by_side_takes_captions_and_says_when_the_real_side_is_over():
+    real, imagined = frames(1), frames(2)
+    captions = (["a"] * T, ["b\nc"] * T)
+    movie = images.side_by_side(real, imagined, context=2, over=3, captions=captions)
+    plain = images.side_by_side(real, imagined, context=2)
+    width = 5 * W
+    assert movie.shape == (T, plain.shape[1] + 2 * BAR, plain.shape[2], 3)
+    np.testing.assert_array_equal(movie[:3, : plain.shape[1]], plain[:3])
+    np.testing.assert_array_equal(movie[3:, BAR : plain.shape[1]], plain[3:, BAR:])
+    assert (movie[2, :BAR, :width] != movie[3, :BAR, :width]).any()
+    below = images.captioned(imagined, captions[1])[:, 5 * H :]
+    np.testing.assert_array_equal(movie[:, plain.shape[1] :, width + GAP :], below)
 
 
 def test_grid_wraps_and_shows_the_error_below():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny_run
 import torch
+from PIL import Image
 from tiny_run import Killed, command, kill_at, settings, sha256
 
 from wmcli.artifacts import Artifact, Run
@@ -27,6 +28,7 @@ from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
 from wmcli.stages.loop import run_loop
+from wmcli.stages.pictures import Dream
 from wmcli.stages.play import play
 from wmcli.stages.profile import profile
 from wmcli.stages.tokenizer import train_tokenizer
@@ -417,10 +419,28 @@ def test_pictures_films_and_profiles(run: Path, tmp_path: Path) -> None:
     imagine(opened(run))
     for source in ("real", "imagination"):
         film = play(opened(run), source=source, out=tmp_path / f"{source}.gif", controller=None, seed=1)  # type: ignore[arg-type]
-        assert film.stat().st_size > 0
+        assert film.path.stat().st_size > 0
     rows = {row["what"]: row for row in profile(opened(run), parts=("stages",)).metrics["rows"]}
     assert {"train-dynamics", "imagine (controller update)", "imagination"} <= set(rows)
     assert all(row["rate"] > 0 for row in rows.values())
+
+
+def test_a_model_that_decodes_from_its_state_dreams_too(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = Dream.drawn
+    state = ["dynamics.decoder_reads=state", "dynamics.act_window=0"]
+    train_dynamics(opened(run, *state))
+    imagine(opened(run, *state))
+    kept = []
+    monkeypatch.setattr(Dream, "drawn", lambda dream, _: [kept.append(dream), drawn(dream, None)][1])
+    for known in (None, 5, 30):
+        film = play(
+            opened(run, *state), source="imagination", out=tmp_path / "x.gif", controller=None, seed=1, known=known
+        )
+    assert [dream.context for dream in kept] == [3, 5, 7], "as in training, as asked for, and all of a short episode"
+    with Image.open(film.path) as picture:
+        assert picture.width == 2 * 192 + 2
 
 
 def test_the_presets_are_there() -> None:

@@ -256,7 +256,7 @@ def test_what_has_no_place_here_is_one_clear_line(run: Path, tmp_path: Path) -> 
         train_tokenizer(opened(run))
     with pytest.raises(UsageError, match="plans in latents that no picture is made of"):
         play(opened(run), source="imagination", out=tmp_path / "x.gif", controller=None, seed=1)
-    assert play(opened(run), source="real", out=tmp_path / "x.gif", controller=None, seed=1).exists()
+    assert play(opened(run), source="real", out=tmp_path / "x.gif", controller=None, seed=1).path.exists()
     with pytest.raises(UsageError, match="dynamics of kind 'token' learn none: set dynamics.kind to unizero or muzero"):
         open_context(tmp_path / "y", "quickstart", ["controller.kind=mcts"], create=True)
 

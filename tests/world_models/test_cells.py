@@ -308,18 +308,12 @@ def test_the_reward_follows_the_rules_of_the_environment() -> None:
     assert imagined.reward.tolist() == rewards
 
 
-def test_perceiving_reads_the_frame_alone() -> None:
+def test_perceiving_reads_the_cells_off_the_frame() -> None:
     model = make()
     frames, action = played()
     first = model.perceive(None, frames[:, 0], action[:, 0], torch.ones(B, dtype=torch.bool))
     second = model.perceive(first, frames[:, 1], action[:, 0], torch.zeros(B, dtype=torch.bool))
     assert (model.latent(second) == model.encode(frames[:, 1])).all()
-    latent = model.encode(frames)
-    torch.manual_seed(2)
-    want, _ = model.imagine(model.observe(latent[:, 1:2], action[:, 1:2], opening(action[:, 1:2]))[1], action[:, 1])
-    torch.manual_seed(2)
-    got, _ = model.imagine(second, action[:, 1])
-    assert (got.latent == want.latent).all() and (got.reward == want.reward).all()
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------

@@ -9,13 +9,34 @@ import typer
 
 from wmcli.cli.options import DEFAULT_RUN, Controller, Device, Json, Preset, Quiet, RunFolder, Seed, Set, overrides
 from wmcli.cli.output import emit_json, line
+from wmcli.errors import UsageError
 
 
 def play(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the video goes: a .gif or .mp4.")],
     imagination: Annotated[
-        bool, typer.Option("--imagination", help="Dream beside the real game instead of only playing it.")
+        bool,
+        typer.Option(
+            "--imagination", help="Act in the world model after a few real frames, and show the real game beside it."
+        ),
     ] = False,
+    actions: Annotated[
+        str | None,
+        typer.Option(
+            "--actions",
+            metavar="LIST",
+            help="Actions to begin with, e.g. 0,0,2 or LEFT,LEFT,RIGHT; the controller goes on behind them.",
+        ),
+    ] = None,
+    known: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            metavar="N",
+            min=1,
+            help="With --imagination: real frames to begin with. Default: dynamics.context, as in training.",
+        ),
+    ] = None,
     run: RunFolder = DEFAULT_RUN,
     preset: Preset = None,
     settings: Set = None,
@@ -29,15 +50,19 @@ def play(
 
     Examples:
         wm play --run runs/catch --imagination --out dream.gif
+        wm play --run runs/catch --imagination --actions LEFT,LEFT --out dream.gif
     """
+    if known is not None and not imagination:
+        raise UsageError("--context says how many real frames come before imagined ones: add --imagination.")
     from wmcli.stages.context import open_context
     from wmcli.stages.play import play as stage
 
     changes = overrides(settings, {"seed": seed, "training.device": device})
     context = open_context(run, preset, changes, create=False, quiet=quiet)
     source: Literal["real", "imagination"] = "imagination" if imagination else "real"
-    path = stage(context, source=source, out=out, controller=controller, seed=context.settings.seed)
+    seed = context.settings.seed
+    film = stage(context, source=source, out=out, controller=controller, seed=seed, actions=actions, known=known)
     if as_json:
-        emit_json({"path": str(path)})
+        emit_json({"path": str(film.path), "frames": film.frames, "return": film.total, "ended": film.ended})
     else:
-        line(str(path))
+        line(str(film.path))

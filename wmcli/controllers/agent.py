@@ -1,4 +1,4 @@
-"""Playing on real frames: what collection and evaluation use.
+"""Playing on real frames, as collection and evaluation do, and on imagined ones.
 
 E environments side by side, T time (frames), H W C image, A actions.
 An `Agent` joins a world model, which turns frames into what the controller sees, and a controller, which decides. Its
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from wmcli.controllers.base import Controller, Searched, State
+from wmcli.errors import ArtifactError
 from wmcli.nn.categorical import choose
-from wmcli.world_models.base import WorldModel
+from wmcli.world_models.base import Imagined, WorldModel
 
 
 class Agent:
@@ -60,10 +61,20 @@ class Agent:
         self._frame_shape: tuple[int, ...] = ()
         self._searched: Searched | None = None
 
-    @torch.no_grad()
     def act(self, observation: np.ndarray | Tensor, first: np.ndarray | Tensor) -> np.ndarray:
         """Actions (E,) int64 for the current frames (E, H, W, C) uint8; rows with `first` True start from nothing."""
+        self.perceive(observation, first)
+        return self.decide()
+
+    @torch.no_grad()
+    def perceive(self, observation: np.ndarray | Tensor, first: np.ndarray | Tensor) -> None:
+        """Take in the current frames, as `act` does, for `decide` to act on."""
         self._perceive(self._put(observation), self._put(first) | self._fresh)
+        self._fresh = torch.zeros_like(self._fresh)
+
+    @torch.no_grad()
+    def decide(self, instead: np.ndarray | None = None) -> np.ndarray:
+        """Actions (E,) int64 for what was perceived or imagined last; `instead` are taken in place of its own."""
         generator = self.generator if self.explore else None
         logits, state = self.controller.decide(self.world_model, self._world_state, self._state, generator)
         self._searched = self.controller.found(state)
@@ -72,10 +83,25 @@ class Agent:
         if self.epsilon > 0:
             uniform = torch.randint(logits.shape[1], chosen.shape, generator=self.generator)
             executed = torch.where(torch.rand(chosen.shape, generator=self.generator) < self.epsilon, uniform, chosen)
+        if instead is not None:
+            executed = torch.as_tensor(instead, dtype=torch.int64)
         self._state = self.controller.follow(self._put(executed if self.feed_executed_action else chosen), state)
         self._previous_action = self._put(executed)
-        self._fresh = torch.zeros_like(self._fresh)
         return executed.numpy().copy()  # the caller's own: this agent remembers `executed`
+
+    @torch.no_grad()
+    def imagine(self) -> Imagined:
+        """Let the world model say what the last actions bring, instead of an environment; `decide` acts on it next.
+
+        Draws with torch's global generator.
+        """
+        imagined, self._world_state = self.world_model.imagine(self._world_state, self._previous_action)
+        return imagined
+
+    @torch.no_grad()
+    def frame(self) -> np.ndarray:
+        """What was perceived or imagined last, as the world model draws it, (E, H, W, C) uint8."""
+        return self.world_model.frame(self._world_state).cpu().numpy()
 
     def searched(self) -> dict[str, np.ndarray]:
         """What the search behind the last `act` found, policy (E, A) and value (E,); empty for one who does not."""
@@ -122,7 +148,10 @@ class Agent:
 
     @torch.no_grad()
     def load(self, state: dict[str, Tensor]) -> None:
-        """Go on exactly where `state` was taken, with the same weights and number of environments."""
+        """Go on exactly where `state` was taken, with the same weights and number of environments.
+
+        Raises ArtifactError for a state of another form, which another version of wm left.
+        """
         self._fresh = self._put(state["fresh"])
         self._previous_action = self._put(state["previous_action"])
         self._state = self._rebuilt(self._state, state, "controller")
@@ -157,7 +186,11 @@ class Agent:
 
     def _rebuilt(self, template: State, saved: dict[str, Tensor], name: str) -> State:
         count = sum(key.startswith(f"{name}/") for key in saved)
-        assert count == sum(1 for _ in _leaves(template)), f"the saved state of the {name} is another model's"
+        if count != sum(1 for _ in _leaves(template)):
+            raise ArtifactError(
+                f"the checkpoint holds the state of another {name.replace('_', ' ')}, or one that an older wm saved:"
+                " add --fresh to begin this piece of work again."
+            )
         return _filled(template, iter([self._put(saved[f"{name}/{index}"]) for index in range(count)]))
 
 

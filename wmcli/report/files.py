@@ -3,22 +3,68 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from wmcli.errors import MachineError, UsageError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+_MANIFEST = "manifest.json"  # wmcli.artifacts.manifest, which this layer does not import
+_MANIFEST_KEYS = {"kind", "version", "job", "files", "digest"}
+
+
+def check_target(path: Path, suffixes: Collection[str] = ()) -> None:
+    """Refuse, before any work, a file that could not be written or that must not be.
+
+    Args:
+        path: where a result is to go.
+        suffixes: the endings that are possible, in lower case, such as ".png"; any where there are none.
+
+    Raises:
+        UsageError: another suffix, a folder that is missing or not writable, a folder in the file's place, or a place
+            inside an artifact, symbolic links followed.
+    """
+    if suffixes and path.suffix.lower() not in suffixes:
+        allowed = " or ".join(suffixes)
+        raise UsageError(f"cannot write {path}: its name must end in {allowed}, not '{path.suffix}'.")
+    if not path.parent.is_dir():
+        raise UsageError(f"cannot write {path}: there is no folder {path.parent}; create it first.")
+    if path.is_dir():
+        raise UsageError(f"cannot write {path}: it is a folder; name a file in it.")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"cannot write {path}: the folder {path.parent} is not writable.")
+    artifact = _artifact_around(path)
+    if artifact is not None:
+        raise UsageError(
+            f"cannot write {path}: it lies inside the artifact {artifact}, which never changes; choose another place."
+        )
+
+
+def _artifact_around(path: Path) -> Path | None:
+    """The published artifact in which `path` or the file that it links to lies."""
+    for place in (path.parent.resolve() / path.name, path.resolve()):
+        for folder in place.parents:
+            if _holds_manifest(folder):
+                return folder
+    return None
+
+
+def _holds_manifest(folder: Path) -> bool:
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and manifest.keys() >= _MANIFEST_KEYS
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a hidden sibling of `path` with the same suffix, then rename it to `path`.
 
-    Raises UsageError where the folder is missing or not writable, MachineError where the disk is full or failing.
+    Raises UsageError as `check_target` does, MachineError where the disk is full or failing.
     """
-    if not path.parent.is_dir():
-        raise UsageError(f"cannot write {path}: there is no folder {path.parent}; create it first.")
+    check_target(path)
     draft = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         write(draft)

@@ -10,12 +10,13 @@ import functools
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from wmcli.errors import UsageError
-from wmcli.report.files import write_whole
+from wmcli.report.files import check_target, write_whole
 
 BACKGROUND = (24, 24, 27)
 TEXT = (236, 236, 240)
@@ -29,6 +30,8 @@ _FONT = 13  # pixels
 _BAR = 20  # pixels a line of text is high
 _GAP = 2  # pixels between two panels
 _SHARES = 40  # pixels a bar of everything is high
+_WIDE_SPACE = "   "  # between two things in a line of a caption
+_WIDEST = 1600  # pixels; a longer strip goes on in the next row
 _GIF_COLOURS = 255  # one index less than GIF has, so that the writer can mark unchanged pixels
 
 
@@ -48,12 +51,17 @@ def side_by_side(
     context: int = 0,
     labels: tuple[str, str] = ("real", "imagined"),
     error: bool = False,
+    over: int | None = None,
+    captions: Sequence[Sequence[str]] = (),
 ) -> np.ndarray:
     """Real and imagined frames (T, H, W, 3) as labelled panels -> (T, H', W', 3).
 
-    context: how many leading frames were given to the model and not imagined; over these the right label reads
-        "context" and the line between the panels is grey, afterwards it is amber.
-    error: a third panel with the absolute difference.
+    Args:
+        context: how many leading frames were given to the model and not imagined; over these the right label reads
+            "context" and the line between the panels is grey, afterwards it is amber.
+        error: a third panel with the absolute difference.
+        over: from this frame on the real episode is over, and its label says so.
+        captions: for each panel T captions to stand below it, as in `captioned`; none.
     """
     real, imagined = _frames(real), _frames(imagined)
     assert real.shape == imagined.shape, (real.shape, imagined.shape)
@@ -61,6 +69,14 @@ def side_by_side(
     if error:
         panels.append(upscale(_difference(real, imagined)))
     names = [*labels, "|difference|"][: len(panels)]
+    if captions:
+        assert len(captions) == len(panels), (len(captions), len(panels))
+        together = _fitted([caption for each in captions for caption in each], panels[0].shape[2])
+        lines = max(map(len, together))
+        panels = [
+            _over_captions(panel, together[index * len(panel) : (index + 1) * len(panel)], lines)
+            for index, panel in enumerate(panels)
+        ]
     time, height, width = panels[0].shape[:3]
 
     movie = np.empty((time, _BAR + height, len(panels) * (width + _GAP) - _GAP, 3), dtype=np.uint8)
@@ -70,6 +86,8 @@ def side_by_side(
         left = index * (width + _GAP)
         movie[:, _BAR:, left : left + width] = panel
         movie[:, :_BAR, left : left + width] = _text(name, width, TEXT)
+        if index == 0 and over is not None:
+            movie[over:, :_BAR, :width] = _text(f"{name}: over", width, FAINT)
         if index == 1:
             movie[:context, :_BAR, left : left + width] = _text("context", width, FAINT)
             movie[context:, :, left - _GAP : left] = MARKER if context else LINE
@@ -79,14 +97,29 @@ def side_by_side(
 def captioned(frames: np.ndarray, captions: Sequence[str]) -> np.ndarray:
     """Frames (T, H, W, 3), enlarged, each over a bar with its caption (T of them; "\\n" starts a second line)."""
     frames = upscale(_frames(frames))
+    fitted = _fitted(captions, frames.shape[2])
+    return _over_captions(frames, fitted, max(map(len, fitted), default=1))
+
+
+def _fitted(captions: Sequence[str], width: int) -> list[list[str]]:
+    """The lines of each caption. One that is too long in any of them is broken in all, at its wide spaces."""
+    split = [caption.split("\n") for caption in captions]
+    long = {place for lines in split for place, line in enumerate(lines) if _font().getlength(line) > _room(width)}
+    return [
+        [part for place, line in enumerate(lines) for part in (line.split(_WIDE_SPACE) if place in long else [line])]
+        for lines in split
+    ]
+
+
+def _over_captions(frames: np.ndarray, captions: Sequence[Sequence[str]], lines: int) -> np.ndarray:
+    """Frames (T, H, W, 3), each over `lines` lines with its caption, line by line."""
     time, height, width = frames.shape[:3]
     assert len(captions) == time, (len(captions), time)
-    lines = max((caption.count("\n") + 1 for caption in captions), default=1)
     movie = np.empty((time, height + lines * _BAR, width, 3), dtype=np.uint8)
     movie[:] = BACKGROUND
     movie[:, :height] = frames
     for index, caption in enumerate(captions):
-        for row, line in enumerate(caption.split("\n")):
+        for row, line in enumerate(caption):
             top = height + row * _BAR
             movie[index, top : top + _BAR] = _text(line, width, TEXT)
     return movie
@@ -123,10 +156,16 @@ def play_captions(
     for step, (action, reward) in enumerate(zip(actions, rewards, strict=True)):
         total += float(reward)
         name = meanings[int(action)] if meanings else f"action {int(action)}"
-        gained = f"{reward:+g}" if reward else "0"
+        gained = f"reward {'+' if reward > 0 else ''}{short_number(float(reward))}"
         worth = f"\nsearched value {values[step]:.2f}" if values else ""
-        captions.append(f"step {step}   {name}\nreward {gained}   return {total:g}{worth}")
+        so_far = f"return {short_number(total)}"
+        captions.append(f"step {step}{_WIDE_SPACE}{name}\n{gained}{_WIDE_SPACE}{so_far}{worth}")
     return captions
+
+
+def short_number(value: float) -> str:
+    """A reward or return for a person: four digits below 1,000, whole scores whole."""
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:.7g}"
 
 
 def strip(
@@ -137,24 +176,32 @@ def strip(
     context: int = 0,
     labels: tuple[str, str] = ("real", "imagined"),
 ) -> np.ndarray:
-    """Frames (T, H, W, 3) as one picture of two rows, time to the right -> (H', W', 3).
+    """Frames (T, H, W, 3) as one picture, real over imagined, time to the right -> (H', W', 3).
 
-    every: show every so many-th frame; its time step stands over the column.
-    context: how many leading frames were given to the model; an amber line stands before the first imagined frame.
+    What does not fit into a picture of 1,600 pixels goes on below, in rows of nearly equal length.
+
+    Args:
+        every: show every so many-th frame; its time step stands over the column.
+        context: how many leading frames were given to the model; an amber line stands before the first imagined frame.
     """
     real, imagined = _frames(real), _frames(imagined)
     assert real.shape == imagined.shape, (real.shape, imagined.shape)
     steps = list(range(0, len(real), every))
-    picture, tile, margin = _table([real[steps], imagined[steps]], labels)
-    first = next((index for index, step in enumerate(steps) if step >= context), len(steps))
-    for index, step in enumerate(steps):
-        left = margin + index * (tile + _GAP)
-        head = f"t = {step}" if index == 0 else str(step)
-        picture[:_BAR, left : left + tile] = _text(head, tile, FAINT if step < context else TEXT, centre=True)
-    if 0 < first < len(steps):
-        left = margin + first * (tile + _GAP)
-        picture[:, left - _GAP : left] = MARKER
-    return picture
+    rows = -(-len(steps) // _columns(real, labels))
+    columns = -(-len(steps) // rows)
+    first = next((step for step in steps if step >= context), None) if context else None
+    blocks = []
+    for start in range(0, len(steps), columns):
+        shown = steps[start : start + columns]
+        block, tile, margin = _table([real[shown], imagined[shown]], labels)
+        for index, step in enumerate(shown):
+            left = margin + index * (tile + _GAP)
+            head = f"t = {step}" if step == 0 else str(step)
+            block[:_BAR, left : left + tile] = _text(head, tile, FAINT if step < context else TEXT, centre=True)
+            if step == first:
+                block[:, left - _GAP : left] = MARKER
+        blocks.append(block)
+    return _stacked(blocks)
 
 
 def grid(
@@ -172,7 +219,12 @@ def grid(
         _table([row[start : start + columns] for row in rows], labels)[0][_BAR:]  # nothing to say in the head line
         for start in range(0, len(originals), columns)
     ]
-    gap = 4 * _GAP  # wider than within a block, so that the three rows are seen to belong together
+    return _stacked(blocks)
+
+
+def _stacked(blocks: Sequence[np.ndarray]) -> np.ndarray:
+    """Pictures (H, W, 3) under each other, the first the widest; further apart than rows within them are."""
+    gap = 4 * _GAP
     height, width = blocks[0].shape[:2]
     picture = np.empty((len(blocks) * (height + gap) - gap, width, 3), dtype=np.uint8)
     picture[:] = BACKGROUND
@@ -182,11 +234,20 @@ def grid(
     return picture
 
 
+def _columns(frames: np.ndarray, labels: Sequence[str]) -> int:
+    """How many tiles of `_table` fit into the widest picture."""
+    return max(1, (_WIDEST - _margin(labels) + _GAP) // (upscale(frames[:1], _TILE).shape[2] + _GAP))
+
+
+def _margin(labels: Sequence[str]) -> int:
+    return max(int(np.ceil(_font().getlength(label))) for label in labels) + 16
+
+
 def _table(rows: Sequence[np.ndarray], labels: Sequence[str]) -> tuple[np.ndarray, int, int]:
     """Rows of frames (N, H, W, 3) under an empty head line, labels at the left -> picture, tile width, left margin."""
     tiles = [upscale(row, _TILE) for row in rows]
     count, height, width = tiles[0].shape[:3]
-    margin = max(int(np.ceil(_font().getlength(label))) for label in labels) + 16
+    margin = _margin(labels)
     picture = np.empty((_BAR + len(rows) * (height + _GAP) - _GAP, margin + count * (width + _GAP) - _GAP, 3), np.uint8)
     picture[:] = BACKGROUND
     for row, (frames, label) in enumerate(zip(tiles, labels, strict=True)):
@@ -215,10 +276,15 @@ def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(_FONT)
 
 
+def _room(width: int) -> int:
+    """Pixels for a line of text in a panel."""
+    return width - 8
+
+
 def _text(line: str, width: int, colour: tuple[int, int, int], *, centre: bool = False) -> np.ndarray:
     """One line of text on the background, (_BAR, width, 3); what does not fit is cut with an ellipsis."""
     font = _font()
-    room = width - 4 if centre else width - 8
+    room = width - 4 if centre else _room(width)
     if font.getlength(line) > room:
         while line and font.getlength(line + "…") > room:
             line = line[:-1]
@@ -238,13 +304,17 @@ def write_png(path: Path, picture: np.ndarray) -> None:
     write_whole(path, lambda draft: Image.fromarray(picture).save(draft, "PNG", optimize=True))
 
 
+def check_animation(path: Path) -> None:
+    """Refuse, before any work, what `write_animation` could not write. Raises UsageError."""
+    check_target(path, (".gif", ".mp4"))
+    if path.suffix.lower() == ".mp4":
+        _encoder(path)
+
+
 def write_animation(path: Path, frames: np.ndarray, fps: float) -> None:
-    """Write frames (T, H, W, 3) as GIF or MP4, by the suffix of `path`. Raises UsageError for another suffix."""
-    writers = {".gif": write_gif, ".mp4": write_mp4}
-    writer = writers.get(path.suffix.lower())
-    if writer is None:
-        raise UsageError(f"{path}: an animation is written as .gif or .mp4, not '{path.suffix}'.")
-    writer(path, frames, fps)
+    """Write frames (T, H, W, 3) as GIF or MP4, by the suffix of `path`. Raises UsageError as `check_animation` does."""
+    check_animation(path)
+    (write_gif if path.suffix.lower() == ".gif" else write_mp4)(path, frames, fps)
 
 
 def write_gif(path: Path, frames: np.ndarray, fps: float) -> None:
@@ -275,12 +345,7 @@ def write_gif(path: Path, frames: np.ndarray, fps: float) -> None:
 
 def write_mp4(path: Path, frames: np.ndarray, fps: float) -> None:
     """Write frames (T, H, W, 3) as H.264 MP4. Raises UsageError where the `video` extra is not installed."""
-    try:
-        import imageio_ffmpeg
-    except ImportError:
-        raise UsageError(
-            f"{path}: MP4 needs an encoder; install it with: pip install 'wmcli[video]', or write a .gif instead."
-        ) from None
+    encoder = _encoder(path)
     if not 0 < fps < float("inf"):
         raise UsageError(f"{path}: a film plays at more than 0 frames per second, got {fps:g}.")
     frames = _frames(frames)
@@ -289,7 +354,7 @@ def write_mp4(path: Path, frames: np.ndarray, fps: float) -> None:
 
     def write(draft: Path) -> None:
         size = (even.shape[2], even.shape[1])
-        writer = imageio_ffmpeg.write_frames(
+        writer = encoder.write_frames(
             str(draft), size, fps=fps, codec="libx264", pix_fmt_out="yuv420p", quality=8, macro_block_size=2
         )
         writer.send(None)
@@ -300,6 +365,16 @@ def write_mp4(path: Path, frames: np.ndarray, fps: float) -> None:
             writer.close()
 
     write_whole(path, write)
+
+
+def _encoder(path: Path) -> ModuleType:
+    try:
+        import imageio_ffmpeg
+    except ImportError:
+        raise UsageError(
+            f"{path}: MP4 needs an encoder; install it with: pip install 'wmcli[video]', or write a .gif instead."
+        ) from None
+    return imageio_ffmpeg
 
 
 def _indexed(frames: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

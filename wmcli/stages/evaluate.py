@@ -26,7 +26,7 @@ from wmcli.progress import Progress
 from wmcli.report.images import write_gif
 from wmcli.report.plots import return_curve, returns_histogram, write_figure
 from wmcli.stages.context import Context, check_same_environment
-from wmcli.stages.pictures import Film, beside, write_side_by_side
+from wmcli.stages.pictures import Film, beside, ending, write_side_by_side
 from wmcli.training.checkpoint import load_tensors, save_tensors
 from wmcli.training.device import derived_seed
 from wmcli.training.interrupt import stop_requests
@@ -34,6 +34,7 @@ from wmcli.world_models.base import WorldModel
 
 PROTOCOL = "returns"  # what sets these evaluations apart from those of stages/grid_world.py
 FILMED_STEPS = 300  # of the first episode
+IMAGINED_FRAMES = 32  # of these at most, beside the real ones
 LONGEST_EPISODE = 100_000  # steps, in an environment without a time limit; Atari's longest protocol allows 108,000
 
 
@@ -139,6 +140,10 @@ def play_episodes(
             after = streams.step(action)
             if tally.number[0] == 0 and len(tally.film.frames) < FILMED_STEPS:
                 tally.film.add(frames[0], action[0], after.reward[0], agent.searched())
+                if how := ending(after):
+                    tally.film.end(after.final[0], how)
+                elif len(tally.film.frames) == FILMED_STEPS:
+                    tally.film.end(streams.observation[0], "cut")
             before = tally.ended
             tally.add(after)
             if not streams.has_time_limit and tally.lengths.max() > LONGEST_EPISODE:
@@ -271,12 +276,13 @@ def score(returns: Sequence[float]) -> dict[str, Any]:
 
 def _first_episode_imagined(context: Context, world_model: WorldModel, known: int, film: Film):
     """The filmed episode's beginning beside its imagination under the same actions; None when it is too short."""
-    length = min(len(film.frames), 32)
+    filmed = film.frames if film.outcome is None else [*film.frames, film.outcome]
+    length = min(len(filmed), IMAGINED_FRAMES)
     if length <= known or not world_model.decodes:
         return None
     device = context.machine.device
-    frames = torch.from_numpy(np.stack(film.frames[:length])[None]).to(device)
-    actions = torch.tensor([film.actions[:length]], device=device)
+    frames = torch.from_numpy(np.stack(filmed[:length])[None]).to(device)
+    actions = torch.tensor([[*film.actions, 0][:length]], device=device)  # nothing follows the outcome
     generator = derived_seed(context.settings.seed, "eval pictures")
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(generator)

@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from wmcli.artifacts import Run
+from wmcli.envs.vector import Transition
 from wmcli.experience.memory import Memory
-from wmcli.report.images import captioned, over_shares, play_captions, side_by_side, strip, write_gif, write_png
+from wmcli.report.images import (
+    captioned,
+    over_shares,
+    play_captions,
+    short_number,
+    side_by_side,
+    strip,
+    write_gif,
+    write_png,
+)
 from wmcli.report.plots import learned_priors, write_figure
 from wmcli.settings import Settings
 from wmcli.world_models.base import WorldModel
 
 EPISODES = 3  # shown under each other
 STEPS = 24  # imagined at most
+HOLD = 10  # frames for which a film shows its end, before it begins again
+
+Ending = Literal["terminated", "time limit", "cut"]
+"""How an episode ends in a film; "cut" where it went on."""
+LISTS = ("frames", "actions", "rewards", "policies", "values")
+"""What a film has for every frame."""
 
 
 class SideBySide(NamedTuple):
@@ -32,7 +48,7 @@ class SideBySide(NamedTuple):
 
 @dataclass
 class Film:
-    """An episode of one environment, an entry of each list for every frame."""
+    """An episode of one environment, an entry of each list for every frame that was acted on."""
 
     frames: list[np.ndarray] = field(default_factory=list)
     """(H, W, 3) uint8."""
@@ -42,9 +58,19 @@ class Film:
     """(A,): what share of a search went to each action, if there was one."""
     values: list[float] = field(default_factory=list)
     """What it found the frame to be worth."""
+    outcome: np.ndarray | None = None
+    """(H, W, 3) uint8: the frame that the last action led to."""
+    ended: Ending | None = None
+    """None until `end` was called."""
+
+    @property
+    def total(self) -> float:
+        """The return, so far."""
+        return sum(self.rewards)
 
     def add(self, frame: np.ndarray, action: int, reward: float, searched: Mapping[str, np.ndarray]) -> None:
         """A frame, what was done in it and what that brought; of a search, whose row is the first, what it found."""
+        assert self.ended is None, "the film has ended"
         self.frames.append(frame)
         self.actions.append(int(action))
         self.rewards.append(float(reward))
@@ -53,22 +79,81 @@ class Film:
             self.values.append(float(searched["value"][0]))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """All of it for a checkpoint; nothing where there are no frames yet."""
-        found = {field.name: np.array(getattr(self, field.name)) for field in fields(self)}
-        return {name: values for name, values in found.items() if len(values)}
+        """All of it for a checkpoint, as far as there is any."""
+        lists = {name: np.array(getattr(self, name)) for name in LISTS if getattr(self, name)}
+        if self.outcome is None or self.ended is None:
+            return lists
+        return lists | {"outcome": self.outcome, "ended": np.array(get_args(Ending).index(self.ended))}
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray]) -> Film:
         """The film that gave these `arrays`."""
+        lists = {name: arrays[name] for name in LISTS if name in arrays}
         whole = ("frames", "policies")
-        return cls(**{name: list(values) if name in whole else values.tolist() for name, values in arrays.items()})
+        film = cls(**{name: list(values) if name in whole else values.tolist() for name, values in lists.items()})
+        if "outcome" in arrays:
+            film.end(arrays["outcome"], get_args(Ending)[int(arrays["ended"])])
+        return film
+
+    def end(self, frame: np.ndarray, how: Ending) -> None:
+        """Close the film with the frame that the last action led to, of an episode that ended or goes on ("cut")."""
+        self.outcome, self.ended = frame, how
+
+    def told(self, meanings: Sequence[str] | None) -> tuple[list[np.ndarray], list[str]]:
+        """All frames, the outcome at the end, and their captions. `meanings` are the actions' names."""
+        captions = play_captions(self.actions, self.rewards, meanings, self.values)
+        if self.outcome is None:
+            return list(self.frames), captions
+        how = f"cut after {len(self.frames)} frames" if self.ended == "cut" else str(self.ended)
+        so_far = " so far" if self.ended == "cut" else ""
+        return [*self.frames, self.outcome], [*captions, f"{how}\nreturn{so_far} {short_number(self.total)}"]
 
     def drawn(self, meanings: Sequence[str] | None) -> np.ndarray:
-        """(T, H', W', 3) uint8: all of it under the frames. `meanings` are the actions' names."""
-        frames = np.stack(self.frames)
+        """(T, H', W', 3) uint8: all of it under the frames, the outcome `HOLD` times."""
+        shown, captions = self.told(meanings)
+        frames = np.stack(shown)
         if self.policies:
-            frames = over_shares(frames, np.stack(self.policies), self.actions)
-        return captioned(frames, play_captions(self.actions, self.rewards, meanings, self.values))
+            nobody = [] if self.outcome is None else [np.zeros_like(self.policies[0])]
+            frames = over_shares(frames, np.stack(self.policies + nobody), [*self.actions, *[-1] * len(nobody)])
+        return _held(captioned(frames, captions), self.ended)
+
+
+@dataclass
+class Dream:
+    """An episode that was acted in imagination, beside the real one under the same actions."""
+
+    context: int
+    """So many frames, the first, were given to the model."""
+    real: Film = field(default_factory=Film)
+    """As long as the imagined episode, or shorter where it ended before."""
+    imagined: Film = field(default_factory=Film)
+
+    def drawn(self, meanings: Sequence[str] | None) -> np.ndarray:
+        """(T, H', W', 3) uint8: real left, imagined right; an episode that is over stands still."""
+        real, left = self.real.told(meanings)
+        imagined, right = self.imagined.told(meanings)
+        over = None if self.real.ended in (None, "cut") else len(self.real.frames)
+        rest = len(imagined) - len(real)
+        movie = side_by_side(
+            np.stack(real + real[-1:] * rest),
+            np.stack(imagined),
+            context=self.context,
+            over=over,
+            captions=(left + left[-1:] * rest, right),
+        )
+        return _held(movie, self.imagined.ended)
+
+
+def ending(after: Transition, environment: int = 0) -> Ending | None:
+    """How a step ended the episode of one environment; None where it goes on."""
+    if after.terminated[environment]:
+        return "terminated"
+    return "time limit" if after.truncated[environment] else None
+
+
+def _held(movie: np.ndarray, ended: Ending | None) -> np.ndarray:
+    """The movie (T, ...), with its last frame for longer if that is its end."""
+    return movie if ended is None else np.concatenate((movie, movie[-1:].repeat(HOLD - 1, 0)))
 
 
 @torch.no_grad()

@@ -178,6 +178,10 @@ class WorldModel(nn.Module, ABC):
     ) -> State:
         """Take in one real frame while acting. The states it returns all have the same tree.
 
+        Frames perceived one by one give the features of the last, and imagination from it, that `observe` gives of the
+        same frames at once, as far as `observe` looks back; unless settings of acting say otherwise (Drama's `act_on`
+        and `act_window`).
+
         Args:
             state: what the last call gave; None at the very beginning.
             observation: (B, H, W, C) uint8.

@@ -26,6 +26,7 @@ from wmcli.nn.categorical import sample, uniform
 from wmcli.nn.decay import parameter_groups
 from wmcli.nn.masked import masked_mean
 from wmcli.world_models.base import Batch, Imagined, WorldModel
+from wmcli.world_models.recent import Recent, with_frame
 
 SIDE = 5  # cells in a row or column
 CELLS = SIDE**2
@@ -78,6 +79,8 @@ class CellsState(NamedTuple):
     """(B, K) int64, tokens of the current frame."""
     length: int
     """How many tokens the memory has read, counted on the host: some backbones hold a limited number."""
+    recent: Recent | None = None
+    """While acting: the frames that imagination is to start from, which the memory has not read yet."""
 
 
 class CellsWorldModel(WorldModel):
@@ -122,6 +125,10 @@ class CellsWorldModel(WorldModel):
         self.successor: Tensor
         self.register_buffer("colours", torch.tensor([*COLOURS, *[NO_CELL] * actions]), persistent=False)
         self.register_buffer("successor", torch.tensor(_successors()), persistent=False)
+
+    @property
+    def remembers(self) -> int:
+        return self.context - 1
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Weight decay on matrices; none on biases, norms, the embedding table and what a backbone exempts."""
@@ -198,12 +205,16 @@ class CellsWorldModel(WorldModel):
         self, latent: Tensor, action: Tensor, reset: Tensor, numbers: Tensor | None = None
     ) -> tuple[Tensor, CellsState]:
         """Read the last `context` frames; features of all. Nothing is drawn. See `WorldModel.observe`."""
+        return self._one_hot(latent), self._read_frames(latent, action, reset)
+
+    def _read_frames(self, latent: Tensor, action: Tensor, reset: Tensor) -> CellsState:
+        """The state after the last `context` of the frames (B, T, K), with actions and resets (B, T)."""
         time = latent.shape[1]
         seen = slice(max(0, time - self.settings.context), time)
         # The last action is left to `imagine`.
         tokens = torch.cat((latent[:, seen], KINDS + action[:, seen, None]), -1).flatten(1)[:, :-1]
         resets = F.pad(reset[:, seen, None], (0, CELLS)).flatten(1)[:, :-1]  # True only at a frame's first cell
-        return self._one_hot(latent), self._read(tokens, latent[:, -1], resets)
+        return self._read(tokens, latent[:, -1], resets)
 
     def _read(self, tokens: Tensor, latent: Tensor, resets: Tensor | None = None) -> CellsState:
         """The state after `tokens` (B, n), of which the last K are the current frame `latent`."""
@@ -219,6 +230,8 @@ class CellsWorldModel(WorldModel):
         A backbone that holds a limited number of tokens starts again from the current frame alone when the next frame
         would not fit.
         """
+        if state.recent is not None:
+            state = self._read_frames(state.recent.latent, state.recent.action, state.recent.reset)
         limit = self.backbone.max_length
         if state.memory is None or (limit is not None and state.length + TOKENS > limit):
             state = self._read(state.latent, state.latent)
@@ -249,11 +262,14 @@ class CellsWorldModel(WorldModel):
         reset: Tensor,
         generator: torch.Generator | None = None,
     ) -> CellsState:
-        """Read the cells off the frame. The past is ignored, since a frame says all that there is to know.
+        """Read the cells off the frame, and keep them with those of the last `context` frames.
 
-        Imagination from this state has a context of this one frame.
+        The backbone reads nothing here, since a frame says all that there is to know: the first imagined step reads the
+        frames kept, as `observe` does.
         """
-        return CellsState(None, self.encode(observation), 0)
+        latent = self.encode(observation)
+        before = None if state is None else state.recent
+        return CellsState(None, latent, 0, with_frame(before, latent, previous_action, reset, self.context))
 
     def features(self, state: CellsState) -> Tensor:
         """The current frame's cells one-hot, (B, 4, 5, 5) float32."""

@@ -31,6 +31,7 @@ from wmcli.nn.categorical import sample, uniform
 from wmcli.nn.decay import parameter_groups
 from wmcli.nn.masked import masked_mean
 from wmcli.world_models.base import Batch, Imagined, WorldModel
+from wmcli.world_models.recent import Recent, with_frame
 
 
 class TokenWorldModelSettings(Section):
@@ -108,6 +109,8 @@ class TokenState(NamedTuple):
     """How many of the current frame's tokens the memory has read already: the first `held`."""
     length: int
     """How many tokens the memory has read, counted on the host: attention has learned a limited number of positions."""
+    recent: Recent | None = None
+    """While acting: the frames that imagination is to start from, which the memory has not read yet."""
 
 
 class Prediction(NamedTuple):
@@ -172,6 +175,10 @@ class TokenWorldModel(WorldModel):
         self.termination_head = _head(width, 2)
         if settings.initialisation == "gpt":
             self._initialise_like_gpt()
+
+    @property
+    def remembers(self) -> int:
+        return self.context - 1
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -297,6 +304,10 @@ class TokenWorldModel(WorldModel):
         self, latent: Tensor, action: Tensor, reset: Tensor, numbers: Tensor | None = None
     ) -> tuple[Tensor, TokenState]:
         """Read the last `context` frames; features of all frames. Nothing is drawn. See `WorldModel.observe`."""
+        return self._codes(latent), self._read(latent, action, reset)
+
+    def _read(self, latent: Tensor, action: Tensor, reset: Tensor) -> TokenState:
+        """The state after the last `context` of the frames (B, T, K), with actions and resets (B, T)."""
         batch, time, tokens = latent.shape
         context = min(self.settings.context, time)
         past = slice(time - context, time - 1)
@@ -310,7 +321,7 @@ class TokenWorldModel(WorldModel):
         # (B, context) to one flag per token, True only at a block's first; a single frame starts from nothing anyway.
         resets = F.pad(reset[:, time - context :, None], (0, tokens)).flatten(1)[:, :length] if context > 1 else None
         _, memory = self.backbone(elements, self.backbone.initial_state(batch), resets)
-        return self._codes(latent), TokenState(memory, latent[:, -1], held, length)
+        return TokenState(memory, latent[:, -1], held, length)
 
     @torch.no_grad()
     def imagine(self, state: TokenState, action: Tensor, numbers: Tensor | None = None) -> tuple[Imagined, TokenState]:
@@ -336,7 +347,9 @@ class TokenWorldModel(WorldModel):
         `choose` is called once for all K tokens of "pop", K times for one token of "sequential". Returns the logits of
         reward (B, 3) and termination (B, 2), and the state at the next frame.
         """
-        memory, latent, held, length = state
+        if state.recent is not None:
+            state = self._read(state.recent.latent, state.recent.action, state.recent.reset)
+        memory, latent, held, length, _ = state
         tokens = latent.shape[1]
         limit = self.backbone.max_length
         needed = (tokens - held + 1) + (tokens if self.queries is not None else tokens - 1)
@@ -369,11 +382,14 @@ class TokenWorldModel(WorldModel):
         reset: Tensor,
         generator: torch.Generator | None = None,
     ) -> TokenState:
-        """Encode the frame. The past is ignored: what the controller sees of a frame is its codes alone.
+        """Encode the frame, and keep it with the last `context` ones. Nothing is drawn.
 
-        Imagination from this state has a context of this one frame. Nothing is drawn.
+        The backbone reads nothing here, since the controller sees codes alone: the first imagined step reads the frames
+        kept, as `observe` does.
         """
-        return TokenState(None, self.tokenizer.encode(observation), 0, 0)
+        latent = self.tokenizer.encode(observation)
+        before = None if state is None else state.recent
+        return TokenState(None, latent, 0, 0, with_frame(before, latent, previous_action, reset, self.context))
 
     # -- what the controller and the viewer see -----------------------------------------------------------------------
 
