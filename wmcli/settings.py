@@ -267,7 +267,7 @@ def _kind(values: Mapping[str, Any], section: str) -> Any:
 
 
 def flatten(settings: Section) -> dict[str, Any]:
-    """`{"controller.lr": 1e-4, ...}` in the order of the files."""
+    """`{"seed": 1, "environment.id": "wm/Catch-v0", ...}` in the order of the files."""
 
     def walk(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for key, value in table.items():

@@ -47,7 +47,7 @@ def imagine(
     """Train the controller inside the imagination of the dynamics model. One that plans (mcts) searches stored frames
     again with it, for the dynamics to learn from.
 
-    Example: wm imagine --run runs/catch --set controller.horizon=10
+    Example: wm imagine --run runs/catch --set controller.horizon=6
     """
     refuse_both(more, force)
     from wmcli.stages.context import open_context
