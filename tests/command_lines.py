@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -117,7 +118,8 @@ def settings(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Setti
         found.settings = resolve(preset or DEFAULT_PRESET, overrides)
         raise _Reached
 
-    monkeypatch.setattr("wmcli.stages.context.open_context", open_context)
+    # By its name in sys.modules, as the commands import it: other tests may have left the package another module.
+    monkeypatch.setattr(importlib.import_module("wmcli.stages.context"), "open_context", open_context)
     with pytest.raises(_Reached):
         PROGRAM.main(args=list(arguments), prog_name="wm", standalone_mode=False)
     return found.settings

@@ -21,6 +21,7 @@ from wmcli import __version__
 from wmcli.cli import (
     artifacts,
     collect,
+    convert_lpips,
     envs,
     evaluate,
     imagine,
@@ -54,6 +55,7 @@ STAGES: dict[str, Callable[..., None]] = {
     "eval": evaluate.evaluate,
     "play": play.play,
     "profile": profile.profile,
+    "convert-lpips": convert_lpips.convert_lpips,
 }
 ANSWERS: dict[str, Callable[..., None]] = {
     "artifacts": artifacts.artifacts,
