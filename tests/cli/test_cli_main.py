@@ -105,6 +105,7 @@ def test_examples_name_presets_that_exist():
         (["eval", "--priors", "x.png"], "wm eval: --priors draws what several runs learned"),
         (["eval", "--protocol", "recall", "--curves", "x.png"], "wm eval: --curves draws several runs of generation"),
         (["eval", "runs/a", "--protocol", "doors", "--curves", "x.png"], "wm eval: --curves draws several runs of"),
+        (["eval", "runs/a", "--protocol", "recall", "--strips", "x.png"], "wm eval: --strips draws what several runs"),
         (["eval", "--by", "seed"], "wm eval: --by sorts the scores of several runs"),
         (["eval", "runs/a", "--by", "seed", "--against", "runs/b"], "wm eval: --by sorts the scores of several runs"),
         (
