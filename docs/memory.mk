@@ -7,6 +7,7 @@
 #   make -j2 -f docs/memory.mk TASKS=memory-small MODELS="s5 retnet gaussian" R=runs/longer SET=dynamics.updates=4000
 #                                     any other settings, in a folder of their own
 #   wm eval runs/memory-12/rooms-small-* --protocol recall --curves recall.png        the same as a picture
+#   wm eval runs/memory-12/rooms-small-* --protocol generation --strips rooms.png     what each imagines, below the truth
 # All models within 8 % of one parameter count. One thread each, so that -j gives as many at once as there are cores.
 WIDTH := 12
 R := runs/memory-$(WIDTH)

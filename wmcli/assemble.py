@@ -165,7 +165,7 @@ def count(module: nn.Module) -> int:
 
 
 def parameter_counts(settings: Settings, actions: int) -> dict[str, int]:
-    """Parameters of each model and of its direct parts: `{"tokenizer": n, "tokenizer.encoder": m, ...}`.
+    """Parameters of each model and, as `model.part`, of its direct parts: `{"tokenizer": n, ...}`.
 
     A tokenizer that learns with the dynamics model is counted in both. Nothing is allocated: the models are built on
     torch's meta device.

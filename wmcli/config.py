@@ -105,11 +105,11 @@ def _toml_value(value: Any) -> str:
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """`'controller.lr=3e-4'` -> `(('controller', 'lr'), 3e-4)`. The value is read as TOML, else taken as a string."""
+    """`'run.keep=3'` -> `(('run', 'keep'), 3)`. The value is read as TOML, else taken as a string."""
     key, equals, value = text.partition("=")
     path = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path) or len(path) > MAX_TOML_DOTS:
-        raise UsageError(f"--set {text}: write it as section.key=value, for example --set controller.lr=3e-4")
+        raise UsageError(f"--set {text}: write it as section.key=value, for example --set dynamics.learning_rate=3e-4")
     value = value.strip()
     try:
         table = tomllib.loads(f"value = {value}")

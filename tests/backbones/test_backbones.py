@@ -5,6 +5,8 @@ Axes: B batch, T time (elements), D width, N blocks, L elements of a block, Q qu
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -109,7 +111,11 @@ def grad(request):
 
 
 def test_the_table_is_complete():
+    """What docs/adding-a-backbone.md asks for."""
     assert {name.split(",")[0] for name in TINY} == BACKBONES.keys()
+    assert {name.replace("-", "_") for name in BACKBONES} <= BackboneSettings.model_fields.keys()
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert not [name for name in BACKBONES if f"`{name}`" not in readme]
 
 
 def test_to_read_is_to_go_forward_to_the_last_element(model, grad):

@@ -146,6 +146,7 @@ def test_examples_name_presets_that_exist():
         (["eval", "runs/a", "--protocol", "doors", "--curves", "x.png"], "wm eval: --curves draws several runs of"),
         (["eval", "--by", "seed"], "wm eval: --by groups the scores of several runs"),
         (["eval", "runs/a", "--by", "seed", "--against", "runs/b"], "wm eval: --by groups the scores of several runs"),
+        (["eval", "runs/a", "--protocol", "recall", "--strips", "x.png"], "wm eval: --strips draws what several runs"),
         (
             ["eval", "runs/a", "--protocol", "gridworld", "--priors", "p.png"],
             "wm eval: --protocol gridworld scores dynamics",

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tiny_run import TINY_S4WM, Killed, copied, kill_at, latest, sha256
 
 from wmcli.artifacts import Artifact
@@ -348,6 +349,27 @@ def test_films_and_curves_are_written(memory_run: Path, tmp_path: Path) -> None:
 
 
 # -- the numbers ------------------------------------------------------------------------------------------------------
+
+
+def test_strips_of_several_runs_are_one_picture(memory_run: Path, tmp_path: Path) -> None:
+    """Each model's strip, whatever the length of its name."""
+    other = copied(memory_run, tmp_path / "another-run-with-a-longer-name")
+    train_dynamics(opened(other, "backbone.name=gru"))
+    stage.draw_strips([memory_run], tmp_path / "one.png")
+    stage.draw_strips([memory_run, other], tmp_path / "both.png")
+    one, both = (np.asarray(Image.open(tmp_path / f"{name}.png")) for name in ("one", "both"))
+    assert both.shape[0] == 2 * one.shape[0] and both.shape[1] > one.shape[1]
+    assert np.array_equal(both[: len(one), -one.shape[1] :], one)  # to the right, so that steps stand below each other
+    real, imagined = both[: len(one), -200:], both[len(one) :, -200:]
+    third = len(one) // 2
+    assert np.array_equal(real[:third], imagined[:third]) and not np.array_equal(real[third:], imagined[third:])
+
+
+def test_strips_of_other_episodes_are_refused(memory_run: Path, tmp_path: Path) -> None:
+    other = begun(tmp_path / "other", "seed=2", "environment.id=wm/DistractingMemory-20-v0")
+    train_dynamics(opened(other))
+    with pytest.raises(UsageError, match="its test episodes are others"):
+        stage.draw_strips([memory_run, other], tmp_path / "x.png")
 
 
 def test_padding_counts_nowhere() -> None:

@@ -73,6 +73,14 @@ def evaluate(
             rich_help_panel=MANY_PANEL,
         ),
     ] = None,
+    strips: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw a test episode as each of RUN... imagines it, below the truth (.png): --protocol generation.",
+            rich_help_panel=MANY_PANEL,
+        ),
+    ] = None,
     run: RunFolder = DEFAULT_RUN,
     preset: Preset = None,
     settings: Set = None,
@@ -126,6 +134,10 @@ def evaluate(
             "--curves draws several runs of returns, generation or recall, without --against: wm eval RUN... --curves"
             " FILE.png"
         )
+    if strips and not (runs and protocol == "generation"):
+        raise UsageError(
+            "--strips draws what several runs imagine: wm eval RUN... --protocol generation --strips FILE.png"
+        )
     if runs and (settings or seed or device or controller or dynamics or episodes or experience):
         raise UsageError("RUN... puts together what is there; to evaluate one run anew give it as --run.")
     if form and not runs:
@@ -136,6 +148,10 @@ def evaluate(
             from wmcli.stages.aggregate import compare_priors
 
             compare_priors(runs, priors)
+        if strips:
+            from wmcli.stages.memory import draw_strips
+
+            draw_strips(runs, strips)
         if of_dynamics:
             _dynamics_table(runs, protocol, curves, progress, as_json, form)
             return

@@ -23,6 +23,7 @@ from wmcli.cli import (
     bash_words,
     clean,
     collect,
+    convert_lpips,
     diff,
     envs,
     evaluate,
@@ -60,6 +61,7 @@ STAGES: dict[str, Callable[..., None]] = {
     "eval": evaluate.evaluate,
     "play": play.play,
     "profile": profile.profile,
+    "convert-lpips": convert_lpips.convert_lpips,
 }
 ANSWERS: dict[str, Callable[..., None]] = {
     "runs": runs.runs,

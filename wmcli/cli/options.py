@@ -137,7 +137,7 @@ Set = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Change one setting for this command, e.g. training.device=cpu. Repeatable.",
+        help="Change one setting for this command, e.g. training.precision=float32. Repeatable.",
         rich_help_panel=RUN_PANEL,
         autocompletion=complete_setting,
     ),

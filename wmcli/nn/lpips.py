@@ -5,11 +5,11 @@ channels; their squared difference is weighted channel by channel, averaged over
 
 Source: Zhang et al. 2018, CVPR, arXiv 1801.03924, in the form that the tokenizers of IRIS and REM train with (the LPIPS
 of CompVis/taming-transformers, weights `vgg.pth`). The weights are not part of this package. They come from one
-safetensors file that holds two sets, under the names they have at their source:
+safetensors file, which `wm convert-lpips` writes; it holds two sets, under the names they have at their source:
 
 - VGG16 trained on ImageNet, convolutions only (torchvision's `vgg16`, without its `classifier.*`):
   `features.N.weight` (out, in, 3, 3) and `features.N.bias` (out,), N = 0 2 5 7 10 12 14 17 19 21 24 26 28.
-- The five learned channel weightings of `vgg.pth` (md5 d507d7349b931f0638a25a48a722f98a):
+- The five learned channel weightings of `vgg.pth` (md5 `WEIGHTINGS_MD5`):
   `linN.model.1.weight` (1, C, 1, 1), N = 0 1 2 3 4, C = 64 128 256 512 512.
 """
 
@@ -38,9 +38,10 @@ SMALLEST_IMAGE = 16  # pixels; four poolings must leave at least one
 SHIFT = (-0.030, -0.088, -0.188)  # per colour channel, for images in [-1, 1]
 SCALE = (0.458, 0.448, 0.450)
 
+WEIGHTINGS_MD5 = "d507d7349b931f0638a25a48a722f98a"
+
 WEIGHTS_NEEDED = (
-    "one safetensors file with VGG16's ImageNet convolutions (features.N.weight, features.N.bias) and the five LPIPS "
-    "channel weightings (linN.model.1.weight)"
+    "a safetensors file with VGG16's convolutions and LPIPS's channel weightings (make one with: wm convert-lpips)"
 )
 
 

@@ -46,7 +46,7 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
     ):
         context.progress.warn(
             "training without the perceptual loss, since tokenizer.lpips_weights names no file: published scores used"
-            " LPIPS, so ours are not comparable with them."
+            " LPIPS, so ours are not comparable with them. Make the file with: wm convert-lpips"
         )
 
     def prepare(rng: np.random.Generator) -> Lesson:

@@ -63,7 +63,7 @@ class TokenizerSettings(Section):
     perceptual: Literal["auto", "lpips", "none"] = "auto"
     """Perceptual loss; auto is lpips when lpips_weights is set, else none (and scores not comparable to papers)."""
     lpips_weights: str = ""
-    """Path of a safetensors file with VGG16's and LPIPS's weights, as wmcli.nn.lpips describes."""
+    """Path of a safetensors file with VGG16's and LPIPS's weights, as `wm convert-lpips` writes it."""
     lpips_dropout: bool = False
     """Drop half of LPIPS's channel differences during training, as the published trainers of REM and IRIS do."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] = 0.99

@@ -1,0 +1,60 @@
+"""What `wm` tells people to type exists: settings keys, commands and their options, in every text of the source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_lines import COMMANDS, KEYS, parse, words, wrong_mentions
+
+from wmcli.artifacts import KINDS
+from wmcli.artifacts.manifest import make_command
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted(path for folder in ("wmcli", "kernels") for path in (ROOT / folder).rglob("*.py"))
+
+
+def texts(source: str) -> Iterator[tuple[int, str]]:
+    """Line and content of every string; what is put into one at run time reads {}."""
+    inside: set[ast.AST] = set()
+    for node in ast.walk(ast.parse(source)):  # a string before its parts
+        if isinstance(node, ast.JoinedStr):
+            inside.update(node.values)
+            parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+            yield node.lineno, "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in inside:
+            yield node.lineno, node.value
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_messages_name_what_exists(path):
+    found = [f"{path.name}:{line}: {each}" for line, text in texts(path.read_text()) for each in wrong_mentions(text)]
+    assert not found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_command_that_makes_an_artifact_is_one(kind):
+    assert parse(words(make_command(kind, Path("runs/with space"))))["run"] == Path("runs/with space")
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("set it with --set controller.lr=3e-4", ["key controller.lr", "key controller.lr"]),
+        ("dynamics.{} = 3: lower dynamics.batch, or dynamics.no_such.", ["key dynamics.no_such"]),
+        ("make another with: wm collect --run {} --force", ["wm collect --force"]),
+        ("see `wm artefacts`", ["command wm artefacts"]),
+        ("leave out --experiense", ["option --experiense"]),
+        ("this wm reads training.safetensors and wmcli/backbones/gru.py", []),
+        ("use --policy scripted, or: wm presets show NAME --parameters --set training.threads=1", []),
+    ],
+)
+def test_what_does_not_exist_is_found(text, wrong):
+    assert wrong_mentions(text) == wrong
+
+
+def test_keys_of_every_kind_are_known():
+    assert {"seed", "controller.burn_in", "controller.simulations", "backbone.transformer.prior.kind"} <= KEYS
+    assert ("presets", "show") in COMMANDS

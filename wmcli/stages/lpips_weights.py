@@ -1,0 +1,88 @@
+"""`wm convert-lpips`: the weights of the perceptual loss, from the two files that their authors publish."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from wmcli.errors import UsageError
+from wmcli.nn.lpips import WEIGHTINGS_MD5, weight_shapes
+from wmcli.progress import Progress
+from wmcli.report.files import write_whole
+
+VGG16_SHA256 = "397923af"  # how it begins; torchvision writes it into the file's name
+NAMED = 3  # problems that a message lists
+
+
+def convert_lpips(vgg16: Path, weightings: Path, out: Path, progress: Progress) -> Path:
+    """Write what `tokenizer.lpips_weights` takes and return `out`.
+
+    Files other than the published ones are converted if they fit, with a warning.
+
+    Args:
+        vgg16: State dict of torchvision's `vgg16` as torch.save wrote it; `classifier.*` is left out.
+        weightings: The channel weightings of LPIPS 0.1 for VGG16, `vgg.pth`.
+        out: The safetensors file to write. One that is there is replaced.
+        progress: Takes the warnings.
+
+    Raises:
+        UsageError: A file is absent, unreadable or does not fit, or `out` cannot be written.
+    """
+    shapes = weight_shapes()
+    tensors: dict[str, Tensor] = {}
+    for path, what, prefix in ((vgg16, "torchvision's vgg16", "features."), (weightings, "LPIPS for VGG16", "lin")):
+        wanted = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
+        tensors |= _fitting(_state_dict(path), wanted, path, what)
+    _warn_unless_published(vgg16, "sha256", VGG16_SHA256, progress)
+    _warn_unless_published(weightings, "md5", WEIGHTINGS_MD5, progress)
+    write_whole(out, lambda draft: save_file(tensors, draft))
+    return out
+
+
+def _state_dict(path: Path) -> Mapping[str, Any]:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
+    with file, suppress(OSError, RuntimeError, ValueError, LookupError, EOFError, pickle.UnpicklingError):
+        found = torch.load(file, map_location="cpu", weights_only=True)
+        if isinstance(found, Mapping):
+            return found
+    raise UsageError(f"{path}: holds no tensors by name as torch.save writes them.")
+
+
+def _fitting(
+    found: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]], path: Path, what: str
+) -> dict[str, Tensor]:
+    """The wanted tensors as float32."""
+    problems = []
+    for name, shape in wanted.items():
+        tensor = found.get(name)
+        if not isinstance(tensor, Tensor):
+            problems.append(f"{name} is missing")
+        elif tensor.shape != shape:
+            problems.append(f"{name} has shape {tuple(tensor.shape)}, not {shape}")
+        elif not tensor.isfinite().all():
+            problems.append(f"{name} is not finite")
+    if problems:
+        more = f" and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
+        raise UsageError(f"{path}: does not hold the weights of {what}: {', '.join(problems[:NAMED])}{more}.")
+    return {name: found[name].float().contiguous() for name in wanted}
+
+
+def _warn_unless_published(path: Path, algorithm: str, wanted: str, progress: Progress) -> None:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, algorithm).hexdigest()
+    if not digest.startswith(wanted):
+        progress.warn(
+            f"{path}: fits, but is not the published file: its {algorithm} is {digest[: len(wanted)]}, not {wanted}; a"
+            " tokenizer trained with it is not comparable with published ones."
+        )
