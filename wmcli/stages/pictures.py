@@ -88,9 +88,11 @@ class Film:
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray]) -> Film:
         """The film that gave these `arrays`."""
-        lists = {name: arrays[name] for name in LISTS if name in arrays}
-        whole = ("frames", "policies")
-        film = cls(**{name: list(values) if name in whole else values.tolist() for name, values in lists.items()})
+        film = cls()
+        for name in LISTS:
+            if name in arrays:
+                values = arrays[name]
+                setattr(film, name, list(values) if name in ("frames", "policies") else values.tolist())
         if "outcome" in arrays:
             film.end(arrays["outcome"], get_args(Ending)[int(arrays["ended"])])
         return film
