@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from wmcli.cli.options import Json
+from wmcli.cli.options import Format, Json, refuse_both_forms
 from wmcli.cli.output import answer, emit_json
 from wmcli.errors import UsageError
 
@@ -17,14 +17,18 @@ def clean(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     as_json: Json = False,
+    form: Format = None,
 ) -> None:
-    """Remove work that was abandoned and the weights of old models that nothing refers to, after asking.
+    """Remove stopped work and the weights of old models that nothing needs.
 
-    What stays: all experience and evaluations, every manifest, the newest version of each kind, the best evaluated
-    controller, all that these need, and all that another run was made from.
+    Shows what would go, and asks. All experience, evaluations and manifests
+    stay, the newest version of each kind, the best evaluated controller, all
+    that these need, and all that another run was made from.
 
-    Example: wm clean runs/catch
+    Examples:
+        wm clean runs/catch
     """
+    refuse_both_forms(as_json, form)
     from wmcli.artifacts import Run, sweepings
 
     opened = Run.open(run, create=False)
@@ -33,7 +37,7 @@ def clean(
     if as_json:
         emit_json(rows)
     else:
-        answer(rows, ["name", "bytes", "last_written", "what"])
+        answer(rows, ["name", "bytes", "last_written", "what"], form)
     if not found:
         typer.echo(f"nothing to remove in {run}", err=True)
         return
