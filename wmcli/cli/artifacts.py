@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from wmcli.cli.human import SHORT, ago, size
-from wmcli.cli.options import DEFAULT_RUN, Json, RunFolder, complete_kind
-from wmcli.cli.output import Row, answer, emit_json, identity
+from wmcli.cli.options import DEFAULT_RUN, Format, Json, RunFolder, complete_kind, refuse_both_forms
+from wmcli.cli.output import EXACT, Row, answer, chosen, emit_json, identity
 from wmcli.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ def artifacts(
     ] = None,
     run: RunFolder = DEFAULT_RUN,
     as_json: Json = False,
+    form: Format = None,
 ) -> None:
     """List every version of every artifact in the run.
 
@@ -34,6 +34,7 @@ def artifacts(
     from wmcli.artifacts import KINDS, Run
     from wmcli.config import did_you_mean
 
+    refuse_both_forms(as_json, form)
     if kind is not None and kind not in KINDS:
         raise UsageError(f"no artifacts of kind '{kind}'; {did_you_mean(kind, KINDS)}")
     opened = Run.open(run, create=False)
@@ -41,13 +42,14 @@ def artifacts(
     rows = [describe(opened, each, version) for each in kinds for version in opened.versions(each)]
     if as_json:
         emit_json(rows)
-    elif sys.stdout.isatty():
-        answer([_for_a_person(row) for row in rows], ["name", "age", "size", "digest", "metric", "inputs"])
-    else:
+    elif chosen(form) in EXACT:
         answer(
             [row | {"digest": row.get("digest", "")[:12]} for row in rows],
             ["name", "state", "created", "bytes", "metric", "inputs", "digest"],
+            form,
         )
+    else:
+        answer([_for_a_person(row) for row in rows], ["name", "age", "size", "digest", "metric", "inputs"], form)
 
 
 def _for_a_person(row: dict[str, Any]) -> Row:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from wmcli.cli.options import Json
+from wmcli.cli.options import Format, Json, refuse_both_forms
 from wmcli.cli.output import answer, emit_json
 
 
@@ -18,6 +18,7 @@ def diff(
         bool, typer.Option("--all", help="Also the settings of backbones that neither of them uses.")
     ] = False,
     as_json: Json = False,
+    form: Format = None,
 ) -> None:
     """Show in which settings two runs, or two artifacts, differ.
 
@@ -30,8 +31,9 @@ def diff(
     """
     from wmcli.artifacts.overview import differences
 
+    refuse_both_forms(as_json, form)
     rows = differences(left, right, unused=unused)
     if as_json:
         emit_json(rows)
     elif rows:
-        answer(rows, ["part", "key", "left", "right"])
+        answer(rows, ["part", "key", "left", "right"], form)

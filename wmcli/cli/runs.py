@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from wmcli.cli.human import ago, count, size
-from wmcli.cli.options import Json
-from wmcli.cli.output import Row, answer, emit_json
+from wmcli.cli.options import Format, Json, refuse_both_forms
+from wmcli.cli.output import EXACT, Row, answer, chosen, emit_json
 
 RUNS = Path("runs")
 SHOWN = ("name", "status", "epoch", "score", "steps", "active", "environment", "preset", "size", "seed")
@@ -20,6 +19,7 @@ SHOWN = ("name", "status", "epoch", "score", "steps", "active", "environment", "
 def runs(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the runs are.")] = RUNS,
     as_json: Json = False,
+    form: Format = None,
 ) -> None:
     """List the runs below a folder: how far each has come, and its newest score.
 
@@ -33,17 +33,18 @@ def runs(
     """
     from wmcli.artifacts.overview import COLUMNS, describe_run, find_runs
 
+    refuse_both_forms(as_json, form)
     rows = [describe_run(path) for path in find_runs(folder)]
     if as_json:
         emit_json(rows)
     elif not rows:
         typer.echo(f"no runs below {folder}", err=True)
-    elif sys.stdout.isatty():
-        answer([_for_a_person(row, folder) for row in rows], SHOWN)
+    elif chosen(form) in EXACT:
+        answer(rows, COLUMNS, form)
+    else:
+        answer([_for_a_person(row, folder) for row in rows], SHOWN, form)
         for problem in filter(None, (row["problem"] for row in rows)):
             typer.echo(problem, err=True)
-    else:
-        answer(rows, COLUMNS)
 
 
 def _for_a_person(row: dict[str, Any], folder: Path) -> Row:

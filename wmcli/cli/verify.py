@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from wmcli.cli.lineage import find
-from wmcli.cli.options import DEFAULT_RUN, Json, RunFolder, complete_reference
+from wmcli.cli.options import DEFAULT_RUN, Format, Json, RunFolder, complete_reference, refuse_both_forms
 from wmcli.cli.output import answer, emit_json
 from wmcli.errors import ArtifactError
 
@@ -19,6 +19,7 @@ def verify(
     ] = None,
     run: RunFolder = DEFAULT_RUN,
     as_json: Json = False,
+    form: Format = None,
 ) -> None:
     """Check every file of the run's artifacts against its recorded size and sha256, and that what they need is there.
 
@@ -27,6 +28,7 @@ def verify(
     """
     from wmcli.artifacts import Run, check, examine
 
+    refuse_both_forms(as_json, form)
     if reference is None:
         states = check(Run.open(run, create=False))
     else:
@@ -36,7 +38,7 @@ def verify(
     if as_json:
         emit_json(rows)
     else:
-        answer(rows, ["name", "state", "detail"])
+        answer(rows, ["name", "state", "detail"], form)
     wrong = [f"{row['name']} {row['state']}" for row in rows if row["state"] not in ("ok", "pruned")]
     if wrong:
         raise ArtifactError(f"{len(wrong)} of {len(rows)} artifacts are not as they were: {', '.join(wrong)}.")
