@@ -395,3 +395,37 @@ def test_envs(capsys):
     listed = rows(["envs"], capsys)
     assert "wm/Catch-v0" in [row["id"] for row in listed]
     assert len(lines(["envs"], capsys)) == len(listed)
+
+
+# -- other forms ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "columns"),
+    [
+        (["artifacts"], ["name", "state"]),
+        (["lineage"], ["depth", "role"]),
+        (["verify"], ["name", "state"]),
+        (["runs", ".."], ["name"]),
+        (["envs"], ["id"]),
+        (["presets"], ["name", "about"]),
+        (["presets", "list"], ["name", "about"]),
+        (["presets", "show", "quickstart"], ["setting", "value"]),
+        (["presets", "show", "quickstart", "--changed"], ["setting", "value", "base"]),
+    ],
+)
+def test_every_list_comes_in_every_form(arguments, columns, run, capsys, monkeypatch):
+    monkeypatch.chdir(run.path)
+    printed = {}
+    for form in ("tsv", "csv", "markdown", "latex", "table"):
+        assert main.run([*arguments, "--format", form]) == 0
+        printed[form] = capsys.readouterr().out
+    assert printed["tsv"].split("\n")[0].split("\t")[: len(columns)] == columns
+    assert printed["csv"].split("\n")[0].split(",")[: len(columns)] == columns
+    assert printed["markdown"].startswith(f"| {columns[0]} |")
+    assert printed["latex"].rstrip().endswith(r"\end{tabular}")
+    assert printed["table"] and "\t" not in printed["table"]
+    assert main.run(arguments) == 0
+    assert capsys.readouterr().out == printed["tsv"]
+    assert main.run([*arguments, "--format", "csv", "--json"]) == 2
+    assert "give one of them" in capsys.readouterr().err

@@ -31,10 +31,10 @@ def artifacts(
     Examples:
         wm artifacts dynamics --run runs/catch
     """
-    refuse_both_forms(as_json, form)
     from wmcli.artifacts import KINDS, Run
     from wmcli.config import did_you_mean
 
+    refuse_both_forms(as_json, form)
     if kind is not None and kind not in KINDS:
         raise UsageError(f"no artifacts of kind '{kind}'; {did_you_mean(kind, KINDS)}")
     opened = Run.open(run, create=False)
@@ -42,14 +42,14 @@ def artifacts(
     rows = [describe(opened, each, version) for each in kinds for version in opened.versions(each)]
     if as_json:
         emit_json(rows)
-    elif chosen(form) not in EXACT:
-        answer([_for_a_person(row) for row in rows], ["name", "age", "size", "digest", "metric", "inputs"], form)
-    else:
+    elif chosen(form) in EXACT:
         answer(
             [row | {"digest": row.get("digest", "")[:12]} for row in rows],
             ["name", "state", "created", "bytes", "metric", "inputs", "digest"],
             form,
         )
+    else:
+        answer([_for_a_person(row) for row in rows], ["name", "age", "size", "digest", "metric", "inputs"], form)
 
 
 def _for_a_person(row: dict[str, Any]) -> Row:

@@ -29,9 +29,9 @@ def diff(
         wm diff runs/a runs/b
         wm diff runs/a/dynamics/v0003 runs/a/dynamics/v0004
     """
-    refuse_both_forms(as_json, form)
     from wmcli.artifacts.overview import differences
 
+    refuse_both_forms(as_json, form)
     rows = differences(left, right, unused=unused)
     if as_json:
         emit_json(rows)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from wmcli.cli.options import Json
+from wmcli.cli.options import Format, Json, refuse_both_forms
 from wmcli.cli.output import answer, emit_json
 
 
-def envs(as_json: Json = False) -> None:
+def envs(as_json: Json = False, form: Format = None) -> None:
     """List the environments that can be played here.
 
     Examples:
@@ -14,8 +14,9 @@ def envs(as_json: Json = False) -> None:
     """
     from wmcli.envs import list_environments
 
+    refuse_both_forms(as_json, form)
     rows = list_environments()
     if as_json:
         emit_json(rows)
     else:
-        answer(rows, list(dict.fromkeys(column for row in rows for column in row)))
+        answer(rows, list(dict.fromkeys(column for row in rows for column in row)), form)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wmcli.cli.human import SHORT
-from wmcli.cli.options import DEFAULT_RUN, OUTPUT_PANEL, Json, RunFolder, complete_reference
-from wmcli.cli.output import answer, emit_json
+from wmcli.cli.options import DEFAULT_RUN, OUTPUT_PANEL, Format, Json, RunFolder, complete_reference, refuse_both_forms
+from wmcli.cli.output import answer, chosen, emit_json
 from wmcli.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
@@ -38,6 +37,7 @@ def lineage(
         bool, typer.Option("--all", help="Draw every level, however many there are.", rich_help_panel=OUTPUT_PANEL)
     ] = False,
     as_json: Json = False,
+    form: Format = None,
 ) -> None:
     """List what an artifact was made from, back to the first experience.
 
@@ -49,15 +49,16 @@ def lineage(
     """
     from wmcli.artifacts import lineage as trace
 
+    refuse_both_forms(as_json, form)
     traced = list(trace(find(run, reference)).rows())
-    if sys.stdout.isatty() and not as_json:
+    if chosen(form) == "table" and not as_json:
         draw(traced, everything)
         return
     rows = [describe(depth, role, tree) for depth, role, tree in traced]
     if as_json:
         emit_json(rows)
     else:
-        answer(rows, ["depth", "role", "name", "state", "digest", "path"])
+        answer(rows, ["depth", "role", "name", "state", "digest", "path"], form)
 
 
 def describe(depth: int, role: str, tree: Tree) -> dict[str, Any]:

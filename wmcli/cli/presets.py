@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -11,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from wmcli.cli.command import Command, Group
-from wmcli.cli.options import Json, Set, complete_preset
-from wmcli.cli.output import Row, answer, emit_json
+from wmcli.cli.options import Format, Json, Set, complete_preset, refuse_both_forms
+from wmcli.cli.output import Row, answer, chosen, emit_json
 from wmcli.errors import UsageError
 
 app = typer.Typer(cls=Group)
@@ -38,7 +37,9 @@ Quick = Annotated[bool, typer.Option("--quick", help="Only those that take minut
 
 
 @app.callback(invoke_without_command=True)
-def presets(context: typer.Context, system: System = None, quick: Quick = False, as_json: Json = False) -> None:
+def presets(
+    context: typer.Context, system: System = None, quick: Quick = False, as_json: Json = False, form: Format = None
+) -> None:
     """List the presets, or show every setting of one.
 
     Examples:
@@ -48,13 +49,13 @@ def presets(context: typer.Context, system: System = None, quick: Quick = False,
         wm presets show drama-quick --changed
     """
     if context.invoked_subcommand is None:
-        list_presets(system, quick, as_json)
-    elif system or quick or as_json:
+        list_presets(system, quick, as_json, form)
+    elif system or quick or as_json or form:
         raise UsageError(f"give the options behind the command: wm presets {context.invoked_subcommand} ...")
 
 
 @app.command("list", cls=Command)
-def list_presets(system: System = None, quick: Quick = False, as_json: Json = False) -> None:
+def list_presets(system: System = None, quick: Quick = False, as_json: Json = False, form: Format = None) -> None:
     """List the presets by system: what each is, what it takes, and the paper it comes from.
 
     Examples:
@@ -62,6 +63,7 @@ def list_presets(system: System = None, quick: Quick = False, as_json: Json = Fa
     """
     from wmcli.config import did_you_mean, preset_header, preset_names
 
+    refuse_both_forms(as_json, form)
     if system is not None and system.lower() not in complete_system():
         raise UsageError(f"--system {system}: no such system; {did_you_mean(system.lower(), complete_system())}")
     every = [{"name": name} | preset_header(name) for name in preset_names()]
@@ -70,10 +72,10 @@ def list_presets(system: System = None, quick: Quick = False, as_json: Json = Fa
     rows = [row for row in rows if not quick or is_quick(row)]
     if as_json:
         emit_json(rows)
-    elif sys.stdout.isatty():
+    elif chosen(form) == "table":
         draw(rows, papers={row["system"]: row["paper"] for row in reversed(every)})
     else:
-        answer(rows, ["name", "about", "paper", "system", "cost", "base"])
+        answer(rows, ["name", "about", "paper", "system", "cost", "base"], form)
 
 
 def is_quick(row: Row) -> bool:
@@ -113,6 +115,7 @@ def show(
         bool, typer.Option("--parameters", help="And count the parameters of each model and part.")
     ] = False,
     as_json: Json = False,
+    form: Format = None,
 ) -> None:
     """Show every resolved setting of a preset, and the sizes of its models if asked.
 
@@ -123,6 +126,7 @@ def show(
     from wmcli.config import preset_header
     from wmcli.settings import Settings, flatten, resolve
 
+    refuse_both_forms(as_json, form)
     resolved = resolve(name, settings or [])
     header = preset_header(name)
     values = flatten(resolved)
@@ -141,7 +145,7 @@ def show(
     rows = differing if changed else [{"setting": key, "value": value} for key, value in values.items()]
     if parameters:
         rows += [{"setting": f"parameters.{part}", "value": number} for part, number in counts.items()]
-    answer(rows, ["setting", "value", "base"] if changed else ["setting", "value"])
+    answer(rows, ["setting", "value", "base"] if changed else ["setting", "value"], form)
 
 
 def count_parameters(settings: Any) -> dict[str, int]:

@@ -31,20 +31,20 @@ def runs(
         wm runs
         wm runs runs/memory-12 --json
     """
-    refuse_both_forms(as_json, form)
     from wmcli.artifacts.overview import COLUMNS, describe_run, find_runs
 
+    refuse_both_forms(as_json, form)
     rows = [describe_run(path) for path in find_runs(folder)]
     if as_json:
         emit_json(rows)
     elif not rows:
         typer.echo(f"no runs below {folder}", err=True)
-    elif chosen(form) not in EXACT:
+    elif chosen(form) in EXACT:
+        answer(rows, COLUMNS, form)
+    else:
         answer([_for_a_person(row, folder) for row in rows], SHOWN, form)
         for problem in filter(None, (row["problem"] for row in rows)):
             typer.echo(problem, err=True)
-    else:
-        answer(rows, COLUMNS, form)
 
 
 def _for_a_person(row: dict[str, Any], folder: Path) -> Row:

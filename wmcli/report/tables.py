@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 Rows = Sequence[Row | None]
 
 EMPTY = "-"
-_NUMBER = re.compile(r"[-+]?\d[\d.,e+-]*( ?%| [kMG]?B)?( ± \S+)?( \(.*\)| to \S+)?|[-+]?(inf|nan)|-")
+_NUMBER = re.compile(r"[-+]?\d[\d.,e+-]*( ?%| [kMGT]?B)?( ± \S+)?( \(.*\)| to \S+)?|[-+]?(inf|nan)|-")
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|~&$])")
 _LATEX = {
     "\\": r"\textbackslash{}",
