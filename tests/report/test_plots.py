@@ -178,6 +178,16 @@ def test_histogram_counts_every_episode_once():
     assert sum(bar.get_height() for bar in plots.returns_histogram([2.5]).axes[0].patches) == 1
 
 
+def test_one_episode_leaves_room_beside_its_bar_and_whole_returns_have_whole_ticks():
+    (axes,) = plots.returns_histogram([3.0]).axes
+    low, high = axes.get_xlim()
+    (bar,) = axes.patches
+    assert bar.get_width() < (high - low) / 4 and axes.get_title(loc="left") == "1 episode"
+    assert all(tick == round(tick) for tick in axes.get_xticks())
+    (axes,) = plots.returns_histogram([3.0], references={"random": -20}).axes
+    assert axes.get_xlim()[0] < -20
+
+
 def test_profiles_have_one_named_line_each_and_a_band_where_there_is_one():
     taus, share = np.linspace(0, 2, 5), np.linspace(1, 0, 5)
     figure = plots.performance_profiles(
@@ -314,9 +324,39 @@ def test_returns_over_steps_without_returns_are_user_errors():
             plots.returns_over_steps(groups)
 
 
-def test_the_legend_of_returns_lies_outside_the_plot():
-    figure = plots.returns_over_steps({f"dynamics.backbone={n}": [[(0, 1.0), (9, 2.0)]] for n in range(5)})
+@pytest.mark.parametrize(
+    "figure",
+    [
+        pytest.param(lambda: plots.returns_histogram([1, 1, -1], references={"random": -0.6}), id="histogram"),
+        pytest.param(lambda: plots.return_curve([evaluation(50, 0.5, 0.1), evaluation(9, 0, episodes=3)]), id="curve"),
+        pytest.param(
+            lambda: plots.returns_over_steps({f"dynamics.backbone={n}": [[(0, 1.0), (9, 2.0)]] for n in range(9)}),
+            id="over steps",
+        ),
+        pytest.param(
+            lambda: plots.error_curves(
+                {n: ([1, 2], (np.ones(2), None, None)) for n in "abcdefghij"}, x_label="x", y_label="y"
+            ),
+            id="errors",
+        ),
+        pytest.param(lambda: plots.performance_profiles([0, 1], {"a": (np.ones(2), None, None)}), id="profiles"),
+        pytest.param(lambda: plots.cost_by_length({"a": {n: [(1, 1.0), (2, 2.0)] for n in "abcdefghij"}}), id="costs"),
+        pytest.param(lambda: plots.learned_priors([0, 1], [{"mean": np.ones((2, 1, 8))}], {}), id="priors"),
+    ],
+)
+def test_a_legend_lies_on_no_data_and_within_the_picture(figure):
+    figure = figure()
     figure.canvas.draw()
     (legend,) = figure.legends
-    box, plot = legend.get_window_extent(), figure.axes[0].get_tightbbox()
-    assert box.y1 <= plot.y0 and box.x0 >= 0 and box.x1 <= figure.bbox.x1
+    box = legend.get_window_extent()
+    assert not any(box.overlaps(axes.get_tightbbox()) for axes in figure.axes)
+    assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+    assert all(axes.get_legend() is None for axes in figure.axes)
+    assert all(axes.get_window_extent().width > 200 for axes in figure.axes), "room is left for the data"
+
+
+def test_ten_lines_look_different_with_colours_and_without():
+    (axes,) = plots.cost_by_length({"training": {name: [(64, 1.0), (128, 2.0)] for name in "abcdefghij"}}).axes
+    lines = axes.get_lines()
+    assert len({line.get_marker() for line in lines}) == 10
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 10

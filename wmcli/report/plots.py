@@ -130,7 +130,7 @@ def learning_curves(
     figure = _figure(max(2.6 * columns, 4.0), sum(heights))
     figure.set_layout_engine("constrained", h_pad=0.07)  # inches: keeps the stages' names off the edge
     parts = figure.subfigures(len(curves), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for part, (stage, metrics), colour in zip(parts, curves.items(), _cycle(len(curves)), strict=True):
+    for part, (stage, metrics), style in zip(parts, curves.items(), _styles(len(curves)), strict=True):
         part.suptitle(stage, x=0.01, ha="left", fontsize=10, fontweight="bold", color=_INK)
         grid = part.subplots(rows[stage], columns, squeeze=False)
         for index, axes in enumerate(grid.flat):
@@ -140,7 +140,7 @@ def learning_curves(
             name, (x, y) = list(metrics.items())[index]
             _style(axes)
             axes.set_title(name.replace("_", " "), loc="left", fontsize=8, color=_INK)
-            _line(axes, x, y, colour)
+            _line(axes, x, y, style["color"])
             axes.margins(x=0.02)
             axes.locator_params(axis="y", nbins=4)
             axes.locator_params(axis="x", nbins=4)
@@ -179,7 +179,7 @@ def return_curve(
         steps = sorted(points)
         means = [points[step]["mean"] for step in steps]
         errors = [math.nan if (stderr := points[step]["stderr"]) is None else 1.96 * stderr for step in steps]
-        label = f"{episodes} episode{'s' * (episodes != 1)}" + ", 95 % interval" * any(map(math.isfinite, errors))
+        label = _episodes(episodes) + ", 95 % interval" * any(map(math.isfinite, errors))
         axes.errorbar(steps, means, errors, **style | _marked(len(steps)), elinewidth=1.1, capsize=2.5, label=label)
     _finish_returns(figure, axes, references or {}, title)
     return figure
@@ -249,19 +249,23 @@ def returns_histogram(
     axes = figure.subplots()
     _style(axes)
     span = values.max() - values.min()
-    if np.array_equal(values, values.round()) and span <= 40:
+    whole = np.array_equal(values, values.round()) and span <= 40
+    if whole:
         edges = np.arange(values.min() - 0.5, values.max() + 1.5)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     else:
         edges = np.histogram_bin_edges(values, bins=min(30, max(5, math.ceil(2 * values.size ** (1 / 3)))))
-    axes.hist(values, bins=edges.tolist(), color=COLOURS[0], edgecolor="white", linewidth=0.8)
+    axes.hist(values, bins=edges.tolist(), rwidth=0.8 if whole else 1.0, color=COLOURS[5], edgecolor="white")
+    if span == 0:  # leave room beside the only bar
+        axes.update_datalim([(edges[0] - 2, 0), (edges[-1] + 2, 0)])
     axes.axvline(values.mean(), color=COLOURS[1], linewidth=1.8, label=f"mean {values.mean():.4g}")
     for (name, value), dash in zip((references or {}).items(), ((4, 3), (1, 2), (6, 2, 1, 2)) * 9, strict=False):
-        axes.axvline(value, color=_GREY, linewidth=1.2, linestyle=(0, dash), label=f"{name} {value:.4g}")
+        axes.axvline(value, color=_INK, linewidth=1.2, linestyle=(0, dash), label=f"{name} {value:.4g}")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("return of an episode", color=_INK)
     axes.set_ylabel("episodes", color=_INK)
-    axes.set_title(title or f"{values.size} episodes", loc="left", fontsize=10, color=_INK)
-    _legend(axes)
+    axes.set_title(title or _episodes(values.size), loc="left", fontsize=10, color=_INK)
+    _legend_below(figure, axes)
     return figure
 
 
@@ -279,17 +283,15 @@ def performance_profiles(
     figure = _figure(6.0, 3.6)
     axes = figure.subplots()
     _style(axes)
-    for (name, (value, low, high)), colour in zip(profiles.items(), _cycle(len(profiles)), strict=True):
-        if low is not None and high is not None:
-            axes.fill_between(thresholds, low, high, color=colour, alpha=0.15, linewidth=0)
-        axes.plot(thresholds, value, color=colour, linewidth=1.8, label=name)
+    for (name, band), style in zip(profiles.items(), _styles(len(profiles)), strict=True):
+        _banded(axes, thresholds, band, style, name)
     axes.set_ylim(0, 1.02)
     axes.margins(x=0)
     axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f} %")
     axes.set_xlabel(xlabel, color=_INK)
     axes.set_ylabel("runs with a score above τ", color=_INK)
     axes.set_title(title, loc="left", fontsize=10, color=_INK)
-    _legend(axes)
+    _legend_below(figure, axes)
     return figure
 
 
@@ -297,22 +299,20 @@ def cost_by_length(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float
     """One panel per kind of cost, a line per name against length, both axes logarithmic: what is linear is flat where
     the cost is that of an element.
 
-    panels: title -> name -> (length, cost) in order of length. A name has the same colour in every panel.
+    panels: title -> name -> (length, cost) in order of length. A name has the same colour and marker in every panel.
     """
     from matplotlib.ticker import LogLocator
 
     if not panels:
         raise UsageError("no costs to draw; measure some with: wm profile --compare backbones")
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    colours = dict(zip(names, _cycle(len(names)), strict=True))
+    styles = dict(zip(names, _styles(len(names)), strict=True))
     figure, drawn = _figure(3.6 * len(panels) + 1.2, 3.4), {}
     for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         _style(axes)
         for name, points in lines.items():
             lengths, costs = zip(*points, strict=True)
-            (drawn[name],) = axes.plot(
-                lengths, costs, color=colours[name], linewidth=1.6, marker="o", markersize=3.5, label=name
-            )
+            (drawn[name],) = axes.plot(lengths, costs, **styles[name], label=name)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(sorted({length for points in lines.values() for length, _ in points}))
@@ -323,7 +323,13 @@ def cost_by_length(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float
         axes.set_title(title, loc="left", fontsize=9, color=_INK)
         axes.set_xlabel("elements", color=_INK)
     figure.legend(
-        [drawn[name] for name in names], names, loc="outside right center", frameon=False, fontsize=8, labelcolor=_INK
+        [drawn[name] for name in names],
+        names,
+        loc="outside right center",
+        handlelength=3.2,
+        frameon=False,
+        fontsize=8,
+        labelcolor=_INK,
     )
     return figure
 
@@ -352,14 +358,12 @@ def learned_priors(
     for (layer, column), axes in np.ndenumerate(grid):
         name = names[column]
         _style(axes)
-        for head, colour in enumerate(_cycle(heads)):
+        for head, style in enumerate(_styles(heads)):
             lines = values[name][:, :, layer, head]  # (runs, K)
             middle = lines.mean(0)
-            dash, dot = "-" if head < len(COLOURS) else ":", "o" if len(updates) < 15 else ""
-            axes.plot(updates, middle, dash + dot, color=colour, linewidth=1.4, markersize=3, label=f"head {head + 1}")
-            if len(lines) > 1:
-                spread = lines.std(0, ddof=1)
-                axes.fill_between(updates, middle - spread, middle + spread, color=colour, alpha=0.15, linewidth=0)
+            spread = lines.std(0, ddof=1) if len(lines) > 1 else None
+            band = (middle, None, None) if spread is None else (middle, middle - spread, middle + spread)
+            _banded(axes, updates, band, style, f"head {head + 1}")
         if name in initial:
             axes.axhline(initial[name], color=_INK, linewidth=1, linestyle=(0, (4, 3)), zorder=3)
         axes.margins(x=0.02)
@@ -377,9 +381,6 @@ def learned_priors(
     return figure
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
 def error_curves(
     lines: Mapping[str, tuple[Sequence[float], Band]], *, x_label: str, y_label: str, title: str = "", log: bool = False
 ) -> Figure:
@@ -392,18 +393,19 @@ def error_curves(
     figure = _figure(6.4, 3.2)
     axes = figure.subplots()
     _style(axes)
-    for (name, (x, (value, low, high))), colour in zip(lines.items(), _cycle(len(lines)), strict=True):
-        axes.plot(x, value, color=colour, linewidth=1.4, label=name, marker="o" if len(x) < 15 else "", markersize=3)
-        if low is not None and high is not None:
-            axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+    for (name, (x, band)), style in zip(lines.items(), _styles(len(lines)), strict=True):
+        _banded(axes, x, band, style, name)
     if log:
         axes.set_yscale("log")
-    axes.set_xlabel(x_label, fontsize=8, color=_GREY)
-    axes.set_ylabel(y_label, fontsize=8, color=_GREY)
-    axes.set_title(title, loc="left", fontsize=9, color=_INK)
+    axes.set_xlabel(x_label, color=_INK)
+    axes.set_ylabel(y_label, color=_INK)
+    axes.set_title(title, loc="left", fontsize=10, color=_INK)
     if len(lines) > 1:
-        _legend(axes)
+        _legend_below(figure, axes)
     return figure
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
 
 
 def write_figure(path: Path, figure: Figure) -> None:
@@ -449,14 +451,6 @@ def _style(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def _legend(axes: Axes) -> None:
-    axes.legend(frameon=False, fontsize=8, labelcolor=_INK)
-
-
-def _cycle(count: int) -> list[str]:
-    return [COLOURS[index % len(COLOURS)] for index in range(count)]
-
-
 def _styles(count: int) -> list[dict[str, Any]]:
     """Return `count` line styles, told apart by everybody: colours, then the same ones dashed; markers all differ."""
     dashes = ("-", (0, (5, 2)), (0, (1.2, 1.4)))
@@ -475,6 +469,14 @@ def _styles(count: int) -> list[dict[str, Any]]:
 def _marked(points: int) -> dict[str, Any]:
     """Markers for as many points as still leave room between them."""
     return {} if points < 30 else {"marker": ""}
+
+
+def _banded(axes: Axes, x: Sequence[float] | np.ndarray, band: Band, style: dict[str, Any], name: str) -> None:
+    """A named line and, where it has limits, a shade between them."""
+    value, low, high = band
+    axes.plot(x, value, **style, markevery=max(1, len(x) // 8), label=name)
+    if low is not None and high is not None:
+        axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
 def _by_step(points: Iterable[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
@@ -552,3 +554,7 @@ def _count(value: float, _position: object = None) -> str:
         if abs(value) >= size:
             return f"{value / size:g}{letter}"
     return f"{value:g}"
+
+
+def _episodes(count: int) -> str:
+    return f"{count} episode{'' if count == 1 else 's'}"
