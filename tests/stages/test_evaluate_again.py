@@ -8,12 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from odd_lengths import ODD_LENGTHS
 from tiny_run import TRAINING, Killed, copied, kill_at, opened
+from wrong_steps import UNSEEDED
 
 from wmcli.artifacts import Run
-from wmcli.envs import Streams
+from wmcli.controllers.agent import UniformAgent
+from wmcli.envs import EnvironmentSettings, Streams
 from wmcli.errors import Stopped
+from wmcli.progress import Progress
 from wmcli.stages import evaluate as module
 from wmcli.stages.collect import collect
 from wmcli.stages.evaluate import evaluate, score
@@ -72,6 +76,21 @@ def test_asked_to_stop_it_goes_on(uneven: Path, tmp_path: Path, monkeypatch: pyt
     interrupted = evaluate(opened(run))
     assert interrupted.metrics == evaluate(opened(copied(uneven, tmp_path / "whole"))).metrics
     assert first == 9
+
+
+def test_episodes_that_cannot_be_resumed_begin_again(tmp_path: Path) -> None:
+    """Every episode of this environment has a return of 4, and the same seed leads to another frame."""
+    settings = EnvironmentSettings(id=UNSEEDED, size=16)
+
+    def played(checkpoint: Path | None) -> module.Played:
+        agent = UniformAgent(4, 3, generator=torch.Generator().manual_seed(3))
+        given = {"episodes": 8, "environments": 3, "seed": 1, "progress": Progress(quiet=True), "what": "eval"}
+        return module.play_episodes(settings, agent, **given, checkpoint=checkpoint, checkpoint_seconds=0)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        kill_at(patch, "checkpoint", 6)  # two steps into the second round
+        played(tmp_path / "checkpoint")
+    assert played(tmp_path / "checkpoint").returns == played(None).returns == [4.0] * 8
 
 
 def test_a_damaged_old_evaluation_is_passed_over(run: Path) -> None:

@@ -24,9 +24,12 @@ def convert_lpips(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The safetensors file to write.")],
 ) -> None:
-    """Convert published VGG16 and LPIPS weights for the tokenizer's perceptual loss (tokenizer.lpips_weights).
+    """Convert published VGG16 and LPIPS weights for the perceptual loss.
 
-    Example: wm convert-lpips vgg16-397923af.pth vgg.pth lpips.safetensors
+    The file is what tokenizer.lpips_weights names.
+
+    Examples:
+        wm convert-lpips vgg16-397923af.pth vgg.pth lpips.safetensors
     """
     from wmcli.progress import Progress
     from wmcli.stages.lpips_weights import convert_lpips as stage

@@ -99,7 +99,13 @@ class _Tally:
             return None
         agent.load(part("agent"))
         state = {name: value.numpy() for name, value in part("streams").items()}
-        return Streams.restore(settings, False, {"seed": about["seed"], **state})
+        streams = Streams.restore(settings, False, {"seed": about["seed"], **state})
+        # An environment that does not follow its seed begins these episodes again.
+        again = self.number[streams.restarted & (self.number < len(self.returns))]
+        self.returns[again], self.lengths[again] = 0, 0
+        if 0 in again:
+            self.film = Film()
+        return streams
 
 
 def play_episodes(
