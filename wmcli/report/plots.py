@@ -206,6 +206,8 @@ def returns_over_steps(
     Raises:
         UsageError: there is no group, or a run has no finite return.
     """
+    if not groups:
+        raise UsageError("no evaluations to draw; make one with: wm eval")
     figure = _figure(6.4, 3.8)
     axes = figure.subplots()
     _style(axes)
@@ -213,22 +215,19 @@ def returns_over_steps(
         lines = [_by_step(run) for run in runs]
         if not lines or not all(len(steps) for steps, _ in lines):
             raise UsageError(f"{name}: a run without returns cannot be drawn; make some with: wm eval --run RUN")
-        thin = len(lines) > 1
-        for steps, returns in lines:
-            axes.plot(steps, returns, **(style | _THIN if thin else style | _marked(len(steps))))
-        if not thin:
-            axes.get_lines()[-1].set_label(name)
+        if len(lines) == 1:
+            steps, returns = lines[0]
+            axes.plot(steps, returns, **style | _marked(len(steps)), label=name)
             continue
-        common = np.unique(np.concatenate([steps for steps, _ in lines]))
-        common = common[(common >= max(steps[0] for steps, _ in lines)) & (common <= min(s[-1] for s, _ in lines))]
+        for steps, returns in lines:
+            axes.plot(steps, returns, **style | _THIN)
+        low, high = max(steps[0] for steps, _ in lines), min(steps[-1] for steps, _ in lines)
+        common = np.unique([step for steps, _ in lines for step in steps if low <= step <= high])
         curves = np.array([np.interp(common, steps, returns) for steps, returns in lines])  # (runs, K)
-        label = f"{name} ({len(lines)} runs)"
-        axes.plot(common, curves.mean(0), **style | _marked(len(common)), label=label)
+        axes.plot(common, curves.mean(0), **style | _marked(len(common)), label=f"{name} ({len(lines)} runs)")
+        axes.fill_between(common, curves.min(0), curves.max(0), color=style["color"], alpha=0.15, linewidth=0)
         if len(common) == 1:  # a shade has no width there
             axes.vlines(common, curves.min(0), curves.max(0), color=style["color"], linewidth=1.2)
-        axes.fill_between(common, curves.min(0), curves.max(0), color=style["color"], alpha=0.15, linewidth=0)
-    if not groups:
-        raise UsageError("no evaluations to draw; make one with: wm eval")
     _finish_returns(figure, axes, references or {}, title)
     return figure
 
