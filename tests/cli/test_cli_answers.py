@@ -98,7 +98,7 @@ def test_artifacts_shows_what_is_pruned_and_what_cannot_be_read(run, capsys):
 
 
 def test_artifacts_fit_a_terminal(run, terminal):
-    run.prune("experience", {2})
+    run.prune("experience", {1})
     first, second, tokenizer, dynamics = (
         next(line for line in terminal("artifacts") if line.split()[:1] == [name])
         for name in ("experience@1", "experience@2", "tokenizer@1", "dynamics@1")
@@ -153,7 +153,7 @@ def test_lineage_shows_what_is_gone(run, capsys):
 
 
 def test_a_terminal_shows_the_lineage_as_a_tree(run, terminal):
-    run.prune("experience", {2})
+    run.prune("experience", {1})
     short = {name: run.resolve(name, name.partition("@")[0]).digest[:SHORT] for name in NAMES}
     assert terminal("lineage") == [
         f"dynamics@1  {short['dynamics@1']}",

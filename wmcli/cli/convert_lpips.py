@@ -26,7 +26,8 @@ def convert_lpips(
 ) -> None:
     """Convert published VGG16 and LPIPS weights for the tokenizer's perceptual loss (tokenizer.lpips_weights).
 
-    Example: wm convert-lpips vgg16-397923af.pth vgg.pth lpips.safetensors
+    Examples:
+        wm convert-lpips vgg16-397923af.pth vgg.pth lpips.safetensors
     """
     from wmcli.progress import Progress
     from wmcli.stages.lpips_weights import convert_lpips as stage
