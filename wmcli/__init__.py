@@ -1,3 +1,3 @@
 """wm: train, compare and take apart world models for reinforcement learning."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
