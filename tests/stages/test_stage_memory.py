@@ -370,6 +370,8 @@ def test_strips_of_other_episodes_are_refused(memory_run: Path, tmp_path: Path) 
     train_dynamics(opened(other))
     with pytest.raises(UsageError, match="its test episodes are others"):
         stage.draw_strips([memory_run, other], tmp_path / "x.png")
+    with pytest.raises(UsageError, match=r"\.png"):
+        stage.draw_strips([memory_run], tmp_path / "x.jpg")
 
 
 def test_padding_counts_nowhere() -> None:

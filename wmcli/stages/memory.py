@@ -26,6 +26,7 @@ from wmcli.envs.rooms import TELEPORT, TeleportRooms
 from wmcli.errors import UsageError
 from wmcli.experience import read_segment
 from wmcli.metrics import memory as metrics
+from wmcli.report.files import check_target
 from wmcli.report.images import side_by_side, strip, write_gif, write_png
 from wmcli.settings import Measure
 from wmcli.stages.context import HELD_OUT, Context, check_same_environment, open_context
@@ -349,6 +350,7 @@ def draw_strips(runs: Sequence[Path], path: Path) -> None:
     Raises UsageError for a model that is none of a memory task or runs with other test episodes, ArtifactError where a
     model or its experience is missing.
     """
+    check_target(path, (".png",))
     strips: list[np.ndarray] = []
     shown: Tensor | None = None
     for folder in runs:
