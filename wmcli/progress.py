@@ -122,7 +122,7 @@ class Bar:
 
     def show(self, **values: float) -> None:
         """Show numbers behind the bar from now on, such as the newest losses: plain ones, already on the CPU."""
-        self._values.update(values)
+        self._values = values
 
     def expect(self, seconds: float | None) -> None:
         """Take `seconds` as what is left from now on, None while that is unknown, instead of what the rate so far

@@ -143,6 +143,10 @@ def evaluate(
     if form and not runs:
         raise UsageError("--format is for the table of several runs: wm eval RUN... --format csv")
     if runs:
+        from wmcli.report.files import check_target
+
+        for picture in filter(None, (curves, priors, strips)):
+            check_target(picture, (".png", ".svg", ".pdf"))
         progress = Progress(quiet)
         if priors:
             from wmcli.stages.aggregate import compare_priors

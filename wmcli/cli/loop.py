@@ -67,10 +67,11 @@ def run(
 ) -> None:
     """Collect, train and imagine in turn until the preset's epochs are over, then evaluate.
 
-    The same command goes on where it was stopped. Settings given with --set stay with the run: a finished one is
-    extended with --set run.epochs=N.
+    The same command goes on where it was stopped. What --set changes here stays
+    with the run: --set run.epochs=N extends a finished one.
 
-    With --set run.overlap=true a second process collects the next epoch's experience while this one's models train.
+    With --set run.overlap=true a second process collects the next epoch's
+    experience while this one's models train.
 
     Examples:
         wm run quickstart --run runs/catch

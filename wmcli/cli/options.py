@@ -137,7 +137,7 @@ Set = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Change one setting for this command, e.g. training.precision=float32. Repeatable.",
+        help="Change a setting, e.g. training.precision=float32: wm run keeps it, other commands use it once. Repeatable.",
         rich_help_panel=RUN_PANEL,
         autocompletion=complete_setting,
     ),

@@ -73,10 +73,10 @@ def _walk(context: Context, inside: Context, beside: Collector) -> tuple[dict[st
     newest: dict[str, Artifact] = {}
     own: dict[str, list[Artifact]] = {kind: [] for kind in MODELS}
     scores: list[Artifact] = []
+    shown: dict[str, float] = {}
     left = _TimeLeft(context.settings)
     with stop_requests() as stop, context.progress.bar("run", plan.epochs, "epochs") as bar:
         for epoch in range(1, plan.epochs + 1):
-            shown: dict[str, float] = {}
             inside = inside.at(epoch)
             inside.pictures = epoch == plan.epochs
             began, worked = time.monotonic(), inside.worked
@@ -100,7 +100,7 @@ def _walk(context: Context, inside: Context, beside: Collector) -> tuple[dict[st
                     f"{error} Or change it from this epoch on: wm run --run {context.run} --from-epoch {epoch} --set"
                     " SECTION.learning_rate=..."
                 ) from None
-            bar.show(**shown)
+            bar.show(**dict(sorted(shown.items(), key=lambda value: value[0] != "return")))
             bar.expect(left.after(epoch))
             bar.advance()
             _prune(inside, own, plan.keep)

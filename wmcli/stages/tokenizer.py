@@ -21,6 +21,7 @@ from wmcli.tokenizers.vq import TokenizerSettings, perceptual_in_use
 from wmcli.training.loop import Trainee
 from wmcli.training.optim import update
 
+PICTURED_FRAMES = 8
 REPORT_FRAMES = 512  # frames the published usage figures are measured on
 
 
@@ -69,7 +70,9 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
                 return tokenizer.usage(memory.frames[rows])
 
         def draw(payload: Path) -> None:
-            frames = memory.frames[torch.linspace(0, len(memory) - 1, 8, device=device).long()]
+            # Drawn, not spread evenly: that falls into step with the lengths of episodes.
+            chosen = np.random.default_rng(0).choice(len(memory), min(PICTURED_FRAMES, len(memory)), replace=False)
+            frames = memory.frames[torch.from_numpy(np.sort(chosen)).to(device)]
             with context.machine.autocast():
                 decoded = tokenizer.decode(tokenizer.encode(frames))
             write_png(payload / "reconstructions.png", grid(frames.cpu().numpy(), decoded.cpu().numpy()))
