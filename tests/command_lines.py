@@ -54,9 +54,10 @@ _FILES = "toml|safetensors|json|jsonl|png|gif|py|mk|md|zarr"
 # A section's name, then the rest of a key; not a part of a longer name or a path, a file's name, or a key that is
 # completed at run time.
 _KEY = re.compile(
-    rf"(?<![\w./@-])(?:{'|'.join(_SECTIONS)})(?:\.(?!(?:{_FILES})\b)[a-z]\w*)+(?![\w({{/])", re.ASCII
+    rf"(?<![\w./@-])(?:{'|'.join(_SECTIONS)})(?:\.(?!(?:{_FILES})\b)[a-z]\w*(?<!_))+(?![\w({{/*])", re.ASCII
 )  # fmt: skip
-_SET = re.compile(r"--set[ =]+(?:KEY=VALUE|([\w.{}]+)=)", re.ASCII)
+# Capitals, and `key`, stand for a key that the reader chooses.
+_SET = re.compile(r"--set[ =]+(?!(?:section\.)?key=)([a-z_0-9.{}]+)=", re.ASCII)
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 # Words before `wm` that tell a command line from prose, as in "this wm reads".
 _COMMAND = re.compile(r"(?:^|[`(;]|: |&& |with |see |run )wm ([a-z][a-z-]*)((?: [a-z]+\b)?)([^`;)\n]*)", re.MULTILINE)
@@ -65,7 +66,7 @@ _COMMAND = re.compile(r"(?:^|[`(;]|: |&& |with |see |run )wm ([a-z][a-z-]*)((?: 
 def wrong_mentions(text: str) -> list[str]:
     """The settings keys, commands and options named in `text` that do not exist; `{}` stands for a part unknown."""
     wrong = [f"key {key}" for key in _KEY.findall(text) if key not in KEYS]
-    wrong += [f"key {key}" for key in _SET.findall(text) if key and "{" not in key and key not in KEYS]
+    wrong += [f"key {key}" for key in _SET.findall(text) if "{" not in key and key not in KEYS]
     rest = text
     for found in _COMMAND.finditer(text):
         name, second, line = found.groups()

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from command_lines import COMMANDS, KEYS, parse, words, wrong_mentions
 
-from wmcli.artifacts import KINDS
-from wmcli.artifacts.manifest import make_command
+from wmcli.artifacts import KINDS, Artifact
+from wmcli.artifacts.manifest import PRUNED, make_command
+from wmcli.errors import ArtifactError
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(path for folder in ("wmcli", "kernels") for path in (ROOT / folder).rglob("*.py"))
@@ -39,6 +40,14 @@ def test_the_command_that_makes_an_artifact_is_one(kind):
     assert parse(words(make_command(kind, Path("runs/with space"))))["run"] == Path("runs/with space")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_helps_a_damaged_artifact_can_be_typed(kind, tmp_path):
+    (tmp_path / PRUNED).touch()
+    with pytest.raises(ArtifactError) as error:
+        Artifact(tmp_path, {"kind": kind, "version": 1}).verify_again()
+    assert not wrong_mentions(str(error.value))
+
+
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
@@ -47,6 +56,7 @@ def test_the_command_that_makes_an_artifact_is_one(kind):
         ("make another with: wm collect --run {} --force", ["wm collect --force"]),
         ("see `wm artefacts`", ["command wm artefacts"]),
         ("leave out --experiense", ["option --experiense"]),
+        ("begin with --set SECTION.learning_rate=... or --set key=3, not --set horizon=3", ["key horizon"]),
         ("this wm reads training.safetensors and wmcli/backbones/gru.py", []),
         ("use --policy scripted, or: wm presets show NAME --parameters --set training.threads=1", []),
     ],

@@ -37,7 +37,7 @@ def test_the_setting_that_set_shows_can_be_set():
         for command in COMMANDS.values()
         for parameter in command.params
         if "--set" in parameter.opts
-        for example in re.findall(r"e\.g\. (\S+=\S+?)[.,;]? ", parameter.help)
+        for example in re.findall(r"e\.g\. (\S+=\S+?)[.,:;]? ", parameter.help)
     }
     assert shown
     for example in shown:

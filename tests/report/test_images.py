@@ -133,7 +133,7 @@ def test_a_caption_too_long_for_its_line_goes_on_below():
 @pytest.mark.parametrize("context", [3, 4])
 def test_strip_has_time_to_the_right_and_a_line_before_the_first_imagined_frame(context):
     real, imagined = frames(4, 7), frames(5, 7)
-    picture = images.strip(real, imagined, every=2, context=context)  # columns 0, 2 | 4, 6
+    picture = images.strip({"real": real, "imagined": imagined}, every=2, context=context)  # columns 0, 2 | 4, 6
     tile, margin = 3 * W, picture.shape[1] - 4 * (3 * W + GAP) + GAP
     assert picture.shape[0] == BAR + 2 * 3 * H + GAP
     for column, step in enumerate((0, 2, 4, 6)):
@@ -150,7 +150,7 @@ def test_a_long_strip_goes_on_below(side, columns):
     """26 frames of an Atari game in three rows: one of 4,229 pixels is too wide for any screen."""
     real, imagined = (np.full((26, side, side, 3), np.arange(26)[:, None, None, None] * 9, np.uint8) for _ in range(2))
     imagined = 255 - imagined
-    picture = images.strip(real, imagined, context=10)
+    picture = images.strip({"real": real, "imagined": imagined}, context=10)
     tile = images.upscale(real[:1], 128).shape[1]
     block, margin = BAR + 2 * (tile + GAP) - GAP, picture.shape[1] - columns[0] * (tile + GAP) + GAP
     assert picture.shape[1] <= 1600 and picture.shape[0] == 3 * (block + 4 * GAP) - 4 * GAP

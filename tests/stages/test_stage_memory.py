@@ -351,18 +351,22 @@ def test_films_and_curves_are_written(memory_run: Path, tmp_path: Path) -> None:
 # -- the numbers ------------------------------------------------------------------------------------------------------
 
 
-def test_strips_of_several_runs_are_one_picture(memory_run: Path, tmp_path: Path) -> None:
-    """Each model's strip, whatever the length of its name."""
-    other = copied(memory_run, tmp_path / "another-run-with-a-longer-name")
+def test_strips_of_several_runs_stand_below_the_truth(memory_run: Path, tmp_path: Path, monkeypatch) -> None:
+    drawn: list[dict[str, np.ndarray]] = []
+    strip = stage.strip
+    monkeypatch.setattr(stage, "strip", lambda rows, **how: drawn.append(rows) or strip(rows, **how))
+    other = copied(memory_run, tmp_path / "other")
     train_dynamics(opened(other, "backbone.name=gru"))
-    stage.draw_strips([memory_run], tmp_path / "one.png")
     stage.draw_strips([memory_run, other], tmp_path / "both.png")
-    one, both = (np.asarray(Image.open(tmp_path / f"{name}.png")) for name in ("one", "both"))
-    assert both.shape[0] == 2 * one.shape[0] and both.shape[1] > one.shape[1]
-    assert np.array_equal(both[: len(one), -one.shape[1] :], one)  # to the right, so that steps stand below each other
-    real, imagined = both[: len(one), -200:], both[len(one) :, -200:]
-    third = len(one) // 2
-    assert np.array_equal(real[:third], imagined[:third]) and not np.array_equal(real[third:], imagined[third:])
+    (rows,) = drawn
+    assert list(rows) == ["real", "run", "other"]
+    task = TASKS["wm/DistractingMemory-20-v0"]
+    played = read_segment(latest(memory_run, "experience").path / HELD_OUT["test"], "sketch")["sketch"]
+    truth = task.draw(played[: task.context + task.query])
+    assert np.array_equal(rows["real"], truth[-len(rows["real"]) :])
+    assert len({frames.tobytes() for frames in rows.values()}) == 3
+    with Image.open(tmp_path / "both.png") as picture:
+        assert picture.height > 3 * 40
 
 
 def test_strips_of_other_episodes_are_refused(memory_run: Path, tmp_path: Path) -> None:
@@ -370,6 +374,8 @@ def test_strips_of_other_episodes_are_refused(memory_run: Path, tmp_path: Path) 
     train_dynamics(opened(other))
     with pytest.raises(UsageError, match="its test episodes are others"):
         stage.draw_strips([memory_run, other], tmp_path / "x.png")
+    with pytest.raises(UsageError, match=r"\.png"):
+        stage.draw_strips([memory_run], tmp_path / "x.jpg")
 
 
 def test_padding_counts_nowhere() -> None:

@@ -350,7 +350,7 @@ def test_no_episode_is_long_enough() -> None:
 def test_the_picture_shows_one_episode_whole(tmp_path: Path, episodes: int, size: int) -> None:
     frames = np.random.default_rng(1).integers(0, 255, (2, 4, episodes * size, size, 3)).astype(np.uint8)
     write_side_by_side(tmp_path, SideBySide(frames[0], frames[1], 2))
-    write_png(tmp_path / "wanted.png", strip(frames[0][:, :size], frames[1][:, :size], context=2))
+    write_png(tmp_path / "wanted.png", strip({"real": frames[0][:, :size], "imagined": frames[1][:, :size]}, context=2))
     assert (tmp_path / "imagination.png").read_bytes() == (tmp_path / "wanted.png").read_bytes()
     with Image.open(tmp_path / "imagination.gif") as picture:
         assert picture.n_frames == 4

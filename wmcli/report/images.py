@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -168,32 +168,26 @@ def short_number(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:.7g}"
 
 
-def strip(
-    real: np.ndarray,
-    imagined: np.ndarray,
-    *,
-    every: int = 1,
-    context: int = 0,
-    labels: tuple[str, str] = ("real", "imagined"),
-) -> np.ndarray:
-    """Frames (T, H, W, 3) as one picture, real over imagined, time to the right -> (H', W', 3).
+def strip(rows: Mapping[str, np.ndarray], *, every: int = 1, context: int = 0) -> np.ndarray:
+    """Draw frames (T, H, W, 3) as one picture, a row for each name, time to the right -> (H', W', 3).
 
     What does not fit into a picture of 1,600 pixels goes on below, in rows of nearly equal length.
 
     Args:
+        rows: frames by the name that stands before them, such as real ones over imagined ones.
         every: show every so many-th frame; its time step stands over the column.
         context: how many leading frames were given to the model; an amber line stands before the first imagined frame.
     """
-    real, imagined = _frames(real), _frames(imagined)
-    assert real.shape == imagined.shape, (real.shape, imagined.shape)
-    steps = list(range(0, len(real), every))
-    rows = -(-len(steps) // _columns(real, labels))
-    columns = -(-len(steps) // rows)
+    labels, frames = list(rows), [_frames(each) for each in rows.values()]
+    assert len({each.shape for each in frames}) == 1, [each.shape for each in frames]
+    steps = list(range(0, len(frames[0]), every))
+    lines = -(-len(steps) // _columns(frames[0], labels))
+    columns = -(-len(steps) // lines)
     first = next((step for step in steps if step >= context), None) if context else None
     blocks = []
     for start in range(0, len(steps), columns):
         shown = steps[start : start + columns]
-        block, tile, margin = _table([real[shown], imagined[shown]], labels)
+        block, tile, margin = _table([each[shown] for each in frames], labels)
         for index, step in enumerate(shown):
             left = margin + index * (tile + _GAP)
             head = f"t = {step}" if step == 0 else str(step)

@@ -7,7 +7,7 @@ the prior a step; probe.py only looks at what it makes of frames that it sees. B
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from wmcli.envs.rooms import TELEPORT, TeleportRooms
 from wmcli.errors import UsageError
 from wmcli.experience import read_segment
 from wmcli.metrics import memory as metrics
+from wmcli.report.files import check_target
 from wmcli.report.images import side_by_side, strip, write_gif, write_png
 from wmcli.settings import Measure
 from wmcli.stages.context import HELD_OUT, Context, check_same_environment, open_context
@@ -333,14 +334,15 @@ def _write_film(folder: Path, real: np.ndarray, drawn: np.ndarray, known: int) -
     first one's query and the end of its context."""
     stacked = [np.concatenate(list(frames), axis=1) for frames in (real, drawn)]
     write_gif(folder / "imagination.gif", side_by_side(stacked[0], stacked[1], context=known), fps=10)
-    write_png(folder / "imagination.png", _query_strip(real[0], drawn[0], known))
+    write_png(folder / "imagination.png", _query_strip({"real": real[0], "imagined": drawn[0]}, known))
 
 
-def _query_strip(real: np.ndarray, drawn: np.ndarray, known: int, name: str = "imagined") -> np.ndarray:
-    """The query and the end of the context of an episode (T, H, W, 3), real over imagined."""
-    every = max(1, (len(real) - known) // COLUMNS)
+def _query_strip(rows: Mapping[str, np.ndarray], known: int) -> np.ndarray:
+    """The query and the end of the context of one episode, (T, H, W, 3) by name."""
+    length = len(next(iter(rows.values())))
+    every = max(1, (length - known) // COLUMNS)
     begin = max(0, known - 2 * every)
-    return strip(real[begin:], drawn[begin:], every=every, context=known - begin, labels=("real", name))
+    return strip({name: frames[begin:] for name, frames in rows.items()}, every=every, context=known - begin)
 
 
 def draw_strips(runs: Sequence[Path], path: Path) -> None:
@@ -349,8 +351,8 @@ def draw_strips(runs: Sequence[Path], path: Path) -> None:
     Raises UsageError for a model that is none of a memory task or runs with other test episodes, ArtifactError where a
     model or its experience is missing.
     """
-    strips: list[np.ndarray] = []
-    shown: Tensor | None = None
+    check_target(path, (".png",))
+    rows: dict[str, np.ndarray] = {}
     for folder in runs:
         context = open_context(folder, None, create=False, quiet=True)
         model, task = context.run.resolve("dynamics", "dynamics"), task_of(context)
@@ -359,18 +361,15 @@ def draw_strips(runs: Sequence[Path], path: Path) -> None:
             raise UsageError(f"{folder}: dynamics of kind '{settings_of(model).dynamics.kind}' remember no episode.")
         episodes = _episodes(context, model.input("experience"), task)
         frames, action = episodes.frames[:1], episodes.action[:1]
-        if shown is not None and not torch.equal(shown, frames.cpu()):
-            raise UsageError(
-                f"{folder}: its test episodes are others than those of {runs[0]}; compare runs of one task."
-            )
-        shown = frames.cpu()
+        real = frames[0].cpu().numpy()
+        if not np.array_equal(rows.setdefault("real", real), real):
+            raise UsageError(f"{folder}: its test episodes are others than those of {runs[0]}: give runs of one task.")
         seed = derived_seed(context.settings.seed, "eval memory")
         with isolated_randomness(seed, context.machine.device), context.machine.autocast():
             drawn = _decoded(world_model, imagined(world_model, frames, action, task.context))
-        strips.append(_query_strip(shown[0].numpy(), drawn[0], task.context, folder.resolve().name))
-    widest = max(each.shape[1] for each in strips)
-    padded = [np.pad(each, ((0, 0), (widest - each.shape[1], 0), (0, 0)), mode="edge") for each in strips]
-    write_png(path, np.concatenate(padded))
+        name = folder.resolve().name
+        rows[str(folder) if name in rows else name] = drawn[0]
+    write_png(path, _query_strip(rows, task.context))
 
 
 def _band(curve: dict[str, list[float | None]]) -> tuple[np.ndarray, ...]:

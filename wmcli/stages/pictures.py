@@ -204,7 +204,8 @@ def write_side_by_side(folder: Path, pictures: SideBySide | None) -> None:
     )
     one = pictures.real.shape[2]  # the height of one episode's frames, which are square
     write_png(
-        folder / "imagination.png", strip(pictures.real[:, :one], pictures.imagined[:, :one], context=pictures.context)
+        folder / "imagination.png",
+        strip({"real": pictures.real[:, :one], "imagined": pictures.imagined[:, :one]}, context=pictures.context),
     )
 
 
