@@ -53,6 +53,10 @@ Measure = Literal["generation", "recall", "reward", "doors", "probe"]
 """What can be measured of a memory model: see wmcli/stages/memory.py and probe.py."""
 
 
+MAX_EPISODES = 50_000
+"""Returns and lengths of so many episodes fit into the manifest of an evaluation."""
+
+
 class CollectSettings(Section):
     policy: Literal["learned", "scripted", "recorded"] = "learned"
     """Who plays: the newest controller (at random before there is one), a memory task's script, whole episodes, or
@@ -82,7 +86,7 @@ class CollectSettings(Section):
 
 
 class EvaluationSettings(Section):
-    episodes: int = Field(100, ge=1)
+    episodes: int = Field(100, ge=1, le=MAX_EPISODES)
     """Complete episodes that make a score."""
     environments: int = Field(8, ge=1)
     """Environments side by side."""

@@ -16,12 +16,14 @@ from wrong_steps import UNSEEDED
 from wmcli.artifacts import Run
 from wmcli.controllers.agent import UniformAgent
 from wmcli.envs import EnvironmentSettings, Streams
-from wmcli.errors import Stopped
+from wmcli.errors import Stopped, UsageError
 from wmcli.progress import Progress
+from wmcli.settings import MAX_EPISODES
 from wmcli.stages import evaluate as module
 from wmcli.stages.collect import collect
 from wmcli.stages.evaluate import evaluate, score
 from wmcli.stages.imagine import imagine
+from wmcli.stages.pictures import Film
 
 # -- interrupted ------------------------------------------------------------------------------------------------------
 
@@ -125,3 +127,25 @@ def test_best_is_the_controller_with_the_highest_mean(run: Path, monkeypatch: py
         assert best.version == min(version, 3)
     assert (run / "controller" / "best").readlink() == Path("v0003")
     assert evaluate(opened(run), controller="controller@best", episodes=2).inputs["controller"].version == 3
+
+
+def test_an_evaluation_that_could_not_be_read_again_is_refused_before_it_is_played(run: Path) -> None:
+    with pytest.raises(UsageError, match="at most 50,000"):
+        evaluate(opened(run), episodes=50_001)
+
+
+def test_the_largest_evaluation_can_be_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Returns as long as JSON makes them, from as many episodes as are allowed."""
+    returns = (np.random.default_rng(1).normal(size=MAX_EPISODES) * 1e5).tolist()
+    film = film_of_one_step()
+    played = module.Played(returns, [108_000] * MAX_EPISODES, film)
+    monkeypatch.setattr(module, "play_episodes", lambda *_, **__: played)
+    artifact = evaluate(opened(run), episodes=MAX_EPISODES)
+    assert Run.open(run, create=False).get("evaluation", artifact.version).metrics["returns"] == returns
+
+
+def film_of_one_step() -> Film:
+    film = Film()
+    film.add(np.zeros((16, 16, 3), np.uint8), 0, 1.0, {})
+    film.end(np.ones((16, 16, 3), np.uint8), "terminated")
+    return film

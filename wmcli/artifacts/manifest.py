@@ -27,7 +27,7 @@ from wmcli.errors import ArtifactError, MachineError
 MANIFEST = "manifest.json"
 PRUNED = "pruned"  # marker file: the payload was removed to save space, the manifest kept
 SCHEMA = 1
-MAX_MANIFEST_BYTES = 8 << 20  # 200,000 episodes of an evaluation, or 60,000 files; hostile JSON costs more memory
+MAX_MANIFEST_BYTES = 2 << 20  # 50,000 episodes of an evaluation, or 15,000 files; hostile JSON takes a second
 PICTURES = frozenset({".png", ".gif"})
 """Suffixes of files that nothing reads but people: a model is usable without them."""
 

@@ -25,6 +25,7 @@ from wmcli.metrics import atari
 from wmcli.progress import Progress
 from wmcli.report.images import write_gif
 from wmcli.report.plots import return_curve, returns_histogram, write_figure
+from wmcli.settings import MAX_EPISODES
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.pictures import Film, beside, ending, write_side_by_side
 from wmcli.training.checkpoint import load_tensors, save_tensors
@@ -187,6 +188,10 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
     if environment["id"] in ENDLESS:
         raise UsageError(f"episodes of {environment['id']} never end, so they have no return: use --protocol gridworld")
     episodes = episodes or settings.evaluation.episodes
+    if episodes > MAX_EPISODES:
+        raise UsageError(
+            f"--episodes {episodes}: at most {MAX_EPISODES:,} make one evaluation; run several with --seed."
+        )
     identity = settings.select("seed", "environment", "evaluation") | {"episodes": episodes, "protocol": PROTOCOL}
     identity |= settings.acting
     job = run.job("evaluation", identity, {"controller": actor})
