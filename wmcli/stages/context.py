@@ -38,8 +38,6 @@ SEGMENT = "segment.zarr"  # an experience artifact's own segment
 HELD_OUT = {"validation": "validation.zarr", "test": "test.zarr"}
 """Segments of whole episodes that scripted and recorded experience hold beside it, and nobody trains on."""
 DRAWN_AT_ONCE = 4096  # frames
-
-
 TRAINED_FROM_EPOCH = ("collect", "tokenizer", "dynamics", "controller", "evaluation")
 """Sections that may change from one epoch of `wm run` to the next: the others say what is trained where."""
 NEVER_TRAINED_ANEW = ("evaluation", "profile")
@@ -206,7 +204,9 @@ class Context:
         if (other := job.otherwise()) is None:
             return None
         then, now = flatten(other.settings), flatten(self.settings)
-        sections = (*job.identity, "training.sampling", "training.dfs")
+        acting = {"search": "controller", "act_on": "dynamics"}  # parts of an identity that are no sections
+        sections = (*job.identity, *(acting[each] for each in acting if each in job.identity))
+        sections += ("training.sampling", "training.dfs")
         changed = [
             f"{key} {then[key]} -> {now[key]}"
             for key in now

@@ -79,7 +79,8 @@ def _walk(context: Context, inside: Context, beside: Collector) -> tuple[dict[st
         for epoch in range(1, plan.epochs + 1):
             inside = inside.at(epoch)
             inside.pictures = epoch == plan.epochs
-            began, worked = time.monotonic(), inside.worked
+            before = worked = inside.worked
+            began = time.monotonic()
             try:
                 for stage, artifact in _epoch(inside, beside, newest):
                     newest[artifact.kind] = artifact
@@ -103,7 +104,8 @@ def _walk(context: Context, inside: Context, beside: Collector) -> tuple[dict[st
             bar.show(**dict(sorted(shown.items(), key=lambda value: value[0] != "return")))
             bar.expect(left.after(epoch))
             bar.advance()
-            _prune(inside, own, plan.keep)
+            if inside.worked > before or epoch == plan.epochs:
+                _prune(inside, own, plan.keep)
     return newest, scores
 
 
