@@ -266,6 +266,25 @@ def test_asked_to_stop_it_stops_in_that_stage_and_goes_on(
             assert content(tmp_path / "run", kind, version) == content(whole, kind, version)
 
 
+def test_asked_to_stop_between_stages_it_stops_there(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(tmp_path / "run", *LOOP, new=True)
+
+    def signals(context: Context, **given: object) -> Artifact:
+        artifact = train_tokenizer(context, **given)
+        os.kill(os.getpid(), signal.SIGTERM)  # when it has published, and nothing is at work
+        return artifact
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match="epoch 1 after train-tokenizer") as stopped:
+        patch.setattr(module, "train_tokenizer", signals)
+        run_loop(opened(tmp_path / "run"))
+    assert stopped.value.exit_code == 75
+    assert names(tmp_path / "run") == {**dict.fromkeys(names(whole), []), "experience": [1], "tokenizer": [1]}
+    run_loop(opened(tmp_path / "run"))
+    assert results(tmp_path / "run") == results(whole)
+
+
 def test_fresh_takes_up_nothing(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even in a stage that comes after others which were done."""
     short = [text for text in LOOP if "run.epochs" not in text]

@@ -62,6 +62,35 @@ def test_the_second_signal_ends_the_process_at_once(first: signal.Signals, secon
             child.kill()
 
 
+def test_who_reaches_no_checkpoint_ends_without_one() -> None:
+    """However long an update takes: within ten seconds, with the exit code that asks to be run again."""
+    with subprocess.Popen(
+        [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            assert child.stdout is not None and child.stdout.readline() == "ready\n"
+            child.send_signal(signal.SIGTERM)
+            began = time.monotonic()
+            _, said = child.communicate(timeout=30)
+            assert child.returncode == 75 and time.monotonic() - began < 10
+            assert "stopped without a new checkpoint; the same command goes on from the last one" in said
+        finally:
+            child.kill()
+
+
+def test_blocks_inside_share_the_request_and_only_the_outermost_restores() -> None:
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with stop_requests() as outer:
+        during = [signal.getsignal(each) for each in SIGNALS]
+        with stop_requests() as inner:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert inner and outer
+        assert [signal.getsignal(each) for each in SIGNALS] == during
+        with stop_requests() as next_stage:
+            assert next_stage, "a later stage must not begin"
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+
+
 def test_outside_the_main_thread_nothing_is_caught() -> None:
     before = [signal.getsignal(each) for each in SIGNALS]
     seen = []
