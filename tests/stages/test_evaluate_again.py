@@ -41,16 +41,19 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("game", ["uneven", "tiny"])  # where lengths differ, and where returns follow from actions
 def test_killed_at_every_checkpoint_it_has_the_same_score(
-    uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, game: str
 ) -> None:
-    whole = evaluate(opened(copied(uneven, tmp_path / "whole"), EAGER))
-    run, artifact, kills = copied(uneven, tmp_path / "run"), None, 0
+    source = request.getfixturevalue(game)
+    how = [EAGER, "evaluation.episodes=8", "evaluation.environments=3"]
+    whole = evaluate(opened(copied(source, tmp_path / "whole"), *how))
+    run, artifact, kills = copied(source, tmp_path / "run"), None, 0
     while artifact is None:
         try:
             with monkeypatch.context() as patch:
                 kill_at(patch, "checkpoint", 2)
-                artifact = evaluate(opened(run, EAGER))
+                artifact = evaluate(opened(run, *how))
         except Killed:
             kills += 1
             assert kills < 99, "does not move on"
