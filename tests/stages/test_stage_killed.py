@@ -6,6 +6,7 @@ Deaths in this process are exceptions that nothing catches; those of other proce
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -170,6 +171,26 @@ def test_a_command_that_was_asked_to_stop_exits_with_75_and_goes_on(tiny: Path, 
     artifact, talk = finished(run, "dynamics", updates)
     assert "resuming at update" in talk
     assert content(artifact) == content(TRAINING["dynamics"](opened(whole, updates)))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="signals that are caught are read from /proc")
+def test_a_command_that_is_asked_to_stop_while_it_starts_exits_with_75(tiny: Path, tmp_path: Path) -> None:
+    """It catches signals before it has imported torch."""
+    run = before(tiny, tmp_path / "run", "dynamics")
+    child = command(run, "train-dynamics", *settings("dynamics.updates=5000"))
+    while not _catches(child.pid, signal.SIGTERM):
+        time.sleep(0.01)
+    assert "libtorch" not in Path(f"/proc/{child.pid}/maps").read_text()
+    child.send_signal(signal.SIGTERM)
+    out, talk = child.communicate(timeout=120)
+    assert (child.returncode, out) == (75, ""), talk
+    artifact, _ = finished(run, "dynamics")
+    assert content(artifact) == content(latest(tiny, "dynamics"))
+
+
+def _catches(process: int, number: signal.Signals) -> bool:
+    caught = re.search(r"SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{process}/status").read_text())
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 LONGER = {

@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -63,6 +64,8 @@ STAGES: dict[str, Callable[..., None]] = {
     "profile": profile.profile,
     "convert-lpips": convert_lpips.convert_lpips,
 }
+RESUMED = ("run", "collect", "train-tokenizer", "train-dynamics", "imagine")
+"""Commands that are asked to stop from their first moment on, so that a scheduler never sees another code than 75."""
 ANSWERS: dict[str, Callable[..., None]] = {
     "runs": runs.runs,
     "diff": diff.diff,
@@ -125,8 +128,11 @@ def _keep_stdout_for_results() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code. Errors are one line on stderr; a defect shows its traceback."""
+    from wmcli.training.interrupt import stop_requests
+
     try:
-        returned = typer.main.get_command(app).main(args=list(arguments), prog_name="wm", standalone_mode=False)
+        with stop_requests() if arguments[:1] and arguments[0] in RESUMED else nullcontext():
+            returned = typer.main.get_command(app).main(args=list(arguments), prog_name="wm", standalone_mode=False)
     except SystemExit as left:
         # Typer ends the process itself after shell completion, and with code 1 when a pipe breaks under it.
         if isinstance(left.__context__, BrokenPipeError):
