@@ -117,7 +117,7 @@ class Bar:
             self._reported = now
             if self._progress._screen.live is not None:
                 self._draw()
-            elif not self._progress.quiet:
+            elif not self._progress.quiet and self._done < self._total:  # the last line says what it took
                 self._progress._write(self._line(now))
 
     def show(self, **values: float) -> None:
