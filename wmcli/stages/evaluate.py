@@ -287,13 +287,12 @@ def score(returns: Sequence[float]) -> dict[str, Any]:
 
 def _first_episode_imagined(context: Context, world_model: WorldModel, known: int, film: Film):
     """The filmed episode's beginning beside its imagination under the same actions; None when it is too short."""
-    filmed = film.frames if film.outcome is None else [*film.frames, film.outcome]
-    length = min(len(filmed), IMAGINED_FRAMES)
+    length = min(len(film.frames), IMAGINED_FRAMES)  # without the outcome: models learn nothing behind an end
     if length <= known or not world_model.decodes:
         return None
     device = context.machine.device
-    frames = torch.from_numpy(np.stack(filmed[:length])[None]).to(device)
-    actions = torch.tensor([[*film.actions, 0][:length]], device=device)  # nothing follows the outcome
+    frames = torch.from_numpy(np.stack(film.frames[:length])[None]).to(device)
+    actions = torch.tensor([film.actions[:length]], device=device)
     generator = derived_seed(context.settings.seed, "eval pictures")
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(generator)
