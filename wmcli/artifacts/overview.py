@@ -98,7 +98,7 @@ def describe_run(path: Path) -> dict[str, Any]:
         row["status"] = "running"
     elif row["problem"]:
         row["status"] = "damaged"
-    elif any(has_checkpoint(work) for kind in KINDS for work in (path / kind).glob(".work-*")):
+    elif any(map(has_checkpoint, run.unfinished())):
         row["status"] = "interrupted"
     elif _finished(newest, row["epochs"]):
         row["status"] = "finished"

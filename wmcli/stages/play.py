@@ -48,8 +48,7 @@ def play(
         context: of the run.
         source: "real" plays a test episode, and shows of a planner also what share of the search went to each action,
             and the value it found. "imagination" plays the first frames, then acts in the world model until this
-            says that the episode ends. Beside it stands the real
-            episode under the same actions.
+            says that the episode ends. Beside it stands the real episode under the same actions.
         out: a .gif or .mp4 file, outside of artifacts.
         controller: a reference; None is the newest.
         seed: of the environment and of all draws.
