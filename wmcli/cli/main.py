@@ -41,6 +41,7 @@ from wmcli.cli import (
 )
 from wmcli.cli.command import Command, Group
 from wmcli.errors import MachineError, UsageError, WmError
+from wmcli.interrupt import stop_requests
 
 INTERRUPTED = 130
 READER_GONE = 141
@@ -128,8 +129,6 @@ def _keep_stdout_for_results() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code. Errors are one line on stderr; a defect shows its traceback."""
-    from wmcli.training.interrupt import stop_requests
-
     try:
         with stop_requests() if arguments[:1] and arguments[0] in RESUMED else nullcontext():
             returned = typer.main.get_command(app).main(args=list(arguments), prog_name="wm", standalone_mode=False)

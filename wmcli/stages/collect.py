@@ -16,12 +16,12 @@ from wmcli.controllers.base import Actor
 from wmcli.envs import Streams, Transition, follows_seed
 from wmcli.errors import ArtifactError, EnvironmentFault, Stopped, UsageError
 from wmcli.experience import Recorder, read_segment, write_segment
+from wmcli.interrupt import stop_requests
 from wmcli.stages.context import SEGMENT, Context, check_same_environment
 from wmcli.stages.recorded import collect_recorded, recorded_job
 from wmcli.stages.scripted import collect_scripted, scripted_job
 from wmcli.training.checkpoint import load_tensors, save_tensors
 from wmcli.training.device import derived_seed
-from wmcli.training.interrupt import stop_requests
 
 STREAMS = "streams.safetensors"  # where the environments stand at the segment's end: the next collect goes on there
 CHECKPOINT = "checkpoint.safetensors"

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 from wmcli.artifacts import Artifact, Run, open_artifact
 from wmcli.errors import MachineError, Stopped
+from wmcli.interrupt import stop_requests
 from wmcli.progress import Progress
 from wmcli.settings import Settings
 from wmcli.stages.collect import collect, collect_job
 from wmcli.stages.context import Context
-from wmcli.training.interrupt import stop_requests
 
 THREADS = 1  # acting on the frames of a few environments gains nothing from more, and training needs them
 POLL_SECONDS = 0.1  # how soon a signal is seen while waiting

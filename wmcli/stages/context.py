@@ -23,10 +23,10 @@ from wmcli.envs.memory_task import Task
 from wmcli.envs.tasks import TASKS
 from wmcli.errors import ArtifactError, BusyError, MachineError, UsageError
 from wmcli.experience import Memory, read_frames, read_segment
+from wmcli.interrupt import stop_requests
 from wmcli.progress import Progress
 from wmcli.settings import Settings, flatten, resolve
 from wmcli.training.device import Machine, has_bfloat16
-from wmcli.training.interrupt import stop_requests
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,6 +21,7 @@ from wmcli.controllers.base import Actor
 from wmcli.envs import EnvironmentSettings, Streams, Transition
 from wmcli.envs.grid_world import ENDLESS
 from wmcli.errors import ArtifactError, Stopped, UsageError
+from wmcli.interrupt import stop_requests
 from wmcli.metrics import atari
 from wmcli.progress import Progress
 from wmcli.report.images import write_gif
@@ -30,7 +31,6 @@ from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.pictures import Film, beside, ending, write_side_by_side
 from wmcli.training.checkpoint import load_tensors, save_tensors
 from wmcli.training.device import derived_seed
-from wmcli.training.interrupt import stop_requests
 from wmcli.world_models.base import WorldModel
 
 PROTOCOL = "returns"  # what sets these evaluations apart from those of stages/grid_world.py

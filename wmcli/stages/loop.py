@@ -18,6 +18,7 @@ from typing import get_args
 from wmcli.artifacts import KEY_METRICS, Artifact, needed, needed_elsewhere
 from wmcli.artifacts.store import BEST
 from wmcli.errors import DivergedError, Stopped, UsageError
+from wmcli.interrupt import stop_requests
 from wmcli.settings import Measure, Settings, resolve
 from wmcli.stages.collect import collect, collect_job
 from wmcli.stages.collector import Collector
@@ -28,7 +29,6 @@ from wmcli.stages.imagine import imagine
 from wmcli.stages.memory import evaluate_memory
 from wmcli.stages.memory_table import told
 from wmcli.stages.tokenizer import train_tokenizer
-from wmcli.training.interrupt import stop_requests
 
 MODELS = ("tokenizer", "dynamics", "controller")
 COLLECT, TOKENIZER, DYNAMICS, IMAGINE = "collect", "train-tokenizer", "train-dynamics", "imagine"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from wmcli.artifacts.failpoint import failpoint
 from wmcli.errors import ArtifactError, DivergedError, Stopped
+from wmcli.interrupt import stop_requests
 from wmcli.progress import Progress
 from wmcli.training.checkpoint import (
     generator_state,
@@ -30,7 +31,6 @@ from wmcli.training.checkpoint import (
     save_tensors,
 )
 from wmcli.training.device import Machine
-from wmcli.training.interrupt import stop_requests
 from wmcli.training.settings import TrainingSettings
 
 CHECKPOINT = "checkpoint.safetensors"

@@ -11,13 +11,13 @@ import time
 
 import pytest
 
-from wmcli.training.interrupt import stop_requests
+from wmcli.interrupt import stop_requests
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 STUBBORN = """
 import time
-from wmcli.training.interrupt import stop_requests
+from wmcli.interrupt import stop_requests
 with stop_requests() as stop:
     print("ready", flush=True)
     while not stop:
