@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from wmcli import config
 from wmcli.config import (
+    ADDED,
     Section,
     canonical_json,
     digest,
@@ -212,6 +213,22 @@ def test_an_override_is_a_path_and_a_value(text: str, path: tuple[str, ...], val
 def test_what_is_no_override_is_shown_how(text: str) -> None:
     with pytest.raises(UsageError, match="write it as section.key=value"):
         parse_override(text)
+
+
+def test_an_identity_leaves_out_what_was_added_while_it_changes_nothing() -> None:
+    class Later(Optimiser):
+        eps: float = Field(1e-8, json_schema_extra=ADDED)
+        """Added."""
+
+    class Whole(Section):
+        seed: int = 1
+        """Of every generator."""
+        optimiser: Later = Later()
+
+    before = {"seed": 1, "optimiser": {"learning_rate": 1e-4, "betas": [0.9, 0.999]}}
+    assert Whole().identity() == before
+    changed = Whole(optimiser=Later(eps=1e-5)).identity()
+    assert changed == merge(before, {"optimiser": {"eps": 1e-5}})
 
 
 def test_merge_lays_tables_over_each_other_and_changes_neither() -> None:

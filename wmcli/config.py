@@ -31,6 +31,23 @@ class Section(BaseModel):
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
+    def identity(self) -> dict[str, Any]:
+        """Return the plain values that jobs are known by: without keys `ADDED` by a later version that stand at their
+        default, so that what an earlier version made is found again."""
+        values = self.model_dump(mode="json")
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if isinstance(value, Section):
+                values[name] = value.identity()
+            elif field.json_schema_extra == ADDED and value == field.default:
+                del values[name]
+        return values
+
+
+ADDED: dict[str, Any] = {"added": True}
+"""`Field(json_schema_extra=ADDED)` marks a key that version 0.1.0 did not have: its default does what was done without
+it."""
+
 
 T = TypeVar("T", bound=Section)
 

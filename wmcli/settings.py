@@ -237,14 +237,15 @@ class Settings(Section):
     def acting(self) -> dict[str, Any]:
         """The settings of dynamics and controller that matter when it is acted with, and not when it is trained."""
         if isinstance(self.controller, MCTSSettings):
-            return {"search": self.controller.model_dump(mode="json", exclude={"batch", "updates"})}
+            search = self.controller.identity()
+            return {"search": {key: value for key, value in search.items() if key not in ("batch", "updates")}}
         if not isinstance(self.dynamics, LatentWorldModelSettings):
             return {}
         return {key: getattr(self.dynamics, key) for key in ("act_on", "act_window")}
 
     def select(self, *sections: str) -> dict[str, Any]:
         """Plain values of some sections: what a stage's result depends on."""
-        return self.model_dump(mode="json", include=set(sections))
+        return {name: value for name, value in self.identity().items() if name in sections}
 
 
 def resolve(preset: str, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None) -> Settings:

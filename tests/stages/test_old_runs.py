@@ -2,16 +2,21 @@
 
 `tests/old_runs/0.1.0-interrupted.tar.gz` is a tiny run of quickstart that wm 0.1.0 began in bfloat16 (bound as "auto")
 and that was killed in its third epoch, between two checkpoints of the dynamics model.
+`tests/old_runs/0.1.0-sections.json` holds every section's defaults of that version.
 """
 
 from __future__ import annotations
 
+import json
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import wmcli.settings  # noqa: F401  # every section
 from wmcli.artifacts import Run, check
+from wmcli.config import Section
 from wmcli.stages.context import Context, open_context
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
@@ -19,6 +24,19 @@ from wmcli.stages.loop import run_loop
 from wmcli.stages.play import play
 
 OLD = Path(__file__).parents[1] / "old_runs" / "0.1.0-interrupted.tar.gz"
+SECTIONS = json.loads((OLD.parent / "0.1.0-sections.json").read_text(encoding="utf-8"))
+
+
+def sections(kind: type[Section] = Section) -> Iterator[type[Section]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from sections(each)
+
+
+@pytest.mark.parametrize("name", sorted(SECTIONS))
+def test_what_a_later_version_added_does_not_make_old_jobs_others(name: str) -> None:
+    found = {each.__name__: each for each in sections() if each.__module__.startswith("wmcli.")}
+    assert found[name]().identity() == SECTIONS[name], "mark new keys: Field(..., json_schema_extra=ADDED)"
 
 
 @pytest.fixture

@@ -110,8 +110,9 @@ def train(
         "sampling": settings.training.sampling,
     }
     if settings.training.sampling == "dfs":
-        of_imagination = {"imagination_temperature", "alpha", "beta"}
-        identity["dfs"] = settings.training.dfs.model_dump(exclude=None if kind == "controller" else of_imagination)
+        of_imagination = () if kind == "controller" else ("imagination_temperature", "alpha", "beta")
+        dfs = settings.training.dfs.identity()
+        identity["dfs"] = {key: value for key, value in dfs.items() if key not in of_imagination}
     job = context.run.job(kind, identity, inputs)
     if existing := context.done(job):
         progress.say(
