@@ -43,5 +43,6 @@ class TrainingSettings(Section):
     """Updates between lines in metrics.jsonl."""
     sampling: Literal["windows", "episodes", "uniform", "dfs"] = "windows"
     """How training windows are drawn: windows, every one equally often (REM); episodes, first an episode, then a start
-    in it (IRIS); uniform, each batch anew from all of them; dfs, those drawn less often rather (Drama)."""
+    in it (IRIS); uniform, each batch anew from all of them; dfs, those drawn less often rather (Drama). Not for
+    dynamics whose rows are whole episodes or streams (dynamics.rows): these have an order of their own."""
     dfs: FrequencySettings = FrequencySettings()

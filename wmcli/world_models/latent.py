@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wmcli.backbones.base import Backbone, flat_state, map_state
-from wmcli.config import Section
+from wmcli.config import ADDED, Section
 from wmcli.errors import UsageError
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import uniform
@@ -125,6 +125,9 @@ class LatentWorldModelSettings(Section):
     """Of tokenizer and dynamics together."""
     learning_rate: float = Field(4e-5, gt=0)
     """Step size of the optimiser."""
+    eps: float = Field(0.0, ge=0, json_schema_extra=ADDED)
+    """What the optimiser adds to the root of the second moment: 1e-5 in Memory Maze's Dreamer (RSSM); 0 is the
+    optimiser's own, 1e-20 for laprop, 1e-8 for the others."""
     warmup: int = Field(1000, ge=0)
     """Updates over which the step size rises to it."""
     schedule: Literal["constant", "cosine"] = "constant"
