@@ -350,7 +350,7 @@ def test_recall_scores_the_same_frames_for_every_k(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("measure", "line"),
-    [("recall", "--protocol recall needs a task with a teleport"), ("doors", "a task with doors")],
+    [("recall", "--protocol recall: needs a task with a teleport"), ("doors", "a task with doors")],
 )
 def test_measures_that_do_not_fit_are_refused(memory_run: Path, measure, line: str) -> None:
     with pytest.raises(UsageError, match=line):

@@ -77,7 +77,7 @@ def evaluate_memory(
     task = task_of(context)
     trained = settings_of(model)
     if reason := unfit(measure, trained):
-        raise UsageError(f"--protocol {measure} {reason}.")
+        raise UsageError(f"--protocol {measure}: {reason}.")
     assert isinstance(trained.dynamics, LatentWorldModelSettings)
     identity = settings.select("seed", "environment") | {
         "protocol": measure,
