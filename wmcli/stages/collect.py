@@ -151,7 +151,7 @@ def _begin(
         context.progress.say(f"collect: resuming at step {len(recorder)}")
     elif before is not None and isinstance(agent, Agent):
         with context.machine.autocast():
-            agent.burn_in(*_last_frames(before, streams, agent.remembers))
+            agent.burn_in(*_last_frames(before, streams, agent.remembers, across_ends=agent.across_ends))
     return streams, recorder, agent, parts
 
 
@@ -184,29 +184,32 @@ def _agent(context: Context, actor: Artifact | None, number: int) -> Actor:
     )
 
 
-def _last_frames(before: Artifact, streams: Streams, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The last `length` frames (E, T, H, W, C) of each running episode, actions (E, T) and which of them are real.
+def _last_frames(
+    before: Artifact, streams: Streams, length: int, *, across_ends: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The last `length` frames (E, T, H, W, C) of each running episode or, `across_ends`, game, actions (E, T) and
+    which of them are real.
 
     Read from the newest segments, no further back than they reach.
     """
     count = len(streams.observation)
     frames = np.zeros((count, length, *streams.observation.shape[1:]), np.uint8)
     action, valid = np.zeros((count, length), np.int64), np.zeros((count, length), bool)
-    wanted = np.where(streams.first, 0, length)  # the first so many places of a row are still to be filled
+    missing = np.minimum(streams.age(across_ends), length)
+    end = np.full(count, length)  # places from there on are filled
     segment = before
-    while wanted.any():
+    while missing.any():
         segment.verify()
         arrays = read_segment(segment.path / SEGMENT)
-        for stream in np.flatnonzero(wanted):
-            rows = np.flatnonzero(arrays["stream"] == stream)
-            opened = np.flatnonzero(arrays["first"][rows])
-            rows = rows[opened[-1] if len(opened) else 0 :][-wanted[stream] :]
-            places = slice(wanted[stream] - len(rows), wanted[stream])
+        for stream in np.flatnonzero(missing):
+            rows = np.flatnonzero(arrays["stream"] == stream)[-missing[stream] :]
+            places = slice(end[stream] - len(rows), end[stream])
             frames[stream, places] = arrays["observation"][rows]
             action[stream, places] = arrays["action"][rows]
             valid[stream, places] = True
-            wanted[stream] = 0 if len(opened) else places.start
-        if wanted.any():
+            missing[stream] -= len(rows)
+            end[stream] = places.start
+        if missing.any():
             segment = segment.input("previous")
     return frames, action, valid
 
@@ -235,7 +238,7 @@ def _play(
         while len(recorder) < total:
             observation, first = streams.observation, streams.first
             with context.machine.autocast():
-                action = agent.act(observation, first)
+                action = agent.act(observation, streams.age(agent.across_ends) == 0)
             try:
                 after = streams.step(action)
             except EnvironmentFault as fault:
