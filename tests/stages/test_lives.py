@@ -233,9 +233,11 @@ def test_a_new_agent_is_warmed_up_with_the_running_game(
 
 
 def test_returns_of_games_stand_beside_those_of_episodes(run: Path) -> None:
-    """Only what lies in a segment whole counts: of three segments, the games of the later two begin amid one."""
-    context = opened(run)
-    first = collect(context, controller="random", extend=False, steps=2 * 150)
+    """Only what lies in a segment whole counts. The first segment ends right behind a life that stream 0 lost, so that
+    the second begins with an episode, amid a game."""
+    context, rows = opened(run), rows_of(latest(run, "experience"))
+    lost = np.flatnonzero((rows["terminated"] & (rows["lives"] > 0))[::2])[2]
+    first = collect(context, controller="random", extend=False, steps=2 * (int(lost) + 1))
     artifacts = [first, *(collect(opened(run), controller="random", steps=STEPS) for _ in range(2))]
     rows = rows_of(*artifacts)
     opens, over = games(context, rows)
