@@ -18,8 +18,8 @@ from test_stage_joint import TINY, opened
 from tiny_run import latest
 
 from wmcli.artifacts import Artifact, Run
-from wmcli.artifacts.manifest import KEY_METRICS
 from wmcli.assemble import load_controller, load_world_model
+from wmcli.cli.artifacts import describe
 from wmcli.controllers.actor_critic import ActorCritic
 from wmcli.controllers.agent import Agent
 from wmcli.controllers.base import episode_starts
@@ -260,4 +260,5 @@ def test_returns_of_games_stand_beside_those_of_episodes(run: Path) -> None:
     )
     logged = [record for record in Run.open(run, create=False).history() if record["stage"] == "collect"]
     assert logged[-1]["mean_game_return"] == told["mean_game_return"] and logged[-1]["games"] == told["games"]
-    assert KEY_METRICS["experience"] == ("mean_return", "mean_game_return")
+    listed = describe(Run.open(run, create=False), "experience", artifact.version)
+    assert listed["metric"] == f"mean_return {told['mean_return']:.4g}, mean_game_return {told['mean_game_return']:.4g}"
