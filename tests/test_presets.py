@@ -35,6 +35,22 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "rem-no-action-inputs": {"controller.action_inputs": False},
 }
 
+# What the public code chooses otherwise than its paper, or than what works better.
+CODE: dict[str, dict[str, Any]] = {
+    "rem-code": {
+        "collect.feed_executed_action": False,
+        "tokenizer.lpips_dropout": True,
+        "dynamics.reward_burn_in": 2,
+        "dynamics.end_on_truncation": True,
+        "controller.burn_in_actions": False,
+    },
+    "iris-code": {"tokenizer.lpips_dropout": True, "dynamics.end_on_truncation": True},
+    "drama-code": {
+        "dynamics.reset_at_ends": False,
+        "dynamics.truncate_latents": True,
+        "controller.returns": "drama",
+    },
+}
 PRIOR = "backbone.transformer.prior"
 # What each prior of the paper changes in UniZero, and the public code that multiplies.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -67,6 +83,7 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 BASES = (
     dict.fromkeys(ABLATIONS, "rem")
+    | {name: name.removesuffix("-code") for name in CODE}
     | dict.fromkeys(VARIANTS, "unizero")
     | dict.fromkeys(MEMORY, "s4wm-3d")
     | dict.fromkeys(CACHES, "tssm-xl-3d")
@@ -454,7 +471,7 @@ def test_a_preset_states_only_what_differs(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "base"), BASES.items())
 def test_an_ablation_changes_what_it_ablates_and_nothing_else(name: str, base: str) -> None:
-    assert changes(name, base) == (ABLATIONS | VARIANTS | MEMORY | CACHES)[name]
+    assert changes(name, base) == (ABLATIONS | CODE | VARIANTS | MEMORY | CACHES)[name]
 
 
 @pytest.mark.parametrize(

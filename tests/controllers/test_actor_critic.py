@@ -579,3 +579,12 @@ def test_nothing_is_learned_behind_the_real_end_of_an_episode(world, make_batch,
     controller.eval()
     same = float(controller.loss(rollout)[0].detach()) == float(controller.loss(other)[0].detach())
     assert same != count
+
+
+@pytest.mark.parametrize("start", ["prior", "posterior"])
+def test_rollouts_begin_behind_a_lost_life_but_not_behind_the_end_of_a_game(world, make_batch, start):
+    batch = make_batch((6, 6, 6), 6)
+    terminated, last = torch.zeros(2, 3, 6, dtype=torch.bool)
+    terminated[1:, -1] = last[2, -1] = True
+    rollout = imagine(small(start=start), world, batch._replace(terminated=terminated, last=last))
+    assert rollout.counts.tolist() == [True, True, start == "posterior"]

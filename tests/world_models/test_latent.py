@@ -188,6 +188,24 @@ def test_padding_leaves_no_trace():
         assert_close(_logged(model, other)[name], value, msg=name)
 
 
+@pytest.mark.parametrize(
+    ("settings", "over"),
+    [
+        ({}, [2, 4]),
+        ({"across_ends": False}, [2, 4]),
+        ({"reset_at_ends": False}, []),
+        ({"across_ends": False, "reset_at_ends": False}, [2, 4]),
+    ],
+    ids=str,
+)
+def test_nothing_is_known_behind_an_end_unless_the_model_learns_to_read_on(settings, over):
+    batch = segment(terminated=resets((1, 2)), truncated=resets((1, 4)))
+    assert make(**settings).over(batch).nonzero().tolist() == [[1, time] for time in over]
+    if settings.get("across_ends", True):  # a lost life at 2
+        games = batch._replace(last=resets((1, 4)))
+        assert make(**settings).over(games).nonzero().tolist() == [[1, time] for time in over[1:]]
+
+
 @pytest.mark.parametrize("key", [True, False])
 def test_time_limits_are_ends_only_if_asked_for(key):
     model = make(end_on_truncation=key).eval()

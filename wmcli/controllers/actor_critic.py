@@ -122,7 +122,8 @@ class Rollout(NamedTuple):
     terminated: Tensor
     """(B, n) bool, the same for the end of the task."""
     counts: Tensor
-    """(B,) bool: False where the first state would lie behind the real end of an episode, which nothing follows."""
+    """(B,) bool: False where the first state would lie behind a real end that the world model has learned nothing
+    across, see `WorldModel.over`."""
 
 
 class ActorCritic(Learner):
@@ -201,7 +202,7 @@ class ActorCritic(Learner):
         counts = batch.valid[:, -1]
         steps = iter(noise.world)
         if self.settings.start == "prior":
-            counts = counts & ~(batch.terminated | batch.truncated)[:, -1]
+            counts = counts & ~world_model.over(batch)[:, -1]
             imagined, state = world_model.imagine(state, batch.action[:, -1], next(steps))
             reward[:, 0] = imagined.reward
             terminated[:, 0] = imagined.terminated

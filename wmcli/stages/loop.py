@@ -264,7 +264,8 @@ def _prune(context: Context, own: dict[str, list[Artifact]], keep: int) -> None:
 
 
 def _headline(artifact: Artifact) -> dict[str, float]:
-    """The number of an artifact that the bar shows."""
-    key = KEY_METRICS[artifact.kind]
-    value = artifact.metrics.get(key)
-    return {} if value is None else {"return" if artifact.kind == "evaluation" else key: value}
+    """The numbers of an artifact that the bar shows."""
+    metrics = {key: artifact.metrics.get(key) for key in KEY_METRICS[artifact.kind]}
+    return {
+        "return" if artifact.kind == "evaluation" else key: value for key, value in metrics.items() if value is not None
+    }

@@ -92,11 +92,11 @@ class LatentWorldModelSettings(Section):
     context: int = Field(8, ge=1)
     """Real frames that imagination starts from."""
     across_ends: bool = True
-    """Segments run over the ends of episodes into the next one, so that short episodes fill them; else one episode,
-    padded, whose padding enters batch statistics."""
+    """Segments run over the ends of episodes into the next one, so that short episodes fill them, and a lost life ends
+    no game; else one episode, padded, whose padding enters batch statistics."""
     reset_at_ends: bool = True
-    """In training and imagination, clear the state where an episode opens and predict nothing across; the public code
-    does neither."""
+    """In training and imagination, clear the state where a game opens (without across_ends: an episode) and predict
+    nothing across; the public code does neither."""
     end_on_truncation: bool = False
     """Learn time limits as terminations."""
     reconstruction_weight: float = Field(1.0, ge=0)
@@ -590,6 +590,11 @@ class LatentWorldModel(WorldModel):
                 summary = summary.masked_fill(reset[..., None], 0)
         features = torch.cat((z.flatten(-2), summary), -1)
         return features, LatentState(memory, reset[:, -1], summary[:, -1], z[:, -1], z[:, -1], time - 1)
+
+    def over(self, batch: Batch) -> Tensor:
+        """Return `WorldModel.over`: nowhere without `reset_at_ends`, for a model that has learned to read on."""
+        over = super().over(batch)
+        return torch.zeros_like(over) if self.across_ends and not self.settings.reset_at_ends else over
 
     @torch.no_grad()
     def imagine(
