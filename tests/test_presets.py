@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from draws import assert_deviation, assert_torchs_default
+from torch import nn
 
-from wmcli.assemble import parameter_counts
+from wmcli.assemble import build_controller, build_tokenizer, build_world_model, parameter_counts
 from wmcli.cli.presets import SYSTEMS
 from wmcli.config import preset_header, preset_names, preset_values, read_preset
 from wmcli.envs.tasks import TASKS
@@ -495,6 +498,21 @@ def test_an_ablation_changes_what_it_ablates_and_nothing_else(name: str, base: s
 def test_a_preset_holds_the_numbers_of_its_paper(name: str, numbers: dict[str, Any]) -> None:
     values = flatten(resolve(name))
     assert {key: values[key] for key in numbers} == numbers
+
+
+def test_storm_starts_with_torchs_defaults() -> None:
+    """As its public code does: no module there is initialised by hand."""
+    torch.manual_seed(0)
+    settings = resolve("storm")
+    world_model = build_world_model(settings, build_tokenizer(settings), 6)
+    controller = build_controller(settings, world_model)
+    layers = [layer for model in (world_model, controller) for layer in model.modules()]
+    assert sum(isinstance(layer, nn.Linear) for layer in layers) == 28
+    for layer in layers:
+        if isinstance(layer, nn.Linear | nn.Conv2d | nn.ConvTranspose2d):
+            assert_torchs_default(layer)
+        elif isinstance(layer, nn.Embedding):
+            assert_deviation(layer.weight, 1)
 
 
 def test_steps_and_updates_of_a_whole_run_are_those_of_the_benchmark() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from draws import assert_torchs_default
 from rollouts import imagine, learn
 from safetensors.torch import load, save
 from torch.distributions import Categorical
@@ -111,6 +112,16 @@ def test_initialisation(network):
         want = gain**2 * torch.eye(len(weight))
         torch.testing.assert_close(weight @ weight.T, want, atol=1e-5 * gain**2, rtol=0)
         assert not layer.bias.any()
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_torchs_defaults(norm):
+    torch.manual_seed(0)
+    controller = ActorCritic(ActorCriticSettings(initialisation="torch", norm=norm), (300,), actions=6, window=8)
+    for network in (controller.actor, controller.critic, controller.slow_critic):
+        for layer in network:
+            if isinstance(layer, torch.nn.Linear):
+                assert_torchs_default(layer)
 
 
 def test_it_starts_nearly_uniform_and_expects_nothing():

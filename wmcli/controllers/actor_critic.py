@@ -21,18 +21,16 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from wmcli.config import Section
+from wmcli.config import ADDED, Section
 from wmcli.controllers.base import Learner, Noise, State, draw_noise, episode_starts
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import sample
+from wmcli.nn.initialise import initialise
 from wmcli.nn.mlp import Activation, Norm, mlp
 from wmcli.nn.one_hot import mixed_log_probabilities
 from wmcli.nn.running import RunningNormaliser, RunningRange
 from wmcli.world_models.base import Batch, WorldModel
-
-HIDDEN_GAIN = math.sqrt(2)
-HEAD_GAIN = 0.001  # so that a new policy is nearly uniform and a new value nearly 0
 
 
 class ActorCriticSettings(Section):
@@ -52,6 +50,8 @@ class ActorCriticSettings(Section):
     """After each hidden linear layer: "rms" (DreamerV3, Drama) or "layer" (STORM)."""
     activation: Activation = "silu"
     """After each norm: "silu" (DreamerV3, Drama) or "relu" (STORM)."""
+    initialisation: Literal["orthogonal", "torch"] = Field("orthogonal", json_schema_extra=ADDED)
+    """First weights of actor and critic: orthogonal, the last layers nearly 0 (Drama), or torch's defaults (STORM)."""
     sees: Literal["state", "frame", "memory"] = "state"
     """What actor and critic see: all features; those of the frame alone: an agent without memory; or all features and
     the backbone's own state (the full state policy of Recall to Imagine, arXiv 2403.04253)."""
@@ -310,13 +310,9 @@ class ActorCritic(Learner):
 
 
 def _network(settings: ActorCriticSettings, inputs: int, width: int, layers: int, outputs: int) -> nn.Sequential:
-    """A stack of dense layers (..., inputs) to (..., outputs) with orthogonal weights and biases 0."""
+    """A stack of dense layers (..., inputs) to (..., outputs)."""
     network = mlp(inputs, width, layers, outputs, norm_kind=settings.norm, activation=settings.activation)
-    linear = [layer for layer in network if isinstance(layer, nn.Linear)]
-    for layer in linear:
-        nn.init.orthogonal_(layer.weight, HEAD_GAIN if layer is linear[-1] else HIDDEN_GAIN)
-        if layer.bias is not None:
-            nn.init.zeros_(layer.bias)
+    initialise(network, settings.initialisation)
     return network
 
 

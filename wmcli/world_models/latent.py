@@ -38,7 +38,7 @@ from wmcli.errors import UsageError
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import uniform
 from wmcli.nn.decay import parameter_groups
-from wmcli.nn.initialise import fan_average
+from wmcli.nn.initialise import initialise
 from wmcli.nn.masked import masked_mean
 from wmcli.nn.mlp import Activation, Norm, mlp, norm
 from wmcli.nn.one_hot import draw_one_hot, entropy, kl_divergence, one_hot, straight_through
@@ -76,6 +76,9 @@ class LatentWorldModelSettings(Section):
     """After each norm of those heads (STORM: relu)."""
     norm_eps: float = Field(0.0, ge=0)
     """Of the norms in stem and heads; 0 is 1e-6 for RMSNorm and 1e-5 for LayerNorm."""
+    initialisation: Literal["fan-average", "torch"] = Field("fan-average", json_schema_extra=ADDED)
+    """First weights of reward and termination heads, a prior's head with hidden layers, and Dreamer's stem: truncated
+    normal by the mean of a layer's inputs and outputs, biases 0 (Dreamer, Drama), or torch's defaults (STORM)."""
     reward: Literal["two-hot", "bernoulli", "mse", "none"] = "two-hot"
     """How rewards are learned: as a distribution over 255 bins; as the probability of 1, for rewards of 0 and 1; by
     their squared error; or not at all."""
@@ -289,7 +292,7 @@ class LatentWorldModel(WorldModel):
             activation=s.head_activation,
             eps=s.norm_eps,
         )
-        fan_average(head)
+        initialise(head, s.initialisation)
         return head
 
     def parameter_groups(self) -> list[dict[str, Any]]:
@@ -772,10 +775,12 @@ def _without_graph(empty: Carry, carry: Carry) -> Carry:
 
 def _stem(settings: LatentWorldModelSettings, inputs: int, width: int) -> nn.Module:
     if settings.stem == "linear":
-        return nn.Sequential(nn.Linear(inputs, width), norm("rms", width, settings.norm_eps), nn.SiLU())
+        linear = nn.Linear(inputs, width)
+        nn.init.zeros_(linear.bias)  # Mamba's public code begins with biases 0, in the stem that Drama adds as well
+        return nn.Sequential(linear, norm("rms", width, settings.norm_eps), nn.SiLU())
     if settings.stem == "dreamer":
         stem = nn.Sequential(nn.Linear(inputs, width, bias=False), norm("layer", width, settings.norm_eps), nn.SiLU())
-        fan_average(stem)
+        initialise(stem, settings.initialisation)
         return stem
     return nn.Sequential(
         nn.Linear(inputs, width, bias=False),
@@ -790,5 +795,5 @@ def _prior_head(settings: LatentWorldModelSettings, width: int, outputs: int) ->
     if not settings.prior_layers:
         return nn.Linear(width, outputs)
     head = mlp(width, settings.prior_width, settings.prior_layers, outputs, norm_kind="layer", eps=settings.norm_eps)
-    fan_average(head)
+    initialise(head, settings.initialisation)
     return head
