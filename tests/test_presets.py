@@ -45,6 +45,7 @@ CODE: dict[str, dict[str, Any]] = {
         "tokenizer.lpips_dropout": True,
         "dynamics.reward_burn_in": 2,
         "dynamics.end_on_truncation": True,
+        "backbone.retnet.copied_layers": True,
         "controller.burn_in_actions": False,
     },
     "iris-code": {"tokenizer.lpips_dropout": True, "dynamics.end_on_truncation": True},
