@@ -26,6 +26,7 @@ from wmcli.controllers.base import Learner, Noise, State, draw_noise, episode_st
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import sample
+from wmcli.nn.float32_linear import Float32Linear
 from wmcli.nn.mlp import Activation, Norm, mlp
 from wmcli.nn.one_hot import mixed_log_probabilities
 from wmcli.nn.running import RunningNormaliser, RunningRange
@@ -310,7 +311,9 @@ class ActorCritic(Learner):
 
 def _network(settings: ActorCriticSettings, inputs: int, width: int, layers: int, outputs: int) -> nn.Sequential:
     """A stack of dense layers (..., inputs) to (..., outputs) with orthogonal weights and biases 0."""
-    network = mlp(inputs, width, layers, outputs, norm_kind=settings.norm, activation=settings.activation)
+    network = mlp(
+        inputs, width, layers, outputs, norm_kind=settings.norm, activation=settings.activation, last_layer=Float32Linear
+    )
     linear = [layer for layer in network if isinstance(layer, nn.Linear)]
     for layer in linear:
         nn.init.orthogonal_(layer.weight, HEAD_GAIN if layer is linear[-1] else HIDDEN_GAIN)
@@ -320,11 +323,5 @@ def _network(settings: ActorCriticSettings, inputs: int, width: int, layers: int
 
 
 def _run(network: nn.Sequential, x: Tensor) -> Tensor:
-    """The hidden layers as autocast has them, the last one in the precision of its weights."""
-    *hidden, head = network
-    assert isinstance(head, nn.Linear)
-    x = x.to(head.weight.dtype)
-    for layer in hidden:
-        x = layer(x)
-    with torch.autocast(x.device.type, enabled=False):
-        return head(x.to(head.weight.dtype))
+    """What a network makes of features of any precision."""
+    return network(x.to(network[-1].weight.dtype))
