@@ -312,7 +312,13 @@ class ActorCritic(Learner):
 def _network(settings: ActorCriticSettings, inputs: int, width: int, layers: int, outputs: int) -> nn.Sequential:
     """A stack of dense layers (..., inputs) to (..., outputs) with orthogonal weights and biases 0."""
     network = mlp(
-        inputs, width, layers, outputs, norm_kind=settings.norm, activation=settings.activation, last_layer=Float32Linear
+        inputs,
+        width,
+        layers,
+        outputs,
+        norm_kind=settings.norm,
+        activation=settings.activation,
+        last_layer=Float32Linear,
     )
     linear = [layer for layer in network if isinstance(layer, nn.Linear)]
     for layer in linear:
@@ -324,4 +330,4 @@ def _network(settings: ActorCriticSettings, inputs: int, width: int, layers: int
 
 def _run(network: nn.Sequential, x: Tensor) -> Tensor:
     """What a network makes of features of any precision."""
-    return network(x.to(network[-1].weight.dtype))
+    return network(x.to(next(network.parameters()).dtype))
