@@ -341,7 +341,9 @@ class UniZero(BootstrappedWorldModel):
         learned where a search was made.
 
         The names: `latent_loss` (KL, nats a group), `reward_loss`, `policy_loss`, `value_loss` (cross entropies, nats),
-        `termination_loss` if it is learned, `policy_entropy` (nats) and `value_mean` (discounted reward).
+        `termination_loss` if it is learned, `policy_entropy` (nats) and `value_mean` (discounted reward). Fresh weights
+        predict uniform latents, so `latent_loss` begins at ln `group` less the labels' entropy: 0.7 to 1 at the paper's
+        size, as in the public code.
         """
         s = self.settings
         part = part_of(batch, slice(s.horizon))
