@@ -26,6 +26,7 @@ from wmcli.controllers.base import Learner, Noise, State, draw_noise, episode_st
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import sample
+from wmcli.nn.float32_linear import Float32Linear
 from wmcli.nn.initialise import initialise
 from wmcli.nn.mlp import Activation, Norm, mlp
 from wmcli.nn.one_hot import mixed_log_probabilities
@@ -311,17 +312,19 @@ class ActorCritic(Learner):
 
 def _network(settings: ActorCriticSettings, inputs: int, width: int, layers: int, outputs: int) -> nn.Sequential:
     """A stack of dense layers (..., inputs) to (..., outputs)."""
-    network = mlp(inputs, width, layers, outputs, norm_kind=settings.norm, activation=settings.activation)
+    network = mlp(
+        inputs,
+        width,
+        layers,
+        outputs,
+        norm_kind=settings.norm,
+        activation=settings.activation,
+        last_layer=Float32Linear,
+    )
     initialise(network, settings.initialisation)
     return network
 
 
 def _run(network: nn.Sequential, x: Tensor) -> Tensor:
-    """The hidden layers as autocast has them, the last one in the precision of its weights."""
-    *hidden, head = network
-    assert isinstance(head, nn.Linear)
-    x = x.to(head.weight.dtype)
-    for layer in hidden:
-        x = layer(x)
-    with torch.autocast(x.device.type, enabled=False):
-        return head(x.to(head.weight.dtype))
+    """What a network makes of features of any precision."""
+    return network(x.to(next(network.parameters()).dtype))

@@ -30,8 +30,9 @@ def mlp(
     norm_kind: Norm = "rms",
     activation: Activation = "silu",
     eps: float = 0.0,
+    last_layer: type[nn.Linear] = nn.Linear,
 ) -> nn.Sequential:
-    """(..., inputs) to (..., outputs): `layers` times Linear, norm, activation, then a Linear.
+    """(..., inputs) to (..., outputs): `layers` times Linear, norm, activation, then `last_layer`.
 
     A Linear before a LayerNorm has no bias, since the norm has one (STORM); before an RMSNorm it has (Drama). `eps` is
     that of the norms, see `norm`. Weights have torch's own initialisation.
@@ -41,4 +42,4 @@ def mlp(
         parts.append(nn.Linear(inputs, width, bias=norm_kind == "rms"))
         parts += [norm(norm_kind, width, eps), ACTIVATIONS[activation]()]
         inputs = width
-    return nn.Sequential(*parts, nn.Linear(inputs, outputs))
+    return nn.Sequential(*parts, last_layer(inputs, outputs))

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from wmcli.nn import value_bins
 from wmcli.nn.flatten import Flatten
+from wmcli.nn.float32_linear import Float32Linear
 from wmcli.nn.masked import masked_mean
 from wmcli.nn.one_hot import one_hot
 from wmcli.nn.residual_trunk import ResidualBlock, ResidualTrunk, conv, side
@@ -359,7 +360,7 @@ def _normed(inputs: int, outputs: int) -> tuple[nn.Module, nn.Module]:
 def _head(settings: MuZeroSettings, pixels: int, outputs: int) -> nn.Sequential:
     """States (B, C, h, w) to (B, outputs), at first zero whatever the state."""
     channels, width = settings.head_channels, settings.head_width
-    last = nn.Linear(width, outputs)
+    last = Float32Linear(width, outputs)
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
     return nn.Sequential(
