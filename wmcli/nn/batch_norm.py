@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-FEW = 1 << 16  # pixels that torch's own adds up with an error of 1e-5
-CHUNK = 1 << 20  # numbers that stay in the processor's cache from one operation to the next
+FEW = 1 << 16  # pixels of a batch, that torch adds up with an error of 1e-5
+ROWS = 1 << 13  # rows of pixels, each pixel added to those above it, with an error of 1e-6
+CHUNK = 1 << 19  # numbers that stay in the processor's cache from one operation to the next
 
 
 class BatchNorm2d(nn.BatchNorm2d):
@@ -59,9 +60,9 @@ class _BatchNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        parts = _parts(x)
+        parts = _rows(x).split(ROWS)
         unused = x.new_zeros(2, parts[0].shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
-        each = zip(*(torch.batch_norm_update_stats(part, *unused, 0.0) for part in parts), strict=True)
+        each = zip(*(torch.batch_norm_update_stats(part, unused[0], unused[1], 0.0) for part in parts), strict=True)
         means, variances = (torch.stack(stacked).unflatten(1, (-1, x.shape[1])) for stacked in each)  # (parts, W, C)
         rows = means.new_tensor([len(part) for part in parts])[:, None, None]
         share = rows / rows.sum()
@@ -82,7 +83,7 @@ class _BatchNorm(torch.autograd.Function):
             torch.ops.aten.native_batch_norm_backward(
                 of_dy, of_x, None, None, None, *statistics, True, 0.0, [False, True, True]
             )[1:]
-            for of_x, of_dy in zip(_parts(x), _parts(dy), strict=True)
+            for of_x, of_dy in zip(_rows(x).split(ROWS), _rows(dy).split(ROWS), strict=True)
         ]
         dw, db = (torch.stack(each).sum(0).unflatten(0, (width, -1)).sum(0) for each in zip(*sums, strict=True))
 
@@ -93,13 +94,13 @@ class _BatchNorm(torch.autograd.Function):
         by_x = by_dy * dw * rstd / -pixels
         rest = by_dy * db / -pixels - mean * by_x
         by_dy, by_x, rest = (each.repeat(width) for each in (by_dy, by_x, rest))
-        for of_x, of_dy, of_dx in zip(_parts(x), _parts(dy), _parts(dx), strict=True):
+        step = max(1, CHUNK // len(rest))
+        for of_x, of_dy, of_dx in zip(*(_rows(each).split(step) for each in (x, dy, dx)), strict=True):
             wide = of_dx if of_dx.dtype == rest.dtype else None
             of_dx.copy_(torch.addcmul(rest, of_x, by_x, out=wide).addcmul_(of_dy, by_dy))
         return (dx, None, None, None) if weight is None else (dx, dw, db, None)
 
 
-def _parts(x: Tensor) -> tuple[Tensor, ...]:
-    """(B, C, H, W), channels last -> views (R, W * C) of its rows of pixels, some of them in each."""
-    rows = x.permute(0, 2, 3, 1).flatten(2).flatten(0, 1)
-    return rows.split(max(1, CHUNK // rows.shape[1]))
+def _rows(x: Tensor) -> Tensor:
+    """(B, C, H, W), channels last -> (R, W * C), a view: its rows of pixels."""
+    return x.permute(0, 2, 3, 1).flatten(2).flatten(0, 1)
