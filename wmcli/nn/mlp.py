@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from wmcli.nn.norms import RMSNorm
+from wmcli.nn.norms import LayerNorm, RMSNorm
 
 Norm = Literal["rms", "layer"]
 Activation = Literal["silu", "relu", "elu"]
@@ -18,7 +18,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"silu": nn.SiLU, "relu": nn.ReLU, "el
 def norm(kind: Norm, width: int, eps: float = 0.0) -> nn.Module:
     """RMSNorm (eps 1e-6 where none is given) or LayerNorm (1e-5) over the last axis."""
     eps = eps or NORM_EPS[kind]
-    return RMSNorm(width, eps) if kind == "rms" else nn.LayerNorm(width, eps)
+    return RMSNorm(width, eps) if kind == "rms" else LayerNorm(width, eps)
 
 
 def mlp(

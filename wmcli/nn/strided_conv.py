@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
 from wmcli.errors import UsageError
+from wmcli.nn.batch_norm import BatchNorm2d
 from wmcli.nn.flatten import Flatten
 from wmcli.nn.initialise import Initialisation, initialise
 from wmcli.nn.mlp import ACTIVATIONS, NORM_EPS, Activation
@@ -190,6 +191,6 @@ def _channels_last(module: nn.Module) -> None:
 
 def _norm_and_activation(stack: Stack, channels: int) -> list[nn.Module]:
     if stack.norm == "batch":
-        return [nn.BatchNorm2d(channels), ACTIVATIONS[stack.activation]()]
+        return [BatchNorm2d(channels), ACTIVATIONS[stack.activation]()]
     kind = ChannelRMSNorm if stack.norm == "rms" else ChannelLayerNorm
     return [kind(channels, stack.eps or NORM_EPS[stack.norm]), ACTIVATIONS[stack.activation]()]

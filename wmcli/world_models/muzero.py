@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wmcli.nn import value_bins
+from wmcli.nn.batch_norm import BatchNorm2d
 from wmcli.nn.flatten import Flatten
 from wmcli.nn.float32_linear import Float32Linear
 from wmcli.nn.masked import masked_mean
@@ -314,7 +315,7 @@ class Dynamics(nn.Module):
         super().__init__()
         self.actions = actions
         self.conv = conv(channels + actions, channels)
-        self.norm = nn.BatchNorm2d(channels)
+        self.norm = BatchNorm2d(channels)
         self.block = ResidualBlock(channels, channels, "relu")
 
     def forward(self, state: Tensor, action: Tensor) -> Tensor:
@@ -365,7 +366,7 @@ def _head(settings: MuZeroSettings, pixels: int, outputs: int) -> nn.Sequential:
     nn.init.zeros_(last.bias)
     return nn.Sequential(
         nn.Conv2d(settings.channels[1], channels, 1, bias=False),
-        nn.BatchNorm2d(channels),
+        BatchNorm2d(channels),
         nn.ReLU(),
         Flatten(),
         *_normed(channels * pixels**2, width),
