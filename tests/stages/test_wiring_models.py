@@ -53,7 +53,7 @@ def test_dropout_is_on_in_training(make: Make, name: str) -> None:
         ("drama", "controller", []),
     ],
 )
-def test_statistics_take_in_every_update(make: Make, name: str, kind: str, change: list[str]) -> None:
+def test_running_statistics_move_in_every_update(make: Make, name: str, kind: str, change: list[str]) -> None:
     """Batch norm, the codes' averages, the normaliser and the range of the returns: all that is no parameter."""
     _, seen = learn(make(name, trained=kind == "controller"), kind, *change, f"{kind}.updates=2")
     kept = [
@@ -139,20 +139,22 @@ def test_the_tokenizer_is_measured_as_it_will_be_used(make: Make) -> None:
 # -- validation -------------------------------------------------------------------------------------------------------
 
 
-def test_a_look_at_validation_episodes_is_all_that_it_is(make: Make) -> None:
-    """The updates are those without looks, to the bit; what is published is the update that is said to be the best."""
-    run, change = make("s4wm"), ["dynamics.updates=3", "dynamics.learning_rate=0.05"]
+def test_looking_at_validation_episodes_does_not_change_training(make: Make) -> None:
+    """The updates are those without looks, to the bit. Published is the update that is called the best, here not the
+    last one, since the rate is far too high; training further goes on from the last and counts on."""
+    run, change = make("s4wm"), ["dynamics.updates=3", "dynamics.learning_rate=5.0"]
     _, without = learn(run, "dynamics", *change)
     published, looked = learn(run, "dynamics", *change, "dynamics.validate_every=1")
-    assert same(looked[2].after, without[2].after) and same(weights(published, TRAINING), looked[2].after)
     best = published.metrics["best_update"]
-    assert same(weights(published), looked[best - 1].after)
+    assert same(looked[2].after, without[2].after) and same(weights(published, TRAINING), looked[2].after)
+    assert 1 <= best < 3 and same(weights(published), looked[best - 1].after)
     further, again = learn(run, "dynamics", *change, "dynamics.validate_every=1", more=True)
-    assert same(again[0].before, looked[2].after)
-    assert same(weights(further), again[further.metrics["best_update"] - 4].after)
+    best = further.metrics["best_update"]
+    assert 4 <= best <= 6 and same(again[0].before, looked[2].after)
+    assert same(weights(further), again[best - 4].after)
 
 
-def test_validation_drops_nothing(make: Make) -> None:
+def test_validation_is_without_dropout(make: Make) -> None:
     run, losses = make("s4wm"), []
     for share in (0.0, 0.5):
         change = ["dynamics.updates=1", "dynamics.learning_rate=1e-30", "dynamics.validate_every=1"]
