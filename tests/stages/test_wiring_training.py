@@ -91,10 +91,10 @@ def test_the_first_step_is_that_of_the_settings(
     assert checked == ({bool(of["decay"])} if spared is nothing else {True, False})
 
 
-ON = [each[:4] for each in STEPS if "warmup" not in each[3]]
+WITHOUT_WARMUP = [each[:4] for each in STEPS if "warmup" not in each[3]]
 
 
-@pytest.mark.parametrize(("name", "kind", "overrides", "wanted"), ON)
+@pytest.mark.parametrize(("name", "kind", "overrides", "wanted"), WITHOUT_WARMUP)
 def test_training_further_goes_on_with_weights_and_moments_and_draws_anew(
     make: Make, name: str, kind: str, overrides: list[str], wanted: dict[str, Any]
 ) -> None:
@@ -123,6 +123,31 @@ def test_each_version_draws_numbers_of_its_own(make: Make, name: str, kind: str)
     torch.rand(3)
     _, (again,) = learn(run, kind, *still, force=True)
     assert first.metrics["loss"] == again.metrics["loss"] != further.metrics["loss"]
+
+
+WEIGHTS: dict[str, tuple[list[str], dict[str, float]]] = {
+    "drama": (
+        ["free_nats=0", *(f"{key}_weight=" for key in ("reconstruction", "reward", "dynamics", "representation"))],
+        {"reconstruction": 2, "reward_loss": 3, "observation_loss": 5 + 7, "termination_loss": 1},
+    ),
+    "unizero": (
+        ["entropy_weight=0", *(f"{key}_weight=" for key in ("latent", "reward", "value", "policy"))],
+        {"latent_loss": 2, "reward_loss": 3, "value_loss": 5, "policy_loss": 7, "termination_loss": 1},
+    ),
+}
+"""Settings, of which the last four become 2, 3, 5 and 7, and how often each part then counts."""
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_loss_is_the_weighted_sum_of_its_parts(make: Make, name: str) -> None:
+    (first, *rest), parts = WEIGHTS[name]
+    run = make(name, trained=name == "unizero")
+    if name == "unizero":  # so that there is a policy to learn
+        learn(run, "controller", "controller.batch=60")
+    change = [first, *(f"{key}{weight}" for key, weight in zip(rest, (2, 3, 5, 7), strict=True)), "updates=1"]
+    _, (update,) = learn(run, "dynamics", *given("dynamics", change))
+    assert all(update.metrics[part] for part in parts)
+    assert update.metrics["loss"] == pytest.approx(sum(update.metrics[part] * parts[part] for part in parts), rel=1e-5)
 
 
 # -- schedules --------------------------------------------------------------------------------------------------------
