@@ -50,7 +50,8 @@ class RetNetSettings(Section):
     chunk: int = Field(default=128, ge=1)
     """Elements computed together inside a long sequence: changes cost, never results."""
     copied_layers: bool = Field(default=False, json_schema_extra=ADDED)
-    """All layers begin with the weights of the first (REM's public code); false: each with a draw of its own."""
+    """All layers begin with the weights of the first, as in REM's public code (its paper says nothing of it); false:
+    each with its own."""
 
 
 class RetNet(Backbone):
