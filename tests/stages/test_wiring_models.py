@@ -172,7 +172,7 @@ def batches(run: Path, patch: pytest.MonkeyPatch, kind: str, *overrides: str) ->
     found: list[Batch] = []
     module = importlib.import_module({"dynamics": "wmcli.stages.dynamics", "controller": "wmcli.stages.imagine"}[kind])
     gather = module.gather
-    patch.setattr(module, "gather", lambda *given: found.append(gather(*given)) or found[-1])
+    patch.setattr(module, "gather", lambda *given, **named: found.append(gather(*given, **named)) or found[-1])
     learn(run, kind, *overrides)
     return found
 

@@ -372,7 +372,9 @@ def test_reanalysis_finds_what_playing_these_frames_would_and_dynamics_learn_it(
 
     drawn, learned = [], []
     gather, update = dynamics_stage.gather, dynamics_stage.update_dynamics
-    monkeypatch.setattr(dynamics_stage, "gather", lambda *given: drawn.append(given[2]) or gather(*given))
+    monkeypatch.setattr(
+        dynamics_stage, "gather", lambda *given, **named: drawn.append(given[2]) or gather(*given, **named)
+    )
     monkeypatch.setattr(
         dynamics_stage, "update_dynamics", lambda *given: learned.append(given[3].targets) or update(*given)
     )
