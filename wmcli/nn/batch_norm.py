@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 FEW = 1 << 16  # pixels of a batch, that torch adds up with an error of 1e-5
-ROWS = 1 << 14  # rows of pixels, each pixel added to those above it, with an error of 2e-6
+ROWS = 1 << 13  # rows of pixels, each pixel added to those above it, with an error of 1e-6
 CHUNK = 1 << 19  # numbers that stay in the processor's cache from one operation to the next
 
 
