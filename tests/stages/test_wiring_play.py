@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_stage_joint import opened as opened_joint
 from test_stage_overlap import OVERLAP, InTurn
 from test_stage_planning import opened as opened_planning
 from tiny_run import TRAINING, Killed, copied, kill_at, latest, opened
@@ -281,6 +282,22 @@ def test_who_acts_is_the_controller_named_in_the_world_model_it_learned_in(
         published, _ = load_tensors(run.get(kind, version).file(WEIGHTS))
         torch.testing.assert_close(module_tensors({kind: module}), published, rtol=0, atol=0)
         assert not any(part.training for part in module.modules())
+
+
+def test_a_latent_model_acts_as_the_run_says_now(tmp_path: Path, decisions: Decisions) -> None:
+    """It was published with a window of four frames, and acts on the frame that it sees."""
+    folder = tmp_path / "run"
+    collect(opened_joint(folder, new=True))
+    for stage in (train_dynamics, imagine):
+        stage(opened_joint(folder))
+    for overrides, window, looks in (
+        ([], 4, "posterior"),
+        (["dynamics.act_window=0", "dynamics.act_on=prior"], 0, "prior"),
+    ):
+        decisions.agents.clear()
+        act("collect", folder, "collect.steps=3", *overrides)
+        acted = decisions.agents[0].world_model.settings
+        assert (acted.act_window, acted.act_on) == (window, looks)
 
 
 # -- searching --------------------------------------------------------------------------------------------------------
