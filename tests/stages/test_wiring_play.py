@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_stage_joint import opened as opened_joint
+from test_stage_overlap import OVERLAP, InTurn
 from test_stage_planning import opened as opened_planning
 from tiny_run import TRAINING, Killed, copied, kill_at, latest, opened
 
@@ -34,6 +36,7 @@ from wmcli.stages.context import SEGMENT, open_context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
+from wmcli.stages.loop import run_loop
 from wmcli.stages.play import play
 from wmcli.training.checkpoint import TRAINING as TRAINED
 from wmcli.training.checkpoint import WEIGHTS, load_tensors, module_tensors
@@ -204,6 +207,15 @@ def test_actions_and_games_follow_the_seed(
     assert (stage == "eval") == bool(found[0][2])
 
 
+@pytest.mark.parametrize(("known", "seen"), [(None, 2), (4, 4)])  # dynamics.context is 2
+def test_imagination_begins_after_so_many_frames(
+    tiny: Path, tmp_path: Path, decisions: Decisions, known: int | None, seen: int
+) -> None:
+    out = tmp_path / "film.gif"
+    play(opened(tiny), source="imagination", out=out, controller=None, seed=1, known=known)
+    assert len(decisions.frames) == seen
+
+
 def test_each_version_of_experience_draws_other_actions(run: Path, known_policy: None, decisions: Decisions) -> None:
     for _ in range(2):
         collect(opened(run, "collect.temperature=1", NONE), steps=90)
@@ -234,16 +246,6 @@ def test_a_published_random_score_goes_before_a_measured_one(run: Path, monkeypa
 
 def test_random_play_takes_every_action(tiny: Path) -> None:
     assert set(rows_of(latest(tiny, "experience"))["action"]) == {0, 1, 2}
-
-
-def test_what_was_played_is_logged(run: Path) -> None:
-    experience, evaluation = collect(opened(run), steps=60), evaluate(opened(run), episodes=2)
-    collected, scored = Run.open(run, create=False).history()[-2:]
-    assert (collected["stage"], collected["environment_step"], collected["version"]) == ("collect", 150, 2)
-    assert collected["episodes"] == experience.metrics["episodes"] == 6
-    assert collected["mean_return"] == experience.metrics["mean_return"]
-    assert (scored["stage"], scored["environment_step"], scored["version"]) == ("eval", 90, 2)
-    assert (scored["episodes"], scored["mean_return"]) == (2, evaluation.metrics["mean"])
 
 
 @pytest.mark.parametrize("change", ["seed=2", "collect.epsilon=0.5", "environment.count=2", "collect.steps=12"])
@@ -280,6 +282,22 @@ def test_who_acts_is_the_controller_named_in_the_world_model_it_learned_in(
         published, _ = load_tensors(run.get(kind, version).file(WEIGHTS))
         torch.testing.assert_close(module_tensors({kind: module}), published, rtol=0, atol=0)
         assert not any(part.training for part in module.modules())
+
+
+def test_a_latent_model_acts_as_the_run_says_now(tmp_path: Path, decisions: Decisions) -> None:
+    """It was published with a window of four frames, and acts on the frame that it sees."""
+    folder = tmp_path / "run"
+    collect(opened_joint(folder, new=True))
+    for stage in (train_dynamics, imagine):
+        stage(opened_joint(folder))
+    for overrides, window, looks in (
+        ([], 4, "posterior"),
+        (["dynamics.act_window=0", "dynamics.act_on=prior"], 0, "prior"),
+    ):
+        decisions.agents.clear()
+        act("collect", folder, "collect.steps=3", *overrides)
+        acted = decisions.agents[0].world_model.settings
+        assert (acted.act_window, acted.act_on) == (window, looks)
 
 
 # -- searching --------------------------------------------------------------------------------------------------------
@@ -342,6 +360,33 @@ def test_the_temperature_of_collecting_acts_on_visits(planner: Path, temperature
     assert (shares == found["policy"].max(1)).all() == greedy
 
 
+def found_by_playing_again(
+    artifact: Artifact, rows: dict[str, np.ndarray], acting: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Policies (N, A) and values (N,) of searches at N rows of three environments, played from the first one on."""
+    world_model, searcher = load_controller(artifact, CPU, acting)
+    agent = Agent(world_model, searcher, 3, temperature=0, epsilon=0, generator=torch.Generator())
+    found = []
+    for step in np.arange(len(rows["action"])).reshape(-1, 3):
+        agent.perceive(rows["observation"][step], rows["first"][step])
+        agent.decide(instead=rows["action"][step])
+        found.append(agent.searched())
+    policy, value = (np.concatenate([each[name] for each in found]) for name in ("policy", "value"))
+    assert np.ptp(policy, axis=0).max() > 0.1 and np.ptp(value) > 0.1
+    return policy, value
+
+
+def test_a_planner_goes_on_from_the_frames_before(planner: Path) -> None:
+    """Experience ends amid episodes, and the search sees the frame before and what was done in it."""
+    context = opened(planner, *noise(0.0))
+    before, after = rows_of(latest(planner, "experience")), rows_of(collect(context, steps=3))
+    assert not after["first"].any()
+    rows = {name: np.concatenate([column, after[name]]) for name, column in before.items()}
+    policy, value = found_by_playing_again(latest(planner, "controller"), rows, context.settings.acting)
+    np.testing.assert_allclose(after["policy"], policy[-3:], atol=1e-5)
+    np.testing.assert_allclose(after["value"], value[-3:], rtol=1e-5)
+
+
 def test_reanalysis_explores(planner: Path) -> None:
     found = [
         read_part(imagine(opened(planner, *noise(weight), force=True)).file(TRAINED), "targets")
@@ -356,19 +401,11 @@ def test_reanalysis_finds_what_playing_these_frames_would_and_dynamics_learn_it(
 ) -> None:
     """Without noise. All rows are searched, each with the frames of its episode before it."""
     controller = imagine(opened(planner, *noise(0.0), "controller.updates=12", force=True))
-    world_model, searcher = load_controller(controller, CPU, {})
-    agent = Agent(world_model, searcher, 3, temperature=0, epsilon=0, generator=torch.Generator())
-    rows = rows_of(latest(planner, "experience"))
-    policy, value = np.zeros((60, 3), np.float32), np.zeros(60, np.float32)
-    for step in np.arange(60).reshape(20, 3):
-        agent.perceive(rows["observation"][step], rows["first"][step])
-        agent.decide(instead=rows["action"][step])
-        policy[step], value[step] = agent.searched()["policy"], agent.searched()["value"]
+    policy, value = found_by_playing_again(controller, rows_of(latest(planner, "experience")), {})
     targets = read_part(controller.file(TRAINED), "targets")
     np.testing.assert_array_equal(targets["rows"], np.arange(60))
     np.testing.assert_allclose(targets["policy"], policy, atol=1e-5)
     np.testing.assert_allclose(targets["value"], value, rtol=1e-5)
-    assert np.ptp(policy, axis=0).max() > 0.1 and np.ptp(value) > 0.1
 
     drawn, learned = [], []
     gather, update = dynamics_stage.gather, dynamics_stage.update_dynamics
@@ -465,6 +502,14 @@ def test_the_process_beside_collects_the_training_half_as_its_epoch_says(tmp_pat
     assert_training(made[0])
     assert [artifact.metrics["steps"] for artifact in made] == [120, 8]
     assert [artifact.manifest["extra"]["epoch"] for artifact in made] == [1, 2]
+
+
+def test_the_loop_collects_beside_for_the_epoch_to_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wmcli.stages.loop.Collector", InTurn)
+    changes = ["run.epochs=3", "run.dynamics_after=9", "run.controller_after=9"]
+    run_loop(opened(tmp_path / "run", *OVERLAP, *changes, new=True))
+    made = Run.open(tmp_path / "run", create=False).artifacts("experience")
+    assert [artifact.manifest["extra"]["epoch"] for artifact in made] == [1, 2, 3]
 
 
 def test_the_process_beside_makes_nothing_anew_without_being_asked(tmp_path: Path) -> None:
