@@ -96,6 +96,19 @@ def test_running_statistics_are_torchs(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("every_size")
+def test_batches_of_all_sizes_go_through_one_norm_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the frames and the imagined states of MuZero do: gradients and running statistics of all, in any order."""
+    monkeypatch.setattr(batch_norm, "FEW", 100)
+    norm = make(3, torch.float64)
+    theirs = like(norm, torch.float64)
+    batches = [last(torch.randn(count, 3, 4, 5, dtype=torch.float64)) for count in (2, 40, 3, 50)]  # 40 pixels to 1,000
+    for each in (norm, theirs):
+        sum(each(batch).square().mean() * scale for scale, batch in enumerate(batches, 1)).backward()
+    for found, exact in zip(norm.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, exact.grad)
+    torch.testing.assert_close(norm.state_dict(), theirs.state_dict())
+
+
 def test_gradients_by_finite_differences() -> None:
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(n, dtype=torch.float64, requires_grad=True) for n in ((2, 6, 3, 2), (6,), (6,)))

@@ -41,12 +41,16 @@ class BatchNorm2d(nn.BatchNorm2d):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, pixels: int) -> None:
-        """Move the running statistics towards those of a batch, as torch does."""
+        """Move the running statistics towards those of a batch, as torch does.
+
+        Through `.data`, so that their version stays, as it does in torch's kernel: that has them saved in the graph of
+        a smaller batch that went through the same norm before.
+        """
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.mul_(1 - share).add_(mean, alpha=share)
-        self.running_var.mul_(1 - share).add_(variance, alpha=share * pixels / (pixels - 1))
+        self.running_mean.data.mul_(1 - share).add_(mean, alpha=share)
+        self.running_var.data.mul_(1 - share).add_(variance, alpha=share * pixels / (pixels - 1))
 
 
 class _BatchNorm(torch.autograd.Function):

@@ -784,10 +784,10 @@ def _stem(settings: LatentWorldModelSettings, inputs: int, width: int) -> nn.Mod
         return stem
     return nn.Sequential(
         nn.Linear(inputs, width, bias=False),
-        nn.LayerNorm(width),
+        norm("layer", width),
         nn.ReLU(),
         nn.Linear(width, width, bias=False),
-        nn.LayerNorm(width),
+        norm("layer", width),
     )
 
 
