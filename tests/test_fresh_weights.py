@@ -77,8 +77,11 @@ class Model(NamedTuple):
 
 def rows(preset: str) -> dict[str, Row]:
     """The table of a preset; a later source goes before an earlier one."""
-    sources = TABLE[preset]["sources"]
-    return {key: Row(*row, draws=source["draws"]) for source in sources for key, row in source["tensors"].items()}
+    return {
+        key: Row(mean, deviation, kind, source["draws"])
+        for source in TABLE[preset]["sources"]
+        for key, (mean, deviation, kind) in source["tensors"].items()
+    }
 
 
 def keys(name: str) -> list[str]:

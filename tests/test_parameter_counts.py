@@ -114,6 +114,11 @@ def test_what_the_ablations_change() -> None:
         assert counts(name)["tokenizer"] == rem["tokenizer"]
 
 
+@pytest.mark.parametrize("name", ["rem", "iris", "drama"])
+def test_the_choices_of_public_code_change_no_sizes(name: str) -> None:
+    assert counts(f"{name}-code") == counts(name)
+
+
 # -- IRIS -------------------------------------------------------------------------------------------------------------
 
 

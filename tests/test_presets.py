@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from draws import assert_deviation, assert_torchs_default
+from torch import nn
 
-from wmcli.assemble import parameter_counts
+from wmcli.assemble import build_controller, build_tokenizer, build_world_model, parameter_counts
 from wmcli.cli.presets import SYSTEMS
 from wmcli.config import preset_header, preset_names, preset_values, read_preset
+from wmcli.envs.tasks import TASKS
 from wmcli.errors import UsageError
 from wmcli.settings import Settings, flatten, resolve
 from wmcli.stages.collect import collect
@@ -33,6 +38,23 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "rem-no-action-inputs": {"controller.action_inputs": False},
 }
 
+# What the public code chooses otherwise than its paper, or than what works better.
+CODE: dict[str, dict[str, Any]] = {
+    "rem-code": {
+        "collect.feed_executed_action": False,
+        "tokenizer.lpips_dropout": True,
+        "dynamics.reward_burn_in": 2,
+        "dynamics.end_on_truncation": True,
+        "backbone.retnet.copied_layers": True,
+        "controller.burn_in_actions": False,
+    },
+    "iris-code": {"tokenizer.lpips_dropout": True, "dynamics.end_on_truncation": True},
+    "drama-code": {
+        "dynamics.reset_at_ends": False,
+        "dynamics.truncate_latents": True,
+        "controller.returns": "drama",
+    },
+}
 PRIOR = "backbone.transformer.prior"
 # What each prior of the paper changes in UniZero, and the public code that multiplies.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -65,6 +87,7 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 BASES = (
     dict.fromkeys(ABLATIONS, "rem")
+    | {name: name.removesuffix("-code") for name in CODE}
     | dict.fromkeys(VARIANTS, "unizero")
     | dict.fromkeys(MEMORY, "s4wm-3d")
     | dict.fromkeys(CACHES, "tssm-xl-3d")
@@ -138,6 +161,7 @@ _RSSM = {
     "dynamics.horizon": 48,
     "dynamics.batch": 32,
     "dynamics.learning_rate": 3e-4,
+    "dynamics.eps": 1e-5,
     "dynamics.schedule": "constant",
     "dynamics.clip": 200.0,
     "backbone.name": "dreamer-gru",
@@ -395,6 +419,14 @@ def leaves(table: dict[str, Any], above: str = "") -> dict[str, Any]:
     return found
 
 
+def epochs_of(settings: Settings) -> float:
+    """How often a model of a memory task learns from each frame."""
+    dynamics, task = settings.dynamics, TASKS[settings.environment.id]
+    episode = task.context + task.query
+    row = episode if dynamics.rows == "episodes" else dynamics.horizon
+    return dynamics.updates * dynamics.batch * row / (settings.collect.episodes * episode)
+
+
 def complaint(preset: str, *overrides: str) -> str:
     with pytest.raises(UsageError) as caught:
         resolve(preset, overrides)
@@ -443,7 +475,7 @@ def test_a_preset_states_only_what_differs(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "base"), BASES.items())
 def test_an_ablation_changes_what_it_ablates_and_nothing_else(name: str, base: str) -> None:
-    assert changes(name, base) == (ABLATIONS | VARIANTS | MEMORY | CACHES)[name]
+    assert changes(name, base) == (ABLATIONS | CODE | VARIANTS | MEMORY | CACHES)[name]
 
 
 @pytest.mark.parametrize(
@@ -469,6 +501,21 @@ def test_a_preset_holds_the_numbers_of_its_paper(name: str, numbers: dict[str, A
     assert {key: values[key] for key in numbers} == numbers
 
 
+def test_storm_starts_with_torchs_defaults() -> None:
+    """As its public code does: no module there is initialised by hand."""
+    torch.manual_seed(0)
+    settings = resolve("storm")
+    world_model = build_world_model(settings, build_tokenizer(settings), 6)
+    controller = build_controller(settings, world_model)
+    layers = [layer for model in (world_model, controller) for layer in model.modules()]
+    assert sum(isinstance(layer, nn.Linear) for layer in layers) == 28
+    for layer in layers:
+        if isinstance(layer, nn.Linear | nn.Conv2d | nn.ConvTranspose2d):
+            assert_torchs_default(layer)
+        elif isinstance(layer, nn.Embedding):
+            assert_deviation(layer.weight, 1)
+
+
 def test_steps_and_updates_of_a_whole_run_are_those_of_the_benchmark() -> None:
     """100,000 steps; 119,000, 115,000 and 55,000 updates of tokenizer, dynamics and controller."""
     settings = resolve("rem")
@@ -477,6 +524,19 @@ def test_steps_and_updates_of_a_whole_run_are_those_of_the_benchmark() -> None:
     assert (run.tokenizer_epochs - run.tokenizer_after) * settings.tokenizer.updates == 119_000
     assert (run.epochs - run.dynamics_after) * settings.dynamics.updates == 115_000
     assert (run.epochs - run.controller_after) * settings.controller.updates == 55_000
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs"),
+    [
+        *((name, 50) for name in ("s4wm-2d", "rssm-tbtt-2d", "tssm-xl-2d")),
+        *((name, 20) for name in ("s4wm-3d", "rssm-tbtt-3d", "tssm-xl-3d", *MEMORY, *CACHES)),
+    ],
+)
+def test_memory_models_go_through_their_data_equally_often(name: str, epochs: int) -> None:
+    """Within half an update."""
+    settings = resolve(name)
+    assert abs(epochs_of(settings) / epochs - 1) * settings.dynamics.updates <= 0.5
 
 
 @pytest.mark.parametrize("name", ["unizero", *VARIANTS, "muzero"])
@@ -604,6 +664,53 @@ def test_every_model_of_a_preset_takes_an_update(name: str, tmp_path: Path) -> N
 def test_sections_that_do_not_fit_together_are_one_line_with_both_keys(overrides: list[str], words: list[str]) -> None:
     message = complaint("rem", *overrides)
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("genration", ["there is no measure 'genration'", "did you mean 'generation'?"]),
+        ('["rewrd", "doors"]', ["there is no measure 'rewrd'", "did you mean 'reward'?"]),
+        ("atuo", ["did you mean 'auto'?"]),
+        ("reward", ['write ["reward"], or auto']),
+        ('["auto"]', ["or auto alone"]),
+        ("3", ["3 is no list"]),
+        ("[3]", ["there is no measure 3"]),
+    ],
+)
+def test_measures_that_there_are_not_are_one_line(given: str, words: list[str]) -> None:
+    message = complaint("s4wm-2d", f"evaluation.measures={given}")
+    assert all(word in message for word in ["evaluation.measures", *words]), message
+
+
+def test_measures_are_a_list_or_auto() -> None:
+    for given, measures in (("auto", "auto"), ("[]", ()), ('["doors", "reward"]', ("doors", "reward"))):
+        assert resolve("s4wm-3d", [f"evaluation.measures={given}"]).evaluation.measures == measures
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "rows"),
+    [
+        ("s4wm-2d", ["training.sampling=dfs"], "episodes"),
+        ("rssm-tbtt-3d", ["training.sampling=dfs"], "streams"),
+        ("drama", ["dynamics.rows=episodes", "dynamics.across_ends=false"], "episodes"),
+    ],
+)
+def test_frequency_sampling_is_of_windows(preset: str, overrides: list[str], rows: str) -> None:
+    message = complaint(preset, *overrides)
+    words = ["training.sampling = 'dfs'", f"dynamics.rows = '{rows}'", "training.sampling=windows"]
+    assert all(word in message for word in words), message
+    for sampling in ("windows", "episodes", "uniform"):
+        assert resolve(preset, [*overrides, f"training.sampling={sampling}"]).training.sampling == sampling
+
+
+def test_a_run_that_began_with_a_setting_that_counts_for_nothing_is_read() -> None:
+    """0.1.0 let it pass: such a run, and what was made in it, stays usable."""
+    values = resolve("s4wm-2d").model_dump(mode="json")
+    values["training"]["sampling"] = "dfs"
+    assert Settings.model_validate_json(json.dumps(values)) == resolve("s4wm-2d", base=values)
+    assert resolve("s4wm-2d", ["evaluation.episodes=3"], base=values).evaluation.episodes == 3
+    assert resolve("s4wm-2d", ["training.sampling=windows"], base=values) == resolve("s4wm-2d")
 
 
 @pytest.mark.parametrize(

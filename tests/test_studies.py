@@ -13,6 +13,8 @@ import pytest
 from wmcli.assemble import parameter_counts
 from wmcli.envs import make
 from wmcli.settings import resolve
+from wmcli.stages.memory import check_measures
+from wmcli.stages.rows import check_rows
 
 DOCS = Path(__file__).parent.parent / "docs"
 STUDIES = sorted(DOCS.glob("*.mk"))
@@ -50,6 +52,8 @@ def test_every_run_of_a_study_is_one_that_can_be_built(study: Path, given: str) 
         settings = resolve(preset, overrides)
         make(settings.environment, train=False).close()
         assert parameter_counts(settings, actions=ACTIONS)
+        check_rows(settings)
+        check_measures(settings)
 
 
 def test_memory_is_compared_at_equal_size() -> None:
@@ -60,3 +64,12 @@ def test_memory_is_compared_at_equal_size() -> None:
     assert len(counts) == 2
     for sizes in counts.values():
         assert len(sizes) == 10 and all(abs(size / sizes[0] - 1) < 0.1 for size in sizes)
+
+
+@pytest.mark.parametrize("given", shown(DOCS / "memory.mk"))
+def test_memory_is_compared_over_as_many_frames(given: str) -> None:
+    found: dict[str, set[float]] = {}
+    for preset, overrides in commands(DOCS / "memory.mk", *shlex.split(given)):
+        dynamics = resolve(preset, overrides).dynamics
+        found.setdefault(preset, set()).add(dynamics.updates * dynamics.batch * dynamics.horizon)
+    assert found and all(len(frames) == 1 for frames in found.values()), found

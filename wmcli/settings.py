@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, Tag, model_validator
+from pydantic import Field, Tag, field_validator, model_validator
 
 from wmcli.backbones import BackboneSettings
-from wmcli.config import Section, chosen_by_kind, merge, nested, parse_override, preset_values, validate
+from wmcli.config import Section, chosen_by_kind, did_you_mean, merge, nested, parse_override, preset_values, validate
 from wmcli.controllers.actor_critic import ActorCriticSettings
 from wmcli.controllers.mcts import MCTSSettings
 from wmcli.controllers.reinforce import ReinforceSettings
 from wmcli.envs.settings import EnvironmentSettings
+from wmcli.errors import UsageError
 from wmcli.nn.attention_prior import AttentionPriorSettings
 from wmcli.tokenizers.categorical import CategoricalTokenizerSettings
 from wmcli.tokenizers.vq import TokenizerSettings
@@ -92,10 +93,26 @@ class EvaluationSettings(Section):
     """Environments side by side."""
     temperature: float = Field(0.5, ge=0)
     """Divides the policy's logits before an action is sampled; 0 takes the likeliest action."""
-    measures: tuple[Measure, ...] = Field((), strict=False)
-    """What `wm run` measures in the end of a dynamics model that learned a memory task."""
+    measures: tuple[Measure, ...] | Literal["auto"] = ()
+    """What `wm run` measures in the end of a dynamics model that learned a memory task: a list, or auto, every measure
+    that fits the task and the model but the probe, which trains networks of its own."""
     probe_updates: int = Field(2000, ge=1)
     """Updates of the probes that `wm eval --protocol probe` trains."""
+
+    @field_validator("measures", mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        measures = get_args(Measure)
+        if given == "auto":
+            return given
+        words = [given] if isinstance(given, str) else given
+        if not isinstance(words, list | tuple) or "auto" in words or given in measures:
+            example = given if given in measures else "generation"
+            raise ValueError(f'{given!r} is no list of measures: write ["{example}"], or auto alone')
+        for word in words:
+            if word not in measures:
+                raise ValueError(f"there is no measure {word!r}; {did_you_mean(str(word), (*measures, 'auto'))}")
+        return tuple(given)
 
 
 class RunSettings(Section):
@@ -263,7 +280,22 @@ def resolve(preset: str, overrides: Sequence[str] = (), base: Mapping[str, Any] 
             values = {**values, path[0]: {}}  # the keys of another kind mean nothing to this one
         values = merge(values, nested(path, value))
         where = f"--set {text}" if len(overrides) == 1 else "--set"
-    return validate(Settings, values, where)
+    settings = validate(Settings, values, where)
+    ignored = _ignored(settings)
+    if ignored and (base is None or not _ignored(validate(Settings, base, where))):
+        raise UsageError(f"{where}: {ignored}")
+    return settings
+
+
+def _ignored(settings: Settings) -> str | None:
+    """Say which setting would count for nothing. Runs of 0.1.0 may have it: they are read, and go on, as they began."""
+    rows = getattr(settings.dynamics, "rows", "windows")
+    if settings.training.sampling == "dfs" and rows != "windows":
+        return (
+            f"training.sampling = 'dfs' favours windows that were drawn less often, but dynamics.rows = '{rows}' takes"
+            " all episodes in turn: set training.sampling=windows, or dynamics.rows=windows"
+        )
+    return None
 
 
 def _kind(values: Mapping[str, Any], section: str) -> Any:

@@ -109,6 +109,19 @@ def test_parameter_counts_and_initialisation():
     assert sum(leaf.numel() for leaf in model.initial_state(1)) == 81_920
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_layers_are_drawn_one_by_one_or_begin_as_copies_of_the_first(copied):
+    torch.manual_seed(0)
+    settings = BackboneSettings(width=16, retnet=RetNetSettings(copied_layers=copied))
+    model = build(settings, max_length=650, block=65)
+    first, *others = (dict(layer.named_parameters()) for layer in model.layers)
+    assert len(others) == 4
+    for other in others:
+        for name in ("qkvg.weight", "out.weight", "up.weight", "down.weight"):
+            assert torch.equal(other[name], first[name]) == copied
+            assert other[name] is not first[name]
+
+
 def test_state_relative_to_the_next_element_equals_absolute_positions():
     """Retention written out with absolute positions, far from zero, against the module that knows none."""
     model, x, _ = golden_stack()

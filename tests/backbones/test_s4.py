@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from wmcli.kernels import s4 as kernels
 
 from wmcli.backbones import BackboneSettings, Size, build, map_state, s4
-from wmcli.backbones.s4 import S4, S4Settings, Stack, StateSpace, build_system, hippo_legs
+from wmcli.backbones.s4 import S4, S4Settings, Stack, StateSpace, build_system, hippo_legs, legs_input
 from wmcli.errors import UsageError
 from wmcli.nn.decay import parameter_groups
 from wmcli.training.optim import build_optimiser
@@ -84,7 +84,7 @@ def test_legs_is_diagonal_minus_rank_one(state):
     number = torch.arange(state, dtype=torch.float64)
     assert_close((vectors @ p).real, (number + 0.5).sqrt(), rtol=0, atol=1e-11)
     assert_close((vectors @ (math.sqrt(2) * p)).real, (2 * number + 1).sqrt(), rtol=0, atol=1e-11)  # LegS's own B
-    assert (p.real > 0).all() and not p.imag.any()
+    assert (vectors[0].real > 0).all() and vectors[0].imag.abs().max() < 1e-15
     assert p.abs().square().sum().item() == pytest.approx(state**2 / 2)
 
 
@@ -107,6 +107,17 @@ def test_golden_legs():
     assert many.min().item() == pytest.approx(0.263857, abs=5e-7)
     b = 2 * hippo_legs(4)[1].abs().square()
     assert b.tolist() == pytest.approx([7.065044113, 0.934955887], abs=1e-9)
+
+
+def test_golden_inputs_of_legs():
+    """B as state-spaces/s4 makes it (commit e757cef), the imaginary parts cut at +-2."""
+    assert torch.view_as_real(legs_input(hippo_legs(4)[1])).tolist() == [
+        pytest.approx([0.28701985, 2.0], abs=1e-7),
+        pytest.approx([0.64623487, 0.71926093], abs=1e-7),
+    ]
+    b = legs_input(hippo_legs(64)[1])
+    assert b.abs().square().sum().item() == pytest.approx(74.8735, abs=1e-4)  # uncut 2048
+    assert (b.imag == 2).sum() == 11
 
 
 # -- initialisation and sizes ------------------------------------------------------------------------------------------
@@ -144,7 +155,8 @@ def test_initialisation():
     assert math.log(1e-3) <= log_dt.min() < math.log(1.1e-3) and math.log(0.9e-1) < log_dt.max() <= math.log(1e-1)
     assert log_dt.mean().item() == pytest.approx(math.log(1e-2), abs=0.2)
     assert_close(system.log_decay.exp(), torch.full((1, 32), 0.5))
-    assert_close(system.b, math.sqrt(2) * system.p)
+    assert_close(system.b[..., 0], math.sqrt(2) * system.p[..., 0])
+    assert_close(system.b[..., 1], (math.sqrt(2) * system.p[..., 1]).clamp(-2, 2))
     # C is what has unit variance; what is stored is C~.
     c = torch.view_as_real(truncated_output(system, length)[1])
     assert c.square().sum(-1).mean().item() == pytest.approx(1, rel=0.03)

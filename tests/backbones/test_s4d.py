@@ -14,7 +14,7 @@ from wmcli.kernels import s4 as kernels
 from wmcli.kernels.dispatch import using
 
 from wmcli.backbones import BackboneSettings, Size, build
-from wmcli.backbones.s4 import hippo_legs
+from wmcli.backbones.s4 import hippo_legs, legs_input
 from wmcli.backbones.s4d import S4D, DiagonalSystems, S4DSettings, build_system
 from wmcli.errors import UsageError
 
@@ -168,10 +168,13 @@ def test_initialisation(initialisation, tied):
     model = S4D(S4DSettings(initialisation=initialisation, tied=tied), Size(512, 1, 0.0, 100, 1))
     system = model.blocks[0].layers[1].system
     rows = 1 if tied else 512
-    frequency = math.pi * torch.arange(32) if initialisation == "lin" else hippo_legs(64)[0].imag.float()
+    frequency, b = math.pi * torch.arange(32), torch.ones(32, dtype=torch.complex128)
+    if initialisation == "legs":
+        poles, p, _ = hippo_legs(64)
+        frequency, b = poles.imag.float(), legs_input(p)
     assert_close(system.frequency, frequency.expand(rows, 32))
     assert_close(system.log_decay.exp(), torch.full((rows, 32), 0.5))
-    assert_close(system.b, torch.tensor([1.0, 0.0]).expand(rows, 32, 2))
+    assert_close(system.b, torch.view_as_real(b).float().expand(rows, 32, 2))
     assert system.c.square().mean((0, 1)).tolist() == pytest.approx([0.5, 0.5], rel=0.05)
     log_dt = system.log_dt.detach()
     assert math.log(1e-3) <= log_dt.min() < math.log(1.1e-3) and math.log(0.9e-1) < log_dt.max() <= math.log(1e-1)

@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from draws import assert_deviation
 from torch.testing import assert_close
 from wmcli.kernels.s4 import Resets
 
@@ -111,12 +112,21 @@ def test_b_and_c_are_drawn_as_from_real_matrices_in_the_basis_of_the_eigenvector
     vectors = hippo_legs(state)[2]
     real = torch.randn(state, width, dtype=torch.float64)
     for drawn, other in (
-        (system.b.detach() * math.sqrt(width), vectors.mH @ real.to(vectors.dtype)),
-        (system.c.detach().transpose(0, 1) * math.sqrt(state), vectors.mT @ real.to(vectors.dtype)),
+        (system.b.detach() * math.sqrt(state), vectors.mH @ real.to(vectors.dtype)),
+        (system.c.detach().transpose(0, 1) * math.sqrt(state / 2), vectors.mT @ real.to(vectors.dtype)),
     ):
         other = torch.view_as_real(other.resolve_conj()).transpose(1, 2).flatten(0, 1)
         got = drawn.double().transpose(1, 2).flatten(0, 1)
         assert_close(got @ got.mT / width, other @ other.mT / width, rtol=0, atol=0.06)
+
+
+def test_b_and_c_grow_with_no_width_and_shrink_with_the_state():
+    """Means of |B|^2 and |C|^2: 1 / state and 2 / state, as lindermanlab/S5 draws them."""
+    torch.manual_seed(0)
+    for width, state in ((512, 256), (128, 512)):
+        system = JointStateSpace(S5Settings(state=state), Size(width, 1, 0.0, 100, 1))
+        assert_deviation(system.b, math.sqrt(1 / (2 * state)))
+        assert_deviation(system.c, math.sqrt(1 / state))
 
 
 def test_wrong_settings_are_usage_errors():

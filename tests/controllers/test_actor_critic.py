@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from draws import assert_torchs_default
 from rollouts import imagine, learn
 from safetensors.torch import load, save
 from torch.distributions import Categorical
@@ -111,6 +112,16 @@ def test_initialisation(network):
         want = gain**2 * torch.eye(len(weight))
         torch.testing.assert_close(weight @ weight.T, want, atol=1e-5 * gain**2, rtol=0)
         assert not layer.bias.any()
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_torchs_defaults(norm):
+    torch.manual_seed(0)
+    controller = ActorCritic(ActorCriticSettings(initialisation="torch", norm=norm), (300,), actions=6, window=8)
+    for network in (controller.actor, controller.critic, controller.slow_critic):
+        for layer in network:
+            if isinstance(layer, torch.nn.Linear):
+                assert_torchs_default(layer)
 
 
 def test_it_starts_nearly_uniform_and_expects_nothing():
@@ -579,3 +590,12 @@ def test_nothing_is_learned_behind_the_real_end_of_an_episode(world, make_batch,
     controller.eval()
     same = float(controller.loss(rollout)[0].detach()) == float(controller.loss(other)[0].detach())
     assert same != count
+
+
+@pytest.mark.parametrize("start", ["prior", "posterior"])
+def test_rollouts_begin_behind_a_lost_life_but_not_behind_the_end_of_a_game(world, make_batch, start):
+    batch = make_batch((6, 6, 6), 6)
+    terminated, last = torch.zeros(2, 3, 6, dtype=torch.bool)
+    terminated[1:, -1] = last[2, -1] = True
+    rollout = imagine(small(start=start), world, batch._replace(terminated=terminated, last=last))
+    assert rollout.counts.tolist() == [True, True, start == "posterior"]

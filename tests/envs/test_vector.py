@@ -67,6 +67,25 @@ def test_restoring_right_after_a_lost_life_keeps_the_opening_flag() -> None:
     assert not transition.game_over[0] and streams.first[0] and transition.lives[0] == 4
     again = Streams.restore(settings, True, streams.state())
     assert again.first[0] and (again.observation == streams.observation).all()
+    game = streams.state()["length"]
+    for stand in (streams, again):
+        assert stand.age(across_ends=False) == [0] and stand.age(across_ends=True) == game > 0
+        stand.step(np.array([1]))
+        assert stand.age(across_ends=False) == [1]
+
+
+def test_an_age_counts_the_decisions_since_the_frame_that_opened_a_game_or_a_life() -> None:
+    streams = Streams(EnvironmentSettings(id="Breakout", protocol="drama", size=16, count=2), train=True, seed=2)
+    actions = np.random.default_rng(0).integers(4, size=(400, 2))
+    episode, game, games = np.zeros(2, int), np.zeros(2, int), 0
+    for action in actions:
+        assert (streams.age(across_ends=False) == episode).all() and (streams.age(across_ends=True) == game).all()
+        assert (streams.first == (episode == 0)).all()
+        after = streams.step(action)
+        episode = np.where(after.terminated | after.truncated, 0, episode + 1)
+        game = np.where(after.game_over, 0, game + 1)
+        games += int(after.game_over.sum())
+    assert games > 1
 
 
 def test_reset_frames_follow_the_end_and_open_an_episode() -> None:

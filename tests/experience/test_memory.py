@@ -59,6 +59,32 @@ def filled(parts: list[dict[str, np.ndarray]]) -> Memory:
     return memory
 
 
+@pytest.mark.parametrize("cuts", [[], [14], [9, 10, 19, 23, 24, 25]])
+@pytest.mark.parametrize("lives_end_episodes", [True, False])
+def test_a_game_goes_on_over_its_lost_lives(lives_end_episodes: bool, cuts: list[int]) -> None:
+    """Stream 0 loses a life, then its game; the next game is cut right behind a lost life, which shows in the lives of
+    the one after it. Stream 1 loses a life in the step of a time limit; its next game loses one and is cut amid an
+    episode."""
+    data = experience([[5, 3, 2, 4, 1], [3, 4, 2, 6]], [2, 2])
+    rows = [np.flatnonzero(data["stream"] == stream) for stream in range(2)]
+    data["lives"][rows[0]] = [3, 3, 3, 3, 2, 2, 2, 0, 3, 2, 3, 3, 3, 2, 0, 3, 3]
+    data["lives"][rows[1]] = [3, 3, 2, 3, 3, 3, 2, 2, 2, 3, 3, 3, 3, 3, 2, 2, 2]
+    data["truncated"][rows[1][2]], data["terminated"][rows[1][8]] = True, False
+    parts = np.split(np.arange(len(data["action"])), cuts)
+    memory = Memory.empty("cpu", lives_end_episodes=lives_end_episodes)
+    for part in parts:
+        memory.extend({name: column[part] for name, column in data.items()})
+    opens = [memory.opens_game.numpy()[mine] for mine in rows]
+    over = [memory.ends_game.numpy()[mine] for mine in rows]
+    if lives_end_episodes:
+        assert [np.flatnonzero(each).tolist() for each in opens] == [[0, 8, 10, 15], [0, 3, 9]]
+        assert [np.flatnonzero(each).tolist() for each in over] == [[7, 9, 14], [2, 8]]
+    else:
+        assert torch.equal(memory.opens_game, memory.first)
+        assert torch.equal(memory.ends_game, memory.terminated | memory.truncated)
+    assert torch.equal(memory.terminated, torch.from_numpy(data["terminated"]))
+
+
 def test_episodes_are_contiguous_in_order_and_complete() -> None:
     data = experience(LENGTHS, UNFINISHED)
     memory = filled([data])

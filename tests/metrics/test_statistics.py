@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -182,6 +184,25 @@ def test_bootstrap_depends_on_its_generator_only(monkeypatch):
     monkeypatch.setattr(statistics, "_CHUNK", 130 * 7)  # seven resamples at a time: another order, the same interval
     chunked = statistics.aggregate(scores, np.random.default_rng(9), repetitions=200)
     assert chunked["iqm"] == pytest.approx(first["iqm"], abs=0.03)
+
+
+def test_the_limits_hardly_depend_on_the_seed():
+    first, second = (statistics.aggregate(atari.normalized_runs("REM"), np.random.default_rng(seed)) for seed in (0, 1))
+    for name in first:
+        assert first[name] == pytest.approx(second[name], abs=0.002), name
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [([50_000], None), ([5] * 26, None), ([5] * 26, [5] * 26), ([300], [300])])
+def test_bootstrapping_holds_little_at_once(ours, theirs):
+    sides = [[np.arange(float(size)) for size in sizes] for sizes in (ours, theirs) if sizes]
+    tracemalloc.start()
+    if theirs:
+        statistics.bootstrap_improvement(*sides, np.random.default_rng(12), repetitions=200)
+    else:
+        statistics.aggregate(*sides, np.random.default_rng(12), repetitions=200)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50e6  # bytes
 
 
 def test_no_interval_without_a_second_run():

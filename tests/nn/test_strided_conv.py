@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from draws import assert_fan_average, assert_torchs_default
 from torch import nn
 
 from wmcli.errors import UsageError
@@ -91,6 +92,17 @@ def test_transposed_convolutions_follow_autocast():
 def test_the_last_convolution_has_a_bias_and_neither_norm_nor_activation():
     last = StridedDecoder(10, STORM, 64).layers[-1]
     assert isinstance(last, torch.nn.ConvTranspose2d) and last.bias is not None
+
+
+@pytest.mark.parametrize(("kind", "check"), [("fan-average", assert_fan_average), ("torch", assert_torchs_default)])
+def test_first_weights(kind, check):
+    torch.manual_seed(0)
+    stack = STORM._replace(initialisation=kind)
+    encoder, decoder = StridedEncoder(stack), StridedDecoder(1024, stack, 64)
+    drawn = [layer for layer in (*encoder.modules(), *decoder.modules()) if hasattr(layer, "in_channels")]
+    for layer in (*drawn, decoder.linear):
+        check(layer)
+    assert len(drawn) == 8
 
 
 def test_weights_are_channels_last_and_so_is_what_comes_out():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from odd_lengths import ODD_LENGTHS
+from small_systems import Make, begun, learn
 from tiny_run import EVERY_STAGE, copied, opened
 
 from wmcli.stages.collect import collect
@@ -51,3 +52,25 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     collect(context)
     train_tokenizer(context)
     return folder
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """`small(system)`: a run of that kind, `trained` with a dynamics model as well. Only to be read."""
+    made: dict[tuple[str, bool], Path] = {}
+
+    def run(name: str, trained: bool = False) -> Path:
+        if (name, trained) not in made:
+            folder = tmp_path_factory.mktemp("small") / "run"
+            if trained:
+                learn(copied(run(name), folder), "dynamics", "dynamics.updates=2")
+            made[name, trained] = folder if trained else begun(name, folder)
+        return made[name, trained]
+
+    return run
+
+
+@pytest.fixture
+def make(small: Make, tmp_path: Path) -> Make:
+    """The same, copied to change at will."""
+    return lambda name, trained=False: copied(small(name, trained), tmp_path / name)

@@ -121,3 +121,8 @@ def test_a_batch_holds_the_rows_of_its_windows(longer: Path) -> None:
     assert memory.first[0]
     assert batch.first.tolist() == [[False, True, False], [False, False, False]]  # padding opens nothing
     assert batch.valid.tolist() == windows.valid.tolist()
+    assert batch.last is None
+    memory._columns["opens_game"][6], memory._columns["ends_game"][3] = True, True  # as if a game began and ended there
+    batch = gather(memory, latents, windows, across_ends=True)
+    assert batch.first.tolist() == [[False, True, False], [True, False, False]]
+    assert batch.last is not None and batch.last.tolist() == [[False, False, True], [False, False, False]]

@@ -14,20 +14,23 @@ import torch
 from PIL import Image
 from tiny_run import TINY_S4WM, Killed, copied, kill_at, latest, sha256
 
-from wmcli.artifacts import Artifact
+from wmcli.artifacts import Artifact, Run
 from wmcli.assemble import load_world_model
+from wmcli.config import preset_names
 from wmcli.envs import EnvironmentSettings, Streams, tiles
 from wmcli.envs.memory_task import play
 from wmcli.envs.tasks import TASKS
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience import read_segment
 from wmcli.metrics import memory as metrics
+from wmcli.settings import resolve
 from wmcli.stages import memory as stage
 from wmcli.stages.collect import collect
 from wmcli.stages.context import HELD_OUT, SEGMENT, Context, open_context
-from wmcli.stages.dynamics import train_dynamics
+from wmcli.stages.dynamics import train_dynamics, update_dynamics
+from wmcli.stages.loop import run_loop
 from wmcli.stages.memory_table import table
-from wmcli.stages.rows import Best
+from wmcli.stages.rows import Best, check_rows
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_tensors
 
 SMALL = [
@@ -185,6 +188,19 @@ def test_killed_at_every_checkpoint_it_has_the_same_weights(
     assert pieces.metrics["best_update"] == whole.metrics["best_update"]
 
 
+@pytest.mark.parametrize(("overrides", "eps"), [([], 1e-8), (["dynamics.eps=1e-5"], 1e-5)])
+def test_the_optimiser_has_the_eps_of_the_settings(tmp_path: Path, monkeypatch, overrides: list, eps: float) -> None:
+    found: list[float] = []
+
+    def update(machine, world_model, optimiser, *rest):
+        found.extend(group["eps"] for group in optimiser.param_groups)
+        return update_dynamics(machine, world_model, optimiser, *rest)
+
+    monkeypatch.setattr("wmcli.stages.dynamics.update_dynamics", update)
+    train_dynamics(opened(begun(tmp_path / "run", *overrides, "dynamics.updates=1")))
+    assert len(found) > 1 and set(found) == {eps}
+
+
 def test_the_weights_of_the_lowest_validation_loss_are_taken() -> None:
     module = torch.nn.Linear(1, 1)
     losses = iter([3.0, 1.0, 2.0, 1.0])
@@ -334,11 +350,142 @@ def test_recall_scores_the_same_frames_for_every_k(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("measure", "line"),
-    [("recall", "a task with a teleport"), ("doors", "a task with doors")],
+    [("recall", "--protocol recall: needs a task with a teleport"), ("doors", "a task with doors")],
 )
 def test_measures_that_do_not_fit_are_refused(memory_run: Path, measure, line: str) -> None:
     with pytest.raises(UsageError, match=line):
         stage.evaluate_memory(opened(memory_run), measure)
+
+
+def test_a_backbone_without_positions_for_an_episode_is_refused(tmp_path: Path) -> None:
+    """Episodes have 50 frames. It may learn from shorter windows, and cannot read what it would be measured by."""
+    short = ["backbone.name=transformer", "backbone.transformer.heads=2", "dynamics.rows=windows"]
+    short += ["dynamics.horizon=12", "controller.horizon=4"]
+    run = begun(tmp_path / "run", *short)
+    with pytest.raises(UsageError, match=r"dynamics.horizon = 12: .* 50 frames"):
+        train_dynamics(opened(run))
+    train_dynamics(opened(run, "dynamics.validate_every=0"))
+    with pytest.raises(UsageError, match=r"dynamics.horizon = 12: .* 49 frames"):
+        stage.evaluate_memory(opened(run), "generation")
+
+
+# -- what `wm run` measures -------------------------------------------------------------------------------------------
+
+
+TINY_PAPER = [  # of the presets of the paper, none of whose networks are small
+    *TINY_S4WM,
+    "dynamics.head_width=9",
+    "dynamics.updates=2",
+    "dynamics.validate_every=1",
+    "collect.episodes=3",
+    "collect.validation=1",
+    "collect.test=2",
+]
+SIZES_2D = [f"wm/DistractingMemory-{width}-v0" for width in (100, 200, 400)]
+SIZES_2D += [f"wm/MultiDoorsKeys-{keys}-v0" for keys in (3, 5, 7)]
+SIZES_3D = [f"wm/{rooms}Rooms{kind}-v0" for rooms in ("Two", "Four", "Ten") for kind in ("", "Teleport")]
+SIZES_3D += ["wm/Maze-9-v0", "wm/Maze-15-v0"]
+ADVERTISED = {  # by `about`, the comments of a preset, README and docs/
+    **dict.fromkeys(("s4wm-2d", "rssm-tbtt-2d", "tssm-xl-2d"), SIZES_2D),
+    **dict.fromkeys(("s4wm-3d", "s4wm-full-posterior", "s4wm-no-mlp", "s5wm", "rssm-tbtt-3d"), SIZES_3D),
+    **dict.fromkeys(("tssm-xl-3d", "tssm-xl-3d-256", "tssm-xl-3d-512"), SIZES_3D),
+    "memory-small": [f"wm/DistractingMemory-{width}-v0" for width in (12, 20)],
+    "doors-small": ["wm/MultiDoorsKeys-2-v0"],
+    "rooms-small": ["wm/TwoRoomsSmallTeleport-v0", "wm/TwoRoomsSmall-v0"],
+}
+
+
+def fitting(task: str) -> tuple[str, ...]:
+    beside = {"Distracting": "reward", "MultiDoors": "doors", "Teleport": "recall"}
+    return ("generation", *(measure for word, measure in beside.items() if word in task))
+
+
+def test_every_preset_of_a_memory_task_is_looked_at() -> None:
+    scripted = {name for name in preset_names() if resolve(name).collect.policy != "learned"}
+    assert scripted == set(ADVERTISED)
+    assert not [name for name in preset_names() if name not in scripted and resolve(name).evaluation.measures]
+
+
+@pytest.mark.parametrize(("preset", "task"), [(name, task) for name, tasks in ADVERTISED.items() for task in tasks])
+def test_presets_measure_what_fits_each_task_that_they_are_for(preset: str, task: str) -> None:
+    """And an episode that is longer than a row is refused with the setting that makes it fit."""
+    settings = resolve(preset, [f"environment.id={task}"])
+    frames = TASKS[task].context + TASKS[task].query
+    if settings.dynamics.rows == "episodes" and frames > settings.dynamics.horizon:
+        with pytest.raises(UsageError, match=f"set dynamics.horizon={frames},"):
+            check_rows(settings)
+        settings = resolve(preset, [f"environment.id={task}", f"dynamics.horizon={frames}"])
+    check_rows(settings)
+    stage.check_measures(settings)
+    assert stage.measures_of(settings) == fitting(task)
+    assert settings.environment.size == TASKS[task].side
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides"),
+    [
+        ("s4wm-2d", []),
+        ("rssm-tbtt-2d", []),
+        ("tssm-xl-2d", ["backbone.transformer_xl.heads=2"]),
+    ],
+)
+def test_a_preset_of_the_paper_runs_on_another_task_of_its_own(
+    tmp_path: Path, monkeypatch, preset: str, overrides: list[str]
+) -> None:
+    for picture in ("memory._write_film", "memory.write_curves", "dynamics.write_side_by_side", "train.write_figure"):
+        monkeypatch.setattr(f"wmcli.stages.{picture}", lambda *_: None)
+    given = ["environment.id=wm/MultiDoorsKeys-3-v0", *TINY_PAPER, *overrides]
+    context = open_context(tmp_path / "run", preset, given, create=True, quiet=True, bind=True)
+    run_loop(context)
+    made = Run.open(tmp_path / "run", create=False).artifacts("evaluation")
+    assert [evaluation.metrics["protocol"] for evaluation in made] == ["generation", "doors"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["environment.id=wm/MultiDoorsKeys-2-v0", "dynamics.horizon=140"],
+            "evaluation.measures holds reward, .*set evaluation.measures=auto, here generation, doors",
+        ),
+        (["dynamics.reward=none"], "reward, .* dynamics.reward = none: set evaluation.measures=auto, here generation"),
+        (["environment.id=wm/Catch-v0"], "generation, which needs a memory task.*set evaluation.measures=\\[\\]"),
+        (
+            ["dynamics.kind=token", "tokenizer.kind=vq", "backbone.width=256", "controller.horizon=4"],
+            "dynamics.kind = token: set evaluation.measures=\\[\\]",
+        ),
+        (["collect.test=0"], "test episodes, and collect.test = 0: set collect.test=100, or evaluation.measures="),
+        (["collect.validation=0"], "collect.validation = 0: set .*, or dynamics.validate_every=0"),
+        (["collect.policy=learned"], "collect.policy = learned holds none back: set collect.policy=scripted"),
+        (["dynamics.horizon=49"], "dynamics.horizon = 49: .*set dynamics.horizon=50"),
+    ],
+)
+def test_what_would_fail_after_training_is_refused_before_anything_is_done(
+    tmp_path: Path, overrides: list[str], line: str
+) -> None:
+    given = [*SMALL, 'evaluation.measures=["generation", "reward"]', *overrides]
+    context = open_context(tmp_path / "run", "memory-small", given, create=True, quiet=True, bind=True)
+    with pytest.raises(UsageError, match=line) as caught:
+        run_loop(context)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_measures_are_refused_only_where_they_are_due(tmp_path: Path) -> None:
+    """Before the model is trained there is nothing to measure."""
+    given = [*SMALL, 'evaluation.measures=["doors"]', "run.dynamics_after=1"]
+    context = open_context(tmp_path / "run", "memory-small", given, create=True, quiet=True, bind=True)
+    assert run_loop(context).kind == "experience"
+
+
+def test_measures_that_are_named_are_those_made() -> None:
+    """Those of runs whose run.toml names them, and the probe, which trains networks of its own."""
+    named = 'evaluation.measures=["reward", "generation"]'
+    assert stage.measures_of(resolve("s4wm-2d", [named])) == ("reward", "generation")
+    maze = resolve("s4wm-3d", ["environment.id=wm/Maze-9-v0", 'evaluation.measures=["probe"]'])
+    stage.check_measures(maze)
+    assert stage.measures_of(maze) == ("probe",)
+    assert stage.measures_of(resolve("rem", ["evaluation.measures=auto"])) == ()
 
 
 def test_films_and_curves_are_written(memory_run: Path, tmp_path: Path) -> None:

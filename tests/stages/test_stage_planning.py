@@ -130,6 +130,15 @@ def test_without_reanalysis_only_what_played_is_learned_from(run: Path) -> None:
     assert collect(opened(run)).inputs["controller"].digest == published.digest
 
 
+@pytest.mark.parametrize("sampling", ["windows", "episodes", "uniform", "dfs"])
+def test_planners_sample_as_they_are_told(run: Path, sampling: str) -> None:
+    """Four windows in each of three updates: rounds of them are counted by "windows", starts by "dfs"."""
+    learned = train_dynamics(opened(run, f"training.sampling={sampling}", force=True))
+    found = read_part(learned.file(TRAINING), "sampler")
+    drawn = sum(found["counts"]) if sampling == "dfs" else found["drawn"]
+    assert drawn == {"windows": 12, "dfs": 12}.get(sampling, 0)
+
+
 def test_the_policy_is_learned_only_where_something_searched(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 

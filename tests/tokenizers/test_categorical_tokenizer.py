@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from draws import assert_fan_average, assert_torchs_default
+from torch import nn
 from torch.testing import assert_close
 
 from wmcli.config import validate
@@ -23,6 +25,17 @@ def make(**changes) -> CategoricalTokenizer:
 def frames(*lead: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(256, (*lead, SIZE, SIZE, 3), dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.parametrize("kind", ["fan-average", "torch"])
+@pytest.mark.parametrize("hidden", [0, 1])
+def test_first_weights(kind, hidden):
+    """A posterior without hidden layers is torch's in both, as in Drama and STORM."""
+    tokenizer = make(initialisation=kind, posterior_layers=hidden, channels=(32, 64), categoricals=32)
+    for name, layer in tokenizer.named_modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d | nn.ConvTranspose2d):
+            torchs = kind == "torch" or name == "posterior_head"
+            (assert_torchs_default if torchs else assert_fan_average)(layer)
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3)])

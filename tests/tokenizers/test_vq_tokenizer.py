@@ -257,6 +257,26 @@ def test_perceptual_loss_is_added_and_its_weights_are_not_stored(tmp_path: Path)
     assert count(model) == count(small("vq"))
 
 
+@pytest.mark.parametrize("dropout", [True, False])
+def test_dropout_makes_the_perceptual_loss_of_training_alone_noisy(tmp_path: Path, dropout: bool) -> None:
+    """As in the public code of REM and IRIS: their trainers put the perceptual network into training mode as well."""
+    torch.manual_seed(0)
+    file = tmp_path / "w.safetensors"
+    save_file({name: torch.rand(shape) * 0.02 for name, shape in weight_shapes().items()}, file)
+    model = VQTokenizer(SMALL.model_copy(update={"lpips_weights": str(file), "lpips_dropout": dropout}), 20)
+    batch = frames(2)
+
+    def twice() -> list[float]:
+        return [float(model.loss(batch)[1]["perceptual"]) for _ in range(2)]
+
+    one, other = twice()
+    assert (one != other) == dropout
+    model.eval()
+    assert len(set(twice())) == 1
+    model.train()
+    assert len({one, *twice()}) == (3 if dropout else 1)
+
+
 def test_what_perceptual_comes_to() -> None:
     assert perceptual_in_use(SMALL) == "none"
     assert perceptual_in_use(SMALL.model_copy(update={"perceptual": "none", "lpips_weights": "x"})) == "none"

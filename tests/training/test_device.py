@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,16 @@ from wmcli.training.device import Machine, derived_seed, isolated_randomness
 from wmcli.training.settings import TrainingSettings
 
 CPU = torch.device("cpu")
+TF32: Any = (torch.backends.cudnn, torch.backends.cuda.matmul)  # each has a flag `allow_tf32`
 
 
 @pytest.fixture(autouse=True)
 def same_choices():
-    threads = torch.get_num_threads()
+    threads, tf32 = torch.get_num_threads(), [each.allow_tf32 for each in TF32]
     yield
     torch.set_num_threads(threads)
+    for each, allowed in zip(TF32, tf32, strict=True):
+        each.allow_tf32 = allowed
     dispatch.use("auto")
 
 
@@ -131,6 +135,21 @@ def test_a_frozen_model_gives_the_same_bits(precision: str) -> None:
     assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
     low = torch.bfloat16 if precision == "bfloat16" else torch.float32
     assert [each.weight.dtype for each in (model.conv, model.linear, model.exact)] == [low, low, torch.float32]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_float32_is_never_tf32_on_a_gpu(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    for each in TF32:
+        each.allow_tf32 = True
+    choose(device="cpu", precision=precision)
+    assert [each.allow_tf32 for each in TF32] == [True, True]
+    monkeypatch.setattr("wmcli.training.device._device", torch.device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose(device="cuda", precision=precision, kernels="torch").device.type == "cuda"
+    assert [each.allow_tf32 for each in TF32] == [False, False]
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        pass  # torch refuses to read a state that was written through both of its interfaces
 
 
 def test_kernels_asked_for_are_there_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

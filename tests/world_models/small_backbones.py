@@ -11,6 +11,7 @@ SECTIONS = {
     "transformer_xl": {"heads": 2, "memory": 64},
     "mamba2": {"head_width": 8},
     "s4": {"state": 8},
+    "s5": {"state": 16, "blocks": 2},
 }
 
 

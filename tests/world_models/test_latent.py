@@ -9,7 +9,9 @@ import copy
 
 import pytest
 import torch
+from draws import assert_fan_average, assert_torchs_default
 from small_backbones import NAMES, small
+from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -73,6 +75,26 @@ def test_sizes():
     assert model.encode(frames(B, T)).shape == (B, T, K, C)
     assert model.decode(drawn(B, T)).shape == (B, T, SIZE, SIZE, 3)
     assert model.decode(drawn(B, T)).dtype == torch.uint8
+
+
+@pytest.mark.parametrize("kind", ["fan-average", "torch"])
+@pytest.mark.parametrize(("stem", "prior_layers"), [("linear", 0), ("deep", 0), ("dreamer", 1)])
+def test_first_weights(kind, stem, prior_layers):
+    torch.manual_seed(0)
+    tokenizer = CategoricalTokenizer(CategoricalTokenizerSettings(strides=(2, 2), channels=(8, 8), kernel=4), SIZE)
+    dynamics = LatentWorldModelSettings(stem=stem, prior_layers=prior_layers, initialisation=kind)
+    model = LatentWorldModel(dynamics, small("gru", max_length=128, block=1, width=128), tokenizer, A)
+    drawn = {"reward_head": kind, "termination_head": kind, "stem": "torch", "prior_head": "torch"}
+    if stem == "dreamer":
+        drawn = dict.fromkeys(drawn, kind)
+    if stem == "linear":  # as Drama's public code leaves it
+        assert not model.stem[0].bias.any()
+        model.stem[0].bias = None
+    for name, how in drawn.items():
+        layers = [layer for layer in getattr(model, name).modules() if isinstance(layer, nn.Linear)]
+        assert layers
+        for layer in layers:
+            (assert_torchs_default if how == "torch" else assert_fan_average)(layer)
 
 
 # -- the loss ---------------------------------------------------------------------------------------------------------
@@ -186,6 +208,24 @@ def test_padding_leaves_no_trace():
     other.reward[0, 4:] = 9.0
     for name, value in _logged(model, batch).items():
         assert_close(_logged(model, other)[name], value, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "over"),
+    [
+        ({}, [2, 4]),
+        ({"across_ends": False}, [2, 4]),
+        ({"reset_at_ends": False}, []),
+        ({"across_ends": False, "reset_at_ends": False}, [2, 4]),
+    ],
+    ids=str,
+)
+def test_nothing_is_known_behind_an_end_unless_the_model_learns_to_read_on(settings, over):
+    batch = segment(terminated=resets((1, 2)), truncated=resets((1, 4)))
+    assert make(**settings).over(batch).nonzero().tolist() == [[1, time] for time in over]
+    if settings.get("across_ends", True):  # a lost life at 2
+        games = batch._replace(last=resets((1, 4)))
+        assert make(**settings).over(games).nonzero().tolist() == [[1, time] for time in over[1:]]
 
 
 @pytest.mark.parametrize("key", [True, False])

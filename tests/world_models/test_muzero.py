@@ -160,7 +160,7 @@ def test_an_episodes_first_frame_stands_for_those_before_it():
 def test_a_stack_of_one_frame_has_no_history():
     model = make(stack=1).eval()
     assert (model.history, model.remembers, model.context, model.segment) == (0, 0, 1, REAL)
-    model.loss(Batch(*(each[:, HISTORY:] for each in segment()[:-1])))
+    model.loss(Batch(*(each[:, HISTORY:] for each in segment()[:7])))
     reset = torch.zeros(B, 3, dtype=torch.bool)
     states, seen = play(model, 3, reset)
     features, _ = model.observe(model.encode(seen), torch.zeros(B, 3, dtype=torch.long), reset)

@@ -265,6 +265,24 @@ def test_the_first_losses_are_those_of_no_opinion():
     assert_close(total, weighted)
 
 
+@pytest.mark.parametrize(("activation", "least", "most"), [("gelu_tanh", 0.7, 0.9), ("leaky_relu", 0.8, 1.05)])
+def test_the_first_latent_loss_at_the_papers_size(activation, least, most):
+    """Fresh predictions are uniform, fresh labels are not: 4,096 features behind a batch norm, times weights of
+    deviation 0.02, make logits of deviation 2. LightZero 0.2.0, gelu_tanh, begins at 0.74 to 0.82 nats a group.
+    Frames without any content have none to predict."""
+    torch.manual_seed(0)
+    settings = UniZeroSettings(activation=activation, horizon=5, td_steps=1)
+    model = UniZero(settings, small("gru", max_length=10, block=2, width=768), A, 64)
+    image = torch.randint(256, (3, 6, 64, 64, 3), dtype=torch.uint8)
+    no = torch.zeros(3, 6, dtype=torch.bool)
+    batch = Batch(image, torch.zeros(3, 6, dtype=torch.int64), torch.zeros(3, 6), no, no, no, ~no)
+    first = float(model.loss(batch)[1]["latent_loss"])
+    label = model._labels(image[:, :5])[:, 1:].unflatten(-1, (96, 8))
+    assert first == pytest.approx(math.log(8) - float(torch.special.entr(label).sum(-1).mean()), abs=1e-4)
+    assert least < first < most
+    assert float(model.loss(batch._replace(latent=torch.zeros_like(image)))[1]["latent_loss"]) < 1e-6
+
+
 @pytest.mark.parametrize("backbone", ["transformer", "mamba1"])
 def test_the_loss_is_its_definition(backbone):
     """Recomputed frame by frame, in eval mode."""

@@ -44,14 +44,14 @@ MAKERS: dict[str, str] = {
 }
 """The command that makes an artifact of each kind."""
 
-KEY_METRICS: dict[str, str] = {
-    "experience": "mean_return",
-    "tokenizer": "reconstruction",
-    "dynamics": "observation_loss",
-    "controller": "imagined_return",
-    "evaluation": "mean",
+KEY_METRICS: dict[str, tuple[str, ...]] = {
+    "experience": ("mean_return", "mean_game_return"),
+    "tokenizer": ("reconstruction",),
+    "dynamics": ("observation_loss",),
+    "controller": ("imagined_return",),
+    "evaluation": ("mean",),
 }
-"""The metric that tells most about an artifact of each kind."""
+"""The metrics that tell most about an artifact of each kind, as far as it has them."""
 
 
 # -- the manifest's form ----------------------------------------------------------------------------------------------

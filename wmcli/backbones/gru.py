@@ -80,7 +80,7 @@ class GRUMixer(Mixer):
             if reset is not None:
                 return self._states_with_resets(u, state, reset)
             # cuDNN would compute in TF32 unasked. Contiguous, since it takes nothing else.
-            with torch.backends.cudnn.flags(allow_tf32=False):
+            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
                 return self.gru(u, None if state is None else state[None].contiguous())[0]
 
     def _states_with_resets(self, u: Tensor, state: Tensor | None, reset: Tensor) -> Tensor:

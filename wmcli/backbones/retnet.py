@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wmcli.backbones.base import Backbone, Size, for_each_block
-from wmcli.config import Section
+from wmcli.config import ADDED, Section
 from wmcli.errors import UsageError
 from wmcli.kernels.linear_recurrence import linear_recurrence, linear_recurrence_fork, linear_recurrence_step
 from wmcli.nn.dropout import dropout
@@ -49,6 +49,9 @@ class RetNetSettings(Section):
     """Instead of `decay`: shortest and longest half-life in blocks, heads log-spaced between; empty to use `decay`."""
     chunk: int = Field(default=128, ge=1)
     """Elements computed together inside a long sequence: changes cost, never results."""
+    copied_layers: bool = Field(default=False, json_schema_extra=ADDED)
+    """All layers begin with the weights of the first, as in REM's public code (its paper says nothing of it); false:
+    each with its own."""
 
 
 class RetNet(Backbone):
@@ -66,6 +69,9 @@ class RetNet(Backbone):
         self.heads, self.head_width, self.chunk = settings.heads, size.width // settings.heads, settings.chunk
         self.decays = head_decays(settings, size.block)
         self.layers = nn.ModuleList(RetNetLayer(settings, size) for _ in range(size.layers))
+        if settings.copied_layers:
+            for layer in self.layers:
+                layer.load_state_dict(self.layers[0].state_dict())
 
     def initial_state(self, batch: int) -> tuple[Tensor, ...]:
         weight = self.layers[0].qkvg.weight

@@ -29,6 +29,7 @@ from wmcli.kernels import s4 as kernels
 from wmcli.nn.dropout import dropout
 from wmcli.nn.initialise import fan_average
 
+INPUT_LIMIT = 2.0  # of the imaginary part of LegS's B
 LEARNING_RATE_LIMIT = 1e-3  # for step sizes and systems; they also take no weight decay
 LONGEST_WITH_RESETS = 512  # elements: with resets the cost of a convolution grows with the square of its length
 
@@ -261,7 +262,7 @@ class StateSpace(nn.Module):
         self.log_decay = nn.Parameter((-poles.real).log().float())  # Re(Lambda) = -exp(log_decay)
         self.frequency = nn.Parameter(poles.imag.float())
         self.p = nn.Parameter(torch.view_as_real(p).float())
-        self.b = nn.Parameter(torch.view_as_real(math.sqrt(2) * p).float())
+        self.b = nn.Parameter(torch.view_as_real(legs_input(p)).float())
         learn_slowly(self.log_dt, self.log_decay, self.frequency, self.p, self.b)
         with torch.no_grad():
             # What is drawn is C, of unit variance; what is stored is C~, that of this kernel length.
@@ -307,16 +308,25 @@ def hippo_legs(state: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns Lambda (N / 2,), P (N / 2,) and the eigenvectors V (N, N / 2) of the half with negative imaginary parts: A =
     V (diag(Lambda) - P P^*) V^* over both halves, and B = sqrt(2) P. An eigenvector's phase is free; it is chosen so
-    that P is real and positive, the same on every machine.
+    that its first component is real and positive: the same on every machine, and as in S4's public code but for signs.
     """
     odd = 2 * torch.arange(state, dtype=torch.float64) + 1
     root = (odd[:, None] * odd).sqrt()
     skew = (root.triu(1) - root.tril(-1)) / 2  # A + P P^T + 1 / 2
     frequency, vectors = torch.linalg.eigh(-1j * skew)
     frequency, vectors = frequency[: state // 2], vectors[:, : state // 2]
+    vectors = vectors * (vectors[0].conj() / vectors[0].abs())
     p = vectors.mH @ (odd / 2).sqrt().to(vectors.dtype)
-    size = p.abs()
-    return torch.complex(torch.full_like(frequency, -0.5), frequency), size.to(p.dtype), vectors * (p / size)
+    return torch.complex(torch.full_like(frequency, -0.5), frequency), p, vectors
+
+
+def legs_input(p: Tensor) -> Tensor:
+    """B of HiPPO-LegS from its P, the imaginary part cut at +-2, as the public code begins (state-spaces/s4, `nplr`).
+
+    Uncut it is nearly all of B, and grows with the state.
+    """
+    b = math.sqrt(2) * p
+    return torch.complex(b.real, b.imag.clamp(-INPUT_LIMIT, INPUT_LIMIT))
 
 
 _optimiser_steps = 0

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from wmcli.backbones.base import Size
-from wmcli.backbones.s4 import Stack, StackSettings, draw_log_dt, hippo_legs, learn_slowly, wide
+from wmcli.backbones.s4 import Stack, StackSettings, draw_log_dt, hippo_legs, learn_slowly, legs_input, wide
 from wmcli.kernels import s4 as kernels
 from wmcli.kernels.diagonal_scan import diagonal_scan_step, vandermonde
 from wmcli.kernels.dispatch import on_triton
@@ -34,7 +34,7 @@ class S4DSettings(StackSettings):
     discretisation: Literal["zoh", "bilinear"] = "zoh"
     """How continuous systems become steps: input held over a step (zero-order hold), or the trapezoidal rule."""
     initialisation: Literal["lin", "legs"] = "lin"
-    """Frequencies to begin with: pi n (S4D-Lin), or those of HiPPO-LegS without its rank-one part (S4D-LegS)."""
+    """First frequencies and B: pi n and 1 (S4D-Lin), or those of HiPPO-LegS without its rank-one part (S4D-LegS)."""
 
 
 class S4D(Stack):
@@ -55,14 +55,15 @@ class DiagonalStateSpace(nn.Module):
         self.shape = size.width, settings.state
         pairs = settings.state // 2
         if settings.initialisation == "lin":
-            frequency = math.pi * torch.arange(pairs)
+            frequency, b = math.pi * torch.arange(pairs), torch.ones(pairs, dtype=torch.complex64)
         else:
-            frequency = hippo_legs(settings.state)[0].imag
-        frequency = frequency.expand(1 if settings.tied else size.width, -1).float()
+            poles, p, _ = hippo_legs(settings.state)
+            frequency, b = poles.imag, legs_input(p)
+        frequency, b = (part.expand(1 if settings.tied else size.width, -1) for part in (frequency.float(), b))
         self.log_dt = nn.Parameter(draw_log_dt(settings, size.width))
         self.log_decay = nn.Parameter(torch.full_like(frequency, math.log(0.5)))  # Re(Lambda) = -exp(log_decay)
         self.frequency = nn.Parameter(frequency.clone())
-        self.b = nn.Parameter(torch.view_as_real(torch.ones_like(frequency, dtype=torch.complex64)).clone())
+        self.b = nn.Parameter(torch.view_as_real(b.to(torch.complex64, copy=True)))
         learn_slowly(self.log_dt, self.log_decay, self.frequency, self.b)
         self.c = nn.Parameter(torch.view_as_real(torch.randn(size.width, pairs, dtype=torch.complex64)))
 

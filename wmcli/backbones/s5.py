@@ -47,7 +47,10 @@ class S5(Stack):
 
 
 class JointStateSpace(nn.Module):
-    """One linear system of D inputs and D outputs. Complex parameters are stored as (..., 2), real part first."""
+    """One linear system of D inputs and D outputs. Complex parameters are stored as (..., 2), real part first.
+
+    B begins with a mean |B|^2 of 1 / N, C with 2 / N: lindermanlab/S5 with its default C_init, trunc_standard_normal.
+    """
 
     def __init__(self, settings: S5Settings, size: Size) -> None:
         super().__init__()
@@ -57,10 +60,11 @@ class JointStateSpace(nn.Module):
         self.log_dt = nn.Parameter(draw_log_dt(settings, pairs))
         self.log_decay = nn.Parameter(torch.full_like(frequency, math.log(0.5)))  # Re(Lambda) = -exp(log_decay)
         self.frequency = nn.Parameter(frequency)
-        # The paper draws real matrices, of variance 1 / fan in, and turns them into the basis of the eigenvectors, of
+        # The public code draws B real and C with real and imaginary parts, each number of variance 1 / state (jax's
+        # lecun_normal takes the state for the inputs of both), and turns them into the basis of the eigenvectors, of
         # which one of each pair is kept. That basis is unitary, so that what comes out is complex normal.
-        b = torch.randn(pairs, size.width, dtype=torch.complex64) / math.sqrt(size.width)
-        c = torch.randn(size.width, pairs, dtype=torch.complex64) / math.sqrt(settings.state)
+        b = torch.randn(pairs, size.width, dtype=torch.complex64) / math.sqrt(settings.state)
+        c = torch.randn(size.width, pairs, dtype=torch.complex64) * math.sqrt(2 / settings.state)
         self.b, self.c = (nn.Parameter(torch.view_as_real(each)) for each in (b, c))
         learn_slowly(self.log_dt, self.log_decay, self.frequency, self.b)
 

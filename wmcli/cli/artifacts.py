@@ -79,10 +79,9 @@ def describe(run: Run, kind: str, version: int) -> dict[str, Any]:
         artifact = run.resolve(name, kind)
     except ArtifactError as error:
         return {"name": name, "kind": kind, "version": version, "state": "damaged", "error": str(error)}
-    key = KEY_METRICS.get(kind)
-    value = artifact.metrics.get(key) if key else None
+    metrics = {key: artifact.metrics.get(key) for key in KEY_METRICS.get(kind, ())}
     return identity(artifact) | {
-        "metric": None if value is None else f"{key} {value:.4g}",
+        "metric": ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if value is not None) or None,
         "state": "pruned" if artifact.pruned else "published",
         "created": artifact.manifest["created"],
         "bytes": bytes_on_disk(artifact.path),

@@ -21,18 +21,17 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from wmcli.config import Section
+from wmcli.config import ADDED, Section
 from wmcli.controllers.base import Learner, Noise, State, draw_noise, episode_starts
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import sample
+from wmcli.nn.float32_linear import Float32Linear
+from wmcli.nn.initialise import initialise
 from wmcli.nn.mlp import Activation, Norm, mlp
 from wmcli.nn.one_hot import mixed_log_probabilities
 from wmcli.nn.running import RunningNormaliser, RunningRange
 from wmcli.world_models.base import Batch, WorldModel
-
-HIDDEN_GAIN = math.sqrt(2)
-HEAD_GAIN = 0.001  # so that a new policy is nearly uniform and a new value nearly 0
 
 
 class ActorCriticSettings(Section):
@@ -52,6 +51,8 @@ class ActorCriticSettings(Section):
     """After each hidden linear layer: "rms" (DreamerV3, Drama) or "layer" (STORM)."""
     activation: Activation = "silu"
     """After each norm: "silu" (DreamerV3, Drama) or "relu" (STORM)."""
+    initialisation: Literal["orthogonal", "torch"] = Field("orthogonal", json_schema_extra=ADDED)
+    """First weights of actor and critic: orthogonal, the last layers nearly 0 (Drama), or torch's defaults (STORM)."""
     sees: Literal["state", "frame", "memory"] = "state"
     """What actor and critic see: all features; those of the frame alone: an agent without memory; or all features and
     the backbone's own state (the full state policy of Recall to Imagine, arXiv 2403.04253)."""
@@ -122,7 +123,8 @@ class Rollout(NamedTuple):
     terminated: Tensor
     """(B, n) bool, the same for the end of the task."""
     counts: Tensor
-    """(B,) bool: False where the first state would lie behind the real end of an episode, which nothing follows."""
+    """(B,) bool: False where the first state would lie behind a real end that the world model has learned nothing
+    across, see `WorldModel.over`."""
 
 
 class ActorCritic(Learner):
@@ -201,7 +203,7 @@ class ActorCritic(Learner):
         counts = batch.valid[:, -1]
         steps = iter(noise.world)
         if self.settings.start == "prior":
-            counts = counts & ~(batch.terminated | batch.truncated)[:, -1]
+            counts = counts & ~world_model.over(batch)[:, -1]
             imagined, state = world_model.imagine(state, batch.action[:, -1], next(steps))
             reward[:, 0] = imagined.reward
             terminated[:, 0] = imagined.terminated
@@ -309,22 +311,20 @@ class ActorCritic(Learner):
 
 
 def _network(settings: ActorCriticSettings, inputs: int, width: int, layers: int, outputs: int) -> nn.Sequential:
-    """A stack of dense layers (..., inputs) to (..., outputs) with orthogonal weights and biases 0."""
-    network = mlp(inputs, width, layers, outputs, norm_kind=settings.norm, activation=settings.activation)
-    linear = [layer for layer in network if isinstance(layer, nn.Linear)]
-    for layer in linear:
-        nn.init.orthogonal_(layer.weight, HEAD_GAIN if layer is linear[-1] else HIDDEN_GAIN)
-        if layer.bias is not None:
-            nn.init.zeros_(layer.bias)
+    """A stack of dense layers (..., inputs) to (..., outputs)."""
+    network = mlp(
+        inputs,
+        width,
+        layers,
+        outputs,
+        norm_kind=settings.norm,
+        activation=settings.activation,
+        last_layer=Float32Linear,
+    )
+    initialise(network, settings.initialisation)
     return network
 
 
 def _run(network: nn.Sequential, x: Tensor) -> Tensor:
-    """The hidden layers as autocast has them, the last one in the precision of its weights."""
-    *hidden, head = network
-    assert isinstance(head, nn.Linear)
-    x = x.to(head.weight.dtype)
-    for layer in hidden:
-        x = layer(x)
-    with torch.autocast(x.device.type, enabled=False):
-        return head(x.to(head.weight.dtype))
+    """What a network makes of features of any precision."""
+    return network(x.to(next(network.parameters()).dtype))

@@ -53,7 +53,8 @@ class Agent:
         self.generator = generator
         self.device = next(chain(controller.parameters(), world_model.parameters())).device
         self.remembers = max(world_model.remembers, controller.remembers)
-        """Frames of a running episode that `burn_in` should be given."""
+        """Frames of a running episode, or game, that `burn_in` should be given."""
+        self.across_ends = world_model.across_ends
         self._state: State = controller.initial_state(environments)
         self._world_state: State | None = None  # until the first frame
         self._previous_action = torch.zeros(environments, dtype=torch.int64, device=self.device)
@@ -113,10 +114,11 @@ class Agent:
     def burn_in(
         self, observation: np.ndarray | Tensor, action: np.ndarray | Tensor, valid: np.ndarray | Tensor
     ) -> None:
-        """Start anew and go over the last frames of the running episodes, before the frames that `act` gets next.
+        """Start anew and go over the last frames of the running episodes, or with `across_ends` games, before the
+        frames that `act` gets next.
 
         `observation` (E, T, H, W, C) uint8, `action` (E, T) taken on them, `valid` (E, T) False left of the first real
-        frame. A row without real frames is at the start of an episode.
+        frame. A row without real frames is at the start of one.
         """
         assert (valid[:, :-1] <= valid[:, 1:]).all(), "real frames stand at the end of a row"
         observation, action, valid = self._put(observation), self._put(action), self._put(valid)
@@ -196,6 +198,8 @@ class Agent:
 
 class UniformAgent:
     """Plays uniformly random actions; satisfies `wmcli.controllers.base.Actor`. `generator` is on the CPU."""
+
+    across_ends = False
 
     def __init__(self, actions: int, environments: int, *, generator: torch.Generator) -> None:
         assert generator.device.type == "cpu"

@@ -124,7 +124,7 @@ def draw_noise(world_model: WorldModel, batch: Batch, actions: int, steps: int) 
 
 
 def episode_starts(batch: Batch) -> Tensor:
-    """(B, T) bool: the first real frame of a left-padded window, and any frame that opens an episode."""
+    """(B, T) bool: the first real frame of a left-padded window, and any frame that `batch.first` marks."""
     starts = batch.valid & batch.first
     starts[:, 0] |= batch.valid[:, 0]
     starts[:, 1:] |= batch.valid[:, 1:] & ~batch.valid[:, :-1]
@@ -134,8 +134,12 @@ def episode_starts(batch: Batch) -> Tensor:
 class Actor(Protocol):
     """Plays in environments side by side (E rows). Collection and evaluation know no more than this."""
 
+    across_ends: bool
+    """True: what it remembers is cleared where a game opens, False: with every episode. `first` and what `burn_in` is
+    given go by that."""
+
     def act(self, observation: np.ndarray | Tensor, first: np.ndarray | Tensor) -> np.ndarray:
-        """Actions (E,) int64 for the current frames (E, H, W, C) uint8; `first` (E,): it opens an episode."""
+        """Actions (E,) int64 for the current frames (E, H, W, C) uint8; `first` (E,): it opens an episode, or game."""
 
     def searched(self) -> dict[str, np.ndarray]:
         """What the search behind the last `act` found, policy (E, A) and value (E,); empty for one who does not."""
@@ -143,7 +147,7 @@ class Actor(Protocol):
     def burn_in(
         self, observation: np.ndarray | Tensor, action: np.ndarray | Tensor, valid: np.ndarray | Tensor
     ) -> None:
-        """Start anew from the last frames (E, T, ...) of running episodes, left-padded where `valid` is False."""
+        """Start anew from the last frames (E, T, ...) of what is running, left-padded where `valid` is False."""
 
     def reset_rows(self, rows: np.ndarray | Tensor) -> None:
         """Forget everything in the rows (E,) marked True: the next frame opens an episode there."""

@@ -25,6 +25,7 @@ from wmcli.errors import UsageError
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn.categorical import sample
 from wmcli.nn.flatten import Flatten
+from wmcli.nn.float32_linear import Float32Linear
 from wmcli.world_models.base import Batch, WorldModel
 
 LSTMState = tuple[Tensor, Tensor]
@@ -114,8 +115,8 @@ class ReinforceController(Learner):
             self.encoder, inputs = _pixel_encoder(image_size, settings.pixel_channels)
         self.action_embedding = nn.Embedding(actions, inputs) if settings.action_inputs else None
         self.lstm = nn.LSTMCell(inputs, settings.width)
-        self.policy_head = nn.Linear(settings.width, actions)
-        self.value_head = nn.Linear(settings.width, 1)
+        self.policy_head = Float32Linear(settings.width, actions)
+        self.value_head = Float32Linear(settings.width, 1)
 
     # -- one frame at a time ---
 
@@ -294,8 +295,7 @@ class ReinforceController(Learner):
 
     def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Logits (..., A) and values (...) of LSTM outputs (..., width)."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.policy_head(hidden), self.value_head(hidden).squeeze(-1)
+        return self.policy_head(hidden), self.value_head(hidden).squeeze(-1)
 
 
 def _latent_encoder(feature_shape: tuple[int, ...], channels: tuple[int, ...], width: int) -> tuple[nn.Sequential, int]:

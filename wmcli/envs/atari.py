@@ -27,8 +27,8 @@ Protocol `drama` is the chain of Drama (Wang et al. 2024, arXiv 2410.08893), as 
    bit at Drama's 64 x 64;
 4. a time limit of 108,000 emulator frames; no no-op frames and no action to begin with;
 5. in training the loss of a life is marked as a termination, and the game goes on with the very next frame: nothing is
-   played in between. To the samplers that frame opens an episode; in the public code, which keeps no episodes, it does
-   not. Everything else is the same.
+   played in between. To samplers of episodes that frame opens one; a model whose segments run over the ends of episodes
+   reads on until the game ends, as in the public code, which keeps no episodes.
 
 Three things differ on purpose: each game has a seed of its own, where the public code gives every reset the same one;
 a life lost soon after one was won counts, where the public code never raises its count of lives; and 0 lives before a

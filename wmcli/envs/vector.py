@@ -64,6 +64,7 @@ class Streams:
         self.has_time_limit = settings.protocol != "plain" or (spec is not None and bool(spec.max_episode_steps))
         self._games = [0] * settings.count  # number of the running game
         self._played: list[list[int]] = [[] for _ in self._envs]  # actions since its reset
+        self._opened = [0] * settings.count  # how many of them the running episode came after
         self._final: dict[int, np.ndarray] = {}
         if state is None:
             for stream in range(settings.count):
@@ -97,6 +98,12 @@ class Streams:
         for i in range(count):
             reward[i], terminated[i], truncated[i], lives[i], game_over[i] = self._step_one(i, int(action[i]))
         return Transition(reward, terminated, truncated, lives, game_over, self._final)
+
+    def age(self, across_ends: bool) -> np.ndarray:
+        """Count the decisions since the running episode opened, or with `across_ends` since its game did: int64 (E,),
+        0 where the current frame opens it."""
+        opened = [0] * len(self._envs) if across_ends else self._opened
+        return np.array([len(played) for played in self._played]) - opened
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs: one integer and arrays. `game`, `length` (E,) int64: number and actions so far of each
@@ -133,7 +140,7 @@ class Streams:
         words = np.random.SeedSequence((self.seed, stream, self._games[stream])).generate_state(1)
         seed = int(words[0]) >> 1  # some environments hand it to libraries that take 31 bits
         self.observation[stream], _ = self._envs[stream].reset(seed=seed)
-        self._played[stream] = []
+        self._played[stream], self._opened[stream] = [], 0
         self.first[stream] = True
 
     def _step_one(self, stream: int, action: int) -> tuple[float, bool, bool, int, bool]:
@@ -143,6 +150,7 @@ class Streams:
         ended = terminated or truncated
         if ended:
             self._final[stream] = np.array(frame)
+            self._opened[stream] = len(self._played[stream])
         continues = ended and info.get(CONTINUES, False)
         if continues:  # this reset is a consequence of the actions, so it is not part of the state
             frame, _ = env.reset()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from wmcli.errors import ArtifactError, MachineError
+from wmcli.experience.segment import lives_left, opens_game
 
 if TYPE_CHECKING:
     import torch
@@ -32,14 +33,16 @@ class Memory:
     `found` bool (N,), False in the rows of other segments.
     An *episode* is a run of rows of one stream from a row that opens one to the next; the last one of each stream may
     be unfinished and goes on with the next segment. One that was cut, because its environment began anew without ending
-    it, is truncated. `upto`: digest of the newest artifact in it, set by the caller.
+    it, is truncated. A *game* runs on over the lives that are lost in it where `lives_end_episodes`; elsewhere every
+    episode is a game. `upto`: digest of the newest artifact in it, set by the caller.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, *, lives_end_episodes: bool = False) -> None:
         import torch
 
         self.upto: str | None = None
         self.device = torch.device(device)
+        self._lives_end_episodes = lives_end_episodes
         self._dtypes = {
             "observation": torch.uint8,
             "action": torch.int64,
@@ -47,19 +50,22 @@ class Memory:
             "terminated": torch.bool,
             "truncated": torch.bool,
             "first": torch.bool,
+            "opens_game": torch.bool,
+            "ends_game": torch.bool,
         }
         self._columns: dict[str, torch.Tensor] = {}
         self._rows = 0
         self._episode = np.zeros(0, np.int64)  # (N,): which episode a row belongs to
         self._stream = np.zeros(0, np.int64)  # (N,): which stream a row belongs to
+        self._left = np.zeros(0, np.int16)  # (N,): see `lives_left`
         self._running: dict[int, int] = {}  # stream -> its newest episode
         self._newest: dict[int, int] = {}  # stream -> its newest row
         self._count = 0  # episodes
 
     @classmethod
-    def empty(cls, device: torch.device | str) -> Memory:
+    def empty(cls, device: torch.device | str, *, lives_end_episodes: bool = False) -> Memory:
         """A memory without rows on `device`."""
-        return cls(device)
+        return cls(device, lives_end_episodes=lives_end_episodes)
 
     def __len__(self) -> int:
         """Rows."""
@@ -94,6 +100,16 @@ class Memory:
     def first(self) -> torch.Tensor:
         """bool (N,)."""
         return self._column("first")
+
+    @property
+    def opens_game(self) -> torch.Tensor:
+        """bool (N,): the frame opens a game, and not only its next life."""
+        return self._column("opens_game")
+
+    @property
+    def ends_game(self) -> torch.Tensor:
+        """bool (N,): the frame is the last of its game."""
+        return self._column("ends_game")
 
     @property
     def searched(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -166,6 +182,12 @@ class Memory:
             held = tuple(self._columns["observation"].shape[1:])
             raise ArtifactError(f"frames of shape {frame} cannot join experience with frames of shape {held}.")
         numbers = self._number_episodes(arrays["first"], arrays["stream"])
+        before = self._rows_before(arrays["stream"])
+        left = lives_left(arrays) if self._lives_end_episodes else np.full(len(numbers), -1, np.int16)
+        self._left = np.concatenate([self._left, left])
+        opens = opens_game(arrays["first"], arrays["lives"], np.where(before >= 0, self._left[before], -1))
+        ends = (arrays["terminated"] | arrays["truncated"]) & (left < 0)
+        arrays = {**arrays, "opens_game": opens, "ends_game": ends}
         rows = self._rows + len(numbers)
         room = len(self._columns["action"]) if self._columns else 0
         if rows > room:
@@ -188,19 +210,21 @@ class Memory:
             self._columns["found"][self._rows : rows] = True
         self._episode = np.concatenate([self._episode, numbers])
         self._stream = np.concatenate([self._stream, arrays["stream"]])
-        self._close_episodes(arrays["first"], arrays["stream"])
         self._rows = rows
+        # An episode or game that another one follows is over, whatever its last row says.
+        closed = before[arrays["first"] & (before >= 0)]
+        self._columns["truncated"][closed] |= ~self._columns["terminated"][closed]
+        self._columns["ends_game"][before[opens & (before >= 0)]] = True
 
-    def _close_episodes(self, first: np.ndarray, stream: np.ndarray) -> None:
-        """Mark as truncated the rows before those new ones (n,) that open an episode, unless they terminated theirs."""
-        last = []
+    def _rows_before(self, stream: np.ndarray) -> np.ndarray:
+        """The row before each new row in its stream, int64 (n,), -1 where there is none."""
+        before = np.empty(len(stream), np.int64)
         for s in np.unique(stream).tolist():
-            rows = self._rows + np.flatnonzero(stream == s)
-            before = np.append(self._newest.get(s, -1), rows[:-1])
-            last.append(before[first[rows - self._rows] & (before >= 0)])
+            places = np.flatnonzero(stream == s)
+            rows = self._rows + places
+            before[places] = np.append(self._newest.get(s, -1), rows[:-1])
             self._newest[s] = int(rows[-1])
-        rows = np.concatenate(last)
-        self._columns["truncated"][rows] |= ~self._columns["terminated"][rows]
+        return before
 
     def _number_episodes(self, first: np.ndarray, stream: np.ndarray) -> np.ndarray:
         """The episode of each new row, int64 (n,). Episodes are numbered by the row of their first frame, so that the

@@ -49,6 +49,25 @@ CHUNK = 64  # rows, about 0.8 MB of 64 x 64 frames: the smallest piece that is d
 SHARD = 256 * CHUNK  # rows, about 200 MB of 64 x 64 frames: the most that is held in memory twice while writing
 
 
+def lives_left(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return int16 (N,): with how many lives the game goes on behind a step that ended an episode by losing one, -1
+    behind every other step. Only for environments where a lost life ends an episode."""
+    lost = arrays["terminated"] & ~arrays["truncated"] & (arrays["lives"] > 0)
+    return np.where(lost, arrays["lives"], -1).astype(np.int16)
+
+
+def opens_game(first: np.ndarray, lives: np.ndarray, left_before: np.ndarray) -> np.ndarray:
+    """Return bool (n,): which rows open a game, and not only its next life.
+
+    More lives than were left belong to a new game: the one before was cut and could not be played again.
+
+    Args:
+        first: (n,) of the rows, as `lives`.
+        left_before: (n,) `lives_left` of the row before each in its stream, -1 where there is none.
+    """
+    return first & ((left_before < 0) | (lives > left_before))
+
+
 def _fields(*, searched: bool, sketched: bool = False, framed: bool = False) -> dict[str, type[np.generic]]:
     """`framed`: holds frames although it is sketched."""
     fields = dict(FIELDS)

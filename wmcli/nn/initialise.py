@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from torch import nn
 
 TRUNCATION = 0.87962566  # standard deviation of a standard normal cut at +-2
+HIDDEN_GAIN = math.sqrt(2)
+LAST_GAIN = 0.001  # so that a new policy is nearly uniform and a new value nearly 0
+
+Initialisation = Literal["fan-average", "orthogonal", "torch"]
+
+
+def initialise(module: nn.Module, kind: Initialisation) -> None:
+    """Draw the linear layers and convolutions of `module`; "torch" leaves them as they were built, at torch's
+    defaults."""
+    if kind == "fan-average":
+        fan_average(module)
+    elif kind == "orthogonal":
+        orthogonal(module)
 
 
 def fan_average(module: nn.Module) -> None:
@@ -23,3 +37,15 @@ def fan_average(module: nn.Module) -> None:
             nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
+
+
+def orthogonal(module: nn.Module) -> None:
+    """Every linear layer of `module`: orthogonal rows or columns of length sqrt(2), of the last layer 0.001; bias 0.
+
+    As Drama's public code draws actor and critic (Wang et al. 2024, arXiv 2410.08893).
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+    for layer in layers:
+        nn.init.orthogonal_(layer.weight, LAST_GAIN if layer is layers[-1] else HIDDEN_GAIN)
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)

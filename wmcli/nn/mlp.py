@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from wmcli.nn.norms import RMSNorm
+from wmcli.nn.norms import LayerNorm, RMSNorm
 
 Norm = Literal["rms", "layer"]
 Activation = Literal["silu", "relu", "elu"]
@@ -18,7 +18,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"silu": nn.SiLU, "relu": nn.ReLU, "el
 def norm(kind: Norm, width: int, eps: float = 0.0) -> nn.Module:
     """RMSNorm (eps 1e-6 where none is given) or LayerNorm (1e-5) over the last axis."""
     eps = eps or NORM_EPS[kind]
-    return RMSNorm(width, eps) if kind == "rms" else nn.LayerNorm(width, eps)
+    return RMSNorm(width, eps) if kind == "rms" else LayerNorm(width, eps)
 
 
 def mlp(
@@ -30,8 +30,9 @@ def mlp(
     norm_kind: Norm = "rms",
     activation: Activation = "silu",
     eps: float = 0.0,
+    last_layer: type[nn.Linear] = nn.Linear,
 ) -> nn.Sequential:
-    """(..., inputs) to (..., outputs): `layers` times Linear, norm, activation, then a Linear.
+    """(..., inputs) to (..., outputs): `layers` times Linear, norm, activation, then `last_layer`.
 
     A Linear before a LayerNorm has no bias, since the norm has one (STORM); before an RMSNorm it has (Drama). `eps` is
     that of the norms, see `norm`. Weights have torch's own initialisation.
@@ -41,4 +42,4 @@ def mlp(
         parts.append(nn.Linear(inputs, width, bias=norm_kind == "rms"))
         parts += [norm(norm_kind, width, eps), ACTIVATIONS[activation]()]
         inputs = width
-    return nn.Sequential(*parts, nn.Linear(inputs, outputs))
+    return nn.Sequential(*parts, last_layer(inputs, outputs))

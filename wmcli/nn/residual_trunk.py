@@ -16,6 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from wmcli.nn.batch_norm import BatchNorm2d
+
 Activation = Literal["leaky_relu", "gelu_tanh", "relu"]
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -40,9 +42,9 @@ class ResidualBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, activation: Activation, stride: int = 1) -> None:
         super().__init__()
         self.conv1 = conv(inputs, outputs, stride)
-        self.norm1 = nn.BatchNorm2d(outputs)
+        self.norm1 = BatchNorm2d(outputs)
         self.conv2 = conv(outputs, outputs)
-        self.norm2 = nn.BatchNorm2d(outputs)
+        self.norm2 = BatchNorm2d(outputs)
         self.skip = conv(inputs, outputs, stride) if stride > 1 else nn.Identity()
         self.activation = ACTIVATIONS[activation]()
 
@@ -62,7 +64,7 @@ class ResidualTrunk(nn.Sequential):
         narrow, wide = channels
         super().__init__(
             conv(inputs, narrow, stride=2),
-            nn.BatchNorm2d(narrow),
+            BatchNorm2d(narrow),
             ACTIVATIONS[activation](),
             ResidualBlock(narrow, narrow, activation),
             ResidualBlock(narrow, wide, activation, stride=2),

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
 from wmcli.errors import UsageError
+from wmcli.nn.batch_norm import BatchNorm2d
 from wmcli.nn.flatten import Flatten
-from wmcli.nn.initialise import fan_average
+from wmcli.nn.initialise import Initialisation, initialise
 from wmcli.nn.mlp import ACTIVATIONS, NORM_EPS, Activation
 from wmcli.nn.norms import ChannelLayerNorm, ChannelRMSNorm
 
@@ -43,6 +44,8 @@ class Stack(NamedTuple):
     """After each norm."""
     eps: float = 0.0
     """Of the norms over channels; 0 is 1e-6 for rms and 1e-5 for layer."""
+    initialisation: Initialisation = "fan-average"
+    """First weights of all layers."""
 
     def side(self, image_size: int) -> int:
         """Height and width of the encoder's output. Raises UsageError when the image cannot be shrunk that often."""
@@ -75,7 +78,7 @@ class StridedEncoder(nn.Sequential):
             layers += _norm_and_activation(stack, outputs)
             inputs = outputs
         super().__init__(*layers, Flatten())
-        fan_average(self)
+        initialise(self, stack.initialisation)
         _channels_last(self)
 
 
@@ -101,7 +104,7 @@ class StridedDecoder(nn.Module):
             if i:
                 layers += _norm_and_activation(stack, outputs)
         self.layers = nn.Sequential(*layers)
-        fan_average(self)
+        initialise(self, stack.initialisation)
         _channels_last(self)
 
     def forward(self, z: Tensor) -> Tensor:
@@ -188,6 +191,6 @@ def _channels_last(module: nn.Module) -> None:
 
 def _norm_and_activation(stack: Stack, channels: int) -> list[nn.Module]:
     if stack.norm == "batch":
-        return [nn.BatchNorm2d(channels), ACTIVATIONS[stack.activation]()]
+        return [BatchNorm2d(channels), ACTIVATIONS[stack.activation]()]
     kind = ChannelRMSNorm if stack.norm == "rms" else ChannelLayerNorm
     return [kind(channels, stack.eps or NORM_EPS[stack.norm]), ACTIVATIONS[stack.activation]()]

@@ -14,10 +14,12 @@ from wmcli.assemble import load_controller, settings_of
 from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.controllers.base import Actor
 from wmcli.envs import Streams, Transition, follows_seed
+from wmcli.envs.vector import MOST_LIVES
 from wmcli.errors import ArtifactError, EnvironmentFault, Stopped, UsageError
 from wmcli.experience import Recorder, read_segment, write_segment
+from wmcli.experience.segment import lives_left, opens_game
 from wmcli.interrupt import stop_requests
-from wmcli.stages.context import SEGMENT, Context, check_same_environment
+from wmcli.stages.context import SEGMENT, Context, check_same_environment, lives_end_episodes
 from wmcli.stages.recorded import collect_recorded, recorded_job
 from wmcli.stages.scripted import collect_scripted, scripted_job
 from wmcli.training.checkpoint import load_tensors, save_tensors
@@ -83,11 +85,12 @@ def collect(
         write_segment(work.payload / SEGMENT, arrays)
         save_tensors(work.payload / STREAMS, *_streams_tensors(streams.state()))
         total = len(recorder) + (before.metrics["total_steps"] if before else 0)
-        summary = _summary(arrays)
-        context.log(job, total, {"stage": "collect", **summary})
-        artifact = context.publish(work, summary | {"total_steps": total})
+        lives = lives_end_episodes(environment)
+        metrics = _summary(arrays, _at_start(before, settings.environment.count) if lives else None)
+        context.log(job, total, {"stage": "collect", **metrics})
+        artifact = context.publish(work, metrics | {"total_steps": total})
     context.streams = (artifact.digest, streams)
-    context.progress.say(f"collect: published {artifact.name}")
+    context.progress.say(summary(artifact))
     return artifact
 
 
@@ -151,7 +154,7 @@ def _begin(
         context.progress.say(f"collect: resuming at step {len(recorder)}")
     elif before is not None and isinstance(agent, Agent):
         with context.machine.autocast():
-            agent.burn_in(*_last_frames(before, streams, agent.remembers))
+            agent.burn_in(*_last_frames(before, streams, agent.remembers, across_ends=agent.across_ends))
     return streams, recorder, agent, parts
 
 
@@ -184,29 +187,32 @@ def _agent(context: Context, actor: Artifact | None, number: int) -> Actor:
     )
 
 
-def _last_frames(before: Artifact, streams: Streams, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The last `length` frames (E, T, H, W, C) of each running episode, actions (E, T) and which of them are real.
+def _last_frames(
+    before: Artifact, streams: Streams, length: int, *, across_ends: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The last `length` frames (E, T, H, W, C) of each running episode or, `across_ends`, game, actions (E, T) and
+    which of them are real.
 
     Read from the newest segments, no further back than they reach.
     """
     count = len(streams.observation)
     frames = np.zeros((count, length, *streams.observation.shape[1:]), np.uint8)
     action, valid = np.zeros((count, length), np.int64), np.zeros((count, length), bool)
-    wanted = np.where(streams.first, 0, length)  # the first so many places of a row are still to be filled
+    missing = np.minimum(streams.age(across_ends), length)
+    end = np.full(count, length)  # places from there on are filled
     segment = before
-    while wanted.any():
+    while missing.any():
         segment.verify()
         arrays = read_segment(segment.path / SEGMENT)
-        for stream in np.flatnonzero(wanted):
-            rows = np.flatnonzero(arrays["stream"] == stream)
-            opened = np.flatnonzero(arrays["first"][rows])
-            rows = rows[opened[-1] if len(opened) else 0 :][-wanted[stream] :]
-            places = slice(wanted[stream] - len(rows), wanted[stream])
+        for stream in np.flatnonzero(missing):
+            rows = np.flatnonzero(arrays["stream"] == stream)[-missing[stream] :]
+            places = slice(end[stream] - len(rows), end[stream])
             frames[stream, places] = arrays["observation"][rows]
             action[stream, places] = arrays["action"][rows]
             valid[stream, places] = True
-            wanted[stream] = 0 if len(opened) else places.start
-        if wanted.any():
+            missing[stream] -= len(rows)
+            end[stream] = places.start
+        if missing.any():
             segment = segment.input("previous")
     return frames, action, valid
 
@@ -235,7 +241,7 @@ def _play(
         while len(recorder) < total:
             observation, first = streams.observation, streams.first
             with context.machine.autocast():
-                action = agent.act(observation, first)
+                action = agent.act(observation, streams.age(agent.across_ends) == 0)
             try:
                 after = streams.step(action)
             except EnvironmentFault as fault:
@@ -283,19 +289,52 @@ def _streams_from(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> di
     return {"seed": about["seed"]} | {name: tensors[name].numpy() for name in names}
 
 
-def _summary(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Steps, and the mean return of the episodes that lie in the segment whole."""
-    returns: list[float] = []
+def summary(artifact: Artifact) -> str:
+    """Describe what was collected in one line: which version it is, and the returns of what was played whole."""
+    metrics = artifact.metrics
+    told = [
+        f"{metrics[mean]:.3f} over {metrics[count]} {what}"
+        for mean, count, what in (("mean_return", "episodes", "episodes"), ("mean_game_return", "games", "whole games"))
+        if metrics.get(mean) is not None
+    ]
+    return f"collect: published {artifact.name}" + (f": mean return {', '.join(told)}" if told else "")
+
+
+def _summary(arrays: dict[str, np.ndarray], at_start: np.ndarray | None) -> dict[str, Any]:
+    """Count steps, and average the returns of the episodes that lie in the segment whole, and of such games.
+
+    `at_start` (E,): the streams that stood at the start of a game before the segment; None where episodes are games.
+    """
+    ended, left = arrays["terminated"] | arrays["truncated"], lives_left(arrays)
+    episodes: list[float] = []
+    games: list[float] = []
     for stream in np.unique(arrays["stream"]):
         rows = np.flatnonzero(arrays["stream"] == stream)
-        starts = np.flatnonzero(arrays["first"][rows])
-        if len(starts):
-            ended = (arrays["terminated"] | arrays["truncated"])[rows]
-            totals = np.add.reduceat(arrays["reward"][rows], starts)
-            lasts = np.append(starts[1:], len(rows)) - 1  # an episode's last row ended none where it was cut
-            returns += totals[ended[lasts]].tolist()
-    return {
-        "steps": len(arrays["action"]),
-        "episodes": len(returns),
-        "mean_return": float(np.mean(returns)) if returns else None,
-    }
+        reward, first = arrays["reward"][rows], arrays["first"][rows]
+        episodes += _returns(reward, first, ended[rows])
+        if at_start is not None:
+            before = np.append(-1 if at_start[stream] else MOST_LIVES, left[rows][:-1])
+            games += _returns(reward, opens_game(first, arrays["lives"][rows], before), (ended & (left < 0))[rows])
+    found: dict[str, Any] = {"steps": len(arrays["action"])} | _mean("episodes", "mean_return", episodes)
+    return found if at_start is None else found | _mean("games", "mean_game_return", games)
+
+
+def _returns(reward: np.ndarray, opens: np.ndarray, ended: np.ndarray) -> list[float]:
+    """Return the sums of the rewards (n,) from each row that `opens` on to the one before the next, if that `ended`."""
+    starts = np.flatnonzero(opens)
+    if not len(starts):
+        return []
+    totals = np.add.reduceat(reward, starts)
+    lasts = np.append(starts[1:], len(reward)) - 1  # the last row ended nothing where an episode was cut
+    return totals[ended[lasts]].tolist()
+
+
+def _mean(count: str, mean: str, returns: list[float]) -> dict[str, Any]:
+    return {count: len(returns), mean: float(np.mean(returns)) if returns else None}
+
+
+def _at_start(before: Artifact | None, count: int) -> np.ndarray:
+    """Return which of the streams stand at the start of a game behind the experience `before`, bool (E,)."""
+    if before is None:
+        return np.ones(count, bool)
+    return load_tensors(before.file(STREAMS))[0]["length"].numpy() == 0

@@ -24,7 +24,7 @@ from wmcli.errors import MachineError, Stopped
 from wmcli.interrupt import stop_requests
 from wmcli.progress import Progress
 from wmcli.settings import Settings
-from wmcli.stages.collect import collect, collect_job
+from wmcli.stages.collect import collect, collect_job, summary
 from wmcli.stages.context import Context
 
 THREADS = 1  # acting on the frames of a few environments gains nothing from more, and training needs them
@@ -102,7 +102,7 @@ class Collector:
                 raise stopped
             bar.advance()
         artifact = open_artifact(reply)
-        progress.say(f"collect: published {artifact.name}")
+        progress.say(summary(artifact))
         return artifact
 
     def close(self) -> None:

@@ -243,7 +243,7 @@ class Context:
         if self.memory is not None and chain[-1].digest == self.memory.upto:
             memory, chain = self.memory, chain[:-1]
         else:
-            memory = Memory.empty(self.machine.device)
+            memory = _empty(artifact, self.machine)
             self.latents = {}  # they were of other frames
         for segment in reversed(chain):
             segment.verify()
@@ -264,7 +264,7 @@ class Context:
                 f" collect.{part}=100"
             )
         artifact.verify()
-        memory = Memory.empty(self.machine.device)
+        memory = _empty(artifact, self.machine)
         _extend(memory, artifact, HELD_OUT[part])
         return memory
 
@@ -282,6 +282,16 @@ class Context:
         whole = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **about, **record}
         self.run.log(whole)
         self.events.add(whole)
+
+
+def lives_end_episodes(environment: Mapping[str, Any]) -> bool:
+    """Return whether a lost life ends a training episode, but not its game, by an environment's protocol block."""
+    return bool(environment["train"].get("life_loss_ends_episode", False))
+
+
+def _empty(artifact: Artifact, machine: Machine) -> Memory:
+    """A memory for this experience and what came before it."""
+    return Memory.empty(machine.device, lives_end_episodes=lives_end_episodes(artifact.manifest["environment"]))
 
 
 def _extend(memory: Memory, artifact: Artifact, part: str) -> None:

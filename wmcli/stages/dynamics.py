@@ -90,7 +90,8 @@ def train_dynamics(
 
         def step() -> Mapping[str, Tensor]:
             rows.set_rates(optimiser, trainee)
-            batch = gather(memory, data, rows.sampler.batch(settings.batch), targets)
+            windows = rows.sampler.batch(settings.batch)
+            batch = gather(memory, data, windows, targets, across_ends=world_model.across_ends)
             metrics = update_dynamics(context.machine, world_model, optimiser, batch, settings.clip, rows.loss)
             rows.look(trainee.update + 1, trainee.trained)
             return metrics

@@ -108,7 +108,7 @@ def _imagination(
     rollout = context.machine.repeated(partial(controller.imagine, world_model))
 
     def step() -> Mapping[str, Tensor]:
-        batch = gather(memory, latents, sampler.batch(settings.batch))
+        batch = gather(memory, latents, sampler.batch(settings.batch), across_ends=world_model.across_ends)
         imagined = rollout(batch, controller.noise(world_model, batch))
         with context.machine.autocast():
             loss, metrics = controller.loss(imagined)

@@ -41,9 +41,16 @@ def latents_of(context: Context, world_model: WorldModel, encoder: str, memory: 
     return latents
 
 
-def gather(memory: Memory, latents: Tensor, windows: Windows, targets: SearchTargets | None = None) -> Batch:
+def gather(
+    memory: Memory,
+    latents: Tensor,
+    windows: Windows,
+    targets: SearchTargets | None = None,
+    *,
+    across_ends: bool = False,
+) -> Batch:
     """The windows' latents (or frames) and experience, as the world model reads them, and what searches found there.
-    `first` is False in padding."""
+    `first` is False in padding. For a model with `across_ends` the bounds are those of games, not of episodes."""
     rows = torch.from_numpy(windows.rows).to(latents.device)
     valid = torch.from_numpy(windows.valid).to(latents.device)
     return Batch(
@@ -52,9 +59,10 @@ def gather(memory: Memory, latents: Tensor, windows: Windows, targets: SearchTar
         reward=memory.reward[rows],
         terminated=memory.terminated[rows],
         truncated=memory.truncated[rows],
-        first=memory.first[rows] & valid,
+        first=(memory.opens_game if across_ends else memory.first)[rows] & valid,
         valid=valid,
         targets=None
         if targets is None
         else Targets(targets.policy[rows], targets.value[rows], targets.found[rows] & valid),
+        last=memory.ends_game[rows] & valid if across_ends else None,
     )

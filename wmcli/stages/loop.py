@@ -26,8 +26,9 @@ from wmcli.stages.context import Context, PrunedInputError
 from wmcli.stages.dynamics import NONE, train_dynamics
 from wmcli.stages.evaluate import evaluate, summary
 from wmcli.stages.imagine import imagine
-from wmcli.stages.memory import evaluate_memory
+from wmcli.stages.memory import check_measures, evaluate_memory, measures_of
 from wmcli.stages.memory_table import told
+from wmcli.stages.rows import check_rows
 from wmcli.stages.tokenizer import train_tokenizer
 
 MODELS = ("tokenizer", "dynamics", "controller")
@@ -39,12 +40,14 @@ def run_loop(context: Context) -> Artifact:
     """Run, or go on with, all epochs of `run.*`; return the last artifact, the final evaluation once a controller
     exists.
 
-    Raises UsageError when the run holds experience that `wm run` did not collect, or when published work would be done
-    again under other settings and `context.force` is off; everything the stages raise passes through.
+    Raises UsageError when the run holds experience that `wm run` did not collect, when its last epoch could not do what
+    it is to do, or when published work would be done again under other settings and `context.force` is off; everything
+    the stages raise passes through.
     """
     plan, progress = context.settings.run, context.progress
     inside = context.for_loop()
     _check_own(inside.at(1))
+    _check_last(inside.at(plan.epochs).settings)
     for line in _idle(context):
         progress.warn(line)
     progress.say(f"run: preset {context.preset}, {plan.epochs} epochs on {context.machine}")
@@ -124,6 +127,15 @@ def _check_own(context: Context) -> None:
         )
 
 
+def _check_last(settings: Settings) -> None:
+    """Raises UsageError before the first epoch for what the stages of the last one would refuse."""
+    stages = due(settings, settings.run.epochs)
+    if DYNAMICS in stages:
+        check_rows(settings)
+    if MEASURE in stages:
+        check_measures(settings)
+
+
 def _idle(context: Context) -> Iterator[str]:
     """A warning for each model that the preset trains and this plan does not."""
     plan, preset = context.settings.run, resolve(context.preset).run
@@ -148,7 +160,7 @@ def due(settings: Settings, epoch: int) -> list[str]:
         stages.append(TOKENIZER)
     if epoch > plan.dynamics_after:
         stages.append(DYNAMICS)
-        stages += [MEASURE] * (last and bool(settings.evaluation.measures))
+        stages += [MEASURE] * (last and bool(measures_of(settings)))
     if epoch > plan.controller_after:
         stages.append(IMAGINE)
         if last or (plan.evaluate_every and epoch % plan.evaluate_every == 0):
@@ -219,7 +231,7 @@ def _epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) -> 
             ),
         )
         if last:
-            for measure in context.settings.evaluation.measures:
+            for measure in measures_of(context.settings):
                 yield MEASURE, evaluate_memory(context, measure, dynamics=path("dynamics"))
     if IMAGINE in stages:
         models = {"experience": path("experience"), "dynamics": path("dynamics")}
@@ -252,7 +264,8 @@ def _prune(context: Context, own: dict[str, list[Artifact]], keep: int) -> None:
 
 
 def _headline(artifact: Artifact) -> dict[str, float]:
-    """The number of an artifact that the bar shows."""
-    key = KEY_METRICS[artifact.kind]
-    value = artifact.metrics.get(key)
-    return {} if value is None else {"return" if artifact.kind == "evaluation" else key: value}
+    """The numbers of an artifact that the bar shows."""
+    metrics = {key: artifact.metrics.get(key) for key in KEY_METRICS[artifact.kind]}
+    return {
+        "return" if artifact.kind == "evaluation" else key: value for key, value in metrics.items() if value is not None
+    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -23,15 +23,17 @@ from wmcli.envs.mazes import Maze
 from wmcli.envs.memory_task import Task
 from wmcli.envs.multi_doors_keys import MultiDoorsKeys
 from wmcli.envs.rooms import TELEPORT, TeleportRooms
+from wmcli.envs.tasks import TASKS
 from wmcli.errors import UsageError
 from wmcli.experience import read_segment
 from wmcli.metrics import memory as metrics
 from wmcli.report.files import check_target
 from wmcli.report.images import side_by_side, strip, write_gif, write_png
-from wmcli.settings import Measure
+from wmcli.settings import Measure, Settings
 from wmcli.stages.context import HELD_OUT, Context, check_same_environment, open_context
 from wmcli.stages.memory_table import told, write_curves
 from wmcli.stages.probe import probe
+from wmcli.stages.rows import check_held_back, check_reads
 from wmcli.stages.scripted import task_of
 from wmcli.training.device import derived_seed, isolated_randomness
 from wmcli.world_models.latent import LatentWorldModel, LatentWorldModelSettings
@@ -74,12 +76,9 @@ def evaluate_memory(
     played = run.resolve(experience, "experience") if experience else model.input("experience")
     task = task_of(context)
     trained = settings_of(model)
-    if not isinstance(trained.dynamics, LatentWorldModelSettings):
-        raise UsageError(
-            f"--protocol {measure} measures dynamics of kind 'latent', and {model.name} are of kind"
-            f" '{trained.dynamics.kind}'."
-        )
-    _check(measure, task, trained.dynamics, settings.environment.id)
+    if reason := unfit(measure, trained):
+        raise UsageError(f"--protocol {measure}: {reason}.")
+    assert isinstance(trained.dynamics, LatentWorldModelSettings)
     identity = settings.select("seed", "environment") | {
         "protocol": measure,
         "episodes": settings.evaluation.episodes,
@@ -118,22 +117,49 @@ def evaluate_memory(
     return artifact
 
 
-def _check(measure: Measure, task: Task, dynamics: LatentWorldModelSettings, name: str) -> None:
-    """Raises UsageError where there is nothing of that kind to measure."""
-    wants = {
-        "recall": (isinstance(task, TeleportRooms), "a task with a teleport, such as wm/TwoRoomsTeleport-v0"),
-        "reward": (
-            isinstance(task, DistractingMemory),
-            "a task whose last frame earns, such as wm/DistractingMemory-100-v0",
-        ),
-        "doors": (isinstance(task, MultiDoorsKeys), "a task with doors, such as wm/MultiDoorsKeys-3-v0"),
-        "probe": (isinstance(task, Maze), "a task with labels of its walls and objects, such as wm/Maze-9-v0"),
-    }
-    fits, wanted = wants.get(measure, (True, ""))
-    if not fits:
-        raise UsageError(f"--protocol {measure}: needs {wanted}, and this run's is {name}.")
+_NEEDS: dict[Measure, tuple[type[Task], str]] = {
+    "generation": (Task, "a memory task, such as wm/DistractingMemory-100-v0"),
+    "recall": (TeleportRooms, "a task with a teleport, such as wm/TwoRoomsTeleport-v0"),
+    "reward": (DistractingMemory, "a task whose last frame earns, such as wm/DistractingMemory-100-v0"),
+    "doors": (MultiDoorsKeys, "a task with doors, such as wm/MultiDoorsKeys-3-v0"),
+    "probe": (Maze, "a task with labels of its walls and objects, such as wm/Maze-9-v0"),
+}
+
+
+def unfit(measure: Measure, settings: Settings) -> str | None:
+    """Say why dynamics with these settings cannot be measured so; None where they can."""
+    name, dynamics = settings.environment.id, settings.dynamics
+    kind, wanted = _NEEDS[measure]
+    if not isinstance(TASKS.get(name), kind):
+        return f"needs {wanted}, and environment.id = {name}"
+    if not isinstance(dynamics, LatentWorldModelSettings):
+        return f"needs dynamics of kind 'latent', and dynamics.kind = {dynamics.kind}"
     if measure == "reward" and dynamics.reward == "none":
-        raise UsageError("--protocol reward: these dynamics were trained with dynamics.reward = none.")
+        return "needs dynamics that learn rewards, and dynamics.reward = none"
+    return None
+
+
+def measures_of(settings: Settings) -> tuple[Measure, ...]:
+    """What `wm run` measures: the measures that are named, or all that fit but the probe."""
+    asked = settings.evaluation.measures
+    return _fitting(settings) if asked == "auto" else asked
+
+
+def _fitting(settings: Settings) -> tuple[Measure, ...]:
+    return tuple(each for each in get_args(Measure) if each != "probe" and unfit(each, settings) is None)
+
+
+def check_measures(settings: Settings) -> None:
+    """Raises UsageError where dynamics with these settings, or what is collected for them, could not be measured as
+    `wm run` is to do it."""
+    measures = measures_of(settings)
+    for measure in measures:
+        if reason := unfit(measure, settings):
+            fitting = ", ".join(_fitting(settings))
+            remedy = f"auto, here {fitting}" if fitting else "[]"
+            raise UsageError(f"evaluation.measures holds {measure}, which {reason}: set evaluation.measures={remedy}.")
+    if measures:
+        check_held_back(settings, "test", "evaluation.measures", none="[]")
 
 
 def _episodes(context: Context, played: Artifact, task: Task) -> Episodes:
@@ -163,7 +189,11 @@ def imagined(
     world_model: LatentWorldModel, frames: Tensor, action: Tensor, known: int, *, likeliest: bool = False
 ) -> Tensor:
     """Features (B, T, F) of frames (B, T, H, W, 3) of which the first `known` were seen, and the others imagined under
-    the actions (B, T). With `likeliest` every latent is the likeliest one and not drawn."""
+    the actions (B, T). With `likeliest` every latent is the likeliest one and not drawn.
+
+    Raises UsageError for a backbone that cannot read those that were seen.
+    """
+    check_reads(world_model, known - 1)
     first = torch.zeros(action.shape, dtype=torch.bool, device=action.device)
     first[:, 0] = True
     latent = world_model.encode(frames[:, :known])

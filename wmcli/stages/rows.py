@@ -4,7 +4,7 @@ carried over; and the choice of weights by episodes that nobody learns from."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from wmcli.artifacts import Artifact
 from wmcli.backbones import map_state
+from wmcli.envs.tasks import TASKS
 from wmcli.errors import UsageError
 from wmcli.experience import Memory, StreamSampler, WindowSampler
 from wmcli.settings import Settings
@@ -22,7 +23,7 @@ from wmcli.training.device import derived_seed, isolated_randomness
 from wmcli.training.loop import Resumable, Trainee
 from wmcli.training.optim import decay_rates, schedule_rates
 from wmcli.world_models.base import Batch, WorldModel
-from wmcli.world_models.latent import Carry, LatentWorldModel
+from wmcli.world_models.latent import Carry, LatentWorldModel, LatentWorldModelSettings
 
 
 class Rows:
@@ -67,8 +68,8 @@ class Rows:
 class LatentRows(Rows):
     """That of a latent world model, as its settings have it.
 
-    Raises UsageError when a row is an episode and one is longer, ArtifactError when there are no validation episodes to
-    look at.
+    Raises UsageError when a row is an episode and one is longer, or when the backbone cannot read a validation episode,
+    ArtifactError when there are none of these to look at.
     """
 
     def __init__(
@@ -102,6 +103,49 @@ class LatentRows(Rows):
             self._best.take()
 
 
+def check_rows(settings: Settings) -> None:
+    """Raises UsageError where a latent world model would not get what it needs of experience that is still to be
+    collected: episodes that fit into its rows, and validation episodes."""
+    dynamics, task = settings.dynamics, TASKS.get(settings.environment.id)
+    if not isinstance(dynamics, LatentWorldModelSettings):
+        return
+    if dynamics.validate_every:
+        check_held_back(settings, "validation", "dynamics.validate_every", none="0")
+    if dynamics.rows == "episodes" and task is not None and settings.collect.policy != "learned":
+        _check_length(task.context + task.query, dynamics.horizon)
+
+
+def check_held_back(settings: Settings, part: Literal["validation", "test"], key: str, *, none: str) -> None:
+    """Raises UsageError where collecting holds back no episodes of a `part` that the setting `key` needs unless it is
+    `none`."""
+    policy = settings.collect.policy
+    if policy == "learned":
+        lacking = "collect.policy = learned holds none back: set collect.policy=scripted"
+    elif not getattr(settings.collect, part):
+        lacking = f"collect.{part} = 0: set collect.{part}=100"
+    else:
+        return
+    raise UsageError(f"{key} needs {part} episodes, and {lacking}, or {key}={none}.")
+
+
+def _check_length(longest: int, horizon: int) -> None:
+    if longest > horizon:
+        raise UsageError(
+            f"dynamics.horizon = {horizon}: a row is a whole episode (dynamics.rows = episodes), and one has"
+            f" {longest} frames; set dynamics.horizon={longest}, or rows to windows or streams."
+        )
+
+
+def check_reads(model: LatentWorldModel, frames: int) -> None:
+    """Raises UsageError for a backbone that cannot read so many frames in a row."""
+    limit = model.backbone.max_length
+    if limit is not None and frames > limit:
+        raise UsageError(
+            f"dynamics.horizon = {limit}: this backbone has learned as many positions, and {frames} frames in a row"
+            f" are to be read; train with dynamics.horizon={frames}, or with another backbone.name."
+        )
+
+
 def build_row_sampler(
     settings: Settings, memory: Memory, rng: np.random.Generator, model: LatentWorldModel
 ) -> Sampler | StreamSampler:
@@ -115,11 +159,7 @@ def build_row_sampler(
     if model.settings.rows == "streams":
         return StreamSampler(runs, order, length=model.segment, rng=rng)
     longest = int(runs.length.max(initial=0))
-    if longest > model.segment:
-        raise UsageError(
-            f"dynamics.horizon = {model.segment}: a row is a whole episode (dynamics.rows = episodes), and one has"
-            f" {longest} frames; set dynamics.horizon={longest}, or rows to windows or streams."
-        )
+    _check_length(longest, model.segment)
     return WindowSampler(runs, order, length=longest, minimum=2, pad="right", whole=True, sampling="windows", rng=rng)
 
 
@@ -216,15 +256,16 @@ class Best:
 def validation_loss(context: Context, frames: Artifact, model: LatentWorldModel) -> Callable[[], float]:
     """The mean loss on the validation episodes of `frames`, each whole, with the same draws in every call.
 
-    Raises ArtifactError when there are none.
+    Raises ArtifactError when there are none, UsageError for a backbone that cannot read one.
     """
     memory = context.held_out(frames, "validation")
     runs, order = memory.runs(across_ends=False)
-    size = context.settings.dynamics.batch
+    size, longest = context.settings.dynamics.batch, int(runs.length.max())
+    check_reads(model, longest)
     sampler = WindowSampler(
         runs,
         order,
-        length=int(runs.length.max()),
+        length=longest,
         minimum=1,
         pad="right",
         whole=True,

@@ -20,8 +20,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from wmcli.config import Section
-from wmcli.nn.initialise import fan_average
+from wmcli.config import ADDED, Section
+from wmcli.nn.initialise import initialise
 from wmcli.nn.mlp import Activation, mlp
 from wmcli.nn.one_hot import draw_one_hot, entropy, mixed_log_probabilities, one_hot, straight_through
 from wmcli.nn.squared_error import squared_error
@@ -65,6 +65,9 @@ class CategoricalTokenizerSettings(Section):
     """Hidden layers between the encoder and the latent, each without bias, LayerNorm, activation (Dreamer: 1)."""
     posterior_width: int = Field(512, ge=1)
     """Width of those."""
+    initialisation: Literal["fan-average", "torch"] = Field("fan-average", json_schema_extra=ADDED)
+    """First weights: truncated normal by the mean of a layer's inputs and outputs, biases 0 (Dreamer, Drama), or
+    torch's defaults (STORM), which a posterior without hidden layers always has."""
     optimiser: Literal["laprop", "adamw", "adam"] = "laprop"
     """Of `wm train-tokenizer`, like all that follows; joint training has its own under dynamics."""
     learning_rate: float = Field(1e-4, gt=0)
@@ -96,7 +99,16 @@ class CategoricalTokenizerSettings(Section):
     @property
     def stack(self) -> Stack:
         """The convolutions."""
-        return Stack(self.channels, self.strides, self.kernel, self.bias, self.norm, self.activation, self.norm_eps)
+        return Stack(
+            self.channels,
+            self.strides,
+            self.kernel,
+            self.bias,
+            self.norm,
+            self.activation,
+            self.norm_eps,
+            self.initialisation,
+        )
 
 
 class CategoricalTokenizer(nn.Module):
@@ -137,7 +149,7 @@ class CategoricalTokenizer(nn.Module):
                 activation=s.activation,
                 eps=s.norm_eps,
             )
-            fan_average(self.posterior_head)
+            initialise(self.posterior_head, s.initialisation)
         else:
             self.posterior_head = nn.Linear(inputs, latent)
         self.decoder = StridedDecoder(latent + past, stack, image_size)

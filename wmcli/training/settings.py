@@ -29,7 +29,7 @@ class TrainingSettings(Section):
     """Where tensors live: auto (a CUDA device if there is one), cpu, cuda, cuda:1, ..."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of matrix products and convolutions: auto takes bfloat16 where the hardware has it; weights stay
-    float32."""
+    float32. float32 is never TF32."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """What computes the operations of wmcli.kernels: triton (on a GPU), torch, or auto, triton where it can run."""
     cuda_graph: bool = False
@@ -43,5 +43,6 @@ class TrainingSettings(Section):
     """Updates between lines in metrics.jsonl."""
     sampling: Literal["windows", "episodes", "uniform", "dfs"] = "windows"
     """How training windows are drawn: windows, every one equally often (REM); episodes, first an episode, then a start
-    in it (IRIS); uniform, each batch anew from all of them; dfs, those drawn less often rather (Drama)."""
+    in it (IRIS); uniform, each batch anew from all of them; dfs, those drawn less often rather (Drama). Not for
+    dynamics whose rows are whole episodes or streams (dynamics.rows): these have an order of their own."""
     dfs: FrequencySettings = FrequencySettings()

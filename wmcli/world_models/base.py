@@ -69,11 +69,14 @@ class Batch(NamedTuple):
     truncated: Tensor
     """(B, T) bool: the episode was cut off here, for example by a time limit."""
     first: Tensor
-    """(B, T) bool: this frame opens an episode."""
+    """(B, T) bool: this frame opens an episode; for a model with `across_ends`, a game."""
     valid: Tensor
     """(B, T) bool: False where the row is padding."""
     targets: Targets | None = None
     """For models that are planned in."""
+    last: Tensor | None = None
+    """(B, T) bool: this frame is the last of its game, for a model with `across_ends`; None: every frame is the last of
+    its episode that `terminated` or `truncated` says."""
 
 
 class WorldModel(nn.Module, ABC):
@@ -87,7 +90,8 @@ class WorldModel(nn.Module, ABC):
     frozen_encoder: bool
     """True: frames are encoded before training and no gradient reaches the encoder. False: `loss` takes frames."""
     across_ends: bool
-    """True: segments may run over the end of an episode into the next one; `Batch.first` says where."""
+    """True: segments may run over the end of an episode into the next one, and what is carried through time is cleared
+    where a game opens: a lost life ends an episode, and its game goes on. False: it is cleared with every episode."""
     segment: int
     """Frames of a segment that `loss` learns from, padding included."""
     history: int = 0
@@ -145,6 +149,10 @@ class WorldModel(nn.Module, ABC):
             What the controller sees of every frame, (B, T, *feature_shape), and the state at the last frame.
         """
 
+    def over(self, batch: Batch) -> Tensor:
+        """Return (B, T) bool: the model has learned nothing of what follows this frame, so nothing can be imagined."""
+        return batch.terminated | batch.truncated if batch.last is None else batch.last
+
     @abstractmethod
     def imagine(self, state: State, action: Tensor, numbers: Tensor | None = None) -> tuple[Imagined, State]:
         """Take `action` (B,) int64 in the current frame and draw what comes of it.
@@ -186,7 +194,7 @@ class WorldModel(nn.Module, ABC):
             state: what the last call gave; None at the very beginning.
             observation: (B, H, W, C) uint8.
             previous_action: (B,) int64, the action that led to this frame; not used where `reset`.
-            reset: (B,) bool: this frame opens an episode.
+            reset: (B,) bool: this frame opens an episode; for a model with `across_ends`, a game.
             generator: on the CPU; a model that draws draws from it, None is torch's global generator.
         """
 

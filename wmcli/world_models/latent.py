@@ -33,12 +33,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wmcli.backbones.base import Backbone, flat_state, map_state
-from wmcli.config import Section
+from wmcli.config import ADDED, Section
 from wmcli.errors import UsageError
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import uniform
 from wmcli.nn.decay import parameter_groups
-from wmcli.nn.initialise import fan_average
+from wmcli.nn.initialise import initialise
 from wmcli.nn.masked import masked_mean
 from wmcli.nn.mlp import Activation, Norm, mlp, norm
 from wmcli.nn.one_hot import draw_one_hot, entropy, kl_divergence, one_hot, straight_through
@@ -76,6 +76,9 @@ class LatentWorldModelSettings(Section):
     """After each norm of those heads (STORM: relu)."""
     norm_eps: float = Field(0.0, ge=0)
     """Of the norms in stem and heads; 0 is 1e-6 for RMSNorm and 1e-5 for LayerNorm."""
+    initialisation: Literal["fan-average", "torch"] = Field("fan-average", json_schema_extra=ADDED)
+    """First weights of reward and termination heads, a prior's head with hidden layers, and Dreamer's stem: truncated
+    normal by the mean of a layer's inputs and outputs, biases 0 (Dreamer, Drama), or torch's defaults (STORM)."""
     reward: Literal["two-hot", "bernoulli", "mse", "none"] = "two-hot"
     """How rewards are learned: as a distribution over 255 bins; as the probability of 1, for rewards of 0 and 1; by
     their squared error; or not at all."""
@@ -92,11 +95,11 @@ class LatentWorldModelSettings(Section):
     context: int = Field(8, ge=1)
     """Real frames that imagination starts from."""
     across_ends: bool = True
-    """Segments run over the ends of episodes into the next one, so that short episodes fill them; else one episode,
-    padded, whose padding enters batch statistics."""
+    """Segments run over the ends of episodes into the next one, so that short episodes fill them, and a lost life ends
+    no game; else one episode, padded, whose padding enters batch statistics."""
     reset_at_ends: bool = True
-    """In training and imagination, clear the state where an episode opens and predict nothing across; the public code
-    does neither."""
+    """In training and imagination, clear the state where a game opens (without across_ends: an episode) and predict
+    nothing across; the public code does neither."""
     end_on_truncation: bool = False
     """Learn time limits as terminations."""
     reconstruction_weight: float = Field(1.0, ge=0)
@@ -125,6 +128,9 @@ class LatentWorldModelSettings(Section):
     """Of tokenizer and dynamics together."""
     learning_rate: float = Field(4e-5, gt=0)
     """Step size of the optimiser."""
+    eps: float = Field(0.0, ge=0, json_schema_extra=ADDED)
+    """What the optimiser adds to the root of the second moment: 1e-5 in Memory Maze's Dreamer (RSSM); 0 is the
+    optimiser's own, 1e-20 for laprop, 1e-8 for the others."""
     warmup: int = Field(1000, ge=0)
     """Updates over which the step size rises to it."""
     schedule: Literal["constant", "cosine"] = "constant"
@@ -286,7 +292,7 @@ class LatentWorldModel(WorldModel):
             activation=s.head_activation,
             eps=s.norm_eps,
         )
-        fan_average(head)
+        initialise(head, s.initialisation)
         return head
 
     def parameter_groups(self) -> list[dict[str, Any]]:
@@ -588,6 +594,11 @@ class LatentWorldModel(WorldModel):
         features = torch.cat((z.flatten(-2), summary), -1)
         return features, LatentState(memory, reset[:, -1], summary[:, -1], z[:, -1], z[:, -1], time - 1)
 
+    def over(self, batch: Batch) -> Tensor:
+        """Return `WorldModel.over`: nowhere without `reset_at_ends`, for a model that has learned to read on."""
+        over = super().over(batch)
+        return torch.zeros_like(over) if self.across_ends and not self.settings.reset_at_ends else over
+
     @torch.no_grad()
     def imagine(
         self, state: LatentState, action: Tensor, numbers: Tensor | None = None, *, likeliest: bool = False
@@ -764,17 +775,19 @@ def _without_graph(empty: Carry, carry: Carry) -> Carry:
 
 def _stem(settings: LatentWorldModelSettings, inputs: int, width: int) -> nn.Module:
     if settings.stem == "linear":
-        return nn.Sequential(nn.Linear(inputs, width), norm("rms", width, settings.norm_eps), nn.SiLU())
+        linear = nn.Linear(inputs, width)
+        nn.init.zeros_(linear.bias)  # Mamba's public code begins with biases 0, in the stem that Drama adds as well
+        return nn.Sequential(linear, norm("rms", width, settings.norm_eps), nn.SiLU())
     if settings.stem == "dreamer":
         stem = nn.Sequential(nn.Linear(inputs, width, bias=False), norm("layer", width, settings.norm_eps), nn.SiLU())
-        fan_average(stem)
+        initialise(stem, settings.initialisation)
         return stem
     return nn.Sequential(
         nn.Linear(inputs, width, bias=False),
-        nn.LayerNorm(width),
+        norm("layer", width),
         nn.ReLU(),
         nn.Linear(width, width, bias=False),
-        nn.LayerNorm(width),
+        norm("layer", width),
     )
 
 
@@ -782,5 +795,5 @@ def _prior_head(settings: LatentWorldModelSettings, width: int, outputs: int) ->
     if not settings.prior_layers:
         return nn.Linear(width, outputs)
     head = mlp(width, settings.prior_width, settings.prior_layers, outputs, norm_kind="layer", eps=settings.norm_eps)
-    fan_average(head)
+    initialise(head, settings.initialisation)
     return head

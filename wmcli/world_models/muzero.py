@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wmcli.nn import value_bins
+from wmcli.nn.batch_norm import BatchNorm2d
 from wmcli.nn.flatten import Flatten
+from wmcli.nn.float32_linear import Float32Linear
 from wmcli.nn.masked import masked_mean
 from wmcli.nn.one_hot import one_hot
 from wmcli.nn.residual_trunk import ResidualBlock, ResidualTrunk, conv, side
@@ -313,7 +315,7 @@ class Dynamics(nn.Module):
         super().__init__()
         self.actions = actions
         self.conv = conv(channels + actions, channels)
-        self.norm = nn.BatchNorm2d(channels)
+        self.norm = BatchNorm2d(channels)
         self.block = ResidualBlock(channels, channels, "relu")
 
     def forward(self, state: Tensor, action: Tensor) -> Tensor:
@@ -359,12 +361,12 @@ def _normed(inputs: int, outputs: int) -> tuple[nn.Module, nn.Module]:
 def _head(settings: MuZeroSettings, pixels: int, outputs: int) -> nn.Sequential:
     """States (B, C, h, w) to (B, outputs), at first zero whatever the state."""
     channels, width = settings.head_channels, settings.head_width
-    last = nn.Linear(width, outputs)
+    last = Float32Linear(width, outputs)
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
     return nn.Sequential(
         nn.Conv2d(settings.channels[1], channels, 1, bias=False),
-        nn.BatchNorm2d(channels),
+        BatchNorm2d(channels),
         nn.ReLU(),
         Flatten(),
         *_normed(channels * pixels**2, width),

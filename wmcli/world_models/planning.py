@@ -31,6 +31,7 @@ from wmcli.config import Section
 from wmcli.errors import UsageError
 from wmcli.nn import value_bins
 from wmcli.nn.flatten import Flatten
+from wmcli.nn.float32_linear import Float32Linear
 from wmcli.nn.masked import masked_mean
 from wmcli.nn.residual_trunk import Activation, ResidualTrunk, side
 from wmcli.nn.simnorm import divergence, simnorm
@@ -299,7 +300,8 @@ class UniZero(BootstrappedWorldModel):
         self.encoder = FrameEncoder(settings, width, size)
         self.action_embedding = nn.Embedding(actions, width)
         self.backbone = backbone
-        self.latent_head = _head(width, width)
+        # Not decoded to numbers: what it gives is an element of the backbone, which autocast rounds in any case.
+        self.latent_head = _head(width, width, nn.Linear)
         self.reward_head = _head(width, value_bins.bins(settings.bound))
         self.policy_head = _head(width, actions)
         self.value_head = _head(width, value_bins.bins(settings.bound))
@@ -339,7 +341,9 @@ class UniZero(BootstrappedWorldModel):
         learned where a search was made.
 
         The names: `latent_loss` (KL, nats a group), `reward_loss`, `policy_loss`, `value_loss` (cross entropies, nats),
-        `termination_loss` if it is learned, `policy_entropy` (nats) and `value_mean` (discounted reward).
+        `termination_loss` if it is learned, `policy_entropy` (nats) and `value_mean` (discounted reward). Fresh weights
+        predict uniform latents, so `latent_loss` begins at ln `group` less the labels' entropy: 0.7 to 1 at the paper's
+        size, as in the public code.
         """
         s = self.settings
         part = part_of(batch, slice(s.horizon))
@@ -517,9 +521,9 @@ def _tensors(memory: Any) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def _head(width: int, outputs: int) -> nn.Sequential:
+def _head(width: int, outputs: int, last_layer: type[nn.Linear] = Float32Linear) -> nn.Sequential:
     """(..., width) to (..., outputs), at first zero whatever comes in."""
-    hidden, last = nn.Linear(width, width), nn.Linear(width, outputs)
+    hidden, last = nn.Linear(width, width), last_layer(width, outputs)
     nn.init.normal_(hidden.weight, std=INIT_STD)
     for zero in (hidden.bias, last.weight, last.bias):
         nn.init.zeros_(zero)
