@@ -123,6 +123,14 @@ def test_more_episodes_are_others_and_the_same_are_not_played_again(tmp_path: Pa
         train_dynamics(opened(run))
 
 
+def test_the_script_plays_in_every_round_also_once_there_is_a_controller(tmp_path: Path) -> None:
+    rounds = ["run.epochs=2", "run.collect_epochs=2", "run.controller_after=0", "evaluation.measures=[]"]
+    sizes = ["controller.horizon=2", "controller.batch=3", "controller.updates=1", "evaluation.episodes=2"]
+    run_loop(opened(tmp_path / "run", *rounds, *sizes, "dynamics.updates=1", new=True, bind=True))
+    run = Run.open(tmp_path / "run", create=False)
+    assert run.versions("experience") == run.versions("controller") == [1, 2]
+
+
 def test_the_script_through_gymnasium_shows_the_same_frames(memory_run: Path) -> None:
     """The environment that `wm collect` plays otherwise, under the actions that the script took."""
     streams = Streams(EnvironmentSettings(id="wm/MultiDoorsKeys-2-v0", size=40), train=True, seed=3)

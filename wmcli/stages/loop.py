@@ -211,7 +211,7 @@ def _epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) -> 
         else:
             beside.close()
     elif COLLECT in stages:
-        who = path("controller") or "random"
+        who = (path("controller") or "random") if context.settings.collect.policy == "learned" else None
         yield COLLECT, collect(context, controller=who, previous=path("experience"), extend=False)
     if TOKENIZER in stages:
         yield TOKENIZER, train_tokenizer(context, experience=path("experience"), parent=path("tokenizer"))

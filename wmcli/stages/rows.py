@@ -279,7 +279,8 @@ def validation_loss(context: Context, frames: Artifact, model: LatentWorldModel)
     def measure() -> float:
         model.eval()
         with isolated_randomness(seed, context.machine.device), context.machine.autocast():
-            losses = [model.loss(gather(memory, memory.frames, windows))[0] * len(windows.rows) for windows in rows]
+            batches = (gather(memory, memory.frames, windows, across_ends=model.across_ends) for windows in rows)
+            losses = [model.loss(batch)[0] * len(batch.action) for batch in batches]
         model.train()
         return float(torch.stack(losses).sum()) / sampler.windows
 
