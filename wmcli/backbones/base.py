@@ -89,6 +89,13 @@ class Backbone(nn.Module, ABC):
         backbone may spare the last layer their computation.
         """
 
+    def replace_rows(self, state: State, rows: Tensor, fresh: State) -> State:
+        """Return `state` with its `rows` (k,) int64 replaced by the k rows of `fresh`, for inference.
+
+        Rows may have read different numbers of elements. What a backbone counts on the host stays an upper bound.
+        """
+        return replace_rows(state, rows, fresh)
+
 
 def for_each_block(queries: Tensor, x: Tensor) -> Tensor:
     """Queries (Q, D) or (B, N, Q, D) as (B, N, Q, D), in the dtype of x (B, N, L, D)."""
@@ -108,16 +115,31 @@ def cache_dtype(weight: Tensor) -> torch.dtype:
 def flat_state(state: State) -> Tensor | None:
     """All that a state holds as one vector a row, (B, M); None where that is no fixed set of numbers, because it counts
     elements or knows their places, as caches do."""
-    tensors: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    map_state(keep, state)
+    tensors = tensors_of(state)
     if not all(tensor.is_floating_point() for tensor in tensors):
         return None
     return torch.cat([tensor.flatten(1) for tensor in tensors], 1)
+
+
+def replace_rows(state: State, rows: Tensor, fresh: State) -> State:
+    """Return `state` with its `rows` (k,) int64 replaced by the k rows of `fresh`, a state of the same form.
+
+    Constants are those of `state`.
+    """
+    new = iter(tensors_of(fresh))
+    return map_state(lambda old: old.index_copy(0, rows, next(new).to(old.dtype)), state)
+
+
+def tensors_of(state: State) -> list[Tensor]:
+    """Return the tensors of a state, in the order of `map_state`."""
+    tensors: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    map_state(collect, state)
+    return tensors
 
 
 def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:
