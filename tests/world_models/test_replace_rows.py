@@ -26,16 +26,22 @@ def test_replaced_rows_are_imagined_as_among_their_own_age_and_the_others_as_bef
     replaced = torch.tensor([2, 0])
     action = torch.randint(model.actions, (rows, BEFORE + AFTER))
     numbers = torch.rand(rows, BEFORE + AFTER, model.draws)
+    reset = torch.zeros(frames.shape[:2], dtype=torch.bool)
+    reset[:, :2] = reset[0, -1] = True  # short episodes behind padding
     kept = sorted(set(range(rows)) - set(replaced.tolist()))
 
-    state = _observed(model, frames)
+    state = _observed(model, frames, reset)
     for step in range(BEFORE):
         _, state = model.imagine(state, action[:, step], numbers[:, step])
-    state = model.replace_rows(state, replaced[:1], _observed(model, others[:1]))
-    state = model.replace_rows(state, replaced[1:], _observed(model, others[1:2]))  # and once more in the same step
+    state = model.replace_rows(state, replaced[:1], _observed(model, others[:1], reset[:1]))
+    state = model.replace_rows(
+        state, replaced[1:], _observed(model, others[1:2], reset[1:2])
+    )  # and once more in the same step
     got = _imagined(model, state, action[:, BEFORE:], numbers[:, BEFORE:])
-    ages = _imagined(model, _observed(model, frames), action, numbers)
-    young = _imagined(model, _observed(model, others[:2]), action[replaced, BEFORE:], numbers[replaced, BEFORE:])
+    ages = _imagined(model, _observed(model, frames, reset), action, numbers)
+    young = _imagined(
+        model, _observed(model, others[:2], reset[:2]), action[replaced, BEFORE:], numbers[replaced, BEFORE:]
+    )
 
     assert got.keys() == ages.keys() == young.keys()
     for name, value in got.items():
@@ -43,11 +49,8 @@ def test_replaced_rows_are_imagined_as_among_their_own_age_and_the_others_as_bef
         _same(value[replaced], young[name])
 
 
-def _observed(model: WorldModel, frames: Tensor) -> State:
+def _observed(model: WorldModel, frames: Tensor, reset: Tensor) -> State:
     action = torch.arange(frames.shape[1]).expand(frames.shape[:2]) % model.actions
-    reset = torch.zeros(frames.shape[:2], dtype=torch.bool)
-    reset[:, :2] = True  # a short episode behind padding
-    reset[0, -1] = True
     numbers = torch.full((*frames.shape[:2], model.draws_to_observe), 0.5)
     return model.observe(model.encode(frames), action, reset, numbers)[1]
 
