@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from wmcli.artifacts import Artifact
+from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import build_tokenizer, build_world_model, load_tokenizer, settings_of
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience import Memory, SearchTargets
 from wmcli.nn import attention_prior
-from wmcli.stages.context import Context, check_same_environment
+from wmcli.stages.context import Context
 from wmcli.stages.latents import gather, latents_of
 from wmcli.stages.pictures import draw_priors, imagined_beside_real, write_side_by_side
 from wmcli.stages.rows import LatentRows, Rows

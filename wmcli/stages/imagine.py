@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from wmcli.artifacts import Artifact
+from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import build_controller, load_world_model, settings_of
 from wmcli.controllers.base import Learner, episode_starts
 from wmcli.controllers.mcts import MCTSSettings
@@ -23,7 +24,7 @@ from wmcli.errors import UsageError
 from wmcli.experience import SearchTargets
 from wmcli.experience.sampler import WindowTable
 from wmcli.nn.masked import masked_mean
-from wmcli.stages.context import Context, check_same_environment
+from wmcli.stages.context import Context
 from wmcli.stages.latents import gather, latents_of
 from wmcli.stages.pictures import imagined_beside_real, write_side_by_side
 from wmcli.stages.sampling import build_sampler

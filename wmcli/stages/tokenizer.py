@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from wmcli.artifacts import Artifact
+from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import build_tokenizer
 from wmcli.errors import UsageError
 from wmcli.report.images import grid, write_png
-from wmcli.stages.context import Context, check_same_environment
+from wmcli.stages.context import Context
 from wmcli.stages.sampling import build_sampler
 from wmcli.stages.train import Lesson, newest_fitted_alone, optimizer_for, parent_of, train
 from wmcli.tokenizers.vq import TokenizerSettings, perceptual_in_use
