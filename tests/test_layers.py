@@ -33,6 +33,16 @@ MAY = {
         "metrics",
         "report",
     },
+    "dream": {
+        "stages",
+        "assemble",
+        "controllers",
+        "world_models",
+        "nn",
+        "training",
+        "experience",
+        "artifacts",
+    },
     "assemble": {"settings", "controllers", "world_models", "tokenizers", "backbones", "training", "artifacts"},
     "settings": {"controllers", "world_models", "tokenizers", "backbones", "nn", "training", "envs"},
     "controllers": {"world_models", "nn", "kernels"},
@@ -44,7 +54,8 @@ MAY = {
     "training": {"artifacts", "kernels"},
     "experience": {"artifacts", "envs"},
     "artifacts": set(),
-    "envs": set(),
+    "envs": {"registration"},
+    "registration": set(),
     "metrics": set(),
     "report": set(),
     "presets": set(),
@@ -65,6 +76,7 @@ NO_TORCH = {
     "cli",
     "presets",
     "experience",
+    "registration",
 }
 
 
