@@ -54,8 +54,7 @@ MAY = {
     "training": {"artifacts", "kernels"},
     "experience": {"artifacts", "envs"},
     "artifacts": set(),
-    "envs": {"registration"},
-    "registration": set(),
+    "envs": set(),
     "metrics": set(),
     "report": set(),
     "presets": set(),
@@ -76,7 +75,6 @@ NO_TORCH = {
     "cli",
     "presets",
     "experience",
-    "registration",
 }
 
 

@@ -17,8 +17,8 @@ from wmcli.envs.grid_world import GRID_WORLD_GOAL_ID, GRID_WORLD_ID
 from wmcli.envs.settings import EnvironmentSettings
 from wmcli.envs.tasks import TASKS
 from wmcli.envs.vector import Streams, Transition, follows_seed
-from wmcli.registration import register
 
+DREAM_ID = "wm/Dream-v0"
 _entries: tuple[tuple[str, str, dict[str, Any], int | None], ...] = (
     (CATCH_ID, "wmcli.envs.catch:Catch", {}, None),
     (DELAYED_COPY_ID, "wmcli.envs.delayed_copy:DelayedCopy", {}, STEPS),
@@ -32,6 +32,7 @@ _entries: tuple[tuple[str, str, dict[str, Any], int | None], ...] = (
 for _id, _entry_point, _kwargs, _steps in _entries:
     if _id not in gymnasium.registry:
         gymnasium.register(id=_id, entry_point=_entry_point, kwargs=_kwargs, max_episode_steps=_steps)
-register()
+if DREAM_ID not in gymnasium.registry:
+    gymnasium.register(DREAM_ID, "wmcli.dream:DreamEnv", vector_entry_point="wmcli.dream:DreamVectorEnv")
 
 __all__ = ["EnvironmentSettings", "Streams", "Transition", "follows_seed", "list_environments", "make", "protocol"]
