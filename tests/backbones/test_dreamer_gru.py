@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from wmcli.backbones import BackboneSettings, Size, build, map_state
+from wmcli.backbones import Size, build, map_state
 from wmcli.backbones.dreamer_gru import DreamerGRU, DreamerGRUSettings
+from wmcli.backbones.gru import GRUSettings
 
 B, T, INPUTS, D = 3, 7, 5, 8
 
@@ -17,7 +18,7 @@ def small(
     inputs: int = INPUTS, layers: int = 2, dtype: torch.dtype = torch.float64, dropout: float = 0.0
 ) -> DreamerGRU:
     torch.manual_seed(0)
-    settings = DreamerGRUSettings(inputs=inputs, norm_eps=0.05)
+    settings = DreamerGRUSettings(input_width=inputs, norm_eps=0.05)
     model = DreamerGRU(settings, Size(D, layers, dropout, 0, 3)).to(dtype).eval()
     with torch.no_grad():  # norms other than they begin
         for parameter in model.parameters():
@@ -103,9 +104,7 @@ def test_elements_of_another_width_go_in_by_every_way():
 
 @pytest.mark.parametrize(("width", "inputs", "layers"), [(2048, 1000, 1), (512, 0, 1), (64, 40, 3)])
 def test_parameter_counts(width, inputs, layers):
-    settings = BackboneSettings(
-        name="dreamer-gru", width=width, layers=layers, dreamer_gru=DreamerGRUSettings(inputs=inputs)
-    )
+    settings = DreamerGRUSettings(width=width, layers=layers, input_width=inputs)
     with torch.device("meta"):
         model = build(settings, 1, 1)
     widths = [inputs or width] + [width] * (layers - 1)
@@ -116,9 +115,9 @@ def test_parameter_counts(width, inputs, layers):
     assert {cell.norm.eps for cell in model.cells} == {1e-3}
 
 
-def test_initialisation():
+def test_initialization():
     """As Dreamer's other layers: a truncated normal of variance 2 / (fan in + fan out)."""
-    cell = DreamerGRU(DreamerGRUSettings(inputs=100), Size(200, 1, 0.0, 0, 3)).cells[0]
+    cell = DreamerGRU(DreamerGRUSettings(input_width=100), Size(200, 1, 0.0, 0, 3)).cells[0]
     deviation = (2 / (300 + 600)) ** 0.5
     assert cell.gates.weight.std().item() == pytest.approx(deviation, rel=0.02)
     assert cell.gates.weight.abs().max() < 2.3 * deviation
@@ -126,7 +125,7 @@ def test_initialisation():
 
 
 def test_what_goes_into_other_backbones_is_as_wide_as_what_comes_out():
-    assert build(BackboneSettings(name="gru", width=24), 1, 1).inputs == 24
+    assert build(GRUSettings(width=24), 1, 1).inputs == 24
 
 
 def test_detached_chunks_give_the_values_of_one_pass_and_no_gradient_across():
@@ -141,7 +140,7 @@ def test_detached_chunks_give_the_values_of_one_pass_and_no_gradient_across():
 
 def test_under_autocast_only_products_are_rounded_and_no_error_builds_up():
     torch.manual_seed(0)
-    model = DreamerGRU(DreamerGRUSettings(inputs=24), Size(64, 1, 0.0, 0, 3))
+    model = DreamerGRU(DreamerGRUSettings(input_width=24), Size(64, 1, 0.0, 0, 3))
     x = torch.randn(4, 300, 24)
     want = model(x, None)[0]
     with torch.autocast("cpu", torch.bfloat16):

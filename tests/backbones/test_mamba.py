@@ -1,4 +1,4 @@
-"""Mamba-1's and Mamba-2's own: the papers' equations written out, golden values, sizes, initialisation, precision.
+"""Mamba-1's and Mamba-2's own: the papers' equations written out, golden values, sizes, initialization, precision.
 
 Axes: B batch, T time (elements), D width, C channels, H heads, P channels of a head, S numbers of a channel's state,
 W taps, N blocks, L elements of a block, Q queries.
@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from wmcli.backbones import BackboneSettings, Size, build, mamba1, mamba2
+from wmcli.backbones import SECTIONS, Size, build, mamba1, mamba2
 from wmcli.backbones.mamba1 import Mamba1, Mamba1Mixer, Mamba1Settings
 from wmcli.backbones.mamba2 import Mamba2, Mamba2Mixer, Mamba2Settings
 from wmcli.errors import UsageError
@@ -22,13 +22,13 @@ NAMES = ["mamba1", "mamba2"]
 DRAMA = Size(512, 2, 0.0, 0, 1)
 B, T, D, S, W = 2, 9, 6, 3, 4
 
-SMALL = {"mamba1": Mamba1Settings(state=4), "mamba2": Mamba2Settings(state=4, head_width=8, chunk=8)}
+SMALL = {"mamba1": Mamba1Settings(state_size=4), "mamba2": Mamba2Settings(state_size=4, head_width=8, chunk_size=8)}
 
 
 def small(name: str, dtype=torch.float64):
     """Two layers of width 16, with noise on all parameters so that nothing is at its initial value."""
     torch.manual_seed(0)
-    settings = BackboneSettings(name=name, width=16, layers=2, dropout=0.0, **{name: SMALL[name]})
+    settings = SMALL[name].model_copy(update={"width": 16, "layers": 2, "dropout": 0.0})
     return disturbed(build(settings, 0, 1).to(dtype)).eval()
 
 
@@ -62,7 +62,7 @@ def convolved(x: list[torch.Tensor], t: int, taps: torch.Tensor, bias: torch.Ten
 
 def test_equations_of_mamba1():
     torch.manual_seed(0)
-    mixer = disturbed(Mamba1Mixer(Mamba1Settings(state=S, dt_rank=2), Size(D, 2, 0.0, 0, 1)).double())
+    mixer = disturbed(Mamba1Mixer(Mamba1Settings(state_size=S, dt_rank=2), Size(D, 2, 0.0, 0, 1)).double())
     channels, p = 2 * D, {name: value.detach() for name, value in mixer.named_parameters()}
     u = noise(B, T, D)
     got, state = mixer(u, None, None)
@@ -87,7 +87,7 @@ def test_equations_of_mamba1():
 def test_equations_of_mamba2():
     heads, width = 3, 4
     torch.manual_seed(0)
-    settings = Mamba2Settings(state=S, head_width=width, chunk=4)
+    settings = Mamba2Settings(state_size=S, head_width=width, chunk_size=4)
     mixer = disturbed(Mamba2Mixer(settings, Size(D, 2, 0.0, 0, 1)).double())
     channels, p = heads * width, {name: value.detach() for name, value in mixer.named_parameters()}
     u = noise(B, T, D)
@@ -114,7 +114,7 @@ def test_equations_of_mamba2():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equations_of_the_stack(name):
-    """Each layer adds to the sum what its mixer makes of the normalised sum; a last norm ends the stack."""
+    """Each layer adds to the sum what its mixer makes of the normalized sum; a last norm ends the stack."""
     model, x = small(name), noise(B, T, 16)
 
     def rms(x, weight):
@@ -128,7 +128,7 @@ def test_equations_of_the_stack(name):
 
 def test_golden_gated_norm():
     """A mixer in which all is constant but the gate: the recurrence gives 1, 2, 3, 4, the gate is 0, 1, -1, 2."""
-    mixer = Mamba2Mixer(Mamba2Settings(state=1, expand=1, head_width=1), Size(4, 1, 0.0, 0, 1)).double()
+    mixer = Mamba2Mixer(Mamba2Settings(state_size=1, expand=1, head_width=1), Size(4, 1, 0.0, 0, 1)).double()
     with torch.no_grad():
         for parameter in (mixer.in_proj.weight, mixer.conv.weight, mixer.conv.bias):
             parameter.zero_()
@@ -253,7 +253,7 @@ def test_parameter_counts():
     for model, layer in [
         (Mamba1(Mamba1Settings(), DRAMA), layer1),
         (Mamba2(Mamba2Settings(), DRAMA), layer2),
-        (Mamba2(Mamba2Settings(state=32), DRAMA), 1_620_848),
+        (Mamba2(Mamba2Settings(state_size=32), DRAMA), 1_620_848),
     ]:
         assert [count(part) for part in model.layers] == [layer, layer] and count(model) == 2 * layer + 512
 
@@ -268,7 +268,7 @@ def test_parameter_counts_of_dramas_variants():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_size_of_the_state(name):
-    model = build(BackboneSettings(name=name, width=512, layers=2), 0, 1)
+    model = build(SECTIONS[name](width=512, layers=2), 0, 1)
     inputs, memory = model.initial_state(1)[0]
     assert inputs.shape == ((1, 1024, 3) if name == "mamba1" else (1, 1056, 3))
     assert memory.shape == ((1, 1024, 16) if name == "mamba1" else (1, 16, 16, 64))
@@ -285,10 +285,10 @@ def uniform(values: torch.Tensor, low: float, high: float) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_initialisation(name):
+def test_initialization(name):
     torch.manual_seed(0)
     # Heads of one channel, so that there are enough of them.
-    settings = BackboneSettings(name=name, width=512, layers=2, mamba2=Mamba2Settings(head_width=1))
+    settings = SECTIONS[name](width=512, layers=2, **({"head_width": 1} if name == "mamba2" else {}))
     for layer in build(settings, 0, 1).layers:
         mixer = layer.mixer
         uniform(mixer.in_proj.weight, -(512**-0.5), 512**-0.5)
@@ -334,6 +334,6 @@ def test_weight_decay_falls_on_projections_only(name):
 
 
 def test_heads_must_divide_the_channels():
-    settings = BackboneSettings(name="mamba2", width=512, mamba2=Mamba2Settings(head_width=96))
-    with pytest.raises(UsageError, match=r"backbone.mamba2.head_width = 96: must divide .* = 2 \* 512"):
+    settings = Mamba2Settings(width=512, head_width=96)
+    with pytest.raises(UsageError, match=r"backbone.head_width = 96: must divide .* = 2 \* 512"):
         build(settings, 650, 65)

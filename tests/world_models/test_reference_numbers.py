@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from wmcli.backbones import BackboneSettings, build
+from wmcli.backbones import build
+from wmcli.backbones.transformer import TransformerSettings
 from wmcli.controllers.mcts import MCTSSettings, SearchNoise, search
 from wmcli.world_models.base import Batch, Prediction, Targets
 from wmcli.world_models.muzero import MuZero, MuZeroSettings
@@ -45,9 +46,9 @@ def filled(model: nn.Module) -> nn.Module:
 
 
 def backbone(width: int, layers: int, max_length: int, **prior) -> nn.Module:
-    transformer = {"heads": 2, "activation": "gelu_tanh", "prior": prior}
-    values = {"name": "transformer", "width": width, "layers": layers, "dropout": 0.0, "transformer": transformer}
-    return build(BackboneSettings.model_validate(values), max_length=max_length, block=2)
+    sizes = {"width": width, "layers": layers, "dropout": 0.0, "heads": 2}
+    settings = TransformerSettings.model_validate(sizes | {"activation": "gelu_tanh", "prior": prior})
+    return build(settings, max_length=max_length, block=2)
 
 
 # -- attention priors --------------------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ def test_attention(prior, whole, steps):
 
 def unizero() -> UniZero:
     settings = UniZeroSettings(
-        horizon=4, td_steps=2, context=2, activation="gelu_tanh", discount=0.9, entropy_weight=0.2
+        sequence_length=4, td_steps=2, context=2, activation="gelu_tanh", discount=0.9, entropy_weight=0.2
     )
     return filled(UniZero(settings, backbone(16, 1, 8), A, 64))
 
@@ -194,7 +195,7 @@ def test_search_of_lightzero(explore, visits, value):
         after = onward[state[0], action]
         return reward[state[0], action], torch.zeros(3, dtype=torch.bool), predict(after), (after,)
 
-    settings, place = MCTSSettings(rules="lightzero", simulations=50), torch.arange(3)
+    settings, place = MCTSSettings(rule="lightzero", simulations=50), torch.arange(3)
     found = search(predict(place), (place,), expand, settings, 0.997, noise if explore else None)
     assert found.visits.tolist() == visits
     assert_close(found.value, torch.tensor(value), rtol=0, atol=2e-6)
