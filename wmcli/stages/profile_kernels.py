@@ -260,7 +260,7 @@ def _retention(settings: Settings, make: RandomOperands, shape: Shape, block: in
         f"B {batch} H {retnet.heads} T {time} K {k} V {k}",
         (q_, k_, v_, torch.tensor(head_decays(retnet, block), device=make.device).log()),
         (0, 0, 0, None),
-        lambda *operands: linear_recurrence(*operands, chunk=retnet.chunk_size)[0],
+        lambda q, k, v, log_decay: linear_recurrence(q, k, v, log_decay, chunk=retnet.chunk_size)[0],
         lambda *operands: linear_recurrence_reference(*operands)[0],
     )
 
@@ -277,7 +277,7 @@ def state_space_duality(settings: Settings, make: RandomOperands, shape: Shape) 
         f"B {batch} H {heads} T {time} K {mamba2.state_size} V {mamba2.head_width}",
         (c, b, (dt[..., None] * x).to(x.dtype), -dt * make.log_uniform(DECAY_RATES, heads, 1)),
         (0, 0, 0, 0),
-        lambda *operands: linear_recurrence(*operands, chunk=mamba2.chunk_size)[0],
+        lambda q, k, v, log_decay: linear_recurrence(q, k, v, log_decay, chunk=mamba2.chunk_size)[0],
         lambda *operands: linear_recurrence_reference(*operands)[0],
     )
 
