@@ -27,8 +27,8 @@ from wmcli.world_models.base import WorldModel
 from wmcli.world_models.cells import TOKENS, CellsSettings, CellsWorldModel
 from wmcli.world_models.latent import LatentWorldModel, LatentWorldModelSettings
 from wmcli.world_models.muzero import MuZero, MuZeroSettings
-from wmcli.world_models.planning import UniZero, UniZeroSettings
 from wmcli.world_models.token import TokenWorldModel, TokenWorldModelSettings
+from wmcli.world_models.unizero import UniZero, UniZeroSettings
 
 M = TypeVar("M", bound=nn.Module)
 Tokenizer = VQTokenizer | CategoricalTokenizer

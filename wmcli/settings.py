@@ -21,8 +21,8 @@ from wmcli.training.settings import TrainingSettings
 from wmcli.world_models.cells import CellsSettings
 from wmcli.world_models.latent import LatentWorldModelSettings
 from wmcli.world_models.muzero import MuZeroSettings
-from wmcli.world_models.planning import UniZeroSettings
 from wmcli.world_models.token import TokenWorldModelSettings
+from wmcli.world_models.unizero import UniZeroSettings
 
 DEFAULT_KINDS = {"tokenizer": "vq", "dynamics": "token", "controller": "reinforce"}
 """Sections of which there are several kinds, and the one of each where none is named."""

@@ -19,7 +19,7 @@ from wmcli.backbones import BackboneSettings, build
 from wmcli.controllers.mcts import MCTSSettings, SearchNoise, search
 from wmcli.world_models.base import Batch, Prediction, Targets
 from wmcli.world_models.muzero import MuZero, MuZeroSettings
-from wmcli.world_models.planning import UniZero, UniZeroSettings
+from wmcli.world_models.unizero import UniZero, UniZeroSettings
 
 A = 3
 
