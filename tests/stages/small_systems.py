@@ -115,19 +115,22 @@ def learn(run: Path, kind: str, *overrides: str, **how: bool) -> tuple[Artifact,
     seen: list[Update] = []
     fit = train.fit
 
-    def watched(trainee: Any, step: Callable[[], Mapping[str, Tensor]], **given: Any) -> dict[str, float]:
-        (module,) = trainee.modules.values()
+    def watched(trainer: Any, updates: int, **given: Any) -> dict[str, float]:
+        (module,) = trainer.state.modules.values()
+        update = trainer.update
 
         def one() -> Mapping[str, Tensor]:
             before = tensors(module)
-            metrics = step()
+            metrics = update()
             gradient = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-            rates = [group["lr"] for group in trainee.optimiser.param_groups] if trainee.optimiser else []
+            optimizer = trainer.state.optimizer
+            rates = [group["lr"] for group in optimizer.param_groups] if optimizer else []
             numbers = {name: float(value.detach()) for name, value in metrics.items()}
             seen.append(Update(before, tensors(module), gradient, rates, numbers))
             return metrics
 
-        return fit(trainee, one, **given)
+        trainer.update = one
+        return fit(trainer, updates, **given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "fit", watched)

@@ -26,9 +26,8 @@ from wmcli.stages.loop import run_loop
 from wmcli.stages.pictures import Film
 from wmcli.stages.play import play
 from wmcli.stages.tokenizer import train_tokenizer
-from wmcli.training.checkpoint import TRAINING
+from wmcli.training.checkpoint import TRAINING, read_part
 from wmcli.training.device import Machine
-from wmcli.training.loop import read_part
 
 CPU = Machine(torch.device("cpu"), "float32", 1)
 COMMON = [

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from wmcli.experience import Episodes, FrequencySampler, WindowSampler
 from wmcli.progress import Progress
-from wmcli.training.checkpoint import generator_state, module_tensors, optimiser_tensors
+from wmcli.training.checkpoint import TrainState, generator_state, module_tensors, optimiser_tensors
 from wmcli.training.device import Machine, isolated_randomness
-from wmcli.training.loop import Trainee, fit
+from wmcli.training.loop import Trainer, fit
 from wmcli.training.optim import build_optimiser, update
 from wmcli.training.settings import FrequencySettings, TrainingSettings
 

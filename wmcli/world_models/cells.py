@@ -94,6 +94,7 @@ class CellsWorldModel(WorldModel):
     """
 
     frozen_encoder = True
+    elements = TOKENS
     across_ends = False
     draws = CELLS
 
@@ -114,6 +115,7 @@ class CellsWorldModel(WorldModel):
         self.actions = actions
         self.context = settings.context
         self.segment = settings.horizon
+        self.min_segment = self.min_context = settings.context + 1
         self.image_size = image_size
         self.feature_shape = (KINDS, SIDE, SIDE)
         self.embedding = nn.Embedding(KINDS + actions, backbone.width)

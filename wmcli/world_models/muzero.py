@@ -112,6 +112,8 @@ class MuZero(BootstrappedWorldModel):
     `encode` returns gray frames. Elsewhere a latent is a state (C, h, w).
     """
 
+    elements = 0
+
     def __init__(self, settings: MuZeroSettings, actions: int, size: int) -> None:
         super().__init__()
         channels, pixels = settings.channels[1], side(size)

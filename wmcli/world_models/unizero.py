@@ -146,6 +146,7 @@ class UniZero(BootstrappedWorldModel):
         self.discount = settings.discount
         self.context = settings.context
         self.segment = settings.horizon + settings.td_steps
+        self.elements = 2
         self.feature_shape = (width,)
         self.kept = 2 * settings.context - 3  # elements that remain before the next action
         self.rereads = backbone.max_length is not None
