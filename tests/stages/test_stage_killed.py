@@ -131,8 +131,8 @@ def test_other_settings_do_not_take_up_the_work(tiny: Path, tmp_path: Path, monk
     TRAINING["dynamics"](opened(run, "dynamics.learning_rate=0.004"))
     with monkeypatch.context() as patch:
         loads = []
-        load = Trainee.load
-        patch.setattr(Trainee, "load", lambda self, *given: loads.append(given) or load(self, *given))
+        load = TrainState.load
+        patch.setattr(TrainState, "load", lambda self, *given: loads.append(given) or load(self, *given))
         artifact = TRAINING["dynamics"](opened(run))
     assert len(loads) == 1  # the work of the first is still there
     assert artifact.version == 2 and content(artifact) == content(latest(tiny, "dynamics"))

@@ -38,8 +38,8 @@ from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
 from wmcli.stages.loop import run_loop
 from wmcli.stages.play import play
-from wmcli.training.checkpoint import TRAINING as TRAINED, read_part
-from wmcli.training.checkpoint import WEIGHTS, load_tensors, module_tensors
+from wmcli.training.checkpoint import TRAINING as TRAINED
+from wmcli.training.checkpoint import WEIGHTS, load_tensors, module_tensors, read_part
 from wmcli.training.device import Machine
 from wmcli.world_models.base import WorldModel
 
