@@ -147,9 +147,11 @@ def test_the_policy_is_learned_only_where_something_searched(run: Path, monkeypa
         return targets
 
     from wmcli.stages import dynamics as stage
+    from wmcli.trainers import dynamics as trainer
 
     original = stage.SearchTargets
-    monkeypatch.setattr(stage, "SearchTargets", watched)
+    for module in (stage, trainer):
+        monkeypatch.setattr(module, "SearchTargets", watched)
     train_dynamics(opened(run, force=True), experience="experience@1", controller="none")
     train_dynamics(opened(run, force=True), controller="none")
     train_dynamics(opened(run, force=True))
