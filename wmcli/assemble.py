@@ -47,7 +47,7 @@ def _build_square(settings: Settings, max_length: int, block: int) -> Backbone:
     backbone = build_backbone(settings.backbone, max_length=max_length, block=block)
     if backbone.inputs != backbone.width:
         raise UsageError(
-            f"backbone.dreamer_gru.inputs = {backbone.inputs}: the elements of dynamics of kind"
+            f"backbone.input_width = {backbone.inputs}: the elements of dynamics of kind"
             f" '{settings.dynamics.kind}' are as wide as backbone.width = {backbone.width}; set it to 0."
         )
     return backbone
@@ -56,10 +56,10 @@ def _build_square(settings: Settings, max_length: int, block: int) -> Backbone:
 def _build_latent(settings: Settings, tokenizer: Tokenizer | None, actions: int) -> LatentWorldModel:
     dynamics = settings.dynamics
     assert isinstance(dynamics, LatentWorldModelSettings)
-    backbone = build_backbone(settings.backbone, max_length=dynamics.horizon, block=1)
+    backbone = build_backbone(settings.backbone, max_length=dynamics.sequence_length, block=1)
     evidence = None
     if dynamics.posterior == "full":
-        evidence = build_backbone(settings.backbone, max_length=dynamics.horizon, block=1)
+        evidence = build_backbone(settings.backbone, max_length=dynamics.sequence_length, block=1)
     if tokenizer is None:  # posterior or decoder read more than a frame and its latent
         assert isinstance(settings.tokenizer, CategoricalTokenizerSettings)
         size = settings.environment.size
@@ -75,15 +75,15 @@ def build_world_model(settings: Settings, tokenizer: Tokenizer | None, actions: 
     if isinstance(dynamics, TokenWorldModelSettings):
         assert isinstance(tokenizer, VQTokenizer)
         block = tokenizer.tokens + 1
-        backbone = _build_square(settings, max_length=dynamics.horizon * block, block=block)
+        backbone = _build_square(settings, max_length=dynamics.sequence_length * block, block=block)
         return TokenWorldModel(dynamics, backbone, tokenizer, actions)
     if isinstance(dynamics, UniZeroSettings):
-        backbone = _build_square(settings, max_length=2 * dynamics.horizon, block=2)
+        backbone = _build_square(settings, max_length=2 * dynamics.sequence_length, block=2)
         return UniZero(dynamics, backbone, actions, settings.environment.size)
     if isinstance(dynamics, MuZeroSettings):
         return MuZero(dynamics, actions, settings.environment.size)
     if isinstance(dynamics, CellsSettings):
-        backbone = _build_square(settings, max_length=dynamics.horizon * TOKENS, block=TOKENS)
+        backbone = _build_square(settings, max_length=dynamics.sequence_length * TOKENS, block=TOKENS)
         return CellsWorldModel(dynamics, backbone, actions, settings.environment.size)
     return _build_latent(settings, tokenizer, actions)
 
@@ -98,19 +98,19 @@ def build_controller(settings: Settings, world_model: WorldModel, machine: Machi
             settings.controller, world_model.feature_shape, settings.environment.size, world_model.actions
         )
     seen = world_model.feature_shape
-    if settings.controller.sees == "frame":
+    if settings.controller.input == "frame":
         if world_model.frame_features is None:
             raise UsageError(
-                f"controller.sees = frame: dynamics of kind '{settings.dynamics.kind}' do not show it the past beside"
-                " the frame; set controller.sees = state."
+                f"controller.input = frame: dynamics of kind '{settings.dynamics.kind}' do not show it the past beside"
+                " the frame; set controller.input = state."
             )
         seen = (world_model.frame_features,)
-    if settings.controller.sees == "memory":
+    if settings.controller.input == "memory":
         if world_model.memory_features is None:
             raise UsageError(
-                f"controller.sees = memory: dynamics of kind '{settings.dynamics.kind}' on the backbone"
-                f" '{settings.backbone.name}' keep no state of one size; set controller.sees = state, or another"
-                " backbone.name, for example s4."
+                f"controller.input = memory: dynamics of kind '{settings.dynamics.kind}' on the backbone"
+                f" '{settings.backbone.kind}' keep no state of one size; set controller.input = state, or another"
+                " backbone.kind, for example s4."
             )
         seen = (math.prod(seen) + world_model.memory_features,)
     return ActorCritic(settings.controller, seen, world_model.actions, window=world_model.context)
@@ -130,9 +130,9 @@ def load_world_model(artifact: Artifact, machine: Machine) -> WorldModel:
     """Published dynamics with the tokenizer they were trained on, or with the one that they hold, both frozen."""
     settings = settings_of(artifact)
     tokenizer = None
-    if settings.encoder == "tokenizer":
+    if settings.dynamics.encoder == "tokenizer":
         tokenizer = load_tokenizer(artifact.input("tokenizer"), machine)
-    elif settings.encoder == "dynamics":
+    elif settings.dynamics.encoder == "dynamics":
         tokenizer = build_tokenizer(settings)
     model = build_world_model(settings, tokenizer, artifact.manifest["environment"]["actions"])
     return _frozen(model, "dynamics", artifact, machine)
@@ -171,7 +171,7 @@ def parameter_counts(settings: Settings, actions: int) -> dict[str, int]:
     torch's meta device.
     """
     with torch.device("meta"):
-        tokenizer = build_tokenizer(settings) if settings.encoder in ("tokenizer", "dynamics") else None
+        tokenizer = build_tokenizer(settings) if settings.dynamics.encoder in ("tokenizer", "dynamics") else None
         world_model = build_world_model(settings, tokenizer, actions)
         controller = build_controller(settings, world_model)
     counts: dict[str, int] = {}

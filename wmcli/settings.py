@@ -82,7 +82,7 @@ class CollectSettings(Section):
     @model_validator(mode="after")
     def _recordings_lie_somewhere(self) -> CollectSettings:
         if self.policy == "recorded" and not self.recorded:
-            raise ValueError("policy 'recorded' reads Memory Maze's trajectories: set collect.recorded=FOLDER")
+            raise ValueError("policy 'recorded' reads Memory Maze's trajectories: set collect.recordings=FOLDER")
         return self
 
 
@@ -181,12 +181,12 @@ class Settings(Section):
             )
         for name in DEFAULT_KINDS:
             section = getattr(self, name)
-            if getattr(section, "warmup", 0) and section.optimiser != "laprop" and not hasattr(section, "schedule"):
+            if getattr(section, "warmup", 0) and section.optimizer != "laprop" and not hasattr(section, "schedule"):
                 raise ValueError(
-                    f"{name}.warmup = {section.warmup}, but {name}.optimiser = '{section.optimiser}' does not warm up:"
-                    f" set {name}.warmup=0, or the optimiser to laprop"
+                    f"{name}.warmup = {section.warmup}, but {name}.optimizer = '{section.optimizer}' does not warm up:"
+                    f" set {name}.warmup=0, or the optimizer to laprop"
                 )
-        if self.plans and self.dynamics.kind not in PLANNED:
+        if self.controller.searches and self.dynamics.kind not in PLANNED:
             raise ValueError(
                 f"controller.kind = 'mcts' searches with a policy and a value that the dynamics learn, and dynamics of"
                 f" kind '{self.dynamics.kind}' learn none: set dynamics.kind to {' or '.join(PLANNED)}"
@@ -215,14 +215,14 @@ class Settings(Section):
         context = dynamics.context
         if isinstance(dynamics, LatentWorldModelSettings) and isinstance(controller, ReinforceSettings):
             context = max(context, controller.burn_in + 1)  # it reads all the frames of the burn-in
-        blocks = context + controller.horizon
+        blocks = context + controller.imagination_horizon
         if isinstance(controller, ActorCriticSettings) and controller.start == "prior":
             blocks += 1
-        if blocks > dynamics.horizon:
+        if blocks > dynamics.sequence_length:
             raise ValueError(
                 f"{'dynamics.context' if context == dynamics.context else 'controller.burn_in + 1'} +"
-                f" controller.horizon = {blocks} blocks, but the dynamics model is trained on"
-                f" dynamics.horizon = {dynamics.horizon}: lower controller.horizon or raise dynamics.horizon"
+                f" controller.imagination_horizon = {blocks} blocks, but the dynamics model is trained on"
+                f" dynamics.sequence_length = {dynamics.sequence_length}: lower controller.imagination_horizon or raise dynamics.sequence_length"
             )
 
     @property
@@ -233,7 +233,7 @@ class Settings(Section):
     @property
     def attention_prior(self) -> AttentionPriorSettings:
         """What the backbone's attention expects of distance; of kind "none" where there is no attention."""
-        chosen = getattr(self.backbone, self.backbone.name.replace("-", "_"))
+        chosen = getattr(self.backbone, self.backbone.kind.replace("-", "_"))
         if self.dynamics.kind == "muzero":
             return AttentionPriorSettings()
         return getattr(chosen, "prior", AttentionPriorSettings())
@@ -292,7 +292,7 @@ def _ignored(settings: Settings) -> str | None:
     rows = getattr(settings.dynamics, "rows", "windows")
     if settings.training.sampling == "dfs" and rows != "windows":
         return (
-            f"training.sampling = 'dfs' favours windows that were drawn less often, but dynamics.rows = '{rows}' takes"
+            f"training.sampling = 'dfs' favors windows that were drawn less often, but dynamics.rows = '{rows}' takes"
             " all episodes in turn: set training.sampling=windows, or dynamics.rows=windows"
         )
     return None

@@ -178,9 +178,9 @@ def test_a_backbone_that_neither_uses_is_left_out(run):
     wide = {"name": "retnet", "width": 8, "retnet": {"heads": 2}, "s4": {"state": 64}}
     second = other(run, "b", backbone=wide)
     assert differences(run.path, second.path) == []
-    assert keys(differences(run.path, second.path, unused=True)) == [("backbone.s4.state", 4, 64)]
+    assert keys(differences(run.path, second.path, unused=True)) == [("backbone.state_size", 4, 64)]
     third = other(run, "c", backbone=wide | {"name": "s4"})
-    assert keys(differences(run.path, third.path)) == [("backbone.name", "retnet", "s4"), ("backbone.s4.state", 4, 64)]
+    assert keys(differences(run.path, third.path)) == [("backbone.kind", "retnet", "s4"), ("backbone.state_size", 4, 64)]
 
 
 def test_artifacts_differ_in_more(run):

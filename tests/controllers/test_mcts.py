@@ -213,7 +213,7 @@ def softmax(logits: list[float]) -> list[float]:
 )
 def test_equals_a_plain_tree(rules, explore, seed, actions, simulations, peaked, values):
     world, trees = tables(seed, actions, peaked=peaked, values=values), 6
-    settings = MCTSSettings(rules=rules, simulations=simulations, dirichlet_weight=0.4)
+    settings = MCTSSettings(rule=rules, simulations=simulations, dirichlet_fraction=0.4)
     place = torch.arange(trees)
     noise = SearchNoise()
     if explore:
@@ -298,7 +298,7 @@ def test_published_counts(world, simulations, lightzero, mctx):
     for rules, want in (("lightzero", lightzero), ("mctx", mctx)):
         if want is None:
             continue
-        found = search(*history_world(*world), MCTSSettings(rules=rules, simulations=simulations), 0.997)
+        found = search(*history_world(*world), MCTSSettings(rule=rules, simulations=simulations), 0.997)
         visits, value = want
         assert found.visits[0].tolist() == visits, rules
         assert int(found.visits.sum()) == simulations
@@ -313,7 +313,7 @@ def test_many_trees_are_as_many_searches(rules):
     """Rows of very different depth and length of life, each with noise of its own."""
     world, trees = tables(5, 5, ends=0.3), 13
     world = world._replace(logits=world.logits * torch.linspace(0, 4, len(world.logits))[:, None])
-    settings = MCTSSettings(rules=rules, simulations=40)
+    settings = MCTSSettings(rule=rules, simulations=40)
     noise = draw_noise(settings, trees, 5, CPU, torch.Generator().manual_seed(1))
     place = torch.arange(trees) * 4
     together = world.search(place, settings, noise)
@@ -329,7 +329,7 @@ def test_many_trees_are_as_many_searches(rules):
 @pytest.mark.parametrize("rules", RULES)
 def test_the_same_bits_twice_and_no_hidden_randomness(rules):
     world = tables(6, 9)
-    settings = MCTSSettings(rules=rules, simulations=20)
+    settings = MCTSSettings(rule=rules, simulations=20)
     before = torch.get_rng_state()
     noise = [draw_noise(settings, 8, 9, CPU, torch.Generator().manual_seed(3)) for _ in range(2)]
     first, second = (world.search(torch.arange(8), settings, each) for each in noise)
@@ -346,7 +346,7 @@ def test_nothing_counts_behind_an_end(rules):
     world = world._replace(
         next=torch.where(grave[:, None], 20 + world.next % 10, world.next), terminated=grave[world.next]
     )
-    settings = MCTSSettings(rules=rules, simulations=60)
+    settings = MCTSSettings(rule=rules, simulations=60)
     calm = world.search(torch.arange(8), settings)
     shouted = world._replace(
         reward=world.reward + 1e6 * grave[:, None], value=world.value + 1e6 * grave, logits=world.logits
@@ -363,7 +363,7 @@ def test_statistics_are_float32(rules):
     low = tables(8, 6)
     low = low._replace(logits=low.logits.bfloat16(), value=low.value.bfloat16(), reward=low.reward.bfloat16())
     whole = low._replace(logits=low.logits.float(), value=low.value.float(), reward=low.reward.float())
-    settings = MCTSSettings(rules=rules, simulations=30)
+    settings = MCTSSettings(rule=rules, simulations=30)
     want = whole.search(torch.arange(5), settings)
     with torch.autocast("cpu", torch.bfloat16):
         got = low.search(torch.arange(5), settings)
@@ -384,7 +384,7 @@ def test_nothing_depends_on_values_but_on_a_cpu(rules):
         return torch.empty(size, device="meta"), torch.empty(size, dtype=torch.bool, device="meta"), prediction, state
 
     prediction = Prediction(torch.empty(4, 5, device="meta"), torch.empty(4, device="meta"))
-    found = search(prediction, (place,), expand, MCTSSettings(rules=rules, simulations=5), 0.97)
+    found = search(prediction, (place,), expand, MCTSSettings(rule=rules, simulations=5), 0.97)
     assert found.visits.shape == (4, 5) and world.value.is_meta
 
 
@@ -412,7 +412,7 @@ def test_finds_the_best_first_action(rules, simulations, foresight):
 
     rows, start = torch.arange(trees), torch.full((trees,), -1)
     root = Prediction(torch.zeros(trees, 3), foresight * best.amax(1))
-    found = search(root, (rows, start), expand, MCTSSettings(rules=rules, simulations=simulations), discount)
+    found = search(root, (rows, start), expand, MCTSSettings(rule=rules, simulations=simulations), discount)
     clear = best.topk(2).values.diff().squeeze(1).neg() > 0.1
     assert clear.sum() > 20
     assert torch.equal(found.action[clear], best.argmax(1)[clear])
@@ -435,7 +435,7 @@ def bandits(rows: int, actions: int):
 def test_gumbel_improves_the_policy_with_eight_simulations():
     """With all q known the new policy is never worse than the prior (Danihelka et al. 2022, section 4)."""
     world, q, prior_value = bandits(200, 8)
-    found = search(*world, MCTSSettings(rules="gumbel", simulations=8), 1.0)
+    found = search(*world, MCTSSettings(rule="gumbel", simulations=8), 1.0)
     assert torch.equal(found.visits, torch.ones_like(q))
     gain = (found.policy * q).sum(1) - prior_value
     assert float(gain.min()) >= -1e-5 and float(gain.mean()) > 0.5
@@ -444,7 +444,7 @@ def test_gumbel_improves_the_policy_with_eight_simulations():
 
 def test_gumbel_acts_better_than_the_prior_with_fewer_simulations_than_actions():
     world, q, prior_value = bandits(400, 20)
-    settings = MCTSSettings(rules="gumbel", simulations=8, considered=4)
+    settings = MCTSSettings(rule="gumbel", simulations=8, max_num_considered_actions=4)
     noise = draw_noise(settings, 400, 20, CPU, torch.Generator().manual_seed(0))
     found = search(*world, settings, 1.0, noise)
     assert int((found.visits > 0).sum(1).max()) == 4
@@ -457,14 +457,14 @@ def test_gumbel_acts_better_than_the_prior_with_fewer_simulations_than_actions()
 
 def test_noise_at_the_root():
     """The first simulation follows the mixed prior; ties are broken uniformly, and anew in every row."""
-    settings = MCTSSettings(simulations=1, dirichlet_weight=0.5)
+    settings = MCTSSettings(simulations=1, dirichlet_fraction=0.5)
     world, _, _ = bandits(50, 6)
     noise = draw_noise(settings, 50, 6, CPU, torch.Generator().manual_seed(0))
     assert_close(noise.dirichlet.sum(1), torch.ones(50))
     mixed = 0.5 * world[0].policy.softmax(1) + 0.5 * noise.dirichlet
     assert torch.equal(search(*world, settings, 1.0, noise).action, mixed.argmax(1))
 
-    settings = MCTSSettings(rules="lightzero", simulations=1)
+    settings = MCTSSettings(rule="lightzero", simulations=1)
     world, _, _ = bandits(3000, 3)
     noise = draw_noise(settings, 3000, 3, CPU, torch.Generator().manual_seed(0))
     shares = search(*world, settings, 1.0, noise).visits.mean(0)
@@ -528,7 +528,7 @@ class Memory(PlanningWorldModel):
 
 @pytest.mark.parametrize("rules", RULES)
 def test_acts_on_an_opaque_state(rules):
-    world, controller = Memory(), MCTS(MCTSSettings(rules=rules, simulations=12), 4)
+    world, controller = Memory(), MCTS(MCTSSettings(rule=rules, simulations=12), 4)
     state = controller.initial_state(6)
     logits, after = controller.decide(world, world.start(6), state)
     assert world.steps == 12
@@ -551,7 +551,7 @@ def test_acts_on_an_opaque_state(rules):
 def test_a_search_can_be_recorded_and_replayed(rules, monkeypatch):
     """It is a function of tensors alone, and what it found before is not written over."""
     monkeypatch.setattr(graph, "capture", capture_without_a_graph)
-    world, settings = Memory(), MCTSSettings(rules=rules, simulations=9)
+    world, settings = Memory(), MCTSSettings(rule=rules, simulations=9)
     plain, recorded = MCTS(settings, 4), MCTS(settings, 4, repeated=Recorded)
     earlier = []
     for seed in range(3):
@@ -582,7 +582,7 @@ def test_logits_are_visits_or_the_choice(monkeypatch):
     logits, _ = MCTS(MCTSSettings(), 3).decide(world, world.start(1), None)
     assert_close((logits / 0.25).softmax(1), torch.tensor([[0.94049, 0.05878, 0.00073]]), atol=1e-5, rtol=0)
     assert_close(logits.softmax(1), found.policy)
-    logits, _ = MCTS(MCTSSettings(rules="gumbel"), 3).decide(world, world.start(1), None)
+    logits, _ = MCTS(MCTSSettings(rule="gumbel"), 3).decide(world, world.start(1), None)
     assert torch.equal((logits / 0.25).softmax(1), torch.tensor([[0.0, 1.0, 0.0]]))
 
 

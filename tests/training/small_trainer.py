@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from wmcli.experience import Episodes, FrequencySampler, WindowSampler
-from wmcli.training.checkpoint import TrainState, generator_state, module_tensors, optimiser_tensors
+from wmcli.training.checkpoint import TrainState, generator_state, module_tensors, optimizer_tensors
 from wmcli.training.device import Machine, isolated_randomness
 from wmcli.training.loop import Trainer, fit
-from wmcli.training.optim import build_optimiser, update
+from wmcli.training.optim import build_optimizer, update
 from wmcli.training.settings import FrequencySettings, TrainingSettings
 
 CPU = Machine(torch.device("cpu"), "float32", 1)
@@ -67,7 +67,7 @@ class SmallTrainer(Trainer):
         else:
             sampler = WindowSampler(EPISODES, np.arange(23), sampling=sampling, **windows_of)
         self.net, self.sampler, self.before, self.more = net, sampler, before, more
-        self.optimizer = build_optimiser(optimizer, net.parameters(), 1e-2, 0.1)
+        self.optimizer = build_optimizer(optimizer, net.parameters(), 1e-2, 0.1)
         self.state = TrainState({"net": net}, self.optimizer, rng, {"sampler": sampler})
 
     def update(self) -> Mapping[str, Tensor]:
@@ -87,7 +87,7 @@ class Process:
 
     folder: Path | None
     sampling: Any = "windows"
-    optimiser: Any = "adamw"
+    optimizer: Any = "adamw"
     seed: int = 5
     before: Callable[[int], None] = lambda done: None
     """Called with the number of updates done, before each."""
@@ -101,7 +101,7 @@ class Process:
     def run(self, updates: int, *, parent: Path | None = None, **settings: Any) -> dict[str, float]:
         chosen = TrainingSettings.model_validate({"checkpoint_seconds": 0.0, "log_every": 3} | settings)
         with isolated_randomness(self.seed, CPU.device) as rng:
-            trainer = SmallTrainer(self.sampling, self.optimiser, rng, lambda done: self.before(done), self.metrics)
+            trainer = SmallTrainer(self.sampling, self.optimizer, rng, lambda done: self.before(done), self.metrics)
             self.state = trainer.state
             if parent is not None:
                 self.state.continue_from(parent)
@@ -114,7 +114,7 @@ class Process:
         """All that an update changes."""
         optimizer = self.state.optimizer
         assert optimizer is not None
-        tensors = module_tensors(self.state.modules) | optimiser_tensors(optimizer) | {"random": self.random}
+        tensors = module_tensors(self.state.modules) | optimizer_tensors(optimizer) | {"random": self.random}
         sampler = self.state.parts["sampler"].state()
         return {name: tensor.tolist() for name, tensor in tensors.items()} | {
             "rng": generator_state(self.state.rng),

@@ -13,7 +13,7 @@ from wmcli.world_models.open_loop import open_loop
 B, T = 3, 6
 MAKES = {
     "latent": lambda: (test_latent.make("retnet"), test_latent.frames(B, T)),
-    "cells": lambda: (test_cells.make("retnet", horizon=8, context=3), test_cells.played(T)[0]),
+    "cells": lambda: (test_cells.make("retnet", sequence_length=8, context=3), test_cells.played(T)[0]),
     "unizero": lambda: (test_unizero.make("retnet"), test_unizero.frames(B, T)),
 }
 

@@ -91,7 +91,7 @@ def test_attention(prior, whole, steps):
 
 def unizero() -> UniZero:
     settings = UniZeroSettings(
-        horizon=4, td_steps=2, context=2, activation="gelu_tanh", discount=0.9, entropy_weight=0.2
+        sequence_length=4, td_steps=2, context=2, activation="gelu_tanh", discount=0.9, entropy_weight=0.2
     )
     return filled(UniZero(settings, backbone(16, 1, 8), A, 64))
 
@@ -194,7 +194,7 @@ def test_search_of_lightzero(explore, visits, value):
         after = onward[state[0], action]
         return reward[state[0], action], torch.zeros(3, dtype=torch.bool), predict(after), (after,)
 
-    settings, place = MCTSSettings(rules="lightzero", simulations=50), torch.arange(3)
+    settings, place = MCTSSettings(rule="lightzero", simulations=50), torch.arange(3)
     found = search(predict(place), (place,), expand, settings, 0.997, noise if explore else None)
     assert found.visits.tolist() == visits
     assert_close(found.value, torch.tensor(value), rtol=0, atol=2e-6)

@@ -1,4 +1,4 @@
-"""A stage's unit of work: recognised when it was done before, resumed when it was interrupted, published whole.
+"""A stage's unit of work: recognized when it was done before, resumed when it was interrupted, published whole.
 
 What a crash can leave, and who clears it away: a work directory with its checkpoints (the same job resumes it, others
 leave it alone); a work directory whose payload was published already, which is one without `payload/` (the next `done`

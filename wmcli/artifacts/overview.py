@@ -198,7 +198,7 @@ def differences(left: Path, right: Path, *, unused: bool = False) -> list[dict[s
     if _is_version(left) != _is_version(right):
         raise UsageError(f"{left} and {right}: give two runs or two artifacts, not one of each.")
     sides = [_manifest_parts(each) if _is_version(each) else _bound_parts(each) for each in (left, right)]
-    used = {name.replace("-", "_") for side in sides if (name := side["settings"].get("backbone.name"))}
+    used = {name.replace("-", "_") for side in sides if (name := side["settings"].get("backbone.kind"))}
     rows = []
     for part in sides[0]:
         one, other = (side[part] for side in sides)

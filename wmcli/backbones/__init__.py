@@ -75,7 +75,7 @@ class BackboneSettings(Section):
 
 
 def build(settings: BackboneSettings, max_length: int, block: int) -> Backbone:
-    """A freshly initialised backbone, drawn from torch's global generator.
+    """A freshly initialized backbone, drawn from torch's global generator.
 
     max_length is the longest sequence one state must hold, in elements, the queries of the last fork included; block is
     the number of elements of one time step. Raises UsageError when the settings do not fit together.

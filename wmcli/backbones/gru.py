@@ -23,7 +23,7 @@ from wmcli.config import Section
 class GRUSettings(Section):
     """What is particular to the GRU backbone."""
 
-    hidden: int = Field(default=0, ge=0)
+    hidden_size: int = Field(default=0, ge=0)
     """Width of each GRU's state; 0 is the backbone's width. When they differ, a Linear leads back to the width."""
 
 
@@ -34,7 +34,7 @@ class GRU(ResidualStack):
     """
 
     def __init__(self, settings: GRUSettings, size: Size) -> None:
-        super().__init__(size, lambda: GRUMixer(size.width, settings.hidden or size.width))
+        super().__init__(size, lambda: GRUMixer(size.width, settings.hidden_size or size.width))
 
 
 class GRUMixer(Mixer):

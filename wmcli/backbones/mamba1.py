@@ -31,11 +31,11 @@ STEP_SIZES = (1e-3, 1e-1)  # that a block begins with
 class Mamba1Settings(Section):
     """What is particular to the Mamba-1 backbone."""
 
-    state: int = Field(default=16, ge=1)
+    state_size: int = Field(default=16, ge=1)
     """Numbers in the state of one channel."""
     expand: int = Field(default=2, ge=1)
     """Channels of the scan, in multiples of the backbone's width."""
-    conv: int = Field(default=4, ge=2)
+    conv_kernel: int = Field(default=4, ge=2)
     """Taps of the causal convolution: the newest element and the ones before it."""
     dt_rank: int = Field(default=0, ge=0)
     """Rank of the map from channels to step sizes; 0: a sixteenth of the backbone's width, rounded up."""
@@ -62,12 +62,12 @@ class Mamba1Mixer(Mixer):
         super().__init__()
         channels = settings.expand * size.width
         rank = settings.dt_rank or math.ceil(size.width / 16)
-        self.parts = (rank, settings.state, settings.state)
+        self.parts = (rank, settings.state_size, settings.state_size)
         self.in_proj = nn.Linear(size.width, 2 * channels, bias=False)  # channels, then their gate
-        self.conv = nn.Conv1d(channels, channels, settings.conv, groups=channels)  # holds the taps, oldest first
+        self.conv = nn.Conv1d(channels, channels, settings.conv_kernel, groups=channels)  # holds the taps, oldest first
         self.x_proj = nn.Linear(channels, sum(self.parts), bias=False)
         self.dt_proj = nn.Linear(rank, channels)
-        self.a_log = nn.Parameter(torch.arange(1.0, settings.state + 1).log().repeat(channels, 1))
+        self.a_log = nn.Parameter(torch.arange(1.0, settings.state_size + 1).log().repeat(channels, 1))
         self.a_log._no_weight_decay = True  # type: ignore[attr-defined]  # it would pull all rates to 1
         self.skip = nn.Parameter(torch.ones(channels))
         self.out_proj = nn.Linear(channels, size.width, bias=False)

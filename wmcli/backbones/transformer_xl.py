@@ -56,9 +56,9 @@ class TransformerXLSettings(Section):
     """Width of the feed-forward layer, in multiples of the backbone's width."""
     activation: Literal["gelu", "relu"] = "gelu"
     """Of the feed-forward layer."""
-    memory: int = Field(default=128, ge=1)
+    memory_length: int = Field(default=128, ge=1)
     """Elements before itself, or before its segment, that an element attends to, in each layer."""
-    segment: int = Field(default=0, ge=0)
+    segment_length: int = Field(default=0, ge=0)
     """Elements of a segment. What is before an element's segment is a constant to it, as in the paper; 0: the memory
     slides along with the elements, and gradients flow through it."""
     prior: AttentionPriorSettings = AttentionPriorSettings()
@@ -94,12 +94,12 @@ class TransformerXL(Backbone):
         super().__init__()
         if not settings.head_width and size.width % settings.heads:
             raise UsageError(
-                f"backbone.transformer_xl.heads = {settings.heads}: must divide backbone.width = {size.width}, or set "
-                "backbone.transformer_xl.head_width."
+                f"backbone.heads = {settings.heads}: must divide backbone.width = {size.width}, or set "
+                "backbone.head_width."
             )
         self.width, self.max_length = size.width, None
         self.heads, self.head_width = settings.heads, settings.head_width or size.width // settings.heads
-        self.memory, self.segment, self.window = settings.memory, settings.segment, settings.window
+        self.memory, self.segment, self.window = settings.memory_length, settings.segment_length, settings.window
         self.layers = nn.ModuleList(TransformerXLLayer(settings, size, self.head_width) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
         self.prior = None if settings.prior.kind == "none" else _prior(settings, size.layers)
@@ -214,7 +214,7 @@ class TransformerXLLayer(nn.Module):
         super().__init__()
         width, inner, hidden = size.width, settings.heads * head_width, settings.ffn * size.width
         self.heads, self.dropout = settings.heads, size.dropout
-        self.memory, self.segment, self.window = settings.memory, settings.segment, settings.window
+        self.memory, self.segment, self.window = settings.memory_length, settings.segment_length, settings.window
         self.activation = ACTIVATIONS[settings.activation]
         self.scales = settings.prior.form == "scale"
         self.attention_norm = nn.LayerNorm(width)
@@ -335,7 +335,7 @@ def band(scores: Tensor, around: float = -math.inf) -> Tensor:
 
 
 def _prior(settings: TransformerXLSettings, layers: int) -> AttentionPrior:
-    key = "backbone.transformer_xl.prior"
+    key = "backbone.prior"
     if settings.prior.unit == "step":
         raise UsageError(f"{key}.unit = step: the memory knows distances, not where blocks begin; set it to token.")
     if settings.prior.leak:

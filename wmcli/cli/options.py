@@ -68,7 +68,7 @@ def complete_key() -> list[str]:
 
 def _values(key: str, keys: Mapping[str, Sequence[str]]) -> Sequence[str]:
     own = {
-        "backbone.name": complete_backbone,
+        "backbone.kind": complete_backbone,
         "environment.id": complete_environment,
         "training.device": complete_device,
     }
@@ -171,7 +171,7 @@ Backbone = Annotated[
     typer.Option(
         "--backbone",
         metavar="NAME",
-        help="The sequence model: retnet, mamba2, s4, ... Short for --set backbone.name=NAME.",
+        help="The sequence model: retnet, mamba2, s4, ... Short for --set backbone.kind=NAME.",
         rich_help_panel=RUN_PANEL,
         autocompletion=complete_backbone,
     ),

@@ -104,14 +104,14 @@ class Learner(Controller):
 
     @abstractmethod
     def loss(self, imagined: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss to minimise on what `imagine` gave, and metrics (detached, still on the device)."""
+        """The loss to minimize on what `imagine` gave, and metrics (detached, still on the device)."""
 
     @abstractmethod
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """What the optimiser is given: all parameters that learn, in groups that state their weight decay."""
+        """What the optimizer is given: all parameters that learn, in groups that state their weight decay."""
 
     def after_update(self) -> None:  # noqa: B027 (most controllers have nothing to do)
-        """Called after each step of the optimiser, for what follows the weights, such as a slow copy of them."""
+        """Called after each step of the optimizer, for what follows the weights, such as a slow copy of them."""
 
 
 def draw_noise(world_model: WorldModel, batch: Batch, actions: int, steps: int) -> Noise:

@@ -37,7 +37,7 @@ class MCTSSettings(Section):
     """Monte Carlo tree search (MuZero, UniZero)."""
     simulations: int = Field(50, ge=1)
     """Nodes that a search adds to its tree, each for one step of the world model."""
-    rules: Literal["mctx", "lightzero", "gumbel"] = "mctx"
+    rule: Literal["mctx", "lightzero", "gumbel"] = "mctx"
     """How it chooses: MuZero's rule as in google-deepmind/mctx, the same as in opendilab/LightZero, or Gumbel MuZero's,
     which improves the policy with a few simulations already."""
     pb_c_init: float = Field(1.25, ge=0)
@@ -46,11 +46,11 @@ class MCTSSettings(Section):
     """Visits after which that weight begins to grow (not for gumbel)."""
     dirichlet_alpha: float = Field(0.3, gt=0)
     """Concentration of the noise in the root's prior while exploring (not for gumbel)."""
-    dirichlet_weight: float = Field(0.25, ge=0, le=1)
+    dirichlet_fraction: float = Field(0.25, ge=0, le=1)
     """Share of the noise in the root's prior while exploring (not for gumbel)."""
-    considered: int = Field(16, ge=1)
+    max_num_considered_actions: int = Field(16, ge=1)
     """Actions that the root looks into (gumbel)."""
-    visit_constant: float = Field(50.0, ge=0)
+    maxvisit_init: float = Field(50.0, ge=0)
     """Added to the visits of the most visited action, by which values are weighted against logits (gumbel)."""
     value_scale: float = Field(0.1, gt=0)
     """Times that sum, the weight of values against logits (gumbel)."""
@@ -88,14 +88,14 @@ def draw_noise(
     settings: MCTSSettings, rows: int, actions: int, device: torch.device, generator: torch.Generator
 ) -> SearchNoise:
     """Random numbers for a search from `rows` frames, the same on every device; `generator` is on the CPU."""
-    if settings.rules == "gumbel":
+    if settings.rule == "gumbel":
         numbers = uniform((rows, actions), device, generator).clamp_min(torch.finfo(torch.float32).tiny)
         return SearchNoise(gumbel=-(-numbers.log()).log())
     concentration = torch.full((rows, actions), settings.dirichlet_alpha)
     dirichlet = torch._sample_dirichlet(concentration, generator)
     if device.type == "cuda":
         dirichlet = dirichlet.pin_memory().to(device, non_blocking=True)  # a copy from other memory would wait
-    if settings.rules == "mctx":
+    if settings.rule == "mctx":
         return SearchNoise(dirichlet)
     return SearchNoise(dirichlet, uniform((rows, settings.simulations + 1, actions), device, generator))
 
@@ -121,12 +121,12 @@ def search(
     """
     noise = noise or SearchNoise()
     rule = Rule(
-        settings.rules,
+        settings.rule,
         discount,
         settings.pb_c_init,
         settings.pb_c_base,
-        settings.considered,
-        settings.visit_constant,
+        settings.max_num_considered_actions,
+        settings.maxvisit_init,
         settings.value_scale,
     )
     tree = plant(
@@ -135,7 +135,7 @@ def search(
         root.policy,
         root.value,
         dirichlet=noise.dirichlet,
-        dirichlet_weight=settings.dirichlet_weight,
+        dirichlet_weight=settings.dirichlet_fraction,
         ties=noise.ties,
         gumbel=noise.gumbel,
     )
@@ -151,7 +151,7 @@ def search(
             place[ROOT + 1 + simulation] = leaf
         backup(tree, rule, simulation, selection, reward, terminated, prediction.policy, prediction.value)
     visits, value = root_visits(tree), root_value(tree)
-    if settings.rules == "gumbel":
+    if settings.rule == "gumbel":
         return Found(visits, value, *decision(tree, rule))
     return Found(visits, value, visits / settings.simulations, visits.argmax(-1))
 
@@ -204,7 +204,7 @@ class MCTS(Controller):
             self._search = world_model, self._repeated(partial(self._search_in, world_model))
         found = self._search[1](root, noise)
         logits = found.visits.log()
-        if self.settings.rules == "gumbel":
+        if self.settings.rule == "gumbel":
             logits = torch.full_like(logits, -torch.inf).scatter(1, found.action[:, None], 0)
         return logits, Searched(found.policy.clone(), found.value.clone())  # the next search may write over these
 

@@ -1,4 +1,4 @@
-"""Simplicial normalisation: a latent as many small distributions (TD-MPC2: Hansen et al. 2024, arXiv 2310.16828).
+"""Simplicial normalization: a latent as many small distributions (TD-MPC2: Hansen et al. 2024, arXiv 2310.16828).
 
 D width of a latent, V members of a group; a latent is D / V groups of V non-negative numbers that sum to 1. All is
 float32 at least, also under autocast.
@@ -14,7 +14,7 @@ EPS = 1e-6  # added to every probability before logarithms are taken
 
 
 def simnorm(x: Tensor, members: int) -> Tensor:
-    """(..., D) to the same shape: softmax, at temperature 1, over each group of `members` neighbours."""
+    """(..., D) to the same shape: softmax, at temperature 1, over each group of `members` neighbors."""
     return at_least_float32(x).unflatten(-1, (-1, members)).softmax(-1).flatten(-2)
 
 

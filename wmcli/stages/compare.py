@@ -69,10 +69,10 @@ def compare_backbones(
     mamba2 = settings.model_copy(update={"backbone": sizes["mamba2"]})
     patient = True
     for length in sorted(set(lengths)):
-        training = list(_training(sizes, settings.backbone.name, length, machine, bench))
+        training = list(_training(sizes, settings.backbone.kind, length, machine, bench))
         gone = {row["backbone"] for row in training if "skipped" in row}
         sizes = {name: size for name, size in sizes.items() if name not in gone}
-        imagination = list(_imagination(sizes, settings.backbone.name, length, machine, bench))
+        imagination = list(_imagination(sizes, settings.backbone.kind, length, machine, bench))
         recurrence = list(_chunked_and_sequential(mamba2, length, machine, bench)) if patient else []
         patient = patient and not any("skipped" in row for row in recurrence)
         rows += [*training, *imagination, *recurrence]
@@ -110,10 +110,10 @@ def equal_sizes(backbone: BackboneSettings) -> dict[str, BackboneSettings]:
     comes closest.
     """
     wanted = parameters(backbone)
-    found = {backbone.name: backbone}
+    found = {backbone.kind: backbone}
     depths = range(math.ceil(backbone.layers / 2), 2 * backbone.layers + 1)
     for name in BACKBONES:
-        if name == backbone.name:
+        if name == backbone.kind:
             continue
         best, off = backbone, math.inf
         for layers in sorted(depths, key=lambda each: abs(math.log(each / backbone.layers))):
@@ -133,7 +133,7 @@ def _of_depth(backbone: BackboneSettings, name: str, layers: int, wanted: int) -
     Mamba-2's heads have a fixed width: they are as wide as they can be below the preset's, and not less than half.
     """
     relative, mamba2 = backbone.transformer_xl, backbone.mamba2
-    heads = 2 * backbone.retnet.heads, backbone.transformer.heads, 1 if relative.head_width else relative.heads
+    heads = 2 * backbone.heads, backbone.heads, 1 if relative.head_width else relative.heads
     grain = math.lcm(*heads)
     widths = range(grain, 8 * max(backbone.width, grain) + 1, grain)
 
@@ -146,8 +146,8 @@ def _of_depth(backbone: BackboneSettings, name: str, layers: int, wanted: int) -
             "layers": layers,
             "width": width,
             "mamba2": mamba2.model_copy(update={"head_width": head_width(width)}),
-            "gru": backbone.gru.model_copy(update={"hidden": 0}),
-            "dreamer_gru": backbone.dreamer_gru.model_copy(update={"inputs": 0}),
+            "gru": backbone.model_copy(update={"hidden": 0}),
+            "dreamer_gru": backbone.model_copy(update={"inputs": 0}),
         }
         return backbone.model_copy(update=changes)
 
@@ -161,9 +161,9 @@ def _of_depth(backbone: BackboneSettings, name: str, layers: int, wanted: int) -
 
 def _note(backbone: BackboneSettings) -> str | None:
     """Sizes that say more about the cost than the width."""
-    if backbone.name == "transformer-xl":
-        return f"window of {backbone.transformer_xl.window} elements"
-    return f"heads of {backbone.mamba2.head_width}" if backbone.name == "mamba2" else None
+    if backbone.kind == "transformer-xl":
+        return f"window of {backbone.window} elements"
+    return f"heads of {backbone.head_width}" if backbone.kind == "mamba2" else None
 
 
 # -- right results ----------------------------------------------------------------------------------------------------
@@ -183,10 +183,10 @@ def check_steps(backbone: BackboneSettings, machine: Machine) -> float:
             y, state = model.step(element, state)
             steps.append(y)
     error = float((torch.stack(steps, 1) - whole).abs().amax() / whole.abs().amax())
-    allowed = DRIFTING.get((backbone.name, machine.precision), ALLOWED[machine.precision])
+    allowed = DRIFTING.get((backbone.kind, machine.precision), ALLOWED[machine.precision])
     if not error <= allowed:  # also where it is NaN
         raise WmError(
-            f"profile: steps of {backbone.name} are {error:.2g} off its forward on {CHECKED_LENGTH} elements, where"
+            f"profile: steps of {backbone.kind} are {error:.2g} off its forward on {CHECKED_LENGTH} elements, where"
             f" {allowed:g} is allowed: its results are wrong on this machine"
         )
     return error

@@ -51,7 +51,7 @@ def train_dynamics(
         Stopped: A signal arrived; the same command resumes.
     """
     settings, environment = context.settings.dynamics, context.environment
-    encoder, latent = context.settings.encoder, isinstance(settings, LatentWorldModelSettings)
+    encoder, latent = context.settings.dynamics.encoder, isinstance(settings, LatentWorldModelSettings)
     frames = context.run.resolve(experience or "experience", "experience")
     inputs = {"experience": frames} | parent_of(context, "dynamics", parent)
     fitted = _tokenizer(context, tokenizer, inputs.get("parent"))
@@ -123,7 +123,7 @@ def train_dynamics(
 
 def _tokenizer(context: Context, reference: str | None, parent: Artifact | None) -> Artifact | None:
     """Return the tokenizer to use or to start from; None where there is none to take."""
-    encoder = context.settings.encoder
+    encoder = context.settings.dynamics.encoder
     fitted = None
     if encoder == "tokenizer":
         fitted = context.run.resolve(reference or "tokenizer", "tokenizer")
@@ -147,7 +147,7 @@ def _tokenizer(context: Context, reference: str | None, parent: Artifact | None)
 
 def _reanalysis(context: Context, reference: str | None) -> Artifact | None:
     """Return the planner whose reanalysis is learned from; None where nothing was reanalyzed."""
-    if not context.settings.plans or reference == NONE:
+    if not context.settings.controller.searches or reference == NONE:
         return None
     planner = context.run.resolve(reference, "controller") if reference else context.run.latest("controller")
     return planner if planner is not None and planner.metrics["updates"] else None

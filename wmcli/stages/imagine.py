@@ -56,7 +56,7 @@ def imagine(
         inputs=inputs,
         updates=settings.updates,
     )
-    if context.settings.plans:
+    if context.settings.controller.searches:
         return publish(build=partial(_reanalysis, context, frames, model))
     encoder = _encoder(model, inputs.get("parent"))
     return publish(build=partial(_imagination, context, frames, model, encoder), draw=_draw_imagination)
@@ -68,7 +68,7 @@ def _encoder(model: Artifact, parent: Artifact | None) -> Artifact | None:
     Raises:
         ArtifactError: `parent`, a controller to train further, learned with one that this does not descend from.
     """
-    kind = settings_of(model).encoder
+    kind = settings_of(model).dynamics.encoder
     if kind == "rules":
         return None
     encoder = model.input("tokenizer") if kind == "tokenizer" else model

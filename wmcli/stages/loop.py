@@ -153,7 +153,7 @@ def due(settings: Settings, epoch: int) -> list[str]:
     plan, stages = settings.run, []
     last = epoch == plan.epochs
     # A model that trains its tokenizer goes on with its own as soon as it has one.
-    with_dynamics = settings.encoder == "dynamics" and epoch > plan.dynamics_after + 1
+    with_dynamics = settings.dynamics.encoder == "dynamics" and epoch > plan.dynamics_after + 1
     if epoch <= plan.collect_epochs:
         stages.append(COLLECT)
     if plan.tokenizer_after < epoch <= plan.tokenizer_epochs and not with_dynamics:
@@ -218,7 +218,7 @@ def _epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) -> 
     if DYNAMICS in stages:
         # A model that trains its tokenizer goes on with its own, and begins with none but the loop's.
         start = path("tokenizer")
-        if context.settings.encoder == "dynamics" and (start is None or "dynamics" in newest):
+        if context.settings.dynamics.encoder == "dynamics" and (start is None or "dynamics" in newest):
             start = NONE
         yield (
             DYNAMICS,

@@ -58,7 +58,7 @@ def profile(
     Raises WmError when a result is wrong at the shape that is to be timed.
     """
     settings, machine = context.settings, context.machine
-    job = context.run.job("profile", settings.select(*type(settings).model_fields), {})
+    job = context.run.job("profile", settings.identity(*type(settings).model_fields), {})
     with (
         context.work(job, fresh=True) as work,
         isolated_randomness(derived_seed(settings.seed, "profile"), machine.device),
@@ -168,7 +168,7 @@ def _elements(context: Context) -> int:
     """Return the elements of the backbone that a frame and its action take, 0 without a backbone."""
     settings = context.settings
     with torch.device("meta"):
-        tokenizer = build_tokenizer(settings) if settings.encoder in ("tokenizer", "dynamics") else None
+        tokenizer = build_tokenizer(settings) if settings.dynamics.encoder in ("tokenizer", "dynamics") else None
         return build_world_model(settings, tokenizer, context.environment["actions"]).elements
 
 
@@ -181,10 +181,10 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
         return torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, device=device)
 
     tokenizer = None
-    if settings.encoder in ("tokenizer", "dynamics"):
+    if settings.dynamics.encoder in ("tokenizer", "dynamics"):
         learning, frozen = build_tokenizer(settings).to(device), machine.freeze(build_tokenizer(settings))
         yield list(_tokenizer_stages(context, learning, frozen, random_frames(settings.tokenizer.batch)))
-        tokenizer = frozen if settings.encoder == "tokenizer" else learning
+        tokenizer = frozen if settings.dynamics.encoder == "tokenizer" else learning
 
     world_model = build_world_model(settings, tokenizer, actions).to(device).train()
     some = random_frames(SOME_FRAMES)
@@ -206,7 +206,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
 
     world_model = machine.freeze(world_model)
     controller = build_controller(settings, world_model, machine).to(device)
-    if settings.plans:
+    if settings.controller.searches:
         yield list(_searches(context, world_model, controller, some))
         return
     assert isinstance(controller, Learner)
@@ -218,7 +218,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
         update_controller(machine, world_model, controller, learner, windows, learns.clip, rollout)
 
     rollouts, horizon = learns.batch, learns.horizon
-    shape = f"{rollouts} rollouts of {horizon} steps, {settings.backbone.name}"
+    shape = f"{rollouts} rollouts of {horizon} steps, {settings.backbone.kind}"
     what, updates = "imagine (controller update)", learns.updates
     imagine = partial(controller.imagine, world_model)
     call, unrecorded = (
@@ -269,14 +269,14 @@ def _searches(
 
 def _name(settings: Settings, world_model: WorldModel) -> str:
     """Return the name of the backbone, or "convolutions" for a world model without one."""
-    return settings.backbone.name if world_model.elements else "convolutions"
+    return settings.backbone.kind if world_model.elements else "convolutions"
 
 
 def _imagination(context: Context, world_model: WorldModel, windows: Batch) -> Iterator[Stage]:
     """Yield one imagined step; of a model over tokens, predicted in parallel and token by token."""
     settings, machine = context.settings, context.machine
     batch, tokens = len(windows.action), world_model.elements - 1
-    shape = f"{batch} frames{f' of {tokens} tokens' if tokens else ''}, {settings.backbone.name}"
+    shape = f"{batch} frames{f' of {tokens} tokens' if tokens else ''}, {settings.backbone.kind}"
     models = {"imagination": world_model}
     if "prediction" in type(settings.dynamics).model_fields:
         tokenizer: Any = world_model.tokenizer

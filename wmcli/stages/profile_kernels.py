@@ -220,9 +220,9 @@ def kernel_cases(settings: Settings, machine: Machine, elements: int) -> Iterato
     yield _causal_conv(settings, make, (batch, time, width))
     yield _state_space(settings, make, (batch, time, width))
     yield _attention(settings, make, (batch, time, width))
-    if settings.encoder == "tokenizer":
+    if settings.dynamics.encoder == "tokenizer":
         yield _nearest(settings, make, elements - 1)
-    if not settings.plans:
+    if not settings.controller.searches:
         yield _lambda_returns(settings.controller, make)
 
 
@@ -255,7 +255,7 @@ def _retention(settings: Settings, make: RandomOperands, shape: Shape, block: in
         f"B {batch} H {retnet.heads} T {time} K {k} V {k}",
         (q_, k_, v_, torch.tensor(head_decays(retnet, block), device=make.device).log()),
         (0, 0, 0, None),
-        lambda *operands: linear_recurrence(*operands, chunk=retnet.chunk)[0],
+        lambda *operands: linear_recurrence(*operands, chunk=retnet.chunk_size)[0],
         lambda *operands: linear_recurrence_reference(*operands)[0],
     )
 
@@ -272,7 +272,7 @@ def state_space_duality(settings: Settings, make: RandomOperands, shape: Shape) 
         f"B {batch} H {heads} T {time} K {mamba2.state} V {mamba2.head_width}",
         (c, b, (dt[..., None] * x).to(x.dtype), -dt * make.log_uniform(DECAY_RATES, heads, 1)),
         (0, 0, 0, 0),
-        lambda *operands: linear_recurrence(*operands, chunk=mamba2.chunk)[0],
+        lambda *operands: linear_recurrence(*operands, chunk=mamba2.chunk_size)[0],
         lambda *operands: linear_recurrence_reference(*operands)[0],
     )
 
@@ -308,12 +308,12 @@ def _causal_conv(settings: Settings, make: RandomOperands, shape: Shape) -> Case
 
 def _state_space(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
     """S4's kernel from its parameters and the convolution with it, as a training segment meets them."""
-    (batch, time, width), numbers = shape, settings.backbone.s4.state
+    (batch, time, width), numbers = shape, settings.backbone.state_size
     poles, p, _ = (each.to(make.device)[None] for each in hippo_legs(numbers))
     system = s4.System(make.log_uniform((1e-3, 1e-1), width), poles, p, math.sqrt(2) * p)
     c = torch.randn(width, numbers // 2, dtype=torch.complex128, device=make.device)
     # What is stored is not C but C (I - Abar^T).
-    c_tilde = _complex((s4.truncation(s4.discretise(system), time) @ s4.output_numbers(c)[..., None])[..., 0])
+    c_tilde = _complex((s4.truncation(s4.discretize(system), time) @ s4.output_numbers(c)[..., None])[..., 0])
     parameters = (system.dt, *(part.to(torch.complex64) for part in (*system[1:], c_tilde)))
 
     def call(u: Tensor, *rest: Tensor) -> Tensor:
@@ -322,7 +322,7 @@ def _state_space(settings: Settings, make: RandomOperands, shape: Shape) -> Case
 
     def reference(u: Tensor, *rest: Tensor) -> Tensor:
         system, c_tilde = s4.System(*rest[:-1]), rest[-1]
-        whole = torch.linalg.solve(s4.truncation(s4.discretise(system), time), s4.output_numbers(c_tilde)[..., None])
+        whole = torch.linalg.solve(s4.truncation(s4.discretize(system), time), s4.output_numbers(c_tilde)[..., None])
         kernel = s4.reference(system, _complex(whole[..., 0]), time)
         return F.conv1d(F.pad(u.mT, (time - 1, 0)), kernel.flip(1)[:, None], groups=len(kernel)).mT
 
@@ -343,7 +343,7 @@ def _complex(numbers: Tensor) -> Tensor:
 
 
 def _attention(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
-    (batch, time, width), heads = shape, settings.backbone.transformer.heads
+    (batch, time, width), heads = shape, settings.backbone.heads
     k = max(width // heads, 1)
     return Case(
         "attention",
@@ -356,7 +356,7 @@ def _attention(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
 
 
 def _nearest(settings: Settings, make: RandomOperands, tokens: int) -> Case:
-    """The vectors of a training batch of the tokenizer, whatever its quantiser is."""
+    """The vectors of a training batch of the tokenizer, whatever its quantizer is."""
     tokenizer = settings.tokenizer
     assert isinstance(tokenizer, TokenizerSettings)
     vectors, codes, channels = tokenizer.batch * tokens, tokenizer.codes, tokenizer.width
@@ -378,7 +378,7 @@ def _nearest(settings: Settings, make: RandomOperands, tokens: int) -> Case:
 
 
 def _lambda_returns(controller: Any, make: RandomOperands) -> Case:
-    batch, steps = controller.batch, controller.horizon + 1
+    batch, steps = controller.batch, controller.imagination_horizon + 1
     reward, value = (make.normal(batch, steps).float() for _ in range(2))
     terminated = torch.rand(batch, steps, device=make.device) < 0.05
     constants = controller.discount, controller.trace_decay

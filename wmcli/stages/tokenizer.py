@@ -33,7 +33,7 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
         DivergedError: A loss or weight is not finite.
         Stopped: A signal arrived; the same command resumes.
     """
-    if context.settings.encoder == "itself":
+    if context.settings.dynamics.encoder == "itself":
         raise UsageError(
             f"dynamics.kind = '{context.settings.dynamics.kind}' encodes frames itself and has no tokenizer;"
             " go on with: wm train-dynamics"

@@ -112,7 +112,7 @@ def train(
         Stopped: A signal arrived; the same command resumes.
     """
     settings, progress = context.settings, context.progress
-    identity = settings.select("seed", *sections) | {
+    identity = settings.identity("seed", *sections) | {
         "precision": context.machine.precision,
         "sampling": settings.training.sampling,
     }

@@ -134,8 +134,8 @@ def check_episode_fits(longest: int, length: int) -> None:
     """
     if longest > length:
         raise UsageError(
-            f"dynamics.horizon = {length}: a row is a whole episode (dynamics.rows = episodes), and one has"
-            f" {longest} frames; set dynamics.horizon={longest}, or rows to windows or streams."
+            f"dynamics.sequence_length = {length}: a row is a whole episode (dynamics.rows = episodes), and one has"
+            f" {longest} frames; set dynamics.sequence_length={longest}, or rows to windows or streams."
         )
 
 

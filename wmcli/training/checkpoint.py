@@ -1,6 +1,6 @@
 """The state of training, and its file: one safetensors file, nothing pickled, from which resuming is bit-exact.
 
-Tensor names: `model/<module>/<parameter>`, `optimiser/<index>/<moment>`, `random/torch`, `random/cuda`, `unlogged`, and
+Tensor names: `model/<module>/<parameter>`, `optimizer/<index>/<moment>`, `random/torch`, `random/cuda`, `unlogged`, and
 `parts/<part>/<array>` for arrays of samplers and the like. The rest of their states, counters and the NumPy generator's
 state are canonical JSON under the one metadata key `wm`. (With several keys the bytes would differ from save to save.)
 """
@@ -76,7 +76,7 @@ class TrainState:
         }
         tensors |= module_tensors(self.modules) | random_tensors(device)
         if self.optimizer is not None:
-            tensors |= optimiser_tensors(self.optimizer)
+            tensors |= optimizer_tensors(self.optimizer)
         if self.unlogged:
             tensors["unlogged"] = stacked(self.unlogged)
         save_tensors(path, tensors, about)
@@ -115,7 +115,7 @@ class TrainState:
         tensors, about = load_tensors(path)
         load_modules(self.modules, tensors, str(path))
         if self.optimizer is not None:
-            load_optimiser(self.optimizer, tensors)
+            load_optimizer(self.optimizer, tensors)
         return tensors, about
 
 
@@ -193,13 +193,13 @@ def load_modules(modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
         module.load_state_dict(given)
 
 
-def optimiser_tensors(optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return moments and step counts of every parameter as `optimiser/<index>/<name>`."""
-    state = optimiser.state_dict()["state"]
-    return {f"optimiser/{index}/{name}": value for index, moments in state.items() for name, value in moments.items()}
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return moments and step counts of every parameter as `optimizer/<index>/<name>`."""
+    state = optimizer.state_dict()["state"]
+    return {f"optimizer/{index}/{name}": value for index, moments in state.items() for name, value in moments.items()}
 
 
-def load_optimiser(optimiser: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Restore moments and step counts; learning rates and the like come from the settings.
 
     Raises:
@@ -207,15 +207,15 @@ def load_optimiser(optimiser: torch.optim.Optimizer, tensors: Mapping[str, Tenso
     """
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
-        if key.startswith("optimiser/"):
+        if key.startswith("optimizer/"):
             _, index, name = key.split("/")
             state.setdefault(int(index), {})[name] = value
-    if state and _kind(next(iter(state.values()))) != _kind_of(optimiser):
+    if state and _kind(next(iter(state.values()))) != _kind_of(optimizer):
         raise ArtifactError(
-            f"these weights were trained with another optimiser, whose moments {type(optimiser).__name__} cannot take"
-            " over: keep the optimiser they were trained with, or train anew without --more."
+            f"these weights were trained with another optimizer, whose moments {type(optimizer).__name__} cannot take"
+            " over: keep the optimizer they were trained with, or train anew without --more."
         )
-    parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert all(
         value.dim() == 0 or value.shape == parameters[index].shape
         for index, moments in state.items()
@@ -223,10 +223,10 @@ def load_optimiser(optimiser: torch.optim.Optimizer, tensors: Mapping[str, Tenso
     ), "moments of other parameters"
     for number, moments in state.items():
         for name, value in moments.items():
-            if value.dim():  # fused optimisers go through parameter and moments as they lie in memory
+            if value.dim():  # fused optimizers go through parameter and moments as they lie in memory
                 like: Tensor = parameters[number]
                 moments[name] = torch.empty_like(like, dtype=value.dtype).copy_(value)
-    optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _kind(moments: Mapping[str, Tensor]) -> str:
@@ -235,9 +235,9 @@ def _kind(moments: Mapping[str, Tensor]) -> str:
     return next((name for mark, name in marks.items() if mark in moments), "adam")
 
 
-def _kind_of(optimiser: torch.optim.Optimizer) -> str:
+def _kind_of(optimizer: torch.optim.Optimizer) -> str:
     kinds = ((LaProp, "laprop"), (torch.optim.SGD, "sgd"))
-    return next((name for kind, name in kinds if isinstance(optimiser, kind)), "adam")
+    return next((name for kind, name in kinds if isinstance(optimizer, kind)), "adam")
 
 
 def part_tensors(states: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:

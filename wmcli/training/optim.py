@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from wmcli.config import Section
 
-OptimiserName = Literal["adamw", "adam", "laprop", "sgd"]
+OptimizerName = Literal["adamw", "adam", "laprop", "sgd"]
 LAPROP_MOMENT = "momentum"  # marks a saved state of LaProp
 EPS = {"adamw": 1e-8, "adam": 1e-8, "laprop": 1e-20, "sgd": 0.0}
 DECAY = 0.1  # of the learning rate, each time it falls
@@ -27,7 +27,7 @@ class LaProp(torch.optim.Optimizer):
         parameter <- (1 - lr r_n weight_decay) parameter - lr r_n / a_n m
 
     where a_n is the average of r_1, ..., r_n with decay b1, started at 0: 1 - b1^n without warm-up. (Adam averages
-    first and normalises the average.) The public code has lr inside m as well. That is the same as long as lr does not
+    first and normalizes the average.) The public code has lr inside m as well. That is the same as long as lr does not
     change, and this way a training that goes on with another lr takes it at once.
 
     Like torch's own, a parameter counts its own gradients; one without a gradient does not move. The moments have its
@@ -99,8 +99,8 @@ def _average_share(count: int, warmup: int, decay: float) -> float:
     return 1 - decay ** (count - rising) * (1 - average)
 
 
-def build_optimiser(
-    name: OptimiserName,
+def build_optimizer(
+    name: OptimizerName,
     parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
     learning_rate: float,
     weight_decay: float,
@@ -134,10 +134,10 @@ def build_optimiser(
         return torch.optim.AdamW(groups, learning_rate, betas, eps, weight_decay, fused=True)
     if name == "sgd":
         return torch.optim.SGD(groups, learning_rate, momentum, weight_decay=weight_decay, fused=True)
-    optimiser = torch.optim.Adam(groups, learning_rate, betas, eps, fused=True)
-    for group in optimiser.param_groups:
+    optimizer = torch.optim.Adam(groups, learning_rate, betas, eps, fused=True)
+    for group in optimizer.param_groups:
         group["weight_decay"] = 0.0  # groups bring decays of their own, which Adam would add to the gradient
-    return optimiser
+    return optimizer
 
 
 def _groups_by_rate(
@@ -163,12 +163,12 @@ def optimizer_for(
 ) -> torch.optim.Optimizer:
     """Build the optimizer that a section of the settings describes."""
     values = settings.model_dump()
-    return build_optimiser(
-        values["optimiser"],
+    return build_optimizer(
+        values["optimizer"],
         parameters,
         values["learning_rate"],
         values["weight_decay"],
-        warmup=values.get("warmup", 0) if values["optimiser"] == "laprop" else 0,  # others warm up by a schedule
+        warmup=values.get("warmup", 0) if values["optimizer"] == "laprop" else 0,  # others warm up by a schedule
         eps=values.get("eps") or None,
         beta2=values.get("beta2", 0.999),
         momentum=values.get("momentum", 0.0),
@@ -193,7 +193,7 @@ class Schedule(NamedTuple):
         if "schedule" not in values:
             return cls(decay_after=decay_after)
         return cls(
-            warmup=0 if values["optimiser"] == "laprop" else values["warmup"],  # LaProp warms up by itself
+            warmup=0 if values["optimizer"] == "laprop" else values["warmup"],  # LaProp warms up by itself
             cosine=values["updates"] if values["schedule"] == "cosine" else 0,
             decay_after=decay_after,
         )
@@ -202,7 +202,7 @@ class Schedule(NamedTuple):
         """Set the learning rates for the next update.
 
         Args:
-            optimizer: One of `build_optimiser`.
+            optimizer: One of `build_optimizer`.
             update: Updates done since training began.
             trained: Updates of earlier versions.
         """
@@ -214,15 +214,15 @@ class Schedule(NamedTuple):
             group["lr"] = group["initial_lr"] * share
 
 
-def update(optimiser: torch.optim.Optimizer, loss: Tensor, clip: float) -> Tensor:
+def update(optimizer: torch.optim.Optimizer, loss: Tensor, clip: float) -> Tensor:
     """Do a backward pass and one optimizer step, with the gradient norm clipped to `clip`.
 
     Returns:
         The norm before clipping, a scalar on the device.
     """
-    optimiser.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     norm = nn.utils.clip_grad_norm_(parameters, clip, foreach=True)
-    optimiser.step()
+    optimizer.step()
     return norm

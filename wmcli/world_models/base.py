@@ -140,7 +140,7 @@ class WorldModel(nn.Module, ABC):
 
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss to minimise, a float32 scalar, and named scalars without gradient for the log."""
+        """The loss to minimize, a float32 scalar, and named scalars without gradient for the log."""
 
     def no_carry(self, rows: int) -> State:
         """Return what `carried_loss` takes at the beginning of streams. Only for a model that learns from streams."""
@@ -159,7 +159,7 @@ class WorldModel(nn.Module, ABC):
         """Every parameter that learns once, in groups for `torch.optim`, each with its `weight_decay`."""
 
     def after_update(self) -> None:  # noqa: B027 (most models have nothing to do)
-        """Called after each step of the optimiser, for what follows the weights, such as a slow copy of them."""
+        """Called after each step of the optimizer, for what follows the weights, such as a slow copy of them."""
 
     @abstractmethod
     def observe(

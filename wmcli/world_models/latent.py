@@ -11,7 +11,7 @@ That is Drama. The *past* of a frame is d_{t-1}, zeros for an episode's first fr
 and (z_t, h_t) the state. Settings let the decoder read the state, and the heads that of the frame they lead to; and the
 posterior read, besides its frame,
 
-    nothing (factorised: Drama, S4WM, TSSM)     its past (recurrent: RSSM; one frame after the other)
+    nothing (factorized: Drama, S4WM, TSSM)     its past (recurrent: RSSM; one frame after the other)
     all frames and actions so far, through a second backbone (full: S4WM-Full-Posterior)
 
 Sources: Drama (Wang et al. 2024, arXiv 2410.08893) and its public code; STORM (Zhang et al. 2023, arXiv 2310.09615);
@@ -38,7 +38,7 @@ from wmcli.errors import UsageError
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import uniform
 from wmcli.nn.decay import parameter_groups
-from wmcli.nn.initialise import initialise
+from wmcli.nn.initialize import initialize
 from wmcli.nn.masked import masked_mean
 from wmcli.nn.mlp import Activation, Norm, mlp, norm
 from wmcli.nn.one_hot import draw_one_hot, entropy, kl_divergence, one_hot, straight_through
@@ -54,7 +54,7 @@ class LatentWorldModelSettings(Section):
     stem: Literal["linear", "deep", "dreamer"] = "linear"
     """From latent and action to the backbone: linear, RMSNorm, SiLU (Drama); two layers with LayerNorm (STORM); or one
     without bias, LayerNorm, SiLU (Dreamer)."""
-    posterior: Literal["factorised", "recurrent", "full"] = "factorised"
+    posterior: Literal["factorized", "recurrent", "full"] = "factorized"
     """What a frame's latent is drawn from: the frame; the frame and its past (RSSM); or all frames and actions so far,
     read by a second backbone of the same settings (S4WM-Full-Posterior)."""
     decoder_reads: Literal["latent", "state"] = "latent"
@@ -76,21 +76,21 @@ class LatentWorldModelSettings(Section):
     """After each norm of those heads (STORM: relu)."""
     norm_eps: float = Field(0.0, ge=0)
     """Of the norms in stem and heads; 0 is 1e-6 for RMSNorm and 1e-5 for LayerNorm."""
-    initialisation: Literal["fan-average", "torch"] = Field("fan-average", json_schema_extra=ADDED)
+    initialization: Literal["fan-average", "torch"] = Field("fan-average", json_schema_extra=ADDED)
     """First weights of reward and termination heads, a prior's head with hidden layers, and Dreamer's stem: truncated
     normal by the mean of a layer's inputs and outputs, biases 0 (Dreamer, Drama), or torch's defaults (STORM)."""
     reward: Literal["two-hot", "bernoulli", "mse", "none"] = "two-hot"
     """How rewards are learned: as a distribution over 255 bins; as the probability of 1, for rewards of 0 and 1; by
     their squared error; or not at all."""
-    ends: bool = True
+    predict_termination: bool = True
     """Learn terminations; else an imagined episode never ends."""
     first_frame: bool = True
     """Learn to reconstruct the frame that opens an episode as well; S4WM, which has no prior of it, does not."""
-    horizon: int = Field(128, ge=2)
+    sequence_length: int = Field(128, ge=2)
     """Length of a training segment, in frames."""
     rows: Literal["windows", "episodes", "streams"] = "windows"
-    """What a row of a batch is: any window of `horizon` frames, drawn as training.sampling says; an episode from its
-    first frame on, each once before any comes again; or the next `horizon` frames of a stream of episodes, with the
+    """What a row of a batch is: any window of `sequence_length` frames, drawn as training.sampling says; an episode from its
+    first frame on, each once before any comes again; or the next `sequence_length` frames of a stream of episodes, with the
     state carried over from the batch before and its gradient cut (truncated backpropagation through time)."""
     context: int = Field(8, ge=1)
     """Real frames that imagination starts from."""
@@ -124,13 +124,13 @@ class LatentWorldModelSettings(Section):
     """Segments in an update."""
     updates: int = Field(200, ge=0)
     """Updates in one call of the stage."""
-    optimiser: Literal["laprop", "adamw", "adam"] = "laprop"
+    optimizer: Literal["laprop", "adamw", "adam"] = "laprop"
     """Of tokenizer and dynamics together."""
     learning_rate: float = Field(4e-5, gt=0)
-    """Step size of the optimiser."""
+    """Step size of the optimizer."""
     eps: float = Field(0.0, ge=0, json_schema_extra=ADDED)
-    """What the optimiser adds to the root of the second moment: 1e-5 in Memory Maze's Dreamer (RSSM); 0 is the
-    optimiser's own, 1e-20 for laprop, 1e-8 for the others."""
+    """What the optimizer adds to the root of the second moment: 1e-5 in Memory Maze's Dreamer (RSSM); 0 is the
+    optimizer's own, 1e-20 for laprop, 1e-8 for the others."""
     warmup: int = Field(1000, ge=0)
     """Updates over which the step size rises to it."""
     schedule: Literal["constant", "cosine"] = "constant"
@@ -146,9 +146,9 @@ class LatentWorldModelSettings(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> LatentWorldModelSettings:
         for key in ("context", "act_window"):
-            if getattr(self, key) >= self.horizon:
-                raise ValueError(f"{key} = {getattr(self, key)} must be less than horizon = {self.horizon} frames.")
-        if self.posterior != "factorised" and self.act_window:
+            if getattr(self, key) >= self.sequence_length:
+                raise ValueError(f"{key} = {getattr(self, key)} must be less than sequence_length = {self.sequence_length} frames.")
+        if self.posterior != "factorized" and self.act_window:
             raise ValueError(
                 f"act_window = {self.act_window}: a posterior that is {self.posterior} is drawn frame by frame, and not"
                 " anew for a window; set act_window = 0."
@@ -162,7 +162,7 @@ class LatentWorldModelSettings(Section):
     @property
     def decodes_state(self) -> bool:
         """Whether the dynamics model's encoder and decoder are of no use without it."""
-        return self.posterior != "factorised" or self.decoder_reads == "state"
+        return self.posterior != "factorized" or self.decoder_reads == "state"
 
 
 class Past(NamedTuple):
@@ -226,7 +226,7 @@ class LatentWorldModel(WorldModel):
 
     @property
     def remembers(self) -> int:
-        return self.settings.act_window or self.settings.horizon
+        return self.settings.act_window or self.settings.sequence_length
 
     def __init__(
         self,
@@ -248,13 +248,13 @@ class LatentWorldModel(WorldModel):
             key = "rows = 'streams'" if settings.rows == "streams" else "posterior = 'full'"
             raise UsageError(
                 f"dynamics.{key} carries a state without end, which this backbone of limited length cannot hold: set"
-                " another backbone.name, for example transformer-xl."
+                " another backbone.kind, for example transformer-xl."
             )
         self.settings = settings
         self.actions = actions
         self.across_ends = settings.across_ends
         self.context = settings.context
-        self.segment = settings.horizon
+        self.segment = settings.sequence_length
         self.learns_rewards = settings.reward != "none"
         self.decodes = "features" if settings.decodes_state else "latents"
         self.feature_shape = (variables * classes + width,)
@@ -272,7 +272,7 @@ class LatentWorldModel(WorldModel):
         read = width + (variables * classes if settings.heads_read == "state" else 0)
         if settings.reward != "none":
             self.reward_head = self._head(read, two_hot.BINS if settings.reward == "two-hot" else 1)
-        if settings.ends:
+        if settings.predict_termination:
             self.termination_head = self._head(read, 1)
 
     @staticmethod
@@ -294,7 +294,7 @@ class LatentWorldModel(WorldModel):
             activation=s.head_activation,
             eps=s.norm_eps,
         )
-        initialise(head, s.initialisation)
+        initialize(head, s.initialization)
         return head
 
     def parameter_groups(self) -> list[dict[str, Any]]:
@@ -310,8 +310,8 @@ class LatentWorldModel(WorldModel):
         limit = self.backbone.max_length
         if limit is not None and frames > limit:
             raise UsageError(
-                f"dynamics.horizon = {limit}: this backbone has learned as many positions, and {frames} frames in a row"
-                f" are to be read; train with dynamics.horizon={frames}, or with another backbone.name."
+                f"dynamics.sequence_length = {limit}: this backbone has learned as many positions, and {frames} frames in a row"
+                f" are to be read; train with dynamics.sequence_length={frames}, or with another backbone.kind."
             )
 
     # -- the parts, on any leading axes -------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class LatentWorldModel(WorldModel):
     def encode(self, observation: Tensor) -> Tensor:
         """Frames (B, T, H, W, C) uint8 to latents, probabilities (B, T, K, C); to what the encoder makes of them,
         (B, T, F), where the posterior reads more than a frame."""
-        if self.settings.posterior == "factorised":
+        if self.settings.posterior == "factorized":
             return self.tokenizer.encode(observation)
         return self.tokenizer.embed(observation).float()
 
@@ -531,7 +531,7 @@ class LatentWorldModel(WorldModel):
         reward_loss = termination_loss = torch.zeros((), device=read.device)
         if settings.reward != "none":
             reward_loss = masked_mean(self._reward_loss(self.reward_head(reading), reward), counts)
-        if settings.ends:
+        if settings.predict_termination:
             termination = self.termination_head(reading).float().squeeze(-1)
             termination_loss = masked_mean(
                 F.binary_cross_entropy_with_logits(termination, ends.float(), reduction="none"), counts
@@ -629,7 +629,7 @@ class LatentWorldModel(WorldModel):
         reading = self._reading(summary, z)
         reward = self._reward(reading)
         terminated = torch.zeros_like(reward, dtype=torch.bool)
-        if self.settings.ends:
+        if self.settings.predict_termination:
             terminated = self.termination_head(reading).squeeze(-1) > 0
         # The public code adds and subtracts the probabilities in float32 and stores the result as integers.
         read = ((z + prior) - prior).long().to(z.dtype) if self.settings.truncate_latents else z
@@ -788,7 +788,7 @@ def _stem(settings: LatentWorldModelSettings, inputs: int, width: int) -> nn.Mod
         return nn.Sequential(linear, norm("rms", width, settings.norm_eps), nn.SiLU())
     if settings.stem == "dreamer":
         stem = nn.Sequential(nn.Linear(inputs, width, bias=False), norm("layer", width, settings.norm_eps), nn.SiLU())
-        initialise(stem, settings.initialisation)
+        initialize(stem, settings.initialization)
         return stem
     return nn.Sequential(
         nn.Linear(inputs, width, bias=False),
@@ -803,5 +803,5 @@ def _prior_head(settings: LatentWorldModelSettings, width: int, outputs: int) ->
     if not settings.prior_layers:
         return nn.Linear(width, outputs)
     head = mlp(width, settings.prior_width, settings.prior_layers, outputs, norm_kind="layer", eps=settings.norm_eps)
-    initialise(head, settings.initialisation)
+    initialize(head, settings.initialization)
     return head

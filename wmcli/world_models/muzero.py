@@ -41,9 +41,9 @@ class MuZeroSettings(PlanningSettings):
 
     kind: Literal["muzero"] = "muzero"
     """A policy and a value in what follows from a stack of frames, to plan with."""
-    stack: int = Field(4, ge=1)
+    frame_stack: int = Field(4, ge=1)
     """Frames that a state is made of."""
-    unroll: int = Field(5, ge=1)
+    unroll_steps: int = Field(5, ge=1)
     """Steps that the dynamics take in training, one after the other."""
     channels: Channels = (32, 64)
     """Of the representation's convolutions, before and after its second halving; the latter are a state's."""
@@ -73,10 +73,10 @@ class MuZeroSettings(PlanningSettings):
     """Updates between two renewals of the target."""
     batch: int = Field(256, ge=1)
     """Segments in an update."""
-    optimiser: Literal["sgd", "adamw", "adam"] = "sgd"
+    optimizer: Literal["sgd", "adamw", "adam"] = "sgd"
     """Of the whole model."""
     learning_rate: float = Field(0.2, gt=0)
-    """Step size of the optimiser."""
+    """Step size of the optimizer."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Of sgd."""
     decay_after: Annotated[tuple[Size, ...], Field(strict=False)] = (25_000, 50_000)
@@ -87,7 +87,7 @@ class MuZeroSettings(PlanningSettings):
     @property
     def context(self) -> int:
         """Real frames that imagination starts from."""
-        return self.stack
+        return self.frame_stack
 
 
 class Observed(NamedTuple):
@@ -121,16 +121,16 @@ class MuZero(BootstrappedWorldModel):
         self.actions = actions
         self.discount = settings.discount
         self.context = settings.context
-        self.history = settings.stack - 1
-        self.segment = self.history + settings.unroll + 1 + settings.td_steps
+        self.history = settings.frame_stack - 1
+        self.segment = self.history + settings.unroll_steps + 1 + settings.td_steps
         self.feature_shape = (channels, pixels, pixels)
-        self.representation = ResidualTrunk(settings.stack, settings.channels, "relu")
+        self.representation = ResidualTrunk(settings.frame_stack, settings.channels, "relu")
         self.dynamics = Dynamics(channels, actions)
         self.prediction = ResidualBlock(channels, channels, "relu")
         self.reward_head = _head(settings, pixels, value_bins.bins(settings.bound))
         self.policy_head = _head(settings, pixels, actions)
         self.value_head = _head(settings, pixels, value_bins.bins(settings.bound))
-        self.termination_head = _head(settings, pixels, 1) if settings.termination else None
+        self.termination_head = _head(settings, pixels, 1) if settings.predict_termination else None
         inputs, width, hidden = channels * pixels**2, settings.projection_width, settings.predictor_width
         self.projection = nn.Sequential(
             Flatten(), *_normed(inputs, width), nn.ReLU(), *_normed(width, width), nn.ReLU(), *_normed(width, width)
@@ -193,7 +193,7 @@ class MuZero(BootstrappedWorldModel):
             (discounted reward).
         """
         s = self.settings
-        unroll, stack = s.unroll, s.stack
+        unroll, stack = s.unroll_steps, s.frame_stack
         frames = to_gray(batch.latent)
         batch = part_of(batch, slice(self.history, None))
         part = part_of(batch, slice(unroll + 1))
@@ -237,7 +237,7 @@ class MuZero(BootstrappedWorldModel):
             images: The true frames (B, N - 1 + unroll, H, W), each row augmented as one.
         """
         with torch.no_grad():
-            stacks = self._augmented(images).unfold(1, self.settings.stack, 1).permute(0, 1, 4, 2, 3)
+            stacks = self._augmented(images).unfold(1, self.settings.frame_stack, 1).permute(0, 1, 4, 2, 3)
             true = self.projection(self._represent(stacks.flatten(0, 1))).float()
         agreement = F.cosine_similarity(self.predictor(self.projection(predicted)).float(), true, -1)
         return -agreement.unflatten(0, stacks.shape[:2])
@@ -255,7 +255,7 @@ class MuZero(BootstrappedWorldModel):
             where: Numbers of frames, counted from the first one behind the history.
         """
         rows = torch.arange(len(where), device=where.device)[:, None, None]
-        stacks = frames[rows, where[..., None] + torch.arange(self.settings.stack, device=where.device)]
+        stacks = frames[rows, where[..., None] + torch.arange(self.settings.frame_stack, device=where.device)]
         representation, prediction, head = self.target.values()
         images = _scaled(stacks.flatten(0, 1)).contiguous(memory_format=torch.channels_last)
         return value_bins.decode(head(prediction(representation(images)))).view_as(where)
@@ -319,7 +319,7 @@ class MuZero(BootstrappedWorldModel):
     ) -> Observed:
         """Take in one real frame. An episode's first frame fills the stack."""
         frame = to_gray(observation)[:, None]
-        stack = frame.repeat(1, self.settings.stack, 1, 1)
+        stack = frame.repeat(1, self.settings.frame_stack, 1, 1)
         if state is not None:
             stack = torch.where(reset[:, None, None, None], stack, torch.cat((state.stack[:, 1:], frame), 1))
         return Observed(stack, self._represent(_scaled(stack)))

@@ -39,7 +39,7 @@ class PlanningSettings(Section):
     """That value: of the slow copy of the model, or of the stored search where there was one."""
     end_on_truncation: bool = False
     """Learn time limits as terminations, as the public code does; else returns stop short of them."""
-    termination: bool = False
+    predict_termination: bool = False
     """Learn as well where episodes end, so that a search knows where nothing follows; the papers' models do not."""
     updates: int = Field(200, ge=0)
     """Updates in one call of the stage."""

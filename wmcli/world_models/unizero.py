@@ -42,7 +42,7 @@ class UniZeroSettings(PlanningSettings):
 
     kind: Literal["unizero"] = "unizero"
     """A policy and a value in a sequence of latents and actions, to plan with."""
-    horizon: int = Field(10, ge=2)
+    sequence_length: int = Field(10, ge=2)
     """Frames of a segment that are learned from."""
     context: int = Field(4, ge=2)
     """Real frames that acting and searching look back on, the current one included. A backbone without a limited number
@@ -52,7 +52,7 @@ class UniZeroSettings(PlanningSettings):
     activation: Activation = "leaky_relu"
     """Of the encoder (public code: gelu_tanh)."""
     group: int = Field(8, ge=2)
-    """Neighbours in a latent that sum to 1."""
+    """Neighbors in a latent that sum to 1."""
     bound: int = Field(50, ge=1)
     """The outermost bins of values and rewards, squashed: 50 is 2364."""
     latent_weight: float = Field(10.0, ge=0)
@@ -69,24 +69,24 @@ class UniZeroSettings(PlanningSettings):
     """How far the target moves towards the model after each update."""
     batch: int = Field(64, ge=1)
     """Segments in an update."""
-    optimiser: Literal["adamw", "adam", "laprop"] = "adamw"
+    optimizer: Literal["adamw", "adam", "laprop"] = "adamw"
     """Of the whole model."""
     learning_rate: float = Field(1e-4, gt=0)
-    """Step size of the optimiser."""
+    """Step size of the optimizer."""
     beta2: float = Field(0.95, ge=0, lt=1)
-    """Decay of the optimiser's second moments."""
+    """Decay of the optimizer's second moments."""
     clip: float = Field(5.0, gt=0)
     """Largest norm of the whole gradient (public code: 20)."""
 
     @model_validator(mode="after")
     def _fits_into_the_horizon(self) -> UniZeroSettings:
-        if self.context > self.horizon:
-            raise ValueError(f"context = {self.context} must not be more than horizon = {self.horizon} frames.")
+        if self.context > self.sequence_length:
+            raise ValueError(f"context = {self.context} must not be more than sequence_length = {self.sequence_length} frames.")
         return self
 
 
 class FrameEncoder(nn.Sequential):
-    """Encodes frames (..., H, W, 3) uint8 to latents (..., D) float32, of which every `group` neighbours sum to 1."""
+    """Encodes frames (..., H, W, 3) uint8 to latents (..., D) float32, of which every `group` neighbors sum to 1."""
 
     def __init__(self, settings: UniZeroSettings, width: int, size: int) -> None:
         super().__init__(
@@ -140,12 +140,12 @@ class UniZero(BootstrappedWorldModel):
                 f"backbone.width = {width}: latents of this width do not fall into groups of dynamics.group = "
                 f"{settings.group}; use a multiple of it"
             )
-        assert backbone.max_length is None or backbone.max_length >= 2 * settings.horizon
+        assert backbone.max_length is None or backbone.max_length >= 2 * settings.sequence_length
         self.settings = settings
         self.actions = actions
         self.discount = settings.discount
         self.context = settings.context
-        self.segment = settings.horizon + settings.td_steps
+        self.segment = settings.sequence_length + settings.td_steps
         self.elements = 2
         self.feature_shape = (width,)
         self.kept = 2 * settings.context - 3  # elements that remain before the next action
@@ -160,7 +160,7 @@ class UniZero(BootstrappedWorldModel):
         self.reward_head = _head(width, value_bins.bins(settings.bound))
         self.policy_head = _head(width, actions)
         self.value_head = _head(width, value_bins.bins(settings.bound))
-        self.termination_head = _head(width, 1) if settings.termination else None
+        self.termination_head = _head(width, 1) if settings.predict_termination else None
         nn.init.normal_(self.action_embedding.weight, std=INIT_STD)
         self._make_target("encoder", "action_embedding", "backbone", "value_head")
 
@@ -206,11 +206,11 @@ class UniZero(BootstrappedWorldModel):
             reward).
         """
         s = self.settings
-        part = part_of(batch, slice(s.horizon))
+        part = part_of(batch, slice(s.sequence_length))
         valid = part.valid
         z = self.encoder(part.latent)
         y, x = self._read_pairs(z, part.action, self.action_embedding, self.backbone)
-        value_target, has_return = self._value_targets(batch, s.horizon, lambda at: self._target_values(batch, at))
+        value_target, has_return = self._value_targets(batch, s.sequence_length, lambda at: self._target_values(batch, at))
         label = self._labels(part.latent)  # after the values: it moves the statistics that these use
 
         latent_losses = divergence(label[:, 1:], self._next_latent(x[:, :-1]), s.group)
