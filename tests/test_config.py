@@ -10,9 +10,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import Field, model_validator
 
-from wmcli import config
 from wmcli.config import (
-    ADDED,
     Section,
     canonical_json,
     digest,
@@ -23,8 +21,10 @@ from wmcli.config import (
     preset_values,
     read_toml,
     to_toml,
+    toml,
     validate,
 )
+from wmcli.config import presets as presets_file
 from wmcli.errors import UsageError
 
 
@@ -173,8 +173,8 @@ def test_hostile_toml_is_refused_quickly_in_one_line(text: str) -> None:
 
 
 def test_toml_at_all_limits_together_is_quick() -> None:
-    tail = ".a" * config.MAX_TOML_DOTS + "=1\n"
-    lines = [f"k{number:05d}{tail}" for number in range(config.MAX_TOML_BYTES // (6 + len(tail)))]
+    tail = ".a" * toml.MAX_TOML_DOTS + "=1\n"
+    lines = [f"k{number:05d}{tail}" for number in range(toml.MAX_TOML_BYTES // (6 + len(tail)))]
     text = "".join(lines)
     began = time.process_time()
     read_toml(text, "here")
@@ -190,7 +190,7 @@ def test_toml_at_all_limits_together_is_quick() -> None:
         ("controller.lr=3e-4", ("controller", "lr"), 3e-4),
         ("seed=3", ("seed",), 3),
         ("a.b.c = true", ("a", "b", "c"), True),
-        ("backbone.kind=transformer", ("backbone", "name"), "transformer"),
+        ("backbone.kind=transformer", ("backbone", "kind"), "transformer"),
         ("environment.id=ALE/Pong-v5", ("environment", "id"), "ALE/Pong-v5"),
         ("a='3'", ("a",), "3"),
         ("a=[1, 2]", ("a",), [1, 2]),
@@ -215,20 +215,22 @@ def test_what_is_no_override_is_shown_how(text: str) -> None:
         parse_override(text)
 
 
-def test_an_identity_leaves_out_what_was_added_while_it_changes_nothing() -> None:
-    class Later(Optimizer):
-        eps: float = Field(1e-8, json_schema_extra=ADDED)
-        """Added."""
+def test_changed_are_the_values_that_are_not_at_their_defaults() -> None:
+    class Part(Section):
+        kind: Literal["x", "y"] = "x"
+        """Which."""
+        eps: float = 1e-8
+        """Small."""
 
     class Whole(Section):
         seed: int = 1
         """Of every generator."""
-        optimizer: Later = Later()
+        optimizer: Optimizer = Optimizer()
+        part: Part = Part()
 
-    before = {"seed": 1, "optimizer": {"learning_rate": 1e-4, "betas": [0.9, 0.999]}}
-    assert Whole().identity() == before
-    changed = Whole(optimizer=Later(eps=1e-5)).identity()
-    assert changed == merge(before, {"optimizer": {"eps": 1e-5}})
+    assert Whole().changed() == {"part": {"kind": "x"}}, "the kind is always there: it says what the other keys mean"
+    changed = Whole(optimizer=Optimizer(betas=(0.5, 0.9)), part=Part(eps=1e-5), seed=2).changed()
+    assert changed == {"seed": 2, "optimizer": {"betas": [0.5, 0.9]}, "part": {"kind": "x", "eps": 1e-5}}
 
 
 def test_merge_lays_tables_over_each_other_and_changes_neither() -> None:
@@ -245,7 +247,7 @@ def test_merge_lays_tables_over_each_other_and_changes_neither() -> None:
 
 @pytest.fixture
 def presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(config.resources, "files", lambda _: tmp_path)
+    monkeypatch.setattr(presets_file.resources, "files", lambda _: tmp_path)
     (tmp_path / "__init__.py").touch()
     (tmp_path / "rem.toml").write_text(
         "about = 'a'\npaper = 'p'\nseed = 1\n[optimizer]\nlearning_rate = 1e-3\nclip = 2\n"

@@ -222,7 +222,12 @@ def test_rows_are_whole_episodes_where_that_is_asked_for(make: Make, monkeypatch
     assert len(rows.unique(dim=0)) == 4, "each of the four comes once before any comes again"
 
 
-STREAMS = ["dynamics.rows=streams", "dynamics.sequence_length=17", "dynamics.context=3", "controller.imagination_horizon=4"]
+STREAMS = [
+    "dynamics.rows=streams",
+    "dynamics.sequence_length=17",
+    "dynamics.context=3",
+    "controller.imagination_horizon=4",
+]
 
 
 def test_streams_go_on_with_the_state_of_the_batch_before(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

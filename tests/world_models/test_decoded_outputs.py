@@ -35,7 +35,11 @@ def unizero() -> UniZero:
 
 def muzero() -> MuZero:
     narrow = {"head_channels": 4, "projection_width": 8, "predictor_width": 4}
-    return MuZero(MuZeroSettings(frame_stack=2, unroll_steps=3, channels=(4, 6), bound=50, predict_termination=True, **narrow), A, SIZE)
+    return MuZero(
+        MuZeroSettings(frame_stack=2, unroll_steps=3, channels=(4, 6), bound=50, predict_termination=True, **narrow),
+        A,
+        SIZE,
+    )
 
 
 MODELS = pytest.mark.parametrize("make", [unizero, muzero])

@@ -97,7 +97,10 @@ CONTROLLERS = {
         model.actions,
     ),
     "actor-critic": lambda model: ActorCritic(
-        ActorCriticSettings(actor_width=5, critic_width=5, imagination_horizon=STEPS), model.feature_shape, model.actions, 3
+        ActorCriticSettings(actor_width=5, critic_width=5, imagination_horizon=STEPS),
+        model.feature_shape,
+        model.actions,
+        3,
     ),
 }
 

@@ -58,7 +58,9 @@ def make(backbone="s4", *, certain=False, **settings) -> LatentWorldModel:
         posterior_width=13,
     )
     sequence_model = small(backbone, max_length=dynamics.sequence_length, block=1, width=D)
-    evidence = small(backbone, max_length=dynamics.sequence_length, block=1, width=D) if dynamics.posterior == "full" else None
+    evidence = (
+        small(backbone, max_length=dynamics.sequence_length, block=1, width=D) if dynamics.posterior == "full" else None
+    )
     reads = LatentWorldModel.tokenizer_reads(dynamics, coder.stack.features(SIZE), D)
     model = LatentWorldModel(dynamics, sequence_model, CategoricalTokenizer(coder, SIZE, **reads), A, evidence)
     with torch.no_grad():

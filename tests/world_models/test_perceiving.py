@@ -62,7 +62,10 @@ def _cases() -> dict[str, Case]:
             make = partial(test_memory_models.make, name, posterior=posterior, certain=True)
             cases[f"latent, {posterior} posterior, {name}"] = make, _latent_frames
     for name in ("retnet", "transformer", "mamba1"):
-        cases[f"cells, {name}"] = partial(test_cells.make, name, sequence_length=8, context=3), lambda: test_cells.played(T)[0]
+        cases[f"cells, {name}"] = (
+            partial(test_cells.make, name, sequence_length=8, context=3),
+            lambda: test_cells.played(T)[0],
+        )
     cases["muzero"] = test_muzero.make, partial(test_muzero.frames, test_muzero.B, T)
     return cases
 

@@ -372,7 +372,10 @@ def test_time_limits_are_ends_only_if_asked_for():
 
 @pytest.mark.parametrize("backbone", NAMES)
 def test_every_parameter_learns_but_the_targets(backbone):
-    model, batch = make(backbone, predict_termination=True, bootstrap="search", dropout=0.1), segment(searched=some(0.8))
+    model, batch = (
+        make(backbone, predict_termination=True, bootstrap="search", dropout=0.1),
+        segment(searched=some(0.8)),
+    )
     with NoWaiting():
         total, _ = model.loss(batch)
     total.backward()

@@ -12,7 +12,7 @@ Axes: B batch, T time (elements), D width, I width of what goes in, N blocks, L 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, Size, cache_dtype, for_each_block
-from wmcli.config import Section
+from wmcli.backbones.base import Backbone, BackboneSettings, Size, cache_dtype, for_each_block
 from wmcli.nn.dropout import dropout
 from wmcli.nn.initialize import fan_average
 
 
-class DreamerGRUSettings(Section):
+class DreamerGRUSettings(BackboneSettings):
     """What is particular to the GRU of Dreamer."""
 
+    kind: Literal["dreamer-gru"] = "dreamer-gru"
+    """The GRU of Dreamer's RSSM, with LayerNorm."""
     input_width: int = Field(default=0, ge=0)
     """Width of the elements that go in; 0 is the backbone's width."""
     norm_eps: float = Field(default=1e-3, gt=0)

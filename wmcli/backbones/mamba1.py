@@ -12,25 +12,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Size
+from wmcli.backbones.base import BackboneSettings, Size
 from wmcli.backbones.residual import Mixer, ResidualStack
-from wmcli.config import Section
 from wmcli.kernels.causal_conv import causal_conv, causal_conv_fork, causal_conv_step
 from wmcli.kernels.selective_scan import selective_scan, selective_scan_fork, selective_scan_step
 
 STEP_SIZES = (1e-3, 1e-1)  # that a block begins with
 
 
-class Mamba1Settings(Section):
+class Mamba1Settings(BackboneSettings):
     """What is particular to the Mamba-1 backbone."""
 
+    kind: Literal["mamba1"] = "mamba1"
+    """Mamba-1: a selective scan (Drama's ablation)."""
     state_size: int = Field(default=16, ge=1)
     """Numbers in the state of one channel."""
     expand: int = Field(default=2, ge=1)

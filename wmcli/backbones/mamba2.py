@@ -13,16 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Size
+from wmcli.backbones.base import BackboneSettings, Size
 from wmcli.backbones.mamba1 import MambaState, draw_step_bias
 from wmcli.backbones.residual import NORM_EPS, Mixer, ResidualStack
-from wmcli.config import Section
 from wmcli.errors import UsageError
 from wmcli.kernels.causal_conv import causal_conv, causal_conv_fork, causal_conv_step
 from wmcli.kernels.linear_recurrence import linear_recurrence, linear_recurrence_fork, linear_recurrence_step
@@ -30,9 +30,11 @@ from wmcli.kernels.linear_recurrence import linear_recurrence, linear_recurrence
 DECAY_RATES = (1.0, 16.0)  # -A, that heads begin with
 
 
-class Mamba2Settings(Section):
+class Mamba2Settings(BackboneSettings):
     """What is particular to the Mamba-2 backbone."""
 
+    kind: Literal["mamba2"] = "mamba2"
+    """Mamba-2: a selective state space with scalar decays (Drama)."""
     state_size: int = Field(default=16, ge=1)
     """Numbers in the state of one channel."""
     expand: int = Field(default=2, ge=1)

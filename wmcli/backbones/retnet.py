@@ -24,8 +24,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, Size, for_each_block
-from wmcli.config import ADDED, Section
+from wmcli.backbones.base import Backbone, BackboneSettings, Size, for_each_block
 from wmcli.errors import UsageError
 from wmcli.kernels.linear_recurrence import linear_recurrence, linear_recurrence_fork, linear_recurrence_step
 from wmcli.nn.dropout import dropout
@@ -34,9 +33,11 @@ NORM_EPS = 1e-6
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}
 
 
-class RetNetSettings(Section):
+class RetNetSettings(BackboneSettings):
     """What is particular to the RetNet backbone."""
 
+    kind: Literal["retnet"] = "retnet"
+    """Retention with a fixed decay in each head (REM)."""
     heads: int = Field(default=4, ge=1)
     """Retention heads, each with its own decay."""
     ffn: int = Field(default=4, ge=1)
@@ -49,7 +50,7 @@ class RetNetSettings(Section):
     """Instead of `decay`: shortest and longest half-life in blocks, heads log-spaced between; empty to use `decay`."""
     chunk_size: int = Field(default=128, ge=1)
     """Elements computed together inside a long sequence: changes cost, never results."""
-    copied_layers: bool = Field(default=False, json_schema_extra=ADDED)
+    copied_layers: bool = False
     """All layers begin with the weights of the first, as in REM's public code (its paper says nothing of it); false:
     each with its own."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from wmcli.backbones.base import Backbone, Size, for_each_block
-from wmcli.config import Section
+from wmcli.backbones.base import Backbone, BackboneSettings, Size, for_each_block
 from wmcli.errors import UsageError
 from wmcli.kernels import s4 as kernels
 from wmcli.nn.dropout import dropout
@@ -34,7 +33,7 @@ LEARNING_RATE_LIMIT = 1e-3  # for step sizes and systems; they also take no weig
 LONGEST_WITH_RESETS = 512  # elements: with resets the cost of a convolution grows with the square of its length
 
 
-class StackSettings(Section):
+class StackSettings(BackboneSettings):
     """What the stacks of S4 and of its variants share. Their layers are blocks of two state-space layers and an MLP."""
 
     ffn: int = Field(default=4, ge=0)
@@ -52,6 +51,8 @@ class StackSettings(Section):
 class S4Settings(StackSettings):
     """What is particular to the S4 backbone, whose layers are blocks of two S4 layers and an MLP."""
 
+    kind: Literal["s4"] = "s4"
+    """S4: state spaces with diagonal-plus-low-rank matrices (S4WM)."""
     state_size: int = Field(default=64, ge=2, multiple_of=2)
     """Numbers of a channel's state."""
     tied: bool = True

@@ -27,6 +27,8 @@ from wmcli.kernels.dispatch import on_triton
 class S4DSettings(StackSettings):
     """What is particular to the S4D backbone, whose layers are blocks of two S4D layers and an MLP."""
 
+    kind: Literal["s4d"] = "s4d"
+    """S4D: diagonal state spaces."""
     state_size: int = Field(default=64, ge=2, multiple_of=2)
     """Numbers of a channel's state."""
     tied: bool = True

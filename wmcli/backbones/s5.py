@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -27,6 +27,8 @@ from wmcli.kernels.diagonal_scan import diagonal_scan, diagonal_scan_step
 class S5Settings(StackSettings):
     """What is particular to the S5 backbone, whose layers are blocks of two S5 layers and an MLP."""
 
+    kind: Literal["s5"] = "s5"
+    """S5: one diagonal state space for all channels (S5WM)."""
     state_size: int = Field(default=256, ge=2, multiple_of=2)
     """Numbers of a layer's state, which all channels share."""
     blocks: int = Field(default=8, ge=1)
@@ -39,7 +41,8 @@ class S5(Stack):
     def __init__(self, settings: S5Settings, size: Size) -> None:
         if settings.state_size % (2 * settings.blocks):
             raise UsageError(
-                f"backbone.blocks = {settings.blocks}: twice that must divide backbone.state_size = {settings.state_size}."
+                f"backbone.blocks = {settings.blocks}: twice that must divide backbone.state_size ="
+                f" {settings.state_size}."
             )
         super().__init__(
             "s5", settings, size, lambda: JointStateSpace(settings, size), partial(JointSystems, build_system)

@@ -21,8 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, Size, cache_dtype, for_each_block
-from wmcli.config import Section
+from wmcli.backbones.base import Backbone, BackboneSettings, Size, cache_dtype, for_each_block
 from wmcli.errors import UsageError
 from wmcli.kernels.attention import attention, masked_attention
 from wmcli.nn.attention_prior import AttentionPrior, AttentionPriorSettings, scaled_attention, spread
@@ -36,9 +35,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class TransformerSettings(Section):
+class TransformerSettings(BackboneSettings):
     """What is particular to the transformer backbone."""
 
+    kind: Literal["transformer"] = "transformer"
+    """Attention over learned positions (IRIS, STORM, UniZero)."""
     heads: int = Field(default=4, ge=1)
     """Attention heads."""
     ffn: int = Field(default=4, ge=1)
@@ -100,9 +101,7 @@ class Transformer(Backbone):
     def __init__(self, settings: TransformerSettings, size: Size) -> None:
         super().__init__()
         if size.width % settings.heads:
-            raise UsageError(
-                f"backbone.heads = {settings.heads}: must divide backbone.width = {size.width}."
-            )
+            raise UsageError(f"backbone.heads = {settings.heads}: must divide backbone.width = {size.width}.")
         self.width, self.max_length = size.width, size.max_length
         self.heads, self.dropout = settings.heads, size.dropout
         self.positions = nn.Embedding(size.max_length, size.width)

@@ -33,8 +33,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, Size, cache_dtype, for_each_block
-from wmcli.config import Section
+from wmcli.backbones.base import Backbone, BackboneSettings, Size, cache_dtype, for_each_block
 from wmcli.errors import UsageError
 from wmcli.kernels.attention import masked_attention
 from wmcli.nn.attention_prior import AttentionPrior, AttentionPriorSettings, scaled_attention
@@ -45,9 +44,11 @@ CHUNK = 128  # queries attended together: a long sequence costs T (W + CHUNK), n
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
 
 
-class TransformerXLSettings(Section):
+class TransformerXLSettings(BackboneSettings):
     """What is particular to the Transformer-XL backbone."""
 
+    kind: Literal["transformer-xl"] = "transformer-xl"
+    """Attention with relative positions over a memory (TSSM-XL)."""
     heads: int = Field(default=8, ge=1)
     """Attention heads."""
     head_width: int = Field(default=0, ge=0)
@@ -67,7 +68,7 @@ class TransformerXLSettings(Section):
     @property
     def window(self) -> int:
         """W: as many elements before itself may an element see."""
-        return self.memory + max(self.segment - 1, 0)
+        return self.memory_length + max(self.segment_length - 1, 0)
 
 
 class Memory(NamedTuple):

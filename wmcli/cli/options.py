@@ -68,7 +68,6 @@ def complete_key() -> list[str]:
 
 def _values(key: str, keys: Mapping[str, Sequence[str]]) -> Sequence[str]:
     own = {
-        "backbone.kind": complete_backbone,
         "environment.id": complete_environment,
         "training.device": complete_device,
     }
@@ -76,11 +75,9 @@ def _values(key: str, keys: Mapping[str, Sequence[str]]) -> Sequence[str]:
 
 
 def complete_backbone() -> list[str]:
-    """Every backbone has a section of its name, with _ for -."""
     from wmcli.cli.setting_keys import setting_keys
 
-    own = [key.split(".")[1] for key in setting_keys() if key.startswith("backbone.") and key.count(".") > 1]
-    return [name.replace("_", "-") for name in dict.fromkeys(own)]
+    return list(setting_keys()["backbone.kind"])
 
 
 def complete_environment() -> list[str]:

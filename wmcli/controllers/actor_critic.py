@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from wmcli.config import ADDED, Section
-from wmcli.controllers.base import Learner, Noise, State, draw_noise, episode_starts
+from wmcli.controllers.base import ControllerSettings, Learner, Noise, State, draw_noise, episode_starts
+from wmcli.errors import UsageError
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import sample
@@ -34,7 +35,7 @@ from wmcli.nn.running import RunningNormalizer, RunningRange
 from wmcli.world_models.base import Batch, WorldModel
 
 
-class ActorCriticSettings(Section):
+class ActorCriticSettings(ControllerSettings):
     """The actor-critic and how it learns; the defaults are those of Drama's public code."""
 
     kind: Literal["actor-critic"] = "actor-critic"
@@ -51,7 +52,7 @@ class ActorCriticSettings(Section):
     """After each hidden linear layer: "rms" (DreamerV3, Drama) or "layer" (STORM)."""
     activation: Activation = "silu"
     """After each norm: "silu" (DreamerV3, Drama) or "relu" (STORM)."""
-    initialization: Literal["orthogonal", "torch"] = Field("orthogonal", json_schema_extra=ADDED)
+    initialization: Literal["orthogonal", "torch"] = "orthogonal"
     """First weights of actor and critic: orthogonal, the last layers nearly 0 (Drama), or torch's defaults (STORM)."""
     input: Literal["state", "frame", "memory"] = "state"
     """What actor and critic see: all features; those of the frame alone: an agent without memory; or all features and
@@ -108,6 +109,28 @@ class ActorCriticSettings(Section):
                 " start = 'prior'; set that, or returns = 'v3'"
             )
         return self
+
+    @property
+    def imagined_frames(self) -> int:
+        return self.imagination_horizon + (self.start == "prior")
+
+    def build(self, world_model: WorldModel, size: int, repeated: Callable[[Callable], Callable]) -> ActorCritic:
+        features = world_model.feature_shape
+        if self.input == "frame":
+            if world_model.frame_features is None:
+                raise UsageError(
+                    "controller.input = frame: the features of this dynamics model do not set the frame apart from its"
+                    " past; set controller.input=state."
+                )
+            features = (world_model.frame_features,)
+        if self.input == "memory":
+            if world_model.memory_features is None:
+                raise UsageError(
+                    "controller.input = memory: this dynamics model, on this backbone, keeps no state of a fixed size;"
+                    " set controller.input=state, or another backbone.kind, for example s4."
+                )
+            features = (math.prod(features) + world_model.memory_features,)
+        return ActorCritic(self, features, world_model.actions, window=world_model.context)
 
 
 class Rollout(NamedTuple):

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from wmcli.config import Section
-from wmcli.controllers.base import Controller, Searched, State
+from wmcli.controllers.base import Controller, ControllerSettings, Searched, State
 from wmcli.kernels.tree_search import ROOT, Rule, backup, decision, plant, root_value, root_visits, select
 from wmcli.nn.categorical import uniform
 from wmcli.world_models.base import PlanningWorldModel, Prediction, WorldModel
@@ -30,8 +29,10 @@ Expand = Callable[[State, Tensor], tuple[Tensor, Tensor, Prediction, State]]
 """(state, action (E,)) -> reward (E,), terminated (E,) bool, prediction and state of what comes of it."""
 
 
-class MCTSSettings(Section):
+class MCTSSettings(ControllerSettings):
     """Tree search with the world model's own policy and value."""
+
+    searches: ClassVar[bool] = True
 
     kind: Literal["mcts"] = "mcts"
     """Monte Carlo tree search (MuZero, UniZero)."""
@@ -58,6 +59,13 @@ class MCTSSettings(Section):
     """Frames searched in an update of reanalysis."""
     updates: int = Field(0, ge=0)
     """Updates of reanalysis each time the stage is called."""
+
+    @property
+    def acting_keys(self) -> tuple[str, ...]:
+        return tuple(key for key in type(self).model_fields if key not in ("batch", "updates"))
+
+    def build(self, world_model: WorldModel, size: int, repeated: Callable[[Callable], Callable]) -> MCTS:
+        return MCTS(self, world_model.actions, repeated=repeated)
 
 
 class SearchNoise(NamedTuple):

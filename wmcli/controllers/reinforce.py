@@ -13,14 +13,14 @@ that the returns start from.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from wmcli.config import Section
-from wmcli.controllers.base import Learner, Noise, State, draw_noise, episode_starts
+from wmcli.controllers.base import ControllerSettings, Learner, Noise, State, draw_noise, episode_starts
 from wmcli.errors import UsageError
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn.categorical import sample
@@ -32,7 +32,7 @@ LSTMState = tuple[Tensor, Tensor]
 """Hidden and cell state, (B, width) each, in the precision of the weights."""
 
 
-class ReinforceSettings(Section):
+class ReinforceSettings(ControllerSettings):
     """The recurrent controller and how it learns; the defaults are REM's."""
 
     kind: Literal["reinforce"] = "reinforce"
@@ -74,6 +74,19 @@ class ReinforceSettings(Section):
     """Decoupled weight decay (AdamW) of every parameter."""
     clip: float = Field(3.0, gt=0)
     """Largest gradient norm; a larger gradient is scaled down to it."""
+
+    @property
+    def burn_in_frames(self) -> int:
+        return self.burn_in + 1
+
+    @property
+    def imagined_frames(self) -> int:
+        return self.imagination_horizon
+
+    def build(
+        self, world_model: WorldModel, size: int, repeated: Callable[[Callable], Callable]
+    ) -> ReinforceController:
+        return ReinforceController(self, world_model.feature_shape, size, world_model.actions)
 
 
 class Rollout(NamedTuple):

@@ -170,7 +170,8 @@ def _conditions(score: Score) -> dict[str, Any]:
     """What a score depends on besides environment and weights, by the names that people know."""
     settings, metrics = settings_of(score.evaluation), score.metrics
     acting = settings.acting
-    section, values = ("controller", acting["search"]) if "search" in acting else ("dynamics", acting)
+    section = "controller" if acting["controller"] else "dynamics"
+    values = acting[section]
     return {
         "episodes": metrics["episodes"],
         "environment steps": metrics.get("total_steps"),

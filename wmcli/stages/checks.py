@@ -17,11 +17,10 @@ def check_rows(settings: Settings) -> None:
         UsageError: They will not.
     """
     dynamics, task = settings.dynamics, TASKS.get(settings.environment.id)
-    if getattr(dynamics, "validate_every", 0):
+    if dynamics.needs_validation:
         check_held_back(settings, "validation", "dynamics.validate_every", none="0")
-    whole = getattr(dynamics, "rows", "windows") == "episodes"
-    if whole and task is not None and settings.collect.policy != "learned":
-        check_episode_fits(task.context + task.query, getattr(dynamics, "horizon", 0))
+    if dynamics.longest_episode is not None and task is not None and settings.collect.policy != "learned":
+        check_episode_fits(task.context + task.query, dynamics.longest_episode)
 
 
 def check_held_back(settings: Settings, part: Literal["validation", "test"], key: str, *, none: str) -> None:

@@ -51,7 +51,7 @@ def compare_backbones(
     Raises WmError where the steps of a backbone do not give what its forward gives.
     """
     with bench.progress.bar("profile sizes and results", len(BACKBONES), "backbones") as bar:
-        sizes, about = equal_sizes(settings.backbone), []
+        sizes, about = equal_sizes(settings), []
         for name, size in sizes.items():
             error = check_steps(size, machine)
             about.append(
@@ -103,21 +103,24 @@ def parameters(backbone: BackboneSettings) -> int:
         return count(build(backbone, max_length=1, block=1))
 
 
-def equal_sizes(backbone: BackboneSettings) -> dict[str, BackboneSettings]:
-    """Settings for each backbone with nearly as many parameters as this one, which comes first.
+def equal_sizes(settings: Settings) -> dict[str, BackboneSettings]:
+    """Return settings for each backbone with nearly as many parameters as the chosen one, which comes first.
 
-    The depth is that nearest to this one's, half to twice it, at which some width comes `CLOSE`; if there is none, what
-    comes closest.
+    The depth is that nearest to the chosen one's, half to twice it, at which some width comes `CLOSE`; if there is
+    none, the closest.
     """
+    backbone = settings.backbone
+    templates = {kind: settings.backbone_of_kind(kind) for kind in BACKBONES}
     wanted = parameters(backbone)
-    found = {backbone.kind: backbone}
+    found: dict[str, BackboneSettings] = {backbone.kind: backbone}
     depths = range(math.ceil(backbone.layers / 2), 2 * backbone.layers + 1)
     for name in BACKBONES:
         if name == backbone.kind:
             continue
-        best, off = backbone, math.inf
+        best: BackboneSettings = backbone
+        off = math.inf
         for layers in sorted(depths, key=lambda each: abs(math.log(each / backbone.layers))):
-            candidate = _of_depth(backbone, name, layers, wanted)
+            candidate = _of_depth(templates, name, layers, wanted)
             difference = abs(parameters(candidate) / wanted - 1)
             if difference < off:
                 best, off = candidate, difference
@@ -127,29 +130,27 @@ def equal_sizes(backbone: BackboneSettings) -> dict[str, BackboneSettings]:
     return found
 
 
-def _of_depth(backbone: BackboneSettings, name: str, layers: int, wanted: int) -> BackboneSettings:
-    """The width with the nearest number of parameters, among those that all heads divide.
+def _of_depth(templates: Mapping[str, Any], name: str, layers: int, wanted: int) -> BackboneSettings:
+    """Return the settings of the width with the nearest number of parameters, among those that all heads divide.
 
     Mamba-2's heads have a fixed width: they are as wide as they can be below the preset's, and not less than half.
     """
-    relative, mamba2 = backbone.transformer_xl, backbone.mamba2
-    heads = 2 * backbone.heads, backbone.heads, 1 if relative.head_width else relative.heads
+    template, relative, mamba2 = templates[name], templates["transformer-xl"], templates["mamba2"]
+    heads = 2 * templates["retnet"].heads, templates["transformer"].heads, 1 if relative.head_width else relative.heads
     grain = math.lcm(*heads)
-    widths = range(grain, 8 * max(backbone.width, grain) + 1, grain)
+    widths = range(grain, 8 * max(template.width, grain) + 1, grain)
 
     def head_width(width: int) -> int:
         return max(each for each in range(1, mamba2.head_width + 1) if mamba2.expand * width % each == 0)
 
     def of_width(width: int) -> BackboneSettings:
-        changes = {
-            "name": name,
-            "layers": layers,
-            "width": width,
-            "mamba2": mamba2.model_copy(update={"head_width": head_width(width)}),
-            "gru": backbone.model_copy(update={"hidden": 0}),
-            "dreamer_gru": backbone.model_copy(update={"inputs": 0}),
+        own = {
+            "mamba2": {"head_width": head_width(width)},
+            "gru": {"hidden_size": 0},
+            "dreamer-gru": {"input_width": 0},
         }
-        return backbone.model_copy(update=changes)
+        sized: BackboneSettings = template.model_copy(update={"layers": layers, "width": width} | own.get(name, {}))
+        return sized
 
     fit = [width for width in widths if name != "mamba2" or 2 * head_width(width) >= mamba2.head_width]
     above = bisect.bisect_left(fit, wanted, hi=len(fit) - 1, key=lambda width: parameters(of_width(width)))
@@ -159,7 +160,7 @@ def _of_depth(backbone: BackboneSettings, name: str, layers: int, wanted: int) -
     )
 
 
-def _note(backbone: BackboneSettings) -> str | None:
+def _note(backbone: Any) -> str | None:
     """Sizes that say more about the cost than the width."""
     if backbone.kind == "transformer-xl":
         return f"window of {backbone.window} elements"

@@ -17,7 +17,6 @@ from wmcli.stages.train import check_descent, latents_of, newest_fitted_alone, p
 from wmcli.trainers import DynamicsTrainer
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_modules, load_tensors, read_part, save_tensors
 from wmcli.training.device import derived_seed
-from wmcli.world_models.latent import LatentWorldModelSettings
 
 NONE = "none"  # in place of a reference: start without a tokenizer
 JOINT = "model/dynamics/tokenizer."  # prefix of a tokenizer's weights inside those of its dynamics model
@@ -51,7 +50,6 @@ def train_dynamics(
         Stopped: A signal arrived; the same command resumes.
     """
     settings, environment = context.settings.dynamics, context.environment
-    encoder, latent = context.settings.dynamics.encoder, isinstance(settings, LatentWorldModelSettings)
     frames = context.run.resolve(experience or "experience", "experience")
     inputs = {"experience": frames} | parent_of(context, "dynamics", parent)
     fitted = _tokenizer(context, tokenizer, inputs.get("parent"))
@@ -70,7 +68,7 @@ def train_dynamics(
     def build(rng: np.random.Generator) -> DynamicsTrainer:
         machine, memory = context.machine, context.experience(frames)
         model = None
-        if encoder == "dynamics":
+        if settings.trains_tokenizer:
             model = build_tokenizer(context.settings)
             if fitted is not None:
                 load_modules({"tokenizer": model}, load_tensors(fitted.file(WEIGHTS))[0], fitted.name)
@@ -80,7 +78,7 @@ def train_dynamics(
         latents = targets = held_out = None
         if world_model.frozen_encoder:
             latents = latents_of(context, world_model, "rules" if fitted is None else fitted.digest, memory)
-        if getattr(settings, "validate_every", 0):
+        if settings.needs_validation:
             held_out = context.held_out(frames, "validation")
         if planner is not None:
             targets = SearchTargets(memory, world_model.actions)
@@ -105,7 +103,8 @@ def train_dynamics(
         if attention_prior.learned(world_model):
             draw_priors([context.run], context.settings, payload / "priors.png")
 
-    sections = ("environment", "dynamics", "backbone") + (("tokenizer",) if latent else ())
+    inside = settings.tokenizer_kind is not None and not settings.takes_tokenizer
+    sections = ("environment", "dynamics", "backbone") + (("tokenizer",) if inside else ())
     artifact = train(
         context,
         "train-dynamics",
@@ -116,26 +115,27 @@ def train_dynamics(
         build=build,
         draw=draw,
     )
-    if encoder == "dynamics":
+    if settings.trains_tokenizer:
         _publish_tokenizer(context, artifact)
     return artifact
 
 
 def _tokenizer(context: Context, reference: str | None, parent: Artifact | None) -> Artifact | None:
     """Return the tokenizer to use or to start from; None where there is none to take."""
-    encoder = context.settings.dynamics.encoder
-    fitted = None
-    if encoder == "tokenizer":
+    settings, fitted = context.settings.dynamics, None
+    if settings.takes_tokenizer:
         fitted = context.run.resolve(reference or "tokenizer", "tokenizer")
     elif reference not in (None, NONE):
-        if encoder == "rules":
-            raise UsageError(f"--tokenizer {reference}: dynamics of kind 'cells' have no use for one; leave it out.")
+        if not settings.trains_tokenizer:
+            raise UsageError(
+                f"--tokenizer {reference}: dynamics of kind '{settings.kind}' have no use for one; leave it out."
+            )
         if parent is not None:
             raise UsageError(
                 f"--tokenizer {reference}: {parent.name} goes on with the tokenizer it has trained; leave it out."
             )
         fitted = context.run.resolve(reference, "tokenizer")
-    elif encoder == "dynamics" and parent is None and reference is None:
+    elif settings.trains_tokenizer and parent is None and reference is None:
         fitted = newest_fitted_alone(context)
     if fitted is not None and settings_of(fitted).tokenizer.kind != context.settings.tokenizer.kind:
         raise ArtifactError(

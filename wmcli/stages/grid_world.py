@@ -309,8 +309,8 @@ def time_and_memory(
         if not full and "allocate memory" not in str(error):
             raise
         raise MachineError(
-            f"a training step of {backbone.kind} on {settings.batch} x {settings.sequence_length * TOKENS} tokens does not fit "
-            f"into the memory of {machine.device}: lower dynamics.batch or dynamics.sequence_length"
+            f"a training step of {backbone.kind} on {settings.batch} x {settings.sequence_length * TOKENS} tokens does"
+            f" not fit into the memory of {machine.device}: lower dynamics.batch or dynamics.sequence_length"
         ) from error
     return {
         "milliseconds": statistics.median(times),

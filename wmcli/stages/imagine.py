@@ -68,10 +68,10 @@ def _encoder(model: Artifact, parent: Artifact | None) -> Artifact | None:
     Raises:
         ArtifactError: `parent`, a controller to train further, learned with one that this does not descend from.
     """
-    kind = settings_of(model).dynamics.encoder
-    if kind == "rules":
+    settings = settings_of(model).dynamics
+    if not settings.learns_encoder:
         return None
-    encoder = model.input("tokenizer") if kind == "tokenizer" else model
+    encoder = model.input("tokenizer") if settings.takes_tokenizer else model
     if parent is not None:
         before = parent.inputs["dynamics"] if encoder is model else parent.input("dynamics").inputs["tokenizer"]
         check_descent(encoder, parent, before)

@@ -58,10 +58,9 @@ def run_loop(context: Context) -> Artifact:
                 break
         except PrunedInputError as missing:
             # With --force it is trained again, and so in turn is what that needs; what is done already is found again.
-            job = missing.artifact.manifest["job"]
-            if not context.force or job in inside.again:
+            if not context.force or missing.artifact.digest in inside.again:
                 raise
-            inside.again.add(job)
+            inside.again.add(missing.artifact.digest)
     inside.bind()  # where no work was due, other settings of `run` are still to be kept
     for evaluation in scores:
         progress.say(told(evaluation) if evaluation.metrics["protocol"] in get_args(Measure) else summary(evaluation))
@@ -118,7 +117,7 @@ def _check_own(context: Context) -> None:
     if not versions:
         return
     job = collect_job(context, {})
-    if context.run.get("experience", versions[0]).manifest["job"] != job.digest:
+    if not job.made(context.run.get("experience", versions[0])):
         why = context.otherwise(job)
         raise UsageError(
             f"{context.run} holds experience that wm run did not collect with these settings"

@@ -164,11 +164,16 @@ def _collection(context: Context, bench: Bench) -> dict[str, Any]:
     return bench.row(what, shape, times, count=steps, unit="steps", in_epoch=in_epoch)
 
 
+def _has_tokenizer(settings: Settings) -> bool:
+    """Return whether the dynamics take or train a tokenizer."""
+    return settings.dynamics.takes_tokenizer or settings.dynamics.trains_tokenizer
+
+
 def _elements(context: Context) -> int:
     """Return the elements of the backbone that a frame and its action take, 0 without a backbone."""
     settings = context.settings
     with torch.device("meta"):
-        tokenizer = build_tokenizer(settings) if settings.dynamics.encoder in ("tokenizer", "dynamics") else None
+        tokenizer = build_tokenizer(settings) if _has_tokenizer(settings) else None
         return build_world_model(settings, tokenizer, context.environment["actions"]).elements
 
 
@@ -181,10 +186,10 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
         return torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, device=device)
 
     tokenizer = None
-    if settings.dynamics.encoder in ("tokenizer", "dynamics"):
+    if _has_tokenizer(settings):
         learning, frozen = build_tokenizer(settings).to(device), machine.freeze(build_tokenizer(settings))
         yield list(_tokenizer_stages(context, learning, frozen, random_frames(settings.tokenizer.batch)))
-        tokenizer = frozen if settings.dynamics.encoder == "tokenizer" else learning
+        tokenizer = frozen if settings.dynamics.takes_tokenizer else learning
 
     world_model = build_world_model(settings, tokenizer, actions).to(device).train()
     some = random_frames(SOME_FRAMES)
@@ -217,7 +222,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
     def train_controller(rollout: Callable[..., Any]) -> None:
         update_controller(machine, world_model, controller, learner, windows, learns.clip, rollout)
 
-    rollouts, horizon = learns.batch, learns.horizon
+    rollouts, horizon = learns.batch, learns.imagination_horizon
     shape = f"{rollouts} rollouts of {horizon} steps, {settings.backbone.kind}"
     what, updates = "imagine (controller update)", learns.updates
     imagine = partial(controller.imagine, world_model)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wmcli.backbones.mamba1 import STEP_SIZES
-from wmcli.backbones.mamba2 import DECAY_RATES
-from wmcli.backbones.retnet import head_decays
-from wmcli.backbones.s4 import hippo_legs
+from wmcli.backbones.mamba1 import STEP_SIZES, Mamba1Settings
+from wmcli.backbones.mamba2 import DECAY_RATES, Mamba2Settings
+from wmcli.backbones.retnet import RetNetSettings, head_decays
+from wmcli.backbones.s4 import S4Settings, hippo_legs
+from wmcli.backbones.transformer import TransformerSettings
 from wmcli.errors import WmError
 from wmcli.kernels import s4
 from wmcli.kernels.attention import attention
@@ -212,15 +213,15 @@ def kernel_cases(settings: Settings, machine: Machine, elements: int) -> Iterato
     """
     if not elements:
         return  # convolutions only
-    make, dynamics = RandomOperands(machine), settings.dynamics
-    batch, width, time = dynamics.batch, settings.backbone.width, getattr(dynamics, "horizon", 0) * elements
+    make, dynamics = RandomOperands(machine), cast(Any, settings.dynamics)
+    batch, width, time = dynamics.batch, settings.backbone.width, dynamics.sequence_length * elements
     yield _retention(settings, make, (batch, time, width), elements)
     yield state_space_duality(settings, make, (batch, time, width))
     yield _selective_scan(settings, make, (batch, time, width))
     yield _causal_conv(settings, make, (batch, time, width))
     yield _state_space(settings, make, (batch, time, width))
     yield _attention(settings, make, (batch, time, width))
-    if settings.dynamics.encoder == "tokenizer":
+    if settings.dynamics.takes_tokenizer:
         yield _nearest(settings, make, elements - 1)
     if not settings.controller.searches:
         yield _lambda_returns(settings.controller, make)
@@ -247,7 +248,7 @@ class RandomOperands:
 
 
 def _retention(settings: Settings, make: RandomOperands, shape: Shape, block: int) -> Case:
-    (batch, time, width), retnet = shape, settings.backbone.retnet
+    (batch, time, width), retnet = shape, cast(RetNetSettings, settings.backbone_of_kind("retnet"))
     k = max(width // retnet.heads, 1)
     q_, k_, v_ = (make.normal(batch, retnet.heads, time, k, scale=scale) for scale in (k**-0.5, 1.0, 1.0))
     return Case(
@@ -262,14 +263,14 @@ def _retention(settings: Settings, make: RandomOperands, shape: Shape, block: in
 
 def state_space_duality(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
     """Mamba-2's recurrence."""
-    (batch, time, width), mamba2 = shape, settings.backbone.mamba2
+    (batch, time, width), mamba2 = shape, cast(Mamba2Settings, settings.backbone_of_kind("mamba2"))
     heads = max(mamba2.expand * width // mamba2.head_width, 1)
-    c, b = (make.normal(batch, 1, time, mamba2.state) for _ in range(2))
+    c, b = (make.normal(batch, 1, time, mamba2.state_size) for _ in range(2))
     dt = make.log_uniform(STEP_SIZES, batch, heads, time)
     x = make.normal(batch, heads, time, mamba2.head_width)
     return Case(
         "linear recurrence of Mamba-2",
-        f"B {batch} H {heads} T {time} K {mamba2.state} V {mamba2.head_width}",
+        f"B {batch} H {heads} T {time} K {mamba2.state_size} V {mamba2.head_width}",
         (c, b, (dt[..., None] * x).to(x.dtype), -dt * make.log_uniform(DECAY_RATES, heads, 1)),
         (0, 0, 0, 0),
         lambda *operands: linear_recurrence(*operands, chunk=mamba2.chunk_size)[0],
@@ -278,13 +279,13 @@ def state_space_duality(settings: Settings, make: RandomOperands, shape: Shape) 
 
 
 def _selective_scan(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
-    (batch, time, width), mamba1 = shape, settings.backbone.mamba1
+    (batch, time, width), mamba1 = shape, cast(Mamba1Settings, settings.backbone_of_kind("mamba1"))
     channels = mamba1.expand * width
-    b, c = (make.normal(batch, time, mamba1.state) for _ in range(2))
-    rates = torch.arange(1.0, mamba1.state + 1, device=make.device).repeat(channels, 1)
+    b, c = (make.normal(batch, time, mamba1.state_size) for _ in range(2))
+    rates = torch.arange(1.0, mamba1.state_size + 1, device=make.device).repeat(channels, 1)
     return Case(
         "selective scan of Mamba-1",
-        f"B {batch} T {time} C {channels} S {mamba1.state}",
+        f"B {batch} T {time} C {channels} S {mamba1.state_size}",
         (make.normal(batch, time, channels), make.log_uniform(STEP_SIZES, batch, time, channels), -rates, b, c),
         (0, 0, None, 0, 0),
         lambda *operands: selective_scan(*operands)[0],
@@ -293,12 +294,12 @@ def _selective_scan(settings: Settings, make: RandomOperands, shape: Shape) -> C
 
 
 def _causal_conv(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
-    (batch, time, width), mamba2 = shape, settings.backbone.mamba2
-    channels = mamba2.expand * width + 2 * mamba2.state
-    weight, bias = make.normal(channels, mamba2.conv).float(), make.normal(channels).float()
+    (batch, time, width), mamba2 = shape, cast(Mamba2Settings, settings.backbone_of_kind("mamba2"))
+    channels = mamba2.expand * width + 2 * mamba2.state_size
+    weight, bias = make.normal(channels, mamba2.conv_kernel).float(), make.normal(channels).float()
     return Case(
         "causal convolution of Mamba-2",
-        f"B {batch} T {time} C {channels} W {mamba2.conv}",
+        f"B {batch} T {time} C {channels} W {mamba2.conv_kernel}",
         (make.normal(batch, time, channels), weight, bias),
         (0, None, None),
         lambda *operands: causal_conv(*operands)[0],
@@ -308,7 +309,7 @@ def _causal_conv(settings: Settings, make: RandomOperands, shape: Shape) -> Case
 
 def _state_space(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
     """S4's kernel from its parameters and the convolution with it, as a training segment meets them."""
-    (batch, time, width), numbers = shape, settings.backbone.state_size
+    (batch, time, width), numbers = shape, cast(S4Settings, settings.backbone_of_kind("s4")).state_size
     poles, p, _ = (each.to(make.device)[None] for each in hippo_legs(numbers))
     system = s4.System(make.log_uniform((1e-3, 1e-1), width), poles, p, math.sqrt(2) * p)
     c = torch.randn(width, numbers // 2, dtype=torch.complex128, device=make.device)
@@ -343,7 +344,7 @@ def _complex(numbers: Tensor) -> Tensor:
 
 
 def _attention(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
-    (batch, time, width), heads = shape, settings.backbone.heads
+    (batch, time, width), heads = shape, cast(TransformerSettings, settings.backbone_of_kind("transformer")).heads
     k = max(width // heads, 1)
     return Case(
         "attention",

@@ -33,9 +33,10 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
         DivergedError: A loss or weight is not finite.
         Stopped: A signal arrived; the same command resumes.
     """
-    if context.settings.dynamics.encoder == "itself":
+    dynamics = context.settings.dynamics
+    if not (dynamics.takes_tokenizer or dynamics.trains_tokenizer):
         raise UsageError(
-            f"dynamics.kind = '{context.settings.dynamics.kind}' encodes frames itself and has no tokenizer;"
+            f"dynamics.kind = '{dynamics.kind}' encodes frames itself and has no tokenizer;"
             " go on with: wm train-dynamics"
         )
     settings = context.settings.tokenizer

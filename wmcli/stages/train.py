@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from wmcli.artifacts import Artifact, InputRef, Work
+from wmcli.config import Identity
 from wmcli.errors import ArtifactError
 from wmcli.experience import Memory
 from wmcli.report.plots import along, learning_curves, write_figure
@@ -118,8 +119,7 @@ def train(
     }
     if settings.training.sampling == "dfs":
         of_imagination = () if kind == "controller" else ("imagination_temperature", "alpha", "beta")
-        dfs = settings.training.dfs.identity()
-        identity["dfs"] = {key: value for key, value in dfs.items() if key not in of_imagination}
+        identity |= Identity.of_part("dfs", settings.training.dfs, without=of_imagination)
     job = context.run.job(kind, identity, inputs)
     if existing := context.done(job):
         progress.say(

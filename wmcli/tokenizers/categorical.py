@@ -20,7 +20,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from wmcli.config import ADDED, Section
+from wmcli.config import Section
 from wmcli.nn.initialize import initialize
 from wmcli.nn.mlp import Activation, mlp
 from wmcli.nn.one_hot import draw_one_hot, entropy, mixed_log_probabilities, one_hot, straight_through
@@ -65,7 +65,7 @@ class CategoricalTokenizerSettings(Section):
     """Hidden layers between the encoder and the latent, each without bias, LayerNorm, activation (Dreamer: 1)."""
     posterior_width: int = Field(512, ge=1)
     """Width of those."""
-    initialization: Literal["fan-average", "torch"] = Field("fan-average", json_schema_extra=ADDED)
+    initialization: Literal["fan-average", "torch"] = "fan-average"
     """First weights: truncated normal by the mean of a layer's inputs and outputs, biases 0 (Dreamer, Drama), or
     torch's defaults (STORM), which a posterior without hidden layers always has."""
     optimizer: Literal["laprop", "adamw", "adam"] = "laprop"
@@ -109,6 +109,10 @@ class CategoricalTokenizerSettings(Section):
             self.norm_eps,
             self.initialization,
         )
+
+    def build(self, size: int) -> CategoricalTokenizer:
+        """Build a fresh tokenizer for frames of `size` pixels."""
+        return CategoricalTokenizer(self, size)
 
 
 class CategoricalTokenizer(nn.Module):

@@ -93,6 +93,10 @@ class TokenizerSettings(Section):
             )
         return self
 
+    def build(self, size: int) -> VQTokenizer:
+        """Build a fresh tokenizer for frames of `size` pixels."""
+        return VQTokenizer(self, size)
+
 
 def perceptual_in_use(settings: TokenizerSettings) -> Literal["lpips", "none"]:
     """What `settings.perceptual` comes to. Raises UsageError when lpips is asked for and no weights are named."""

@@ -80,7 +80,6 @@ def build_sampler(
 
 
 def build_segment_sampler(
-    rows: Literal["windows", "episodes", "streams"],
     training: TrainingSettings,
     memory: Memory,
     world_model: WorldModel,
@@ -89,16 +88,15 @@ def build_segment_sampler(
     """Build the sampler of segments that a world model learns from.
 
     Args:
-        rows: Any window, whole episodes, or streams of episodes (see `dynamics.rows`).
         training: See `build_sampler`.
         memory: The experience.
-        world_model: Says how long segments are.
+        world_model: Says what rows are, and how long.
         rng: Belongs to the sampler from here on.
 
     Raises:
         UsageError: There is nothing to sample, or an episode is longer than a row that is to hold it.
     """
-    if rows == "windows":
+    if world_model.rows == "windows":
         return build_sampler(
             training,
             memory,
@@ -110,7 +108,7 @@ def build_segment_sampler(
             across_ends=world_model.across_ends,
         )
     runs, order = memory.runs(across_ends=False)
-    if rows == "streams":
+    if world_model.rows == "streams":
         return StreamSampler(runs, order, length=world_model.segment, rng=rng)
     longest = int(runs.length.max(initial=0))
     check_episode_fits(longest, world_model.segment)

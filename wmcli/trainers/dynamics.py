@@ -62,11 +62,10 @@ class DynamicsTrainer(Trainer):
         self.memory = memory
         self.settings = settings
         self.machine = machine
-        rows: Any = getattr(settings, "rows", "windows")
-        self._sampler = build_segment_sampler(rows, training, memory, world_model, rng)
+        self._sampler = build_segment_sampler(training, memory, world_model, rng)
         parts: dict[str, Resumable] = {"sampler": self._sampler}
         self._loss: Loss = world_model.loss
-        if rows == "streams":
+        if world_model.rows == "streams":
             carried = parts["carried"] = StreamState(world_model, settings.batch)
             self._loss = carried.loss
         self._best: BestWeights | None = None

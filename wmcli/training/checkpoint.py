@@ -159,11 +159,21 @@ def load_tensors(path: Path, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})["wm"])
             names = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118 (a file, not a dict)
-            return {key: file.get_tensor(key) for key in names}, about
+            return {_current_name(key): file.get_tensor(key) for key in names}, about
     except (SafetensorError, KeyError, ValueError) as error:
         raise ArtifactError(
             f"{path} is damaged ({error}); see what else is with wm verify, or begin the stage again with --fresh."
         ) from None
+
+
+RENAMED = (("optimiser/", "optimizer/"), ("/quantiser.", "/quantizer."), ("/normaliser.", "/normalizer."))
+"""Parts of tensor names in files of wm 0.1.0, and what they are called now."""
+
+
+def _current_name(name: str) -> str:
+    for before, now in RENAMED:
+        name = name.replace(before, now)
+    return name
 
 
 def module_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wmcli.backbones.base import Backbone
-from wmcli.config import Section
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample, uniform
 from wmcli.nn.decay import parameter_groups
 from wmcli.nn.masked import masked_mean
-from wmcli.world_models.base import Batch, Imagined, WorldModel
+from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel
 from wmcli.world_models.recent import Recent, with_frame
 
 SIDE = 5  # cells in a row or column
@@ -39,7 +38,7 @@ MOVES = ((0, 0), (-1, 0), (0, 1), (1, 0), (0, -1))  # rows and columns of each a
 INIT_STD = 0.02
 
 
-class CellsSettings(Section):
+class CellsSettings(DynamicsSettings):
     """A language model over the grid world's cells, and how it is trained. Defaults: Drama's study, short sequences."""
 
     kind: Literal["cells"] = "cells"
@@ -66,8 +65,22 @@ class CellsSettings(Section):
     @model_validator(mode="after")
     def _fits_into_the_horizon(self) -> CellsSettings:
         if self.context >= self.sequence_length:
-            raise ValueError(f"context = {self.context} leaves nothing of sequence_length = {self.sequence_length} frames.")
+            raise ValueError(
+                f"context = {self.context} leaves nothing of sequence_length = {self.sequence_length} frames."
+            )
         return self
+
+    @property
+    def encoder(self) -> Literal["rules"]:
+        return "rules"
+
+    @property
+    def longest_imagination(self) -> int:
+        return self.sequence_length
+
+    def build(self, parts: Parts) -> CellsWorldModel:
+        backbone = parts.square_backbone(self.sequence_length * TOKENS, TOKENS)
+        return CellsWorldModel(self, backbone, parts.actions, parts.size)
 
 
 class CellsState(NamedTuple):

@@ -25,7 +25,7 @@ base.py.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wmcli.backbones.base import Backbone, flat_state, state_tensors, with_tensors
-from wmcli.config import ADDED, Section
 from wmcli.errors import UsageError
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import uniform
@@ -43,11 +42,15 @@ from wmcli.nn.masked import masked_mean
 from wmcli.nn.mlp import Activation, Norm, mlp, norm
 from wmcli.nn.one_hot import draw_one_hot, entropy, kl_divergence, one_hot, straight_through
 from wmcli.tokenizers.categorical import CategoricalTokenizer
-from wmcli.world_models.base import Batch, Imagined, WorldModel
+from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel
 
 
-class LatentWorldModelSettings(Section):
+class LatentWorldModelSettings(DynamicsSettings):
     """A world model over categorical latents, and how it is trained. Defaults: Drama (XS)."""
+
+    tokenizer_kind: ClassVar[str] = "categorical"
+    reads_burn_in: ClassVar[bool] = True
+    acting_keys: ClassVar[tuple[str, ...]] = ("act_on", "act_window")
 
     kind: Literal["latent"] = "latent"
     """Categorical latents, learned together with what follows from them; other kinds are token and cells."""
@@ -76,7 +79,7 @@ class LatentWorldModelSettings(Section):
     """After each norm of those heads (STORM: relu)."""
     norm_eps: float = Field(0.0, ge=0)
     """Of the norms in stem and heads; 0 is 1e-6 for RMSNorm and 1e-5 for LayerNorm."""
-    initialization: Literal["fan-average", "torch"] = Field("fan-average", json_schema_extra=ADDED)
+    initialization: Literal["fan-average", "torch"] = "fan-average"
     """First weights of reward and termination heads, a prior's head with hidden layers, and Dreamer's stem: truncated
     normal by the mean of a layer's inputs and outputs, biases 0 (Dreamer, Drama), or torch's defaults (STORM)."""
     reward: Literal["two-hot", "bernoulli", "mse", "none"] = "two-hot"
@@ -89,9 +92,9 @@ class LatentWorldModelSettings(Section):
     sequence_length: int = Field(128, ge=2)
     """Length of a training segment, in frames."""
     rows: Literal["windows", "episodes", "streams"] = "windows"
-    """What a row of a batch is: any window of `sequence_length` frames, drawn as training.sampling says; an episode from its
-    first frame on, each once before any comes again; or the next `sequence_length` frames of a stream of episodes, with the
-    state carried over from the batch before and its gradient cut (truncated backpropagation through time)."""
+    """Rows of a batch: windows of `sequence_length` frames, drawn as training.sampling says; whole episodes, each once
+    before any comes again; or the next `sequence_length` frames of a stream of episodes, with the state carried over
+    from the batch before and its gradient cut (truncated backpropagation through time)."""
     context: int = Field(8, ge=1)
     """Real frames that imagination starts from."""
     across_ends: bool = True
@@ -128,7 +131,7 @@ class LatentWorldModelSettings(Section):
     """Of tokenizer and dynamics together."""
     learning_rate: float = Field(4e-5, gt=0)
     """Step size of the optimizer."""
-    eps: float = Field(0.0, ge=0, json_schema_extra=ADDED)
+    eps: float = Field(0.0, ge=0)
     """What the optimizer adds to the root of the second moment: 1e-5 in Memory Maze's Dreamer (RSSM); 0 is the
     optimizer's own, 1e-20 for laprop, 1e-8 for the others."""
     warmup: int = Field(1000, ge=0)
@@ -147,7 +150,9 @@ class LatentWorldModelSettings(Section):
     def _fits_together(self) -> LatentWorldModelSettings:
         for key in ("context", "act_window"):
             if getattr(self, key) >= self.sequence_length:
-                raise ValueError(f"{key} = {getattr(self, key)} must be less than sequence_length = {self.sequence_length} frames.")
+                raise ValueError(
+                    f"{key} = {getattr(self, key)} must be less than sequence_length = {self.sequence_length} frames."
+                )
         if self.posterior != "factorized" and self.act_window:
             raise ValueError(
                 f"act_window = {self.act_window}: a posterior that is {self.posterior} is drawn frame by frame, and not"
@@ -163,6 +168,34 @@ class LatentWorldModelSettings(Section):
     def decodes_state(self) -> bool:
         """Whether the dynamics model's encoder and decoder are of no use without it."""
         return self.posterior != "factorized" or self.decoder_reads == "state"
+
+    @property
+    def encoder(self) -> Literal["dynamics", "itself"]:
+        return "itself" if self.decodes_state else "dynamics"
+
+    @property
+    def longest_imagination(self) -> int:
+        return self.sequence_length
+
+    @property
+    def needs_validation(self) -> bool:
+        return self.validate_every > 0
+
+    @property
+    def longest_episode(self) -> int | None:
+        return self.sequence_length if self.rows == "episodes" else None
+
+    def build(self, parts: Parts) -> LatentWorldModel:
+        backbone = parts.new_backbone(self.sequence_length, 1)
+        evidence = None
+        if self.posterior == "full":
+            evidence = parts.new_backbone(self.sequence_length, 1)
+        tokenizer = parts.tokenizer
+        if self.decodes_state:
+            features = parts.tokenizer_settings.stack.features(parts.size)
+            reads = LatentWorldModel.tokenizer_reads(self, features, backbone.width)
+            tokenizer = CategoricalTokenizer(parts.tokenizer_settings, parts.size, **reads)
+        return LatentWorldModel(self, backbone, tokenizer, parts.actions, evidence)
 
 
 class Past(NamedTuple):
@@ -255,6 +288,7 @@ class LatentWorldModel(WorldModel):
         self.across_ends = settings.across_ends
         self.context = settings.context
         self.segment = settings.sequence_length
+        self.rows = settings.rows
         self.learns_rewards = settings.reward != "none"
         self.decodes = "features" if settings.decodes_state else "latents"
         self.feature_shape = (variables * classes + width,)
@@ -310,8 +344,8 @@ class LatentWorldModel(WorldModel):
         limit = self.backbone.max_length
         if limit is not None and frames > limit:
             raise UsageError(
-                f"dynamics.sequence_length = {limit}: this backbone has learned as many positions, and {frames} frames in a row"
-                f" are to be read; train with dynamics.sequence_length={frames}, or with another backbone.kind."
+                f"dynamics.sequence_length = {limit}: this backbone has learned as many positions, and {frames} frames in"
+                f" a row are to be read; train with dynamics.sequence_length={frames}, or with another backbone.kind."
             )
 
     # -- the parts, on any leading axes -------------------------------------------------------------------------------

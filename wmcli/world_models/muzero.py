@@ -16,7 +16,7 @@ see base.py.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -30,7 +30,7 @@ from wmcli.nn.float32_linear import Float32Linear
 from wmcli.nn.masked import masked_mean
 from wmcli.nn.one_hot import one_hot
 from wmcli.nn.residual_trunk import ResidualBlock, ResidualTrunk, conv, side
-from wmcli.world_models.base import Batch, Imagined, Prediction
+from wmcli.world_models.base import Batch, Imagined, Parts, Prediction
 from wmcli.world_models.planners import BootstrappedWorldModel, Channels, PlanningSettings, Size, part_of, policy_terms
 
 LUMINANCE = (299, 587, 114)  # of red, green and blue, in thousandths (ITU-R BT.601)
@@ -38,6 +38,8 @@ LUMINANCE = (299, 587, 114)  # of red, green and blue, in thousandths (ITU-R BT.
 
 class MuZeroSettings(PlanningSettings):
     """MuZero, and how it is trained. Defaults: LightZero's for Atari 100k."""
+
+    uses_backbone: ClassVar[bool] = False
 
     kind: Literal["muzero"] = "muzero"
     """A policy and a value in what follows from a stack of frames, to plan with."""
@@ -88,6 +90,9 @@ class MuZeroSettings(PlanningSettings):
     def context(self) -> int:
         """Real frames that imagination starts from."""
         return self.frame_stack
+
+    def build(self, parts: Parts) -> MuZero:
+        return MuZero(self, parts.actions, parts.size)
 
 
 class Observed(NamedTuple):

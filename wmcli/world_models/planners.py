@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -20,16 +20,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wmcli.backbones.base import map_state
-from wmcli.config import Section
 from wmcli.nn.float32_linear import at_least_float32
-from wmcli.world_models.base import Batch, PlanningWorldModel
+from wmcli.world_models.base import Batch, DynamicsSettings, PlanningWorldModel
 
 Size = Annotated[int, Field(ge=1)]
 Channels = Annotated[tuple[Size, Size], Field(strict=False)]
 
 
-class PlanningSettings(Section):
-    """What world models to plan in have in common."""
+class PlanningSettings(DynamicsSettings):
+    """Settings that planning world models share."""
+
+    learns_policy: ClassVar[bool] = True
+    makes_frames: ClassVar[bool] = False
 
     discount: float = Field(0.997, gt=0, le=1)
     """Worth of a reward one step later."""

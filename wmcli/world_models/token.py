@@ -17,25 +17,26 @@ D width of the backbone, A actions, H W C image, h w grid of tokens (h * w = K, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone
-from wmcli.config import Section
+from wmcli.backbones.base import Backbone, BackboneSettings
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample, uniform
 from wmcli.nn.decay import parameter_groups
 from wmcli.nn.masked import masked_mean
-from wmcli.world_models.base import Batch, Imagined, WorldModel
+from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel
 from wmcli.world_models.recent import Recent, with_frame
 
 
-class TokenWorldModelSettings(Section):
+class TokenWorldModelSettings(DynamicsSettings):
     """A world model over the tokens of a frozen tokenizer, and how it is trained. Defaults: REM on Atari."""
+
+    tokenizer_kind: ClassVar[str] = "vq"
 
     kind: Literal["token"] = "token"
     """Tokens of a frozen tokenizer (REM, IRIS); other kinds are latent and cells."""
@@ -72,8 +73,30 @@ class TokenWorldModelSettings(Section):
     def _fits_into_the_horizon(self) -> TokenWorldModelSettings:
         for key in ("context", "observation_burn_in", "reward_burn_in"):
             if getattr(self, key) >= self.sequence_length:
-                raise ValueError(f"{key} = {getattr(self, key)} leaves nothing of sequence_length = {self.sequence_length} blocks.")
+                raise ValueError(
+                    f"{key} = {getattr(self, key)} leaves nothing of sequence_length = {self.sequence_length} blocks."
+                )
         return self
+
+    @property
+    def encoder(self) -> Literal["tokenizer"]:
+        return "tokenizer"
+
+    @property
+    def longest_imagination(self) -> int:
+        return self.sequence_length
+
+    def check(self, tokenizer: Any, backbone: BackboneSettings) -> None:
+        if self.shared_embeddings and tokenizer.width != backbone.width:
+            raise ValueError(
+                f"tokenizer.width is {tokenizer.width} but backbone.width is {backbone.width}: shared"
+                " embeddings need them equal, or set dynamics.shared_embeddings=false"
+            )
+
+    def build(self, parts: Parts) -> TokenWorldModel:
+        block = parts.tokenizer.tokens + 1
+        backbone = parts.square_backbone(self.sequence_length * block, block)
+        return TokenWorldModel(self, backbone, parts.tokenizer, parts.actions)
 
 
 class Tokenizer(Protocol):

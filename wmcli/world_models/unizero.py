@@ -31,7 +31,7 @@ from wmcli.nn.masked import masked_mean
 from wmcli.nn.residual_trunk import Activation, ResidualTrunk, side
 from wmcli.nn.simnorm import divergence, simnorm
 from wmcli.tokenizers.categorical import scaled
-from wmcli.world_models.base import Batch, Imagined, Prediction
+from wmcli.world_models.base import Batch, Imagined, Parts, Prediction
 from wmcli.world_models.planners import BootstrappedWorldModel, Channels, PlanningSettings, part_of, policy_terms
 
 INIT_STD = 0.02
@@ -81,8 +81,14 @@ class UniZeroSettings(PlanningSettings):
     @model_validator(mode="after")
     def _fits_into_the_horizon(self) -> UniZeroSettings:
         if self.context > self.sequence_length:
-            raise ValueError(f"context = {self.context} must not be more than sequence_length = {self.sequence_length} frames.")
+            raise ValueError(
+                f"context = {self.context} must not be more than sequence_length = {self.sequence_length} frames."
+            )
         return self
+
+    def build(self, parts: Parts) -> UniZero:
+        backbone = parts.square_backbone(2 * self.sequence_length, 2)
+        return UniZero(self, backbone, parts.actions, parts.size)
 
 
 class FrameEncoder(nn.Sequential):
@@ -198,7 +204,8 @@ class UniZero(BootstrappedWorldModel):
         0.7 to 1 at the paper's size, as in the public code.
 
         Args:
-            batch: Its `latent` holds frames (B, horizon + td_steps, H, W, C). The first `horizon` are learned from.
+            batch: Its `latent` holds frames (B, sequence_length + td_steps, H, W, C). It learns from the first
+                `sequence_length`.
 
         Returns:
             The loss and the metrics `latent_loss` (KL, nats a group), `reward_loss`, `policy_loss`, `value_loss` (cross
@@ -210,7 +217,9 @@ class UniZero(BootstrappedWorldModel):
         valid = part.valid
         z = self.encoder(part.latent)
         y, x = self._read_pairs(z, part.action, self.action_embedding, self.backbone)
-        value_target, has_return = self._value_targets(batch, s.sequence_length, lambda at: self._target_values(batch, at))
+        value_target, has_return = self._value_targets(
+            batch, s.sequence_length, lambda at: self._target_values(batch, at)
+        )
         label = self._labels(part.latent)  # after the values: it moves the statistics that these use
 
         latent_losses = divergence(label[:, 1:], self._next_latent(x[:, :-1]), s.group)
