@@ -294,7 +294,7 @@ def test_fresh_takes_up_nothing(whole: Path, tmp_path: Path, monkeypatch: pytest
         run_loop(opened(tmp_path / "run", EAGER))
     assert names(tmp_path / "run")["experience"] == [1] and names(tmp_path / "run")["tokenizer"] == []
     loads: list[object] = []
-    monkeypatch.setattr("wmcli.training.loop.Trainee.load", lambda *given: loads.append(given))
+    monkeypatch.setattr("wmcli.training.checkpoint.TrainState.load", lambda *given: loads.append(given))
     run_loop(opened(tmp_path / "run", fresh=True))
     assert loads == []
     assert content(tmp_path / "run", "tokenizer", 1) == content(whole, "tokenizer", 1)

@@ -201,7 +201,7 @@ def cases(machine: Machine = CPU) -> dict[str, profile_kernels.Case]:
         "dynamics.sequence_length=12",
         "controller.imagination_horizon=10",
     ]
-    return {case.name: case for case in kernel_cases(resolve("quickstart", small), machine)}
+    return {case.name: case for case in kernel_cases(resolve("quickstart", small), machine, 17)}
 
 
 @pytest.mark.parametrize("name", list(cases()))

@@ -21,9 +21,8 @@ from wmcli.stages.collect import collect
 from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.imagine import imagine
-from wmcli.training.checkpoint import TRAINING
+from wmcli.training.checkpoint import TRAINING, read_part
 from wmcli.training.device import Machine
-from wmcli.training.loop import read_part
 from wmcli.world_models.base import Batch
 from wmcli.world_models.latent import LatentWorldModel
 

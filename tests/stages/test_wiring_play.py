@@ -40,9 +40,8 @@ from wmcli.stages.imagine import imagine
 from wmcli.stages.loop import run_loop
 from wmcli.stages.play import play
 from wmcli.training.checkpoint import TRAINING as TRAINED
-from wmcli.training.checkpoint import WEIGHTS, load_tensors, module_tensors
+from wmcli.training.checkpoint import WEIGHTS, load_tensors, module_tensors, read_part
 from wmcli.training.device import Machine
-from wmcli.training.loop import read_part
 from wmcli.world_models.base import WorldModel
 
 CPU = Machine(torch.device("cpu"), "float32", 1)

@@ -20,7 +20,7 @@ from wmcli.backbones.transformer import TransformerSettings
 from wmcli.controllers.mcts import MCTSSettings, SearchNoise, search
 from wmcli.world_models.base import Batch, Prediction, Targets
 from wmcli.world_models.muzero import MuZero, MuZeroSettings
-from wmcli.world_models.planning import UniZero, UniZeroSettings
+from wmcli.world_models.unizero import UniZero, UniZeroSettings
 
 A = 3
 

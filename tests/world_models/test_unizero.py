@@ -28,7 +28,8 @@ from wmcli.nn.simnorm import divergence
 from wmcli.training.device import Machine
 from wmcli.training.optim import build_optimizer, update
 from wmcli.world_models.base import Batch, Targets
-from wmcli.world_models.planning import UniZero, UniZeroSettings, bootstrap_frames, n_step_returns
+from wmcli.world_models.planners import bootstrap_frames, n_step_returns
+from wmcli.world_models.unizero import UniZero, UniZeroSettings
 
 B, D, A, SIZE = 4, 16, 5, 12
 HORIZON, STEPS, CONTEXT = 6, 3, 4

@@ -107,6 +107,7 @@ class CellsWorldModel(WorldModel):
     """
 
     frozen_encoder = True
+    elements = TOKENS
     across_ends = False
     draws = CELLS
 
@@ -127,6 +128,7 @@ class CellsWorldModel(WorldModel):
         self.actions = actions
         self.context = settings.context
         self.segment = settings.sequence_length
+        self.min_segment = self.min_context = settings.context + 1
         self.image_size = image_size
         self.feature_shape = (KINDS, SIDE, SIDE)
         self.embedding = nn.Embedding(KINDS + actions, backbone.width)

@@ -186,6 +186,8 @@ class TokenWorldModel(WorldModel):
         self.actions = actions
         self.context = settings.context
         self.segment = settings.sequence_length
+        self.min_segment = self.min_context = settings.context + 1
+        self.elements = block
         self.feature_shape = (tokenizer.width, *tokenizer.grid)
         self.draws = tokens + 2  # the tokens, the reward and the termination
         self._tokenizer = (tokenizer,)  # in a tuple, where nn.Module does not look
