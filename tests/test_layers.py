@@ -19,6 +19,7 @@ MAY = {
     "cli": {"stages", "assemble", "settings", "artifacts", "experience", "envs", "metrics", "report"},
     "stages": {
         "assemble",
+        "trainers",
         "settings",
         "controllers",
         "world_models",
@@ -33,6 +34,7 @@ MAY = {
         "metrics",
         "report",
     },
+    "trainers": {"world_models", "backbones", "controllers", "tokenizers", "nn", "training", "experience", "artifacts"},
     "assemble": {"settings", "controllers", "world_models", "tokenizers", "backbones", "training", "artifacts"},
     "settings": {"controllers", "world_models", "tokenizers", "backbones", "nn", "training", "envs"},
     "controllers": {"world_models", "nn", "kernels"},
