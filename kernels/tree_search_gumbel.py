@@ -102,7 +102,7 @@ def _qtransform_by_mixed_value(nodes: Nodes) -> Tensor:
     weights = nodes.children_prior.exp().clamp_min_(TINY).mul_(visited)
     mean = sum_over_actions(weights * nodes.children_q).div_(sum_over_actions(weights).clamp_min_(TINY))
     mixed = torch.addcmul(nodes.raw_value, nodes.visits - 1, mean).div_(nodes.visits)
-    completed = torch.addcmul(nodes.children_q, 1 - visited, mixed)
+    completed = torch.lerp(mixed, nodes.children_q, visited)
     low, high = completed.amin(0), completed.amax(0)
     return completed.sub_(low).div_(high.sub_(low).clamp_min_(SMALLEST))
 

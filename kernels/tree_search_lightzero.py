@@ -131,7 +131,7 @@ def _qtransform_by_tree(nodes: Nodes) -> Tensor:
     low, high = tree.extra.bounds
     bounded = low < high
     low, span = torch.where(bounded, low, 0), torch.where(bounded, (high - low).clamp_min_(NARROWEST), 1)
-    completed = torch.addcmul(nodes.children_q, 1 - visited, mean).view(actions, -1, trees)
+    completed = torch.lerp(mean, nodes.children_q, visited).view(actions, -1, trees)
     return completed.sub_(low).div_(span).clamp_(0, 1).view(actions, -1)
 
 

@@ -81,10 +81,10 @@ def mix_dirichlet(logits: Tensor, noise: Tensor | None, fraction: float) -> Tens
 
 def qtransform_by_siblings(nodes: Nodes) -> Tensor:
     """Scale q to [0, 1] among siblings and their parent's value."""
-    value, unvisited = nodes.value, 1 - nodes.children_visits.clamp_max(1)
-    completed = torch.addcmul(nodes.children_q, unvisited, value)
+    value, q, visited = nodes.value, nodes.children_q, nodes.children_visits.clamp_max(1)
+    completed = torch.lerp(value, q, visited)
     low, high = torch.minimum(completed.amin(0), value), torch.maximum(completed.amax(0), value)
-    return torch.addcmul(nodes.children_q, unvisited, low).sub_(low).div_(high.sub_(low).clamp_min_(SMALLEST))
+    return torch.lerp(low, q, visited).sub_(low).div_(high.sub_(low).clamp_min_(SMALLEST))
 
 
 def score_puct(nodes: Nodes, q: Tensor) -> Tensor:
