@@ -442,7 +442,7 @@ def _walk_up(
         none = tl.zeros((WIDTH,), tl.float32)
         first = (tree * 0 + 1).to(tl.float32)
         best = CHOOSE(extra, offsets, inside, False, first, value, value, none, none, prior)
-        tl.store(best_action + leaf, best.to(tl.int64))
+        tl.store(best_action + leaf, best)
 
     q = returned  # of the edge into the node below
     below = leaf
@@ -474,7 +474,7 @@ def _walk_up(
                 children_visits,
                 children_q,
                 prior,
-            ).to(tl.int64)
+            )
             tl.store(best_action + node, best)
             next_node = tl.load(children + node * actions + best)
             tl.store(best_child + node, tl.where(best == taken, below, next_node))
@@ -526,7 +526,7 @@ class FusedRule(NamedTuple):
     """Logits -> the prior of a node."""
     choose: Any = None
     """(extra, offsets of the tree's row in tables (E, A), inside, at_root, visits, value, raw_value, children_visits,
-    children_q, children_prior) -> action. None: `select` does not follow remembered actions."""
+    children_q, children_prior) -> action int64. None: `select` does not follow remembered actions."""
     track: Any = None
     """(extra, tree, trees, least q, largest q on the path) -> None."""
     extra: Callable[[Tree, int], tuple[Any, ...]] = lambda tree, simulation: ()

@@ -157,4 +157,4 @@ def _choose_fused(
     noise = tl.load(gumbel + offsets, mask=inside, other=0.0)
     at_considered = tl.where(children_visits == considered, score + noise, float("-inf"))
     preference = tl.where(at_root, at_considered, preference)
-    return tl.argmax(tl.where(inside, preference, float("-inf")), 0)
+    return tl.argmax(tl.where(inside, preference, float("-inf")), 0).to(tl.int64)

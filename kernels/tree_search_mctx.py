@@ -122,4 +122,4 @@ def _choose_fused(
     score += children_prior * tl.load(exploration + visits.to(tl.int64)) / (children_visits + 1)
     score = tl.where(inside, score, float("-inf"))
     preference = tl.where(score == tl.max(score, 0), children_prior, float("-inf"))
-    return tl.argmax(tl.where(inside, preference, float("-inf")), 0)
+    return tl.argmax(tl.where(inside, preference, float("-inf")), 0).to(tl.int64)
