@@ -9,7 +9,7 @@ in one batch. The form in torch is the definition. The Triton form runs one prog
 
 Rewards and values behind a termination are 0.
 
-Axes: E trees, A actions, S simulations, R nodes in a batch, M = S + 2 blocks of E nodes. Node m E + e belongs to tree e.
+Axes: E trees, A actions, S simulations, R nodes in a batch, M = S + 2 blocks of E nodes. Node m E + e is tree e's.
 Block 0 is NOWHERE, the child of every edge without a node. Block 1 holds the roots. Simulation s adds block s + 2.
 """
 
@@ -35,8 +35,8 @@ class Tree(NamedTuple):
     """The state of E searches, written in place."""
 
     nodes: Tensor
-    """(6, M E) float32: visits; q of the edge into the node, r + gamma V; sum of the values backed up through it; reward
-    and discount of that edge, the latter 0 from a termination on; the model's value."""
+    """(6, M E) float32: visits; q = r + gamma V of the edge into the node; sum of the values backed up through it;
+    reward and discount of that edge, the latter 0 from a termination on; the model's value."""
     edges: Tensor
     """(3, M E, A) float32: visits and q of the children, 0 without a visit; the prior."""
     children: Tensor

@@ -88,7 +88,9 @@ def lightzero_rule(
         count_root_value=False,
         rescore_all=True,
     ).fuse(
-        FusedRule(softmax, track=_widen_fused, extra=lambda tree, simulation: (tree.extra.bounds,), select=_select_fused)
+        FusedRule(
+            softmax, track=_widen_fused, extra=lambda tree, simulation: (tree.extra.bounds,), select=_select_fused
+        )
     )
 
 
