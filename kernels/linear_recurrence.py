@@ -2,7 +2,7 @@
 
     S_n = exp(log_decay_n) S_{n-1} + k_n^T v_n        y_n = q_n S_n
 
-With a constant decay this is retention (Sun et al. 2023, arXiv 2307.08621, without its normalisers), with a decay that
+With a constant decay this is retention (Sun et al. 2023, arXiv 2307.08621, without its normalizers), with a decay that
 depends on the data it is the state-space duality of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060). `reference` says what
 the operation means, one element at a time. The other functions compute the same in chunks: inside a chunk as masked
 attention, between chunks through the states. In torch the states are found for all chunks at once, because the

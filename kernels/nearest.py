@@ -1,4 +1,4 @@
-"""The nearest code of a codebook, the search at the heart of vector quantisation (van den Oord et al. 2017, arXiv
+"""The nearest code of a codebook, the search at the heart of vector quantization (van den Oord et al. 2017, arXiv
 1711.00937).
 
 `reference` says what the operation means. The other forms find the code e with the smallest |e|^2 - 2 h e: |h|^2 is the

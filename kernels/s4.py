@@ -60,7 +60,7 @@ class System(NamedTuple):
 
 
 def reference(system: System, c: Tensor, length: int) -> Tensor:
-    """The kernel (H, length) by its definition: powers of the discretised matrix, both halves of each pair.
+    """The kernel (H, length) by its definition: powers of the discretized matrix, both halves of each pair.
 
     c (H, M) is C, not C~.
     """
@@ -282,7 +282,7 @@ def _cauchy_backward(
     tl.store(grad_size + channel * pairs + pair, of_size, mask=valid)
 
 
-# -- the discretised system --------------------------------------------------------------------------------------------
+# -- the discretized system --------------------------------------------------------------------------------------------
 
 
 class Discrete(NamedTuple):
@@ -324,7 +324,7 @@ class Chunk(NamedTuple):
     """(H, N, N): the power of a shorter chunk, where there is one."""
 
 
-def discretise(system: System) -> Discrete:
+def discretize(system: System) -> Discrete:
     """Bilinear, by the matrix inversion lemma: Abar is diagonal but for rank one. Computed in float64."""
     wide = _double(system)
     half = wide.dt[..., None] / 2
@@ -485,7 +485,7 @@ class Segments:
     """Rows (R, C) cut by resets into segments that know nothing of each other, and the masks of a convolution.
 
     A row is cut into parts, in several levels if it is long. Inside the smallest parts each element looks at its few
-    neighbours. What reaches a part from earlier ones passes the end of the part before: it comes from the segment that
+    neighbors. What reaches a part from earlier ones passes the end of the part before: it comes from the segment that
     stands there and goes to what is left of it. So one product with a Toeplitz matrix, the same for all rows, does
     between two masks.
     """
@@ -507,7 +507,7 @@ class Segments:
         padded = F.pad(number, (0, self.padding))
         own = padded.view(-1, self.near)
         own = own + torch.arange(len(own), device=own.device)[:, None] * (time + 1)  # no number twice in two parts
-        self.neighbours = (_neighbours(own.view(1, -1), self.near, -1) == own.view(-1)).to(dtype)  # (1, near, R C)
+        self.neighbors = (_neighbors(own.view(1, -1), self.near, -1) == own.view(-1)).to(dtype)  # (1, near, R C)
         self.borders = []
         for size, length in self.levels:
             parts = padded.view(-1, size // length, length)
@@ -564,7 +564,7 @@ class _Segmented(torch.autograd.Function):
             channels = len(u)
             u, gradient = (F.pad(each, (0, segments.padding)).contiguous() for each in (u, gradient))
             grad_kernel = u.new_zeros(channels, u.shape[2])
-            near = _neighbours(u.view(channels, -1), segments.near) * segments.neighbours
+            near = _neighbors(u.view(channels, -1), segments.near) * segments.neighbors
             grad_kernel[:, : segments.near] = (gradient.view(channels, 1, -1) @ near.mT).squeeze(1).flip(1)
             for (size, length), (leaves, enters) in zip(segments.levels, segments.borders, strict=True):
                 past = (_windows(u.view(channels, -1, size), length) * leaves).flatten(1, 2)
@@ -581,7 +581,7 @@ def _segmented(u: Tensor, kernel: Tensor, segments: Segments) -> Tensor:
     """`convolve_segments`."""
     channels, _, time = u.shape
     u, kernel = (F.pad(each, (0, segments.padding)).contiguous() for each in (u, kernel))
-    near = _neighbours(u.view(channels, -1), segments.near) * segments.neighbours
+    near = _neighbors(u.view(channels, -1), segments.near) * segments.neighbors
     y = (kernel[:, None, : segments.near].flip(2) @ near).view(u.shape)
     for (size, length), (leaves, enters) in zip(segments.levels, segments.borders, strict=True):
         past = _windows(u.view(channels, -1, size), length) * leaves  # (H, R, parts - 1, size - length)
@@ -591,7 +591,7 @@ def _segmented(u: Tensor, kernel: Tensor, segments: Segments) -> Tensor:
     return y[..., :time]
 
 
-def _neighbours(x: Tensor, near: int, nothing: float = 0.0) -> Tensor:
+def _neighbors(x: Tensor, near: int, nothing: float = 0.0) -> Tensor:
     """Of each element of x (..., n) the `near` elements up to itself, oldest first: (..., near, n)."""
     return F.pad(x, (near - 1, 0), value=nothing).unfold(-1, x.shape[-1], 1)
 
@@ -773,12 +773,12 @@ def _kernel(system: System, c_tilde: Tensor, length: int) -> tuple[Tensor, ...]:
 
 
 def _step(system: System, c_tilde: Tensor, length: int) -> tuple[Tensor, ...]:
-    discrete = discretise(_double(system))
+    discrete = discretize(_double(system))
     return step_operators(discrete, output(discrete, c_tilde, length), system.dt.dtype)
 
 
 def _chunk(system: System, c_tilde: Tensor, length: int, size: int, reach: int, rest: int) -> tuple[Tensor, ...]:
-    discrete = discretise(_double(system))
+    discrete = discretize(_double(system))
     chunk = chunk_operators(discrete, output(discrete, c_tilde, length), system.dt.dtype, size, reach, rest)
     return chunk if rest else chunk[:-1]
 

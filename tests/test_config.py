@@ -10,9 +10,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import Field, model_validator
 
-from wmcli import config
 from wmcli.config import (
-    ADDED,
     Section,
     canonical_json,
     digest,
@@ -23,12 +21,14 @@ from wmcli.config import (
     preset_values,
     read_toml,
     to_toml,
+    toml,
     validate,
 )
+from wmcli.config import presets as presets_file
 from wmcli.errors import UsageError
 
 
-class Optimiser(Section):
+class Optimizer(Section):
     learning_rate: float = Field(1e-4, gt=0)
     """Step size."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -42,10 +42,10 @@ class Example(Section):
     """Which."""
     compile: bool = False
     """Whether."""
-    optimiser: Optimiser = Optimiser()
-    second: Optimiser | None = None
+    optimizer: Optimizer = Optimizer()
+    second: Optimizer | None = None
     """None leaves it out."""
-    many: tuple[Optimiser, ...] = ()
+    many: tuple[Optimizer, ...] = ()
 
     @model_validator(mode="after")
     def _odd(self) -> Example:
@@ -65,35 +65,35 @@ def wrong(values: dict[str, Any]) -> str:
 
 
 def test_docstrings_describe_the_fields() -> None:
-    assert Optimiser.model_fields["learning_rate"].description == "Step size."
+    assert Optimizer.model_fields["learning_rate"].description == "Step size."
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"sed": 1}, "--set x: unknown key 'sed'; did you mean 'seed'?"),
-        ({"optimiser": {"learning_rat": 1.0}}, "unknown key 'optimiser.learning_rat'; did you mean 'learning_rate'?"),
+        ({"optimizer": {"learning_rat": 1.0}}, "unknown key 'optimizer.learning_rat'; did you mean 'learning_rate'?"),
         ({"second": {"beta": []}}, "unknown key 'second.beta'; did you mean 'betas'?"),
         ({"many": [{}, {"beta": []}]}, "unknown key 'many.1.beta'; did you mean 'betas'?"),
-        ({"zzz": 1}, "unknown key 'zzz'; known: compile, many, name, optimiser, second, seed."),
+        ({"zzz": 1}, "unknown key 'zzz'; known: compile, many, name, optimizer, second, seed."),
         ({"seed": "1"}, "seed = '1': Input should be a valid integer"),
         ({"seed": True}, "seed = True: Input should be a valid integer"),
         ({"seed": 1.5}, "seed = 1.5: Input should be a valid integer"),
         ({"compile": "False"}, "compile = 'False': Input should be a valid boolean"),
         ({"compile": 0}, "compile = 0: Input should be a valid boolean"),
         ({"name": "mamba"}, "name = 'mamba': Input should be 'retnet' or 'transformer'"),
-        ({"optimiser": 3}, "optimiser = 3: "),
+        ({"optimizer": 3}, "optimizer = 3: "),
         (
-            {"optimiser": {"learning_rate": {"x": 1}}},
-            "optimiser.learning_rate = {'x': 1}: Input should be a valid number",
+            {"optimizer": {"learning_rate": {"x": 1}}},
+            "optimizer.learning_rate = {'x': 1}: Input should be a valid number",
         ),
-        ({"optimiser": {"learning_rate": 0.0}}, "optimiser.learning_rate = 0.0: Input should be greater than 0"),
+        ({"optimizer": {"learning_rate": 0.0}}, "optimizer.learning_rate = 0.0: Input should be greater than 0"),
         (
-            {"optimiser": {"learning_rate": float("inf")}},
-            "optimiser.learning_rate = inf: Input should be a finite number",
+            {"optimizer": {"learning_rate": float("inf")}},
+            "optimizer.learning_rate = inf: Input should be a finite number",
         ),
-        ({"optimiser": {"learning_rate": float("nan")}}, "optimiser.learning_rate = nan: "),
-        ({"optimiser": {"betas": [0.9]}}, "optimiser.betas"),
+        ({"optimizer": {"learning_rate": float("nan")}}, "optimizer.learning_rate = nan: "),
+        ({"optimizer": {"betas": [0.9]}}, "optimizer.betas"),
         ({"seed": 13}, "--set x: seed 13 and the name retnet do not go together"),
         ({"seed": "x" * 10_000}, "...: Input should be a valid integer"),
         ({"a\nb" * 1000: 1}, "unknown key 'a b"),
@@ -105,13 +105,13 @@ def test_what_is_wrong_is_one_line_with_the_nearest_key(values: dict[str, Any], 
 
 
 def test_lists_fit_tuples_and_whole_numbers_fit_floats() -> None:
-    example = validate(Example, {"optimiser": {"learning_rate": 1, "betas": [0.5, 1]}}, "here")
-    assert example.optimiser == Optimiser(learning_rate=1.0, betas=(0.5, 1.0))
-    assert isinstance(example.optimiser.learning_rate, float)
+    example = validate(Example, {"optimizer": {"learning_rate": 1, "betas": [0.5, 1]}}, "here")
+    assert example.optimizer == Optimizer(learning_rate=1.0, betas=(0.5, 1.0))
+    assert isinstance(example.optimizer.learning_rate, float)
 
 
 def test_plain_values_of_a_section_make_it_again() -> None:
-    example = Example(seed=4, second=Optimiser(learning_rate=0.1), many=(Optimiser(),))
+    example = Example(seed=4, second=Optimizer(learning_rate=0.1), many=(Optimizer(),))
     plain = example.model_dump(mode="json")
     assert validate(Example, plain, "here") == example
     assert validate(Example, read_toml(to_toml(plain), "here"), "here") == example
@@ -173,8 +173,8 @@ def test_hostile_toml_is_refused_quickly_in_one_line(text: str) -> None:
 
 
 def test_toml_at_all_limits_together_is_quick() -> None:
-    tail = ".a" * config.MAX_TOML_DOTS + "=1\n"
-    lines = [f"k{number:05d}{tail}" for number in range(config.MAX_TOML_BYTES // (6 + len(tail)))]
+    tail = ".a" * toml.MAX_TOML_DOTS + "=1\n"
+    lines = [f"k{number:05d}{tail}" for number in range(toml.MAX_TOML_BYTES // (6 + len(tail)))]
     text = "".join(lines)
     began = time.process_time()
     read_toml(text, "here")
@@ -190,7 +190,7 @@ def test_toml_at_all_limits_together_is_quick() -> None:
         ("controller.lr=3e-4", ("controller", "lr"), 3e-4),
         ("seed=3", ("seed",), 3),
         ("a.b.c = true", ("a", "b", "c"), True),
-        ("backbone.name=transformer", ("backbone", "name"), "transformer"),
+        ("backbone.kind=transformer", ("backbone", "kind"), "transformer"),
         ("environment.id=ALE/Pong-v5", ("environment", "id"), "ALE/Pong-v5"),
         ("a='3'", ("a",), "3"),
         ("a=[1, 2]", ("a",), [1, 2]),
@@ -215,20 +215,22 @@ def test_what_is_no_override_is_shown_how(text: str) -> None:
         parse_override(text)
 
 
-def test_an_identity_leaves_out_what_was_added_while_it_changes_nothing() -> None:
-    class Later(Optimiser):
-        eps: float = Field(1e-8, json_schema_extra=ADDED)
-        """Added."""
+def test_changed_are_the_values_that_are_not_at_their_defaults() -> None:
+    class Part(Section):
+        kind: Literal["x", "y"] = "x"
+        """Which."""
+        eps: float = 1e-8
+        """Small."""
 
     class Whole(Section):
         seed: int = 1
         """Of every generator."""
-        optimiser: Later = Later()
+        optimizer: Optimizer = Optimizer()
+        part: Part = Part()
 
-    before = {"seed": 1, "optimiser": {"learning_rate": 1e-4, "betas": [0.9, 0.999]}}
-    assert Whole().identity() == before
-    changed = Whole(optimiser=Later(eps=1e-5)).identity()
-    assert changed == merge(before, {"optimiser": {"eps": 1e-5}})
+    assert Whole().changed() == {"part": {"kind": "x"}}, "the kind is always there: it says what the other keys mean"
+    changed = Whole(optimizer=Optimizer(betas=(0.5, 0.9)), part=Part(eps=1e-5), seed=2).changed()
+    assert changed == {"seed": 2, "optimizer": {"betas": [0.5, 0.9]}, "part": {"kind": "x", "eps": 1e-5}}
 
 
 def test_merge_lays_tables_over_each_other_and_changes_neither() -> None:
@@ -245,21 +247,21 @@ def test_merge_lays_tables_over_each_other_and_changes_neither() -> None:
 
 @pytest.fixture
 def presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(config.resources, "files", lambda _: tmp_path)
+    monkeypatch.setattr(presets_file.resources, "files", lambda _: tmp_path)
     (tmp_path / "__init__.py").touch()
     (tmp_path / "rem.toml").write_text(
-        "about = 'a'\npaper = 'p'\nseed = 1\n[optimiser]\nlearning_rate = 1e-3\nclip = 2\n"
+        "about = 'a'\npaper = 'p'\nseed = 1\n[optimizer]\nlearning_rate = 1e-3\nclip = 2\n"
     )
     return tmp_path
 
 
 def test_a_preset_takes_what_its_base_states(presets: Path) -> None:
-    (presets / "quick.toml").write_text("base = 'rem'\nabout = 'b'\n[optimiser]\nclip = 3\n")
+    (presets / "quick.toml").write_text("base = 'rem'\nabout = 'b'\n[optimizer]\nclip = 3\n")
     (presets / "quicker.toml").write_text("base = 'quick'\nseed = 7\n")
     assert preset_names() == ["quick", "quicker", "rem"]
-    assert preset_values("rem") == {"seed": 1, "optimiser": {"learning_rate": 1e-3, "clip": 2}}
-    assert preset_values("quick") == {"seed": 1, "optimiser": {"learning_rate": 1e-3, "clip": 3}}
-    assert preset_values("quicker") == {"seed": 7, "optimiser": {"learning_rate": 1e-3, "clip": 3}}
+    assert preset_values("rem") == {"seed": 1, "optimizer": {"learning_rate": 1e-3, "clip": 2}}
+    assert preset_values("quick") == {"seed": 1, "optimizer": {"learning_rate": 1e-3, "clip": 3}}
+    assert preset_values("quicker") == {"seed": 7, "optimizer": {"learning_rate": 1e-3, "clip": 3}}
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ PAPER = {"none": 454_610_944, "span": 454_615_040, "gaussian": 454_619_136, "gau
 def operations(monkeypatch: pytest.MonkeyPatch, elements: int, kind: str, form: str = "additive") -> Counter[str]:
     """By what they are for; `table` is what it takes to make the priors' tables, once for all layers."""
     monkeypatch.setattr(transformer, "attention", reference)
-    prior = "backbone.transformer.prior"
+    prior = "backbone.prior"
     settings = resolve("unizero", [f"{prior}.kind={kind}", f"{prior}.form={form}"])
     backbone = build(settings.backbone, max_length=2 * HORIZON, block=2).eval()
     x = torch.randn(1, elements, D)

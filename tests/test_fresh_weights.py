@@ -93,10 +93,10 @@ def keys(name: str) -> list[str]:
 def build(preset: str, *overrides: str) -> Model:
     torch.manual_seed(0)
     settings = resolve(preset, overrides)
-    tokenizer = build_tokenizer(settings) if settings.encoder in ("tokenizer", "dynamics") else None
+    tokenizer = build_tokenizer(settings) if settings.dynamics.encoder in ("tokenizer", "dynamics") else None
     world_model = build_world_model(settings, tokenizer, TABLE[preset]["actions"])
     modules = {"dynamics": world_model, "controller": build_controller(settings, world_model)}
-    if settings.encoder == "tokenizer":
+    if settings.dynamics.encoder == "tokenizer":
         assert tokenizer is not None
         modules["tokenizer"] = tokenizer
     tensors = {f"{part}.{name}": each for part, module in modules.items() for name, each in module.state_dict().items()}

@@ -66,5 +66,5 @@ def test_what_does_not_exist_is_found(text, wrong):
 
 
 def test_keys_of_every_kind_are_known():
-    assert {"seed", "controller.burn_in", "controller.simulations", "backbone.transformer.prior.kind"} <= KEYS
+    assert {"seed", "controller.burn_in", "controller.simulations", "backbone.prior.kind"} <= KEYS
     assert ("presets", "show") in COMMANDS

@@ -41,7 +41,7 @@ def test_rem_tokenizer() -> None:
     assert found["tokenizer.encoder"] == 1_754_048
     assert found["tokenizer.decoder"] == 1_172_963
     assert found["tokenizer.pre_quant"] + found["tokenizer.post_quant"] == 131_584 == 2 * conv(256, 256, 1)
-    assert found["tokenizer.quantiser"] == 131_072 == 512 * 256
+    assert found["tokenizer.quantizer"] == 131_072 == 512 * 256
 
 
 def test_rem_tokenizer_of_4x4() -> None:
@@ -49,7 +49,7 @@ def test_rem_tokenizer_of_4x4() -> None:
     assert found["tokenizer"] == 7_339_043
     assert found["tokenizer.encoder"] == 5_884_864
     assert found["tokenizer.decoder"] == 1_191_523
-    same = ("tokenizer.pre_quant", "tokenizer.post_quant", "tokenizer.quantiser")
+    same = ("tokenizer.pre_quant", "tokenizer.post_quant", "tokenizer.quantizer")
     assert {part: found[part] for part in same} == {part: counts("rem")[part] for part in same}
 
 
@@ -128,7 +128,7 @@ def test_iris_tokenizer() -> None:
     assert found["tokenizer.encoder"] == 1_418_240
     assert found["tokenizer.decoder"] == 1_821_827
     assert found["tokenizer.pre_quant"] + found["tokenizer.post_quant"] == 525_312
-    assert found["tokenizer.quantiser"] == 262_144 == 512 * 512
+    assert found["tokenizer.quantizer"] == 262_144 == 512 * 512
 
 
 @pytest.mark.parametrize("actions", ACTIONS)
@@ -158,10 +158,10 @@ def test_iris_controller(actions: int) -> None:
 DRAMA = {
     "XS": ("drama", [], 7_155_459),
     "S": ("drama-s", [], 10_672_803),
-    "heads of 128": ("drama", ["backbone.mamba2.head_width=128"], 7_147_219),
-    "four heads of 128": ("drama", ["backbone.mamba2.head_width=128", "backbone.mamba2.expand=1"], 5_564_091),
+    "heads of 128": ("drama", ["backbone.head_width=128"], 7_147_219),
+    "four heads of 128": ("drama", ["backbone.head_width=128", "backbone.expand=1"], 5_564_091),
     "Mamba-1": ("drama-mamba1", [], 7_337_315),
-    "S with Mamba-1": ("drama-s", ["backbone.name=mamba1", "backbone.mamba1.state=32"], 10_919_875),
+    "S with Mamba-1": ("drama-s", ["backbone.kind=mamba1", "backbone.state_size=32"], 10_919_875),
     "STORM's transformer": (
         "storm",
         [
@@ -172,7 +172,7 @@ DRAMA = {
             "dynamics.head_layers=1",
             "dynamics.head_width=256",
             "dynamics.head_norm=rms",
-            "dynamics.horizon=128",
+            "dynamics.sequence_length=128",
         ],
         8_477_539,
     ),
@@ -219,7 +219,7 @@ def test_storm() -> None:
 
 
 def dreamer_convolutions(channels: list[int]) -> int:
-    """Kernels of 4 x 4 without bias, each with a norm, from 3 colours."""
+    """Kernels of 4 x 4 without bias, each with a norm, from 3 colors."""
     pairs = zip([3, *channels], channels, strict=False)
     return sum(16 * inputs * outputs + 2 * outputs for inputs, outputs in pairs)
 
@@ -322,8 +322,8 @@ def test_unizero(actions: int, total: int) -> None:
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_unizero_can_be_sized_on_every_backbone(backbone: str) -> None:
     """Without allocating anything, as a new run is."""
-    found = counts("unizero-quick", 3, f"backbone.name={backbone}")
-    learned = build_world_model(resolve("unizero-quick", [f"backbone.name={backbone}"]), None, 3)
+    found = counts("unizero-quick", 3, f"backbone.kind={backbone}")
+    learned = build_world_model(resolve("unizero-quick", [f"backbone.kind={backbone}"]), None, 3)
     assert found["dynamics"] == count(learned) and found["dynamics.backbone"] > 0
 
 
@@ -348,8 +348,8 @@ def test_unizero_by_its_parts() -> None:
         ("unizero-span", [], 16),  # 8 heads of 2 layers, a span each
         ("unizero-gaussian", [], 32),
         ("unizero-combined", [], 48),
-        ("unizero-gaussian", ["backbone.transformer.prior.unit=step", "backbone.transformer.prior.mean=3"], 32),
-        ("unizero", ["backbone.transformer.prior.kind=local"], 0),
+        ("unizero-gaussian", ["backbone.prior.unit=step", "backbone.prior.mean=3"], 32),
+        ("unizero", ["backbone.prior.kind=local"], 0),
         ("unizero-reference", [], 32),
     ],
 )
@@ -372,7 +372,7 @@ def test_muzero(actions: int) -> None:
     projection = (64 * 8 * 8 * 1024 + 2 * 1024) + 2 * (1024**2 + 2 * 1024)
     predictor = (1024 * 512 + 2 * 512) + linear(512, 1024)
     want = {
-        "representation": trunk(4),  # grey frames
+        "representation": trunk(4),  # gray frames
         "dynamics": conv_and_norm(64 + actions, 64) + residual_block(64),
         "prediction": residual_block(64),
         "reward_head": muzero_head(601),

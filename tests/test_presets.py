@@ -45,7 +45,7 @@ CODE: dict[str, dict[str, Any]] = {
         "tokenizer.lpips_dropout": True,
         "dynamics.reward_burn_in": 2,
         "dynamics.end_on_truncation": True,
-        "backbone.retnet.copied_layers": True,
+        "backbone.copied_layers": True,
         "controller.burn_in_actions": False,
     },
     "iris-code": {"tokenizer.lpips_dropout": True, "dynamics.end_on_truncation": True},
@@ -55,13 +55,13 @@ CODE: dict[str, dict[str, Any]] = {
         "controller.returns": "drama",
     },
 }
-PRIOR = "backbone.transformer.prior"
+PRIOR = "backbone.prior"
 # What each prior of the paper changes in UniZero, and the public code that multiplies.
 VARIANTS: dict[str, dict[str, Any]] = {
     "unizero-gaussian": {f"{PRIOR}.kind": "gaussian"},
-    # of the paper's three regularisers the one that its section on spans names; its ablation prefers l2
-    "unizero-span": {f"{PRIOR}.kind": "span", f"{PRIOR}.regulariser": "l1"},
-    "unizero-combined": {f"{PRIOR}.kind": "gaussian_span", f"{PRIOR}.span": 10.0, f"{PRIOR}.regulariser": "l1"},
+    # of the paper's three regularizers the one that its section on spans names; its ablation prefers l2
+    "unizero-span": {f"{PRIOR}.kind": "span", f"{PRIOR}.regularizer": "l1"},
+    "unizero-combined": {f"{PRIOR}.kind": "gaussian_span", f"{PRIOR}.span": 10.0, f"{PRIOR}.regularizer": "l1"},
     "unizero-reference": {
         "dynamics.activation": "gelu_tanh",
         "dynamics.clip": 20.0,
@@ -70,20 +70,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         f"{PRIOR}.form": "scale",
         f"{PRIOR}.mean": 2.0,
         f"{PRIOR}.mean_bound": "clamp",
-        "controller.rules": "lightzero",
+        "controller.rule": "lightzero",
         "controller.updates": 0,  # it never searches again
     },
 }
-XL = "backbone.transformer_xl"
 # What each variant of S4WM changes, and the ablation of TSSM-XL's cache.
 MEMORY: dict[str, dict[str, Any]] = {
     "s4wm-full-posterior": {"dynamics.posterior": "full"},
-    "s4wm-no-mlp": {"backbone.s4.ffn": 0},
-    "s5wm": {"backbone.name": "s5"},
+    "s4wm-no-mlp": {"backbone.ffn": 0},
+    "s5wm": {"backbone.kind": "s5", "backbone.state_size": 256, "backbone.blocks": 8, "backbone.tied": None},
 }
 CACHES: dict[str, dict[str, Any]] = {
-    "tssm-xl-3d-256": {f"{XL}.memory": 256, f"{XL}.segment": 256},
-    "tssm-xl-3d-512": {f"{XL}.memory": 512, f"{XL}.segment": 512},
+    "tssm-xl-3d-256": {"backbone.memory_length": 256, "backbone.segment_length": 256},
+    "tssm-xl-3d-512": {"backbone.memory_length": 512, "backbone.segment_length": 512},
 }
 BASES = (
     dict.fromkeys(ABLATIONS, "rem")
@@ -107,7 +106,7 @@ S4WM_2D = {
     "tokenizer.kernel": 4,
     "tokenizer.norm_eps": 1e-3,
     "tokenizer.posterior_width": 512,
-    "dynamics.posterior": "factorised",
+    "dynamics.posterior": "factorized",
     "dynamics.rows": "episodes",
     "dynamics.first_frame": False,
     "dynamics.reconstruction_weight": 1.0,
@@ -116,20 +115,22 @@ S4WM_2D = {
     "dynamics.representation_weight": 0.2,
     "dynamics.free_nats": 0.0,
     "dynamics.reward": "bernoulli",
-    "dynamics.optimiser": "adamw",
+    "dynamics.optimizer": "adamw",
     "dynamics.batch": 8,
     "dynamics.learning_rate": 1e-3,
     "dynamics.warmup": 1000,
     "dynamics.schedule": "cosine",
     "dynamics.weight_decay": 1e-2,
     "dynamics.clip": 1000.0,
-    "backbone.name": "s4",
     "backbone.width": 256,
     "backbone.layers": 4,
-    "backbone.s4.state": 64,
-    "backbone.s4.ffn": 4,
-    "backbone.s4.glu": True,
-    "backbone.s4.tied": True,
+}
+_S4 = {
+    "backbone.kind": "s4",
+    "backbone.state_size": 64,
+    "backbone.ffn": 4,
+    "backbone.glu": True,
+    "backbone.tied": True,
 }
 S4WM_3D = S4WM_2D | {
     "environment.size": 64,
@@ -149,22 +150,22 @@ _TSSM = {
     "dynamics.learning_rate": 2e-4,
     "dynamics.schedule": "constant",
     "dynamics.clip": 100.0,
-    "backbone.name": "transformer-xl",
-    f"{XL}.memory": 128,
-    f"{XL}.segment": 128,
-    f"{XL}.ffn": 4,
+    "backbone.kind": "transformer-xl",
+    "backbone.memory_length": 128,
+    "backbone.segment_length": 128,
+    "backbone.ffn": 4,
 }
 _RSSM = {
     "dynamics.warmup": 0,
     "dynamics.posterior": "recurrent",
     "dynamics.rows": "streams",
-    "dynamics.horizon": 48,
+    "dynamics.sequence_length": 48,
     "dynamics.batch": 32,
     "dynamics.learning_rate": 3e-4,
     "dynamics.eps": 1e-5,
     "dynamics.schedule": "constant",
     "dynamics.clip": 200.0,
-    "backbone.name": "dreamer-gru",
+    "backbone.kind": "dreamer-gru",
     "backbone.layers": 1,
 }
 
@@ -177,7 +178,7 @@ REM = {
     "collect.steps": 200,
     "collect.temperature": 1.0,
     "collect.epsilon": 0.01,
-    "tokenizer.quantiser": "vq",
+    "tokenizer.quantizer": "vq",
     "tokenizer.network": "slim",
     "tokenizer.codes": 512,
     "tokenizer.width": 256,
@@ -185,7 +186,7 @@ REM = {
     "tokenizer.downsamples": 3,  # 64 / 2^3 = 8, so 8 x 8 = 64 tokens
     "tokenizer.commitment": 1.0,
     "tokenizer.reconstruction": "mse",
-    "tokenizer.optimiser": "adamw",
+    "tokenizer.optimizer": "adamw",
     "tokenizer.learning_rate": 1e-4,
     "tokenizer.weight_decay": 0.01,
     "tokenizer.clip": 10.0,
@@ -193,32 +194,31 @@ REM = {
     "tokenizer.updates": 200,
     "dynamics.prediction": "pop",
     "dynamics.shared_embeddings": True,
-    "dynamics.horizon": 10,
+    "dynamics.sequence_length": 10,
     "dynamics.context": 2,
     "dynamics.learning_rate": 2e-4,
     "dynamics.weight_decay": 0.05,
     "dynamics.clip": 100.0,
     "dynamics.batch": 64,
     "dynamics.updates": 200,
-    "backbone.name": "retnet",
+    "backbone.kind": "retnet",
     "backbone.width": 256,
     "backbone.layers": 5,
     "backbone.dropout": 0.1,
-    "backbone.retnet.heads": 4,
-    "backbone.retnet.ffn": 4,
-    "backbone.retnet.activation": "silu",
-    "backbone.retnet.decay": "log",
+    "backbone.heads": 4,
+    "backbone.ffn": 4,
+    "backbone.activation": "silu",
     "controller.input": "latent",
     "controller.action_inputs": True,
     "controller.width": 512,
     "controller.latent_channels": [128, 64],
     "controller.burn_in": 20,
-    "controller.horizon": 8,  # 10 blocks less 2 of context: 9 decisions, 8 transitions that count
+    "controller.imagination_horizon": 8,  # 10 blocks less 2 of context: 9 decisions, 8 transitions that count
     "controller.discount": 0.995,
     "controller.trace_decay": 0.95,
-    "controller.entropy": 0.001,
+    "controller.entropy_weight": 0.001,
     "controller.learn_after_end": True,
-    "controller.optimiser": "adamw",
+    "controller.optimizer": "adamw",
     "controller.learning_rate": 1e-4,
     "controller.weight_decay": 0.01,
     "controller.clip": 3.0,
@@ -244,28 +244,29 @@ IRIS = REM | {
     "tokenizer.downsamples": 4,  # 4 x 4 = 16 tokens
     "tokenizer.width": 512,
     "tokenizer.reconstruction": "l1",
-    "tokenizer.optimiser": "adam",
+    "tokenizer.optimizer": "adam",
     "tokenizer.weight_decay": 0.0,
     "tokenizer.batch": 256,
     "dynamics.prediction": "sequential",
     "dynamics.shared_embeddings": False,
-    "dynamics.initialisation": "gpt",
-    "dynamics.horizon": 20,
+    "dynamics.initialization": "gpt",
+    "dynamics.sequence_length": 20,
     "dynamics.context": 1,
     "dynamics.observation_burn_in": 0,
     "dynamics.reward_burn_in": 0,
     "dynamics.learning_rate": 1e-4,
     "dynamics.weight_decay": 0.01,
     "dynamics.clip": 10.0,
-    "backbone.name": "transformer",
+    "backbone.kind": "transformer",
+    "backbone.activation": "gelu",
     "backbone.layers": 10,
-    "backbone.transformer.heads": 4,
-    "backbone.transformer.ffn": 4,
+    "backbone.heads": 4,
+    "backbone.ffn": 4,
     "controller.input": "pixels",
     "controller.action_inputs": False,
     "controller.pixel_channels": [32, 32, 64, 64],
-    "controller.horizon": 19,  # 20 frames, the first of them real
-    "controller.optimiser": "adam",
+    "controller.imagination_horizon": 19,  # 20 frames, the first of them real
+    "controller.optimizer": "adam",
     "controller.weight_decay": 0.0,
     "controller.clip": 10.0,
     "controller.batch": 64,
@@ -287,15 +288,15 @@ PLANNING = {
     "dynamics.td_steps": 5,
     "dynamics.bootstrap": "target",
     "dynamics.end_on_truncation": False,  # public code: True
-    "dynamics.termination": False,
+    "dynamics.predict_termination": False,
     "dynamics.weight_decay": 1e-4,
     "controller.kind": "mcts",
     "controller.simulations": 50,
-    "controller.rules": "mctx",  # public code: its own variant of the rule
+    "controller.rule": "mctx",  # public code: its own variant of the rule
     "controller.pb_c_init": 1.25,
     "controller.pb_c_base": 19652.0,
     "controller.dirichlet_alpha": 0.3,
-    "controller.dirichlet_weight": 0.25,
+    "controller.dirichlet_fraction": 0.25,
     "evaluation.episodes": 20,  # public code: 3
     "evaluation.temperature": 0.0,
     "run.tokenizer_epochs": 0,
@@ -304,7 +305,7 @@ PLANNING = {
 }
 UNIZERO = PLANNING | {
     "dynamics.kind": "unizero",
-    "dynamics.horizon": 10,
+    "dynamics.sequence_length": 10,
     "dynamics.context": 4,
     "dynamics.channels": [32, 64],
     "dynamics.activation": "leaky_relu",
@@ -317,22 +318,22 @@ UNIZERO = PLANNING | {
     "dynamics.entropy_weight": 1e-4,
     "dynamics.target_rate": 0.05,  # after every update; the table's copy every 100 updates is MuZero's
     "dynamics.batch": 64,
-    "dynamics.optimiser": "adamw",
+    "dynamics.optimizer": "adamw",
     "dynamics.learning_rate": 1e-4,
     "dynamics.beta2": 0.95,  # public code
     "dynamics.clip": 5.0,
-    "backbone.name": "transformer",
+    "backbone.kind": "transformer",
     "backbone.width": 768,
     "backbone.layers": 2,
     "backbone.dropout": 0.1,
-    "backbone.transformer.heads": 8,
-    "backbone.transformer.ffn": 4,
-    "backbone.transformer.activation": "gelu_tanh",
-    "backbone.transformer.norm": "pre",
-    "backbone.transformer.norm_eps": 1e-5,
-    "backbone.transformer.embedding_norm": False,
-    "backbone.transformer.attention_bias": True,
-    "backbone.transformer.initialisation": "gpt",
+    "backbone.heads": 8,
+    "backbone.ffn": 4,
+    "backbone.activation": "gelu_tanh",
+    "backbone.norm": "pre",
+    "backbone.norm_eps": 1e-5,
+    "backbone.embedding_norm": False,
+    "backbone.attention_bias": True,
+    "backbone.initialization": "gpt",
     f"{PRIOR}.kind": "none",
     # Every round 32 frames are searched again; the paper's 1/50 is 160 windows of 10 frames every 50 rounds.
     "controller.batch": 32,
@@ -353,8 +354,8 @@ PRIORS = {
 # As LightZero trains it on Atari 100k (Niu et al. 2023), from which the paper's column is quoted.
 MUZERO = PLANNING | {
     "dynamics.kind": "muzero",
-    "dynamics.stack": 4,
-    "dynamics.unroll": 5,
+    "dynamics.frame_stack": 4,
+    "dynamics.unroll_steps": 5,
     "dynamics.channels": [32, 64],
     "dynamics.head_channels": 16,
     "dynamics.head_width": 32,
@@ -369,7 +370,7 @@ MUZERO = PLANNING | {
     "dynamics.intensity": 0.05,
     "dynamics.target_every": 100,
     "dynamics.batch": 256,
-    "dynamics.optimiser": "sgd",
+    "dynamics.optimizer": "sgd",
     "dynamics.learning_rate": 0.2,
     "dynamics.momentum": 0.9,
     "dynamics.decay_after": [25_000, 50_000],
@@ -407,8 +408,7 @@ TRAINED = {"rules": ["dynamics"], "itself": ["dynamics", "controller"]}  # else 
 def changes(preset: str, base: str, *overrides: str) -> dict[str, Any]:
     """What `preset` with overrides has otherwise than `base`."""
     ours, theirs = flatten(resolve(preset, overrides)), flatten(resolve(base))
-    assert ours.keys() == theirs.keys()
-    return {key: value for key, value in ours.items() if value != theirs[key]}
+    return {key: ours.get(key) for key in ours | theirs if ours.get(key) != theirs.get(key)}
 
 
 def leaves(table: dict[str, Any], above: str = "") -> dict[str, Any]:
@@ -423,7 +423,7 @@ def epochs_of(settings: Settings) -> float:
     """How often a model of a memory task learns from each frame."""
     dynamics, task = settings.dynamics, TASKS[settings.environment.id]
     episode = task.context + task.query
-    row = episode if dynamics.rows == "episodes" else dynamics.horizon
+    row = episode if dynamics.rows == "episodes" else dynamics.sequence_length
     return dynamics.updates * dynamics.batch * row / (settings.collect.episodes * episode)
 
 
@@ -481,19 +481,19 @@ def test_an_ablation_changes_what_it_ablates_and_nothing_else(name: str, base: s
 @pytest.mark.parametrize(
     ("name", "numbers"),
     [
-        ("rem", REM),
+        ("rem", REM | {"backbone.decay": "log"}),
         ("iris", IRIS),
         ("unizero", UNIZERO | PRIORS),
         ("unizero-gaussian", PRIORS),
         ("unizero-span", PRIORS | {f"{PRIOR}.span": 6.0}),
         ("unizero-combined", PRIORS),
         ("muzero", MUZERO),
-        ("s4wm-2d", S4WM_2D),
-        ("s4wm-3d", S4WM_3D),
-        ("tssm-xl-2d", S4WM_2D | _TSSM | {f"{XL}.heads": 4}),
-        ("tssm-xl-3d", S4WM_3D | _TSSM | {f"{XL}.heads": 8}),
+        ("s4wm-2d", S4WM_2D | _S4),
+        ("s4wm-3d", S4WM_3D | _S4),
+        ("tssm-xl-2d", S4WM_2D | _TSSM | {"backbone.heads": 4}),
+        ("tssm-xl-3d", S4WM_3D | _TSSM | {"backbone.heads": 8}),
         ("rssm-tbtt-2d", S4WM_2D | _RSSM | {"backbone.width": 512}),
-        ("rssm-tbtt-3d", S4WM_3D | _RSSM | {"backbone.width": 2048, "backbone.dreamer_gru.inputs": 1000}),
+        ("rssm-tbtt-3d", S4WM_3D | _RSSM | {"backbone.width": 2048, "backbone.input_width": 1000}),
     ],
 )
 def test_a_preset_holds_the_numbers_of_its_paper(name: str, numbers: dict[str, Any]) -> None:
@@ -502,7 +502,7 @@ def test_a_preset_holds_the_numbers_of_its_paper(name: str, numbers: dict[str, A
 
 
 def test_storm_starts_with_torchs_defaults() -> None:
-    """As its public code does: no module there is initialised by hand."""
+    """As its public code does: no module there is initialized by hand."""
     torch.manual_seed(0)
     settings = resolve("storm")
     world_model = build_world_model(settings, build_tokenizer(settings), 6)
@@ -554,7 +554,7 @@ def test_steps_and_updates_of_a_whole_run_of_the_planners(name: str) -> None:
 
 # Every ablation of the paper, and those that the spec adds: what it changes in the preset.
 DELTAS = [
-    *(("unizero-span", {"regulariser": each}) for each in ("l1", "l2", "max")),  # max: none above 6
+    *(("unizero-span", {"regularizer": each}) for each in ("l1", "l2", "max")),  # max: none above 6
     *(("unizero-span", {"span": each}) for each in (2.0, 6.0, 10.0)),
     *(("unizero-gaussian", {"mean": each}) for each in (2.0, 6.0, 10.0)),
     *(("unizero-gaussian", {"deviation": each}) for each in (1.0, 3.0)),
@@ -583,16 +583,18 @@ def test_the_papers_ablations_are_overrides(name: str, delta: dict[str, Any]) ->
 def test_the_models_of_a_preset_can_be_built(name: str) -> None:
     settings = resolve(name)
     counts = parameter_counts(settings, actions=5)
-    models = {"dynamics", "controller"} | ({"tokenizer"} if settings.encoder in ("tokenizer", "dynamics") else set())
+    models = {"dynamics", "controller"} | (
+        {"tokenizer"} if settings.dynamics.encoder in ("tokenizer", "dynamics") else set()
+    )
     assert {name for name in counts if "." not in name} == models
-    assert all((counts[model] > 0) == (model != "controller" or not settings.plans) for model in models)
+    assert all((counts[model] > 0) == (model != "controller" or not settings.controller.searches) for model in models)
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
 def one_update_of_everything(name: str, folder: Path, *overrides: str) -> None:
-    encoder, plans = resolve(name).encoder, resolve(name).plans
+    encoder, plans = resolve(name).dynamics.encoder, resolve(name).controller.searches
     if resolve(name).collect.policy == "scripted":
         one_update_on_a_memory_task(name, folder)
         return
@@ -648,17 +650,27 @@ def test_every_model_of_a_preset_takes_an_update(name: str, tmp_path: Path) -> N
         (["backbone.width=128"], ["tokenizer.width is 256", "backbone.width is 128", "dynamics.shared_embeddings"]),
         (["tokenizer.width=512"], ["tokenizer.width is 512", "backbone.width is 256"]),
         (
-            ["controller.horizon=9"],
-            ["dynamics.context + controller.horizon = 11", "dynamics.horizon = 10", "lower controller.horizon"],
+            ["controller.imagination_horizon=9"],
+            [
+                "dynamics.context + controller.imagination_horizon = 11",
+                "dynamics.sequence_length = 10",
+                "lower controller.imagination_horizon",
+            ],
         ),
-        (["dynamics.context=3"], ["dynamics.context + controller.horizon = 11", "dynamics.horizon = 10"]),
-        (["dynamics.horizon=9"], ["dynamics.context + controller.horizon = 10", "dynamics.horizon = 9"]),
-        (["dynamics.horizon=2"], ["dynamics", "context = 2", "horizon = 2"]),
-        (["dynamics.reward_burn_in=10"], ["dynamics", "reward_burn_in = 10", "horizon = 10"]),
-        (["tokenizer.quantiser=fsq", "tokenizer.fsq_levels=[4, 4]"], ["fsq_levels [4, 4] make 16", "codes = 512"]),
+        (
+            ["dynamics.context=3"],
+            ["dynamics.context + controller.imagination_horizon = 11", "dynamics.sequence_length = 10"],
+        ),
+        (
+            ["dynamics.sequence_length=9"],
+            ["dynamics.context + controller.imagination_horizon = 10", "dynamics.sequence_length = 9"],
+        ),
+        (["dynamics.sequence_length=2"], ["dynamics", "context = 2", "sequence_length = 2"]),
+        (["dynamics.reward_burn_in=10"], ["dynamics", "reward_burn_in = 10", "sequence_length = 10"]),
+        (["tokenizer.quantizer=fsq", "tokenizer.fsq_levels=[4, 4]"], ["fsq_levels [4, 4] make 16", "codes = 512"]),
         (["tokenizer.kind=categorical"], ["dynamics.kind = 'token'", "kind 'vq'", "'categorical'"]),
         (["dynamics.kind=latnt"], ["dynamics.kind = 'latnt'", "did you mean 'latent'?"]),
-        (["controller.kind=actor-critic", "controller.optimiser=adam"], ["controller.warmup = 1000", "warmup=0"]),
+        (["controller.kind=actor-critic", "controller.optimizer=adam"], ["controller.warmup = 1000", "warmup=0"]),
     ],
 )
 def test_sections_that_do_not_fit_together_are_one_line_with_both_keys(overrides: list[str], words: list[str]) -> None:
@@ -721,9 +733,9 @@ def test_a_run_that_began_with_a_setting_that_counts_for_nothing_is_read() -> No
         ("unizero-gaussian", [f"{PRIOR}.leak=true"], [PRIOR, "leak = true", "form = 'scale'", "leak = false"]),
         ("unizero-reference", [f"{PRIOR}.kind=local"], [PRIOR, "kind = 'local'", "form = 'additive'"]),
         ("unizero-span", [f"{PRIOR}.deviation=0"], [f"{PRIOR}.deviation = 0"]),
-        ("unizero", ["dynamics.context=11"], ["context = 11", "horizon = 10"]),
-        ("unizero", ["dynamics.optimiser=sgd"], ["dynamics.optimiser = 'sgd'", "'adamw'"]),
-        ("unizero", ["dynamics.unroll=3"], ["unknown key 'dynamics.unroll'"]),
+        ("unizero", ["dynamics.context=11"], ["context = 11", "sequence_length = 10"]),
+        ("unizero", ["dynamics.optimizer=sgd"], ["dynamics.optimizer = 'sgd'", "'adamw'"]),
+        ("unizero", ["dynamics.unroll_steps=3"], ["unknown key 'dynamics.unroll_steps'"]),
         ("muzero", ["dynamics.context=3"], ["unknown key 'dynamics.context'"]),
     ],
 )
@@ -737,8 +749,8 @@ def test_planning_that_cannot_work_is_one_line(preset: str, overrides: list[str]
     [
         ("unizero-gaussian", [f"{PRIOR}.mean=20"], [f"{PRIOR}.mean = 20", "largest offset here is 19"]),
         ("unizero-gaussian", [f"{PRIOR}.unit=step", f"{PRIOR}.mean=10"], ["mean = 10", "largest offset here is 9"]),
-        ("unizero", ["backbone.width=100", "backbone.transformer.heads=4"], ["width = 100", "dynamics.group = 8"]),
-        ("unizero", ["backbone.transformer.heads=7"], ["heads = 7", "backbone.width = 768"]),
+        ("unizero", ["backbone.width=100", "backbone.heads=4"], ["width = 100", "dynamics.group = 8"]),
+        ("unizero", ["backbone.heads=7"], ["heads = 7", "backbone.width = 768"]),
     ],
 )
 def test_planning_whose_model_cannot_be_built_is_one_line(preset: str, overrides: list[str], words: list[str]) -> None:
@@ -753,15 +765,15 @@ def test_planning_whose_model_cannot_be_built_is_one_line(preset: str, overrides
     [
         (
             "rem-quick",
-            ["controller.kind=actor-critic", "controller.sees=frame", "controller.horizon=3"],
-            ["controller.sees", "'token'"],
+            ["controller.kind=actor-critic", "controller.input=frame", "controller.imagination_horizon=3"],
+            ["controller.input = frame", "controller.input=state"],
         ),
         (
             "s4wm-quick",
-            ["controller.sees=memory", "backbone.name=transformer"],
-            ["'transformer'", "controller.sees = state"],
+            ["controller.input=memory", "backbone.kind=transformer"],
+            ["controller.input=state", "another backbone.kind"],
         ),
-        ("rem-quick", ["backbone.name=dreamer-gru", "backbone.dreamer_gru.inputs=7"], ["dreamer_gru.inputs = 7"]),
+        ("rem-quick", ["backbone.kind=dreamer-gru", "backbone.input_width=7"], ["backbone.input_width = 7"]),
         ("storm", ["dynamics.across_ends=false", "dynamics.rows=streams"], ["rows = 'streams'", "transformer-xl"]),
     ],
 )
@@ -772,9 +784,9 @@ def test_models_that_cannot_be_built_are_one_line(preset: str, overrides: list[s
 
 
 def test_another_kind_starts_its_section_from_the_defaults() -> None:
-    mixed = ["controller.kind=actor-critic", "controller.horizon=6", "dynamics.horizon=12"]
+    mixed = ["controller.kind=actor-critic", "controller.imagination_horizon=6", "dynamics.sequence_length=12"]
     settings = resolve("quickstart", mixed)
-    assert (settings.controller.kind, settings.controller.actor_width, settings.controller.horizon) == (
+    assert (settings.controller.kind, settings.controller.actor_width, settings.controller.imagination_horizon) == (
         "actor-critic",
         256,
         6,
@@ -793,16 +805,21 @@ def test_both_kinds_of_unknown_key_name_the_nearest_of_their_own_kind() -> None:
 
 def test_what_the_line_advises_works() -> None:
     assert resolve("rem", ["backbone.width=128", "dynamics.shared_embeddings=false"]).backbone.width == 128
-    assert resolve("rem", ["controller.horizon=9", "dynamics.horizon=11"]).controller.horizon == 9
-    assert resolve("rem", ["controller.horizon=7", "dynamics.context=3"]).dynamics.context == 3
+    assert (
+        resolve(
+            "rem", ["controller.imagination_horizon=9", "dynamics.sequence_length=11"]
+        ).controller.imagination_horizon
+        == 9
+    )
+    assert resolve("rem", ["controller.imagination_horizon=7", "dynamics.context=3"]).dynamics.context == 3
 
 
 @pytest.mark.parametrize(
     ("override", "nearest"),
     [
-        ("controller.horizn=9", "horizon"),
+        ("controller.imagination_horizn=9", "imagination_horizon"),
         ("tokeniser.codes=9", "tokenizer"),
-        ("backbone.retnet.head=2", "heads"),
+        ("backbone.head=2", "heads"),
         ("training.theads=2", "threads"),
         ("sed=2", "seed"),
     ],
@@ -826,7 +843,7 @@ def test_an_unknown_preset_names_the_nearest() -> None:
 
 def test_overrides_come_last_and_the_base_replaces_the_preset() -> None:
     assert resolve("quickstart", ["seed=3", "seed=4"]).seed == 4
-    bound = resolve("rem", ["controller.horizon=5"])
+    bound = resolve("rem", ["controller.imagination_horizon=5"])
     again = resolve("quickstart", ["seed=9"], base=bound.model_dump(mode="json"))
     assert again == bound.model_copy(update={"seed": 9})
 

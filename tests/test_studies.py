@@ -31,7 +31,7 @@ def commands(study: Path, *given: str) -> list[tuple[str, list[str]]]:
     found = []
     for run in runs:
         overrides = re.findall(r"--set (\S+)", run)
-        overrides += [f"backbone.name={name}" for name in re.findall(r"--backbone (\S+)", run)]
+        overrides += [f"backbone.kind={name}" for name in re.findall(r"--backbone (\S+)", run)]
         found.append((run.split()[2], overrides))
     return found
 
@@ -71,5 +71,5 @@ def test_memory_is_compared_over_as_many_frames(given: str) -> None:
     found: dict[str, set[float]] = {}
     for preset, overrides in commands(DOCS / "memory.mk", *shlex.split(given)):
         dynamics = resolve(preset, overrides).dynamics
-        found.setdefault(preset, set()).add(dynamics.updates * dynamics.batch * dynamics.horizon)
+        found.setdefault(preset, set()).add(dynamics.updates * dynamics.batch * dynamics.sequence_length)
     assert found and all(len(frames) == 1 for frames in found.values()), found

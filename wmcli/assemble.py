@@ -2,118 +2,54 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from wmcli.artifacts import Artifact
-from wmcli.backbones import Backbone
 from wmcli.backbones import build as build_backbone
 from wmcli.config import validate
-from wmcli.controllers.actor_critic import ActorCritic
 from wmcli.controllers.base import Controller
-from wmcli.controllers.mcts import MCTS, MCTSSettings
-from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings
-from wmcli.errors import UsageError
 from wmcli.settings import Settings
-from wmcli.tokenizers.categorical import CategoricalTokenizer, CategoricalTokenizerSettings
-from wmcli.tokenizers.vq import TokenizerSettings, VQTokenizer
+from wmcli.tokenizers.categorical import CategoricalTokenizer
+from wmcli.tokenizers.vq import VQTokenizer
 from wmcli.training.checkpoint import WEIGHTS, load_modules, load_tensors
 from wmcli.training.device import Machine
-from wmcli.world_models.base import WorldModel
-from wmcli.world_models.cells import TOKENS, CellsSettings, CellsWorldModel
-from wmcli.world_models.latent import LatentWorldModel, LatentWorldModelSettings
-from wmcli.world_models.muzero import MuZero, MuZeroSettings
-from wmcli.world_models.planning import UniZero, UniZeroSettings
-from wmcli.world_models.token import TokenWorldModel, TokenWorldModelSettings
+from wmcli.world_models.base import Parts, WorldModel
 
 M = TypeVar("M", bound=nn.Module)
 Tokenizer = VQTokenizer | CategoricalTokenizer
 
 
 def build_tokenizer(settings: Settings) -> Tokenizer:
-    """A fresh tokenizer for the environment's image size."""
-    size = settings.environment.size
-    if isinstance(settings.tokenizer, TokenizerSettings):
-        return VQTokenizer(settings.tokenizer, size)
-    return CategoricalTokenizer(settings.tokenizer, size)
-
-
-def _build_square(settings: Settings, max_length: int, block: int) -> Backbone:
-    """A backbone for a world model whose elements are as wide as what it makes of them."""
-    backbone = build_backbone(settings.backbone, max_length=max_length, block=block)
-    if backbone.inputs != backbone.width:
-        raise UsageError(
-            f"backbone.dreamer_gru.inputs = {backbone.inputs}: the elements of dynamics of kind"
-            f" '{settings.dynamics.kind}' are as wide as backbone.width = {backbone.width}; set it to 0."
-        )
-    return backbone
-
-
-def _build_latent(settings: Settings, tokenizer: Tokenizer | None, actions: int) -> LatentWorldModel:
-    dynamics = settings.dynamics
-    assert isinstance(dynamics, LatentWorldModelSettings)
-    backbone = build_backbone(settings.backbone, max_length=dynamics.horizon, block=1)
-    evidence = None
-    if dynamics.posterior == "full":
-        evidence = build_backbone(settings.backbone, max_length=dynamics.horizon, block=1)
-    if tokenizer is None:  # posterior or decoder read more than a frame and its latent
-        assert isinstance(settings.tokenizer, CategoricalTokenizerSettings)
-        size = settings.environment.size
-        reads = LatentWorldModel.tokenizer_reads(dynamics, settings.tokenizer.stack.features(size), backbone.width)
-        tokenizer = CategoricalTokenizer(settings.tokenizer, size, **reads)
-    assert isinstance(tokenizer, CategoricalTokenizer)
-    return LatentWorldModel(dynamics, backbone, tokenizer, actions, evidence)
+    """Build a fresh tokenizer for the environment's image size."""
+    return settings.tokenizer.build(settings.environment.size)
 
 
 def build_world_model(settings: Settings, tokenizer: Tokenizer | None, actions: int) -> WorldModel:
-    """A fresh world model around a tokenizer, which it uses, trains or does without: see `Settings.encoder`."""
-    dynamics = settings.dynamics
-    if isinstance(dynamics, TokenWorldModelSettings):
-        assert isinstance(tokenizer, VQTokenizer)
-        block = tokenizer.tokens + 1
-        backbone = _build_square(settings, max_length=dynamics.horizon * block, block=block)
-        return TokenWorldModel(dynamics, backbone, tokenizer, actions)
-    if isinstance(dynamics, UniZeroSettings):
-        backbone = _build_square(settings, max_length=2 * dynamics.horizon, block=2)
-        return UniZero(dynamics, backbone, actions, settings.environment.size)
-    if isinstance(dynamics, MuZeroSettings):
-        return MuZero(dynamics, actions, settings.environment.size)
-    if isinstance(dynamics, CellsSettings):
-        backbone = _build_square(settings, max_length=dynamics.horizon * TOKENS, block=TOKENS)
-        return CellsWorldModel(dynamics, backbone, actions, settings.environment.size)
-    return _build_latent(settings, tokenizer, actions)
+    """Build a fresh world model.
+
+    Args:
+        settings: The whole tree: sections `dynamics`, `backbone`, `tokenizer`, `environment` count.
+        tokenizer: The one to use or to train; None for a model without, see `DynamicsSettings.encoder`.
+        actions: Number of actions A.
+    """
+    new_backbone = partial(build_backbone, settings.backbone)
+    parts = Parts(settings.environment.size, actions, new_backbone, settings.tokenizer, tokenizer)
+    return settings.dynamics.build(parts)
 
 
 def build_controller(settings: Settings, world_model: WorldModel, machine: Machine | None = None) -> Controller:
-    """A fresh controller for what the world model shows. On a `machine` that replays graphs a search is one."""
-    if isinstance(settings.controller, MCTSSettings):
-        repeated = {} if machine is None else {"repeated": machine.repeated}
-        return MCTS(settings.controller, world_model.actions, **repeated)
-    if isinstance(settings.controller, ReinforceSettings):
-        return ReinforceController(
-            settings.controller, world_model.feature_shape, settings.environment.size, world_model.actions
-        )
-    seen = world_model.feature_shape
-    if settings.controller.sees == "frame":
-        if world_model.frame_features is None:
-            raise UsageError(
-                f"controller.sees = frame: dynamics of kind '{settings.dynamics.kind}' do not show it the past beside"
-                " the frame; set controller.sees = state."
-            )
-        seen = (world_model.frame_features,)
-    if settings.controller.sees == "memory":
-        if world_model.memory_features is None:
-            raise UsageError(
-                f"controller.sees = memory: dynamics of kind '{settings.dynamics.kind}' on the backbone"
-                f" '{settings.backbone.name}' keep no state of one size; set controller.sees = state, or another"
-                " backbone.name, for example s4."
-            )
-        seen = (math.prod(seen) + world_model.memory_features,)
-    return ActorCritic(settings.controller, seen, world_model.actions, window=world_model.context)
+    """Build a fresh controller for a world model's features. On a `machine` that replays graphs a search is one."""
+    repeated = machine.repeated if machine is not None else _as_it_is
+    return settings.controller.build(world_model, settings.environment.size, repeated)
+
+
+def _as_it_is(function: Callable) -> Callable:
+    return function
 
 
 def settings_of(artifact: Artifact) -> Settings:
@@ -130,26 +66,32 @@ def load_world_model(artifact: Artifact, machine: Machine) -> WorldModel:
     """Published dynamics with the tokenizer they were trained on, or with the one that they hold, both frozen."""
     settings = settings_of(artifact)
     tokenizer = None
-    if settings.encoder == "tokenizer":
+    if settings.dynamics.encoder == "tokenizer":
         tokenizer = load_tokenizer(artifact.input("tokenizer"), machine)
-    elif settings.encoder == "dynamics":
+    elif settings.dynamics.encoder == "dynamics":
         tokenizer = build_tokenizer(settings)
     model = build_world_model(settings, tokenizer, artifact.manifest["environment"]["actions"])
     return _frozen(model, "dynamics", artifact, machine)
 
 
-def load_controller(artifact: Artifact, machine: Machine, acting: Mapping[str, Any]) -> tuple[WorldModel, Controller]:
-    """A published controller and the world model it was trained in, both frozen.
+def load_controller(
+    artifact: Artifact, machine: Machine, acting: Mapping[str, Mapping[str, Any]]
+) -> tuple[WorldModel, Controller]:
+    """Load a published controller and the world model it was trained in, both frozen.
 
-    `acting` (see `Settings.acting`) goes before what they were trained with, if they have such settings.
+    Args:
+        artifact: The controller.
+        machine: Where to.
+        acting: Settings to act with (see `Settings.acting`), in place of those of the same kind that they were trained
+            with.
     """
     world_model = load_world_model(artifact.input("dynamics"), machine)
     settings = settings_of(artifact)
-    if isinstance(world_model, LatentWorldModel):
-        world_model.settings = world_model.settings.model_copy(update=dict(acting))
-    elif isinstance(settings.controller, MCTSSettings) and "search" in acting:
-        searching = settings.controller.model_copy(update=acting["search"])
-        settings = settings.model_copy(update={"controller": searching})
+    changed = {key: value for key, value in acting["dynamics"].items() if key in settings.dynamics.acting_keys}
+    if changed:
+        world_model.settings = settings_of(artifact.input("dynamics")).dynamics.model_copy(update=changed)
+    changed = {key: value for key, value in acting["controller"].items() if key in settings.controller.acting_keys}
+    settings = settings.model_copy(update={"controller": settings.controller.model_copy(update=changed)})
     return world_model, _frozen(build_controller(settings, world_model, machine), "controller", artifact, machine)
 
 
@@ -171,7 +113,7 @@ def parameter_counts(settings: Settings, actions: int) -> dict[str, int]:
     torch's meta device.
     """
     with torch.device("meta"):
-        tokenizer = build_tokenizer(settings) if settings.encoder in ("tokenizer", "dynamics") else None
+        tokenizer = build_tokenizer(settings) if settings.dynamics.encoder in ("tokenizer", "dynamics") else None
         world_model = build_world_model(settings, tokenizer, actions)
         controller = build_controller(settings, world_model)
     counts: dict[str, int] = {}

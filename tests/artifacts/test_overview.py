@@ -16,7 +16,7 @@ SETTINGS = {
     "seed": 3,
     "environment": {"id": "wm/Catch-v0"},
     "run": {"epochs": 2},
-    "backbone": {"name": "retnet", "width": 8, "retnet": {"heads": 2}, "s4": {"state": 4}},
+    "backbone": {"kind": "retnet", "width": 8, "heads": 2},
 }
 
 
@@ -174,13 +174,15 @@ def test_runs_differ_in_what_they_are_bound_to(run):
     assert differences(run.path, run.path) == []
 
 
-def test_a_backbone_that_neither_uses_is_left_out(run):
-    wide = {"name": "retnet", "width": 8, "retnet": {"heads": 2}, "s4": {"state": 64}}
-    second = other(run, "b", backbone=wide)
+def test_settings_of_backbones_that_were_not_chosen_are_left_out(run):
+    second = other(run, "b", alternatives={"backbone": {"s4": {"state_size": 8}}})
     assert differences(run.path, second.path) == []
-    assert keys(differences(run.path, second.path, unused=True)) == [("backbone.s4.state", 4, 64)]
-    third = other(run, "c", backbone=wide | {"name": "s4"})
-    assert keys(differences(run.path, third.path)) == [("backbone.name", "retnet", "s4"), ("backbone.s4.state", 4, 64)]
+    third = other(run, "c", backbone={"kind": "s4", "width": 8, "state_size": 64})
+    assert keys(differences(run.path, third.path)) == [
+        ("backbone.kind", "retnet", "s4"),
+        ("backbone.heads", 2, None),
+        ("backbone.state_size", None, 64),
+    ]
 
 
 def test_artifacts_differ_in_more(run):

@@ -31,8 +31,8 @@ TINY: dict[str, dict] = {
     "s4d, untied": {
         "state": 4,
         "tied": False,
-        "discretisation": "bilinear",
-        "initialisation": "legs",
+        "discretization": "bilinear",
+        "initialization": "legs",
         "ffn": 0,
         "glu": False,
     },
@@ -46,7 +46,7 @@ TINY: dict[str, dict] = {
         "activation": "relu",
         "attention_bias": False,
         "embedding_norm": True,
-        "initialisation": "torch",
+        "initialization": "torch",
     },
     "transformer, a prior by token": {
         "heads": 2,

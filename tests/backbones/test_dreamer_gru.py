@@ -17,7 +17,7 @@ def small(
     inputs: int = INPUTS, layers: int = 2, dtype: torch.dtype = torch.float64, dropout: float = 0.0
 ) -> DreamerGRU:
     torch.manual_seed(0)
-    settings = DreamerGRUSettings(inputs=inputs, norm_eps=0.05)
+    settings = DreamerGRUSettings(input_width=inputs, norm_eps=0.05)
     model = DreamerGRU(settings, Size(D, layers, dropout, 0, 3)).to(dtype).eval()
     with torch.no_grad():  # norms other than they begin
         for parameter in model.parameters():
@@ -104,7 +104,7 @@ def test_elements_of_another_width_go_in_by_every_way():
 @pytest.mark.parametrize(("width", "inputs", "layers"), [(2048, 1000, 1), (512, 0, 1), (64, 40, 3)])
 def test_parameter_counts(width, inputs, layers):
     settings = BackboneSettings(
-        name="dreamer-gru", width=width, layers=layers, dreamer_gru=DreamerGRUSettings(inputs=inputs)
+        name="dreamer-gru", width=width, layers=layers, dreamer_gru=DreamerGRUSettings(input_width=inputs)
     )
     with torch.device("meta"):
         model = build(settings, 1, 1)
@@ -116,9 +116,9 @@ def test_parameter_counts(width, inputs, layers):
     assert {cell.norm.eps for cell in model.cells} == {1e-3}
 
 
-def test_initialisation():
+def test_initialization():
     """As Dreamer's other layers: a truncated normal of variance 2 / (fan in + fan out)."""
-    cell = DreamerGRU(DreamerGRUSettings(inputs=100), Size(200, 1, 0.0, 0, 3)).cells[0]
+    cell = DreamerGRU(DreamerGRUSettings(input_width=100), Size(200, 1, 0.0, 0, 3)).cells[0]
     deviation = (2 / (300 + 600)) ** 0.5
     assert cell.gates.weight.std().item() == pytest.approx(deviation, rel=0.02)
     assert cell.gates.weight.abs().max() < 2.3 * deviation
@@ -141,7 +141,7 @@ def test_detached_chunks_give_the_values_of_one_pass_and_no_gradient_across():
 
 def test_under_autocast_only_products_are_rounded_and_no_error_builds_up():
     torch.manual_seed(0)
-    model = DreamerGRU(DreamerGRUSettings(inputs=24), Size(64, 1, 0.0, 0, 3))
+    model = DreamerGRU(DreamerGRUSettings(input_width=24), Size(64, 1, 0.0, 0, 3))
     x = torch.randn(4, 300, 24)
     want = model(x, None)[0]
     with torch.autocast("cpu", torch.bfloat16):

@@ -15,7 +15,7 @@ B, T, D, H = 3, 7, 8, 5
 
 def small(hidden: int = H, dtype: torch.dtype = torch.float64) -> GRU:
     torch.manual_seed(0)
-    model = GRU(GRUSettings(hidden=hidden), Size(D, 2, 0.0, 0, 3)).to(dtype).eval()
+    model = GRU(GRUSettings(hidden_size=hidden), Size(D, 2, 0.0, 0, 3)).to(dtype).eval()
     with torch.no_grad():  # norms and biases other than they begin
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -73,7 +73,7 @@ def test_the_loop_and_the_fused_form_share_weights_and_gradients():
 
 @pytest.mark.parametrize(("width", "hidden", "layers"), [(512, 0, 2), (512, 640, 2), (16, 24, 4)])
 def test_parameter_counts(width, hidden, layers):
-    model = build(BackboneSettings(name="gru", width=width, layers=layers, gru=GRUSettings(hidden=hidden)), 128, 1)
+    model = build(BackboneSettings(name="gru", width=width, layers=layers, gru=GRUSettings(hidden_size=hidden)), 128, 1)
     h = hidden or width
     back = h * width + width if hidden else 0  # the Linear
     layer = 3 * h * (width + h) + 6 * h + back + width  # three gates with two biases each; the norm

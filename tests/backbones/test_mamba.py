@@ -1,4 +1,4 @@
-"""Mamba-1's and Mamba-2's own: the papers' equations written out, golden values, sizes, initialisation, precision.
+"""Mamba-1's and Mamba-2's own: the papers' equations written out, golden values, sizes, initialization, precision.
 
 Axes: B batch, T time (elements), D width, C channels, H heads, P channels of a head, S numbers of a channel's state,
 W taps, N blocks, L elements of a block, Q queries.
@@ -22,7 +22,7 @@ NAMES = ["mamba1", "mamba2"]
 DRAMA = Size(512, 2, 0.0, 0, 1)
 B, T, D, S, W = 2, 9, 6, 3, 4
 
-SMALL = {"mamba1": Mamba1Settings(state=4), "mamba2": Mamba2Settings(state=4, head_width=8, chunk=8)}
+SMALL = {"mamba1": Mamba1Settings(state_size=4), "mamba2": Mamba2Settings(state_size=4, head_width=8, chunk_size=8)}
 
 
 def small(name: str, dtype=torch.float64):
@@ -62,7 +62,7 @@ def convolved(x: list[torch.Tensor], t: int, taps: torch.Tensor, bias: torch.Ten
 
 def test_equations_of_mamba1():
     torch.manual_seed(0)
-    mixer = disturbed(Mamba1Mixer(Mamba1Settings(state=S, dt_rank=2), Size(D, 2, 0.0, 0, 1)).double())
+    mixer = disturbed(Mamba1Mixer(Mamba1Settings(state_size=S, dt_rank=2), Size(D, 2, 0.0, 0, 1)).double())
     channels, p = 2 * D, {name: value.detach() for name, value in mixer.named_parameters()}
     u = noise(B, T, D)
     got, state = mixer(u, None, None)
@@ -87,7 +87,7 @@ def test_equations_of_mamba1():
 def test_equations_of_mamba2():
     heads, width = 3, 4
     torch.manual_seed(0)
-    settings = Mamba2Settings(state=S, head_width=width, chunk=4)
+    settings = Mamba2Settings(state_size=S, head_width=width, chunk_size=4)
     mixer = disturbed(Mamba2Mixer(settings, Size(D, 2, 0.0, 0, 1)).double())
     channels, p = heads * width, {name: value.detach() for name, value in mixer.named_parameters()}
     u = noise(B, T, D)
@@ -114,7 +114,7 @@ def test_equations_of_mamba2():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equations_of_the_stack(name):
-    """Each layer adds to the sum what its mixer makes of the normalised sum; a last norm ends the stack."""
+    """Each layer adds to the sum what its mixer makes of the normalized sum; a last norm ends the stack."""
     model, x = small(name), noise(B, T, 16)
 
     def rms(x, weight):
@@ -128,7 +128,7 @@ def test_equations_of_the_stack(name):
 
 def test_golden_gated_norm():
     """A mixer in which all is constant but the gate: the recurrence gives 1, 2, 3, 4, the gate is 0, 1, -1, 2."""
-    mixer = Mamba2Mixer(Mamba2Settings(state=1, expand=1, head_width=1), Size(4, 1, 0.0, 0, 1)).double()
+    mixer = Mamba2Mixer(Mamba2Settings(state_size=1, expand=1, head_width=1), Size(4, 1, 0.0, 0, 1)).double()
     with torch.no_grad():
         for parameter in (mixer.in_proj.weight, mixer.conv.weight, mixer.conv.bias):
             parameter.zero_()
@@ -253,7 +253,7 @@ def test_parameter_counts():
     for model, layer in [
         (Mamba1(Mamba1Settings(), DRAMA), layer1),
         (Mamba2(Mamba2Settings(), DRAMA), layer2),
-        (Mamba2(Mamba2Settings(state=32), DRAMA), 1_620_848),
+        (Mamba2(Mamba2Settings(state_size=32), DRAMA), 1_620_848),
     ]:
         assert [count(part) for part in model.layers] == [layer, layer] and count(model) == 2 * layer + 512
 
@@ -285,7 +285,7 @@ def uniform(values: torch.Tensor, low: float, high: float) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_initialisation(name):
+def test_initialization(name):
     torch.manual_seed(0)
     # Heads of one channel, so that there are enough of them.
     settings = BackboneSettings(name=name, width=512, layers=2, mamba2=Mamba2Settings(head_width=1))
@@ -335,5 +335,5 @@ def test_weight_decay_falls_on_projections_only(name):
 
 def test_heads_must_divide_the_channels():
     settings = BackboneSettings(name="mamba2", width=512, mamba2=Mamba2Settings(head_width=96))
-    with pytest.raises(UsageError, match=r"backbone.mamba2.head_width = 96: must divide .* = 2 \* 512"):
+    with pytest.raises(UsageError, match=r"backbone.head_width = 96: must divide .* = 2 \* 512"):
         build(settings, 650, 65)

@@ -93,11 +93,11 @@ def test_a_wrong_range_is_a_usage_error(bounds):
 
 
 def test_heads_must_divide_the_width():
-    with pytest.raises(UsageError, match="backbone.retnet.heads = 3"):
+    with pytest.raises(UsageError, match="backbone.heads = 3"):
         build(BackboneSettings(retnet=RetNetSettings(heads=3)), 650, 65)
 
 
-def test_parameter_counts_and_initialisation():
+def test_parameter_counts_and_initialization():
     model = build(BackboneSettings(), max_length=650, block=65)
     assert sum(p.numel() for p in model.layers[0].parameters()) == 855_552
     assert sum(p.numel() for p in model.parameters()) == 4_277_760
@@ -154,7 +154,7 @@ def test_chunk_changes_no_result():
     outputs = []
     for chunk in (1, 7, 64, 130, 500):
         torch.manual_seed(1)
-        model = RetNet(RetNetSettings(heads=2, chunk=chunk), Size(8, 2, 0.0, 200, 5)).eval()
+        model = RetNet(RetNetSettings(heads=2, chunk_size=chunk), Size(8, 2, 0.0, 200, 5)).eval()
         outputs.append(model(x, None)[0])
     for other in outputs[1:]:
         assert_close(other, outputs[0], rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""S4's own numbers: HiPPO-LegS, initialisation, sizes, the kernel length, and when systems are prepared anew.
+"""S4's own numbers: HiPPO-LegS, initialization, sizes, the kernel length, and when systems are prepared anew.
 
 The last, and how near the forms of a stack are to each other, for S4D and S5 as well.
 """
@@ -20,7 +20,7 @@ from wmcli.backbones import BackboneSettings, Size, build, map_state, s4
 from wmcli.backbones.s4 import S4, S4Settings, Stack, StateSpace, build_system, hippo_legs, legs_input
 from wmcli.errors import UsageError
 from wmcli.nn.decay import parameter_groups
-from wmcli.training.optim import build_optimiser
+from wmcli.training.optim import build_optimizer
 
 LENGTH = 30  # of the kernels
 SYSTEM = {"log_dt", "log_decay", "frequency", "p", "b"}
@@ -57,7 +57,7 @@ def truncated_output(system: StateSpace, length: int) -> tuple[kernels.System, t
     """The system of a layer, and its C (D, N / 2) by solving for it."""
     made, c_tilde = build_system(*system.tensors())
     stored = kernels.output_numbers(c_tilde)[..., None]
-    c = torch.linalg.solve(kernels.truncation(kernels.discretise(made), length), stored)[..., 0]
+    c = torch.linalg.solve(kernels.truncation(kernels.discretize(made), length), stored)[..., 0]
     return made, torch.complex(c[:, ::2], -c[:, 1::2]) / 2
 
 
@@ -120,7 +120,7 @@ def test_golden_inputs_of_legs():
     assert (b.imag == 2).sum() == 11
 
 
-# -- initialisation and sizes ------------------------------------------------------------------------------------------
+# -- initialization and sizes ------------------------------------------------------------------------------------------
 
 
 def test_parameter_counts():
@@ -145,7 +145,7 @@ def test_parameter_counts_of_the_variants():
     assert count(tied=False) - base == 4 * 5 * 3 * 8  # five more channels with poles, P and B
 
 
-def test_initialisation():
+def test_initialization():
     torch.manual_seed(0)
     length = 200
     model = S4(S4Settings(), Size(512, 1, 0.0, length, 1))
@@ -175,17 +175,17 @@ def test_the_kernel_length_changes_no_initial_model():
 
 
 def test_wrong_settings_are_usage_errors():
-    with pytest.raises(UsageError, match=r"backbone.s4.dt_min = 0.1: must not be above backbone.s4.dt_max = 0.01"):
+    with pytest.raises(UsageError, match=r"backbone.dt_min = 0.1: must not be above backbone.dt_max = 0.01"):
         small(dt_min=0.1, dt_max=0.01)
     with pytest.raises(ValueError, match="multiple of 2"):
-        S4Settings(state=7)
+        S4Settings(state_size=7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_systems_learn_slowly_and_do_not_decay(kind):
     model = stack(kind)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for group in build_optimiser("adamw", parameter_groups(model, 0.1), 0.01, 0.1).param_groups:
+    for group in build_optimizer("adamw", parameter_groups(model, 0.1), 0.01, 0.1).param_groups:
         for parameter in group["params"]:
             name = names[id(parameter)]
             leaf = name.split(".")[-1]
@@ -263,12 +263,12 @@ def learn(name: str):
     """A change: one update, between whose backward pass and step the model imagines."""
 
     def change(model: Stack) -> Stack:
-        optimiser = build_optimiser(name, parameter_groups(model, 0.01), 0.01, 0.01)
+        optimizer = build_optimizer(name, parameter_groups(model, 0.01), 0.01, 0.01)
         x = inputs(2, 9, 6)
         model(x, None)[0].square().mean().backward()
         with torch.no_grad():
             steps(model, x)
-        optimiser.step()
+        optimizer.step()
         return model
 
     return change
@@ -354,13 +354,13 @@ def test_kept_systems_follow_the_dtype(kind):
 @pytest.fixture
 def made(monkeypatch) -> list[int]:
     """How often systems have been prepared for a recurrence, in a list of one."""
-    count, original = [0], kernels.discretise
+    count, original = [0], kernels.discretize
 
     def counting(*arguments):
         count[0] += 1
         return original(*arguments)
 
-    monkeypatch.setattr(kernels, "discretise", counting)
+    monkeypatch.setattr(kernels, "discretize", counting)
     return count
 
 
@@ -457,9 +457,9 @@ def test_a_frozen_model_passes_gradients_on(made):
 @pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 2e-5), (torch.float64, 1e-10)], ids=str)
 def test_steps_equal_the_convolution_after_training(kind, dtype, share):
     """With as many numbers as by default, and at the full length of the kernel."""
-    model = stack(kind, 5, 257, state=64, ffn=2).to(dtype)
+    model = stack(kind, 5, 257, state_size=64, ffn=2).to(dtype)
     x = inputs(3, 257, 5, dtype=dtype)
-    optimiser = build_optimiser("adamw", parameter_groups(model, 0.01), 1e-3, 0.01)
+    optimizer = build_optimizer("adamw", parameter_groups(model, 0.01), 1e-3, 0.01)
     for updates in (2, 0):
         with torch.no_grad():
             want = model(x, None)[0]
@@ -467,9 +467,9 @@ def test_steps_equal_the_convolution_after_training(kind, dtype, share):
             assert (steps(model, x) - want).abs().max() < share * scale
             assert (model(x, model.initial_state(3))[0] - want).abs().max() < share * scale
         for _ in range(updates):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             (model(x[:, :60], None)[0] - x[:, :60].roll(5, 1)).square().mean().backward()
-            optimiser.step()
+            optimizer.step()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -486,7 +486,7 @@ def test_a_bfloat16_model_keeps_float32_systems(kind):
 
 
 def test_complex_parameters_are_pairs():
-    system = StateSpace(S4Settings(state=8), Size(6, 1, 0.0, LENGTH, 1))
+    system = StateSpace(S4Settings(state_size=8), Size(6, 1, 0.0, LENGTH, 1))
     assert all(parameter.is_floating_point() for parameter in system.parameters())
     assert system.c_tilde.shape == (6, 4, 2)
     with torch.no_grad():

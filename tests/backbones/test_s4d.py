@@ -1,4 +1,4 @@
-"""S4D's own numbers: golden kernels, discretisation by other means, initialisation, sizes, lengths, precision.
+"""S4D's own numbers: golden kernels, discretization by other means, initialization, sizes, lengths, precision.
 
 What it shares with S4, such as when systems are prepared anew, is tested with S4.
 """
@@ -41,7 +41,7 @@ def drawn(method: str) -> tuple[DiagonalSystems, list[torch.Tensor]]:
 
 def systems(parameters: list[torch.Tensor], method: str, length: int) -> DiagonalSystems:
     return DiagonalSystems(
-        lambda *parts: build_system(*parts, discretisation=method), [[each] for each in parameters], length
+        lambda *parts: build_system(*parts, discretization=method), [[each] for each in parameters], length
     )
 
 
@@ -59,8 +59,8 @@ GOLDEN = {
 
 @pytest.mark.parametrize("method", METHODS)
 def test_golden_kernels(method):
-    """S4D-Lin of four numbers with dt = 0.1 and C = 1, from how the layer is initialised."""
-    model = small(state=4)
+    """S4D-Lin of four numbers with dt = 0.1 and C = 1, from how the layer is initialized."""
+    model = small(state_size=4)
     log_dt, decay, frequency, b, c = model.blocks[0].layers[0].system.double().tensors()
     log_dt, c = torch.full_like(log_dt, math.log(0.1)), torch.tensor([1.0, 0.0]).expand_as(c).double()
     frequency = (frequency / math.pi).round() * math.pi  # which float32 had rounded
@@ -91,7 +91,7 @@ def test_the_bilinear_kernel_is_that_of_s4_without_its_rank_one_part():
     made, (log_dt, decay, frequency, b, c) = drawn("bilinear")
     poles, b, c = torch.complex(-decay.exp(), frequency), torch.view_as_complex(b), torch.view_as_complex(c)
     system = kernels.System(log_dt.exp(), poles, torch.zeros_like(poles), b)
-    c_tilde = c * (1 - kernels.discretise(system).diagonal ** 50)
+    c_tilde = c * (1 - kernels.discretize(system).diagonal ** 50)
     want = kernels.kernel(system, c_tilde, 50)
     assert_close(made.convolve(0, impulse(50, 3))[0].mT, want, rtol=0, atol=1e-11)
 
@@ -118,11 +118,11 @@ def test_the_kernel_is_the_recurrence(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("initialisation", ["lin", "legs"])
-def test_float32_kernels_are_accurate(method, initialisation):
-    """As initialised with 64 numbers and the shortest to the longest step sizes, for any length."""
+@pytest.mark.parametrize("initialization", ["lin", "legs"])
+def test_float32_kernels_are_accurate(method, initialization):
+    """As initialized with 64 numbers and the shortest to the longest step sizes, for any length."""
     torch.manual_seed(0)
-    settings = S4DSettings(discretisation=method, initialisation=initialisation)
+    settings = S4DSettings(discretization=method, initialization=initialization)
     layer = S4D(settings, Size(5, 1, 0.0, 1000, 1)).blocks[0].layers[0].system
     with torch.no_grad():
         layer.log_dt.copy_(torch.linspace(math.log(1e-3), math.log(1e-1), 5))
@@ -148,7 +148,7 @@ def test_a_step_in_triton_is_one_in_torch(reset):
     assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-# -- initialisation and sizes ------------------------------------------------------------------------------------------
+# -- initialization and sizes ------------------------------------------------------------------------------------------
 
 
 def test_parameter_counts():
@@ -162,14 +162,14 @@ def test_parameter_counts():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("initialisation", ["lin", "legs"])
-def test_initialisation(initialisation, tied):
+@pytest.mark.parametrize("initialization", ["lin", "legs"])
+def test_initialization(initialization, tied):
     torch.manual_seed(0)
-    model = S4D(S4DSettings(initialisation=initialisation, tied=tied), Size(512, 1, 0.0, 100, 1))
+    model = S4D(S4DSettings(initialization=initialization, tied=tied), Size(512, 1, 0.0, 100, 1))
     system = model.blocks[0].layers[1].system
     rows = 1 if tied else 512
     frequency, b = math.pi * torch.arange(32), torch.ones(32, dtype=torch.complex128)
-    if initialisation == "legs":
+    if initialization == "legs":
         poles, p, _ = hippo_legs(64)
         frequency, b = poles.imag.float(), legs_input(p)
     assert_close(system.frequency, frequency.expand(rows, 32))
@@ -182,10 +182,10 @@ def test_initialisation(initialisation, tied):
 
 
 def test_wrong_settings_are_usage_errors():
-    with pytest.raises(UsageError, match=r"backbone.s4d.dt_min = 0.1: must not be above backbone.s4d.dt_max = 0.01"):
+    with pytest.raises(UsageError, match=r"backbone.dt_min = 0.1: must not be above backbone.dt_max = 0.01"):
         small(dt_min=0.1, dt_max=0.01)
     with pytest.raises(ValueError, match="'zoh' or 'bilinear'"):
-        S4DSettings(discretisation="euler")
+        S4DSettings(discretization="euler")
 
 
 # -- lengths -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""S5's own numbers: the layer in the real basis of HiPPO, initialisation, sizes, lengths.
+"""S5's own numbers: the layer in the real basis of HiPPO, initialization, sizes, lengths.
 
 What it shares with S4, such as when systems are prepared anew, is tested with S4.
 """
@@ -80,7 +80,7 @@ def test_the_stack_as_the_paper_draws_it():
     assert_close(model(x, None)[0], model.norm(y), rtol=0, atol=1e-10)
 
 
-# -- initialisation and sizes ------------------------------------------------------------------------------------------
+# -- initialization and sizes ------------------------------------------------------------------------------------------
 
 
 def test_parameter_counts():
@@ -94,7 +94,7 @@ def test_parameter_counts():
     assert [leaf.shape for leaf in model.initial_state(3).layers] == [(3, state)] * 4
 
 
-def test_initialisation():
+def test_initialization():
     torch.manual_seed(0)
     system = JointStateSpace(S5Settings(), Size(512, 1, 0.0, 100, 1))
     assert_close(system.frequency.view(8, 16), hippo_legs(32)[0].imag.float().expand(8, 16))
@@ -108,7 +108,7 @@ def test_b_and_c_are_drawn_as_from_real_matrices_in_the_basis_of_the_eigenvector
     """All second moments over a row of B and a column of C, of a few thousand draws each."""
     torch.manual_seed(0)
     state, width = 8, 4000
-    system = JointStateSpace(S5Settings(state=state, blocks=1), Size(width, 1, 0.0, 100, 1))
+    system = JointStateSpace(S5Settings(state_size=state, blocks=1), Size(width, 1, 0.0, 100, 1))
     vectors = hippo_legs(state)[2]
     real = torch.randn(state, width, dtype=torch.float64)
     for drawn, other in (
@@ -124,15 +124,15 @@ def test_b_and_c_grow_with_no_width_and_shrink_with_the_state():
     """Means of |B|^2 and |C|^2: 1 / state and 2 / state, as lindermanlab/S5 draws them."""
     torch.manual_seed(0)
     for width, state in ((512, 256), (128, 512)):
-        system = JointStateSpace(S5Settings(state=state), Size(width, 1, 0.0, 100, 1))
+        system = JointStateSpace(S5Settings(state_size=state), Size(width, 1, 0.0, 100, 1))
         assert_deviation(system.b, math.sqrt(1 / (2 * state)))
         assert_deviation(system.c, math.sqrt(1 / state))
 
 
 def test_wrong_settings_are_usage_errors():
-    with pytest.raises(UsageError, match=r"backbone.s5.blocks = 3: twice that must divide backbone.s5.state = 8"):
+    with pytest.raises(UsageError, match=r"backbone.blocks = 3: twice that must divide backbone.state_size = 8"):
         small(blocks=3)
-    with pytest.raises(UsageError, match=r"backbone.s5.dt_min = 0.1: must not be above backbone.s5.dt_max = 0.01"):
+    with pytest.raises(UsageError, match=r"backbone.dt_min = 0.1: must not be above backbone.dt_max = 0.01"):
         small(dt_min=0.1, dt_max=0.01)
 
 

@@ -1,4 +1,4 @@
-"""The transformer's own promises: sizes, initialisation, limits, the cache."""
+"""The transformer's own promises: sizes, initialization, limits, the cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def small() -> Transformer:
     return Transformer(TransformerSettings(heads=2), Size(D, 2, 0.0, LENGTH, 3)).eval()
 
 
-def test_parameter_counts_and_initialisation():
+def test_parameter_counts_and_initialization():
     model = build(BackboneSettings(name="transformer", layers=10), max_length=340, block=17)
     assert sum(p.numel() for p in model.layers[0].parameters()) == 789_760
     assert sum(p.numel() for p in model.norm.parameters()) == 512
@@ -113,7 +113,7 @@ STORM = TransformerSettings(
     attention_bias=False,
     embedding_norm=True,
     norm_eps=1e-6,
-    initialisation="torch",
+    initialization="torch",
 )
 
 
@@ -142,7 +142,7 @@ def test_attention_drops_weights_and_keeps_the_mean():
     assert 0.65 < kept.sum() / (want != 0).sum() < 0.85
 
 
-def test_parameter_counts_and_initialisation_of_storm():
+def test_parameter_counts_and_initialization_of_storm():
     torch.manual_seed(0)
     model = build(BackboneSettings(name="transformer", width=512, layers=2, transformer=STORM), max_length=128, block=1)
     layer = model.layers[0]
@@ -181,7 +181,7 @@ def test_storm_equals_its_blocks_written_out():
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_gpt_initialisation_with_and_without_attention_biases(bias):
+def test_gpt_initialization_with_and_without_attention_biases(bias):
     model = Transformer(TransformerSettings(heads=2, attention_bias=bias), Size(64, 1, 0.0, LENGTH, 3))
     assert model.layers[0].qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
     biases = [module.bias for module in model.modules() if isinstance(module, torch.nn.Linear)]
@@ -192,5 +192,5 @@ def test_gpt_initialisation_with_and_without_attention_biases(bias):
 def test_a_wrong_name_or_head_count_is_a_usage_error():
     with pytest.raises(UsageError, match="did you mean 'transformer'"):
         validate(BackboneSettings, {"name": "transformr"}, "test")
-    with pytest.raises(UsageError, match="backbone.transformer.heads = 3"):
+    with pytest.raises(UsageError, match="backbone.heads = 3"):
         build(BackboneSettings(name="transformer", transformer=TransformerSettings(heads=3)), 340, 17)

@@ -91,7 +91,7 @@ def test_it_equals_attention_written_out(memory):
 @pytest.mark.parametrize(("memory", "segment"), [(1, 4), (2, 4), (4, 4), (5, 3), (3, 1), (T, 4), (2, T), (1, 40)])
 def test_segments_equal_attention_written_out(memory, segment):
     """As one pass, in chunks, and step by step; with memory >= T or segment >= T that is full causal attention."""
-    model, x = small(memory, segment=segment), inputs(B, T, D)
+    model, x = small(memory, segment_length=segment), inputs(B, T, D)
     want = written_out(model, x, memory, segment)
     close(model(x, None)[0], want)
     for sizes in ((T,), (4, 5), (5, 4), (2, 3, 4), (1,) * T):
@@ -116,7 +116,7 @@ def test_segments_equal_attention_written_out(memory, segment):
 @pytest.mark.parametrize("segment", [0, 2, 3, 5])
 def test_a_fork_sees_windows_of_the_same_width(segment):
     """Queries see what elements in their place would, other queries included: by the equations."""
-    model, x, queries = small(3, segment=segment), inputs(B, 3, 2, D), inputs(4, D) + 0.5
+    model, x, queries = small(3, segment_length=segment), inputs(B, 3, 2, D), inputs(4, D) + 0.5
     y, answers, _ = model.fork(x, queries, None)
     close(y, written_out(model, x.flatten(1, 2), 3, segment)[:, 1::2])
     for n in range(3):
@@ -126,7 +126,7 @@ def test_a_fork_sees_windows_of_the_same_width(segment):
 
 def test_gradients_of_segments_equal_those_written_out():
     """Of inputs and of all parameters, over three segments in one call: W_k and W_v learn from constants too."""
-    model, x = small(3, segment=4), inputs(B, T, D).requires_grad_()
+    model, x = small(3, segment_length=4), inputs(B, T, D).requires_grad_()
     arguments = [x, *model.parameters()]
     weights = inputs(B, T, D).flip(1)
     want = torch.autograd.grad((written_out(model, x, 3, 4) * weights).sum(), arguments)
@@ -138,7 +138,7 @@ def test_gradients_of_segments_equal_those_written_out():
 @pytest.mark.parametrize("how", ["forward", "from a state", "with resets", "chunks", "steps", "fork"])
 def test_no_gradient_reaches_an_earlier_segment(how):
     """Though the values do depend on it."""
-    segment, last, model, x = 4, 10, small(5, segment=4), inputs(1, 12, D).requires_grad_()
+    segment, last, model, x = 4, 10, small(5, segment_length=4), inputs(1, 12, D).requires_grad_()
     origin = 0
     if how == "forward":
         y, _ = model(x, None)
@@ -167,7 +167,7 @@ def test_no_gradient_reaches_an_earlier_segment(how):
 
 
 def test_the_carried_state_is_the_graph_of_its_unfinished_segment_only():
-    model, x = small(5, segment=4), inputs(B, 7, D).requires_grad_()
+    model, x = small(5, segment_length=4), inputs(B, 7, D).requires_grad_()
     _, state = model(x[:, :6], model.initial_state(B))
     y, _ = model(x[:, 6:], state)
     whole = model(x, None)[0][:, 6:]
@@ -184,7 +184,7 @@ def test_the_carried_state_is_the_graph_of_its_unfinished_segment_only():
 @pytest.mark.parametrize("with_state", [True, False])
 def test_rows_in_different_places_of_their_segments_are_computed_alone(prior, with_state):
     """Outputs and gradients, with a prior too: a row with resets equals its episodes, each from its beginning."""
-    model, x = small(3, segment=4, prior=prior), inputs(2, 14, D).requires_grad_()
+    model, x = small(3, segment_length=4, prior=prior), inputs(2, 14, D).requires_grad_()
     reset = torch.zeros(2, 14, dtype=torch.bool)
     reset[0, [2, 9]] = reset[1, 7] = True
     got = model(x, model.initial_state(2) if with_state else None, reset)[0]
@@ -231,7 +231,7 @@ def test_chunks_of_queries_change_no_result(monkeypatch, segment):
     found = []
     for chunk in (100, 4, 1):
         monkeypatch.setattr(transformer_xl, "CHUNK", chunk)
-        model = small(5, segment=segment)
+        model = small(5, segment_length=segment)
         _, state = model(x[:, :7], model.initial_state(B))
         y, state = model(x, state, reset)
         z, answers, _ = model.fork(x[:, :30].unflatten(1, (5, 6)), x[0, :5], state)
@@ -265,7 +265,7 @@ def test_a_detached_memory_gives_the_same_values_and_no_gradient():
 @torch.no_grad()
 @pytest.mark.parametrize("segment", [0, 3])
 def test_the_memory_counts_since_the_last_reset_and_never_changes(segment):
-    model, x = small(4, segment=segment), inputs(3, T, D)
+    model, x = small(4, segment_length=segment), inputs(3, T, D)
     start = model.initial_state(3)
     reset = torch.zeros(3, T, dtype=torch.bool)
     reset[0, 7] = reset[1, 0] = True
@@ -284,7 +284,7 @@ def test_the_memory_counts_since_the_last_reset_and_never_changes(segment):
 @pytest.mark.parametrize("segment", [0, 4])
 def test_what_a_reset_left_behind_is_not_seen(segment):
     """Slots that are not in use may hold anything, here numbers that would drown all others."""
-    model, x = small(6, segment=segment), inputs(B, T, D)
+    model, x = small(6, segment_length=segment), inputs(B, T, D)
     _, state = model(1e3 * x, model.initial_state(B))
     layers = tuple(layer + 1e6 for layer in state.layers)
     state = state._replace(layers=layers, length=torch.zeros_like(state.length))
@@ -301,7 +301,7 @@ def test_sinusoids():
 
 
 @pytest.mark.parametrize("head_width", [0, 80])
-def test_parameter_counts_and_initialisation(head_width):
+def test_parameter_counts_and_initialization(head_width):
     settings = TransformerXLSettings(ffn=4, head_width=head_width)
     model = build(BackboneSettings(name="transformer-xl", width=512, layers=2, transformer_xl=settings), 10, 1)
     inner = 8 * (head_width or 64)
@@ -342,6 +342,6 @@ def test_dropout_falls_on_attention_weights_and_on_both_outputs(monkeypatch):
 
 
 def test_heads_must_divide_the_width_or_have_their_own():
-    with pytest.raises(UsageError, match="backbone.transformer_xl.heads = 3"):
+    with pytest.raises(UsageError, match="backbone.heads = 3"):
         build(BackboneSettings(name="transformer-xl", transformer_xl=TransformerXLSettings(heads=3)), 10, 1)
     build(BackboneSettings(name="transformer-xl", transformer_xl=TransformerXLSettings(heads=3, head_width=7)), 10, 1)

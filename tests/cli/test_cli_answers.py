@@ -363,7 +363,7 @@ def test_presets_show_what_one_changes(capsys):
     assert (shown["base"], shown["system"]) == ("drama", "Drama")
     assert [(row["setting"], row["value"], row["base"]) for row in shown["changed"]] == [
         ("tokenizer.channels", [32, 64, 96, 128, 128], [16, 32, 48, 64, 64]),
-        ("backbone.mamba2.state", 32, 16),
+        ("backbone.state_size", 32, 16),
     ]
     assert lines(["presets", "show", "drama-s", "--changed", "--set", "seed=5"], capsys)[-3:][0] == ["seed", "5", "1"]
     defaults = rows(["presets", "show", "rem", "--changed"], capsys)

@@ -59,7 +59,7 @@ AGGREGATE = {
         PONG | {"name": "runs/a", "score": 12.25, "stderr": 1.5, "human_normalized": 0.93, "runs": 1,
                 "episodes": 100, "steps": 400_000, "evaluation": "evaluation@3"},
         PONG | {"name": "all", "statistic": "iqm", "score": 0.75, "low": 0.5, "high": 1.0, "runs": 3,
-                "unit": "human-normalised score", "human_normalized": 0.75},
+                "unit": "human-normalized score", "human_normalized": 0.75},
         PONG | {"name": "REM", "score": 17.964, "human_normalized": 1.095, "runs": 5},
     ],
 }  # fmt: skip
@@ -81,7 +81,7 @@ CASES = [
     ("tokenizer", "train_tokenizer", ["train-tokenizer", "--experience", "."],
      {"create": True}, {"experience": "."}),
     ("dynamics", "train_dynamics", ["train-dynamics", "--backbone", "transformer", "--updates", "5", "--force"],
-     {"overrides": ["backbone.name=transformer", "dynamics.updates=5"], "force": True},
+     {"overrides": ["backbone.kind=transformer", "dynamics.updates=5"], "force": True},
      {"tokenizer": None, "experience": None, "controller": None}),
     ("dynamics", "train_dynamics", ["train-dynamics", "--controller", "none"], {},
      {"tokenizer": None, "experience": None, "controller": "none"}),
@@ -146,10 +146,10 @@ class Recorder:
 
     def many_runs(self) -> Any:
         """In place of wmcli.stages.aggregate."""
-        grouped = [{"backbone.name": "gru", "runs": 2, "mean": 0.5, "low": 0.25, "high": None, "unit": "return"}]
+        grouped = [{"backbone.kind": "gru", "runs": 2, "mean": 0.5, "low": 0.25, "high": None, "unit": "return"}]
         return SimpleNamespace(
             ALL="all",
-            NORMALIZED="human-normalised score",
+            NORMALIZED="human-normalized score",
             aggregate=self.aggregate,
             compare_settings=lambda *_: grouped,
             draw_returns=lambda runs, keys, out, progress: self.aggregated.append((runs, keys, out)),
@@ -337,7 +337,7 @@ def test_many_runs(recorder, capsys):
 def test_many_runs_for_a_person_have_errors_beside_the_numbers(recorder, capsys):
     assert main.run(["eval", "runs/a", "--format", "markdown"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "| name | score | human-normalised | environment | episodes | steps | runs |",
+        "| name | score | human-normalized | environment | episodes | steps | runs |",
         "| --- | ---: | ---: | --- | ---: | ---: | ---: |",
         "| runs/a | 12.25 ± 1.5 | 0.93 | Pong | 100 | 400000 | 1 |",
         "| all: iqm | - | 0.75 (0.5 to 1) | Pong | - | - | 3 |",
@@ -345,8 +345,8 @@ def test_many_runs_for_a_person_have_errors_beside_the_numbers(recorder, capsys)
     ]
     assert main.run(["eval", "runs/a", "--format", "latex"]) == 0
     assert capsys.readouterr().out.count("\\midrule") == 3  # under the heading, and around the aggregates
-    assert main.run(["eval", "runs/a", "--by", "backbone.name", "--format", "csv"]) == 0
-    assert capsys.readouterr().out == "backbone.name,runs,mean,low,high,unit\ngru,2,0.5,0.25,,return\n"
+    assert main.run(["eval", "runs/a", "--by", "backbone.kind", "--format", "csv"]) == 0
+    assert capsys.readouterr().out == "backbone.kind,runs,mean,low,high,unit\ngru,2,0.5,0.25,,return\n"
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
@@ -360,12 +360,12 @@ def test_a_narrow_terminal_gets_fewer_columns_and_whole_lines(width, recorder, c
     assert max(map(len, lines)) <= width
     assert any("runs/a" in line and "12.25 ± 1.5" in line for line in lines)
     heading, left_out = " ".join(lines[:2]), " ".join(lines).partition("A wider terminal shows: ")[2]
-    assert all((name in heading) != (name in left_out) for name in ("environment", "human-normalised", "steps"))
+    assert all((name in heading) != (name in left_out) for name in ("environment", "human-normalized", "steps"))
 
 
 def test_curves_of_returns(recorder):
-    assert main.run(["eval", "runs/a", "runs/b", "--by", "backbone.name", "--curves", "x.png"]) == 0
-    assert recorder.aggregated == [([Path("runs/a"), Path("runs/b")], ["backbone.name"], Path("x.png"))]
+    assert main.run(["eval", "runs/a", "runs/b", "--by", "backbone.kind", "--curves", "x.png"]) == 0
+    assert recorder.aggregated == [([Path("runs/a"), Path("runs/b")], ["backbone.kind"], Path("x.png"))]
 
 
 @pytest.mark.parametrize(

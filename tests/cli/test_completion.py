@@ -52,7 +52,7 @@ def completed(words, shell="bash", **environment):
         (["wm", "run", "--device", "c"], [name for name in complete_device() if name[0] == "c"]),
         (["wm", "run", "--set", "training.prec"], [f"training.precision={x}" for x in ("auto", "float32", "bfloat16")]),
         (["wm", "run", "--set", "evaluation.e"], ["evaluation.episodes=", "evaluation.environments="]),
-        (["wm", "run", "--set", "backbone.name", "=", "mam"], ["mamba1", "mamba2"]),  # as bash breaks it
+        (["wm", "run", "--set", "backbone.kind", "=", "mam"], ["mamba1", "mamba2"]),  # as bash breaks it
         (["wm", "run", "--set", "training.cuda_graph", "="], ["true", "false"]),
         (["wm", "run", "--set", "=", "seed", "=", "3"], []),
         (["wm", "eval", "runs/a", "--by", "evaluation.t"], ["evaluation.temperature"]),
@@ -64,9 +64,9 @@ def test_answers_in_bash(words, expected):
 
 
 def test_answers_elsewhere_are_whole_words():
-    assert completed(["wm", "run", "--set", "backbone.name=mam"], "fish") == [
-        "backbone.name=mamba1",
-        "backbone.name=mamba2",
+    assert completed(["wm", "run", "--set", "backbone.kind=mam"], "fish") == [
+        "backbone.kind=mamba1",
+        "backbone.kind=mamba2",
     ]
 
 

@@ -37,13 +37,13 @@ SMALL: dict[str, Any] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "v3": {},
     "drama": {"returns": "drama"},
-    "storm": {"returns": "storm", "norm": "layer", "activation": "relu", "normalise_inputs": False},
+    "storm": {"returns": "storm", "norm": "layer", "activation": "relu", "normalize_inputs": False},
     "dreamer": {
         "start": "posterior",
         "slow_target": "values",
         "action_unimix": 0.1,
         "weigh_by_continuation": True,
-        "normalise_inputs": False,
+        "normalize_inputs": False,
     },
     "prior-and-weights": {"weigh_by_continuation": True, "returns": "drama"},
 }
@@ -102,7 +102,7 @@ def test_settings_from_a_table():
 
 
 @pytest.mark.parametrize("network", ["actor", "critic"])
-def test_initialisation(network):
+def test_initialization(network):
     torch.manual_seed(0)
     settings = ActorCriticSettings(actor_width=16, critic_width=16)
     controller = ActorCritic(settings, (24,), actions=6, window=8)
@@ -117,7 +117,7 @@ def test_initialisation(network):
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_torchs_defaults(norm):
     torch.manual_seed(0)
-    controller = ActorCritic(ActorCriticSettings(initialisation="torch", norm=norm), (300,), actions=6, window=8)
+    controller = ActorCritic(ActorCriticSettings(initialization="torch", norm=norm), (300,), actions=6, window=8)
     for network in (controller.actor, controller.critic, controller.slow_critic):
         for layer in network:
             if isinstance(layer, torch.nn.Linear):
@@ -151,7 +151,7 @@ def test_the_policy_with_a_share_of_the_uniform():
 
 def test_it_decides_on_features_and_remembers_nothing(world):
     controller = small(torch.float32)
-    controller.normaliser.update(torch.randn(10, FEATURES))
+    controller.normalizer.update(torch.randn(10, FEATURES))
     before = copy.deepcopy(controller)
     state = controller.initial_state(3)
     assert state == ()
@@ -171,7 +171,7 @@ def test_an_agent_without_memory_sees_the_frame_alone(world, make_batch):
     """The first features, in acting and in imagination; whatever the others are."""
     world.frame_features = 7
     torch.manual_seed(3)
-    controller = ActorCritic(ActorCriticSettings(**SMALL, sees="frame"), (7,), actions=4, window=6)
+    controller = ActorCritic(ActorCriticSettings(**SMALL, input="frame"), (7,), actions=4, window=6)
     torch.nn.init.normal_(controller.actor[-1].weight, std=0.5)
     observation = torch.full((3, 8, 8, 3), 7, dtype=torch.uint8)
     action, reset = torch.tensor([1, 2, 3]), torch.tensor([True, False, False])
@@ -188,7 +188,7 @@ def test_an_agent_may_see_all_that_is_remembered(world, make_batch):
     """Beside the features, in acting and in imagination."""
     world.memory_features, world.memory = 4, lambda state: world.features(state).flatten(1)[:, :4] + 100
     torch.manual_seed(3)
-    controller = ActorCritic(ActorCriticSettings(**SMALL, sees="memory"), (34,), actions=4, window=6)
+    controller = ActorCritic(ActorCriticSettings(**SMALL, input="memory"), (34,), actions=4, window=6)
     world_state = world.perceive(
         None, torch.full((3, 8, 8, 3), 7, dtype=torch.uint8), torch.tensor([1, 2, 3]), torch.ones(3, dtype=torch.bool)
     )
@@ -202,15 +202,15 @@ def test_an_agent_may_see_all_that_is_remembered(world, make_batch):
 
 @pytest.mark.parametrize("variant", ["v3", "dreamer"])
 def test_a_reloaded_policy_acts_the_same(variant, world, make_batch):
-    """Bit for bit, after the normaliser has seen something."""
+    """Bit for bit, after the normalizer has seen something."""
     controller = small(torch.float32, **VARIANTS[variant])
     learn(controller, world, make_batch((3, 6, 4), 6))
     other = ActorCritic(controller.settings, (5, 2, 3), actions=4, window=6)
     other.load_state_dict(load(save(controller.state_dict())))
     feature = 5 * torch.randn(20, FEATURES)
     assert torch.equal(other.eval().policy(feature), controller.policy(feature))
-    if controller.normaliser is not None:
-        controller.normaliser.mean.zero_()
+    if controller.normalizer is not None:
+        controller.normalizer.mean.zero_()
         assert not torch.equal(other.policy(feature), controller.policy(feature))
 
 
@@ -478,20 +478,20 @@ def test_the_slow_critic_follows(world):
     torch.testing.assert_close(list(controller.critic.parameters()), critic, rtol=0, atol=0)
 
 
-def test_the_normaliser_knows_all_that_was_imagined(world, make_batch):
+def test_the_normalizer_knows_all_that_was_imagined(world, make_batch):
     controller = small()
     seen = []
     for seed in range(4):
         batch = make_batch((3, 6, 4), 6, seed=seed)
         torch.manual_seed(seed)
-        rollout = imagine(controller, world, batch)  # the policy depends on the normaliser: it has to come first
+        rollout = imagine(controller, world, batch)  # the policy depends on the normalizer: it has to come first
         torch.manual_seed(seed)
         learn(controller, world, batch)
         seen.append(rollout.feature.reshape(-1, FEATURES).double())
     whole = torch.cat(seen)
-    torch.testing.assert_close(controller.normaliser.mean, whole.mean(0), atol=1e-4, rtol=0)
-    torch.testing.assert_close(controller.normaliser.variance, whole.var(0, correction=0), atol=1e-4, rtol=0)
-    assert float(controller.normaliser.count) == pytest.approx(len(whole) + 1e-4)
+    torch.testing.assert_close(controller.normalizer.mean, whole.mean(0), atol=1e-4, rtol=0)
+    torch.testing.assert_close(controller.normalizer.variance, whole.var(0, correction=0), atol=1e-4, rtol=0)
+    assert float(controller.normalizer.count) == pytest.approx(len(whole) + 1e-4)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -502,34 +502,34 @@ def test_statistics_change_in_training_mode_only(training, world, make_batch):
     changed = {
         name for name, value in controller.state_dict().items() if not torch.equal(value, before.state_dict()[name])
     }
-    normaliser = {"normaliser.mean", "normaliser.variance", "normaliser.count"}
-    assert changed == (normaliser | {"return_range.low", "return_range.high"} if training else set())
+    normalizer = {"normalizer.mean", "normalizer.variance", "normalizer.count"}
+    assert changed == (normalizer | {"return_range.low", "return_range.high"} if training else set())
 
 
-def trained(controller: ActorCritic, optimiser, world, batches) -> None:
+def trained(controller: ActorCritic, optimizer, world, batches) -> None:
     for batch in batches:
         total, _ = learn(controller, world, batch)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         total.backward()
-        optimiser.step()
+        optimizer.step()
         controller.after_update()
 
 
 def test_resume_is_exact(world, make_batch):
     batches = [make_batch((3, 6, 4), 6, seed=seed) for seed in range(6)]
     whole = small(torch.float32)
-    optimiser = torch.optim.Adam(whole.parameter_groups(), lr=1e-2)
-    trained(whole, optimiser, world, batches[:3])
-    stored, moments = load(save(whole.state_dict())), copy.deepcopy(optimiser.state_dict())
+    optimizer = torch.optim.Adam(whole.parameter_groups(), lr=1e-2)
+    trained(whole, optimizer, world, batches[:3])
+    stored, moments = load(save(whole.state_dict())), copy.deepcopy(optimizer.state_dict())
     random = torch.get_rng_state()
-    trained(whole, optimiser, world, batches[3:])
+    trained(whole, optimizer, world, batches[3:])
 
     other = ActorCritic(whole.settings, (5, 2, 3), actions=4, window=6)
     other.load_state_dict(stored)
-    optimiser = torch.optim.Adam(other.parameter_groups(), lr=1e-2)
-    optimiser.load_state_dict(moments)
+    optimizer = torch.optim.Adam(other.parameter_groups(), lr=1e-2)
+    optimizer.load_state_dict(moments)
     torch.set_rng_state(random)
-    trained(other, optimiser, world, batches[3:])
+    trained(other, optimizer, world, batches[3:])
     same_state(other, whole)
 
 
@@ -558,16 +558,16 @@ def test_it_finds_the_good_arm(changes, world, make_batch):
     bandit = Bandit(actions=3)
     torch.manual_seed(0)
     settings = ActorCriticSettings(
-        actor_layers=1, actor_width=16, critic_layers=1, critic_width=16, horizon=6, discount=0.7, **changes
+        actor_layers=1, actor_width=16, critic_layers=1, critic_width=16, imagination_horizon=6, discount=0.7, **changes
     )
     controller = ActorCritic(settings, bandit.feature_shape, bandit.actions, window=1)
-    optimiser = torch.optim.Adam(controller.parameter_groups(), lr=1e-2)
+    optimizer = torch.optim.Adam(controller.parameter_groups(), lr=1e-2)
     reward = []
     for seed in range(150):
         total, metrics = learn(controller, bandit, make_batch((1,) * 32, 1, actions=3, seed=seed))
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         total.backward()
-        optimiser.step()
+        optimizer.step()
         controller.after_update()
         reward.append(float(metrics["imagined_reward"]))
     assert sum(reward[:5]) / 5 < 0.45

@@ -36,7 +36,7 @@ def play(agent, numbers: torch.Tensor, first: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("changes", [{}, {"burn_in_actions": False}, {"input": "pixels", "action_inputs": False}])
 def test_burn_in_is_that_of_imagination(changes, world, make_batch):
-    controller = controller_for(burn_in=5, horizon=1, **changes)
+    controller = controller_for(burn_in=5, imagination_horizon=1, **changes)
     batch = make_batch((3, 6, 4), 6)
     rollout = imagine(controller, world, batch)
     agent = Agent(world, controller, 3, temperature=1, epsilon=0, generator=seeded(0))

@@ -124,9 +124,9 @@ class PlainTree:
 
     def run(self, place: int) -> Node:
         root = self.node(place, 0)
-        root.visits, root.total = 1, 0.0 if self.settings.rules == "lightzero" else root.guess
+        root.visits, root.total = 1, 0.0 if self.settings.rule == "lightzero" else root.guess
         if "dirichlet" in self.noise:
-            weight = self.settings.dirichlet_weight
+            weight = self.settings.dirichlet_fraction
             mixed = zip(root.prior, self.noise["dirichlet"], strict=True)
             root.prior = [(1 - weight) * p + weight * noise for p, noise in mixed]
         for simulation in range(self.settings.simulations):
@@ -152,7 +152,7 @@ class PlainTree:
         actions = range(len(node.prior))
         counts = [node.children[a].visits if a in node.children else 0 for a in actions]
         known = {a: self.q(child) for a, child in node.children.items()}
-        if self.settings.rules == "gumbel":
+        if self.settings.rule == "gumbel":
             score = self.improved_logits(node)
             if node is root:
                 wanted = self.halving()[simulation]
@@ -160,7 +160,7 @@ class PlainTree:
             policy = softmax(score)
             return max(actions, key=lambda a: policy[a] - counts[a] / (1 + sum(counts))), 0.0
 
-        if self.settings.rules == "mctx":
+        if self.settings.rule == "mctx":
             n = node.visits
             low, high = min([node.value, *known.values()]), max([node.value, *known.values()])
             scaled = [(known.get(a, low) - low) / max(high - low, 1e-8) for a in actions]
@@ -177,7 +177,7 @@ class PlainTree:
         base = self.settings.pb_c_base
         weight = (self.settings.pb_c_init + math.log((n + base + 1) / base)) * math.sqrt(n)
         score = [scaled[a] + node.prior[a] * weight / (1 + counts[a]) for a in actions]
-        if self.settings.rules == "mctx":
+        if self.settings.rule == "mctx":
             return max(actions, key=lambda a: (score[a], node.prior[a])), 0.0
         tied = [a for a in actions if score[a] >= max(score) - 1e-6]
         ties = self.noise.get("ties")
@@ -195,12 +195,12 @@ class PlainTree:
         completed = [known.get(a, mixed) for a in actions]
         low, high = min(completed), max(completed)
         most = max([child.visits for child in node.children.values()], default=0)
-        weight = (self.settings.visit_constant + most) * self.settings.value_scale
+        weight = (self.settings.maxvisit_init + most) * self.settings.value_scale
         return [math.log(node.prior[a]) + weight * (completed[a] - low) / max(high - low, 1e-8) for a in actions]
 
     def halving(self) -> list[int]:
         """For every simulation, the visits of the actions that it may choose from."""
-        left = min(len(self.world.logits[0]), self.settings.considered)
+        left = min(len(self.world.logits[0]), self.settings.max_num_considered_actions)
         simulations, phases, done, rounds = self.settings.simulations, math.ceil(math.log2(left)), 0, []
         while len(rounds) < simulations:
             each = max(1, simulations // (phases * left))
@@ -228,13 +228,13 @@ def softmax(logits: list[float]) -> list[float]:
 def test_equals_a_plain_tree(rules, explore, seed, actions, simulations, peaked, values):
     world, trees = tables(seed, actions, peaked=peaked, values=values), 6
     settings = MCTSSettings(
-        rules=rules,
+        rule=rules,
         simulations=simulations,
         pb_c_init=1.3,
         pb_c_base=300,
-        dirichlet_weight=0.4,
-        considered=7,
-        visit_constant=40,
+        dirichlet_fraction=0.4,
+        max_num_considered_actions=7,
+        maxvisit_init=40,
         value_scale=0.12,
     )
     place = torch.arange(trees)
@@ -329,7 +329,7 @@ def test_published_counts(world, simulations, lightzero, mctx):
     for rules, want in (("lightzero", lightzero), ("mctx", mctx)):
         if want is None:
             continue
-        output = search(*history_world(*world), build_rule(MCTSSettings(rules=rules)), simulations, 0.997)
+        output = search(*history_world(*world), build_rule(MCTSSettings(rule=rules)), simulations, 0.997)
         visits, value = want
         assert output.visits[0].tolist() == visits, rules
         assert int(output.visits.sum()) == simulations
@@ -344,7 +344,7 @@ def test_many_trees_are_as_many_searches(rules):
     """Rows of very different depth and length of life, each with noise of its own."""
     world, trees = tables(5, 5, ends=0.3), 13
     world = world._replace(logits=world.logits * torch.linspace(0, 4, len(world.logits))[:, None])
-    settings = MCTSSettings(rules=rules, simulations=40)
+    settings = MCTSSettings(rule=rules, simulations=40)
     noise = draw_noise(settings, trees, 5, seed=1)
     place = torch.arange(trees) * 4
     together = world.search(place, settings, noise)
@@ -360,7 +360,7 @@ def test_many_trees_are_as_many_searches(rules):
 @pytest.mark.parametrize("rules", RULES)
 def test_the_same_bits_twice_and_no_hidden_randomness(rules):
     world = tables(6, 9)
-    settings = MCTSSettings(rules=rules, simulations=20)
+    settings = MCTSSettings(rule=rules, simulations=20)
     before = torch.get_rng_state()
     noise = [draw_noise(settings, 8, 9, seed=3) for _ in range(2)]
     first, second = (world.search(torch.arange(8), settings, each) for each in noise)
@@ -377,7 +377,7 @@ def test_nothing_counts_behind_an_end(rules):
     world = world._replace(
         next=torch.where(grave[:, None], 20 + world.next % 10, world.next), terminated=grave[world.next]
     )
-    settings = MCTSSettings(rules=rules, simulations=60)
+    settings = MCTSSettings(rule=rules, simulations=60)
     calm = world.search(torch.arange(8), settings)
     shouted = world._replace(
         reward=world.reward + 1e6 * grave[:, None], value=world.value + 1e6 * grave, logits=world.logits
@@ -394,7 +394,7 @@ def test_statistics_are_float32(rules):
     low = tables(8, 6)
     low = low._replace(logits=low.logits.bfloat16(), value=low.value.bfloat16(), reward=low.reward.bfloat16())
     whole = low._replace(logits=low.logits.float(), value=low.value.float(), reward=low.reward.float())
-    settings = MCTSSettings(rules=rules, simulations=30)
+    settings = MCTSSettings(rule=rules, simulations=30)
     want = whole.search(torch.arange(5), settings)
     with torch.autocast("cpu", torch.bfloat16):
         got = low.search(torch.arange(5), settings)
@@ -415,7 +415,7 @@ def test_nothing_depends_on_values_but_on_a_cpu(rules):
         return torch.empty(size, device="meta"), torch.empty(size, dtype=torch.bool, device="meta"), prediction, state
 
     prediction = Prediction(torch.empty(4, 5, device="meta"), torch.empty(4, device="meta"))
-    output = search(prediction, (place,), expand, build_rule(MCTSSettings(rules=rules)), 5, 0.97)
+    output = search(prediction, (place,), expand, build_rule(MCTSSettings(rule=rules)), 5, 0.97)
     assert output.visits.shape == (4, 5) and world.value.is_meta
 
 
@@ -443,7 +443,7 @@ def test_finds_the_best_first_action(rules, simulations, foresight):
 
     rows, start = torch.arange(trees), torch.full((trees,), -1)
     root = Prediction(torch.zeros(trees, 3), foresight * best.amax(1))
-    output = search(root, (rows, start), expand, build_rule(MCTSSettings(rules=rules)), simulations, discount)
+    output = search(root, (rows, start), expand, build_rule(MCTSSettings(rule=rules)), simulations, discount)
     clear = best.topk(2).values.diff().squeeze(1).neg() > 0.1
     assert clear.sum() > 20
     assert torch.equal(output.action[clear], best.argmax(1)[clear])
@@ -489,7 +489,7 @@ def test_gumbel_acts_better_than_the_prior_with_fewer_simulations_than_actions()
 @pytest.mark.parametrize("rules", ["mctx", "lightzero"])
 def test_the_concentration_of_the_noise_is_the_settings_own(rules):
     """With concentration alpha in A places the mean of the sum of squares is (alpha + 1) / (A alpha + 1)."""
-    settings = MCTSSettings(rules=rules, simulations=1, dirichlet_alpha=2.0)
+    settings = MCTSSettings(rule=rules, simulations=1, dirichlet_alpha=2.0)
     noise = named_noise(rules, draw_noise(settings, 4000, 5, seed=0))["dirichlet"]
     assert float(noise.square().sum(1).mean()) == pytest.approx(3 / 11, rel=0.02)
 
@@ -681,7 +681,7 @@ class Memory(PlanningWorldModel):
 
 @pytest.mark.parametrize("rules", RULES)
 def test_acts_on_an_opaque_state(rules):
-    world, controller = Memory(), MCTS(MCTSSettings(rules=rules, simulations=12), 4)
+    world, controller = Memory(), MCTS(MCTSSettings(rule=rules, simulations=12), 4)
     state = controller.initial_state(6)
     logits, after = controller.decide(world, world.start(6), state)
     assert world.steps == 12

@@ -356,15 +356,15 @@ def test_reinforce_finds_the_good_arm(world, make_batch):
 
     bandit = Bandit(actions=3)
     torch.manual_seed(0)
-    settings = ReinforceSettings(width=16, latent_channels=(4,), burn_in=0, horizon=4, entropy=0.01)
+    settings = ReinforceSettings(width=16, latent_channels=(4,), burn_in=0, imagination_horizon=4, entropy_weight=0.01)
     controller = ReinforceController(settings, bandit.feature_shape, 8, bandit.actions)
-    optimiser = torch.optim.AdamW(controller.parameter_groups(), lr=1e-2)
+    optimizer = torch.optim.AdamW(controller.parameter_groups(), lr=1e-2)
     reward = []
     for seed in range(200):
         total, metrics = learn(controller, bandit, make_batch((1,) * 16, 1, actions=3, seed=seed))
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         total.backward()
-        optimiser.step()
+        optimizer.step()
         reward.append(float(metrics["imagined_reward"]))
     assert sum(reward[:10]) / 10 < 0.5
     assert sum(reward[-20:]) / 20 > 0.95

@@ -300,7 +300,7 @@ def test_the_blocks_of_both_protocols() -> None:
     }
     assert drama["test"] == {"life_loss_ends_episode": False, "no_ops_min": 0, "no_ops_max": 0, "time_limit": 108_000}
     assert drama["resize"] == "area, after the maximum" and rem["resize"] == "pillow bilinear, before the maximum"
-    same = ("frameskip", "repeat_action_probability", "full_action_space", "action_repeat", "max_over_last", "colour")
+    same = ("frameskip", "repeat_action_probability", "full_action_space", "action_repeat", "max_over_last", "color")
     assert [drama[key] for key in same] == [rem[key] for key in same] == [1, 0.0, False, 4, 2, "rgb"]
     assert rem["clip_reward"] is False and drama["clip_reward"] is False
 

@@ -5,15 +5,15 @@ import numpy as np
 import pytest
 
 import wmcli.envs  # noqa: F401  registers wm/Catch-v0
-from wmcli.envs.catch import BACKGROUND, BALL_COLOUR, CELL, CELLS, PADDLE_COLOUR, Catch
+from wmcli.envs.catch import BACKGROUND, BALL_COLOR, CELL, CELLS, PADDLE_COLOR, Catch
 from wmcli.envs.frames import Frames
 
 
 def places(frame: np.ndarray) -> tuple[tuple[int, int], list[int]]:
     """(row, column) of the ball and the columns of the paddle, read off the picture alone."""
     cells = frame[CELL // 2 :: CELL, CELL // 2 :: CELL]
-    row, column = np.argwhere((cells == BALL_COLOUR).all(-1))[0].tolist()
-    return (row, column), np.flatnonzero((cells[-1] == PADDLE_COLOUR).all(-1)).tolist()
+    row, column = np.argwhere((cells == BALL_COLOR).all(-1))[0].tolist()
+    return (row, column), np.flatnonzero((cells[-1] == PADDLE_COLOR).all(-1)).tolist()
 
 
 def play(env: gymnasium.Env, seed: int, policy) -> tuple[float, int, int]:
@@ -55,6 +55,6 @@ def test_frames_stay_clean_when_shrunk_and_two_episodes_of_one_seed_are_equal() 
     frame, _ = env.reset(seed=5)
     again, _ = env.reset(seed=5)
     assert frame.shape == (32, 32, 3) and (frame == again).all()
-    colours = {tuple(colour) for colour in frame.reshape(-1, 3).tolist()}
-    assert colours == {BACKGROUND, BALL_COLOUR, PADDLE_COLOUR}
+    colors = {tuple(color) for color in frame.reshape(-1, 3).tolist()}
+    assert colors == {BACKGROUND, BALL_COLOR, PADDLE_COLOR}
     assert len({env.reset(seed=seed)[0].tobytes() for seed in range(40)}) == CELLS

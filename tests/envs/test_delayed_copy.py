@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from wmcli.envs import EnvironmentSettings, make
-from wmcli.envs.delayed_copy import BACKGROUND, COLOUR, DELAY, DELAYED_COPY_ID, SIGNS, STEPS
+from wmcli.envs.delayed_copy import BACKGROUND, COLOR, DELAY, DELAYED_COPY_ID, SIGNS, STEPS
 
 
 def sign(frame: np.ndarray) -> int:
     """Read off the picture alone."""
-    columns = [(part == COLOUR).all() for part in np.split(frame, SIGNS, axis=1)]
+    columns = [(part == COLOR).all() for part in np.split(frame, SIGNS, axis=1)]
     dark = [(part == BACKGROUND).all() for part in np.split(frame, SIGNS, axis=1)]
     assert sum(columns) == 1 and sum(dark) == SIGNS - 1
     return columns.index(True)

@@ -94,7 +94,7 @@ def test_what_is_seen_is_the_layout_whatever_is_played(width: int) -> None:
                 assert fixed <= squares
 
 
-def test_half_of_the_hallway_is_filled_in_four_colours_alike() -> None:
+def test_half_of_the_hallway_is_filled_in_four_colors_alike() -> None:
     width, seeds = 30, np.arange(200)
     actions, sketches, _, _ = play(width, seeds)
     charts = [chart(width, actions[episode], sketches[episode])[0] for episode in seeds]
@@ -107,10 +107,10 @@ def test_half_of_the_hallway_is_filled_in_four_colours_alike() -> None:
     shares = np.bincount(cells[filled] - SQUARE) / filled.sum()
     assert len(shares) == 4 and np.abs(shares - 0.25).max() < 4 * 0.43 / np.sqrt(filled.sum())
     pairs = [(found[width - 2, 2], found[width - 2, 6]) for found in charts]
-    assert len(set(pairs)) == 12 and all(one != other for one, other in pairs)  # all pairs of two colours of four
+    assert len(set(pairs)) == 12 and all(one != other for one, other in pairs)  # all pairs of two colors of four
 
 
-def test_the_reward_says_whether_the_chosen_square_has_the_remembered_colour() -> None:
+def test_the_reward_says_whether_the_chosen_square_has_the_remembered_color() -> None:
     width, seeds = 12, np.arange(1000)
     actions, sketches, rewards, _ = play(width, seeds)
     assert not rewards[:, :-2].any() and not rewards[:, -1].any()

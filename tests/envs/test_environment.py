@@ -43,7 +43,7 @@ def opened(observation: spaces.Space, action: spaces.Space | None = None, size: 
 
 
 @pytest.mark.parametrize("shape", [(16, 24), (16, 24, 1), (16, 24, 3), (4, 3), (5, 30, 3), (8, 8, 3)])
-def test_any_image_becomes_a_square_colour_frame(shape: tuple[int, ...]) -> None:
+def test_any_image_becomes_a_square_color_frame(shape: tuple[int, ...]) -> None:
     space = spaces.Box(0, 255, shape, np.uint8)
     picture = np.random.default_rng(0).integers(0, 200, shape).astype(np.uint8)
     env = opened(space, frame=picture.copy())
@@ -54,7 +54,7 @@ def test_any_image_becomes_a_square_colour_frame(shape: tuple[int, ...]) -> None
     if shape[:2] == (16, 24):  # box: the mean of blocks of 2 x 3 pixels
         blocks = picture.reshape(8, 2, 8, 3, -1).mean(axis=(1, 3))
         assert np.abs(frame - blocks).max() <= 1.0  # Pillow rounds after each axis
-    if shape == (4, 3):  # nearest: no new colours
+    if shape == (4, 3):  # nearest: no new colors
         assert set(np.unique(frame)) <= set(np.unique(picture))
     if shape == (8, 8, 3):
         assert (frame == picture).all()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from wmcli.envs import EnvironmentSettings, Streams, list_environments, make, protocol
-from wmcli.envs.grid_world import AGENT, COLOURS, FLOOR, GOAL, GRID_WORLD_GOAL_ID, GRID_WORLD_ID, WALL, GridWorld, cells
+from wmcli.envs.grid_world import AGENT, COLORS, FLOOR, GOAL, GRID_WORLD_GOAL_ID, GRID_WORLD_ID, WALL, GridWorld, cells
 
 PAIRS = [(agent, goal) for agent in range(9) for goal in range(9) if agent != goal]
 STEPS = {0: (0, 0), 1: (-1, 0), 2: (0, 1), 3: (1, 0), 4: (0, -1)}  # stay, north, east, south, west: (row, column)
@@ -48,7 +48,7 @@ def test_every_step_from_every_board(respawn, action) -> None:
             assert (now, new_goal) == ((row, column), target)
         elif respawn == "goal":
             assert now == target != new_goal
-    assert hits == (0 if action == 0 else 6)  # of 9 cells, 6 have a free neighbour there
+    assert hits == (0 if action == 0 else 6)  # of 9 cells, 6 have a free neighbor there
 
 
 @pytest.mark.parametrize("respawn", ["both", "goal"])
@@ -100,14 +100,14 @@ def test_frames_are_exact_at_the_sizes_named(size: int) -> None:
         frame, want = env.reset(seed=seed)[0], native.reset(seed=seed)[0]
         board = cells(want)
         assert (cells(frame) == board).all()
-        pixels = np.array(COLOURS, np.uint8)[board].reshape(5, 5, 3)
+        pixels = np.array(COLORS, np.uint8)[board].reshape(5, 5, 3)
         assert (frame == pixels.repeat(size // 5, 0).repeat(size // 5, 1)).all()
 
 
 @pytest.mark.parametrize("size", [15, 25, 30, 35])
 def test_they_are_not_at_others(size: int) -> None:
     frame, _ = make(EnvironmentSettings(id=GRID_WORLD_ID, size=size), train=True).reset(seed=0)
-    assert len(np.unique(frame.reshape(-1, 3), axis=0)) > len(COLOURS)
+    assert len(np.unique(frame.reshape(-1, 3), axis=0)) > len(COLORS)
 
 
 def test_cells_read_any_leading_axes_and_tolerate_a_tint() -> None:

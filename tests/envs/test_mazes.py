@@ -9,7 +9,7 @@ from gymnasium.utils.env_checker import check_env
 from wmcli.envs import mazes
 from wmcli.envs.mazes import Maze
 from wmcli.envs.memory_task import MemoryEnv, play
-from wmcli.envs.ray_caster import EYE, RADIUS, SPHERE_COLOURS, WALL_COLOURS, RayCaster, axes, cast
+from wmcli.envs.ray_caster import EYE, RADIUS, SPHERE_COLORS, WALL_COLORS, RayCaster, axes, cast
 from wmcli.envs.tasks import TASKS
 from wmcli.envs.walking import BODY, FORWARD, LEFT, NOOP
 from wmcli.errors import UsageError
@@ -36,9 +36,9 @@ def light(frames: np.ndarray) -> np.ndarray:
     return frames / np.linalg.norm(frames, axis=-1, keepdims=True).clip(1)
 
 
-def likeness(shown: np.ndarray, colours: dict[str, tuple[int, int, int]], number: np.ndarray) -> np.ndarray:
-    """Cosine between pixels of length 1 and the colours of these numbers."""
-    wanted = np.array(list(colours.values()), float)[number]
+def likeness(shown: np.ndarray, colors: dict[str, tuple[int, int, int]], number: np.ndarray) -> np.ndarray:
+    """Cosine between pixels of length 1 and the colors of these numbers."""
+    wanted = np.array(list(colors.values()), float)[number]
     return (shown * wanted).sum(-1) / np.linalg.norm(wanted, axis=-1)
 
 
@@ -83,7 +83,7 @@ def test_what_is_random_lies_on_free_cells(task: Maze) -> None:
         column, row = np.moveaxis(np.floor(places).astype(int), -1, 0)
         assert not view.walls[np.arange(200)[:, None], row, column].any()
     assert all(len(np.unique(each, axis=0)) == task.objects for each in view.objects)
-    share = np.bincount(view.textures.reshape(-1), minlength=len(WALL_COLOURS)) / view.textures.size
+    share = np.bincount(view.textures.reshape(-1), minlength=len(WALL_COLORS)) / view.textures.size
     assert np.abs(share - 1 / 8).max() < 0.05 and view.textures.shape == (200, 9)
 
 
@@ -102,7 +102,7 @@ def test_what_sketches_say_can_be_written_again(task: Maze) -> None:
 @on_every_maze
 def test_the_walls_that_are_drawn_are_those_of_the_labels(task: Maze) -> None:
     """On the horizon, a walk along the middle ray in small steps over the labels' map comes to a wall cell, and the
-    picture has the colour of that cell's block there."""
+    picture has the color of that cell's block there."""
     sketch = np.concatenate(play(task, np.arange(8)).sketch)[:: 121 if task.side == 64 else 11]
     view, walls = task.read(sketch), task.labels(sketch).walls.reshape(-1, task.cells, task.cells)
     assert walls.dtype == bool
@@ -119,7 +119,7 @@ def test_the_walls_that_are_drawn_are_those_of_the_labels(task: Maze) -> None:
     block = np.stack([row, column], -1) * 3 // size
     named = view.textures[every, block[:, 0] * 3 + block[:, 1]]
     shown = light(task.draw(sketch))[:, half - 1, half]  # just above the horizon no sphere reaches
-    assert (likeness(shown, WALL_COLOURS, named) > 0.99).mean() > 0.97  # steps may jump over a corner
+    assert (likeness(shown, WALL_COLORS, named) > 0.99).mean() > 0.97  # steps may jump over a corner
     assert len(set(named.tolist())) == 8
 
 
@@ -127,7 +127,7 @@ def test_frames_of_many_mazes_at_once_are_those_of_each_alone() -> None:
     task = SMALL
     sketch = play(task, np.arange(40)).sketch[:, ::17].reshape(-1, 32)
     view, together = task.read(sketch), task.draw(sketch)
-    colours = np.arange(task.objects)[None]
+    colors = np.arange(task.objects)[None]
     for number in range(0, len(sketch), 11):
         part = slice(number, number + 1)
         size = task.cells + 2
@@ -138,7 +138,7 @@ def test_frames_of_many_mazes_at_once_are_those_of_each_alone() -> None:
                 beside = ((row, column + 1), (row + 1, column), (row, column - 1), (row - 1, column))
                 slots[row, column] = [block[r] * 3 + block[c] for r, c in beside]
         caster = RayCaster(view.walls[number], slots, task.side)
-        alone = caster.draw(view.position[part], view.heading[part], view.textures[part], view.objects[part], colours)
+        alone = caster.draw(view.position[part], view.heading[part], view.textures[part], view.objects[part], colors)
         assert (alone[0] == together[number]).all()
 
 
@@ -179,7 +179,7 @@ def test_turning_and_walking_move_the_objects_the_other_way() -> None:
 
 
 def test_a_sphere_is_seen_where_the_labels_say() -> None:
-    """An object in view, nothing before it: at its projection the picture has its colour."""
+    """An object in view, nothing before it: at its projection the picture has its color."""
     task = TASKS["wm/Maze-9-v0"]
     sketch = np.concatenate(play(task, np.arange(12)).sketch)[::9]
     view, (ahead, aside) = task.read(sketch), np.moveaxis(task.labels(sketch).objects.astype(float), -1, 0)
@@ -193,7 +193,7 @@ def test_a_sphere_is_seen_where_the_labels_say() -> None:
     row = np.floor(32 * (1 + EYE / ahead[frame, which] / SLOPE)).astype(int)
     near = row < 63
     shown = light(task.draw(sketch[frame[near]]))[np.arange(near.sum()), row[near] - 1, column[near]]
-    clear = likeness(shown, SPHERE_COLOURS, which[near]) > 0.995
+    clear = likeness(shown, SPHERE_COLORS, which[near]) > 0.995
     assert near.sum() > 60 and clear.mean() > 0.9  # now and then another one is before it
 
 

@@ -24,7 +24,7 @@ class Replay:
     """One episode by rules of this test's own: a board as a dictionary, a hand with keys, and what happened."""
 
     def __init__(self, keys: int, start: tuple[int, int], doors: list[int], lying: list[int]) -> None:
-        """`doors`, `lying`: colours of doors and keys from the west on. `start`: x and heading."""
+        """`doors`, `lying`: colors of doors and keys from the west on. `start`: x and heading."""
         width = 4 * keys + 1
         columns = [2 + 4 * place for place in range(keys)]
         self.board = {(x, y): EMPTY for x in range(width) for y in range(9)}
@@ -83,7 +83,7 @@ def replay_of(keys: int, actions: np.ndarray, sketches: np.ndarray) -> Replay:
                 heading = (heading + (1 if action == RIGHT else -1)) % 4
         doors = [seen.get((2 + 4 * column, 2), -1) - LOCKED for column in range(keys)]
         lying = [seen.get((2 + 4 * column, 7), -1) - KEY for column in range(keys)]
-        if all(0 <= colour < 4 for colour in doors + lying):
+        if all(0 <= color < 4 for color in doors + lying):
             return Replay(keys, start, doors, lying)
     raise AssertionError("the context does not show all doors and keys")
 
@@ -94,9 +94,9 @@ def test_a_replay_by_the_rules_shows_the_same_frames_and_every_key_is_consumed_b
     actions, sketches, rewards, _ = play(keys, np.arange(15))
     for episode in range(len(actions)):
         replay = replay_of(keys, actions[episode], sketches[episode])
-        colours = [code for code in replay.board.values() if code >= KEY]
-        assert Counter(code - KEY for code in colours if code < LOCKED) == Counter(
-            code - LOCKED for code in colours if code >= LOCKED
+        colors = [code for code in replay.board.values() if code >= KEY]
+        assert Counter(code - KEY for code in colors if code < LOCKED) == Counter(
+            code - LOCKED for code in colors if code >= LOCKED
         )
         taken = opened = 0
         home = (replay.x, replay.y)

@@ -9,18 +9,18 @@ import pytest
 
 from wmcli.envs.ray_caster import (
     EYE,
-    FLOOR_COLOUR,
+    FLOOR_COLOR,
     RADIUS,
-    SPHERE_COLOURS,
+    SPHERE_COLORS,
     WALL,
-    WALL_COLOURS,
+    WALL_COLORS,
     RayCaster,
     cast,
     floor_texture,
     texture,
 )
 
-RED = list(WALL_COLOURS).index("red")
+RED = list(WALL_COLORS).index("red")
 SLOPE = math.tan(math.radians(40))
 NOTHING = np.zeros((1, 0, 2)), np.zeros((1, 0), np.uint8)
 
@@ -81,17 +81,17 @@ def by_hand(walls: np.ndarray, position, heading: float, spheres, side: int) -> 
     return seen
 
 
-@pytest.mark.parametrize("name", WALL_COLOURS)
-def test_textures_have_the_mean_colours_and_a_pattern(name) -> None:
+@pytest.mark.parametrize("name", WALL_COLORS)
+def test_textures_have_the_mean_colors_and_a_pattern(name) -> None:
     image = texture(name).astype(float)
-    assert np.abs(image.mean((0, 1)) - WALL_COLOURS[name]).max() < 0.5
+    assert np.abs(image.mean((0, 1)) - WALL_COLORS[name]).max() < 0.5
     assert image.std((0, 1)).max() > 5
-    assert np.abs(floor_texture().mean((0, 1)) - FLOOR_COLOUR).max() < 0.5
+    assert np.abs(floor_texture().mean((0, 1)) - FLOOR_COLOR).max() < 0.5
 
 
-def test_patterns_tell_textures_apart_without_colour() -> None:
-    grey = [texture(name).mean(-1) / np.mean(WALL_COLOURS[name]) for name in WALL_COLOURS]
-    assert all(np.abs(one - other).mean() > 0.05 for i, one in enumerate(grey) for other in grey[:i])
+def test_patterns_tell_textures_apart_without_color() -> None:
+    gray = [texture(name).mean(-1) / np.mean(WALL_COLORS[name]) for name in WALL_COLORS]
+    assert all(np.abs(one - other).mean() > 0.05 for i, one in enumerate(gray) for other in gray[:i])
 
 
 @pytest.mark.parametrize(("distance", "above", "below"), [(1.0, 17, 11), (2.0, 9, 6), (4.0, 4, 3)])
@@ -108,11 +108,11 @@ def test_a_wall_fills_the_rows_that_perspective_gives_it(distance, above, below)
 
 def test_each_side_shows_its_own_wall() -> None:
     names = ("red", "blue", "green", "purple")
-    numbers = [list(WALL_COLOURS).index(name) for name in names]
+    numbers = [list(WALL_COLORS).index(name) for name in names]
     for name, heading in zip(names, (0, -90, 180, 90), strict=True):  # east, south, west, north
         middle = look(room_of(3), 2.5, 2.5, heading, numbers)[22:38].mean((0, 1))
-        colour = np.array(WALL_COLOURS[name])
-        assert middle @ colour / np.linalg.norm(middle) / np.linalg.norm(colour) > 0.998
+        color = np.array(WALL_COLORS[name])
+        assert middle @ color / np.linalg.norm(middle) / np.linalg.norm(color) > 0.998
 
 
 def test_rays_meet_the_first_wall_of_a_dense_march() -> None:
@@ -136,8 +136,8 @@ def test_rays_meet_the_first_wall_of_a_dense_march() -> None:
 def test_every_pixel_shows_what_is_nearest() -> None:
     """Walls before spheres, spheres before walls, spheres before spheres, the floor before their lower halves."""
     rng = np.random.default_rng(1)
-    side, colours = 24, np.array([[1, 2, 4]])
-    hues = np.array([SPHERE_COLOURS[name] for name in ("green", "blue", "yellow")], float)
+    side, colors = 24, np.array([[1, 2, 4]])
+    hues = np.array([SPHERE_COLORS[name] for name in ("green", "blue", "yellow")], float)
     hues /= np.linalg.norm(hues, axis=-1, keepdims=True)
     compared, wrong, found = 0, 0, np.zeros(6, int)
     for _ in range(40):
@@ -148,7 +148,7 @@ def test_every_pixel_shows_what_is_nearest() -> None:
         want = by_hand(walls, position[0], heading[0], spheres, side)
         frame, bare = (
             caster.draw(position, heading, np.array([[RED]]), *shown)[0].astype(float)
-            for shown in ((spheres[None], colours), NOTHING)
+            for shown in ((spheres[None], colors), NOTHING)
         )
         got = np.where(bare[..., 0] > 2 * bare[..., 2], -1, np.where(np.arange(side)[:, None] < side // 2, -3, -2))
         got = np.where((frame != bare).any(-1), (frame @ hues.T).argmax(-1), got)

@@ -10,7 +10,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from wmcli.envs.memory_task import Episodes, MemoryEnv
-from wmcli.envs.ray_caster import EYE, RADIUS, SPHERE_COLOURS, WALL_COLOURS, axes, cast
+from wmcli.envs.ray_caster import EYE, RADIUS, SPHERE_COLORS, WALL_COLORS, axes, cast
 from wmcli.envs.rooms import FULL, SMALL, TELEPORT, Rooms, TeleportRooms
 from wmcli.envs.walking import BODY, FORWARD, FORWARD_LEFT, FORWARD_RIGHT, LEFT, NOOP, REACH, RIGHT, State
 from wmcli.errors import UsageError
@@ -138,8 +138,8 @@ def test_what_is_random_follows_the_rules() -> None:
     shift = view.objects - task.layout.middles[:, None]
     assert (np.abs(shift).max(-1) <= 2).all() and (shift % 1 == 0).all() and shift.any(-1).all()
     assert (shift[:, :, 0] != shift[:, :, 1]).any(-1).all()
-    assert (view.colours[..., 0] != view.colours[..., 1]).all()
-    for values, kinds in ((view.colours, len(SPHERE_COLOURS)), (view.textures, len(WALL_COLOURS))):
+    assert (view.colors[..., 0] != view.colors[..., 1]).all()
+    for values, kinds in ((view.colors, len(SPHERE_COLORS)), (view.textures, len(WALL_COLORS))):
         share = np.bincount(values.reshape(-1), minlength=kinds) / values.size
         assert np.abs(share - 1 / kinds).max() < 4.5 * np.sqrt(1 / kinds / values.size)
     begun = np.abs(view.position[:, None] - task.layout.middles).sum(-1) == 0
@@ -178,7 +178,7 @@ def test_the_context_shows_every_sphere(task) -> None:
 
 @pytest.mark.parametrize("task", [Rooms(4), Rooms(2, SMALL)], ids=name)
 def test_what_a_sketch_says_is_what_its_frame_shows(task) -> None:
-    """Where a sphere's middle is projected to, and on the wall ahead, frames have the colours that `read` names."""
+    """Where a sphere's middle is projected to, and on the wall ahead, frames have the colors that `read` names."""
     sketches = np.concatenate(scripted(task, np.arange(8 if task.side == 64 else 40)))[::5]
     view, frames, half = task.read(sketches), task.draw(sketches).astype(float), task.side / 2
     light = frames / np.linalg.norm(frames, axis=-1, keepdims=True).clip(1)
@@ -189,8 +189,8 @@ def test_what_a_sketch_says_is_what_its_frame_shows(task) -> None:
     column = np.floor(half * (1 + aside / ahead / SLOPE)).astype(int)
     row = np.floor(half * (1 + EYE / ahead / SLOPE)).astype(int)
     close = (row < task.side - 1) & (ahead < 2.5)  # a distant middle lies on its lower edge
-    colours = np.array(list(SPHERE_COLOURS.values()), float)[view.colours[frame, room, which]]
-    likeness = (light[frame, row - 1, column] * colours).sum(-1) / np.linalg.norm(colours, axis=-1)
+    colors = np.array(list(SPHERE_COLORS.values()), float)[view.colors[frame, room, which]]
+    likeness = (light[frame, row - 1, column] * colors).sum(-1) / np.linalg.norm(colors, axis=-1)
     assert close.sum() > 50 and (likeness[close] > 0.995).all()
 
     ray = forward + 0.5 / half * SLOPE * right  # of the column right of the middle
@@ -202,11 +202,11 @@ def test_what_a_sketch_says_is_what_its_frame_shows(task) -> None:
     east, south = (off[inside, room] / edge).round(3).T
     side = np.select([east == 1, south == 1, east == -1, south == -1], range(4))
     named = view.textures[inside, room, side]
-    colours = np.array(list(WALL_COLOURS.values()), float)[named]
+    colors = np.array(list(WALL_COLORS.values()), float)[named]
     middle = int(half)
     shown = light[inside, middle - 1, middle]  # just above the horizon no sphere reaches
     assert len(inside) > 50
-    likeness = (shown * colours).sum(-1) / np.linalg.norm(colours, axis=-1)
+    likeness = (shown * colors).sum(-1) / np.linalg.norm(colors, axis=-1)
     assert (likeness > 0.99).all()
 
 

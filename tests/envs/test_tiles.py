@@ -39,8 +39,8 @@ def test_empty_floor_has_a_line_on_top_and_left_that_supersampling_makes_a_third
 
 def test_walls_and_squares_fill_their_tile() -> None:
     assert (PICTURES[WALL] == 100).all()
-    colours = [(0, 255, 0), (0, 0, 255), (112, 39, 195), (255, 255, 0)]
-    assert (PICTURES[SQUARE : SQUARE + 4] == np.array(colours)[:, None, None]).all()
+    colors = [(0, 255, 0), (0, 0, 255), (112, 39, 195), (255, 255, 0)]
+    assert (PICTURES[SQUARE : SQUARE + 4] == np.array(colors)[:, None, None]).all()
 
 
 def test_wrong_doors_cost_what_the_published_errors_are_made_of() -> None:
@@ -49,7 +49,7 @@ def test_wrong_doors_cost_what_the_published_errors_are_made_of() -> None:
     costs = {pair: cost(LOCKED + pair[0], LOCKED + pair[1]) for pair in pairs}
     assert min(costs, key=costs.__getitem__) == (blue, purple) and costs[blue, purple] == pytest.approx(5.2, abs=0.05)
     assert max(costs, key=costs.__getitem__) == (blue, yellow) and costs[blue, yellow] == pytest.approx(58, abs=0.5)
-    opened = [cost(LOCKED + colour, OPEN + colour) for colour in range(4)]
+    opened = [cost(LOCKED + color, OPEN + color) for color in range(4)]
     assert min(opened) == pytest.approx(10, abs=0.5) and max(opened) == pytest.approx(28, abs=0.5)
     assert tiles.DOORS.tolist() == list(range(LOCKED, LOCKED + 8)) and len(PICTURES) == OPEN + 4
 
@@ -71,10 +71,10 @@ def test_pictures_are_those_of_minigrid() -> None:
         return np.asarray(Grid.render_tile(thing, agent_dir=heading, tile_size=8)).astype(np.uint8)
 
     expected = [rendered(), rendered(world.Wall())] + [rendered(heading=heading) for heading in range(4)]
-    expected += [rendered(world.Goal(colour)) for colour in tiles.COLOURS]  # it fills its tile
-    expected += [rendered(world.Key(colour)) for colour in tiles.COLOURS]
-    expected += [rendered(world.Door(colour, is_locked=True)) for colour in tiles.COLOURS]
-    expected += [rendered(world.Door(colour, is_open=True)) for colour in tiles.COLOURS]
+    expected += [rendered(world.Goal(color)) for color in tiles.COLORS]  # it fills its tile
+    expected += [rendered(world.Key(color)) for color in tiles.COLORS]
+    expected += [rendered(world.Door(color, is_locked=True)) for color in tiles.COLORS]
+    expected += [rendered(world.Door(color, is_open=True)) for color in tiles.COLORS]
     assert (np.stack(expected) == PICTURES).all()
 
 

@@ -115,7 +115,7 @@ def test_every_game_and_stream_has_its_own_seed() -> None:
     assert [frame.tobytes() for frame in other.observation] != starts[0]
 
 
-def test_a_stream_does_not_depend_on_its_neighbours() -> None:
+def test_a_stream_does_not_depend_on_its_neighbors() -> None:
     one = Streams(EnvironmentSettings(size=16, count=1), train=True, seed=9)
     five = Streams(EnvironmentSettings(size=16, count=5), train=True, seed=9)
     rng = np.random.default_rng(0)

@@ -12,7 +12,7 @@ from wmcli.experience import Memory, SearchTargets, WindowSampler
 
 def experience(lengths: list[list[int]], unfinished: list[int], seed: int = 0) -> dict[str, np.ndarray]:
     """Interleaved rows of streams whose episodes have these lengths; the last one of each stream may be unfinished.
-    The first two pixels of a frame tell the stream and the time step, so that a row can be recognised."""
+    The first two pixels of a frame tell the stream and the time step, so that a row can be recognized."""
     total = [sum(episodes) + rest for episodes, rest in zip(lengths, unfinished, strict=True)]
     rows = []
     for t in range(max(total)):

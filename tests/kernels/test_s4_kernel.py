@@ -1,4 +1,4 @@
-"""S4's kernel and recurrence against powers of the discretised matrix, golden values of HiPPO-LegS systems, and the
+"""S4's kernel and recurrence against powers of the discretized matrix, golden values of HiPPO-LegS systems, and the
 Triton forms against the definitions.
 
 Axes: B batch, T time, H channels, N numbers of a channel's state, M = N / 2 pairs, J blocks, C elements of a block.
@@ -14,7 +14,7 @@ from gpus import DEVICE, compile_for_gpus
 from torch.testing import assert_close
 from wmcli.kernels import s4
 from wmcli.kernels.dispatch import using
-from wmcli.kernels.s4 import Resets, System, Systems, convolve, discretise, kernel, output_numbers, reference
+from wmcli.kernels.s4 import Resets, System, Systems, convolve, discretize, kernel, output_numbers, reference
 
 from wmcli.backbones.s4 import hippo_legs
 
@@ -42,7 +42,7 @@ def draw(system: System) -> torch.Tensor:
 
 def truncated(system: System, c: torch.Tensor, length: int) -> torch.Tensor:
     """C~ of C."""
-    numbers = s4.truncation(discretise(system), length) @ output_numbers(c)[..., None]
+    numbers = s4.truncation(discretize(system), length) @ output_numbers(c)[..., None]
     return torch.view_as_complex(numbers.squeeze(-1).unflatten(-1, (-1, 2)) / 2).conj().resolve_conj()
 
 
@@ -58,9 +58,9 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 # -- golden values -----------------------------------------------------------------------------------------------------
 
 
-def test_golden_discretisation():
+def test_golden_discretization():
     system, vectors = legs(4, 0.1)
-    discrete = discretise(system)
+    discrete = discretize(system)
     back = output_numbers(vectors)  # (N, N): from the state's numbers to the states of LegS itself
     abar = back @ s4.transition(discrete)[0].mT @ torch.linalg.inv(back)
     assert abar.diagonal().tolist() == pytest.approx([0.904761905, 0.818181818, 0.739130435, 0.666666667], abs=1e-9)
@@ -149,7 +149,7 @@ def test_gradients_of_the_kernel(monkeypatch):
     assert torch.autograd.gradcheck(lambda *parts: kernel(System(*parts[:4]), parts[4], 12), leaves)
 
     got = torch.autograd.grad((kernel(system, c_tilde, 12) * weight).sum(), leaves)
-    numbers = torch.linalg.solve(s4.truncation(discretise(system), 12), output_numbers(c_tilde)[..., None])
+    numbers = torch.linalg.solve(s4.truncation(discretize(system), 12), output_numbers(c_tilde)[..., None])
     c = torch.view_as_complex(numbers.squeeze(-1).unflatten(-1, (-1, 2)) / 2).conj()
     assert_close(got, torch.autograd.grad((reference(system, c, 12) * weight).sum(), leaves))
 
@@ -216,7 +216,7 @@ def test_states_do_not_grow(seed):
     """P P^* only takes away: with poles in the left half plane nothing is unstable, whatever else is learned."""
     system = random_system(20, 8, seed)
     system = system._replace(dt=10 * system.dt, p=3 * system.p)
-    matrix = s4.transition(discretise(system))
+    matrix = s4.transition(discretize(system))
     assert torch.linalg.eigvals(matrix).abs().max() < 1
     assert torch.linalg.matrix_norm(matrix, 2).max() < 1 + 1e-12
 
@@ -256,14 +256,14 @@ def by_steps(recurrence, u, state, reset=None):
 def test_c_of_c_tilde(length):
     system = random_system(5, 6)
     c = draw(system)
-    assert_close(s4.output(discretise(system), truncated(system, c, length), length), c, rtol=0, atol=1e-11)
+    assert_close(s4.output(discretize(system), truncated(system, c, length), length), c, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize(("size", "reach", "rest"), [(1, 1, 0), (5, 5, 3), (5, 9, 0), (64, 64, 63)])
 def test_chunks_equal_powers(size, reach, rest):
     """A chunk's matrices, whose power, input and output go through the powers of the transition."""
     system = random_system(3, 6)
-    discrete, c = discretise(system), draw(system)
+    discrete, c = discretize(system), draw(system)
     matrix, into = s4.transition(discrete), torch.view_as_real(discrete.input).flatten(-2)
     power = [torch.linalg.matrix_power(matrix, count) for count in range(reach + 1)]
     chunk = s4.chunk_operators(discrete, c, torch.float64, size, reach, rest)
@@ -370,7 +370,7 @@ def test_gradients_of_the_recurrence():
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_float32_is_accurate(learned):
-    """Steps and chunks in float32 against the convolution in float64, as initialised and after some learning."""
+    """Steps and chunks in float32 against the convolution in float64, as initialized and after some learning."""
     torch.manual_seed(0)
     system, _ = legs(64, 1e-3, 4e-3, 1e-2, 4e-2, 1e-1)
     if learned:
@@ -396,7 +396,7 @@ def test_float32_is_accurate(learned):
 def test_advance_is_the_transition():
     recurrence, system, _ = made()
     x = torch.randn(2, 3, 6, dtype=torch.float64)
-    want = torch.einsum("bhn,hnm->bhm", x, s4.transition(discretise(system)))
+    want = torch.einsum("bhn,hnm->bhm", x, s4.transition(discretize(system)))
     assert_close(s4.advance(recurrence.systems.step_operators(0), x), want)
 
 

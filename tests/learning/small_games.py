@@ -67,8 +67,8 @@ class Reach(Game):
     def draw(self) -> np.ndarray:
         frame = np.full((64, 64, 3), (60, 60, 80), np.uint8)
         frame[2:62, 2:62] = (10, 10, 20)
-        for (y, x), colour in ((2 + 10 * self.goal, (0, 220, 0)), (2 + 10 * self.player, (230, 230, 0))):
-            frame[y : y + 10, x : x + 10] = colour
+        for (y, x), color in ((2 + 10 * self.goal, (0, 220, 0)), (2 + 10 * self.player, (230, 230, 0))):
+            frame[y : y + 10, x : x + 10] = color
         return frame
 
 

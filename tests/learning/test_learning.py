@@ -47,7 +47,7 @@ def test_a_part_is_enough_to_catch(tmp_path, preset):
     + [("rem-quick", "mamba2"), ("unizero-quick", "mamba2")],
 )
 def test_catch_is_learned_on_another_backbone(tmp_path, preset, backbone):
-    context = open_context(tmp_path / "run", preset, [f"backbone.name={backbone}"], create=True)
+    context = open_context(tmp_path / "run", preset, [f"backbone.kind={backbone}"], create=True)
     metrics = run_loop(context).metrics
     assert metrics["random_mean"] < -0.2
     assert metrics["mean"] >= 0.5

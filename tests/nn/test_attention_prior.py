@@ -1,4 +1,4 @@
-"""Attention priors: tables by offset against values worked out by hand, gradients, bounds, regularisers.
+"""Attention priors: tables by offset against values worked out by hand, gradients, bounds, regularizers.
 
 Axes: R offsets.
 """
@@ -34,7 +34,7 @@ KINDS = ("local", "span", "gaussian", "gaussian_span")
 
 
 def prior(layers: int = 2, heads: int = 3, reach: int = 20, **settings) -> AttentionPrior:
-    return AttentionPrior(AttentionPriorSettings(**settings), layers, heads, reach, "backbone.transformer.prior")
+    return AttentionPrior(AttentionPriorSettings(**settings), layers, heads, reach, "backbone.prior")
 
 
 def number(value: float) -> torch.Tensor:
@@ -239,19 +239,19 @@ def model(**settings) -> nn.Module:
 def test_penalties_are_sums_over_heads_and_layers():
     eight = {"layers": 2, "heads": 8}
     for name, want, slope in (("l1", 2.4, 0.025), ("l2", 14.4, 0.3)):
-        each = prior(**eight, kind="span", regulariser=name)
+        each = prior(**eight, kind="span", regularizer=name)
         found = penalty(each)
         assert found.item() == pytest.approx(want, rel=1e-6)
         (gradient,) = torch.autograd.grad(found, each.raw_span)
         assert_close(gradient, torch.full((2, 8), slope * -math.expm1(-6.0)))  # the slope of L itself times softplus'
-    assert penalty(prior(kind="span")) is None and penalty(prior(kind="span", regulariser="max")) is None
-    assert penalty(prior(kind="gaussian", regulariser="l1")) is None and penalty(nn.Linear(2, 2)) is None
-    assert penalty(model(regulariser="l1", strength=0.5)).item() == pytest.approx(0.5 * 6 * 6)
+    assert penalty(prior(kind="span")) is None and penalty(prior(kind="span", regularizer="max")) is None
+    assert penalty(prior(kind="gaussian", regularizer="l1")) is None and penalty(nn.Linear(2, 2)) is None
+    assert penalty(model(regularizer="l1", strength=0.5)).item() == pytest.approx(0.5 * 6 * 6)
 
 
 def test_the_max_norm_cuts_down_what_is_above_it_and_nothing_else():
-    for regulariser, limit in (("max", 5.0), ("l1", math.inf)):
-        each = model(regulariser=regulariser, max_span=5.0, span=8.0)
+    for regularizer, limit in (("max", 5.0), ("l1", math.inf)):
+        each = model(regularizer=regularizer, max_span=5.0, span=8.0)
         spans = each[1].raw_span
         with torch.no_grad():
             spans[0] = torch.tensor([1.0, 4.0, 30.0])
@@ -264,7 +264,7 @@ def test_the_max_norm_cuts_down_what_is_above_it_and_nothing_else():
 
 
 def test_a_frozen_copy_does_not_count():
-    live = model(regulariser="l1")
+    live = model(regularizer="l1")
     both = nn.ModuleList([live, copy.deepcopy(live).requires_grad_(False)])
     assert priors_of(both) == [live[1]]
     assert penalty(both).item() == penalty(live).item()
@@ -278,7 +278,7 @@ def test_a_frozen_copy_does_not_count():
 
 
 def test_nothing_waits_for_the_device():
-    each = model(regulariser="l1")
+    each = model(regularizer="l1")
     with NoWaiting():
         each[1]()
         penalty(each).backward()

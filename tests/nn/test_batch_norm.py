@@ -114,10 +114,10 @@ def test_gradients_by_finite_differences() -> None:
     x, weight, bias = (torch.randn(n, dtype=torch.float64, requires_grad=True) for n in ((2, 6, 3, 2), (6,), (6,)))
     norm = BatchNorm2d(6, eps=0.1, track_running_stats=False)
 
-    def normalise(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def normalize(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return torch.func.functional_call(norm, {"weight": weight, "bias": bias}, last(x))
 
-    assert torch.autograd.gradcheck(normalise, (x, weight, bias))
+    assert torch.autograd.gradcheck(normalize, (x, weight, bias))
 
 
 @pytest.mark.usefixtures("every_size")

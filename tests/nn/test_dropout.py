@@ -26,8 +26,8 @@ def test_elements_are_dropped_with_the_chance_given_independently_of_each_other(
     kept = (y != 0).double()
     deviation = math.sqrt(p * (1 - p) / kept.numel())
     assert abs(kept.mean().item() - (1 - p)) < 5 * deviation
-    neighbours = ((kept[:, 1:] - (1 - p)) * (kept[:, :-1] - (1 - p))).mean().item() / (p * (1 - p))
-    assert abs(neighbours) < 5 / math.sqrt(kept.numel())
+    neighbors = ((kept[:, 1:] - (1 - p)) * (kept[:, :-1] - (1 - p))).mean().item() / (p * (1 - p))
+    assert abs(neighbors) < 5 / math.sqrt(kept.numel())
     torch.testing.assert_close(y[y != 0].float().unique(), torch.tensor([1 / (1 - p)]), rtol=4e-3, atol=0)
 
 

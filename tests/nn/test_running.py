@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from wmcli.nn.running import RunningNormaliser, RunningRange
+from wmcli.nn.running import RunningNormalizer, RunningRange
 
 
 def batches() -> list[torch.Tensor]:
@@ -18,68 +18,68 @@ def batches() -> list[torch.Tensor]:
     ]
 
 
-# -- normaliser ---
+# -- normalizer ---
 
 
 def test_mean_and_variance_of_everything_seen():
-    normaliser = RunningNormaliser(3).double()
+    normalizer = RunningNormalizer(3).double()
     for batch in batches():
-        normaliser.update(batch)
+        normalizer.update(batch)
     seen = torch.cat([batch.reshape(-1, 3) for batch in batches()])
     start = float(torch.tensor(1e-4))  # so many observations of mean 0 and variance 1 stand at the beginning
     total = len(seen) + start
     mean = seen.sum(0) / total
     variance = (seen.square().sum(0) + start) / total - mean.square()
-    torch.testing.assert_close(normaliser.mean, mean)
-    torch.testing.assert_close(normaliser.variance, variance)
-    torch.testing.assert_close(normaliser.mean, seen.mean(0), rtol=1e-4, atol=0)
-    torch.testing.assert_close(normaliser.variance, seen.var(0, correction=0), rtol=1e-2, atol=0)
-    assert float(normaliser.count) == pytest.approx(total)
+    torch.testing.assert_close(normalizer.mean, mean)
+    torch.testing.assert_close(normalizer.variance, variance)
+    torch.testing.assert_close(normalizer.mean, seen.mean(0), rtol=1e-4, atol=0)
+    torch.testing.assert_close(normalizer.variance, seen.var(0, correction=0), rtol=1e-2, atol=0)
+    assert float(normalizer.count) == pytest.approx(total)
 
 
 def test_many_batches_in_float32():
     """The mean is far above the spread: a sum of squares would have lost the variance."""
     generator = torch.Generator().manual_seed(0)
-    normaliser, seen = RunningNormaliser(1), []
+    normalizer, seen = RunningNormalizer(1), []
     for _ in range(2000):
         seen.append(1000 + torch.randn(64, 1, generator=generator))
-        normaliser.update(seen[-1])
+        normalizer.update(seen[-1])
     whole = torch.cat(seen).double()
-    torch.testing.assert_close(normaliser.mean.double(), whole.mean(0), rtol=1e-6, atol=0)
-    torch.testing.assert_close(normaliser.variance.double(), whole.var(0), rtol=1e-2, atol=0)
+    torch.testing.assert_close(normalizer.mean.double(), whole.mean(0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(normalizer.variance.double(), whole.var(0), rtol=1e-2, atol=0)
 
 
 def test_forward_scales_clips_and_changes_nothing():
-    normaliser = RunningNormaliser(3)
+    normalizer = RunningNormalizer(3)
     x = torch.tensor([[1.0, -2.0, 300.0], [-50.0, 0.5, 0.0]])
-    torch.testing.assert_close(normaliser(x), x.clamp(-10, 10))  # mean 0, variance 1 at the beginning
-    normaliser.update(batches()[2])
-    before = {name: value.clone() for name, value in normaliser.state_dict().items()}
+    torch.testing.assert_close(normalizer(x), x.clamp(-10, 10))  # mean 0, variance 1 at the beginning
+    normalizer.update(batches()[2])
+    before = {name: value.clone() for name, value in normalizer.state_dict().items()}
     for mode in (True, False):
-        want = ((x - normaliser.mean) / (normaliser.variance + 1e-8).sqrt()).clamp(-10, 10)
-        torch.testing.assert_close(normaliser.train(mode)(x[:, None]), want[:, None])
-    torch.testing.assert_close(dict(normaliser.state_dict()), before, rtol=0, atol=0)
-    assert float(normaliser(x).abs().max()) == 10
+        want = ((x - normalizer.mean) / (normalizer.variance + 1e-8).sqrt()).clamp(-10, 10)
+        torch.testing.assert_close(normalizer.train(mode)(x[:, None]), want[:, None])
+    torch.testing.assert_close(dict(normalizer.state_dict()), before, rtol=0, atol=0)
+    assert float(normalizer(x).abs().max()) == 10
 
 
 def test_a_constant_feature_is_no_division_by_zero():
-    normaliser = RunningNormaliser(2)
+    normalizer = RunningNormalizer(2)
     for _ in range(100_000 // 1000):
-        normaliser.update(torch.tensor([0.0, 1.0]).expand(1000, 2))
-    assert torch.isfinite(normaliser(torch.tensor([0.0, 1.0]))).all()
-    assert float(normaliser.variance.min()) >= 0
+        normalizer.update(torch.tensor([0.0, 1.0]).expand(1000, 2))
+    assert torch.isfinite(normalizer(torch.tensor([0.0, 1.0]))).all()
+    assert float(normalizer.variance.min()) >= 0
 
 
 def test_precision_follows_the_buffers():
-    normaliser = RunningNormaliser(3)
+    normalizer = RunningNormalizer(3)
     x = batches()[0]
     with torch.autocast("cpu", torch.bfloat16):
-        normaliser.update(x.bfloat16())
-        assert normaliser(x.bfloat16()).dtype == torch.float32
-    assert {buffer.dtype for buffer in normaliser.buffers()} == {torch.float32}
-    want = RunningNormaliser(3)
+        normalizer.update(x.bfloat16())
+        assert normalizer(x.bfloat16()).dtype == torch.float32
+    assert {buffer.dtype for buffer in normalizer.buffers()} == {torch.float32}
+    want = RunningNormalizer(3)
     want.update(x.bfloat16().float())
-    torch.testing.assert_close(dict(normaliser.state_dict()), dict(want.state_dict()), rtol=0, atol=0)
+    torch.testing.assert_close(dict(normalizer.state_dict()), dict(want.state_dict()), rtol=0, atol=0)
 
 
 # -- range ---
@@ -113,7 +113,7 @@ def test_averages_start_at_zero_and_are_not_corrected():
 # -- both ---
 
 
-@pytest.mark.parametrize("make", [lambda: RunningNormaliser(3), RunningRange])
+@pytest.mark.parametrize("make", [lambda: RunningNormalizer(3), RunningRange])
 def test_resume_is_exact(make):
     one = make()
     for batch in batches()[:3]:

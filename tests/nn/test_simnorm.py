@@ -1,4 +1,4 @@
-"""Simplicial normalisation: what stays of a latent, and the divergence of two."""
+"""Simplicial normalization: what stays of a latent, and the divergence of two."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from wmcli.nn.simnorm import divergence, simnorm
 
 
-def test_neighbours_share_one():
+def test_neighbors_share_one():
     x = 10 * torch.randn(3, 5, 768)
     z = simnorm(x, 8)
     assert_close(z.unflatten(-1, (96, 8)).sum(-1), torch.ones(3, 5, 96))

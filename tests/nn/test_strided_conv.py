@@ -97,7 +97,7 @@ def test_the_last_convolution_has_a_bias_and_neither_norm_nor_activation():
 @pytest.mark.parametrize(("kind", "check"), [("fan-average", assert_fan_average), ("torch", assert_torchs_default)])
 def test_first_weights(kind, check):
     torch.manual_seed(0)
-    stack = STORM._replace(initialisation=kind)
+    stack = STORM._replace(initialization=kind)
     encoder, decoder = StridedEncoder(stack), StridedDecoder(1024, stack, 64)
     drawn = [layer for layer in (*encoder.modules(), *decoder.modules()) if hasattr(layer, "in_channels")]
     for layer in (*drawn, decoder.linear):

@@ -19,8 +19,8 @@ from wmcli.report.images import _SHARES as SHARES
 T, H, W = 5, 40, 48  # enlarged five times in an animation, three times in a strip
 
 
-def frames(seed, time=T, colours=256):
-    return np.random.default_rng(seed).integers(0, colours, (time, H, W, 3), dtype=np.uint8)
+def frames(seed, time=T, colors=256):
+    return np.random.default_rng(seed).integers(0, colors, (time, H, W, 3), dtype=np.uint8)
 
 
 def read_gif(path):
@@ -65,8 +65,8 @@ def test_without_context_no_marker_is_drawn():
 
 
 def test_grey_frames_become_rgb():
-    grey = frames(1)[..., :1]
-    np.testing.assert_array_equal(images.side_by_side(grey, grey), images.side_by_side(*[grey.repeat(3, axis=-1)] * 2))
+    gray = frames(1)[..., :1]
+    np.testing.assert_array_equal(images.side_by_side(gray, gray), images.side_by_side(*[gray.repeat(3, axis=-1)] * 2))
 
 
 def test_captions_say_step_action_reward_and_return():
@@ -100,8 +100,8 @@ def test_shares_stand_under_the_frames_and_that_of_the_action_is_amber():
     middle = (edges[:-1] + edges[1:]) // 2
     for t, taken in enumerate([1, 1, 2, 2, 0]):
         for action in range(3):
-            colour = images.MARKER if action == taken else images.FAINT
-            filled = (band[t, :, middle[action]] == colour).all(-1)
+            color = images.MARKER if action == taken else images.FAINT
+            filled = (band[t, :, middle[action]] == color).all(-1)
             assert filled.sum() == round(shares[t, action] * SHARES)
             assert filled[::-1][: filled.sum()].all(), "it stands on the ground"
     assert (band[:, :, edges[:-1]] == images.BACKGROUND).all()
@@ -200,8 +200,8 @@ def test_png_reads_back(tmp_path):
     np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "a.png")), picture)
 
 
-def test_a_gif_of_few_colours_is_exact_and_keeps_its_time(tmp_path):
-    movie = frames(9, 7, colours=6)  # at most 216 colours
+def test_a_gif_of_few_colors_is_exact_and_keeps_its_time(tmp_path):
+    movie = frames(9, 7, colors=6)  # at most 216 colors
     movie[3] = movie[2]  # a still: the writer may join the two, but not shorten the film
     images.write_gif(tmp_path / "a.gif", movie, fps=15)
     shown, loop = read_gif(tmp_path / "a.gif")
@@ -210,10 +210,10 @@ def test_a_gif_of_few_colours_is_exact_and_keeps_its_time(tmp_path):
     np.testing.assert_array_equal([picture for picture, _ in shown], movie[[0, 1, 2, 4, 5, 6]])
 
 
-def test_a_gif_of_many_colours_stays_close_and_keeps_a_rare_one(tmp_path):
+def test_a_gif_of_many_colors_stays_close_and_keeps_a_rare_one(tmp_path):
     ramp = np.linspace(0, 255, 64).round()
     movie = np.zeros((4, 64, 64, 3), np.uint8)
-    movie[..., 0], movie[..., 1], movie[..., 2] = ramp[:, None], ramp[None], 90  # 4096 colours
+    movie[..., 0], movie[..., 1], movie[..., 2] = ramp[:, None], ramp[None], 90  # 4096 colors
     for time in range(4):
         movie[time, 30:32, 10 + time : 12 + time] = (0, 255, 255)  # a ball of four pixels
     images.write_gif(tmp_path / "a.gif", movie, fps=10)

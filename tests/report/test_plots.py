@@ -223,7 +223,7 @@ def test_nothing_heavy_is_imported_and_pyplot_never():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_costs_have_one_line_each_in_the_same_colour_everywhere():
+def test_costs_have_one_line_each_in_the_same_color_everywhere():
     panels = {
         "training": {"gru": [(64, 2.0), (256, 4.0)], "s4": [(64, 1.0)]},
         "imagination": {"s4": [(64, 3.0), (1024, 3.0)]},
@@ -355,7 +355,7 @@ def test_a_legend_lies_on_no_data_and_within_the_picture(figure):
     assert all(axes.get_window_extent().width > 200 for axes in figure.axes), "room is left for the data"
 
 
-def test_ten_lines_look_different_with_colours_and_without():
+def test_ten_lines_look_different_with_colors_and_without():
     (axes,) = plots.cost_by_length({"training": {name: [(64, 1.0), (128, 2.0)] for name in "abcdefghij"}}).axes
     lines = axes.get_lines()
     assert len({line.get_marker() for line in lines}) == 10

@@ -32,10 +32,10 @@ SYSTEMS: dict[str, tuple[str, list[str]]] = {
             *_GAME,
             *("tokenizer.categoricals=4", "tokenizer.classes=5", "tokenizer.channels=[6, 8]"),
             *("tokenizer.strides=[2, 2]", "tokenizer.batch=7", "tokenizer.warmup=0"),
-            *("dynamics.horizon=9", "dynamics.context=3", "dynamics.act_window=4", "dynamics.head_width=10"),
+            *("dynamics.sequence_length=9", "dynamics.context=3", "dynamics.act_window=4", "dynamics.head_width=10"),
             *("dynamics.batch=4", "dynamics.warmup=0", "backbone.width=16", "backbone.layers=1"),
-            *("backbone.dropout=0.25", "backbone.mamba2.head_width=8", "backbone.transformer.heads=2"),
-            *("controller.actor_width=12", "controller.critic_width=14", "controller.horizon=2"),
+            *("backbone.dropout=0.25", "backbone.head_width=8", "backbone.heads=2"),
+            *("controller.actor_width=12", "controller.critic_width=14", "controller.imagination_horizon=2"),
             *("controller.batch=6", "controller.warmup=0"),
         ],
     ),
@@ -44,7 +44,7 @@ SYSTEMS: dict[str, tuple[str, list[str]]] = {
         [
             *TINY_S4WM,
             *("environment.id=wm/DistractingMemory-20-v0", "collect.episodes=4", "collect.validation=2"),
-            *("collect.test=1", "dynamics.head_width=9", "dynamics.horizon=50", "dynamics.warmup=0"),
+            *("collect.test=1", "dynamics.head_width=9", "dynamics.sequence_length=50", "dynamics.warmup=0"),
             *("dynamics.validate_every=0", "backbone.dropout=0.25", "training.log_every=1"),
         ],
     ),
@@ -54,16 +54,16 @@ SYSTEMS: dict[str, tuple[str, list[str]]] = {
             *_GAME,
             *_PLANNING,
             *_SEARCH,
-            *("dynamics.horizon=4", "dynamics.context=2", "backbone.width=16", "backbone.layers=1"),
-            *("backbone.dropout=0.25", "backbone.transformer.heads=2"),
+            *("dynamics.sequence_length=4", "dynamics.context=2", "backbone.width=16", "backbone.layers=1"),
+            *("backbone.dropout=0.25", "backbone.heads=2"),
         ],
     ),
-    "muzero": ("muzero-quick", [*_GAME, *_PLANNING, *_SEARCH, "dynamics.unroll=2", "dynamics.stack=3"]),
+    "muzero": ("muzero-quick", [*_GAME, *_PLANNING, *_SEARCH, "dynamics.unroll_steps=2", "dynamics.frame_stack=3"]),
     "cells": (
         "gridworld",
         [
-            *("environment.count=3", "collect.steps=60", "dynamics.horizon=4", "dynamics.batch=3"),
-            *("backbone.width=16", "backbone.layers=1", "backbone.dropout=0.25", "controller.horizon=2"),
+            *("environment.count=3", "collect.steps=60", "dynamics.sequence_length=4", "dynamics.batch=3"),
+            *("backbone.width=16", "backbone.layers=1", "backbone.dropout=0.25", "controller.imagination_horizon=2"),
             *("controller.width=8", "controller.latent_channels=[4]", "controller.burn_in=2", "controller.batch=3"),
             *_MACHINE,
         ],
@@ -93,7 +93,7 @@ def begun(name: str, folder: Path) -> Path:
     context = open_context(folder, preset, overrides, create=True, quiet=True)
     collect(context)
     context.pictures = False
-    if context.settings.encoder == "tokenizer":
+    if context.settings.dynamics.encoder == "tokenizer":
         train_tokenizer(context)
     return folder
 
@@ -106,7 +106,7 @@ class Update(NamedTuple):
     gradient: dict[str, Tensor]
     """After clipping."""
     rates: list[float]
-    """Learning rates of the optimiser's groups."""
+    """Learning rates of the optimizer's groups."""
     metrics: dict[str, float]
 
 
@@ -122,7 +122,7 @@ def learn(run: Path, kind: str, *overrides: str, **how: bool) -> tuple[Artifact,
             before = tensors(module)
             metrics = step()
             gradient = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-            rates = [group["lr"] for group in trainee.optimiser.param_groups] if trainee.optimiser else []
+            rates = [group["lr"] for group in trainee.optimizer.param_groups] if trainee.optimizer else []
             numbers = {name: float(value.detach()) for name, value in metrics.items()}
             seen.append(Update(before, tensors(module), gradient, rates, numbers))
             return metrics

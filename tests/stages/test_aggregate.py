@@ -121,8 +121,8 @@ def test_one_run_does_not_count_twice(how: str, tmp_path: Path) -> None:
         (
             {"settings": {"seed": 1, "backbone": {"name": "gru"}}},
             {},
-            "runs of different settings are pooled into one number: backbone.name ({a}, {b}); group them with: --by"
-            " backbone.name",
+            "runs of different settings are pooled into one number: backbone.kind ({a}, {b}); group them with: --by"
+            " backbone.kind",
         ),
         (
             {"settings": {"seed": 2}},
@@ -184,7 +184,7 @@ def test_runs_of_one_environment_are_pooled_as_returns(run: Path, tiny: Path) ->
     json.dumps(result, allow_nan=False)
 
 
-def test_games_with_reference_scores_are_pooled_as_human_normalised_scores(tmp_path: Path) -> None:
+def test_games_with_reference_scores_are_pooled_as_human_normalized_scores(tmp_path: Path) -> None:
     runs = [
         scored(tmp_path / "a", 10.0, normalized=0.5),
         scored(tmp_path / "b", 20.0, normalized=1.5),
@@ -192,7 +192,7 @@ def test_games_with_reference_scores_are_pooled_as_human_normalised_scores(tmp_p
     ]
     result = aggregate(runs, None, QUIET)
     assert result["scores"] == {"ALE/Pong-v5": [0.5, 1.5], "ALE/Breakout-v5": [3.0]}
-    assert (result["unit"], result["runs"], result["tasks"]) == ("human-normalised score", 3, 2)
+    assert (result["unit"], result["runs"], result["tasks"]) == ("human-normalized score", 3, 2)
     assert result["mean"]["value"] == pytest.approx(2.0)  # of the two games' means
     assert result["optimality_gap"]["value"] == pytest.approx((0.5 + 0 + 0) / 3)
     assert result["mean"]["low"] < 2.0 < result["mean"]["high"]
@@ -218,14 +218,14 @@ def test_runs_are_grouped_by_the_settings_in_which_they_differ(tmp_path: Path) -
         run("c", 2.0, seed=2, backbone={"name": "gru"}),
         run("d", 6.0, seed=1, dynamics={"batch": 3}),
     ]
-    rows = compare_settings(runs, ["backbone.name", "dynamics.batch"], QUIET)
-    assert [(row["backbone.name"], row["dynamics.batch"], row["runs"], row["mean"]) for row in rows] == [
+    rows = compare_settings(runs, ["backbone.kind", "dynamics.batch"], QUIET)
+    assert [(row["backbone.kind"], row["dynamics.batch"], row["runs"], row["mean"]) for row in rows] == [
         ("gru", "64", 2, 1.5),
         ("retnet", "64", 1, 5.0),
         ("retnet", "3", 1, 6.0),
     ]
     assert rows[0]["low"] == 1.0 and rows[0]["high"] == 2.0 and rows[1]["low"] is None
-    with pytest.raises(UsageError, match="--by backbone.nam: no such setting; did you mean 'backbone.name'"):
+    with pytest.raises(UsageError, match="--by backbone.nam: no such setting; did you mean 'backbone.kind'"):
         compare_settings(runs, ["backbone.nam"], QUIET)
 
 
@@ -312,8 +312,8 @@ def test_curves_follow_the_newest_controller_and_its_parents(run: Path, tmp_path
 def test_curves_of_seeds_stand_together(tiny: Path, tmp_path: Path, drawn: list[Any]) -> None:
     other = opened(copied(tiny, tmp_path / "other"), "seed=2")
     evaluate(other)
-    draw_returns([tiny, other.run.path], ["backbone.name"], tmp_path / "x.png", QUIET)
-    assert {name: len(runs) for name, runs in drawn[0][0].items()} == {"backbone.name=retnet": 2}
+    draw_returns([tiny, other.run.path], ["backbone.kind"], tmp_path / "x.png", QUIET)
+    assert {name: len(runs) for name, runs in drawn[0][0].items()} == {"backbone.kind=retnet": 2}
     draw_returns([tiny, other.run.path], ["seed"], tmp_path / "x.png", QUIET)
     assert list(drawn[1][0]) == ["seed=1", "seed=2"]
 

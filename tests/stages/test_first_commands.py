@@ -92,13 +92,13 @@ def test_the_last_update_is_looked_at(
 
     original, updates = stage.update, 0
 
-    def spoils(optimiser: torch.optim.Optimizer, loss: torch.Tensor, clip: float) -> torch.Tensor:
+    def spoils(optimizer: torch.optim.Optimizer, loss: torch.Tensor, clip: float) -> torch.Tensor:
         nonlocal updates
         updates += 1
-        norm = original(optimiser, loss, clip)
+        norm = original(optimizer, loss, clip)
         if updates == 3:
             with torch.no_grad():
-                optimiser.param_groups[0]["params"][0].fill_(value)
+                optimizer.param_groups[0]["params"][0].fill_(value)
         return norm
 
     monkeypatch.setattr(stage, "update", spoils)

@@ -24,7 +24,7 @@ class Found:
         self.settings = settings.model_dump(mode="json")
         self.metrics = {
             "environment": "wm/MultiDoorsKeys-3-v0",
-            "backbone": settings.backbone.name,
+            "backbone": settings.backbone.kind,
             "posterior": settings.dynamics.posterior,
             "rows": settings.dynamics.rows,
             "parameters": 10,
@@ -50,24 +50,24 @@ def test_seeds_stand_in_one_row_beside_the_paper() -> None:
     (row,) = table(runs)
     assert row["model"] == "S4WM" and row["runs"] == 2 and "with" not in row
     assert row["generation"] == "2 ± 1.41" and row["paper generation"] == "0.04"
-    rows = table([*runs, generated("backbone.name=mamba2", error=2.0)])
+    rows = table([*runs, generated("backbone.kind=mamba2", error=2.0)])
     assert [each["model"] for each in rows] == ["S4WM", "mamba2"]
     assert rows[1]["generation"] == "2 (1-3)" and rows[1]["paper generation"] == "-"
 
 
 def test_models_of_one_name_are_told_apart_by_their_settings() -> None:
-    cache = "backbone.name=transformer-xl", "backbone.width=68", "backbone.transformer_xl.heads=4"
+    cache = "backbone.kind=transformer-xl", "backbone.width=68", "backbone.heads=4"
     runs = [
-        generated(*cache, "backbone.transformer_xl.memory=8", error=7.0),
+        generated(*cache, "backbone.memory_length=8", error=7.0),
         generated(error=1.0),
-        generated(*cache, "backbone.transformer_xl.memory=70", error=2.0),
-        generated(*cache, "backbone.transformer_xl.memory=8", "seed=2", error=8.0),
+        generated(*cache, "backbone.memory_length=70", error=2.0),
+        generated(*cache, "backbone.memory_length=8", "seed=2", error=8.0),
     ]
     rows = table(runs)
     assert [(row["model"], row["with"], row["runs"], row["generation"]) for row in rows] == [
         ("S4WM", "-", 1, "1 (1-3)"),
-        ("TSSM-XL", "backbone.transformer_xl.memory=8", 2, "7.5 ± 0.707"),
-        ("TSSM-XL", "backbone.transformer_xl.memory=70", 1, "2 (1-3)"),
+        ("TSSM-XL", "backbone.memory_length=8", 2, "7.5 ± 0.707"),
+        ("TSSM-XL", "backbone.memory_length=70", 1, "2 (1-3)"),
     ]
     assert list(rows[0])[:6] == ["task", "model", "with", "parameters", "updates", "runs"]
 
@@ -77,7 +77,7 @@ def test_what_differs_in_much_is_told_in_part() -> None:
         "dynamics.batch=3",
         "dynamics.updates=7",
         "backbone.width=32",
-        "backbone.s4.state=8",
+        "backbone.state_size=8",
         "collect.episodes=9",
     ]
     rows = table([generated(error=1.0), generated(*changes, error=2.0)])
@@ -89,7 +89,7 @@ def test_the_paper_stands_beside_its_own_columns() -> None:
     (row,) = table(
         [
             Found(
-                "backbone.name=s5",
+                "backbone.kind=s5",
                 protocol="probe",
                 environment="wm/Maze-9-v0",
                 **{name: estimate(value, value, value) for name, value in scores.items()},
@@ -125,7 +125,7 @@ def test_a_line_is_of_a_model(drawn: dict[str, Any]) -> None:
     draw_curves(
         [
             recalled(errors=[2.0, 9.0, 5.0]),
-            recalled("backbone.name=mamba2", errors=[1.0, 3.0, 2.0]),
+            recalled("backbone.kind=mamba2", errors=[1.0, 3.0, 2.0]),
             recalled("seed=2", errors=[4.0, 7.0, 5.0]),
         ],
         Path("out.png"),

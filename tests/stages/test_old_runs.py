@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import wmcli.settings  # noqa: F401  # every section
 from wmcli.artifacts import Run, check
-from wmcli.config import Section
+from wmcli.backbones import BACKBONES
+from wmcli.config import validate
+from wmcli.settings import Settings, resolve
 from wmcli.stages.context import Context, open_context
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
@@ -27,16 +28,44 @@ OLD = Path(__file__).parents[1] / "old_runs" / "0.1.0-interrupted.tar.gz"
 SECTIONS = json.loads((OLD.parent / "0.1.0-sections.json").read_text(encoding="utf-8"))
 
 
-def sections(kind: type[Section] = Section) -> Iterator[type[Section]]:
-    for each in kind.__subclasses__():
-        yield each
-        yield from sections(each)
+# The section of the settings that each class was, and its kind where there were several.
+PLACES = {
+    "EnvironmentSettings": ("environment", None),
+    "CollectSettings": ("collect", None),
+    "TokenizerSettings": ("tokenizer", "vq"),
+    "CategoricalTokenizerSettings": ("tokenizer", "categorical"),
+    "TokenWorldModelSettings": ("dynamics", "token"),
+    "LatentWorldModelSettings": ("dynamics", "latent"),
+    "CellsSettings": ("dynamics", "cells"),
+    "UniZeroSettings": ("dynamics", "unizero"),
+    "MuZeroSettings": ("dynamics", "muzero"),
+    "ReinforceSettings": ("controller", "reinforce"),
+    "ActorCriticSettings": ("controller", "actor-critic"),
+    "MCTSSettings": ("controller", "mcts"),
+    "EvaluationSettings": ("evaluation", None),
+}
 
 
-@pytest.mark.parametrize("name", sorted(SECTIONS))
-def test_what_a_later_version_added_does_not_make_old_jobs_others(name: str) -> None:
-    found = {each.__name__: each for each in sections() if each.__module__.startswith("wmcli.")}
-    assert found[name]().identity() == SECTIONS[name], "mark new keys: Field(..., json_schema_extra=ADDED)"
+@pytest.mark.parametrize("name", PLACES)
+def test_jobs_of_version_0_1_0_are_known_by_the_values_that_it_knew_them_by(name: str) -> None:
+    section, kind = PLACES[name]
+    values: dict[str, Any] = {section: {"kind": kind}} if kind else {}
+    if kind == "latent":
+        values["tokenizer"] = {"kind": "categorical"}
+    if kind == "actor-critic":
+        values["dynamics"] = {"sequence_length": 20}
+    if kind == "mcts":
+        values["dynamics"] = {"kind": "unizero"}
+    (earlier,) = validate(Settings, values, "here").identity("seed", section).earlier
+    assert earlier == {"seed": 1, section: SECTIONS[name]}
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_jobs_of_version_0_1_0_are_known_by_the_settings_of_all_backbones(kind: str) -> None:
+    (earlier,) = resolve("rem", [f"backbone.kind={kind}"]).identity("backbone").earlier
+    assert earlier == {"backbone": SECTIONS["BackboneSettings"] | {"name": kind}}
+    (other,) = resolve("gridworld", [f"backbone.kind={kind}"]).identity("backbone").earlier
+    assert other["backbone"]["mamba2"]["head_width"] == 8, "alternatives of the preset counted as well"
 
 
 @pytest.fixture

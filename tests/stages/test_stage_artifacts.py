@@ -105,7 +105,7 @@ def test_a_training_stage_counts_its_updates_and_keeps_what_training_further_nee
     assert (about["update"], about["trained"]) == (UPDATES[kind], 0)
     assert {name for name in training if name.startswith("model/")} == set(weights)
     assert all((training[name] == tensor).all() for name, tensor in weights.items())
-    assert {"optimiser/0/exp_avg", "optimiser/0/exp_avg_sq", "random/torch"} <= set(training)
+    assert {"optimizer/0/exp_avg", "optimizer/0/exp_avg_sq", "random/torch"} <= set(training)
 
 
 EVERY_LOGGED = ("collect", "train-tokenizer", "train-dynamics", "imagine", "eval")
@@ -151,7 +151,7 @@ def test_more_trains_further_each_time(run: Path, kind: str) -> None:
         assert artifact.inputs["parent"].name == f"{kind}@{number - 1}"
         assert load_tensors(artifact.file("training.safetensors"))[1]["trained"] == (number - 1) * UPDATES[kind]
         assert sha256(artifact) != sha256(artifact.input("parent"))
-    steps = load_tensors(artifact.file("training.safetensors"))[0]["optimiser/0/step"]
+    steps = load_tensors(artifact.file("training.safetensors"))[0]["optimizer/0/step"]
     assert steps == 3 * UPDATES[kind]
     lines = [line for line in Run.open(run, create=False).history() if line.get("update") == 3 * UPDATES[kind]]
     assert len(lines) == 1
@@ -387,5 +387,5 @@ def test_a_run_that_is_not_there_is_not_made_by_accident(tmp_path: Path) -> None
 
 def test_wrong_settings_leave_no_run_behind(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
-        open_context(tmp_path / "x", "quickstart", ["controller.horizon=999"], create=True, quiet=True)
+        open_context(tmp_path / "x", "quickstart", ["controller.imagination_horizon=999"], create=True, quiet=True)
     assert not (tmp_path / "x").exists()

@@ -1,4 +1,4 @@
-"""Evaluation: exactly the episodes asked for, none favoured by its length."""
+"""Evaluation: exactly the episodes asked for, none favored by its length."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_exactly_the_first_episodes_that_were_started_count(episodes: int, envir
 
 
 def test_long_episodes_are_as_frequent_as_they_are() -> None:
-    """Half of the episodes are long. Counting the first that end, or one for each environment, favours one."""
+    """Half of the episodes are long. Counting the first that end, or one for each environment, favors one."""
     result = played(400, 8)
     assert abs(np.mean(np.array(result.lengths) == LONG) - 0.5) < 0.075  # three standard deviations
     assert set(result.lengths) == {SHORT, LONG}

@@ -80,7 +80,7 @@ class Oracle(Backbone):
 
 
 def oracle(respawn: str, horizon: int = 8) -> CellsWorldModel:
-    model = CellsWorldModel(CellsSettings(horizon=horizon, tied=False), Oracle(respawn), 5, 10)
+    model = CellsWorldModel(CellsSettings(sequence_length=horizon, tied=False), Oracle(respawn), 5, 10)
     with torch.no_grad():
         model.embedding.weight.copy_(torch.eye(9))
         model.head.weight.copy_(torch.eye(9))
@@ -134,7 +134,7 @@ def test_an_oracle_reaches_every_floor_and_none_is_passed(respawn: str) -> None:
 def fresh(horizon: int = 3) -> CellsWorldModel:
     torch.manual_seed(0)
     network = build(BackboneSettings(width=16, layers=1), max_length=horizon * 26, block=26)
-    return CellsWorldModel(CellsSettings(horizon=horizon), network, 5, 10).eval()
+    return CellsWorldModel(CellsSettings(sequence_length=horizon), network, 5, 10).eval()
 
 
 def test_a_fresh_model_is_wrong_and_scores_depend_on_the_seed_alone() -> None:
@@ -160,7 +160,7 @@ def test_sequences_do_not_overlap_and_too_few_are_refused() -> None:
 
 
 def test_what_a_training_step_costs() -> None:
-    settings = CellsSettings(batch=64, horizon=8)
+    settings = CellsSettings(batch=64, sequence_length=8)
     backbone = BackboneSettings(width=16, layers=1)
     cost = stage.time_and_memory(settings, backbone, CPU, repeats=3)
     assert 0 < cost["milliseconds_low"] <= cost["milliseconds"] <= cost["milliseconds_high"]
@@ -184,6 +184,6 @@ def test_no_room_is_a_limit_of_the_machine(monkeypatch) -> None:
 def test_where_memory_cannot_be_measured_that_is_said(monkeypatch) -> None:
     monkeypatch.setattr(stage, "STATUS", stage.STATUS / "nowhere")
     cost = stage.time_and_memory(
-        CellsSettings(batch=1, horizon=2), BackboneSettings(width=16, layers=1), CPU, repeats=1
+        CellsSettings(batch=1, sequence_length=2), BackboneSettings(width=16, layers=1), CPU, repeats=1
     )
     assert cost["peak_bytes"] is None and cost["peak_of"].startswith("not measured")

@@ -47,7 +47,7 @@ TINY = [
     "tokenizer.strides=[2, 2]",
     "tokenizer.batch=7",
     "tokenizer.updates=3",
-    "dynamics.horizon=9",
+    "dynamics.sequence_length=9",
     "dynamics.context=3",
     "dynamics.act_window=4",
     "dynamics.head_width=10",
@@ -56,10 +56,10 @@ TINY = [
     "backbone.width=16",
     "backbone.layers=1",
     "backbone.dropout=0.25",
-    "backbone.mamba2.head_width=8",
+    "backbone.head_width=8",
     "controller.actor_width=12",
     "controller.critic_width=14",
-    "controller.horizon=2",
+    "controller.imagination_horizon=2",
     "controller.batch=6",
     "controller.updates=4",
     "evaluation.episodes=3",
@@ -197,13 +197,13 @@ def test_a_tokenizer_of_another_kind_is_one_line(run: Path, tiny: Path) -> None:
         train_dynamics(opened(run), tokenizer=theirs)
 
 
-def test_moments_of_another_optimiser_are_one_line(run: Path) -> None:
+def test_moments_of_another_optimizer_are_one_line(run: Path) -> None:
     train_dynamics(opened(run))
-    other = ["dynamics.optimiser=adamw", "dynamics.warmup=0"]
-    with pytest.raises(ArtifactError, match="trained with another optimiser.*AdamW"):
+    other = ["dynamics.optimizer=adamw", "dynamics.warmup=0"]
+    with pytest.raises(ArtifactError, match="trained with another optimizer.*AdamW"):
         train_dynamics(opened(run, *other, more=True))
     train_dynamics(opened(run, *other))
-    with pytest.raises(ArtifactError, match="trained with another optimiser.*LaProp"):
+    with pytest.raises(ArtifactError, match="trained with another optimizer.*LaProp"):
         train_dynamics(opened(run, more=True))
 
 
@@ -222,7 +222,7 @@ def test_how_it_acts_is_chosen_when_it_acts(run: Path) -> None:
 def test_every_stage_runs_in_bfloat16(tmp_path: Path, backbone: str) -> None:
     """Frozen models keep their matrices in it: whoever uses one outside autocast fails."""
     small = ["run.epochs=2", "run.collect_epochs=2", "evaluation.episodes=1", "training.precision=bfloat16"]
-    run_loop(opened(tmp_path / "run", *small, f"backbone.name={backbone}", new=True, pictures=True))
+    run_loop(opened(tmp_path / "run", *small, f"backbone.kind={backbone}", new=True, pictures=True))
     context = opened(tmp_path / "run")
     assert collect(context).inputs["controller"].kind == "controller"  # behind rows of an earlier process
     for source in ("real", "imagination"):
@@ -267,7 +267,7 @@ STAGES: dict[str, Callable[[Context], Artifact]] = {"dynamics": train_dynamics, 
 def test_killed_in_the_middle_it_ends_in_the_same_bits(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, times: int
 ) -> None:
-    """Batch statistics, slow critic, normaliser, scale, counters and generators included: all are in the weights."""
+    """Batch statistics, slow critic, normalizer, scale, counters and generators included: all are in the weights."""
     if kind == "controller":
         train_dynamics(opened(run))
     other = tmp_path / "other"
@@ -404,7 +404,7 @@ def test_other_frequencies_are_another_job(run: Path) -> None:
 
 def test_episodes_shorter_than_the_context_can_be_learned_from_one_by_one(run: Path) -> None:
     """Catch has 7 frames an episode; windows of 8 and 12 are padded, and what is real is enough."""
-    alone = ["dynamics.across_ends=false", "dynamics.context=8", "dynamics.horizon=12"]
+    alone = ["dynamics.across_ends=false", "dynamics.context=8", "dynamics.sequence_length=12"]
     dynamics = train_dynamics(opened(run, *alone))
     assert dynamics.metrics["observation_loss"] > 0
     assert imagine(opened(run, *alone)).metrics["updates"] == 4

@@ -90,10 +90,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-IRIS = ["backbone.name=transformer", "dynamics.prediction=sequential", "controller.input=pixels"]
+IRIS = ["backbone.kind=transformer", "dynamics.prediction=sequential", "controller.input=pixels"]
 
 
-@pytest.mark.parametrize("system", [[], [*IRIS, "tokenizer.network=patch"], ["tokenizer.quantiser=fsq"]])
+@pytest.mark.parametrize("system", [[], [*IRIS, "tokenizer.network=patch"], ["tokenizer.quantizer=fsq"]])
 def test_every_stage_runs_in_bfloat16(tmp_path: Path, system: list[str]) -> None:
     """Frozen models keep their matrices in it: whoever uses one outside autocast fails."""
     short = [*LOOP, "run.epochs=4", "dynamics.shared_embeddings=false", "training.precision=bfloat16", *system]

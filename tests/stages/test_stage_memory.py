@@ -40,7 +40,7 @@ SMALL = [
     "collect.validation=3",
     "collect.test=5",
     "dynamics.head_width=9",
-    "dynamics.horizon=50",
+    "dynamics.sequence_length=50",
     "dynamics.updates=5",
     "dynamics.validate_every=2",
     "dynamics.warmup=2",
@@ -49,18 +49,18 @@ SMALL = [
 RSSM = [
     "dynamics.posterior=recurrent",
     "dynamics.rows=streams",
-    "dynamics.horizon=17",
+    "dynamics.sequence_length=17",
     "dynamics.context=3",
-    "controller.horizon=4",
-    "backbone.name=dreamer-gru",
+    "controller.imagination_horizon=4",
+    "backbone.kind=dreamer-gru",
 ]
-DOORS = ["environment.id=wm/MultiDoorsKeys-2-v0", "dynamics.horizon=150"]
+DOORS = ["environment.id=wm/MultiDoorsKeys-2-v0", "dynamics.sequence_length=150"]
 ROOMS = [
     "environment.id=wm/TwoRoomsSmallTeleport-v0",
     "environment.size=32",
     "tokenizer.strides=[2, 2]",
     "dynamics.reward=none",
-    "dynamics.horizon=100",
+    "dynamics.sequence_length=100",
 ]
 
 
@@ -125,7 +125,7 @@ def test_more_episodes_are_others_and_the_same_are_not_played_again(tmp_path: Pa
 
 def test_the_script_plays_in_every_round_also_once_there_is_a_controller(tmp_path: Path) -> None:
     rounds = ["run.epochs=2", "run.collect_epochs=2", "run.controller_after=0", "evaluation.measures=[]"]
-    sizes = ["controller.horizon=2", "controller.batch=3", "controller.updates=1", "evaluation.episodes=2"]
+    sizes = ["controller.imagination_horizon=2", "controller.batch=3", "controller.updates=1", "evaluation.episodes=2"]
     run_loop(opened(tmp_path / "run", *rounds, *sizes, "dynamics.updates=1", new=True, bind=True))
     run = Run.open(tmp_path / "run", create=False)
     assert run.versions("experience") == run.versions("controller") == [1, 2]
@@ -197,12 +197,12 @@ def test_killed_at_every_checkpoint_it_has_the_same_weights(
 
 
 @pytest.mark.parametrize(("overrides", "eps"), [([], 1e-8), (["dynamics.eps=1e-5"], 1e-5)])
-def test_the_optimiser_has_the_eps_of_the_settings(tmp_path: Path, monkeypatch, overrides: list, eps: float) -> None:
+def test_the_optimizer_has_the_eps_of_the_settings(tmp_path: Path, monkeypatch, overrides: list, eps: float) -> None:
     found: list[float] = []
 
-    def update(machine, world_model, optimiser, *rest):
-        found.extend(group["eps"] for group in optimiser.param_groups)
-        return update_dynamics(machine, world_model, optimiser, *rest)
+    def update(machine, world_model, optimizer, *rest):
+        found.extend(group["eps"] for group in optimizer.param_groups)
+        return update_dynamics(machine, world_model, optimizer, *rest)
 
     monkeypatch.setattr("wmcli.stages.dynamics.update_dynamics", update)
     train_dynamics(opened(begun(tmp_path / "run", *overrides, "dynamics.updates=1")))
@@ -244,8 +244,10 @@ def test_training_goes_on_from_the_last_weights_and_publishes_the_best(tmp_path:
 
 def test_an_episode_longer_than_a_row_is_refused(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
-    with pytest.raises(UsageError, match=r"dynamics.horizon = 40.*has\s+50 frames; set dynamics.horizon=50"):
-        train_dynamics(opened(run, "dynamics.horizon=40"))
+    with pytest.raises(
+        UsageError, match=r"dynamics.sequence_length = 40.*has\s+50 frames; set dynamics.sequence_length=50"
+    ):
+        train_dynamics(opened(run, "dynamics.sequence_length=40"))
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -315,7 +317,7 @@ def test_reward_accuracy_counts_the_last_step(memory_run: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("picture", "state", "whole"), [("true", 1.0, 1.0), ("other colour", 1.0, 0.0), ("open", None, None)]
+    ("picture", "state", "whole"), [("true", 1.0, 1.0), ("other color", 1.0, 0.0), ("open", None, None)]
 )
 def test_doors_are_read_off_the_picture(tmp_path: Path, monkeypatch, picture: str, state: float, whole: float) -> None:
     run = begun(tmp_path / "run", *DOORS)
@@ -325,13 +327,13 @@ def test_doors_are_read_off_the_picture(tmp_path: Path, monkeypatch, picture: st
     task = TASKS["wm/MultiDoorsKeys-2-v0"]
     codes = sketch[:, task.context :].copy()
     doors = np.isin(codes, tiles.DOORS)
-    colours = len(tiles.COLOURS)
+    colors = len(tiles.COLORS)
     shown = codes.copy()
-    if picture == "other colour":
-        kind, colour = np.divmod(codes[doors] - tiles.LOCKED, colours)
-        shown[doors] = tiles.LOCKED + kind * colours + (colour + 1) % colours
+    if picture == "other color":
+        kind, color = np.divmod(codes[doors] - tiles.LOCKED, colors)
+        shown[doors] = tiles.LOCKED + kind * colors + (color + 1) % colors
     elif picture == "open":
-        shown[doors] = tiles.OPEN + (codes[doors] - tiles.LOCKED) % colours
+        shown[doors] = tiles.OPEN + (codes[doors] - tiles.LOCKED) % colors
     drawn = torch.from_numpy(tiles.draw(shown).reshape(-1, 40, 40, 3)).permute(0, 3, 1, 2) / 255
     parts = iter(drawn.split(stage.FRAMES))
     monkeypatch.setattr("wmcli.world_models.latent.LatentWorldModel.images", lambda self, features: next(parts))
@@ -367,13 +369,13 @@ def test_measures_that_do_not_fit_are_refused(memory_run: Path, measure, line: s
 
 def test_a_backbone_without_positions_for_an_episode_is_refused(tmp_path: Path) -> None:
     """Episodes have 50 frames. It may learn from shorter windows, and cannot read what it would be measured by."""
-    short = ["backbone.name=transformer", "backbone.transformer.heads=2", "dynamics.rows=windows"]
-    short += ["dynamics.horizon=12", "controller.horizon=4"]
+    short = ["backbone.kind=transformer", "backbone.heads=2", "dynamics.rows=windows"]
+    short += ["dynamics.sequence_length=12", "controller.imagination_horizon=4"]
     run = begun(tmp_path / "run", *short)
-    with pytest.raises(UsageError, match=r"dynamics.horizon = 12: .* 50 frames"):
+    with pytest.raises(UsageError, match=r"dynamics.sequence_length = 12: .* 50 frames"):
         train_dynamics(opened(run))
     train_dynamics(opened(run, "dynamics.validate_every=0"))
-    with pytest.raises(UsageError, match=r"dynamics.horizon = 12: .* 49 frames"):
+    with pytest.raises(UsageError, match=r"dynamics.sequence_length = 12: .* 49 frames"):
         stage.evaluate_memory(opened(run), "generation")
 
 
@@ -419,10 +421,10 @@ def test_presets_measure_what_fits_each_task_that_they_are_for(preset: str, task
     """And an episode that is longer than a row is refused with the setting that makes it fit."""
     settings = resolve(preset, [f"environment.id={task}"])
     frames = TASKS[task].context + TASKS[task].query
-    if settings.dynamics.rows == "episodes" and frames > settings.dynamics.horizon:
-        with pytest.raises(UsageError, match=f"set dynamics.horizon={frames},"):
+    if settings.dynamics.rows == "episodes" and frames > settings.dynamics.sequence_length:
+        with pytest.raises(UsageError, match=f"set dynamics.sequence_length={frames},"):
             check_rows(settings)
-        settings = resolve(preset, [f"environment.id={task}", f"dynamics.horizon={frames}"])
+        settings = resolve(preset, [f"environment.id={task}", f"dynamics.sequence_length={frames}"])
     check_rows(settings)
     stage.check_measures(settings)
     assert stage.measures_of(settings) == fitting(task)
@@ -434,7 +436,7 @@ def test_presets_measure_what_fits_each_task_that_they_are_for(preset: str, task
     [
         ("s4wm-2d", []),
         ("rssm-tbtt-2d", []),
-        ("tssm-xl-2d", ["backbone.transformer_xl.heads=2"]),
+        ("tssm-xl-2d", ["backbone.heads=2"]),
     ],
 )
 def test_a_preset_of_the_paper_runs_on_another_task_of_its_own(
@@ -453,19 +455,19 @@ def test_a_preset_of_the_paper_runs_on_another_task_of_its_own(
     ("overrides", "line"),
     [
         (
-            ["environment.id=wm/MultiDoorsKeys-2-v0", "dynamics.horizon=140"],
+            ["environment.id=wm/MultiDoorsKeys-2-v0", "dynamics.sequence_length=140"],
             "evaluation.measures holds reward, .*set evaluation.measures=auto, here generation, doors",
         ),
         (["dynamics.reward=none"], "reward, .* dynamics.reward = none: set evaluation.measures=auto, here generation"),
         (["environment.id=wm/Catch-v0"], "generation, which needs a memory task.*set evaluation.measures=\\[\\]"),
         (
-            ["dynamics.kind=token", "tokenizer.kind=vq", "backbone.width=256", "controller.horizon=4"],
+            ["dynamics.kind=token", "tokenizer.kind=vq", "backbone.width=256", "controller.imagination_horizon=4"],
             "dynamics.kind = token: set evaluation.measures=\\[\\]",
         ),
         (["collect.test=0"], "test episodes, and collect.test = 0: set collect.test=100, or evaluation.measures="),
         (["collect.validation=0"], "collect.validation = 0: set .*, or dynamics.validate_every=0"),
         (["collect.policy=learned"], "collect.policy = learned holds none back: set collect.policy=scripted"),
-        (["dynamics.horizon=49"], "dynamics.horizon = 49: .*set dynamics.horizon=50"),
+        (["dynamics.sequence_length=49"], "dynamics.sequence_length = 49: .*set dynamics.sequence_length=50"),
     ],
 )
 def test_what_would_fail_after_training_is_refused_before_anything_is_done(
@@ -511,7 +513,7 @@ def test_strips_of_several_runs_stand_below_the_truth(memory_run: Path, tmp_path
     strip = stage.strip
     monkeypatch.setattr(stage, "strip", lambda rows, **how: drawn.append(rows) or strip(rows, **how))
     other = copied(memory_run, tmp_path / "other")
-    train_dynamics(opened(other, "backbone.name=gru"))
+    train_dynamics(opened(other, "backbone.kind=gru"))
     stage.draw_strips([memory_run, other], tmp_path / "both.png")
     (rows,) = drawn
     assert list(rows) == ["real", "run", "other"]

@@ -50,16 +50,16 @@ COMMON = [
     "training.log_every=2",
 ]
 UNIZERO = [
-    "dynamics.horizon=4",
+    "dynamics.sequence_length=4",
     "dynamics.context=2",
     "backbone.width=16",
     "backbone.layers=1",
     "backbone.dropout=0.25",
-    "backbone.transformer.heads=2",
-    "backbone.transformer.prior.kind=gaussian_span",
-    "backbone.transformer.prior.regulariser=l1",
+    "backbone.heads=2",
+    "backbone.prior.kind=gaussian_span",
+    "backbone.prior.regularizer=l1",
 ]
-MUZERO = ["dynamics.unroll=2", "dynamics.stack=3"]
+MUZERO = ["dynamics.unroll_steps=2", "dynamics.frame_stack=3"]
 EVERY = {"unizero-quick": UNIZERO, "muzero-quick": MUZERO}
 EAGER = "training.checkpoint_seconds=0"
 
@@ -309,7 +309,7 @@ def test_other_controllers_learn_in_the_imagination_of_these_models(played: Path
         "actor-critic": ["actor_width=8", "critic_width=8"],
     }[controller]
     changes = [*given, f"controller.kind={controller}", *(f"controller.{each}" for each in small)]
-    changes += ["controller.horizon=3", "controller.batch=4", "controller.updates=2"]
+    changes += ["controller.imagination_horizon=3", "controller.batch=4", "controller.updates=2"]
     folder = tmp_path / "other"
     collect(open_context(folder, preset, changes, create=True, quiet=True))
     for stage in (train_dynamics, imagine):

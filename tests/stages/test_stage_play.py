@@ -17,7 +17,7 @@ from wmcli.artifacts import Run
 from wmcli.assemble import load_world_model
 from wmcli.controllers.agent import Agent
 from wmcli.controllers.base import Controller
-from wmcli.envs.catch import BALL_COLOUR
+from wmcli.envs.catch import BALL_COLOR
 from wmcli.envs.vector import Transition
 from wmcli.errors import UsageError
 from wmcli.experience import Memory
@@ -84,7 +84,7 @@ def test_a_film_shows_how_the_episode_ended(
     assert (film.frames, film.total, film.ended) == (7, total, "terminated")
     assert shown[0].actions == [0 if total > 0 else 2] * 7
     last, before = shown[0].outcome, shown[0].frames[-1]
-    ball = np.array(BALL_COLOUR)
+    ball = np.array(BALL_COLOR)
     assert (last[-2:, 2:4] == ball).all() and not (before[-2:, 2:4] == ball).all()
     shot = pictures(film.path)[-1]
     assert np.abs(shot[:192:12, ::12].astype(int) - last).max() < 16

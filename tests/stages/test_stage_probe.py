@@ -33,7 +33,7 @@ SETTINGS = [
     "collect.validation=0",
     "collect.test=5",
     "dynamics.reward=none",
-    "dynamics.horizon=120",
+    "dynamics.sequence_length=120",
     "dynamics.updates=2",
     "dynamics.validate_every=0",
     "dynamics.warmup=1",
@@ -199,7 +199,12 @@ def test_from_a_model_to_a_table_and_twice_the_same(maze_run: Path) -> None:
 
 def test_a_task_without_labels_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    other = ["environment.id=wm/TwoRoomsSmall-v0", "dynamics.horizon=110", "collect.episodes=2", "collect.test=2"]
+    other = [
+        "environment.id=wm/TwoRoomsSmall-v0",
+        "dynamics.sequence_length=110",
+        "collect.episodes=2",
+        "collect.test=2",
+    ]
     collect(opened(folder, *other, new=True))
     train_dynamics(opened(folder))
     with pytest.raises(UsageError, match="--protocol probe: needs a task with labels .* wm/TwoRoomsSmall-v0"):

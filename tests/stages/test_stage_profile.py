@@ -194,7 +194,12 @@ def test_every_kernel_is_checked_and_timed_forward_and_backward(run: Path) -> No
 
 
 def cases(machine: Machine = CPU) -> dict[str, profile_kernels.Case]:
-    small = ["backbone.width=32", "dynamics.batch=3", "dynamics.horizon=12", "controller.horizon=10"]
+    small = [
+        "backbone.width=32",
+        "dynamics.batch=3",
+        "dynamics.sequence_length=12",
+        "controller.imagination_horizon=10",
+    ]
     return {case.name: case for case in kernel_cases(resolve("quickstart", small), machine)}
 
 

@@ -38,7 +38,7 @@ SETTINGS = [
     "collect.validation=2",
     "collect.test=2",
     "dynamics.reward=none",
-    "dynamics.horizon=120",
+    "dynamics.sequence_length=120",
     "dynamics.updates=2",
     "dynamics.validate_every=1",
     "dynamics.warmup=1",
@@ -86,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(run: Path, *overrides: str, source: Path | None = None, **how: bool) -> Context:
     """A context of a run, which is new if there is a `source` to collect from."""
-    given = [*SETTINGS, f"collect.recorded={source}", *overrides] if source else overrides
+    given = [*SETTINGS, f"collect.recordings={source}", *overrides] if source else overrides
     context = open_context(run, "memory-small" if source else None, given, create=bool(source), quiet=True, **how)
     context.pictures = False
     return context
@@ -197,14 +197,14 @@ def test_without_folders_all_parts_are_cut_from_one(folder: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["collect.recorded=/nowhere/at/all"], r"collect.recorded = '/nowhere/at/all': no such folder"),
+        (["collect.recordings=/nowhere/at/all"], r"collect.recordings = '/nowhere/at/all': no such folder"),
         (["collect.episodes=6"], r"5 of 7 trajectories in .*/train are left to train on \(2 held back, 0 in"),
         (["collect.validation=9"], r"0 of 7 trajectories .* collect.episodes = 3"),
         (["collect.test=4"], r"3 trajectories in .*/eval, but collect.test = 4"),
         (["environment.id=wm/TwoRoomsSmall-v0"], r"wm/TwoRoomsSmall-v0': .* use --env wm/Maze-9-v0"),
         (["environment.size=64"], r"use --set environment.size=32"),
         (["run.overlap=true"], r"recorded episodes are all there before"),
-        (["collect.recorded="], r"set collect.recorded=FOLDER"),
+        (["collect.recordings="], r"set collect.recordings=FOLDER"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(folder: Path, tmp_path: Path, overrides: list[str], line: str) -> None:

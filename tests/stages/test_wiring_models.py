@@ -46,7 +46,7 @@ def test_dropout_is_on_in_training(make: Make, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "change"),
     [
-        ("rem", "tokenizer", ["tokenizer.quantiser=vq-ema"]),
+        ("rem", "tokenizer", ["tokenizer.quantizer=vq-ema"]),
         ("drama", "tokenizer", []),
         ("drama", "dynamics", []),
         ("unizero", "dynamics", []),
@@ -55,7 +55,7 @@ def test_dropout_is_on_in_training(make: Make, name: str) -> None:
     ],
 )
 def test_running_statistics_move_in_every_update(make: Make, name: str, kind: str, change: list[str]) -> None:
-    """Batch norm, the codes' averages, the normaliser and the range of the returns: all that is no parameter."""
+    """Batch norm, the codes' averages, the normalizer and the range of the returns: all that is no parameter."""
     _, seen = learn(make(name, trained=kind == "controller"), kind, *change, f"{kind}.updates=2")
     kept = [
         each
@@ -223,7 +223,12 @@ def test_rows_are_whole_episodes_where_that_is_asked_for(make: Make, monkeypatch
     assert len(rows.unique(dim=0)) == 4, "each of the four comes once before any comes again"
 
 
-STREAMS = ["dynamics.rows=streams", "dynamics.horizon=17", "dynamics.context=3", "controller.horizon=4"]
+STREAMS = [
+    "dynamics.rows=streams",
+    "dynamics.sequence_length=17",
+    "dynamics.context=3",
+    "controller.imagination_horizon=4",
+]
 
 
 def test_streams_go_on_with_the_state_of_the_batch_before(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +242,7 @@ def test_streams_go_on_with_the_state_of_the_batch_before(make: Make, monkeypatc
         return total, log, after
 
     monkeypatch.setattr(LatentWorldModel, "carried_loss", watched)
-    learn(make("s4wm"), "dynamics", *STREAMS, "dynamics.updates=3", "backbone.name=gru")
+    learn(make("s4wm"), "dynamics", *STREAMS, "dynamics.updates=3", "backbone.kind=gru")
     assert known == [[False] * 2, [True] * 2, [True] * 2]
 
 
@@ -260,7 +265,7 @@ def test_imagination_uses_up_what_the_dynamics_trained_on_at_the_rate_of_the_bat
     batch, at any other ratio they are not. The same rows count when the experience has grown behind them."""
     run = make("drama")
     cold = ["training.sampling=dfs", "training.dfs.temperature=1e-3", "training.dfs.imagination_temperature=1e-3"]
-    cold += ["training.dfs.beta=0", "dynamics.horizon=19", "dynamics.batch=4", "dynamics.updates=3"]
+    cold += ["training.dfs.beta=0", "dynamics.sequence_length=19", "dynamics.batch=4", "dynamics.updates=3"]
     dynamics, _ = learn(run, "dynamics", *cold)
     trained = read_part(dynamics.file(TRAINING), "sampler")["counts"]
     assert sorted(trained[trained > 0]) == [2] * 6
@@ -293,7 +298,7 @@ def test_a_row_is_searched_again_as_if_it_were_just_played(make: Make, name: str
     """Frame after frame of its episode, by who plays: without noise the search finds the same."""
     run = make(name)
     learn(run, "dynamics", "dynamics.updates=8", "dynamics.learning_rate=0.01")
-    controller, _ = learn(run, "controller", *ALL_ROWS, "controller.dirichlet_weight=0")
+    controller, _ = learn(run, "controller", *ALL_ROWS, "controller.dirichlet_fraction=0")
     found = read_part(controller.file(TRAINING), "targets")
     assert found["rows"].tolist() == list(range(60))
     memory = opened(run).experience(latest(run, "experience"))

@@ -333,7 +333,7 @@ def planner(planned: Path, tmp_path: Path) -> Path:
 
 
 def noise(weight: float) -> list[str]:
-    return [f"controller.dirichlet_weight={weight}", "controller.simulations=16"]
+    return [f"controller.dirichlet_fraction={weight}", "controller.simulations=16"]
 
 
 @pytest.mark.parametrize("stage", STAGES)

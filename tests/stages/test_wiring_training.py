@@ -47,20 +47,20 @@ def nothing(name: str, value: Tensor) -> bool:
     return False
 
 
-GRU = "backbone.name=gru"  # no parameter of it is exempt from decay, or limited in its rate
+GRU = "backbone.kind=gru"  # no parameter of it is exempt from decay, or limited in its rate
 LAPROP, ADAM, DECAY = {"kind": "laprop", "eps": 1e-20}, {"eps": 0.5}, {"decay": 0.5}
 STEPS: list[tuple[str, str, list[str], dict[str, Any], Callable[[str, Tensor], bool]]] = [
     ("rem", "tokenizer", [], DECAY, nothing),
     ("drama", "tokenizer", ["warmup=4"], LAPROP | DECAY | {"warmup": 4}, nothing),
     ("rem", "dynamics", [GRU], DECAY, tables_and_vectors),
     ("drama", "dynamics", [GRU, "warmup=4"], LAPROP | DECAY | {"warmup": 4}, tables_and_vectors),
-    ("drama", "dynamics", [GRU, "optimiser=adamw", "warmup=4"], DECAY | {"warmup": 4}, tables_and_vectors),
+    ("drama", "dynamics", [GRU, "optimizer=adamw", "warmup=4"], DECAY | {"warmup": 4}, tables_and_vectors),
     ("unizero", "dynamics", ["beta2=0.7"], DECAY | {"beta2": 0.7}, vectors),
-    ("muzero", "dynamics", ["optimiser=sgd", "momentum=0.6"], DECAY | {"kind": "sgd", "momentum": 0.6}, nothing),
-    ("cells", "dynamics", [GRU, "optimiser=laprop"], LAPROP | DECAY, tables_and_vectors),
+    ("muzero", "dynamics", ["optimizer=sgd", "momentum=0.6"], DECAY | {"kind": "sgd", "momentum": 0.6}, nothing),
+    ("cells", "dynamics", [GRU, "optimizer=laprop"], LAPROP | DECAY, tables_and_vectors),
     ("rem", "controller", [], DECAY, nothing),
     ("drama", "controller", ["warmup=4"], LAPROP | DECAY | {"warmup": 4}, nothing),
-    ("drama", "controller", ["optimiser=adam", "eps=0.5"], ADAM, nothing),
+    ("drama", "controller", ["optimizer=adam", "eps=0.5"], ADAM, nothing),
 ]
 """System, stage, settings, what they come to, and which parameters are spared by weight decay."""
 
@@ -73,7 +73,7 @@ def given(kind: str, overrides: list[str]) -> list[str]:
 def test_the_first_step_is_that_of_the_settings(
     make: Make, name: str, kind: str, overrides: list[str], wanted: dict[str, Any], spared: Any
 ) -> None:
-    """Optimiser, rate, warm-up, eps and decay, by its groups, from the section; the gradient is cut to `clip`."""
+    """Optimizer, rate, warm-up, eps and decay, by its groups, from the section; the gradient is cut to `clip`."""
     of = {"kind": "adamw", "eps": 1e-8, "beta2": 0.999, "momentum": 0.0, "decay": 0.0, "warmup": 1} | wanted
     change = [f"learning_rate={RATE}", f"weight_decay={of['decay']}", "clip=0.1", "updates=1"]
     _, (update,) = learn(make(name, trained=kind == "controller"), kind, *given(kind, overrides + change))
@@ -155,7 +155,7 @@ def test_the_loss_is_the_weighted_sum_of_its_parts(make: Make, name: str) -> Non
 
 def test_the_rate_falls_by_the_updates_of_all_versions(make: Make) -> None:
     run = make("muzero")
-    plain = [f"dynamics.{each}" for each in ("optimiser=sgd", "momentum=0.0", "weight_decay=0.0", "clip=1e6")]
+    plain = [f"dynamics.{each}" for each in ("optimizer=sgd", "momentum=0.0", "weight_decay=0.0", "clip=1e6")]
     change = [*plain, f"dynamics.learning_rate={RATE}", "dynamics.decay_after=[1, 3]", "dynamics.updates=2"]
     seen = [update for more in (False, True) for update in learn(run, "dynamics", *change, more=more)[1]]
     for update, rate in zip(seen, (RATE, RATE / 10, RATE / 10, RATE / 100), strict=True):
@@ -167,7 +167,7 @@ def test_the_rate_falls_by_the_updates_of_all_versions(make: Make) -> None:
 def test_a_schedule_is_that_of_one_call(make: Make) -> None:
     """Two updates of warm-up, then half a cosine to 0 with the last; training further begins it anew."""
     run = make("drama")
-    change = ["optimiser=adam", "schedule=cosine", "warmup=2", "updates=6", f"learning_rate={RATE}"]
+    change = ["optimizer=adam", "schedule=cosine", "warmup=2", "updates=6", f"learning_rate={RATE}"]
     shares = [0.5, 1, 1, (1 + math.cos(math.pi / 4)) / 2, 0.5, (1 - math.cos(math.pi / 4)) / 2]
     for more in (False, True):
         for update, share in zip(learn(run, "dynamics", *given("dynamics", change), more=more)[1], shares, strict=True):
@@ -214,11 +214,11 @@ def test_the_slow_critic_follows_after_every_update(make: Make) -> None:
             torch.testing.assert_close(new, 0.7 * old + 0.3 * critic, rtol=1e-5, atol=1e-7, msg=name)
 
 
-PRIOR = "backbone.transformer.prior"
+PRIOR = "backbone.prior"
 WITH_PRIORS = {
-    "rem": ["backbone.name=transformer", "backbone.transformer.heads=2", f"{PRIOR}.span=4"],
-    "drama": ["backbone.name=transformer", f"{PRIOR}.span=4"],
-    "cells": ["backbone.name=transformer", f"{PRIOR}.span=4"],
+    "rem": ["backbone.kind=transformer", "backbone.heads=2", f"{PRIOR}.span=4"],
+    "drama": ["backbone.kind=transformer", f"{PRIOR}.span=4"],
+    "cells": ["backbone.kind=transformer", f"{PRIOR}.span=4"],
     "unizero": [f"{PRIOR}.span=4"],
 }
 
@@ -226,7 +226,7 @@ WITH_PRIORS = {
 @pytest.mark.parametrize("name", WITH_PRIORS)
 def test_the_penalty_of_the_priors_is_learned_from(make: Make, name: str) -> None:
     """Nearly all of the gradient, where it weighs enough: the slope of a softplus at each of the two spans."""
-    run, change = make(name), [*WITH_PRIORS[name], f"{PRIOR}.kind=span", f"{PRIOR}.regulariser=l1"]
+    run, change = make(name), [*WITH_PRIORS[name], f"{PRIOR}.kind=span", f"{PRIOR}.regularizer=l1"]
     (without,), (update,) = (
         learn(run, "dynamics", *change, f"{PRIOR}.strength={strength}", "dynamics.updates=1")[1]
         for strength in (0, 10_000)
@@ -243,7 +243,7 @@ def test_the_penalty_of_the_priors_is_learned_from(make: Make, name: str) -> Non
 
 @pytest.mark.parametrize("name", WITH_PRIORS)
 def test_priors_are_within_their_limits_after_each_step(make: Make, name: str) -> None:
-    change = [*WITH_PRIORS[name], f"{PRIOR}.kind=span", f"{PRIOR}.regulariser=max", f"{PRIOR}.max_span=3"]
+    change = [*WITH_PRIORS[name], f"{PRIOR}.kind=span", f"{PRIOR}.regularizer=max", f"{PRIOR}.max_span=3"]
     _, (update,) = learn(make(name), "dynamics", *change, "dynamics.updates=1")
     (prior,) = (each for each in update.before if each.endswith("raw_span") and not each.startswith("target."))
     before, after = (F.softplus(state[prior]).flatten().tolist() for state in (update.before, update.after))

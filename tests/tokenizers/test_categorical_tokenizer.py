@@ -31,7 +31,7 @@ def frames(*lead: int) -> torch.Tensor:
 @pytest.mark.parametrize("hidden", [0, 1])
 def test_first_weights(kind, hidden):
     """A posterior without hidden layers is torch's in both, as in Drama and STORM."""
-    tokenizer = make(initialisation=kind, posterior_layers=hidden, channels=(32, 64), categoricals=32)
+    tokenizer = make(initialization=kind, posterior_layers=hidden, channels=(32, 64), categoricals=32)
     for name, layer in tokenizer.named_modules():
         if isinstance(layer, nn.Linear | nn.Conv2d | nn.ConvTranspose2d):
             torchs = kind == "torch" or name == "posterior_head"
@@ -69,7 +69,7 @@ def test_what_is_decoded_is_the_likeliest_classes(output):
     assert torch.equal(tokenizer.decode(latent), want)
 
 
-@pytest.mark.parametrize("output", ["sigmoid", "linear", "centred"])
+@pytest.mark.parametrize("output", ["sigmoid", "linear", "centered"])
 def test_the_reconstruction_error_is_summed_over_a_frame(output):
     tokenizer = make(output=output).eval()
     z = draw_one_hot(torch.rand(2, K, C))
@@ -98,7 +98,7 @@ def test_distributions_are_float32_under_autocast():
 def test_a_small_object_survives():
     """One bright cell of 4 x 4 pixels somewhere on a dark board."""
     tokenizer = make()
-    optimiser = torch.optim.AdamW(tokenizer.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(tokenizer.parameters(), lr=3e-3)
     board = torch.zeros(16, SIZE, SIZE, 3, dtype=torch.uint8)
     for place in range(16):
         y, x = 4 * (place // 4), 4 * (place % 4)
@@ -107,9 +107,9 @@ def test_a_small_object_survives():
     tokenizer.train()
     for _ in range(200):
         loss, _ = tokenizer.loss(board)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     after = tokenizer.eval().usage(board)
     assert before["l1"] > 0.2 and after["l1"] < 0.06 and after["object_recall"] > 0.95
     assert after["posterior_entropy"] < before["posterior_entropy"]

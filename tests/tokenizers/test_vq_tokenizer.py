@@ -18,8 +18,8 @@ from wmcli.tokenizers import TokenizerSettings, VQTokenizer, perceptual_in_use
 SMALL = TokenizerSettings(channels=8, downsamples=2, width=32, codes=24)
 QUANTISERS = {
     "vq": SMALL,
-    "vq-ema": SMALL.model_copy(update={"quantiser": "vq-ema"}),
-    "fsq": SMALL.model_copy(update={"quantiser": "fsq", "fsq_levels": (4, 3, 2)}),
+    "vq-ema": SMALL.model_copy(update={"quantizer": "vq-ema"}),
+    "fsq": SMALL.model_copy(update={"quantizer": "fsq", "fsq_levels": (4, 3, 2)}),
 }
 
 
@@ -67,7 +67,7 @@ def test_parameter_counts_are_the_published_ones(
     assert count(model.encoder) == encoder
     assert count(model.decoder) == decoder
     assert count(model.pre_quant, model.post_quant) == pair
-    assert count(model.quantiser) == codebook
+    assert count(model.quantizer) == codebook
     assert count(model) == total
 
 
@@ -187,13 +187,13 @@ def test_object_share_splits_the_pixel_loss_between_objects_and_the_whole() -> N
 @pytest.mark.parametrize("name", QUANTISERS)
 def test_training_reduces_the_loss(name: str) -> None:
     model = small(name)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     history = []
     for _ in range(30):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         total, losses = model.loss(frames(8))
         total.backward()
-        optimiser.step()
+        optimizer.step()
         history.append(float(losses["reconstruction"]))
     assert sum(history[-5:]) < 0.5 * sum(history[:5])
 
@@ -202,11 +202,11 @@ def test_training_reduces_the_loss(name: str) -> None:
 def test_two_runs_from_one_seed_end_in_the_same_weights(name: str) -> None:
     def trained() -> dict[str, Tensor]:
         model = small(name)
-        optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for _ in range(3):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             model.loss(frames(4))[0].backward()
-            optimiser.step()
+            optimizer.step()
         return model.state_dict()
 
     first, second = trained(), trained()
@@ -341,12 +341,12 @@ def test_usage_of_frames_without_objects() -> None:
         ({"width": 100}, 16, "tokenizer.width gives a layer of 100 channels"),
         ({"network": "residual", "channels": 16}, 16, "channels = 16.*multiple of 32"),
         (
-            {"quantiser": "fsq", "codes": 64},
+            {"quantizer": "fsq", "codes": 64},
             16,
             r"fsq_levels \[8, 8, 8\] make 512 codes, but codes = 64; set codes = 512",
         ),
         ({"fsq_levels": [4, True]}, 16, "fsq_levels"),
-        ({"quantiser": "vqvae"}, 16, "quantiser = 'vqvae'"),
+        ({"quantizer": "vqvae"}, 16, "quantizer = 'vqvae'"),
         ({"lpips_weights": "x"}, 8, "at least 16 pixels"),
         ({"codes": 1}, 16, "codes = 1"),
     ],
@@ -357,6 +357,6 @@ def test_settings_that_do_not_fit(changes: dict, image_size: int, message: str) 
 
 
 def test_levels_may_come_as_a_list_as_toml_gives_them() -> None:
-    settings = validate(TokenizerSettings, {"quantiser": "fsq", "fsq_levels": [4, 4, 4], "codes": 64}, "test")
+    settings = validate(TokenizerSettings, {"quantizer": "fsq", "fsq_levels": [4, 4, 4], "codes": 64}, "test")
     assert settings.fsq_levels == (4, 4, 4)
     assert VQTokenizer(settings, 16).pre_quant.out_channels == 3

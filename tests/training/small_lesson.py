@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from wmcli.experience import Episodes, FrequencySampler, WindowSampler
 from wmcli.progress import Progress
-from wmcli.training.checkpoint import generator_state, module_tensors, optimiser_tensors
+from wmcli.training.checkpoint import generator_state, module_tensors, optimizer_tensors
 from wmcli.training.device import Machine, isolated_randomness
 from wmcli.training.loop import Trainee, fit
-from wmcli.training.optim import build_optimiser, update
+from wmcli.training.optim import build_optimizer, update
 from wmcli.training.settings import FrequencySettings, TrainingSettings
 
 CPU = Machine(torch.device("cpu"), "float32", 1)
@@ -51,7 +51,7 @@ class Lesson:
 
     folder: Path
     sampling: Any = "windows"
-    optimiser: Any = "adamw"
+    optimizer: Any = "adamw"
     seed: int = 5
     before: Callable[[int], None] = lambda done: None
     """Called with the number of updates done, before each."""
@@ -74,8 +74,8 @@ class Lesson:
                 )
             else:
                 sampler = WindowSampler(EPISODES, np.arange(23), sampling=self.sampling, **windows_of)
-            optimiser = build_optimiser(self.optimiser, net.parameters(), 1e-2, 0.1)
-            self.trainee = Trainee({"net": net}, optimiser, rng, {"sampler": sampler})
+            optimizer = build_optimizer(self.optimizer, net.parameters(), 1e-2, 0.1)
+            self.trainee = Trainee({"net": net}, optimizer, rng, {"sampler": sampler})
             if parent is not None:
                 self.trainee.continue_from(parent)
 
@@ -86,7 +86,7 @@ class Lesson:
                 x = DATA[torch.from_numpy(windows.rows)]  # (B, L, 4)
                 loss = (net(x) * torch.from_numpy(windows.valid)[..., None]).square().mean() + rng.random() * 1e-3
                 metrics = {name: torch.tensor(value) for name, value in self.metrics(done).items()}
-                return {"loss": loss, "gradient_norm": update(optimiser, loss, 1.0), **metrics}
+                return {"loss": loss, "gradient_norm": update(optimizer, loss, 1.0), **metrics}
 
             try:
                 return fit(
@@ -106,7 +106,7 @@ class Lesson:
     def learned(self) -> dict[str, Any]:
         """All that an update changes."""
         trainee = self.trainee
-        tensors = module_tensors(trainee.modules) | optimiser_tensors(trainee.optimiser) | {"random": self.random}
+        tensors = module_tensors(trainee.modules) | optimizer_tensors(trainee.optimizer) | {"random": self.random}
         state = trainee.parts["sampler"].state()
         return {name: tensor.tolist() for name, tensor in tensors.items()} | {
             "rng": generator_state(trainee.rng),

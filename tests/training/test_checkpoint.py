@@ -21,17 +21,17 @@ from wmcli.training.checkpoint import (
     generator_state,
     load_generator,
     load_modules,
-    load_optimiser,
+    load_optimizer,
     load_random,
     load_tensors,
     module_tensors,
-    optimiser_tensors,
+    optimizer_tensors,
     part_states,
     part_tensors,
     random_tensors,
     save_tensors,
 )
-from wmcli.training.optim import build_optimiser, update
+from wmcli.training.optim import build_optimizer, update
 
 TENSORS = {
     "float": torch.randn(2, 3),
@@ -184,34 +184,34 @@ def test_each_kind_of_misfit_alone_is_refused(wanted: nn.Module, found: nn.Modul
     assert words in str(caught.value)
 
 
-# -- optimisers and generators ----------------------------------------------------------------------------------------
+# -- optimizers and generators ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "laprop", "sgd"])
-def test_an_optimiser_goes_on_from_its_moments_with_the_settings_of_now(name, tmp_path: Path) -> None:
+def test_an_optimizer_goes_on_from_its_moments_with_the_settings_of_now(name, tmp_path: Path) -> None:
     """Its kernels lie channels last, as convolutions here do: moments that lie otherwise are those of other weights."""
 
     def made(learning_rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(1)
         net = nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last)
-        return net, build_optimiser(name, net.parameters(), learning_rate, 0.1, momentum=0.9)
+        return net, build_optimizer(name, net.parameters(), learning_rate, 0.1, momentum=0.9)
 
-    def learn(net: nn.Module, optimiser: torch.optim.Optimizer) -> None:
-        update(optimiser, net(torch.arange(24.0).view(2, 3, 2, 2)).square().sum(), 1e9)
+    def learn(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        update(optimizer, net(torch.arange(24.0).view(2, 3, 2, 2)).square().sum(), 1e9)
 
-    net, optimiser = made(1e-2)
+    net, optimizer = made(1e-2)
     for _ in range(3):
-        learn(net, optimiser)
-    save_tensors(tmp_path / "x", module_tensors({"net": net}) | optimiser_tensors(optimiser), {})
+        learn(net, optimizer)
+    save_tensors(tmp_path / "x", module_tensors({"net": net}) | optimizer_tensors(optimizer), {})
     tensors, _ = load_tensors(tmp_path / "x")
-    twin, its_optimiser = made(1e-2)
+    twin, its_optimizer = made(1e-2)
     load_modules({"net": twin}, tensors, "here")
-    load_optimiser(its_optimiser, tensors)
-    learn(net, optimiser)
-    learn(twin, its_optimiser)
+    load_optimizer(its_optimizer, tensors)
+    learn(net, optimizer)
+    learn(twin, its_optimizer)
     assert torch.equal(net.weight, twin.weight) and torch.equal(net.bias, twin.bias)
     _, slower = made(1e-5)
-    load_optimiser(slower, tensors)
+    load_optimizer(slower, tensors)
     assert slower.param_groups[0]["lr"] == 1e-5
 
 

@@ -195,9 +195,9 @@ def test_every_stream_of_every_seed_is_its_own() -> None:
     assert seeds == [derived_seed(seed, *path) for seed, path in itertools.product([0, 1, 2, 12345, 1 << 40], PATHS)]
 
 
-def test_draws_of_neighbouring_streams_are_unrelated() -> None:
-    neighbours = [("imagine", 0), ("imagine", 1), ("imagine", 2)]
-    draws = [np.random.default_rng(derived_seed(seed, *path)).random(4000) for seed in (1, 2) for path in neighbours]
+def test_draws_of_neighboring_streams_are_unrelated() -> None:
+    neighbors = [("imagine", 0), ("imagine", 1), ("imagine", 2)]
+    draws = [np.random.default_rng(derived_seed(seed, *path)).random(4000) for seed in (1, 2) for path in neighbors]
     correlation = np.corrcoef(draws)
     assert np.abs(correlation - np.eye(len(draws))).max() < 0.08  # five standard deviations
 

@@ -62,7 +62,7 @@ def test_it_gives_what_the_function_gives(device: str) -> None:
         got = recorded(*given)
         assert_close(got, want, rtol=0, atol=0)
         assert not any(tensor.requires_grad for tensor in got.values())
-        with torch.no_grad():  # as an optimiser does
+        with torch.no_grad():  # as an optimizer does
             linear.weight.mul_(-1.5)
             linear.bias.add_(seed)
     assert_close(tree_leaves(all_given), kept, rtol=0, atol=0)

@@ -17,7 +17,7 @@ from wmcli.errors import ArtifactError, DivergedError, Stopped
 from wmcli.training import loop
 from wmcli.training.checkpoint import load_tensors
 from wmcli.training.loop import CHECKPOINT, read_part
-from wmcli.training.optim import build_optimiser
+from wmcli.training.optim import build_optimizer
 
 
 def die_at(update: int) -> Callable[[int], None]:
@@ -60,20 +60,20 @@ def whole(tmp_path: Path, updates: int, **how: str) -> Lesson:
 # -- resume -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "adam", "laprop"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "laprop"])
 @pytest.mark.parametrize("sampling", ["windows", "episodes", "uniform", "dfs"])
 def test_killed_after_any_update_it_ends_in_the_same_bits(
-    tmp_path: Path, folder: Path, sampling: str, optimiser: str
+    tmp_path: Path, folder: Path, sampling: str, optimizer: str
 ) -> None:
     """Weights, buffers, moments, both generators, the sampler and the losses reported; every update dies once, so
     checkpoints are of resumed processes as well. A round of the sampler has 20 windows, so rounds end on the way."""
     updates = 7
     for update in range(1, updates):
         with pytest.raises(Killed):
-            Lesson(folder, sampling, optimiser, before=die_at(update)).run(updates)
-    resumed = Lesson(folder, sampling, optimiser)
+            Lesson(folder, sampling, optimizer, before=die_at(update)).run(updates)
+    resumed = Lesson(folder, sampling, optimizer)
     resumed.run(updates)
-    undisturbed = whole(tmp_path, updates, sampling=sampling, optimiser=optimiser)
+    undisturbed = whole(tmp_path, updates, sampling=sampling, optimizer=optimizer)
     assert resumed.learned() == undisturbed.learned()
     assert resumed.trainee.metrics == undisturbed.trainee.metrics
 
@@ -123,7 +123,7 @@ def test_training_further_takes_over_what_was_learned_and_adds_up(tmp_path: Path
     second.run(2, parent=folder / CHECKPOINT)
     assert (second.trainee.trained, second.trainee.update) == (4, 2)
     assert second.trainee.modules["net"].get_buffer("calls") == 6
-    assert second.learned()["optimiser/0/step"] == 6
+    assert second.learned()["optimizer/0/step"] == 6
     assert [record["update"] for record in second.log] == [6]
     (tmp_path / "most").mkdir()
     third = Lesson(tmp_path / "most")
@@ -171,7 +171,7 @@ class Noted:
 
 def trainee(**parts: Noted) -> loop.Trainee:
     weight = torch.nn.Linear(1, 1)
-    return loop.Trainee({"net": weight}, build_optimiser("adam", weight.parameters(), 0.1, 0.0), rng(), dict(parts))
+    return loop.Trainee({"net": weight}, build_optimizer("adam", weight.parameters(), 0.1, 0.0), rng(), dict(parts))
 
 
 def rng() -> np.random.Generator:

@@ -1,4 +1,4 @@
-"""Optimisers named as in the papers, and the guarded update."""
+"""Optimizers named as in the papers, and the guarded update."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from wmcli.nn.decay import parameter_groups
-from wmcli.training.checkpoint import load_optimiser, load_tensors, optimiser_tensors, save_tensors
-from wmcli.training.optim import LaProp, build_optimiser, decay_rates, update
+from wmcli.training.checkpoint import load_optimizer, load_tensors, optimizer_tensors, save_tensors
+from wmcli.training.optim import LaProp, build_optimizer, decay_rates, update
 
 GRADIENT = torch.tensor([3.0, 4.0])  # of norm 5
 
@@ -32,8 +32,8 @@ def test_the_norm_before_clipping_is_returned_and_a_long_gradient_is_cut_to_leng
 
 def test_the_norm_is_that_of_all_groups_together() -> None:
     first, second, unused = parameter(), parameter(), parameter()
-    optimiser = torch.optim.SGD([{"params": [first, unused]}, {"params": [second], "lr": 0.5}], lr=1.0)
-    norm = update(optimiser, first @ GRADIENT + second @ (2 * GRADIENT), 1.0)
+    optimizer = torch.optim.SGD([{"params": [first, unused]}, {"params": [second], "lr": 0.5}], lr=1.0)
+    norm = update(optimizer, first @ GRADIENT + second @ (2 * GRADIENT), 1.0)
     torch.testing.assert_close(norm, torch.tensor(125.0).sqrt())
     torch.testing.assert_close(
         (parameter() - first).norm() ** 2 + (2 * (parameter() - second)).norm() ** 2, torch.tensor(1.0)
@@ -43,23 +43,23 @@ def test_the_norm_is_that_of_all_groups_together() -> None:
 
 def test_gradients_do_not_pile_up() -> None:
     weight = parameter()
-    optimiser = torch.optim.SGD([weight], lr=0.0)
-    assert [float(update(optimiser, weight @ GRADIENT, 1.0)) for _ in range(3)] == pytest.approx([5.0, 5.0, 5.0])
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    assert [float(update(optimizer, weight @ GRADIENT, 1.0)) for _ in range(3)] == pytest.approx([5.0, 5.0, 5.0])
 
 
 def test_adamw_decays_apart_from_the_gradient() -> None:
     weight = parameter()
-    optimiser = build_optimiser("adamw", [weight], 0.1, 0.5)
-    update(optimiser, weight @ torch.zeros(2), 1.0)
+    optimizer = build_optimizer("adamw", [weight], 0.1, 0.5)
+    update(optimizer, weight @ torch.zeros(2), 1.0)
     torch.testing.assert_close(weight.detach(), torch.tensor([1.0, -2.0]) * (1 - 0.1 * 0.5))
 
 
 def test_sgd_has_momentum_and_decays_with_the_gradient() -> None:
     weight = parameter()
-    optimiser = build_optimiser("sgd", [weight], 0.1, 0.5, momentum=0.9)
+    optimizer = build_optimizer("sgd", [weight], 0.1, 0.5, momentum=0.9)
     value, speed = torch.tensor([1.0, -2.0]), torch.zeros(2)
     for _ in range(3):
-        update(optimiser, weight @ GRADIENT, 100.0)
+        update(optimizer, weight @ GRADIENT, 100.0)
         speed = 0.9 * speed + GRADIENT + 0.5 * value
         value = value - 0.1 * speed
     torch.testing.assert_close(weight.detach(), value)
@@ -68,10 +68,10 @@ def test_sgd_has_momentum_and_decays_with_the_gradient() -> None:
 def test_beta2_is_how_long_squares_are_remembered() -> None:
     def after_a_jump(beta2: float) -> Tensor:
         weight = parameter()
-        optimiser = build_optimiser("adamw", [weight], 0.1, 0.0, beta2=beta2)
+        optimizer = build_optimizer("adamw", [weight], 0.1, 0.0, beta2=beta2)
         for size in (1.0, 1.0, 0.0, 0.0):
-            update(optimiser, weight @ (size * GRADIENT), 100.0)
-        return optimiser.state[weight]["exp_avg_sq"]
+            update(optimizer, weight @ (size * GRADIENT), 100.0)
+        return optimizer.state[weight]["exp_avg_sq"]
 
     for beta2 in (0.5, 0.999):
         torch.testing.assert_close(after_a_jump(beta2), (1 - beta2) * (1 + beta2) * beta2**2 * GRADIENT**2)
@@ -80,28 +80,28 @@ def test_beta2_is_how_long_squares_are_remembered() -> None:
 def test_learning_rates_fall_to_a_tenth_after_each_number_of_updates() -> None:
     limited = parameter()
     limited._learning_rate_limit = 0.01  # type: ignore[attr-defined]
-    optimiser = build_optimiser("sgd", [parameter(), limited], 0.2, 0.0)
+    optimizer = build_optimizer("sgd", [parameter(), limited], 0.2, 0.0)
     for updates, factor in [(0, 1.0), (2, 1.0), (3, 0.1), (4, 0.1), (5, 0.01), (3, 0.1)]:
-        decay_rates(optimiser, [3, 5], updates)
-        assert [group["lr"] for group in optimiser.param_groups] == pytest.approx([0.2 * factor, 0.01 * factor])
-    decay_rates(optimiser, [], 99)
-    assert [group["lr"] for group in optimiser.param_groups] == [0.2, 0.01]
+        decay_rates(optimizer, [3, 5], updates)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.2 * factor, 0.01 * factor])
+    decay_rates(optimizer, [], 99)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.01]
 
 
 @pytest.mark.parametrize("groups", [False, True])
 def test_adam_decays_nothing_whatever_the_groups_say(groups: bool) -> None:
     weight = parameter()
     given = [{"params": [weight], "weight_decay": 0.5}] if groups else [weight]
-    optimiser = build_optimiser("adam", given, 0.1, 0.5)
-    update(optimiser, weight @ torch.zeros(2), 1.0)
+    optimizer = build_optimizer("adam", given, 0.1, 0.5)
+    update(optimizer, weight @ torch.zeros(2), 1.0)
     assert torch.equal(weight, parameter())
 
 
 def test_a_groups_own_decay_goes_before_the_common_one() -> None:
     decayed, plain = parameter(), parameter()
     groups = [{"params": [decayed]}, {"params": [plain], "weight_decay": 0.0}]
-    optimiser = build_optimiser("adamw", groups, 0.1, 0.5)
-    update(optimiser, (decayed + plain) @ torch.zeros(2), 1.0)
+    optimizer = build_optimizer("adamw", groups, 0.1, 0.5)
+    update(optimizer, (decayed + plain) @ torch.zeros(2), 1.0)
     assert torch.equal(plain, parameter()) and not torch.equal(decayed, parameter())
 
 
@@ -109,13 +109,13 @@ def test_a_groups_own_decay_goes_before_the_common_one() -> None:
 def test_the_first_steps_are_adams(name) -> None:
     """With betas (0.9, 0.999) and eps 1e-8: m / (1 - 0.9^t) over the root of v / (1 - 0.999^t)."""
     weight = parameter()
-    optimiser = build_optimiser(name, [weight], 0.01, 0.0)
+    optimizer = build_optimizer(name, [weight], 0.01, 0.0)
     expected, m, v = parameter().detach().double(), torch.zeros(2).double(), torch.zeros(2).double()
     for t in range(1, 4):
         gradient = (GRADIENT * t).double()
         m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
         expected -= 0.01 * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
-        update(optimiser, weight @ (GRADIENT * t), 1e9)
+        update(optimizer, weight @ (GRADIENT * t), 1e9)
     torch.testing.assert_close(weight.detach().double(), expected, rtol=1e-6, atol=1e-6)
 
 
@@ -123,14 +123,14 @@ def test_the_first_steps_are_adams(name) -> None:
 def test_eps_may_be_chosen(name) -> None:
     """With eps far above the gradient the first step is lr * g / eps; LaProp's momentum is corrected likewise."""
     weight = parameter()
-    update(build_optimiser(name, [weight], 0.1, 0.0, eps=1e6), weight @ GRADIENT, 1e9)
+    update(build_optimizer(name, [weight], 0.1, 0.0, eps=1e6), weight @ GRADIENT, 1e9)
     torch.testing.assert_close((parameter() - weight).detach(), 0.1 * GRADIENT / 1e6, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam"])
 def test_only_laprop_warms_up(name) -> None:
     with pytest.raises(AssertionError, match="only LaProp"):
-        build_optimiser(name, [parameter()], 0.1, 0.0, warmup=10)
+        build_optimizer(name, [parameter()], 0.1, 0.0, warmup=10)
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
@@ -147,11 +147,11 @@ def limited(limit: float) -> nn.Parameter:
 def test_a_limited_parameter_learns_no_faster_than_its_limit(name, groups: bool) -> None:
     free, slow, unhindered = parameter(), limited(0.01), limited(5.0)
     given: Any = [{"params": [free, slow], "weight_decay": 0.0}, {"params": [unhindered]}]
-    optimiser = build_optimiser(name, given if groups else [free, slow, unhindered], 0.1, 0.0)
-    update(optimiser, (free + slow + unhindered) @ GRADIENT, 1e9)
+    optimizer = build_optimizer(name, given if groups else [free, slow, unhindered], 0.1, 0.0)
+    update(optimizer, (free + slow + unhindered) @ GRADIENT, 1e9)
     for weight, rate in [(free, 0.1), (slow, 0.01), (unhindered, 0.1)]:  # the first step is lr * sign(g) with all three
         torch.testing.assert_close((parameter() - weight).detach(), rate * torch.ones(2), rtol=1e-5, atol=1e-6)
-    assert [group["lr"] for group in optimiser.param_groups] == [0.1, 0.01, 0.1]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01, 0.1]
 
 
 def test_a_parameters_place_does_not_depend_on_the_rate() -> None:
@@ -159,7 +159,7 @@ def test_a_parameters_place_does_not_depend_on_the_rate() -> None:
     parameters = [limited(0.01), parameter(), limited(0.01), parameter()]
 
     def order(rate: float) -> list[int]:
-        groups = build_optimiser("adamw", parameters, rate, 0.0).param_groups
+        groups = build_optimizer("adamw", parameters, rate, 0.0).param_groups
         return [id(each) for group in groups for each in group["params"]]
 
     assert order(0.1) == order(0.001)
@@ -167,15 +167,15 @@ def test_a_parameters_place_does_not_depend_on_the_rate() -> None:
 
 def test_a_groups_own_rate_and_decay_stay_when_it_is_split() -> None:
     first, second = parameter(), limited(0.01)
-    optimiser = build_optimiser("laprop", [{"params": [first, second], "lr": 0.02, "weight_decay": 0.3}], 0.1, 0.0)
-    assert [(group["lr"], group["weight_decay"]) for group in optimiser.param_groups] == [(0.02, 0.3), (0.01, 0.3)]
+    optimizer = build_optimizer("laprop", [{"params": [first, second], "lr": 0.02, "weight_decay": 0.3}], 0.1, 0.0)
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.02, 0.3), (0.01, 0.3)]
 
 
 def test_groups_without_limits_are_left_as_they_are() -> None:
     """States are saved by a parameter's index over all groups."""
     net = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 2), nn.LayerNorm(2))
-    optimiser = build_optimiser("adamw", parameter_groups(net, 0.1), 1e-3, 0.0)
-    got = [[id(each) for each in group["params"]] for group in optimiser.param_groups]
+    optimizer = build_optimizer("adamw", parameter_groups(net, 0.1), 1e-3, 0.0)
+    got = [[id(each) for each in group["params"]] for group in optimizer.param_groups]
     assert got == [[id(each) for each in group["params"]] for group in parameter_groups(net, 0.1)]
 
 
@@ -204,17 +204,17 @@ def plain_laprop(
         yield theta
 
 
-def stepped(optimiser: torch.optim.Optimizer, weights: list[nn.Parameter], gradients: list[Tensor]) -> None:
+def stepped(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], gradients: list[Tensor]) -> None:
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.grad = gradient.clone()
-    optimiser.step()
+    optimizer.step()
 
 
 def test_laprop_golden() -> None:
     weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    optimiser = build_optimiser("laprop", [weight], 1e-3, 0.0)
+    optimizer = build_optimizer("laprop", [weight], 1e-3, 0.0)
     for gradient, want in [(1.0, -0.001), (1.0, -0.002), (-1.0, -0.00226199)]:
-        stepped(optimiser, [weight], [torch.tensor([gradient], dtype=torch.float64)])
+        stepped(optimizer, [weight], [torch.tensor([gradient], dtype=torch.float64)])
         assert weight.item() == pytest.approx(want, abs=5e-9)
     assert weight.item() == pytest.approx(-0.002 - 0.001 * 0.071 / 0.271, rel=1e-12)
 
@@ -223,17 +223,17 @@ def test_laprop_golden() -> None:
 def test_the_first_step_is_the_sign_of_the_gradient_whatever_its_size(warmup: int) -> None:
     gradient = torch.tensor([1e-12, -1e-6, 1.0, -1e6, 0.0])
     weight = nn.Parameter(torch.zeros(5))
-    stepped(build_optimiser("laprop", [weight], 0.5, 0.0, warmup=warmup), [weight], [gradient])
+    stepped(build_optimizer("laprop", [weight], 0.5, 0.0, warmup=warmup), [weight], [gradient])
     torch.testing.assert_close(weight.detach(), -0.5 / max(1, warmup) * gradient.sign())
 
 
 def test_warm_up_is_linear_and_exact() -> None:
     """Under a constant gradient an update is the learning rate of the moment: lr * (k + 1) / 1000, then lr."""
     weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
-    optimiser = build_optimiser("laprop", [weight], 4e-5, 0.0, warmup=1000)
+    optimizer = build_optimizer("laprop", [weight], 4e-5, 0.0, warmup=1000)
     before = 0.0
     for k in range(1100):
-        stepped(optimiser, [weight], [torch.tensor(3.0, dtype=torch.float64)])
+        stepped(optimizer, [weight], [torch.tensor(3.0, dtype=torch.float64)])
         now = weight.item()
         assert before - now == pytest.approx(4e-5 * min(1.0, (k + 1) / 1000), rel=1e-8)
         before = now
@@ -253,21 +253,21 @@ def drawn(updates: int, dtype: torch.dtype) -> tuple[list[Tensor], list[list[Ten
 def grouped(start: list[Tensor], warmup: int, lr: float = 0.01) -> tuple[LaProp, list[nn.Parameter]]:
     weights = [nn.Parameter(each.clone()) for each in start]
     groups = [{"params": [weights[0], weights[3]], "weight_decay": 0.3}, {"params": weights[1:3], "weight_decay": 0.0}]
-    optimiser = build_optimiser("laprop", groups, lr, 0.7, warmup=warmup)
-    assert isinstance(optimiser, LaProp)
-    return optimiser, weights
+    optimizer = build_optimizer("laprop", groups, lr, 0.7, warmup=warmup)
+    assert isinstance(optimizer, LaProp)
+    return optimizer, weights
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 7, 100])
 def test_laprop_is_its_plain_loop(warmup: int) -> None:
     start, gradients = drawn(15, torch.float64)
-    optimiser, weights = grouped(start, warmup)
+    optimizer, weights = grouped(start, warmup)
     loops = [
         plain_laprop(start[i], [each[i] for each in gradients], lr=0.01, warmup=warmup, decay=DECAYS[i])
         for i in range(len(SHAPES))
     ]
     for each in gradients:
-        stepped(optimiser, weights, each)
+        stepped(optimizer, weights, each)
         for weight, loop in zip(weights, loops, strict=True):
             torch.testing.assert_close(weight.detach(), next(loop), rtol=1e-13, atol=1e-14)
 
@@ -283,25 +283,25 @@ def test_laprop_resumed_in_the_middle_ends_in_the_same_bits(cut: int, dtype: tor
     first, weights = grouped(start, 7)
     for each in gradients[:cut]:
         stepped(first, weights, each)
-    save_tensors(tmp_path / "x", optimiser_tensors(first), {})
+    save_tensors(tmp_path / "x", optimizer_tensors(first), {})
     second, resumed = grouped([weight.detach() for weight in weights], 7)
-    load_optimiser(second, load_tensors(tmp_path / "x")[0])
+    load_optimizer(second, load_tensors(tmp_path / "x")[0])
     for each in gradients[cut:]:
         stepped(second, resumed, each)
     assert all(torch.equal(a, b) for a, b in zip(resumed, want, strict=True))
-    ours, theirs = optimiser_tensors(second), optimiser_tensors(whole)
+    ours, theirs = optimizer_tensors(second), optimizer_tensors(whole)
     assert ours.keys() == theirs.keys() and len(ours) == 3 * len(SHAPES)
     assert all(torch.equal(ours[key], theirs[key]) and ours[key].dtype == theirs[key].dtype for key in ours)
 
 
 def test_another_rate_counts_from_the_next_update_on(tmp_path: Path) -> None:
     weight = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    first = build_optimiser("laprop", [weight], 1e-2, 0.0)
+    first = build_optimizer("laprop", [weight], 1e-2, 0.0)
     for _ in range(5):
         stepped(first, [weight], [torch.ones(2, dtype=torch.float64)])
-    save_tensors(tmp_path / "x", optimiser_tensors(first), {})
-    second = build_optimiser("laprop", [weight], 1e-4, 0.0)
-    load_optimiser(second, load_tensors(tmp_path / "x")[0])
+    save_tensors(tmp_path / "x", optimizer_tensors(first), {})
+    second = build_optimizer("laprop", [weight], 1e-4, 0.0)
+    load_optimizer(second, load_tensors(tmp_path / "x")[0])
     before = weight.detach().clone()
     stepped(second, [weight], [torch.ones(2, dtype=torch.float64)])
     torch.testing.assert_close(before - weight.detach(), torch.full((2,), 1e-4, dtype=torch.float64))
@@ -310,13 +310,13 @@ def test_another_rate_counts_from_the_next_update_on(tmp_path: Path) -> None:
 def test_a_parameter_without_a_gradient_stands_still_and_counts_its_own() -> None:
     """Three gradients of one, of which the other misses the second: it goes on as if there had been two."""
     start, gradients = drawn(3, torch.float64)
-    optimiser, weights = grouped(start, 7)
+    optimizer, weights = grouped(start, 7)
     for k, each in enumerate(gradients):
         for weight, gradient in zip(weights, each, strict=True):
             weight.grad = gradient.clone()
         if k == 1:
             weights[3].grad = None
-        optimiser.step()
+        optimizer.step()
     for i, took in [(0, [0, 1, 2]), (3, [0, 2])]:
         (*_, want) = plain_laprop(start[i], [gradients[k][i] for k in took], lr=0.01, warmup=7, decay=0.3)
         torch.testing.assert_close(weights[i].detach(), want)
@@ -325,17 +325,17 @@ def test_a_parameter_without_a_gradient_stands_still_and_counts_its_own() -> Non
 def test_laprop_reads_nothing_from_the_device() -> None:
     """Tensors on the meta device have no values: an update that looked at one would fail."""
     weights = [nn.Parameter(torch.zeros(shape, device="meta")) for shape in SHAPES]
-    optimiser = build_optimiser("laprop", [{"params": weights, "weight_decay": 0.1}], 0.1, 0.0, warmup=3)
+    optimizer = build_optimizer("laprop", [{"params": weights, "weight_decay": 0.1}], 0.1, 0.0, warmup=3)
     for _ in range(5):
-        stepped(optimiser, weights, [torch.ones_like(weight) for weight in weights])
-    assert all(optimiser.state[weight]["step"].tolist() == 5 for weight in weights)
+        stepped(optimizer, weights, [torch.ones_like(weight) for weight in weights])
+    assert all(optimizer.state[weight]["step"].tolist() == 5 for weight in weights)
 
 
 def test_tiny_and_vanishing_gradients_stay_finite() -> None:
     """In float32 the square of 1e-30 is 0: eps alone is left under the gradient."""
     weight = nn.Parameter(torch.zeros(4))
-    optimiser = build_optimiser("laprop", [weight], 1e-3, 0.0)
+    optimizer = build_optimizer("laprop", [weight], 1e-3, 0.0)
     for _ in range(50):
-        stepped(optimiser, [weight], [torch.tensor([0.0, 1e-30, 1e-22, 1e-15])])
+        stepped(optimizer, [weight], [torch.tensor([0.0, 1e-30, 1e-22, 1e-15])])
     assert torch.isfinite(weight).all() and weight[0] == 0
     assert math.isclose(weight[3].item(), -50 * 1e-3, rel_tol=1e-4)

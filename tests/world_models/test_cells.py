@@ -93,7 +93,7 @@ def one_by_one(model: CellsWorldModel, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_world_is_that_of_the_environment_and_the_metrics() -> None:
-    assert (cells.SIDE, cells.MOVES, cells.COLOURS) == (world.SIDE, world.MOVES, world.COLOURS)
+    assert (cells.SIDE, cells.MOVES, cells.COLORS) == (world.SIDE, world.MOVES, world.COLORS)
     assert [cells.FLOOR, cells.WALL, cells.AGENT, cells.GOAL] == [world.FLOOR, world.WALL, world.AGENT, world.GOAL]
     assert metrics.TOKENS == cells.TOKENS == L
     assert make().successor.tolist() == metrics.SUCCESSOR.tolist()
@@ -207,17 +207,17 @@ def test_teacher_frames_are_the_likeliest_given_what_really_came_before(backbone
 
 
 def test_it_learns_and_every_parameter_is_reached() -> None:
-    model = make("mamba1", layers=1, horizon=2).train()
+    model = make("mamba1", layers=1, sequence_length=2).train()
     latent, action = segment(2)
     groups = model.parameter_groups()
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
-    optimiser = torch.optim.AdamW(groups, lr=1e-2)
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
     losses = []
     for _ in range(40):
         loss, _ = model.loss(experience(latent, action))
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(float(loss.detach()))
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert losses[-1] < 1 < 2 < losses[0]
@@ -238,7 +238,7 @@ def test_decay_spares_the_table() -> None:
 @pytest.mark.parametrize("context", [1, 2])
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_imagination_draws_token_by_token_from_what_was_seen(backbone: str, context: int) -> None:
-    model = make(backbone, context=context, horizon=5)
+    model = make(backbone, context=context, sequence_length=5)
     torch.nn.init.normal_(model.embedding.weight)
     latent, action = segment(4)
     features, state = model.observe(latent, action, opening(action))
@@ -278,7 +278,7 @@ def test_what_comes_before_a_reset_leaves_no_trace(backbone: str) -> None:
 
 
 def test_a_backbone_without_room_starts_from_the_current_frame() -> None:
-    model = make("transformer", horizon=2)
+    model = make("transformer", sequence_length=2)
     latent, action = segment(1)
     state = model.observe(latent, action, opening(action))[1]
     _, state = model.imagine(state, action[:, 0])  # 25 + 26 of 52 tokens

@@ -26,7 +26,7 @@ DECODED = ("reward_head", "policy_head", "value_head", "termination_head")
 
 
 def unizero() -> UniZero:
-    settings = UniZeroSettings(horizon=4, td_steps=2, context=2, channels=(4, 6), termination=True)
+    settings = UniZeroSettings(sequence_length=4, td_steps=2, context=2, channels=(4, 6), predict_termination=True)
     model = UniZero(settings, small("transformer", max_length=8, block=2, width=32), A, SIZE)
     nn.init.normal_(model.action_embedding.weight)
     nn.init.normal_(model.encoder[2].weight, std=0.5)
@@ -35,7 +35,11 @@ def unizero() -> UniZero:
 
 def muzero() -> MuZero:
     narrow = {"head_channels": 4, "projection_width": 8, "predictor_width": 4}
-    return MuZero(MuZeroSettings(stack=2, unroll=3, channels=(4, 6), bound=50, termination=True, **narrow), A, SIZE)
+    return MuZero(
+        MuZeroSettings(frame_stack=2, unroll_steps=3, channels=(4, 6), bound=50, predict_termination=True, **narrow),
+        A,
+        SIZE,
+    )
 
 
 MODELS = pytest.mark.parametrize("make", [unizero, muzero])

@@ -23,7 +23,7 @@ from wmcli.controllers.base import Noise
 from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings
 from wmcli.training import graph
 from wmcli.training.graph import Recorded
-from wmcli.training.optim import build_optimiser, update
+from wmcli.training.optim import build_optimizer, update
 from wmcli.world_models.base import Batch, WorldModel
 from wmcli.world_models.token import TokenWorldModel
 
@@ -60,7 +60,7 @@ MODELS = {
 def test_a_training_step_and_an_imagined_step(backbone: str, kind: str) -> None:
     model, batch = MODELS[kind](backbone)
     assert isinstance(model.backbone, BACKBONES[backbone])
-    optimiser = build_optimiser("adamw", model.parameter_groups(), 3e-3, 0.01)
+    optimizer = build_optimizer("adamw", model.parameter_groups(), 3e-3, 0.01)
 
     def loss() -> torch.Tensor:
         torch.manual_seed(1)  # the same dropout and the same draws each time
@@ -68,7 +68,7 @@ def test_a_training_step_and_an_imagined_step(backbone: str, kind: str) -> None:
 
     before = loss()
     for _ in range(3):
-        norm = update(optimiser, loss(), 100.0)
+        norm = update(optimizer, loss(), 100.0)
         assert norm.isfinite() and norm > 0
     assert loss() < before
     model.after_update()  # only now: a target that follows moves what is to be learned
@@ -91,13 +91,16 @@ def _check_imagination(model: WorldModel, batch: Batch) -> None:
 
 CONTROLLERS = {
     "reinforce": lambda model: ReinforceController(
-        ReinforceSettings(width=6, latent_channels=(4,), burn_in=2, horizon=STEPS),
+        ReinforceSettings(width=6, latent_channels=(4,), burn_in=2, imagination_horizon=STEPS),
         model.feature_shape,
         16,
         model.actions,
     ),
     "actor-critic": lambda model: ActorCritic(
-        ActorCriticSettings(actor_width=5, critic_width=5, horizon=STEPS), model.feature_shape, model.actions, 3
+        ActorCriticSettings(actor_width=5, critic_width=5, imagination_horizon=STEPS),
+        model.feature_shape,
+        model.actions,
+        3,
     ),
 }
 
@@ -141,7 +144,7 @@ def test_a_recorded_rollout_is_the_rollout(
                 noise = player.noise(model, window)
                 want = player.imagine(model, window, noise)
                 assert_close(recorded(window, noise), want, rtol=0, atol=0)
-            with torch.no_grad():  # as an optimiser does
+            with torch.no_grad():  # as an optimizer does
                 for parameter in player.parameters():
                     parameter.mul_(1.1)
 

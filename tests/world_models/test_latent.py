@@ -29,7 +29,7 @@ def make(backbone="retnet", *, unimix=0.01, dropout=0.0, **settings) -> LatentWo
         categoricals=K, classes=C, unimix=unimix, channels=(6, 8), strides=(2, 2), kernel=4
     )
     dynamics = LatentWorldModelSettings(**{"horizon": 12, "context": 3, "act_window": 5, "head_width": 9, **settings})
-    sequence_model = small(backbone, max_length=dynamics.horizon, block=1, width=D, dropout=dropout)
+    sequence_model = small(backbone, max_length=dynamics.sequence_length, block=1, width=D, dropout=dropout)
     model = LatentWorldModel(dynamics, sequence_model, CategoricalTokenizer(tokenizer, SIZE), A)
     with torch.no_grad():  # so that priors are not all but uniform
         model.prior_head.weight.mul_(20)
@@ -82,7 +82,7 @@ def test_sizes():
 def test_first_weights(kind, stem, prior_layers):
     torch.manual_seed(0)
     tokenizer = CategoricalTokenizer(CategoricalTokenizerSettings(strides=(2, 2), channels=(8, 8), kernel=4), SIZE)
-    dynamics = LatentWorldModelSettings(stem=stem, prior_layers=prior_layers, initialisation=kind)
+    dynamics = LatentWorldModelSettings(stem=stem, prior_layers=prior_layers, initialization=kind)
     model = LatentWorldModel(dynamics, small("gru", max_length=128, block=1, width=128), tokenizer, A)
     drawn = {"reward_head": kind, "termination_head": kind, "stem": "torch", "prior_head": "torch"}
     if stem == "dreamer":
@@ -512,14 +512,14 @@ def test_a_moving_square_is_learned_and_imagined():
     with torch.no_grad():
         model.prior_head.weight.div_(20)
         model.tokenizer.posterior_head.weight.div_(20)
-    optimiser = torch.optim.AdamW(model.parameter_groups(), lr=5e-3)
+    optimizer = torch.optim.AdamW(model.parameter_groups(), lr=5e-3)
     generator = torch.Generator().manual_seed(3)
     for _ in range(250):  # after 150 the third step is right in 0.89 to 0.94 of all rows
         total, log = model.loss(dots(generator, 16)[0])
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
-        optimiser.step()
+        optimizer.step()
     model.eval()
     batch, _ = dots(generator, 64)
     reset = batch.first[:, :2]

@@ -36,7 +36,7 @@ S4WM = {
     "act_window": 0,
     "act_on": "posterior",
 }
-POSTERIORS = ("factorised", "recurrent", "full")
+POSTERIORS = ("factorized", "recurrent", "full")
 ENDLESS = [name for name in NAMES if small(name, max_length=12, block=1, width=D).max_length is None]
 
 
@@ -53,12 +53,14 @@ def make(backbone="s4", *, certain=False, **settings) -> LatentWorldModel:
         bias=False,
         norm="layer",
         norm_eps=1e-3,
-        output="centred",
+        output="centered",
         posterior_layers=1,
         posterior_width=13,
     )
-    sequence_model = small(backbone, max_length=dynamics.horizon, block=1, width=D)
-    evidence = small(backbone, max_length=dynamics.horizon, block=1, width=D) if dynamics.posterior == "full" else None
+    sequence_model = small(backbone, max_length=dynamics.sequence_length, block=1, width=D)
+    evidence = (
+        small(backbone, max_length=dynamics.sequence_length, block=1, width=D) if dynamics.posterior == "full" else None
+    )
     reads = LatentWorldModel.tokenizer_reads(dynamics, coder.stack.features(SIZE), D)
     model = LatentWorldModel(dynamics, sequence_model, CategoricalTokenizer(coder, SIZE, **reads), A, evidence)
     with torch.no_grad():
@@ -152,10 +154,10 @@ def test_the_loss_is_its_definition(posterior):
 
 @pytest.mark.parametrize(("first_frame", "heads_read"), [(True, "state"), (False, "past")])
 def test_what_the_settings_add(first_frame, heads_read):
-    model = make(certain=True, first_frame=first_frame, heads_read=heads_read, ends=True).eval()
+    model = make(certain=True, first_frame=first_frame, heads_read=heads_read, predict_termination=True).eval()
     batch = segment(terminated=flags((0, 3), (2, 6)))
     _, log = model.loss(batch)
-    want = by_hand(make(certain=True, ends=False).eval(), batch)
+    want = by_hand(make(certain=True, predict_termination=False).eval(), batch)
     if first_frame:
         truth = batch.latent.permute(0, 1, 4, 2, 3).float() / 255
         assert_close(
@@ -348,12 +350,12 @@ def test_rewards_are_learned_in_any_form(reward):
     learned = [*model.backbone.parameters(), *model.stem.parameters()]
     if reward != "none":
         learned += model.reward_head.parameters()
-    optimiser = torch.optim.Adam(learned, 1e-2)
+    optimizer = torch.optim.Adam(learned, 1e-2)
     for _ in range(200):
         total, log = model.loss(batch)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         total.backward()
-        optimiser.step()
+        optimizer.step()
     model.eval()
     features, _ = model.observe(model.encode(batch.latent), batch.action, batch.first)
     told = model.arrival_reward(features[:, 1:])

@@ -19,9 +19,9 @@ from watching import NoWaiting, Replayable
 
 from wmcli.nn import value_bins
 from wmcli.training.device import Machine
-from wmcli.training.optim import build_optimiser, update
+from wmcli.training.optim import build_optimizer, update
 from wmcli.world_models.base import Batch, Targets
-from wmcli.world_models.muzero import MuZero, MuZeroSettings, Node, Seen, grey, varied
+from wmcli.world_models.muzero import MuZero, MuZeroSettings, Node, Seen, gray, varied
 from wmcli.world_models.planning import bootstrap_frames, n_step_returns, part_of
 
 B, A, N, SIZE = 4, 5, 3, 20
@@ -115,12 +115,12 @@ def test_the_papers_sizes():
 
 def test_grey_is_luminance():
     pictures = frames(3)
-    got = grey(pictures)
+    got = gray(pictures)
     want = (pictures.double() @ torch.tensor([0.299, 0.587, 0.114], dtype=torch.float64)).round().to(torch.uint8)
     assert torch.equal(got, want)
     by_pillow = torch.tensor(list(Image.fromarray(pictures[0].numpy()).convert("L").tobytes())).view(SIZE, SIZE)
     assert int((got[0].int() - by_pillow).abs().max()) <= 1
-    assert int(grey(torch.full((1, 1, 3), 255, dtype=torch.uint8))) == 255
+    assert int(gray(torch.full((1, 1, 3), 255, dtype=torch.uint8))) == 255
 
 
 # -- stacks -----------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_an_episodes_first_frame_stands_for_those_before_it():
 
 @torch.no_grad()
 def test_a_stack_of_one_frame_has_no_history():
-    model = make(stack=1).eval()
+    model = make(frame_stack=1).eval()
     assert (model.history, model.remembers, model.context, model.segment) == (0, 0, 1, REAL)
     model.loss(Batch(*(each[:, HISTORY:] for each in segment()[:7])))
     reset = torch.zeros(B, 3, dtype=torch.bool)
@@ -169,7 +169,7 @@ def test_a_stack_of_one_frame_has_no_history():
 
 def test_a_window_left_padded_leaves_no_trace_of_what_is_before():
     model = make().eval()
-    shades = grey(frames(B, 4))
+    shades = gray(frames(B, 4))
     reset = torch.tensor([[False, False, True, False]] * B)
     action = torch.zeros(B, 4, dtype=torch.long)
     other = shades.clone()
@@ -198,7 +198,7 @@ def test_the_dynamics_are_their_definition():
 
 
 def test_the_first_losses_are_those_of_no_opinion():
-    model = make(lively=False, termination=True)
+    model = make(lively=False, predict_termination=True)
     _, log = model.loss(segment(searched=some(1.0)))
     assert_close(log["reward_loss"], torch.tensor(math.log(19)))
     assert_close(log["value_loss"], torch.tensor(math.log(19)))
@@ -218,7 +218,7 @@ def cross_entropy(logits: Tensor, number: Tensor) -> Tensor:
 def test_the_loss_is_observing_and_imagining_step_by_step(bootstrap):
     searched = some(0.7)
     weights = {"reward_weight": 0.3, "policy_weight": 0.7, "value_weight": 1.1, "consistency_weight": 1.7}
-    model, batch = make(termination=True, bootstrap=bootstrap, **weights).eval(), segment(searched=searched)
+    model, batch = make(predict_termination=True, bootstrap=bootstrap, **weights).eval(), segment(searched=searched)
     total, log = model.loss(batch)
     sums = {name: [] for name in ("reward", "policy", "value", "consistency", "end", "entropy", "mean")}
     shades = model.encode(batch.latent)
@@ -286,7 +286,7 @@ def test_the_loss_is_observing_and_imagining_step_by_step(bootstrap):
 
 def test_padding_leaves_no_trace():
     """But for the actions behind an end, which lead nowhere: what they lead to is learned to be worth nothing."""
-    model = make(termination=True).eval()
+    model = make(predict_termination=True).eval()
     batch = segment(searched=some(0.6))
     pad = ~batch.valid & (torch.arange(T) > HISTORY)  # the history is shown, whether padded or not
     ended = (batch.terminated & batch.valid).any(1, keepdim=True)
@@ -305,7 +305,7 @@ def test_padding_leaves_no_trace():
 
 
 def test_every_parameter_learns_but_the_targets():
-    model, batch = make(termination=True, bootstrap="search"), segment(searched=some(0.9))
+    model, batch = make(predict_termination=True, bootstrap="search"), segment(searched=some(0.9))
     with NoWaiting():
         total, _ = model.loss(batch)
     total.backward()
@@ -340,7 +340,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 def test_the_target_is_renewed_by_the_clock_which_is_saved():
     def step(model):
-        update(optimisers[model], model.loss(batch)[0], 1.0)
+        update(optimizers[model], model.loss(batch)[0], 1.0)
         model.after_update()
 
     def renewed(model):
@@ -348,7 +348,7 @@ def test_the_target_is_renewed_by_the_clock_which_is_saved():
 
     model, batch = make(target_every=3), segment()
     assert set(model.target) == {"representation", "prediction", "value_head"}
-    optimisers = {model: build_optimiser("sgd", model.parameter_groups(), 0.01, 0.0)}
+    optimizers = {model: build_optimizer("sgd", model.parameter_groups(), 0.01, 0.0)}
     seen = []
     for _ in range(7):
         torch.manual_seed(len(seen))
@@ -359,7 +359,7 @@ def test_the_target_is_renewed_by_the_clock_which_is_saved():
     assert seen == [False, False, True, False, False, True, False]
     again = make(lively=False, target_every=3)
     again.load_state_dict(saved)
-    optimisers[again] = build_optimiser("sgd", again.parameter_groups(), 0.01, 0.0)
+    optimizers[again] = build_optimizer("sgd", again.parameter_groups(), 0.01, 0.0)
     for seed in (4, 5, 6):
         torch.manual_seed(seed)
         step(again)
@@ -419,7 +419,7 @@ def test_only_training_varies():
 @pytest.mark.parametrize("autocast", [False, True])
 @torch.no_grad()
 def test_nodes_of_a_search(autocast):
-    model = make(termination=True).eval()
+    model = make(predict_termination=True).eval()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         states, _ = play(model, 3, torch.tensor([[True, False, True]] * B))
         assert len({str([(each.shape, each.dtype) for each in state]) for state in states}) == 1
@@ -464,12 +464,12 @@ def test_a_fixed_batch_is_learned_by_heart():
     # Rewards whole in the bins, and values as good as rewards, so that nothing of the losses has to stay.
     batch = batch._replace(targets=batch.targets._replace(policy=policy), reward=value_bins.stretch(batch.reward))
     settings = {"discount": 1e-6, "consistency_weight": 0.0, "shift": 0, "intensity": 0.0, "head_width": 32}
-    model = make(lively=False, termination=True, **settings)
-    optimiser = build_optimiser("sgd", model.parameter_groups(), 0.1, 1e-4, momentum=0.9)
+    model = make(lively=False, predict_termination=True, **settings)
+    optimizer = build_optimizer("sgd", model.parameter_groups(), 0.1, 1e-4, momentum=0.9)
     first = None
     for _ in range(300):
         total, _ = model.loss(batch)
         first = total.detach() if first is None else first
-        update(optimiser, total, 10.0)
+        update(optimizer, total, 10.0)
         model.after_update()
     assert total < 0.1 * first

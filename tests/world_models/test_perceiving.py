@@ -32,7 +32,7 @@ Case = tuple[Callable[[], WorldModel], Callable[[], Tensor]]
 
 def _token(backbone: str, **settings: object) -> WorldModel:
     """A token model whose draws depend on its past."""
-    model = test_token.make(backbone, horizon=8, **settings)
+    model = test_token.make(backbone, sequence_length=8, **settings)
     with torch.no_grad():
         for head in (model.observation_head, model.reward_head, model.termination_head):
             head[0].weight.mul_(30)
@@ -62,7 +62,10 @@ def _cases() -> dict[str, Case]:
             make = partial(test_memory_models.make, name, posterior=posterior, certain=True)
             cases[f"latent, {posterior} posterior, {name}"] = make, _latent_frames
     for name in ("retnet", "transformer", "mamba1"):
-        cases[f"cells, {name}"] = partial(test_cells.make, name, horizon=8, context=3), lambda: test_cells.played(T)[0]
+        cases[f"cells, {name}"] = (
+            partial(test_cells.make, name, sequence_length=8, context=3),
+            lambda: test_cells.played(T)[0],
+        )
     cases["muzero"] = test_muzero.make, partial(test_muzero.frames, test_muzero.B, T)
     return cases
 

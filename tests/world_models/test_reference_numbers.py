@@ -92,7 +92,7 @@ def test_attention(prior, whole, steps):
 
 def unizero() -> UniZero:
     settings = UniZeroSettings(
-        horizon=4, td_steps=2, context=2, activation="gelu_tanh", discount=0.9, entropy_weight=0.2
+        sequence_length=4, td_steps=2, context=2, activation="gelu_tanh", discount=0.9, entropy_weight=0.2
     )
     return filled(UniZero(settings, backbone(16, 1, 8), A, 64))
 

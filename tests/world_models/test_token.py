@@ -32,7 +32,7 @@ def _seed():
 
 
 class FakeTokenizer(nn.Module):
-    """A frame is 2h x 2w pixels, each 2x2 square of one grey value: that value is the token."""
+    """A frame is 2h x 2w pixels, each 2x2 square of one gray value: that value is the token."""
 
     def __init__(self, grid=GRID, codes=N, width=D):
         super().__init__()
@@ -312,7 +312,7 @@ def test_parameter_counts_of_rem_and_iris(actions):
             actions,
         )
         iris = TokenWorldModel(
-            TokenWorldModelSettings(prediction="sequential", shared_embeddings=False, horizon=20, context=1),
+            TokenWorldModelSettings(prediction="sequential", shared_embeddings=False, sequence_length=20, context=1),
             build(BackboneSettings(name="transformer", width=256, layers=10), max_length=340, block=17),
             FakeTokenizer((4, 4), 512, 512),
             actions,
@@ -333,8 +333,8 @@ def test_weight_decay_falls_on_the_weights_of_linear_layers_only(backbone, predi
     assert {id(parameter) for parameter in decayed["params"]} == linear
 
 
-def test_initialisation_like_gpt_reaches_tables_and_heads():
-    model = make(initialisation="gpt", shared_embeddings=False)
+def test_initialization_like_gpt_reaches_tables_and_heads():
+    model = make(initialization="gpt", shared_embeddings=False)
     weights = [model.token_embedding, model.queries, model.action_embedding, model.reward_head[0]]
     assert all(0.01 < module.weight.std() < 0.03 for module in weights)
     assert (model.reward_head[2].bias == 0).all()
@@ -406,15 +406,15 @@ def test_logged_accuracies_by_hand():
     assert not any(value.requires_grad for value in log.values())
 
 
-@pytest.mark.parametrize("initialisation", ["torch", "gpt"])
+@pytest.mark.parametrize("initialization", ["torch", "gpt"])
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("backbone", NAMES)
-def test_losses_start_near_those_of_a_guess(backbone, prediction, initialisation):
+def test_losses_start_near_those_of_a_guess(backbone, prediction, initialization):
     tokenizer = FakeTokenizer(codes=512, width=64)
     with torch.no_grad():
         tokenizer.table.mul_(0.001)  # code vectors start small
-    model = make(backbone, tokenizer, width=64, actions=18, prediction=prediction, initialisation=initialisation)
-    margin = 0.1 if initialisation == "gpt" else 0.4
+    model = make(backbone, tokenizer, width=64, actions=18, prediction=prediction, initialization=initialization)
+    margin = 0.1 if initialization == "gpt" else 0.4
     batch = experience()
     batch = batch._replace(latent=torch.randint(512, (B, T, K)), action=torch.randint(18, (B, T)))
     _, log = model.loss(batch)

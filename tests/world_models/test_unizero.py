@@ -25,7 +25,7 @@ from wmcli.errors import UsageError
 from wmcli.nn import value_bins
 from wmcli.nn.simnorm import divergence
 from wmcli.training.device import Machine
-from wmcli.training.optim import build_optimiser, update
+from wmcli.training.optim import build_optimizer, update
 from wmcli.world_models.base import Batch, Targets
 from wmcli.world_models.planning import UniZero, UniZeroSettings, bootstrap_frames, n_step_returns
 
@@ -252,7 +252,7 @@ def test_a_stored_search_goes_before_the_target_where_it_is_asked_for():
 
 
 def test_the_first_losses_are_those_of_no_opinion():
-    model = make(lively=False, bound=50, termination=True)
+    model = make(lively=False, bound=50, predict_termination=True)
     total, log = model.loss(segment(searched=some(1.0)))
     assert_close(log["reward_loss"], torch.tensor(math.log(101)))
     assert_close(log["value_loss"], torch.tensor(math.log(101)))
@@ -271,7 +271,7 @@ def test_the_first_latent_loss_at_the_papers_size(activation, least, most):
     deviation 0.02, make logits of deviation 2. LightZero 0.2.0, gelu_tanh, begins at 0.74 to 0.82 nats a group.
     Frames without any content have none to predict."""
     torch.manual_seed(0)
-    settings = UniZeroSettings(activation=activation, horizon=5, td_steps=1)
+    settings = UniZeroSettings(activation=activation, sequence_length=5, td_steps=1)
     model = UniZero(settings, small("gru", max_length=10, block=2, width=768), A, 64)
     image = torch.randint(256, (3, 6, 64, 64, 3), dtype=torch.uint8)
     no = torch.zeros(3, 6, dtype=torch.bool)
@@ -332,7 +332,7 @@ def test_the_loss_is_its_definition(backbone):
 
 
 def test_padding_leaves_no_trace():
-    model = make(termination=True, bootstrap="search").eval()
+    model = make(predict_termination=True, bootstrap="search").eval()
     batch = segment(searched=some(0.6))
     pad = ~batch.valid
     assert batch.targets is not None
@@ -363,7 +363,7 @@ def test_without_a_search_no_policy_is_learned(searched):
 def test_time_limits_are_ends_only_if_asked_for():
     batch = segment()
     cut = batch._replace(truncated=batch.valid & ~F.pad(batch.valid[:, 1:], (0, 1)))
-    losses = {key: make(end_on_truncation=key, termination=True).eval().loss for key in (False, True)}
+    losses = {key: make(end_on_truncation=key, predict_termination=True).eval().loss for key in (False, True)}
     for name in ("value_loss", "termination_loss"):
         assert_close(losses[False](cut)[1][name], losses[False](batch)[1][name])
         assert (losses[True](cut)[1][name] - losses[True](batch)[1][name]).abs() > 1e-3
@@ -371,7 +371,10 @@ def test_time_limits_are_ends_only_if_asked_for():
 
 @pytest.mark.parametrize("backbone", NAMES)
 def test_every_parameter_learns_but_the_targets(backbone):
-    model, batch = make(backbone, termination=True, bootstrap="search", dropout=0.1), segment(searched=some(0.8))
+    model, batch = (
+        make(backbone, predict_termination=True, bootstrap="search", dropout=0.1),
+        segment(searched=some(0.8)),
+    )
     with NoWaiting():
         total, _ = model.loss(batch)
     total.backward()
@@ -405,10 +408,10 @@ def test_the_target_follows_the_parameters(backbone):
     model = make(backbone, target_rate=0.25)
     batch = segment()
     where = bootstrap_frames(batch.valid, HORIZON, STEPS)
-    optimiser = build_optimiser("adamw", model.parameter_groups(), 1e-2, 0.0)
+    optimizer = build_optimizer("adamw", model.parameter_groups(), 1e-2, 0.0)
     model._target_values(batch, where)  # what a backbone prepares from its weights must not outlive them
     before = copy.deepcopy(model.target.state_dict())
-    update(optimiser, model.loss(batch)[0], 100.0)
+    update(optimizer, model.loss(batch)[0], 100.0)
     batch_statistics = {name: value for name, value in model.target.state_dict().items() if "running" in name}
     batch_statistics = copy.deepcopy(batch_statistics)
     model.after_update()
@@ -453,8 +456,8 @@ def test_labels_have_the_statistics_of_the_batch_in_training_and_values_never():
 
 def test_training_goes_on_exactly_from_saved_weights():
     def step(model):
-        optimiser = torch.optim.SGD(model.parameter_groups(), 0.1)
-        update(optimiser, model.loss(segment())[0], 1.0)
+        optimizer = torch.optim.SGD(model.parameter_groups(), 0.1)
+        update(optimizer, model.loss(segment())[0], 1.0)
         model.after_update()
 
     model = make()
@@ -502,7 +505,7 @@ def latents(*lead: int, seed: int = 3) -> Tensor:
 @torch.no_grad()
 def test_rows_of_different_length_are_what_they_would_be_alone(backbone):
     """Windows of 1, 3, 5 and 7 elements in one batch: features, predictions and imagined steps."""
-    model = make(backbone, termination=True).eval()
+    model = make(backbone, predict_termination=True).eval()
     z, action = latents(B, 6), torch.randint(A, (B, 6))
     reset = torch.zeros(B, 6, dtype=torch.bool)
     opens = [5, 4, 3, 0]  # the last has had more frames than the window holds
@@ -663,12 +666,12 @@ def test_a_fixed_batch_is_learned_by_heart(backbone):
     batch = batch._replace(
         reward=value_bins.stretch(batch.reward), terminated=batch.valid & ~F.pad(batch.valid[:, 1:], (0, 1))
     )
-    model = make(backbone, lively=False, td_steps=STEPS, discount=1e-6, termination=True, entropy_weight=0.0)
-    optimiser = build_optimiser("adamw", model.parameter_groups(), 3e-3, 1e-4, beta2=0.95)
+    model = make(backbone, lively=False, td_steps=STEPS, discount=1e-6, predict_termination=True, entropy_weight=0.0)
+    optimizer = build_optimizer("adamw", model.parameter_groups(), 3e-3, 1e-4, beta2=0.95)
     first = None
     for _ in range(300):
         total, _ = model.loss(batch)
         first = total.detach() if first is None else first
-        update(optimiser, total, 5.0)
+        update(optimizer, total, 5.0)
         model.after_update()
     assert total < 0.1 * first

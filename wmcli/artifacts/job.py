@@ -1,4 +1,4 @@
-"""A stage's unit of work: recognised when it was done before, resumed when it was interrupted, published whole.
+"""A stage's unit of work: recognized when it was done before, resumed when it was interrupted, published whole.
 
 What a crash can leave, and who clears it away: a work directory with its checkpoints (the same job resumes it, others
 leave it alone); a work directory whose payload was published already, which is one without `payload/` (the next `done`
@@ -21,12 +21,26 @@ from typing import TYPE_CHECKING, Any
 from wmcli.artifacts.failpoint import failpoint
 from wmcli.artifacts.files import debris, discard, disk_errors, make_folder, regular_files, sweep, sync_folder
 from wmcli.artifacts.lock import exclusive
-from wmcli.artifacts.manifest import MANIFEST, PRUNED, Artifact, finite, open_artifact, version_name, write_manifest
+from wmcli.artifacts.manifest import (
+    KINDS,
+    MANIFEST,
+    PRUNED,
+    Artifact,
+    finite,
+    open_artifact,
+    version_name,
+    write_manifest,
+)
+from wmcli.config import SCHEMA, Identity
 from wmcli.config import digest as digest_of
 from wmcli.errors import ArtifactError, BusyError, DivergedError
 
 if TYPE_CHECKING:
     from wmcli.artifacts.store import Run
+
+REVISIONS: dict[str, int] = dict.fromkeys(KINDS, 1)
+"""A number for each kind of work, to raise when the same settings give other results, as after the mend of a fault: the
+work is then done again instead of found done."""
 
 PAYLOAD = "payload"
 WORK = ".work-"
@@ -39,14 +53,30 @@ _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 class Job:
     """One piece of work. Two jobs with the same digest make the same thing. Made by `Run.job`."""
 
-    def __init__(self, run: Run, kind: str, identity: dict[str, Any], inputs: dict[str, Artifact]) -> None:
-        self.run, self.kind, self.identity, self.inputs = run, kind, identity, inputs
+    def __init__(self, run: Run, kind: str, identity: Identity, inputs: dict[str, Artifact]) -> None:
+        self.run, self.kind, self.identity, self.inputs = run, kind, identity.values, inputs
         self._by_role = {role: artifact.digest for role, artifact in inputs.items()}
-        self.digest = digest_of({"kind": kind, "identity": identity, "inputs": self._by_role})
-        """sha256 of the kind, the identity and the inputs' digests."""
         self.folder = run.path / kind
-        self.work_folder = self.folder / f"{WORK}{self.digest[:12]}"
+        self.sections = identity.sections
+        identity = identity.revised(REVISIONS[kind])
+        digests = [self._digest(values) for values in (identity.values, *identity.earlier)]
+        self._digests = frozenset(digests)
+        # Work that an earlier version of wm began goes on under the digest that it had there.
+        begun = (digest for digest in digests if has_checkpoint(self._work_folder(digest)))
+        self.digest = next(begun, digests[0])
+        """sha256 of the kind, the identity and the inputs' digests."""
+        self.work_folder = self._work_folder(self.digest)
         self._found_undone = False  # what the last `done` of this object said
+
+    def made(self, artifact: Artifact) -> bool:
+        """Return whether an artifact is of this very job, under any version of wm."""
+        return artifact.manifest["job"] in self._digests
+
+    def _digest(self, values: dict[str, Any]) -> str:
+        return digest_of({"kind": self.kind, "identity": values, "inputs": self._by_role})
+
+    def _work_folder(self, digest: str) -> Path:
+        return self.folder / f"{WORK}{digest[:12]}"
 
     def done(self) -> Artifact | None:
         """The newest version that this very job has published, None if there is none; it may be pruned.
@@ -64,7 +94,7 @@ class Job:
         for version in reversed(self.run.versions(self.kind)):
             with suppress(ArtifactError):
                 artifact = self.run.get(self.kind, version)
-                if artifact.manifest["job"] == self.digest:
+                if self.made(artifact):
                     return artifact
         return None
 
@@ -75,7 +105,7 @@ class Job:
                 artifact = self.run.get(self.kind, version)
                 by_role = {role: reference.digest for role, reference in artifact.inputs.items()}
                 in_loop = artifact.manifest["extra"].get("epoch", "unknown") is not None
-                if by_role == self._by_role and in_loop and artifact.manifest["job"] != self.digest:
+                if by_role == self._by_role and in_loop and not self.made(artifact):
                     return artifact
         return None
 
@@ -166,6 +196,8 @@ class Work:
             "job": job.digest,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "settings": settings,
+            "settings_schema": SCHEMA,
+            "revision": REVISIONS[job.kind],
             "environment": environment,
             "inputs": {role: _reference(artifact, run.path) for role, artifact in job.inputs.items()},
             "metrics": metrics,

@@ -21,12 +21,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError
 
 from wmcli.artifacts.files import regular_files, sync_folder
-from wmcli.config import Section, canonical_json, digest, problem
-from wmcli.errors import ArtifactError, MachineError
+from wmcli.config import Section, canonical_json, check_schema, digest, problem, upgrade
+from wmcli.errors import ArtifactError, MachineError, UsageError
 
 MANIFEST = "manifest.json"
 PRUNED = "pruned"  # marker file: the payload was removed to save space, the manifest kept
-SCHEMA = 1
+MANIFEST_SCHEMA = 2
+"""1 (wm 0.1.0) has no `settings_schema`."""
 MAX_MANIFEST_BYTES = 2 << 20  # 50,000 episodes of an evaluation, or 15,000 files; hostile JSON takes a second
 PICTURES = frozenset({".png", ".gif"})
 """Suffixes of files that nothing reads but people: a model is usable without them."""
@@ -102,6 +103,8 @@ class _Manifest(Section):
     job: Sha256
     preset: str = ""
     settings: dict[str, Any]
+    settings_schema: int = 1
+    revision: int = Field(1, ge=1)
     environment: dict[str, Any] | None
     inputs: dict[str, InputRef]
     metrics: dict[str, Any]
@@ -128,7 +131,7 @@ def write_manifest(folder: Path, body: dict[str, Any]) -> dict[str, Any]:
 
     Raises MachineError for one so large that no reader would take it.
     """
-    manifest = json.loads(canonical_json({"schema": SCHEMA, **body}))
+    manifest = json.loads(canonical_json({"schema": MANIFEST_SCHEMA, **body}))
     manifest["digest"] = digest(manifest)
     data = render(manifest)
     if len(data) > MAX_MANIFEST_BYTES:
@@ -178,7 +181,8 @@ class Artifact:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return dict(self.manifest["settings"])
+        """The settings it was made with, as this version of wm writes them."""
+        return upgrade(self.manifest["settings"], self.manifest.get("settings_schema", 1))
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -329,12 +333,17 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
         if not isinstance(manifest, dict) or "schema" not in manifest:
             raise ArtifactError(f"{where}: not a manifest.")
         schema = manifest["schema"]
-        if schema != SCHEMA or isinstance(schema, bool):
+        if schema not in (1, MANIFEST_SCHEMA) or isinstance(schema, bool):
             raise ArtifactError(
-                f"{where}: manifest schema {str(schema)[:20]}, but this wm reads {SCHEMA}; use the wm that wrote it."
+                f"{where}: manifest schema {str(schema)[:20]}, but this wm reads 1 and {MANIFEST_SCHEMA}; use the wm"
+                " that wrote it."
             )
         body = {key: value for key, value in manifest.items() if key != "schema"}
         checked = _Manifest.model_validate(body)
+        try:
+            check_schema(checked.settings_schema, where)
+        except UsageError as error:
+            raise ArtifactError(str(error)) from None
         paths = [entry.path for entry in checked.files]
         if len(set(paths)) != len(paths) or {MANIFEST, PRUNED} & set(paths):
             raise ArtifactError(f"{where}: lists a file twice, or itself.")

@@ -17,6 +17,7 @@ from wmcli.artifacts.job import has_checkpoint
 from wmcli.artifacts.lock import HOLDER, LOCK
 from wmcli.artifacts.manifest import KINDS, MANIFEST, VERSION_NAME, Artifact, open_artifact
 from wmcli.artifacts.store import BINDING, Run
+from wmcli.config import flat
 from wmcli.errors import ArtifactError, UsageError, WmError
 
 SCORE = "returns"  # the protocol of evaluations that are scores of episodes
@@ -180,13 +181,12 @@ def _at(values: Mapping[str, Any], section: str, key: str) -> Any:
 # -- how two of them differ -------------------------------------------------------------------------------------------
 
 
-def differences(left: Path, right: Path, *, unused: bool = False) -> list[dict[str, Any]]:
+def differences(left: Path, right: Path) -> list[dict[str, Any]]:
     """Compare two runs by the settings they are bound to, or two artifacts by all that their manifests say of them.
 
     Args:
         left: a run directory, or a version directory such as `runs/a/dynamics/v0003`.
         right: another of the same sort.
-        unused: also compare the sections of backbones that neither of them uses.
 
     Returns:
         A row `{"part", "key", "left", "right"}` for each value that differs; None where a side has no such key.
@@ -198,14 +198,12 @@ def differences(left: Path, right: Path, *, unused: bool = False) -> list[dict[s
     if _is_version(left) != _is_version(right):
         raise UsageError(f"{left} and {right}: give two runs or two artifacts, not one of each.")
     sides = [_manifest_parts(each) if _is_version(each) else _bound_parts(each) for each in (left, right)]
-    used = {name.replace("-", "_") for side in sides if (name := side["settings"].get("backbone.name"))}
     rows = []
     for part in sides[0]:
         one, other = (side[part] for side in sides)
         for key in dict.fromkeys([*one, *other]):
-            if one.get(key) == other.get(key) or not (part != "settings" or unused or _in_use(key, used)):
-                continue
-            rows.append({"part": part, "key": key, "left": one.get(key), "right": other.get(key)})
+            if one.get(key) != other.get(key) and not key.startswith("alternatives."):
+                rows.append({"part": part, "key": key, "left": one.get(key), "right": other.get(key)})
     return rows
 
 
@@ -214,19 +212,12 @@ def _is_version(path: Path) -> bool:
     return bool(VERSION_NAME.fullmatch(path.name)) or path.name == MANIFEST or (path / MANIFEST).exists()
 
 
-def _in_use(key: str, used: set[str]) -> bool:
-    """Whether a setting is none of a backbone's own section, or one of a backbone that is used."""
-    section, _, rest = key.partition(".")
-    own, dot, _ = rest.partition(".")
-    return section != "backbone" or not dot or own in used
-
-
 def _bound_parts(path: Path) -> dict[str, dict[str, Any]]:
     run = Run.open(path, create=False)
     bound = run.bound()
     if bound is None:
         raise ArtifactError(f"{path} holds no {BINDING}, so it is no run; list those there are with: wm runs {path}")
-    return {"run": {"preset": bound["preset"]}, "settings": _flat(bound["settings"])}
+    return {"run": {"preset": bound["preset"]}, "settings": flat(bound["settings"])}
 
 
 def _manifest_parts(path: Path) -> dict[str, dict[str, Any]]:
@@ -235,19 +226,8 @@ def _manifest_parts(path: Path) -> dict[str, dict[str, Any]]:
     manifest = artifact.manifest
     return {
         "artifact": {"kind": artifact.kind, "preset": manifest.get("preset")},
-        "settings": _flat(artifact.settings),
-        "environment": _flat(manifest["environment"] or {}),
-        "machine": _flat(manifest["machine"]),
+        "settings": flat(artifact.settings),
+        "environment": flat(manifest["environment"] or {}),
+        "machine": flat(manifest["machine"]),
         "inputs": inputs,
     }
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` -> `{"a.b": 1}`."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

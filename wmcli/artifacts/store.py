@@ -32,7 +32,17 @@ from wmcli.artifacts.manifest import (
     shown,
     version_name,
 )
-from wmcli.config import MAX_TOML_BYTES, canonical_json, read_toml, to_toml
+from wmcli.config import (
+    MAX_TOML_BYTES,
+    SCHEMA,
+    Identity,
+    canonical_json,
+    check_schema,
+    read_toml,
+    to_toml,
+    upgrade,
+    upgrade_override,
+)
 from wmcli.errors import ArtifactError, UsageError
 
 LATEST = "latest"
@@ -83,11 +93,12 @@ class Run:
     # -- settings and metrics -----------------------------------------------------------------------------------------
 
     def bound(self) -> dict[str, Any] | None:
-        """Read `{"preset": name, "settings": {...}, "changes": [...]}` from run.toml, None without one.
+        """Read `{"preset": name, "settings": {...}, "changes": [...]}` from run.toml; None without one.
 
-        Each change is `{"epoch": n, "set": ["section.key=value", ...]}`: settings of `wm run` from that epoch on.
+        Each change is `{"epoch": n, "set": ["section.key=value", ...]}`: settings of `wm run` from that epoch on. What
+        an earlier version of wm wrote comes back as this version writes it.
 
-        Raises UsageError if the file is damaged.
+        Raises UsageError if the file is damaged, or written by a later version.
         """
         path = self.path / BINDING
         where = shown(path)
@@ -104,7 +115,10 @@ class Run:
         changes = values.get("changes", [])
         if not isinstance(changes, list) or not all(_is_change(each) for each in changes):
             raise UsageError(f"{where}: changes: each needs an epoch and a list of settings; mend it.")
-        return {"preset": values["preset"], "settings": values["settings"], "changes": changes}
+        schema = check_schema(values.get("schema", 1), where)
+        changes = [{**each, "set": [upgrade_override(text, schema) for text in each["set"]]} for each in changes]
+        bound = {"preset": values["preset"], "settings": upgrade(values["settings"], schema), "changes": changes}
+        return bound | ({"preset_digest": values["preset_digest"]} if "preset_digest" in values else {})
 
     def bind(
         self,
@@ -112,22 +126,30 @@ class Run:
         settings: dict[str, Any],
         changes: Sequence[Mapping[str, Any]] = (),
         *,
+        preset_digest: str | None = None,
         known: Mapping[str, Any] | None = None,
     ) -> None:
         """Write run.toml durably. Bound to the same already: nothing happens.
 
-        `known` is what `bound` gave when the command began, and may be replaced.
+        Args:
+            preset: Name, or path of a file.
+            settings: All plain values.
+            changes: See `bound`.
+            preset_digest: Of the settings that a preset file stated.
+            known: What `bound` gave when the command began, which may be replaced.
 
         Raises UsageError if it is bound to something else by now, BusyError while another process binds it.
         """
-        values: dict[str, Any] = {"preset": preset, "settings": settings}
+        values: dict[str, Any] = {"schema": SCHEMA, "preset": preset, "settings": settings}
+        if preset_digest is not None:
+            values["preset_digest"] = preset_digest
         if changes:
             values["changes"] = [dict(each) for each in changes]
         text = "# What `wm run` does here. Other commands read it too; their --set changes a value for one command.\n\n"
         wanted = read_toml(to_toml(values), BINDING)
         with disk_errors(self.path), exclusive(self.path, str(self)):
             before = self.bound()
-            if before == {"changes": [], **wanted}:
+            if before == {"changes": [], **{key: value for key, value in wanted.items() if key != "schema"}}:
                 return
             if before != known:
                 raise UsageError(
@@ -307,10 +329,10 @@ class Run:
 
     # -- work ---------------------------------------------------------------------------------------------------------
 
-    def job(self, kind: str, identity: dict[str, Any], inputs: dict[str, Artifact]) -> Job:
-        """The work that makes a `kind` of `inputs` (by role); `identity` is all else that its result depends on."""
+    def job(self, kind: str, identity: Identity | Mapping[str, Any], inputs: dict[str, Artifact]) -> Job:
+        """Return the work that makes a `kind` of `inputs` (by role); `identity` is all else its result depends on."""
         assert kind in KINDS, kind
-        return Job(self, kind, identity, inputs)
+        return Job(self, kind, identity if isinstance(identity, Identity) else Identity(identity), inputs)
 
     def prune(self, kind: str, doomed: Collection[int]) -> list[int]:
         """Remove the files of some versions; their manifests stay. Returns the versions pruned now.

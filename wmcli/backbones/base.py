@@ -10,10 +10,26 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
+
+from wmcli.config import Section
 
 State = Any
 """Nested tuples (also named), lists and dicts whose leaves are tensors, batch first; other leaves are constants."""
+
+
+class BackboneSettings(Section):
+    """Settings that every backbone has. They stay where `--backbone` chooses another one."""
+
+    kind: str
+    """Which backbone."""
+    width: int = Field(default=256, ge=1)
+    """Width of an element, of input and output."""
+    layers: int = Field(default=5, ge=1)
+    """Number of layers."""
+    dropout: float = Field(default=0.1, ge=0, lt=1)
+    """Probability, wherever the backbone has dropout."""
 
 
 class Size(NamedTuple):

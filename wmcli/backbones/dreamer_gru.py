@@ -1,4 +1,4 @@
-"""The recurrence of Dreamer's RSSM: gated recurrent units that normalise what goes into their gates.
+"""The recurrence of Dreamer's RSSM: gated recurrent units that normalize what goes into their gates.
 
     r, c, u = LayerNorm(W [h; x])        r = sigmoid(r)        c = tanh(r c)        u = sigmoid(u - 1)
     h <- u c + (1 - u) h
@@ -12,7 +12,7 @@ Axes: B batch, T time (elements), D width, I width of what goes in, N blocks, L 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -20,16 +20,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, Size, cache_dtype, for_each_block
-from wmcli.config import Section
+from wmcli.backbones.base import Backbone, BackboneSettings, Size, cache_dtype, for_each_block
 from wmcli.nn.dropout import dropout
-from wmcli.nn.initialise import fan_average
+from wmcli.nn.initialize import fan_average
 
 
-class DreamerGRUSettings(Section):
+class DreamerGRUSettings(BackboneSettings):
     """What is particular to the GRU of Dreamer."""
 
-    inputs: int = Field(default=0, ge=0)
+    kind: Literal["dreamer-gru"] = "dreamer-gru"
+    """The GRU of Dreamer's RSSM, with LayerNorm."""
+    input_width: int = Field(default=0, ge=0)
     """Width of the elements that go in; 0 is the backbone's width."""
     norm_eps: float = Field(default=1e-3, gt=0)
     """Added to the variance in the LayerNorm."""
@@ -47,7 +48,7 @@ class DreamerGRU(Backbone):
     def __init__(self, settings: DreamerGRUSettings, size: Size) -> None:
         super().__init__()
         self.width, self.max_length, self.dropout = size.width, None, size.dropout
-        widths = [settings.inputs or size.width] + [size.width] * (size.layers - 1)
+        widths = [settings.input_width or size.width] + [size.width] * (size.layers - 1)
         self.cells = nn.ModuleList(DreamerCell(width, size.width, settings.norm_eps) for width in widths)
         fan_average(self)
 

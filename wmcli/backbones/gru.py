@@ -8,22 +8,23 @@ Axes: B batch, T time (elements), D width, H hidden width, N blocks, L elements 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Size
+from wmcli.backbones.base import BackboneSettings, Size
 from wmcli.backbones.residual import Mixer, ResidualStack
-from wmcli.config import Section
 
 
-class GRUSettings(Section):
+class GRUSettings(BackboneSettings):
     """What is particular to the GRU backbone."""
 
-    hidden: int = Field(default=0, ge=0)
+    kind: Literal["gru"] = "gru"
+    """Blocks of GRUs with residual connections."""
+    hidden_size: int = Field(default=0, ge=0)
     """Width of each GRU's state; 0 is the backbone's width. When they differ, a Linear leads back to the width."""
 
 
@@ -34,7 +35,7 @@ class GRU(ResidualStack):
     """
 
     def __init__(self, settings: GRUSettings, size: Size) -> None:
-        super().__init__(size, lambda: GRUMixer(size.width, settings.hidden or size.width))
+        super().__init__(size, lambda: GRUMixer(size.width, settings.hidden_size or size.width))
 
 
 class GRUMixer(Mixer):

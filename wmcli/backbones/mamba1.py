@@ -12,30 +12,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Size
+from wmcli.backbones.base import BackboneSettings, Size
 from wmcli.backbones.residual import Mixer, ResidualStack
-from wmcli.config import Section
 from wmcli.kernels.causal_conv import causal_conv, causal_conv_fork, causal_conv_step
 from wmcli.kernels.selective_scan import selective_scan, selective_scan_fork, selective_scan_step
 
 STEP_SIZES = (1e-3, 1e-1)  # that a block begins with
 
 
-class Mamba1Settings(Section):
+class Mamba1Settings(BackboneSettings):
     """What is particular to the Mamba-1 backbone."""
 
-    state: int = Field(default=16, ge=1)
+    kind: Literal["mamba1"] = "mamba1"
+    """Mamba-1: a selective scan (Drama's ablation)."""
+    state_size: int = Field(default=16, ge=1)
     """Numbers in the state of one channel."""
     expand: int = Field(default=2, ge=1)
     """Channels of the scan, in multiples of the backbone's width."""
-    conv: int = Field(default=4, ge=2)
+    conv_kernel: int = Field(default=4, ge=2)
     """Taps of the causal convolution: the newest element and the ones before it."""
     dt_rank: int = Field(default=0, ge=0)
     """Rank of the map from channels to step sizes; 0: a sixteenth of the backbone's width, rounded up."""
@@ -62,12 +63,12 @@ class Mamba1Mixer(Mixer):
         super().__init__()
         channels = settings.expand * size.width
         rank = settings.dt_rank or math.ceil(size.width / 16)
-        self.parts = (rank, settings.state, settings.state)
+        self.parts = (rank, settings.state_size, settings.state_size)
         self.in_proj = nn.Linear(size.width, 2 * channels, bias=False)  # channels, then their gate
-        self.conv = nn.Conv1d(channels, channels, settings.conv, groups=channels)  # holds the taps, oldest first
+        self.conv = nn.Conv1d(channels, channels, settings.conv_kernel, groups=channels)  # holds the taps, oldest first
         self.x_proj = nn.Linear(channels, sum(self.parts), bias=False)
         self.dt_proj = nn.Linear(rank, channels)
-        self.a_log = nn.Parameter(torch.arange(1.0, settings.state + 1).log().repeat(channels, 1))
+        self.a_log = nn.Parameter(torch.arange(1.0, settings.state_size + 1).log().repeat(channels, 1))
         self.a_log._no_weight_decay = True  # type: ignore[attr-defined]  # it would pull all rates to 1
         self.skip = nn.Parameter(torch.ones(channels))
         self.out_proj = nn.Linear(channels, size.width, bias=False)

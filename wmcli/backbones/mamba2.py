@@ -13,16 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Size
+from wmcli.backbones.base import BackboneSettings, Size
 from wmcli.backbones.mamba1 import MambaState, draw_step_bias
 from wmcli.backbones.residual import NORM_EPS, Mixer, ResidualStack
-from wmcli.config import Section
 from wmcli.errors import UsageError
 from wmcli.kernels.causal_conv import causal_conv, causal_conv_fork, causal_conv_step
 from wmcli.kernels.linear_recurrence import linear_recurrence, linear_recurrence_fork, linear_recurrence_step
@@ -30,18 +30,20 @@ from wmcli.kernels.linear_recurrence import linear_recurrence, linear_recurrence
 DECAY_RATES = (1.0, 16.0)  # -A, that heads begin with
 
 
-class Mamba2Settings(Section):
+class Mamba2Settings(BackboneSettings):
     """What is particular to the Mamba-2 backbone."""
 
-    state: int = Field(default=16, ge=1)
+    kind: Literal["mamba2"] = "mamba2"
+    """Mamba-2: a selective state space with scalar decays (Drama)."""
+    state_size: int = Field(default=16, ge=1)
     """Numbers in the state of one channel."""
     expand: int = Field(default=2, ge=1)
     """Channels of the recurrence, in multiples of the backbone's width."""
     head_width: int = Field(default=64, ge=1)
     """Channels of a head, which share their decay. Drama's public code has 64, its paper says 128."""
-    conv: int = Field(default=4, ge=2)
+    conv_kernel: int = Field(default=4, ge=2)
     """Taps of the causal convolution: the newest element and the ones before it."""
-    chunk: int = Field(default=64, ge=1)
+    chunk_size: int = Field(default=64, ge=1)
     """Elements computed together inside a long sequence: changes cost, never results."""
 
 
@@ -51,7 +53,7 @@ class Mamba2(ResidualStack):
     def __init__(self, settings: Mamba2Settings, size: Size) -> None:
         if settings.expand * size.width % settings.head_width:
             raise UsageError(
-                f"backbone.mamba2.head_width = {settings.head_width}: must divide backbone.mamba2.expand * "
+                f"backbone.head_width = {settings.head_width}: must divide backbone.expand * "
                 f"backbone.width = {settings.expand} * {size.width}."
             )
         super().__init__(size, lambda: Mamba2Mixer(settings, size))
@@ -62,12 +64,12 @@ class Mamba2Mixer(Mixer):
 
     def __init__(self, settings: Mamba2Settings, size: Size) -> None:
         super().__init__()
-        channels, state = settings.expand * size.width, settings.state
+        channels, state = settings.expand * size.width, settings.state_size
         heads, mixed = channels // settings.head_width, channels + 2 * state
-        self.chunk = settings.chunk
+        self.chunk = settings.chunk_size
         self.head_width, self.state = settings.head_width, state
         self.in_proj = nn.Linear(size.width, channels + mixed + heads, bias=False)  # gate, what is convolved, steps
-        self.conv = nn.Conv1d(mixed, mixed, settings.conv, groups=mixed)  # holds the taps, oldest first
+        self.conv = nn.Conv1d(mixed, mixed, settings.conv_kernel, groups=mixed)  # holds the taps, oldest first
         self.dt_bias = nn.Parameter(draw_step_bias(heads))
         self.a_log = nn.Parameter(torch.empty(heads).uniform_(*DECAY_RATES).log())
         self.skip = nn.Parameter(torch.ones(heads))

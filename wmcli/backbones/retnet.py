@@ -1,7 +1,7 @@
 """RetNet (Sun et al. 2023, arXiv 2307.08621) as REM trains it (Cohen et al. 2024, arXiv 2402.05643).
 
 It differs from Sun et al. where REM's public code (leor-c/REM on fkodom/yet-another-retnet) does: log-spaced decays,
-rotation without a length scale, no normaliser but the GroupNorm per token, SiLU instead of GELU, no final LayerNorm.
+rotation without a length scale, no normalizer but the GroupNorm per token, SiLU instead of GELU, no final LayerNorm.
 
 Positions. Queries and keys are rotated by their position, and only differences of positions matter. A state is kept
 relative to the element that comes next, which stands at position 0: a call with n elements turns the incoming state
@@ -24,8 +24,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, Size, for_each_block
-from wmcli.config import ADDED, Section
+from wmcli.backbones.base import Backbone, BackboneSettings, Size, for_each_block
 from wmcli.errors import UsageError
 from wmcli.kernels.linear_recurrence import linear_recurrence, linear_recurrence_fork, linear_recurrence_step
 from wmcli.nn.dropout import dropout
@@ -34,9 +33,11 @@ NORM_EPS = 1e-6
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}
 
 
-class RetNetSettings(Section):
+class RetNetSettings(BackboneSettings):
     """What is particular to the RetNet backbone."""
 
+    kind: Literal["retnet"] = "retnet"
+    """Retention with a fixed decay in each head (REM)."""
     heads: int = Field(default=4, ge=1)
     """Retention heads, each with its own decay."""
     ffn: int = Field(default=4, ge=1)
@@ -47,9 +48,9 @@ class RetNetSettings(Section):
     """Decays per element: log-spaced 1 - 1/32 ... 1 - 1/512 (REM's scores), or 1 - 2^(-5-head) (its paper)."""
     decay_range_blocks: list[float] = []
     """Instead of `decay`: shortest and longest half-life in blocks, heads log-spaced between; empty to use `decay`."""
-    chunk: int = Field(default=128, ge=1)
+    chunk_size: int = Field(default=128, ge=1)
     """Elements computed together inside a long sequence: changes cost, never results."""
-    copied_layers: bool = Field(default=False, json_schema_extra=ADDED)
+    copied_layers: bool = False
     """All layers begin with the weights of the first, as in REM's public code (its paper says nothing of it); false:
     each with its own."""
 
@@ -63,10 +64,10 @@ class RetNet(Backbone):
         super().__init__()
         if size.width % (2 * settings.heads):
             raise UsageError(
-                f"backbone.retnet.heads = {settings.heads}: must divide backbone.width = {size.width} into even widths."
+                f"backbone.heads = {settings.heads}: must divide backbone.width = {size.width} into even widths."
             )
         self.width, self.max_length = size.width, None
-        self.heads, self.head_width, self.chunk = settings.heads, size.width // settings.heads, settings.chunk
+        self.heads, self.head_width, self.chunk = settings.heads, size.width // settings.heads, settings.chunk_size
         self.decays = head_decays(settings, size.block)
         self.layers = nn.ModuleList(RetNetLayer(settings, size) for _ in range(size.layers))
         if settings.copied_layers:
@@ -197,7 +198,7 @@ def head_decays(settings: RetNetSettings, block: int) -> tuple[float, ...]:
     if bounds:
         if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
             raise UsageError(
-                f"backbone.retnet.decay_range_blocks = {bounds}: two half-lives in blocks, ascending, as [0.25, 8]."
+                f"backbone.decay_range_blocks = {bounds}: two half-lives in blocks, ascending, as [0.25, 8]."
             )
         return tuple(0.5 ** (1 / (block * half_life)) for half_life in _log_spaced(bounds[0], bounds[1], heads))
     if settings.decay == "paper":
@@ -218,7 +219,7 @@ class Rotations:
         # One table rotates queries and keys together; keys are scaled by 1 / sqrt(K) on the way.
         complex_dtype = torch.complex128 if dtype == torch.float64 else torch.complex64
         self.table = torch.stack((unit, unit * head_width**-0.5))[:, None, None].to(complex_dtype)
-        # A state is turned along its key axis, pairs being neighbours: cos * S + sin * (S with the pairs swapped).
+        # A state is turned along its key axis, pairs being neighbors: cos * S + sin * (S with the pairs swapped).
         self.cos = angle.cos().repeat_interleave(2, 1)[..., None].to(dtype)  # (positions, K, 1)
         self.sin = torch.stack((-angle.sin(), angle.sin()), 2).flatten(1)[..., None].to(dtype)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -22,19 +22,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from wmcli.backbones.base import Backbone, Size, for_each_block
-from wmcli.config import Section
+from wmcli.backbones.base import Backbone, BackboneSettings, Size, for_each_block
 from wmcli.errors import UsageError
 from wmcli.kernels import s4 as kernels
 from wmcli.nn.dropout import dropout
-from wmcli.nn.initialise import fan_average
+from wmcli.nn.initialize import fan_average
 
 INPUT_LIMIT = 2.0  # of the imaginary part of LegS's B
 LEARNING_RATE_LIMIT = 1e-3  # for step sizes and systems; they also take no weight decay
 LONGEST_WITH_RESETS = 512  # elements: with resets the cost of a convolution grows with the square of its length
 
 
-class StackSettings(Section):
+class StackSettings(BackboneSettings):
     """What the stacks of S4 and of its variants share. Their layers are blocks of two state-space layers and an MLP."""
 
     ffn: int = Field(default=4, ge=0)
@@ -42,9 +41,9 @@ class StackSettings(Section):
     glu: bool = True
     """Whether channels are mixed by a gated linear unit or by a plain linear layer, as Figure 1 prints it."""
     dt_min: float = Field(default=1e-3, gt=0)
-    """Shortest step size at initialisation. With a step size dt a system looks back on the order of 1 / dt elements."""
+    """Shortest step size at initialization. With a step size dt a system looks back on the order of 1 / dt elements."""
     dt_max: float = Field(default=1e-1, gt=0)
-    """Longest step size at initialisation. All are drawn log-uniformly between the two."""
+    """Longest step size at initialization. All are drawn log-uniformly between the two."""
     norm_eps: float = Field(default=1e-5, gt=0)
     """Of all LayerNorms."""
 
@@ -52,7 +51,9 @@ class StackSettings(Section):
 class S4Settings(StackSettings):
     """What is particular to the S4 backbone, whose layers are blocks of two S4 layers and an MLP."""
 
-    state: int = Field(default=64, ge=2, multiple_of=2)
+    kind: Literal["s4"] = "s4"
+    """S4: state spaces with diagonal-plus-low-rank matrices (S4WM)."""
+    state_size: int = Field(default=64, ge=2, multiple_of=2)
     """Numbers of a channel's state."""
     tied: bool = True
     """Whether the channels of a layer share Lambda, P and B (n_ssm = 1 in the S4 code) or each learns its own."""
@@ -167,7 +168,7 @@ class Stack(Backbone):
         """The systems as they are now.
 
         What they are prepared into costs more than a short call. Without a graph they are kept between calls: every
-        optimiser step and whatever else torch counts as a change makes new ones; a write through `.data` does not, as
+        optimizer step and whatever else torch counts as a change makes new ones; a write through `.data` does not, as
         torch does not see it either. With a graph they go from call to call with the state, so that a loss prepares
         them once.
         """
@@ -176,7 +177,7 @@ class Stack(Backbone):
         parameters = [each for group in groups for each in group]
         learned = [each.requires_grad for each in parameters]
         graph = torch.is_grad_enabled() and any(learned)
-        steps = _optimiser_steps if any(learned) else 0  # frozen: none writes them
+        steps = _optimizer_steps if any(learned) else 0  # frozen: none writes them
         # The tensors are held on to, so that neither identity nor address can come to stand for another one.
         version = (graph, steps, *((id(each), each.data_ptr(), each._version) for each in parameters))
         systems = self._kept if not graph else state.systems if state is not None else None
@@ -205,8 +206,8 @@ class S4(Stack):
     def set_extra_state(self, state: Tensor) -> None:
         if int(state) != self.kernel_length:
             raise UsageError(
-                f"backbone.name = s4: these weights were learned for sequences of up to {int(state)} elements, this "
-                f"model is built for {self.kernel_length}; keep dynamics.horizon and the elements of a step."
+                f"backbone.kind = s4: these weights were learned for sequences of up to {int(state)} elements, this "
+                f"model is built for {self.kernel_length}; keep dynamics.sequence_length and the elements of a step."
             )
 
 
@@ -255,8 +256,8 @@ class StateSpace(nn.Module):
 
     def __init__(self, settings: S4Settings, size: Size) -> None:
         super().__init__()
-        self.shape = size.width, settings.state
-        poles, p, _ = hippo_legs(settings.state)
+        self.shape = size.width, settings.state_size
+        poles, p, _ = hippo_legs(settings.state_size)
         poles, p = (part.expand(1 if settings.tied else size.width, -1) for part in (poles, p))
         self.log_dt = nn.Parameter(draw_log_dt(settings, size.width))
         self.log_decay = nn.Parameter((-poles.real).log().float())  # Re(Lambda) = -exp(log_decay)
@@ -266,10 +267,10 @@ class StateSpace(nn.Module):
         learn_slowly(self.log_dt, self.log_decay, self.frequency, self.p, self.b)
         with torch.no_grad():
             # What is drawn is C, of unit variance; what is stored is C~, that of this kernel length.
-            c = torch.randn(size.width, settings.state // 2, dtype=torch.complex64)
+            c = torch.randn(size.width, settings.state_size // 2, dtype=torch.complex64)
             self.c_tilde = nn.Parameter(torch.view_as_real(c))
             system, _ = build_system(*self.tensors())
-            shortened = kernels.truncation(kernels.discretise(system), size.max_length)
+            shortened = kernels.truncation(kernels.discretize(system), size.max_length)
             c = shortened @ kernels.output_numbers(c)[..., None]
             self.c_tilde = nn.Parameter(c.view(*c.shape[:-2], -1, 2) / c.new_tensor([2, -2]))
 
@@ -329,16 +330,16 @@ def legs_input(p: Tensor) -> Tensor:
     return torch.complex(b.real, b.imag.clamp(-INPUT_LIMIT, INPUT_LIMIT))
 
 
-_optimiser_steps = 0
+_optimizer_steps = 0
 
 
-def _count_optimiser_step(*_: Any) -> None:
-    global _optimiser_steps
-    _optimiser_steps += 1
+def _count_optimizer_step(*_: Any) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
 
 
-# A tensor's own version does not tell: fused optimisers write without raising it.
-register_optimizer_step_post_hook(_count_optimiser_step)
+# A tensor's own version does not tell: fused optimizers write without raising it.
+register_optimizer_step_post_hook(_count_optimizer_step)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -27,13 +27,15 @@ from wmcli.kernels.dispatch import on_triton
 class S4DSettings(StackSettings):
     """What is particular to the S4D backbone, whose layers are blocks of two S4D layers and an MLP."""
 
-    state: int = Field(default=64, ge=2, multiple_of=2)
+    kind: Literal["s4d"] = "s4d"
+    """S4D: diagonal state spaces."""
+    state_size: int = Field(default=64, ge=2, multiple_of=2)
     """Numbers of a channel's state."""
     tied: bool = True
     """Whether the channels of a layer share Lambda and B (n_ssm = 1 in the S4 code) or each learns its own."""
-    discretisation: Literal["zoh", "bilinear"] = "zoh"
+    discretization: Literal["zoh", "bilinear"] = "zoh"
     """How continuous systems become steps: input held over a step (zero-order hold), or the trapezoidal rule."""
-    initialisation: Literal["lin", "legs"] = "lin"
+    initialization: Literal["lin", "legs"] = "lin"
     """First frequencies and B: pi n and 1 (S4D-Lin), or those of HiPPO-LegS without its rank-one part (S4D-LegS)."""
 
 
@@ -41,7 +43,7 @@ class S4D(Stack):
     """The stack of S4D layers. The weights serve sequences of any length."""
 
     def __init__(self, settings: S4DSettings, size: Size) -> None:
-        build = partial(build_system, discretisation=settings.discretisation)
+        build = partial(build_system, discretization=settings.discretization)
         super().__init__(
             "s4d", settings, size, lambda: DiagonalStateSpace(settings, size), partial(DiagonalSystems, build)
         )
@@ -52,12 +54,12 @@ class DiagonalStateSpace(nn.Module):
 
     def __init__(self, settings: S4DSettings, size: Size) -> None:
         super().__init__()
-        self.shape = size.width, settings.state
-        pairs = settings.state // 2
-        if settings.initialisation == "lin":
+        self.shape = size.width, settings.state_size
+        pairs = settings.state_size // 2
+        if settings.initialization == "lin":
             frequency, b = math.pi * torch.arange(pairs), torch.ones(pairs, dtype=torch.complex64)
         else:
-            poles, p, _ = hippo_legs(settings.state)
+            poles, p, _ = hippo_legs(settings.state_size)
             frequency, b = poles.imag, legs_input(p)
         frequency, b = (part.expand(1 if settings.tied else size.width, -1) for part in (frequency.float(), b))
         self.log_dt = nn.Parameter(draw_log_dt(settings, size.width))
@@ -73,16 +75,16 @@ class DiagonalStateSpace(nn.Module):
 
 
 def build_system(
-    log_dt: Tensor, log_decay: Tensor, frequency: Tensor, b: Tensor, c: Tensor, *, discretisation: str
+    log_dt: Tensor, log_decay: Tensor, frequency: Tensor, b: Tensor, c: Tensor, *, discretization: str
 ) -> tuple[kernels.Discrete, Tensor]:
-    """The discretised system, in float64, and C of one layer's parameters, or of several layers' with an axis in front.
+    """The discretized system, in float64, and C of one layer's parameters, or of several layers' with an axis in front.
 
     Zero-order hold (equation 2 of the S4D paper): Abar = exp(dt Lambda), Bbar = (Abar - 1) / Lambda B. Bilinear: Abar =
     (1 + dt Lambda / 2) / (1 - dt Lambda / 2), Bbar = dt B / (1 - dt Lambda / 2).
     """
     dt, decay, frequency, b = (each.double() for each in (log_dt, log_decay, frequency, b))
     dt, poles, b = dt.exp()[..., None], torch.complex(-decay.exp(), frequency), torch.view_as_complex(b)
-    if discretisation == "zoh":
+    if discretization == "zoh":
         diagonal = (dt * poles).exp()
         into = (diagonal - 1) / poles * b
     else:
@@ -93,7 +95,7 @@ def build_system(
 
 
 class DiagonalSystems(kernels.Systems):
-    """Of systems that `build` has discretised, and of C itself: with P = 0 kernels need neither Cauchy sums nor C~."""
+    """Of systems that `build` has discretized, and of C itself: with P = 0 kernels need neither Cauchy sums nor C~."""
 
     def _prepared(
         self, key: str | tuple[int, ...], function: Callable[..., tuple[Tensor, ...]], reach: int = 1

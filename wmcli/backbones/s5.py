@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -27,19 +27,22 @@ from wmcli.kernels.diagonal_scan import diagonal_scan, diagonal_scan_step
 class S5Settings(StackSettings):
     """What is particular to the S5 backbone, whose layers are blocks of two S5 layers and an MLP."""
 
-    state: int = Field(default=256, ge=2, multiple_of=2)
+    kind: Literal["s5"] = "s5"
+    """S5: one diagonal state space for all channels (S5WM)."""
+    state_size: int = Field(default=256, ge=2, multiple_of=2)
     """Numbers of a layer's state, which all channels share."""
     blocks: int = Field(default=8, ge=1)
-    """How many times the spectrum of HiPPO-LegS stands in Lambda at initialisation, each time of state / blocks."""
+    """How many times the spectrum of HiPPO-LegS stands in Lambda at initialization, each time of state / blocks."""
 
 
 class S5(Stack):
     """The stack of S5 layers. The weights serve sequences of any length."""
 
     def __init__(self, settings: S5Settings, size: Size) -> None:
-        if settings.state % (2 * settings.blocks):
+        if settings.state_size % (2 * settings.blocks):
             raise UsageError(
-                f"backbone.s5.blocks = {settings.blocks}: twice that must divide backbone.s5.state = {settings.state}."
+                f"backbone.blocks = {settings.blocks}: twice that must divide backbone.state_size ="
+                f" {settings.state_size}."
             )
         super().__init__(
             "s5", settings, size, lambda: JointStateSpace(settings, size), partial(JointSystems, build_system)
@@ -54,17 +57,17 @@ class JointStateSpace(nn.Module):
 
     def __init__(self, settings: S5Settings, size: Size) -> None:
         super().__init__()
-        self.shape = (settings.state,)
-        pairs = settings.state // 2
-        frequency = hippo_legs(settings.state // settings.blocks)[0].imag.repeat(settings.blocks).float()
+        self.shape = (settings.state_size,)
+        pairs = settings.state_size // 2
+        frequency = hippo_legs(settings.state_size // settings.blocks)[0].imag.repeat(settings.blocks).float()
         self.log_dt = nn.Parameter(draw_log_dt(settings, pairs))
         self.log_decay = nn.Parameter(torch.full_like(frequency, math.log(0.5)))  # Re(Lambda) = -exp(log_decay)
         self.frequency = nn.Parameter(frequency)
         # The public code draws B real and C with real and imaginary parts, each number of variance 1 / state (jax's
         # lecun_normal takes the state for the inputs of both), and turns them into the basis of the eigenvectors, of
         # which one of each pair is kept. That basis is unitary, so that what comes out is complex normal.
-        b = torch.randn(pairs, size.width, dtype=torch.complex64) / math.sqrt(settings.state)
-        c = torch.randn(size.width, pairs, dtype=torch.complex64) * math.sqrt(2 / settings.state)
+        b = torch.randn(pairs, size.width, dtype=torch.complex64) / math.sqrt(settings.state_size)
+        c = torch.randn(size.width, pairs, dtype=torch.complex64) * math.sqrt(2 / settings.state_size)
         self.b, self.c = (nn.Parameter(torch.view_as_real(each)) for each in (b, c))
         learn_slowly(self.log_dt, self.log_decay, self.frequency, self.b)
 
@@ -78,7 +81,7 @@ def build_system(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of one layer's parameters, or of several layers' with an axis in front: x_t = Abar x_{t-1} + u Bbar, y = x C.
 
-    Abar (M, 2) is diagonal, Bbar (D, N) and C (N, D) act on rows of numbers. Discretised by zero-order hold (equation 6
+    Abar (M, 2) is diagonal, Bbar (D, N) and C (N, D) act on rows of numbers. Discretized by zero-order hold (equation 6
     of the paper), in float64.
     """
     dtype = wide(c.dtype)

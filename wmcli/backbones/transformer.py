@@ -1,7 +1,7 @@
 """Causal attention with learned absolute positions: by default the GPT of IRIS (Micheli et al. 2023, arXiv 2209.00588).
 
 With `heads = 8`, `ffn = 2`, `norm = "post"`, `activation = "relu"`, `attention_bias = false`, `embedding_norm = true`,
-`norm_eps = 1e-6` and `initialisation = "torch"` it is the transformer of STORM (Zhang et al. 2023, arXiv 2310.09615),
+`norm_eps = 1e-6` and `initialization = "torch"` it is the transformer of STORM (Zhang et al. 2023, arXiv 2310.09615),
 but for the dropout after the positions, which STORM does not have. With `heads = 8` and `activation = "gelu_tanh"` it
 is that of UniZero (Pu et al. 2024, arXiv 2406.10667), to which De Dios Allegue et al. (2025, arXiv 2511.06946) added a
 `prior`.
@@ -21,8 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, Size, cache_dtype, for_each_block
-from wmcli.config import Section
+from wmcli.backbones.base import Backbone, BackboneSettings, Size, cache_dtype, for_each_block
 from wmcli.errors import UsageError
 from wmcli.kernels.attention import attention, masked_attention
 from wmcli.nn.attention_prior import AttentionPrior, AttentionPriorSettings, scaled_attention, spread
@@ -36,9 +35,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class TransformerSettings(Section):
+class TransformerSettings(BackboneSettings):
     """What is particular to the transformer backbone."""
 
+    kind: Literal["transformer"] = "transformer"
+    """Attention over learned positions (IRIS, STORM, UniZero)."""
     heads: int = Field(default=4, ge=1)
     """Attention heads."""
     ffn: int = Field(default=4, ge=1)
@@ -53,7 +54,7 @@ class TransformerSettings(Section):
     """Another LayerNorm once the positions are added, before the dropout."""
     attention_bias: bool = True
     """Biases in the projections of the attention, in and out."""
-    initialisation: Literal["gpt", "torch"] = "gpt"
+    initialization: Literal["gpt", "torch"] = "gpt"
     """Weights and positions normal with deviation 0.02 and biases zero, or torch's own defaults for each module."""
     prior: AttentionPriorSettings = AttentionPriorSettings()
     """What each head expects of distance."""
@@ -100,9 +101,7 @@ class Transformer(Backbone):
     def __init__(self, settings: TransformerSettings, size: Size) -> None:
         super().__init__()
         if size.width % settings.heads:
-            raise UsageError(
-                f"backbone.transformer.heads = {settings.heads}: must divide backbone.width = {size.width}."
-            )
+            raise UsageError(f"backbone.heads = {settings.heads}: must divide backbone.width = {size.width}.")
         self.width, self.max_length = size.width, size.max_length
         self.heads, self.dropout = settings.heads, size.dropout
         self.positions = nn.Embedding(size.max_length, size.width)
@@ -113,9 +112,9 @@ class Transformer(Backbone):
         self.prior = None
         self.unit = size.block if settings.prior.unit == "step" else 1  # elements
         if settings.prior.kind != "none":
-            reach, key = -(-size.max_length // self.unit), "backbone.transformer.prior"
+            reach, key = -(-size.max_length // self.unit), "backbone.prior"
             self.prior = AttentionPrior(settings.prior, size.layers, settings.heads, reach, key)
-        if settings.initialisation == "gpt":
+        if settings.initialization == "gpt":
             for module in self.modules():
                 if isinstance(module, nn.Linear | nn.Embedding):
                     nn.init.normal_(module.weight, std=INIT_STD)
@@ -161,7 +160,7 @@ class Transformer(Backbone):
     def fork(self, x: Tensor, queries: Tensor, state: Cache | None) -> tuple[Tensor, Tensor, Cache | None]:
         if self.training and self._leaks():
             raise UsageError(
-                "backbone.transformer.prior.leak = true: this world model answers queries in parallel, for which the "
+                "backbone.prior.leak = true: this world model answers queries in parallel, for which the "
                 "leak is not defined; set it to false."
             )
         queries = for_each_block(queries, x)

@@ -33,8 +33,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, Size, cache_dtype, for_each_block
-from wmcli.config import Section
+from wmcli.backbones.base import Backbone, BackboneSettings, Size, cache_dtype, for_each_block
 from wmcli.errors import UsageError
 from wmcli.kernels.attention import masked_attention
 from wmcli.nn.attention_prior import AttentionPrior, AttentionPriorSettings, scaled_attention
@@ -45,9 +44,11 @@ CHUNK = 128  # queries attended together: a long sequence costs T (W + CHUNK), n
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
 
 
-class TransformerXLSettings(Section):
+class TransformerXLSettings(BackboneSettings):
     """What is particular to the Transformer-XL backbone."""
 
+    kind: Literal["transformer-xl"] = "transformer-xl"
+    """Attention with relative positions over a memory (TSSM-XL)."""
     heads: int = Field(default=8, ge=1)
     """Attention heads."""
     head_width: int = Field(default=0, ge=0)
@@ -56,9 +57,9 @@ class TransformerXLSettings(Section):
     """Width of the feed-forward layer, in multiples of the backbone's width."""
     activation: Literal["gelu", "relu"] = "gelu"
     """Of the feed-forward layer."""
-    memory: int = Field(default=128, ge=1)
+    memory_length: int = Field(default=128, ge=1)
     """Elements before itself, or before its segment, that an element attends to, in each layer."""
-    segment: int = Field(default=0, ge=0)
+    segment_length: int = Field(default=0, ge=0)
     """Elements of a segment. What is before an element's segment is a constant to it, as in the paper; 0: the memory
     slides along with the elements, and gradients flow through it."""
     prior: AttentionPriorSettings = AttentionPriorSettings()
@@ -67,7 +68,7 @@ class TransformerXLSettings(Section):
     @property
     def window(self) -> int:
         """W: as many elements before itself may an element see."""
-        return self.memory + max(self.segment - 1, 0)
+        return self.memory_length + max(self.segment_length - 1, 0)
 
 
 class Memory(NamedTuple):
@@ -94,12 +95,12 @@ class TransformerXL(Backbone):
         super().__init__()
         if not settings.head_width and size.width % settings.heads:
             raise UsageError(
-                f"backbone.transformer_xl.heads = {settings.heads}: must divide backbone.width = {size.width}, or set "
-                "backbone.transformer_xl.head_width."
+                f"backbone.heads = {settings.heads}: must divide backbone.width = {size.width}, or set "
+                "backbone.head_width."
             )
         self.width, self.max_length = size.width, None
         self.heads, self.head_width = settings.heads, settings.head_width or size.width // settings.heads
-        self.memory, self.segment, self.window = settings.memory, settings.segment, settings.window
+        self.memory, self.segment, self.window = settings.memory_length, settings.segment_length, settings.window
         self.layers = nn.ModuleList(TransformerXLLayer(settings, size, self.head_width) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
         self.prior = None if settings.prior.kind == "none" else _prior(settings, size.layers)
@@ -214,7 +215,7 @@ class TransformerXLLayer(nn.Module):
         super().__init__()
         width, inner, hidden = size.width, settings.heads * head_width, settings.ffn * size.width
         self.heads, self.dropout = settings.heads, size.dropout
-        self.memory, self.segment, self.window = settings.memory, settings.segment, settings.window
+        self.memory, self.segment, self.window = settings.memory_length, settings.segment_length, settings.window
         self.activation = ACTIVATIONS[settings.activation]
         self.scales = settings.prior.form == "scale"
         self.attention_norm = nn.LayerNorm(width)
@@ -335,7 +336,7 @@ def band(scores: Tensor, around: float = -math.inf) -> Tensor:
 
 
 def _prior(settings: TransformerXLSettings, layers: int) -> AttentionPrior:
-    key = "backbone.transformer_xl.prior"
+    key = "backbone.prior"
     if settings.prior.unit == "step":
         raise UsageError(f"{key}.unit = step: the memory knows distances, not where blocks begin; set it to token.")
     if settings.prior.leak:

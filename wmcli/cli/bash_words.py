@@ -1,6 +1,6 @@
 """Completion in bash, which breaks words at `=`, `:` and `@` before it asks, and replaces only what comes after.
 
-So in `--set backbone.name=ma` the shell asks about `ma`, the word after a word `=`. Typer's script passes that on.
+So in `--set backbone.kind=ma` the shell asks about `ma`, the word after a word `=`. Typer's script passes that on.
 """
 
 from __future__ import annotations

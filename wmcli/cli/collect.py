@@ -46,7 +46,7 @@ def collect(
         typer.Option(
             metavar="NAME",
             help="learned: the controller; scripted: whole episodes of a memory task by its script, some held back;"
-            " recorded: trajectories of Memory Maze from --set collect.recorded=FOLDER. Short for --set"
+            " recorded: trajectories of Memory Maze from --set collect.recordings=FOLDER. Short for --set"
             " collect.policy=NAME.",
         ),
     ] = None,
@@ -63,7 +63,7 @@ def collect(
     Examples:
         wm collect --run runs/catch --preset quickstart --steps 2000
         wm collect --run runs/doors --preset doors-small --episodes 2000
-        wm collect --preset s4wm-3d --set collect.recorded=DIR --policy recorded
+        wm collect --preset s4wm-3d --set collect.recordings=DIR --policy recorded
     """
     from wmcli.stages.collect import collect as stage
     from wmcli.stages.context import open_context

@@ -14,9 +14,6 @@ from wmcli.cli.output import answer, emit_json
 def diff(
     left: Annotated[Path, typer.Argument(metavar="RUN", help="A run, or a version such as runs/a/dynamics/v0003.")],
     right: Annotated[Path, typer.Argument(metavar="RUN", help="Another of the same sort.")],
-    unused: Annotated[
-        bool, typer.Option("--all", help="Also the settings of backbones that neither of them uses.")
-    ] = False,
     as_json: Json = False,
     form: Format = None,
 ) -> None:
@@ -32,7 +29,7 @@ def diff(
     from wmcli.artifacts.overview import differences
 
     refuse_both_forms(as_json, form)
-    rows = differences(left, right, unused=unused)
+    rows = differences(left, right)
     if as_json:
         emit_json(rows)
     elif rows:

@@ -119,7 +119,7 @@ def evaluate(
         wm eval --run runs/catch --episodes 100
         wm eval --run runs/s4wm --protocol generation
         wm eval runs/a runs/b --against runs/c --against runs/d
-        wm eval runs/* --by backbone.name --curves returns.png
+        wm eval runs/* --by backbone.kind --curves returns.png
         wm eval runs/* --format latex
         wm eval --protocol gridworld runs/mamba2 runs/gru
     """
@@ -269,7 +269,7 @@ def _together(
     else:
         parts = [[_readable(row) for row in part] for _, part in groupby(result["rows"], key=_part)]
         every = [row for part in parts for row in part]
-        shown = _filled(every, ["name", "score", "human-normalised", "environment", "episodes", "steps", "runs"])
+        shown = _filled(every, ["name", "score", "human-normalized", "environment", "episodes", "steps", "runs"])
         answer([row for part in parts for row in (*part, None)][:-1], shown, form)
 
 
@@ -308,8 +308,8 @@ def _readable(row: Row) -> dict[str, Any]:
     else:
         score = _with_interval(row["score"], row["low"], row["high"])
     if row["unit"] == NORMALIZED:
-        return shown | {"human-normalised": score}
-    return shown | {"score": score, "human-normalised": row["human_normalized"]}
+        return shown | {"human-normalized": score}
+    return shown | {"score": score, "human-normalized": row["human_normalized"]}
 
 
 def _with_interval(value: float, low: float | None, high: float | None) -> str:

@@ -50,7 +50,7 @@ def imagine(
     dynamics to learn from.
 
     Examples:
-        wm imagine --run runs/catch --set controller.entropy=0.01
+        wm imagine --run runs/catch --set controller.entropy_weight=0.01
     """
     refuse_both(more, force)
     from wmcli.stages.context import open_context

@@ -84,7 +84,7 @@ def run(
     from wmcli.stages.context import open_context
     from wmcli.stages.loop import run_loop
 
-    short = {"seed": seed, "training.device": device, "environment.id": environment, "backbone.name": backbone}
+    short = {"seed": seed, "training.device": device, "environment.id": environment, "backbone.kind": backbone}
     changes = overrides(settings, short)
     context = open_context(
         run,

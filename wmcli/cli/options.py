@@ -68,7 +68,6 @@ def complete_key() -> list[str]:
 
 def _values(key: str, keys: Mapping[str, Sequence[str]]) -> Sequence[str]:
     own = {
-        "backbone.name": complete_backbone,
         "environment.id": complete_environment,
         "training.device": complete_device,
     }
@@ -76,11 +75,9 @@ def _values(key: str, keys: Mapping[str, Sequence[str]]) -> Sequence[str]:
 
 
 def complete_backbone() -> list[str]:
-    """Every backbone has a section of its name, with _ for -."""
     from wmcli.cli.setting_keys import setting_keys
 
-    own = [key.split(".")[1] for key in setting_keys() if key.startswith("backbone.") and key.count(".") > 1]
-    return [name.replace("_", "-") for name in dict.fromkeys(own)]
+    return list(setting_keys()["backbone.kind"])
 
 
 def complete_environment() -> list[str]:
@@ -171,7 +168,7 @@ Backbone = Annotated[
     typer.Option(
         "--backbone",
         metavar="NAME",
-        help="The sequence model: retnet, mamba2, s4, ... Short for --set backbone.name=NAME.",
+        help="The sequence model: retnet, mamba2, s4, ... Short for --set backbone.kind=NAME.",
         rich_help_panel=RUN_PANEL,
         autocompletion=complete_backbone,
     ),

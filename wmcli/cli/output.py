@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row | None]
-"""None draws a line between its neighbours."""
+"""None draws a line between its neighbors."""
 Form = Literal["table", "tsv", "csv", "markdown", "latex"]
 EXACT = ("tsv", "csv")
 """Forms for programs: numbers in full, errors in columns of their own."""

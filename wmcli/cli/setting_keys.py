@@ -48,14 +48,21 @@ def _keys(prefix: str, section: Place) -> Iterator[tuple[str, list[str]]]:
 def _fields(section: Place) -> Iterator[tuple[str, str, ast.expr]]:
     """`(name, module, annotation)` of a class's fields, those of its bases first."""
     node = _names(section.module)[section.name]
+    if isinstance(node, Place):  # imported there
+        yield from _fields(node)
+        return
     assert isinstance(node, ast.ClassDef)
     for base in node.bases:
         for place in _meanings(section.module, base):
             if isinstance(place, Place):
                 yield from _fields(place)
     for line in node.body:
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and not _is_class_variable(line):
             yield line.target.id, section.module, line.annotation
+
+
+def _is_class_variable(line: ast.AnnAssign) -> bool:
+    return isinstance(line.annotation, ast.Subscript) and ast.unparse(line.annotation.value) == "ClassVar"
 
 
 def _meanings(module: str, annotation: ast.expr) -> Iterator[Place | str]:

@@ -58,7 +58,7 @@ def train_dynamics(
     from wmcli.stages.context import open_context
     from wmcli.stages.dynamics import train_dynamics as stage
 
-    short = {"seed": seed, "training.device": device, "backbone.name": backbone, "dynamics.updates": updates}
+    short = {"seed": seed, "training.device": device, "backbone.kind": backbone, "dynamics.updates": updates}
     create = may_create(tokenizer, experience)
     changes = overrides(settings, short)
     context = open_context(run, preset, changes, create=create, quiet=quiet, fresh=fresh, force=force, more=more)

@@ -15,26 +15,27 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from wmcli.config import ADDED, Section
-from wmcli.controllers.base import Learner, Noise, State, draw_noise, episode_starts
+from wmcli.controllers.base import ControllerSettings, Learner, Noise, State, draw_noise, episode_starts
+from wmcli.errors import UsageError
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import sample
 from wmcli.nn.float32_linear import Float32Linear
-from wmcli.nn.initialise import initialise
+from wmcli.nn.initialize import initialize
 from wmcli.nn.mlp import Activation, Norm, mlp
 from wmcli.nn.one_hot import mixed_log_probabilities
-from wmcli.nn.running import RunningNormaliser, RunningRange
+from wmcli.nn.running import RunningNormalizer, RunningRange
 from wmcli.world_models.base import Batch, WorldModel
 
 
-class ActorCriticSettings(Section):
+class ActorCriticSettings(ControllerSettings):
     """The actor-critic and how it learns; the defaults are those of Drama's public code."""
 
     kind: Literal["actor-critic"] = "actor-critic"
@@ -51,22 +52,22 @@ class ActorCriticSettings(Section):
     """After each hidden linear layer: "rms" (DreamerV3, Drama) or "layer" (STORM)."""
     activation: Activation = "silu"
     """After each norm: "silu" (DreamerV3, Drama) or "relu" (STORM)."""
-    initialisation: Literal["orthogonal", "torch"] = Field("orthogonal", json_schema_extra=ADDED)
+    initialization: Literal["orthogonal", "torch"] = "orthogonal"
     """First weights of actor and critic: orthogonal, the last layers nearly 0 (Drama), or torch's defaults (STORM)."""
-    sees: Literal["state", "frame", "memory"] = "state"
+    input: Literal["state", "frame", "memory"] = "state"
     """What actor and critic see: all features; those of the frame alone: an agent without memory; or all features and
     the backbone's own state (the full state policy of Recall to Imagine, arXiv 2403.04253)."""
-    normalise_inputs: bool = True
+    normalize_inputs: bool = True
     """The actor sees features shifted and scaled by the mean and variance of all so far (Drama's code only)."""
     start: Literal["prior", "posterior"] = "prior"
     """First state of a rollout: imagined after the last real action (Drama, STORM), or the last real frame's own."""
-    horizon: int = Field(16, ge=1)
+    imagination_horizon: int = Field(16, ge=1)
     """Imagined actions in a rollout: 16 in Drama and STORM, 15 in DreamerV3."""
     discount: float = Field(0.985, ge=0, le=1)
     """Gamma: what a reward one step later is worth."""
     trace_decay: float = Field(0.95, ge=0, le=1)
     """Lambda of the lambda-returns: 0 trusts the next value, 1 only the imagined rewards and the last value."""
-    entropy: float = Field(3e-4, ge=0)
+    entropy_weight: float = Field(3e-4, ge=0)
     """Weight of the entropy bonus in the loss."""
     returns: Literal["v3", "drama", "storm"] = "v3"
     """Which of the published lambda-returns (kernels/lambda_returns.py); Drama's code counts them a step too early."""
@@ -86,14 +87,14 @@ class ActorCriticSettings(Section):
     """Rollouts in an update."""
     updates: int = Field(100, ge=1)
     """Updates each time the stage is called."""
-    optimiser: Literal["laprop", "adamw", "adam"] = "laprop"
+    optimizer: Literal["laprop", "adamw", "adam"] = "laprop"
     """laprop in DreamerV3 and Drama, adam in STORM."""
     learning_rate: float = Field(4e-5, gt=0)
     """Learning rate after the warm-up: 4e-5 in DreamerV3 and Drama, 3e-5 in STORM."""
     warmup: int = Field(1000, ge=0)
     """Updates over which the learning rate rises linearly to that (laprop)."""
     eps: float = Field(0.0, ge=0)
-    """What the optimiser adds to the root of the second moment: 1e-5 in STORM; 0 is the optimiser's own, 1e-20 for
+    """What the optimizer adds to the root of the second moment: 1e-5 in STORM; 0 is the optimizer's own, 1e-20 for
     laprop (DreamerV3, Drama), 1e-8 for the others."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of every parameter; adam has none."""
@@ -108,6 +109,28 @@ class ActorCriticSettings(Section):
                 " start = 'prior'; set that, or returns = 'v3'"
             )
         return self
+
+    @property
+    def imagined_frames(self) -> int:
+        return self.imagination_horizon + (self.start == "prior")
+
+    def build(self, world_model: WorldModel, size: int, repeated: Callable[[Callable], Callable]) -> ActorCritic:
+        features = world_model.feature_shape
+        if self.input == "frame":
+            if world_model.frame_features is None:
+                raise UsageError(
+                    "controller.input = frame: the features of this dynamics model do not set the frame apart from its"
+                    " past; set controller.input=state."
+                )
+            features = (world_model.frame_features,)
+        if self.input == "memory":
+            if world_model.memory_features is None:
+                raise UsageError(
+                    "controller.input = memory: this dynamics model, on this backbone, keeps no state of a fixed size;"
+                    " set controller.input=state, or another backbone.kind, for example s4."
+                )
+            features = (math.prod(features) + world_model.memory_features,)
+        return ActorCritic(self, features, world_model.actions, window=world_model.context)
 
 
 class Rollout(NamedTuple):
@@ -143,7 +166,7 @@ class ActorCritic(Learner):
         self.actions = actions
         self.window = window
         features = math.prod(feature_shape)
-        self.normaliser = RunningNormaliser(features) if settings.normalise_inputs else None
+        self.normalizer = RunningNormalizer(features) if settings.normalize_inputs else None
         self.actor = _network(settings, features, settings.actor_width, settings.actor_layers, actions)
         self.critic = _network(settings, features, settings.critic_width, settings.critic_layers, two_hot.BINS)
         self.slow_critic = copy.deepcopy(self.critic).requires_grad_(False)
@@ -153,7 +176,7 @@ class ActorCritic(Learner):
 
     def policy(self, feature: Tensor) -> Tensor:
         """Log-probabilities (..., A) of the actions, given features (..., F)."""
-        seen = feature if self.normaliser is None else self.normaliser(feature)
+        seen = feature if self.normalizer is None else self.normalizer(feature)
         return mixed_log_probabilities(_run(self.actor, seen), self.settings.action_unimix)
 
     def initial_state(self, batch: int) -> State:
@@ -167,7 +190,7 @@ class ActorCritic(Learner):
     def decide(
         self, world_model: WorldModel, world_state: State, state: State, generator: torch.Generator | None = None
     ) -> tuple[Tensor, State]:
-        """Log-probabilities (B, A) for the frame the world model perceived last. The normaliser stays as it is."""
+        """Log-probabilities (B, A) for the frame the world model perceived last. The normalizer stays as it is."""
         return self.policy(self._seen(world_model, world_state)), state
 
     def follow(self, action: Tensor, state: State) -> State:
@@ -182,7 +205,7 @@ class ActorCritic(Learner):
 
     def noise(self, world_model: WorldModel, batch: Batch) -> Noise:
         """Random numbers for a rollout from each window of `batch`."""
-        horizon = self.settings.horizon
+        horizon = self.settings.imagination_horizon
         return draw_noise(world_model, batch, horizon, horizon + (self.settings.start == "prior"))
 
     @torch.no_grad()
@@ -196,7 +219,7 @@ class ActorCritic(Learner):
         assert not world_model.training, "dropout in imagination: call world_model.eval() first"
         assert batch.valid.shape[1] == self.window, (batch.valid.shape, self.window)
         _, state = world_model.observe(batch.latent, batch.action, episode_starts(batch), noise.start)
-        rows, horizon = batch.action.shape[0], self.settings.horizon
+        rows, horizon = batch.action.shape[0], self.settings.imagination_horizon
         action = batch.action.new_empty(rows, horizon, dtype=torch.int64)
         reward = batch.reward.new_zeros(rows, horizon + 1)
         terminated = batch.terminated.new_zeros(rows, horizon + 1)
@@ -226,7 +249,7 @@ class ActorCritic(Learner):
         -  entropy weight * H(pi). As neither sampled actions nor the world model are differentiated, this has the
         gradient that a graph kept through imagination would have.
 
-        In training mode the range takes in the returns before it is used, and the normaliser takes in the features
+        In training mode the range takes in the returns before it is used, and the normalizer takes in the features
         after it was used, so that the policy that learns is the one that acted. In eval mode neither changes.
         """
         settings = self.settings
@@ -249,9 +272,9 @@ class ActorCritic(Learner):
         value_loss = (weight * two_hot.loss(value_logits, target)).mean()
         slow_loss = (weight * two_hot.loss(value_logits, slow_target)).mean()
         entropy = -(weight * (log_policy.exp() * log_policy).sum(-1)).mean()
-        total = policy_loss + value_loss + settings.slow_weight * slow_loss - settings.entropy * entropy
-        if self.training and self.normaliser is not None:
-            self.normaliser.update(imagined.feature)
+        total = policy_loss + value_loss + settings.slow_weight * slow_loss - settings.entropy_weight * entropy
+        if self.training and self.normalizer is not None:
+            self.normalizer.update(imagined.feature)
         metrics = {
             "value_loss": value_loss,
             "policy_loss": policy_loss,
@@ -281,9 +304,9 @@ class ActorCritic(Learner):
     def _seen(self, world_model: WorldModel, state: State) -> Tensor:
         """Features of the current frame, (B, F)."""
         features = world_model.features(state).flatten(1)
-        if self.settings.sees == "frame":
+        if self.settings.input == "frame":
             return features[:, : world_model.frame_features]
-        return torch.cat((features, world_model.memory(state)), 1) if self.settings.sees == "memory" else features
+        return torch.cat((features, world_model.memory(state)), 1) if self.settings.input == "memory" else features
 
     def _returns(self, rollout: Rollout, value: Tensor) -> Tensor:
         """Lambda-returns (B, h) with values (B, n), in the form that the settings name."""
@@ -321,7 +344,7 @@ def _network(settings: ActorCriticSettings, inputs: int, width: int, layers: int
         activation=settings.activation,
         last_layer=Float32Linear,
     )
-    initialise(network, settings.initialisation)
+    initialize(network, settings.initialization)
     return network
 
 

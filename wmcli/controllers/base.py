@@ -9,17 +9,60 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from wmcli.config import Section
 from wmcli.nn.categorical import uniform
 from wmcli.world_models.base import Batch, WorldModel
 
 State = Any
 """A nested tuple, list or dict of tensors (B, ...)."""
+
+
+class ControllerSettings(Section):
+    """Settings of a controller, and what it needs of the world model.
+
+    A new kind is a subclass in the file of its controller, and a line in `wmcli.settings`.
+    """
+
+    searches: ClassVar[bool] = False
+    """It plans with a search in the world model, and learns nothing in imagination."""
+
+    kind: str
+    """Which controller."""
+
+    @property
+    def acting_keys(self) -> tuple[str, ...]:
+        """Keys that count when it acts, and not when it is trained."""
+        return ()
+
+    @property
+    def burn_in_frames(self) -> int:
+        """Real frames that it reads before it imagines."""
+        return 0
+
+    @property
+    def imagined_frames(self) -> int:
+        """Frames that a rollout imagines at most."""
+        return 0
+
+    def build(self, world_model: WorldModel, size: int, repeated: Callable[[Callable], Callable]) -> Controller:
+        """Build the controller, freshly initialized.
+
+        Args:
+            world_model: The world model that it acts on.
+            size: Height and width of a frame, pixels.
+            repeated: Turns a function of tensors that is called again and again into one that may replay it.
+
+        Raises:
+            UsageError: The world model lacks what the controller needs.
+        """
+        raise NotImplementedError
 
 
 class Noise(NamedTuple):
@@ -104,14 +147,14 @@ class Learner(Controller):
 
     @abstractmethod
     def loss(self, imagined: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss to minimise on what `imagine` gave, and metrics (detached, still on the device)."""
+        """The loss to minimize on what `imagine` gave, and metrics (detached, still on the device)."""
 
     @abstractmethod
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """What the optimiser is given: all parameters that learn, in groups that state their weight decay."""
+        """What the optimizer is given: all parameters that learn, in groups that state their weight decay."""
 
     def after_update(self) -> None:  # noqa: B027 (most controllers have nothing to do)
-        """Called after each step of the optimiser, for what follows the weights, such as a slow copy of them."""
+        """Called after each step of the optimizer, for what follows the weights, such as a slow copy of them."""
 
 
 def draw_noise(world_model: WorldModel, batch: Batch, actions: int, steps: int) -> Noise:

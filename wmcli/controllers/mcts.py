@@ -12,15 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from wmcli.config import Section
-from wmcli.controllers.base import Controller, Searched, State
+from wmcli.controllers.base import Controller, ControllerSettings, Searched, State
 from wmcli.kernels.tree_search import ROOT, Noise, PolicyOutput, SearchRule, backup, plant, select, summarize
 from wmcli.kernels.tree_search_gumbel import gumbel_rule
 from wmcli.kernels.tree_search_lightzero import lightzero_rule
@@ -31,14 +30,16 @@ Expand = Callable[[State, Tensor], tuple[Tensor, Tensor, Prediction, State]]
 """(state, action (E,)) -> reward (E,), terminated (E,) bool, and the next state's prediction and the state itself."""
 
 
-class MCTSSettings(Section):
+class MCTSSettings(ControllerSettings):
     """Tree search with the world model's own policy and value."""
+
+    searches: ClassVar[bool] = True
 
     kind: Literal["mcts"] = "mcts"
     """Monte Carlo tree search (MuZero, UniZero)."""
     simulations: int = Field(50, ge=1)
     """Nodes that a search adds to its tree, each for one step of the world model."""
-    rules: Literal["mctx", "lightzero", "gumbel"] = "mctx"
+    rule: Literal["mctx", "lightzero", "gumbel"] = "mctx"
     """How it chooses: MuZero's rule as in google-deepmind/mctx, the same as in opendilab/LightZero, or Gumbel MuZero's,
     which improves the policy with a few simulations already."""
     pb_c_init: float = Field(1.25, ge=0)
@@ -47,11 +48,11 @@ class MCTSSettings(Section):
     """Visits after which that weight begins to grow (not for gumbel)."""
     dirichlet_alpha: float = Field(0.3, gt=0)
     """Concentration of the noise in the root's prior while exploring (not for gumbel)."""
-    dirichlet_weight: float = Field(0.25, ge=0, le=1)
+    dirichlet_fraction: float = Field(0.25, ge=0, le=1)
     """Share of the noise in the root's prior while exploring (not for gumbel)."""
-    considered: int = Field(16, ge=1)
+    max_num_considered_actions: int = Field(16, ge=1)
     """Actions that the root looks into (gumbel)."""
-    visit_constant: float = Field(50.0, ge=0)
+    maxvisit_init: float = Field(50.0, ge=0)
     """Added to the visits of the most visited action, by which values are weighted against logits (gumbel)."""
     value_scale: float = Field(0.1, gt=0)
     """Times that sum, the weight of values against logits (gumbel)."""
@@ -60,16 +61,23 @@ class MCTSSettings(Section):
     updates: int = Field(0, ge=0)
     """Updates of reanalysis each time the stage is called."""
 
+    @property
+    def acting_keys(self) -> tuple[str, ...]:
+        return tuple(key for key in type(self).model_fields if key not in ("batch", "updates"))
+
+    def build(self, world_model: WorldModel, size: int, repeated: Callable[[Callable], Callable]) -> MCTS:
+        return MCTS(self, world_model.actions, repeated=repeated)
+
 
 def build_rule(settings: MCTSSettings) -> SearchRule:
     """Build the rule that the settings name."""
-    return RULES[settings.rules](settings)
+    return RULES[settings.rule](settings)
 
 
 RULES: dict[str, Callable[[MCTSSettings], SearchRule]] = {
-    "mctx": lambda s: mctx_rule(s.pb_c_init, s.pb_c_base, s.dirichlet_alpha, s.dirichlet_weight),
-    "lightzero": lambda s: lightzero_rule(s.pb_c_init, s.pb_c_base, s.dirichlet_alpha, s.dirichlet_weight),
-    "gumbel": lambda s: gumbel_rule(s.considered, s.visit_constant, s.value_scale),
+    "mctx": lambda s: mctx_rule(s.pb_c_init, s.pb_c_base, s.dirichlet_alpha, s.dirichlet_fraction),
+    "lightzero": lambda s: lightzero_rule(s.pb_c_init, s.pb_c_base, s.dirichlet_alpha, s.dirichlet_fraction),
+    "gumbel": lambda s: gumbel_rule(s.max_num_considered_actions, s.maxvisit_init, s.value_scale),
 }
 
 

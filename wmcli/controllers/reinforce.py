@@ -13,14 +13,14 @@ that the returns start from.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from wmcli.config import Section
-from wmcli.controllers.base import Learner, Noise, State, draw_noise, episode_starts
+from wmcli.controllers.base import ControllerSettings, Learner, Noise, State, draw_noise, episode_starts
 from wmcli.errors import UsageError
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn.categorical import sample
@@ -32,7 +32,7 @@ LSTMState = tuple[Tensor, Tensor]
 """Hidden and cell state, (B, width) each, in the precision of the weights."""
 
 
-class ReinforceSettings(Section):
+class ReinforceSettings(ControllerSettings):
     """The recurrent controller and how it learns; the defaults are REM's."""
 
     kind: Literal["reinforce"] = "reinforce"
@@ -51,13 +51,13 @@ class ReinforceSettings(Section):
     """Real frames that build up the LSTM state before imagination starts from the frame after them."""
     burn_in_actions: bool = True
     """Feed the actions of the burn-in frames as well; the public code leor-c/REM leaves them out."""
-    horizon: int = Field(8, ge=1)
+    imagination_horizon: int = Field(8, ge=1)
     """Imagined transitions in a rollout: 8 in REM, 19 in IRIS."""
     discount: float = Field(0.995, ge=0, le=1)
     """Gamma: what a reward one step later is worth."""
     trace_decay: float = Field(0.95, ge=0, le=1)
     """Lambda of the lambda-returns: 0 trusts the next value, 1 only the imagined rewards and the last value."""
-    entropy: float = Field(0.001, ge=0)
+    entropy_weight: float = Field(0.001, ge=0)
     """Weight of the entropy bonus in the loss."""
     learn_after_end: bool = True
     """Learn from the steps of a rollout after its imagined end as well (REM, IRIS); false: where episodes are short,
@@ -66,7 +66,7 @@ class ReinforceSettings(Section):
     """Rollouts in an update."""
     updates: int = Field(100, ge=1)
     """Updates each time the stage is called."""
-    optimiser: Literal["adamw", "adam"] = "adamw"
+    optimizer: Literal["adamw", "adam"] = "adamw"
     """adamw decays weights, adam does not."""
     learning_rate: float = Field(1e-4, gt=0)
     """Constant learning rate."""
@@ -74,6 +74,19 @@ class ReinforceSettings(Section):
     """Decoupled weight decay (AdamW) of every parameter."""
     clip: float = Field(3.0, gt=0)
     """Largest gradient norm; a larger gradient is scaled down to it."""
+
+    @property
+    def burn_in_frames(self) -> int:
+        return self.burn_in + 1
+
+    @property
+    def imagined_frames(self) -> int:
+        return self.imagination_horizon
+
+    def build(
+        self, world_model: WorldModel, size: int, repeated: Callable[[Callable], Callable]
+    ) -> ReinforceController:
+        return ReinforceController(self, world_model.feature_shape, size, world_model.actions)
 
 
 class Rollout(NamedTuple):
@@ -189,7 +202,7 @@ class ReinforceController(Learner):
 
     def noise(self, world_model: WorldModel, batch: Batch) -> Noise:
         """Random numbers for a rollout from each window of `batch`."""
-        return draw_noise(world_model, batch, self.settings.horizon, self.settings.horizon)
+        return draw_noise(world_model, batch, self.settings.imagination_horizon, self.settings.imagination_horizon)
 
     @torch.no_grad()
     def imagine(self, world_model: WorldModel, batch: Batch, noise: Noise) -> Rollout:
@@ -216,12 +229,12 @@ class ReinforceController(Learner):
             _, state = self.unroll(window[:, :-1], actions, state, reset[:, :-1])
         start = state = self.cleared(state, reset[:, -1])
 
-        observation = window.new_empty(rows, settings.horizon + 1, *window.shape[2:])
-        action = batch.action.new_empty(rows, settings.horizon, dtype=torch.int64)
-        reward = batch.reward.new_empty(rows, settings.horizon)
-        terminated = batch.terminated.new_empty(rows, settings.horizon)
+        observation = window.new_empty(rows, settings.imagination_horizon + 1, *window.shape[2:])
+        action = batch.action.new_empty(rows, settings.imagination_horizon, dtype=torch.int64)
+        reward = batch.reward.new_empty(rows, settings.imagination_horizon)
+        terminated = batch.terminated.new_empty(rows, settings.imagination_horizon)
         observation[:, 0] = window[:, -1]
-        for t in range(settings.horizon):
+        for t in range(settings.imagination_horizon):
             logits, _, state = self.policy(observation[:, t], state)
             action[:, t] = sample(logits, noise.action[t])
             state = self.follow(action[:, t], state)
@@ -263,7 +276,7 @@ class ReinforceController(Learner):
         value_loss = mean((value - target).square())
         policy_loss = -mean(taken * (target - value.detach()))
         entropy = -mean((log_policy.exp() * log_policy).sum(-1))
-        total = value_loss + policy_loss - settings.entropy * entropy
+        total = value_loss + policy_loss - settings.entropy_weight * entropy
         metrics = {
             "value_loss": value_loss,
             "policy_loss": policy_loss,

@@ -101,7 +101,7 @@ class Protocol:
     action_repeat: int  # emulator frames a decision
     max_over_last: int  # frames of each repeat that are merged by an elementwise maximum
     resize: Literal["pillow bilinear, before the maximum", "area, after the maximum"]
-    colour: str
+    color: str
     train: Rules
     test: Rules
 
@@ -113,7 +113,7 @@ _UNIZERO = Protocol(
     action_repeat=4,
     max_over_last=2,
     resize="area, after the maximum",
-    colour="rgb",
+    color="rgb",
     train=Rules(life_loss_ends_episode=True, no_ops_min=1, no_ops_max=30, time_limit=432_000, clip_reward=True),
     test=Rules(life_loss_ends_episode=False, no_ops_min=1, no_ops_max=30, time_limit=432_000, clip_reward=False),
 )
@@ -126,7 +126,7 @@ PROTOCOLS = {
         action_repeat=4,
         max_over_last=2,
         resize="pillow bilinear, before the maximum",
-        colour="rgb",
+        color="rgb",
         train=Rules(life_loss_ends_episode=True, no_ops_min=1, no_ops_max=30, time_limit=20_000, clip_reward=False),
         test=Rules(life_loss_ends_episode=False, no_ops_min=1, no_ops_max=1, time_limit=108_000, clip_reward=False),
     ),
@@ -137,7 +137,7 @@ PROTOCOLS = {
         action_repeat=4,
         max_over_last=2,
         resize="area, after the maximum",
-        colour="rgb",
+        color="rgb",
         train=Rules(
             life_loss_ends_episode=True,
             no_ops_min=0,

@@ -20,8 +20,8 @@ CATCH_ID = "wm/Catch-v0"
 CELLS = 8  # rows and columns of the board
 CELL = 8  # pixels
 PADDLE = 2  # cells
-BALL_COLOUR = (255, 220, 60)
-PADDLE_COLOUR = (70, 150, 255)
+BALL_COLOR = (255, 220, 60)
+PADDLE_COLOR = (70, 150, 255)
 BACKGROUND = (16, 16, 24)
 
 
@@ -61,6 +61,6 @@ class Catch(gymnasium.Env[np.ndarray, int]):
 
     def _draw(self) -> np.ndarray:
         board = np.full((CELLS, CELLS, 3), BACKGROUND, np.uint8)
-        board[-1, self._paddle : self._paddle + PADDLE] = PADDLE_COLOUR
-        board[self._row, self._column] = BALL_COLOUR
+        board[-1, self._paddle : self._paddle + PADDLE] = PADDLE_COLOR
+        board[self._row, self._column] = BALL_COLOR
         return board.repeat(CELL, axis=0).repeat(CELL, axis=1)

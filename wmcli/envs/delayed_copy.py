@@ -19,7 +19,7 @@ SIGNS = 3
 DELAY = 3  # frames
 STEPS = 20  # actions in an episode
 THIRD = 8  # pixels
-COLOUR = (255, 220, 60)
+COLOR = (255, 220, 60)
 BACKGROUND = (16, 16, 24)
 
 
@@ -54,5 +54,5 @@ class DelayedCopy(gymnasium.Env[np.ndarray, int]):
         self._shown.append(sign)
         side = SIGNS * THIRD
         frame = np.full((side, side, 3), BACKGROUND, np.uint8)
-        frame[:, sign * THIRD : (sign + 1) * THIRD] = COLOUR
+        frame[:, sign * THIRD : (sign + 1) * THIRD] = COLOR
         return frame

@@ -1,12 +1,12 @@
-"""Distracting Memory: is the square at the end of the hallway of the colour that was seen at its beginning?
+"""Distracting Memory: is the square at the end of the hallway of the color that was seen at its beginning?
 
 The two-dimensional memory task of S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064, section 5.5, figure 2), after the
 Memory task of MiniGrid. A grid of W x 9 cells, x to the east and y to the south. A room in the west, x = 1 .. 3 and
 y = 3 .. 5, holds the memory square at (3, 5). From it a hallway leads along y = 4 to a corridor across it at
-x = s = W - 2, which has a target square at either end, (s, 2) and (s, 6), in two different colours of four. One of them
-is the memory square's. Each cell x = 4 .. W - 5 of the hallway is a coloured square with probability 1/2, to distract.
+x = s = W - 2, which has a target square at either end, (s, 2) and (s, 6), in two different colors of four. One of them
+is the memory square's. Each cell x = 4 .. W - 5 of the hallway is a colored square with probability 1/2, to distract.
 
-Whoever comes to (s, 3) or (s, 5) has chosen the target next to it, and earns 1 if its colour is that of the memory
+Whoever comes to (s, 3) or (s, 5) has chosen the target next to it, and earns 1 if its color is that of the memory
 square, else 0. That frame is the last. Squares can be walked on; the agent hides the one below it.
 
 The script starts in the middle of the hallway, x = s / 2, and looks east. Context: to s, to x = 1 and back to where it
@@ -55,7 +55,7 @@ class DistractingMemory(TileTask):
     @property
     def about(self) -> str:
         """One line for people."""
-        return f"Distracting Memory, {self.width} cells wide: choose the square of the colour seen at the beginning"
+        return f"Distracting Memory, {self.width} cells wide: choose the square of the color seen at the beginning"
 
     @property
     def context(self) -> int:
@@ -79,14 +79,14 @@ class _Episodes(Episodes):
         self._crossing = task.width - 2
         boards = np.repeat(_empty_board(task.width)[None], len(seeds), axis=0)
         cells = slice(4, task.width - 4)
-        remembered = np.empty(len(seeds), np.intp)  # which of the targets has the memory square's colour
+        remembered = np.empty(len(seeds), np.intp)  # which of the targets has the memory square's color
         self._drawn = np.empty(len(seeds), np.intp)  # which the script goes to
         for episode, seed in enumerate(seeds):
             random = np.random.default_rng(int(seed))
             hall = boards[episode, HALL, cells]
-            colours = random.integers(len(tiles.COLOURS), size=hall.size)
-            hall[:] = np.where(random.random(hall.size) < 0.5, tiles.SQUARE + colours, tiles.EMPTY)
-            targets = tiles.SQUARE + random.permutation(len(tiles.COLOURS))[: len(TARGETS)]
+            colors = random.integers(len(tiles.COLORS), size=hall.size)
+            hall[:] = np.where(random.random(hall.size) < 0.5, tiles.SQUARE + colors, tiles.EMPTY)
+            targets = tiles.SQUARE + random.permutation(len(tiles.COLORS))[: len(TARGETS)]
             remembered[episode], self._drawn[episode] = random.integers(len(TARGETS), size=2)
             boards[episode, TARGETS, self._crossing] = targets
             boards[episode, *MEMORY] = targets[remembered[episode]]

@@ -115,7 +115,7 @@ def _open_plain(identifier: str) -> gymnasium.Env:
 def _import(identifier: str, module: str) -> None:
     """Import the module of `module:Id`, from the current folder if nothing installed has its name.
 
-    The folder stays on sys.path: the environment may import its neighbours later, and a process that collects inherits
+    The folder stays on sys.path: the environment may import its neighbors later, and a process that collects inherits
     it.
     """
     if not module or module.startswith("."):

@@ -1,6 +1,6 @@
 """Any gymnasium environment that shows images, as size x size x 3 uint8 frames and actions 0 .. n-1.
 
-H height, W width, C colour channel.
+H height, W width, C color channel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from wmcli.errors import UsageError
 class Frames(gymnasium.Wrapper[np.ndarray, int, Any, Any]):
     """Resizes what an environment shows, copies it, and counts its actions from 0.
 
-    Grey images (H, W) or (H, W, 1) are repeated into three equal channels. An image that is not square is stretched.
+    Gray images (H, W) or (H, W, 1) are repeated into three equal channels. An image that is not square is stretched.
     Raises UsageError when the environment does not show uint8 images or does not take discrete actions.
     """
 
@@ -63,7 +63,7 @@ class Frames(gymnasium.Wrapper[np.ndarray, int, Any, Any]):
 def resize_filter(height: int, width: int, size: int) -> Image.Resampling | None:
     """The filter that brings (height, width) to (size, size), None if nothing is to do.
 
-    Box where pixels merge by whole numbers (the mean of each area), nearest for pure enlarging (no colours that
+    Box where pixels merge by whole numbers (the mean of each area), nearest for pure enlarging (no colors that
     were not there), else bilinear, which Pillow antialiases.
     """
     if height == width == size:

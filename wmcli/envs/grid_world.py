@@ -9,8 +9,8 @@ the paper builds on, alxndrTL/mamba.py). Under random play the goal is reached i
 A frame says all there is to know, and only what follows a hit is left to chance. So a model's frames can be checked by
 the rules, and its loss against the best one possible: see wmcli/metrics/grid_world.py.
 
-Cells are 8 pixels. A frame stays exact, one colour a cell and all cells of one size, when `environment.size` is 10 or
-20 or any multiple of 5 from 40 on; at other sizes the colours of neighbouring cells run into each other.
+Cells are 8 pixels. A frame stays exact, one color a cell and all cells of one size, when `environment.size` is 10 or
+20 or any multiple of 5 from 40 on; at other sizes the colors of neighboring cells run into each other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIDE = 5  # cells in a row or column of the board, the wall included
 INNER = SIDE - 2  # of these, free cells
 CELL = 8  # pixels
 FLOOR, WALL, AGENT, GOAL = range(4)  # what a cell holds
-COLOURS = ((16, 16, 24), (120, 120, 120), (70, 150, 255), (255, 220, 60))  # of floor, wall, agent and goal
+COLORS = ((16, 16, 24), (120, 120, 120), (70, 150, 255), (255, 220, 60))  # of floor, wall, agent and goal
 MOVES = ((0, 0), (-1, 0), (0, 1), (1, 0), (0, -1))  # rows down and columns right of each action
 Respawn = Literal["both", "goal"]
 
@@ -78,11 +78,11 @@ class GridWorld(gymnasium.Env[np.ndarray, int]):
         self._goal += self._goal >= self._agent
 
     def _draw(self) -> np.ndarray:
-        board = np.full((SIDE, SIDE, 3), COLOURS[WALL], np.uint8)
+        board = np.full((SIDE, SIDE, 3), COLORS[WALL], np.uint8)
         inner = board[1:-1, 1:-1]
-        inner[:] = COLOURS[FLOOR]
-        inner[divmod(self._agent, INNER)] = COLOURS[AGENT]
-        inner[divmod(self._goal, INNER)] = COLOURS[GOAL]
+        inner[:] = COLORS[FLOOR]
+        inner[divmod(self._agent, INNER)] = COLORS[AGENT]
+        inner[divmod(self._goal, INNER)] = COLORS[GOAL]
         return board.repeat(CELL, axis=0).repeat(CELL, axis=1)
 
 
@@ -93,10 +93,10 @@ def _clamp(inner: int) -> int:
 def cells(frames: np.ndarray) -> np.ndarray:
     """What each cell of a frame holds, row by row: frames (..., H, W, 3) uint8 to (..., 25) int64 in 0..3.
 
-    The colour nearest to that of the cell's middle pixel; for frames of any exact size.
+    The color nearest to that of the cell's middle pixel; for frames of any exact size.
     """
     assert frames.shape[-2] == frames.shape[-3] and frames.shape[-2] % SIDE == 0, f"frames {frames.shape}"
     cell = frames.shape[-2] // SIDE
     middle = frames[..., cell // 2 :: cell, cell // 2 :: cell, None, :].astype(np.int64)  # (..., 5, 5, 1, 3)
-    nearest = np.square(middle - COLOURS).sum(-1).argmin(-1)
+    nearest = np.square(middle - COLORS).sum(-1).argmin(-1)
     return nearest.reshape(*frames.shape[:-3], SIDE**2)

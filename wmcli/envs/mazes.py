@@ -5,11 +5,11 @@ A maze is cells x cells, closed all round; cells at even rows and columns are it
 where there is space, at least as many as there are objects, so that walls of one cell are left between them. A random
 spanning tree joins all nodes, a few of the walls left between two nodes are opened besides, and dead ends are filled up
 again until there are none: what is left are rooms joined by corridors, with loops. Each of 3 x 3 blocks of the maze has
-a wall texture. Spheres, one of each colour, lie on different free cells, in nobody's way.
+a wall texture. Spheres, one of each color, lie on different free cells, in nobody's way.
 
 The script goes to the middles of random free cells, one after the other, along shortest paths from cell to cell; now
 and then an action is replaced by a random one. What Memory Maze's own script did is not public; this one is ours, and
-so is the layout. Motion, camera and colours are shared with rooms.py.
+so is the layout. Motion, camera and colors are shared with rooms.py.
 
 E episodes, T frames, K objects. Positions are cells, (x, y) with y to the south, from the corner of the outer wall, so
 that the maze is (1, cells + 1) wide; headings degrees from east to the left.
@@ -24,7 +24,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from wmcli.envs.memory_task import Episodes, Task
-from wmcli.envs.ray_caster import SPHERE_COLOURS, WALL_COLOURS, RayCaster, axes
+from wmcli.envs.ray_caster import SPHERE_COLORS, WALL_COLORS, RayCaster, axes
 from wmcli.envs.walking import (
     MEANINGS,
     MEASURED,
@@ -42,7 +42,7 @@ BLOCKS = 3  # along a maze, each with a wall texture
 ATTEMPTS = 50  # at places for rooms
 NOISE = 0.1  # share of the script's actions that are random
 GOALS = 32  # free cells that the script has ready to go to, more than time allows, or else again from the first
-AROUND = np.array([(0, 1), (1, 0), (0, -1), (-1, 0)])  # rows and columns to the neighbours of a cell
+AROUND = np.array([(0, 1), (1, 0), (0, -1), (-1, 0)])  # rows and columns to the neighbors of a cell
 POSE = 12  # bytes of it in a sketch
 
 
@@ -56,9 +56,9 @@ class View(NamedTuple):
     walls: np.ndarray
     """bool (..., cells + 2, cells + 2), the outer walls included."""
     textures: np.ndarray
-    """uint8 (..., 9): of each block, row by row, numbers of WALL_COLOURS."""
+    """uint8 (..., 9): of each block, row by row, numbers of WALL_COLORS."""
     objects: np.ndarray
-    """float32 (..., K, 2): where each sphere is, cells. Sphere k has colour k of SPHERE_COLOURS."""
+    """float32 (..., K, 2): where each sphere is, cells. Sphere k has color k of SPHERE_COLORS."""
 
 
 class Labels(NamedTuple):
@@ -75,7 +75,7 @@ class Labels(NamedTuple):
 
 @dataclass(frozen=True)
 class Maze(Task):
-    """A random maze with objects in it. Raises UsageError for an even size, or more objects than there are colours or
+    """A random maze with objects in it. Raises UsageError for an even size, or more objects than there are colors or
     places for rooms."""
 
     cells: int = 9
@@ -98,10 +98,10 @@ class Maze(Task):
         if self.cells % 2 == 0 or self.cells < 2 * self.largest - 1:
             raise UsageError(f"cells = {self.cells}: take an odd number, {2 * self.largest - 1} or more.")
         fit = ((self.cells + 1) // 2 // self.smallest) ** 2
-        most = min(len(SPHERE_COLOURS), self.rooms, fit)
+        most = min(len(SPHERE_COLORS), self.rooms, fit)
         if not 1 <= self.objects <= most:
             raise UsageError(
-                f"objects = {self.objects}: one of each colour, as many rooms as objects: 1 to {most} here."
+                f"objects = {self.objects}: one of each color, as many rooms as objects: 1 to {most} here."
             )
 
     @property
@@ -138,9 +138,9 @@ class Maze(Task):
 
     def draw(self, sketch: np.ndarray) -> np.ndarray:
         view = self.read(sketch.reshape(-1, sketch.shape[-1]))
-        colours = np.broadcast_to(np.arange(self.objects), (len(view.heading), self.objects))
+        colors = np.broadcast_to(np.arange(self.objects), (len(view.heading), self.objects))
         caster = RayCaster(view.walls, _slots(self.cells), self.side)
-        frames = caster.draw(view.position, view.heading, view.textures, view.objects, colours)
+        frames = caster.draw(view.position, view.heading, view.textures, view.objects, colors)
         return frames.reshape(*sketch.shape[:-1], *frames.shape[1:])
 
     def labels(self, sketch: np.ndarray) -> Labels:
@@ -219,7 +219,7 @@ class _Draw(NamedTuple):
         generator = np.random.default_rng(seed)
         walls = np.ones((task.cells + 2, task.cells + 2), bool)
         walls[1:-1, 1:-1] = ~_passages(task, generator)
-        textures = generator.integers(len(WALL_COLOURS), size=BLOCKS**2)
+        textures = generator.integers(len(WALL_COLORS), size=BLOCKS**2)
         free = np.argwhere(~walls)[:, ::-1]
         objects = generator.choice(free, task.objects, replace=False)
         begin, *goals = generator.choice(free, 1 + GOALS)
@@ -255,7 +255,7 @@ def _passages(task: Maze, generator: np.random.Generator) -> np.ndarray:
         if root[one] != root[other] or chance < task.loops:
             free[one // nodes + other // nodes, one % nodes + other % nodes] = True  # a node is at twice its place
             root[root == root[other]] = root[one]
-    while (ends := free & (_neighbours(free) < 2)).any():
+    while (ends := free & (_neighbors(free) < 2)).any():
         free &= ~ends
     return free
 
@@ -276,14 +276,14 @@ def _rooms(task: Maze, generator: np.random.Generator, nodes: int) -> list[tuple
 
 @functools.cache
 def _edges(nodes: int) -> np.ndarray:
-    """All pairs of neighbouring nodes, int (edges, 2), numbered row by row."""
+    """All pairs of neighboring nodes, int (edges, 2), numbered row by row."""
     number = np.arange(nodes**2).reshape(nodes, nodes)
     beside = np.stack([number[:, :-1], number[:, 1:]], -1).reshape(-1, 2)
     below = np.stack([number[:-1], number[1:]], -1).reshape(-1, 2)
     return np.concatenate([beside, below])
 
 
-def _neighbours(free: np.ndarray) -> np.ndarray:
+def _neighbors(free: np.ndarray) -> np.ndarray:
     """How many of the four cells around each (rows, columns) are free."""
     padded = np.pad(free, 1).astype(np.int64)
     return padded[:-2, 1:-1] + padded[2:, 1:-1] + padded[1:-1, :-2] + padded[1:-1, 2:]

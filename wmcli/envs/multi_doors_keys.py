@@ -3,11 +3,11 @@
 The two-dimensional task of S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064, section 5.6, figure 2) in which memory has
 to be kept up to date, drawn with the tiles of MiniGrid. K doors and K keys on a grid of 4 K + 1 x 9 cells, x to the
 east and y to the south. A corridor, y = 3 .. 5; north of it K rooms behind doors at (x_i, 2), x_i = 2 + 4 i; south of
-it K rooms with openings at (x_i, 6) and a key at (x_i, 7). Doors are locked at first. Their colours are drawn from four
+it K rooms with openings at (x_i, 6) and a key at (x_i, 7). Doors are locked at first. Their colors are drawn from four
 with replacement, and the keys' are the same in another order.
 
 PICKUP takes the key in front, any number of them; they are not drawn. TOGGLE at a locked door opens it and consumes one
-key of its colour, if there is one; open doors stay open. Opening a door earns 1: the paper has no reward here, and so
+key of its color, if there is one; open doors stay open. Opening a door earns 1: the paper has no reward here, and so
 the script earns K in every episode. An episode ends with its last frame and not before.
 
 The script travels along y = 4. Context: from a random x_i and heading it goes through all columns, the westernmost
@@ -89,13 +89,13 @@ class _Episodes(Episodes):
         keys = task.keys
         self._frames = task.context + task.query
         self._frame = 0
-        self._held = np.zeros((len(seeds), len(tiles.COLOURS)), np.int64)  # keys of each colour
+        self._held = np.zeros((len(seeds), len(tiles.COLORS)), np.int64)  # keys of each color
         generators = [np.random.default_rng(int(seed)) for seed in seeds]
         boards = np.repeat(_empty_board(keys)[None], len(seeds), axis=0)
         start = np.empty((len(seeds), 1), np.intp)
         heading = np.empty(len(seeds), np.intp)
         for episode, random in enumerate(generators):
-            doors = random.integers(len(tiles.COLOURS), size=keys)
+            doors = random.integers(len(tiles.COLORS), size=keys)
             boards[episode, DOOR_ROW, 2::PITCH] = tiles.LOCKED + doors
             boards[episode, KEY_ROW, 2::PITCH] = tiles.KEY + random.permutation(doors)
             start[episode], heading[episode] = random.integers(keys), random.integers(4)

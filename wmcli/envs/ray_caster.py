@@ -3,7 +3,7 @@
 Everything is measured in cells. A wall cell is a box as wide as a cell and WALL high; the camera looks level from EYE
 above the floor. Numbers are those of Memory Maze (Pasukonis, Lillicrap and Hafner 2022, arXiv 2210.13383), where a
 cell is 2 units wide: walls 1.5 units, spheres of radius 0.6 with their centres in the floor, a vertical field of view
-of 80 degrees. Textures are drawn by formulas and have the mean colours of its own. Light comes from the camera and, on
+of 80 degrees. Textures are drawn by formulas and have the mean colors of its own. Light comes from the camera and, on
 spheres, from above; walls that look east or west lie in a little shade, so that corners show.
 
 Column c of a picture sees along the ray forward + x_c * right. Where that ray of forward length 1 meets a wall after t
@@ -25,7 +25,7 @@ FIELD_OF_VIEW = 80.0  # degrees, vertical and (frames are square) horizontal
 EYE = 0.3
 WALL = 0.75
 RADIUS = 0.3  # of a sphere
-WALL_COLOURS = {
+WALL_COLORS = {
     "yellow": (196, 169, 38),
     "blue": (32, 116, 177),
     "green": (85, 120, 75),
@@ -35,8 +35,8 @@ WALL_COLOURS = {
     "red bright": (213, 123, 104),
     "cerise": (169, 65, 103),
 }  # means of the wall textures
-FLOOR_COLOUR = (54, 89, 109)
-SPHERE_COLOURS = {
+FLOOR_COLOR = (54, 89, 109)
+SPHERE_COLORS = {
     "red": (170, 38, 30),
     "green": (99, 170, 88),
     "blue": (39, 140, 217),
@@ -83,8 +83,8 @@ class RayCaster:
         self._palette = _palette()
         blend = (self._up[: side // 2] / _SLOPE)[:, None]
         sky = _pack(np.array(SKY[0]) * (1 - blend) + np.array(SKY[1]) * blend)
-        self._sky = (len(self._palette.colours) + np.arange(side // 2, dtype=np.int32))[:, None]  # (H / 2, 1)
-        self._colours = np.concatenate([self._palette.colours, sky])
+        self._sky = (len(self._palette.colors) + np.arange(side // 2, dtype=np.int32))[:, None]  # (H / 2, 1)
+        self._colors = np.concatenate([self._palette.colors, sky])
         depth = EYE / self._up[: side // 2][::-1]  # of the floor in the lower half's rows
         self._floor_depth = depth[:, None]
         stretch = (
@@ -98,19 +98,19 @@ class RayCaster:
         heading: np.ndarray,
         textures: np.ndarray,
         spheres: np.ndarray,
-        colours: np.ndarray,
+        colors: np.ndarray,
     ) -> np.ndarray:
         """What a camera sees, uint8 (N, H, W, 3), from `position` (N, 2) in open cells and `heading` (N,).
 
-        `textures`: int (N, slots), of WALL_COLOURS. `spheres`: (N, O, 2), their centres. `colours`: int (N, O), of
-        SPHERE_COLOURS. A nearer sphere hides a farther one; spheres may not overlap.
+        `textures`: int (N, slots), of WALL_COLORS. `spheres`: (N, O, 2), their centres. `colors`: int (N, O), of
+        SPHERE_COLORS. A nearer sphere hides a farther one; spheres may not overlap.
         """
         frames = np.empty((len(position), self._side, self._side, 3), np.uint8)
         chunk = max(1, CHUNK // self._side**2)
         for start in range(0, len(position), chunk):
             part = slice(start, start + chunk)
             walls = self._walls if self._walls.ndim == 2 else self._walls[part]
-            self._draw(walls, position[part], heading[part], textures[part], spheres[part], colours[part], frames[part])
+            self._draw(walls, position[part], heading[part], textures[part], spheres[part], colors[part], frames[part])
         return frames
 
     def _draw(
@@ -120,7 +120,7 @@ class RayCaster:
         heading: np.ndarray,
         textures: np.ndarray,
         spheres: np.ndarray,
-        colours: np.ndarray,
+        colors: np.ndarray,
         out: np.ndarray,
     ) -> None:
         count, side = len(position), self._side
@@ -134,14 +134,14 @@ class RayCaster:
         texture = textures[frame, self._slots[hits.cell * 4 + hits.side]]
         texels = self._wall(hits, texture)
         self._floor(origin, ray, hits.depth, texels)
-        pixels = self._colours.take(texels)  # (H, N * W), red, green, blue and nothing
-        self._spheres(position, forward, right, spheres, colours, hits.depth, pixels)
+        pixels = self._colors.take(texels)  # (H, N * W), red, green, blue and nothing
+        self._spheres(position, forward, right, spheres, colors, hits.depth, pixels)
         channels = pixels.view(np.uint8).reshape(side, count, side, 4)
         for channel in range(3):
             out[..., channel] = channels[..., channel].transpose(1, 0, 2)
 
     def _wall(self, hits: Hits, texture: np.ndarray) -> np.ndarray:
-        """Indices of colours, int32 (H, R): each ray's wall, and the sky above it. Below it they mean nothing."""
+        """Indices of colors, int32 (H, R): each ray's wall, and the sky above it. Below it they mean nothing."""
         level = _level(hits.depth * np.float32(TEXELS / WALL / self._focal))
         size = (TEXELS >> level).astype(np.float32)
         shade = 1 - hits.side % 2
@@ -177,7 +177,7 @@ class RayCaster:
         forward: np.ndarray,
         right: np.ndarray,
         spheres: np.ndarray,
-        colours: np.ndarray,
+        colors: np.ndarray,
         depth: np.ndarray,
         pixels: np.ndarray,
     ) -> None:
@@ -197,7 +197,7 @@ class RayCaster:
         ahead, aside = ahead[frame, which], aside[frame, which]
         order = np.argsort(-(np.square(ahead) + np.square(aside)))  # the nearest is painted last
         frame, ahead, aside = frame[order], ahead[order], aside[order]
-        colour = colours[frame, which[order]].astype(np.int32)
+        color = colors[frame, which[order]].astype(np.int32)
 
         low, high = _columns(ahead, aside)
         edges = np.clip(np.stack([low, high]) * np.float32(self._focal) + side / 2, 0, side)
@@ -232,7 +232,7 @@ class RayCaster:
         facing = root / (np.float32(RADIUS) * np.sqrt(a))  # cosine between the surface's normal and the way back
         light = np.float32(0.4) + np.float32(0.4) * facing + np.float32(0.2 / RADIUS) * height
         tone = (np.minimum(light, 1) * (TONES - 1) + np.float32(0.5)).astype(np.int32)
-        pixels[row, ray[part]] = self._colours[self._palette.spheres + colour[item[part]] * TONES + tone]
+        pixels[row, ray[part]] = self._colors[self._palette.spheres + color[item[part]] * TONES + tone]
 
 
 def axes(heading: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -290,14 +290,14 @@ def cast(walls: np.ndarray, origin: np.ndarray, ray: np.ndarray, maze: np.ndarra
 
 
 def texture(name: str) -> np.ndarray:
-    """The wall texture of a colour of WALL_COLOURS: uint8 (TEXELS along, TEXELS up, 3)."""
-    number = list(WALL_COLOURS).index(name)
-    return _paint(_wall_pattern(number), WALL_COLOURS[name]).round().astype(np.uint8)
+    """The wall texture of a color of WALL_COLORS: uint8 (TEXELS along, TEXELS up, 3)."""
+    number = list(WALL_COLORS).index(name)
+    return _paint(_wall_pattern(number), WALL_COLORS[name]).round().astype(np.uint8)
 
 
 def floor_texture() -> np.ndarray:
     """The floor of a cell: uint8 (TEXELS, TEXELS, 3)."""
-    return _paint(_floor_pattern(), FLOOR_COLOUR).round().astype(np.uint8)
+    return _paint(_floor_pattern(), FLOOR_COLOR).round().astype(np.uint8)
 
 
 _SINE, _COSINE = np.sin(np.deg2rad(FIELD_OF_VIEW / 2)), np.cos(np.deg2rad(FIELD_OF_VIEW / 2))
@@ -305,9 +305,9 @@ _SLOPE = _SINE / _COSINE
 
 
 class _Palette(NamedTuple):
-    """All colours that do not depend on a frame's size, and where they begin."""
+    """All colors that do not depend on a frame's size, and where they begin."""
 
-    colours: np.ndarray  # uint32 (colours,), red in its first byte
+    colors: np.ndarray  # uint32 (colors,), red in its first byte
     walls: np.ndarray  # int (2, 8, LEVELS): lit or in shade, texture, level
     floor: np.ndarray  # int (LEVELS,)
     spheres: int
@@ -328,15 +328,15 @@ def _palette() -> _Palette:
             begins.append(begins[-1] + size * size)
         return begins[first:-1]
 
-    walls = [[add(texture(name) * shade) for name in WALL_COLOURS] for shade in (1.0, SHADE)]
+    walls = [[add(texture(name) * shade) for name in WALL_COLORS] for shade in (1.0, SHADE)]
     floor = add(floor_texture())
     tones = np.arange(TONES)[:, None] / (TONES - 1)
-    spheres = [_pack(np.minimum(np.array(rgb) * (255 / 220), 255) * tones) for rgb in SPHERE_COLOURS.values()]
+    spheres = [_pack(np.minimum(np.array(rgb) * (255 / 220), 255) * tones) for rgb in SPHERE_COLORS.values()]
     return _Palette(np.concatenate(pieces + spheres), np.array(walls), np.array(floor, np.int32), begins[-1])
 
 
 def _wall_pattern(number: int) -> np.ndarray:
-    """What tells the textures apart besides colour, (TEXELS, TEXELS), brighter where greater."""
+    """What tells the textures apart besides color, (TEXELS, TEXELS), brighter where greater."""
     u, v = np.meshgrid(*[(np.arange(TEXELS) + 0.5) / TEXELS] * 2, indexing="ij")
     course = np.floor(v * 4)
     patterns = (
@@ -360,15 +360,15 @@ def _floor_pattern() -> np.ndarray:
     return np.where(joint, -1.0, 0.35 * ((u // half + v // half) % 2))
 
 
-def _paint(pattern: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
-    """A pattern in shades of a colour that is kept as the mean: float (TEXELS, TEXELS, 3)."""
+def _paint(pattern: np.ndarray, color: tuple[int, int, int]) -> np.ndarray:
+    """A pattern in shades of a color that is kept as the mean: float (TEXELS, TEXELS, 3)."""
     pattern = pattern - pattern.mean()
-    return np.array(colour) * (1 + 0.18 * pattern / np.abs(pattern).max())[..., None]
+    return np.array(color) * (1 + 0.18 * pattern / np.abs(pattern).max())[..., None]
 
 
-def _pack(colours: np.ndarray) -> np.ndarray:
+def _pack(colors: np.ndarray) -> np.ndarray:
     """(n, 3) in 0..255 to uint32 (n,)."""
-    red, green, blue = np.rint(colours).astype(np.uint32).T
+    red, green, blue = np.rint(colors).astype(np.uint32).T
     return red | green << 8 | blue << 16
 
 

@@ -1,7 +1,7 @@
 """Two, Four and Ten Rooms and their teleport versions: the 3D memory tasks of S4WM (arXiv 2307.02064).
 
 Rooms hang together by narrow corridors in a ring, seen from within as in Memory Maze (arXiv 2210.13383). The layout is
-always the same; what an episode has of its own are two coloured spheres a room and the texture of each of a room's four
+always the same; what an episode has of its own are two colored spheres a room and the texture of each of a room's four
 walls. The script turns round in a random room, goes to a few places of it, and on to the next room, until it is back in
 the first: that is the context. The query goes the same round again, along other ways.
 
@@ -27,7 +27,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from wmcli.envs.memory_task import Episodes, Task
-from wmcli.envs.ray_caster import SPHERE_COLOURS, WALL_COLOURS, RayCaster
+from wmcli.envs.ray_caster import SPHERE_COLORS, WALL_COLORS, RayCaster
 from wmcli.envs.walking import (
     COARSE,
     LEFT,
@@ -49,7 +49,7 @@ from wmcli.errors import UsageError
 
 TELEPORT = len(MEANINGS)
 OBJECTS = 2  # spheres a room
-CORRIDOR_TEXTURE = list(WALL_COLOURS).index("yellow")
+CORRIDOR_TEXTURE = list(WALL_COLORS).index("yellow")
 SLACK = 5  # steps that a way may take longer than its length and bends say
 PLACES = 6  # that the script has ready to go to in each room, more than time allows
 
@@ -111,11 +111,11 @@ class View(NamedTuple):
     heading: np.ndarray
     """float32 (...): the agent's, degrees in [0, 360]."""
     textures: np.ndarray
-    """uint8 (..., P, 4): of each room's east, south, west and north wall, numbers of WALL_COLOURS."""
+    """uint8 (..., P, 4): of each room's east, south, west and north wall, numbers of WALL_COLORS."""
     objects: np.ndarray
     """float32 (..., P, 2, 2): where each room's two spheres are, cells."""
-    colours: np.ndarray
-    """uint8 (..., P, 2): of the spheres, numbers of SPHERE_COLOURS."""
+    colors: np.ndarray
+    """uint8 (..., P, 2): of the spheres, numbers of SPHERE_COLORS."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Rooms(Task):
             heading=pose[..., 2],
             textures=textures.reshape(*lead, self.rooms, 4),
             objects=objects[..., :2] + np.float32(0.5),
-            colours=objects[..., 2],
+            colors=objects[..., 2],
         )
 
     def draw(self, sketch: np.ndarray) -> np.ndarray:
@@ -182,7 +182,7 @@ class Rooms(Task):
         walls = np.full((count, self.rooms * 4 + 1), CORRIDOR_TEXTURE, np.uint8)
         walls[:, :-1] = view.textures.reshape(count, -1)
         frames = _ray_caster(self.rooms, self.size.room, self.size.corridor, self.side).draw(
-            view.position, view.heading, walls, view.objects.reshape(count, -1, 2), view.colours.reshape(count, -1)
+            view.position, view.heading, walls, view.objects.reshape(count, -1, 2), view.colors.reshape(count, -1)
         )
         return frames.reshape(*sketch.shape[:-1], *frames.shape[1:])
 
@@ -301,13 +301,13 @@ class _Draw(NamedTuple):
     def of(task: Rooms, seed: int) -> _Draw:
         generator = np.random.default_rng(seed)
         rooms, room, budget = task.rooms, task.size.room, task.budget
-        textures = generator.integers(len(WALL_COLOURS), size=(rooms, 4))
+        textures = generator.integers(len(WALL_COLORS), size=(rooms, 4))
         shift = np.stack(np.divmod(np.arange(room**2), room)[::-1], -1) - room // 2  # cells from a room's middle
         around = np.flatnonzero(shift.any(-1))
         taken = np.stack([_pair(generator, shift, around) for _ in range(rooms)])  # (P, 2)
-        colours = np.stack([generator.choice(len(SPHERE_COLOURS), OBJECTS, replace=False) for _ in range(rooms)])
+        colors = np.stack([generator.choice(len(SPHERE_COLORS), OBJECTS, replace=False) for _ in range(rooms)])
         cells = np.floor(task.layout.middles)[:, None] + shift[taken]
-        objects = np.concatenate([cells, colours[..., None]], -1)
+        objects = np.concatenate([cells, colors[..., None]], -1)
         begin = int(generator.integers(rooms))
         heading = 90.0 * generator.integers(4)
         turns = generator.integers(LEFT, RIGHT + 1, size=2 * rooms)

@@ -1,10 +1,10 @@
-"""Worlds of coloured tiles: the pictures, the view of 5 x 5 tiles around an agent, and how an agent walks.
+"""Worlds of colored tiles: the pictures, the view of 5 x 5 tiles around an agent, and how an agent walks.
 
 A tile is a code, one uint8. Pictures are drawn as MiniGrid draws them (Chevalier-Boisvert et al. 2023, arXiv
 2306.13831): shapes on three points a pixel in either direction, whose mean is cut down to a whole number. Squares fill
 their tile, as in S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064), and the agent hides what it stands on.
 
-The view is centred on the agent and never turned: north is up, and only the triangle shows where the agent looks.
+The view is centered on the agent and never turned: north is up, and only the triangle shows where the agent looks.
 Beyond the edge of a board there is wall.
 
 E boards side by side, H rows and W columns of tiles; headings are 0 east, 1 south, 2 west, 3 north.
@@ -18,19 +18,19 @@ from wmcli.envs.memory_task import Task
 
 LEFT, RIGHT, FORWARD = range(3)  # the actions of `Boards.walk`
 EAST, SOUTH, WEST, NORTH = range(4)
-COLOURS = {"green": (0, 255, 0), "blue": (0, 0, 255), "purple": (112, 39, 195), "yellow": (255, 255, 0)}
+COLORS = {"green": (0, 255, 0), "blue": (0, 0, 255), "purple": (112, 39, 195), "yellow": (255, 255, 0)}
 GREY = (100, 100, 100)
 RED = (255, 0, 0)
 
-# One code a tile; those that come in headings or colours are followed by the codes of the others.
+# One code a tile; those that come in headings or colors are followed by the codes of the others.
 EMPTY, WALL, AGENT = range(3)
 SQUARE = AGENT + 4
-KEY = SQUARE + len(COLOURS)
-LOCKED = KEY + len(COLOURS)
-OPEN = LOCKED + len(COLOURS)
-CODES = OPEN + len(COLOURS)
+KEY = SQUARE + len(COLORS)
+LOCKED = KEY + len(COLORS)
+OPEN = LOCKED + len(COLORS)
+CODES = OPEN + len(COLORS)
 DOORS = np.arange(LOCKED, CODES, dtype=np.uint8)
-"""The codes of doors: locked in each colour, then open in each colour."""
+"""The codes of doors: locked in each color, then open in each color."""
 
 VIEW = 5  # tiles in a row or column of a frame
 PIXELS = 8  # in a row or column of a tile
@@ -56,37 +56,37 @@ def _triangle(heading: int) -> np.ndarray:
 
 
 def _picture(*layers: tuple[np.ndarray, tuple[int, ...]]) -> np.ndarray:
-    """Shapes in their colours, later ones over earlier ones, on a black tile with a grey line on top and left."""
+    """Shapes in their colors, later ones over earlier ones, on a black tile with a gray line on top and left."""
     lines = _box(0, 0.031, 0, 1) | _box(0, 1, 0, 0.031)
     points = np.zeros((*_x.shape, 3), np.uint8)
-    for shape, colour in ((lines, GREY), *layers):
-        points[shape] = colour
+    for shape, color in ((lines, GREY), *layers):
+        points[shape] = color
     sums = points.reshape(PIXELS, _POINTS, PIXELS, _POINTS, 3).sum(axis=(1, 3), dtype=np.int64)
     return (sums // _POINTS**2).astype(np.uint8)
 
 
-def _key(colour: tuple[int, ...]) -> np.ndarray:
+def _key(color: tuple[int, ...]) -> np.ndarray:
     shaft, teeth = _box(0.50, 0.63, 0.31, 0.88), _box(0.38, 0.50, 0.59, 0.66) | _box(0.38, 0.50, 0.81, 0.88)
     ring, hole = _disc(0.56, 0.28, 0.19), _disc(0.56, 0.28, 0.064)
-    return _picture((shaft | teeth | ring, colour), (hole, (0, 0, 0)))
+    return _picture((shaft | teeth | ring, color), (hole, (0, 0, 0)))
 
 
-def _locked(colour: tuple[int, ...]) -> np.ndarray:
-    dim = tuple(int(0.45 * value) for value in colour)
+def _locked(color: tuple[int, ...]) -> np.ndarray:
+    dim = tuple(int(0.45 * value) for value in color)
     slot = _box(0.52, 0.75, 0.50, 0.56)
-    return _picture((_box(0, 1, 0, 1), colour), (_box(0.06, 0.94, 0.06, 0.94), dim), (slot, colour))
+    return _picture((_box(0, 1, 0, 1), color), (_box(0.06, 0.94, 0.06, 0.94), dim), (slot, color))
 
 
-def _open(colour: tuple[int, ...]) -> np.ndarray:
-    return _picture((_box(0.88, 1, 0, 1), colour), (_box(0.92, 0.96, 0.04, 0.96), (0, 0, 0)))
+def _open(color: tuple[int, ...]) -> np.ndarray:
+    return _picture((_box(0.88, 1, 0, 1), color), (_box(0.92, 0.96, 0.04, 0.96), (0, 0, 0)))
 
 
-_PAINTS = tuple(COLOURS.values())
+_PAINTS = tuple(COLORS.values())
 PICTURES = np.stack(
     [_picture(), _picture((_box(0, 1, 0, 1), GREY))]
     + [_picture((_triangle(heading), RED)) for heading in range(4)]
-    + [_picture((_box(0, 1, 0, 1), colour)) for colour in _PAINTS]
-    + [draw_one(colour) for draw_one in (_key, _locked, _open) for colour in _PAINTS]
+    + [_picture((_box(0, 1, 0, 1), color)) for color in _PAINTS]
+    + [draw_one(color) for draw_one in (_key, _locked, _open) for color in _PAINTS]
 )
 """The picture of each code, uint8 (codes, 8, 8, 3)."""
 _PIXEL_ROWS = PICTURES.reshape(CODES * PIXELS, PIXELS * 3)

@@ -1,6 +1,6 @@
 """Environments stepped side by side, whose state can be saved and restored exactly.
 
-E environments side by side (streams), H height, W width, C colour channel.
+E environments side by side (streams), H height, W width, C color channel.
 
 A *game* runs from one real reset to the next, an *episode* to the next end that the learner sees. They differ where a
 lost life ends an episode but not its game. Every game is reset with a seed of its own, derived from (seed, stream,

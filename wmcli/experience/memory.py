@@ -1,6 +1,6 @@
 """All experience in memory, once: frames as uint8 on the training device.
 
-N rows, H height, W width, C colour channel. Rows stand as they arrived, streams interleaved. An *order*, position ->
+N rows, H height, W width, C color channel. Rows stand as they arrived, streams interleaved. An *order*, position ->
 row, lists them episode by episode or stream by stream, so that a window of either is a run of positions.
 """
 

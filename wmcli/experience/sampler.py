@@ -98,7 +98,7 @@ class WindowSampler:
 
     `sampling` "windows" (REM, Cohen et al. 2024): uniform over all windows, without replacement until each was drawn
     once, then anew; a batch that reaches over the end is filled from the next round, so every batch has the size asked
-    for. "episodes" (IRIS, Micheli et al. 2023): an episode uniformly, then a window of it uniformly, which favours the
+    for. "episodes" (IRIS, Micheli et al. 2023): an episode uniformly, then a window of it uniformly, which favors the
     windows of short episodes. "uniform" (Drama's ablation, Wang et al. 2024): each batch uniform over all windows and
     distinct in itself, whatever was drawn before; one larger than there are windows has each once per full round.
 

@@ -1,6 +1,6 @@
 """A segment: the experience of one collection, written once as a zarr v3 group and never changed.
 
-N rows, H height, W width, C colour channel. A row is one decision of one environment (one *stream*); rows of several
+N rows, H height, W width, C color channel. A row is one decision of one environment (one *stream*); rows of several
 streams stand interleaved, and within a stream they are in the order of time.
 
 Frames lie in chunks of 64 rows, zstd with checksum (without it zarr reads most flipped bits back without a word),

@@ -1,4 +1,4 @@
-"""Published Atari-100k scores, and the human-normalised score built on them.
+"""Published Atari-100k scores, and the human-normalized score built on them.
 
 The numbers stand in `atari100k.json` beside this file, each column with its paper, where its data is, and its caveats.
 Human and random scores are those of the Atari-100k literature (30-minute human condition).
@@ -104,7 +104,7 @@ def human_normalized(game: str, score: float) -> float | None:
 
 
 def normalized_runs(column: str) -> dict[str, np.ndarray]:
-    """A column's human-normalised scores, game -> (runs,): what `wmcli.metrics.statistics` takes."""
+    """A column's human-normalized scores, game -> (runs,): what `wmcli.metrics.statistics` takes."""
     table = {game: reference_runs(game, column) for game in games()}
     return {game: np.array([human_normalized(game, run) for run in runs]) for game, runs in table.items() if runs}
 

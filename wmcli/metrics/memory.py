@@ -1,6 +1,6 @@
 """What is measured of a model that had to remember (S4WM: Deng, Park and Ahn 2023, arXiv 2307.02064).
 
-Errors of frames are squared errors summed over pixels and colours, of images in [0, 1], as in the paper's tables.
+Errors of frames are squared errors summed over pixels and colors, of images in [0, 1], as in the paper's tables.
 E episodes, T frames, tiles of P x P pixels. What was not counted (padding) is left out.
 """
 
@@ -17,9 +17,9 @@ class Doors(NamedTuple):
     """Shares of the doors in sight that were drawn as they are, and how many were in sight."""
 
     state: float
-    """Locked or open, whatever the colour."""
+    """Locked or open, whatever the color."""
     whole: float
-    """State and colour."""
+    """State and color."""
     number: int
 
 
@@ -57,8 +57,8 @@ def nearest(pictures: np.ndarray, templates: np.ndarray) -> np.ndarray:
     return np.square(flat - templates.reshape(len(templates), -1).astype(np.float32)).sum(-1).argmin(-1)
 
 
-def doors(found: np.ndarray, true: np.ndarray, colours: int) -> Doors:
-    """Of N > 0 doors, numbered by colour (locked) and `colours` higher (open): what was found in the place of each (N,)
+def doors(found: np.ndarray, true: np.ndarray, colors: int) -> Doors:
+    """Of N > 0 doors, numbered by color (locked) and `colors` higher (open): what was found in the place of each (N,)
     and what is there (N,)."""
-    same_state = (found >= colours) == (true >= colours)
+    same_state = (found >= colors) == (true >= colors)
     return Doors(float(same_state.mean()), float((found == true).mean()), len(true))

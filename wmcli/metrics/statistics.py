@@ -1,6 +1,6 @@
 """Statistics over runs and tasks, with bootstrap intervals (Agarwal et al. 2021, NeurIPS, arXiv 2108.13264).
 
-Scores are (usually human-normalised) numbers, one per training run, grouped by task (game). Tasks may have different
+Scores are (usually human-normalized) numbers, one per training run, grouped by task (game). Tasks may have different
 numbers of runs. Three spellings are accepted everywhere:
 
     {"Pong": [0.9, 1.1], "Alien": [0.1, 0.2, 0.1]}      a mapping, task -> runs
@@ -110,7 +110,7 @@ def performance_profile(
 
 
 def superhuman(scores: Scores) -> int:
-    """On how many tasks the mean over runs is at least the human's: a human-normalised score of 1, up to rounding."""
+    """On how many tasks the mean over runs is at least the human's: a human-normalized score of 1, up to rounding."""
     return sum(float(task.mean()) >= 1.0 - 1e-9 for task in by_task(scores))
 
 

@@ -56,12 +56,12 @@ class AttentionPriorSettings(Section):
     at the query itself. The hard one gives the span no gradient."""
     ramp: float = Field(default=3.0, gt=0)
     """Units beyond the span over which a ramp falls to 0."""
-    regulariser: Literal["none", "l1", "l2", "max"] = "none"
+    regularizer: Literal["none", "l1", "l2", "max"] = "none"
     """Of the spans: their sum or the sum of their squares is added to the loss, or none may exceed max_span."""
     strength: float = Field(default=0.025, ge=0)
     """Weight of l1 and l2 in the loss."""
     max_span: float = Field(default=6.0, gt=0)
-    """Units, for the regulariser max."""
+    """Units, for the regularizer max."""
     leak: bool = False
     """Over whole sequences, in training and for the target's values, keys behind the query are not hidden but get the
     weight of the score 0, as in the public code. With form scale only, to reproduce its results."""
@@ -84,7 +84,7 @@ def warnings(settings: AttentionPriorSettings) -> list[str]:
             "there is none. It reproduces a flaw of public code."
         )
     if settings.kind in ("span", "gaussian_span") and settings.span_mask == "hard":
-        found.append("prior.span_mask = hard: it gives the spans no gradient; nothing but a regulariser moves them.")
+        found.append("prior.span_mask = hard: it gives the spans no gradient; nothing but a regularizer moves them.")
     return found
 
 
@@ -151,16 +151,16 @@ class AttentionPrior(nn.Module):
         return table.expand(self.layers, self.heads, -1)
 
     def penalty(self) -> Tensor | None:
-        """The regulariser as a part of the loss, None where there is none. Strength times a sum over all heads."""
-        if self.raw_span is None or self.settings.regulariser not in ("l1", "l2"):
+        """The regularizer as a part of the loss, None where there is none. Strength times a sum over all heads."""
+        if self.raw_span is None or self.settings.regularizer not in ("l1", "l2"):
             return None
         span = F.softplus(self.raw_span)
-        return self.settings.strength * (span if self.settings.regulariser == "l1" else span.square()).sum()
+        return self.settings.strength * (span if self.settings.regularizer == "l1" else span.square()).sum()
 
     @torch.no_grad()
     def project(self) -> None:
-        """Cut the spans down to max_span where that is the regulariser."""
-        if self.raw_span is not None and self.settings.regulariser == "max":
+        """Cut the spans down to max_span where that is the regularizer."""
+        if self.raw_span is not None and self.settings.regularizer == "max":
             self.raw_span.clamp_(max=_raw(self.settings.max_span))
 
 
@@ -232,13 +232,13 @@ def priors_of(module: nn.Module) -> list[AttentionPrior]:
 
 
 def penalty(module: nn.Module) -> Tensor | None:
-    """What the regularisers of its priors add to the loss of `module`, a scalar; None where there are none."""
+    """What the regularizers of its priors add to the loss of `module`, a scalar; None where there are none."""
     terms = [term for term in (prior.penalty() for prior in priors_of(module)) if term is not None]
     return torch.stack(terms).sum() if terms else None
 
 
 def project(module: nn.Module) -> None:
-    """Hold the priors in `module` to their limits. After each step of the optimiser."""
+    """Hold the priors in `module` to their limits. After each step of the optimizer."""
     for prior in priors_of(module):
         prior.project()
 

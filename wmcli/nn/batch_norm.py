@@ -21,9 +21,9 @@ CHUNK = 1 << 19  # numbers that stay in the processor's cache from one operation
 
 
 class BatchNorm2d(nn.BatchNorm2d):
-    """(B, C, H, W) -> the same shape and dtype, each channel normalised over the batch.
+    """(B, C, H, W) -> the same shape and dtype, each channel normalized over the batch.
 
-    Torch's norm, except for a large channels-last batch that is normalised by its own statistics on a CPU: those, and
+    Torch's norm, except for a large channels-last batch that is normalized by its own statistics on a CPU: those, and
     the gradients through them, are exact to float32's rounding, and can be differentiated once.
     """
 
@@ -54,7 +54,7 @@ class BatchNorm2d(nn.BatchNorm2d):
 
 
 class _BatchNorm(torch.autograd.Function):
-    """(B, C, H, W) -> the same, normalised, with the mean (C,) and variance (C,) that it was normalised by.
+    """(B, C, H, W) -> the same, normalized, with the mean (C,) and variance (C,) that it was normalized by.
 
     Torch's kernels do the sums, over parts of the batch and with each pixel of a row as a channel of its own: few
     numbers to a sum, and many sums side by side, which is also faster.

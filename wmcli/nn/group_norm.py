@@ -17,7 +17,7 @@ CHUNK = 1 << 19  # numbers whose float32 copy stays in the processor's cache fro
 
 
 class GroupNorm(nn.GroupNorm):
-    """(B, C, H, W) -> the same shape and dtype, each group of channels of a frame normalised together.
+    """(B, C, H, W) -> the same shape and dtype, each group of channels of a frame normalized together.
 
     On a CPU the result is channels last in memory, whatever x is, and can be differentiated once. Elsewhere this is
     torch's norm.

@@ -35,7 +35,7 @@ STAGES = (
     ((24, 512, 512), (26, 512, 512), (28, 512, 512)),
 )
 SMALLEST_IMAGE = 16  # pixels; four poolings must leave at least one
-SHIFT = (-0.030, -0.088, -0.188)  # per colour channel, for images in [-1, 1]
+SHIFT = (-0.030, -0.088, -0.188)  # per color channel, for images in [-1, 1]
 SCALE = (0.458, 0.448, 0.450)
 
 WEIGHTINGS_MD5 = "d507d7349b931f0638a25a48a722f98a"

@@ -35,7 +35,7 @@ def mlp(
     """(..., inputs) to (..., outputs): `layers` times Linear, norm, activation, then `last_layer`.
 
     A Linear before a LayerNorm has no bias, since the norm has one (STORM); before an RMSNorm it has (Drama). `eps` is
-    that of the norms, see `norm`. Weights have torch's own initialisation.
+    that of the norms, see `norm`. Weights have torch's own initialization.
     """
     parts: list[nn.Module] = []
     for _ in range(layers):

@@ -24,7 +24,7 @@ def norm(channels: int) -> GroupNorm:
     """GroupNorm of 32 groups. Raises UsageError unless `channels` is a multiple of 32."""
     if channels % GROUPS:
         raise UsageError(
-            f"tokenizer.channels = {channels}: the residual network normalises in {GROUPS} groups and needs a multiple "
+            f"tokenizer.channels = {channels}: the residual network normalizes in {GROUPS} groups and needs a multiple "
             f"of {GROUPS}; use --set tokenizer.channels=64, or the smaller network with --set tokenizer.network=slim."
         )
     return GroupNorm(GROUPS, channels, eps=1e-6)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 
-class RunningNormaliser(nn.Module):
+class RunningNormalizer(nn.Module):
     """Shifts and scales each feature by the mean and variance of all batches it was shown, then clips to +-10.
 
-    The input normalisation of Drama's actor (Wang et al. 2024, arXiv 2410.08893; in its code only). Mean 0 and variance
+    The input normalization of Drama's actor (Wang et al. 2024, arXiv 2410.08893; in its code only). Mean 0 and variance
     1 stand at the beginning, with the weight of 1e-4 observations.
     """
 

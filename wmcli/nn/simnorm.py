@@ -1,4 +1,4 @@
-"""Simplicial normalisation: a latent as many small distributions (TD-MPC2: Hansen et al. 2024, arXiv 2310.16828).
+"""Simplicial normalization: a latent as many small distributions (TD-MPC2: Hansen et al. 2024, arXiv 2310.16828).
 
 D width of a latent, V members of a group; a latent is D / V groups of V non-negative numbers that sum to 1. All is
 float32 at least, also under autocast.
@@ -13,7 +13,7 @@ EPS = 1e-6  # added to every probability before logarithms are taken
 
 
 def simnorm(x: Tensor, members: int) -> Tensor:
-    """(..., D) to the same shape: softmax, at temperature 1, over each group of `members` neighbours."""
+    """(..., D) to the same shape: softmax, at temperature 1, over each group of `members` neighbors."""
     x = x if x.dtype == torch.float64 else x.float()
     return x.unflatten(-1, (-1, members)).softmax(-1).flatten(-2)
 

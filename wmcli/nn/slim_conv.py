@@ -23,7 +23,7 @@ def norm(channels: int, setting: str) -> GroupNorm:
     """GroupNorm of 8 groups. Raises UsageError, naming `setting`, unless `channels` is a multiple of 8."""
     if channels % GROUPS:
         raise UsageError(
-            f"{setting} gives a layer of {channels} channels, but the slim network normalises in {GROUPS} groups and "
+            f"{setting} gives a layer of {channels} channels, but the slim network normalizes in {GROUPS} groups and "
             f"needs multiples of {GROUPS} everywhere; use powers of two, for example --set tokenizer.channels=16."
         )
     return GroupNorm(GROUPS, channels, eps=1e-6)

@@ -18,7 +18,7 @@ from torch.nn.grad import conv2d_weight
 from wmcli.errors import UsageError
 from wmcli.nn.batch_norm import BatchNorm2d
 from wmcli.nn.flatten import Flatten
-from wmcli.nn.initialise import Initialisation, initialise
+from wmcli.nn.initialize import Initialization, initialize
 from wmcli.nn.mlp import ACTIVATIONS, NORM_EPS, Activation
 from wmcli.nn.norms import ChannelLayerNorm, ChannelRMSNorm
 
@@ -44,7 +44,7 @@ class Stack(NamedTuple):
     """After each norm."""
     eps: float = 0.0
     """Of the norms over channels; 0 is 1e-6 for rms and 1e-5 for layer."""
-    initialisation: Initialisation = "fan-average"
+    initialization: Initialization = "fan-average"
     """First weights of all layers."""
 
     def side(self, image_size: int) -> int:
@@ -78,7 +78,7 @@ class StridedEncoder(nn.Sequential):
             layers += _norm_and_activation(stack, outputs)
             inputs = outputs
         super().__init__(*layers, Flatten())
-        initialise(self, stack.initialisation)
+        initialize(self, stack.initialization)
         _channels_last(self)
 
 
@@ -104,7 +104,7 @@ class StridedDecoder(nn.Module):
             if i:
                 layers += _norm_and_activation(stack, outputs)
         self.layers = nn.Sequential(*layers)
-        initialise(self, stack.initialisation)
+        initialize(self, stack.initialization)
         _channels_last(self)
 
     def forward(self, z: Tensor) -> Tensor:
@@ -173,8 +173,8 @@ class _TransposedConv(torch.autograd.Function):
 
 
 def _by_squares(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A transposed convolution that keeps an even size, finding 2 x 2 pixels of a colour as four channels: a vector has
-    room for 16 channels, and a few colours would leave most of it idle."""
+    """A transposed convolution that keeps an even size, finding 2 x 2 pixels of a color as four channels: a vector has
+    room for 16 channels, and a few colors would leave most of it idle."""
     kernel = weight.transpose(0, 1).flip(2, 3)
     squares = torch.stack([F.pad(kernel, (j, 1 - j, i, 1 - i)) for i in (0, 1) for j in (0, 1)], 1).flatten(0, 1)
     squares = squares.contiguous(memory_format=torch.channels_last)

@@ -13,7 +13,7 @@ from torch import Tensor
 BINS = 255  # an odd number, so that 0 is a bin
 REACH = 20.0  # of the outermost bins, in symlog space
 MIDDLE = BINS // 2  # the bin of 0
-WIDTH = REACH / MIDDLE  # between neighbours, in symlog space
+WIDTH = REACH / MIDDLE  # between neighbors, in symlog space
 
 
 def symlog(x: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def symexp(x: Tensor) -> Tensor:
 
 
 def encode(x: Tensor) -> Tensor:
-    """Numbers (...) to weights (..., BINS) of which at most two, neighbours, are not 0; they sum to 1.
+    """Numbers (...) to weights (..., BINS) of which at most two, neighbors, are not 0; they sum to 1.
 
     Numbers beyond the outermost bins go to these.
     """

@@ -39,7 +39,7 @@ def bins(bound: int) -> int:
 
 
 def encode(x: Tensor, bound: int) -> Tensor:
-    """Numbers (...) to weights (..., K) of which at most two, neighbours, are not 0; they sum to 1.
+    """Numbers (...) to weights (..., K) of which at most two, neighbors, are not 0; they sum to 1.
 
     Numbers beyond the outermost bins go to these.
     """

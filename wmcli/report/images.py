@@ -32,7 +32,7 @@ _GAP = 2  # pixels between two panels
 _SHARES = 40  # pixels a bar of everything is high
 _WIDE_SPACE = "   "  # between two things in a line of a caption
 _WIDEST = 1600  # pixels; a longer strip goes on in the next row
-_GIF_COLOURS = 255  # one index less than GIF has, so that the writer can mark unchanged pixels
+_GIF_COLORS = 255  # one index less than GIF has, so that the writer can mark unchanged pixels
 
 
 # -- building blocks --------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def side_by_side(
 
     Args:
         context: how many leading frames were given to the model and not imagined; over these the right label reads
-            "context" and the line between the panels is grey, afterwards it is amber.
+            "context" and the line between the panels is gray, afterwards it is amber.
         error: a third panel with the absolute difference.
         over: from this frame on the real episode is over, and its label says so.
         captions: for each panel T captions to stand below it, as in `captioned`; none.
@@ -255,7 +255,7 @@ def _table(rows: Sequence[np.ndarray], labels: Sequence[str]) -> tuple[np.ndarra
 
 
 def _frames(frames: np.ndarray) -> np.ndarray:
-    """Checks (T, H, W, 3) uint8; a single grey channel is repeated three times."""
+    """Checks (T, H, W, 3) uint8; a single gray channel is repeated three times."""
     assert frames.dtype == np.uint8 and frames.ndim == 4, (frames.dtype, frames.shape)
     assert frames.shape[-1] in (1, 3) and frames.size, frames.shape
     return frames.repeat(3, axis=-1) if frames.shape[-1] == 1 else frames
@@ -275,7 +275,7 @@ def _room(width: int) -> int:
     return width - 8
 
 
-def _text(line: str, width: int, colour: tuple[int, int, int], *, centre: bool = False) -> np.ndarray:
+def _text(line: str, width: int, color: tuple[int, int, int], *, centre: bool = False) -> np.ndarray:
     """One line of text on the background, (_BAR, width, 3); what does not fit is cut with an ellipsis."""
     font = _font()
     room = width - 4 if centre else _room(width)
@@ -285,7 +285,7 @@ def _text(line: str, width: int, colour: tuple[int, int, int], *, centre: bool =
         line += "…"
     image = Image.new("RGB", (width, _BAR), BACKGROUND)
     x, anchor = (width / 2, "mm") if centre else (6, "lm")
-    ImageDraw.Draw(image).text((x, _BAR / 2), line, fill=colour, font=font, anchor=anchor)
+    ImageDraw.Draw(image).text((x, _BAR / 2), line, fill=color, font=font, anchor=anchor)
     return np.asarray(image)
 
 
@@ -312,9 +312,9 @@ def write_animation(path: Path, frames: np.ndarray, fps: float) -> None:
 
 
 def write_gif(path: Path, frames: np.ndarray, fps: float) -> None:
-    """Write frames (T, H, W, 3) as an endlessly looping GIF with one palette of 255 colours for all frames.
+    """Write frames (T, H, W, 3) as an endlessly looping GIF with one palette of 255 colors for all frames.
 
-    Up to 255 different colours are kept exactly; more are clustered, with rare colours (a ball of a few pixels) given
+    Up to 255 different colors are kept exactly; more are clustered, with rare colors (a ball of a few pixels) given
     more weight than their area. GIF counts time in hundredths of a second: the rate is met on average. At most 50 fps.
     """
     if not 0 < fps <= 50:
@@ -376,20 +376,20 @@ def _indexed(frames: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     seen = np.zeros(1 << 24, dtype=bool)
     for frame in frames:
         seen[_packed(frame)] = True
-    colours = _unpacked(np.flatnonzero(seen))  # (K, 3), every colour there is
-    palette = colours if len(colours) <= _GIF_COLOURS else _clustered(frames)
+    colors = _unpacked(np.flatnonzero(seen))  # (K, 3), every color there is
+    palette = colors if len(colors) <= _GIF_COLORS else _clustered(frames)
     table = np.zeros(1 << 24, dtype=np.uint8)
-    for start in range(0, len(colours), 8192):
-        some = colours[start : start + 8192]
+    for start in range(0, len(colors), 8192):
+        some = colors[start : start + 8192]
         distance = ((some[:, None].astype(np.int32) - palette.astype(np.int32)) ** 2).sum(axis=-1)
         table[_packed(some)] = distance.argmin(axis=1)
     return palette, np.stack([table[_packed(frame)] for frame in frames])
 
 
 def _clustered(frames: np.ndarray) -> np.ndarray:
-    """255 colours (K, 3) that stand for all of `frames`: median cut and k-means, weighted by the root of the area.
+    """255 colors (K, 3) that stand for all of `frames`: median cut and k-means, weighted by the root of the area.
 
-    Colours that agree in their first five bits are taken together first, as their mean.
+    Colors that agree in their first five bits are taken together first, as their mean.
     """
     cells = 1 << 15
     sums = np.zeros((4, cells))  # red, green, blue, count
@@ -399,16 +399,16 @@ def _clustered(frames: np.ndarray) -> np.ndarray:
         for row, weight in enumerate((*pixels.T, None)):
             sums[row] += np.bincount(cell, weight, minlength=cells)
     sums = sums[:, sums[3] > 0]
-    colours = (sums[:3] / sums[3]).round().astype(np.uint8).T
+    colors = (sums[:3] / sums[3]).round().astype(np.uint8).T
     weights = np.ceil(np.sqrt(sums[3] / sums[3].max()) * 256).astype(int)
-    sample = Image.fromarray(colours.repeat(weights, axis=0)[None])
-    palette = sample.quantize(_GIF_COLOURS, Image.Quantize.MEDIANCUT, kmeans=1).getpalette()
+    sample = Image.fromarray(colors.repeat(weights, axis=0)[None])
+    palette = sample.quantize(_GIF_COLORS, Image.Quantize.MEDIANCUT, kmeans=1).getpalette()
     assert palette is not None
-    return np.array(palette, dtype=np.uint8).reshape(-1, 3)[:_GIF_COLOURS]
+    return np.array(palette, dtype=np.uint8).reshape(-1, 3)[:_GIF_COLORS]
 
 
-def _packed(colours: np.ndarray) -> np.ndarray:
-    wide = colours.astype(np.int32)
+def _packed(colors: np.ndarray) -> np.ndarray:
+    wide = colors.astype(np.int32)
     return wide[..., 0] << 16 | wide[..., 1] << 8 | wide[..., 2]
 
 

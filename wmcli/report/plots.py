@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Band = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]  # value, low, high: (K,) each
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # told apart by everybody
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # told apart by everybody
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*")
 _THIN = {"linewidth": 0.7, "alpha": 0.5, "marker": ".", "markersize": 3}
 _INK, _GREY, _GRID = "#222222", "#777777", "#e6e6e6"
@@ -191,7 +191,7 @@ def returns_over_steps(
     references: Mapping[str, float] | None = None,
     title: str = "",
 ) -> Figure:
-    """Draw mean returns of several runs against environment steps, one colour per group of runs.
+    """Draw mean returns of several runs against environment steps, one color per group of runs.
 
     A group of one run is a line. Of several runs, each is a thin line, their mean is a thick one, and a shade reaches
     from the lowest to the highest run. The mean is taken where all runs of the group have been evaluated, by linear
@@ -254,10 +254,10 @@ def returns_histogram(
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     else:
         edges = np.histogram_bin_edges(values, bins=min(30, max(5, math.ceil(2 * values.size ** (1 / 3)))))
-    axes.hist(values, bins=edges.tolist(), rwidth=0.8 if whole else 1.0, color=COLOURS[5], edgecolor="white")
+    axes.hist(values, bins=edges.tolist(), rwidth=0.8 if whole else 1.0, color=COLORS[5], edgecolor="white")
     if span == 0:  # leave room beside the only bar
         axes.update_datalim([(edges[0] - 2, 0), (edges[-1] + 2, 0)])
-    axes.axvline(values.mean(), color=COLOURS[1], linewidth=1.8, label=f"mean {values.mean():.4g}")
+    axes.axvline(values.mean(), color=COLORS[1], linewidth=1.8, label=f"mean {values.mean():.4g}")
     for (name, value), dash in zip((references or {}).items(), ((4, 3), (1, 2), (6, 2, 1, 2)) * 9, strict=False):
         axes.axvline(value, color=_INK, linewidth=1.2, linestyle=(0, dash), label=f"{name} {value:.4g}")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -272,7 +272,7 @@ def performance_profiles(
     thresholds: Sequence[float] | np.ndarray,
     profiles: Mapping[str, Band],
     *,
-    xlabel: str = "human-normalised score τ",
+    xlabel: str = "human-normalized score τ",
     title: str = "",
 ) -> Figure:
     """Per system, the share of its runs that score more than τ (Agarwal et al. 2021), with its interval as a shade.
@@ -298,7 +298,7 @@ def cost_by_length(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float
     """One panel per kind of cost, a line per name against length, both axes logarithmic: what is linear is flat where
     the cost is that of an element.
 
-    panels: title -> name -> (length, cost) in order of length. A name has the same colour and marker in every panel.
+    panels: title -> name -> (length, cost) in order of length. A name has the same color and marker in every panel.
     """
     from matplotlib.ticker import LogLocator
 
@@ -346,7 +346,7 @@ def learned_priors(
     """
     names = list(runs[0]) if runs else []
     if not names or not len(updates):
-        raise UsageError("no priors to draw; train dynamics whose backbone.transformer.prior.kind learns one.")
+        raise UsageError("no priors to draw; train dynamics whose backbone.prior.kind learns one.")
     try:
         values = {name: np.stack([np.asarray(run[name], dtype=float) for run in runs]) for name in names}
     except (KeyError, ValueError):
@@ -451,12 +451,12 @@ def _style(axes: Axes) -> None:
 
 
 def _styles(count: int) -> list[dict[str, Any]]:
-    """Return `count` line styles, told apart by everybody: colours, then the same ones dashed; markers all differ."""
+    """Return `count` line styles, told apart by everybody: colors, then the same ones dashed; markers all differ."""
     dashes = ("-", (0, (5, 2)), (0, (1.2, 1.4)))
     return [
         {
-            "color": COLOURS[index % len(COLOURS)],
-            "linestyle": dashes[index // len(COLOURS) % len(dashes)],
+            "color": COLORS[index % len(COLORS)],
+            "linestyle": dashes[index // len(COLORS) % len(dashes)],
             "marker": MARKERS[index % len(MARKERS)],
             "markersize": 4,
             "linewidth": 1.6,
@@ -518,18 +518,18 @@ def _legend_below(figure: Figure, axes: Axes) -> None:
     )
 
 
-def _line(axes: Axes, x: np.ndarray, y: np.ndarray, colour: str) -> None:
+def _line(axes: Axes, x: np.ndarray, y: np.ndarray, color: str) -> None:
     """A thin line; from `_SMOOTH_FROM` points on it is faint, and a running mean over a fiftieth of them lies on it."""
     keep = np.unique(np.linspace(0, len(x) - 1, min(len(x), _POINTS)).round().astype(int))
     if len(x) < _SMOOTH_FROM:
-        axes.plot(x, y, color=colour, linewidth=1.4, marker="o", markersize=3 if len(x) < 15 else 0)
+        axes.plot(x, y, color=color, linewidth=1.4, marker="o", markersize=3 if len(x) < 15 else 0)
         return
-    axes.plot(x[keep], y[keep], color=colour, linewidth=0.7, alpha=0.35)
-    axes.plot(x[keep], _smoothed(y, max(3, len(y) // 50))[keep], color=colour, linewidth=1.5)
+    axes.plot(x[keep], y[keep], color=color, linewidth=0.7, alpha=0.35)
+    axes.plot(x[keep], _smoothed(y, max(3, len(y) // 50))[keep], color=color, linewidth=1.5)
 
 
 def _smoothed(y: np.ndarray, width: int) -> np.ndarray:
-    """Centred running mean over `width` points (made odd), over fewer at the ends."""
+    """Centered running mean over `width` points (made odd), over fewer at the ends."""
     half = width // 2
     total = np.concatenate([[0.0], np.cumsum(y)])
     low = np.maximum(np.arange(len(y)) - half, 0)

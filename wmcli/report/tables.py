@@ -1,7 +1,7 @@
 """Tables as text: TSV, CSV, Markdown and LaTeX.
 
 A row maps column names to plain values; a column that it lacks, or that is None there, is empty. A row that is None
-draws a line between its neighbours where the form has lines.
+draws a line between its neighbors where the form has lines.
 """
 
 from __future__ import annotations

@@ -170,7 +170,8 @@ def _conditions(score: Score) -> dict[str, Any]:
     """What a score depends on besides environment and weights, by the names that people know."""
     settings, metrics = settings_of(score.evaluation), score.metrics
     acting = settings.acting
-    section, values = ("controller", acting["search"]) if "search" in acting else ("dynamics", acting)
+    section = "controller" if acting["controller"] else "dynamics"
+    values = acting[section]
     return {
         "episodes": metrics["episodes"],
         "environment steps": metrics.get("total_steps"),
@@ -224,7 +225,7 @@ def _first(names: Sequence[str]) -> str:
 def aggregate(runs: Sequence[Path], against: Sequence[Path] | None, progress: Progress) -> dict[str, Any]:
     """Compute statistics over the evaluations of several runs, a task being an environment (Agarwal et al. 2021).
 
-    Scores are human-normalised when every environment has reference scores, else raw returns. Intervals are 95 %
+    Scores are human-normalized when every environment has reference scores, else raw returns. Intervals are 95 %
     stratified bootstrap intervals.
 
     Args:
@@ -263,7 +264,7 @@ def aggregate(runs: Sequence[Path], against: Sequence[Path] | None, progress: Pr
     return result | {"rows": _rows(sides[0], result)}
 
 
-NORMALIZED, RETURN = "human-normalised score", "return"
+NORMALIZED, RETURN = "human-normalized score", "return"
 
 
 def _unit(scores: Sequence[Score]) -> str:
@@ -286,7 +287,7 @@ def _by_task(scores: Sequence[Score], unit: str) -> dict[str, np.ndarray]:
 
 
 def _estimates(scores: Mapping[str, np.ndarray], unit: str, rng: np.random.Generator) -> dict[str, Any]:
-    """Mean, median and IQM; of human-normalised scores, whose goal is 1, also what they fall short of it."""
+    """Mean, median and IQM; of human-normalized scores, whose goal is 1, also what they fall short of it."""
     found = {name: estimate._asdict() for name, estimate in statistics.aggregate(scores, rng).items()}
     if unit != NORMALIZED:
         del found["optimality_gap"]

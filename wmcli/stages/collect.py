@@ -99,9 +99,9 @@ def collect_job(context: Context, inputs: dict[str, Artifact], steps: int | None
     if context.settings.collect.policy != "learned":
         job = scripted_job if context.settings.collect.policy == "scripted" else recorded_job
         return job(context, inputs.get("previous"))
-    identity = context.settings.select("seed", "environment", "collect") | {"rounds": _rounds(context, steps)}
+    identity = context.settings.identity("seed", "environment", "collect") | {"rounds": _rounds(context, steps)}
     if "controller" in inputs:
-        identity |= context.settings.acting
+        identity |= context.settings.acting_identity()
     return context.run.job("experience", identity, inputs)
 
 
@@ -144,7 +144,7 @@ def _begin(
             " seed, or was changed. New episodes begin; those that were running count as truncated."
         )
     agent = _agent(context, actor, before.version if before else 0)
-    actions = context.environment["actions"] if actor is not None and settings_of(actor).plans else None
+    actions = context.environment["actions"] if actor is not None and settings_of(actor).controller.searches else None
     recorder = Recorder(rounds, len(streams.observation), streams.observation.shape[1:], actions)
     if checkpoint.exists():
         parts = about["parts"]

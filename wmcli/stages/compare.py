@@ -51,7 +51,7 @@ def compare_backbones(
     Raises WmError where the steps of a backbone do not give what its forward gives.
     """
     with bench.progress.bar("profile sizes and results", len(BACKBONES), "backbones") as bar:
-        sizes, about = equal_sizes(settings.backbone), []
+        sizes, about = equal_sizes(settings), []
         for name, size in sizes.items():
             error = check_steps(size, machine)
             about.append(
@@ -69,10 +69,10 @@ def compare_backbones(
     mamba2 = settings.model_copy(update={"backbone": sizes["mamba2"]})
     patient = True
     for length in sorted(set(lengths)):
-        training = list(_training(sizes, settings.backbone.name, length, machine, bench))
+        training = list(_training(sizes, settings.backbone.kind, length, machine, bench))
         gone = {row["backbone"] for row in training if "skipped" in row}
         sizes = {name: size for name, size in sizes.items() if name not in gone}
-        imagination = list(_imagination(sizes, settings.backbone.name, length, machine, bench))
+        imagination = list(_imagination(sizes, settings.backbone.kind, length, machine, bench))
         recurrence = list(_chunked_and_sequential(mamba2, length, machine, bench)) if patient else []
         patient = patient and not any("skipped" in row for row in recurrence)
         rows += [*training, *imagination, *recurrence]
@@ -103,21 +103,24 @@ def parameters(backbone: BackboneSettings) -> int:
         return count(build(backbone, max_length=1, block=1))
 
 
-def equal_sizes(backbone: BackboneSettings) -> dict[str, BackboneSettings]:
-    """Settings for each backbone with nearly as many parameters as this one, which comes first.
+def equal_sizes(settings: Settings) -> dict[str, BackboneSettings]:
+    """Return settings for each backbone with nearly as many parameters as the chosen one, which comes first.
 
-    The depth is that nearest to this one's, half to twice it, at which some width comes `CLOSE`; if there is none, what
-    comes closest.
+    The depth is that nearest to the chosen one's, half to twice it, at which some width comes `CLOSE`; if there is
+    none, the closest.
     """
+    backbone = settings.backbone
+    templates = {kind: settings.backbone_of_kind(kind) for kind in BACKBONES}
     wanted = parameters(backbone)
-    found = {backbone.name: backbone}
+    found: dict[str, BackboneSettings] = {backbone.kind: backbone}
     depths = range(math.ceil(backbone.layers / 2), 2 * backbone.layers + 1)
     for name in BACKBONES:
-        if name == backbone.name:
+        if name == backbone.kind:
             continue
-        best, off = backbone, math.inf
+        best: BackboneSettings = backbone
+        off = math.inf
         for layers in sorted(depths, key=lambda each: abs(math.log(each / backbone.layers))):
-            candidate = _of_depth(backbone, name, layers, wanted)
+            candidate = _of_depth(templates, name, layers, wanted)
             difference = abs(parameters(candidate) / wanted - 1)
             if difference < off:
                 best, off = candidate, difference
@@ -127,29 +130,27 @@ def equal_sizes(backbone: BackboneSettings) -> dict[str, BackboneSettings]:
     return found
 
 
-def _of_depth(backbone: BackboneSettings, name: str, layers: int, wanted: int) -> BackboneSettings:
-    """The width with the nearest number of parameters, among those that all heads divide.
+def _of_depth(templates: Mapping[str, Any], name: str, layers: int, wanted: int) -> BackboneSettings:
+    """Return the settings of the width with the nearest number of parameters, among those that all heads divide.
 
     Mamba-2's heads have a fixed width: they are as wide as they can be below the preset's, and not less than half.
     """
-    relative, mamba2 = backbone.transformer_xl, backbone.mamba2
-    heads = 2 * backbone.retnet.heads, backbone.transformer.heads, 1 if relative.head_width else relative.heads
+    template, relative, mamba2 = templates[name], templates["transformer-xl"], templates["mamba2"]
+    heads = 2 * templates["retnet"].heads, templates["transformer"].heads, 1 if relative.head_width else relative.heads
     grain = math.lcm(*heads)
-    widths = range(grain, 8 * max(backbone.width, grain) + 1, grain)
+    widths = range(grain, 8 * max(template.width, grain) + 1, grain)
 
     def head_width(width: int) -> int:
         return max(each for each in range(1, mamba2.head_width + 1) if mamba2.expand * width % each == 0)
 
     def of_width(width: int) -> BackboneSettings:
-        changes = {
-            "name": name,
-            "layers": layers,
-            "width": width,
-            "mamba2": mamba2.model_copy(update={"head_width": head_width(width)}),
-            "gru": backbone.gru.model_copy(update={"hidden": 0}),
-            "dreamer_gru": backbone.dreamer_gru.model_copy(update={"inputs": 0}),
+        own = {
+            "mamba2": {"head_width": head_width(width)},
+            "gru": {"hidden_size": 0},
+            "dreamer-gru": {"input_width": 0},
         }
-        return backbone.model_copy(update=changes)
+        sized: BackboneSettings = template.model_copy(update={"layers": layers, "width": width} | own.get(name, {}))
+        return sized
 
     fit = [width for width in widths if name != "mamba2" or 2 * head_width(width) >= mamba2.head_width]
     above = bisect.bisect_left(fit, wanted, hi=len(fit) - 1, key=lambda width: parameters(of_width(width)))
@@ -159,11 +160,11 @@ def _of_depth(backbone: BackboneSettings, name: str, layers: int, wanted: int) -
     )
 
 
-def _note(backbone: BackboneSettings) -> str | None:
+def _note(backbone: Any) -> str | None:
     """Sizes that say more about the cost than the width."""
-    if backbone.name == "transformer-xl":
-        return f"window of {backbone.transformer_xl.window} elements"
-    return f"heads of {backbone.mamba2.head_width}" if backbone.name == "mamba2" else None
+    if backbone.kind == "transformer-xl":
+        return f"window of {backbone.window} elements"
+    return f"heads of {backbone.head_width}" if backbone.kind == "mamba2" else None
 
 
 # -- right results ----------------------------------------------------------------------------------------------------
@@ -183,10 +184,10 @@ def check_steps(backbone: BackboneSettings, machine: Machine) -> float:
             y, state = model.step(element, state)
             steps.append(y)
     error = float((torch.stack(steps, 1) - whole).abs().amax() / whole.abs().amax())
-    allowed = DRIFTING.get((backbone.name, machine.precision), ALLOWED[machine.precision])
+    allowed = DRIFTING.get((backbone.kind, machine.precision), ALLOWED[machine.precision])
     if not error <= allowed:  # also where it is NaN
         raise WmError(
-            f"profile: steps of {backbone.name} are {error:.2g} off its forward on {CHECKED_LENGTH} elements, where"
+            f"profile: steps of {backbone.kind} are {error:.2g} off its forward on {CHECKED_LENGTH} elements, where"
             f" {allowed:g} is allowed: its results are wrong on this machine"
         )
     return error

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wmcli.artifacts import Artifact, Job, Run, Work
+from wmcli.artifacts.job import REVISIONS
+from wmcli.artifacts.manifest import MAKERS
 from wmcli.assemble import parameter_counts
-from wmcli.config import parse_override
+from wmcli.config import digest, is_file, parse_override, preset_values
 from wmcli.envs import Streams, protocol
 from wmcli.envs.memory_task import Task
 from wmcli.envs.tasks import TASKS
@@ -63,6 +65,8 @@ class Binding:
     settings: Mapping[str, Any]
     changes: tuple[Mapping[str, Any], ...] = ()
     """See `Run.bound`."""
+    preset_digest: str | None = None
+    """Digest of the settings that a preset file stated."""
     found: Mapping[str, Any] | None = None
     """What run.toml held when the command began."""
 
@@ -95,7 +99,7 @@ class Context:
     guarded: bool = False
     """Refuse to train anew what was published under other settings."""
     again: set[str] = field(default_factory=set)
-    """Digests of jobs to do again although they were done: their results were pruned and are needed."""
+    """Digests of pruned artifacts that are needed: their jobs are to be done again."""
     worked: int = 0
     """Jobs that were worked at, not found done."""
     pictures: bool = True
@@ -144,13 +148,20 @@ class Context:
         if not self.to_bind or self.binding is None:
             return
         run = Run.open(self.run.path, create=True)
-        run.bind(self.preset, dict(self.binding.settings), self.binding.changes, known=self.binding.found)
+        binding = self.binding
+        run.bind(
+            binding.preset,
+            dict(binding.settings),
+            binding.changes,
+            preset_digest=binding.preset_digest,
+            known=binding.found,
+        )
         self.to_bind, self.began = False, self.binding.found is None
 
     def done(self, job: Job) -> Artifact | None:
         """The version that a job has published; None if there is none or another is wanted."""
         existing = job.done()
-        if existing is None or self.force or (existing.pruned and job.digest in self.again):
+        if existing is None or self.force or (existing.pruned and existing.digest in self.again):
             return None
         return existing
 
@@ -192,7 +203,7 @@ class Context:
     def publish(self, work: Work, metrics: dict[str, Any], settings: Mapping[str, Any] | None = None) -> Artifact:
         """Publish a payload with these metrics and all that every artifact of this run says."""
         return work.publish(
-            settings=self.settings.model_dump(mode="json") if settings is None else dict(settings),
+            settings=self.settings.plain() if settings is None else dict(settings),
             metrics=metrics,
             environment=self.environment,
             machine=self.machine.block(),
@@ -204,14 +215,15 @@ class Context:
         if (other := job.otherwise()) is None:
             return None
         then, now = flatten(other.settings), flatten(self.settings)
-        acting = {"search": "controller", "act_on": "dynamics"}  # parts of an identity that are no sections
-        sections = (*job.identity, *(acting[each] for each in acting if each in job.identity))
-        sections += ("training.sampling", "training.dfs")
+        sections = (*job.sections, "training.sampling", "training.dfs")
         changed = [
             f"{key} {then[key]} -> {now[key]}"
             for key in now
             if key in then and then[key] != now[key] and any(f"{key}.".startswith(f"{each}.") for each in sections)
         ]
+        before, revision = other.manifest.get("revision", 1), REVISIONS[job.kind]
+        if before != revision:
+            changed.append(f"revision of {MAKERS[job.kind]} {before} -> {revision}")
         precision = other.manifest["machine"].get("precision")
         if precision != job.identity.get("precision", precision):
             changed.append(f"training.precision {precision} -> {job.identity['precision']}")
@@ -345,17 +357,16 @@ def open_context(
         preset = preset or DEFAULT_PRESET
         settings = _on_this_machine(resolve(preset, overrides))
         _check(settings)
-        binding = Binding(preset, settings.model_dump(mode="json"))
+        binding = Binding(preset, settings.plain(), preset_digest=_preset_digest(preset))
         progress.say(f"new run {run}: preset {preset}" + (f", {', '.join(overrides)}" if overrides else ""))
     else:
-        if preset not in (None, bound["preset"]):
-            raise UsageError(
-                f"run {run} is bound to preset {bound['preset']}, not {preset}; give another --run for another preset."
-            )
+        if preset is not None:
+            _check_same_preset(run, bound, preset)
         preset = bound["preset"]
         begun = _as_begun(opened, resolve(preset, base=bound["settings"]))
-        binding = _changed(Binding(preset, begun, tuple(bound["changes"]), found=bound), overrides, from_epoch)
-        settings = resolve(preset, overrides, base=binding.at().model_dump(mode="json"))
+        binding = Binding(preset, begun, tuple(bound["changes"]), bound.get("preset_digest"), found=bound)
+        binding = _changed(binding, overrides, from_epoch)
+        settings = resolve(preset, overrides, base=binding.at().plain())
     context = Context(opened, preset, settings, progress, fresh=fresh, force=force, more=more)
     context.binding, context.to_bind = binding, bind or bound is None
     if settings.training.precision == "bfloat16" and not has_bfloat16(context.machine.device):
@@ -364,6 +375,27 @@ def open_context(
             " here, in another run: --set training.precision=float32"
         )
     return context
+
+
+def _preset_digest(preset: str) -> str | None:
+    """Return a digest of the settings that a preset file states; None for a preset of the package."""
+    return digest(preset_values(preset)) if is_file(preset) else None
+
+
+def _check_same_preset(run: Path, bound: Mapping[str, Any], preset: str) -> None:
+    """Raise UsageError if a bound run is given another preset, or a preset file that has changed."""
+    same = preset == bound["preset"] or (
+        is_file(preset) and is_file(bound["preset"]) and Path(preset).name == Path(bound["preset"]).name
+    )
+    if not same:
+        raise UsageError(
+            f"run {run} is bound to preset {bound['preset']}, not {preset}; give another --run for another preset."
+        )
+    if _preset_digest(preset) != bound.get("preset_digest"):
+        raise UsageError(
+            f"{preset} has changed since run {run} was bound to it; change settings of the run with --set, or give"
+            " another --run."
+        )
 
 
 def _on_this_machine(settings: Settings, precision: str | None = None) -> Settings:
@@ -380,14 +412,14 @@ def _as_begun(run: Run, settings: Settings) -> dict[str, Any]:
     if settings.training.precision == "auto":
         models = [artifact for kind in ("controller", "dynamics", "tokenizer") for artifact in run.artifacts(kind)[-1:]]
         used = models[0].manifest["machine"].get("precision") if models else None
-    return _on_this_machine(settings, used).model_dump(mode="json")
+    return _on_this_machine(settings, used).plain()
 
 
 def _changed(binding: Binding, overrides: Sequence[str], from_epoch: int | None) -> Binding:
     """The binding with other settings, from an epoch on or from the beginning."""
     if from_epoch is None:
         settings = resolve(binding.preset, overrides, base=binding.settings)
-        return replace(binding, settings=settings.model_dump(mode="json"))
+        return replace(binding, settings=settings.plain())
     if not overrides:
         raise UsageError("--from-epoch changes settings on the way: give them with --set.")
     for text in overrides:

@@ -19,7 +19,7 @@ from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.latents import gather, latents_of
 from wmcli.stages.pictures import draw_priors, imagined_beside_real, write_side_by_side
 from wmcli.stages.rows import LatentRows, Rows
-from wmcli.stages.train import Lesson, check_descent, newest_fitted_alone, optimiser_for, parent_of, train
+from wmcli.stages.train import Lesson, check_descent, newest_fitted_alone, optimizer_for, parent_of, train
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_modules, load_tensors, save_tensors
 from wmcli.training.device import Machine
 from wmcli.training.loop import Trainee, read_part
@@ -51,7 +51,7 @@ def train_dynamics(
     place in this, DivergedError, Stopped.
     """
     settings, environment = context.settings.dynamics, context.environment
-    encoder, latent = context.settings.encoder, isinstance(settings, LatentWorldModelSettings)
+    encoder, latent = context.settings.dynamics.encoder, isinstance(settings, LatentWorldModelSettings)
     frames = context.run.resolve(experience or "experience", "experience")
     inputs = {"experience": frames} | parent_of(context, "dynamics", parent)
     codes = _tokenizer(context, tokenizer, inputs.get("parent"))
@@ -86,13 +86,13 @@ def train_dynamics(
         else:
             rows = Rows(context, memory, world_model, rng)
         targets = _targets(world_model, memory, teacher)
-        optimiser = optimiser_for(settings, world_model.parameter_groups())
+        optimizer = optimizer_for(settings, world_model.parameter_groups())
 
         def step() -> Mapping[str, Tensor]:
-            rows.set_rates(optimiser, trainee)
+            rows.set_rates(optimizer, trainee)
             windows = rows.sampler.batch(settings.batch)
             batch = gather(memory, data, windows, targets, across_ends=world_model.across_ends)
-            metrics = update_dynamics(context.machine, world_model, optimiser, batch, settings.clip, rows.loss)
+            metrics = update_dynamics(context.machine, world_model, optimizer, batch, settings.clip, rows.loss)
             rows.look(trainee.update + 1, trainee.trained)
             return metrics
 
@@ -108,7 +108,7 @@ def train_dynamics(
             if attention_prior.learned(world_model):
                 draw_priors([context.run], context.settings, payload / "priors.png")
 
-        trainee = Trainee({"dynamics": world_model}, optimiser, rng, rows.parts)
+        trainee = Trainee({"dynamics": world_model}, optimizer, rng, rows.parts)
         return Lesson(trainee, step, draw, watch=watch, choose=rows.choose)
 
     sections = ("environment", "dynamics", "backbone") + (("tokenizer",) if latent else ())
@@ -129,7 +129,7 @@ def train_dynamics(
 def update_dynamics(
     machine: Machine,
     world_model: WorldModel,
-    optimiser: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer,
     batch: Batch,
     clip: float,
     loss_of: Callable[[Batch], tuple[Tensor, dict[str, Tensor]]] | None = None,
@@ -142,7 +142,7 @@ def update_dynamics(
         loss, metrics = (loss_of or world_model.loss)(batch)
     if (priors := attention_prior.penalty(world_model)) is not None:
         loss, metrics = loss + priors, metrics | {"prior_penalty": priors.detach()}
-    norm = update(optimiser, loss, clip)
+    norm = update(optimizer, loss, clip)
     attention_prior.project(world_model)
     world_model.after_update()
     return {"loss": loss, **metrics, "gradient_norm": norm}
@@ -150,7 +150,7 @@ def update_dynamics(
 
 def _tokenizer(context: Context, reference: str | None, parent: Artifact | None) -> Artifact | None:
     """The tokenizer to use or to start from; None where there is none to take."""
-    encoder = context.settings.encoder
+    encoder = context.settings.dynamics.encoder
     codes = None
     if encoder == "tokenizer":
         codes = context.run.resolve(reference or "tokenizer", "tokenizer")

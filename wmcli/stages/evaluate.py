@@ -176,7 +176,7 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
     """Play complete episodes with the run's controller and publish the scores, with pictures.
 
     The metrics hold mean, median, standard error, all returns, the random policy's mean (published for the 26
-    Atari-100k games, measured over as many episodes otherwise) and the human-normalised score where the game has
+    Atari-100k games, measured over as many episodes otherwise) and the human-normalized score where the game has
     reference scores.
 
     Raises ArtifactError when there is no controller or it is of another environment, Stopped after a signal.
@@ -192,8 +192,8 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
         raise UsageError(
             f"--episodes {episodes}: at most {MAX_EPISODES:,} make one evaluation; run several with --seed."
         )
-    identity = settings.select("seed", "environment", "evaluation") | {"episodes": episodes, "protocol": PROTOCOL}
-    identity |= settings.acting
+    identity = settings.identity("seed", "environment", "evaluation") | {"episodes": episodes, "protocol": PROTOCOL}
+    identity |= settings.acting_identity()
     job = run.job("evaluation", identity, {"controller": actor})
     if existing := context.done(job):
         context.progress.say(f"eval: {existing.name} is this very job, nothing to do (--force plays again)")

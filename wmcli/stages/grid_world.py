@@ -33,7 +33,7 @@ from wmcli.metrics import grid_world as metrics
 from wmcli.stages.collect import seen
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.training.device import Machine, derived_seed, isolated_randomness
-from wmcli.training.optim import build_optimiser, update
+from wmcli.training.optim import build_optimizer, update
 from wmcli.world_models.base import Batch
 from wmcli.world_models.cells import KINDS, MOVES, TOKENS, CellsSettings, CellsWorldModel
 
@@ -58,7 +58,7 @@ PAPER: dict[tuple[str, int], tuple[str, str, str]] = {
 def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Artifact:
     """Score the run's dynamics model on sequences of the grid world played afresh, time a training step, and publish.
 
-    `evaluation.episodes` sequences of `dynamics.horizon` frames under random play.
+    `evaluation.episodes` sequences of `dynamics.sequence_length` frames under random play.
 
     Raises UsageError for a dynamics model of another kind, ArtifactError when there is none or it is of another
     environment, MachineError when a training step does not fit into memory.
@@ -73,7 +73,7 @@ def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Art
             " wm run gridworld"
         )
     sequences = settings.evaluation.episodes
-    identity = settings.select("seed", "environment") | {"sequences": sequences, "protocol": "gridworld"}
+    identity = settings.identity("seed", "environment") | {"sequences": sequences, "protocol": "gridworld"}
     identity |= {"precision": machine.precision, "device": str(machine.device), "threads": machine.threads}
     job = run.job("evaluation", identity, {"dynamics": model})
     if existing := context.done(job):
@@ -82,8 +82,8 @@ def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Art
     with context.work(job) as work:
         trained = settings_of(model)
         assert isinstance(trained.dynamics, CellsSettings)
-        context.progress.say(f"eval: {sequences} sequences of {trained.dynamics.horizon} frames on {machine}")
-        memory = _played(context, sequences, trained.dynamics.horizon)
+        context.progress.say(f"eval: {sequences} sequences of {trained.dynamics.sequence_length} frames on {machine}")
+        memory = _played(context, sequences, trained.dynamics.sequence_length)
         respawn: metrics.Respawn = "goal" if context.environment["id"] == GRID_WORLD_GOAL_ID else "both"
         with machine.autocast():
             scores = grid_world_scores(
@@ -101,8 +101,8 @@ def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Art
             | {
                 "protocol": "gridworld",
                 "environment": context.environment["id"],
-                "backbone": trained.backbone.name,
-                "tokens": trained.dynamics.horizon * TOKENS,
+                "backbone": trained.backbone.kind,
+                "tokens": trained.dynamics.sequence_length * TOKENS,
                 "batch": trained.dynamics.batch,
                 "updates": model.metrics["updates"],
             },
@@ -209,7 +209,7 @@ def grid_world_scores(
     Raises UsageError when the experience has fewer such sequences.
     """
     assert not world_model.training, "dropout while evaluating: call world_model.eval() first"
-    length = world_model.settings.horizon
+    length = world_model.settings.sequence_length
     parts = []
     with isolated_randomness(seed, memory.device) as rng:
         for rows in np.split(_cut(memory, length, sequences, rng), range(batch, sequences, batch)):
@@ -278,11 +278,11 @@ def _whole(cells: Tensor, action: Tensor) -> Batch:
 def time_and_memory(
     settings: CellsSettings, backbone: BackboneSettings, machine: Machine, *, repeats: int = 20
 ) -> dict[str, Any]:
-    """What a training step costs at these sizes: a fresh model, random cells, forward, backward and optimiser.
+    """What a training step costs at these sizes: a fresh model, random cells, forward, backward and optimizer.
 
     Keys: `milliseconds`, the median of `repeats` steps after a warm-up, `milliseconds_low` and `milliseconds_high`,
     the fastest and the slowest; `parameters`; `peak_bytes`, the most memory that training needed, weights and
-    optimiser included, None where it cannot be measured; `peak_of`, in words, what that number is. On CUDA it is what
+    optimizer included, None where it cannot be measured; `peak_of`, in words, what that number is. On CUDA it is what
     torch allocated. On a CPU it is the resident set of a fresh process: its peak in two steps above what it holds when
     idle, all code loaded and nothing built.
 
@@ -309,8 +309,8 @@ def time_and_memory(
         if not full and "allocate memory" not in str(error):
             raise
         raise MachineError(
-            f"a training step of {backbone.name} on {settings.batch} x {settings.horizon * TOKENS} tokens does not fit "
-            f"into the memory of {machine.device}: lower dynamics.batch or dynamics.horizon"
+            f"a training step of {backbone.kind} on {settings.batch} x {settings.sequence_length * TOKENS} tokens does"
+            f" not fit into the memory of {machine.device}: lower dynamics.batch or dynamics.sequence_length"
         ) from error
     return {
         "milliseconds": statistics.median(times),
@@ -326,12 +326,12 @@ def _training_step(
     settings: CellsSettings, backbone: BackboneSettings, machine: Machine
 ) -> tuple[Callable[[], None], int]:
     """One training step of a fresh model on random cells, and the model's number of parameters."""
-    network = build(backbone, max_length=settings.horizon * TOKENS, block=TOKENS)
+    network = build(backbone, max_length=settings.sequence_length * TOKENS, block=TOKENS)
     model = CellsWorldModel(settings, network, actions=len(MOVES), image_size=10).to(machine.device)
-    optimiser = build_optimiser(
-        settings.optimiser, model.parameter_groups(), settings.learning_rate, settings.weight_decay
+    optimizer = build_optimizer(
+        settings.optimizer, model.parameter_groups(), settings.learning_rate, settings.weight_decay
     )
-    shape = (settings.batch, settings.horizon)
+    shape = (settings.batch, settings.sequence_length)
     batch = _whole(
         torch.randint(KINDS, (*shape, TOKENS - 1), device=machine.device),
         torch.randint(len(MOVES), shape, device=machine.device),
@@ -340,7 +340,7 @@ def _training_step(
     def step() -> None:
         with machine.autocast():
             loss, _ = model.loss(batch)
-        update(optimiser, loss, settings.clip)
+        update(optimizer, loss, settings.clip)
 
     return step, sum(parameter.numel() for parameter in model.parameters())
 
@@ -374,7 +374,7 @@ def _resident_rise(settings: CellsSettings, backbone: BackboneSettings, machine:
     def steps(of: CellsSettings) -> None:
         step, _ = _training_step(of, backbone, machine)
         step()
-        step()  # now there are the optimiser's moments as well
+        step()  # now there are the optimizer's moments as well
 
     steps(settings.model_copy(update={"batch": 1, "horizon": 2}))  # loads a hundred megabytes of code
     gc.collect()

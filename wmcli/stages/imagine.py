@@ -27,7 +27,7 @@ from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.latents import gather, latents_of
 from wmcli.stages.pictures import imagined_beside_real, write_side_by_side
 from wmcli.stages.sampling import build_sampler
-from wmcli.stages.train import Lesson, check_descent, optimiser_for, parent_of, train
+from wmcli.stages.train import Lesson, check_descent, optimizer_for, parent_of, train
 from wmcli.training.checkpoint import TRAINING
 from wmcli.training.loop import Trainee, read_part
 from wmcli.training.optim import update
@@ -66,7 +66,7 @@ def imagine(
 def _teacher(model: Artifact, parent: Artifact | None) -> Artifact | None:
     """What makes latents of frames for `model`, None where that is not learned. Raises ArtifactError if `parent`, a
     controller to be trained further, learned with one that this does not descend from."""
-    encoder = settings_of(model).encoder
+    encoder = settings_of(model).dynamics.encoder
     if encoder == "rules":
         return None
     teacher = model.input("tokenizer") if encoder == "tokenizer" else model
@@ -98,13 +98,13 @@ def _imagination(
         rng,
         length=controller.window,
         # A model over latents takes a shorter context as it comes, like one behind the end of an episode.
-        minimum=1 if trained_with.encoder in ("dynamics", "itself") else min(known + 1, controller.window),
+        minimum=1 if trained_with.dynamics.encoder in ("dynamics", "itself") else min(known + 1, controller.window),
         pad="left",
         across_ends=world_model.across_ends,
         trained=_times_trained(context, model, frames) if context.settings.training.sampling == "dfs" else None,
         ratio=trained_with.dynamics.batch / settings.batch,
     )
-    optimiser = optimiser_for(settings, controller.parameter_groups())
+    optimizer = optimizer_for(settings, controller.parameter_groups())
     rollout = context.machine.repeated(partial(controller.imagine, world_model))
 
     def step() -> Mapping[str, Tensor]:
@@ -112,7 +112,7 @@ def _imagination(
         imagined = rollout(batch, controller.noise(world_model, batch))
         with context.machine.autocast():
             loss, metrics = controller.loss(imagined)
-        norm = update(optimiser, loss, settings.clip)
+        norm = update(optimizer, loss, settings.clip)
         controller.after_update()
         return {"loss": loss, **metrics, "gradient_norm": norm}
 
@@ -120,7 +120,7 @@ def _imagination(
         with context.machine.autocast():
             write_side_by_side(payload, imagined_beside_real(world_model, memory, known))
 
-    return Lesson(Trainee({"controller": controller}, optimiser, rng, {"sampler": sampler}), step, draw)
+    return Lesson(Trainee({"controller": controller}, optimizer, rng, {"sampler": sampler}), step, draw)
 
 
 def _reanalysis(context: Context, frames: Artifact, model: Artifact, rng: np.random.Generator) -> Lesson:

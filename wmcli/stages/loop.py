@@ -58,10 +58,9 @@ def run_loop(context: Context) -> Artifact:
                 break
         except PrunedInputError as missing:
             # With --force it is trained again, and so in turn is what that needs; what is done already is found again.
-            job = missing.artifact.manifest["job"]
-            if not context.force or job in inside.again:
+            if not context.force or missing.artifact.digest in inside.again:
                 raise
-            inside.again.add(job)
+            inside.again.add(missing.artifact.digest)
     inside.bind()  # where no work was due, other settings of `run` are still to be kept
     for evaluation in scores:
         progress.say(told(evaluation) if evaluation.metrics["protocol"] in get_args(Measure) else summary(evaluation))
@@ -118,7 +117,7 @@ def _check_own(context: Context) -> None:
     if not versions:
         return
     job = collect_job(context, {})
-    if context.run.get("experience", versions[0]).manifest["job"] != job.digest:
+    if not job.made(context.run.get("experience", versions[0])):
         why = context.otherwise(job)
         raise UsageError(
             f"{context.run} holds experience that wm run did not collect with these settings"
@@ -153,7 +152,7 @@ def due(settings: Settings, epoch: int) -> list[str]:
     plan, stages = settings.run, []
     last = epoch == plan.epochs
     # A model that trains its tokenizer goes on with its own as soon as it has one.
-    with_dynamics = settings.encoder == "dynamics" and epoch > plan.dynamics_after + 1
+    with_dynamics = settings.dynamics.encoder == "dynamics" and epoch > plan.dynamics_after + 1
     if epoch <= plan.collect_epochs:
         stages.append(COLLECT)
     if plan.tokenizer_after < epoch <= plan.tokenizer_epochs and not with_dynamics:
@@ -218,7 +217,7 @@ def _epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) -> 
     if DYNAMICS in stages:
         # A model that trains its tokenizer goes on with its own, and begins with none but the loop's.
         start = path("tokenizer")
-        if context.settings.encoder == "dynamics" and (start is None or "dynamics" in newest):
+        if context.settings.dynamics.encoder == "dynamics" and (start is None or "dynamics" in newest):
             start = NONE
         yield (
             DYNAMICS,

@@ -79,13 +79,13 @@ def evaluate_memory(
     if reason := unfit(measure, trained):
         raise UsageError(f"--protocol {measure}: {reason}.")
     assert isinstance(trained.dynamics, LatentWorldModelSettings)
-    identity = settings.select("seed", "environment") | {
+    identity = settings.identity("seed", "environment") | {
         "protocol": measure,
         "episodes": settings.evaluation.episodes,
         "precision": machine.precision,
     }
     if measure == "probe":
-        identity["probe_updates"] = settings.evaluation.probe_updates
+        identity |= {"probe_updates": settings.evaluation.probe_updates}
     job = run.job("evaluation", identity, {"dynamics": model, "experience": played})
     if existing := context.done(job):
         context.progress.say(f"eval: {existing.name} is this very job, nothing to do (--force measures again)")
@@ -106,7 +106,7 @@ def evaluate_memory(
                 "environment": settings.environment.id,
                 "episodes": len(episodes.action),
                 "preset": context.preset,
-                "backbone": trained.backbone.name,
+                "backbone": trained.backbone.kind,
                 "posterior": trained.dynamics.posterior,
                 "rows": trained.dynamics.rows,
                 "parameters": sum(parameter.numel() for parameter in world_model.parameters()),
@@ -321,7 +321,7 @@ def _reward(
 def _doors(
     context: Context, world_model: LatentWorldModel, task: Task, episodes: Episodes, work: Work
 ) -> dict[str, Any]:
-    """How many of the doors in sight of an imagined frame are locked or open as they are, and of their colours."""
+    """How many of the doors in sight of an imagined frame are locked or open as they are, and of their colors."""
     templates, side = tiles.PICTURES[tiles.DOORS], tiles.PIXELS
 
     def compared(frames: Tensor, action: Tensor, which: slice) -> tuple[np.ndarray, np.ndarray]:
@@ -336,7 +336,7 @@ def _doors(
     found, true = (
         np.concatenate(parts) for parts in zip(*_by_batches(context, episodes, "doors", compared), strict=True)
     )
-    return metrics.doors(found, true, len(tiles.COLOURS))._asdict()
+    return metrics.doors(found, true, len(tiles.COLORS))._asdict()
 
 
 _MEASURES: dict[str, Callable[[Context, LatentWorldModel, Task, Episodes, Work], dict[str, Any]]] = {

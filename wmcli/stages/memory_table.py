@@ -64,16 +64,16 @@ PAPER: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
 """Tables 2, 3 and 6 of the paper: the first two columns of a measure of a task, by model. Its mazes are Memory Maze's,
 whose layout and script differ from ours."""
 _SYSTEMS = {
-    ("s4", "factorised", "episodes"): "S4WM",
+    ("s4", "factorized", "episodes"): "S4WM",
     ("s4", "full", "episodes"): "S4WM-Full-Posterior",
-    ("s5", "factorised", "episodes"): "S5WM",
-    ("transformer-xl", "factorised", "episodes"): "TSSM-XL",
+    ("s5", "factorized", "episodes"): "S5WM",
+    ("transformer-xl", "factorized", "episodes"): "TSSM-XL",
     ("dreamer-gru", "recurrent", "streams"): "RSSM-TBTT",
 }
 _SHOWN = {  # of each measure, by the heading of a column
     "generation": {"reconstruction": "reconstruction", "generation": "generation"},
     "reward": {"inference %": "inference", "imagination %": "imagination"},
-    "doors": {"state %": "state", "state and colour %": "whole"},
+    "doors": {"state %": "state", "state and color %": "whole"},
     "probe": {
         "walls %": "walls",
         "objects": "objects",
@@ -198,7 +198,7 @@ def _rows(evaluations: Sequence[Artifact]) -> list[Row]:
 def _model(metrics: dict[str, Any]) -> str:
     backbone, posterior, rows = (metrics[key] for key in ("backbone", "posterior", "rows"))
     return _SYSTEMS.get(
-        (backbone, posterior, rows), backbone if posterior == "factorised" else f"{backbone}, {posterior}"
+        (backbone, posterior, rows), backbone if posterior == "factorized" else f"{backbone}, {posterior}"
     )
 
 

@@ -27,7 +27,7 @@ from wmcli.metrics import memory as metrics
 from wmcli.nn.mlp import mlp
 from wmcli.stages.context import SEGMENT, Context
 from wmcli.stages.rows import check_reads
-from wmcli.training.optim import build_optimiser
+from wmcli.training.optim import build_optimizer
 from wmcli.world_models.latent import LatentWorldModel
 
 if TYPE_CHECKING:
@@ -147,15 +147,15 @@ def fitted(some: Callable[[], tuple[Tensor, Truth]], updates: int, advance: Call
     """Probes after so many updates, in float32, each on the features (N, F) and the truth that `some` gives next."""
     features, truth = some()
     probes = Probes(features.shape[-1], truth.walls.shape[-1], truth.objects.shape[-2]).to(features.device)
-    optimiser = build_optimiser("adam", probes.parameters(), LEARNING_RATE, 0.0)
+    optimizer = build_optimizer("adam", probes.parameters(), LEARNING_RATE, 0.0)
     for update in range(updates):
         if update:
             features, truth = some()
         with torch.autocast(features.device.type, enabled=False):
             loss = probes.loss(features, truth)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         advance()
     return probes
 

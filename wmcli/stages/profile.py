@@ -24,7 +24,7 @@ from wmcli.stages.context import Context
 from wmcli.stages.dynamics import update_dynamics
 from wmcli.stages.profile_experience import profile_experience
 from wmcli.stages.profile_kernels import elements_per_frame, profile_kernels
-from wmcli.stages.train import optimiser_for
+from wmcli.stages.train import optimizer_for
 from wmcli.tokenizers.vq import VQTokenizer
 from wmcli.training.device import derived_seed, isolated_randomness
 from wmcli.training.measure import Bench, Job, count_operations, operators, peak_memory, ratio
@@ -60,7 +60,7 @@ def profile(
     Raises WmError when a result is wrong at the shape that is to be timed.
     """
     settings, machine = context.settings, context.machine
-    job = context.run.job("profile", settings.select(*type(settings).model_fields), {})
+    job = context.run.job("profile", settings.identity(*type(settings).model_fields), {})
     with (
         context.work(job, fresh=True) as work,
         isolated_randomness(derived_seed(settings.seed, "profile"), machine.device),
@@ -175,10 +175,10 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
         return torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, device=device)
 
     tokenizer = None
-    if settings.encoder in ("tokenizer", "dynamics"):
+    if settings.dynamics.encoder in ("tokenizer", "dynamics"):
         learning, frozen = build_tokenizer(settings).to(device), machine.freeze(build_tokenizer(settings))
         yield list(_tokenizer_stages(context, learning, frozen, random_frames(settings.tokenizer.batch)))
-        tokenizer = frozen if settings.encoder == "tokenizer" else learning
+        tokenizer = frozen if settings.dynamics.encoder == "tokenizer" else learning
 
     world_model = build_world_model(settings, tokenizer, actions).to(device).train()
     some = random_frames(SOME_FRAMES)
@@ -186,10 +186,10 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
         latents = world_model.encode(some[None])[0]
     batch, length = settings.dynamics.batch, world_model.segment
     segments = _random_batch(latents if world_model.frozen_encoder else some, batch, length, actions)
-    optimiser = optimiser_for(settings.dynamics, world_model.parameter_groups())
+    optimizer = optimizer_for(settings.dynamics, world_model.parameter_groups())
 
     def train_dynamics() -> None:
-        update_dynamics(machine, world_model, optimiser, segments, settings.dynamics.clip)
+        update_dynamics(machine, world_model, optimizer, segments, settings.dynamics.clip)
 
     tokens = elements_per_frame(settings)
     unit = "frames" if tokens == 1 else f"frames of {tokens} tokens"
@@ -206,7 +206,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
     assert isinstance(controller, Learner)
     learns = settings.controller
     windows = _random_batch(latents, learns.batch, controller.window, actions)
-    learner = optimiser_for(learns, controller.parameter_groups())
+    learner = optimizer_for(learns, controller.parameter_groups())
 
     def train_controller(rollout: Callable[..., Any]) -> None:
         imagined = rollout(windows, controller.noise(world_model, windows))
@@ -215,8 +215,8 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
         update(learner, loss, learns.clip)
         controller.after_update()
 
-    rollouts, horizon = learns.batch, learns.horizon
-    shape = f"{rollouts} rollouts of {horizon} steps, {settings.backbone.name}"
+    rollouts, horizon = learns.batch, learns.imagination_horizon
+    shape = f"{rollouts} rollouts of {horizon} steps, {settings.backbone.kind}"
     what, updates = "imagine (controller update)", learns.updates
     imagine = partial(controller.imagine, world_model)
     call, unrecorded = (
@@ -228,12 +228,12 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
 
 def _tokenizer_stages(context: Context, learning: Any, frozen: Any, frames: torch.Tensor) -> Iterator[Stage]:
     settings, machine = context.settings, context.machine
-    optimiser = optimiser_for(settings.tokenizer, learning.parameters())
+    optimizer = optimizer_for(settings.tokenizer, learning.parameters())
 
     def train() -> None:
         with machine.autocast():
             loss, _ = learning.loss(frames)
-        update(optimiser, loss, settings.tokenizer.clip)
+        update(optimizer, loss, settings.tokenizer.clip)
 
     def encode() -> None:
         with machine.autocast(), torch.no_grad():
@@ -268,14 +268,14 @@ def _searches(
 
 def _name(settings: Settings) -> str:
     """What carries the world model through time."""
-    return "convolutions" if settings.dynamics.kind == "muzero" else settings.backbone.name
+    return "convolutions" if settings.dynamics.kind == "muzero" else settings.backbone.kind
 
 
 def _imagination(context: Context, world_model: WorldModel, windows: Batch) -> Iterator[Stage]:
     """One imagined step; of a model over tokens, predicted in parallel and token by token."""
     settings, machine = context.settings, context.machine
     batch, tokens = len(windows.action), elements_per_frame(settings) - 1
-    shape = f"{batch} frames{f' of {tokens} tokens' if tokens else ''}, {settings.backbone.name}"
+    shape = f"{batch} frames{f' of {tokens} tokens' if tokens else ''}, {settings.backbone.kind}"
     models = {"imagination": world_model}
     if isinstance(settings.dynamics, TokenWorldModelSettings):
         assert isinstance(world_model, TokenWorldModel)

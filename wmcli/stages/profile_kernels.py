@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from wmcli.assemble import build_tokenizer
-from wmcli.backbones.mamba1 import STEP_SIZES
-from wmcli.backbones.mamba2 import DECAY_RATES
-from wmcli.backbones.retnet import head_decays
-from wmcli.backbones.s4 import hippo_legs
+from wmcli.backbones.mamba1 import STEP_SIZES, Mamba1Settings
+from wmcli.backbones.mamba2 import DECAY_RATES, Mamba2Settings
+from wmcli.backbones.retnet import RetNetSettings, head_decays
+from wmcli.backbones.s4 import S4Settings, hippo_legs
+from wmcli.backbones.transformer import TransformerSettings
 from wmcli.controllers.actor_critic import ActorCriticSettings
 from wmcli.controllers.mcts import MCTSSettings
 from wmcli.controllers.reinforce import ReinforceSettings
@@ -217,14 +218,14 @@ def kernel_cases(settings: Settings, machine: Machine) -> Iterator[Case]:
         return  # convolutions alone
     make = RandomOperands(machine)
     batch, width, block = settings.dynamics.batch, settings.backbone.width, elements_per_frame(settings)
-    time = settings.dynamics.horizon * block
+    time = settings.dynamics.sequence_length * block
     yield _retention(settings, make, (batch, time, width), block)
     yield state_space_duality(settings, make, (batch, time, width))
     yield _selective_scan(settings, make, (batch, time, width))
     yield _causal_conv(settings, make, (batch, time, width))
     yield _state_space(settings, make, (batch, time, width))
     yield _attention(settings, make, (batch, time, width))
-    if settings.encoder == "tokenizer":
+    if settings.dynamics.encoder == "tokenizer":
         yield _nearest(settings, make, block - 1)
     if not isinstance(settings.controller, MCTSSettings):
         yield _lambda_returns(settings.controller, make)
@@ -251,7 +252,7 @@ class RandomOperands:
 
 
 def _retention(settings: Settings, make: RandomOperands, shape: Shape, block: int) -> Case:
-    (batch, time, width), retnet = shape, settings.backbone.retnet
+    (batch, time, width), retnet = shape, cast(RetNetSettings, settings.backbone_of_kind("retnet"))
     k = max(width // retnet.heads, 1)
     q_, k_, v_ = (make.normal(batch, retnet.heads, time, k, scale=scale) for scale in (k**-0.5, 1.0, 1.0))
     return Case(
@@ -259,36 +260,36 @@ def _retention(settings: Settings, make: RandomOperands, shape: Shape, block: in
         f"B {batch} H {retnet.heads} T {time} K {k} V {k}",
         (q_, k_, v_, torch.tensor(head_decays(retnet, block), device=make.device).log()),
         (0, 0, 0, None),
-        lambda *operands: linear_recurrence(*operands, chunk=retnet.chunk)[0],
+        lambda *operands: linear_recurrence(*operands, chunk=retnet.chunk_size)[0],
         lambda *operands: linear_recurrence_reference(*operands)[0],
     )
 
 
 def state_space_duality(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
     """Mamba-2's recurrence."""
-    (batch, time, width), mamba2 = shape, settings.backbone.mamba2
+    (batch, time, width), mamba2 = shape, cast(Mamba2Settings, settings.backbone_of_kind("mamba2"))
     heads = max(mamba2.expand * width // mamba2.head_width, 1)
-    c, b = (make.normal(batch, 1, time, mamba2.state) for _ in range(2))
+    c, b = (make.normal(batch, 1, time, mamba2.state_size) for _ in range(2))
     dt = make.log_uniform(STEP_SIZES, batch, heads, time)
     x = make.normal(batch, heads, time, mamba2.head_width)
     return Case(
         "linear recurrence of Mamba-2",
-        f"B {batch} H {heads} T {time} K {mamba2.state} V {mamba2.head_width}",
+        f"B {batch} H {heads} T {time} K {mamba2.state_size} V {mamba2.head_width}",
         (c, b, (dt[..., None] * x).to(x.dtype), -dt * make.log_uniform(DECAY_RATES, heads, 1)),
         (0, 0, 0, 0),
-        lambda *operands: linear_recurrence(*operands, chunk=mamba2.chunk)[0],
+        lambda *operands: linear_recurrence(*operands, chunk=mamba2.chunk_size)[0],
         lambda *operands: linear_recurrence_reference(*operands)[0],
     )
 
 
 def _selective_scan(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
-    (batch, time, width), mamba1 = shape, settings.backbone.mamba1
+    (batch, time, width), mamba1 = shape, cast(Mamba1Settings, settings.backbone_of_kind("mamba1"))
     channels = mamba1.expand * width
-    b, c = (make.normal(batch, time, mamba1.state) for _ in range(2))
-    rates = torch.arange(1.0, mamba1.state + 1, device=make.device).repeat(channels, 1)
+    b, c = (make.normal(batch, time, mamba1.state_size) for _ in range(2))
+    rates = torch.arange(1.0, mamba1.state_size + 1, device=make.device).repeat(channels, 1)
     return Case(
         "selective scan of Mamba-1",
-        f"B {batch} T {time} C {channels} S {mamba1.state}",
+        f"B {batch} T {time} C {channels} S {mamba1.state_size}",
         (make.normal(batch, time, channels), make.log_uniform(STEP_SIZES, batch, time, channels), -rates, b, c),
         (0, 0, None, 0, 0),
         lambda *operands: selective_scan(*operands)[0],
@@ -297,12 +298,12 @@ def _selective_scan(settings: Settings, make: RandomOperands, shape: Shape) -> C
 
 
 def _causal_conv(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
-    (batch, time, width), mamba2 = shape, settings.backbone.mamba2
-    channels = mamba2.expand * width + 2 * mamba2.state
-    weight, bias = make.normal(channels, mamba2.conv).float(), make.normal(channels).float()
+    (batch, time, width), mamba2 = shape, cast(Mamba2Settings, settings.backbone_of_kind("mamba2"))
+    channels = mamba2.expand * width + 2 * mamba2.state_size
+    weight, bias = make.normal(channels, mamba2.conv_kernel).float(), make.normal(channels).float()
     return Case(
         "causal convolution of Mamba-2",
-        f"B {batch} T {time} C {channels} W {mamba2.conv}",
+        f"B {batch} T {time} C {channels} W {mamba2.conv_kernel}",
         (make.normal(batch, time, channels), weight, bias),
         (0, None, None),
         lambda *operands: causal_conv(*operands)[0],
@@ -312,12 +313,12 @@ def _causal_conv(settings: Settings, make: RandomOperands, shape: Shape) -> Case
 
 def _state_space(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
     """S4's kernel from its parameters and the convolution with it, as a training segment meets them."""
-    (batch, time, width), numbers = shape, settings.backbone.s4.state
+    (batch, time, width), numbers = shape, cast(S4Settings, settings.backbone_of_kind("s4")).state_size
     poles, p, _ = (each.to(make.device)[None] for each in hippo_legs(numbers))
     system = s4.System(make.log_uniform((1e-3, 1e-1), width), poles, p, math.sqrt(2) * p)
     c = torch.randn(width, numbers // 2, dtype=torch.complex128, device=make.device)
     # What is stored is not C but C (I - Abar^T).
-    c_tilde = _complex((s4.truncation(s4.discretise(system), time) @ s4.output_numbers(c)[..., None])[..., 0])
+    c_tilde = _complex((s4.truncation(s4.discretize(system), time) @ s4.output_numbers(c)[..., None])[..., 0])
     parameters = (system.dt, *(part.to(torch.complex64) for part in (*system[1:], c_tilde)))
 
     def call(u: Tensor, *rest: Tensor) -> Tensor:
@@ -326,7 +327,7 @@ def _state_space(settings: Settings, make: RandomOperands, shape: Shape) -> Case
 
     def reference(u: Tensor, *rest: Tensor) -> Tensor:
         system, c_tilde = s4.System(*rest[:-1]), rest[-1]
-        whole = torch.linalg.solve(s4.truncation(s4.discretise(system), time), s4.output_numbers(c_tilde)[..., None])
+        whole = torch.linalg.solve(s4.truncation(s4.discretize(system), time), s4.output_numbers(c_tilde)[..., None])
         kernel = s4.reference(system, _complex(whole[..., 0]), time)
         return F.conv1d(F.pad(u.mT, (time - 1, 0)), kernel.flip(1)[:, None], groups=len(kernel)).mT
 
@@ -347,7 +348,7 @@ def _complex(numbers: Tensor) -> Tensor:
 
 
 def _attention(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
-    (batch, time, width), heads = shape, settings.backbone.transformer.heads
+    (batch, time, width), heads = shape, cast(TransformerSettings, settings.backbone_of_kind("transformer")).heads
     k = max(width // heads, 1)
     return Case(
         "attention",
@@ -360,7 +361,7 @@ def _attention(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
 
 
 def _nearest(settings: Settings, make: RandomOperands, tokens: int) -> Case:
-    """The vectors of a training batch of the tokenizer, whatever its quantiser is."""
+    """The vectors of a training batch of the tokenizer, whatever its quantizer is."""
     tokenizer = settings.tokenizer
     assert isinstance(tokenizer, TokenizerSettings)
     vectors, codes, channels = tokenizer.batch * tokens, tokenizer.codes, tokenizer.width
@@ -382,7 +383,7 @@ def _nearest(settings: Settings, make: RandomOperands, tokens: int) -> Case:
 
 
 def _lambda_returns(controller: ReinforceSettings | ActorCriticSettings, make: RandomOperands) -> Case:
-    batch, steps = controller.batch, controller.horizon + 1
+    batch, steps = controller.batch, controller.imagination_horizon + 1
     reward, value = (make.normal(batch, steps).float() for _ in range(2))
     terminated = torch.rand(batch, steps, device=make.device) < 0.05
     constants = controller.discount, controller.trace_decay

@@ -71,7 +71,7 @@ def collect_recorded(context: Context, before: Artifact | None) -> Artifact:
     total = sum(counts.values())
     with context.work(job, fresh=True) as work:
         told = ", ".join(f"{count} {part}" for part, count in counts.items())
-        context.progress.say(f"collect: trajectories from {context.settings.collect.recorded}: {told}")
+        context.progress.say(f"collect: trajectories from {context.settings.collect.recordings}: {told}")
         played: dict[str, Played] = {}
         with context.progress.bar("collect labels", total, "trajectories") as bar:
             for part, paths in files.items():
@@ -93,8 +93,8 @@ def chosen(context: Context, before: Artifact | None) -> dict[str, list[Path]]:
     Raises UsageError when there is no such folder, or fewer files than asked for.
     """
     collect = context.settings.collect
-    where = f"collect.recorded = '{collect.recorded}'"
-    folder = Path(collect.recorded).expanduser()
+    where = f"collect.recordings = '{collect.recordings}'"
+    folder = Path(collect.recordings).expanduser()
     if not folder.is_dir():
         raise UsageError(f"{where}: no such folder.")
     training = folder / "train" if (folder / "train").is_dir() else folder
@@ -174,7 +174,7 @@ def _maze(context: Context) -> Maze:
 
 
 def _job(context: Context, before: Artifact | None, files: dict[str, list[Path]]) -> Job:
-    identity = context.settings.select("environment") | {
+    identity = context.settings.identity("environment") | {
         "policy": "recorded",
         "files": {part: [_name(path) for path in paths] for part, paths in files.items()},
     }

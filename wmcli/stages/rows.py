@@ -42,7 +42,7 @@ class Rows:
             memory,
             rng,
             length=model.segment,
-            minimum=1 if settings.encoder == "itself" else settings.dynamics.context + 1,
+            minimum=1 if settings.dynamics.encoder == "itself" else settings.dynamics.context + 1,
             pad="right",
             history=model.history,
             across_ends=model.across_ends,
@@ -50,9 +50,9 @@ class Rows:
         self.loss, self.parts = model.loss, {"sampler": self.sampler}
         self._decay_after = getattr(settings.dynamics, "decay_after", ())
 
-    def set_rates(self, optimiser: torch.optim.Optimizer, trainee: Trainee) -> None:
+    def set_rates(self, optimizer: torch.optim.Optimizer, trainee: Trainee) -> None:
         """Before an update."""
-        decay_rates(optimiser, self._decay_after, trainee.trained + trainee.update)
+        decay_rates(optimizer, self._decay_after, trainee.trained + trainee.update)
 
     def look(self, done: int, trained: int) -> None:
         """After `done` updates of this stage, behind `trained` of those before it."""
@@ -85,10 +85,10 @@ class LatentRows(Rows):
         if settings.validate_every:
             self._best = self.parts["best"] = Best(model, validation_loss(context, frames, model))
 
-    def set_rates(self, optimiser: torch.optim.Optimizer, trainee: Trainee) -> None:
+    def set_rates(self, optimizer: torch.optim.Optimizer, trainee: Trainee) -> None:
         settings = self._settings
-        warmup = 0 if settings.optimiser == "laprop" else settings.warmup  # that one warms up by itself
-        schedule_rates(optimiser, trainee.update, warmup=warmup, schedule=settings.schedule, updates=settings.updates)
+        warmup = 0 if settings.optimizer == "laprop" else settings.warmup  # that one warms up by itself
+        schedule_rates(optimizer, trainee.update, warmup=warmup, schedule=settings.schedule, updates=settings.updates)
 
     def look(self, done: int, trained: int) -> None:
         every = self._settings.validate_every
@@ -112,7 +112,7 @@ def check_rows(settings: Settings) -> None:
     if dynamics.validate_every:
         check_held_back(settings, "validation", "dynamics.validate_every", none="0")
     if dynamics.rows == "episodes" and task is not None and settings.collect.policy != "learned":
-        _check_length(task.context + task.query, dynamics.horizon)
+        _check_length(task.context + task.query, dynamics.sequence_length)
 
 
 def check_held_back(settings: Settings, part: Literal["validation", "test"], key: str, *, none: str) -> None:
@@ -131,8 +131,8 @@ def check_held_back(settings: Settings, part: Literal["validation", "test"], key
 def _check_length(longest: int, horizon: int) -> None:
     if longest > horizon:
         raise UsageError(
-            f"dynamics.horizon = {horizon}: a row is a whole episode (dynamics.rows = episodes), and one has"
-            f" {longest} frames; set dynamics.horizon={longest}, or rows to windows or streams."
+            f"dynamics.sequence_length = {horizon}: a row is a whole episode (dynamics.rows = episodes), and one has"
+            f" {longest} frames; set dynamics.sequence_length={longest}, or rows to windows or streams."
         )
 
 
@@ -141,8 +141,8 @@ def check_reads(model: LatentWorldModel, frames: int) -> None:
     limit = model.backbone.max_length
     if limit is not None and frames > limit:
         raise UsageError(
-            f"dynamics.horizon = {limit}: this backbone has learned as many positions, and {frames} frames in a row"
-            f" are to be read; train with dynamics.horizon={frames}, or with another backbone.name."
+            f"dynamics.sequence_length = {limit}: this backbone has learned as many positions, and {frames} frames in a"
+            f" row are to be read; train with dynamics.sequence_length={frames}, or with another backbone.kind."
         )
 
 

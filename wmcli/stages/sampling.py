@@ -30,7 +30,7 @@ def build_sampler(
     """A sampler of windows of `length` frames, of which the first `history` stand before the one that is drawn.
 
     Windows lie within one episode, of which `minimum` frames are enough; with `across_ends` they run over ends and are
-    always full. Under dynamic frequency sampling the windows that were drawn least are favoured. `trained` makes it
+    always full. Under dynamic frequency sampling the windows that were drawn least are favored. `trained` makes it
     the imagination's variant: how often each row (N,) started a window that the dynamics model was trained on, with
     `ratio`, the dynamics model's batch over imagination's.
 

@@ -46,7 +46,7 @@ def task_of(context: Context) -> Task:
 def scripted_job(context: Context, before: Artifact | None) -> Job:
     """What is asked for."""
     collect = context.settings.collect
-    identity = context.settings.select("seed", "environment")
+    identity = context.settings.identity("seed", "environment")
     identity |= {key: getattr(collect, key) for key in ("policy", "episodes", *HELD_OUT)}
     return context.run.job("experience", identity, {} if before is None else {"previous": before})
 

@@ -16,7 +16,7 @@ from wmcli.errors import UsageError
 from wmcli.report.images import grid, write_png
 from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.sampling import build_sampler
-from wmcli.stages.train import Lesson, newest_fitted_alone, optimiser_for, parent_of, train
+from wmcli.stages.train import Lesson, newest_fitted_alone, optimizer_for, parent_of, train
 from wmcli.tokenizers.vq import TokenizerSettings, perceptual_in_use
 from wmcli.training.loop import Trainee
 from wmcli.training.optim import update
@@ -31,7 +31,7 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
     Raises ArtifactError when there is no experience or it is of another environment, UsageError when the version to
     train further belongs to a dynamics model or there is no use for one, DivergedError, Stopped.
     """
-    if context.settings.encoder == "itself":
+    if context.settings.dynamics.encoder == "itself":
         raise UsageError(
             f"dynamics.kind = '{context.settings.dynamics.kind}' encodes frames itself and has no tokenizer;"
             " go on with: wm train-dynamics"
@@ -55,13 +55,13 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
         memory = context.experience(frames)
         tokenizer = build_tokenizer(context.settings).to(device)
         sampler = build_sampler(context.settings, memory, rng, length=1, minimum=1, pad="right")
-        optimiser = optimiser_for(settings, tokenizer.parameters())
+        optimizer = optimizer_for(settings, tokenizer.parameters())
 
         def step() -> Mapping[str, Tensor]:
             rows = torch.from_numpy(sampler.batch(settings.batch).rows[:, 0]).to(device)
             with context.machine.autocast():
                 loss, metrics = tokenizer.loss(memory.frames[rows])
-            return {"loss": loss, **metrics, "gradient_norm": update(optimiser, loss, settings.clip)}
+            return {"loss": loss, **metrics, "gradient_norm": update(optimizer, loss, settings.clip)}
 
         def measure() -> dict[str, Any]:
             tokenizer.eval()
@@ -77,7 +77,7 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
                 decoded = tokenizer.decode(tokenizer.encode(frames))
             write_png(payload / "reconstructions.png", grid(frames.cpu().numpy(), decoded.cpu().numpy()))
 
-        trainee = Trainee({"tokenizer": tokenizer}, optimiser, rng, {"sampler": sampler})
+        trainee = Trainee({"tokenizer": tokenizer}, optimizer, rng, {"sampler": sampler})
         return Lesson(trainee, step, draw, measure)
 
     return train(

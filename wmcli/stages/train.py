@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from wmcli.artifacts import Artifact, InputRef, Work
-from wmcli.config import Section
+from wmcli.config import Identity, Section
 from wmcli.errors import ArtifactError
 from wmcli.report.plots import along, learning_curves, write_figure
 from wmcli.stages.context import Context
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, module_tensors, save_tensors
 from wmcli.training.device import derived_seed, isolated_randomness
 from wmcli.training.loop import CHECKPOINT, Trainee, fit
-from wmcli.training.optim import build_optimiser
+from wmcli.training.optim import build_optimizer
 
 WHAT_IS_LEARNED = {"tokenizer": "codes", "dynamics": "latents"}
 
@@ -50,15 +50,15 @@ def newest_fitted_alone(context: Context) -> Artifact | None:
     return None
 
 
-def optimiser_for(section: Section, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    """The optimiser that a section of the settings describes."""
+def optimizer_for(section: Section, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    """The optimizer that a section of the settings describes."""
     values = section.model_dump()
-    return build_optimiser(
-        values["optimiser"],
+    return build_optimizer(
+        values["optimizer"],
         parameters,
         values["learning_rate"],
         values["weight_decay"],
-        warmup=values.get("warmup", 0) if values["optimiser"] == "laprop" else 0,  # others warm up by their schedule
+        warmup=values.get("warmup", 0) if values["optimizer"] == "laprop" else 0,  # others warm up by their schedule
         eps=values.get("eps") or None,
         beta2=values.get("beta2", 0.999),
         momentum=values.get("momentum", 0.0),
@@ -105,14 +105,13 @@ def train(
     `prepare` builds models and data; torch's global generator is seeded around it.
     """
     settings, progress = context.settings, context.progress
-    identity = settings.select("seed", *sections) | {
+    identity = settings.identity("seed", *sections) | {
         "precision": context.machine.precision,
         "sampling": settings.training.sampling,
     }
     if settings.training.sampling == "dfs":
         of_imagination = () if kind == "controller" else ("imagination_temperature", "alpha", "beta")
-        dfs = settings.training.dfs.identity()
-        identity["dfs"] = {key: value for key, value in dfs.items() if key not in of_imagination}
+        identity |= Identity.of_part("dfs", settings.training.dfs, without=of_imagination)
     job = context.run.job(kind, identity, inputs)
     if existing := context.done(job):
         progress.say(

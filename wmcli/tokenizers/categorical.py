@@ -5,7 +5,7 @@
 A frame's *latent* is the distribution itself, probabilities (..., K, C) float32: whoever needs a draw draws, each time
 anew. A drawn latent is the same thing with all the probability on one class, so both kinds share every function here.
 
-B batch, H height, W width, 3 colours, F length of the encoder's output. Frames are uint8 (..., H, W, 3) outside and
+B batch, H height, W width, 3 colors, F length of the encoder's output. Frames are uint8 (..., H, W, 3) outside and
 (B, 3, H, W) in [0, 1] inside.
 
 Source: Drama (Wang et al. 2024, table 5 and its public code), STORM (Zhang et al. 2023, arXiv 2310.09615). Usually the
@@ -20,8 +20,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from wmcli.config import ADDED, Section
-from wmcli.nn.initialise import initialise
+from wmcli.config import Section
+from wmcli.nn.initialize import initialize
 from wmcli.nn.mlp import Activation, mlp
 from wmcli.nn.one_hot import draw_one_hot, entropy, mixed_log_probabilities, one_hot, straight_through
 from wmcli.nn.squared_error import squared_error
@@ -30,7 +30,7 @@ from wmcli.tokenizers.measures import survival
 
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, strict=False)]
 
-CENTRE = 0.5  # the grey that Dreamer's networks take for zero
+CENTRE = 0.5  # the gray that Dreamer's networks take for zero
 
 
 class CategoricalTokenizerSettings(Section):
@@ -58,20 +58,20 @@ class CategoricalTokenizerSettings(Section):
     """Of the norms over channels, those of the posterior's hidden layers included; 0 keeps each kind's own."""
     activation: Activation = "silu"
     """After each norm."""
-    output: Literal["sigmoid", "linear", "centred"] = "sigmoid"
-    """What the decoder's last convolution goes through; "centred": pixels are between -0.5 and 0.5 for encoder and
+    output: Literal["sigmoid", "linear", "centered"] = "sigmoid"
+    """What the decoder's last convolution goes through; "centered": pixels are between -0.5 and 0.5 for encoder and
     decoder (DreamerV3), otherwise between 0 and 1."""
     posterior_layers: int = Field(0, ge=0)
     """Hidden layers between the encoder and the latent, each without bias, LayerNorm, activation (Dreamer: 1)."""
     posterior_width: int = Field(512, ge=1)
     """Width of those."""
-    initialisation: Literal["fan-average", "torch"] = Field("fan-average", json_schema_extra=ADDED)
+    initialization: Literal["fan-average", "torch"] = "fan-average"
     """First weights: truncated normal by the mean of a layer's inputs and outputs, biases 0 (Dreamer, Drama), or
     torch's defaults (STORM), which a posterior without hidden layers always has."""
-    optimiser: Literal["laprop", "adamw", "adam"] = "laprop"
+    optimizer: Literal["laprop", "adamw", "adam"] = "laprop"
     """Of `wm train-tokenizer`, like all that follows; joint training has its own under dynamics."""
     learning_rate: float = Field(1e-4, gt=0)
-    """Step size of the optimiser."""
+    """Step size of the optimizer."""
     warmup: int = Field(100, ge=0)
     """Updates over which the step size rises to it (laprop)."""
     weight_decay: float = Field(0.0, ge=0)
@@ -107,8 +107,12 @@ class CategoricalTokenizerSettings(Section):
             self.norm,
             self.activation,
             self.norm_eps,
-            self.initialisation,
+            self.initialization,
         )
+
+    def build(self, size: int) -> CategoricalTokenizer:
+        """Build a fresh tokenizer for frames of `size` pixels."""
+        return CategoricalTokenizer(self, size)
 
 
 class CategoricalTokenizer(nn.Module):
@@ -149,7 +153,7 @@ class CategoricalTokenizer(nn.Module):
                 activation=s.activation,
                 eps=s.norm_eps,
             )
-            initialise(self.posterior_head, s.initialisation)
+            initialize(self.posterior_head, s.initialization)
         else:
             self.posterior_head = nn.Linear(inputs, latent)
         self.decoder = StridedDecoder(latent + past, stack, image_size)
@@ -167,7 +171,7 @@ class CategoricalTokenizer(nn.Module):
     def _pixels(self, observation: Tensor) -> Tensor:
         """Frames (B, H, W, 3) uint8 as the encoder reads and the decoder should make them, (B, 3, H, W) float32."""
         image = scaled(observation)
-        return image.sub_(CENTRE) if self.settings.output == "centred" else image
+        return image.sub_(CENTRE) if self.settings.output == "centered" else image
 
     def posterior_of(self, features: Tensor) -> Tensor:
         """What the posterior reads, (..., F) or (..., posterior_inputs), to log-probabilities (..., K, C)."""
@@ -181,7 +185,7 @@ class CategoricalTokenizer(nn.Module):
         """Drawn latents (B, K, C), and where the decoder reads it the past (B, past), to images (B, 3, H, W) float32,
         with gradient; certainly in [0, 1] after a sigmoid only."""
         image = self._decoded(z, past).float()
-        return image + CENTRE if self.settings.output == "centred" else image
+        return image + CENTRE if self.settings.output == "centered" else image
 
     def _decoded(self, z: Tensor, past: Tensor | None) -> Tensor:
         """`reconstruct` in the decoder's own range and precision."""
@@ -205,14 +209,14 @@ class CategoricalTokenizer(nn.Module):
         return pixels.permute(0, 2, 3, 1).reshape(*lead, self.image_size, self.image_size, 3)
 
     def reconstruction_error(self, z: Tensor, past: Tensor | None, observation: Tensor) -> Tensor:
-        """Squared error summed over pixels and colours, (B,) float32: what `reconstruct` makes of drawn latents and the
+        """Squared error summed over pixels and colors, (B,) float32: what `reconstruct` makes of drawn latents and the
         past, against frames (B, H, W, 3) uint8. With gradient, for one backward pass."""
         return squared_error(self._decoded(z, past), self._pixels(observation))
 
     # -- fitting by reconstruction, and its measures ------------------------------------------------------------------
 
     def loss(self, observation: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """uint8 (B, H, W, 3) to the loss to minimise and metrics: `reconstruction`, summed over a frame's pixels."""
+        """uint8 (B, H, W, 3) to the loss to minimize and metrics: `reconstruction`, summed over a frame's pixels."""
         log_posterior = self.posterior(observation)
         loss = self.reconstruction_error(straight_through(log_posterior.exp()), None, observation).mean()
         return loss, {"reconstruction": loss.detach(), "posterior_entropy": entropy(log_posterior).mean().detach()}
@@ -227,5 +231,5 @@ class CategoricalTokenizer(nn.Module):
 
 def scaled(observation: Tensor) -> Tensor:
     """uint8 (B, H, W, 3) to float32 (B, 3, H, W) in [0, 1], channels last in memory."""
-    assert observation.dtype == torch.uint8 and observation.shape[-1] == 3, "frames are uint8 with three colours last"
+    assert observation.dtype == torch.uint8 and observation.shape[-1] == 3, "frames are uint8 with three colors last"
     return observation.permute(0, 3, 1, 2).to(torch.float32).div_(255)

@@ -1,6 +1,6 @@
 """How well frames survive a tokenizer.
 
-B batch, H height, W width, C colours (3).
+B batch, H height, W width, C colors (3).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def median(observation: Tensor) -> Tensor:
 
 
 def objects(observation: Tensor) -> Tensor:
-    """uint8 (B, H, W, C) -> bool (B, H, W): off the batch's median frame by over 10 % of full scale in a colour."""
+    """uint8 (B, H, W, C) -> bool (B, H, W): off the batch's median frame by over 10 % of full scale in a color."""
     return ((observation.float() - median(observation).float()).abs() > 255 * OBJECT_CONTRAST).any(-1)
 
 
@@ -35,8 +35,8 @@ def survival(observation: Tensor, reconstruction: Tensor) -> dict[str, float]:
     """What is left of uint8 frames (B, H, W, C) in their reconstructions.
 
     - object_recall: among pixels that differ from the median frame of this batch by more than 10 % of full scale in
-      some colour, the share whose reconstruction is nearer to the truth than to the median frame (sum of absolute
-      differences over colours). 1 = small objects survive, 0 = they vanish. 1 when no pixel differs.
+      some color, the share whose reconstruction is nearer to the truth than to the median frame (sum of absolute
+      differences over colors). 1 = small objects survive, 0 = they vanish. 1 when no pixel differs.
     - l1: mean absolute error, as a share of full scale.
     """
     truth, guess = observation.float() / 255, reconstruction.float() / 255

@@ -1,9 +1,9 @@
 """The discrete tokenizer: a frame becomes a small grid of code numbers, and code numbers become a frame again.
 
-B batch, H height, W width, C colours (3), K tokens of a frame (row by row over the grid), N codes, D width of a code's
+B batch, H height, W width, C colors (3), K tokens of a frame (row by row over the grid), N codes, D width of a code's
 vector. Frames are uint8 (..., H, W, C) outside and (B, C, H, W) in [-1, 1], channels last in memory, inside.
 
-    frame -> encoder -> pre_quant (1x1) -> quantiser -> post_quant (1x1) -> decoder -> frame
+    frame -> encoder -> pre_quant (1x1) -> quantizer -> post_quant (1x1) -> decoder -> frame
 
 Source: REM (Cohen et al. 2024, ICML, arXiv 2402.05643) with `network = "slim"`, IRIS (Micheli et al. 2023, ICLR,
 arXiv 2209.00588) with `network = "residual"`; `network = "patch"` is our own, for small frames.
@@ -27,7 +27,7 @@ from wmcli.nn.patch_conv import PatchDecoder, PatchEncoder
 from wmcli.nn.residual_conv import ResidualDecoder, ResidualEncoder
 from wmcli.nn.slim_conv import SlimDecoder, SlimEncoder
 from wmcli.tokenizers.measures import objects, survival
-from wmcli.tokenizers.quantisers import AverageVectorQuantiser, Quantiser, ScalarQuantiser, VectorQuantiser
+from wmcli.tokenizers.quantizers import AverageVectorQuantizer, Quantizer, ScalarQuantizer, VectorQuantizer
 
 MAX_CODES = 1 << 16
 
@@ -37,7 +37,7 @@ class TokenizerSettings(Section):
 
     kind: Literal["vq"] = "vq"
     """A frame becomes a grid of discrete codes; the other kind is categorical."""
-    quantiser: Literal["vq", "vq-ema", "fsq"] = "vq"
+    quantizer: Literal["vq", "vq-ema", "fsq"] = "vq"
     """How features become codes: codebook by gradient, by moving averages with restarts, or finite scalar levels."""
     codes: Annotated[int, Field(ge=2, le=MAX_CODES)] = 512
     """Number of codes; with fsq it must be the product of fsq_levels."""
@@ -70,10 +70,10 @@ class TokenizerSettings(Section):
     """How much of its moving averages vq-ema keeps at an update."""
     restart_below: Annotated[float, Field(ge=0, lt=1)] = 0.03
     """vq-ema moves a code that is used less often than this share of the average code; 0 never moves one."""
-    optimiser: Literal["adamw", "adam"] = "adamw"
-    """Optimiser of all parameters."""
+    optimizer: Literal["adamw", "adam"] = "adamw"
+    """Optimizer of all parameters."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
-    """Step size of the optimiser, constant."""
+    """Step size of the optimizer, constant."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Decoupled weight decay of all parameters, the codebook included (adamw; adam has none)."""
     clip: Annotated[float, Field(gt=0)] = 10.0
@@ -86,12 +86,16 @@ class TokenizerSettings(Section):
     @model_validator(mode="after")
     def _codes_are_levels(self) -> TokenizerSettings:
         product = math.prod(self.fsq_levels)
-        if self.quantiser == "fsq" and product != self.codes:
+        if self.quantizer == "fsq" and product != self.codes:
             raise ValueError(
                 f"fsq_levels {list(self.fsq_levels)} make {product} codes, but codes = {self.codes}; "
                 f"set codes = {product}."
             )
         return self
+
+    def build(self, size: int) -> VQTokenizer:
+        """Build a fresh tokenizer for frames of `size` pixels."""
+        return VQTokenizer(self, size)
 
 
 def perceptual_in_use(settings: TokenizerSettings) -> Literal["lpips", "none"]:
@@ -107,11 +111,11 @@ def perceptual_in_use(settings: TokenizerSettings) -> Literal["lpips", "none"]:
 
 
 class VQTokenizer(nn.Module):
-    """Encoder, quantiser and decoder for square frames of `image_size` pixels.
+    """Encoder, quantizer and decoder for square frames of `image_size` pixels.
 
     `tokens` K, `grid` (rows, columns), `codes` N, `width` D. Nothing in it depends on training mode except vq-ema's
-    updates and LPIPS's dropout, both inside `loss`. Under autocast the convolutions run in bf16 and the quantiser, the
-    losses and the normalisation of LPIPS in float32. Raises UsageError for sizes and channel counts that do not fit.
+    updates and LPIPS's dropout, both inside `loss`. Under autocast the convolutions run in bf16 and the quantizer, the
+    losses and the normalization of LPIPS in float32. Raises UsageError for sizes and channel counts that do not fit.
     """
 
     def __init__(self, settings: TokenizerSettings, image_size: int) -> None:
@@ -134,8 +138,8 @@ class VQTokenizer(nn.Module):
         self.codes = settings.codes
         self.width = settings.width
         self.encoder, self.decoder = _networks(settings, image_size)
-        self.quantiser = _quantiser(settings)
-        self.pre_quant = nn.Conv2d(settings.width, self.quantiser.inputs, 1)
+        self.quantizer = _quantizer(settings)
+        self.pre_quant = nn.Conv2d(settings.width, self.quantizer.inputs, 1)
         self.post_quant = nn.Conv2d(settings.width, settings.width, 1)
         self.lpips: lpips.LPIPS | None = None  # read at the first loss: whoever only encodes needs no weights file
 
@@ -146,11 +150,11 @@ class VQTokenizer(nn.Module):
         """uint8 (..., H, W, C) -> tokens int64 (..., K)."""
         lead = observation.shape[:-3]
         h = self._features(_scaled(observation.flatten(0, -4) if lead else observation[None]))
-        return self.quantiser.tokens(h).view(*lead, self.tokens)
+        return self.quantizer.tokens(h).view(*lead, self.tokens)
 
     def codebook(self) -> Tensor:
         """(N, D): the vector of each code, what `embed` looks up. With fsq, every combination of levels, projected."""
-        return self.quantiser.vectors()
+        return self.quantizer.vectors()
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int64 (..., K) -> the codes' vectors (..., K, D)."""
@@ -165,9 +169,9 @@ class VQTokenizer(nn.Module):
         return pixels.permute(0, 2, 3, 1).contiguous().view(*lead, self.image_size, self.image_size, 3)  # -> frames
 
     def _features(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> what the quantiser sees, (B * K, inputs)."""
+        """(B, C, H, W) -> what the quantizer sees, (B * K, inputs)."""
         h = self.pre_quant(self.encoder(x))
-        return h.permute(0, 2, 3, 1).reshape(-1, self.quantiser.inputs)
+        return h.permute(0, 2, 3, 1).reshape(-1, self.quantizer.inputs)
 
     def _image(self, vectors: Tensor) -> Tensor:
         """(B * K, D) -> (B, C, H, W)."""
@@ -177,15 +181,15 @@ class VQTokenizer(nn.Module):
     # -- training and its measures ------------------------------------------------------------------------------------
 
     def loss(self, observation: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """uint8 (B, H, W, C) -> the loss to minimise and its summands by name, detached.
+        """uint8 (B, H, W, C) -> the loss to minimize and its summands by name, detached.
 
         `reconstruction` always; `codebook` and `commitment` (vq), `commitment` (vq-ema), `spread` (fsq); `perceptual`
         when LPIPS is in use. Raises UsageError when the weights of LPIPS cannot be read.
         """
         x = _scaled(observation)
-        quantised = self.quantiser(self._features(x))
-        image = self._image(quantised.vectors).float()
-        losses = {"reconstruction": self._reconstruction(image, x, observation), **quantised.losses}
+        quantized = self.quantizer(self._features(x))
+        image = self._image(quantized.vectors).float()
+        losses = {"reconstruction": self._reconstruction(image, x, observation), **quantized.losses}
         if perceptual_in_use(self.settings) == "lpips":
             losses["perceptual"] = self._perceptual(x.device)(image, x).mean()
         total = torch.stack(list(losses.values())).sum()
@@ -228,7 +232,7 @@ class VQTokenizer(nn.Module):
 
 def _scaled(observation: Tensor) -> Tensor:
     """uint8 (B, H, W, C) -> float32 (B, C, H, W) in [-1, 1], channels last in memory."""
-    assert observation.dtype == torch.uint8 and observation.shape[-1] == 3, "frames are uint8 with three colours last"
+    assert observation.dtype == torch.uint8 and observation.shape[-1] == 3, "frames are uint8 with three colors last"
     return observation.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
@@ -246,11 +250,11 @@ def _networks(settings: TokenizerSettings, image_size: int) -> tuple[nn.Module, 
     return PatchEncoder(channels, patch, grid, width), PatchDecoder(channels, patch, grid, width)
 
 
-def _quantiser(settings: TokenizerSettings) -> Quantiser:
-    if settings.quantiser == "vq":
-        return VectorQuantiser(settings.codes, settings.width, settings.commitment)
-    if settings.quantiser == "vq-ema":
-        return AverageVectorQuantiser(
+def _quantizer(settings: TokenizerSettings) -> Quantizer:
+    if settings.quantizer == "vq":
+        return VectorQuantizer(settings.codes, settings.width, settings.commitment)
+    if settings.quantizer == "vq-ema":
+        return AverageVectorQuantizer(
             settings.codes, settings.width, settings.commitment, settings.ema_decay, settings.restart_below
         )
-    return ScalarQuantiser(settings.fsq_levels, settings.width, settings.fsq_spread)
+    return ScalarQuantizer(settings.fsq_levels, settings.width, settings.fsq_spread)

@@ -1,6 +1,6 @@
 """Everything that changes while a stage trains, in one safetensors file: nothing is pickled, resume is bit-exact.
 
-Tensor names: `model/<module>/<parameter>`, `optimiser/<index>/<moment>`, `random/torch`, `random/cuda`, and
+Tensor names: `model/<module>/<parameter>`, `optimizer/<index>/<moment>`, `random/torch`, `random/cuda`, and
 `parts/<part>/<array>` for the arrays among the states of samplers and the like. The rest of those states, counters and
 the NumPy generator's state are canonical JSON under the one metadata key `wm` (with several keys the bytes differ from
 save to save).
@@ -27,7 +27,7 @@ from wmcli.training.optim import LAPROP_MOMENT, LaProp
 WEIGHTS = "model.safetensors"
 """The file of a model's weights inside its artifact."""
 TRAINING = "training.safetensors"
-"""Optimiser, generators and counters beside the weights: what training further goes on from."""
+"""Optimizer, generators and counters beside the weights: what training further goes on from."""
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Any) -> None:
@@ -45,11 +45,21 @@ def load_tensors(path: Path, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})["wm"])
             names = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118 (a file, not a dict)
-            return {key: file.get_tensor(key) for key in names}, about
+            return {_current_name(key): file.get_tensor(key) for key in names}, about
     except (SafetensorError, KeyError, ValueError) as error:
         raise ArtifactError(
             f"{path} is damaged ({error}); see what else is with wm verify, or begin the stage again with --fresh."
         ) from None
+
+
+RENAMED = (("optimiser/", "optimizer/"), ("/quantiser.", "/quantizer."), ("/normaliser.", "/normalizer."))
+"""Parts of tensor names in files of wm 0.1.0, and what they are called now."""
+
+
+def _current_name(name: str) -> str:
+    for before, now in RENAMED:
+        name = name.replace(before, now)
+    return name
 
 
 def module_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -75,28 +85,28 @@ def load_modules(modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
         module.load_state_dict(found)
 
 
-def optimiser_tensors(optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Moments and step counts of every parameter, by its index."""
-    state = optimiser.state_dict()["state"]
-    return {f"optimiser/{index}/{name}": value for index, moments in state.items() for name, value in moments.items()}
+    state = optimizer.state_dict()["state"]
+    return {f"optimizer/{index}/{name}": value for index, moments in state.items() for name, value in moments.items()}
 
 
-def load_optimiser(optimiser: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Put back what `optimiser_tensors` took; learning rates and the like come from the settings.
+def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what `optimizer_tensors` took; learning rates and the like come from the settings.
 
-    Raises ArtifactError when the moments are those of another kind of optimiser.
+    Raises ArtifactError when the moments are those of another kind of optimizer.
     """
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
-        if key.startswith("optimiser/"):
+        if key.startswith("optimizer/"):
             _, index, name = key.split("/")
             state.setdefault(int(index), {})[name] = value
-    if state and _kind(next(iter(state.values()))) != _kind_of(optimiser):
+    if state and _kind(next(iter(state.values()))) != _kind_of(optimizer):
         raise ArtifactError(
-            f"these weights were trained with another optimiser, whose moments {type(optimiser).__name__} cannot take"
-            " over: keep the optimiser they were trained with, or train anew without --more."
+            f"these weights were trained with another optimizer, whose moments {type(optimizer).__name__} cannot take"
+            " over: keep the optimizer they were trained with, or train anew without --more."
         )
-    parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert all(
         value.dim() == 0 or value.shape == parameters[index].shape
         for index, moments in state.items()
@@ -104,21 +114,21 @@ def load_optimiser(optimiser: torch.optim.Optimizer, tensors: Mapping[str, Tenso
     ), "moments of other parameters"
     for number, moments in state.items():
         for name, value in moments.items():
-            if value.dim():  # fused optimisers go through parameter and moments as they lie in memory
+            if value.dim():  # fused optimizers go through parameter and moments as they lie in memory
                 like: Tensor = parameters[number]
                 moments[name] = torch.empty_like(like, dtype=value.dtype).copy_(value)
-    optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _kind(moments: Mapping[str, Tensor]) -> str:
-    """The kind of optimiser that these moments of a parameter are of."""
+    """The kind of optimizer that these moments of a parameter are of."""
     marks = {LAPROP_MOMENT: "laprop", "momentum_buffer": "sgd"}
     return next((name for mark, name in marks.items() if mark in moments), "adam")
 
 
-def _kind_of(optimiser: torch.optim.Optimizer) -> str:
+def _kind_of(optimizer: torch.optim.Optimizer) -> str:
     kinds = ((LaProp, "laprop"), (torch.optim.SGD, "sgd"))
-    return next((name for kind, name in kinds if isinstance(optimiser, kind)), "adam")
+    return next((name for kind, name in kinds if isinstance(optimizer, kind)), "adam")
 
 
 def part_tensors(states: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""The optimisation loop that every training stage shares: update, log, checkpoint, stop, resume."""
+"""The optimization loop that every training stage shares: update, log, checkpoint, stop, resume."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from wmcli.training.checkpoint import (
     generator_state,
     load_generator,
     load_modules,
-    load_optimiser,
+    load_optimizer,
     load_random,
     load_tensors,
     module_tensors,
-    optimiser_tensors,
+    optimizer_tensors,
     part_states,
     part_tensors,
     random_tensors,
@@ -54,7 +54,7 @@ class Trainee:
     """All that changes during a stage's updates, hence all that a checkpoint holds."""
 
     modules: dict[str, nn.Module]
-    optimiser: torch.optim.Optimizer | None
+    optimizer: torch.optim.Optimizer | None
     """None where nothing is learned by gradient."""
     rng: np.random.Generator
     parts: dict[str, Resumable] = field(default_factory=dict)
@@ -78,8 +78,8 @@ class Trainee:
             "parts": parts,
         }
         tensors |= module_tensors(self.modules) | random_tensors(device)
-        if self.optimiser is not None:
-            tensors |= optimiser_tensors(self.optimiser)
+        if self.optimizer is not None:
+            tensors |= optimizer_tensors(self.optimizer)
         if self.unlogged:
             tensors["unlogged"] = _stacked(self.unlogged)
         save_tensors(path, tensors, about)
@@ -110,8 +110,8 @@ class Trainee:
     def _load_learned(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, about = load_tensors(path)
         load_modules(self.modules, tensors, str(path))
-        if self.optimiser is not None:
-            load_optimiser(self.optimiser, tensors)
+        if self.optimizer is not None:
+            load_optimizer(self.optimizer, tensors)
         return tensors, about
 
 

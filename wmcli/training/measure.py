@@ -8,7 +8,7 @@ as nothing are element-wise operations, reductions, Fourier transforms, cuDNN's 
 torch does not know: count those in their torch form. Attention under a causal mask counts as the whole square, a
 product of complex numbers as one of real ones, a quarter of what it takes.
 
-Memory is what a call needs above what is held between two calls, which is weights, gradients, optimiser state and data:
+Memory is what a call needs above what is held between two calls, which is weights, gradients, optimizer state and data:
 on CUDA the most bytes that torch had allocated, on a CPU the peak of the resident set, libraries and allocators
 included, which only Linux with the GNU C library tells.
 """

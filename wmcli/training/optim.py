@@ -1,4 +1,4 @@
-"""Optimisers as the papers name them, and one guarded update."""
+"""Optimizers as the papers name them, and one guarded update."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-OptimiserName = Literal["adamw", "adam", "laprop", "sgd"]
+OptimizerName = Literal["adamw", "adam", "laprop", "sgd"]
 LAPROP_MOMENT = "momentum"  # by which a saved state of LaProp is told from one of Adam
 EPS = {"adamw": 1e-8, "adam": 1e-8, "laprop": 1e-20, "sgd": 0.0}
 DECAY = 0.1  # of the learning rate, each time it falls
 
 
 class LaProp(torch.optim.Optimizer):
-    """Momentum over normalised gradients (Ziyin et al. 2020, arXiv 2002.04839) with linear warm-up.
+    """Momentum over normalized gradients (Ziyin et al. 2020, arXiv 2002.04839) with linear warm-up.
 
     For the n-th gradient g of a parameter, n = 1, 2, ..., and r_n = min(1, n / warmup):
 
@@ -25,7 +25,7 @@ class LaProp(torch.optim.Optimizer):
         parameter <- (1 - lr r_n weight_decay) parameter - lr r_n / a_n m
 
     where a_n is the average of r_1, ..., r_n with decay b1, started at 0: 1 - b1^n without warm-up. (Adam averages
-    first and normalises the average.) The public code has lr inside m as well. That is the same as long as lr does not
+    first and normalizes the average.) The public code has lr inside m as well. That is the same as long as lr does not
     change, and this way a training that goes on with another lr takes it at once.
 
     Like torch's own, a parameter counts its own gradients; one without a gradient stands still. The moments have its
@@ -95,8 +95,8 @@ def _average_share(count: int, warmup: int, decay: float) -> float:
     return 1 - decay ** (count - rising) * (1 - average)
 
 
-def build_optimiser(
-    name: OptimiserName,
+def build_optimizer(
+    name: OptimizerName,
     parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
     learning_rate: float,
     weight_decay: float,
@@ -122,10 +122,10 @@ def build_optimiser(
         return torch.optim.AdamW(groups, learning_rate, betas, eps, weight_decay, fused=True)
     if name == "sgd":
         return torch.optim.SGD(groups, learning_rate, momentum, weight_decay=weight_decay, fused=True)
-    optimiser = torch.optim.Adam(groups, learning_rate, betas, eps, fused=True)
-    for group in optimiser.param_groups:
+    optimizer = torch.optim.Adam(groups, learning_rate, betas, eps, fused=True)
+    for group in optimizer.param_groups:
         group["weight_decay"] = 0.0  # groups bring decays of their own, which Adam would add to the gradient
-    return optimiser
+    return optimizer
 
 
 def _groups_by_rate(
@@ -144,30 +144,30 @@ def _groups_by_rate(
             yield {**group, "params": members, "lr": rate, "initial_lr": rate}
 
 
-def decay_rates(optimiser: torch.optim.Optimizer, decay_after: Sequence[int], updates: int) -> None:
+def decay_rates(optimizer: torch.optim.Optimizer, decay_after: Sequence[int], updates: int) -> None:
     """Set the learning rates for the update after so many `updates`: a tenth after each number in `decay_after`."""
-    for group in optimiser.param_groups:
+    for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * DECAY ** sum(updates >= each for each in decay_after)
 
 
 def schedule_rates(
-    optimiser: torch.optim.Optimizer, done: int, *, warmup: int, schedule: Literal["constant", "cosine"], updates: int
+    optimizer: torch.optim.Optimizer, done: int, *, warmup: int, schedule: Literal["constant", "cosine"], updates: int
 ) -> None:
     """Set the learning rates for the update after `done` ones: rising linearly over `warmup` updates, then as they are,
     or falling to 0 with the last of `updates` as half a cosine."""
     share = min(1.0, (done + 1) / max(1, warmup))
     if schedule == "cosine" and done >= warmup:
         share = (1 + math.cos(math.pi * (done - warmup) / max(1, updates - warmup))) / 2
-    for group in optimiser.param_groups:
+    for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * share
 
 
-def update(optimiser: torch.optim.Optimizer, loss: Tensor, clip: float) -> Tensor:
-    """Backward pass, gradient norm clipped to `clip`, one optimiser step. Returns the norm before clipping, on the
+def update(optimizer: torch.optim.Optimizer, loss: Tensor, clip: float) -> Tensor:
+    """Backward pass, gradient norm clipped to `clip`, one optimizer step. Returns the norm before clipping, on the
     device."""
-    optimiser.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     norm = nn.utils.clip_grad_norm_(parameters, clip, foreach=True)
-    optimiser.step()
+    optimizer.step()
     return norm

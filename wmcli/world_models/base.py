@@ -10,13 +10,83 @@ of step t and the latent of frame t + 1.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from wmcli.backbones.base import Backbone, BackboneSettings
+from wmcli.config import Section
+from wmcli.errors import UsageError
+
 State = Any
 """What a world model carries through time. Opaque: take it from one call, give it to the next."""
+
+
+class Parts(NamedTuple):
+    """The parts that a world model is built from, and the sizes that its own settings do not hold."""
+
+    size: int
+    """Height and width of a frame, pixels."""
+    actions: int
+    """Number of actions A."""
+    new_backbone: Callable[[int, int], Backbone]
+    """Builds a backbone from the longest sequence in elements and the elements of a time step."""
+    tokenizer_settings: Any
+    tokenizer: Any
+    """The tokenizer to use or to train; None where the world model takes none, or builds its own."""
+
+    def square_backbone(self, max_length: int, block: int) -> Backbone:
+        """Build a backbone whose elements are as wide as its outputs. Raises UsageError if they are not."""
+        backbone = self.new_backbone(max_length, block)
+        if backbone.inputs != backbone.width:
+            raise UsageError(
+                f"backbone.input_width = {backbone.inputs}: the elements of this dynamics model are as wide as"
+                f" backbone.width = {backbone.width}; set it to 0."
+            )
+        return backbone
+
+
+class DynamicsSettings(Section):
+    """Settings of a world model, and what it needs of the parts around it.
+
+    A new kind is a subclass in the file of its world model, and a line in `wmcli.settings`.
+    """
+
+    tokenizer_kind: ClassVar[str | None] = None
+    """The kind of tokenizer that it works on; None for a model that takes none."""
+    learns_policy: ClassVar[bool] = False
+    """It learns a policy and a value, for a search to plan with."""
+    uses_backbone: ClassVar[bool] = True
+    """It is built around the backbone of the settings."""
+    makes_frames: ClassVar[bool] = True
+    """It decodes imagined frames."""
+    reads_burn_in: ClassVar[bool] = False
+    """Imagination reads all frames of a controller's burn-in, and not its own context alone."""
+    acting_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys that count when it is acted with, and not when it is trained."""
+
+    kind: str
+    """Which world model."""
+
+    @property
+    def encoder(self) -> Literal["tokenizer", "dynamics", "itself", "rules"]:
+        """What turns frames into latents: a tokenizer trained before, a tokenizer that is trained with the dynamics
+        model, the dynamics model itself, or fixed rules."""
+        return "itself"
+
+    @property
+    def longest_imagination(self) -> int | None:
+        """Frames that imagination reaches at most, real ones included; None without a limit."""
+        return None
+
+    def check(self, tokenizer: Any, backbone: BackboneSettings) -> None:
+        """Raise ValueError if the model does not fit the settings of its tokenizer and backbone."""
+
+    def build(self, parts: Parts) -> WorldModel:
+        """Build the world model, freshly initialized."""
+        raise NotImplementedError
 
 
 class Imagined(NamedTuple):
@@ -85,6 +155,8 @@ class WorldModel(nn.Module, ABC):
     `train()` and `eval()` switch dropout; imagine in eval mode.
     """
 
+    settings: Any
+    """The section of the settings that it was built from."""
     actions: int
     """Number of actions A."""
     frozen_encoder: bool
@@ -123,14 +195,14 @@ class WorldModel(nn.Module, ABC):
 
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss to minimise, a float32 scalar, and named scalars without gradient for the log."""
+        """The loss to minimize, a float32 scalar, and named scalars without gradient for the log."""
 
     @abstractmethod
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Every parameter that learns once, in groups for `torch.optim`, each with its `weight_decay`."""
 
     def after_update(self) -> None:  # noqa: B027 (most models have nothing to do)
-        """Called after each step of the optimiser, for what follows the weights, such as a slow copy of them."""
+        """Called after each step of the optimizer, for what follows the weights, such as a slow copy of them."""
 
     @abstractmethod
     def observe(

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wmcli.backbones.base import Backbone
-from wmcli.config import Section
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample, uniform
 from wmcli.nn.decay import parameter_groups
 from wmcli.nn.masked import masked_mean
-from wmcli.world_models.base import Batch, Imagined, WorldModel
+from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel
 from wmcli.world_models.recent import Recent, with_frame
 
 SIDE = 5  # cells in a row or column
@@ -33,18 +32,18 @@ CELLS = SIDE**2
 TOKENS = CELLS + 1  # a frame's cells and the action
 FLOOR, WALL, AGENT, GOAL = range(4)
 KINDS = 4  # of cells; the tokens from here on are actions
-COLOURS = ((16, 16, 24), (120, 120, 120), (70, 150, 255), (255, 220, 60))  # of floor, wall, agent and goal
+COLORS = ((16, 16, 24), (120, 120, 120), (70, 150, 255), (255, 220, 60))  # of floor, wall, agent and goal
 NO_CELL = (255, 0, 255)  # shown where an imagined frame has an action in the place of a cell
 MOVES = ((0, 0), (-1, 0), (0, 1), (1, 0), (0, -1))  # rows and columns of each action
 INIT_STD = 0.02
 
 
-class CellsSettings(Section):
+class CellsSettings(DynamicsSettings):
     """A language model over the grid world's cells, and how it is trained. Defaults: Drama's study, short sequences."""
 
     kind: Literal["cells"] = "cells"
     """The grid world's cells as tokens, without a tokenizer; other kinds are token and latent."""
-    horizon: int = Field(8, ge=2)
+    sequence_length: int = Field(8, ge=2)
     """Length of a training segment, in frames of 26 tokens: 8 are 208 tokens, 64 are 1,664."""
     context: int = Field(1, ge=1)
     """Real frames that imagination starts from."""
@@ -54,10 +53,10 @@ class CellsSettings(Section):
     """Segments in an update."""
     updates: int = Field(1000, ge=0)
     """Updates in one call of the stage."""
-    optimiser: Literal["adamw", "adam", "laprop"] = "adamw"
+    optimizer: Literal["adamw", "adam", "laprop"] = "adamw"
     """Of the whole model."""
     learning_rate: float = Field(3e-3, gt=0)
-    """Step size of the optimiser."""
+    """Step size of the optimizer."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay, on matrices only: not on biases, norms and the embedding table."""
     clip: float = Field(1.0, gt=0)
@@ -65,9 +64,23 @@ class CellsSettings(Section):
 
     @model_validator(mode="after")
     def _fits_into_the_horizon(self) -> CellsSettings:
-        if self.context >= self.horizon:
-            raise ValueError(f"context = {self.context} leaves nothing of horizon = {self.horizon} frames.")
+        if self.context >= self.sequence_length:
+            raise ValueError(
+                f"context = {self.context} leaves nothing of sequence_length = {self.sequence_length} frames."
+            )
         return self
+
+    @property
+    def encoder(self) -> Literal["rules"]:
+        return "rules"
+
+    @property
+    def longest_imagination(self) -> int:
+        return self.sequence_length
+
+    def build(self, parts: Parts) -> CellsWorldModel:
+        backbone = parts.square_backbone(self.sequence_length * TOKENS, TOKENS)
+        return CellsWorldModel(self, backbone, parts.actions, parts.size)
 
 
 class CellsState(NamedTuple):
@@ -109,11 +122,11 @@ class CellsWorldModel(WorldModel):
                 f"environment.size = {image_size}: the grid world's cells are exact at 10, 20 and the multiples of 5 "
                 "from 40 on; use one of these with dynamics.kind = 'cells'"
             )
-        assert backbone.max_length is None or backbone.max_length >= settings.horizon * TOKENS
+        assert backbone.max_length is None or backbone.max_length >= settings.sequence_length * TOKENS
         self.settings = settings
         self.actions = actions
         self.context = settings.context
-        self.segment = settings.horizon
+        self.segment = settings.sequence_length
         self.image_size = image_size
         self.feature_shape = (KINDS, SIDE, SIDE)
         self.embedding = nn.Embedding(KINDS + actions, backbone.width)
@@ -121,9 +134,9 @@ class CellsWorldModel(WorldModel):
         self.head = None if settings.tied else nn.Linear(backbone.width, KINDS + actions, bias=False)
         # A small table makes the first logits near 0 where it is tied, and the first loss that of a guess.
         nn.init.normal_(self.embedding.weight, std=INIT_STD)
-        self.colours: Tensor
+        self.colors: Tensor
         self.successor: Tensor
-        self.register_buffer("colours", torch.tensor([*COLOURS, *[NO_CELL] * actions]), persistent=False)
+        self.register_buffer("colors", torch.tensor([*COLORS, *[NO_CELL] * actions]), persistent=False)
         self.register_buffer("successor", torch.tensor(_successors()), persistent=False)
 
     @property
@@ -138,15 +151,15 @@ class CellsWorldModel(WorldModel):
 
     @torch.no_grad()
     def encode(self, observation: Tensor) -> Tensor:
-        """Frames (..., H, W, C) uint8 to cells (..., K) int64 in 0..3: the colour nearest to a cell's middle pixel."""
+        """Frames (..., H, W, C) uint8 to cells (..., K) int64 in 0..3: the color nearest to a cell's middle pixel."""
         pixels = self.image_size // SIDE
         middle = observation[..., pixels // 2 :: pixels, pixels // 2 :: pixels, :].flatten(-3, -2).long()
-        return (middle[..., None, :] - self.colours[:KINDS]).square().sum(-1).argmin(-1)
+        return (middle[..., None, :] - self.colors[:KINDS]).square().sum(-1).argmin(-1)
 
     def decode(self, latent: Tensor) -> Tensor:
         """Tokens (..., K) to frames (..., H, W, C) uint8."""
         pixels = self.image_size // SIDE
-        board = self.colours[latent].to(torch.uint8).unflatten(-2, (SIDE, SIDE))
+        board = self.colors[latent].to(torch.uint8).unflatten(-2, (SIDE, SIDE))
         return board.repeat_interleave(pixels, -3).repeat_interleave(pixels, -2)
 
     def _one_hot(self, latent: Tensor) -> Tensor:

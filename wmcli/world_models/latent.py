@@ -11,7 +11,7 @@ That is Drama. The *past* of a frame is d_{t-1}, zeros for an episode's first fr
 and (z_t, h_t) the state. Settings let the decoder read the state, and the heads that of the frame they lead to; and the
 posterior read, besides its frame,
 
-    nothing (factorised: Drama, S4WM, TSSM)     its past (recurrent: RSSM; one frame after the other)
+    nothing (factorized: Drama, S4WM, TSSM)     its past (recurrent: RSSM; one frame after the other)
     all frames and actions so far, through a second backbone (full: S4WM-Full-Posterior)
 
 Sources: Drama (Wang et al. 2024, arXiv 2410.08893) and its public code; STORM (Zhang et al. 2023, arXiv 2310.09615);
@@ -25,7 +25,7 @@ base.py.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -33,28 +33,31 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wmcli.backbones.base import Backbone, flat_state, map_state
-from wmcli.config import ADDED, Section
 from wmcli.errors import UsageError
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import uniform
 from wmcli.nn.decay import parameter_groups
-from wmcli.nn.initialise import initialise
+from wmcli.nn.initialize import initialize
 from wmcli.nn.masked import masked_mean
 from wmcli.nn.mlp import Activation, Norm, mlp, norm
 from wmcli.nn.one_hot import draw_one_hot, entropy, kl_divergence, one_hot, straight_through
 from wmcli.tokenizers.categorical import CategoricalTokenizer
-from wmcli.world_models.base import Batch, Imagined, WorldModel
+from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel
 
 
-class LatentWorldModelSettings(Section):
+class LatentWorldModelSettings(DynamicsSettings):
     """A world model over categorical latents, and how it is trained. Defaults: Drama (XS)."""
+
+    tokenizer_kind: ClassVar[str] = "categorical"
+    reads_burn_in: ClassVar[bool] = True
+    acting_keys: ClassVar[tuple[str, ...]] = ("act_on", "act_window")
 
     kind: Literal["latent"] = "latent"
     """Categorical latents, learned together with what follows from them; other kinds are token and cells."""
     stem: Literal["linear", "deep", "dreamer"] = "linear"
     """From latent and action to the backbone: linear, RMSNorm, SiLU (Drama); two layers with LayerNorm (STORM); or one
     without bias, LayerNorm, SiLU (Dreamer)."""
-    posterior: Literal["factorised", "recurrent", "full"] = "factorised"
+    posterior: Literal["factorized", "recurrent", "full"] = "factorized"
     """What a frame's latent is drawn from: the frame; the frame and its past (RSSM); or all frames and actions so far,
     read by a second backbone of the same settings (S4WM-Full-Posterior)."""
     decoder_reads: Literal["latent", "state"] = "latent"
@@ -76,22 +79,22 @@ class LatentWorldModelSettings(Section):
     """After each norm of those heads (STORM: relu)."""
     norm_eps: float = Field(0.0, ge=0)
     """Of the norms in stem and heads; 0 is 1e-6 for RMSNorm and 1e-5 for LayerNorm."""
-    initialisation: Literal["fan-average", "torch"] = Field("fan-average", json_schema_extra=ADDED)
+    initialization: Literal["fan-average", "torch"] = "fan-average"
     """First weights of reward and termination heads, a prior's head with hidden layers, and Dreamer's stem: truncated
     normal by the mean of a layer's inputs and outputs, biases 0 (Dreamer, Drama), or torch's defaults (STORM)."""
     reward: Literal["two-hot", "bernoulli", "mse", "none"] = "two-hot"
     """How rewards are learned: as a distribution over 255 bins; as the probability of 1, for rewards of 0 and 1; by
     their squared error; or not at all."""
-    ends: bool = True
+    predict_termination: bool = True
     """Learn terminations; else an imagined episode never ends."""
     first_frame: bool = True
     """Learn to reconstruct the frame that opens an episode as well; S4WM, which has no prior of it, does not."""
-    horizon: int = Field(128, ge=2)
+    sequence_length: int = Field(128, ge=2)
     """Length of a training segment, in frames."""
     rows: Literal["windows", "episodes", "streams"] = "windows"
-    """What a row of a batch is: any window of `horizon` frames, drawn as training.sampling says; an episode from its
-    first frame on, each once before any comes again; or the next `horizon` frames of a stream of episodes, with the
-    state carried over from the batch before and its gradient cut (truncated backpropagation through time)."""
+    """Rows of a batch: windows of `sequence_length` frames, drawn as training.sampling says; whole episodes, each once
+    before any comes again; or the next `sequence_length` frames of a stream of episodes, with the state carried over
+    from the batch before and its gradient cut (truncated backpropagation through time)."""
     context: int = Field(8, ge=1)
     """Real frames that imagination starts from."""
     across_ends: bool = True
@@ -124,13 +127,13 @@ class LatentWorldModelSettings(Section):
     """Segments in an update."""
     updates: int = Field(200, ge=0)
     """Updates in one call of the stage."""
-    optimiser: Literal["laprop", "adamw", "adam"] = "laprop"
+    optimizer: Literal["laprop", "adamw", "adam"] = "laprop"
     """Of tokenizer and dynamics together."""
     learning_rate: float = Field(4e-5, gt=0)
-    """Step size of the optimiser."""
-    eps: float = Field(0.0, ge=0, json_schema_extra=ADDED)
-    """What the optimiser adds to the root of the second moment: 1e-5 in Memory Maze's Dreamer (RSSM); 0 is the
-    optimiser's own, 1e-20 for laprop, 1e-8 for the others."""
+    """Step size of the optimizer."""
+    eps: float = Field(0.0, ge=0)
+    """What the optimizer adds to the root of the second moment: 1e-5 in Memory Maze's Dreamer (RSSM); 0 is the
+    optimizer's own, 1e-20 for laprop, 1e-8 for the others."""
     warmup: int = Field(1000, ge=0)
     """Updates over which the step size rises to it."""
     schedule: Literal["constant", "cosine"] = "constant"
@@ -146,9 +149,11 @@ class LatentWorldModelSettings(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> LatentWorldModelSettings:
         for key in ("context", "act_window"):
-            if getattr(self, key) >= self.horizon:
-                raise ValueError(f"{key} = {getattr(self, key)} must be less than horizon = {self.horizon} frames.")
-        if self.posterior != "factorised" and self.act_window:
+            if getattr(self, key) >= self.sequence_length:
+                raise ValueError(
+                    f"{key} = {getattr(self, key)} must be less than sequence_length = {self.sequence_length} frames."
+                )
+        if self.posterior != "factorized" and self.act_window:
             raise ValueError(
                 f"act_window = {self.act_window}: a posterior that is {self.posterior} is drawn frame by frame, and not"
                 " anew for a window; set act_window = 0."
@@ -162,7 +167,27 @@ class LatentWorldModelSettings(Section):
     @property
     def decodes_state(self) -> bool:
         """Whether the dynamics model's encoder and decoder are of no use without it."""
-        return self.posterior != "factorised" or self.decoder_reads == "state"
+        return self.posterior != "factorized" or self.decoder_reads == "state"
+
+    @property
+    def encoder(self) -> Literal["dynamics", "itself"]:
+        return "itself" if self.decodes_state else "dynamics"
+
+    @property
+    def longest_imagination(self) -> int:
+        return self.sequence_length
+
+    def build(self, parts: Parts) -> LatentWorldModel:
+        backbone = parts.new_backbone(self.sequence_length, 1)
+        evidence = None
+        if self.posterior == "full":
+            evidence = parts.new_backbone(self.sequence_length, 1)
+        tokenizer = parts.tokenizer
+        if self.decodes_state:
+            features = parts.tokenizer_settings.stack.features(parts.size)
+            reads = LatentWorldModel.tokenizer_reads(self, features, backbone.width)
+            tokenizer = CategoricalTokenizer(parts.tokenizer_settings, parts.size, **reads)
+        return LatentWorldModel(self, backbone, tokenizer, parts.actions, evidence)
 
 
 class Past(NamedTuple):
@@ -225,7 +250,7 @@ class LatentWorldModel(WorldModel):
 
     @property
     def remembers(self) -> int:
-        return self.settings.act_window or self.settings.horizon
+        return self.settings.act_window or self.settings.sequence_length
 
     def __init__(
         self,
@@ -247,13 +272,13 @@ class LatentWorldModel(WorldModel):
             key = "rows = 'streams'" if settings.rows == "streams" else "posterior = 'full'"
             raise UsageError(
                 f"dynamics.{key} carries a state without end, which this backbone of limited length cannot hold: set"
-                " another backbone.name, for example transformer-xl."
+                " another backbone.kind, for example transformer-xl."
             )
         self.settings = settings
         self.actions = actions
         self.across_ends = settings.across_ends
         self.context = settings.context
-        self.segment = settings.horizon
+        self.segment = settings.sequence_length
         self.decodes = "features" if settings.decodes_state else "latents"
         self.feature_shape = (variables * classes + width,)
         self.frame_features = variables * classes
@@ -270,7 +295,7 @@ class LatentWorldModel(WorldModel):
         read = width + (variables * classes if settings.heads_read == "state" else 0)
         if settings.reward != "none":
             self.reward_head = self._head(read, two_hot.BINS if settings.reward == "two-hot" else 1)
-        if settings.ends:
+        if settings.predict_termination:
             self.termination_head = self._head(read, 1)
 
     @staticmethod
@@ -292,7 +317,7 @@ class LatentWorldModel(WorldModel):
             activation=s.head_activation,
             eps=s.norm_eps,
         )
-        initialise(head, s.initialisation)
+        initialize(head, s.initialization)
         return head
 
     def parameter_groups(self) -> list[dict[str, Any]]:
@@ -305,7 +330,7 @@ class LatentWorldModel(WorldModel):
     def encode(self, observation: Tensor) -> Tensor:
         """Frames (B, T, H, W, C) uint8 to latents, probabilities (B, T, K, C); to what the encoder makes of them,
         (B, T, F), where the posterior reads more than a frame."""
-        if self.settings.posterior == "factorised":
+        if self.settings.posterior == "factorized":
             return self.tokenizer.encode(observation)
         return self.tokenizer.embed(observation).float()
 
@@ -516,7 +541,7 @@ class LatentWorldModel(WorldModel):
         reward_loss = termination_loss = torch.zeros((), device=read.device)
         if settings.reward != "none":
             reward_loss = masked_mean(self._reward_loss(self.reward_head(reading), reward), counts)
-        if settings.ends:
+        if settings.predict_termination:
             termination = self.termination_head(reading).float().squeeze(-1)
             termination_loss = masked_mean(
                 F.binary_cross_entropy_with_logits(termination, ends.float(), reduction="none"), counts
@@ -614,7 +639,7 @@ class LatentWorldModel(WorldModel):
         reading = self._reading(summary, z)
         reward = self._reward(reading)
         terminated = torch.zeros_like(reward, dtype=torch.bool)
-        if self.settings.ends:
+        if self.settings.predict_termination:
             terminated = self.termination_head(reading).squeeze(-1) > 0
         # The public code adds and subtracts the probabilities in float32 and stores the result as integers.
         read = ((z + prior) - prior).long().to(z.dtype) if self.settings.truncate_latents else z
@@ -780,7 +805,7 @@ def _stem(settings: LatentWorldModelSettings, inputs: int, width: int) -> nn.Mod
         return nn.Sequential(linear, norm("rms", width, settings.norm_eps), nn.SiLU())
     if settings.stem == "dreamer":
         stem = nn.Sequential(nn.Linear(inputs, width, bias=False), norm("layer", width, settings.norm_eps), nn.SiLU())
-        initialise(stem, settings.initialisation)
+        initialize(stem, settings.initialization)
         return stem
     return nn.Sequential(
         nn.Linear(inputs, width, bias=False),
@@ -795,5 +820,5 @@ def _prior_head(settings: LatentWorldModelSettings, width: int, outputs: int) ->
     if not settings.prior_layers:
         return nn.Linear(width, outputs)
     head = mlp(width, settings.prior_width, settings.prior_layers, outputs, norm_kind="layer", eps=settings.norm_eps)
-    initialise(head, settings.initialisation)
+    initialize(head, settings.initialization)
     return head

@@ -3,7 +3,7 @@
     s_0 = representation(o_{t-3}, ..., o_t)        s_{k+1} = dynamics(s_k, a_{t+k})
     reward r_{t+k} = head(s_{k+1})        policy, value of frame t + k = heads(s_k)
 
-All are convolutions on grey frames. What the dynamics arrive at is also drawn to what the representation makes of the
+All are convolutions on gray frames. What the dynamics arrive at is also drawn to what the representation makes of the
 true frame (consistency), and values end in one of the *target*, a copy that is renewed now and then.
 
 Sources: MuZero (Schrittwieser et al. 2020, arXiv 1911.08265) as LightZero trains it on Atari 100k (Niu et al. 2023,
@@ -16,7 +16,7 @@ see base.py.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -30,7 +30,7 @@ from wmcli.nn.float32_linear import Float32Linear
 from wmcli.nn.masked import masked_mean
 from wmcli.nn.one_hot import one_hot
 from wmcli.nn.residual_trunk import ResidualBlock, ResidualTrunk, conv, side
-from wmcli.world_models.base import Batch, Imagined, Prediction
+from wmcli.world_models.base import Batch, Imagined, Parts, Prediction
 from wmcli.world_models.planning import BootstrappedWorldModel, Channels, PlanningSettings, Size, part_of, policy_terms
 
 LUMINANCE = (299, 587, 114)  # of red, green and blue, in thousandths (ITU-R BT.601)
@@ -39,11 +39,13 @@ LUMINANCE = (299, 587, 114)  # of red, green and blue, in thousandths (ITU-R BT.
 class MuZeroSettings(PlanningSettings):
     """MuZero, and how it is trained. Defaults: LightZero's for Atari 100k."""
 
+    uses_backbone: ClassVar[bool] = False
+
     kind: Literal["muzero"] = "muzero"
     """A policy and a value in what follows from a stack of frames, to plan with."""
-    stack: int = Field(4, ge=1)
+    frame_stack: int = Field(4, ge=1)
     """Frames that a state is made of."""
-    unroll: int = Field(5, ge=1)
+    unroll_steps: int = Field(5, ge=1)
     """Steps that the dynamics take in training, one after the other."""
     channels: Channels = (32, 64)
     """Of the representation's convolutions, before and after its second halving; the latter are a state's."""
@@ -73,10 +75,10 @@ class MuZeroSettings(PlanningSettings):
     """Updates between two renewals of the target."""
     batch: int = Field(256, ge=1)
     """Segments in an update."""
-    optimiser: Literal["sgd", "adamw", "adam"] = "sgd"
+    optimizer: Literal["sgd", "adamw", "adam"] = "sgd"
     """Of the whole model."""
     learning_rate: float = Field(0.2, gt=0)
-    """Step size of the optimiser."""
+    """Step size of the optimizer."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Of sgd."""
     decay_after: Annotated[tuple[Size, ...], Field(strict=False)] = (25_000, 50_000)
@@ -87,7 +89,10 @@ class MuZeroSettings(PlanningSettings):
     @property
     def context(self) -> int:
         """Real frames that imagination starts from."""
-        return self.stack
+        return self.frame_stack
+
+    def build(self, parts: Parts) -> MuZero:
+        return MuZero(self, parts.actions, parts.size)
 
 
 class Seen(NamedTuple):
@@ -109,7 +114,7 @@ class Node(NamedTuple):
 class MuZero(BootstrappedWorldModel):
     """Learns states, what follows from them, and what to do, for frames of `size` pixels.
 
-    What `encode` gives are grey frames; a latent, apart from that, is a state (C, h, w).
+    What `encode` gives are gray frames; a latent, apart from that, is a state (C, h, w).
     """
 
     def __init__(self, settings: MuZeroSettings, actions: int, size: int) -> None:
@@ -119,16 +124,16 @@ class MuZero(BootstrappedWorldModel):
         self.actions = actions
         self.discount = settings.discount
         self.context = settings.context
-        self.history = settings.stack - 1
-        self.segment = self.history + settings.unroll + 1 + settings.td_steps
+        self.history = settings.frame_stack - 1
+        self.segment = self.history + settings.unroll_steps + 1 + settings.td_steps
         self.feature_shape = (channels, pixels, pixels)
-        self.representation = ResidualTrunk(settings.stack, settings.channels, "relu")
+        self.representation = ResidualTrunk(settings.frame_stack, settings.channels, "relu")
         self.dynamics = Dynamics(channels, actions)
         self.prediction = ResidualBlock(channels, channels, "relu")
         self.reward_head = _head(settings, pixels, value_bins.bins(settings.bound))
         self.policy_head = _head(settings, pixels, actions)
         self.value_head = _head(settings, pixels, value_bins.bins(settings.bound))
-        self.termination_head = _head(settings, pixels, 1) if settings.termination else None
+        self.termination_head = _head(settings, pixels, 1) if settings.predict_termination else None
         inputs, width, hidden = channels * pixels**2, settings.projection_width, settings.predictor_width
         self.projection = nn.Sequential(
             Flatten(), *_normed(inputs, width), nn.ReLU(), *_normed(width, width), nn.ReLU(), *_normed(width, width)
@@ -165,8 +170,8 @@ class MuZero(BootstrappedWorldModel):
 
     @torch.no_grad()
     def encode(self, observation: Tensor) -> Tensor:
-        """Frames (B, T, H, W, 3) uint8 to grey ones (B, T, H, W) uint8."""
-        return grey(observation)
+        """Frames (B, T, H, W, 3) uint8 to gray ones (B, T, H, W) uint8."""
+        return gray(observation)
 
     def _represent(self, images: Tensor) -> Tensor:
         """Stacks (B, N, H, W) in [0, 1] to states (B, C, h, w)."""
@@ -187,8 +192,8 @@ class MuZero(BootstrappedWorldModel):
         (discounted reward).
         """
         s = self.settings
-        unroll, stack = s.unroll, s.stack
-        frames = grey(batch.latent)
+        unroll, stack = s.unroll_steps, s.frame_stack
+        frames = gray(batch.latent)
         batch = part_of(batch, slice(self.history, None))
         part = part_of(batch, slice(unroll + 1))
         valid, action = part.valid, part.action
@@ -229,7 +234,7 @@ class MuZero(BootstrappedWorldModel):
         The frames are `images` (B, N - 1 + unroll, H, W), one row varied as one. Only the former learn.
         """
         with torch.no_grad():
-            stacks = self._varied(images).unfold(1, self.settings.stack, 1).permute(0, 1, 4, 2, 3)
+            stacks = self._varied(images).unfold(1, self.settings.frame_stack, 1).permute(0, 1, 4, 2, 3)
             seen = self.projection(self._represent(stacks.flatten(0, 1))).float()
         agreement = F.cosine_similarity(self.predictor(self.projection(arrived)).float(), seen, -1)
         return -agreement.unflatten(0, stacks.shape[:2])
@@ -242,7 +247,7 @@ class MuZero(BootstrappedWorldModel):
     def _target_values(self, frames: Tensor, where: Tensor) -> Tensor:
         """The target's values (B, F) of frames `where` (B, F), counted behind the history of `frames` (B, T, H, W)."""
         rows = torch.arange(len(where), device=where.device)[:, None, None]
-        stacks = frames[rows, where[..., None] + torch.arange(self.settings.stack, device=where.device)]
+        stacks = frames[rows, where[..., None] + torch.arange(self.settings.frame_stack, device=where.device)]
         representation, prediction, head = self.target.values()
         images = _scaled(stacks.flatten(0, 1)).contiguous(memory_format=torch.channels_last)
         return value_bins.decode(head(prediction(representation(images)))).view_as(where)
@@ -253,7 +258,7 @@ class MuZero(BootstrappedWorldModel):
     def observe(
         self, latent: Tensor, action: Tensor, reset: Tensor, numbers: Tensor | None = None
     ) -> tuple[Tensor, Seen]:
-        """Grey frames (B, T, H, W), each with those before it, none of which comes from before a reset: the episode's
+        """Gray frames (B, T, H, W), each with those before it, none of which comes from before a reset: the episode's
         first frame stands for them. See `WorldModel.observe`."""
         steps = torch.arange(latent.shape[1], device=latent.device)
         opens = torch.where(reset, steps, 0).cummax(1).values
@@ -301,8 +306,8 @@ class MuZero(BootstrappedWorldModel):
         generator: torch.Generator | None = None,
     ) -> Seen:
         """Take in one real frame. An episode's first frame fills the stack."""
-        frame = grey(observation)[:, None]
-        stack = frame.repeat(1, self.settings.stack, 1, 1)
+        frame = gray(observation)[:, None]
+        stack = frame.repeat(1, self.settings.frame_stack, 1, 1)
         if state is not None:
             stack = torch.where(reset[:, None, None, None], stack, torch.cat((state.stack[:, 1:], frame), 1))
         return Seen(stack, self._represent(_scaled(stack)))
@@ -324,11 +329,11 @@ class Dynamics(nn.Module):
         return self.block(F.relu(state + self.norm(self.conv(x)))).float()
 
 
-def grey(observation: Tensor) -> Tensor:
-    """Colours (..., 3) uint8 to their luminance (...) uint8, rounded, in whole numbers alone."""
-    assert observation.dtype == torch.uint8 and observation.shape[-1] == 3, "frames are uint8 with three colours last"
+def gray(observation: Tensor) -> Tensor:
+    """Colors (..., 3) uint8 to their luminance (...) uint8, rounded, in whole numbers alone."""
+    assert observation.dtype == torch.uint8 and observation.shape[-1] == 3, "frames are uint8 with three colors last"
     red, green, blue = (
-        weight * colour.to(torch.int32) for weight, colour in zip(LUMINANCE, observation.unbind(-1), strict=True)
+        weight * color.to(torch.int32) for weight, color in zip(LUMINANCE, observation.unbind(-1), strict=True)
     )
     return ((red + green + blue + 500) // 1000).to(torch.uint8)
 

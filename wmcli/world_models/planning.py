@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wmcli.backbones.base import Backbone, cache_dtype, map_state
-from wmcli.config import Section
 from wmcli.errors import UsageError
 from wmcli.nn import value_bins
 from wmcli.nn.flatten import Flatten
@@ -36,15 +35,18 @@ from wmcli.nn.masked import masked_mean
 from wmcli.nn.residual_trunk import Activation, ResidualTrunk, side
 from wmcli.nn.simnorm import divergence, simnorm
 from wmcli.tokenizers.categorical import scaled
-from wmcli.world_models.base import Batch, Imagined, PlanningWorldModel, Prediction
+from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, PlanningWorldModel, Prediction
 
 INIT_STD = 0.02
 Size = Annotated[int, Field(ge=1)]
 Channels = Annotated[tuple[Size, Size], Field(strict=False)]
 
 
-class PlanningSettings(Section):
+class PlanningSettings(DynamicsSettings):
     """What world models to plan in have in common."""
+
+    learns_policy: ClassVar[bool] = True
+    makes_frames: ClassVar[bool] = False
 
     discount: float = Field(0.997, gt=0, le=1)
     """Worth of a reward one step later."""
@@ -54,7 +56,7 @@ class PlanningSettings(Section):
     """That value: of the slow copy of the model, or of the stored search where there was one."""
     end_on_truncation: bool = False
     """Learn time limits as terminations, as the public code does; else returns stop short of them."""
-    termination: bool = False
+    predict_termination: bool = False
     """Learn as well where episodes end, so that a search knows where nothing follows; the papers' models do not."""
     updates: int = Field(200, ge=0)
     """Updates in one call of the stage."""
@@ -67,7 +69,7 @@ class UniZeroSettings(PlanningSettings):
 
     kind: Literal["unizero"] = "unizero"
     """A policy and a value in a sequence of latents and actions, to plan with."""
-    horizon: int = Field(10, ge=2)
+    sequence_length: int = Field(10, ge=2)
     """Frames of a segment that are learned from."""
     context: int = Field(4, ge=2)
     """Real frames that acting and searching look back on, the current one included. A backbone without a limited number
@@ -77,7 +79,7 @@ class UniZeroSettings(PlanningSettings):
     activation: Activation = "leaky_relu"
     """Of the encoder (public code: gelu_tanh)."""
     group: int = Field(8, ge=2)
-    """Neighbours in a latent that sum to 1."""
+    """Neighbors in a latent that sum to 1."""
     bound: int = Field(50, ge=1)
     """The outermost bins of values and rewards, squashed: 50 is 2364."""
     latent_weight: float = Field(10.0, ge=0)
@@ -94,20 +96,26 @@ class UniZeroSettings(PlanningSettings):
     """How far the target moves towards the model after each update."""
     batch: int = Field(64, ge=1)
     """Segments in an update."""
-    optimiser: Literal["adamw", "adam", "laprop"] = "adamw"
+    optimizer: Literal["adamw", "adam", "laprop"] = "adamw"
     """Of the whole model."""
     learning_rate: float = Field(1e-4, gt=0)
-    """Step size of the optimiser."""
+    """Step size of the optimizer."""
     beta2: float = Field(0.95, ge=0, lt=1)
-    """Decay of the optimiser's second moments."""
+    """Decay of the optimizer's second moments."""
     clip: float = Field(5.0, gt=0)
     """Largest norm of the whole gradient (public code: 20)."""
 
     @model_validator(mode="after")
     def _fits_into_the_horizon(self) -> UniZeroSettings:
-        if self.context > self.horizon:
-            raise ValueError(f"context = {self.context} must not be more than horizon = {self.horizon} frames.")
+        if self.context > self.sequence_length:
+            raise ValueError(
+                f"context = {self.context} must not be more than sequence_length = {self.sequence_length} frames."
+            )
         return self
+
+    def build(self, parts: Parts) -> UniZero:
+        backbone = parts.square_backbone(2 * self.sequence_length, 2)
+        return UniZero(self, backbone, parts.actions, parts.size)
 
 
 # -- targets, on any leading frames -----------------------------------------------------------------------------------
@@ -232,7 +240,7 @@ class BootstrappedWorldModel(PlanningWorldModel):
 
 
 class FrameEncoder(nn.Sequential):
-    """Frames (..., H, W, 3) uint8 to latents (..., D) float32, of which every `group` neighbours sum to 1."""
+    """Frames (..., H, W, 3) uint8 to latents (..., D) float32, of which every `group` neighbors sum to 1."""
 
     def __init__(self, settings: UniZeroSettings, width: int, size: int) -> None:
         super().__init__(
@@ -286,12 +294,12 @@ class UniZero(BootstrappedWorldModel):
                 f"backbone.width = {width}: latents of this width do not fall into groups of dynamics.group = "
                 f"{settings.group}; use a multiple of it"
             )
-        assert backbone.max_length is None or backbone.max_length >= 2 * settings.horizon
+        assert backbone.max_length is None or backbone.max_length >= 2 * settings.sequence_length
         self.settings = settings
         self.actions = actions
         self.discount = settings.discount
         self.context = settings.context
-        self.segment = settings.horizon + settings.td_steps
+        self.segment = settings.sequence_length + settings.td_steps
         self.feature_shape = (width,)
         self.kept = 2 * settings.context - 3  # elements that are left for the next action to stand behind
         self.rereads = backbone.max_length is not None
@@ -305,7 +313,7 @@ class UniZero(BootstrappedWorldModel):
         self.reward_head = _head(width, value_bins.bins(settings.bound))
         self.policy_head = _head(width, actions)
         self.value_head = _head(width, value_bins.bins(settings.bound))
-        self.termination_head = _head(width, 1) if settings.termination else None
+        self.termination_head = _head(width, 1) if settings.predict_termination else None
         nn.init.normal_(self.action_embedding.weight, std=INIT_STD)
         self._make_target("encoder", "action_embedding", "backbone", "value_head")
 
@@ -346,11 +354,13 @@ class UniZero(BootstrappedWorldModel):
         size, as in the public code.
         """
         s = self.settings
-        part = part_of(batch, slice(s.horizon))
+        part = part_of(batch, slice(s.sequence_length))
         valid = part.valid
         z = self.encoder(part.latent)
         y, x = self._read_pairs(z, part.action, self.action_embedding, self.backbone)
-        value_target, has_return = self._value_targets(batch, s.horizon, lambda at: self._target_values(batch, at))
+        value_target, has_return = self._value_targets(
+            batch, s.sequence_length, lambda at: self._target_values(batch, at)
+        )
         label = self._labels(part.latent)  # after the values: it moves the statistics that they are read with
 
         latent_losses = divergence(label[:, 1:], self._next_latent(x[:, :-1]), s.group)

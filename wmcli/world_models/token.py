@@ -17,25 +17,26 @@ D width of the backbone, A actions, H W C image, h w grid of tokens (h * w = K, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone
-from wmcli.config import Section
+from wmcli.backbones.base import Backbone, BackboneSettings
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample, uniform
 from wmcli.nn.decay import parameter_groups
 from wmcli.nn.masked import masked_mean
-from wmcli.world_models.base import Batch, Imagined, WorldModel
+from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel
 from wmcli.world_models.recent import Recent, with_frame
 
 
-class TokenWorldModelSettings(Section):
+class TokenWorldModelSettings(DynamicsSettings):
     """A world model over the tokens of a frozen tokenizer, and how it is trained. Defaults: REM on Atari."""
+
+    tokenizer_kind: ClassVar[str] = "vq"
 
     kind: Literal["token"] = "token"
     """Tokens of a frozen tokenizer (REM, IRIS); other kinds are latent and cells."""
@@ -43,9 +44,9 @@ class TokenWorldModelSettings(Section):
     """How the next frame is predicted: "pop" all tokens at once (REM), "sequential" token by token (IRIS)."""
     shared_embeddings: bool = True
     """Tokens enter as the tokenizer's code vectors, without gradient (REM); false: from a table of their own (IRIS)."""
-    initialisation: Literal["torch", "gpt"] = "torch"
+    initialization: Literal["torch", "gpt"] = "torch"
     """First values of tables and heads: "torch" N(0, 1) and torch's Linear (REM), "gpt" N(0, 0.02), biases 0 (IRIS)."""
-    horizon: int = Field(10, ge=2)
+    sequence_length: int = Field(10, ge=2)
     """Length of a training segment, in blocks."""
     context: int = Field(2, ge=1)
     """Real frames that imagination starts from."""
@@ -59,10 +60,10 @@ class TokenWorldModelSettings(Section):
     """Segments in an update."""
     updates: int = Field(200, ge=0)
     """Updates in one call of the stage."""
-    optimiser: Literal["adamw", "adam"] = "adamw"
+    optimizer: Literal["adamw", "adam"] = "adamw"
     """adamw decays weights, adam does not."""
     learning_rate: float = Field(2e-4, gt=0)
-    """Step size of the optimiser."""
+    """Step size of the optimizer."""
     weight_decay: float = Field(0.05, ge=0)
     """Decoupled weight decay, on matrices only: not on biases, norms and embedding tables."""
     clip: float = Field(100.0, gt=0)
@@ -71,9 +72,31 @@ class TokenWorldModelSettings(Section):
     @model_validator(mode="after")
     def _fits_into_the_horizon(self) -> TokenWorldModelSettings:
         for key in ("context", "observation_burn_in", "reward_burn_in"):
-            if getattr(self, key) >= self.horizon:
-                raise ValueError(f"{key} = {getattr(self, key)} leaves nothing of horizon = {self.horizon} blocks.")
+            if getattr(self, key) >= self.sequence_length:
+                raise ValueError(
+                    f"{key} = {getattr(self, key)} leaves nothing of sequence_length = {self.sequence_length} blocks."
+                )
         return self
+
+    @property
+    def encoder(self) -> Literal["tokenizer"]:
+        return "tokenizer"
+
+    @property
+    def longest_imagination(self) -> int:
+        return self.sequence_length
+
+    def check(self, tokenizer: Any, backbone: BackboneSettings) -> None:
+        if self.shared_embeddings and tokenizer.width != backbone.width:
+            raise ValueError(
+                f"tokenizer.width is {tokenizer.width} but backbone.width is {backbone.width}: shared"
+                " embeddings need them equal, or set dynamics.shared_embeddings=false"
+            )
+
+    def build(self, parts: Parts) -> TokenWorldModel:
+        block = parts.tokenizer.tokens + 1
+        backbone = parts.square_backbone(self.sequence_length * block, block)
+        return TokenWorldModel(self, backbone, parts.tokenizer, parts.actions)
 
 
 class Tokenizer(Protocol):
@@ -158,11 +181,11 @@ class TokenWorldModel(WorldModel):
                 "change one, or set dynamics.shared_embeddings=false"
             )
         block = tokens + 1
-        assert backbone.max_length is None or backbone.max_length >= settings.horizon * block
+        assert backbone.max_length is None or backbone.max_length >= settings.sequence_length * block
         self.settings = settings
         self.actions = actions
         self.context = settings.context
-        self.segment = settings.horizon
+        self.segment = settings.sequence_length
         self.feature_shape = (tokenizer.width, *tokenizer.grid)
         self.draws = tokens + 2  # the tokens, the reward and the termination
         self._tokenizer = (tokenizer,)  # in a tuple, where nn.Module does not look
@@ -173,8 +196,8 @@ class TokenWorldModel(WorldModel):
         self.observation_head = _head(width, codes)
         self.reward_head = _head(width, 3)
         self.termination_head = _head(width, 2)
-        if settings.initialisation == "gpt":
-            self._initialise_like_gpt()
+        if settings.initialization == "gpt":
+            self._initialize_like_gpt()
 
     @property
     def remembers(self) -> int:
@@ -185,8 +208,8 @@ class TokenWorldModel(WorldModel):
         """The tokenizer, which stays outside the module's parameters."""
         return self._tokenizer[0]
 
-    def _initialise_like_gpt(self) -> None:
-        """N(0, 0.02) for the tables and heads and zero biases; the backbone has its own initialisation."""
+    def _initialize_like_gpt(self) -> None:
+        """N(0, 0.02) for the tables and heads and zero biases; the backbone has its own initialization."""
         for name, module in self.named_modules():
             if name.startswith("backbone"):
                 continue

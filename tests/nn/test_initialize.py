@@ -7,7 +7,7 @@ import torch
 from draws import assert_fan_average, assert_torchs_default
 from torch import nn
 
-from wmcli.nn.initialise import initialise
+from wmcli.nn.initialize import initialize
 
 
 def layers() -> nn.Sequential:
@@ -24,7 +24,7 @@ def layers() -> nn.Sequential:
 @pytest.mark.parametrize(("kind", "check"), [("fan-average", assert_fan_average), ("torch", assert_torchs_default)])
 def test_layers_of_every_kind(kind, check):
     network = layers()
-    initialise(network, kind)
+    initialize(network, kind)
     for layer in network:
         check(layer)
 
@@ -32,14 +32,14 @@ def test_layers_of_every_kind(kind, check):
 def test_torchs_defaults_draw_nothing():
     network, want = layers(), layers().state_dict()
     before = torch.get_rng_state()
-    initialise(network, "torch")
+    initialize(network, "torch")
     assert torch.equal(torch.get_rng_state(), before)
     torch.testing.assert_close(network.state_dict(), want, rtol=0, atol=0)
 
 
 def test_orthogonal_rows_or_columns_and_a_last_layer_near_zero():
     network = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 50, bias=False), nn.Linear(50, 6))
-    initialise(network, "orthogonal")
+    initialize(network, "orthogonal")
     for layer, square in zip(network, (2, 2, 1e-6), strict=True):
         weight = layer.weight if len(layer.weight) <= layer.in_features else layer.weight.T
         torch.testing.assert_close(weight @ weight.T, square * torch.eye(len(weight)), rtol=0, atol=1e-5 * square)

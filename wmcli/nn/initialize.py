@@ -1,4 +1,4 @@
-"""Initialisations that the papers state."""
+"""Initializations that the papers state."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ TRUNCATION = 0.87962566  # standard deviation of a standard normal cut at +-2
 HIDDEN_GAIN = math.sqrt(2)
 LAST_GAIN = 0.001  # so that a new policy is nearly uniform and a new value nearly 0
 
-Initialisation = Literal["fan-average", "orthogonal", "torch"]
+Initialization = Literal["fan-average", "orthogonal", "torch"]
 
 
-def initialise(module: nn.Module, kind: Initialisation) -> None:
+def initialize(module: nn.Module, kind: Initialization) -> None:
     """Draw the linear layers and convolutions of `module`; "torch" leaves them as they were built, at torch's
     defaults."""
     if kind == "fan-average":

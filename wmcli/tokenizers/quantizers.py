@@ -1,7 +1,7 @@
 """Three ways to turn feature vectors into codes, each with the same four methods.
 
-M vectors, C channels of a vector before quantisation, N codes, D width of a code's vector. A quantiser has `inputs`
-(C), `vectors()` (N, D), `tokens(h)` (M, C) -> (M,), and forward(h) -> Quantised. All arithmetic is float32, also under
+M vectors, C channels of a vector before quantization, N codes, D width of a code's vector. A quantizer has `inputs`
+(C), `vectors()` (N, D), `tokens(h)` (M, C) -> (M,), and forward(h) -> Quantized. All arithmetic is float32, also under
 autocast: in bf16 the distances to two codes are often equal.
 
 In the forward pass `vectors` is exactly the code's row; in the backward pass its gradient goes straight through to `h`.
@@ -20,8 +20,8 @@ from wmcli.kernels.nearest import nearest
 from wmcli.nn.one_hot import one_hot
 
 
-class Quantised(NamedTuple):
-    """What a quantiser makes of (M, C) features."""
+class Quantized(NamedTuple):
+    """What a quantizer makes of (M, C) features."""
 
     vectors: Tensor  # (M, D)
     tokens: Tensor  # (M,) int64
@@ -33,9 +33,9 @@ def straight_through(value: Tensor, gradient_to: Tensor) -> Tensor:
     return value.detach() + (gradient_to - gradient_to.detach())
 
 
-class VectorQuantiser(nn.Module):
+class VectorQuantizer(nn.Module):
     """A codebook learned by gradient (van den Oord et al. 2017, arXiv 1711.00937), as in REM and IRIS: no moving
-    average, no restarts, no normalisation; codebook drawn from U(-1/N, 1/N).
+    average, no restarts, no normalization; codebook drawn from U(-1/N, 1/N).
 
     Losses: `codebook` = mean |sg(h) - e|^2, `commitment` = commitment * mean |h - sg(e)|^2 (means over elements).
     """
@@ -52,7 +52,7 @@ class VectorQuantiser(nn.Module):
     def tokens(self, h: Tensor) -> Tensor:
         return nearest(h, self.codebook)
 
-    def forward(self, h: Tensor) -> Quantised:
+    def forward(self, h: Tensor) -> Quantized:
         h = h.float()
         tokens = self.tokens(h)
         chosen = self.codebook[tokens]
@@ -60,10 +60,10 @@ class VectorQuantiser(nn.Module):
             "codebook": F.mse_loss(chosen, h.detach()),
             "commitment": self.commitment * F.mse_loss(h, chosen.detach()),
         }
-        return Quantised(straight_through(chosen, h), tokens, losses)
+        return Quantized(straight_through(chosen, h), tokens, losses)
 
 
-class AverageVectorQuantiser(nn.Module):
+class AverageVectorQuantizer(nn.Module):
     """A codebook of moving averages, whose dead codes start again at vectors that are badly served.
 
     Averages: van den Oord et al. 2017, arXiv 1711.00937, appendix A.1. Restarts: Dhariwal et al. 2020, arXiv
@@ -98,14 +98,14 @@ class AverageVectorQuantiser(nn.Module):
     def tokens(self, h: Tensor) -> Tensor:
         return nearest(h, self.codebook)
 
-    def forward(self, h: Tensor) -> Quantised:
+    def forward(self, h: Tensor) -> Quantized:
         h = h.float()
         tokens = self.tokens(h)
         chosen = self.codebook[tokens]
         losses = {"commitment": self.commitment * F.mse_loss(h, chosen)}
         if self.training:
             self.update(h.detach(), tokens, chosen)
-        return Quantised(straight_through(chosen, h), tokens, losses)
+        return Quantized(straight_through(chosen, h), tokens, losses)
 
     @torch.no_grad()
     def update(self, h: Tensor, tokens: Tensor, chosen: Tensor) -> None:
@@ -124,8 +124,8 @@ class AverageVectorQuantiser(nn.Module):
         self.uses.copy_(torch.where(dead[:, 0], average_use, uses))
 
 
-class ScalarQuantiser(nn.Module):
-    """Finite scalar quantisation (Mentzer et al. 2023, arXiv 2309.15505): each of a few channels, squashed by tanh, is
+class ScalarQuantizer(nn.Module):
+    """Finite scalar quantization (Mentzer et al. 2023, arXiv 2309.15505): each of a few channels, squashed by tanh, is
     rounded to the nearest of L evenly spaced levels in [-1, 1]; a code is one combination of levels.
 
     The boundaries between levels are the paper's; its shift of even L and its scale of codes are affine maps that the
@@ -169,7 +169,7 @@ class ScalarQuantiser(nn.Module):
     def tokens(self, h: Tensor) -> Tensor:
         return (self.round(h)[1].long() * self.strides).sum(1)
 
-    def forward(self, h: Tensor) -> Quantised:
+    def forward(self, h: Tensor) -> Quantized:
         place, rounded = self.round(h)
         code = straight_through(rounded, place) / self.steps * 2 - 1
         with torch.autocast(h.device.type, enabled=False):
@@ -178,7 +178,7 @@ class ScalarQuantiser(nn.Module):
         if self.spread > 0:
             off = h.float().mean(0).square() + (1 - h.float().std(0, correction=0)).square()
             losses["spread"] = self.spread * off.mean()
-        return Quantised(vectors, (rounded.long() * self.strides).sum(1), losses)
+        return Quantized(vectors, (rounded.long() * self.strides).sum(1), losses)
 
 
-Quantiser = VectorQuantiser | AverageVectorQuantiser | ScalarQuantiser
+Quantizer = VectorQuantizer | AverageVectorQuantizer | ScalarQuantizer

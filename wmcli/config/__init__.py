@@ -1,0 +1,49 @@
+"""Settings as files and values: sections and their validation, presets, overrides, migrations, identities."""
+
+from wmcli.config.digests import canonical_json, digest
+from wmcli.config.identity import Identity
+from wmcli.config.migrations import SCHEMA, check_schema, new_name, upgrade, upgrade_override
+from wmcli.config.presets import (
+    DEFAULT_KINDS,
+    PRESET_HEADER,
+    is_file,
+    lay_over,
+    preset_header,
+    preset_names,
+    preset_values,
+    read_preset,
+)
+from wmcli.config.sections import Section, chosen_by_kind, did_you_mean, problem, validate
+from wmcli.config.tables import flat, merge, nested, parse_override
+from wmcli.config.toml import MAX_TOML_BYTES, read_toml, to_toml
+
+__all__ = [
+    "DEFAULT_KINDS",
+    "MAX_TOML_BYTES",
+    "PRESET_HEADER",
+    "SCHEMA",
+    "Identity",
+    "Section",
+    "canonical_json",
+    "check_schema",
+    "chosen_by_kind",
+    "did_you_mean",
+    "digest",
+    "flat",
+    "is_file",
+    "lay_over",
+    "merge",
+    "nested",
+    "new_name",
+    "parse_override",
+    "preset_header",
+    "preset_names",
+    "preset_values",
+    "problem",
+    "read_preset",
+    "read_toml",
+    "to_toml",
+    "upgrade",
+    "upgrade_override",
+    "validate",
+]

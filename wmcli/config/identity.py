@@ -1,0 +1,63 @@
+"""The settings that a job is known by, in the spelling of this version and of every earlier one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from wmcli.config.migrations import EARLIER, earlier_identities
+from wmcli.config.sections import Section
+
+
+class Identity:
+    """Values that the result of a job depends on.
+
+    Today's values leave out settings at their defaults, so that a new key changes no job. Earlier versions knew the
+    same job by other values. An artifact that they published is recognized by those.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        earlier: Iterable[Mapping[str, Any]] | None = None,
+        sections: Iterable[str] = (),
+    ) -> None:
+        self.values = dict(values)
+        self.earlier = [dict(values) for _ in EARLIER] if earlier is None else [dict(each) for each in earlier]
+        """The latest version first."""
+        self.sections = tuple(sections)
+        """Sections of the settings that the result depends on."""
+
+    @classmethod
+    def of_sections(cls, values: Mapping[str, Any], changed: Mapping[str, Any], sections: Iterable[str]) -> Identity:
+        """Build the identity of some sections.
+
+        Args:
+            values: All their values, and the `alternatives`.
+            changed: Those that are not at their defaults.
+            sections: Their names.
+        """
+        now = {key: value for key, value in changed.items() if value != {}}
+        return cls(now, earlier_identities(values, changed), sections)
+
+    @classmethod
+    def of_part(cls, name: str, part: Section, *, without: Collection[str] = ()) -> Identity:
+        """Build the identity of a group of settings, under a name, without some of its keys."""
+        now, all_values = part.changed(), part.plain()
+        values = {name: {key: now[key] for key in now if key not in without}}
+        return cls(
+            values, [{name: {key: all_values[key] for key in all_values if key not in without}} for _ in EARLIER]
+        )
+
+    def __or__(self, more: Mapping[str, Any] | Identity) -> Identity:
+        other = more if isinstance(more, Identity) else Identity(more)
+        pairs = zip(self.earlier, other.earlier, strict=True)
+        sections = dict.fromkeys((*self.sections, *other.sections))
+        return Identity(self.values | other.values, [mine | theirs for mine, theirs in pairs], sections)
+
+    def revised(self, revision: int) -> Identity:
+        """Return the identity under a `revision` of the work: what another revision made is not the same.
+
+        Revision 1 is that of all versions before revisions were counted.
+        """
+        return self if revision == 1 else Identity(self.values | {"revision": revision}, [], self.sections)

@@ -1,0 +1,168 @@
+"""All sections of the settings in one tree."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, Tag, field_validator, model_validator
+
+from wmcli.backbones import AnyBackbone, BackboneSettings
+from wmcli.backbones.retnet import RetNetSettings
+from wmcli.config import DEFAULT_KINDS, Identity, Section, chosen_by_kind, lay_over, validate
+from wmcli.config.migrations import RENAMED
+from wmcli.controllers.actor_critic import ActorCriticSettings
+from wmcli.controllers.mcts import MCTSSettings
+from wmcli.controllers.reinforce import ReinforceSettings
+from wmcli.envs.settings import EnvironmentSettings
+from wmcli.nn.attention_prior import AttentionPriorSettings
+from wmcli.settings.sections import CollectSettings, EvaluationSettings, RunSettings
+from wmcli.tokenizers.categorical import CategoricalTokenizerSettings
+from wmcli.tokenizers.vq import TokenizerSettings
+from wmcli.training.settings import TrainingSettings
+from wmcli.world_models.cells import CellsSettings
+from wmcli.world_models.latent import LatentWorldModelSettings
+from wmcli.world_models.muzero import MuZeroSettings
+from wmcli.world_models.planning import UniZeroSettings
+from wmcli.world_models.token import TokenWorldModelSettings
+
+# To add a kind: a class in the file of its part, and a line here.
+AnyTokenizer = Annotated[
+    Annotated[TokenizerSettings, Tag("vq")] | Annotated[CategoricalTokenizerSettings, Tag("categorical")],
+    chosen_by_kind(DEFAULT_KINDS["tokenizer"]),
+]
+AnyDynamics = Annotated[
+    Annotated[TokenWorldModelSettings, Tag("token")]
+    | Annotated[LatentWorldModelSettings, Tag("latent")]
+    | Annotated[CellsSettings, Tag("cells")]
+    | Annotated[UniZeroSettings, Tag("unizero")]
+    | Annotated[MuZeroSettings, Tag("muzero")],
+    chosen_by_kind(DEFAULT_KINDS["dynamics"]),
+]
+AnyController = Annotated[
+    Annotated[ReinforceSettings, Tag("reinforce")]
+    | Annotated[ActorCriticSettings, Tag("actor-critic")]
+    | Annotated[MCTSSettings, Tag("mcts")],
+    chosen_by_kind(DEFAULT_KINDS["controller"]),
+]
+
+
+class Alternatives(Section):
+    """Settings of kinds that were not chosen. A change of kind brings them along."""
+
+    backbone: dict[str, dict[str, Any]] = {}
+    """By the kind of backbone: --backbone mamba2 starts from alternatives.backbone.mamba2."""
+
+    @field_validator("backbone")
+    @classmethod
+    def _check_kinds(cls, kinds: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for kind, values in kinds.items():
+            validate(_OneBackbone, {"backbone": {"kind": kind, **values}}, f"alternatives.backbone.{kind}")
+        return kinds
+
+
+class _OneBackbone(Section):
+    backbone: AnyBackbone
+
+
+class Settings(Section):
+    seed: int = Field(1, ge=0)
+    """Seed that every random stream of every stage derives from."""
+    environment: EnvironmentSettings = EnvironmentSettings()
+    collect: CollectSettings = CollectSettings()
+    tokenizer: AnyTokenizer = TokenizerSettings()
+    dynamics: AnyDynamics = TokenWorldModelSettings()
+    backbone: AnyBackbone = RetNetSettings()
+    controller: AnyController = ReinforceSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    run: RunSettings = RunSettings()
+    training: TrainingSettings = TrainingSettings()
+    alternatives: Alternatives = Alternatives()
+
+    @model_validator(mode="after")
+    def _check_sections(self) -> Settings:
+        wanted = self.dynamics.tokenizer_kind
+        if wanted is not None and self.tokenizer.kind != wanted:
+            raise ValueError(
+                f"dynamics.kind = '{self.dynamics.kind}' works on a tokenizer of kind '{wanted}', but tokenizer.kind is"
+                f" '{self.tokenizer.kind}'"
+            )
+        self.dynamics.check(self.tokenizer, self.backbone)
+        for name in ("tokenizer", "dynamics", "controller"):
+            section = getattr(self, name)
+            if getattr(section, "warmup", 0) and section.optimizer != "laprop" and not hasattr(section, "schedule"):
+                raise ValueError(
+                    f"{name}.warmup = {section.warmup}, but {name}.optimizer = '{section.optimizer}' does not warm up:"
+                    f" set {name}.warmup=0, or the optimizer to laprop"
+                )
+        if self.controller.searches and not self.dynamics.learns_policy:
+            raise ValueError(
+                f"controller.kind = '{self.controller.kind}' searches with a policy and a value that dynamics learn,"
+                f" and dynamics of kind '{self.dynamics.kind}' learn none: set dynamics.kind to unizero or muzero"
+            )
+        if not self.dynamics.makes_frames and getattr(self.controller, "input", "") == "pixels":
+            raise ValueError(
+                f"controller.input = 'pixels' takes imagined frames, and dynamics of kind '{self.dynamics.kind}'"
+                " make none: set controller.input = 'latent'"
+            )
+        if self.collect.policy != "learned" and self.run.overlap:
+            raise ValueError(
+                f"run.overlap = true collects while models train, and {self.collect.policy} episodes are all there"
+                " before: set run.overlap=false"
+            )
+        self._check_imagination()
+        return self
+
+    def _check_imagination(self) -> None:
+        """Check that imagination goes no further than training did."""
+        longest = self.dynamics.longest_imagination
+        if longest is None or self.controller.searches:
+            return
+        burn_in = self.controller.burn_in_frames if self.dynamics.reads_burn_in else 0
+        context = max(self.dynamics.context, burn_in)
+        blocks = context + self.controller.imagined_frames
+        if blocks > longest:
+            raise ValueError(
+                f"{'dynamics.context' if context == self.dynamics.context else 'controller.burn_in + 1'} +"
+                f" controller.imagination_horizon = {blocks} blocks, but the dynamics model is trained on"
+                f" dynamics.sequence_length = {longest}: lower controller.imagination_horizon or raise"
+                " dynamics.sequence_length"
+            )
+
+    @property
+    def attention_prior(self) -> AttentionPriorSettings:
+        """What the backbone's attention expects of distance; of kind "none" where there is no attention."""
+        prior = getattr(self.backbone, "prior", None) if self.dynamics.uses_backbone else None
+        return prior or AttentionPriorSettings()
+
+    @property
+    def acting(self) -> dict[str, dict[str, Any]]:
+        """Settings of `dynamics` and `controller` that count when they act, and not when they are trained."""
+        return {
+            "dynamics": {key: getattr(self.dynamics, key) for key in self.dynamics.acting_keys},
+            "controller": {key: getattr(self.controller, key) for key in self.controller.acting_keys},
+        }
+
+    def backbone_of_kind(self, kind: str) -> BackboneSettings:
+        """Return the section that `--backbone kind` would choose."""
+        if kind == self.backbone.kind:
+            return self.backbone
+        values = lay_over(self.plain(), {"backbone": {"kind": kind}})
+        return validate(_OneBackbone, {"backbone": values["backbone"]}, f"backbone.kind = {kind}").backbone
+
+    def identity(self, *sections: str) -> Identity:
+        """Return the values of some sections that a job whose result depends on them is known by."""
+        plain, changed = self.plain(), self.changed()
+        chosen = {name: plain[name] for name in (*sections, "alternatives")}
+        return Identity.of_sections(chosen, {name: changed[name] for name in sections if name in changed}, sections)
+
+    def acting_identity(self) -> Identity:
+        """Return the values that playing is known by, beside the controller's artifact: those of `acting`."""
+        values, earlier = {}, {}
+        for name, keys in (("dynamics", self.dynamics.acting_keys), ("controller", self.controller.acting_keys)):
+            section: Section = getattr(self, name)
+            values[name] = {key: value for key, value in section.changed().items() if key in keys}
+            of_schema_1 = {new.partition(".")[2]: old.partition(".")[2] for old, new in RENAMED.items() if name in new}
+            earlier[name] = {of_schema_1.get(key, key): value for key, value in section.plain().items() if key in keys}
+        if self.controller.searches:
+            return Identity({"acting": values}, [{"search": earlier["controller"]}], ["controller"])
+        return Identity({"acting": values}, [earlier["dynamics"]], ["dynamics"])
