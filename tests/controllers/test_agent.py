@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 
 from wmcli.controllers.actor_critic import ActorCritic, ActorCriticSettings
 from wmcli.controllers.agent import Agent, UniformAgent
-from wmcli.controllers.base import Searched
+from wmcli.controllers.base import SearchSummary
 from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings
 from wmcli.errors import ArtifactError
 
@@ -215,14 +215,14 @@ def test_what_a_search_finds_is_handed_on_and_explores_with_the_agents_generator
         """Says that it found its own policy, and how much noise it was given."""
 
         def initial_state(self, batch):
-            return Searched(torch.zeros(batch, 4), torch.zeros(batch))
+            return SearchSummary(torch.zeros(batch, 4), torch.zeros(batch))
 
         def decide(self, world_model, world_state, state, generator=None):
             logits = self.policy(world_model.features(world_state).flatten(1))
             noise = torch.zeros(3) if generator is None else torch.rand(3, generator=generator)
-            return logits, Searched(logits.softmax(-1), noise)
+            return logits, SearchSummary(logits.softmax(-1), noise)
 
-        def found(self, state):
+        def summarize_search(self, state):
             return state
 
     controller = Searching(ActorCriticSettings(actor_width=8), world.feature_shape, actions=4, window=6)

@@ -686,14 +686,14 @@ def test_acts_on_an_opaque_state(rules):
     logits, after = controller.decide(world, world.start(6), state)
     assert world.steps == 12
     assert logits.shape == (6, 4) and logits.dtype == torch.float32
-    found = controller.found(after)
-    assert [part.shape for part in found] == [part.shape for part in controller.found(state)] == [(6, 4), (6,)]
-    assert_close(found.policy.sum(1), torch.ones(6))
+    summary, before = controller.summarize_search(after), controller.summarize_search(state)
+    assert [part.shape for part in summary] == [part.shape for part in before] == [(6, 4), (6,)]
+    assert_close(summary.policy.sum(1), torch.ones(6))
     chosen = logits.softmax(1)
     if rules == "gumbel":
         assert torch.equal(chosen.amax(1), torch.ones(6)) and torch.equal(chosen.sum(1), torch.ones(6))
     else:
-        assert_close(chosen, found.policy)
+        assert_close(chosen, summary.policy)
     again, _ = controller.decide(world, world.start(6), after)
     assert torch.equal(again, logits), "nothing is drawn without a generator"
     exploring, _ = controller.decide(world, world.start(6), after, torch.Generator().manual_seed(0))
@@ -747,7 +747,7 @@ def test_logits_are_visits_or_the_choice():
     assert torch.equal((output.logits / 0.25).softmax(1), torch.eye(3)[q.argmax(1)])
 
 
-def test_its_state_is_what_it_found():
+def test_its_state_is_policy_and_value_of_the_search():
     controller = MCTS(MCTSSettings(simulations=3), 4)
     assert not list(controller.parameters()) and not controller.state_dict()
     world = Memory()

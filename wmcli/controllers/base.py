@@ -76,13 +76,13 @@ class Noise(NamedTuple):
     """(s, B, draws)"""
 
 
-class Searched(NamedTuple):
-    """What a search found at the current frames."""
+class SearchSummary(NamedTuple):
+    """Policy and value of a search at the current frames: targets to learn from."""
 
     policy: Tensor
-    """(B, A) float32: shares of the actions, for a policy to learn."""
+    """(B, A) float32: probabilities of the actions."""
     value: Tensor
-    """(B,) float32: the value of the frame by the search."""
+    """(B,) float32"""
 
 
 class Controller(nn.Module, ABC):
@@ -114,8 +114,8 @@ class Controller(nn.Module, ABC):
         `generator`, on the CPU, it also explores while it searches; None: it does not.
         """
 
-    def found(self, state: State) -> Searched | None:
-        """What the last `decide` found, if it searched: targets to learn from."""
+    def summarize_search(self, state: State) -> SearchSummary | None:
+        """Return policy and value of the search in the last `decide`. None if it did not search."""
         return None
 
     @abstractmethod

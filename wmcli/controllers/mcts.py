@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from wmcli.controllers.base import Controller, ControllerSettings, Searched, State
+from wmcli.controllers.base import Controller, ControllerSettings, SearchSummary, State
 from wmcli.kernels.tree_search import ROOT, Noise, PolicyOutput, SearchRule, backup, plant, select, summarize
 from wmcli.kernels.tree_search_gumbel import gumbel_rule
 from wmcli.kernels.tree_search_lightzero import lightzero_rule
@@ -158,18 +158,22 @@ class MCTS(Controller):
         self._search: tuple[WorldModel, Callable[..., PolicyOutput]] | None = None  # the model that it was made for
         self.register_buffer("place", torch.empty(0), persistent=False)  # on the controller's device
 
-    def initial_state(self, batch: int) -> Searched:
+    def initial_state(self, batch: int) -> SearchSummary:
         """Return zeros."""
         place: Any = self.place
-        return Searched(place.new_zeros(batch, self.actions), place.new_zeros(batch))
+        return SearchSummary(place.new_zeros(batch, self.actions), place.new_zeros(batch))
 
-    def cleared(self, state: Searched, reset: Tensor) -> Searched:
+    def cleared(self, state: SearchSummary, reset: Tensor) -> SearchSummary:
         """Return `state` with zeros in the rows where `reset` (B,) is True."""
-        return Searched(state.policy.masked_fill(reset[:, None], 0), state.value.masked_fill(reset, 0))
+        return SearchSummary(state.policy.masked_fill(reset[:, None], 0), state.value.masked_fill(reset, 0))
 
     def decide(
-        self, world_model: WorldModel, world_state: State, state: Searched, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Searched]:
+        self,
+        world_model: WorldModel,
+        world_state: State,
+        state: SearchSummary,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, SearchSummary]:
         """Search from the current frames. See `Controller.decide`.
 
         Args:
@@ -194,7 +198,7 @@ class MCTS(Controller):
             self._search = world_model, self._repeated(partial(self._search_in, world_model))
         output = self._search[1](root, noise)
         # The next search may overwrite its output.
-        return output.logits.clone(), Searched(output.policy.clone(), output.value.clone())
+        return output.logits.clone(), SearchSummary(output.policy.clone(), output.value.clone())
 
     def _search_in(self, world_model: PlanningWorldModel, root: State, noise: Noise) -> PolicyOutput:
         def expand(node: State, action: Tensor) -> tuple[Tensor, Tensor, Prediction, State]:
@@ -204,15 +208,17 @@ class MCTS(Controller):
         prediction, simulations = world_model.predict(root), self.settings.simulations
         return search(prediction, root, expand, self.rule, simulations, world_model.discount, noise)
 
-    def found(self, state: Searched) -> Searched:
-        """What the last `decide` found."""
+    def summarize_search(self, state: SearchSummary) -> SearchSummary:
+        """Return policy and value of the last search, which are the state."""
         return state
 
-    def follow(self, action: Tensor, state: Searched) -> Searched:
+    def follow(self, action: Tensor, state: SearchSummary) -> SearchSummary:
         """Return `state`: there is nothing to remember."""
         return state
 
-    def burn_in(self, world_model: WorldModel, world_state: State, action: Tensor, state: Searched) -> Searched:
+    def burn_in(
+        self, world_model: WorldModel, world_state: State, action: Tensor, state: SearchSummary
+    ) -> SearchSummary:
         """Return `state`: there is nothing to remember."""
         return state
 

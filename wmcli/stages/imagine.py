@@ -141,15 +141,15 @@ def _reanalysis(context: Context, frames: Artifact, model: Artifact, rng: np.ran
             _, world = world_model.observe(world_model.encode(batch.latent), batch.action, episode_starts(batch))
             state = controller.initial_state(len(rows))
             _, state = controller.decide(world_model, world, state, torch.default_generator)
-        searched = controller.found(state)
-        assert searched is not None and batch.targets is not None
-        targets.update(rows, searched.policy, searched.value)
+        summary = controller.summarize_search(state)
+        assert summary is not None and batch.targets is not None
+        targets.update(rows, summary.policy, summary.value)
         before, known = batch.targets.policy[:, -1], batch.targets.found[:, -1]
         return {
-            "search_value": searched.value.mean(),
-            "search_entropy": -torch.xlogy(searched.policy, searched.policy).sum(-1).mean(),
-            "policy_change": masked_mean((searched.policy - before).abs().sum(-1) / 2, known),
-            "value_change": masked_mean((searched.value - batch.targets.value[:, -1]).abs(), known),
+            "search_value": summary.value.mean(),
+            "search_entropy": -torch.xlogy(summary.policy, summary.policy).sum(-1).mean(),
+            "policy_change": masked_mean((summary.policy - before).abs().sum(-1) / 2, known),
+            "value_change": masked_mean((summary.value - batch.targets.value[:, -1]).abs(), known),
         }
 
     trainee = Trainee({"controller": controller}, None, rng, {"targets": targets})
