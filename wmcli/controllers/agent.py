@@ -104,8 +104,8 @@ class Agent:
         """What was perceived or imagined last, as the world model draws it, (E, H, W, C) uint8."""
         return self.world_model.frame(self._world_state).cpu().numpy()
 
-    def searched(self) -> dict[str, np.ndarray]:
-        """What the search behind the last `act` found, policy (E, A) and value (E,); empty for one who does not."""
+    def summarize_search(self) -> dict[str, np.ndarray]:
+        """Return policy (E, A) and value (E,) of the search in the last `act`. Empty if it did not search."""
         if self._search_summary is None:
             return {}
         return {name: value.cpu().numpy() for name, value in self._search_summary._asdict().items()}
@@ -211,8 +211,8 @@ class UniformAgent:
         """Random actions (E,) int64, whatever the frames."""
         return torch.randint(self.actions, (self.environments,), generator=self.generator).numpy()
 
-    def searched(self) -> dict[str, np.ndarray]:
-        """Nothing: nobody searched."""
+    def summarize_search(self) -> dict[str, np.ndarray]:
+        """Return nothing: nobody searched."""
         return {}
 
     def burn_in(

@@ -184,8 +184,8 @@ class Actor(Protocol):
     def act(self, observation: np.ndarray | Tensor, first: np.ndarray | Tensor) -> np.ndarray:
         """Actions (E,) int64 for the current frames (E, H, W, C) uint8; `first` (E,): it opens an episode, or game."""
 
-    def searched(self) -> dict[str, np.ndarray]:
-        """What the search behind the last `act` found, policy (E, A) and value (E,); empty for one who does not."""
+    def summarize_search(self) -> dict[str, np.ndarray]:
+        """Return policy (E, A) and value (E,) of the search in the last `act`. Empty if it did not search."""
 
     def burn_in(
         self, observation: np.ndarray | Tensor, action: np.ndarray | Tensor, valid: np.ndarray | Tensor
