@@ -16,7 +16,7 @@ Block 0 is NOWHERE, the child of every edge without a node. Block 1 holds the ro
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,14 +24,14 @@ from torch import Tensor
 from wmcli.kernels.dispatch import jit, on_triton, tl
 
 NOWHERE, ROOT = 0, 1
-VISITS, Q, VALUE_SUM, REWARD, DISCOUNT, RAW_VALUE = range(6)  # rows of `Tree.nodes`
-PRIOR = 2  # row of `Tree.edges`, after VISITS and Q
+VISITS, Q, VALUE_SUM, REWARD, DISCOUNT, RAW_VALUE = range(6)  # rows of `SearchTree.nodes`
+PRIOR = 2  # row of `SearchTree.edges`, after VISITS and Q
 
-Noise = Any
+SearchNoise = Any
 """A tree of tensors that begin with E."""
 
 
-class Tree(NamedTuple):
+class SearchTree(NamedTuple):
     """The state of E searches, written in place."""
 
     nodes: Tensor
@@ -74,10 +74,10 @@ class Nodes(NamedTuple):
     Actions come first: on a CPU, reducing a few long rows is much faster than reducing within many short ones.
     """
 
-    tree: Tree
+    tree: SearchTree
     simulation: int
     """The simulation to choose for, from 0."""
-    index: Tensor
+    ids: Tensor
     """(R,) int64"""
     visits: Tensor
     """(R,) float32: N, the visit that made the node included."""
@@ -145,11 +145,11 @@ def _take_highest(nodes: Nodes, scores: Tensor) -> Tensor:
     return scores.max(0).indices
 
 
-def _draw_nothing(num_trees: int, num_actions: int, num_simulations: int, generator: torch.Generator) -> Noise:
+def _draw_nothing(num_trees: int, num_actions: int, num_simulations: int, generator: torch.Generator) -> SearchNoise:
     """Return no noise."""
 
 
-def _keep_nothing(tree: Tree, noise: Noise) -> Any:
+def _keep_nothing(tree: SearchTree, noise: SearchNoise) -> Any:
     """Return no tensors."""
 
 
@@ -185,15 +185,15 @@ class SearchRule:
     """The same for the E roots. None: as at interior nodes."""
     prior: Callable[[Tensor], Tensor] = _softmax
     """Policy logits (E, A) -> the prior of a node (E, A), float32."""
-    root_prior: Callable[[Tensor, Noise], Tensor] | None = None
+    root_prior: Callable[[Tensor, SearchNoise], Tensor] | None = None
     """(policy logits (E, A), noise) -> the prior of the roots. None: `prior`."""
-    draw_noise: Callable[[int, int, int, torch.Generator], Noise] = _draw_nothing
+    draw_noise: Callable[[int, int, int, torch.Generator], SearchNoise] = _draw_nothing
     """(E, A, S, generator) -> noise on the generator's device, for searches that explore; others get None."""
-    init_extra: Callable[[Tree, Noise], Any] = _keep_nothing
-    """(tree of roots, noise) -> tensors of the rule's own, kept as `Tree.extra`."""
-    update_extra: Callable[[Tree, Tensor, Tensor], None] | None = None
-    """(tree, nodes (R,) on the paths just backed up, their q (R,)) -> writes `Tree.extra` in place. Leaves come last.
-    Nodes below E pad shorter paths."""
+    init_extra: Callable[[SearchTree, SearchNoise], Any] = _keep_nothing
+    """(tree of roots, noise) -> tensors of the rule's own, kept as `SearchTree.extra`."""
+    update_extra: Callable[[SearchTree, Tensor, Tensor], None] | None = None
+    """(tree, nodes (R,) on the paths just backed up, their q (R,)) -> None; writes `SearchTree.extra` in place. Leaves
+    come last. Nodes below E pad shorter paths."""
     count_root_value: bool = True
     """Back the model's value of the root up into it, too."""
     rescore_all: bool = False
@@ -205,17 +205,18 @@ class SearchRule:
     """The same rule in Triton. None: it runs in torch on every device. A changed copy has none."""
 
     def fuse(self, fused: FusedRule) -> SearchRule:
-        """Attach the Triton form and return the rule."""
-        object.__setattr__(self, "fused", fused)
-        return self
+        """Return the rule with a Triton form."""
+        rule = replace(self)
+        object.__setattr__(rule, "fused", fused)
+        return rule
 
 
 # -- growing -----------------------------------------------------------------------------------------------------------
 
 
 def plant(
-    rule: SearchRule, num_simulations: int, discount: float, logits: Tensor, value: Tensor, noise: Noise = None
-) -> Tree:
+    rule: SearchRule, num_simulations: int, discount: float, logits: Tensor, value: Tensor, noise: SearchNoise = None
+) -> SearchTree:
     """Build trees of roots.
 
     Args:
@@ -242,7 +243,7 @@ def plant(
         nodes[VALUE_SUM, ROOT] = value
     edges = nodes.new_zeros(3, blocks, trees, actions)
     edges[PRIOR, ROOT] = rule.prior(logits) if rule.root_prior is None else rule.root_prior(logits, noise)
-    tree = Tree(
+    tree = SearchTree(
         nodes=nodes.view(6, count),
         edges=edges.view(3, count, actions),
         children=ids[NOWHERE].repeat(blocks).repeat_interleave(actions),
@@ -256,7 +257,7 @@ def plant(
     return tree
 
 
-def select(tree: Tree, rule: SearchRule, simulation: int) -> Selection:
+def select(tree: SearchTree, rule: SearchRule, simulation: int) -> Selection:
     """Walk down from every root to the first edge without a node. `simulation` counts from 0."""
     if rule.fused is not None and on_triton(tree.nodes):
         return rule.fused.select(tree)
@@ -274,7 +275,7 @@ def select(tree: Tree, rule: SearchRule, simulation: int) -> Selection:
 
 
 def backup(
-    tree: Tree,
+    tree: SearchTree,
     rule: SearchRule,
     simulation: int,
     selection: Selection,
@@ -332,28 +333,28 @@ def backup(
         _choose(tree, rule, simulation + 1, nodes, rows)
 
 
-def _choose(tree: Tree, rule: SearchRule, simulation: int, index: Tensor, rows: Tensor) -> None:
-    """Choose an action at the nodes `index` (R,), the E roots first; `rows` (6, R) are theirs of `Tree.nodes`."""
-    edges = tree.edges.index_select(1, index).transpose(1, 2).contiguous()
-    nodes = _nodes(tree, simulation, index, rows, edges)
+def _choose(tree: SearchTree, rule: SearchRule, simulation: int, ids: Tensor, rows: Tensor) -> None:
+    """Choose an action at the nodes `ids` (R,), the E roots first; `rows` (6, R) are theirs of `SearchTree.nodes`."""
+    edges = tree.edges.index_select(1, ids).transpose(1, 2).contiguous()
+    nodes = _nodes(tree, simulation, ids, rows, edges)
     scores = rule.score(nodes, rule.qtransform(nodes))
     action = rule.interior_action_selection_fn(nodes, scores)
     if rule.root_action_selection_fn is not None:
         trees = tree.num_trees
-        roots = _nodes(tree, simulation, index[:trees], rows[:, :trees], edges[:, :, :trees])
+        roots = _nodes(tree, simulation, ids[:trees], rows[:, :trees], edges[:, :, :trees])
         action[:trees] = rule.root_action_selection_fn(roots, scores[:, :trees])
-    tree.best_action.index_copy_(0, index, action)
-    edge = torch.add(action, index, alpha=tree.num_actions)
-    tree.best_child.index_copy_(0, index, tree.children.index_select(0, edge))
+    tree.best_action.index_copy_(0, ids, action)
+    edge = torch.add(action, ids, alpha=tree.num_actions)
+    tree.best_child.index_copy_(0, ids, tree.children.index_select(0, edge))
 
 
-def _nodes(tree: Tree, simulation: int, index: Tensor, rows: Tensor, edges: Tensor) -> Nodes:
-    """Show a rule the nodes `index` (R,), from `rows` (6, R) of `Tree.nodes` and `edges` (3, A, R) of `Tree.edges`."""
+def _nodes(tree: SearchTree, simulation: int, ids: Tensor, rows: Tensor, edges: Tensor) -> Nodes:
+    """Show a rule the nodes `ids` (R,), whose part of `tree.nodes` is `rows` (6, R), of `tree.edges` (3, A, R)."""
     visits, _, value_sum, _, _, raw_value = rows.unbind(0)
-    return Nodes(tree, simulation, index, visits, value_sum, raw_value, *edges.unbind(0))
+    return Nodes(tree, simulation, ids, visits, value_sum, raw_value, *edges.unbind(0))
 
 
-def summarize(tree: Tree, rule: SearchRule) -> PolicyOutput:
+def summarize(tree: SearchTree, rule: SearchRule) -> PolicyOutput:
     """Return the result of the searches so far."""
     roots = slice(tree.num_trees, 2 * tree.num_trees)
     edges = tree.edges[:, roots].transpose(1, 2)
@@ -396,7 +397,7 @@ def _walk_up(
     ends,
     logits,
     values,
-    extra,
+    arguments,
     trees,
     actions,
     count,
@@ -410,8 +411,8 @@ def _walk_up(
 ):
     """`backup` for one tree.
 
-    PRIOR, CHOOSE, TRACK and `extra` come from a `FusedRule`. `count` is the number of all nodes. WIDTH is the number of
-    actions, rounded up to a power of two.
+    PRIOR, CHOOSE, TRACK and `arguments` come from a `FusedRule`. `count` is the number of all nodes. WIDTH is
+    `padded` actions.
     """
     tree = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
@@ -441,7 +442,7 @@ def _walk_up(
     if CHOOSE is not None:
         none = tl.zeros((WIDTH,), tl.float32)
         first = (tree * 0 + 1).to(tl.float32)
-        best = CHOOSE(extra, offsets, inside, False, first, value, value, none, none, prior)
+        best = CHOOSE(arguments, offsets, inside, False, first, value, value, none, none, prior)
         tl.store(best_action + leaf, best)
 
     q = returned  # of the edge into the node below
@@ -464,7 +465,7 @@ def _walk_up(
             children_q = tl.where(here, q, tl.load(row + count * actions + column, mask=inside, other=0.0))
             prior = tl.load(row + 2 * count * actions + column, mask=inside, other=0.0)
             best = CHOOSE(
-                extra,
+                arguments,
                 offsets,
                 inside,
                 node < 2 * trees,
@@ -491,7 +492,7 @@ def _walk_up(
         below_visits = visits
         node = edge // actions
     if TRACK is not None:
-        TRACK(extra, tree, trees, least, largest)
+        TRACK(arguments, tree, trees, least, largest)
 
 
 @jit
@@ -508,7 +509,7 @@ def log_softmax(policy):
     return policy - tl.log(tl.sum(tl.exp(policy), 0))
 
 
-def _select_triton(tree: Tree) -> Selection:
+def _select_triton(tree: SearchTree) -> Selection:
     """Follow the remembered actions."""
     parent, action = torch.empty_like(tree.ids[:2])
     grid = (tree.num_trees,)
@@ -525,13 +526,13 @@ class FusedRule(NamedTuple):
     prior: Any
     """Logits -> the prior of a node."""
     choose: Any = None
-    """(extra, offsets of the tree's row in tables (E, A), inside, at_root, visits, value, raw_value, children_visits,
-    children_q, children_prior) -> action int64. None: `select` does not follow remembered actions."""
+    """(arguments, offsets of the tree's row in tables (E, A), inside, at_root, visits, value, raw_value,
+    children_visits, children_q, children_prior) -> action int64. None: `select` does not follow remembered actions."""
     track: Any = None
-    """(extra, tree, trees, least q, largest q on the path) -> None."""
-    extra: Callable[[Tree, int], tuple[Any, ...]] = lambda tree, simulation: ()
-    """(tree, the simulation to choose for) -> what these two read and write."""
-    select: Callable[[Tree], Selection] = _select_triton
+    """(arguments, tree, E, least q, largest q on the path). None: nothing to keep."""
+    arguments: Callable[[SearchTree, int], tuple[Any, ...]] = lambda tree, simulation: ()
+    """(tree, the simulation to choose for) -> tensors and numbers for `choose` and `track`."""
+    select: Callable[[SearchTree], Selection] = _select_triton
     """The way down."""
 
 
@@ -541,7 +542,7 @@ def padded(actions: int) -> int:
 
 
 def _backup_triton(
-    tree: Tree,
+    tree: SearchTree,
     fused: FusedRule,
     simulation: int,
     selection: Selection,
@@ -563,7 +564,7 @@ def _backup_triton(
         terminated.contiguous(),
         logits,
         value.contiguous(),
-        fused.extra(tree, min(simulation + 1, tree.num_simulations - 1)),  # nothing follows the last simulation
+        fused.arguments(tree, min(simulation + 1, tree.num_simulations - 1)),  # nothing follows the last simulation
         tree.num_trees,
         tree.num_actions,
         tree.ids.numel(),

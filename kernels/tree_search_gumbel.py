@@ -17,7 +17,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from wmcli.kernels.dispatch import jit, tl
-from wmcli.kernels.tree_search import FusedRule, Nodes, PolicyOutput, SearchRule, Tree, log_softmax, sum_over_actions
+from wmcli.kernels.tree_search import (
+    FusedRule,
+    Nodes,
+    PolicyOutput,
+    SearchRule,
+    SearchTree,
+    log_softmax,
+    sum_over_actions,
+)
 
 SMALLEST = 1e-8
 """The narrowest range of values to divide by."""
@@ -44,7 +52,7 @@ def gumbel_rule(
         value_scale: times that sum, the weight.
     """
 
-    def init_extra(tree: Tree, noise: Tensor | None) -> GumbelExtra:
+    def init_extra(tree: SearchTree, noise: Tensor | None) -> GumbelExtra:
         if noise is None:
             gumbel = tree.nodes.new_zeros(tree.num_trees, tree.num_actions)
         else:
@@ -52,7 +60,7 @@ def gumbel_rule(
         considered = min(tree.num_actions, max_num_considered_actions)
         return GumbelExtra(gumbel, considered_visits(considered, tree.num_simulations))
 
-    def extra(tree: Tree, simulation: int) -> tuple[Tensor, int, float, float, float, float]:
+    def arguments(tree: SearchTree, simulation: int) -> tuple[Tensor, int, float, float, float, float]:
         gumbel, visits = tree.extra
         return gumbel, visits[simulation], maxvisit_init, value_scale, SMALLEST, TINY
 
@@ -66,7 +74,7 @@ def gumbel_rule(
         draw_noise=_draw_uniforms,
         init_extra=init_extra,
         output=partial(_output, score=score),
-    ).fuse(FusedRule(log_softmax, _choose_fused, extra=extra))
+    ).fuse(FusedRule(log_softmax, _choose_fused, arguments=arguments))
 
 
 def considered_visits(num_considered_actions: int, num_simulations: int) -> tuple[int, ...]:
@@ -139,10 +147,10 @@ def _output(roots: Nodes, score: partial[Tensor]) -> PolicyOutput:
 
 @jit
 def _choose_fused(
-    extra, offsets, inside, at_root, visits, value, raw_value, children_visits, children_q, children_prior
+    arguments, offsets, inside, at_root, visits, value, raw_value, children_visits, children_q, children_prior
 ):
     """Choose the action at a node."""
-    gumbel, considered, maxvisit_init, value_scale, smallest, tiny = extra
+    gumbel, considered, maxvisit_init, value_scale, smallest, tiny = arguments
     unvisited = children_visits == 0
     weights = tl.where(unvisited, 0.0, tl.maximum(tl.exp(children_prior), tiny))
     mean = tl.sum(weights * children_q, 0) / tl.maximum(tl.sum(weights, 0), tiny)

@@ -21,8 +21,8 @@ from wmcli.kernels.tree_search import (
     FusedRule,
     Nodes,
     SearchRule,
+    SearchTree,
     Selection,
-    Tree,
     padded,
     softmax,
     sum_over_actions,
@@ -66,7 +66,7 @@ def lightzero_rule(
 ) -> SearchRule:
     """Build the rule. Arguments as in `mctx_rule`."""
 
-    def init_extra(tree: Tree, noise: LightZeroNoise | None) -> LightZeroExtra:
+    def init_extra(tree: SearchTree, noise: LightZeroNoise | None) -> LightZeroExtra:
         visits = (torch.arange(tree.num_simulations + 2, device=tree.ids.device) - 1).clamp_min(0)
         ties = tree.nodes.new_zeros(*tree.ids.shape, tree.num_actions)
         if noise is None or noise.ties is None:
@@ -89,7 +89,7 @@ def lightzero_rule(
         rescore_all=True,
     ).fuse(
         FusedRule(
-            softmax, track=_widen_fused, extra=lambda tree, simulation: (tree.extra.bounds,), select=_select_fused
+            softmax, track=_widen_fused, arguments=lambda tree, simulation: (tree.extra.bounds,), select=_select_fused
         )
     )
 
@@ -105,7 +105,7 @@ def _mix_noise(logits: Tensor, noise: LightZeroNoise | None, fraction: float) ->
     return mix_dirichlet(logits, None if noise is None else noise.dirichlet, fraction)
 
 
-def _widen_bounds(tree: Tree, nodes: Tensor, q: Tensor) -> None:
+def _widen_bounds(tree: SearchTree, nodes: Tensor, q: Tensor) -> None:
     """Let the bounds hold q (R,) of `nodes` (R,), the leaves last."""
     trees = tree.num_trees
     nodes, q = nodes.view(-1, trees), q.view(-1, trees)
@@ -122,7 +122,7 @@ def _qtransform_by_tree(nodes: Nodes) -> Tensor:
     total, count = sum_over_actions(nodes.children_q), visited.sum(0)
     count[trees:] += 1  # the mean one level up
     count.clamp_min_(1)
-    above = tree.parent_edge.index_select(0, nodes.index).div_(actions, rounding_mode="floor")
+    above = tree.parent_edge.index_select(0, nodes.ids).div_(actions, rounding_mode="floor")
     means = total.new_zeros(trees + len(total))  # with those of nowhere, which stay 0
     mean, stop_early = means[trees:], total.device.type == "cpu"  # a GPU would have to be waited for
     for _ in range(len(total) // trees):  # one level at a time
@@ -139,16 +139,16 @@ def _qtransform_by_tree(nodes: Nodes) -> Tensor:
 
 def _take_highest(nodes: Nodes, scores: Tensor) -> Tensor:
     trees = nodes.tree.num_trees
-    return take_highest(scores, nodes.tree.extra.ties[trees : trees + len(nodes.index)].t(), TIE)
+    return take_highest(scores, nodes.tree.extra.ties[trees : trees + len(nodes.ids)].t(), TIE)
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
 
 
 @jit
-def _widen_fused(extra, tree, trees, least, largest):
+def _widen_fused(arguments, tree, trees, least, largest):
     """Let the bounds hold the path's q."""
-    (bounds,) = extra
+    (bounds,) = arguments
     tl.store(bounds + tree, tl.minimum(least, tl.load(bounds + tree)))
     tl.store(bounds + trees + tree, tl.maximum(largest, tl.load(bounds + trees + tree)))
 
@@ -203,7 +203,7 @@ def _walk_down_fused(
     tl.store(parent + tree, node)
 
 
-def _select_fused(tree: Tree) -> Selection:
+def _select_fused(tree: SearchTree) -> Selection:
     parent, action = torch.empty_like(tree.ids[:2])
     _walk_down_fused[(tree.num_trees,)](
         tree.nodes,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from wmcli.kernels.dispatch import jit, tl
-from wmcli.kernels.tree_search import FusedRule, Nodes, SearchRule, Tree, softmax
+from wmcli.kernels.tree_search import FusedRule, Nodes, SearchRule, SearchTree, softmax
 
 SMALLEST = 1e-8
 """The narrowest range of values to divide by."""
@@ -42,7 +42,7 @@ def mctx_rule(
         dirichlet_fraction: share of the noise in the root's prior, in [0, 1].
     """
 
-    def init_extra(tree: Tree, noise: Tensor | None) -> MctxExtra:
+    def init_extra(tree: SearchTree, noise: Tensor | None) -> MctxExtra:
         visits = torch.arange(tree.num_simulations + 2, device=tree.ids.device)
         return MctxExtra(exploration_weight(visits, pb_c_init, pb_c_base))
 
@@ -53,7 +53,7 @@ def mctx_rule(
         root_prior=partial(mix_dirichlet, fraction=dirichlet_fraction),
         draw_noise=partial(_draw_noise, alpha=dirichlet_alpha),
         init_extra=init_extra,
-    ).fuse(FusedRule(softmax, _choose_fused, extra=lambda tree, simulation: (tree.extra.exploration, SMALLEST)))
+    ).fuse(FusedRule(softmax, _choose_fused, arguments=lambda tree, simulation: (tree.extra.exploration, SMALLEST)))
 
 
 def exploration_weight(visits: Tensor, pb_c_init: float, pb_c_base: float) -> Tensor:
@@ -88,7 +88,7 @@ def qtransform_by_siblings(nodes: Nodes) -> Tensor:
 
 
 def score_puct(nodes: Nodes, q: Tensor) -> Tensor:
-    """Add the bonus for exploration, which `Tree.extra` has as `exploration`."""
+    """Add the bonus for exploration, which `SearchTree.extra` has as `exploration`."""
     weight = nodes.tree.extra.exploration.index_select(0, nodes.visits.long())
     return torch.addcdiv(q, nodes.children_prior * weight, nodes.children_visits + 1)
 
@@ -110,10 +110,10 @@ def _prefer_prior(nodes: Nodes, scores: Tensor) -> Tensor:
 
 @jit
 def _choose_fused(
-    extra, offsets, inside, at_root, visits, value, raw_value, children_visits, children_q, children_prior
+    arguments, offsets, inside, at_root, visits, value, raw_value, children_visits, children_q, children_prior
 ):
     """Choose the action at a node."""
-    exploration, smallest = extra
+    exploration, smallest = arguments
     unvisited = children_visits == 0
     completed = tl.where(unvisited, value, children_q)
     low = tl.minimum(tl.min(tl.where(inside, completed, float("inf")), 0), value)

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 from watching import NoWaiting, capture_without_a_graph
 from wmcli.kernels.dispatch import using
-from wmcli.kernels.tree_search import Nodes, Noise, PolicyOutput, SearchRule
+from wmcli.kernels.tree_search import Nodes, PolicyOutput, SearchNoise, SearchRule
 from wmcli.kernels.tree_search_gumbel import gumbel_rule
 from wmcli.kernels.tree_search_lightzero import lightzero_rule
 from wmcli.kernels.tree_search_mctx import mctx_rule
@@ -56,14 +56,14 @@ class Tables(NamedTuple):
         after = self.next[place, action]
         return self.reward[place, action], self.terminated[place, action], self.predict(after), (after,)
 
-    def search(self, place: Tensor, settings: MCTSSettings, noise: Noise = None) -> PolicyOutput:
+    def search(self, place: Tensor, settings: MCTSSettings, noise: SearchNoise = None) -> PolicyOutput:
         return self.search_by(build_rule(settings), settings.simulations, place, noise)
 
-    def search_by(self, rule: SearchRule, simulations: int, place: Tensor, noise: Noise = None) -> PolicyOutput:
+    def search_by(self, rule: SearchRule, simulations: int, place: Tensor, noise: SearchNoise = None) -> PolicyOutput:
         return search(self.predict(place), (place,), self.expand, rule, simulations, 0.97, noise)
 
 
-def draw_noise(settings: MCTSSettings, trees: int, actions: int, seed: int) -> Noise:
+def draw_noise(settings: MCTSSettings, trees: int, actions: int, seed: int) -> SearchNoise:
     return build_rule(settings).draw_noise(trees, actions, settings.simulations, torch.Generator().manual_seed(seed))
 
 
@@ -258,7 +258,7 @@ def test_equals_a_plain_tree(rules, explore, seed, actions, simulations, peaked,
     assert max(depths) > 3, "deep enough to be worth it"
 
 
-def named_noise(rules: str, noise: Noise) -> dict[str, Tensor]:
+def named_noise(rules: str, noise: SearchNoise) -> dict[str, Tensor]:
     """Return the noise of a rule by name, the Gumbel noise made of its uniforms."""
     if noise is None:
         return {}
@@ -575,7 +575,7 @@ def test_the_roots_may_choose_by_a_function_of_their_own():
 
     def round_robin(roots: Nodes, scores: Tensor) -> Tensor:
         assert scores.shape == roots.children_visits.shape == (4, 6)
-        return torch.full_like(roots.index, roots.simulation % 4)
+        return torch.full_like(roots.ids, roots.simulation % 4)
 
     rule = replace(mctx_rule(), root_action_selection_fn=round_robin)
     output = tables(9, 4).search_by(rule, 22, torch.arange(6))

@@ -19,7 +19,7 @@ from wmcli.kernels.tree_search import (
     ROOT,
     VALUE_SUM,
     SearchRule,
-    Tree,
+    SearchTree,
     backup,
     plant,
     select,
@@ -35,7 +35,7 @@ SHAPES = [(3, 5, 12), (1, 9, 12), (2, 1, 4), (2, 17, 7), (3, 2, 17)]
 
 def grow(
     rule: SearchRule, trees: int, actions: int, simulations: int, dtype=torch.float32, strided: bool = False
-) -> tuple[Tree, torch.Tensor]:
+) -> tuple[SearchTree, torch.Tensor]:
     """Return a tree after all simulations of a random model, and the edges (S, 2, E) where it grew."""
     generator = torch.Generator().manual_seed(actions)
 
@@ -165,9 +165,9 @@ def compile_cases():
     walk_down = tree_search_lightzero._walk_down_fused
     yield walk_down, {name: types[name] for name in walk_down.arg_names if name != "WIDTH"}, {"WIDTH": 16}
     table, number = "*fp32", "fp32"
-    extras = [(table, number), (table,), (table, "i32", number, number, number, number)]
-    for rule, extra, element in zip(RULES.values(), extras, ("*fp32", "*bf16", "*fp32"), strict=True):
-        used = types | dict.fromkeys(("rewards", "logits", "values"), element) | {"extra": extra}
+    operands = [(table, number), (table,), (table, "i32", number, number, number, number)]
+    for rule, arguments, element in zip(RULES.values(), operands, ("*fp32", "*bf16", "*fp32"), strict=True):
+        used = types | dict.fromkeys(("rewards", "logits", "values"), element) | {"arguments": arguments}
         constants = {"PRIOR": rule.fused.prior, "CHOOSE": rule.fused.choose, "TRACK": rule.fused.track, "WIDTH": 16}
         names = [name for name in tree_search._walk_up.arg_names if name not in constants]
         yield tree_search._walk_up, {name: used[name] for name in names}, constants

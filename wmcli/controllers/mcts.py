@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from wmcli.controllers.base import Controller, ControllerSettings, SearchSummary, State
-from wmcli.kernels.tree_search import ROOT, Noise, PolicyOutput, SearchRule, backup, plant, select, summarize
+from wmcli.kernels.tree_search import ROOT, PolicyOutput, SearchNoise, SearchRule, backup, plant, select, summarize
 from wmcli.kernels.tree_search_gumbel import gumbel_rule
 from wmcli.kernels.tree_search_lightzero import lightzero_rule
 from wmcli.kernels.tree_search_mctx import mctx_rule
@@ -89,7 +89,7 @@ def search(
     rule: SearchRule,
     num_simulations: int,
     discount: float,
-    noise: Noise = None,
+    noise: SearchNoise = None,
 ) -> PolicyOutput:
     """Plan from E frames at once, each in a tree of its own.
 
@@ -200,7 +200,7 @@ class MCTS(Controller):
         # The next search may overwrite its output.
         return output.logits.clone(), SearchSummary(output.policy.clone(), output.value.clone())
 
-    def _search_in(self, world_model: PlanningWorldModel, root: State, noise: Noise) -> PolicyOutput:
+    def _search_in(self, world_model: PlanningWorldModel, root: State, noise: SearchNoise) -> PolicyOutput:
         def expand(node: State, action: Tensor) -> tuple[Tensor, Tensor, Prediction, State]:
             imagined, after = world_model.imagine(node, action)
             return imagined.reward, imagined.terminated, world_model.predict(after), after
