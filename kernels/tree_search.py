@@ -220,12 +220,12 @@ def plant(
     """Build trees of roots.
 
     Args:
-        rule: how they will grow.
+        rule: How they will grow.
         num_simulations: S, the calls of `select` and `backup` to make room for.
-        discount: gamma, in (0, 1].
+        discount: Gamma, in (0, 1].
         logits: (E, A), the model's policy at the roots.
         value: (E,), its value.
-        noise: from `rule.draw_noise`, on the same device. None does not explore.
+        noise: From `rule.draw_noise`, on the same device. None does not explore.
 
     Returns:
         The trees.
@@ -287,10 +287,10 @@ def backup(
     """Add the leaves and back their values up.
 
     Args:
-        tree: written in place.
-        rule: as given to `plant`.
-        simulation: as given to `select`.
-        selection: the edges of the leaves.
+        tree: Written in place.
+        rule: As given to `plant`.
+        simulation: As given to `select`.
+        selection: The edges of the leaves.
         reward: (E,), of these edges.
         terminated: (E,) bool, whether the episode ends on them.
         logits: (E, A), the model's policy at the leaves.
@@ -338,6 +338,9 @@ def _choose(tree: SearchTree, rule: SearchRule, simulation: int, ids: Tensor, ro
     edges = tree.edges.index_select(1, ids).transpose(1, 2).contiguous()
     nodes = _nodes(tree, simulation, ids, rows, edges)
     scores = rule.score(nodes, rule.qtransform(nodes))
+    if scores.shape != nodes.children_q.shape:
+        shape, want = tuple(scores.shape), tuple(nodes.children_q.shape)
+        raise ValueError(f"the search rule's scores have shape {shape}, not {want}: actions first, then nodes")
     action = rule.interior_action_selection_fn(nodes, scores)
     if rule.root_action_selection_fn is not None:
         trees = tree.num_trees

@@ -47,9 +47,9 @@ def gumbel_rule(
     """Build the rule.
 
     Args:
-        max_num_considered_actions: actions that the root searches among.
-        maxvisit_init: added to the visits of the most visited action, for the weight of q against logits.
-        value_scale: times that sum, the weight.
+        max_num_considered_actions: Actions that the root searches among.
+        maxvisit_init: Added to the visits of the most visited action, for the weight of q against logits.
+        value_scale: Times that sum, the weight.
     """
 
     def init_extra(tree: SearchTree, noise: Tensor | None) -> GumbelExtra:

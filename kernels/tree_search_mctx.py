@@ -36,10 +36,10 @@ def mctx_rule(
     """Build the rule.
 
     Args:
-        pb_c_init: weight of the prior against the values.
-        pb_c_base: visits after which that weight begins to grow.
-        dirichlet_alpha: concentration of the noise in the root's prior.
-        dirichlet_fraction: share of the noise in the root's prior, in [0, 1].
+        pb_c_init: Weight of the prior against the values.
+        pb_c_base: Visits after which that weight begins to grow.
+        dirichlet_alpha: Concentration of the noise in the root's prior.
+        dirichlet_fraction: Share of the noise in the root's prior, in [0, 1].
     """
 
     def init_extra(tree: SearchTree, noise: Tensor | None) -> MctxExtra:

@@ -540,6 +540,16 @@ def test_a_users_rule_finds_the_best_arm(rule):
     assert not torch.equal(search(root, *world, mctx_rule(), 300, 1.0).visits, output.visits)
 
 
+def test_the_first_of_equals_is_taken_unless_the_rule_says_otherwise():
+    output = tables(1, 4).search_by(SearchRule(score=lambda nodes, q: 0 * q), 6, torch.arange(3))
+    assert torch.equal(output.visits, torch.tensor([[6.0, 0, 0, 0]]).expand(3, -1))
+
+
+def test_scores_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"scores have shape \(3, 4\), not \(4, 3\)"):
+        tables(1, 4).search_by(SearchRule(score=lambda nodes, q: q.t()), 6, torch.arange(3))
+
+
 def spelled_qtransform(nodes: Nodes) -> Tensor:
     """mctx's q between 0 and 1, in one line after the other."""
     visited = nodes.children_visits > 0

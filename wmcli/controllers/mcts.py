@@ -94,13 +94,13 @@ def search(
     """Plan from E frames at once, each in a tree of its own.
 
     Args:
-        root: policy and value of the frames.
-        state: the world model's state at the frames, a tree of tensors (E, ...).
-        expand: one step of the world model, from the states of many nodes.
-        rule: how to choose.
+        root: Policy and value of the frames.
+        state: The world model's state at the frames, a tree of tensors (E, ...).
+        expand: One step of the world model, from the states of many nodes.
+        rule: How to choose.
         num_simulations: S.
-        discount: gamma, in (0, 1].
-        noise: from `rule.draw_noise`, on the device of the state. None does not explore.
+        discount: Gamma, in (0, 1].
+        noise: From `rule.draw_noise`, on the device of the state. None does not explore.
 
     Returns:
         Policies, values and visits of the frames.
@@ -144,10 +144,10 @@ class MCTS(Controller):
         """Build the controller.
 
         Args:
-            settings: number of simulations, and the name and constants of a shipped rule.
+            settings: Number of simulations, and the name and constants of a shipped rule.
             actions: A.
-            rule: how to choose. None takes the rule that the settings name.
-            repeated: makes a function of tensors into one for many calls with the same shapes, such as a recorded
+            rule: How to choose. None takes the rule that the settings name.
+            repeated: Makes a function of tensors into one for many calls with the same shapes, such as a recorded
                 graph. A whole search is one call of it.
         """
         super().__init__()
@@ -177,10 +177,10 @@ class MCTS(Controller):
         """Search from the current frames. See `Controller.decide`.
 
         Args:
-            world_model: to search in.
-            world_state: its state at the frames.
-            state: of the controller.
-            generator: on the CPU. With it the search explores.
+            world_model: To search in.
+            world_state: Its state at the frames.
+            state: Of the controller.
+            generator: On the CPU. With it the search explores.
 
         Returns:
             Logits (B, A) of the next action, as the rule gives them, and the new state. For the visits N as policy,
