@@ -20,6 +20,7 @@ MAY = {
     "stages": {
         "assemble",
         "settings",
+        "trainers",
         "controllers",
         "world_models",
         "tokenizers",
@@ -33,6 +34,7 @@ MAY = {
         "metrics",
         "report",
     },
+    "trainers": {"controllers", "world_models", "tokenizers", "backbones", "nn", "training", "experience"},
     "assemble": {"settings", "controllers", "world_models", "tokenizers", "backbones", "training", "artifacts"},
     "settings": {"controllers", "world_models", "tokenizers", "backbones", "nn", "training", "envs"},
     "controllers": {"world_models", "nn", "kernels"},

@@ -345,7 +345,7 @@ class LatentWorldModel(WorldModel):
         if limit is not None and frames > limit:
             raise UsageError(
                 f"dynamics.sequence_length = {limit}: this backbone has learned as many positions, and {frames} frames in"
-                f" a row are to be read; train with dynamics.sequence_length={frames}, or with another backbone.kind."
+                f" a row are to be read; train with dynamics.sequence_length={frames}, or another backbone.kind."
             )
 
     # -- the parts, on any leading axes -------------------------------------------------------------------------------
