@@ -344,8 +344,8 @@ class LatentWorldModel(WorldModel):
         limit = self.backbone.max_length
         if limit is not None and frames > limit:
             raise UsageError(
-                f"dynamics.sequence_length = {limit}: this backbone has learned as many positions, and {frames} frames in"
-                f" a row are to be read; train with dynamics.sequence_length={frames}, or another backbone.kind."
+                f"dynamics.sequence_length = {limit}: this backbone has learned as many positions, and {frames} frames"
+                f" in a row are to be read; train with dynamics.sequence_length={frames}, or another backbone.kind."
             )
 
     # -- the parts, on any leading axes -------------------------------------------------------------------------------
