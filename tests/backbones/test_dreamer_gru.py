@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from wmcli.backbones import BackboneSettings, Size, build, map_state
+from wmcli.backbones import Size, build, map_state
 from wmcli.backbones.dreamer_gru import DreamerGRU, DreamerGRUSettings
+from wmcli.backbones.gru import GRUSettings
 
 B, T, INPUTS, D = 3, 7, 5, 8
 
@@ -103,9 +104,7 @@ def test_elements_of_another_width_go_in_by_every_way():
 
 @pytest.mark.parametrize(("width", "inputs", "layers"), [(2048, 1000, 1), (512, 0, 1), (64, 40, 3)])
 def test_parameter_counts(width, inputs, layers):
-    settings = BackboneSettings(
-        name="dreamer-gru", width=width, layers=layers, dreamer_gru=DreamerGRUSettings(input_width=inputs)
-    )
+    settings = DreamerGRUSettings(width=width, layers=layers, input_width=inputs)
     with torch.device("meta"):
         model = build(settings, 1, 1)
     widths = [inputs or width] + [width] * (layers - 1)
@@ -126,7 +125,7 @@ def test_initialization():
 
 
 def test_what_goes_into_other_backbones_is_as_wide_as_what_comes_out():
-    assert build(BackboneSettings(name="gru", width=24), 1, 1).inputs == 24
+    assert build(GRUSettings(width=24), 1, 1).inputs == 24
 
 
 def test_detached_chunks_give_the_values_of_one_pass_and_no_gradient_across():

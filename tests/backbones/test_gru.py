@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from wmcli.backbones import BackboneSettings, Size, build
+from wmcli.backbones import Size, build
 from wmcli.backbones.gru import GRU, GRUSettings
 from wmcli.backbones.residual import NORM_EPS
 
@@ -73,7 +73,7 @@ def test_the_loop_and_the_fused_form_share_weights_and_gradients():
 
 @pytest.mark.parametrize(("width", "hidden", "layers"), [(512, 0, 2), (512, 640, 2), (16, 24, 4)])
 def test_parameter_counts(width, hidden, layers):
-    model = build(BackboneSettings(name="gru", width=width, layers=layers, gru=GRUSettings(hidden_size=hidden)), 128, 1)
+    model = build(GRUSettings(width=width, layers=layers, hidden_size=hidden), 128, 1)
     h = hidden or width
     back = h * width + width if hidden else 0  # the Linear
     layer = 3 * h * (width + h) + 6 * h + back + width  # three gates with two biases each; the norm

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from wmcli.backbones import BackboneSettings, Size, build, mamba1, mamba2
+from wmcli.backbones import SECTIONS, Size, build, mamba1, mamba2
 from wmcli.backbones.mamba1 import Mamba1, Mamba1Mixer, Mamba1Settings
 from wmcli.backbones.mamba2 import Mamba2, Mamba2Mixer, Mamba2Settings
 from wmcli.errors import UsageError
@@ -28,7 +28,7 @@ SMALL = {"mamba1": Mamba1Settings(state_size=4), "mamba2": Mamba2Settings(state_
 def small(name: str, dtype=torch.float64):
     """Two layers of width 16, with noise on all parameters so that nothing is at its initial value."""
     torch.manual_seed(0)
-    settings = BackboneSettings(name=name, width=16, layers=2, dropout=0.0, **{name: SMALL[name]})
+    settings = SMALL[name].model_copy(update={"width": 16, "layers": 2, "dropout": 0.0})
     return disturbed(build(settings, 0, 1).to(dtype)).eval()
 
 
@@ -268,7 +268,7 @@ def test_parameter_counts_of_dramas_variants():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_size_of_the_state(name):
-    model = build(BackboneSettings(name=name, width=512, layers=2), 0, 1)
+    model = build(SECTIONS[name](width=512, layers=2), 0, 1)
     inputs, memory = model.initial_state(1)[0]
     assert inputs.shape == ((1, 1024, 3) if name == "mamba1" else (1, 1056, 3))
     assert memory.shape == ((1, 1024, 16) if name == "mamba1" else (1, 16, 16, 64))
@@ -288,7 +288,7 @@ def uniform(values: torch.Tensor, low: float, high: float) -> None:
 def test_initialization(name):
     torch.manual_seed(0)
     # Heads of one channel, so that there are enough of them.
-    settings = BackboneSettings(name=name, width=512, layers=2, mamba2=Mamba2Settings(head_width=1))
+    settings = SECTIONS[name](width=512, layers=2, **({"head_width": 1} if name == "mamba2" else {}))
     for layer in build(settings, 0, 1).layers:
         mixer = layer.mixer
         uniform(mixer.in_proj.weight, -(512**-0.5), 512**-0.5)
@@ -334,6 +334,6 @@ def test_weight_decay_falls_on_projections_only(name):
 
 
 def test_heads_must_divide_the_channels():
-    settings = BackboneSettings(name="mamba2", width=512, mamba2=Mamba2Settings(head_width=96))
+    settings = Mamba2Settings(width=512, head_width=96)
     with pytest.raises(UsageError, match=r"backbone.head_width = 96: must divide .* = 2 \* 512"):
         build(settings, 650, 65)

@@ -18,7 +18,7 @@ from watching import Replayable
 from wmcli.kernels import attention as kernel
 from wmcli.kernels.dispatch import using
 
-from wmcli.backbones import BackboneSettings, Size, build, map_state
+from wmcli.backbones import SECTIONS, Size, build, map_state
 from wmcli.backbones.transformer import Transformer, TransformerSettings
 from wmcli.backbones.transformer_xl import TransformerXLSettings
 from wmcli.errors import UsageError
@@ -385,10 +385,9 @@ def test_a_cuda_graph_could_hold_it(make, backbone, prior):
 
 
 def unizero(**prior) -> Transformer:
-    settings = {"heads": 8, "activation": "gelu_tanh", "prior": prior}
-    values = {"name": "transformer", "width": 768, "layers": 2, "dropout": 0.1, "transformer": settings}
+    values = {"width": 768, "layers": 2, "dropout": 0.1, "heads": 8, "activation": "gelu_tanh", "prior": prior}
     with torch.device("meta"):
-        return build(BackboneSettings.model_validate(values), max_length=20, block=2)
+        return build(TransformerSettings.model_validate(values), max_length=20, block=2)
 
 
 @pytest.mark.parametrize(
@@ -417,13 +416,12 @@ def test_without_a_prior_nothing_is_added():
         model = tiny(name)
         assert model.prior is None and not any("prior" in key for key in model.state_dict())
         state = torch.get_rng_state()
-        with_prior = {**TINY[name], "prior": {"kind": "gaussian", "mean": 2.0}}
-        values = {"name": name, "width": D, "layers": 2, name.replace("-", "_"): with_prior}
+        values = {"width": D, "layers": 2, **TINY[name]}
+        with_prior = {**values, "prior": {"kind": "gaussian", "mean": 2.0}}
         torch.set_rng_state(state)
-        other = build(BackboneSettings.model_validate(values), max_length=48, block=L)
+        other = build(SECTIONS[name].model_validate(with_prior), max_length=48, block=L)
         torch.set_rng_state(state)
-        values[name.replace("-", "_")] = TINY[name]
-        plain = build(BackboneSettings.model_validate(values), max_length=48, block=L)
+        plain = build(SECTIONS[name].model_validate(values), max_length=48, block=L)
         shared = {key: value for key, value in other.state_dict().items() if not key.startswith("prior.")}
         assert_close(shared, dict(plain.state_dict()), rtol=0, atol=0)
 
@@ -441,22 +439,20 @@ def test_states_are_those_of_any_transformer(make):
 @pytest.mark.parametrize(
     ("prior", "message"),
     [
-        ({"unit": "step"}, r"transformer_xl\.prior\.unit = step"),
-        ({"form": "scale", "leak": True}, r"transformer_xl\.prior\.leak = true"),
-        ({"mean": 5.5}, r"transformer_xl\.prior\.mean = 5\.5: the largest offset here is 5"),
+        ({"unit": "step"}, r"backbone\.prior\.unit = step"),
+        ({"form": "scale", "leak": True}, r"backbone\.prior\.leak = true"),
+        ({"mean": 5.5}, r"backbone\.prior\.mean = 5\.5: the largest offset here is 5"),
     ],
 )
 def test_what_transformer_xl_cannot_have(prior, message):
-    settings = TransformerXLSettings.model_validate({"heads": 2, "memory": 5, "prior": {"kind": "gaussian", **prior}})
+    values = {"width": D, "heads": 2, "memory_length": 5, "prior": {"kind": "gaussian", **prior}}
     with pytest.raises(UsageError, match=message):
-        build(BackboneSettings(name="transformer-xl", width=D, transformer_xl=settings), 48, L)
+        build(TransformerXLSettings.model_validate(values), 48, L)
 
 
 def test_offsets_that_a_transformer_has():
     """max_length elements, or so many blocks of them, the last one begun."""
     for unit, reach in (("token", 20), ("step", 7)):
-        settings = {"heads": 2, "prior": {"kind": "gaussian", "unit": unit, "mean": 2.0}}
-        values = BackboneSettings.model_validate(
-            {"name": "transformer", "width": D, "layers": 3, "transformer": settings}
-        )
+        prior = {"kind": "gaussian", "unit": unit, "mean": 2.0}
+        values = TransformerSettings.model_validate({"width": D, "layers": 3, "heads": 2, "prior": prior})
         assert build(values, max_length=20, block=3).prior().shape == (3, 2, reach)

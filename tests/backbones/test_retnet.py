@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from wmcli.backbones import BackboneSettings, Size, build, map_state
+from wmcli.backbones import Size, build, map_state
 from wmcli.backbones.retnet import RetNet, RetNetSettings, Rotations, head_decays
 from wmcli.errors import UsageError
 
@@ -89,16 +89,16 @@ def test_decays():
 @pytest.mark.parametrize("bounds", [[1.0], [4.0, 2.0], [0.0, 2.0], [1.0, 2.0, 3.0]])
 def test_a_wrong_range_is_a_usage_error(bounds):
     with pytest.raises(UsageError, match="decay_range_blocks"):
-        build(BackboneSettings(retnet=RetNetSettings(decay_range_blocks=bounds)), 650, 65)
+        build(RetNetSettings(decay_range_blocks=bounds), 650, 65)
 
 
 def test_heads_must_divide_the_width():
     with pytest.raises(UsageError, match="backbone.heads = 3"):
-        build(BackboneSettings(retnet=RetNetSettings(heads=3)), 650, 65)
+        build(RetNetSettings(heads=3), 650, 65)
 
 
 def test_parameter_counts_and_initialization():
-    model = build(BackboneSettings(), max_length=650, block=65)
+    model = build(RetNetSettings(), max_length=650, block=65)
     assert sum(p.numel() for p in model.layers[0].parameters()) == 855_552
     assert sum(p.numel() for p in model.parameters()) == 4_277_760
     layer = model.layers[0]
@@ -112,7 +112,7 @@ def test_parameter_counts_and_initialization():
 @pytest.mark.parametrize("copied", [False, True])
 def test_layers_are_drawn_one_by_one_or_begin_as_copies_of_the_first(copied):
     torch.manual_seed(0)
-    settings = BackboneSettings(width=16, retnet=RetNetSettings(copied_layers=copied))
+    settings = RetNetSettings(width=16, copied_layers=copied)
     model = build(settings, max_length=650, block=65)
     first, *others = (dict(layer.named_parameters()) for layer in model.layers)
     assert len(others) == 4
@@ -163,7 +163,7 @@ def test_chunk_changes_no_result():
 def test_positions_stay_exact_under_autocast():
     """650 positions are not representable in bfloat16; the error must not grow along the sequence."""
     torch.manual_seed(0)
-    model = build(BackboneSettings(width=32, layers=2), 700, 65).eval()
+    model = build(RetNetSettings(width=32, layers=2), 700, 65).eval()
     x = torch.randn(1, 650, 32)
     want = model(x, None)[0]
     with torch.autocast("cpu", torch.bfloat16):

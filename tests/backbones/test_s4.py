@@ -16,7 +16,7 @@ from torch import nn
 from torch.testing import assert_close
 from wmcli.kernels import s4 as kernels
 
-from wmcli.backbones import BackboneSettings, Size, build, map_state, s4
+from wmcli.backbones import SECTIONS, Size, build, map_state, s4
 from wmcli.backbones.s4 import S4, S4Settings, Stack, StateSpace, build_system, hippo_legs, legs_input
 from wmcli.errors import UsageError
 from wmcli.nn.decay import parameter_groups
@@ -28,16 +28,20 @@ SYSTEM = {"log_dt", "log_decay", "frequency", "p", "b"}
 
 def small(length: int = LENGTH, **settings) -> S4:
     torch.manual_seed(0)
-    return S4(S4Settings(**{"state": 8, "ffn": 1, **settings}), Size(6, 2, 0.0, length, 1)).eval()
+    return S4(S4Settings(**{"state_size": 8, "ffn": 1, **settings}), Size(6, 2, 0.0, length, 1)).eval()
 
 
-KINDS = {"s4": {"state": 8, "ffn": 1}, "s4d": {"state": 8, "ffn": 1}, "s5": {"state": 16, "blocks": 2, "ffn": 1}}
+KINDS = {
+    "s4": {"state_size": 8, "ffn": 1},
+    "s4d": {"state_size": 8, "ffn": 1},
+    "s5": {"state_size": 16, "blocks": 2, "ffn": 1},
+}
 
 
 def stack(kind: str, width: int = 6, length: int = LENGTH, **settings) -> Stack:
     torch.manual_seed(0)
-    values = {"name": kind, "width": width, "layers": 2, "dropout": 0.0, kind: {**KINDS[kind], **settings}}
-    return build(BackboneSettings.model_validate(values), length, 1).eval()
+    values = {"width": width, "layers": 2, "dropout": 0.0, **KINDS[kind], **settings}
+    return build(SECTIONS[kind].model_validate(values), length, 1).eval()
 
 
 def inputs(*shape: int, dtype=torch.float32) -> torch.Tensor:
@@ -125,7 +129,7 @@ def test_golden_inputs_of_legs():
 
 def test_parameter_counts():
     width, state = 256, 64
-    model = build(BackboneSettings(name="s4", width=width, layers=2), 100, 1)
+    model = build(S4Settings(width=width, layers=2), 100, 1)
     norm, system = 2 * width, width + 2 * (state // 2) + 2 * state  # log_dt, the poles, P and B
     layer = norm + system + width * state + width + (width + 1) * 2 * width
     mlp = norm + (width + 1) * 4 * width + (4 * width + 1) * width

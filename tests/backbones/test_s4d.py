@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from wmcli.kernels import s4 as kernels
 from wmcli.kernels.dispatch import using
 
-from wmcli.backbones import BackboneSettings, Size, build
+from wmcli.backbones import Size, build
 from wmcli.backbones.s4 import hippo_legs, legs_input
 from wmcli.backbones.s4d import S4D, DiagonalSystems, S4DSettings, build_system
 from wmcli.errors import UsageError
@@ -23,7 +23,7 @@ METHODS = ("zoh", "bilinear")
 
 def small(length: int = 30, **settings) -> S4D:
     torch.manual_seed(0)
-    return S4D(S4DSettings(**{"state": 8, "ffn": 1, **settings}), Size(6, 2, 0.0, length, 1)).eval()
+    return S4D(S4DSettings(**{"state_size": 8, "ffn": 1, **settings}), Size(6, 2, 0.0, length, 1)).eval()
 
 
 def inputs(*shape: int, dtype=torch.float64) -> torch.Tensor:
@@ -153,7 +153,7 @@ def test_a_step_in_triton_is_one_in_torch(reset):
 
 def test_parameter_counts():
     width, state = 256, 64
-    model = build(BackboneSettings(name="s4d", width=width, layers=2), 100, 1)
+    model = build(S4DSettings(width=width, layers=2), 100, 1)
     norm, system = 2 * width, width + 2 * (state // 2) + state  # log_dt, the poles and B
     layer = norm + system + width * state + width + (width + 1) * 2 * width
     mlp = norm + (width + 1) * 4 * width + (4 * width + 1) * width

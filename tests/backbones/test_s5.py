@@ -13,7 +13,7 @@ from draws import assert_deviation
 from torch.testing import assert_close
 from wmcli.kernels.s4 import Resets
 
-from wmcli.backbones import BackboneSettings, Size, build
+from wmcli.backbones import Size, build
 from wmcli.backbones.s4 import hippo_legs
 from wmcli.backbones.s5 import S5, JointStateSpace, JointSystems, S5Settings, build_system
 from wmcli.errors import UsageError
@@ -21,7 +21,7 @@ from wmcli.errors import UsageError
 
 def small(length: int = 30, **settings) -> S5:
     torch.manual_seed(0)
-    return S5(S5Settings(**{"state": 8, "blocks": 2, "ffn": 1, **settings}), Size(6, 2, 0.0, length, 1)).eval()
+    return S5(S5Settings(**{"state_size": 8, "blocks": 2, "ffn": 1, **settings}), Size(6, 2, 0.0, length, 1)).eval()
 
 
 def inputs(*shape: int) -> torch.Tensor:
@@ -85,8 +85,7 @@ def test_the_stack_as_the_paper_draws_it():
 
 def test_parameter_counts():
     width, state = 256, 64
-    settings = {"name": "s5", "width": width, "layers": 2, "s5": {"state": state}}
-    model = build(BackboneSettings.model_validate(settings), 100, 1)
+    model = build(S5Settings(width=width, layers=2, state_size=state), 100, 1)
     norm, system = 2 * width, 3 * (state // 2) + 2 * width * state  # step sizes and poles, B and C
     layer = norm + system + width + (width + 1) * 2 * width
     mlp = norm + (width + 1) * 4 * width + (4 * width + 1) * width

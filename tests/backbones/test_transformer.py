@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from wmcli.backbones import BackboneSettings, Size, build
+from wmcli.backbones import Size, build
 from wmcli.backbones.transformer import Transformer, TransformerSettings, _attention_with_dropout
-from wmcli.config import validate
 from wmcli.errors import UsageError
+from wmcli.settings import resolve
 
 LENGTH, D = 9, 8
 
@@ -21,7 +21,7 @@ def small() -> Transformer:
 
 
 def test_parameter_counts_and_initialization():
-    model = build(BackboneSettings(name="transformer", layers=10), max_length=340, block=17)
+    model = build(TransformerSettings(layers=10), max_length=340, block=17)
     assert sum(p.numel() for p in model.layers[0].parameters()) == 789_760
     assert sum(p.numel() for p in model.norm.parameters()) == 512
     assert model.positions.weight.numel() == 87_040
@@ -144,7 +144,7 @@ def test_attention_drops_weights_and_keeps_the_mean():
 
 def test_parameter_counts_and_initialization_of_storm():
     torch.manual_seed(0)
-    model = build(BackboneSettings(name="transformer", width=512, layers=2, transformer=STORM), max_length=128, block=1)
+    model = build(STORM.model_copy(update={"width": 512, "layers": 2}), max_length=128, block=1)
     layer = model.layers[0]
     attention, feed_forward, norms = 4 * 512 * 512, 512 * 1024 + 1024 + 1024 * 512 + 512, 2 * 2 * 512
     assert sum(p.numel() for p in layer.parameters()) == 2_100_736 == attention + feed_forward + norms
@@ -191,6 +191,6 @@ def test_gpt_initialization_with_and_without_attention_biases(bias):
 
 def test_a_wrong_name_or_head_count_is_a_usage_error():
     with pytest.raises(UsageError, match="did you mean 'transformer'"):
-        validate(BackboneSettings, {"name": "transformr"}, "test")
+        resolve("rem", ["backbone.kind=transformr"])
     with pytest.raises(UsageError, match="backbone.heads = 3"):
-        build(BackboneSettings(name="transformer", transformer=TransformerSettings(heads=3)), 340, 17)
+        build(TransformerSettings(heads=3), 340, 17)

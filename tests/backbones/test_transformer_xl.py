@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from wmcli.backbones import BackboneSettings, Size, build, map_state, transformer_xl
+from wmcli.backbones import Size, build, map_state, transformer_xl
 from wmcli.backbones.transformer_xl import TransformerXL, TransformerXLSettings, band
 from wmcli.errors import UsageError
 
@@ -18,7 +18,7 @@ B, T, D, HEADS, K = 2, 9, 8, 2, 3
 
 def small(memory: int, layers: int = 2, **settings) -> TransformerXL:
     torch.manual_seed(0)
-    settings = {"heads": HEADS, "head_width": K, "memory": memory, **settings}
+    settings = {"heads": HEADS, "head_width": K, "memory_length": memory, **settings}
     model = TransformerXL(TransformerXLSettings(**settings), Size(D, layers, 0.0, 0, 3)).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -302,8 +302,8 @@ def test_sinusoids():
 
 @pytest.mark.parametrize("head_width", [0, 80])
 def test_parameter_counts_and_initialization(head_width):
-    settings = TransformerXLSettings(ffn=4, head_width=head_width)
-    model = build(BackboneSettings(name="transformer-xl", width=512, layers=2, transformer_xl=settings), 10, 1)
+    settings = TransformerXLSettings(width=512, layers=2, ffn=4, head_width=head_width)
+    model = build(settings, 10, 1)
     inner = 8 * (head_width or 64)
     attention = 5 * 512 * inner + 2 * inner  # query, key, value, distance, out; u and v
     feed_forward = 512 * 2048 + 2048 + 2048 * 512 + 512
@@ -315,7 +315,9 @@ def test_parameter_counts_and_initialization(head_width):
     assert not layer.up.bias.any() and model.max_length is None
     state = model.initial_state(3)
     assert [part.shape for part in state.layers] == [(3, 2, 8, 128, inner // 8)] * 2
-    longer = TransformerXL(settings.model_copy(update={"segment": 100}), Size(512, 2, 0.0, 10, 1)).initial_state(3)
+    longer = TransformerXL(settings.model_copy(update={"segment_length": 100}), Size(512, 2, 0.0, 10, 1)).initial_state(
+        3
+    )
     assert [part.shape for part in longer.layers] == [(3, 2, 8, 227, inner // 8)] * 2
     assert {part.dtype for part in state.layers} == {torch.float32} and state.length.dtype == torch.int64
 
@@ -343,5 +345,5 @@ def test_dropout_falls_on_attention_weights_and_on_both_outputs(monkeypatch):
 
 def test_heads_must_divide_the_width_or_have_their_own():
     with pytest.raises(UsageError, match="backbone.heads = 3"):
-        build(BackboneSettings(name="transformer-xl", transformer_xl=TransformerXLSettings(heads=3)), 10, 1)
-    build(BackboneSettings(name="transformer-xl", transformer_xl=TransformerXLSettings(heads=3, head_width=7)), 10, 1)
+        build(TransformerXLSettings(heads=3), 10, 1)
+    build(TransformerXLSettings(heads=3, head_width=7), 10, 1)

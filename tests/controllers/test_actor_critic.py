@@ -27,10 +27,10 @@ SMALL: dict[str, Any] = {
     "actor_width": 7,
     "critic_layers": 1,
     "critic_width": 6,
-    "horizon": 5,
+    "imagination_horizon": 5,
     "discount": 0.9,
     "trace_decay": 0.7,
-    "entropy": 0.3,
+    "entropy_weight": 0.3,
     "slow_weight": 0.8,
     "slow_rate": 0.25,
 }
@@ -301,7 +301,7 @@ def returns_by_hand(settings, reward, ended, values) -> list[float]:
 
 def loss_with_the_graph_kept(controller: ActorCritic, world, batch) -> tuple[torch.Tensor, float]:
     """The losses term by term, with autograd running through imagination itself; and the percentiles' new range."""
-    settings, horizon = controller.settings, controller.settings.horizon
+    settings, horizon = controller.settings, controller.settings.imagination_horizon
     starts = batch.valid.clone()
     starts[:, 1:] &= ~batch.valid[:, :-1]
     noise = controller.noise(world, batch)
@@ -358,7 +358,7 @@ def loss_with_the_graph_kept(controller: ActorCritic, world, batch) -> tuple[tor
                 two_hot.encode(torch.tensor(goal[row][t], dtype=torch.float64)) for goal in (targets, slow_targets)
             )
             term = -log_probability[row] * advantage - (code * log_bins).sum()
-            term = term - settings.slow_weight * (slow_code * log_bins).sum() - settings.entropy * entropy[row]
+            term = term - settings.slow_weight * (slow_code * log_bins).sum() - settings.entropy_weight * entropy[row]
             total = total + weight * term
     assert (0 in uneven) == settings.weigh_by_continuation, "the test wants an early end"
     return total / (3 * horizon), high - low

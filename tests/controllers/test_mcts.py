@@ -110,9 +110,9 @@ class PlainTree:
 
     def run(self, place: int) -> Node:
         root = self.node(place, 0)
-        root.visits, root.total = 1, 0.0 if self.settings.rules == "lightzero" else root.guess
+        root.visits, root.total = 1, 0.0 if self.settings.rule == "lightzero" else root.guess
         if self.noise["dirichlet"] is not None:
-            weight = self.settings.dirichlet_weight
+            weight = self.settings.dirichlet_fraction
             mixed = zip(root.prior, self.noise["dirichlet"], strict=True)
             root.prior = [(1 - weight) * p + weight * noise for p, noise in mixed]
         for simulation in range(self.settings.simulations):
@@ -138,7 +138,7 @@ class PlainTree:
         actions = range(len(node.prior))
         counts = [node.children[a].visits if a in node.children else 0 for a in actions]
         known = {a: self.q(child) for a, child in node.children.items()}
-        if self.settings.rules == "gumbel":
+        if self.settings.rule == "gumbel":
             score = self.improved_logits(node)
             if node is root:
                 wanted = self.halving()[simulation]
@@ -146,7 +146,7 @@ class PlainTree:
             policy = softmax(score)
             return max(actions, key=lambda a: policy[a] - counts[a] / (1 + sum(counts))), 0.0
 
-        if self.settings.rules == "mctx":
+        if self.settings.rule == "mctx":
             n = node.visits
             low, high = min([node.value, *known.values()]), max([node.value, *known.values()])
             scaled = [(known.get(a, low) - low) / max(high - low, 1e-8) for a in actions]
@@ -163,7 +163,7 @@ class PlainTree:
         base = self.settings.pb_c_base
         weight = (self.settings.pb_c_init + math.log((n + base + 1) / base)) * math.sqrt(n)
         score = [scaled[a] + node.prior[a] * weight / (1 + counts[a]) for a in actions]
-        if self.settings.rules == "mctx":
+        if self.settings.rule == "mctx":
             return max(actions, key=lambda a: (score[a], node.prior[a])), 0.0
         tied = [a for a in actions if score[a] >= max(score) - 1e-6]
         ties = self.noise["ties"]
@@ -181,12 +181,12 @@ class PlainTree:
         completed = [known.get(a, mixed) for a in actions]
         low, high = min(completed), max(completed)
         most = max([child.visits for child in node.children.values()], default=0)
-        weight = (self.settings.visit_constant + most) * self.settings.value_scale
+        weight = (self.settings.maxvisit_init + most) * self.settings.value_scale
         return [math.log(node.prior[a]) + weight * (completed[a] - low) / max(high - low, 1e-8) for a in actions]
 
     def halving(self) -> list[int]:
         """For every simulation, the visits of the actions that it may choose from."""
-        left = min(len(self.world.logits[0]), self.settings.considered)
+        left = min(len(self.world.logits[0]), self.settings.max_num_considered_actions)
         simulations, phases, done, rounds = self.settings.simulations, math.ceil(math.log2(left)), 0, []
         while len(rounds) < simulations:
             each = max(1, simulations // (phases * left))

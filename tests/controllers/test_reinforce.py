@@ -22,10 +22,10 @@ SMALL: dict[str, Any] = {
     "latent_channels": (6, 2),
     "pixel_channels": (3, 2),
     "burn_in": 5,
-    "horizon": 4,
+    "imagination_horizon": 4,
     "discount": 0.9,
     "trace_decay": 0.7,
-    "entropy": 0.3,
+    "entropy_weight": 0.3,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "rem": {},
@@ -266,7 +266,7 @@ def loss_with_the_graph_kept(controller: ReinforceController, world, rollout: Ro
     noise = controller.noise(world, batch)
     _, world_state = world.observe(batch.latent, batch.action, starts)
     state, value, log_probability, entropy, reward, ended = rollout.start, [], [], [], [], []
-    for t in range(settings.horizon):
+    for t in range(settings.imagination_horizon):
         logits, v, state = controller.policy(controller.view(world, world_state), state)
         action = sample(logits.detach(), noise.action[t])
         policy = Categorical(logits=logits)
@@ -283,16 +283,18 @@ def loss_with_the_graph_kept(controller: ReinforceController, world, rollout: Ro
     target = value[-1].detach()
     total = torch.zeros((), dtype=v.dtype)
     decisions = 0
-    for t in reversed(range(settings.horizon)):
+    for t in reversed(range(settings.imagination_horizon)):
         future = (1 - settings.trace_decay) * value[t + 1].detach() + settings.trace_decay * target
         target = reward[t] + settings.discount * (1 - ended[t].double()) * future
         for row in range(len(target)):
             if settings.learn_after_end or not any(ended[earlier][row] for earlier in range(t)):
                 total = total + (value[t][row] - target[row]) ** 2
                 total = total - log_probability[t][row] * (target[row] - value[t][row].detach())
-                total = total - settings.entropy * entropy[t][row]
+                total = total - settings.entropy_weight * entropy[t][row]
                 decisions += 1
-    assert (decisions == settings.horizon * len(target)) == settings.learn_after_end, "the test wants an early end"
+    assert (decisions == settings.imagination_horizon * len(target)) == settings.learn_after_end, (
+        "the test wants an early end"
+    )
     return total / decisions
 
 

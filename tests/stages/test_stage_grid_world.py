@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from wmcli.backbones import BackboneSettings, build
+from wmcli.backbones import build
 from wmcli.backbones.base import Backbone
+from wmcli.backbones.retnet import RetNetSettings
 from wmcli.envs import EnvironmentSettings, Streams
 from wmcli.errors import MachineError, UsageError
 from wmcli.experience import Memory, Recorder
@@ -133,7 +134,7 @@ def test_an_oracle_reaches_every_floor_and_none_is_passed(respawn: str) -> None:
 
 def fresh(horizon: int = 3) -> CellsWorldModel:
     torch.manual_seed(0)
-    network = build(BackboneSettings(width=16, layers=1), max_length=horizon * 26, block=26)
+    network = build(RetNetSettings(width=16, layers=1), max_length=horizon * 26, block=26)
     return CellsWorldModel(CellsSettings(sequence_length=horizon), network, 5, 10).eval()
 
 
@@ -161,7 +162,7 @@ def test_sequences_do_not_overlap_and_too_few_are_refused() -> None:
 
 def test_what_a_training_step_costs() -> None:
     settings = CellsSettings(batch=64, sequence_length=8)
-    backbone = BackboneSettings(width=16, layers=1)
+    backbone = RetNetSettings(width=16, layers=1)
     cost = stage.time_and_memory(settings, backbone, CPU, repeats=3)
     assert 0 < cost["milliseconds_low"] <= cost["milliseconds"] <= cost["milliseconds_high"]
     # At the least there are the backbone's q, k, v, gate and feed-forward at every token, in float32.
@@ -178,12 +179,12 @@ def test_no_room_is_a_limit_of_the_machine(monkeypatch) -> None:
     monkeypatch.setattr(stage, "STATUS", stage.STATUS / "nowhere")
     monkeypatch.setattr(stage, "_training_step", full)
     with pytest.raises(MachineError, match="retnet on 64 x 208 tokens"):
-        stage.time_and_memory(CellsSettings(), BackboneSettings(), CPU)
+        stage.time_and_memory(CellsSettings(), RetNetSettings(), CPU)
 
 
 def test_where_memory_cannot_be_measured_that_is_said(monkeypatch) -> None:
     monkeypatch.setattr(stage, "STATUS", stage.STATUS / "nowhere")
     cost = stage.time_and_memory(
-        CellsSettings(batch=1, sequence_length=2), BackboneSettings(width=16, layers=1), CPU, repeats=1
+        CellsSettings(batch=1, sequence_length=2), RetNetSettings(width=16, layers=1), CPU, repeats=1
     )
     assert cost["peak_bytes"] is None and cost["peak_of"].startswith("not measured")

@@ -16,10 +16,11 @@ import torch
 from tiny_run import opened
 from wmcli.kernels.dispatch import on_triton, using
 
-from wmcli.backbones import BACKBONES, BackboneSettings
+from wmcli.backbones import BACKBONES
 from wmcli.backbones.gru import GRU
-from wmcli.backbones.mamba2 import Mamba2
-from wmcli.backbones.retnet import RetNet
+from wmcli.backbones.mamba2 import Mamba2, Mamba2Settings
+from wmcli.backbones.retnet import RetNet, RetNetSettings
+from wmcli.backbones.transformer import TransformerSettings
 from wmcli.errors import ArtifactError, UsageError, WmError
 from wmcli.experience import Memory
 from wmcli.progress import Bar, Progress
@@ -390,13 +391,13 @@ def test_sizes_are_equal_at_the_depth_of_the_preset(preset: str) -> None:
 
 
 def test_positions_are_not_counted() -> None:
-    settings = BackboneSettings(name="transformer", width=8, layers=1)
+    settings = TransformerSettings(width=8, layers=1)
     layer = 4 * 8 + (3 * 8 * 8 + 3 * 8) + (8 * 8 + 8) + (8 * 32 + 32) + (32 * 8 + 8)
     assert parameters(settings) == layer + 2 * 8 + 8  # the last norm, and one position
 
 
 def test_steps_that_differ_from_forward_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = BackboneSettings(name="mamba2", width=32, layers=1)
+    settings = Mamba2Settings(width=32, layers=1)
     assert check_steps(settings, CPU) < 1e-4
     right = Mamba2.step
 
@@ -411,7 +412,7 @@ def test_steps_that_differ_from_forward_are_refused(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def few_backbones(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = BackboneSettings(width=32, layers=1)
+    settings = RetNetSettings(width=32, layers=1)
     few = {name: settings.model_copy(update={"name": name}) for name in ("retnet", "gru", "mamba2")}
     monkeypatch.setattr(compare, "equal_sizes", lambda _: few)
     monkeypatch.setattr(compare, "check_steps", lambda *_: 0.0)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from wmcli.backbones import BACKBONES, Backbone, BackboneSettings, build
+from wmcli.backbones import BACKBONES, SECTIONS, Backbone, build
 
 NAMES = sorted(BACKBONES)
-SECTIONS = {
+SMALL = {
     "retnet": {"heads": 2},
     "transformer": {"heads": 2},
-    "transformer_xl": {"heads": 2, "memory": 64},
+    "transformer-xl": {"heads": 2, "memory_length": 64},
     "mamba2": {"head_width": 8},
-    "s4": {"state": 8},
-    "s5": {"state": 16, "blocks": 2},
+    "s4": {"state_size": 8},
+    "s5": {"state_size": 16, "blocks": 2},
 }
 
 
 def small(
     name: str, *, max_length: int, block: int, width: int = 16, dropout: float = 0.0, layers: int = 2
 ) -> Backbone:
-    values = {"name": name, "width": width, "layers": layers, "dropout": dropout, **SECTIONS}
-    return build(BackboneSettings.model_validate(values), max_length=max_length, block=block)
+    values = {"width": width, "layers": layers, "dropout": dropout} | SMALL.get(name, {})
+    return build(SECTIONS[name].model_validate(values), max_length=max_length, block=block)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from wmcli.backbones import BackboneSettings, build
+from wmcli.backbones import SECTIONS, build
 from wmcli.config import validate
 from wmcli.envs import grid_world as world
 from wmcli.errors import UsageError
@@ -23,10 +23,10 @@ from wmcli.world_models.base import Batch
 from wmcli.world_models.cells import CellsSettings, CellsWorldModel
 
 B, T, K, L, V, D = 3, 3, 25, 26, 9, 16
-SECTIONS = {
+SMALL = {
     "retnet": {"heads": 2},
     "transformer": {"heads": 2},
-    "transformer_xl": {"heads": 2, "memory": 3 * L},
+    "transformer-xl": {"heads": 2, "memory_length": 3 * L},
     "mamba1": {},
     "mamba2": {"head_width": 8},
     "gru": {},
@@ -37,12 +37,11 @@ BACKBONES = ["retnet", "transformer"]
 def make(backbone="retnet", *, size=40, actions=5, layers=2, **settings) -> CellsWorldModel:
     torch.manual_seed(0)
     part = validate(
-        BackboneSettings,
-        {"name": backbone, "width": D, "layers": layers, "dropout": 0.1, **SECTIONS},
-        "backbone",
+        SECTIONS[backbone], {"width": D, "layers": layers, "dropout": 0.1} | SMALL.get(backbone, {}), "backbone"
     )
-    settings = CellsSettings(**{"horizon": T, **settings})
-    return CellsWorldModel(settings, build(part, max_length=settings.horizon * L, block=L), actions, size).eval()
+    settings = CellsSettings(**{"sequence_length": T, **settings})
+    network = build(part, max_length=settings.sequence_length * L, block=L)
+    return CellsWorldModel(settings, network, actions, size).eval()
 
 
 def played(time=T, seed=0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -338,7 +337,12 @@ def test_exact_parameter_counts_of_the_study(backbone: str, total: int) -> None:
 
 def test_defaults_are_those_of_the_study() -> None:
     settings = CellsSettings()
-    assert (settings.horizon * L, settings.batch, settings.updates, settings.learning_rate) == (208, 64, 1000, 3e-3)
+    assert (settings.sequence_length * L, settings.batch, settings.updates, settings.learning_rate) == (
+        208,
+        64,
+        1000,
+        3e-3,
+    )
     assert next(iter(CellsSettings.model_fields)) == "kind"
     with pytest.raises(UsageError, match="context = 8"):
         validate(CellsSettings, {"context": 8}, "dynamics")

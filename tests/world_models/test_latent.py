@@ -28,7 +28,9 @@ def make(backbone="retnet", *, unimix=0.01, dropout=0.0, **settings) -> LatentWo
     tokenizer = CategoricalTokenizerSettings(
         categoricals=K, classes=C, unimix=unimix, channels=(6, 8), strides=(2, 2), kernel=4
     )
-    dynamics = LatentWorldModelSettings(**{"horizon": 12, "context": 3, "act_window": 5, "head_width": 9, **settings})
+    dynamics = LatentWorldModelSettings(
+        **{"sequence_length": 12, "context": 3, "act_window": 5, "head_width": 9, **settings}
+    )
     sequence_model = small(backbone, max_length=dynamics.sequence_length, block=1, width=D, dropout=dropout)
     model = LatentWorldModel(dynamics, sequence_model, CategoricalTokenizer(tokenizer, SIZE), A)
     with torch.no_grad():  # so that priors are not all but uniform

@@ -28,7 +28,7 @@ S4WM = {
     "head_norm": "layer",
     "norm_eps": 1e-3,
     "reward": "bernoulli",
-    "ends": False,
+    "predict_termination": False,
     "first_frame": False,
     "rows": "episodes",
     "across_ends": False,
@@ -42,7 +42,7 @@ ENDLESS = [name for name in NAMES if small(name, max_length=12, block=1, width=D
 
 def make(backbone="s4", *, certain=False, **settings) -> LatentWorldModel:
     torch.manual_seed(0)
-    dynamics = LatentWorldModelSettings(**{"horizon": 12, "context": 3, "head_width": 9, **S4WM, **settings})
+    dynamics = LatentWorldModelSettings(**{"sequence_length": 12, "context": 3, "head_width": 9, **S4WM, **settings})
     coder = CategoricalTokenizerSettings(
         categoricals=K,
         classes=C,

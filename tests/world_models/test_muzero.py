@@ -30,8 +30,8 @@ HISTORY = N - 1
 REAL = UNROLL + 1 + STEPS  # frames of a window behind its history
 T = HISTORY + REAL
 SMALL = {
-    "stack": N,
-    "unroll": UNROLL,
+    "frame_stack": N,
+    "unroll_steps": UNROLL,
     "td_steps": STEPS,
     "channels": (4, 6),
     "head_channels": 3,

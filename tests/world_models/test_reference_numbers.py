@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from wmcli.backbones import BackboneSettings, build
+from wmcli.backbones import build
+from wmcli.backbones.transformer import TransformerSettings
 from wmcli.controllers.mcts import MCTSSettings, SearchNoise, search
 from wmcli.world_models.base import Batch, Prediction, Targets
 from wmcli.world_models.muzero import MuZero, MuZeroSettings
@@ -45,9 +46,9 @@ def filled(model: nn.Module) -> nn.Module:
 
 
 def backbone(width: int, layers: int, max_length: int, **prior) -> nn.Module:
-    transformer = {"heads": 2, "activation": "gelu_tanh", "prior": prior}
-    values = {"name": "transformer", "width": width, "layers": layers, "dropout": 0.0, "transformer": transformer}
-    return build(BackboneSettings.model_validate(values), max_length=max_length, block=2)
+    sizes = {"width": width, "layers": layers, "dropout": 0.0, "heads": 2}
+    settings = TransformerSettings.model_validate(sizes | {"activation": "gelu_tanh", "prior": prior})
+    return build(settings, max_length=max_length, block=2)
 
 
 # -- attention priors --------------------------------------------------------------------------------------------------

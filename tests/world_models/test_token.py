@@ -14,7 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from wmcli.backbones import BackboneSettings, build
+from wmcli.backbones import build
+from wmcli.backbones.retnet import RetNetSettings
+from wmcli.backbones.transformer import TransformerSettings
 from wmcli.config import validate
 from wmcli.errors import UsageError
 from wmcli.world_models.base import Batch
@@ -53,9 +55,9 @@ class FakeTokenizer(nn.Module):
 def make(backbone="retnet", tokenizer=None, *, width=D, layers=2, dropout=0.1, actions=A, spare=0, **settings):
     torch.manual_seed(0)
     tokenizer = tokenizer or FakeTokenizer(width=width)
-    settings = TokenWorldModelSettings(**{"horizon": T, **settings})
+    settings = TokenWorldModelSettings(**{"sequence_length": T, **settings})
     block = tokenizer.tokens + 1
-    length = settings.horizon * block + spare
+    length = settings.sequence_length * block + spare
     network = small(backbone, max_length=length, block=block, width=width, layers=layers, dropout=dropout)
     return TokenWorldModel(settings, network, tokenizer, actions).eval()
 
@@ -298,8 +300,8 @@ def test_shared_embeddings_of_another_width_are_refused():
 
 @pytest.mark.parametrize("key", ["context", "observation_burn_in", "reward_burn_in"])
 def test_settings_that_leave_nothing_of_the_horizon_are_refused(key):
-    with pytest.raises(UsageError, match=f"dynamics: {key} = 4 leaves nothing of horizon = 4"):
-        validate(TokenWorldModelSettings, {"horizon": 4, key: 4}, "dynamics")
+    with pytest.raises(UsageError, match=f"dynamics: {key} = 4 leaves nothing of sequence_length = 4"):
+        validate(TokenWorldModelSettings, {"sequence_length": 4, key: 4}, "dynamics")
 
 
 @pytest.mark.parametrize("actions", [4, 18])
@@ -307,13 +309,13 @@ def test_parameter_counts_of_rem_and_iris(actions):
     with torch.device("meta"):
         rem = TokenWorldModel(
             TokenWorldModelSettings(),
-            build(BackboneSettings(name="retnet", width=256, layers=5), max_length=650, block=65),
+            build(RetNetSettings(width=256, layers=5), max_length=650, block=65),
             FakeTokenizer((8, 8), 512, 256),
             actions,
         )
         iris = TokenWorldModel(
             TokenWorldModelSettings(prediction="sequential", shared_embeddings=False, sequence_length=20, context=1),
-            build(BackboneSettings(name="transformer", width=256, layers=10), max_length=340, block=17),
+            build(TransformerSettings(width=256, layers=10), max_length=340, block=17),
             FakeTokenizer((4, 4), 512, 512),
             actions,
         )
@@ -484,7 +486,7 @@ def dots(generator, batch, *, time=4, places=3, shuffled=False):
 def train(prediction, *, shuffled, updates=200):
     """A small model after `updates` on dots, and what it logs on new ones."""
     tokenizer = FakeTokenizer((1, 3), codes=2, width=32)
-    settings = {"horizon": 4, "observation_burn_in": 1, "prediction": prediction}
+    settings = {"sequence_length": 4, "observation_burn_in": 1, "prediction": prediction}
     model = make(tokenizer=tokenizer, width=32, dropout=0.0, actions=3, **settings).train()
     optimizer = torch.optim.AdamW(model.parameter_groups(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, updates)

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from watching import NoWaiting, Replayable
 from wmcli.kernels.dispatch import using
 
-from wmcli.backbones import BackboneSettings, build
+from wmcli.backbones import build
+from wmcli.backbones.transformer import TransformerSettings
 from wmcli.errors import UsageError
 from wmcli.nn import value_bins
 from wmcli.nn.simnorm import divergence
@@ -38,9 +39,18 @@ WINDOW = 2 * CONTEXT - 1
 
 def make(backbone="transformer", *, lively=True, dropout=0.0, **settings) -> UniZero:
     torch.manual_seed(0)
-    values = {"horizon": HORIZON, "td_steps": STEPS, "context": CONTEXT, "channels": (4, 6), "bound": 7, **settings}
+    values = {
+        "sequence_length": HORIZON,
+        "td_steps": STEPS,
+        "context": CONTEXT,
+        "channels": (4, 6),
+        "bound": 7,
+        **settings,
+    }
     chosen = UniZeroSettings(**values)
-    model = UniZero(chosen, small(backbone, max_length=2 * chosen.horizon, block=2, width=D, dropout=dropout), A, SIZE)
+    model = UniZero(
+        chosen, small(backbone, max_length=2 * chosen.sequence_length, block=2, width=D, dropout=dropout), A, SIZE
+    )
     if lively:
         liven(model)
     return model
@@ -104,9 +114,8 @@ def learning(model: UniZero) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("actions", [3, 6, 18])
 def test_the_papers_parameter_count(actions):
-    values = {"name": "transformer", "width": 768, "layers": 2, "transformer": {"heads": 8}}
     with torch.device("meta"):
-        backbone = build(BackboneSettings.model_validate(values), max_length=20, block=2)
+        backbone = build(TransformerSettings(width=768, layers=2, heads=8), max_length=20, block=2)
         model = UniZero(UniZeroSettings(), backbone, actions, 64)
     assert sum(parameter.numel() for parameter in learning(model)) == 20_762_090 + 1_537 * actions
     assert sum(parameter.numel() for parameter in model.encoder.parameters()) == 3_461_152
@@ -139,7 +148,7 @@ def test_sizes(size):
 def test_settings_that_do_not_fit_are_one_line():
     with pytest.raises(UsageError, match=r"backbone.width = 16: .* dynamics.group = 5"):
         make(group=5)
-    with pytest.raises(ValidationError, match="context = 7 must not be more than horizon = 6"):
+    with pytest.raises(ValidationError, match="context = 7 must not be more than sequence_length = 6"):
         make(context=7)
 
 
@@ -288,7 +297,7 @@ def test_the_first_latent_loss_at_the_papers_size(activation, least, most):
 def test_the_loss_is_its_definition(backbone):
     """Recomputed frame by frame, in eval mode."""
     searched = some(0.6)
-    settings = {"latent_weight": 3.0, "policy_weight": 0.7, "entropy_weight": 0.2, "termination": True}
+    settings = {"latent_weight": 3.0, "policy_weight": 0.7, "entropy_weight": 0.2, "predict_termination": True}
     model, batch = make(backbone, **settings).eval(), segment(searched=searched)
     total, log = model.loss(batch)
     bootstrap = by_the_target(model, batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import Tag
 
@@ -19,7 +19,17 @@ from wmcli.backbones.transformer import Transformer, TransformerSettings
 from wmcli.backbones.transformer_xl import TransformerXL, TransformerXLSettings
 from wmcli.config import DEFAULT_KINDS, chosen_by_kind
 
-__all__ = ["BACKBONES", "AnyBackbone", "Backbone", "BackboneSettings", "Size", "State", "build", "map_state"]
+__all__ = [
+    "BACKBONES",
+    "SECTIONS",
+    "AnyBackbone",
+    "Backbone",
+    "BackboneSettings",
+    "Size",
+    "State",
+    "build",
+    "map_state",
+]
 
 # Each is built from its own section and a Size.
 BACKBONES: dict[str, Any] = {
@@ -50,6 +60,11 @@ AnyBackbone = Annotated[
     chosen_by_kind(DEFAULT_KINDS["backbone"]),
 ]
 """The settings of one backbone."""
+
+SECTIONS: dict[str, type[BackboneSettings]] = dict(
+    zip(BACKBONES, (get_args(member)[0] for member in get_args(get_args(AnyBackbone)[0])), strict=True)
+)
+"""The settings class of each kind."""
 
 
 def build(settings: BackboneSettings, max_length: int, block: int) -> Backbone:

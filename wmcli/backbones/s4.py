@@ -79,7 +79,6 @@ class Stack(Backbone):
 
     def __init__(
         self,
-        name: str,
         settings: StackSettings,
         size: Size,
         system: Callable[[], nn.Module],
@@ -88,13 +87,12 @@ class Stack(Backbone):
         """system() makes what one layer learns: `tensors`, its parameters, and the `shape` of one row's state.
 
         `prepare` is `kernels.Systems` or the like, given all but the parameters of all layers. Raises UsageError when
-        the settings of the backbone `name` do not fit together.
+        the settings do not fit together.
         """
         super().__init__()
         if settings.dt_min > settings.dt_max:
-            where = f"backbone.{name}"
             raise UsageError(
-                f"{where}.dt_min = {settings.dt_min}: must not be above {where}.dt_max = {settings.dt_max}."
+                f"backbone.dt_min = {settings.dt_min}: must not be above backbone.dt_max = {settings.dt_max}."
             )
         self.width, self.max_length, self.kernel_length = size.width, None, size.max_length
         self.blocks = nn.ModuleList(S4Block(settings, size, system) for _ in range(size.layers))
@@ -196,9 +194,7 @@ class S4(Stack):
     """
 
     def __init__(self, settings: S4Settings, size: Size) -> None:
-        super().__init__(
-            "s4", settings, size, lambda: StateSpace(settings, size), partial(kernels.Systems, build_system)
-        )
+        super().__init__(settings, size, lambda: StateSpace(settings, size), partial(kernels.Systems, build_system))
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor(self.kernel_length)

@@ -44,9 +44,7 @@ class S4D(Stack):
 
     def __init__(self, settings: S4DSettings, size: Size) -> None:
         build = partial(build_system, discretization=settings.discretization)
-        super().__init__(
-            "s4d", settings, size, lambda: DiagonalStateSpace(settings, size), partial(DiagonalSystems, build)
-        )
+        super().__init__(settings, size, lambda: DiagonalStateSpace(settings, size), partial(DiagonalSystems, build))
 
 
 class DiagonalStateSpace(nn.Module):

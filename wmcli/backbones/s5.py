@@ -44,9 +44,7 @@ class S5(Stack):
                 f"backbone.blocks = {settings.blocks}: twice that must divide backbone.state_size ="
                 f" {settings.state_size}."
             )
-        super().__init__(
-            "s5", settings, size, lambda: JointStateSpace(settings, size), partial(JointSystems, build_system)
-        )
+        super().__init__(settings, size, lambda: JointStateSpace(settings, size), partial(JointSystems, build_system))
 
 
 class JointStateSpace(nn.Module):

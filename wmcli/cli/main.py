@@ -35,6 +35,7 @@ from wmcli.cli import (
     presets,
     profile,
     runs,
+    settings,
     train_dynamics,
     train_tokenizer,
     verify,
@@ -75,6 +76,7 @@ ANSWERS: dict[str, Callable[..., None]] = {
     "verify": verify.verify,
     "clean": clean.clean,
     "envs": envs.envs,
+    "settings": settings.settings,
 }
 for panel, commands in {"Work": STAGES, "Answers": ANSWERS}.items():
     for name, command in commands.items():

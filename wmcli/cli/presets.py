@@ -111,6 +111,7 @@ def show(
     changed: Annotated[
         bool, typer.Option("--changed", help="Only what differs from its base, or from the defaults without one.")
     ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="And say what each setting is, with its unit.")] = False,
     parameters: Annotated[
         bool, typer.Option("--parameters", help="And count the parameters of each model and part.")
     ] = False,
@@ -122,9 +123,12 @@ def show(
     Examples:
         wm presets show quickstart --set backbone.layers=2 --parameters
         wm presets show drama-quick --changed
+        wm presets show rem --explain
+        wm presets show ./mine.toml --changed
     """
     from wmcli.config import preset_header
     from wmcli.settings import Settings, flatten, resolve
+    from wmcli.settings.describe import explained
 
     refuse_both_forms(as_json, form)
     resolved = resolve(name, settings or [])
@@ -138,14 +142,21 @@ def show(
     ]
     if parameters:
         counts = count_parameters(resolved)
+    rows: list[dict[str, Any]] = (
+        differing if changed else [{"setting": key, "value": each} for key, each in values.items()]
+    )
+    columns = ["setting", "value", "base"] if changed else ["setting", "value"]
+    if explain:
+        about = explained(resolved)
+        rows = [row | about.get(row["setting"], {}) for row in rows]
+        columns += ["unit", "description"]
     if as_json:
-        shown = {"changed": differing} if changed else {"settings": values}
+        shown = {"changed": rows} if changed else {"settings": values} | ({"explained": rows} if explain else {})
         emit_json({"name": name, **header} | shown | ({"parameters": counts} if parameters else {}))
         return
-    rows = differing if changed else [{"setting": key, "value": value} for key, value in values.items()]
     if parameters:
         rows += [{"setting": f"parameters.{part}", "value": number} for part, number in counts.items()]
-    answer(rows, ["setting", "value", "base"] if changed else ["setting", "value"], form)
+    answer(rows, columns, form)
 
 
 def count_parameters(settings: Any) -> dict[str, int]:
