@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from wmcli.nn import batch_norm
-from wmcli.nn.batch_norm import BatchNorm2d
+from wmcli.nn.layers import BatchNorm2d
 from wmcli.nn.residual_trunk import ResidualTrunk
 from wmcli.nn.strided_conv import Stack, StridedDecoder, StridedEncoder
 from wmcli.world_models.muzero import Dynamics
