@@ -32,6 +32,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
 from wmcli.kernels.dispatch import jit, on_triton, tl
 
 NOWHERE, ROOT = 0, 1

@@ -44,7 +44,7 @@ MAY = {
     "nn": {"kernels"},
     "kernels": set(),
     "training": {"artifacts", "kernels"},
-    "experience": set(),
+    "experience": {"artifacts", "envs"},
     "artifacts": set(),
     "envs": set(),
     "metrics": set(),

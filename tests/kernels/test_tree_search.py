@@ -9,6 +9,7 @@ import pytest
 import torch
 from gpus import DEVICE, compile_for_gpus
 from torch.testing import assert_close
+
 from wmcli.kernels import tree_search as module
 from wmcli.kernels.dispatch import using
 from wmcli.kernels.tree_search import Rule, backup, considered_visits, decision, plant, root_value, root_visits, select

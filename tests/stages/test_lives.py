@@ -25,9 +25,10 @@ from wmcli.controllers.agent import Agent
 from wmcli.controllers.base import episode_starts
 from wmcli.envs import Streams
 from wmcli.experience import Memory, Windows, WindowSampler, read_segment
+from wmcli.experience.load import SEGMENT
 from wmcli.stages import collect as stage
 from wmcli.stages.collect import collect, summary
-from wmcli.stages.context import SEGMENT, Context, open_context
+from wmcli.stages.context import Context, open_context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.imagine import imagine
 from wmcli.trainers.batches import gather

@@ -22,12 +22,13 @@ from wmcli.envs.memory_task import play
 from wmcli.envs.tasks import TASKS
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience import read_segment
+from wmcli.experience.load import HELD_OUT, SEGMENT
 from wmcli.metrics import memory as metrics
 from wmcli.settings import resolve
 from wmcli.stages import memory as stage
 from wmcli.stages.checks import check_rows
 from wmcli.stages.collect import collect
-from wmcli.stages.context import HELD_OUT, SEGMENT, Context, open_context
+from wmcli.stages.context import Context, open_context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.loop import run_loop
 from wmcli.stages.memory_table import table

@@ -16,9 +16,10 @@ from wmcli.artifacts import Artifact, Run
 from wmcli.assemble import load_controller
 from wmcli.errors import UsageError
 from wmcli.experience import read_segment
+from wmcli.experience.load import SEGMENT
 from wmcli.stages.aggregate import compare_priors
 from wmcli.stages.collect import collect
-from wmcli.stages.context import SEGMENT, Context, open_context
+from wmcli.stages.context import Context, open_context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine

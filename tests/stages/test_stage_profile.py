@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from tiny_run import opened
-from wmcli.kernels.dispatch import on_triton, using
 
 from wmcli.backbones import BACKBONES
 from wmcli.backbones.gru import GRU
@@ -23,6 +22,7 @@ from wmcli.backbones.retnet import RetNet, RetNetSettings
 from wmcli.backbones.transformer import TransformerSettings
 from wmcli.errors import ArtifactError, UsageError, WmError
 from wmcli.experience import Memory
+from wmcli.kernels.dispatch import on_triton, using
 from wmcli.progress import Bar, Progress
 from wmcli.settings import resolve
 from wmcli.stages import compare, profile_experience, profile_kernels

@@ -28,11 +28,12 @@ from wmcli.controllers.reinforce import ReinforceController
 from wmcli.envs.atari import PROTOCOLS
 from wmcli.errors import ArtifactError, EnvironmentFault, UsageError
 from wmcli.experience import read_segment
+from wmcli.experience.load import SEGMENT
 from wmcli.stages import collector as collector_module
 from wmcli.stages import dynamics as dynamics_stage
 from wmcli.stages.collect import collect
 from wmcli.stages.collector import Collector
-from wmcli.stages.context import SEGMENT, open_context
+from wmcli.stages.context import open_context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine

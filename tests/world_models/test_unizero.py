@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves, tree_map
 from watching import NoWaiting, Replayable
-from wmcli.kernels.dispatch import using
 
 from wmcli.backbones import build
 from wmcli.backbones.transformer import TransformerSettings
 from wmcli.errors import UsageError
+from wmcli.kernels.dispatch import using
 from wmcli.nn import value_bins
 from wmcli.nn.simnorm import divergence
 from wmcli.training.device import Machine

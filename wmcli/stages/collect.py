@@ -17,9 +17,10 @@ from wmcli.envs import Streams, Transition, follows_seed
 from wmcli.envs.vector import MOST_LIVES
 from wmcli.errors import ArtifactError, EnvironmentFault, Stopped, UsageError
 from wmcli.experience import Recorder, read_segment, write_segment
+from wmcli.experience.load import SEGMENT, lives_end_episodes
 from wmcli.experience.segment import lives_left, opens_game
 from wmcli.interrupt import stop_requests
-from wmcli.stages.context import SEGMENT, Context, check_same_environment, lives_end_episodes
+from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.recorded import collect_recorded, recorded_job
 from wmcli.stages.scripted import collect_scripted, scripted_job
 from wmcli.training.checkpoint import load_tensors, save_tensors

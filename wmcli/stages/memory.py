@@ -26,12 +26,13 @@ from wmcli.envs.rooms import TELEPORT, TeleportRooms
 from wmcli.envs.tasks import TASKS
 from wmcli.errors import UsageError
 from wmcli.experience import read_segment
+from wmcli.experience.load import HELD_OUT
 from wmcli.metrics import memory as metrics
 from wmcli.report.files import check_target
 from wmcli.report.images import side_by_side, strip, write_gif, write_png
 from wmcli.settings import Measure, Settings
 from wmcli.stages.checks import check_held_back
-from wmcli.stages.context import HELD_OUT, Context, check_same_environment, open_context
+from wmcli.stages.context import Context, check_same_environment, open_context
 from wmcli.stages.memory_table import told, write_curves
 from wmcli.stages.probe import probe
 from wmcli.stages.scripted import task_of

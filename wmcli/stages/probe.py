@@ -23,9 +23,10 @@ from wmcli.artifacts import Artifact, Work
 from wmcli.envs.mazes import Labels, Maze
 from wmcli.envs.memory_task import Task
 from wmcli.experience import read_segment
+from wmcli.experience.load import SEGMENT
 from wmcli.metrics import memory as metrics
 from wmcli.nn.mlp import mlp
-from wmcli.stages.context import SEGMENT, Context
+from wmcli.stages.context import Context
 from wmcli.training.optim import build_optimizer
 from wmcli.world_models.latent import LatentWorldModel
 

@@ -257,7 +257,7 @@ def _retention(settings: Settings, make: RandomOperands, shape: Shape, block: in
         f"B {batch} H {retnet.heads} T {time} K {k} V {k}",
         (q_, k_, v_, torch.tensor(head_decays(retnet, block), device=make.device).log()),
         (0, 0, 0, None),
-        lambda *operands: linear_recurrence(*operands, chunk=retnet.chunk_size)[0],
+        lambda q, k, v, log_decay: linear_recurrence(q, k, v, log_decay, chunk=retnet.chunk_size)[0],
         lambda *operands: linear_recurrence_reference(*operands)[0],
     )
 
@@ -274,7 +274,7 @@ def state_space_duality(settings: Settings, make: RandomOperands, shape: Shape) 
         f"B {batch} H {heads} T {time} K {mamba2.state_size} V {mamba2.head_width}",
         (c, b, (dt[..., None] * x).to(x.dtype), -dt * make.log_uniform(DECAY_RATES, heads, 1)),
         (0, 0, 0, 0),
-        lambda *operands: linear_recurrence(*operands, chunk=mamba2.chunk_size)[0],
+        lambda q, k, v, log_decay: linear_recurrence(q, k, v, log_decay, chunk=mamba2.chunk_size)[0],
         lambda *operands: linear_recurrence_reference(*operands)[0],
     )
 
@@ -383,12 +383,12 @@ def _lambda_returns(controller: Any, make: RandomOperands) -> Case:
     batch, steps = controller.batch, controller.imagination_horizon + 1
     reward, value = (make.normal(batch, steps).float() for _ in range(2))
     terminated = torch.rand(batch, steps, device=make.device) < 0.05
-    constants = controller.discount, controller.trace_decay
+    discount, trace_decay = controller.discount, controller.trace_decay
     return Case(
         "lambda-returns",
         f"B {batch} n {steps}",
         (reward, value, terminated),
         (0, 0, 0),
-        lambda *operands: lambda_returns(*operands, *constants),
-        lambda *operands: lambda_returns_reference(*operands, *constants),
+        lambda reward, value, ended: lambda_returns(reward, value, ended, discount, trace_decay),
+        lambda reward, value, ended: lambda_returns_reference(reward, value, ended, discount, trace_decay),
     )

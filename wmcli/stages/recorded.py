@@ -27,7 +27,8 @@ from wmcli.envs.memory_task import Played
 from wmcli.envs.walking import NOOP
 from wmcli.errors import UsageError
 from wmcli.experience import segment_about
-from wmcli.stages.context import HELD_OUT, SEGMENT, Context, check_same_environment
+from wmcli.experience.load import HELD_OUT, SEGMENT
+from wmcli.stages.context import Context, check_same_environment
 from wmcli.stages.scripted import publish_episodes, task_of, write_episodes
 
 HELD_BACK = ("eval", "test")  # folders that test trajectories may lie in
