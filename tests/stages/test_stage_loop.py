@@ -14,17 +14,17 @@ from wmcli.artifacts import Artifact, Run, check
 from wmcli.errors import DivergedError, Stopped, UsageError
 from wmcli.progress import Bar
 from wmcli.stages import collect as collect_stage
-from wmcli.stages import dynamics as dynamics_stage
 from wmcli.stages import evaluate as evaluate_stage
-from wmcli.stages import imagine as imagine_stage
 from wmcli.stages import loop as module
-from wmcli.stages import tokenizer as tokenizer_stage
 from wmcli.stages.collect import collect
 from wmcli.stages.context import Context, open_context
 from wmcli.stages.imagine import imagine
 from wmcli.stages.loop import run_loop
 from wmcli.stages.play import play
 from wmcli.stages.tokenizer import train_tokenizer
+from wmcli.trainers import dynamics as dynamics_trainer
+from wmcli.trainers import imagination as imagination_trainer
+from wmcli.trainers import tokenizer as tokenizer_trainer
 
 LOOP = [  # everything starts in an epoch of its own
     "collect.steps=12",
@@ -230,9 +230,9 @@ def test_killed_every_few_checkpoints_it_ends_in_the_same_weights(
     [
         (collect_stage.Streams, "step", 2, 1, []),
         (collect_stage.Streams, "step", 4, 1, []),  # the last of its stage: it must not go over into the next one
-        (tokenizer_stage, "update", 2, 1, ["experience"]),
-        (dynamics_stage, "update", 1, 2, ["experience", "tokenizer"]),
-        (imagine_stage, "update", 1, 3, ["experience", "tokenizer", "dynamics"]),  # the only one
+        (tokenizer_trainer, "update", 2, 1, ["experience"]),
+        (dynamics_trainer, "update", 1, 2, ["experience", "tokenizer"]),
+        (imagination_trainer, "update", 1, 3, ["experience", "tokenizer", "dynamics"]),  # the only one
     ],
 )
 def test_asked_to_stop_it_stops_in_that_stage_and_goes_on(

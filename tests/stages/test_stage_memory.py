@@ -29,10 +29,11 @@ from wmcli.stages import memory as stage
 from wmcli.stages.checks import check_rows
 from wmcli.stages.collect import collect
 from wmcli.stages.context import Context, open_context
-from wmcli.stages.dynamics import train_dynamics, update_dynamics
+from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.loop import run_loop
 from wmcli.stages.memory_table import table
 from wmcli.trainers.best_weights import BestWeights
+from wmcli.trainers.dynamics import update_world_model
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_tensors
 
 SMALL = [
@@ -202,11 +203,11 @@ def test_killed_at_every_checkpoint_it_has_the_same_weights(
 def test_the_optimizer_has_the_eps_of_the_settings(tmp_path: Path, monkeypatch, overrides: list, eps: float) -> None:
     found: list[float] = []
 
-    def update(machine, world_model, optimizer, *rest):
+    def update(machine, world_model, optimizer, *rest, **how):
         found.extend(group["eps"] for group in optimizer.param_groups)
-        return update_dynamics(machine, world_model, optimizer, *rest)
+        return update_world_model(machine, world_model, optimizer, *rest, **how)
 
-    monkeypatch.setattr("wmcli.stages.dynamics.update_dynamics", update)
+    monkeypatch.setattr("wmcli.trainers.dynamics.update_world_model", update)
     train_dynamics(opened(begun(tmp_path / "run", *overrides, "dynamics.updates=1")))
     assert len(found) > 1 and set(found) == {eps}
 

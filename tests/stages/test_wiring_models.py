@@ -324,7 +324,7 @@ def test_what_a_process_keeps_makes_no_difference(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Experience and latents stay in memory: grown by what was collected, anew when what encodes them has changed."""
-    monkeypatch.setattr("wmcli.stages.latents.ENCODE_BATCH", 20)
+    monkeypatch.setattr("wmcli.trainers.batches.ENCODE_BATCH", 20)
     run = make(name, trained=True)
     other = copied(run, tmp_path / "other")
     stages = {kind: stage for kind, stage in STAGES.items() if kind != "tokenizer" or name == "rem"}

@@ -39,6 +39,7 @@ from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
 from wmcli.stages.loop import run_loop
 from wmcli.stages.play import play
+from wmcli.trainers import dynamics as dynamics_trainer
 from wmcli.training.checkpoint import TRAINING as TRAINED
 from wmcli.training.checkpoint import WEIGHTS, load_tensors, module_tensors, read_part
 from wmcli.training.device import Machine
@@ -408,12 +409,14 @@ def test_reanalysis_finds_what_playing_these_frames_would_and_dynamics_learn_it(
     np.testing.assert_allclose(targets["value"], value, rtol=1e-5)
 
     drawn, learned = [], []
-    gather, update = dynamics_stage.gather, dynamics_stage.update_dynamics
+    gather, update = dynamics_trainer.gather, dynamics_trainer.update_world_model
     monkeypatch.setattr(
-        dynamics_stage, "gather", lambda *given, **named: drawn.append(given[2]) or gather(*given, **named)
+        dynamics_trainer, "gather", lambda *given, **named: drawn.append(given[2]) or gather(*given, **named)
     )
     monkeypatch.setattr(
-        dynamics_stage, "update_dynamics", lambda *given: learned.append(given[3].targets) or update(*given)
+        dynamics_trainer,
+        "update_world_model",
+        lambda *given, **named: learned.append(given[3].targets) or update(*given, **named),
     )
     train_dynamics(opened(planner, "dynamics.updates=3", more=True))
     assert len(learned) == len(drawn) == 3

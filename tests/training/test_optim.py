@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wmcli.nn.decay import parameter_groups
 from wmcli.tokenizers.vq import TokenizerSettings
 from wmcli.training.checkpoint import load_optimizer, load_tensors, optimizer_tensors, save_tensors
 from wmcli.training.optim import LaProp, Schedule, build_optimizer, optimizer_for, update
+from wmcli.world_models.base import parameter_groups
 from wmcli.world_models.latent import LatentWorldModelSettings
 from wmcli.world_models.muzero import MuZeroSettings
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from wmcli.nn.float32_linear import at_least_float32
+from wmcli.nn.layers import at_least_float32
 
 EPS = 1e-6  # added to every probability before logarithms are taken
 

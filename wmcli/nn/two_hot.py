@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wmcli.nn.float32_linear import at_least_float32
+from wmcli.nn.layers import at_least_float32
 
 BINS = 255  # an odd number, so that 0 is a bin
 REACH = 20.0  # of the outermost bins, in symlog space

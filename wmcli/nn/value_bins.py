@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wmcli.nn.float32_linear import at_least_float32
+from wmcli.nn.layers import at_least_float32
 
 EPS = 1e-3  # slope of h far out, which makes it invertible
 

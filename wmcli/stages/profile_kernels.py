@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wmcli.backbones.mamba1 import STEP_SIZES, Mamba1Settings
+from wmcli.backbones.mamba1 import Mamba1Settings
 from wmcli.backbones.mamba2 import DECAY_RATES, Mamba2Settings
+from wmcli.backbones.residual import STEP_SIZES
 from wmcli.backbones.retnet import RetNetSettings, head_decays
 from wmcli.backbones.s4 import S4Settings, hippo_legs
 from wmcli.backbones.transformer import TransformerSettings

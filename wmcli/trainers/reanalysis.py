@@ -15,12 +15,11 @@ from torch import Tensor
 from wmcli.controllers.base import Controller, episode_starts
 from wmcli.experience import Memory, SearchTargets
 from wmcli.experience.sampler import WindowTable
-from wmcli.nn.masked import masked_mean
 from wmcli.trainers.batches import gather
 from wmcli.training.checkpoint import TrainState
 from wmcli.training.device import Machine
 from wmcli.training.loop import Trainer
-from wmcli.world_models.base import WorldModel
+from wmcli.world_models.base import WorldModel, masked_mean
 
 
 class ReanalysisTrainer(Trainer):

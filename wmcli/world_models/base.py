@@ -253,9 +253,9 @@ class WorldModel(nn.Module, ABC):
         """
         raise NotImplementedError
 
-    @abstractmethod
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Every parameter that learns once, in groups for `torch.optim`, each with its `weight_decay`."""
+        """Return every parameter that learns, in groups for `torch.optim`, each with its `weight_decay`."""
+        return parameter_groups(self, self.settings.weight_decay)
 
     def after_update(self) -> None:  # noqa: B027 (most models have nothing to do)
         """Called after each step of the optimizer, for what follows the weights, such as a slow copy of them."""
@@ -362,3 +362,24 @@ class PlanningWorldModel(WorldModel):
     @abstractmethod
     def predict(self, state: State) -> Prediction:
         """Policy and value of the current frame."""
+
+
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Split the parameters of a module into two groups for `torch.optim`: decayed by `weight_decay`, and not decayed.
+
+    Decay applies to matrices and whatever has more axes. It spares vectors and scalars, such as biases and norms, the
+    tables of `nn.Embedding`, and parameters marked with `_no_weight_decay = True`. Within a group the parameters have
+    the order of `module.parameters()`.
+    """
+    tables = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for parameter in module.parameters():
+        spared = parameter.ndim < 2 or id(parameter) in tables or getattr(parameter, "_no_weight_decay", False)
+        (plain if spared else decayed).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of `values` where `mask`, which has the same shape; 0 where it is nowhere True."""
+    return (values * mask).sum() / mask.sum().clamp(min=1)

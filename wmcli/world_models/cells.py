@@ -22,9 +22,7 @@ from torch.nn import functional as F
 from wmcli.backbones.base import Backbone
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample, uniform
-from wmcli.nn.decay import parameter_groups
-from wmcli.nn.masked import masked_mean
-from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel
+from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel, masked_mean
 from wmcli.world_models.recent import Recent, with_frame
 
 SIDE = 5  # cells in a row or column
@@ -144,10 +142,6 @@ class CellsWorldModel(WorldModel):
     @property
     def remembers(self) -> int:
         return self.context - 1
-
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """Weight decay on matrices; none on biases, norms, the embedding table and what a backbone exempts."""
-        return parameter_groups(self, self.settings.weight_decay)
 
     # -- frames and cells ---------------------------------------------------------------------------------------------
 

@@ -35,14 +35,11 @@ from torch.nn import functional as F
 from wmcli.backbones.base import Backbone, flat_state, state_tensors, with_tensors
 from wmcli.errors import UsageError
 from wmcli.nn import two_hot
-from wmcli.nn.categorical import uniform
-from wmcli.nn.decay import parameter_groups
+from wmcli.nn.categorical import draw_one_hot, entropy, kl_divergence, one_hot, straight_through, uniform
 from wmcli.nn.initialize import initialize
-from wmcli.nn.masked import masked_mean
 from wmcli.nn.mlp import Activation, Norm, mlp, norm
-from wmcli.nn.one_hot import draw_one_hot, entropy, kl_divergence, one_hot, straight_through
 from wmcli.tokenizers.categorical import CategoricalTokenizer
-from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel
+from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel, masked_mean
 
 
 class LatentWorldModelSettings(DynamicsSettings):
@@ -330,10 +327,6 @@ class LatentWorldModel(WorldModel):
         )
         initialize(head, s.initialization)
         return head
-
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """Weight decay on matrices; none on biases, norms, and what a backbone exempts."""
-        return parameter_groups(self, self.settings.weight_decay)
 
     def check_reads(self, frames: int) -> None:
         """Check that so many frames in a row can be read.

@@ -24,13 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wmcli.nn import value_bins
-from wmcli.nn.batch_norm import BatchNorm2d
-from wmcli.nn.flatten import Flatten
-from wmcli.nn.float32_linear import Float32Linear
-from wmcli.nn.masked import masked_mean
-from wmcli.nn.one_hot import one_hot
+from wmcli.nn.categorical import one_hot
+from wmcli.nn.layers import BatchNorm2d, Flatten, Float32Linear
 from wmcli.nn.residual_trunk import ResidualBlock, ResidualTrunk, conv, side
-from wmcli.world_models.base import Batch, Imagined, Parts, Prediction
+from wmcli.world_models.base import Batch, Imagined, Parts, Prediction, masked_mean
 from wmcli.world_models.planners import BootstrappedWorldModel, Channels, PlanningSettings, Size, part_of, policy_terms
 
 LUMINANCE = (299, 587, 114)  # of red, green and blue, in thousandths (ITU-R BT.601)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wmcli.backbones.base import map_state
-from wmcli.nn.float32_linear import at_least_float32
+from wmcli.nn.layers import at_least_float32
 from wmcli.world_models.base import Batch, DynamicsSettings, PlanningWorldModel
 
 Size = Annotated[int, Field(ge=1)]

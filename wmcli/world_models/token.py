@@ -27,9 +27,7 @@ from torch.nn import functional as F
 from wmcli.backbones.base import Backbone, BackboneSettings
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample, uniform
-from wmcli.nn.decay import parameter_groups
-from wmcli.nn.masked import masked_mean
-from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel
+from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel, masked_mean
 from wmcli.world_models.recent import Recent, with_frame
 
 
@@ -219,10 +217,6 @@ class TokenWorldModel(WorldModel):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
-
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """Weight decay on matrices; none on biases, norms and any embedding table."""
-        return parameter_groups(self, self.settings.weight_decay)
 
     # -- tokens in ----------------------------------------------------------------------------------------------------
 

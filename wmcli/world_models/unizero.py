@@ -25,13 +25,10 @@ from torch.nn import functional as F
 from wmcli.backbones.base import Backbone, cache_dtype, state_tensors, with_tensors
 from wmcli.errors import UsageError
 from wmcli.nn import value_bins
-from wmcli.nn.flatten import Flatten
-from wmcli.nn.float32_linear import Float32Linear, at_least_float32
-from wmcli.nn.masked import masked_mean
+from wmcli.nn.layers import Flatten, Float32Linear, at_least_float32, scaled
 from wmcli.nn.residual_trunk import Activation, ResidualTrunk, side
 from wmcli.nn.simnorm import divergence, simnorm
-from wmcli.tokenizers.categorical import scaled
-from wmcli.world_models.base import Batch, Imagined, Parts, Prediction
+from wmcli.world_models.base import Batch, Imagined, Parts, Prediction, masked_mean
 from wmcli.world_models.planners import BootstrappedWorldModel, Channels, PlanningSettings, part_of, policy_terms
 
 INIT_STD = 0.02
