@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
 from wmcli.kernels.dispatch import INTERPRETED, jit, on_triton, tl
 
 LOG2E = math.log2(math.e)

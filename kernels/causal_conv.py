@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
 from wmcli.kernels.dispatch import jit, on_triton, tl, triton
 
 ROWS, CHANNELS = 32, 64  # of a Triton program's tile

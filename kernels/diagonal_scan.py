@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
 from wmcli.kernels.dispatch import jit, on_triton, tl, triton
 from wmcli.kernels.s4 import _numbers, _powers
 
@@ -178,7 +179,7 @@ def _launch(kernel: Any, b: Tensor, *operands: Tensor | None) -> None:
 @jit
 def _read(operand, place, first, count, stride, mask, CHUNK: tl.constexpr):
     """Numbers of the elements first ... first + CHUNK - 1 at `place`, 0 outside of 0 ... count - 1."""
-    values = ()
+    values = ()  # type: tuple[Any, ...]
     for i in tl.static_range(CHUNK):
         t = first + i
         inside = tl.where((t >= 0) & (t < count), mask, False)
@@ -189,7 +190,7 @@ def _read(operand, place, first, count, stride, mask, CHUNK: tl.constexpr):
 @jit
 def _read_flags(reset, first, count, CHUNK: tl.constexpr):
     """The same of one flag an element, 0 where there are none."""
-    values = ()
+    values = ()  # type: tuple[Any, ...]
     for i in tl.static_range(CHUNK):
         if reset is None:
             values = values + (0,)

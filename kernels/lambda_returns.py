@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
 from wmcli.kernels.dispatch import jit, on_triton, tl
 
 Bootstrap = Literal["next", "own"]

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
 from wmcli.kernels.dispatch import INTERPRETED, jit, on_triton, tl, triton
 
 NUMBERS = 1 << 19  # of a state that one step updates and reads before the next ones, while the CPU has them in cache
@@ -124,10 +125,11 @@ def linear_recurrence_fork(
     leave no trace. Returns y (B, H, N, C, V) in the dtype of v, and the state after the last block.
     """
     if on_triton(q, k, v, log_decay):
-        shape = q.shape[2:4]
+        blocks, size = q.shape[2:4]
         decay = log_decay if log_decay.dim() == 1 else log_decay.flatten(2)
-        y, state = _recurrence(*(x.flatten(2, 3) for x in (q, k, v)), decay, state, None, shape[1], block)
-        return y.unflatten(2, shape), state
+        q, k, v = (x.flatten(2, 3) for x in (q, k, v))
+        y, state = _recurrence(q, k, v, decay, state, None, size, block)
+        return y.unflatten(2, (blocks, size)), state
     return _blocks(q, k, v, log_decay, block, state, None)
 
 

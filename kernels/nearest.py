@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
 from wmcli.kernels.dispatch import jit, on_triton, tl
 
 CACHED = 2**17  # distances at once on a CPU: half a megabyte, so that they stay in a core's cache

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
 from wmcli.kernels.dispatch import jit, on_triton, tl, triton
 
 CHUNK = 64  # elements: inside a chunk the cost grows with its length, between chunks it falls
@@ -510,9 +511,9 @@ class Segments:
         self.neighbors = (_neighbors(own.view(1, -1), self.near, -1) == own.view(-1)).to(dtype)  # (1, near, R C)
         self.borders = []
         for size, length in self.levels:
-            parts = padded.view(-1, size // length, length)
-            end = parts[:, :-1, -1:]
-            passes = _windows(padded.view(-1, size), length) == end, parts[:, 1:] == end
+            cut = padded.view(-1, size // length, length)
+            end = cut[:, :-1, -1:]
+            passes = _windows(padded.view(-1, size), length) == end, cut[:, 1:] == end
             self.borders.append([each.to(dtype) for each in passes])
 
     @cached_property
@@ -615,7 +616,7 @@ class Systems:
 
     def __init__(
         self,
-        build: Callable[..., tuple[System, Tensor]],
+        build: Callable[..., tuple[Any, ...]],
         parameters: Sequence[Sequence[Tensor]],
         length: int,
         *,
@@ -761,7 +762,7 @@ def _by_layer(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _from_parameters(
-    build: Callable[..., tuple[System, Tensor]], function: Callable[..., tuple[Tensor, ...]], *groups: Tensor
+    build: Callable[..., tuple[Any, ...]], function: Callable[..., tuple[Tensor, ...]], *groups: Tensor
 ) -> tuple[Tensor, ...]:
     """In the backward pass as well: whatever autocast is then, it is off."""
     with torch.autocast(groups[0].device.type, enabled=False):
@@ -780,7 +781,7 @@ def _step(system: System, c_tilde: Tensor, length: int) -> tuple[Tensor, ...]:
 def _chunk(system: System, c_tilde: Tensor, length: int, size: int, reach: int, rest: int) -> tuple[Tensor, ...]:
     discrete = discretize(_double(system))
     chunk = chunk_operators(discrete, output(discrete, c_tilde, length), system.dt.dtype, size, reach, rest)
-    return chunk if rest else chunk[:-1]
+    return tuple(part for part in chunk if part is not None)
 
 
 def _shorter(chunk: Chunk, size: int) -> Chunk:

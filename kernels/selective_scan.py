@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
 from wmcli.kernels.dispatch import jit, on_triton, tl, triton
 
 CHUNK = 16  # elements between two states that the form in torch keeps
@@ -266,7 +267,7 @@ def _unroll(
 @jit
 def _read(operand, row, stride, lane, mask, count, CHUNK: tl.constexpr):
     """A vector of each of the next CHUNK rows, zeros from the `count`-th on: all are under way before one is used."""
-    values = ()
+    values = ()  # type: tuple[Any, ...]
     for i in tl.static_range(CHUNK):
         inside = tl.where(i < count, mask, False)  # `&` with a scalar: not in Triton 3.9's interpreter
         values = values + (tl.load(operand + (row + i) * stride + lane, mask=inside, other=0.0).to(tl.float32),)
@@ -276,7 +277,7 @@ def _read(operand, row, stride, lane, mask, count, CHUNK: tl.constexpr):
 @jit
 def _read_flags(operand, row, count, CHUNK: tl.constexpr):
     """The same of one flag per row, False where there are none."""
-    values = ()
+    values = ()  # type: tuple[Any, ...]
     for i in tl.static_range(CHUNK):
         if operand is None:
             values = values + (0,)
@@ -426,7 +427,7 @@ def _backward(
         c_ = _read(c, row, c_row, unit, narrow, count, CHUNK)
         g_y = _read(grad_y, row, channels, channel, inside, count, CHUNK)
         reset_ = _read_flags(reset, row, count, CHUNK)
-        before = ()
+        before = ()  # type: tuple[Any, ...]
         for i in tl.static_range(CHUNK):
             before = before + (h,)
             h = _decay(dt_[i], rate, reset_[i]) * h + (dt_[i] * x_[i])[:, None] * b_[i][None, :]
@@ -529,7 +530,8 @@ class _TritonScan(torch.autograd.Function):
         operands = [_rows(x), _rows(dt), a.contiguous(), _rows(b), _rows(c)]
         start = None if state is None else state.contiguous()
         reset = None if reset is None else reset.contiguous()
-        y, kept = torch.empty_like(x, memory_format=torch.contiguous_format), []
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        kept: list[Tensor] = []
         for launch in _launches(x, block):
             states = a.new_empty(launch.sequences, launch.blocks * launch.pieces, *a.shape, dtype=torch.float32)
             launch.run(_forward, operands, [kept[0] if kept else start, reset, y, states])

@@ -17,9 +17,9 @@ from collections import Counter
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from wmcli.kernels.attention import reference
 
 from wmcli.backbones import build, transformer
+from wmcli.kernels.attention import reference
 from wmcli.settings import resolve
 
 D, H, LAYERS, HORIZON = 768, 8, 2, 10

@@ -20,6 +20,7 @@ MAY = {
     "stages": {
         "assemble",
         "settings",
+        "trainers",
         "controllers",
         "world_models",
         "tokenizers",
@@ -34,7 +35,7 @@ MAY = {
         "report",
     },
     "dream": {
-        "stages",
+        "trainers",
         "assemble",
         "controllers",
         "world_models",
@@ -43,6 +44,7 @@ MAY = {
         "experience",
         "artifacts",
     },
+    "trainers": {"controllers", "world_models", "tokenizers", "backbones", "nn", "training", "experience"},
     "assemble": {"settings", "controllers", "world_models", "tokenizers", "backbones", "training", "artifacts"},
     "settings": {"controllers", "world_models", "tokenizers", "backbones", "nn", "training", "envs"},
     "controllers": {"world_models", "nn", "kernels"},

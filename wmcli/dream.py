@@ -32,7 +32,7 @@ from wmcli.experience import Memory
 from wmcli.experience.load import load_experience
 from wmcli.experience.sampler import WindowTable
 from wmcli.nn.categorical import uniform
-from wmcli.stages.latents import gather
+from wmcli.trainers.batches import gather
 from wmcli.training.device import Machine
 from wmcli.training.settings import TrainingSettings
 from wmcli.world_models.base import Imagined, State, WorldModel
@@ -78,7 +78,7 @@ class Dreams:
         self.kind = world_model.settings.kind
         self.horizon = _horizon(world_model, horizon)
         self.size = memory.frames.shape[1]
-        if getattr(world_model.settings, "reward", "") == "none":
+        if not world_model.learns_rewards:
             raise UsageError(
                 "this dynamics model has learned no rewards (dynamics.reward = none), so there is nothing to gain in"
                 " it; train one with another dynamics.reward."
@@ -87,9 +87,8 @@ class Dreams:
             self.check_decodes("observation = 'pixels'")
         runs, order = memory.runs(world_model.across_ends)
         context = world_model.context
-        # A model over tokens has learned nothing of fewer frames; others take a shorter context as it comes.
-        whole = world_model.across_ends or world_model.settings.encoder in ("tokenizer", "rules")
-        self._starts = WindowTable(runs, order, length=context, minimum=context if whole else 1, pad="left")
+        minimum = context if world_model.across_ends else min(world_model.min_context, context)
+        self._starts = WindowTable(runs, order, length=context, minimum=minimum, pad="left")
         self._state: State = None
         self.ages = np.zeros(num_envs, np.int64)
         """(E,) imagined steps of the running episodes."""
@@ -390,7 +389,7 @@ def _horizon(world_model: WorldModel, wanted: int | None) -> int:
     if wanted is not None and limited and wanted > most:
         raise UsageError(
             f"horizon = {wanted}: this backbone has learned {longest} frames (dynamics.sequence_length), of which"
-            f" {settings.context} are real; use horizon={most} or less, or train with a longer dynamics.sequence_length."
+            f" {settings.context} are real; use horizon={most} or less, or train with a longer sequence."
         )
     return wanted or most
 

@@ -15,13 +15,13 @@ from test_backbones import TINY, B, D, L, N, Q, T, close, inputs, steps, tiny
 from torch import nn
 from torch.testing import assert_close
 from watching import Replayable
-from wmcli.kernels import attention as kernel
-from wmcli.kernels.dispatch import using
 
 from wmcli.backbones import SECTIONS, Size, build, map_state
 from wmcli.backbones.transformer import Transformer, TransformerSettings
 from wmcli.backbones.transformer_xl import TransformerXLSettings
 from wmcli.errors import UsageError
+from wmcli.kernels import attention as kernel
+from wmcli.kernels.dispatch import using
 from wmcli.nn import attention_prior
 
 NUMBERS = {"mean": 2.3, "deviation": 1.7, "span": 3.4, "window": 3}

@@ -10,13 +10,13 @@ import math
 import pytest
 import torch
 from torch.testing import assert_close
-from wmcli.kernels import s4 as kernels
-from wmcli.kernels.dispatch import using
 
 from wmcli.backbones import Size, build
 from wmcli.backbones.s4 import hippo_legs, legs_input
 from wmcli.backbones.s4d import S4D, DiagonalSystems, S4DSettings, build_system
 from wmcli.errors import UsageError
+from wmcli.kernels import s4 as kernels
+from wmcli.kernels.dispatch import using
 
 METHODS = ("zoh", "bilinear")
 

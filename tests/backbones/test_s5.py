@@ -11,12 +11,12 @@ import pytest
 import torch
 from draws import assert_deviation
 from torch.testing import assert_close
-from wmcli.kernels.s4 import Resets
 
 from wmcli.backbones import Size, build
 from wmcli.backbones.s4 import hippo_legs
 from wmcli.backbones.s5 import S5, JointStateSpace, JointSystems, S5Settings, build_system
 from wmcli.errors import UsageError
+from wmcli.kernels.s4 import Resets
 
 
 def small(length: int = 30, **settings) -> S5:

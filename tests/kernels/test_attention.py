@@ -10,6 +10,7 @@ import torch
 from gpus import DEVICE, compile_for_gpus
 from torch.nn import functional as F
 from torch.testing import assert_close
+
 from wmcli.kernels import attention as module
 from wmcli.kernels.attention import attention, masked_attention, reference
 from wmcli.kernels.dispatch import using

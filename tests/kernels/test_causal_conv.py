@@ -10,6 +10,7 @@ import torch
 from gpus import DEVICE, compile_for_gpus
 from torch.nn import functional as F
 from torch.testing import assert_close
+
 from wmcli.kernels import causal_conv as module
 from wmcli.kernels.causal_conv import causal_conv, causal_conv_fork, causal_conv_step, reference
 from wmcli.kernels.dispatch import using

@@ -12,6 +12,7 @@ import pytest
 import torch
 from gpus import DEVICE, compile_for_gpus
 from torch.testing import assert_close
+
 from wmcli.kernels import diagonal_scan as module
 from wmcli.kernels.diagonal_scan import diagonal_scan, diagonal_scan_step, reference, vandermonde
 from wmcli.kernels.dispatch import using

@@ -6,6 +6,7 @@ import pytest
 import torch
 from gpus import DEVICE, compile_for_gpus
 from torch.testing import assert_close
+
 from wmcli.kernels import lambda_returns as module
 from wmcli.kernels.dispatch import using
 from wmcli.kernels.lambda_returns import lambda_returns, reference

@@ -10,6 +10,7 @@ import torch
 from gpus import DEVICE, compile_for_gpus
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
+
 from wmcli.kernels import nearest as module
 from wmcli.kernels.dispatch import using
 from wmcli.kernels.nearest import nearest, reference

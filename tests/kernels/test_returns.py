@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from wmcli.kernels.lambda_returns import lambda_returns
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from gpus import DEVICE, compile_for_gpus
 from torch.testing import assert_close
+
+from wmcli.backbones.s4 import hippo_legs
 from wmcli.kernels import s4
 from wmcli.kernels.dispatch import using
 from wmcli.kernels.s4 import Resets, System, Systems, convolve, discretize, kernel, output_numbers, reference
-
-from wmcli.backbones.s4 import hippo_legs
 
 DT = (1e-3, 1e-2, 1e-1)
 

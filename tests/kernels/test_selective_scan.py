@@ -11,6 +11,7 @@ import pytest
 import torch
 from gpus import DEVICE, compile_for_gpus
 from torch.testing import assert_close
+
 from wmcli.kernels import selective_scan as module
 from wmcli.kernels.dispatch import using
 from wmcli.kernels.selective_scan import (

@@ -9,7 +9,14 @@ import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from wmcli.nn.one_hot import draw_one_hot, entropy, kl_divergence, mixed_log_probabilities, one_hot, straight_through
+from wmcli.nn.categorical import (
+    draw_one_hot,
+    entropy,
+    kl_divergence,
+    mixed_log_probabilities,
+    one_hot,
+    straight_through,
+)
 
 
 @pytest.fixture(autouse=True)

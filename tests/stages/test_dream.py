@@ -19,7 +19,7 @@ from wmcli.assemble import build_controller, settings_of
 from wmcli.controllers.base import Learner, Noise
 from wmcli.dream import DreamEnv, DreamVectorEnv
 from wmcli.errors import ArtifactError, UsageError, WmError
-from wmcli.stages.latents import gather
+from wmcli.trainers.batches import gather
 
 KINDS = {"rem": 16, "drama": 16, "s4wm": 32, "cells": 40, "unizero": 0, "muzero": 0}
 """Each kind of system, and the pixels of a frame's side; 0 where it decodes no frames."""

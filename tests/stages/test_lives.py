@@ -31,7 +31,7 @@ from wmcli.stages.collect import collect, summary
 from wmcli.stages.context import Context, open_context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.imagine import imagine
-from wmcli.stages.latents import gather
+from wmcli.trainers.batches import gather
 from wmcli.training.device import Machine, derived_seed
 from wmcli.world_models.base import Batch
 from wmcli.world_models.latent import LatentWorldModel

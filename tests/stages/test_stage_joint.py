@@ -33,9 +33,8 @@ from wmcli.stages.pictures import Dream
 from wmcli.stages.play import play
 from wmcli.stages.profile import profile
 from wmcli.stages.tokenizer import train_tokenizer
-from wmcli.training.checkpoint import TRAINING, load_tensors
+from wmcli.training.checkpoint import TRAINING, load_tensors, read_part
 from wmcli.training.device import Machine
-from wmcli.training.loop import read_part
 
 CPU = Machine(torch.device("cpu"), "float32", 1)
 TINY = [

@@ -12,10 +12,11 @@ from tiny_run import latest, opened
 from wmcli.artifacts import Run
 from wmcli.assemble import load_world_model
 from wmcli.experience import Windows
-from wmcli.stages import latents as module
 from wmcli.stages.collect import collect
 from wmcli.stages.context import Context
-from wmcli.stages.latents import gather, latents_of
+from wmcli.stages.train import latents_of
+from wmcli.trainers import batches
+from wmcli.trainers.batches import gather
 from wmcli.training.device import Machine
 
 CPU = Machine(torch.device("cpu"), "float32", 1)
@@ -38,7 +39,7 @@ class Counting:
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ENCODE_BATCH", 20)
+    monkeypatch.setattr(batches, "ENCODE_BATCH", 20)
 
 
 @pytest.fixture
@@ -72,10 +73,10 @@ def test_kept_tokens_are_those_of_each_frame(longer: Path) -> None:
 def test_what_was_added_is_encoded_as_if_from_the_beginning(longer: Path) -> None:
     """The bits of a frame may depend on the batch that it is encoded in, so the batches must be the same."""
     growing, model = opened(longer), Counting()
-    for version, batches in [(1, [20] * 4 + [10]), (2, [20, 2]), (3, [8])]:
+    for version, sizes in [(1, [20] * 4 + [10]), (2, [20, 2]), (3, [8])]:
         model.encoded.clear()
         tokens = encoded(growing, version, model)
-        assert model.encoded == batches
+        assert model.encoded == sizes
         assert torch.equal(tokens, encoded(opened(longer), version, Counting()))
     model.encoded.clear()
     assert torch.equal(encoded(growing, 3, model), tokens)

@@ -313,7 +313,10 @@ def test_every_frame_follows_from_the_one_before_and_its_action(newest_episodes:
 
         def observe(self, latent, action, reset):
             assert reset[:, 0].all() and not reset[:, 1:].any()
-            return None, latent[:, -1]
+            return latent, latent[:, -1]
+
+        def features(self, state):
+            return state
 
         def imagine(self, state, action):
             step = state * 10 + action[:, None]

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from tiny_run import opened
-from wmcli.kernels.dispatch import on_triton, using
 
 from wmcli.backbones import BACKBONES
 from wmcli.backbones.gru import GRU
@@ -23,6 +22,7 @@ from wmcli.backbones.retnet import RetNet, RetNetSettings
 from wmcli.backbones.transformer import TransformerSettings
 from wmcli.errors import ArtifactError, UsageError, WmError
 from wmcli.experience import Memory
+from wmcli.kernels.dispatch import on_triton, using
 from wmcli.progress import Bar, Progress
 from wmcli.settings import resolve
 from wmcli.stages import compare, profile_experience, profile_kernels
@@ -201,7 +201,7 @@ def cases(machine: Machine = CPU) -> dict[str, profile_kernels.Case]:
         "dynamics.sequence_length=12",
         "controller.imagination_horizon=10",
     ]
-    return {case.name: case for case in kernel_cases(resolve("quickstart", small), machine)}
+    return {case.name: case for case in kernel_cases(resolve("quickstart", small), machine, 17)}
 
 
 @pytest.mark.parametrize("name", list(cases()))

@@ -21,9 +21,8 @@ from wmcli.stages.collect import collect
 from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.imagine import imagine
-from wmcli.training.checkpoint import TRAINING
+from wmcli.training.checkpoint import TRAINING, read_part
 from wmcli.training.device import Machine
-from wmcli.training.loop import read_part
 from wmcli.world_models.base import Batch
 from wmcli.world_models.latent import LatentWorldModel
 
@@ -312,7 +311,7 @@ def test_a_row_is_searched_again_as_if_it_were_just_played(make: Make, name: str
             action = memory.action[order[place - 1], None] if place > start else memory.action[row]
             state = world_model.perceive(state, memory.frames[row], action, torch.tensor([place == start]))
             _, seen = search.decide(world_model, state, search.initial_state(1))
-            values[row] = search.found(seen).value.numpy()
+            values[row] = search.summarize_search(seen).value.numpy()
     apart = np.abs(found["value"] - values) / values.std()
     assert (apart < 0.1).mean() > 0.95, "rounding may turn a search, but few"
 
@@ -325,7 +324,7 @@ def test_what_a_process_keeps_makes_no_difference(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Experience and latents stay in memory: grown by what was collected, anew when what encodes them has changed."""
-    monkeypatch.setattr("wmcli.stages.latents.ENCODE_BATCH", 20)
+    monkeypatch.setattr("wmcli.trainers.batches.ENCODE_BATCH", 20)
     run = make(name, trained=True)
     other = copied(run, tmp_path / "other")
     stages = {kind: stage for kind, stage in STAGES.items() if kind != "tokenizer" or name == "rem"}

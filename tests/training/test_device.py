@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from wmcli.kernels import dispatch
 
 from wmcli.errors import UsageError
+from wmcli.kernels import dispatch
 from wmcli.training.device import Machine, derived_seed, isolated_randomness
 from wmcli.training.settings import TrainingSettings
 

@@ -15,12 +15,12 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 from watching import DEVICES, Replayable, capture_without_a_graph
-from wmcli.kernels.dispatch import using
 
 from wmcli.backbones import BACKBONES, map_state
 from wmcli.controllers.actor_critic import ActorCritic, ActorCriticSettings
 from wmcli.controllers.base import Noise
 from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings
+from wmcli.kernels.dispatch import using
 from wmcli.training import graph
 from wmcli.training.graph import Recorded
 from wmcli.training.optim import build_optimizer, update

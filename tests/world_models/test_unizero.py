@@ -18,17 +18,18 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves, tree_map
 from watching import NoWaiting, Replayable
-from wmcli.kernels.dispatch import using
 
 from wmcli.backbones import build
 from wmcli.backbones.transformer import TransformerSettings
 from wmcli.errors import UsageError
+from wmcli.kernels.dispatch import using
 from wmcli.nn import value_bins
 from wmcli.nn.simnorm import divergence
 from wmcli.training.device import Machine
 from wmcli.training.optim import build_optimizer, update
 from wmcli.world_models.base import Batch, Targets
-from wmcli.world_models.planning import UniZero, UniZeroSettings, bootstrap_frames, n_step_returns
+from wmcli.world_models.planners import bootstrap_frames, n_step_returns
+from wmcli.world_models.unizero import UniZero, UniZeroSettings
 
 B, D, A, SIZE = 4, 16, 5, 12
 HORIZON, STEPS, CONTEXT = 6, 3, 4

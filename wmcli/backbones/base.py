@@ -6,7 +6,7 @@ Axes: B batch, T time (elements), D width, N blocks, L elements of a block, Q qu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -115,10 +115,28 @@ def cache_dtype(weight: Tensor) -> torch.dtype:
 def flat_state(state: State) -> Tensor | None:
     """All that a state holds as one vector a row, (B, M); None where that is no fixed set of numbers, because it counts
     elements or knows their places, as caches do."""
-    tensors = tensors_of(state)
+    tensors = state_tensors(state)
     if not all(tensor.is_floating_point() for tensor in tensors):
         return None
     return torch.cat([tensor.flatten(1) for tensor in tensors], 1)
+
+
+def state_tensors(state: State) -> list[Tensor]:
+    """Return the tensors of a state, in the order of `map_state`."""
+    tensors: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    map_state(keep, state)
+    return tensors
+
+
+def with_tensors(state: State, tensors: Iterable[Tensor]) -> State:
+    """Return a tree like `state` that holds these tensors, in the order of `state_tensors`."""
+    left = iter(tensors)
+    return map_state(lambda _: next(left), state)
 
 
 def replace_rows(state: State, rows: Tensor, fresh: State) -> State:
@@ -126,20 +144,8 @@ def replace_rows(state: State, rows: Tensor, fresh: State) -> State:
 
     Constants are those of `state`.
     """
-    new = iter(tensors_of(fresh))
-    return map_state(lambda old: old.index_copy(0, rows, next(new).to(old.dtype)), state)
-
-
-def tensors_of(state: State) -> list[Tensor]:
-    """Return the tensors of a state, in the order of `map_state`."""
-    tensors: list[Tensor] = []
-
-    def collect(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    map_state(collect, state)
-    return tensors
+    pairs = zip(state_tensors(state), state_tensors(fresh), strict=True)
+    return with_tensors(state, [old.index_copy(0, rows, new.to(old.dtype)) for old, new in pairs])
 
 
 def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:

@@ -117,7 +117,7 @@ class DiagonalSystems(kernels.Systems):
 
 def _kernel(system: kernels.Discrete, c: Tensor, length: int) -> tuple[Tensor, ...]:
     weights = c * system.input.to(c.dtype)
-    return (vandermonde(*(torch.view_as_real(each) for each in (system.diagonal, weights)), length),)
+    return (vandermonde(torch.view_as_real(system.diagonal), torch.view_as_real(weights), length),)
 
 
 def _step(system: kernels.Discrete, c: Tensor, length: int) -> tuple[Tensor, ...]:
@@ -126,4 +126,4 @@ def _step(system: kernels.Discrete, c: Tensor, length: int) -> tuple[Tensor, ...
 
 def _chunk(system: kernels.Discrete, c: Tensor, length: int, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     chunk = kernels.chunk_operators(system, c, c.real.dtype, *sizes)
-    return chunk if sizes[2] else chunk[:-1]
+    return tuple(part for part in chunk if part is not None)

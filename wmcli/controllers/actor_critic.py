@@ -26,11 +26,10 @@ from wmcli.controllers.base import ControllerSettings, Learner, Noise, State, dr
 from wmcli.errors import UsageError
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn import two_hot
-from wmcli.nn.categorical import sample
-from wmcli.nn.float32_linear import Float32Linear
+from wmcli.nn.categorical import mixed_log_probabilities, sample
 from wmcli.nn.initialize import initialize
+from wmcli.nn.layers import Float32Linear
 from wmcli.nn.mlp import Activation, Norm, mlp
-from wmcli.nn.one_hot import mixed_log_probabilities
 from wmcli.nn.running import RunningNormalizer, RunningRange
 from wmcli.world_models.base import Batch, WorldModel
 

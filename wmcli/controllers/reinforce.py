@@ -24,8 +24,7 @@ from wmcli.controllers.base import ControllerSettings, Learner, Noise, State, dr
 from wmcli.errors import UsageError
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn.categorical import sample
-from wmcli.nn.flatten import Flatten
-from wmcli.nn.float32_linear import Float32Linear
+from wmcli.nn.layers import Flatten, Float32Linear
 from wmcli.world_models.base import Batch, WorldModel
 
 LSTMState = tuple[Tensor, Tensor]

@@ -27,6 +27,7 @@ from wmcli.report.images import (
 from wmcli.report.plots import learned_priors, write_figure
 from wmcli.settings import Settings
 from wmcli.world_models.base import WorldModel
+from wmcli.world_models.open_loop import open_loop
 
 EPISODES = 3  # shown under each other
 STEPS = 24  # imagined at most
@@ -176,17 +177,20 @@ def imagined_beside_real(world_model: WorldModel, memory: Memory, context: int) 
 
 @torch.no_grad()
 def beside(world_model: WorldModel, frames: Tensor, action: Tensor, context: int) -> SideBySide:
-    """`frames` (B, T, H, W, 3) and the actions taken (B, T): imagined from `context` frames on."""
-    known = world_model.encode(frames[:, :context])
-    first = torch.zeros(known.shape[:2], dtype=torch.bool, device=known.device)
-    first[:, 0] = True
-    features, state = world_model.observe(known, action[:, :context], first)
-    whole = world_model.decodes == "features"
-    seen = [features if whole else known]
-    for t in range(context - 1, frames.shape[1] - 1):
-        imagined, state = world_model.imagine(state, action[:, t])
-        seen.append((world_model.features(state) if whole else imagined.latent)[:, None])
-    decoded = world_model.decode(torch.cat(seen, 1))
+    """Imagine episodes from their first frames on, under the actions that were taken.
+
+    Args:
+        world_model: One that decodes.
+        frames: (B, T, H, W, 3) uint8.
+        action: (B, T) int64.
+        context: Frames that the model observes; before it the right side is reconstruction.
+    """
+    latent = world_model.encode(frames[:, :context])
+    features, steps = open_loop(world_model, latent, action)
+    if world_model.decodes == "features":
+        decoded = world_model.decode(features)
+    else:
+        decoded = world_model.decode(torch.cat([latent, *(step.latent[:, None] for step in steps)], 1))
     return SideBySide(_stack(frames), _stack(decoded), context)
 
 

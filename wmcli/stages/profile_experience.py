@@ -22,8 +22,7 @@ from wmcli.errors import UsageError
 from wmcli.experience import Memory, Recorder, read_frames, read_segment, write_segment
 from wmcli.stages.collect import seen
 from wmcli.stages.context import Context
-from wmcli.stages.latents import gather
-from wmcli.stages.sampling import build_sampler
+from wmcli.trainers.batches import build_sampler, gather
 from wmcli.training.measure import Bench, seconds
 
 PLAYED = 2048
@@ -110,7 +109,9 @@ def _force(folder: Path) -> None:
 def _windows(context: Context, bench: Bench, memory: Memory) -> dict[str, Any]:
     """Random windows, full ones, weighted as the preset weights them, with all that belongs to their frames."""
     rng = np.random.default_rng(0)
-    sampler = build_sampler(context.settings, memory, rng, length=LENGTH, minimum=LENGTH, pad="right", across_ends=True)
+    sampler = build_sampler(
+        context.settings.training, memory, rng, length=LENGTH, minimum=LENGTH, pad="right", across_ends=True
+    )
 
     def draw() -> None:
         gather(memory, memory.frames, sampler.batch(WINDOWS))

@@ -77,8 +77,33 @@ class DynamicsSettings(Section):
         return "itself"
 
     @property
+    def takes_tokenizer(self) -> bool:
+        """Whether it works on a tokenizer that was trained before."""
+        return self.encoder == "tokenizer"
+
+    @property
+    def trains_tokenizer(self) -> bool:
+        """Whether a tokenizer is a part of it, trained with it and published beside it."""
+        return self.encoder == "dynamics"
+
+    @property
+    def learns_encoder(self) -> bool:
+        """Whether latents depend on learned weights, and not on fixed rules."""
+        return self.encoder != "rules"
+
+    @property
     def longest_imagination(self) -> int | None:
         """Frames that imagination reaches at most, real ones included; None without a limit."""
+        return None
+
+    @property
+    def needs_validation(self) -> bool:
+        """Whether the weights to publish are selected on held-out episodes."""
+        return False
+
+    @property
+    def longest_episode(self) -> int | None:
+        """Frames of an episode at most, where a row of a batch holds a whole one; None without a limit."""
         return None
 
     def check(self, tokenizer: Any, backbone: BackboneSettings) -> None:
@@ -169,8 +194,14 @@ class WorldModel(nn.Module, ABC):
     history: int = 0
     """So many of them, at its beginning, stand before the frame that was drawn, as far as the episode has them: padding
     on the left repeats the episode's first frame, with `valid` False."""
+    rows: Literal["windows", "episodes", "streams"] = "windows"
+    """Rows of a batch: any windows, whole episodes, or the next frames of streams of episodes."""
+    min_segment: int = 1
+    """Frames of an episode, at least, that a segment is made from; the rest is padding."""
     context: int
     """Real frames that imagination starts from."""
+    min_context: int = 1
+    """Frames of an episode, at least, that imagination may start from."""
     decodes: Literal["latents", "features"] | None = "latents"
     """What `decode` makes frames of: latents, or features (which tell of the past as well); None: of nothing."""
     feature_shape: tuple[int, ...]
@@ -179,6 +210,12 @@ class WorldModel(nn.Module, ABC):
     """So many of the features, the first, tell of the frame alone and nothing of its past; None: all do."""
     memory_features: int | None = None
     """How many numbers `memory` has; None: the model has none."""
+    elements: int = 1
+    """Elements of the backbone that a frame and its action take; 0 without a backbone."""
+    learns_rewards: bool = True
+    """False: imagined rewards are all 0, so there is nothing for a controller to learn."""
+    learns_from_search: bool = False
+    """True: `loss` takes `Batch.targets`."""
     draws: int
     """Random numbers that one imagined step takes, a row."""
     draws_to_observe: int = 0
@@ -189,6 +226,13 @@ class WorldModel(nn.Module, ABC):
         """Frames before the current one that `perceive` depends on, as far as a new player must go back."""
         return 0
 
+    def check_reads(self, frames: int) -> None:  # noqa: B027 (most read any number)
+        """Check that so many frames in a row can be read.
+
+        Raises:
+            UsageError: They are more than the backbone has positions.
+        """
+
     @abstractmethod
     def encode(self, observation: Tensor) -> Tensor:
         """Frames (B, T, H, W, C) uint8 to latents (B, T, ...)."""
@@ -197,9 +241,21 @@ class WorldModel(nn.Module, ABC):
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss to minimize, a float32 scalar, and named scalars without gradient for the log."""
 
-    @abstractmethod
+    def no_carry(self, rows: int) -> State:
+        """Return what `carried_loss` takes at the beginning of streams. Only for a model that learns from streams."""
+        raise NotImplementedError
+
+    def carried_loss(self, batch: Batch, carry: State) -> tuple[Tensor, dict[str, Tensor], State]:
+        """Compute `loss` of the next frames of each row's stream. Only for a model that learns from streams.
+
+        Returns:
+            The loss, the metrics, and the state to carry to the frames after these, without gradient.
+        """
+        raise NotImplementedError
+
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Every parameter that learns once, in groups for `torch.optim`, each with its `weight_decay`."""
+        """Return every parameter that learns, in groups for `torch.optim`, each with its `weight_decay`."""
+        return parameter_groups(self, self.settings.weight_decay)
 
     def after_update(self) -> None:  # noqa: B027 (most models have nothing to do)
         """Called after each step of the optimizer, for what follows the weights, such as a slow copy of them."""
@@ -306,6 +362,7 @@ class WorldModel(nn.Module, ABC):
 class PlanningWorldModel(WorldModel):
     """A world model that learns a policy and a value as well, so that a tree search can plan in it."""
 
+    learns_from_search = True
     discount: float
     """What a reward one step later is worth, in the value that it learns."""
 
@@ -324,3 +381,24 @@ class PlanningWorldModel(WorldModel):
     @abstractmethod
     def predict(self, state: State) -> Prediction:
         """Policy and value of the current frame."""
+
+
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Split the parameters of a module into two groups for `torch.optim`: decayed by `weight_decay`, and not decayed.
+
+    Decay applies to matrices and whatever has more axes. It spares vectors and scalars, such as biases and norms, the
+    tables of `nn.Embedding`, and parameters marked with `_no_weight_decay = True`. Within a group the parameters have
+    the order of `module.parameters()`.
+    """
+    tables = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for parameter in module.parameters():
+        spared = parameter.ndim < 2 or id(parameter) in tables or getattr(parameter, "_no_weight_decay", False)
+        (plain if spared else decayed).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of `values` where `mask`, which has the same shape; 0 where it is nowhere True."""
+    return (values * mask).sum() / mask.sum().clamp(min=1)

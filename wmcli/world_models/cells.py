@@ -22,9 +22,7 @@ from torch.nn import functional as F
 from wmcli.backbones.base import Backbone, replace_rows
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample, uniform
-from wmcli.nn.decay import parameter_groups
-from wmcli.nn.masked import masked_mean
-from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel
+from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel, masked_mean
 from wmcli.world_models.recent import Recent, with_frame
 
 SIDE = 5  # cells in a row or column
@@ -107,6 +105,7 @@ class CellsWorldModel(WorldModel):
     """
 
     frozen_encoder = True
+    elements = TOKENS
     across_ends = False
     draws = CELLS
 
@@ -127,6 +126,7 @@ class CellsWorldModel(WorldModel):
         self.actions = actions
         self.context = settings.context
         self.segment = settings.sequence_length
+        self.min_segment = self.min_context = settings.context + 1
         self.image_size = image_size
         self.feature_shape = (KINDS, SIDE, SIDE)
         self.embedding = nn.Embedding(KINDS + actions, backbone.width)
@@ -142,10 +142,6 @@ class CellsWorldModel(WorldModel):
     @property
     def remembers(self) -> int:
         return self.context - 1
-
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """Weight decay on matrices; none on biases, norms, the embedding table and what a backbone exempts."""
-        return parameter_groups(self, self.settings.weight_decay)
 
     # -- frames and cells ---------------------------------------------------------------------------------------------
 

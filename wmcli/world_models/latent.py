@@ -32,17 +32,14 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, flat_state, map_state, replace_rows
+from wmcli.backbones.base import Backbone, flat_state, replace_rows, state_tensors, with_tensors
 from wmcli.errors import UsageError
 from wmcli.nn import two_hot
-from wmcli.nn.categorical import uniform
-from wmcli.nn.decay import parameter_groups
+from wmcli.nn.categorical import draw_one_hot, entropy, kl_divergence, one_hot, straight_through, uniform
 from wmcli.nn.initialize import initialize
-from wmcli.nn.masked import masked_mean
 from wmcli.nn.mlp import Activation, Norm, mlp, norm
-from wmcli.nn.one_hot import draw_one_hot, entropy, kl_divergence, one_hot, straight_through
 from wmcli.tokenizers.categorical import CategoricalTokenizer
-from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel
+from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel, masked_mean
 
 
 class LatentWorldModelSettings(DynamicsSettings):
@@ -177,6 +174,14 @@ class LatentWorldModelSettings(DynamicsSettings):
     def longest_imagination(self) -> int:
         return self.sequence_length
 
+    @property
+    def needs_validation(self) -> bool:
+        return self.validate_every > 0
+
+    @property
+    def longest_episode(self) -> int | None:
+        return self.sequence_length if self.rows == "episodes" else None
+
     def build(self, parts: Parts) -> LatentWorldModel:
         backbone = parts.new_backbone(self.sequence_length, 1)
         evidence = None
@@ -247,6 +252,7 @@ class LatentWorldModel(WorldModel):
     """Learns latents and what follows from them. The tokenizer is a part of it and learns with it."""
 
     frozen_encoder = False
+    min_segment = 2
 
     @property
     def remembers(self) -> int:
@@ -279,6 +285,8 @@ class LatentWorldModel(WorldModel):
         self.across_ends = settings.across_ends
         self.context = settings.context
         self.segment = settings.sequence_length
+        self.rows = settings.rows
+        self.learns_rewards = settings.reward != "none"
         self.decodes = "features" if settings.decodes_state else "latents"
         self.feature_shape = (variables * classes + width,)
         self.frame_features = variables * classes
@@ -320,9 +328,18 @@ class LatentWorldModel(WorldModel):
         initialize(head, s.initialization)
         return head
 
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """Weight decay on matrices; none on biases, norms, and what a backbone exempts."""
-        return parameter_groups(self, self.settings.weight_decay)
+    def check_reads(self, frames: int) -> None:
+        """Check that so many frames in a row can be read.
+
+        Raises:
+            UsageError: They are more than the backbone has positions.
+        """
+        limit = self.backbone.max_length
+        if limit is not None and frames > limit:
+            raise UsageError(
+                f"dynamics.sequence_length = {limit}: this backbone has learned as many positions, and {frames} frames"
+                f" in a row are to be read; train with dynamics.sequence_length={frames}, or another backbone.kind."
+            )
 
     # -- the parts, on any leading axes -------------------------------------------------------------------------------
 
@@ -802,16 +819,9 @@ def _drawn(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def _without_graph(empty: Carry, carry: Carry) -> Carry:
-    """The tensors of `carry` in the tree of `empty`: nothing else that a state holds outlives its graph."""
-    tensors: list[Tensor] = []
-
-    def take(tensor: Tensor) -> Tensor:
-        tensors.append(tensor.detach())
-        return tensor
-
-    map_state(take, carry)
-    left = iter(tensors)
-    return map_state(lambda like: next(left).to(like.dtype), empty)
+    """Return the tensors of `carry` in the tree of `empty`, so that nothing else of a state outlives its graph."""
+    kept = [tensor.detach() for tensor in state_tensors(carry)]
+    return with_tensors(empty, [tensor.to(like.dtype) for tensor, like in zip(kept, state_tensors(empty), strict=True)])
 
 
 def _stem(settings: LatentWorldModelSettings, inputs: int, width: int) -> nn.Module:

@@ -27,9 +27,7 @@ from torch.nn import functional as F
 from wmcli.backbones.base import Backbone, BackboneSettings, replace_rows
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample, uniform
-from wmcli.nn.decay import parameter_groups
-from wmcli.nn.masked import masked_mean
-from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel
+from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel, masked_mean
 from wmcli.world_models.recent import Recent, with_frame
 
 
@@ -186,6 +184,8 @@ class TokenWorldModel(WorldModel):
         self.actions = actions
         self.context = settings.context
         self.segment = settings.sequence_length
+        self.min_segment = self.min_context = settings.context + 1
+        self.elements = block
         self.feature_shape = (tokenizer.width, *tokenizer.grid)
         self.draws = tokens + 2  # the tokens, the reward and the termination
         self._tokenizer = (tokenizer,)  # in a tuple, where nn.Module does not look
@@ -217,10 +217,6 @@ class TokenWorldModel(WorldModel):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
-
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """Weight decay on matrices; none on biases, norms and any embedding table."""
-        return parameter_groups(self, self.settings.weight_decay)
 
     # -- tokens in ----------------------------------------------------------------------------------------------------
 

@@ -1,67 +1,37 @@
-"""World models to plan in: UniZero, and what it shares with MuZero (muzero.py).
+"""UniZero: a world model to plan in, on any backbone.
 
-UniZero reads a frame's latent and the action taken in it as two elements of the backbone. The output at an action says
-what comes of it, the output at a latent what to do and what it is worth:
+A frame's latent and the action taken in it are two elements of the backbone. Its output at an action predicts the
+outcome. Its output at a latent gives the policy and the value:
 
     z_t = SimNorm(encoder(o_t))        y_0, x_0, y_1, x_1, ... = backbone(z_0, a_0, z_1, a_1, ...)
     next latent z_{t+1}, reward r_t = heads(x_t)        policy, value = heads(y_t)
 
-Nothing is decoded: a latent holds what these four need. The policy learns from a search's visits, the value from n-step
-returns that end in a value of the *target*, a slow copy of the model.
+Nothing is decoded to pixels.
 
-Sources: UniZero (Pu et al. 2024, arXiv 2406.10667) and its public code opendilab/LightZero; MuZero (Schrittwieser et
-al. 2020, arXiv 1911.08265).
+Source: UniZero (Pu et al. 2024, arXiv 2406.10667) and its public code opendilab/LightZero.
 
 B batch, T time (frames), D width of the backbone, A actions, K bins of a scalar, H W C image. Time: see base.py.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, cache_dtype, map_state
+from wmcli.backbones.base import Backbone, cache_dtype, state_tensors, with_tensors
 from wmcli.errors import UsageError
 from wmcli.nn import value_bins
-from wmcli.nn.flatten import Flatten
-from wmcli.nn.float32_linear import Float32Linear
-from wmcli.nn.masked import masked_mean
+from wmcli.nn.layers import Flatten, Float32Linear, at_least_float32, scaled
 from wmcli.nn.residual_trunk import Activation, ResidualTrunk, side
 from wmcli.nn.simnorm import divergence, simnorm
-from wmcli.tokenizers.categorical import scaled
-from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, PlanningWorldModel, Prediction
+from wmcli.world_models.base import Batch, Imagined, Parts, Prediction, masked_mean
+from wmcli.world_models.planners import BootstrappedWorldModel, Channels, PlanningSettings, part_of, policy_terms
 
 INIT_STD = 0.02
-Size = Annotated[int, Field(ge=1)]
-Channels = Annotated[tuple[Size, Size], Field(strict=False)]
-
-
-class PlanningSettings(DynamicsSettings):
-    """What world models to plan in have in common."""
-
-    learns_policy: ClassVar[bool] = True
-    makes_frames: ClassVar[bool] = False
-
-    discount: float = Field(0.997, gt=0, le=1)
-    """Worth of a reward one step later."""
-    td_steps: int = Field(5, ge=1)
-    """Real rewards in a value's target, before it goes on with a value of the frame reached."""
-    bootstrap: Literal["target", "search"] = "target"
-    """That value: of the slow copy of the model, or of the stored search where there was one."""
-    end_on_truncation: bool = False
-    """Learn time limits as terminations, as the public code does; else returns stop short of them."""
-    predict_termination: bool = False
-    """Learn as well where episodes end, so that a search knows where nothing follows; the papers' models do not."""
-    updates: int = Field(200, ge=0)
-    """Updates in one call of the stage."""
-    weight_decay: float = Field(1e-4, ge=0)
-    """Weight decay: of unizero on all that has two axes or more, embeddings included, of muzero on everything."""
 
 
 class UniZeroSettings(PlanningSettings):
@@ -118,129 +88,8 @@ class UniZeroSettings(PlanningSettings):
         return UniZero(self, backbone, parts.actions, parts.size)
 
 
-# -- targets, on any leading frames -----------------------------------------------------------------------------------
-
-
-def part_of(batch: Batch, span: slice) -> Batch:
-    """The frames `span` of every row."""
-    return map_state(lambda each: each[:, span], batch)
-
-
-def bootstrap_frames(valid: Tensor, frames: int, steps: int) -> Tensor:
-    """(B, frames) int64: where the return of each of the first `frames` goes on with a value, `steps` later.
-
-    At the end of the data it is the last real frame. valid (B, T) is True in the first frames of each row.
-    """
-    last = valid.sum(1, keepdim=True) - 1
-    return torch.minimum(torch.arange(steps, steps + frames, device=valid.device), last)
-
-
-def n_step_returns(
-    reward: Tensor, ended: Tensor, valid: Tensor, value: Tensor, steps: int, discount: float
-) -> tuple[Tensor, Tensor]:
-    """Returns G (B, F) of the first F frames of rows, and where (B, F) they can be learned from. l last real frame.
-
-    G_t = sum_{i < m} discount^i r_{t+i} + discount^m value_t, with m = min(steps, l - t); if the task ends in l, all
-    rewards up to r_l count and, where the end comes within `steps`, no value. Without an end l itself has no return.
-
-    Args:
-        reward, ended, valid: (B, T), T at least F + steps - 1: a row is real at first, then padded, and of one episode,
-            so that it can end in its last real frame alone.
-        value: (B, F), of the frames that `bootstrap_frames` names.
-    """
-    frames = value.shape[1]
-    time = torch.arange(frames, device=valid.device)
-    last = valid.sum(1, keepdim=True) - 1
-    # A reward counts if something stands behind it: the next frame, or nothing for good.
-    counts = valid & (F.pad(valid[:, 1:], (0, 1)) | ended)
-    powers = discount ** torch.arange(steps, device=valid.device, dtype=reward.dtype)
-    # A product and a sum: under autocast a matrix product would be in bfloat16.
-    rewards = ((reward * counts)[:, : frames + steps - 1].unfold(1, steps, 1) * powers).sum(-1)
-    over = (ended & valid).any(1, keepdim=True) & (time + steps > last)
-    ahead = (last - time).clamp(0, steps)
-    bootstrapped = value.masked_fill(over, 0) * discount ** ahead.to(reward.dtype)
-    return rewards + bootstrapped, counts[:, :frames]
-
-
-class PolicyTerms(NamedTuple):
-    """What a policy's loss is made of, each (B, T) float32."""
-
-    loss: Tensor
-    """Cross entropy against the search, nats."""
-    entropy: Tensor
-    """Nats."""
-    learned: Tensor
-    """bool: real, and searched."""
-
-
-def policy_terms(logits: Tensor, batch: Batch) -> PolicyTerms:
-    """From logits (B, T, A) of the frames of `batch`."""
-    log_policy = _wide(logits).log_softmax(-1)
-    entropy = -(log_policy.exp() * log_policy).sum(-1)
-    if batch.targets is None:
-        return PolicyTerms(torch.zeros_like(entropy), entropy, torch.zeros_like(batch.valid))
-    loss = -(batch.targets.policy * log_policy).sum(-1)
-    return PolicyTerms(loss, entropy, batch.valid & batch.targets.found)
-
-
-class BootstrappedWorldModel(PlanningWorldModel):
-    """What UniZero and MuZero share: n-step values from a target, a copy that follows what values are made of.
-
-    The target is a part of the weights, is never learned and stays in eval mode.
-    """
-
-    frozen_encoder = False
-    across_ends = False
-    decodes = None
-    draws = 0
-
-    settings: Any
-    target: Any  # nn.ModuleDict, from the name of a part to its copy
-
-    def _make_target(self, *parts: str) -> None:
-        copies = {name: copy.deepcopy(getattr(self, name)) for name in parts}
-        self.target = nn.ModuleDict(copies).requires_grad_(False).eval()
-
-    def train(self, mode: bool = True) -> BootstrappedWorldModel:
-        super().train(mode)
-        self.target.eval()
-        return self
-
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """Weight decay on all that has two axes or more; none on the rest and on what a backbone exempts."""
-        decayed: list[nn.Parameter] = []
-        plain: list[nn.Parameter] = []
-        for name, parameter in self.named_parameters():
-            if not name.startswith("target."):
-                spared = parameter.ndim < 2 or getattr(parameter, "_no_weight_decay", False)
-                (plain if spared else decayed).append(parameter)
-        return [{"params": decayed, "weight_decay": self.settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-
-    def _ended(self, batch: Batch) -> Tensor:
-        return batch.terminated | batch.truncated if self.settings.end_on_truncation else batch.terminated
-
-    @torch.no_grad()
-    def _value_targets(
-        self, batch: Batch, frames: int, target_values: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """`n_step_returns` of the first `frames`; target_values gives those at some frames (B, frames) of each row."""
-        s, searched = self.settings, batch.targets
-        where = bootstrap_frames(batch.valid, frames, s.td_steps)
-        value = target_values(where)
-        if s.bootstrap == "search" and searched is not None:
-            value = torch.where(searched.found.gather(1, where), searched.value.gather(1, where), value)
-        return n_step_returns(batch.reward, self._ended(batch), batch.valid, value, s.td_steps, s.discount)
-
-    def _termination_losses(self, logit: Tensor, ended: Tensor) -> Tensor:
-        """Binary cross entropy (B, T) of logits (B, T, 1)."""
-        return F.binary_cross_entropy_with_logits(logit.float().squeeze(-1), ended.float(), reduction="none")
-
-
-# -- UniZero ----------------------------------------------------------------------------------------------------------
-
-
 class FrameEncoder(nn.Sequential):
-    """Frames (..., H, W, 3) uint8 to latents (..., D) float32, of which every `group` neighbors sum to 1."""
+    """Encodes frames (..., H, W, 3) uint8 to latents (..., D) float32, of which every `group` neighbors sum to 1."""
 
     def __init__(self, settings: UniZeroSettings, width: int, size: int) -> None:
         super().__init__(
@@ -261,27 +110,27 @@ class FrameEncoder(nn.Sequential):
 
 
 class UniZeroState(NamedTuple):
-    """Where a trajectory stands. All are tensors (B, ...) of constant shape, so it is a search's node as it is."""
+    """The state of a trajectory: tensors (B, ...) of constant shape, so a search stores it as a node unchanged."""
 
     tokens: Tensor
-    """(B, W, D): the elements read last, latents and actions in turn, right-aligned; the last is the current latent."""
+    """(B, W, D): the last elements, latents and actions in turn, right-aligned. The last is the current latent."""
     length: Tensor
-    """(B,) int64: how many of them belong to the episode."""
+    """(B,) int64: the number of them that belong to the episode."""
     memory: tuple[Tensor, ...]
-    """The tensors of the backbone's state; none where the backbone reads the elements anew."""
-    summary: Tensor
+    """The tensors of the backbone's state; empty where the backbone rereads the elements."""
+    output: Tensor
     """(B, D) float32: the backbone's output at the current latent."""
 
 
 class UniZero(BootstrappedWorldModel):
-    """Learns latents, what follows from them, and what to do, for frames of `size` pixels.
+    """Learns latents, their transitions, rewards, a policy and a value, for frames of `size` pixels.
 
-    A latent sees at most 2 * context - 1 elements, itself included; with so many the oldest frame falls away. A
-    backbone with learned positions (`max_length`) reads the elements that are left anew at every imagined step, at
-    positions from 0 on, which is exact. Any other carries its state from node to node, and forgets nothing.
+    A latent sees at most 2 * context - 1 elements, itself included. Beyond that the oldest frame is dropped. A backbone
+    with learned positions (`max_length`) rereads the elements that are left at every imagined step, at positions from
+    0 on, which is exact. Any other backbone carries its state from node to node and forgets nothing.
 
     Raises:
-        UsageError: the backbone's width is no multiple of the latent's groups.
+        UsageError: The backbone's width is no multiple of the latent's groups.
     """
 
     backbone: Any  # Backbone, which as an nn.Module would be taken for a tensor
@@ -300,15 +149,16 @@ class UniZero(BootstrappedWorldModel):
         self.discount = settings.discount
         self.context = settings.context
         self.segment = settings.sequence_length + settings.td_steps
+        self.elements = 2
         self.feature_shape = (width,)
-        self.kept = 2 * settings.context - 3  # elements that are left for the next action to stand behind
+        self.kept = 2 * settings.context - 3  # elements that remain before the next action
         self.rereads = backbone.max_length is not None
-        # What `_memory` puts the tensors of a state back into.
+        # The tree that a state's tensors are put back into.
         self._form = None if self.rereads else backbone.initial_state(0)
         self.encoder = FrameEncoder(settings, width, size)
         self.action_embedding = nn.Embedding(actions, width)
         self.backbone = backbone
-        # Not decoded to numbers: what it gives is an element of the backbone, which autocast rounds in any case.
+        # Not in float32: its output is an element of the backbone, which autocast rounds in any case.
         self.latent_head = _head(width, width, nn.Linear)
         self.reward_head = _head(width, value_bins.bins(settings.bound))
         self.policy_head = _head(width, actions)
@@ -323,7 +173,7 @@ class UniZero(BootstrappedWorldModel):
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Move the target's parameters towards the model's. Its batch statistics come of its own passes."""
+        """Move the target's parameters towards the model's. Its batch statistics come from its own passes."""
         for name, part in self.target.items():
             new = list(getattr(self, name).parameters())
             torch._foreach_lerp_(list(part.parameters()), new, self.settings.target_rate)
@@ -332,26 +182,32 @@ class UniZero(BootstrappedWorldModel):
 
     @torch.no_grad()
     def encode(self, observation: Tensor) -> Tensor:
-        """Frames (B, T, H, W, C) uint8 to latents (B, T, D)."""
+        """Encode frames (B, T, H, W, C) uint8 to latents (B, T, D)."""
         return self.encoder(observation)
 
     def _next_latent(self, x: Tensor) -> Tensor:
-        """Outputs at actions (..., D) to the latents of the next frames (..., D)."""
+        """Predict the latents (..., D) of the next frames from the outputs (..., D) at actions."""
         return simnorm(self.latent_head(x), self.settings.group)
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Weighted losses of next latent, reward, policy, value and termination, each the mean over what is real.
+        """Sum the weighted losses of next latent, reward, policy, value and termination, each a mean over real frames.
 
-        `batch.latent` holds frames (B, horizon + td_steps, H, W, C), of which the first `horizon` are learned from. The
-        label of a next latent is the target's, from the same frames and with their batch statistics. The policy is
-        learned where a search was made.
+        The target encodes the label of a next latent, from the same frames and with their batch statistics. The policy
+        is learned only in frames that were searched.
 
-        The names: `latent_loss` (KL, nats a group), `reward_loss`, `policy_loss`, `value_loss` (cross entropies, nats),
-        `termination_loss` if it is learned, `policy_entropy` (nats) and `value_mean` (discounted reward). Fresh weights
-        predict uniform latents, so `latent_loss` begins at ln `group` less the labels' entropy: 0.7 to 1 at the paper's
-        size, as in the public code.
+        Fresh weights predict uniform latents. So `latent_loss` begins at ln `group` less the entropy of the labels:
+        0.7 to 1 at the paper's size, as in the public code.
+
+        Args:
+            batch: Its `latent` holds frames (B, sequence_length + td_steps, H, W, C). It learns from the first
+                `sequence_length`.
+
+        Returns:
+            The loss and the metrics `latent_loss` (KL, nats a group), `reward_loss`, `policy_loss`, `value_loss` (cross
+            entropies, nats), `termination_loss` if it is learned, `policy_entropy` (nats) and `value_mean` (discounted
+            reward).
         """
         s = self.settings
         part = part_of(batch, slice(s.sequence_length))
@@ -361,7 +217,7 @@ class UniZero(BootstrappedWorldModel):
         value_target, has_return = self._value_targets(
             batch, s.sequence_length, lambda at: self._target_values(batch, at)
         )
-        label = self._labels(part.latent)  # after the values: it moves the statistics that they are read with
+        label = self._labels(part.latent)  # after the values: it moves the statistics that these use
 
         latent_losses = divergence(label[:, 1:], self._next_latent(x[:, :-1]), s.group)
         latent_loss = masked_mean(latent_losses, valid[:, 1:])
@@ -390,21 +246,31 @@ class UniZero(BootstrappedWorldModel):
 
     @staticmethod
     def _read_pairs(z: Tensor, action: Tensor, embedding: Any, backbone: Any) -> tuple[Tensor, Tensor]:
-        """Latents (B, T, D) and actions (B, T), from nothing, to the outputs at latents and at actions (B, T, D)."""
+        """Return the outputs at latents and at actions, each (B, T, D), of a sequence that starts from nothing.
+
+        Args:
+            z: Latents (B, T, D).
+            action: (B, T) int64.
+            embedding: The table of actions.
+            backbone: The model's or the target's.
+        """
         pairs, _ = backbone(torch.stack((z, embedding(action)), 2).flatten(1, 2), None)
         y, x = pairs.unflatten(1, (-1, 2)).unbind(2)
         return y, x
 
     @torch.no_grad()
     def _labels(self, frames: Tensor) -> Tensor:
-        """The target's latents of frames (B, T, H, W, C), in training with their batch statistics."""
+        """Return the target's latents of frames (B, T, H, W, C), in training with their batch statistics."""
         encoder = self.target["encoder"].train(self.training)
         label = encoder(frames)
         encoder.eval()
         return label
 
     def _target_values(self, batch: Batch, where: Tensor) -> Tensor:
-        """The target's values (B, F) of frames `where` (B, F), ascending: it reads F frames from the first of them."""
+        """Return the target's values (B, F) of frames `where` (B, F), ascending.
+
+        It reads F frames from the first of them on.
+        """
         frames = where[:, :1] + torch.arange(where.shape[1], device=where.device)
         rows = torch.arange(len(where), device=where.device)[:, None]
         encoder, embedding, backbone, head = self.target.values()
@@ -417,7 +283,7 @@ class UniZero(BootstrappedWorldModel):
     def observe(
         self, latent: Tensor, action: Tensor, reset: Tensor, numbers: Tensor | None = None
     ) -> tuple[Tensor, UniZeroState]:
-        """Every frame with as much of its past as acting would have. See `WorldModel.observe`."""
+        """Read every frame with as much of its past as acting would have. See `WorldModel.observe`."""
         rows, time = action.shape
         window = 2 * self.context - 1
         tokens = torch.stack((self._token(latent), self._token(self.action_embedding(action))), 2).flatten(1, 2)
@@ -433,21 +299,21 @@ class UniZero(BootstrappedWorldModel):
     def imagine(
         self, state: UniZeroState, action: Tensor, numbers: Tensor | None = None
     ) -> tuple[Imagined, UniZeroState]:
-        """One step, without chance: expected reward and next latent, and whether an end is likelier than not."""
+        """Take one deterministic step: expected reward and next latent, and the likelier termination."""
         act = self._token(self.action_embedding(action))
         if self.rereads:
             memory = self.backbone.initial_state(len(action))
             x, memory = self._read(torch.cat((state.tokens, act[:, None]), 1), state.length + 1, memory)
         else:
-            x, memory = self.backbone.step(_wide(act), self._memory(state.memory))
+            x, memory = self.backbone.step(at_least_float32(act), with_tensors(self._form, state.memory))
         z = self._token(self._next_latent(x))
-        summary, memory = self.backbone.step(_wide(z), memory)
+        output, memory = self.backbone.step(at_least_float32(z), memory)
         kept = state.tokens.shape[1]
         after = UniZeroState(
             torch.cat((state.tokens, act[:, None], z[:, None]), 1)[:, -kept:],
             (state.length + 2).clamp(max=kept),
-            () if self.rereads else _tensors(memory),
-            _wide(summary),
+            () if self.rereads else tuple(state_tensors(memory)),
+            at_least_float32(output),
         )
         if self.termination_head is None:
             terminated = torch.zeros_like(action, dtype=torch.bool)
@@ -456,23 +322,25 @@ class UniZero(BootstrappedWorldModel):
         return Imagined(self.latent(after), value_bins.decode(self.reward_head(x)), terminated), after
 
     def root(self, state: UniZeroState) -> UniZeroState:
-        """What a backbone carries in its state is not kept a second time as elements; the current latent is."""
+        """Drop the elements that the backbone's state already holds, all but the current latent."""
         if self.rereads:
             return state
         return state._replace(tokens=state.tokens[:, -1:], length=torch.ones_like(state.length))
 
     @torch.no_grad()
     def predict(self, state: UniZeroState) -> Prediction:
-        """Policy logits (B, A) and value (B,) of the current frame."""
-        return Prediction(_wide(self.policy_head(state.summary)), value_bins.decode(self.value_head(state.summary)))
+        """Predict policy logits (B, A) and value (B,) of the current frame."""
+        return Prediction(
+            at_least_float32(self.policy_head(state.output)), value_bins.decode(self.value_head(state.output))
+        )
 
     def features(self, state: UniZeroState) -> Tensor:
-        """The backbone's output at the current latent, (B, D) float32."""
-        return state.summary
+        """Return the backbone's output at the current latent, (B, D) float32."""
+        return state.output
 
     def latent(self, state: UniZeroState) -> Tensor:
-        """The current frame's latent, (B, D)."""
-        return _wide(state.tokens[:, -1])
+        """Return the current frame's latent, (B, D)."""
+        return at_least_float32(state.tokens[:, -1])
 
     # -- acting -------------------------------------------------------------------------------------------------------
 
@@ -485,7 +353,7 @@ class UniZero(BootstrappedWorldModel):
         reset: Tensor,
         generator: torch.Generator | None = None,
     ) -> UniZeroState:
-        """Take in one real frame: the last `context` frames of the episode are read anew each time."""
+        """Take in one real frame by rereading the last `context` frames of the episode."""
         z = self._token(self.encode(observation[:, None]))
         if state is None:
             tokens = z.new_zeros(len(z), self.kept, z.shape[2])
@@ -497,49 +365,27 @@ class UniZero(BootstrappedWorldModel):
         return self._state(torch.cat((tokens, act[:, None], z), 1), length)
 
     def _state(self, window: Tensor, length: Tensor) -> UniZeroState:
-        """After a window (B, 2 * context - 1, D) of which the last `length` (B,) elements are real."""
+        """Read a window (B, 2 * context - 1, D), of which the last `length` (B,) elements are real."""
         memory = None if self.rereads else self.backbone.initial_state(len(window))
-        summary, memory = self._read(window, length, memory)
+        output, memory = self._read(window, length, memory)
         kept = window[:, -self.kept :]
-        return UniZeroState(kept, length.clamp(max=self.kept), _tensors(memory), summary)
+        return UniZeroState(kept, length.clamp(max=self.kept), tuple(state_tensors(memory)), output)
 
     def _read(self, window: Tensor, length: Tensor, memory: Any) -> tuple[Tensor, Any]:
-        """The output at the last of W elements (B, W, D), of which `length` (B,) are real, and the backbone's state."""
+        """Return the output at the last of W elements (B, W, D), of which `length` (B,) are real, and the state."""
         opens = torch.arange(window.shape[1], device=window.device) == (window.shape[1] - length)[:, None]
-        y, memory = self.backbone.read(_wide(window), memory, opens)
-        return _wide(y), memory
+        y, memory = self.backbone.read(at_least_float32(window), memory, opens)
+        return at_least_float32(y), memory
 
     def _token(self, element: Tensor) -> Tensor:
-        """An element as a window keeps it: in the precision that the backbone's projections come in."""
+        """Convert an element to the precision of the backbone's projections, in which a window keeps it."""
         return element.to(cache_dtype(self.action_embedding.weight))
-
-    def _memory(self, tensors: tuple[Tensor, ...]) -> Any:
-        """The backbone's state of its tensors: the inverse of `_tensors`."""
-        left = iter(tensors)
-        return map_state(lambda _: next(left), self._form)
-
-
-def _tensors(memory: Any) -> tuple[Tensor, ...]:
-    """The tensors of a backbone's state, without the constants in it."""
-    found: list[Tensor] = []
-
-    def take(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_state(take, memory)
-    return tuple(found)
 
 
 def _head(width: int, outputs: int, last_layer: type[nn.Linear] = Float32Linear) -> nn.Sequential:
-    """(..., width) to (..., outputs), at first zero whatever comes in."""
+    """Build a head from (..., width) to (..., outputs) that at first returns zero."""
     hidden, last = nn.Linear(width, width), last_layer(width, outputs)
     nn.init.normal_(hidden.weight, std=INIT_STD)
     for zero in (hidden.bias, last.weight, last.bias):
         nn.init.zeros_(zero)
     return nn.Sequential(hidden, nn.GELU(approximate="tanh"), last)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """In float32, if it is of less."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
