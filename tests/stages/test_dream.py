@@ -21,7 +21,7 @@ from wmcli.dream import DreamEnv, DreamVectorEnv
 from wmcli.errors import ArtifactError, UsageError, WmError
 from wmcli.trainers.batches import gather
 
-KINDS = {"rem": 16, "drama": 16, "s4wm": 32, "cells": 40, "unizero": 0, "muzero": 0}
+KINDS = {"rem": 16, "drama": 16, "s4wm": 40, "cells": 10, "unizero": 0, "muzero": 0}
 """Each kind of system, and the pixels of a frame's side; 0 where it decodes no frames."""
 E_ROWS, STEPS, HORIZON = 5, 7, 3
 
@@ -48,7 +48,9 @@ def trajectory(env: DreamVectorEnv, seed: int | None) -> list[np.ndarray]:
     seen = [env.reset(seed=seed)[0]]
     for action in actions(env):
         *five, info = env.step(action)
-        seen += five + [np.stack([each for each in info["final_obs"] if each is not None])] * bool(info)
+        seen += five
+        if info:
+            seen.append(np.stack(info["final_obs"][info["_final_obs"]]))
     return [np.asarray(each) for each in seen]
 
 
@@ -264,12 +266,8 @@ def test_a_missing_artifact_and_one_of_another_kind_are_named(small: Make, tmp_p
     run = small("rem", trained=True)
     refused(ArtifactError, "No such file.*wm artifacts", tmp_path / "runs" / "dynamics" / "latest")
     refused(ArtifactError, "tokenizer@1, but dynamics is needed.*dynamics/latest", run / "tokenizer" / "latest")
-    refused(
-        ArtifactError,
-        "dynamics@1, but experience is needed",
-        run / "dynamics" / "v0001",
-        experience=run / "dynamics" / "v0001",
-    )
+    path = run / "dynamics" / "v0001"
+    refused(ArtifactError, "dynamics@1, but experience is needed", path, experience=path)
 
 
 def test_experience_that_is_gone_can_be_replaced(small: Make, tmp_path: Path) -> None:
