@@ -14,7 +14,7 @@ convention of time is that of `wmcli.experience`.
 
 from wmcli.api.evaluation import EpisodeScores, evaluate
 from wmcli.api.experience import Experience, Rows
-from wmcli.api.models import ControllerModel, DynamicsModel, OpenLoop, TokenizerModel
+from wmcli.api.models import ControllerModel, DynamicsModel, OpenLoop, Player, TokenizerModel
 from wmcli.api.runs import OpenedRun, load, load_settings, open_run
 from wmcli.api.training import train_controller, train_dynamics, train_tokenizer
 
@@ -25,6 +25,7 @@ __all__ = [
     "Experience",
     "OpenLoop",
     "OpenedRun",
+    "Player",
     "Rows",
     "TokenizerModel",
     "evaluate",

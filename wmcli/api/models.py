@@ -224,6 +224,21 @@ class DynamicsModel:
         return torch.rand(shape, generator=generator, device=generator.device).to(self.machine.device)
 
 
+class Player:
+    """Plays with a controller in E environments side by side, and remembers the episode of each."""
+
+    def __init__(self, agent: Agent, machine: Machine) -> None:
+        self._agent, self._machine = agent, machine
+
+    def act(self, frames: ArrayLike, is_first: ArrayLike) -> np.ndarray:
+        """Return actions (E,) int64 for the current frames (E, H, W, C) uint8.
+
+        `is_first` (E,) bool marks the rows whose frame opens an episode.
+        """
+        with self._machine.autocast():
+            return self._agent.act(frames, is_first)
+
+
 @dataclass(frozen=True)
 class ControllerModel:
     """A controller and the dynamics model that it sees through."""
@@ -247,22 +262,15 @@ class ControllerModel:
         dynamics = DynamicsModel(world_model, settings_of(behind), machine, behind.metrics, behind)
         return cls(controller, dynamics, settings, machine, artifact.metrics, artifact)
 
-    def agent(self, num_envs: int = 1, *, temperature: float | None = None, seed: int = 0) -> Agent:
-        """Return an agent for environments side by side. Its `act(frames, is_first)` returns actions (E,).
+    def player(self, num_envs: int = 1, *, temperature: float | None = None, seed: int = 0) -> Player:
+        """Return a player for environments side by side.
 
         Args:
-            num_envs: Environments side by side, E. The agent remembers the episode of each.
+            num_envs: Environments side by side, E.
             temperature: Divides the policy's logits, 0 takes the likeliest action; None takes `evaluation.temperature`.
             seed: Of its actions.
         """
-        return Agent(
-            self.dynamics.world_model,
-            self.controller,
-            num_envs,
-            temperature=self.settings.evaluation.temperature if temperature is None else temperature,
-            epsilon=0.0,
-            generator=torch.Generator().manual_seed(seed),
-        )
+        return Player(self._agent(num_envs, temperature, seed), self.machine)
 
     def evaluate(self, episodes: int = 100, *, num_envs: int = 8, seed: int = 0) -> EpisodeScores:
         """Play complete test episodes of the real environment, the one that it was trained for.
@@ -274,9 +282,19 @@ class ControllerModel:
             num_envs: Environments side by side.
             seed: Of the environment and of all draws.
         """
-        agent = self.agent(min(num_envs, episodes), seed=derived_seed(seed, "eval actions"))
+        agent = self._agent(min(num_envs, episodes), None, derived_seed(seed, "eval actions"))
         with self.machine.autocast():
             return play(agent, self.settings.environment, episodes, num_envs, seed)
+
+    def _agent(self, num_envs: int, temperature: float | None, seed: int) -> Agent:
+        return Agent(
+            self.dynamics.world_model,
+            self.controller,
+            num_envs,
+            temperature=self.settings.evaluation.temperature if temperature is None else temperature,
+            epsilon=0.0,
+            generator=torch.Generator().manual_seed(seed),
+        )
 
 
 def _on(machine: Machine, values: ArrayLike, dtype: torch.dtype | None = None) -> Tensor:
