@@ -643,7 +643,7 @@ class Memory(PlanningWorldModel):
     frozen_encoder = True
     across_ends = False
     feature_shape = (3,)
-    draws = 0
+    uniforms_per_step = 0
     actions = 4
     discount = 0.9
 
@@ -661,7 +661,7 @@ class Memory(PlanningWorldModel):
     def step(self, hidden: Tensor, action: Tensor) -> Tensor:
         return torch.tanh((self.turn[action] @ hidden[..., None]).squeeze(-1) + 0.1)
 
-    def imagine(self, state, action, numbers=None):
+    def imagine(self, state, action, uniforms=None):
         history, (hidden, (table, age)) = state
         again = table[:, 0, :3]  # the state holds what it began with, and all actions: nothing got mixed up
         for k in range(int(age.max())):
