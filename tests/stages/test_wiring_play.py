@@ -333,14 +333,14 @@ def planner(planned: Path, tmp_path: Path) -> Path:
     return copied(planned, tmp_path / "run")
 
 
-def draw_uniforms(weight: float) -> list[str]:
+def noise(weight: float) -> list[str]:
     return [f"controller.dirichlet_fraction={weight}", "controller.simulations=16"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_only_collecting_explores(planner: Path, decisions: Decisions, stage: str) -> None:
     for weight in (0.0, 1.0):
-        act(stage, planner, *uniforms(weight), "collect.steps=3", "evaluation.episodes=8", "evaluation.environments=8")
+        act(stage, planner, *noise(weight), "collect.steps=3", "evaluation.episodes=8", "evaluation.environments=8")
     at_start = [policy for policy, first in zip(decisions.policies, decisions.first, strict=True) if first.all()]
     quiet, noisy = at_start[0], at_start[len(at_start) // 2]
     assert (quiet != noisy).any() == (stage == "collect")
@@ -356,7 +356,7 @@ def test_searches_are_as_the_run_says_now(planner: Path, decisions: Decisions, s
 
 @pytest.mark.parametrize(("temperature", "greedy"), [(0.001, True), (1.0, False)])
 def test_the_temperature_of_collecting_acts_on_visits(planner: Path, temperature: float, greedy: bool) -> None:
-    found = rows_of(act("collect", planner, *uniforms(0.25), f"collect.temperature={temperature}", "collect.steps=30"))
+    found = rows_of(act("collect", planner, *noise(0.25), f"collect.temperature={temperature}", "collect.steps=30"))
     shares = np.take_along_axis(found["policy"], found["action"][:, None], axis=1)[:, 0]
     assert (shares == found["policy"].max(1)).all() == greedy
 
@@ -379,7 +379,7 @@ def found_by_playing_again(
 
 def test_a_planner_goes_on_from_the_frames_before(planner: Path) -> None:
     """Experience ends amid episodes, and the search sees the frame before and what was done in it."""
-    context = opened(planner, *uniforms(0.0))
+    context = opened(planner, *noise(0.0))
     before, after = rows_of(latest(planner, "experience")), rows_of(collect(context, steps=3))
     assert not after["first"].any()
     rows = {name: np.concatenate([column, after[name]]) for name, column in before.items()}
@@ -390,7 +390,7 @@ def test_a_planner_goes_on_from_the_frames_before(planner: Path) -> None:
 
 def test_reanalysis_explores(planner: Path) -> None:
     found = [
-        read_part(imagine(opened(planner, *uniforms(weight), force=True)).file(TRAINED), "targets")
+        read_part(imagine(opened(planner, *noise(weight), force=True)).file(TRAINED), "targets")
         for weight in (0.0, 1.0)
     ]
     np.testing.assert_array_equal(found[0]["rows"], found[1]["rows"])
@@ -401,7 +401,7 @@ def test_reanalysis_finds_what_playing_these_frames_would_and_dynamics_learn_it(
     planner: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without noise. All rows are searched, each with the frames of its episode before it."""
-    controller = imagine(opened(planner, *uniforms(0.0), "controller.updates=12", force=True))
+    controller = imagine(opened(planner, *noise(0.0), "controller.updates=12", force=True))
     policy, value = found_by_playing_again(controller, rows_of(latest(planner, "experience")), {})
     targets = read_part(controller.file(TRAINED), "targets")
     np.testing.assert_array_equal(targets["rows"], np.arange(60))
