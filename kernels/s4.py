@@ -621,16 +621,14 @@ class Systems:
         length: int,
         *,
         graph: bool = True,
-        version: Any = None,
     ) -> None:
         """`parameters` are groups of one tensor a layer, the last of them those of C~; `build` makes systems and C~ (S,
         H, M) of the stacked groups.
 
-        `length` is the kernel length that C~ is for. Without `graph` no gradient flows to the parameters. `version` is
-        the caller's.
+        `length` is the kernel length that C~ is for. Without `graph` no gradient flows to the parameters.
         """
         self.build, self.parameters, self.length = build, parameters, length
-        self.graph, self.version = graph, version
+        self.graph = graph
         self._made: dict[Any, list[tuple[Tensor, ...]]] = {}
 
     def convolve(self, layer: int, u: Tensor, resets: Resets | None = None) -> Tensor:

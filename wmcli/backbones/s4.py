@@ -20,7 +20,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from wmcli.backbones.base import Backbone, BackboneSettings, Size, for_each_block
 from wmcli.errors import UsageError
@@ -60,12 +59,12 @@ class S4Settings(StackSettings):
 
 
 class S4State(NamedTuple):
-    """What the elements so far have left. Old states always stay valid."""
+    """What the elements so far have left. Old states stay valid until the weights change."""
 
     layers: tuple[Tensor, ...]
-    """(B, D, N) for each S4 layer, two a block; in S5 (B, N)."""
-    systems: Any = None
-    """While a graph is built: the systems as they were prepared, for the calls to come."""
+    """(B, D, N) for each S4 layer, two per block; in S5 (B, N)."""
+    systems: kernels.Systems | None = None
+    """The prepared systems, for the next calls; None before the first call and in a frozen stack, which holds them."""
 
 
 class Stack(Backbone):
@@ -98,7 +97,7 @@ class Stack(Backbone):
         self.blocks = nn.ModuleList(S4Block(settings, size, system) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width, eps=settings.norm_eps)
         self._prepare = prepare
-        self._kept: Any = None  # the systems of the last call without a graph
+        self.frozen: kernels.Systems | None = None
         fan_average(self)
 
     def initial_state(self, batch: int) -> S4State:
@@ -129,7 +128,7 @@ class Stack(Backbone):
         self,
         x: Tensor,
         state: S4State | None,
-        systems: Any,
+        systems: kernels.Systems,
         advance: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
         wanted: slice | None = None,
     ) -> tuple[Tensor, S4State | None]:
@@ -144,7 +143,7 @@ class Stack(Backbone):
             return y
 
         y = self._run(x, mix, wanted)
-        return y, None if state is None else S4State(tuple(after), systems if systems.graph else None)
+        return y, None if state is None else S4State(tuple(after), None if systems is self.frozen else systems)
 
     def _run(self, x: Tensor, mix: Callable[[int, Tensor], Tensor], wanted: slice | None = None) -> Tensor:
         """All blocks on x (..., D); mix(layer, u) is what the systems of a layer make of its inputs u (..., D).
@@ -162,28 +161,23 @@ class Stack(Backbone):
             x = block.feed_forward(x)
         return self.norm(x)
 
-    def _systems(self, state: S4State | None) -> Any:
-        """The systems as they are now.
+    def freeze(self) -> None:
+        self.frozen = self._prepare(self._parameters_of_systems(), self.kernel_length, graph=False)
 
-        What they are prepared into costs more than a short call. Without a graph they are kept between calls: every
-        optimizer step and whatever else torch counts as a change makes new ones; a write through `.data` does not, as
-        torch does not see it either. With a graph they go from call to call with the state, so that a loss prepares
-        them once.
-        """
+    def _systems(self, state: S4State | None) -> kernels.Systems:
+        """Return the prepared systems: those of a frozen stack, those that came with the state, or new ones."""
+        if self.frozen is not None:
+            return self.frozen
+        parameters = self._parameters_of_systems()
+        graph = torch.is_grad_enabled() and any(each.requires_grad for group in parameters for each in group)
+        if state is not None and state.systems is not None and (state.systems.graph or not graph):
+            return state.systems
+        return self._prepare(parameters, self.kernel_length, graph=graph)
+
+    def _parameters_of_systems(self) -> list[tuple[Tensor, ...]]:
+        """Return groups of one tensor for each layer."""
         spaces = [layer.system for block in self.blocks for layer in block.layers]
-        groups = list(zip(*(space.tensors() for space in spaces), strict=True))
-        parameters = [each for group in groups for each in group]
-        learned = [each.requires_grad for each in parameters]
-        graph = torch.is_grad_enabled() and any(learned)
-        steps = _optimizer_steps if any(learned) else 0  # frozen: none writes them
-        # The tensors are held on to, so that neither identity nor address can come to stand for another one.
-        version = (graph, steps, *((id(each), each.data_ptr(), each._version) for each in parameters))
-        systems = self._kept if not graph else state.systems if state is not None else None
-        if systems is None or systems.version != version:
-            systems = self._prepare(groups, self.kernel_length, graph=graph, version=version)
-        if not graph:
-            self._kept = systems
-        return systems
+        return list(zip(*(space.tensors() for space in spaces), strict=True))
 
 
 class S4(Stack):
@@ -277,7 +271,7 @@ class StateSpace(nn.Module):
 
 def build_system(
     log_dt: Tensor, log_decay: Tensor, frequency: Tensor, p: Tensor, b: Tensor, c_tilde: Tensor
-) -> tuple[Any, Tensor]:
+) -> tuple[kernels.System, Tensor]:
     """System and C~ of one layer's parameters, or of several layers' with an axis in front."""
     dtype = wide(log_dt.dtype)
     log_dt, log_decay, frequency, p, b, c_tilde = (
@@ -324,18 +318,6 @@ def legs_input(p: Tensor) -> Tensor:
     """
     b = math.sqrt(2) * p
     return torch.complex(b.real, b.imag.clamp(-INPUT_LIMIT, INPUT_LIMIT))
-
-
-_optimizer_steps = 0
-
-
-def _count_optimizer_step(*_: Any) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
-
-
-# A tensor's own version does not tell: fused optimizers write without raising it.
-register_optimizer_step_post_hook(_count_optimizer_step)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -78,11 +78,15 @@ class Machine:
         """`module` on the device, for use without training under `autocast`: matrices and convolution kernels are kept
         in the precision that autocast would convert them to at every call, with the same results.
 
-        A module with an attribute `in_float32` that is True stays as it is, such as `wmcli.nn.float32_linear`.
+        A module with an attribute `in_float32` that is True stays as it is, such as `wmcli.nn.float32_linear`. Modules
+        with a method `freeze`, such as backbones, then prepare what follows from their weights.
         """
         module = module.to(self.device).eval().requires_grad_(False)
         if self.precision == "bfloat16":
             _lower(module)
+        for part in module.modules():
+            if callable(freeze := getattr(part, "freeze", None)):
+                freeze()
         return module
 
     def block(self) -> dict[str, Any]:
