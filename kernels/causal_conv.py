@@ -174,7 +174,7 @@ class _Taps(torch.autograd.Function):
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
 #
-# The first `block` elements of all blocks, one block after the other, are what was entered: element `at` of block n is
+# The first `block` elements of all blocks, one block after the other, are the entered ones: element `at` of block n is
 # number n block + at of it, also where at < 0, which is an element of a block before. The state holds the numbers
 # 1 - W to -1.
 

@@ -151,7 +151,7 @@ def _backward(
     grad_reward += row * rewards
     grad_value += row * steps
     total = tl.load(gradient, mask=inside, other=0.0).to(tl.float32)  # of the return at t
-    before = tl.zeros((TILE,), tl.float32)  # what the return at t - 1 gives to the value at t
+    before = tl.zeros((TILE,), tl.float32)  # the part of the return at t - 1 in the value at t
     for t in range(steps - 1):
         ended = tl.load(terminated + t * end_step, mask=inside, other=0)
         own = tl.load(gradient + (t + 1) * gradient_step, mask=inside, other=0.0).to(tl.float32)

@@ -204,7 +204,7 @@ def _states(
     weight = (total - cumulative).exp()
     if segment is not None:
         weight = weight.masked_fill(segment != segment[..., -1:], 0.0)
-    added = (k * weight[..., None]).mT @ v  # (B, H, N, K, V): what each block adds to the state
+    added = (k * weight[..., None]).mT @ v  # (B, H, N, K, V): each block's contribution to the state
     count = added.shape[2]
     if state is None and count == 1:
         return None, added[:, :, 0]

@@ -557,7 +557,7 @@ class Segments:
 
 
 class Resets:
-    """Resets (B, T) bool of rows, each before an element, with what follows from them computed once for all layers."""
+    """Resets (B, T) bool of rows, each before an element; their segments are computed once for all layers."""
 
     def __init__(self, reset: Tensor) -> None:
         self.reset = reset
@@ -610,7 +610,7 @@ def _segmented(u: Tensor, kernel: Tensor, segments: Segments) -> Tensor:
     y = (kernel[:, None, : segments.near].flip(2) @ near).view(u.shape)
     for (size, length), (leaves, enters) in zip(segments.levels, segments.borders, strict=True):
         past = _windows(u.view(channels, -1, size), length) * leaves  # (H, R, parts - 1, size - length)
-        lags = kernel[:, 1:size].unfold(1, length, 1).flip(1)  # (H, size - length, length): what stands last is nearest
+        lags = kernel[:, 1:size].unfold(1, length, 1).flip(1)  # (H, size - length, length): the last is the nearest
         heard = (past.flatten(1, 2) @ lags).view(*past.shape[:3], length).mul_(enters)
         y.view(channels, -1, size // length, length)[:, :, 1:] += heard
     return y[..., :time]

@@ -66,7 +66,7 @@ class JointStateSpace(nn.Module):
         self.frequency = nn.Parameter(frequency)
         # The public code draws B real and C with real and imaginary parts, each number of variance 1 / state (jax's
         # lecun_normal takes the state for the inputs of both), and turns them into the basis of the eigenvectors, of
-        # which one of each pair is kept. That basis is unitary, so that what comes out is complex normal.
+        # which one of each pair is kept. That basis is unitary, so the result is complex normal.
         b = torch.randn(pairs, size.width, dtype=torch.complex64) / math.sqrt(settings.state_size)
         c = torch.randn(size.width, pairs, dtype=torch.complex64) * math.sqrt(2 / settings.state_size)
         self.b, self.c = (nn.Parameter(torch.view_as_real(each)) for each in (b, c))
@@ -80,8 +80,10 @@ class JointStateSpace(nn.Module):
 def build_system(
     log_dt: Tensor, log_decay: Tensor, frequency: Tensor, b: Tensor, c: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Abar, Bbar and C of x_t = Abar x_{t-1} + u Bbar, y = x C, for one layer or several stacked on a first
-    axis.
+    """Return Abar, Bbar and C of one layer, or of several stacked on a first axis.
+
+        x_t = Abar x_{t-1} + u Bbar,  y = x C
+
     Abar (M, 2) is diagonal; Bbar (D, N) and C (N, D) act on rows of numbers. Discretized by zero-order hold, in
     float64.
 
