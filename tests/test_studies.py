@@ -13,8 +13,8 @@ import pytest
 from wmcli.assemble import parameter_counts
 from wmcli.envs import make
 from wmcli.settings import resolve
+from wmcli.stages.checks import check_rows
 from wmcli.stages.memory import check_measures
-from wmcli.stages.rows import check_rows
 
 DOCS = Path(__file__).parent.parent / "docs"
 STUDIES = sorted(DOCS.glob("*.mk"))

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from wmcli.backbones import SECTIONS, Size, build, mamba1, mamba2
+from wmcli.backbones import SECTIONS, Size, build, mamba1, mamba2, residual
 from wmcli.backbones.mamba1 import Mamba1, Mamba1Mixer, Mamba1Settings
 from wmcli.backbones.mamba2 import Mamba2, Mamba2Mixer, Mamba2Settings
 from wmcli.errors import UsageError
@@ -308,8 +308,8 @@ def test_initialization(name):
 
 
 def test_biases_of_step_sizes_undo_softplus(monkeypatch):
-    monkeypatch.setattr(mamba1, "STEP_SIZES", (0.1, 0.1))
-    assert_close(F.softplus(mamba1.draw_step_bias(3)), torch.full((3,), 0.1))
+    monkeypatch.setattr(residual, "STEP_SIZES", (0.1, 0.1))
+    assert_close(F.softplus(residual.draw_step_bias(3)), torch.full((3,), 0.1))
 
 
 def test_rank_of_the_step_sizes():

@@ -19,8 +19,8 @@ from wmcli.backbones import SECTIONS, Size, build, map_state, s4
 from wmcli.backbones.s4 import S4, S4Settings, Stack, StateSpace, build_system, hippo_legs, legs_input
 from wmcli.errors import UsageError
 from wmcli.kernels import s4 as kernels
-from wmcli.nn.decay import parameter_groups
 from wmcli.training.optim import build_optimizer
+from wmcli.world_models.base import parameter_groups
 
 LENGTH = 30  # of the kernels
 SYSTEM = {"log_dt", "log_decay", "frequency", "p", "b"}

@@ -28,7 +28,7 @@ from wmcli.nn.attention_prior import (
     scaled_attention,
     spread,
 )
-from wmcli.nn.decay import parameter_groups
+from wmcli.world_models.base import parameter_groups
 
 KINDS = ("local", "span", "gaussian", "gaussian_span")
 

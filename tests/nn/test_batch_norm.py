@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wmcli.nn import batch_norm
-from wmcli.nn.batch_norm import BatchNorm2d
+from wmcli.nn import layers
+from wmcli.nn.layers import BatchNorm2d
 from wmcli.nn.residual_trunk import ResidualTrunk
 from wmcli.nn.strided_conv import Stack, StridedDecoder, StridedEncoder
 from wmcli.world_models.muzero import Dynamics
@@ -22,7 +22,7 @@ FRAMES, SIDE = 256, 64  # a million pixels
 @pytest.fixture
 def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave no batch to torch for being small."""
-    monkeypatch.setattr(batch_norm, "FEW", 1)
+    monkeypatch.setattr(layers, "FEW", 1)
 
 
 def make(channels: int, dtype: torch.dtype = torch.float32, **settings: Any) -> BatchNorm2d:
@@ -66,8 +66,8 @@ def error(found: Tensor, exact: Tensor) -> float:
 def test_equals_torch_in_float64(
     shape: tuple[int, ...], affine: bool, rows: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_norm, "ROWS", rows)
-    monkeypatch.setattr(batch_norm, "CHUNK", chunk)
+    monkeypatch.setattr(layers, "ROWS", rows)
+    monkeypatch.setattr(layers, "CHUNK", chunk)
     torch.manual_seed(0)
     norm = make(shape[1], torch.float64, eps=0.1, affine=affine)  # large, so that it counts where it stands
     x, dy = 2 * torch.randn(shape, dtype=torch.float64) + 3, torch.randn(shape, dtype=torch.float64)
@@ -98,7 +98,7 @@ def test_running_statistics_are_torchs(settings: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("every_size")
 def test_batches_of_all_sizes_go_through_one_norm_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the frames and the imagined states of MuZero do: gradients and running statistics of all, in any order."""
-    monkeypatch.setattr(batch_norm, "FEW", 100)
+    monkeypatch.setattr(layers, "FEW", 100)
     norm = make(3, torch.float64)
     theirs = like(norm, torch.float64)
     batches = [last(torch.randn(count, 3, 4, 5, dtype=torch.float64)) for count in (2, 40, 3, 50)]  # 40 pixels to 1,000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from wmcli.nn.decay import parameter_groups
+from wmcli.world_models.base import parameter_groups
 
 
 class Net(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from wmcli.nn.flatten import Flatten
+from wmcli.nn.layers import Flatten
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from wmcli.nn.float32_linear import Float32Linear
+from wmcli.nn.layers import Float32Linear
 from wmcli.training.device import Machine
 
 CPU = torch.device("cpu")

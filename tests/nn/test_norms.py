@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from wmcli.nn.mlp import norm
-from wmcli.nn.norms import ChannelLayerNorm, ChannelRMSNorm
+from wmcli.nn.mlp import ChannelLayerNorm, ChannelRMSNorm, norm
 
 CASES = {
     "rms": (norm("rms", 6), (8192, 6)),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from wmcli.nn.squared_error import squared_error
+from wmcli.tokenizers.categorical import squared_error
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

@@ -8,7 +8,7 @@ from draws import assert_fan_average, assert_torchs_default
 from torch import nn
 
 from wmcli.errors import UsageError
-from wmcli.nn.norms import ChannelRMSNorm
+from wmcli.nn.mlp import ChannelRMSNorm
 from wmcli.nn.strided_conv import (
     PatchConv2d,
     PatchTransposedConv2d,

@@ -34,7 +34,7 @@ SYSTEMS: dict[str, tuple[str, list[str]]] = {
             *("tokenizer.strides=[2, 2]", "tokenizer.batch=7", "tokenizer.warmup=0"),
             *("dynamics.sequence_length=9", "dynamics.context=3", "dynamics.act_window=4", "dynamics.head_width=10"),
             *("dynamics.batch=4", "dynamics.warmup=0", "backbone.width=16", "backbone.layers=1"),
-            *("backbone.dropout=0.25", "backbone.head_width=8", "backbone.heads=2"),
+            *("backbone.dropout=0.25", "backbone.head_width=8"),
             *("controller.actor_width=12", "controller.critic_width=14", "controller.imagination_horizon=2"),
             *("controller.batch=6", "controller.warmup=0"),
         ],
@@ -115,19 +115,22 @@ def learn(run: Path, kind: str, *overrides: str, **how: bool) -> tuple[Artifact,
     seen: list[Update] = []
     fit = train.fit
 
-    def watched(trainee: Any, step: Callable[[], Mapping[str, Tensor]], **given: Any) -> dict[str, float]:
-        (module,) = trainee.modules.values()
+    def watched(trainer: Any, updates: int, **given: Any) -> dict[str, float]:
+        (module,) = trainer.state.modules.values()
+        update = trainer.update
 
         def one() -> Mapping[str, Tensor]:
             before = tensors(module)
-            metrics = step()
+            metrics = update()
             gradient = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-            rates = [group["lr"] for group in trainee.optimizer.param_groups] if trainee.optimizer else []
+            optimizer = trainer.state.optimizer
+            rates = [group["lr"] for group in optimizer.param_groups] if optimizer else []
             numbers = {name: float(value.detach()) for name, value in metrics.items()}
             seen.append(Update(before, tensors(module), gradient, rates, numbers))
             return metrics
 
-        return fit(trainee, one, **given)
+        trainer.update = one
+        return fit(trainer, updates, **given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "fit", watched)

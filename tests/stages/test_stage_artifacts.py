@@ -341,7 +341,7 @@ def test_imagination_begins_with_the_context_that_the_dynamics_were_made_for(
         asked.append(minimum)
         return WindowSampler(*given, minimum=minimum, **named)
 
-    monkeypatch.setattr("wmcli.stages.sampling.WindowSampler", sampler)
+    monkeypatch.setattr("wmcli.trainers.batches.WindowSampler", sampler)
     imagine(opened(run, force=True))
     train_dynamics(opened(run, "dynamics.context=1"))
     asked.clear()

@@ -20,9 +20,10 @@ from wmcli.controllers.agent import UniformAgent
 from wmcli.envs import EnvironmentSettings, make
 from wmcli.errors import ArtifactError, EnvironmentFault, Stopped
 from wmcli.experience import read_segment
+from wmcli.experience.load import SEGMENT
 from wmcli.stages import collect as stage
 from wmcli.stages.collect import collect
-from wmcli.stages.context import SEGMENT, Context
+from wmcli.stages.context import Context
 from wmcli.stages.imagine import imagine
 
 EAGER = "training.checkpoint_seconds=0"

@@ -21,9 +21,10 @@ from wmcli.artifacts.lineage import lineage
 from wmcli.assemble import load_controller, load_world_model
 from wmcli.config import preset_names
 from wmcli.errors import ArtifactError, UsageError
+from wmcli.experience.load import SEGMENT
 from wmcli.stages import dynamics as dynamics_stage
 from wmcli.stages.collect import collect
-from wmcli.stages.context import SEGMENT, Context, open_context
+from wmcli.stages.context import Context, open_context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
@@ -32,9 +33,8 @@ from wmcli.stages.pictures import Dream
 from wmcli.stages.play import play
 from wmcli.stages.profile import profile
 from wmcli.stages.tokenizer import train_tokenizer
-from wmcli.training.checkpoint import TRAINING, load_tensors
+from wmcli.training.checkpoint import TRAINING, load_tensors, read_part
 from wmcli.training.device import Machine
-from wmcli.training.loop import read_part
 
 CPU = Machine(torch.device("cpu"), "float32", 1)
 TINY = [

@@ -18,7 +18,7 @@ from test_stage_loop import LOOP, results
 from tiny_run import TRAINING, Killed, command, copied, kill_at, latest, opened, settings, sha256
 
 from wmcli.artifacts import Artifact, Run
-from wmcli.training.loop import Trainee
+from wmcli.training.checkpoint import TrainState
 
 COMMANDS = {
     "experience": "collect",
@@ -118,7 +118,7 @@ def test_fresh_starts_again(tiny: Path, tmp_path: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch, pytest.raises(Killed):
         kill_at(patch, "checkpoint", 2)
         TRAINING[kind](opened(run, EAGER))
-    monkeypatch.setattr("wmcli.training.loop.Trainee.load", None)
+    monkeypatch.setattr("wmcli.training.checkpoint.TrainState.load", None)
     artifact = TRAINING[kind](opened(run, fresh=True))
     assert content(artifact) == content(latest(tiny, kind))
 
@@ -131,8 +131,8 @@ def test_other_settings_do_not_take_up_the_work(tiny: Path, tmp_path: Path, monk
     TRAINING["dynamics"](opened(run, "dynamics.learning_rate=0.004"))
     with monkeypatch.context() as patch:
         loads = []
-        load = Trainee.load
-        patch.setattr(Trainee, "load", lambda self, *given: loads.append(given) or load(self, *given))
+        load = TrainState.load
+        patch.setattr(TrainState, "load", lambda self, *given: loads.append(given) or load(self, *given))
         artifact = TRAINING["dynamics"](opened(run))
     assert len(loads) == 1  # the work of the first is still there
     assert artifact.version == 2 and content(artifact) == content(latest(tiny, "dynamics"))

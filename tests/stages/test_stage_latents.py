@@ -12,10 +12,11 @@ from tiny_run import latest, opened
 from wmcli.artifacts import Run
 from wmcli.assemble import load_world_model
 from wmcli.experience import Windows
-from wmcli.stages import latents as module
 from wmcli.stages.collect import collect
 from wmcli.stages.context import Context
-from wmcli.stages.latents import gather, latents_of
+from wmcli.stages.train import latents_of
+from wmcli.trainers import batches
+from wmcli.trainers.batches import gather
 from wmcli.training.device import Machine
 
 CPU = Machine(torch.device("cpu"), "float32", 1)
@@ -38,7 +39,7 @@ class Counting:
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ENCODE_BATCH", 20)
+    monkeypatch.setattr(batches, "ENCODE_BATCH", 20)
 
 
 @pytest.fixture
@@ -72,10 +73,10 @@ def test_kept_tokens_are_those_of_each_frame(longer: Path) -> None:
 def test_what_was_added_is_encoded_as_if_from_the_beginning(longer: Path) -> None:
     """The bits of a frame may depend on the batch that it is encoded in, so the batches must be the same."""
     growing, model = opened(longer), Counting()
-    for version, batches in [(1, [20] * 4 + [10]), (2, [20, 2]), (3, [8])]:
+    for version, sizes in [(1, [20] * 4 + [10]), (2, [20, 2]), (3, [8])]:
         model.encoded.clear()
         tokens = encoded(growing, version, model)
-        assert model.encoded == batches
+        assert model.encoded == sizes
         assert torch.equal(tokens, encoded(opened(longer), version, Counting()))
     model.encoded.clear()
     assert torch.equal(encoded(growing, 3, model), tokens)
@@ -115,14 +116,14 @@ def test_a_batch_holds_the_rows_of_its_windows(longer: Path) -> None:
     rows = np.array([[0, 0, 3], [6, 9, 12]])
     windows = Windows(rows, np.array([[False, True, True], [True, True, True]]))
     batch = gather(memory, latents, windows)
-    assert torch.equal(batch.latent, latents[torch.from_numpy(rows)])
+    assert torch.equal(batch.inputs, latents[torch.from_numpy(rows)])
     for name in ("action", "reward", "terminated", "truncated"):
         assert torch.equal(getattr(batch, name), getattr(memory, name)[torch.from_numpy(rows)])
     assert memory.first[0]
-    assert batch.first.tolist() == [[False, True, False], [False, False, False]]  # padding opens nothing
+    assert batch.is_first.tolist() == [[False, True, False], [False, False, False]]  # padding opens nothing
     assert batch.valid.tolist() == windows.valid.tolist()
-    assert batch.last is None
+    assert batch.is_last is None
     memory._columns["opens_game"][6], memory._columns["ends_game"][3] = True, True  # as if a game began and ended there
     batch = gather(memory, latents, windows, across_ends=True)
-    assert batch.first.tolist() == [[False, True, False], [True, False, False]]
-    assert batch.last is not None and batch.last.tolist() == [[False, False, True], [False, False, False]]
+    assert batch.is_first.tolist() == [[False, True, False], [True, False, False]]
+    assert batch.is_last is not None and batch.is_last.tolist() == [[False, False, True], [False, False, False]]

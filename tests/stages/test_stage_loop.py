@@ -14,17 +14,17 @@ from wmcli.artifacts import Artifact, Run, check
 from wmcli.errors import DivergedError, Stopped, UsageError
 from wmcli.progress import Bar
 from wmcli.stages import collect as collect_stage
-from wmcli.stages import dynamics as dynamics_stage
 from wmcli.stages import evaluate as evaluate_stage
-from wmcli.stages import imagine as imagine_stage
 from wmcli.stages import loop as module
-from wmcli.stages import tokenizer as tokenizer_stage
 from wmcli.stages.collect import collect
 from wmcli.stages.context import Context, open_context
 from wmcli.stages.imagine import imagine
 from wmcli.stages.loop import run_loop
 from wmcli.stages.play import play
 from wmcli.stages.tokenizer import train_tokenizer
+from wmcli.trainers import dynamics as dynamics_trainer
+from wmcli.trainers import imagination as imagination_trainer
+from wmcli.trainers import tokenizer as tokenizer_trainer
 
 LOOP = [  # everything starts in an epoch of its own
     "collect.steps=12",
@@ -230,9 +230,9 @@ def test_killed_every_few_checkpoints_it_ends_in_the_same_weights(
     [
         (collect_stage.Streams, "step", 2, 1, []),
         (collect_stage.Streams, "step", 4, 1, []),  # the last of its stage: it must not go over into the next one
-        (tokenizer_stage, "update", 2, 1, ["experience"]),
-        (dynamics_stage, "update", 1, 2, ["experience", "tokenizer"]),
-        (imagine_stage, "update", 1, 3, ["experience", "tokenizer", "dynamics"]),  # the only one
+        (tokenizer_trainer, "update", 2, 1, ["experience"]),
+        (dynamics_trainer, "update", 1, 2, ["experience", "tokenizer"]),
+        (imagination_trainer, "update", 1, 3, ["experience", "tokenizer", "dynamics"]),  # the only one
     ],
 )
 def test_asked_to_stop_it_stops_in_that_stage_and_goes_on(
@@ -294,7 +294,7 @@ def test_fresh_takes_up_nothing(whole: Path, tmp_path: Path, monkeypatch: pytest
         run_loop(opened(tmp_path / "run", EAGER))
     assert names(tmp_path / "run")["experience"] == [1] and names(tmp_path / "run")["tokenizer"] == []
     loads: list[object] = []
-    monkeypatch.setattr("wmcli.training.loop.Trainee.load", lambda *given: loads.append(given))
+    monkeypatch.setattr("wmcli.training.checkpoint.TrainState.load", lambda *given: loads.append(given))
     run_loop(opened(tmp_path / "run", fresh=True))
     assert loads == []
     assert content(tmp_path / "run", "tokenizer", 1) == content(whole, "tokenizer", 1)

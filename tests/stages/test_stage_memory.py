@@ -22,15 +22,18 @@ from wmcli.envs.memory_task import play
 from wmcli.envs.tasks import TASKS
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience import read_segment
+from wmcli.experience.load import HELD_OUT, SEGMENT
 from wmcli.metrics import memory as metrics
 from wmcli.settings import resolve
 from wmcli.stages import memory as stage
+from wmcli.stages.checks import check_rows
 from wmcli.stages.collect import collect
-from wmcli.stages.context import HELD_OUT, SEGMENT, Context, open_context
-from wmcli.stages.dynamics import train_dynamics, update_dynamics
+from wmcli.stages.context import Context, open_context
+from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.loop import run_loop
 from wmcli.stages.memory_table import table
-from wmcli.stages.rows import Best, check_rows
+from wmcli.trainers.best_weights import BestWeights
+from wmcli.trainers.dynamics import update_world_model
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_tensors
 
 SMALL = [
@@ -200,11 +203,11 @@ def test_killed_at_every_checkpoint_it_has_the_same_weights(
 def test_the_optimizer_has_the_eps_of_the_settings(tmp_path: Path, monkeypatch, overrides: list, eps: float) -> None:
     found: list[float] = []
 
-    def update(machine, world_model, optimizer, *rest):
+    def update(machine, world_model, optimizer, *rest, **how):
         found.extend(group["eps"] for group in optimizer.param_groups)
-        return update_dynamics(machine, world_model, optimizer, *rest)
+        return update_world_model(machine, world_model, optimizer, *rest, **how)
 
-    monkeypatch.setattr("wmcli.stages.dynamics.update_dynamics", update)
+    monkeypatch.setattr("wmcli.trainers.dynamics.update_world_model", update)
     train_dynamics(opened(begun(tmp_path / "run", *overrides, "dynamics.updates=1")))
     assert len(found) > 1 and set(found) == {eps}
 
@@ -212,23 +215,23 @@ def test_the_optimizer_has_the_eps_of_the_settings(tmp_path: Path, monkeypatch, 
 def test_the_weights_of_the_lowest_validation_loss_are_taken() -> None:
     module = torch.nn.Linear(1, 1)
     losses = iter([3.0, 1.0, 2.0, 1.0])
-    best, again = (Best(module, lambda: next(losses)) for _ in range(2))
-    best.take()  # nothing was looked at yet
+    best, again = (BestWeights(module, lambda: next(losses)) for _ in range(2))
+    best.restore()  # nothing was measured yet
     for update in range(1, 5):
         module.weight.data.fill_(update)
-        best.look(update)
-    told = {"validation_loss": 1.0, "best_validation_loss": 1.0, "best_update": 2}
-    assert best.told() == told
+        best.validate(update)
+    metrics = {"validation_loss": 1.0, "best_validation_loss": 1.0, "best_update": 2}
+    assert best.metrics() == metrics
     again.load(best.state())
-    assert again.told() == told
-    again.take()
+    assert again.metrics() == metrics
+    again.restore()
     assert module.weight.item() == 2
 
 
 def test_training_goes_on_from_the_last_weights_and_publishes_the_best(tmp_path: Path, monkeypatch) -> None:
     run = begun(tmp_path / "run")
     losses = iter([1.0, 2.0, 3.0])
-    monkeypatch.setattr("wmcli.stages.rows.validation_loss", lambda *about: lambda: next(losses))
+    monkeypatch.setattr("wmcli.trainers.dynamics.validation_loss", lambda *about, **how: lambda: next(losses))
     published = train_dynamics(opened(run))
     shorter = train_dynamics(
         opened(run, "dynamics.updates=2", "dynamics.validate_every=0", "dynamics.schedule=constant")

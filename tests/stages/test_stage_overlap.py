@@ -18,7 +18,6 @@ from tiny_run import Killed, command, kill_at, latest, opened, settings
 from wmcli.artifacts import Artifact, Run
 from wmcli.errors import ArtifactError, EnvironmentFault, MachineError, Stopped, UsageError
 from wmcli.stages import collector as module
-from wmcli.stages import tokenizer as tokenizer_stage
 from wmcli.stages.collect import collect
 from wmcli.stages.collector import Collector
 from wmcli.stages.context import Context
@@ -27,6 +26,7 @@ from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
 from wmcli.stages.loop import run_loop
 from wmcli.stages.tokenizer import train_tokenizer
+from wmcli.trainers import tokenizer as tokenizer_trainer
 
 OVERLAP = [*LOOP, "run.collect_epochs=5", "run.controller_after=1", "run.overlap=true"]
 SLOW = [*OVERLAP, f"environment.id={SLOW_STEPS}", "collect.steps=60", "tokenizer.updates=6"]
@@ -191,7 +191,7 @@ def test_asked_to_stop_both_stop_at_a_checkpoint_and_go_on(tmp_path: Path, monke
     folder = tmp_path / "run"
     monkeypatch.setenv(SLOW_AFTER, str(SEED_CHECK + 66))
     opened(folder, *SLOW, "run.epochs=2", new=True)
-    update, others = tokenizer_stage.update, []
+    update, others = tokenizer_trainer.update, []
 
     def signals(*given: object) -> object:
         if not others:
@@ -201,7 +201,7 @@ def test_asked_to_stop_both_stop_at_a_checkpoint_and_go_on(tmp_path: Path, monke
         return update(*given)
 
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="train-tokenizer stopped after update 1 of 6"):
-        patch.setattr(tokenizer_stage, "update", signals)
+        patch.setattr(tokenizer_trainer, "update", signals)
         run_loop(opened(folder))
     assert names(folder)["experience"] == [1] and names(folder)["tokenizer"] == []
     assert gone(others[0], seconds=0)

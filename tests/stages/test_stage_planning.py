@@ -16,9 +16,10 @@ from wmcli.artifacts import Artifact, Run
 from wmcli.assemble import load_controller
 from wmcli.errors import UsageError
 from wmcli.experience import read_segment
+from wmcli.experience.load import SEGMENT
 from wmcli.stages.aggregate import compare_priors
 from wmcli.stages.collect import collect
-from wmcli.stages.context import SEGMENT, Context, open_context
+from wmcli.stages.context import Context, open_context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
@@ -26,9 +27,8 @@ from wmcli.stages.loop import run_loop
 from wmcli.stages.pictures import Film
 from wmcli.stages.play import play
 from wmcli.stages.tokenizer import train_tokenizer
-from wmcli.training.checkpoint import TRAINING
+from wmcli.training.checkpoint import TRAINING, read_part
 from wmcli.training.device import Machine
-from wmcli.training.loop import read_part
 
 CPU = Machine(torch.device("cpu"), "float32", 1)
 COMMON = [
@@ -148,9 +148,11 @@ def test_the_policy_is_learned_only_where_something_searched(run: Path, monkeypa
         return targets
 
     from wmcli.stages import dynamics as stage
+    from wmcli.trainers import dynamics as trainer
 
     original = stage.SearchTargets
-    monkeypatch.setattr(stage, "SearchTargets", watched)
+    for module in (stage, trainer):
+        monkeypatch.setattr(module, "SearchTargets", watched)
     train_dynamics(opened(run, force=True), experience="experience@1", controller="none")
     train_dynamics(opened(run, force=True), controller="none")
     train_dynamics(opened(run, force=True))

@@ -17,9 +17,10 @@ from wmcli.envs.memory_task import play
 from wmcli.envs.tasks import TASKS
 from wmcli.errors import UsageError
 from wmcli.experience import read_segment
+from wmcli.experience.load import HELD_OUT
 from wmcli.stages import memory, probe
 from wmcli.stages.collect import collect
-from wmcli.stages.context import HELD_OUT, Context, open_context
+from wmcli.stages.context import Context, open_context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.memory_table import table
 

@@ -19,9 +19,10 @@ from wmcli.envs.tasks import TASKS
 from wmcli.envs.walking import FORWARD, FORWARD_LEFT, FORWARD_RIGHT, LEFT, NOOP, RIGHT
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience import read_segment, segment
+from wmcli.experience.load import HELD_OUT, SEGMENT
 from wmcli.stages import memory, probe, recorded
 from wmcli.stages.collect import collect
-from wmcli.stages.context import HELD_OUT, SEGMENT, Context, open_context
+from wmcli.stages.context import Context, open_context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.recorded import read_recording
 

@@ -21,9 +21,8 @@ from wmcli.stages.collect import collect
 from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.imagine import imagine
-from wmcli.training.checkpoint import TRAINING
+from wmcli.training.checkpoint import TRAINING, read_part
 from wmcli.training.device import Machine
-from wmcli.training.loop import read_part
 from wmcli.world_models.base import Batch
 from wmcli.world_models.latent import LatentWorldModel
 
@@ -190,7 +189,7 @@ def test_segments_lie_within_episodes_and_have_as_many_frames_as_imagination_sta
     assert batch.valid.shape == (60, frames)
     behind = batch.valid[:, history:]
     assert behind[:, 0].all() and behind.sum(1).min() == fewest
-    assert (behind.int().diff(dim=1) <= 0).all() and not batch.first[:, 1:][batch.valid[:, :-1]].any()
+    assert (behind.int().diff(dim=1) <= 0).all() and not batch.is_first[:, 1:][batch.valid[:, :-1]].any()
     assert set(batch.valid[:, :history].sum(1).tolist()) == set(range(history + 1))
     ends = (batch.terminated | batch.truncated) & batch.valid
     assert not ends[:, :-1][batch.valid[:, 1:]].any()
@@ -201,7 +200,7 @@ def test_dramas_segments_run_over_ends(make: Make, monkeypatch: pytest.MonkeyPat
     run = make("drama", trained=kind == "controller")
     (batch,) = batches(run, monkeypatch, kind, f"{kind}.batch=20", f"{kind}.updates=1")
     assert batch.valid.shape == (20, 9 if kind == "dynamics" else 3)
-    assert batch.valid.all() and batch.first[:, 1:].any()
+    assert batch.valid.all() and batch.is_first[:, 1:].any()
 
 
 def test_imagination_starts_behind_at_least_as_many_frames_as_the_model_needs(
@@ -218,7 +217,7 @@ def test_rows_are_whole_episodes_where_that_is_asked_for(make: Make, monkeypatch
     first, second = batches(make("s4wm"), monkeypatch, "dynamics", "dynamics.updates=2")
     for batch in (first, second):
         assert batch.valid.shape == (2, 50) and batch.valid.all()
-        assert batch.first[:, 0].all() and not batch.first[:, 1:].any() and batch.terminated[:, -1].all()
+        assert batch.is_first[:, 0].all() and not batch.is_first[:, 1:].any() and batch.terminated[:, -1].all()
     rows = torch.cat((first.latent, second.latent)).flatten(1)
     assert len(rows.unique(dim=0)) == 4, "each of the four comes once before any comes again"
 
@@ -312,7 +311,7 @@ def test_a_row_is_searched_again_as_if_it_were_just_played(make: Make, name: str
             action = memory.action[order[place - 1], None] if place > start else memory.action[row]
             state = world_model.perceive(state, memory.frames[row], action, torch.tensor([place == start]))
             _, seen = search.decide(world_model, state, search.initial_state(1))
-            values[row] = search.found(seen).value.numpy()
+            values[row] = search.summarize_search(seen).value.numpy()
     apart = np.abs(found["value"] - values) / values.std()
     assert (apart < 0.1).mean() > 0.95, "rounding may turn a search, but few"
 
@@ -325,7 +324,7 @@ def test_what_a_process_keeps_makes_no_difference(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Experience and latents stay in memory: grown by what was collected, anew when what encodes them has changed."""
-    monkeypatch.setattr("wmcli.stages.latents.ENCODE_BATCH", 20)
+    monkeypatch.setattr("wmcli.trainers.batches.ENCODE_BATCH", 20)
     run = make(name, trained=True)
     other = copied(run, tmp_path / "other")
     stages = {kind: stage for kind, stage in STAGES.items() if kind != "tokenizer" or name == "rem"}

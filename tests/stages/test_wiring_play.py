@@ -28,20 +28,21 @@ from wmcli.controllers.reinforce import ReinforceController
 from wmcli.envs.atari import PROTOCOLS
 from wmcli.errors import ArtifactError, EnvironmentFault, UsageError
 from wmcli.experience import read_segment
+from wmcli.experience.load import SEGMENT
 from wmcli.stages import collector as collector_module
 from wmcli.stages import dynamics as dynamics_stage
 from wmcli.stages.collect import collect
 from wmcli.stages.collector import Collector
-from wmcli.stages.context import SEGMENT, open_context
+from wmcli.stages.context import open_context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
 from wmcli.stages.loop import run_loop
 from wmcli.stages.play import play
+from wmcli.trainers import dynamics as dynamics_trainer
 from wmcli.training.checkpoint import TRAINING as TRAINED
-from wmcli.training.checkpoint import WEIGHTS, load_tensors, module_tensors
+from wmcli.training.checkpoint import WEIGHTS, load_tensors, module_tensors, read_part
 from wmcli.training.device import Machine
-from wmcli.training.loop import read_part
 from wmcli.world_models.base import WorldModel
 
 CPU = Machine(torch.device("cpu"), "float32", 1)
@@ -88,7 +89,7 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> Decisions:
         action = decide(agent, instead)
         made.agents.append(agent)
         made.actions.append(action.copy())
-        made.policies += [agent.searched()["policy"]] if agent.searched() else []
+        made.policies += [agent.summarize_search()["policy"]] if agent.summarize_search() else []
         return action
 
     def watched_at_random(agent: UniformAgent, observation: np.ndarray, first: np.ndarray) -> np.ndarray:
@@ -370,7 +371,7 @@ def found_by_playing_again(
     for step in np.arange(len(rows["action"])).reshape(-1, 3):
         agent.perceive(rows["observation"][step], rows["first"][step])
         agent.decide(instead=rows["action"][step])
-        found.append(agent.searched())
+        found.append(agent.summarize_search())
     policy, value = (np.concatenate([each[name] for each in found]) for name in ("policy", "value"))
     assert np.ptp(policy, axis=0).max() > 0.1 and np.ptp(value) > 0.1
     return policy, value
@@ -408,12 +409,14 @@ def test_reanalysis_finds_what_playing_these_frames_would_and_dynamics_learn_it(
     np.testing.assert_allclose(targets["value"], value, rtol=1e-5)
 
     drawn, learned = [], []
-    gather, update = dynamics_stage.gather, dynamics_stage.update_dynamics
+    gather, update = dynamics_trainer.gather, dynamics_trainer.update_world_model
     monkeypatch.setattr(
-        dynamics_stage, "gather", lambda *given, **named: drawn.append(given[2]) or gather(*given, **named)
+        dynamics_trainer, "gather", lambda *given, **named: drawn.append(given[2]) or gather(*given, **named)
     )
     monkeypatch.setattr(
-        dynamics_stage, "update_dynamics", lambda *given: learned.append(given[3].targets) or update(*given)
+        dynamics_trainer,
+        "update_world_model",
+        lambda *given, **named: learned.append(given[3].targets) or update(*given, **named),
     )
     train_dynamics(opened(planner, "dynamics.updates=3", more=True))
     assert len(learned) == len(drawn) == 3

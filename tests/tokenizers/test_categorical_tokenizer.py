@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from wmcli.config import validate
 from wmcli.errors import UsageError
-from wmcli.nn.one_hot import draw_one_hot
+from wmcli.nn.categorical import draw_one_hot
 from wmcli.tokenizers.categorical import CategoricalTokenizer, CategoricalTokenizerSettings
 
 K, C, SIZE = 6, 5, 16

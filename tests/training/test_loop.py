@@ -1,4 +1,4 @@
-"""The loop: resumed at any update it ends in the same bits, and what it says, saves and refuses."""
+"""The loop: resumed at any update it ends in the same bits; its lines, checkpoints and refusals."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_lesson import CPU, Killed, Lesson
+from small_trainer import CPU, Killed, Process, SmallTrainer
 
 from wmcli.errors import ArtifactError, DivergedError, Stopped
+from wmcli.training import checkpoint as checkpoint_module
 from wmcli.training import loop
-from wmcli.training.checkpoint import load_tensors
-from wmcli.training.loop import CHECKPOINT, read_part
+from wmcli.training.checkpoint import CHECKPOINT, TrainState, load_tensors, read_part
 from wmcli.training.optim import build_optimizer
 
 
@@ -49,12 +49,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "work"
 
 
-def whole(tmp_path: Path, updates: int, **how: str) -> Lesson:
-    """The same lesson without any interruption."""
+def whole(tmp_path: Path, updates: int, **how: str) -> Process:
+    """The same process without any interruption."""
     (tmp_path / "whole").mkdir()
-    lesson = Lesson(tmp_path / "whole", **how)
-    lesson.run(updates)
-    return lesson
+    process = Process(tmp_path / "whole", **how)
+    process.run(updates)
+    return process
 
 
 # -- resume -----------------------------------------------------------------------------------------------------------
@@ -70,20 +70,20 @@ def test_killed_after_any_update_it_ends_in_the_same_bits(
     updates = 7
     for update in range(1, updates):
         with pytest.raises(Killed):
-            Lesson(folder, sampling, optimizer, before=die_at(update)).run(updates)
-    resumed = Lesson(folder, sampling, optimizer)
+            Process(folder, sampling, optimizer, before=die_at(update)).run(updates)
+    resumed = Process(folder, sampling, optimizer)
     resumed.run(updates)
     undisturbed = whole(tmp_path, updates, sampling=sampling, optimizer=optimizer)
     assert resumed.learned() == undisturbed.learned()
-    assert resumed.trainee.metrics == undisturbed.trainee.metrics
+    assert resumed.state.metrics == undisturbed.state.metrics
 
 
 @pytest.mark.parametrize("died", [4, 5])
 def test_a_logged_line_is_of_all_its_updates_also_across_a_kill(tmp_path: Path, folder: Path, died: int) -> None:
     """Lines come every 3 updates: the second is of updates 4 to 6, one or two of them before the kill."""
     with pytest.raises(Killed):
-        Lesson(folder, before=die_at(died)).run(6)
-    resumed = Lesson(folder)
+        Process(folder, before=die_at(died)).run(6)
+    resumed = Process(folder)
     resumed.run(6)
     undisturbed = whole(tmp_path, 6)
     del resumed.log[0]["updates_per_second"], undisturbed.log[1]["updates_per_second"]
@@ -95,48 +95,48 @@ def test_dropout_and_sampler_matter_here(tmp_path: Path, folder: Path, monkeypat
     undisturbed = whole(tmp_path, 5)
     for forgotten in ("load_random", "load_generator"):
         with pytest.raises(Killed):
-            Lesson(folder, before=die_at(2)).run(5)
+            Process(folder, before=die_at(2)).run(5)
         with monkeypatch.context() as patch:
-            patch.setattr(loop, forgotten, lambda *_: None)
+            patch.setattr(checkpoint_module, forgotten, lambda *_: None)
             if forgotten == "load_generator":  # nothing else would restore what the sampler shares with the stage
                 patch.setattr("wmcli.experience.WindowSampler.load", lambda *_: None)
-            resumed = Lesson(folder)
+            resumed = Process(folder)
             resumed.run(5)
         assert resumed.learned() != undisturbed.learned()
         (folder / CHECKPOINT).unlink()
 
 
-def test_a_finished_lesson_is_not_taken_again(folder: Path) -> None:
-    first = Lesson(folder)
+def test_a_finished_process_is_not_taken_again(folder: Path) -> None:
+    first = Process(folder)
     metrics = first.run(4)
-    again = Lesson(folder, before=die_at(4))
+    again = Process(folder, before=die_at(4))
     assert again.run(4) == metrics
     assert again.learned() == first.learned()
     assert again.log == []
 
 
 def test_training_further_takes_over_what_was_learned_and_adds_up(tmp_path: Path, folder: Path) -> None:
-    first = Lesson(folder)
+    first = Process(folder)
     first.run(4)
     (tmp_path / "more").mkdir()
-    second = Lesson(tmp_path / "more", seed=6)
+    second = Process(tmp_path / "more", seed=6)
     second.run(2, parent=folder / CHECKPOINT)
-    assert (second.trainee.trained, second.trainee.update) == (4, 2)
-    assert second.trainee.modules["net"].get_buffer("calls") == 6
+    assert (second.state.trained, second.state.update) == (4, 2)
+    assert second.state.modules["net"].get_buffer("calls") == 6
     assert second.learned()["optimizer/0/step"] == 6
     assert [record["update"] for record in second.log] == [6]
     (tmp_path / "most").mkdir()
-    third = Lesson(tmp_path / "most")
+    third = Process(tmp_path / "most")
     third.run(1, parent=tmp_path / "more" / CHECKPOINT)
-    assert (third.trainee.trained, third.trainee.update) == (6, 1)
+    assert (third.state.trained, third.state.update) == (6, 1)
 
 
 def test_training_further_goes_on_counting_the_windows(tmp_path: Path, folder: Path) -> None:
-    Lesson(folder, "dfs").run(4)
+    Process(folder, "dfs").run(4)
     counted = read_part(folder / CHECKPOINT, "sampler")["counts"]
     assert counted.dtype == np.int64 and counted.shape == (23,) and counted.sum() == 4 * 7
     (tmp_path / "more").mkdir()
-    second = Lesson(tmp_path / "more", "dfs", seed=6)
+    second = Process(tmp_path / "more", "dfs", seed=6)
     second.run(2, parent=folder / CHECKPOINT)
     now = np.array(second.learned()["sampler"]["counts"])
     assert now.sum() == 6 * 7 and (now >= counted).all()
@@ -145,9 +145,9 @@ def test_training_further_goes_on_counting_the_windows(tmp_path: Path, folder: P
 @pytest.mark.parametrize("samplings", [("windows", "dfs"), ("dfs", "windows")])
 def test_training_further_may_draw_otherwise(tmp_path: Path, folder: Path, samplings: tuple[str, str]) -> None:
     before, after = samplings
-    Lesson(folder, before).run(2)
+    Process(folder, before).run(2)
     (tmp_path / "more").mkdir()
-    second = Lesson(tmp_path / "more", after)
+    second = Process(tmp_path / "more", after)
     second.run(2, parent=folder / CHECKPOINT)
     state = second.learned()["sampler"]
     assert sum(state["counts"]) == 2 * 7 if after == "dfs" else state["drawn"] == 2 * 7
@@ -169,9 +169,9 @@ class Noted:
         self.given = {"further": state}
 
 
-def trainee(**parts: Noted) -> loop.Trainee:
+def train_state(**parts: Noted) -> TrainState:
     weight = torch.nn.Linear(1, 1)
-    return loop.Trainee({"net": weight}, build_optimizer("adam", weight.parameters(), 0.1, 0.0), rng(), dict(parts))
+    return TrainState({"net": weight}, build_optimizer("adam", weight.parameters(), 0.1, 0.0), rng(), dict(parts))
 
 
 def rng() -> np.random.Generator:
@@ -182,11 +182,11 @@ def test_parts_get_their_arrays_and_plain_values_back(folder: Path) -> None:
     arrays = {"b": np.arange(6, dtype=np.int32).reshape(2, 3), "a": np.array([0.5]), "none": np.zeros((0, 2), bool)}
     plain = {"n": 3, "names": ["x"], "nested": {"deep": 1 << 90}}
     path = folder / CHECKPOINT
-    saved = trainee(first=Noted(**arrays, **plain), second=Noted(b=np.ones(2)), third=Noted())
+    saved = train_state(first=Noted(**arrays, **plain), second=Noted(b=np.ones(2)), third=Noted())
     saved.save(path, CPU.device)
-    loaded = trainee(first=Noted(), second=Noted(), third=Noted(n=1))
+    loaded = train_state(first=Noted(), second=Noted(), third=Noted(n=1))
     loaded.load(path, CPU.device)
-    further = trainee(first=Noted(), fourth=Noted(n=1))  # one more and one less than there are in the file
+    further = train_state(first=Noted(), fourth=Noted(n=1))  # one more and one less than there are in the file
     further.continue_from(path)
     assert further.parts["fourth"].given == {"n": 1}
     for got in (loaded.parts["first"].given, further.parts["first"].given["further"], read_part(path, "first")):
@@ -201,15 +201,15 @@ def test_parts_get_their_arrays_and_plain_values_back(folder: Path) -> None:
 
 
 def test_one_part_is_read_without_the_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainee(sampler=Noted(a=np.ones(2)), sampler2=Noted(a=np.ones(2))).save(folder / CHECKPOINT, CPU.device)
+    train_state(sampler=Noted(a=np.ones(2)), sampler2=Noted(a=np.ones(2))).save(folder / CHECKPOINT, CPU.device)
     read = []
-    monkeypatch.setattr(loop, "load_tensors", lambda *given: read.append(load_tensors(*given)) or read[-1])
+    monkeypatch.setattr(checkpoint_module, "load_tensors", lambda *given: read.append(load_tensors(*given)) or read[-1])
     read_part(folder / CHECKPOINT, "sampler")
     assert list(read[0][0]) == ["parts/sampler/a"]
 
 
 def test_no_updates_at_all(folder: Path) -> None:
-    assert Lesson(folder, before=die_at(0)).run(0) == {}
+    assert Process(folder, before=die_at(0)).run(0) == {}
 
 
 # -- checkpoints and lines --------------------------------------------------------------------------------------------
@@ -224,29 +224,29 @@ def test_a_checkpoint_every_so_many_seconds_and_one_at_the_end(folder: Path, mon
         now += 10
 
     monkeypatch.setattr(loop.time, "monotonic", lambda: now)
-    monkeypatch.setattr(loop.Trainee, "save", lambda self, path, device: saved.append(self.update))
-    Lesson(folder, before=tick).run(8, checkpoint_seconds=25.0)
+    monkeypatch.setattr(TrainState, "save", lambda self, path, device: saved.append(self.update))
+    Process(folder, before=tick).run(8, checkpoint_seconds=25.0)
     assert saved == [3, 6, 8]
     saved.clear()
-    Lesson(folder, before=tick).run(3, checkpoint_seconds=0.0)
+    Process(folder, before=tick).run(3, checkpoint_seconds=0.0)
     assert saved == [1, 2, 3]
 
 
 def test_a_line_has_the_means_since_the_line_before(folder: Path) -> None:
-    lesson = Lesson(folder, metrics=lambda done: {"number": float(done)})
-    metrics = lesson.run(8, log_every=3)
-    assert [(record["stage"], record["update"]) for record in lesson.log] == [("learn", 3), ("learn", 6), ("learn", 8)]
-    assert [record["number"] for record in lesson.log] == [1.0, 4.0, 6.5]
-    assert all(record["updates_per_second"] > 0 for record in lesson.log)
+    process = Process(folder, metrics=lambda done: {"number": float(done)})
+    metrics = process.run(8, log_every=3)
+    assert [(record["stage"], record["update"]) for record in process.log] == [("learn", 3), ("learn", 6), ("learn", 8)]
+    assert [record["number"] for record in process.log] == [1.0, 4.0, 6.5]
+    assert all(record["updates_per_second"] > 0 for record in process.log)
     assert metrics["number"] == 6.5 and set(metrics) == {"loss", "gradient_norm", "number"}
-    assert lesson.log[-1]["loss"] == metrics["loss"]
+    assert process.log[-1]["loss"] == metrics["loss"]
 
 
 def test_the_device_is_not_waited_for_between_lines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = []
     means = loop._means
     monkeypatch.setattr(loop, "_means", lambda *given: waits.append(given[2]) or means(*given))
-    Lesson(folder).run(10, log_every=4, checkpoint_seconds=3600.0)
+    Process(folder).run(10, log_every=4, checkpoint_seconds=3600.0)
     assert waits == [4, 8, 10]
 
 
@@ -258,9 +258,9 @@ def test_the_device_is_not_waited_for_between_lines(folder: Path, monkeypatch: p
 def test_a_number_that_is_not_finite_stops_before_it_is_saved(
     folder: Path, bad: float, log_every: int, seconds: float, kept: int | None
 ) -> None:
-    lesson = Lesson(folder, metrics=lambda done: {"fine": 1.0, "broken": bad if done >= 4 else 0.0})
+    process = Process(folder, metrics=lambda done: {"fine": 1.0, "broken": bad if done >= 4 else 0.0})
     with pytest.raises(DivergedError) as caught:
-        lesson.run(9, log_every=log_every, checkpoint_seconds=seconds)
+        process.run(9, log_every=log_every, checkpoint_seconds=seconds)
     assert str(caught.value).startswith("learn diverged: broken not finite at update 5;")
     assert "\n" not in str(caught.value)
     checkpoint = folder / CHECKPOINT
@@ -270,15 +270,15 @@ def test_a_number_that_is_not_finite_stops_before_it_is_saved(
 
 
 def test_weights_that_blow_up_are_noticed_by_the_gradient(folder: Path) -> None:
-    lesson = Lesson(folder)
+    process = Process(folder)
 
     def spoil(done: int) -> None:
         if done == 2:
-            torch.nn.init.constant_(lesson.trainee.modules["net"].layers[0].weight, float("nan"))
+            torch.nn.init.constant_(process.state.modules["net"].layers[0].weight, float("nan"))
 
-    lesson.before = spoil
+    process.before = spoil
     with pytest.raises(DivergedError, match="loss, gradient_norm not finite at update 3"):
-        lesson.run(9)
+        process.run(9)
     assert load_tensors(folder / CHECKPOINT)[1]["update"] == 2
 
 
@@ -292,36 +292,44 @@ def test_asked_to_stop_it_leaves_a_checkpoint_and_goes_on_from_there(
 ) -> None:
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(Stopped, match=f"stopped after update {update} of 5; the same command goes on"):
-        Lesson(folder, before=ask_to_stop_in(update, number)).run(5, checkpoint_seconds=3600.0)
+        Process(folder, before=ask_to_stop_in(update, number)).run(5, checkpoint_seconds=3600.0)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     assert load_tensors(folder / CHECKPOINT)[1]["update"] == update
-    resumed = Lesson(folder)
+    resumed = Process(folder)
     resumed.run(5, checkpoint_seconds=3600.0)
     assert resumed.learned() == whole(tmp_path, 5).learned()
 
 
 def test_a_diverged_update_is_not_saved_even_when_asked_to_stop(folder: Path) -> None:
-    lesson = Lesson(folder, before=ask_to_stop_in(2), metrics=lambda done: {"broken": float("nan") if done else 0.0})
+    process = Process(folder, before=ask_to_stop_in(2), metrics=lambda done: {"broken": float("nan") if done else 0.0})
     with pytest.raises(DivergedError):
-        lesson.run(5, checkpoint_seconds=3600.0)
+        process.run(5, checkpoint_seconds=3600.0)
     assert not (folder / CHECKPOINT).exists()
 
 
 def test_resuming_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(Killed):
-        Lesson(folder, before=die_at(2)).run(4)
-    trainee = Lesson(folder)
-    trainee.run(2)  # makes a trainee to hand over
-    capsys.readouterr()
-    loop.fit(
-        trainee.trainee,
-        lambda: dict.fromkeys(trainee.trainee.unlogged[0], torch.tensor(1.0)),
-        stage="learn",
-        updates=4,
-        folder=folder,
-        machine=CPU,
-        settings=loop.TrainingSettings(),
-        progress=loop.Progress(),
-        log=lambda record: None,
-    )
-    assert capsys.readouterr().err == "learn: resuming at update 2 of 4\n"
+        Process(folder, before=die_at(2)).run(4)
+    with pytest.raises(Killed):
+        Process(folder, before=die_at(3)).run(4)
+    assert capsys.readouterr().err == ""  # quiet unless asked
+    trainer = SmallTrainer("windows", "adamw", rng())
+    loop.fit(trainer, 4, stage="learn", folder=folder, progress=loop.Progress())
+    assert capsys.readouterr().err == "learn: resuming at update 3 of 4\n"
+
+
+# -- without a folder -------------------------------------------------------------------------------------------------
+
+
+def test_without_a_folder_nothing_is_written_and_the_bits_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainState, "save", None)  # it is not called
+    monkeypatch.setattr(loop, "stop_requests", None)  # signals stay the caller's
+    process = Process(None)
+    metrics = process.run(5)
+    monkeypatch.undo()
+    undisturbed = whole(tmp_path, 5)
+    assert process.learned() == undisturbed.learned()
+    assert metrics == undisturbed.state.metrics
+    assert [record["update"] for record in process.log] == [3, 5]

@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wmcli.nn.decay import parameter_groups
+from wmcli.tokenizers.vq import TokenizerSettings
 from wmcli.training.checkpoint import load_optimizer, load_tensors, optimizer_tensors, save_tensors
-from wmcli.training.optim import LaProp, build_optimizer, decay_rates, update
+from wmcli.training.optim import LaProp, Schedule, build_optimizer, optimizer_for, update
+from wmcli.world_models.base import parameter_groups
+from wmcli.world_models.latent import LatentWorldModelSettings
+from wmcli.world_models.muzero import MuZeroSettings
 
 GRADIENT = torch.tensor([3.0, 4.0])  # of norm 5
 
@@ -82,10 +85,37 @@ def test_learning_rates_fall_to_a_tenth_after_each_number_of_updates() -> None:
     limited._learning_rate_limit = 0.01  # type: ignore[attr-defined]
     optimizer = build_optimizer("sgd", [parameter(), limited], 0.2, 0.0)
     for updates, factor in [(0, 1.0), (2, 1.0), (3, 0.1), (4, 0.1), (5, 0.01), (3, 0.1)]:
-        decay_rates(optimizer, [3, 5], updates)
+        for trained in range(updates + 1):  # those of earlier versions count
+            Schedule(decay_after=(3, 5)).apply(optimizer, updates - trained, trained)
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.2 * factor, 0.01 * factor])
-    decay_rates(optimizer, [], 99)
+    Schedule().apply(optimizer, 99, 0)
     assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.01]
+
+
+def test_learning_rates_warm_up_and_fall_as_half_a_cosine() -> None:
+    optimizer = build_optimizer("adam", [parameter()], 0.2, 0.0)
+
+    def share(schedule: Schedule, update: int, trained: int = 0) -> float:
+        schedule.apply(optimizer, update, trained)
+        return float(optimizer.param_groups[0]["lr"]) / 0.2
+
+    warm = Schedule(warmup=4)
+    assert [share(warm, update, trained=50) for update in range(6)] == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
+    falling = Schedule(warmup=2, cosine=6)
+    middle = [(1 + math.cos(math.pi * quarter / 4)) / 2 for quarter in range(5)]
+    assert [share(falling, update) for update in range(7)] == pytest.approx([0.5, 1.0, *middle], abs=1e-12)
+
+
+def test_schedules_and_optimizers_of_settings() -> None:
+    latent = LatentWorldModelSettings(optimizer="adam", warmup=7, schedule="cosine", updates=9, eps=1e-5)
+    assert Schedule.of(latent) == Schedule(warmup=7, cosine=9)
+    laprop = latent.model_copy(update={"optimizer": "laprop", "schedule": "constant"})
+    assert Schedule.of(laprop) == Schedule()  # LaProp warms up by itself
+    assert Schedule.of(MuZeroSettings(decay_after=(3, 5))) == Schedule(decay_after=(3, 5))
+    assert Schedule.of(TokenizerSettings()) == Schedule()
+    adam, other = optimizer_for(latent, [parameter()]), optimizer_for(laprop, [parameter()])
+    assert isinstance(adam, torch.optim.Adam) and adam.param_groups[0]["eps"] == 1e-5
+    assert isinstance(other, LaProp) and other.param_groups[0]["warmup"] == 7
 
 
 @pytest.mark.parametrize("groups", [False, True])

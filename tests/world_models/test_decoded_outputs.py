@@ -18,7 +18,7 @@ from wmcli.controllers.mcts import MCTS, MCTSSettings
 from wmcli.training.device import Machine
 from wmcli.world_models.base import Batch, PlanningWorldModel
 from wmcli.world_models.muzero import MuZero, MuZeroSettings
-from wmcli.world_models.planning import UniZero, UniZeroSettings
+from wmcli.world_models.unizero import UniZero, UniZeroSettings
 
 A, SIZE = 4, 16
 CPU = torch.device("cpu")

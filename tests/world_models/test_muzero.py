@@ -21,8 +21,8 @@ from wmcli.nn import value_bins
 from wmcli.training.device import Machine
 from wmcli.training.optim import build_optimizer, update
 from wmcli.world_models.base import Batch, Targets
-from wmcli.world_models.muzero import MuZero, MuZeroSettings, Node, Seen, gray, varied
-from wmcli.world_models.planning import bootstrap_frames, n_step_returns, part_of
+from wmcli.world_models.muzero import MuZero, MuZeroSettings, Observed, Unrolled, augment, to_gray
+from wmcli.world_models.planners import bootstrap_frames, n_step_returns, part_of
 
 B, A, N, SIZE = 4, 5, 3, 20
 UNROLL, STEPS = 2, 4
@@ -113,14 +113,14 @@ def test_the_papers_sizes():
     assert (model.history, model.segment, model.context, model.remembers) == (3, 3 + 6 + 5, 4, 3)
 
 
-def test_grey_is_luminance():
+def test_gray_is_luminance():
     pictures = frames(3)
-    got = gray(pictures)
+    got = to_gray(pictures)
     want = (pictures.double() @ torch.tensor([0.299, 0.587, 0.114], dtype=torch.float64)).round().to(torch.uint8)
     assert torch.equal(got, want)
     by_pillow = torch.tensor(list(Image.fromarray(pictures[0].numpy()).convert("L").tobytes())).view(SIZE, SIZE)
     assert int((got[0].int() - by_pillow).abs().max()) <= 1
-    assert int(gray(torch.full((1, 1, 3), 255, dtype=torch.uint8))) == 255
+    assert int(to_gray(torch.full((1, 1, 3), 255, dtype=torch.uint8))) == 255
 
 
 # -- stacks -----------------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_a_stack_of_one_frame_has_no_history():
 
 def test_a_window_left_padded_leaves_no_trace_of_what_is_before():
     model = make().eval()
-    shades = gray(frames(B, 4))
+    shades = to_gray(frames(B, 4))
     reset = torch.tensor([[False, False, True, False]] * B)
     action = torch.zeros(B, 4, dtype=torch.long)
     other = shades.clone()
@@ -221,7 +221,7 @@ def test_the_loss_is_observing_and_imagining_step_by_step(bootstrap):
     model, batch = make(predict_termination=True, bootstrap=bootstrap, **weights).eval(), segment(searched=searched)
     total, log = model.loss(batch)
     sums = {name: [] for name in ("reward", "policy", "value", "consistency", "end", "entropy", "mean")}
-    shades = model.encode(batch.latent)
+    shades = model.encode(batch.inputs)
     own = part_of(batch, slice(HISTORY, None))
     for row in range(B):
         alone = slice(row, row + 1)
@@ -292,7 +292,7 @@ def test_padding_leaves_no_trace():
     ended = (batch.terminated & batch.valid).any(1, keepdim=True)
     assert ended.any() and not ended.all()
     other = batch._replace(
-        latent=torch.where(pad[..., None, None, None], frames(B, T, seed=9), batch.latent),
+        inputs=torch.where(pad[..., None, None, None], frames(B, T, seed=9), batch.inputs),
         action=torch.where(pad & ~ended, (batch.action + 1) % A, batch.action),
         reward=torch.where(pad, 77.0, batch.reward),
         terminated=batch.terminated ^ pad,
@@ -385,7 +385,7 @@ def test_the_target_stays_in_eval_mode_and_batch_statistics_stand_still_outside_
 def test_rows_are_shifted_as_one():
     torch.manual_seed(3)
     images = torch.rand(200, 2, 6, 8)
-    got = varied(images, 2, 0.0)
+    got = augment(images, 2, 0.0)
     padded = F.pad(images, (2, 2, 2, 2), mode="replicate")
     seen = set()
     for row in range(200):
@@ -400,7 +400,7 @@ def test_rows_are_shifted_as_one():
 def test_rows_are_made_brighter_or_darker():
     torch.manual_seed(3)
     images = torch.rand(5_000, 2, 2, 2) + 0.5
-    factor = varied(images, 0, 0.05) / images
+    factor = augment(images, 0, 0.05) / images
     assert_close(factor, factor[:, :1, :1, :1].expand_as(factor))
     assert float(factor.max()) == pytest.approx(1.1) and float(factor.min()) == pytest.approx(0.9)
     assert float(factor[:, 0, 0, 0].std()) == pytest.approx(0.05 * 0.96, abs=0.002)  # cut at two deviations
@@ -408,9 +408,9 @@ def test_rows_are_made_brighter_or_darker():
 
 def test_only_training_varies():
     model, images = make(), torch.rand(2, 3, SIZE, SIZE)
-    assert not torch.equal(model.train()._varied(images), images)
-    assert torch.equal(model.eval()._varied(images), images)
-    assert torch.equal(make(shift=0, intensity=0.0).train()._varied(images), images)
+    assert not torch.equal(model.train()._augmented(images), images)
+    assert torch.equal(model.eval()._augmented(images), images)
+    assert torch.equal(make(shift=0, intensity=0.0).train()._augmented(images), images)
 
 
 # -- searching --------------------------------------------------------------------------------------------------------
@@ -424,7 +424,7 @@ def test_nodes_of_a_search(autocast):
         states, _ = play(model, 3, torch.tensor([[True, False, True]] * B))
         assert len({str([(each.shape, each.dtype) for each in state]) for state in states}) == 1
         root = model.root(states[-1])
-        assert isinstance(states[-1], Seen) and isinstance(root, Node)
+        assert isinstance(states[-1], Observed) and isinstance(root, Unrolled)
         kept, action = tree_map(torch.clone, root), torch.arange(B) % A
         with Replayable():
             imagined, node = model.imagine(root, action)

@@ -6,7 +6,7 @@ Axes: B batch, T time (elements), D width, N blocks, L elements of a block, Q qu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +92,13 @@ class Backbone(nn.Module, ABC):
         backbone may spare the last layer their computation.
         """
 
+    def replace_rows(self, state: State, rows: Tensor, fresh: State) -> State:
+        """Return `state` with its `rows` (k,) int64 replaced by the k rows of `fresh`, for inference.
+
+        Rows may have read different numbers of elements. What a backbone counts on the host stays an upper bound.
+        """
+        return replace_rows(state, rows, fresh)
+
 
 def for_each_block(queries: Tensor, x: Tensor) -> Tensor:
     """Queries (Q, D) or (B, N, Q, D) as (B, N, Q, D), in the dtype of x (B, N, L, D)."""
@@ -111,6 +118,14 @@ def cache_dtype(weight: Tensor) -> torch.dtype:
 def flat_state(state: State) -> Tensor | None:
     """All that a state holds as one vector a row, (B, M); None where that is no fixed set of numbers, because it counts
     elements or knows their places, as caches do."""
+    tensors = state_tensors(state)
+    if not all(tensor.is_floating_point() for tensor in tensors):
+        return None
+    return torch.cat([tensor.flatten(1) for tensor in tensors], 1)
+
+
+def state_tensors(state: State) -> list[Tensor]:
+    """Return the tensors of a state, in the order of `map_state`."""
     tensors: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -118,9 +133,22 @@ def flat_state(state: State) -> Tensor | None:
         return tensor
 
     map_state(keep, state)
-    if not all(tensor.is_floating_point() for tensor in tensors):
-        return None
-    return torch.cat([tensor.flatten(1) for tensor in tensors], 1)
+    return tensors
+
+
+def with_tensors(state: State, tensors: Iterable[Tensor]) -> State:
+    """Return a tree like `state` that holds these tensors, in the order of `state_tensors`."""
+    left = iter(tensors)
+    return map_state(lambda _: next(left), state)
+
+
+def replace_rows(state: State, rows: Tensor, fresh: State) -> State:
+    """Return `state` with its `rows` (k,) int64 replaced by the k rows of `fresh`, a state of the same form.
+
+    Constants are those of `state`.
+    """
+    pairs = zip(state_tensors(state), state_tensors(fresh), strict=True)
+    return with_tensors(state, [old.index_copy(0, rows, new.to(old.dtype)) for old, new in pairs])
 
 
 def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -20,11 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wmcli.backbones.base import BackboneSettings, Size
-from wmcli.backbones.residual import Mixer, ResidualStack
+from wmcli.backbones.residual import MambaState, Mixer, ResidualStack, draw_step_bias
 from wmcli.kernels.causal_conv import causal_conv, causal_conv_fork, causal_conv_step
 from wmcli.kernels.selective_scan import selective_scan, selective_scan_fork, selective_scan_step
-
-STEP_SIZES = (1e-3, 1e-1)  # that a block begins with
 
 
 class Mamba1Settings(BackboneSettings):
@@ -40,13 +38,6 @@ class Mamba1Settings(BackboneSettings):
     """Taps of the causal convolution: the newest element and the ones before it."""
     dt_rank: int = Field(default=0, ge=0)
     """Rank of the map from channels to step sizes; 0: a sixteenth of the backbone's width, rounded up."""
-
-
-class MambaState(NamedTuple):
-    """The state of one block, of Mamba-1 and Mamba-2."""
-
-    inputs: Tensor  # (B, channels of the convolution, W - 1): what entered it last, newest last
-    memory: Tensor  # (B, C, S) in Mamba-1, (B, H, S, P) in Mamba-2
 
 
 class Mamba1(ResidualStack):
@@ -110,10 +101,3 @@ class Mamba1Mixer(Mixer):
         y, memory = scan(x, dt, -self.a_log.exp(), b, c, state=memory)
         y = (y + self.skip * x) * F.silu(gate)
         return self.out_proj(y), MambaState(inputs, memory)
-
-
-def draw_step_bias(count: int) -> Tensor:
-    """Biases (count,) whose softplus, the step sizes, are log-uniform in `STEP_SIZES`."""
-    low, high = STEP_SIZES
-    step = torch.empty(count).uniform_(math.log(low), math.log(high)).exp()
-    return step + (-torch.expm1(-step)).log()  # the inverse of softplus

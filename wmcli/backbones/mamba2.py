@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wmcli.backbones.base import BackboneSettings, Size
-from wmcli.backbones.mamba1 import MambaState, draw_step_bias
-from wmcli.backbones.residual import NORM_EPS, Mixer, ResidualStack
+from wmcli.backbones.residual import NORM_EPS, MambaState, Mixer, ResidualStack, draw_step_bias
 from wmcli.errors import UsageError
 from wmcli.kernels.causal_conv import causal_conv, causal_conv_fork, causal_conv_step
 from wmcli.kernels.linear_recurrence import linear_recurrence, linear_recurrence_fork, linear_recurrence_step

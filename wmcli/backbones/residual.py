@@ -3,16 +3,17 @@
     x <- x + dropout(mixer(RMSNorm(x)))        once per layer, then a last RMSNorm
 
 The sum x is float32 (float64 in a float64 model) also under autocast, and so is the output. This is the block stack of
-Mamba (Gu and Dao 2023, arXiv 2312.00752).
+Mamba (Gu and Dao 2023, arXiv 2312.00752). The state and the first step sizes of both its versions are here as well.
 
 Axes: B batch, T time (elements), D width, N blocks, L elements of a block, Q queries.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from wmcli.backbones.base import Backbone, Size, State, for_each_block
 from wmcli.nn.dropout import dropout
 
 NORM_EPS = 1e-5
+STEP_SIZES = (1e-3, 1e-1)  # of a fresh Mamba block
 
 
 class Mixer(nn.Module, ABC):
@@ -102,3 +104,17 @@ class Layer(nn.Module):
         super().__init__()
         self.norm = nn.RMSNorm(width, NORM_EPS)
         self.mixer = mixer
+
+
+class MambaState(NamedTuple):
+    """The state of one block, of Mamba-1 and Mamba-2."""
+
+    inputs: Tensor  # (B, channels of the convolution, W - 1): what entered it last, newest last
+    memory: Tensor  # (B, C, S) in Mamba-1, (B, H, S, P) in Mamba-2
+
+
+def draw_step_bias(count: int) -> Tensor:
+    """Draw biases (count,) whose softplus, the step sizes, is log-uniform in `STEP_SIZES`."""
+    low, high = STEP_SIZES
+    step = torch.empty(count).uniform_(math.log(low), math.log(high)).exp()
+    return step + (-torch.expm1(-step)).log()  # the inverse of softplus

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wmcli.controllers.base import Controller, Searched, State
+from wmcli.controllers.base import Controller, SearchSummary, State
 from wmcli.errors import ArtifactError
 from wmcli.nn.categorical import choose
 from wmcli.world_models.base import Imagined, WorldModel
@@ -60,7 +60,7 @@ class Agent:
         self._previous_action = torch.zeros(environments, dtype=torch.int64, device=self.device)
         self._fresh = torch.ones(environments, dtype=torch.bool, device=self.device)
         self._frame_shape: tuple[int, ...] = ()
-        self._searched: Searched | None = None
+        self._search_summary: SearchSummary | None = None
 
     def act(self, observation: np.ndarray | Tensor, first: np.ndarray | Tensor) -> np.ndarray:
         """Actions (E,) int64 for the current frames (E, H, W, C) uint8; rows with `first` True start from nothing."""
@@ -78,7 +78,7 @@ class Agent:
         """Actions (E,) int64 for what was perceived or imagined last; `instead` are taken in place of its own."""
         generator = self.generator if self.explore else None
         logits, state = self.controller.decide(self.world_model, self._world_state, self._state, generator)
-        self._searched = self.controller.found(state)
+        self._search_summary = self.controller.summarize_search(state)
         chosen = choose(logits.cpu(), self.temperature, self.generator)
         executed = chosen
         if self.epsilon > 0:
@@ -104,11 +104,11 @@ class Agent:
         """What was perceived or imagined last, as the world model draws it, (E, H, W, C) uint8."""
         return self.world_model.frame(self._world_state).cpu().numpy()
 
-    def searched(self) -> dict[str, np.ndarray]:
-        """What the search behind the last `act` found, policy (E, A) and value (E,); empty for one who does not."""
-        if self._searched is None:
+    def summarize_search(self) -> dict[str, np.ndarray]:
+        """Return policy (E, A) and value (E,) of the search in the last `act`. Empty if it did not search."""
+        if self._search_summary is None:
             return {}
-        return {name: value.cpu().numpy() for name, value in self._searched._asdict().items()}
+        return {name: value.cpu().numpy() for name, value in self._search_summary._asdict().items()}
 
     @torch.no_grad()
     def burn_in(
@@ -211,8 +211,8 @@ class UniformAgent:
         """Random actions (E,) int64, whatever the frames."""
         return torch.randint(self.actions, (self.environments,), generator=self.generator).numpy()
 
-    def searched(self) -> dict[str, np.ndarray]:
-        """Nothing: nobody searched."""
+    def summarize_search(self) -> dict[str, np.ndarray]:
+        """Return nothing: nobody searched."""
         return {}
 
     def burn_in(

@@ -65,24 +65,24 @@ class ControllerSettings(Section):
         raise NotImplementedError
 
 
-class Noise(NamedTuple):
+class Uniforms(NamedTuple):
     """All that is random in a rollout: numbers uniform in [0, 1), drawn at once. h actions, s imagined steps."""
 
     start: Tensor
-    """(B, T, draws_to_observe), for taking in the real frames."""
+    """(B, T, uniforms_per_frame), for taking in the real frames."""
     action: Tensor
     """(h, B)"""
     world: Tensor
-    """(s, B, draws)"""
+    """(s, B, uniforms_per_step)"""
 
 
-class Searched(NamedTuple):
-    """What a search found at the current frames."""
+class SearchSummary(NamedTuple):
+    """Policy and value of a search at the current frames: targets to learn from."""
 
     policy: Tensor
-    """(B, A) float32: shares of the actions, for a policy to learn."""
+    """(B, A) float32: probabilities of the actions."""
     value: Tensor
-    """(B,) float32: the value of the frame by the search."""
+    """(B,) float32"""
 
 
 class Controller(nn.Module, ABC):
@@ -114,8 +114,8 @@ class Controller(nn.Module, ABC):
         `generator`, on the CPU, it also explores while it searches; None: it does not.
         """
 
-    def found(self, state: State) -> Searched | None:
-        """What the last `decide` found, if it searched: targets to learn from."""
+    def summarize_search(self, state: State) -> SearchSummary | None:
+        """Return policy and value of the search in the last `decide`. None if it did not search."""
         return None
 
     @abstractmethod
@@ -134,11 +134,11 @@ class Learner(Controller):
     """Frames in each row of the batch that `imagine` takes, left-padded where an episode is shorter."""
 
     @abstractmethod
-    def noise(self, world_model: WorldModel, batch: Batch) -> Noise:
+    def draw_uniforms(self, world_model: WorldModel, batch: Batch) -> Uniforms:
         """Random numbers for `imagine` from such a batch, with torch's global generator."""
 
     @abstractmethod
-    def imagine(self, world_model: WorldModel, batch: Batch, noise: Noise) -> Any:
+    def imagine(self, world_model: WorldModel, batch: Batch, uniforms: Uniforms) -> Any:
         """What to learn from, imagined from windows of experience: a tuple of tensors (B, ...) without gradient.
 
         A function of the weights and of what it is given: it draws nothing, changes nothing and never waits for the
@@ -157,18 +157,22 @@ class Learner(Controller):
         """Called after each step of the optimizer, for what follows the weights, such as a slow copy of them."""
 
 
-def draw_noise(world_model: WorldModel, batch: Batch, actions: int, steps: int) -> Noise:
+def rollout_uniforms(world_model: WorldModel, batch: Batch, actions: int, steps: int) -> Uniforms:
     """Random numbers for a rollout of so many actions and imagined steps, by torch's global generator in one call."""
     rows, frames = batch.action.shape
-    shapes = (rows, frames, world_model.draws_to_observe), (actions, rows), (steps, rows, world_model.draws)
+    shapes = (
+        (rows, frames, world_model.uniforms_per_frame),
+        (actions, rows),
+        (steps, rows, world_model.uniforms_per_step),
+    )
     counts = [math.prod(shape) for shape in shapes]
     parts = uniform((sum(counts),), batch.action.device).split(counts)
-    return Noise(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+    return Uniforms(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
 
 
 def episode_starts(batch: Batch) -> Tensor:
-    """(B, T) bool: the first real frame of a left-padded window, and any frame that `batch.first` marks."""
-    starts = batch.valid & batch.first
+    """(B, T) bool: the first real frame of a left-padded window, and any frame that `batch.is_first` marks."""
+    starts = batch.valid & batch.is_first
     starts[:, 0] |= batch.valid[:, 0]
     starts[:, 1:] |= batch.valid[:, 1:] & ~batch.valid[:, :-1]
     return starts
@@ -184,8 +188,8 @@ class Actor(Protocol):
     def act(self, observation: np.ndarray | Tensor, first: np.ndarray | Tensor) -> np.ndarray:
         """Actions (E,) int64 for the current frames (E, H, W, C) uint8; `first` (E,): it opens an episode, or game."""
 
-    def searched(self) -> dict[str, np.ndarray]:
-        """What the search behind the last `act` found, policy (E, A) and value (E,); empty for one who does not."""
+    def summarize_search(self) -> dict[str, np.ndarray]:
+        """Return policy (E, A) and value (E,) of the search in the last `act`. Empty if it did not search."""
 
     def burn_in(
         self, observation: np.ndarray | Tensor, action: np.ndarray | Tensor, valid: np.ndarray | Tensor

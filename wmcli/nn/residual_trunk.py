@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from wmcli.nn.batch_norm import BatchNorm2d
+from wmcli.nn.layers import BatchNorm2d
 
 Activation = Literal["leaky_relu", "gelu_tanh", "relu"]
 

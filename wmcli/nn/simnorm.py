@@ -6,16 +6,16 @@ float32 at least, also under autocast.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from wmcli.nn.layers import at_least_float32
 
 EPS = 1e-6  # added to every probability before logarithms are taken
 
 
 def simnorm(x: Tensor, members: int) -> Tensor:
     """(..., D) to the same shape: softmax, at temperature 1, over each group of `members` neighbors."""
-    x = x if x.dtype == torch.float64 else x.float()
-    return x.unflatten(-1, (-1, members)).softmax(-1).flatten(-2)
+    return at_least_float32(x).unflatten(-1, (-1, members)).softmax(-1).flatten(-2)
 
 
 def divergence(target: Tensor, predicted: Tensor, members: int) -> Tensor:

@@ -16,11 +16,9 @@ from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
 from wmcli.errors import UsageError
-from wmcli.nn.batch_norm import BatchNorm2d
-from wmcli.nn.flatten import Flatten
 from wmcli.nn.initialize import Initialization, initialize
-from wmcli.nn.mlp import ACTIVATIONS, NORM_EPS, Activation
-from wmcli.nn.norms import ChannelLayerNorm, ChannelRMSNorm
+from wmcli.nn.layers import BatchNorm2d, Flatten
+from wmcli.nn.mlp import ACTIVATIONS, NORM_EPS, Activation, ChannelLayerNorm, ChannelRMSNorm
 
 Norm = Literal["batch", "rms", "layer"]
 

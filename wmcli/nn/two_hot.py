@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wmcli.nn.layers import at_least_float32
+
 BINS = 255  # an odd number, so that 0 is a bin
 REACH = 20.0  # of the outermost bins, in symlog space
 MIDDLE = BINS // 2  # the bin of 0
@@ -31,7 +33,7 @@ def encode(x: Tensor) -> Tensor:
 
     Numbers beyond the outermost bins go to these.
     """
-    place = (symlog(_wide(x)) / WIDTH).clamp(-MIDDLE, MIDDLE)  # counted from the middle, where small numbers are exact
+    place = (symlog(at_least_float32(x)) / WIDTH).clamp(-MIDDLE, MIDDLE)  # from the middle: small numbers stay exact
     below = place.floor().clamp(max=MIDDLE - 1)
     share = (place - below)[..., None]
     weights = share.new_zeros(*x.shape, BINS)
@@ -41,7 +43,7 @@ def encode(x: Tensor) -> Tensor:
 
 def decode(logits: Tensor) -> Tensor:
     """Logits (..., BINS) to the numbers (...) they stand for."""
-    logits = _wide(logits)
+    logits = at_least_float32(logits)
     with torch.autocast(logits.device.type, enabled=False):
         bins = torch.arange(-MIDDLE, MIDDLE + 1, device=logits.device, dtype=logits.dtype) * WIDTH
         # A product and a sum, not a matrix product: those may run in TF32.
@@ -50,8 +52,4 @@ def decode(logits: Tensor) -> Tensor:
 
 def loss(logits: Tensor, target: Tensor) -> Tensor:
     """Cross entropy (...) in nats of logits (..., BINS) against the two-hot code of `target` (...), a constant."""
-    return -(encode(target.detach()) * _wide(logits).log_softmax(-1)).sum(-1)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    return -(encode(target.detach()) * at_least_float32(logits).log_softmax(-1)).sum(-1)

@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wmcli.nn.layers import at_least_float32
+
 EPS = 1e-3  # slope of h far out, which makes it invertible
 
 
@@ -43,7 +45,7 @@ def encode(x: Tensor, bound: int) -> Tensor:
 
     Numbers beyond the outermost bins go to these.
     """
-    place = squash(_wide(x)).clamp(-bound, bound)
+    place = squash(at_least_float32(x)).clamp(-bound, bound)
     below = place.floor().clamp(max=bound - 1)
     share = (place - below)[..., None]
     index = below.long()[..., None] + bound
@@ -53,7 +55,7 @@ def encode(x: Tensor, bound: int) -> Tensor:
 
 def decode(logits: Tensor) -> Tensor:
     """Logits (..., K) to the numbers (...) they stand for."""
-    logits = _wide(logits)
+    logits = at_least_float32(logits)
     bound = _bound(logits)
     with torch.autocast(logits.device.type, enabled=False):
         places = torch.arange(-bound, bound + 1, device=logits.device, dtype=logits.dtype)
@@ -63,13 +65,9 @@ def decode(logits: Tensor) -> Tensor:
 
 def loss(logits: Tensor, target: Tensor) -> Tensor:
     """Cross entropy (...) in nats of logits (..., K) against the code of the numbers `target` (...), a constant."""
-    return -(encode(target.detach(), _bound(logits)) * _wide(logits).log_softmax(-1)).sum(-1)
+    return -(encode(target.detach(), _bound(logits)) * at_least_float32(logits).log_softmax(-1)).sum(-1)
 
 
 def _bound(logits: Tensor) -> int:
     assert logits.shape[-1] % 2 == 1, "as many bins below 0 as above"
     return logits.shape[-1] // 2
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

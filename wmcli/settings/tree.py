@@ -22,8 +22,8 @@ from wmcli.training.settings import TrainingSettings
 from wmcli.world_models.cells import CellsSettings
 from wmcli.world_models.latent import LatentWorldModelSettings
 from wmcli.world_models.muzero import MuZeroSettings
-from wmcli.world_models.planning import UniZeroSettings
 from wmcli.world_models.token import TokenWorldModelSettings
+from wmcli.world_models.unizero import UniZeroSettings
 
 # To add a kind: a class in the file of its part, and a line here.
 AnyTokenizer = Annotated[

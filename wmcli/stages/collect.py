@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from wmcli.artifacts import Artifact, Job, Work
+from wmcli.artifacts.environment import check_same_environment
 from wmcli.artifacts.failpoint import failpoint
 from wmcli.assemble import load_controller, settings_of
 from wmcli.controllers.agent import Agent, UniformAgent
@@ -17,9 +18,10 @@ from wmcli.envs import Streams, Transition, follows_seed
 from wmcli.envs.vector import MOST_LIVES
 from wmcli.errors import ArtifactError, EnvironmentFault, Stopped, UsageError
 from wmcli.experience import Recorder, read_segment, write_segment
+from wmcli.experience.load import SEGMENT, lives_end_episodes
 from wmcli.experience.segment import lives_left, opens_game
 from wmcli.interrupt import stop_requests
-from wmcli.stages.context import SEGMENT, Context, check_same_environment, lives_end_episodes
+from wmcli.stages.context import Context
 from wmcli.stages.recorded import collect_recorded, recorded_job
 from wmcli.stages.scripted import collect_scripted, scripted_job
 from wmcli.training.checkpoint import load_tensors, save_tensors
@@ -251,7 +253,7 @@ def _play(
                 raise EnvironmentFault(
                     f"{fault} The {saved} of {total} steps before it are kept; new episodes follow them."
                 ) from fault
-            recorder.add(seen(observation, first, action, after) | agent.searched())
+            recorder.add(seen(observation, first, action, after) | agent.summarize_search())
             bar.advance(count)
             due = time.monotonic() - saved_at >= context.settings.training.checkpoint_seconds
             if stop or (due and len(recorder) < total):

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from wmcli.artifacts import Artifact, Job, Run, Work
 from wmcli.artifacts.job import REVISIONS
@@ -21,10 +17,9 @@ from wmcli.artifacts.manifest import MAKERS
 from wmcli.assemble import parameter_counts
 from wmcli.config import digest, is_file, parse_override, preset_values
 from wmcli.envs import Streams, protocol
-from wmcli.envs.memory_task import Task
-from wmcli.envs.tasks import TASKS
 from wmcli.errors import ArtifactError, BusyError, MachineError, UsageError
-from wmcli.experience import Memory, read_frames, read_segment
+from wmcli.experience import Replay
+from wmcli.experience.load import load_experience, load_held_out
 from wmcli.interrupt import stop_requests
 from wmcli.progress import Progress
 from wmcli.settings import Settings, flatten, resolve
@@ -36,10 +31,6 @@ if TYPE_CHECKING:
     from wmcli.training.logs import EventLog
 
 DEFAULT_PRESET = "quickstart"
-SEGMENT = "segment.zarr"  # an experience artifact's own segment
-HELD_OUT = {"validation": "validation.zarr", "test": "test.zarr"}
-"""Segments of whole episodes that scripted and recorded experience hold beside it, and nobody trains on."""
-DRAWN_AT_ONCE = 4096  # frames
 TRAINED_FROM_EPOCH = ("collect", "tokenizer", "dynamics", "controller", "evaluation")
 """Sections that may change from one epoch of `wm run` to the next: the others say what is trained where."""
 NEVER_TRAINED_ANEW = ("evaluation", "profile")
@@ -104,7 +95,7 @@ class Context:
     """Jobs that were worked at, not found done."""
     pictures: bool = True
     """Leave pictures beside the weights."""
-    memory: Memory | None = None
+    replay: Replay | None = None
     """Experience that a stage of this process has loaded already."""
     latents: dict[str, Tensor] = field(default_factory=dict)
     """Latents of all frames in `memory`, under the digest of what made them (one entry at a time)."""
@@ -247,38 +238,20 @@ class Context:
         """The protocol block of this run's environment."""
         return protocol(self.settings.environment)
 
-    def experience(self, artifact: Artifact) -> Memory:
+    def experience(self, artifact: Artifact) -> Replay:
         """All experience up to `artifact`, verified, in memory once; only segments not loaded yet are read."""
-        chain = [artifact]
-        while not (self.memory is not None and chain[-1].digest == self.memory.upto) and "previous" in chain[-1].inputs:
-            chain.append(chain[-1].input("previous"))
-        if self.memory is not None and chain[-1].digest == self.memory.upto:
-            memory, chain = self.memory, chain[:-1]
-        else:
-            memory = _empty(artifact, self.machine)
+        replay = load_experience(artifact, self.machine.device, self.replay)
+        if replay is not self.replay:
             self.latents = {}  # they were of other frames
-        for segment in reversed(chain):
-            segment.verify()
-            _extend(memory, segment, SEGMENT)
-            memory.upto = segment.digest
-        self.memory = memory
-        return memory
+        self.replay = replay
+        return replay
 
-    def held_out(self, artifact: Artifact, part: str) -> Memory:
+    def held_out(self, artifact: Artifact, part: str) -> Replay:
         """The episodes that experience holds back as its `part`, "validation" or "test", in memory.
 
         Raises ArtifactError where it has none.
         """
-        folder = artifact.path / HELD_OUT[part]
-        if not folder.exists():
-            raise ArtifactError(
-                f"{artifact.name} has no {part} episodes; make some with: wm collect --policy scripted --set"
-                f" collect.{part}=100"
-            )
-        artifact.verify()
-        memory = _empty(artifact, self.machine)
-        _extend(memory, artifact, HELD_OUT[part])
-        return memory
+        return load_held_out(artifact, part, self.machine.device)
 
     def log(self, job: Job, environment_step: int, record: dict[str, Any]) -> None:
         """Write one line to metrics.jsonl, and the same numbers as TensorBoard events.
@@ -294,35 +267,6 @@ class Context:
         whole = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **about, **record}
         self.run.log(whole)
         self.events.add(whole)
-
-
-def lives_end_episodes(environment: Mapping[str, Any]) -> bool:
-    """Return whether a lost life ends a training episode, but not its game, by an environment's protocol block."""
-    return bool(environment["train"].get("life_loss_ends_episode", False))
-
-
-def _empty(artifact: Artifact, machine: Machine) -> Memory:
-    """A memory for this experience and what came before it."""
-    return Memory.empty(machine.device, lives_end_episodes=lives_end_episodes(artifact.manifest["environment"]))
-
-
-def _extend(memory: Memory, artifact: Artifact, part: str) -> None:
-    """Read the segment `part` into memory, its frames block by block or, where it has but sketches, drawn from them."""
-    folder = artifact.path / part
-    arrays = read_segment(folder, frames=False)
-    frames = read_frames(folder)
-    if frames is None:
-        frames = _drawn(TASKS[artifact.manifest["environment"]["id"]], arrays["sketch"])
-    memory.extend(arrays, frames)
-
-
-def _drawn(task: Task, sketch: np.ndarray) -> Iterator[np.ndarray]:
-    """The frames of sketches (N, S), in blocks (n, H, W, 3)."""
-    pieces = np.split(sketch, range(DRAWN_AT_ONCE, len(sketch), DRAWN_AT_ONCE))
-    count = os.cpu_count() or 1
-    with ThreadPoolExecutor(count) as workers:  # NumPy lets go of the interpreter while it computes
-        for start in range(0, len(pieces), count):
-            yield from workers.map(task.draw, pieces[start : start + count])
 
 
 def open_context(
@@ -437,14 +381,3 @@ def _check(settings: Settings) -> None:
     """Raises UsageError for settings that no machine or environment could serve, before a run is bound to them."""
     Machine.choose(settings.training)
     parameter_counts(settings, protocol(settings.environment)["actions"])
-
-
-def check_same_environment(ours: dict[str, Any], artifact: Artifact) -> None:
-    """Raises ArtifactError naming both sides unless `artifact` was made in the environment that `ours` describes."""
-    theirs = artifact.manifest["environment"]
-    for key in ("id", "protocol", "size", "actions"):
-        if ours[key] != theirs[key]:
-            raise ArtifactError(
-                f"{artifact.name} was made with environment {key} = {theirs[key]}, but this needs {ours[key]};"
-                f" make one that fits, or give another reference (environments: {theirs['id']} and {ours['id']})."
-            )

@@ -1,34 +1,26 @@
-"""`wm train-dynamics`: learn what follows an action, and for planning a policy and a value."""
+"""`wm train-dynamics`: train the world model, and for planning its policy and value."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from wmcli.artifacts import Artifact
+from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import build_tokenizer, build_world_model, load_tokenizer, settings_of
 from wmcli.errors import ArtifactError, UsageError
-from wmcli.experience import Memory, SearchTargets
+from wmcli.experience import SearchTargets
 from wmcli.nn import attention_prior
-from wmcli.stages.context import Context, check_same_environment
-from wmcli.stages.latents import gather, latents_of
+from wmcli.stages.context import Context
 from wmcli.stages.pictures import draw_priors, imagined_beside_real, write_side_by_side
-from wmcli.stages.rows import LatentRows, Rows
-from wmcli.stages.train import Lesson, check_descent, newest_fitted_alone, optimizer_for, parent_of, train
-from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_modules, load_tensors, save_tensors
-from wmcli.training.device import Machine
-from wmcli.training.loop import Trainee, read_part
-from wmcli.training.optim import update
-from wmcli.world_models.base import Batch, PlanningWorldModel, WorldModel
-from wmcli.world_models.latent import LatentWorldModel, LatentWorldModelSettings
+from wmcli.stages.train import check_descent, latents_of, newest_fitted_alone, parent_of, train
+from wmcli.trainers import DynamicsTrainer
+from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_modules, load_tensors, read_part, save_tensors
+from wmcli.training.device import derived_seed
 
 NONE = "none"  # in place of a reference: start without a tokenizer
-JOINT = "model/dynamics/tokenizer."  # where a dynamics model that trains its tokenizer keeps it
+JOINT = "model/dynamics/tokenizer."  # prefix of a tokenizer's weights inside those of its dynamics model
 
 
 def train_dynamics(
@@ -41,77 +33,79 @@ def train_dynamics(
 ) -> Artifact:
     """Train the run's dynamics model for `dynamics.updates` updates and publish it.
 
-    A model that trains its tokenizer as well starts from the newest one fitted by itself, if there is any and
-    `tokenizer` is not "none"; what becomes of it is published as a tokenizer that was made from this dynamics.
+    A model that trains its tokenizer as well starts from the newest one that was fitted by itself, if there is any. The
+    trained one is published as a tokenizer made from this dynamics.
 
-    A model that is planned in learns policy and value from what the searches found that played, or from what the
-    `controller` (default: the newest, "none": none) found when it searched the experience again.
+    Args:
+        context: The run.
+        tokenizer: Reference; None is the newest, "none" starts without one.
+        experience: Reference; None is the newest.
+        parent: Reference to the version to train further; None trains anew, with `--more` the newest.
+        controller: Reference to the planner whose reanalysis gives targets of policy and value; None is the newest,
+            "none" takes those of the searches that played.
 
-    Raises ArtifactError when an input is missing or of another environment, UsageError for a tokenizer that has no
-    place in this, DivergedError, Stopped.
+    Raises:
+        ArtifactError: An input is missing or of another environment.
+        UsageError: A tokenizer is given that cannot be used here.
+        DivergedError: A loss or weight is not finite.
+        Stopped: A signal arrived; the same command resumes.
     """
     settings, environment = context.settings.dynamics, context.environment
-    encoder, latent = context.settings.dynamics.encoder, isinstance(settings, LatentWorldModelSettings)
     frames = context.run.resolve(experience or "experience", "experience")
     inputs = {"experience": frames} | parent_of(context, "dynamics", parent)
-    codes = _tokenizer(context, tokenizer, inputs.get("parent"))
-    if codes is not None:
-        inputs["tokenizer"] = codes
-    teacher = _reanalysis(context, controller)
-    if teacher is not None:
-        inputs["controller"] = teacher
+    fitted = _tokenizer(context, tokenizer, inputs.get("parent"))
+    if fitted is not None:
+        inputs["tokenizer"] = fitted
+    planner = _reanalysis(context, controller)
+    if planner is not None:
+        inputs["controller"] = planner
     for artifact in inputs.values():
         check_same_environment(environment, artifact)
     for line in attention_prior.warnings(context.settings.attention_prior):
         context.progress.warn(line)
-    if "parent" in inputs and codes is not None:
-        check_descent(codes, inputs["parent"], inputs["parent"].inputs["tokenizer"])
+    if "parent" in inputs and fitted is not None:
+        check_descent(fitted, inputs["parent"], inputs["parent"].inputs["tokenizer"])
 
-    def prepare(rng: np.random.Generator) -> Lesson:
-        device = context.machine.device
-        memory = context.experience(frames)
+    def build(rng: np.random.Generator) -> DynamicsTrainer:
+        machine, replay = context.machine, context.experience(frames)
         model = None
-        if encoder == "dynamics":
+        if settings.trains_tokenizer:
             model = build_tokenizer(context.settings)
-            if codes is not None:
-                load_modules({"tokenizer": model}, load_tensors(codes.file(WEIGHTS))[0], codes.name)
-        elif codes is not None:
-            model = load_tokenizer(codes, context.machine)
-        world_model = build_world_model(context.settings, model, environment["actions"]).to(device).train()
-        data = memory.frames
+            if fitted is not None:
+                load_modules({"tokenizer": model}, load_tensors(fitted.file(WEIGHTS))[0], fitted.name)
+        elif fitted is not None:
+            model = load_tokenizer(fitted, machine)
+        world_model = build_world_model(context.settings, model, environment["actions"]).to(machine.device).train()
+        latents = targets = held_out = None
         if world_model.frozen_encoder:
-            data = latents_of(context, world_model, "rules" if codes is None else codes.digest, memory)
-        if isinstance(world_model, LatentWorldModel):
-            rows: Rows = LatentRows(context, frames, memory, world_model, rng)
-        else:
-            rows = Rows(context, memory, world_model, rng)
-        targets = _targets(world_model, memory, teacher)
-        optimizer = optimizer_for(settings, world_model.parameter_groups())
+            latents = latents_of(context, world_model, "rules" if fitted is None else fitted.digest, replay)
+        if settings.needs_validation:
+            held_out = context.held_out(frames, "validation")
+        if planner is not None:
+            targets = SearchTargets(replay, world_model.actions)
+            targets.load(read_part(planner.file(TRAINING), "targets"))
+        return DynamicsTrainer(
+            world_model,
+            replay,
+            settings,
+            context.settings.training,
+            machine=machine,
+            rng=rng,
+            latents=latents,
+            targets=targets,
+            held_out=held_out,
+            validation_seed=derived_seed(context.settings.seed, "validation"),
+        )
 
-        def step() -> Mapping[str, Tensor]:
-            rows.set_rates(optimizer, trainee)
-            windows = rows.sampler.batch(settings.batch)
-            batch = gather(memory, data, windows, targets, across_ends=world_model.across_ends)
-            metrics = update_dynamics(context.machine, world_model, optimizer, batch, settings.clip, rows.loss)
-            rows.look(trainee.update + 1, trainee.trained)
-            return metrics
+    def draw(payload: Path, trainer: DynamicsTrainer) -> None:
+        world_model = trainer.world_model.eval()
+        with context.machine.autocast():
+            write_side_by_side(payload, imagined_beside_real(world_model, trainer.replay, settings.context))
+        if attention_prior.learned(world_model):
+            draw_priors([context.run], context.settings, payload / "priors.png")
 
-        def watch() -> dict[str, Any]:
-            learned = attention_prior.learned(world_model)
-            priors = {"priors": {name: value.tolist() for name, value in learned.items()}} if learned else {}
-            return priors | rows.told()
-
-        def draw(payload: Path) -> None:
-            world_model.eval()
-            with context.machine.autocast():
-                write_side_by_side(payload, imagined_beside_real(world_model, memory, settings.context))
-            if attention_prior.learned(world_model):
-                draw_priors([context.run], context.settings, payload / "priors.png")
-
-        trainee = Trainee({"dynamics": world_model}, optimizer, rng, rows.parts)
-        return Lesson(trainee, step, draw, watch=watch, choose=rows.choose)
-
-    sections = ("environment", "dynamics", "backbone") + (("tokenizer",) if latent else ())
+    inside = settings.tokenizer_kind is not None and not settings.takes_tokenizer
+    sections = ("environment", "dynamics", "backbone") + (("tokenizer",) if inside else ())
     artifact = train(
         context,
         "train-dynamics",
@@ -119,81 +113,51 @@ def train_dynamics(
         sections=sections,
         inputs=inputs,
         updates=settings.updates,
-        prepare=prepare,
+        build=build,
+        draw=draw,
     )
-    if encoder == "dynamics":
+    if settings.trains_tokenizer:
         _publish_tokenizer(context, artifact)
     return artifact
 
 
-def update_dynamics(
-    machine: Machine,
-    world_model: WorldModel,
-    optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    clip: float,
-    loss_of: Callable[[Batch], tuple[Tensor, dict[str, Tensor]]] | None = None,
-) -> dict[str, Tensor]:
-    """One update on a batch of segments, with all that belongs to it: attention priors' penalties and limits, and what
-    follows the weights. Returns loss, its parts and the gradient's norm before it was clipped, scalars on the device.
-    `loss_of` stands in for the model's own loss, where rows go on from batch to batch.
-    """
-    with machine.autocast():
-        loss, metrics = (loss_of or world_model.loss)(batch)
-    if (priors := attention_prior.penalty(world_model)) is not None:
-        loss, metrics = loss + priors, metrics | {"prior_penalty": priors.detach()}
-    norm = update(optimizer, loss, clip)
-    attention_prior.project(world_model)
-    world_model.after_update()
-    return {"loss": loss, **metrics, "gradient_norm": norm}
-
-
 def _tokenizer(context: Context, reference: str | None, parent: Artifact | None) -> Artifact | None:
-    """The tokenizer to use or to start from; None where there is none to take."""
-    encoder = context.settings.dynamics.encoder
-    codes = None
-    if encoder == "tokenizer":
-        codes = context.run.resolve(reference or "tokenizer", "tokenizer")
+    """Return the tokenizer to use or to start from; None where there is none to take."""
+    settings, fitted = context.settings.dynamics, None
+    if settings.takes_tokenizer:
+        fitted = context.run.resolve(reference or "tokenizer", "tokenizer")
     elif reference not in (None, NONE):
-        if encoder == "rules":
-            raise UsageError(f"--tokenizer {reference}: dynamics of kind 'cells' have no use for one; leave it out.")
+        if not settings.trains_tokenizer:
+            raise UsageError(
+                f"--tokenizer {reference}: dynamics of kind '{settings.kind}' have no use for one; leave it out."
+            )
         if parent is not None:
             raise UsageError(
                 f"--tokenizer {reference}: {parent.name} goes on with the tokenizer it has trained; leave it out."
             )
-        codes = context.run.resolve(reference, "tokenizer")
-    elif encoder == "dynamics" and parent is None and reference is None:
-        codes = newest_fitted_alone(context)
-    if codes is not None and settings_of(codes).tokenizer.kind != context.settings.tokenizer.kind:
+        fitted = context.run.resolve(reference, "tokenizer")
+    elif settings.trains_tokenizer and parent is None and reference is None:
+        fitted = newest_fitted_alone(context)
+    if fitted is not None and settings_of(fitted).tokenizer.kind != context.settings.tokenizer.kind:
         raise ArtifactError(
-            f"{codes.name} is of kind '{settings_of(codes).tokenizer.kind}', but these dynamics work on"
+            f"{fitted.name} is of kind '{settings_of(fitted).tokenizer.kind}', but these dynamics work on"
             f" '{context.settings.tokenizer.kind}': fit one with wm train-tokenizer"
         )
-    return codes
+    return fitted
 
 
 def _reanalysis(context: Context, reference: str | None) -> Artifact | None:
-    """The controller whose searches of the experience are learned from; None for one that searched nothing again."""
-    if context.settings.controller.kind != "mcts" or reference == NONE:
+    """Return the planner whose reanalysis is learned from; None where nothing was reanalyzed."""
+    if not context.settings.controller.searches or reference == NONE:
         return None
-    found = context.run.resolve(reference, "controller") if reference else context.run.latest("controller")
-    return found if found is not None and found.metrics["updates"] else None
-
-
-def _targets(world_model: WorldModel, memory: Memory, teacher: Artifact | None) -> SearchTargets | None:
-    """What searches found in the experience, for a model that learns from it."""
-    if not isinstance(world_model, PlanningWorldModel):
-        return None
-    targets = SearchTargets(memory, world_model.actions)
-    if teacher is not None:
-        targets.load(read_part(teacher.file(TRAINING), "targets"))
-    return targets
+    planner = context.run.resolve(reference, "controller") if reference else context.run.latest("controller")
+    return planner if planner is not None and planner.metrics["updates"] else None
 
 
 def _publish_tokenizer(context: Context, dynamics: Artifact) -> None:
     """Publish the tokenizer inside `dynamics`, unless it was before.
 
-    It follows from the dynamics alone, so a death between the two is made good by the next call.
+    It is a function of the dynamics. So a death between the two publications is made good by the next call.
     """
     job = context.run.job("tokenizer", {"of": "dynamics"}, {"dynamics": dynamics})
     if job.done() or dynamics.pruned:
@@ -201,12 +165,12 @@ def _publish_tokenizer(context: Context, dynamics: Artifact) -> None:
     with context.work(job, fresh=True) as work:
         dynamics.verify()
         weights, _ = load_tensors(dynamics.file(WEIGHTS))
-        found = {
+        tokenizer = {
             f"model/tokenizer/{name.removeprefix(JOINT)}": tensor
             for name, tensor in weights.items()
             if name.startswith(JOINT)
         }
-        save_tensors(work.payload / WEIGHTS, found, {"kind": "tokenizer"})
+        save_tensors(work.payload / WEIGHTS, tokenizer, {"kind": "tokenizer"})
         metrics = {name: dynamics.metrics.get(name) for name in ("reconstruction", "updates")}
         artifact = context.publish(work, metrics, settings=dynamics.settings)
     context.progress.say(f"train-dynamics: published {artifact.name}, the tokenizer of {dynamics.name}")

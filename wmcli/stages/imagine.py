@@ -1,36 +1,26 @@
 """`wm imagine`: train the controller on rollouts of the dynamics model, or search the experience again with it.
 
-A controller that plans has nothing of its own to learn. Here it searches inside the newest model at frames that were
-played before (MuZero Reanalyse: Schrittwieser et al. 2021, arXiv 2104.06294); what it finds is published with it, and
-`wm train-dynamics` learns policy and value from that.
+A planner has no weights of its own. Here it searches inside the newest model at frames that were played before
+(reanalysis). Its findings are published with it, and `wm train-dynamics` learns policy and value from them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from wmcli.artifacts import Artifact
+from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import build_controller, load_world_model, settings_of
-from wmcli.controllers.base import Learner, episode_starts
-from wmcli.controllers.mcts import MCTSSettings
+from wmcli.controllers.base import Learner
 from wmcli.errors import UsageError
-from wmcli.experience import SearchTargets
-from wmcli.experience.sampler import WindowTable
-from wmcli.nn.masked import masked_mean
-from wmcli.stages.context import Context, check_same_environment
-from wmcli.stages.latents import gather, latents_of
+from wmcli.stages.context import Context
 from wmcli.stages.pictures import imagined_beside_real, write_side_by_side
-from wmcli.stages.sampling import build_sampler
-from wmcli.stages.train import Lesson, check_descent, optimizer_for, parent_of, train
-from wmcli.training.checkpoint import TRAINING
-from wmcli.training.loop import Trainee, read_part
-from wmcli.training.optim import update
+from wmcli.stages.train import check_descent, latents_of, parent_of, train
+from wmcli.trainers import ImaginationTrainer, ReanalysisTrainer
+from wmcli.training.checkpoint import TRAINING, read_part
 
 
 def imagine(
@@ -38,9 +28,19 @@ def imagine(
 ) -> Artifact:
     """Train the run's controller in imagination for `controller.updates` updates and publish it.
 
-    One that plans searches `controller.batch` frames again in each of them.
+    A planner searches `controller.batch` frames again in each of them.
 
-    Raises ArtifactError when an input is missing or of another environment, DivergedError, Stopped.
+    Args:
+        context: The run.
+        dynamics: Reference; None is the newest.
+        experience: Reference; None is the newest.
+        parent: Reference to the version to train further; None trains anew, with `--more` the newest.
+
+    Raises:
+        ArtifactError: An input is missing or of another environment.
+        UsageError: The dynamics model has learned no rewards.
+        DivergedError: A loss or weight is not finite.
+        Stopped: A signal arrived; the same command resumes.
     """
     settings = context.settings.controller
     frames = context.run.resolve(experience or "experience", "experience")
@@ -48,123 +48,91 @@ def imagine(
     for artifact in (frames, model):
         check_same_environment(context.environment, artifact)
     inputs = {"experience": frames, "dynamics": model} | parent_of(context, "controller", parent)
-    if isinstance(settings, MCTSSettings):
-        prepare = partial(_reanalysis, context, frames, model)
-    else:
-        prepare = partial(_imagination, context, frames, model, _teacher(model, inputs.get("parent")))
-    return train(
+    publish = partial(
+        train,
         context,
         "imagine",
         "controller",
         sections=("environment", "controller"),
         inputs=inputs,
         updates=settings.updates,
-        prepare=prepare,
     )
+    if context.settings.controller.searches:
+        return publish(build=partial(_reanalysis, context, frames, model))
+    encoder = _encoder(model, inputs.get("parent"))
+    return publish(build=partial(_imagination, context, frames, model, encoder), draw=_draw_imagination)
 
 
-def _teacher(model: Artifact, parent: Artifact | None) -> Artifact | None:
-    """What makes latents of frames for `model`, None where that is not learned. Raises ArtifactError if `parent`, a
-    controller to be trained further, learned with one that this does not descend from."""
-    encoder = settings_of(model).dynamics.encoder
-    if encoder == "rules":
+def _encoder(model: Artifact, parent: Artifact | None) -> Artifact | None:
+    """Return the artifact that encodes frames for `model`, None where that is not learned.
+
+    Raises:
+        ArtifactError: `parent`, a controller to train further, learned with one that this does not descend from.
+    """
+    settings = settings_of(model).dynamics
+    if not settings.learns_encoder:
         return None
-    teacher = model.input("tokenizer") if encoder == "tokenizer" else model
+    encoder = model.input("tokenizer") if settings.takes_tokenizer else model
     if parent is not None:
-        known = parent.inputs["dynamics"] if teacher is model else parent.input("dynamics").inputs["tokenizer"]
-        check_descent(teacher, parent, known)
-    return teacher
+        before = parent.inputs["dynamics"] if encoder is model else parent.input("dynamics").inputs["tokenizer"]
+        check_descent(encoder, parent, before)
+    return encoder
 
 
 def _imagination(
-    context: Context, frames: Artifact, model: Artifact, teacher: Artifact | None, rng: np.random.Generator
-) -> Lesson:
-    """Rollouts of the model from experience, and what the controller learns of them."""
-    settings, trained_with = context.settings.controller, settings_of(model)
-    known = trained_with.dynamics.context  # frames that imagination starts from
-    if getattr(trained_with.dynamics, "reward", "") == "none":
+    context: Context, frames: Artifact, model: Artifact, encoder: Artifact | None, rng: np.random.Generator
+) -> ImaginationTrainer:
+    """Load the world model and build the controller that learns in its imagination."""
+    settings, machine, replay = context.settings, context.machine, context.experience(frames)
+    world_model = load_world_model(model, machine)
+    if not world_model.learns_rewards:
         raise UsageError(
             f"{model.name} has learned no rewards (dynamics.reward = none), and without them there is nothing to gain:"
             " train dynamics with another dynamics.reward."
         )
-    memory = context.experience(frames)
-    world_model = load_world_model(model, context.machine)
-    latents = latents_of(context, world_model, "rules" if teacher is None else teacher.digest, memory)
-    controller = build_controller(context.settings, world_model).to(context.machine.device)
-    assert isinstance(controller, Learner) and not isinstance(settings, MCTSSettings)
-    sampler = build_sampler(
-        context.settings,
-        memory,
-        rng,
-        length=controller.window,
-        # A model over latents takes a shorter context as it comes, like one behind the end of an episode.
-        minimum=1 if trained_with.dynamics.encoder in ("dynamics", "itself") else min(known + 1, controller.window),
-        pad="left",
-        across_ends=world_model.across_ends,
-        trained=_times_trained(context, model, frames) if context.settings.training.sampling == "dfs" else None,
-        ratio=trained_with.dynamics.batch / settings.batch,
+    latents = latents_of(context, world_model, "rules" if encoder is None else encoder.digest, replay)
+    controller = build_controller(settings, world_model).to(machine.device)
+    assert isinstance(controller, Learner)
+    return ImaginationTrainer(
+        world_model,
+        controller,
+        replay,
+        settings.controller,
+        settings.training,
+        machine=machine,
+        rng=rng,
+        latents=latents,
+        counts=_counts(context, model, frames) if settings.training.sampling == "dfs" else None,
+        ratio=settings_of(model).dynamics.batch / settings.controller.batch,
     )
-    optimizer = optimizer_for(settings, controller.parameter_groups())
-    rollout = context.machine.repeated(partial(controller.imagine, world_model))
-
-    def step() -> Mapping[str, Tensor]:
-        batch = gather(memory, latents, sampler.batch(settings.batch), across_ends=world_model.across_ends)
-        imagined = rollout(batch, controller.noise(world_model, batch))
-        with context.machine.autocast():
-            loss, metrics = controller.loss(imagined)
-        norm = update(optimizer, loss, settings.clip)
-        controller.after_update()
-        return {"loss": loss, **metrics, "gradient_norm": norm}
-
-    def draw(payload: Path) -> None:
-        with context.machine.autocast():
-            write_side_by_side(payload, imagined_beside_real(world_model, memory, known))
-
-    return Lesson(Trainee({"controller": controller}, optimizer, rng, {"sampler": sampler}), step, draw)
 
 
-def _reanalysis(context: Context, frames: Artifact, model: Artifact, rng: np.random.Generator) -> Lesson:
-    """Search again at the frames that were searched least, the oldest of those first, as if they were just played."""
-    memory = context.experience(frames)
-    world_model = load_world_model(model, context.machine)
+def _draw_imagination(payload: Path, trainer: ImaginationTrainer) -> None:
+    world_model = trainer.world_model
+    with trainer.machine.autocast():
+        write_side_by_side(payload, imagined_beside_real(world_model, trainer.replay, world_model.context))
+
+
+def _reanalysis(context: Context, frames: Artifact, model: Artifact, rng: np.random.Generator) -> ReanalysisTrainer:
+    """Load the world model and build the search in it."""
+    replay, world_model = context.experience(frames), load_world_model(model, context.machine)
     controller = build_controller(context.settings, world_model, context.machine)
-    targets = SearchTargets(memory, world_model.actions)
-    runs, order = memory.runs(across_ends=False)
-    windows = WindowTable(runs, order, length=world_model.context, minimum=1, pad="left")
-    place = np.argsort(order)  # of each row: the number of the window that ends with it
-
-    @torch.no_grad()
-    def step() -> Mapping[str, Tensor]:
-        rows = targets.due(context.settings.controller.batch)
-        batch = gather(memory, memory.frames, windows.windows(place[rows]), targets)
-        with context.machine.autocast():
-            _, world = world_model.observe(world_model.encode(batch.latent), batch.action, episode_starts(batch))
-            state = controller.initial_state(len(rows))
-            _, state = controller.decide(world_model, world, state, torch.default_generator)
-        searched = controller.found(state)
-        assert searched is not None and batch.targets is not None
-        targets.update(rows, searched.policy, searched.value)
-        before, known = batch.targets.policy[:, -1], batch.targets.found[:, -1]
-        return {
-            "search_value": searched.value.mean(),
-            "search_entropy": -torch.xlogy(searched.policy, searched.policy).sum(-1).mean(),
-            "policy_change": masked_mean((searched.policy - before).abs().sum(-1) / 2, known),
-            "value_change": masked_mean((searched.value - batch.targets.value[:, -1]).abs(), known),
-        }
-
-    trainee = Trainee({"controller": controller}, None, rng, {"targets": targets})
-    return Lesson(trainee, step, draw=lambda payload: None)
+    return ReanalysisTrainer(
+        world_model, controller, replay, context.settings.controller, machine=context.machine, rng=rng
+    )
 
 
-def _times_trained(context: Context, model: Artifact, frames: Artifact) -> np.ndarray:
-    """How often each row of the experience started a segment that the dynamics model was trained on, int64; empty for
-    a model whose sampler did not count, or that was trained on other experience."""
-    known = frames
-    while known.digest != model.inputs["experience"].digest:
-        if "previous" not in known.inputs:
+def _counts(context: Context, model: Artifact, frames: Artifact) -> np.ndarray:
+    """Return how often each row of the experience started a segment that the dynamics model was trained on, int64.
+
+    Empty for a model whose sampler did not count, or that was trained on other experience.
+    """
+    ancestor = frames
+    while ancestor.digest != model.inputs["experience"].digest:
+        if "previous" not in ancestor.inputs:
             context.progress.warn(
                 f"{model.name} was trained on other experience than {frames.name}: nothing counts yet."
             )
             return np.zeros(0, np.int64)
-        known = known.input("previous")
+        ancestor = ancestor.input("previous")
     return read_part(model.file(TRAINING), "sampler").get("counts", np.zeros(0, np.int64))

@@ -20,6 +20,7 @@ from wmcli.artifacts.store import BEST
 from wmcli.errors import DivergedError, Stopped, UsageError
 from wmcli.interrupt import stop_requests
 from wmcli.settings import Measure, Settings, resolve
+from wmcli.stages.checks import check_rows
 from wmcli.stages.collect import collect, collect_job
 from wmcli.stages.collector import Collector
 from wmcli.stages.context import Context, PrunedInputError
@@ -28,7 +29,6 @@ from wmcli.stages.evaluate import evaluate, summary
 from wmcli.stages.imagine import imagine
 from wmcli.stages.memory import check_measures, evaluate_memory, measures_of
 from wmcli.stages.memory_table import told
-from wmcli.stages.rows import check_rows
 from wmcli.stages.tokenizer import train_tokenizer
 
 MODELS = ("tokenizer", "dynamics", "controller")

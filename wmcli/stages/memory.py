@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from wmcli.artifacts import Artifact, Work
+from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import load_world_model, settings_of
 from wmcli.envs import tiles
 from wmcli.envs.distracting_memory import DistractingMemory
@@ -26,14 +27,15 @@ from wmcli.envs.rooms import TELEPORT, TeleportRooms
 from wmcli.envs.tasks import TASKS
 from wmcli.errors import UsageError
 from wmcli.experience import read_segment
+from wmcli.experience.load import HELD_OUT
 from wmcli.metrics import memory as metrics
 from wmcli.report.files import check_target
 from wmcli.report.images import side_by_side, strip, write_gif, write_png
 from wmcli.settings import Measure, Settings
-from wmcli.stages.context import HELD_OUT, Context, check_same_environment, open_context
+from wmcli.stages.checks import check_held_back
+from wmcli.stages.context import Context, open_context
 from wmcli.stages.memory_table import told, write_curves
 from wmcli.stages.probe import probe
-from wmcli.stages.rows import check_held_back, check_reads
 from wmcli.stages.scripted import task_of
 from wmcli.training.device import derived_seed, isolated_randomness
 from wmcli.world_models.latent import LatentWorldModel, LatentWorldModelSettings
@@ -193,7 +195,7 @@ def imagined(
 
     Raises UsageError for a backbone that cannot read those that were seen.
     """
-    check_reads(world_model, known - 1)
+    world_model.check_reads(known - 1)
     first = torch.zeros(action.shape, dtype=torch.bool, device=action.device)
     first[:, 0] = True
     latent = world_model.encode(frames[:, :known])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wmcli.artifacts import Run
 from wmcli.envs.vector import Transition
-from wmcli.experience.memory import Memory
+from wmcli.experience.replay import Replay
 from wmcli.report.images import (
     captioned,
     over_shares,
@@ -27,6 +27,7 @@ from wmcli.report.images import (
 from wmcli.report.plots import learned_priors, write_figure
 from wmcli.settings import Settings
 from wmcli.world_models.base import WorldModel
+from wmcli.world_models.open_loop import open_loop
 
 EPISODES = 3  # shown under each other
 STEPS = 24  # imagined at most
@@ -159,34 +160,37 @@ def _held(movie: np.ndarray, ended: Ending | None) -> np.ndarray:
 
 
 @torch.no_grad()
-def imagined_beside_real(world_model: WorldModel, memory: Memory, context: int) -> SideBySide | None:
+def imagined_beside_real(world_model: WorldModel, replay: Replay, context: int) -> SideBySide | None:
     """Imagine the newest episodes of the experience from their first `context` frames, with the actions taken.
 
     None when no episode is long enough to imagine one step, or when the model makes no pictures.
     """
-    starts, lengths = memory.episodes.start, memory.episodes.length
+    starts, lengths = replay.episodes.start, replay.episodes.length
     longest = np.flatnonzero(lengths > context)[-50:]
     if len(longest) == 0 or not world_model.decodes:
         return None
     chosen = longest[np.argsort(lengths[longest], kind="stable")[-EPISODES:]]
     length = int(min(context + STEPS, lengths[chosen].min()))
-    rows = torch.from_numpy(memory.order[starts[chosen][:, None] + np.arange(length)]).to(memory.device)
-    return beside(world_model, memory.frames[rows], memory.action[rows], context)
+    rows = torch.from_numpy(replay.order[starts[chosen][:, None] + np.arange(length)]).to(replay.device)
+    return beside(world_model, replay.frames[rows], replay.action[rows], context)
 
 
 @torch.no_grad()
 def beside(world_model: WorldModel, frames: Tensor, action: Tensor, context: int) -> SideBySide:
-    """`frames` (B, T, H, W, 3) and the actions taken (B, T): imagined from `context` frames on."""
-    known = world_model.encode(frames[:, :context])
-    first = torch.zeros(known.shape[:2], dtype=torch.bool, device=known.device)
-    first[:, 0] = True
-    features, state = world_model.observe(known, action[:, :context], first)
-    whole = world_model.decodes == "features"
-    seen = [features if whole else known]
-    for t in range(context - 1, frames.shape[1] - 1):
-        imagined, state = world_model.imagine(state, action[:, t])
-        seen.append((world_model.features(state) if whole else imagined.latent)[:, None])
-    decoded = world_model.decode(torch.cat(seen, 1))
+    """Imagine episodes from their first frames on, under the actions that were taken.
+
+    Args:
+        world_model: One that decodes.
+        frames: (B, T, H, W, 3) uint8.
+        action: (B, T) int64.
+        context: Frames that the model observes; before it the right side is reconstruction.
+    """
+    latent = world_model.encode(frames[:, :context])
+    features, steps = open_loop(world_model, latent, action)
+    if world_model.decodes == "features":
+        decoded = world_model.decode(features)
+    else:
+        decoded = world_model.decode(torch.cat([latent, *(step.latent[:, None] for step in steps)], 1))
     return SideBySide(_stack(frames), _stack(decoded), context)
 
 

@@ -8,12 +8,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import load_controller
 from wmcli.controllers.agent import Agent
 from wmcli.envs import Streams
 from wmcli.errors import UsageError
 from wmcli.report.images import check_animation, short_number, write_animation
-from wmcli.stages.context import Context, check_same_environment
+from wmcli.stages.context import Context
 from wmcli.stages.pictures import Dream, Ending, Film, ending
 from wmcli.training.device import derived_seed, isolated_randomness
 
@@ -108,7 +109,7 @@ def _real(streams: Streams, agent: Agent, given: list[int]) -> Film:
         agent.perceive(streams.observation, streams.first)
         action = agent.decide(_next(given, len(film.frames)))
         after = streams.step(action)
-        film.add(frame, action[0], after.reward[0], agent.searched())
+        film.add(frame, action[0], after.reward[0], agent.summarize_search())
         how = ending(after) or ("cut" if len(film.frames) == STEPS else None)
         if how is not None:
             film.end(after.final.get(0, streams.observation[0]), how)

@@ -23,10 +23,10 @@ from wmcli.artifacts import Artifact, Work
 from wmcli.envs.mazes import Labels, Maze
 from wmcli.envs.memory_task import Task
 from wmcli.experience import read_segment
+from wmcli.experience.load import SEGMENT
 from wmcli.metrics import memory as metrics
 from wmcli.nn.mlp import mlp
-from wmcli.stages.context import SEGMENT, Context
-from wmcli.stages.rows import check_reads
+from wmcli.stages.context import Context
 from wmcli.training.optim import build_optimizer
 from wmcli.world_models.latent import LatentWorldModel
 
@@ -137,7 +137,7 @@ def seen(world_model: LatentWorldModel, frames: Tensor, action: Tensor) -> Tenso
 
     Raises UsageError for a backbone that cannot read one.
     """
-    check_reads(world_model, frames.shape[1] - 1)
+    world_model.check_reads(frames.shape[1] - 1)
     first = torch.zeros(action.shape, dtype=torch.bool, device=action.device)
     first[:, 0] = True
     return world_model.observe(world_model.encode(frames), action, first)[0].float()

@@ -15,22 +15,20 @@ from wmcli.artifacts import Artifact
 from wmcli.assemble import build_controller, build_tokenizer, build_world_model
 from wmcli.controllers.agent import UniformAgent
 from wmcli.controllers.base import Controller, Learner
-from wmcli.controllers.mcts import MCTSSettings
 from wmcli.envs import Streams
 from wmcli.kernels.dispatch import using
 from wmcli.settings import Settings
 from wmcli.stages.compare import LENGTHS, compare_backbones, draw_comparison
 from wmcli.stages.context import Context
-from wmcli.stages.dynamics import update_dynamics
 from wmcli.stages.profile_experience import profile_experience
-from wmcli.stages.profile_kernels import elements_per_frame, profile_kernels
-from wmcli.stages.train import optimizer_for
-from wmcli.tokenizers.vq import VQTokenizer
+from wmcli.stages.profile_kernels import profile_kernels
+from wmcli.trainers.dynamics import update_world_model
+from wmcli.trainers.imagination import update_controller
+from wmcli.trainers.tokenizer import update_tokenizer
 from wmcli.training.device import derived_seed, isolated_randomness
 from wmcli.training.measure import Bench, Job, count_operations, operators, peak_memory, ratio
-from wmcli.training.optim import update
+from wmcli.training.optim import optimizer_for
 from wmcli.world_models.base import Batch, WorldModel
-from wmcli.world_models.token import TokenWorldModel, TokenWorldModelSettings
 
 Part = Literal["stages", "kernels", "experience"]
 
@@ -78,7 +76,7 @@ def profile(
                 traces = work.payload / "traces" if trace else None
                 rows["stages"], metrics["operators"] = _stages(context, bench, traces)
             if "kernels" in parts:
-                rows["kernels"] = profile_kernels(settings, machine, bench)
+                rows["kernels"] = profile_kernels(settings, machine, bench, _elements(context))
             if "experience" in parts:
                 rows["experience"] = profile_experience(context, bench, frames, work.path / "experience")
         metrics["rows"] = [{"part": part, **row} for part, some in rows.items() for row in some]
@@ -166,6 +164,19 @@ def _collection(context: Context, bench: Bench) -> dict[str, Any]:
     return bench.row(what, shape, times, count=steps, unit="steps", in_epoch=in_epoch)
 
 
+def _has_tokenizer(settings: Settings) -> bool:
+    """Return whether the dynamics take or train a tokenizer."""
+    return settings.dynamics.takes_tokenizer or settings.dynamics.trains_tokenizer
+
+
+def _elements(context: Context) -> int:
+    """Return the elements of the backbone that a frame and its action take, 0 without a backbone."""
+    settings = context.settings
+    with torch.device("meta"):
+        tokenizer = build_tokenizer(settings) if _has_tokenizer(settings) else None
+        return build_world_model(settings, tokenizer, context.environment["actions"]).elements
+
+
 def _groups(context: Context) -> Iterator[list[Stage]]:
     """The stages that learn or imagine, those to be timed in turn together, with models frozen as each finds them."""
     settings, machine = context.settings, context.machine
@@ -175,10 +186,10 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
         return torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, device=device)
 
     tokenizer = None
-    if settings.dynamics.encoder in ("tokenizer", "dynamics"):
+    if _has_tokenizer(settings):
         learning, frozen = build_tokenizer(settings).to(device), machine.freeze(build_tokenizer(settings))
         yield list(_tokenizer_stages(context, learning, frozen, random_frames(settings.tokenizer.batch)))
-        tokenizer = frozen if settings.dynamics.encoder == "tokenizer" else learning
+        tokenizer = frozen if settings.dynamics.takes_tokenizer else learning
 
     world_model = build_world_model(settings, tokenizer, actions).to(device).train()
     some = random_frames(SOME_FRAMES)
@@ -189,31 +200,27 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
     optimizer = optimizer_for(settings.dynamics, world_model.parameter_groups())
 
     def train_dynamics() -> None:
-        update_dynamics(machine, world_model, optimizer, segments, settings.dynamics.clip)
+        update_world_model(machine, world_model, optimizer, segments, settings.dynamics.clip)
 
-    tokens = elements_per_frame(settings)
-    unit = "frames" if tokens == 1 else f"frames of {tokens} tokens"
-    shape = f"{batch} × {length} {unit}, {_name(settings)}"
-    count = batch * length * tokens
-    unit = "frames" if tokens == 1 else "tokens"
+    elements = max(1, world_model.elements)
+    unit = "frames" if elements == 1 else f"frames of {elements} tokens"
+    shape = f"{batch} × {length} {unit}, {_name(settings, world_model)}"
+    count = batch * length * elements
+    unit = "frames" if elements == 1 else "tokens"
     yield [Stage("train-dynamics", shape, count, unit, train_dynamics, settings.dynamics.updates)]
 
     world_model = machine.freeze(world_model)
     controller = build_controller(settings, world_model, machine).to(device)
-    if isinstance(settings.controller, MCTSSettings):
-        yield list(_searches(context, settings.controller, world_model, controller, some))
+    if settings.controller.searches:
+        yield list(_searches(context, world_model, controller, some))
         return
     assert isinstance(controller, Learner)
-    learns = settings.controller
+    learns: Any = settings.controller
     windows = _random_batch(latents, learns.batch, controller.window, actions)
     learner = optimizer_for(learns, controller.parameter_groups())
 
     def train_controller(rollout: Callable[..., Any]) -> None:
-        imagined = rollout(windows, controller.noise(world_model, windows))
-        with machine.autocast():
-            loss, _ = controller.loss(imagined)
-        update(learner, loss, learns.clip)
-        controller.after_update()
+        update_controller(machine, world_model, controller, learner, windows, learns.clip, rollout)
 
     rollouts, horizon = learns.batch, learns.imagination_horizon
     shape = f"{rollouts} rollouts of {horizon} steps, {settings.backbone.kind}"
@@ -231,9 +238,7 @@ def _tokenizer_stages(context: Context, learning: Any, frozen: Any, frames: torc
     optimizer = optimizer_for(settings.tokenizer, learning.parameters())
 
     def train() -> None:
-        with machine.autocast():
-            loss, _ = learning.loss(frames)
-        update(optimizer, loss, settings.tokenizer.clip)
+        update_tokenizer(machine, learning, optimizer, frames, settings.tokenizer.clip)
 
     def encode() -> None:
         with machine.autocast(), torch.no_grad():
@@ -246,41 +251,40 @@ def _tokenizer_stages(context: Context, learning: Any, frozen: Any, frames: torc
 
 
 def _searches(
-    context: Context, search: MCTSSettings, world_model: WorldModel, controller: Controller, frames: torch.Tensor
+    context: Context, world_model: WorldModel, controller: Controller, frames: torch.Tensor
 ) -> Iterator[Stage]:
-    """Searches from as many frames as there are environments, from a batch of reanalysis and from many."""
+    """Yield searches from as many frames as there are environments, from a batch of reanalysis and from many."""
     settings, machine = context.settings, context.machine
+    search: Any = settings.controller
     generator = torch.Generator().manual_seed(0)
     acted, again = settings.environment.count, search.batch
     for roots in sorted({acted, again, MANY_ROOTS}):
         windows = _random_batch(frames, roots, world_model.context, world_model.actions)
         with machine.autocast(), torch.no_grad():
-            _, state = world_model.observe(world_model.encode(windows.latent), windows.action, windows.first)
+            _, state = world_model.observe(world_model.encode(windows.inputs), windows.action, windows.is_first)
 
         def plan(state: Any = state, roots: int = roots) -> None:
             with machine.autocast(), torch.no_grad():
                 controller.decide(world_model, state, controller.initial_state(roots), generator)
 
         in_epoch = (roots == acted) * settings.collect.steps / roots + (roots == again) * search.updates
-        shape = f"{roots} roots × {search.simulations} simulations, {_name(settings)}"
+        shape = f"{roots} roots × {search.simulations} simulations, {_name(settings, world_model)}"
         yield Stage(f"search, {roots} roots", shape, roots * search.simulations, "simulations", plan, in_epoch)
 
 
-def _name(settings: Settings) -> str:
-    """What carries the world model through time."""
-    return "convolutions" if settings.dynamics.kind == "muzero" else settings.backbone.kind
+def _name(settings: Settings, world_model: WorldModel) -> str:
+    """Return the name of the backbone, or "convolutions" for a world model without one."""
+    return settings.backbone.kind if world_model.elements else "convolutions"
 
 
 def _imagination(context: Context, world_model: WorldModel, windows: Batch) -> Iterator[Stage]:
-    """One imagined step; of a model over tokens, predicted in parallel and token by token."""
+    """Yield one imagined step; of a model over tokens, predicted in parallel and token by token."""
     settings, machine = context.settings, context.machine
-    batch, tokens = len(windows.action), elements_per_frame(settings) - 1
+    batch, tokens = len(windows.action), world_model.elements - 1
     shape = f"{batch} frames{f' of {tokens} tokens' if tokens else ''}, {settings.backbone.kind}"
     models = {"imagination": world_model}
-    if isinstance(settings.dynamics, TokenWorldModelSettings):
-        assert isinstance(world_model, TokenWorldModel)
-        tokenizer = world_model.tokenizer
-        assert isinstance(tokenizer, VQTokenizer)
+    if "prediction" in type(settings.dynamics).model_fields:
+        tokenizer: Any = world_model.tokenizer
         models = {}
         for what, prediction in ((PARALLEL, "pop"), (SEQUENTIAL, "sequential")):
             dynamics = settings.dynamics.model_copy(update={"prediction": prediction})
@@ -289,7 +293,7 @@ def _imagination(context: Context, world_model: WorldModel, windows: Batch) -> I
 
     def stage(what: str, model: WorldModel) -> Stage:
         with machine.autocast():
-            _, state = model.observe(windows.latent, windows.action, windows.first)
+            _, state = model.observe(windows.inputs, windows.action, windows.is_first)
 
         def imagine() -> None:
             with machine.autocast(), torch.no_grad():
@@ -306,11 +310,11 @@ def _random_batch(source: torch.Tensor, rows: int, length: int, actions: int) ->
     device = source.device
     no = torch.zeros(rows, length, dtype=torch.bool, device=device)
     return Batch(
-        latent=source[torch.randint(len(source), (rows, length), device=device)],
+        inputs=source[torch.randint(len(source), (rows, length), device=device)],
         action=torch.randint(actions, (rows, length), device=device),
         reward=torch.zeros(rows, length, device=device),
         terminated=no,
         truncated=no,
-        first=no,
+        is_first=no,
         valid=~no,
     )

@@ -15,15 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wmcli.assemble import build_tokenizer
-from wmcli.backbones.mamba1 import STEP_SIZES, Mamba1Settings
+from wmcli.backbones.mamba1 import Mamba1Settings
 from wmcli.backbones.mamba2 import DECAY_RATES, Mamba2Settings
+from wmcli.backbones.residual import STEP_SIZES
 from wmcli.backbones.retnet import RetNetSettings, head_decays
 from wmcli.backbones.s4 import S4Settings, hippo_legs
 from wmcli.backbones.transformer import TransformerSettings
-from wmcli.controllers.actor_critic import ActorCriticSettings
-from wmcli.controllers.mcts import MCTSSettings
-from wmcli.controllers.reinforce import ReinforceSettings
 from wmcli.errors import WmError
 from wmcli.kernels import s4
 from wmcli.kernels.attention import attention
@@ -40,11 +37,9 @@ from wmcli.kernels.nearest import reference as nearest_reference
 from wmcli.kernels.selective_scan import reference as selective_scan_reference
 from wmcli.kernels.selective_scan import selective_scan
 from wmcli.settings import Settings
-from wmcli.tokenizers.vq import TokenizerSettings, VQTokenizer
+from wmcli.tokenizers.vq import TokenizerSettings
 from wmcli.training.device import Machine
 from wmcli.training.measure import Bench, Job, count_operations, peak_memory, ratio
-from wmcli.world_models.cells import TOKENS
-from wmcli.world_models.token import TokenWorldModelSettings
 
 ALLOWED = {"float32": 1e-3, "bfloat16": 2e-2}  # difference from the reference, as a share of its largest number
 
@@ -71,12 +66,19 @@ class Case(NamedTuple):
     """How much further than others it may be off: more than 1 for what is ill-conditioned."""
 
 
-def profile_kernels(settings: Settings, machine: Machine, bench: Bench) -> list[dict[str, Any]]:
-    """Rows for each kernel, forward, and forward and backward, in each implementation that the run could use.
+def profile_kernels(settings: Settings, machine: Machine, bench: Bench, elements: int) -> list[dict[str, Any]]:
+    """Time each kernel, forward, and forward and backward, in each implementation that the run could use.
 
-    Raises WmError when a kernel's result or gradient is not that of its reference.
+    Args:
+        settings: Of the preset.
+        machine: Device and precision.
+        bench: Times calls.
+        elements: Of the backbone that a frame and its action take; 0 without a backbone.
+
+    Raises:
+        WmError: A kernel's result or gradient is not that of its reference.
     """
-    return [row for case in kernel_cases(settings, machine) for row in profile_kernel(case, bench)]
+    return [row for case in kernel_cases(settings, machine, elements) for row in profile_kernel(case, bench)]
 
 
 def profile_kernel(case: Case, bench: Bench) -> Iterator[dict[str, Any]]:
@@ -202,32 +204,27 @@ def _bytes(*tensors: Tensor) -> int:
 # -- the kernels ------------------------------------------------------------------------------------------------------
 
 
-def elements_per_frame(settings: Settings) -> int:
-    """Elements of the backbone that a frame and its action take."""
-    if isinstance(settings.dynamics, TokenWorldModelSettings):
-        with torch.device("meta"):
-            tokenizer = build_tokenizer(settings)
-        assert isinstance(tokenizer, VQTokenizer)
-        return tokenizer.tokens + 1
-    return {"cells": TOKENS, "unizero": 2}.get(settings.dynamics.kind, 1)
+def kernel_cases(settings: Settings, machine: Machine, elements: int) -> Iterator[Case]:
+    """Yield every kernel with random operands; those that come from a matrix product have the run's precision.
 
-
-def kernel_cases(settings: Settings, machine: Machine) -> Iterator[Case]:
-    """Every kernel with random operands: what a matrix product would hand it has the run's precision."""
-    if settings.dynamics.kind == "muzero":
-        return  # convolutions alone
-    make = RandomOperands(machine)
-    batch, width, block = settings.dynamics.batch, settings.backbone.width, elements_per_frame(settings)
-    time = settings.dynamics.sequence_length * block
-    yield _retention(settings, make, (batch, time, width), block)
+    Args:
+        settings: Of the preset.
+        machine: Device and precision.
+        elements: Of the backbone that a frame and its action take; 0 without a backbone.
+    """
+    if not elements:
+        return  # convolutions only
+    make, dynamics = RandomOperands(machine), cast(Any, settings.dynamics)
+    batch, width, time = dynamics.batch, settings.backbone.width, dynamics.sequence_length * elements
+    yield _retention(settings, make, (batch, time, width), elements)
     yield state_space_duality(settings, make, (batch, time, width))
     yield _selective_scan(settings, make, (batch, time, width))
     yield _causal_conv(settings, make, (batch, time, width))
     yield _state_space(settings, make, (batch, time, width))
     yield _attention(settings, make, (batch, time, width))
-    if settings.dynamics.encoder == "tokenizer":
-        yield _nearest(settings, make, block - 1)
-    if not isinstance(settings.controller, MCTSSettings):
+    if settings.dynamics.takes_tokenizer:
+        yield _nearest(settings, make, elements - 1)
+    if not settings.controller.searches:
         yield _lambda_returns(settings.controller, make)
 
 
@@ -382,7 +379,7 @@ def _nearest(settings: Settings, make: RandomOperands, tokens: int) -> Case:
     )
 
 
-def _lambda_returns(controller: ReinforceSettings | ActorCriticSettings, make: RandomOperands) -> Case:
+def _lambda_returns(controller: Any, make: RandomOperands) -> Case:
     batch, steps = controller.batch, controller.imagination_horizon + 1
     reward, value = (make.normal(batch, steps).float() for _ in range(2))
     terminated = torch.rand(batch, steps, device=make.device) < 0.05

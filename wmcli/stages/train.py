@@ -1,48 +1,35 @@
-"""What the three training stages share: identity of the job, idempotence, resume, the loop, publication."""
+"""The common part of training stages: job, resume, training, publication, pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from wmcli.artifacts import Artifact, InputRef, Work
-from wmcli.config import Identity, Section
+from wmcli.config import Identity
 from wmcli.errors import ArtifactError
+from wmcli.experience import Replay
 from wmcli.report.plots import along, learning_curves, write_figure
 from wmcli.stages.context import Context
-from wmcli.training.checkpoint import TRAINING, WEIGHTS, module_tensors, save_tensors
+from wmcli.trainers.batches import encode_frames
+from wmcli.training.checkpoint import CHECKPOINT, TRAINING, WEIGHTS, module_tensors, save_tensors
 from wmcli.training.device import derived_seed, isolated_randomness
-from wmcli.training.loop import CHECKPOINT, Trainee, fit
-from wmcli.training.optim import build_optimizer
+from wmcli.training.loop import Trainer, fit
+from wmcli.world_models.base import WorldModel
 
-WHAT_IS_LEARNED = {"tokenizer": "codes", "dynamics": "latents"}
+T = TypeVar("T", bound=Trainer)
 
-
-@dataclass(frozen=True)
-class Lesson:
-    """A training stage made concrete: what to train, how to do one update, what to leave beside the weights."""
-
-    trainee: Trainee
-    step: Callable[[], Mapping[str, Tensor]]
-    draw: Callable[[Path], None]
-    """Writes pictures into the payload folder it is given."""
-    measure: Callable[[], dict[str, Any]] = dict
-    """Returns metrics to publish beside the losses."""
-    watch: Callable[[], dict[str, Any]] = dict
-    """Returns what to log as it stands with every line of the log, and to publish in the end."""
-    choose: Callable[[], None] = lambda: None
-    """Puts the weights to publish into the modules, where these are not the last ones."""
+LEARNED = {"tokenizer": "codes", "dynamics": "latents"}
+"""What a later model learns of each kind."""
 
 
 def newest_fitted_alone(context: Context) -> Artifact | None:
-    """The newest tokenizer that did not come out of a dynamics model, None if there is none."""
+    """Return the newest tokenizer that was not trained inside a dynamics model, None if there is none."""
     for version in reversed(context.run.versions("tokenizer")):
         artifact = context.run.get("tokenizer", version)
         if "dynamics" not in artifact.inputs:
@@ -50,43 +37,52 @@ def newest_fitted_alone(context: Context) -> Artifact | None:
     return None
 
 
-def optimizer_for(section: Section, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    """The optimizer that a section of the settings describes."""
-    values = section.model_dump()
-    return build_optimizer(
-        values["optimizer"],
-        parameters,
-        values["learning_rate"],
-        values["weight_decay"],
-        warmup=values.get("warmup", 0) if values["optimizer"] == "laprop" else 0,  # others warm up by their schedule
-        eps=values.get("eps") or None,
-        beta2=values.get("beta2", 0.999),
-        momentum=values.get("momentum", 0.0),
-    )
-
-
 def parent_of(context: Context, kind: str, reference: str | None) -> dict[str, Artifact]:
-    """The version to train further, as an input: the one referred to, the newest with `--more`, else none."""
+    """Return the version to train further as an input: the one referred to, the newest with `--more`, else none."""
     if reference is None and not context.more:
         return {}
     return {"parent": context.run.resolve(reference or kind, kind)}
 
 
-def check_descent(teacher: Artifact, parent: Artifact, known: InputRef) -> None:
-    """A model may go on with the tokenizer (or the dynamics) it knows or with one trained further from that: what it
-    learned keeps its meaning.
+def check_descent(encoder: Artifact, parent: Artifact, learned_with: InputRef) -> None:
+    """Check that latents keep their meaning for a model that is trained further.
 
-    Raises ArtifactError when `teacher` does not descend from it.
+    Args:
+        encoder: The tokenizer or dynamics that is to encode frames now.
+        parent: The model to train further.
+        learned_with: The one that encoded frames for it.
+
+    Raises:
+        ArtifactError: `encoder` does not descend from that one.
     """
-    ancestor = teacher
-    while ancestor.digest != known.digest:
+    ancestor = encoder
+    while ancestor.digest != learned_with.digest:
         if "parent" not in ancestor.inputs:
             raise ArtifactError(
-                f"{parent.name} learned the {WHAT_IS_LEARNED[known.kind]} of {known.name}, and {teacher.name} does not"
-                " descend from it; train"
-                " anew without --more."
+                f"{parent.name} learned the {LEARNED[learned_with.kind]} of {learned_with.name}, and {encoder.name}"
+                " does not descend from it; train anew without --more."
             )
         ancestor = ancestor.input("parent")
+
+
+def latents_of(context: Context, world_model: WorldModel, encoder: str, replay: Replay) -> Tensor:
+    """Return latents (N, ...) of all frames in memory, encoded once and kept for later stages of this process.
+
+    Args:
+        context: Keeps them.
+        world_model: Its encoder is frozen.
+        encoder: Names it: the digest of the artifact that holds it, or "rules".
+        memory: The experience. Frames that were added since are encoded now.
+    """
+    latents = encode_frames(
+        world_model,
+        replay.frames,
+        context.machine,
+        encoded=context.latents.get(encoder),
+        progress=context.progress,
+    )
+    context.latents = {encoder: latents}
+    return latents
 
 
 def train(
@@ -97,12 +93,24 @@ def train(
     sections: tuple[str, ...],
     inputs: dict[str, Artifact],
     updates: int,
-    prepare: Callable[[np.random.Generator], Lesson],
+    build: Callable[[np.random.Generator], T],
+    draw: Callable[[Path, T], None] = lambda payload, trainer: None,
 ) -> Artifact:
     """Run a training stage to its published artifact: the existing one, a resumed one or a new one.
 
-    `sections` are the settings the weights depend on. `inputs` may hold `parent`, the version to train further.
-    `prepare` builds models and data; torch's global generator is seeded around it.
+    Args:
+        context: The run and its settings.
+        stage: Name for messages and logs.
+        kind: Kind of the artifact.
+        sections: Settings that the weights depend on.
+        inputs: Artifacts that it is made from; `parent` is the version to train further.
+        updates: Updates to do.
+        build: Loads models and data and returns the trainer; torch's global generator is seeded around it.
+        draw: Writes pictures into the payload.
+
+    Raises:
+        DivergedError: A loss or weight is not finite.
+        Stopped: A signal arrived; the same command resumes.
     """
     settings, progress = context.settings, context.progress
     identity = settings.identity("seed", *sections) | {
@@ -125,29 +133,26 @@ def train(
         trained = inputs["parent"].metrics["updates"] if "parent" in inputs else 0
         steps = int(inputs["experience"].metrics["total_steps"])
         with isolated_randomness(derived_seed(settings.seed, stage, trained), context.machine.device) as rng:
-            lesson = prepare(rng)
+            trainer = build(rng)
+            state = trainer.state
             if "parent" in inputs and not (work.path / CHECKPOINT).exists():
-                lesson.trainee.continue_from(inputs["parent"].file(TRAINING))
-            metrics: dict[str, Any] = dict(
-                fit(
-                    lesson.trainee,
-                    lesson.step,
-                    stage=stage,
-                    updates=updates,
-                    folder=work.path,
-                    machine=context.machine,
-                    settings=settings.training,
-                    progress=progress,
-                    log=partial(context.log, job, steps),
-                    watch=lesson.watch,
-                )
+                state.continue_from(inputs["parent"].file(TRAINING))
+            losses = fit(
+                trainer,
+                updates,
+                stage=stage,
+                settings=settings.training,
+                folder=work.path,
+                progress=progress,
+                log=partial(context.log, job, steps),
             )
-            lesson.trainee.save(work.payload / TRAINING, context.machine.device)  # training goes on from the last
-            lesson.choose()
-            save_tensors(work.payload / WEIGHTS, module_tensors(lesson.trainee.modules), {"kind": kind})
-            metrics |= lesson.measure() | lesson.watch() | {"updates": lesson.trainee.trained + lesson.trainee.update}
+            state.save(work.payload / TRAINING, context.machine.device)  # training continues from the last weights
+            trainer.select_weights()
+            save_tensors(work.payload / WEIGHTS, module_tensors(state.modules), {"kind": kind})
+            metrics: dict[str, Any] = {**losses, **trainer.measure(), **trainer.status()}
+            metrics["updates"] = state.trained + state.update
             if context.pictures:
-                lesson.draw(work.payload)
+                draw(work.payload, trainer)
                 if updates:
                     _draw_curves(work, stage)
         artifact = context.publish(work, metrics)
@@ -156,7 +161,7 @@ def train(
 
 
 def _draw_curves(work: Work, stage: str) -> None:
-    """Learning curves of this job and of the versions that it goes on from."""
+    """Draw the learning curves of this job and of the versions that it continues."""
     jobs, ancestor = [work.job.digest], work.job.inputs.get("parent")
     while ancestor is not None:
         jobs.insert(0, ancestor.manifest["job"])

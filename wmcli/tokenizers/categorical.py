@@ -14,17 +14,18 @@ dynamics model trains it jointly; its own `loss` fits it by reconstruction alone
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from wmcli.config import Section
+from wmcli.nn.categorical import draw_one_hot, entropy, mixed_log_probabilities, one_hot, straight_through
 from wmcli.nn.initialize import initialize
+from wmcli.nn.layers import scaled
 from wmcli.nn.mlp import Activation, mlp
-from wmcli.nn.one_hot import draw_one_hot, entropy, mixed_log_probabilities, one_hot, straight_through
-from wmcli.nn.squared_error import squared_error
 from wmcli.nn.strided_conv import Norm, Stack, StridedDecoder, StridedEncoder
 from wmcli.tokenizers.measures import survival
 
@@ -229,7 +230,28 @@ class CategoricalTokenizer(nn.Module):
         return survival(observation, self.decode(draw_one_hot(latent))) | {"posterior_entropy": nats}
 
 
-def scaled(observation: Tensor) -> Tensor:
-    """uint8 (B, H, W, 3) to float32 (B, 3, H, W) in [0, 1], channels last in memory."""
-    assert observation.dtype == torch.uint8 and observation.shape[-1] == 3, "frames are uint8 with three colors last"
-    return observation.permute(0, 3, 1, 2).to(torch.float32).div_(255)
+def squared_error(image: Tensor, target: Tensor) -> Tensor:
+    """Return the squared error summed over each image, (B,), with few passes over the pixels.
+
+    On a CPU, passes are most of the cost of a small decoder.
+
+    Args:
+        image: (B, ...).
+        target: The same shape, of a precision no lower. The difference overwrites it; only one backward pass is
+            possible.
+    """
+    return _SquaredError.apply(image, target)
+
+
+class _SquaredError(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, image: Tensor, target: Tensor) -> Tensor:
+        ctx.save_for_backward(target.sub_(image))
+        ctx.dtype = image.dtype
+        return torch.linalg.vector_norm(target, dim=tuple(range(1, target.ndim))).square()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (difference,) = ctx.saved_tensors  # torch refuses it once it has been written
+        return difference.mul_((-2 * grad).view(-1, *[1] * (difference.ndim - 1))).to(ctx.dtype), None

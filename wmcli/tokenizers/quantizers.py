@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wmcli.kernels.nearest import nearest
-from wmcli.nn.one_hot import one_hot
+from wmcli.nn.categorical import one_hot
 
 
 class Quantized(NamedTuple):

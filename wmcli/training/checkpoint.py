@@ -1,17 +1,17 @@
-"""Everything that changes while a stage trains, in one safetensors file: nothing is pickled, resume is bit-exact.
+"""The state of training, and its file: one safetensors file, nothing pickled, from which resuming is bit-exact.
 
-Tensor names: `model/<module>/<parameter>`, `optimizer/<index>/<moment>`, `random/torch`, `random/cuda`, and
-`parts/<part>/<array>` for the arrays among the states of samplers and the like. The rest of those states, counters and
-the NumPy generator's state are canonical JSON under the one metadata key `wm` (with several keys the bytes differ from
-save to save).
+Tensor names: `model/<module>/<parameter>`, `optimizer/<index>/<moment>`, `random/torch`, `random/cuda`, `unlogged`, and
+`parts/<part>/<array>` for arrays of samplers and the like. The rest of their states, counters and the NumPy generator's
+state are canonical JSON under the one metadata key `wm`. (With several keys the bytes would differ from save to save.)
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,14 +24,125 @@ from wmcli.config import canonical_json
 from wmcli.errors import ArtifactError
 from wmcli.training.optim import LAPROP_MOMENT, LaProp
 
+CHECKPOINT = "checkpoint.safetensors"
+"""The file in which an unfinished job resumes."""
+TRAINING = "training.safetensors"
+"""The file beside the weights of a model from which training continues: optimizer, generators, counters."""
 WEIGHTS = "model.safetensors"
 """The file of a model's weights inside its artifact."""
-TRAINING = "training.safetensors"
-"""Optimizer, generators and counters beside the weights: what training further goes on from."""
+
+
+class Resumable(Protocol):
+    """A part of training with a state of its own besides weights, such as a sampler."""
+
+    def state(self) -> dict[str, Any]:
+        """Return plain JSON values and, at the top level, NumPy arrays. Both are restored as they were."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Resume exactly where the one that returned `state` stood."""
+
+    def continue_from(self, state: dict[str, Any]) -> None:
+        """Take over from the `state` at the end of a finished stage; the data may have grown since."""
+
+
+@dataclass
+class TrainState:
+    """All that changes from update to update, and so all that a checkpoint holds."""
+
+    modules: dict[str, nn.Module]
+    optimizer: torch.optim.Optimizer | None
+    """None where nothing is learned by gradient."""
+    rng: np.random.Generator
+    parts: dict[str, Resumable] = field(default_factory=dict)
+    update: int = 0
+    """Updates done in this stage."""
+    trained: int = 0
+    """Updates of earlier versions, where training continues one."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The means that were logged last."""
+    unlogged: list[Mapping[str, Tensor]] = field(default_factory=list)
+    """Metrics of each update since then."""
+
+    def save(self, path: Path, device: torch.device) -> None:
+        """Write everything, with the state of torch's generators on `device`."""
+        tensors, parts = part_tensors({name: part.state() for name, part in self.parts.items()})
+        about = {
+            "update": self.update,
+            "trained": self.trained,
+            "metrics": self.metrics,
+            "unlogged": list(self.unlogged[0]) if self.unlogged else [],
+            "rng": generator_state(self.rng),
+            "parts": parts,
+        }
+        tensors |= module_tensors(self.modules) | random_tensors(device)
+        if self.optimizer is not None:
+            tensors |= optimizer_tensors(self.optimizer)
+        if self.unlogged:
+            tensors["unlogged"] = stacked(self.unlogged)
+        save_tensors(path, tensors, about)
+
+    def load(self, path: Path, device: torch.device) -> None:
+        """Resume exactly where `save` was called.
+
+        Raises:
+            ArtifactError: The file is damaged or of another model.
+        """
+        tensors, about = self._load_learned(path)
+        load_random(tensors, device)
+        self.update, self.trained, self.metrics = about["update"], about["trained"], about["metrics"]
+        if about["unlogged"]:
+            rows = tensors["unlogged"].to(device)
+            self.unlogged = [dict(zip(about["unlogged"], row, strict=True)) for row in rows]
+        states = part_states(tensors, about["parts"])
+        for name, part in self.parts.items():
+            part.load(states[name])
+        load_generator(self.rng, about["rng"])  # after the parts: one that shares it may draw from it while it loads
+
+    def continue_from(self, path: Path) -> None:
+        """Take over weights and moments of a finished stage, and what still holds of its parts.
+
+        Raises:
+            ArtifactError: The file is damaged or of another model.
+        """
+        tensors, about = self._load_learned(path)
+        self.trained = about["trained"] + about["update"]
+        states = part_states(tensors, about["parts"])
+        for name, part in self.parts.items():
+            if name in states:
+                part.continue_from(states[name])
+
+    def _load_learned(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, about = load_tensors(path)
+        load_modules(self.modules, tensors, str(path))
+        if self.optimizer is not None:
+            load_optimizer(self.optimizer, tensors)
+        return tensors, about
+
+
+def read_part(path: Path, part: str) -> dict[str, Any]:
+    """Return the state of one part as `TrainState.save` wrote it, without reading weights and moments.
+
+    Raises:
+        ArtifactError: The file is damaged or has no such part.
+    """
+    tensors, about = load_tensors(path, f"parts/{part}/")
+    if part not in about["parts"]:
+        raise ArtifactError(f"{path} holds no state of '{part}' (it has: {', '.join(about['parts']) or 'none'}).")
+    return part_states(tensors, about["parts"])[part]
+
+
+def stacked(records: list[Mapping[str, Tensor]]) -> Tensor:
+    """Stack the metrics of R updates to (R, M) float32, in the order of their names in the first."""
+    return torch.stack(
+        [torch.stack([record[name].detach().float().reshape(()) for name in records[0]]) for record in records]
+    )
+
+
+# -- tensors in a file ------------------------------------------------------------------------------------------------
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Any) -> None:
-    """Write atomically and durably: a kill leaves the old file or the new one."""
+    """Write tensors and JSON values `about` atomically and durably: a kill leaves the old file or the new one."""
     data = save(
         {key: value.detach().cpu().contiguous() for key, value in tensors.items()}, {"wm": canonical_json(about)}
     )
@@ -39,8 +150,11 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Any) -> None:
 
 
 def load_tensors(path: Path, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
-    """`(tensors on the CPU whose names begin with prefix, what save_tensors was told about all)`. Raises ArtifactError
-    for a file that is not whole."""
+    """Return the tensors whose names begin with `prefix`, on the CPU, and the values `about` of `save_tensors`.
+
+    Raises:
+        ArtifactError: The file is damaged.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})["wm"])
@@ -52,7 +166,13 @@ def load_tensors(path: Path, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
         ) from None
 
 
-RENAMED = (("optimiser/", "optimizer/"), ("/quantiser.", "/quantizer."), ("/normaliser.", "/normalizer."))
+RENAMED = (
+    ("optimiser/", "optimizer/"),
+    ("/quantiser.", "/quantizer."),
+    ("/normaliser.", "/normalizer."),
+    ("/evidence.", "/posterior_encoder."),
+    ("/evidence_stem.", "/posterior_stem."),
+)
 """Parts of tensor names in files of wm 0.1.0, and what they are called now."""
 
 
@@ -63,38 +183,43 @@ def _current_name(name: str) -> str:
 
 
 def module_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Parameters and buffers of some modules under `model/<module>/`."""
+    """Return parameters and buffers of some modules as `model/<module>/<name>`."""
     return {
         f"model/{name}/{key}": value for name, module in modules.items() for key, value in module.state_dict().items()
     }
 
 
 def load_modules(modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor], where: str) -> None:
-    """Load `model/...` tensors. Raises ArtifactError naming missing, unexpected and misshapen ones together."""
+    """Load `model/...` tensors into modules.
+
+    Raises:
+        ArtifactError: Some are missing, unexpected or of another shape; all are named together.
+    """
     for name, module in modules.items():
         prefix = f"model/{name}/"
-        found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        given = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         wanted = module.state_dict()
-        missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-        shapes = [key for key in wanted.keys() & found.keys() if wanted[key].shape != found[key].shape]
+        missing, unexpected = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
+        shapes = [key for key in wanted.keys() & given.keys() if wanted[key].shape != given[key].shape]
         if missing or unexpected or shapes:
             raise ArtifactError(
                 f"{where}: weights of the {name} do not fit its settings"
                 f" (missing: {missing[:3]}, unexpected: {unexpected[:3]}, other shape: {sorted(shapes)[:3]})."
             )
-        module.load_state_dict(found)
+        module.load_state_dict(given)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Moments and step counts of every parameter, by its index."""
+    """Return moments and step counts of every parameter as `optimizer/<index>/<name>`."""
     state = optimizer.state_dict()["state"]
     return {f"optimizer/{index}/{name}": value for index, moments in state.items() for name, value in moments.items()}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Put back what `optimizer_tensors` took; learning rates and the like come from the settings.
+    """Restore moments and step counts; learning rates and the like come from the settings.
 
-    Raises ArtifactError when the moments are those of another kind of optimizer.
+    Raises:
+        ArtifactError: The moments are those of another kind of optimizer.
     """
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
@@ -121,7 +246,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tenso
 
 
 def _kind(moments: Mapping[str, Tensor]) -> str:
-    """The kind of optimizer that these moments of a parameter are of."""
+    """Return the kind of optimizer that these moments of a parameter belong to."""
     marks = {LAPROP_MOMENT: "laprop", "momentum_buffer": "sgd"}
     return next((name for mark, name in marks.items() if mark in moments), "adam")
 
@@ -132,7 +257,7 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def part_tensors(states: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """States of parts, such as samplers, split in two: NumPy arrays as tensors, and all else, which is plain JSON."""
+    """Split the states of parts into NumPy arrays, as tensors, and plain JSON values."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
     for part, state in states.items():
@@ -147,7 +272,7 @@ def part_tensors(states: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Ten
 
 
 def part_states(tensors: Mapping[str, Tensor], plain: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Put together again what `part_tensors` split."""
+    """Join the halves that `part_tensors` returned."""
     states = {part: dict(state) for part, state in plain.items()}
     for name, tensor in tensors.items():
         if name.startswith("parts/"):
@@ -157,7 +282,7 @@ def part_states(tensors: Mapping[str, Tensor], plain: Mapping[str, Mapping[str, 
 
 
 def random_tensors(device: torch.device) -> dict[str, Tensor]:
-    """State of torch's global generators."""
+    """Return the state of torch's global generators."""
     states = {"random/torch": torch.get_rng_state()}
     if device.type == "cuda":
         states["random/cuda"] = torch.cuda.get_rng_state(device)
@@ -165,17 +290,17 @@ def random_tensors(device: torch.device) -> dict[str, Tensor]:
 
 
 def load_random(tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put back what `random_tensors` took."""
+    """Restore the state that `random_tensors` returned."""
     torch.set_rng_state(tensors["random/torch"])
     if device.type == "cuda" and "random/cuda" in tensors:
         torch.cuda.set_rng_state(tensors["random/cuda"], device)
 
 
 def generator_state(rng: np.random.Generator) -> dict[str, Any]:
-    """A NumPy generator's state as JSON."""
+    """Return a NumPy generator's state as JSON values."""
     return dict(rng.bit_generator.state)
 
 
 def load_generator(rng: np.random.Generator, state: Mapping[str, Any]) -> None:
-    """Put back what `generator_state` took."""
+    """Restore the state that `generator_state` returned."""
     rng.bit_generator.state = dict(state)

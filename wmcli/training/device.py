@@ -15,8 +15,8 @@ from torch import nn
 import wmcli
 from wmcli.errors import UsageError
 from wmcli.kernels import dispatch
+from wmcli.training.allocator import keep_freed_memory
 from wmcli.training.graph import Recorded
-from wmcli.training.memory import keep_freed_memory
 from wmcli.training.settings import TrainingSettings
 
 M = TypeVar("M", bound=nn.Module)
@@ -78,8 +78,8 @@ class Machine:
         """`module` on the device, for use without training under `autocast`: matrices and convolution kernels are kept
         in the precision that autocast would convert them to at every call, with the same results.
 
-        A module with an attribute `in_float32` that is True stays as it is, such as `wmcli.nn.float32_linear`. Modules
-        with a method `freeze`, such as backbones, then prepare what follows from their weights.
+        A module with an attribute `in_float32` that is True stays as it is, such as `wmcli.nn.layers.Float32Linear`.
+        Modules with a method `freeze`, such as backbones, then prepare what follows from their weights.
         """
         module = module.to(self.device).eval().requires_grad_(False)
         if self.precision == "bfloat16":

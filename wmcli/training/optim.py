@@ -1,22 +1,24 @@
-"""Optimizers as the papers name them, and one guarded update."""
+"""Optimizers as the papers name them, learning-rate schedules, and one guarded update."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from wmcli.config import Section
+
 OptimizerName = Literal["adamw", "adam", "laprop", "sgd"]
-LAPROP_MOMENT = "momentum"  # by which a saved state of LaProp is told from one of Adam
+LAPROP_MOMENT = "momentum"  # marks a saved state of LaProp
 EPS = {"adamw": 1e-8, "adam": 1e-8, "laprop": 1e-20, "sgd": 0.0}
 DECAY = 0.1  # of the learning rate, each time it falls
 
 
 class LaProp(torch.optim.Optimizer):
-    """Momentum over normalized gradients (Ziyin et al. 2020, arXiv 2002.04839) with linear warm-up.
+    """Momentum over normalized gradients, with linear warm-up.
 
     For the n-th gradient g of a parameter, n = 1, 2, ..., and r_n = min(1, n / warmup):
 
@@ -28,8 +30,10 @@ class LaProp(torch.optim.Optimizer):
     first and normalizes the average.) The public code has lr inside m as well. That is the same as long as lr does not
     change, and this way a training that goes on with another lr takes it at once.
 
-    Like torch's own, a parameter counts its own gradients; one without a gradient stands still. The moments have its
-    type and device. The count stays on the host: with it a_n is known in closed form and nothing waits for the device.
+    Like torch's own, a parameter counts its own gradients; one without a gradient does not move. The moments have its
+    type and device. The count stays on the host, where it gives a_n in closed form without waiting for the device.
+
+    Source: Ziyin et al. 2020, arXiv 2002.04839.
     """
 
     def __init__(
@@ -49,7 +53,7 @@ class LaProp(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures have no use here
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             together: dict[int, list[Tensor]] = {}  # by their count, nearly always one
             for parameter in group["params"]:
@@ -59,7 +63,7 @@ class LaProp(torch.optim.Optimizer):
                 self._step(parameters, group, count)
 
     def _counted(self, parameter: Tensor) -> int:
-        """Count a gradient of the parameter: its number, from 1."""
+        """Count a gradient of the parameter and return its number, from 1."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.int64)
@@ -89,7 +93,7 @@ class LaProp(torch.optim.Optimizer):
 
 
 def _average_share(count: int, warmup: int, decay: float) -> float:
-    """a_n for n = `count`: the average of min(1, k / warmup), k = 1..n, with `decay`, started at 0."""
+    """Return a_n for n = `count`: the average of min(1, k / warmup), k = 1..n, with `decay`, started at 0."""
     rising = min(count, warmup)
     average = (rising - decay * (1 - decay**rising) / (1 - decay)) / warmup
     return 1 - decay ** (count - rising) * (1 - average)
@@ -106,12 +110,20 @@ def build_optimizer(
     beta2: float = 0.999,
     momentum: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """AdamW (decoupled decay), Adam without decay, SGD (decay added to the gradient), each fused into one kernel a
-    step, or LaProp (decoupled decay).
+    """Build an optimizer: AdamW or LaProp (decoupled decay), Adam without decay, or SGD (decay added to the gradient).
 
-    Betas (0.9, `beta2`), for SGD `momentum`; `eps` None is 1e-8, for LaProp 1e-20. Groups may bring a `weight_decay`
-    of their own. LaProp alone has `warmup`, updates over which the learning rate rises linearly. A parameter marked
-    with `_learning_rate_limit` is trained with that rate where `learning_rate` is higher.
+    All but LaProp are fused into one kernel a step. A parameter marked with `_learning_rate_limit` is trained with that
+    rate where `learning_rate` is higher.
+
+    Args:
+        name: Which.
+        parameters: Parameters, or groups that may have a `weight_decay` of their own.
+        learning_rate: Step size.
+        weight_decay: Of groups without their own.
+        warmup: Updates over which the learning rate rises linearly. LaProp only.
+        eps: None is 1e-8, for LaProp 1e-20.
+        beta2: Decay of the second moment; that of the first is 0.9.
+        momentum: Of SGD.
     """
     assert warmup == 0 or name == "laprop", "only LaProp warms up"
     groups = list(_groups_by_rate(parameters, learning_rate))
@@ -131,8 +143,10 @@ def build_optimizer(
 def _groups_by_rate(
     parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], learning_rate: float
 ) -> Iterator[dict[str, Any]]:
-    """The groups of parameters (plain ones are one group), each split by the parameters' limits: in the same order at
-    every rate, since saved moments know a parameter by its place."""
+    """Split groups by the learning-rate limits of their parameters; plain parameters are one group.
+
+    The order is the same at every rate, since saved moments know a parameter by its place.
+    """
     given: list[Any] = list(parameters)
     groups: list[dict[str, Any]] = given if isinstance(given[0], dict) else [{"params": given}]
     for group in groups:
@@ -144,27 +158,68 @@ def _groups_by_rate(
             yield {**group, "params": members, "lr": rate, "initial_lr": rate}
 
 
-def decay_rates(optimizer: torch.optim.Optimizer, decay_after: Sequence[int], updates: int) -> None:
-    """Set the learning rates for the update after so many `updates`: a tenth after each number in `decay_after`."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * DECAY ** sum(updates >= each for each in decay_after)
+def optimizer_for(
+    settings: Section, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """Build the optimizer that a section of the settings describes."""
+    values = settings.model_dump()
+    return build_optimizer(
+        values["optimizer"],
+        parameters,
+        values["learning_rate"],
+        values["weight_decay"],
+        warmup=values.get("warmup", 0) if values["optimizer"] == "laprop" else 0,  # others warm up by a schedule
+        eps=values.get("eps") or None,
+        beta2=values.get("beta2", 0.999),
+        momentum=values.get("momentum", 0.0),
+    )
 
 
-def schedule_rates(
-    optimizer: torch.optim.Optimizer, done: int, *, warmup: int, schedule: Literal["constant", "cosine"], updates: int
-) -> None:
-    """Set the learning rates for the update after `done` ones: rising linearly over `warmup` updates, then as they are,
-    or falling to 0 with the last of `updates` as half a cosine."""
-    share = min(1.0, (done + 1) / max(1, warmup))
-    if schedule == "cosine" and done >= warmup:
-        share = (1 + math.cos(math.pi * (done - warmup) / max(1, updates - warmup))) / 2
-    for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * share
+class Schedule(NamedTuple):
+    """Learning rates over updates, as a share of those that the optimizer was built with."""
+
+    warmup: int = 0
+    """Updates over which they rise linearly."""
+    cosine: int = 0
+    """Updates at whose end they have fallen to 0, as half a cosine that begins after the warm-up; 0: they stay."""
+    decay_after: tuple[int, ...] = ()
+    """Updates, those of earlier versions included, after each of which they fall to a tenth."""
+
+    @classmethod
+    def of(cls, settings: Section) -> Schedule:
+        """Return the schedule that a section of the settings describes."""
+        values = settings.model_dump()
+        decay_after = tuple(values.get("decay_after", ()))
+        if "schedule" not in values:
+            return cls(decay_after=decay_after)
+        return cls(
+            warmup=0 if values["optimizer"] == "laprop" else values["warmup"],  # LaProp warms up by itself
+            cosine=values["updates"] if values["schedule"] == "cosine" else 0,
+            decay_after=decay_after,
+        )
+
+    def apply(self, optimizer: torch.optim.Optimizer, update: int, trained: int) -> None:
+        """Set the learning rates for the next update.
+
+        Args:
+            optimizer: One of `build_optimizer`.
+            update: Updates done since training began.
+            trained: Updates of earlier versions.
+        """
+        share = min(1.0, (update + 1) / max(1, self.warmup))
+        if self.cosine and update >= self.warmup:
+            share = (1 + math.cos(math.pi * (update - self.warmup) / max(1, self.cosine - self.warmup))) / 2
+        share *= DECAY ** sum(trained + update >= each for each in self.decay_after)
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * share
 
 
 def update(optimizer: torch.optim.Optimizer, loss: Tensor, clip: float) -> Tensor:
-    """Backward pass, gradient norm clipped to `clip`, one optimizer step. Returns the norm before clipping, on the
-    device."""
+    """Do a backward pass and one optimizer step, with the gradient norm clipped to `clip`.
+
+    Returns:
+        The norm before clipping, a scalar on the device.
+    """
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

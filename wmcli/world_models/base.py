@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from wmcli.backbones.base import Backbone, BackboneSettings
+from wmcli.backbones.base import Backbone, BackboneSettings, replace_rows
 from wmcli.config import Section
 from wmcli.errors import UsageError
 
@@ -77,8 +77,33 @@ class DynamicsSettings(Section):
         return "itself"
 
     @property
+    def takes_tokenizer(self) -> bool:
+        """Whether it works on a tokenizer that was trained before."""
+        return self.encoder == "tokenizer"
+
+    @property
+    def trains_tokenizer(self) -> bool:
+        """Whether a tokenizer is a part of it, trained with it and published beside it."""
+        return self.encoder == "dynamics"
+
+    @property
+    def learns_encoder(self) -> bool:
+        """Whether latents depend on learned weights, and not on fixed rules."""
+        return self.encoder != "rules"
+
+    @property
     def longest_imagination(self) -> int | None:
         """Frames that imagination reaches at most, real ones included; None without a limit."""
+        return None
+
+    @property
+    def needs_validation(self) -> bool:
+        """Whether the weights to publish are selected on held-out episodes."""
+        return False
+
+    @property
+    def longest_episode(self) -> int | None:
+        """Frames of an episode at most, where a row of a batch holds a whole one; None without a limit."""
         return None
 
     def check(self, tokenizer: Any, backbone: BackboneSettings) -> None:
@@ -127,9 +152,9 @@ class Batch(NamedTuple):
     has all its frames and may reach over the ends of episodes.
     """
 
-    latent: Tensor
-    """(B, T, ...): what `encode` gave; for the `loss` of a model whose encoder is not frozen, the observations
-    (B, T, H, W, C) uint8."""
+    inputs: Tensor
+    """Latents (B, T, ...) from `encode`, or frames (B, T, H, W, C) uint8 for the `loss` of a model that trains its
+    encoder."""
     action: Tensor
     """(B, T) int64 in 0..A-1."""
     reward: Tensor
@@ -138,13 +163,13 @@ class Batch(NamedTuple):
     """(B, T) bool: the task ended here."""
     truncated: Tensor
     """(B, T) bool: the episode was cut off here, for example by a time limit."""
-    first: Tensor
+    is_first: Tensor
     """(B, T) bool: this frame opens an episode; for a model with `across_ends`, a game."""
     valid: Tensor
     """(B, T) bool: False where the row is padding."""
     targets: Targets | None = None
     """For models that are planned in."""
-    last: Tensor | None = None
+    is_last: Tensor | None = None
     """(B, T) bool: this frame is the last of its game, for a model with `across_ends`; None: every frame is the last of
     its episode that `terminated` or `truncated` says."""
 
@@ -169,8 +194,14 @@ class WorldModel(nn.Module, ABC):
     history: int = 0
     """So many of them, at its beginning, stand before the frame that was drawn, as far as the episode has them: padding
     on the left repeats the episode's first frame, with `valid` False."""
+    rows: Literal["windows", "episodes", "streams"] = "windows"
+    """Rows of a batch: any windows, whole episodes, or the next frames of streams of episodes."""
+    min_segment: int = 1
+    """Frames of an episode, at least, that a segment is made from; the rest is padding."""
     context: int
     """Real frames that imagination starts from."""
+    min_context: int = 1
+    """Frames of an episode, at least, that imagination may start from."""
     decodes: Literal["latents", "features"] | None = "latents"
     """What `decode` makes frames of: latents, or features (which tell of the past as well); None: of nothing."""
     feature_shape: tuple[int, ...]
@@ -179,15 +210,28 @@ class WorldModel(nn.Module, ABC):
     """So many of the features, the first, tell of the frame alone and nothing of its past; None: all do."""
     memory_features: int | None = None
     """How many numbers `memory` has; None: the model has none."""
-    draws: int
+    elements: int = 1
+    """Elements of the backbone that a frame and its action take; 0 without a backbone."""
+    learns_rewards: bool = True
+    """False: imagined rewards are all 0, so there is nothing for a controller to learn."""
+    learns_from_search: bool = False
+    """True: `loss` takes `Batch.targets`."""
+    uniforms_per_step: int
     """Random numbers that one imagined step takes, a row."""
-    draws_to_observe: int = 0
+    uniforms_per_frame: int = 0
     """Random numbers that `observe` takes, a frame and row."""
 
     @property
     def remembers(self) -> int:
         """Frames before the current one that `perceive` depends on, as far as a new player must go back."""
         return 0
+
+    def check_reads(self, frames: int) -> None:  # noqa: B027 (most read any number)
+        """Check that so many frames in a row can be read.
+
+        Raises:
+            UsageError: They are more than the backbone has positions.
+        """
 
     @abstractmethod
     def encode(self, observation: Tensor) -> Tensor:
@@ -197,16 +241,28 @@ class WorldModel(nn.Module, ABC):
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss to minimize, a float32 scalar, and named scalars without gradient for the log."""
 
-    @abstractmethod
+    def no_carry(self, rows: int) -> State:
+        """Return what `carried_loss` takes at the beginning of streams. Only for a model that learns from streams."""
+        raise NotImplementedError
+
+    def carried_loss(self, batch: Batch, carry: State) -> tuple[Tensor, dict[str, Tensor], State]:
+        """Compute `loss` of the next frames of each row's stream. Only for a model that learns from streams.
+
+        Returns:
+            The loss, the metrics, and the state to carry to the frames after these, without gradient.
+        """
+        raise NotImplementedError
+
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Every parameter that learns once, in groups for `torch.optim`, each with its `weight_decay`."""
+        """Return every parameter that learns, in groups for `torch.optim`, each with its `weight_decay`."""
+        return parameter_groups(self, self.settings.weight_decay)
 
     def after_update(self) -> None:  # noqa: B027 (most models have nothing to do)
         """Called after each step of the optimizer, for what follows the weights, such as a slow copy of them."""
 
     @abstractmethod
     def observe(
-        self, latent: Tensor, action: Tensor, reset: Tensor, numbers: Tensor | None = None
+        self, latent: Tensor, action: Tensor, reset: Tensor, uniforms: Tensor | None = None
     ) -> tuple[Tensor, State]:
         """Take in real frames; imagination starts after the last of them.
 
@@ -215,7 +271,7 @@ class WorldModel(nn.Module, ABC):
             action: (B, T) int64. The last one is not used: it is `imagine` that acts on the last frame.
             reset: (B, T) bool. True forgets everything before that frame. In a window padded on the left it is True
                 at the first real frame, so that the padding leaves no trace.
-            numbers: (B, T, draws_to_observe) uniform in [0, 1); None draws them with torch's global generator.
+            numbers: (B, T, uniforms_per_frame) uniform in [0, 1); None draws them with torch's global generator.
 
         Returns:
             What the controller sees of every frame, (B, T, *feature_shape), and the state at the last frame.
@@ -223,18 +279,34 @@ class WorldModel(nn.Module, ABC):
 
     def over(self, batch: Batch) -> Tensor:
         """Return (B, T) bool: the model has learned nothing of what follows this frame, so nothing can be imagined."""
-        return batch.terminated | batch.truncated if batch.last is None else batch.last
+        return batch.terminated | batch.truncated if batch.is_last is None else batch.is_last
 
     @abstractmethod
-    def imagine(self, state: State, action: Tensor, numbers: Tensor | None = None) -> tuple[Imagined, State]:
+    def imagine(self, state: State, action: Tensor, uniforms: Tensor | None = None) -> tuple[Imagined, State]:
         """Take `action` (B,) int64 in the current frame and draw what comes of it.
 
-        `numbers` (B, draws), uniform in [0, 1), decide what is drawn: the step is a function of its arguments. None
+        `uniforms` (B, uniforms_per_step) in [0, 1) decide the samples: the step is a function of its arguments. None
         draws them with torch's global generator.
 
         To imagine again from a state is allowed, but of several continuations of one state only the newest is sure to
         stay valid: attention writes its cache in place.
         """
+
+    def replace_rows(self, state: State, rows: Tensor, fresh: State) -> State:
+        """Replace some rows of a state, so that trajectories of different age share a batch.
+
+        On a backbone of limited length no row may be imagined past `DynamicsSettings.longest_imagination` then: the
+        model does not start again from the current frame as it does for rows of one age.
+
+        Args:
+            state: B rows, from `observe`, `imagine` or this method.
+            rows: (k,) int64, the rows to replace, each once.
+            fresh: k rows, from `observe`.
+
+        Returns:
+            The new state. The old one may have become invalid.
+        """
+        return replace_rows(state, rows, fresh)
 
     @abstractmethod
     def features(self, state: State) -> Tensor:
@@ -290,6 +362,7 @@ class WorldModel(nn.Module, ABC):
 class PlanningWorldModel(WorldModel):
     """A world model that learns a policy and a value as well, so that a tree search can plan in it."""
 
+    learns_from_search = True
     discount: float
     """What a reward one step later is worth, in the value that it learns."""
 
@@ -302,6 +375,30 @@ class PlanningWorldModel(WorldModel):
         nothing in place.
         """
 
+    def replace_rows(self, state: State, rows: Tensor, fresh: State) -> State:
+        return replace_rows(self.root(state), rows, self.root(fresh))
+
     @abstractmethod
     def predict(self, state: State) -> Prediction:
         """Policy and value of the current frame."""
+
+
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Split the parameters of a module into two groups for `torch.optim`: decayed by `weight_decay`, and not decayed.
+
+    Decay applies to matrices and whatever has more axes. It spares vectors and scalars, such as biases and norms, the
+    tables of `nn.Embedding`, and parameters marked with `_no_weight_decay = True`. Within a group the parameters have
+    the order of `module.parameters()`.
+    """
+    tables = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for parameter in module.parameters():
+        spared = parameter.ndim < 2 or id(parameter) in tables or getattr(parameter, "_no_weight_decay", False)
+        (plain if spared else decayed).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of `values` where `mask`, which has the same shape; 0 where it is nowhere True."""
+    return (values * mask).sum() / mask.sum().clamp(min=1)

@@ -19,12 +19,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone
+from wmcli.backbones.base import Backbone, replace_rows
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample, uniform
-from wmcli.nn.decay import parameter_groups
-from wmcli.nn.masked import masked_mean
-from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel
+from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel, masked_mean
 from wmcli.world_models.recent import Recent, with_frame
 
 SIDE = 5  # cells in a row or column
@@ -107,8 +105,9 @@ class CellsWorldModel(WorldModel):
     """
 
     frozen_encoder = True
+    elements = TOKENS
     across_ends = False
-    draws = CELLS
+    uniforms_per_step = CELLS
 
     def __init__(self, settings: CellsSettings, backbone: Backbone, actions: int, image_size: int) -> None:
         super().__init__()
@@ -127,6 +126,7 @@ class CellsWorldModel(WorldModel):
         self.actions = actions
         self.context = settings.context
         self.segment = settings.sequence_length
+        self.min_segment = self.min_context = settings.context + 1
         self.image_size = image_size
         self.feature_shape = (KINDS, SIDE, SIDE)
         self.embedding = nn.Embedding(KINDS + actions, backbone.width)
@@ -142,10 +142,6 @@ class CellsWorldModel(WorldModel):
     @property
     def remembers(self) -> int:
         return self.context - 1
-
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """Weight decay on matrices; none on biases, norms, the embedding table and what a backbone exempts."""
-        return parameter_groups(self, self.settings.weight_decay)
 
     # -- frames and cells ---------------------------------------------------------------------------------------------
 
@@ -188,7 +184,7 @@ class CellsWorldModel(WorldModel):
         The names: `cell_loss` and `action_loss` (nats a token), whose mean over all tokens is the loss, and
         `cell_accuracy`, the share of cells whose likeliest value is right.
         """
-        tokens, logits = self.predict(batch.latent, batch.action)
+        tokens, logits = self.predict(batch.inputs, batch.action)
         target = tokens[:, 1:]
         losses = F.cross_entropy(logits.flatten(0, 1).float(), target.flatten(), reduction="none").view_as(target)
         scored = batch.valid.repeat_interleave(TOKENS, 1)[:, 1:]
@@ -215,7 +211,7 @@ class CellsWorldModel(WorldModel):
 
     @torch.no_grad()
     def observe(
-        self, latent: Tensor, action: Tensor, reset: Tensor, numbers: Tensor | None = None
+        self, latent: Tensor, action: Tensor, reset: Tensor, uniforms: Tensor | None = None
     ) -> tuple[Tensor, CellsState]:
         """Read the last `context` frames; features of all. Nothing is drawn. See `WorldModel.observe`."""
         return self._one_hot(latent), self._read_frames(latent, action, reset)
@@ -237,7 +233,7 @@ class CellsWorldModel(WorldModel):
         return CellsState(memory, latent, tokens.shape[1])
 
     @torch.no_grad()
-    def imagine(self, state: CellsState, action: Tensor, numbers: Tensor | None = None) -> tuple[Imagined, CellsState]:
+    def imagine(self, state: CellsState, action: Tensor, uniforms: Tensor | None = None) -> tuple[Imagined, CellsState]:
         """Draw the next frame cell by cell at temperature 1.
 
         A backbone that holds a limited number of tokens starts again from the current frame alone when the next frame
@@ -248,12 +244,12 @@ class CellsWorldModel(WorldModel):
         limit = self.backbone.max_length
         if state.memory is None or (limit is not None and state.length + TOKENS > limit):
             state = self._read(state.latent, state.latent)
-        if numbers is None:
-            numbers = uniform((len(action), CELLS), action.device)
+        if uniforms is None:
+            uniforms = uniform((len(action), CELLS), action.device)
         memory, token, drawn = state.memory, KINDS + action, []
         for cell in range(CELLS):
             y, memory = self.backbone.step(self.embedding(token), memory)
-            token = sample(self._logits(y), numbers[:, cell])
+            token = sample(self._logits(y), uniforms[:, cell])
             drawn.append(token)
         _, memory = self.backbone.step(self.embedding(token), memory)
         latent = torch.stack(drawn, 1)
@@ -265,6 +261,13 @@ class CellsWorldModel(WorldModel):
         """bool (B,): by the rules, `action` takes an agent of the frame (B, K) to a goal of the frame."""
         entered = latent.gather(-1, self.successor[action])  # what stands where an agent would go from each cell
         return ((latent == AGENT) & (entered == GOAL)).any(-1)
+
+    def replace_rows(self, state: CellsState, rows: Tensor, fresh: CellsState) -> CellsState:
+        """See `WorldModel.replace_rows`."""
+        assert state.recent is None and fresh.recent is None
+        memory = self.backbone.replace_rows(state.memory, rows, fresh.memory)
+        latent = replace_rows(state.latent, rows, fresh.latent)
+        return CellsState(memory, latent, min(state.length, fresh.length))
 
     @torch.no_grad()
     def perceive(

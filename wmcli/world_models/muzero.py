@@ -1,10 +1,10 @@
-"""MuZero for frames: a model of what planning needs, unrolled a few steps from a stack of frames.
+"""MuZero for frames: a convolutional world model to plan in, unrolled a few steps from a stack of frames.
 
     s_0 = representation(o_{t-3}, ..., o_t)        s_{k+1} = dynamics(s_k, a_{t+k})
     reward r_{t+k} = head(s_{k+1})        policy, value of frame t + k = heads(s_k)
 
-All are convolutions on gray frames. What the dynamics arrive at is also drawn to what the representation makes of the
-true frame (consistency), and values end in one of the *target*, a copy that is renewed now and then.
+All parts are convolutions on gray frames. A consistency loss pulls each predicted state towards the representation of
+the true frame. Values end in those of the *target*, a copy that is renewed every `target_every` updates.
 
 Sources: MuZero (Schrittwieser et al. 2020, arXiv 1911.08265) as LightZero trains it on Atari 100k (Niu et al. 2023,
 arXiv 2310.08348); consistency and shifts of EfficientZero (Ye et al. 2021, arXiv 2111.00210), after SimSiam (Chen & He
@@ -24,14 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wmcli.nn import value_bins
-from wmcli.nn.batch_norm import BatchNorm2d
-from wmcli.nn.flatten import Flatten
-from wmcli.nn.float32_linear import Float32Linear
-from wmcli.nn.masked import masked_mean
-from wmcli.nn.one_hot import one_hot
+from wmcli.nn.categorical import one_hot
+from wmcli.nn.layers import BatchNorm2d, Flatten, Float32Linear
 from wmcli.nn.residual_trunk import ResidualBlock, ResidualTrunk, conv, side
-from wmcli.world_models.base import Batch, Imagined, Parts, Prediction
-from wmcli.world_models.planning import BootstrappedWorldModel, Channels, PlanningSettings, Size, part_of, policy_terms
+from wmcli.world_models.base import Batch, Imagined, Parts, Prediction, masked_mean
+from wmcli.world_models.planners import BootstrappedWorldModel, Channels, PlanningSettings, Size, part_of, policy_terms
 
 LUMINANCE = (299, 587, 114)  # of red, green and blue, in thousandths (ITU-R BT.601)
 
@@ -66,7 +63,7 @@ class MuZeroSettings(PlanningSettings):
     value_weight: float = Field(0.25, ge=0)
     """Weight of the loss of the value."""
     consistency_weight: float = Field(2.0, ge=0)
-    """Weight of the disagreement of a state that was arrived at and one that was seen."""
+    """Weight of the disagreement of a state that was predicted at and one that was seen."""
     shift: int = Field(4, ge=0)
     """Pixels by which a row's frames are shifted in training, at most, in each direction; 0: not at all."""
     intensity: float = Field(0.05, ge=0)
@@ -95,8 +92,8 @@ class MuZeroSettings(PlanningSettings):
         return MuZero(self, parts.actions, parts.size)
 
 
-class Seen(NamedTuple):
-    """Where a trajectory stands after a real frame."""
+class Observed(NamedTuple):
+    """The state of a trajectory after a real frame."""
 
     stack: Tensor
     """(B, N, H, W) uint8, the current frame last."""
@@ -104,18 +101,20 @@ class Seen(NamedTuple):
     """(B, C, h, w) float32."""
 
 
-class Node(NamedTuple):
-    """Where imagination stands: all that follows from here depends on this alone."""
+class Unrolled(NamedTuple):
+    """The state of a trajectory in imagination: it determines all that follows."""
 
     state: Tensor
     """(B, C, h, w) float32."""
 
 
 class MuZero(BootstrappedWorldModel):
-    """Learns states, what follows from them, and what to do, for frames of `size` pixels.
+    """Learns states, their transitions, rewards, a policy and a value, for frames of `size` pixels.
 
-    What `encode` gives are gray frames; a latent, apart from that, is a state (C, h, w).
+    `encode` returns gray frames. Elsewhere a latent is a state (C, h, w).
     """
+
+    elements = 0
 
     def __init__(self, settings: MuZeroSettings, actions: int, size: int) -> None:
         super().__init__()
@@ -148,21 +147,22 @@ class MuZero(BootstrappedWorldModel):
         return self.history
 
     def after_update(self) -> None:
-        """Count the update; renew the target, batch statistics included, every `target_every` of them."""
+        """Count the update, and every `target_every` updates renew the target, batch statistics included."""
         self._updates += 1
         if self._updates % self.settings.target_every == 0:
             for name, part in self.target.items():
                 part.load_state_dict(getattr(self, name).state_dict())
 
     def get_extra_state(self) -> Tensor:
-        """The updates so far: the next renewal is saved with the weights."""
+        """Return the number of updates, so that the next renewal is saved with the weights."""
         return torch.tensor(self._updates)
 
     def set_extra_state(self, state: Tensor) -> None:
+        """Restore the number of updates."""
         self._updates = int(state)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Weight decay on all that learns, as in the public code."""
+        """Return one group with weight decay on everything, as in the public code."""
         learned = [each for name, each in self.named_parameters() if not name.startswith("target.")]
         return [{"params": learned, "weight_decay": self.settings.weight_decay}]
 
@@ -170,57 +170,60 @@ class MuZero(BootstrappedWorldModel):
 
     @torch.no_grad()
     def encode(self, observation: Tensor) -> Tensor:
-        """Frames (B, T, H, W, 3) uint8 to gray ones (B, T, H, W) uint8."""
-        return gray(observation)
+        """Convert frames (B, T, H, W, 3) uint8 to gray ones (B, T, H, W) uint8."""
+        return to_gray(observation)
 
     def _represent(self, images: Tensor) -> Tensor:
-        """Stacks (B, N, H, W) in [0, 1] to states (B, C, h, w)."""
+        """Encode stacks (B, N, H, W) in [0, 1] to states (B, C, h, w)."""
         return self.representation(images.contiguous(memory_format=torch.channels_last)).float()
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Weighted losses of reward, policy, value, consistency and termination.
+        """Sum the weighted losses of reward, policy, value, consistency and termination.
 
-        `batch.latent` holds frames (B, history + unroll + 1 + td_steps, H, W, 3). Policy and value are learned at the
-        frame after the history and at all that the dynamics arrive at, the rest at these alone. Behind an end rewards
-        and values are 0; what else is padded is left out, and so is the policy where no search was made. The total is
-        summed over the steps, averaged over the batch and divided by `unroll`.
+        Policy and value are learned at the first frame behind the history and at all predicted states, the rest at
+        predicted states only. Behind an end rewards and values are 0. Other padding is left out, and so is the policy
+        of frames without a search. The total is summed over steps, averaged over the batch and divided by `unroll`.
 
-        The names: `reward_loss`, `policy_loss`, `value_loss` (cross entropies, nats), `consistency_loss` (-1 to 1) and
-        `termination_loss` if it is learned, means over what is learned; `policy_entropy` (nats) and `value_mean`
-        (discounted reward).
+        Args:
+            batch: Its `latent` holds frames (B, history + unroll + 1 + td_steps, H, W, 3).
+
+        Returns:
+            The loss and the metrics `reward_loss`, `policy_loss`, `value_loss` (cross entropies, nats),
+            `consistency_loss` (-1 to 1), `termination_loss` if it is learned, `policy_entropy` (nats) and `value_mean`
+            (discounted reward).
         """
         s = self.settings
         unroll, stack = s.unroll_steps, s.frame_stack
-        frames = gray(batch.latent)
+        frames = to_gray(batch.inputs)
         batch = part_of(batch, slice(self.history, None))
         part = part_of(batch, slice(unroll + 1))
         valid, action = part.valid, part.action
         images = frames[:, : stack + unroll].float() / 255
-        states = [self._represent(self._varied(images[:, :stack]))]
+        states = [self._represent(self._augmented(images[:, :stack]))]
         for step in range(unroll):
             states.append(self.dynamics(states[-1], action[:, step]))
         state = torch.stack(states, 1)  # (B, unroll + 1, C, h, w)
-        arrived = state[:, 1:].flatten(0, 1)
+        predicted = state[:, 1:].flatten(0, 1)
         hidden = self.prediction(state.flatten(0, 1))
         value = self.value_head(hidden).unflatten(0, valid.shape)
         policy = policy_terms(self.policy_head(hidden).unflatten(0, valid.shape), part)
-        reward = self.reward_head(arrived).unflatten(0, (len(valid), unroll))
+        reward = self.reward_head(predicted).unflatten(0, (len(valid), unroll))
         value_target, has_return = self._value_targets(batch, unroll + 1, lambda at: self._target_values(frames, at))
 
         before, after = valid[:, :-1], valid[:, 1:]
-        # Behind the end of an episode there is nothing to earn.
-        gone = (self._ended(part) & valid).any(1, keepdim=True) & ~valid
-        earned = part.reward.masked_fill(gone, 0)[:, :-1]
+        # Behind the end of an episode no reward follows.
+        ended = (self._ended(part) & valid).any(1, keepdim=True) & ~valid
+        earned = part.reward.masked_fill(ended, 0)[:, :-1]
         terms = {
-            "reward_loss": (s.reward_weight, value_bins.loss(reward, earned), before | gone[:, :-1]),
+            "reward_loss": (s.reward_weight, value_bins.loss(reward, earned), before | ended[:, :-1]),
             "policy_loss": (s.policy_weight, policy.loss, policy.learned),
-            "value_loss": (s.value_weight, value_bins.loss(value, value_target), has_return | gone),
-            "consistency_loss": (s.consistency_weight, self._inconsistency(arrived, images[:, 1:]), after),
+            "value_loss": (s.value_weight, value_bins.loss(value, value_target), has_return | ended),
+            "consistency_loss": (s.consistency_weight, self._inconsistency(predicted, images[:, 1:]), after),
         }
         if self.termination_head is not None:
-            logit = self.termination_head(arrived).unflatten(0, before.shape)
+            logit = self.termination_head(predicted).unflatten(0, before.shape)
             terms["termination_loss"] = (1.0, self._termination_losses(logit, self._ended(part)[:, :-1]), before)
         total = torch.stack([weight * (losses * mask).sum() for weight, losses, mask in terms.values()]).sum()
         log = {name: masked_mean(losses, mask) for name, (_, losses, mask) in terms.items()}
@@ -228,24 +231,31 @@ class MuZero(BootstrappedWorldModel):
         log["value_mean"] = masked_mean(value_bins.decode(value), valid)
         return total / (len(valid) * unroll), {name: each.detach() for name, each in log.items()}
 
-    def _inconsistency(self, arrived: Tensor, images: Tensor) -> Tensor:
-        """Minus the cosine between states arrived at (B * unroll, C, h, w) and those of the true frames, (B, unroll).
+    def _inconsistency(self, predicted: Tensor, images: Tensor) -> Tensor:
+        """Return the negative cosine similarity (B, unroll) of predicted states and those of the true frames.
 
-        The frames are `images` (B, N - 1 + unroll, H, W), one row varied as one. Only the former learn.
+        Args:
+            predicted: (B * unroll, C, h, w). Only these receive gradients.
+            images: The true frames (B, N - 1 + unroll, H, W), each row augmented as one.
         """
         with torch.no_grad():
-            stacks = self._varied(images).unfold(1, self.settings.frame_stack, 1).permute(0, 1, 4, 2, 3)
-            seen = self.projection(self._represent(stacks.flatten(0, 1))).float()
-        agreement = F.cosine_similarity(self.predictor(self.projection(arrived)).float(), seen, -1)
+            stacks = self._augmented(images).unfold(1, self.settings.frame_stack, 1).permute(0, 1, 4, 2, 3)
+            true = self.projection(self._represent(stacks.flatten(0, 1))).float()
+        agreement = F.cosine_similarity(self.predictor(self.projection(predicted)).float(), true, -1)
         return -agreement.unflatten(0, stacks.shape[:2])
 
-    def _varied(self, images: Tensor) -> Tensor:
-        """In training, images (B, N, H, W), those of a row alike, shifted and made brighter or darker."""
+    def _augmented(self, images: Tensor) -> Tensor:
+        """Shift and scale images (B, N, H, W) in training, those of a row alike."""
         s = self.settings
-        return varied(images, s.shift, s.intensity) if self.training and (s.shift or s.intensity) else images
+        return augment(images, s.shift, s.intensity) if self.training and (s.shift or s.intensity) else images
 
     def _target_values(self, frames: Tensor, where: Tensor) -> Tensor:
-        """The target's values (B, F) of frames `where` (B, F), counted behind the history of `frames` (B, T, H, W)."""
+        """Return the target's values (B, F) of frames `where` (B, F).
+
+        Args:
+            frames: (B, T, H, W) uint8, the history first.
+            where: Numbers of frames, counted from the first one behind the history.
+        """
         rows = torch.arange(len(where), device=where.device)[:, None, None]
         stacks = frames[rows, where[..., None] + torch.arange(self.settings.frame_stack, device=where.device)]
         representation, prediction, head = self.target.values()
@@ -256,65 +266,72 @@ class MuZero(BootstrappedWorldModel):
 
     @torch.no_grad()
     def observe(
-        self, latent: Tensor, action: Tensor, reset: Tensor, numbers: Tensor | None = None
-    ) -> tuple[Tensor, Seen]:
-        """Gray frames (B, T, H, W), each with those before it, none of which comes from before a reset: the episode's
-        first frame stands for them. See `WorldModel.observe`."""
+        self, latent: Tensor, action: Tensor, reset: Tensor, uniforms: Tensor | None = None
+    ) -> tuple[Tensor, Observed]:
+        """Encode every gray frame (B, T, H, W) with its history. See `WorldModel.observe`.
+
+        The episode's first frame stands for those before it.
+        """
         steps = torch.arange(latent.shape[1], device=latent.device)
         opens = torch.where(reset, steps, 0).cummax(1).values
         back = torch.arange(-self.history, 1, device=latent.device)
         frames = torch.maximum(steps[:, None] + back, opens[..., None])  # (B, T, N)
         stacks = latent[torch.arange(len(latent), device=latent.device)[:, None, None], frames]
         state = self._represent(_scaled(stacks.flatten(0, 1))).unflatten(0, reset.shape)
-        return state, Seen(stacks[:, -1], state[:, -1])
+        return state, Observed(stacks[:, -1], state[:, -1])
 
     @torch.no_grad()
-    def imagine(self, state: Seen | Node, action: Tensor, numbers: Tensor | None = None) -> tuple[Imagined, Node]:
-        """One step, without chance: expected reward, and whether an end is likelier than not."""
-        arrived = self.dynamics(state.state, action)
+    def imagine(
+        self, state: Observed | Unrolled, action: Tensor, uniforms: Tensor | None = None
+    ) -> tuple[Imagined, Unrolled]:
+        """Take one deterministic step: next state, expected reward, and the likelier termination."""
+        predicted = self.dynamics(state.state, action)
         if self.termination_head is None:
             terminated = torch.zeros_like(action, dtype=torch.bool)
         else:
-            terminated = self.termination_head(arrived).squeeze(-1) > 0
-        return Imagined(arrived, value_bins.decode(self.reward_head(arrived)), terminated), Node(arrived)
+            terminated = self.termination_head(predicted).squeeze(-1) > 0
+        return Imagined(predicted, value_bins.decode(self.reward_head(predicted)), terminated), Unrolled(predicted)
 
-    def root(self, state: Seen | Node) -> Node:
-        """The state without the frames."""
-        return Node(state.state)
+    def root(self, state: Observed | Unrolled) -> Unrolled:
+        """Return the state without the frames."""
+        return Unrolled(state.state)
 
     @torch.no_grad()
-    def predict(self, state: Seen | Node) -> Prediction:
-        """Policy logits (B, A) and value (B,) of the current frame."""
+    def predict(self, state: Observed | Unrolled) -> Prediction:
+        """Predict policy logits (B, A) and value (B,) of the current frame."""
         hidden = self.prediction(state.state)
         return Prediction(self.policy_head(hidden).float(), value_bins.decode(self.value_head(hidden)))
 
-    def features(self, state: Seen | Node) -> Tensor:
-        """The current state, (B, C, h, w) float32."""
+    def features(self, state: Observed | Unrolled) -> Tensor:
+        """Return the current state, (B, C, h, w) float32."""
         return state.state
 
-    def latent(self, state: Seen | Node) -> Tensor:
-        """The same."""
+    def latent(self, state: Observed | Unrolled) -> Tensor:
+        """Return the current state, (B, C, h, w) float32."""
         return state.state
 
     @torch.no_grad()
     def perceive(
         self,
-        state: Seen | None,
+        state: Observed | None,
         observation: Tensor,
         previous_action: Tensor,
         reset: Tensor,
         generator: torch.Generator | None = None,
-    ) -> Seen:
+    ) -> Observed:
         """Take in one real frame. An episode's first frame fills the stack."""
-        frame = gray(observation)[:, None]
+        frame = to_gray(observation)[:, None]
         stack = frame.repeat(1, self.settings.frame_stack, 1, 1)
         if state is not None:
             stack = torch.where(reset[:, None, None, None], stack, torch.cat((state.stack[:, 1:], frame), 1))
-        return Seen(stack, self._represent(_scaled(stack)))
+        return Observed(stack, self._represent(_scaled(stack)))
 
 
 class Dynamics(nn.Module):
-    """State (B, C, h, w) and action (B,) to the next state, float32: relu(state + norm(conv(both))), and a block."""
+    """Predicts the next state (B, C, h, w) float32 from a state and actions (B,).
+
+    It is block(relu(state + norm(conv(state and action)))).
+    """
 
     def __init__(self, channels: int, actions: int) -> None:
         super().__init__()
@@ -329,8 +346,8 @@ class Dynamics(nn.Module):
         return self.block(F.relu(state + self.norm(self.conv(x)))).float()
 
 
-def gray(observation: Tensor) -> Tensor:
-    """Colors (..., 3) uint8 to their luminance (...) uint8, rounded, in whole numbers alone."""
+def to_gray(observation: Tensor) -> Tensor:
+    """Convert colors (..., 3) uint8 to luminance (...) uint8, rounded, in integer arithmetic."""
     assert observation.dtype == torch.uint8 and observation.shape[-1] == 3, "frames are uint8 with three colors last"
     red, green, blue = (
         weight * color.to(torch.int32) for weight, color in zip(LUMINANCE, observation.unbind(-1), strict=True)
@@ -338,11 +355,13 @@ def gray(observation: Tensor) -> Tensor:
     return ((red + green + blue + 500) // 1000).to(torch.uint8)
 
 
-def varied(images: Tensor, shift: int, intensity: float) -> Tensor:
-    """Images (B, N, H, W), each row moved by up to `shift` pixels and multiplied by a factor of its own.
+def augment(images: Tensor, shift: int, intensity: float) -> Tensor:
+    """Shift each row of images and scale its brightness. Draws from torch's global generator.
 
-    What moves in at an edge repeats the edge. The factor is normal around 1 with deviation `intensity`, cut at two of
-    them. Draws from torch's global generator.
+    Args:
+        images: (B, N, H, W).
+        shift: Largest shift in pixels. Edges are repeated.
+        intensity: Standard deviation of a normal factor around 1, truncated at two of them.
     """
     rows, _, height, width = images.shape
     offset = torch.randint(2 * shift + 1, (2, rows, 1), device=images.device)
@@ -364,7 +383,7 @@ def _normed(inputs: int, outputs: int) -> tuple[nn.Module, nn.Module]:
 
 
 def _head(settings: MuZeroSettings, pixels: int, outputs: int) -> nn.Sequential:
-    """States (B, C, h, w) to (B, outputs), at first zero whatever the state."""
+    """Build a head from states (B, C, h, w) to (B, outputs) that at first returns zero."""
     channels, width = settings.head_channels, settings.head_width
     last = Float32Linear(width, outputs)
     nn.init.zeros_(last.weight)

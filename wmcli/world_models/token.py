@@ -24,12 +24,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, BackboneSettings
+from wmcli.backbones.base import Backbone, BackboneSettings, replace_rows
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample, uniform
-from wmcli.nn.decay import parameter_groups
-from wmcli.nn.masked import masked_mean
-from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel
+from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel, masked_mean
 from wmcli.world_models.recent import Recent, with_frame
 
 
@@ -186,8 +184,10 @@ class TokenWorldModel(WorldModel):
         self.actions = actions
         self.context = settings.context
         self.segment = settings.sequence_length
+        self.min_segment = self.min_context = settings.context + 1
+        self.elements = block
         self.feature_shape = (tokenizer.width, *tokenizer.grid)
-        self.draws = tokens + 2  # the tokens, the reward and the termination
+        self.uniforms_per_step = tokens + 2  # the tokens, the reward and the termination
         self._tokenizer = (tokenizer,)  # in a tuple, where nn.Module does not look
         self.backbone = backbone
         self.action_embedding = nn.Embedding(actions, width)
@@ -217,10 +217,6 @@ class TokenWorldModel(WorldModel):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
-
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """Weight decay on matrices; none on biases, norms and any embedding table."""
-        return parameter_groups(self, self.settings.weight_decay)
 
     # -- tokens in ----------------------------------------------------------------------------------------------------
 
@@ -289,7 +285,7 @@ class TokenWorldModel(WorldModel):
         steps: `nonzero_rewards`, and `nonzero_rewards_hit`, those among them whose sign the model finds likeliest.
         The ratio of the averages of these two is the recall.
         """
-        tokens, valid = batch.latent, batch.valid
+        tokens, valid = batch.inputs, batch.valid
         logits = self.predict(tokens, batch.action)
         start = tokens.shape[1] - logits.observation.shape[1]
         target = tokens[:, start:]
@@ -324,7 +320,7 @@ class TokenWorldModel(WorldModel):
 
     @torch.no_grad()
     def observe(
-        self, latent: Tensor, action: Tensor, reset: Tensor, numbers: Tensor | None = None
+        self, latent: Tensor, action: Tensor, reset: Tensor, uniforms: Tensor | None = None
     ) -> tuple[Tensor, TokenState]:
         """Read the last `context` frames; features of all frames. Nothing is drawn. See `WorldModel.observe`."""
         return self._codes(latent), self._read(latent, action, reset)
@@ -347,15 +343,15 @@ class TokenWorldModel(WorldModel):
         return TokenState(memory, latent[:, -1], held, length)
 
     @torch.no_grad()
-    def imagine(self, state: TokenState, action: Tensor, numbers: Tensor | None = None) -> tuple[Imagined, TokenState]:
+    def imagine(self, state: TokenState, action: Tensor, uniforms: Tensor | None = None) -> tuple[Imagined, TokenState]:
         """Draw one step at temperature 1. Draws carry no gradient, so no graph is built.
 
         A backbone with a limited number of positions starts again from the current frame alone when the next step would
         not fit, as in IRIS.
         """
-        if numbers is None:
-            numbers = uniform((len(action), self.draws), action.device)
-        of_tokens, of_reward, of_termination = numbers.split((self.draws - 2, 1, 1), -1)
+        if uniforms is None:
+            uniforms = uniform((len(action), self.uniforms_per_step), action.device)
+        of_tokens, of_reward, of_termination = uniforms.split((self.uniforms_per_step - 2, 1, 1), -1)
         reward, termination, state = self.advance(
             state, action, lambda logits, first: sample(logits, of_tokens[:, first : first + logits.shape[1]])
         )
@@ -395,6 +391,21 @@ class TokenWorldModel(WorldModel):
             latent, length = torch.cat(drawn, dim=1), length + held
         state = TokenState(memory, latent, held, length)
         return self.reward_head(at_action), self.termination_head(at_action), state
+
+    @torch.no_grad()
+    def replace_rows(self, state: TokenState, rows: Tensor, fresh: TokenState) -> TokenState:
+        """See `WorldModel.replace_rows`. All rows must have read equally many tokens of their current frame."""
+        assert state.recent is None and fresh.recent is None and state.held <= fresh.held
+        memory, length = state.memory, state.length
+        if state.held < fresh.held:
+            _, memory = self.backbone(self._embed(state.latent[:, state.held : fresh.held]), memory)
+            length += fresh.held - state.held
+        return TokenState(
+            self.backbone.replace_rows(memory, rows, fresh.memory),
+            replace_rows(state.latent, rows, fresh.latent),
+            fresh.held,
+            min(length, fresh.length),
+        )
 
     @torch.no_grad()
     def perceive(

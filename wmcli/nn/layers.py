@@ -1,9 +1,6 @@
-"""BatchNorm for channels last on a CPU, where torch's own adds up all pixels of all frames one by one in float32.
+"""Layers that replace torch's own where these lose precision or time: Float32Linear, Flatten, BatchNorm2d.
 
-Over a batch of Drama's, 2,048 frames of 64 x 64, that makes the variance 1 % too small with one thread.
-
-B batch, C channels, R rows of pixels, W pixels in a row. Statistics and sums are float32 (float64 for float64).
-Sources: Ioffe & Szegedy 2015, ICML, arXiv 1502.03167; Chan et al. 1983, The American Statistician 37 (pooled variance).
+B batch, C channels, R rows of pixels, W pixels in a row. Images are channels last in memory.
 """
 
 from __future__ import annotations
@@ -20,11 +17,64 @@ ROWS = 1 << 13  # rows of pixels, each pixel added to those above it, with an er
 CHUNK = 1 << 19  # numbers that stay in the processor's cache from one operation to the next
 
 
-class BatchNorm2d(nn.BatchNorm2d):
-    """(B, C, H, W) -> the same shape and dtype, each channel normalized over the batch.
+def scaled(observation: Tensor) -> Tensor:
+    """Convert frames (B, H, W, 3) uint8 to (B, 3, H, W) float32 in [0, 1], channels last in memory."""
+    assert observation.dtype == torch.uint8 and observation.shape[-1] == 3, "frames are uint8 with three colors last"
+    return observation.permute(0, 3, 1, 2).to(torch.float32).div_(255)
 
-    Torch's norm, except for a large channels-last batch that is normalized by its own statistics on a CPU: those, and
-    the gradients through them, are exact to float32's rounding, and can be differentiated once.
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return `x` in float32 if it is of lower precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Float32Linear(nn.Linear):
+    """A Linear in the precision of its weights, float32 at least, also under autocast and in a frozen model.
+
+    For the last layer of a head whose logits are decoded to numbers that are compared. In bfloat16 a logit has 8 bits:
+    a search that rescales the values of siblings to [0, 1] would choose by rounding.
+    """
+
+    in_float32 = True  # `Machine.freeze` keeps the weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x.to(self.weight.dtype))
+
+
+class Flatten(nn.Module):
+    """Flattens (B, C, H, W) to (B, C H W), in the order C, H, W.
+
+    The gradient has the layout of the images. That of torch's own has the order of the flattened vector, and on a CPU
+    the backward of an activation over two layouts takes ten times as long as over one.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Flatten.apply(x)
+
+
+class _Flatten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        ctx.layout = torch.contiguous_format if x.is_contiguous() else torch.channels_last
+        return x.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.reshape(ctx.shape).contiguous(memory_format=ctx.layout)
+
+
+class BatchNorm2d(nn.BatchNorm2d):
+    """Normalizes each channel of (B, C, H, W) over the batch, keeping shape and dtype.
+
+    On a CPU torch's own adds up all pixels of all frames one by one in float32. Over a batch of Drama's, 2,048 frames
+    of 64 x 64, that makes the variance 1 % too small with one thread. Here the statistics of a large channels-last
+    batch, and the gradients through them, are exact to float32's rounding (float64 for float64). They can be
+    differentiated once.
+
+    Sources: Ioffe & Szegedy 2015, ICML, arXiv 1502.03167; Chan et al. 1983, The American Statistician 37 (pooled
+    variance).
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,0 +1,176 @@
+"""Training on arrays of one's own: models, data and settings go in, and no folder is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from wmcli.assemble import build_controller, build_tokenizer, build_world_model
+from wmcli.experience import Replay
+from wmcli.settings import Settings, resolve
+from wmcli.trainers import DynamicsTrainer, ImaginationTrainer, ReanalysisTrainer, TokenizerTrainer
+from wmcli.training.device import Machine, isolated_randomness
+from wmcli.training.loop import Trainer, fit
+
+CPU = Machine(torch.device("cpu"), "float32", 1)
+ACTIONS, SIZE, ROWS, EPISODE = 3, 16, 60, 20
+
+GAME = [f"environment.size={SIZE}", "backbone.width=16", "backbone.layers=1", "dynamics.batch=3"]
+PLANNER = ["dynamics.td_steps=2", "dynamics.channels=[6, 8]", "controller.simulations=3", "controller.batch=4"]
+SYSTEMS: dict[str, tuple[str, list[str]]] = {
+    "rem": (
+        "quickstart",
+        [
+            *GAME,
+            *("tokenizer.downsamples=2", "tokenizer.channels=8", "tokenizer.width=16", "tokenizer.fsq_levels=[4, 5]"),
+            *("tokenizer.codes=20", "tokenizer.batch=5", "dynamics.sequence_length=6", "backbone.heads=2"),
+            *("controller.width=8", "controller.latent_channels=[4]", "controller.burn_in=2", "controller.batch=4"),
+            "controller.imagination_horizon=3",
+        ],
+    ),
+    "drama": (
+        "drama-quick",
+        [
+            *GAME,
+            *("tokenizer.categoricals=4", "tokenizer.classes=5", "tokenizer.channels=[6, 8]", "tokenizer.batch=5"),
+            *("tokenizer.strides=[2, 2]", "dynamics.sequence_length=9", "dynamics.context=3", "dynamics.act_window=4"),
+            *("backbone.head_width=8", "controller.imagination_horizon=2", "controller.batch=4"),
+        ],
+    ),
+    "unizero": (
+        "unizero-quick",
+        [*GAME, *PLANNER, "dynamics.sequence_length=4", "dynamics.context=2", "backbone.heads=2"],
+    ),
+    "muzero": ("muzero-quick", [f"environment.size={SIZE}", "dynamics.batch=3", *PLANNER]),
+}
+TRAINERS = [
+    *[(name, "dynamics") for name in SYSTEMS],
+    *[(name, "tokenizer") for name in ("rem", "drama")],
+    *[(name, "controller") for name in SYSTEMS],
+]
+
+
+def settings_of(name: str, *overrides: str) -> Settings:
+    preset, own = SYSTEMS[name]
+    return resolve(preset, [*own, *overrides])
+
+
+def replay(seed: int = 0) -> Replay:
+    """Three episodes of random frames."""
+    rng, first = np.random.default_rng(seed), np.arange(ROWS) % EPISODE == 0
+    held = Replay.empty(CPU.device)
+    held.extend(
+        {
+            "observation": rng.integers(0, 256, (ROWS, SIZE, SIZE, 3), dtype=np.uint8),
+            "action": rng.integers(ACTIONS, size=ROWS).astype(np.int32),
+            "reward": rng.normal(size=ROWS).astype(np.float32),
+            "terminated": np.roll(first, -1),
+            "truncated": np.zeros(ROWS, bool),
+            "first": first,
+            "lives": np.zeros(ROWS, np.int16),
+            "stream": np.zeros(ROWS, np.int16),
+        }
+    )
+    return held
+
+
+def trainer_of(name: str, kind: str, rng: np.random.Generator, *overrides: str, **how: Any) -> Trainer:
+    settings, data = settings_of(name, *overrides), replay()
+    training = settings.training
+    tokenizer = build_tokenizer(settings) if settings.dynamics.tokenizer_kind else None
+    if kind == "tokenizer":
+        assert tokenizer is not None
+        return TokenizerTrainer(tokenizer, data, settings.tokenizer, training, machine=CPU, rng=rng)
+    world_model = build_world_model(settings, tokenizer, ACTIONS)
+    if kind == "dynamics":
+        return DynamicsTrainer(world_model, data, settings.dynamics, training, machine=CPU, rng=rng, **how)
+    world_model = CPU.freeze(world_model)
+    controller: Any = build_controller(settings, world_model)
+    if settings.controller.searches:
+        return ReanalysisTrainer(world_model, controller, data, settings.controller, machine=CPU, rng=rng)
+    return ImaginationTrainer(world_model, controller, data, settings.controller, training, machine=CPU, rng=rng)
+
+
+def trained(name: str, kind: str, updates: int, **how: Any) -> tuple[Trainer, dict[str, float], list[dict[str, Any]]]:
+    lines: list[dict[str, Any]] = []
+    with isolated_randomness(5, CPU.device) as rng:
+        trainer = trainer_of(name, kind, rng, **how)
+        metrics = fit(trainer, updates, log=lines.append)
+    return trainer, metrics, lines
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    (module,) = trainer.state.modules.values()
+    return {key: value.clone() for key, value in module.state_dict().items()}
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("name", "kind"), TRAINERS)
+def test_it_trains_on_arrays_without_a_folder(name: str, kind: str, empty_folder: Path) -> None:
+    fresh, _, _ = trained(name, kind, 0)
+    once, metrics, lines = trained(name, kind, 2)
+    again, repeated, _ = trained(name, kind, 2)
+    assert metrics == repeated and all(np.isfinite(value) for value in metrics.values())
+    assert [line["update"] for line in lines] == [2] and metrics.items() <= lines[0].items()
+    before, after, same = weights(fresh), weights(once), weights(again)
+    assert all(torch.equal(after[key], same[key]) for key in after)
+    if once.state.optimizer is not None:
+        assert any(not torch.equal(before[key], after[key]) for key in after)
+    assert not list(empty_folder.iterdir())
+
+
+def test_a_model_with_a_frozen_encoder_encodes_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer encodes frames that nobody encoded before, and gathers latents and not frames."""
+    trainer, _, _ = trained("rem", "dynamics", 0)
+    assert isinstance(trainer, DynamicsTrainer)
+    given = torch.zeros_like(trainer._frames)
+    assert trainer._frames.dtype == torch.int64 and len(trainer._frames) == ROWS and trainer._frames.any()
+    other, _, _ = trained("rem", "dynamics", 0, latents=given)
+    assert isinstance(other, DynamicsTrainer) and other._frames is given
+
+
+@pytest.mark.parametrize(("validations", "kept"), [([3.0, 1.0, 2.0], 2), ([1.0, 2.0, 3.0], 1), ([3.0, 2.0, 1.0], 3)])
+def test_the_weights_of_the_lowest_validation_loss_are_selected(
+    monkeypatch: pytest.MonkeyPatch, validations: list[float], kept: int
+) -> None:
+    losses = iter(validations)
+    monkeypatch.setattr("wmcli.trainers.dynamics.validation_loss", lambda *given, **how: lambda: next(losses))
+    with isolated_randomness(5, CPU.device) as rng:
+        how = ["dynamics.validate_every=1", "dynamics.updates=3"]
+        trainer = trainer_of("drama", "dynamics", rng, *how, held_out=replay(1))
+        seen: list[dict[str, Tensor]] = []
+        _watch(trainer, lambda: seen.append(weights(trainer)))
+        fit(trainer, 3)
+    last = weights(trainer)
+    trainer.select_weights()
+    selected = weights(trainer)
+    assert all(torch.equal(selected[key], seen[kept - 1][key]) for key in selected)
+    assert trainer.status() == {
+        "validation_loss": validations[-1],
+        "best_validation_loss": min(validations),
+        "best_update": kept,
+    }
+    assert (kept == 3) == all(torch.equal(selected[key], last[key]) for key in selected)
+
+
+def _watch(trainer: Trainer, after: Callable[[], None]) -> None:
+    """Call `after` behind every update."""
+    update = trainer.update
+
+    def watched() -> Any:
+        metrics = update()
+        after()
+        return metrics
+
+    trainer.update = watched  # type: ignore[method-assign]

@@ -1,0 +1,110 @@
+"""Published experience, verified and loaded into memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from wmcli.artifacts import Artifact
+from wmcli.envs.memory_task import Task
+from wmcli.envs.tasks import TASKS
+from wmcli.errors import ArtifactError
+from wmcli.experience.replay import Replay
+from wmcli.experience.segment import read_frames, read_segment
+
+if TYPE_CHECKING:
+    import torch
+
+SEGMENT = "segment.zarr"
+"""The own segment of an experience artifact, without those before it."""
+HELD_OUT = {"validation": "validation.zarr", "test": "test.zarr"}
+"""Segments of whole episodes that scripted and recorded experience holds beside it. They are never trained on."""
+DRAWN_AT_ONCE = 4096  # frames
+
+
+def load_experience(artifact: Artifact, device: torch.device | str, loaded: Replay | None = None) -> Replay:
+    """Load all experience up to an artifact.
+
+    Args:
+        artifact: The newest segment. The segments before it are loaded as well.
+        device: Where the tensors go.
+        loaded: An earlier result. If the artifact continues it, only later segments are read, and it is extended in
+            place.
+
+    Returns:
+        `loaded` if it was extended, else a new memory.
+
+    Raises:
+        ArtifactError: A segment is missing, damaged or pruned.
+    """
+    chain = [artifact]
+    while not _ends_with(loaded, chain[-1]) and "previous" in chain[-1].inputs:
+        chain.append(chain[-1].input("previous"))
+    if loaded is not None and _ends_with(loaded, chain[-1]):
+        replay = loaded
+        chain.pop()
+    else:
+        replay = _empty(artifact, device)
+    for segment in reversed(chain):
+        segment.verify()
+        _extend(replay, segment, SEGMENT)
+        replay.upto = segment.digest
+    return replay
+
+
+def load_held_out(artifact: Artifact, part: str, device: torch.device | str) -> Replay:
+    """Load the episodes that experience holds back.
+
+    Args:
+        artifact: The experience.
+        part: "validation" or "test".
+        device: Where the tensors go.
+
+    Raises:
+        ArtifactError: The artifact holds back no such episodes, or is damaged.
+    """
+    if not (artifact.path / HELD_OUT[part]).exists():
+        raise ArtifactError(
+            f"{artifact.name} has no {part} episodes; make some with: wm collect --policy scripted --set"
+            f" collect.{part}=100"
+        )
+    artifact.verify()
+    replay = _empty(artifact, device)
+    _extend(replay, artifact, HELD_OUT[part])
+    return replay
+
+
+def lives_end_episodes(environment: Mapping[str, Any]) -> bool:
+    """Return whether a lost life ends a training episode, but not its game, by an environment's protocol block."""
+    return bool(environment["train"].get("life_loss_ends_episode", False))
+
+
+def _ends_with(replay: Replay | None, artifact: Artifact) -> bool:
+    return replay is not None and replay.upto == artifact.digest
+
+
+def _empty(artifact: Artifact, device: torch.device | str) -> Replay:
+    return Replay.empty(device, lives_end_episodes=lives_end_episodes(artifact.manifest["environment"]))
+
+
+def _extend(replay: Replay, artifact: Artifact, part: str) -> None:
+    """Read the segment `part` into memory, block by block. Frames of compact states are drawn from them."""
+    folder = artifact.path / part
+    arrays = read_segment(folder, frames=False)
+    frames = read_frames(folder)
+    if frames is None:
+        frames = _drawn(TASKS[artifact.manifest["environment"]["id"]], arrays["sketch"])
+    replay.extend(arrays, frames)
+
+
+def _drawn(task: Task, sketch: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the frames of compact states (N, S) in blocks (n, H, W, 3)."""
+    pieces = np.split(sketch, range(DRAWN_AT_ONCE, len(sketch), DRAWN_AT_ONCE))
+    count = os.cpu_count() or 1
+    with ThreadPoolExecutor(count) as workers:  # NumPy lets go of the interpreter while it computes
+        for start in range(0, len(pieces), count):
+            yield from workers.map(task.draw, pieces[start : start + count])

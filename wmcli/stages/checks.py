@@ -1,0 +1,45 @@
+"""Checks before work begins: does the experience that is still to be collected fit the settings?"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from wmcli.envs.tasks import TASKS
+from wmcli.errors import UsageError
+from wmcli.settings import Settings
+from wmcli.trainers.batches import check_episode_fits
+
+
+def check_rows(settings: Settings) -> None:
+    """Check that dynamics will have rows that hold their episodes, and validation episodes if they need some.
+
+    Raises:
+        UsageError: They will not.
+    """
+    dynamics, task = settings.dynamics, TASKS.get(settings.environment.id)
+    if dynamics.needs_validation:
+        check_held_back(settings, "validation", "dynamics.validate_every", none="0")
+    if dynamics.longest_episode is not None and task is not None and settings.collect.policy != "learned":
+        check_episode_fits(task.context + task.query, dynamics.longest_episode)
+
+
+def check_held_back(settings: Settings, part: Literal["validation", "test"], key: str, *, none: str) -> None:
+    """Check that collecting holds back episodes of a part.
+
+    Args:
+        settings: Of the run.
+        part: The part that is needed.
+        key: The setting that needs it.
+        none: Its value that needs none.
+
+    Raises:
+        UsageError: It holds back none.
+    """
+    policy = settings.collect.policy
+    if policy == "learned":
+        lacking = "collect.policy = learned holds none back: set collect.policy=scripted"
+    elif not getattr(settings.collect, part):
+        lacking = f"collect.{part} = 0: set collect.{part}=100"
+    else:
+        return
+    raise UsageError(f"{key} needs {part} episodes, and {lacking}, or {key}={none}.")

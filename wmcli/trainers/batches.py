@@ -1,0 +1,207 @@
+"""From experience to batches: samplers of windows, batches gathered by index, and frames encoded once.
+
+N rows of the memory, B windows, T frames of a window.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wmcli.errors import UsageError
+from wmcli.experience.frequency import FrequencySampler
+from wmcli.experience.replay import Replay
+from wmcli.experience.sampler import StreamSampler, Windows, WindowSampler
+from wmcli.experience.targets import SearchTargets
+from wmcli.progress import Progress
+from wmcli.training.device import Machine
+from wmcli.training.settings import TrainingSettings
+from wmcli.world_models.base import Batch, Targets, WorldModel
+
+Sampler = WindowSampler | FrequencySampler
+
+ENCODE_BATCH = 256  # frames encoded at a time
+
+
+def build_sampler(
+    training: TrainingSettings,
+    replay: Replay,
+    rng: np.random.Generator,
+    *,
+    length: int,
+    minimum: int,
+    pad: Literal["left", "right"],
+    history: int = 0,
+    across_ends: bool = False,
+    counts: np.ndarray | None = None,
+    ratio: float = 1.0,
+) -> Sampler:
+    """Build the sampler of windows that `training.sampling` names.
+
+    Args:
+        training: Names the sampling and has the settings of dynamic frequency sampling.
+        memory: The experience.
+        rng: Belongs to the sampler from here on.
+        length: Frames of a window.
+        minimum: Real frames of a window, at least. With `across_ends` all are real.
+        pad: Side on which a shorter window is padded.
+        history: First frames of a window that precede the one that is drawn.
+        across_ends: Windows run over the ends of episodes; else each lies within one.
+        counts: For imagination under dynamic frequency sampling: how often each row (N,) started a window that the
+            dynamics model was trained on. None samples for the dynamics model.
+        ratio: For imagination: the dynamics model's batch over imagination's.
+
+    Raises:
+        UsageError: There is no window at all.
+    """
+    runs, order = replay.runs(across_ends)
+    if across_ends:
+        minimum = length
+    if training.sampling != "dfs":
+        return WindowSampler(
+            runs, order, length=length, minimum=minimum, pad=pad, history=history, sampling=training.sampling, rng=rng
+        )
+    return FrequencySampler(
+        runs,
+        order,
+        length=length,
+        minimum=minimum,
+        pad=pad,
+        history=history,
+        kind="dynamics" if counts is None else "imagination",
+        settings=training.dfs,
+        ratio=ratio,
+        trained=counts,
+        rng=rng,
+    )
+
+
+def build_segment_sampler(
+    training: TrainingSettings,
+    replay: Replay,
+    world_model: WorldModel,
+    rng: np.random.Generator,
+) -> Sampler | StreamSampler:
+    """Build the sampler of segments that a world model learns from.
+
+    Args:
+        training: See `build_sampler`.
+        memory: The experience.
+        world_model: Says what rows are, and how long.
+        rng: Belongs to the sampler from here on.
+
+    Raises:
+        UsageError: There is nothing to sample, or an episode is longer than a row that is to hold it.
+    """
+    if world_model.rows == "windows":
+        return build_sampler(
+            training,
+            replay,
+            rng,
+            length=world_model.segment,
+            minimum=world_model.min_segment,
+            pad="right",
+            history=world_model.history,
+            across_ends=world_model.across_ends,
+        )
+    runs, order = replay.runs(across_ends=False)
+    if world_model.rows == "streams":
+        return StreamSampler(runs, order, length=world_model.segment, rng=rng)
+    longest = int(runs.length.max(initial=0))
+    check_episode_fits(longest, world_model.segment)
+    return WindowSampler(
+        runs,
+        order,
+        length=longest,
+        minimum=world_model.min_segment,
+        pad="right",
+        whole=True,
+        sampling="windows",
+        rng=rng,
+    )
+
+
+def check_episode_fits(longest: int, length: int) -> None:
+    """Check that a row of `length` frames holds the `longest` episode.
+
+    Raises:
+        UsageError: It does not.
+    """
+    if longest > length:
+        raise UsageError(
+            f"dynamics.sequence_length = {length}: a row is a whole episode (dynamics.rows = episodes), and one has"
+            f" {longest} frames; set dynamics.sequence_length={longest}, or rows to windows or streams."
+        )
+
+
+def gather(
+    replay: Replay,
+    latents: Tensor,
+    windows: Windows,
+    targets: SearchTargets | None = None,
+    *,
+    across_ends: bool = False,
+) -> Batch:
+    """Gather the rows of windows into a batch. `first` is False in padding.
+
+    Args:
+        memory: The experience.
+        latents: Latents or frames (N, ...) of all rows.
+        windows: Rows (B, T).
+        targets: Findings of searches, for a model that learns from them.
+        across_ends: `first` and `last` mark games instead of episodes.
+    """
+    rows = torch.from_numpy(windows.rows).to(latents.device)
+    valid = torch.from_numpy(windows.valid).to(latents.device)
+    return Batch(
+        inputs=latents[rows],
+        action=replay.action[rows],
+        reward=replay.reward[rows],
+        terminated=replay.terminated[rows],
+        truncated=replay.truncated[rows],
+        is_first=(replay.opens_game if across_ends else replay.first)[rows] & valid,
+        valid=valid,
+        targets=None
+        if targets is None
+        else Targets(targets.policy[rows], targets.value[rows], targets.found[rows] & valid),
+        is_last=replay.ends_game[rows] & valid if across_ends else None,
+    )
+
+
+@torch.no_grad()
+def encode_frames(
+    world_model: WorldModel,
+    frames: Tensor,
+    machine: Machine,
+    *,
+    encoded: Tensor | None = None,
+    progress: Progress | None = None,
+) -> Tensor:
+    """Encode all frames, in the same batches from row 0 on whatever was encoded before.
+
+    So a resumed job computes the same bits.
+
+    Args:
+        world_model: Its encoder is frozen.
+        frames: (N, H, W, C) uint8.
+        machine: Says the precision.
+        encoded: Latents of the first rows, from an earlier call.
+        progress: Where to show progress; None is quiet.
+
+    Returns:
+        Latents (N, ...).
+    """
+    total = len(frames)
+    start = 0 if encoded is None else len(encoded) - len(encoded) % ENCODE_BATCH
+    parts: list[Any] = [] if encoded is None else [encoded[:start]]
+    if start < total:
+        progress = progress or Progress(quiet=True)
+        with machine.autocast(), progress.bar("encode", total, "frames", start) as bar:
+            for begin in range(start, total, ENCODE_BATCH):
+                chunk = frames[begin : begin + ENCODE_BATCH]
+                parts.append(world_model.encode(chunk[None])[0])
+                bar.advance(len(chunk))
+    return torch.cat(parts)

@@ -1,0 +1,118 @@
+"""Training of a controller on imagined rollouts: REINFORCE and actor-critic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wmcli.controllers.base import Learner
+from wmcli.experience import Replay
+from wmcli.trainers.batches import build_sampler, encode_frames, gather
+from wmcli.training.checkpoint import TrainState
+from wmcli.training.device import Machine
+from wmcli.training.loop import Trainer
+from wmcli.training.optim import optimizer_for, update
+from wmcli.training.settings import TrainingSettings
+from wmcli.world_models.base import Batch, WorldModel
+
+
+class ImaginationTrainer(Trainer):
+    """Trains a controller on rollouts that a frozen world model imagines from the experience.
+
+    Args:
+        world_model: Frozen, in eval mode (`Machine.freeze`).
+        controller: On the machine's device.
+        memory: The experience.
+        settings: The section of the controller.
+        training: Says how windows are sampled.
+        machine: Device and precision.
+        rng: Belongs to the sampler from here on.
+        latents: Latents (N, ...) of all frames; None encodes them.
+        counts: How often each row (N,) started a segment that the world model was trained on, for dynamic frequency
+            sampling.
+        ratio: The world model's batch over the controller's, for the same.
+
+    Raises:
+        UsageError: No episode is long enough to imagine from.
+    """
+
+    def __init__(
+        self,
+        world_model: WorldModel,
+        controller: Learner,
+        replay: Replay,
+        settings: Any,
+        training: TrainingSettings,
+        *,
+        machine: Machine,
+        rng: np.random.Generator,
+        latents: Tensor | None = None,
+        counts: np.ndarray | None = None,
+        ratio: float = 1.0,
+    ) -> None:
+        self.world_model = world_model
+        self.controller = controller
+        self.replay = replay
+        self.settings = settings
+        self.machine = machine
+        self._latents = encode_frames(world_model, replay.frames, machine) if latents is None else latents
+        if training.sampling == "dfs" and counts is None:
+            counts = np.zeros(0, np.int64)
+        self._sampler = build_sampler(
+            training,
+            replay,
+            rng,
+            length=controller.window,
+            minimum=min(world_model.min_context, controller.window),
+            pad="left",
+            across_ends=world_model.across_ends,
+            counts=counts,
+            ratio=ratio,
+        )
+        self._optimizer = optimizer_for(settings, controller.parameter_groups())
+        self._rollout = machine.repeated(partial(controller.imagine, world_model))
+        self.state = TrainState({"controller": controller}, self._optimizer, rng, {"sampler": self._sampler})
+
+    def update(self) -> Mapping[str, Tensor]:
+        """Learn from a batch of rollouts."""
+        windows = self._sampler.batch(self.settings.batch)
+        batch = gather(self.replay, self._latents, windows, across_ends=self.world_model.across_ends)
+        return update_controller(
+            self.machine, self.world_model, self.controller, self._optimizer, batch, self.settings.clip, self._rollout
+        )
+
+
+def update_controller(
+    machine: Machine,
+    world_model: WorldModel,
+    controller: Learner,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    clip: float,
+    rollout: Callable[..., Any],
+) -> dict[str, Tensor]:
+    """Imagine rollouts from a batch of windows and do one update on them.
+
+    Args:
+        machine: Says the precision.
+        world_model: Frozen, in eval mode.
+        controller: The one that learns.
+        optimizer: Holds its parameters.
+        batch: Windows of latents to imagine from.
+        clip: Largest norm of the gradient.
+        rollout: `controller.imagine` in this world model, from batch and noise; recorded where that pays.
+
+    Returns:
+        The loss, its parts and the gradient norm before clipping, scalars on the device.
+    """
+    imagined = rollout(batch, controller.draw_uniforms(world_model, batch))
+    with machine.autocast():
+        loss, metrics = controller.loss(imagined)
+    norm = update(optimizer, loss, clip)
+    controller.after_update()
+    return {"loss": loss, **metrics, "gradient_norm": norm}

@@ -1,0 +1,77 @@
+"""Reanalysis: search again at frames that were played before, for a planner that has no weights to train.
+
+Source: MuZero Reanalyse (Schrittwieser et al. 2021, arXiv 2104.06294).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wmcli.controllers.base import Controller, episode_starts
+from wmcli.experience import Replay, SearchTargets
+from wmcli.experience.sampler import WindowTable
+from wmcli.trainers.batches import gather
+from wmcli.training.checkpoint import TrainState
+from wmcli.training.device import Machine
+from wmcli.training.loop import Trainer
+from wmcli.world_models.base import WorldModel, masked_mean
+
+
+class ReanalysisTrainer(Trainer):
+    """Searches at the frames that were searched least, the oldest of those first, as if they were just played.
+
+    Args:
+        world_model: One to plan in, frozen, in eval mode (`Machine.freeze`).
+        controller: The search.
+        memory: The experience.
+        settings: The section of the controller.
+        machine: Device and precision.
+        rng: Saved with the state; nothing draws from it.
+    """
+
+    def __init__(
+        self,
+        world_model: WorldModel,
+        controller: Controller,
+        replay: Replay,
+        settings: Any,
+        *,
+        machine: Machine,
+        rng: np.random.Generator,
+    ) -> None:
+        self.world_model = world_model
+        self.controller = controller
+        self.replay = replay
+        self.settings = settings
+        self.machine = machine
+        self.targets = SearchTargets(replay, world_model.actions)
+        runs, order = replay.runs(across_ends=False)
+        self._windows = WindowTable(runs, order, length=world_model.context, minimum=1, pad="left")
+        self._window_of_row = np.argsort(order)  # the number of the window that ends with each row
+        self.state = TrainState({"controller": controller}, None, rng, {"targets": self.targets})
+
+    @torch.no_grad()
+    def update(self) -> Mapping[str, Tensor]:
+        """Search at a batch of frames and keep policy and value; draws with torch's global generator."""
+        rows = self.targets.due(self.settings.batch)
+        batch = gather(self.replay, self.replay.frames, self._windows.windows(self._window_of_row[rows]), self.targets)
+        with self.machine.autocast():
+            latent = self.world_model.encode(batch.inputs)
+            _, world_state = self.world_model.observe(latent, batch.action, episode_starts(batch))
+            state = self.controller.initial_state(len(rows))
+            _, state = self.controller.decide(self.world_model, world_state, state, torch.default_generator)
+        summary = self.controller.summarize_search(state)
+        assert summary is not None and batch.targets is not None
+        self.targets.update(rows, summary.policy, summary.value)
+        policy, value, known = batch.targets.policy[:, -1], batch.targets.value[:, -1], batch.targets.found[:, -1]
+        return {
+            "search_value": summary.value.mean(),
+            "search_entropy": -torch.xlogy(summary.policy, summary.policy).sum(-1).mean(),
+            "policy_change": masked_mean((summary.policy - policy).abs().sum(-1) / 2, known),
+            "value_change": masked_mean((summary.value - value).abs(), known),
+        }

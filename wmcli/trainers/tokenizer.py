@@ -1,0 +1,83 @@
+"""Training of a tokenizer on single frames."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from wmcli.experience import Replay
+from wmcli.trainers.batches import build_sampler
+from wmcli.training.checkpoint import TrainState
+from wmcli.training.device import Machine
+from wmcli.training.loop import Trainer
+from wmcli.training.optim import optimizer_for, update
+from wmcli.training.settings import TrainingSettings
+
+REPORT_FRAMES = 512  # frames that usage is measured on
+
+
+class TokenizerTrainer(Trainer):
+    """Trains a tokenizer on frames of the experience.
+
+    Args:
+        tokenizer: On the machine's device.
+        memory: The experience.
+        settings: The section of the tokenizer.
+        training: Says how frames are sampled.
+        machine: Device and precision.
+        rng: Belongs to the sampler from here on.
+
+    Raises:
+        UsageError: There is no frame.
+    """
+
+    def __init__(
+        self,
+        tokenizer: nn.Module,
+        replay: Replay,
+        settings: Any,
+        training: TrainingSettings,
+        *,
+        machine: Machine,
+        rng: np.random.Generator,
+    ) -> None:
+        self.tokenizer: Any = tokenizer
+        self.replay = replay
+        self.settings = settings
+        self.machine = machine
+        self._sampler = build_sampler(training, replay, rng, length=1, minimum=1, pad="right")
+        self._optimizer = optimizer_for(settings, tokenizer.parameters())
+        self.state = TrainState({"tokenizer": tokenizer}, self._optimizer, rng, {"sampler": self._sampler})
+
+    def update(self) -> Mapping[str, Tensor]:
+        """Learn from a batch of frames."""
+        windows = self._sampler.batch(self.settings.batch)
+        rows = torch.from_numpy(windows.rows[:, 0]).to(self.machine.device)
+        return update_tokenizer(
+            self.machine, self.tokenizer, self._optimizer, self.replay.frames[rows], self.settings.clip
+        )
+
+    def measure(self) -> dict[str, Any]:
+        """Return how codes are used, over frames spread evenly."""
+        self.tokenizer.eval()
+        count = len(self.replay)
+        rows = torch.linspace(0, count - 1, min(REPORT_FRAMES, count), device=self.machine.device).long()
+        with self.machine.autocast():
+            return self.tokenizer.usage(self.replay.frames[rows])
+
+
+def update_tokenizer(
+    machine: Machine, tokenizer: Any, optimizer: torch.optim.Optimizer, frames: Tensor, clip: float
+) -> dict[str, Tensor]:
+    """Do one update on frames (B, H, W, C) uint8.
+
+    Returns:
+        The loss, its parts and the gradient norm before clipping, scalars on the device.
+    """
+    with machine.autocast():
+        loss, metrics = tokenizer.loss(frames)
+    return {"loss": loss, **metrics, "gradient_norm": update(optimizer, loss, clip)}

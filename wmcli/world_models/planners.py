@@ -1,0 +1,192 @@
+"""Planning world models: the settings, targets and base class that UniZero and MuZero share.
+
+The policy learns from the visits of a search, the value from n-step returns. These end in a value of the *target*, a
+slow copy of the model.
+
+Sources: MuZero (Schrittwieser et al. 2020, arXiv 1911.08265); UniZero (Pu et al. 2024, arXiv 2406.10667).
+
+B batch, T time (frames), F first frames that are learned from, A actions. Time: see base.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wmcli.backbones.base import map_state
+from wmcli.nn.layers import at_least_float32
+from wmcli.world_models.base import Batch, DynamicsSettings, PlanningWorldModel
+
+Size = Annotated[int, Field(ge=1)]
+Channels = Annotated[tuple[Size, Size], Field(strict=False)]
+
+
+class PlanningSettings(DynamicsSettings):
+    """Settings that planning world models share."""
+
+    learns_policy: ClassVar[bool] = True
+    makes_frames: ClassVar[bool] = False
+
+    discount: float = Field(0.997, gt=0, le=1)
+    """Worth of a reward one step later."""
+    td_steps: int = Field(5, ge=1)
+    """Real rewards in a value's target, before it goes on with a value of the frame reached."""
+    bootstrap: Literal["target", "search"] = "target"
+    """That value: of the slow copy of the model, or of the stored search where there was one."""
+    end_on_truncation: bool = False
+    """Learn time limits as terminations, as the public code does; else returns stop short of them."""
+    predict_termination: bool = False
+    """Learn as well where episodes end, so that a search knows where nothing follows; the papers' models do not."""
+    updates: int = Field(200, ge=0)
+    """Updates in one call of the stage."""
+    weight_decay: float = Field(1e-4, ge=0)
+    """Weight decay: of unizero on all that has two axes or more, embeddings included, of muzero on everything."""
+
+
+# -- targets ----------------------------------------------------------------------------------------------------------
+
+
+def part_of(batch: Batch, span: slice) -> Batch:
+    """Return the frames `span` of every row."""
+    return map_state(lambda each: each[:, span], batch)
+
+
+def bootstrap_frames(valid: Tensor, frames: int, steps: int) -> Tensor:
+    """Return the frame whose value continues the return of each of the first `frames`, (B, frames) int64.
+
+    It lies `steps` later, or is the last real frame of the row.
+
+    Args:
+        valid: (B, T) bool, True in the first frames of each row.
+        frames: F.
+        steps: Real rewards in a return.
+    """
+    last = valid.sum(1, keepdim=True) - 1
+    return torch.minimum(torch.arange(steps, steps + frames, device=valid.device), last)
+
+
+def n_step_returns(
+    reward: Tensor, ended: Tensor, valid: Tensor, value: Tensor, steps: int, discount: float
+) -> tuple[Tensor, Tensor]:
+    """Compute the n-step returns of the first F frames of each row.
+
+    With l the last real frame and m = min(steps, l - t),
+
+        G_t = sum_{i < m} discount^i r_{t+i} + discount^m value_t.
+
+    If the task ends in l, all rewards up to r_l count, and no value where the end comes within `steps`. Without an end
+    l itself has no return.
+
+    Args:
+        reward: (B, T), T at least F + steps - 1. A row is real first, then padded. It lies within one episode.
+        ended: (B, T) bool, True at most in the last real frame.
+        valid: (B, T) bool, False in padding.
+        value: (B, F), of the frames that `bootstrap_frames` names.
+        steps: Real rewards in a return.
+        discount: Worth of a reward one step later.
+
+    Returns:
+        G (B, F), and a mask (B, F) of the frames that have one.
+    """
+    frames = value.shape[1]
+    time = torch.arange(frames, device=valid.device)
+    last = valid.sum(1, keepdim=True) - 1
+    # A reward counts if something stands behind it: the next frame, or nothing for good.
+    counts = valid & (F.pad(valid[:, 1:], (0, 1)) | ended)
+    powers = discount ** torch.arange(steps, device=valid.device, dtype=reward.dtype)
+    # A product and a sum: under autocast a matrix product would be in bfloat16.
+    rewards = ((reward * counts)[:, : frames + steps - 1].unfold(1, steps, 1) * powers).sum(-1)
+    over = (ended & valid).any(1, keepdim=True) & (time + steps > last)
+    ahead = (last - time).clamp(0, steps)
+    bootstrapped = value.masked_fill(over, 0) * discount ** ahead.to(reward.dtype)
+    return rewards + bootstrapped, counts[:, :frames]
+
+
+class PolicyTerms(NamedTuple):
+    """The terms of a policy's loss, each (B, T)."""
+
+    loss: Tensor
+    """Cross entropy against the search, nats, float32."""
+    entropy: Tensor
+    """Entropy of the policy, nats, float32."""
+    learned: Tensor
+    """bool: the frame is real and was searched."""
+
+
+def policy_terms(logits: Tensor, batch: Batch) -> PolicyTerms:
+    """Compute the terms of the policy loss from logits (B, T, A) at the frames of `batch`."""
+    log_policy = at_least_float32(logits).log_softmax(-1)
+    entropy = -(log_policy.exp() * log_policy).sum(-1)
+    if batch.targets is None:
+        return PolicyTerms(torch.zeros_like(entropy), entropy, torch.zeros_like(batch.valid))
+    loss = -(batch.targets.policy * log_policy).sum(-1)
+    return PolicyTerms(loss, entropy, batch.valid & batch.targets.found)
+
+
+# -- the base class ---------------------------------------------------------------------------------------------------
+
+
+class BootstrappedWorldModel(PlanningWorldModel):
+    """A planning world model whose n-step values end in those of a target network.
+
+    The target copies the parts that a value is computed from. It belongs to the weights, is never trained by gradient
+    and stays in eval mode.
+    """
+
+    frozen_encoder = False
+    across_ends = False
+    decodes = None
+    uniforms_per_step = 0
+
+    settings: Any
+    target: Any  # nn.ModuleDict, from the name of a part to its copy
+
+    def _make_target(self, *parts: str) -> None:
+        copies = {name: copy.deepcopy(getattr(self, name)) for name in parts}
+        self.target = nn.ModuleDict(copies).requires_grad_(False).eval()
+
+    def train(self, mode: bool = True) -> BootstrappedWorldModel:
+        super().train(mode)
+        self.target.eval()
+        return self
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Return groups with weight decay on all that has two axes or more, but not where a backbone exempts it."""
+        decayed: list[nn.Parameter] = []
+        plain: list[nn.Parameter] = []
+        for name, parameter in self.named_parameters():
+            if not name.startswith("target."):
+                spared = parameter.ndim < 2 or getattr(parameter, "_no_weight_decay", False)
+                (plain if spared else decayed).append(parameter)
+        return [{"params": decayed, "weight_decay": self.settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+
+    def _ended(self, batch: Batch) -> Tensor:
+        return batch.terminated | batch.truncated if self.settings.end_on_truncation else batch.terminated
+
+    @torch.no_grad()
+    def _value_targets(
+        self, batch: Batch, frames: int, target_values: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return `n_step_returns` of the first `frames`.
+
+        Args:
+            batch: Rows of at least `frames` + td_steps - 1 frames.
+            frames: F.
+            target_values: From frame numbers (B, F) to the target's values (B, F) of these frames.
+        """
+        s, searched = self.settings, batch.targets
+        where = bootstrap_frames(batch.valid, frames, s.td_steps)
+        value = target_values(where)
+        if s.bootstrap == "search" and searched is not None:
+            value = torch.where(searched.found.gather(1, where), searched.value.gather(1, where), value)
+        return n_step_returns(batch.reward, self._ended(batch), batch.valid, value, s.td_steps, s.discount)
+
+    def _termination_losses(self, logit: Tensor, ended: Tensor) -> Tensor:
+        """Return the binary cross entropy (B, T) of logits (B, T, 1)."""
+        return F.binary_cross_entropy_with_logits(logit.float().squeeze(-1), ended.float(), reduction="none")

@@ -1,0 +1,391 @@
+"""UniZero: a world model to plan in, on any backbone.
+
+A frame's latent and the action taken in it are two elements of the backbone. Its output at an action predicts the
+outcome. Its output at a latent gives the policy and the value:
+
+    z_t = SimNorm(encoder(o_t))        y_0, x_0, y_1, x_1, ... = backbone(z_0, a_0, z_1, a_1, ...)
+    next latent z_{t+1}, reward r_t = heads(x_t)        policy, value = heads(y_t)
+
+Nothing is decoded to pixels.
+
+Source: UniZero (Pu et al. 2024, arXiv 2406.10667) and its public code opendilab/LightZero.
+
+B batch, T time (frames), D width of the backbone, A actions, K bins of a scalar, H W C image. Time: see base.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wmcli.backbones.base import Backbone, cache_dtype, state_tensors, with_tensors
+from wmcli.errors import UsageError
+from wmcli.nn import value_bins
+from wmcli.nn.layers import Flatten, Float32Linear, at_least_float32, scaled
+from wmcli.nn.residual_trunk import Activation, ResidualTrunk, side
+from wmcli.nn.simnorm import divergence, simnorm
+from wmcli.world_models.base import Batch, Imagined, Parts, Prediction, masked_mean
+from wmcli.world_models.planners import BootstrappedWorldModel, Channels, PlanningSettings, part_of, policy_terms
+
+INIT_STD = 0.02
+
+
+class UniZeroSettings(PlanningSettings):
+    """UniZero, and how it is trained. Defaults: the paper on attention priors (its baseline)."""
+
+    kind: Literal["unizero"] = "unizero"
+    """A policy and a value in a sequence of latents and actions, to plan with."""
+    sequence_length: int = Field(10, ge=2)
+    """Frames of a segment that are learned from."""
+    context: int = Field(4, ge=2)
+    """Real frames that acting and searching look back on, the current one included. A backbone without a limited number
+    of positions carries its state through the search, beyond them."""
+    channels: Channels = (32, 64)
+    """Of the encoder's convolutions, before and after its second halving."""
+    activation: Activation = "leaky_relu"
+    """Of the encoder (public code: gelu_tanh)."""
+    group: int = Field(8, ge=2)
+    """Neighbors in a latent that sum to 1."""
+    bound: int = Field(50, ge=1)
+    """The outermost bins of values and rewards, squashed: 50 is 2364."""
+    latent_weight: float = Field(10.0, ge=0)
+    """Weight of the loss of the next latent."""
+    reward_weight: float = Field(1.0, ge=0)
+    """Weight of the loss of the reward."""
+    policy_weight: float = Field(1.0, ge=0)
+    """Weight of the loss of the policy."""
+    value_weight: float = Field(0.5, ge=0)
+    """Weight of the loss of the value."""
+    entropy_weight: float = Field(1e-4, ge=0)
+    """Weight of the policy's entropy (nats) within its loss."""
+    target_rate: float = Field(0.05, gt=0, le=1)
+    """How far the target moves towards the model after each update."""
+    batch: int = Field(64, ge=1)
+    """Segments in an update."""
+    optimizer: Literal["adamw", "adam", "laprop"] = "adamw"
+    """Of the whole model."""
+    learning_rate: float = Field(1e-4, gt=0)
+    """Step size of the optimizer."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay of the optimizer's second moments."""
+    clip: float = Field(5.0, gt=0)
+    """Largest norm of the whole gradient (public code: 20)."""
+
+    @model_validator(mode="after")
+    def _fits_into_the_horizon(self) -> UniZeroSettings:
+        if self.context > self.sequence_length:
+            raise ValueError(
+                f"context = {self.context} must not be more than sequence_length = {self.sequence_length} frames."
+            )
+        return self
+
+    def build(self, parts: Parts) -> UniZero:
+        backbone = parts.square_backbone(2 * self.sequence_length, 2)
+        return UniZero(self, backbone, parts.actions, parts.size)
+
+
+class FrameEncoder(nn.Sequential):
+    """Encodes frames (..., H, W, 3) uint8 to latents (..., D) float32, of which every `group` neighbors sum to 1."""
+
+    def __init__(self, settings: UniZeroSettings, width: int, size: int) -> None:
+        super().__init__(
+            ResidualTrunk(3, settings.channels, settings.activation),
+            Flatten(),
+            nn.Linear(settings.channels[1] * side(size) ** 2, width, bias=False),
+        )
+        self.group = settings.group
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=INIT_STD)
+
+    def forward(self, observation: Tensor) -> Tensor:
+        z = super().forward(scaled(observation.flatten(0, -4)))
+        return simnorm(z, self.group).unflatten(0, observation.shape[:-3])
+
+
+class UniZeroState(NamedTuple):
+    """The state of a trajectory: tensors (B, ...) of constant shape, so a search stores it as a node unchanged."""
+
+    tokens: Tensor
+    """(B, W, D): the last elements, latents and actions in turn, right-aligned. The last is the current latent."""
+    length: Tensor
+    """(B,) int64: the number of them that belong to the episode."""
+    memory: tuple[Tensor, ...]
+    """The tensors of the backbone's state; empty where the backbone rereads the elements."""
+    output: Tensor
+    """(B, D) float32: the backbone's output at the current latent."""
+
+
+class UniZero(BootstrappedWorldModel):
+    """Learns latents, their transitions, rewards, a policy and a value, for frames of `size` pixels.
+
+    A latent sees at most 2 * context - 1 elements, itself included. Beyond that the oldest frame is dropped. A backbone
+    with learned positions (`max_length`) rereads the elements that are left at every imagined step, at positions from
+    0 on, which is exact. Any other backbone carries its state from node to node and forgets nothing.
+
+    Raises:
+        UsageError: The backbone's width is no multiple of the latent's groups.
+    """
+
+    backbone: Any  # Backbone, which as an nn.Module would be taken for a tensor
+
+    def __init__(self, settings: UniZeroSettings, backbone: Backbone, actions: int, size: int) -> None:
+        super().__init__()
+        width = backbone.width
+        if width % settings.group:
+            raise UsageError(
+                f"backbone.width = {width}: latents of this width do not fall into groups of dynamics.group = "
+                f"{settings.group}; use a multiple of it"
+            )
+        assert backbone.max_length is None or backbone.max_length >= 2 * settings.sequence_length
+        self.settings = settings
+        self.actions = actions
+        self.discount = settings.discount
+        self.context = settings.context
+        self.segment = settings.sequence_length + settings.td_steps
+        self.elements = 2
+        self.feature_shape = (width,)
+        self.kept = 2 * settings.context - 3  # elements that remain before the next action
+        self.rereads = backbone.max_length is not None
+        # The tree that a state's tensors are put back into.
+        self._form = None if self.rereads else backbone.initial_state(0)
+        self.encoder = FrameEncoder(settings, width, size)
+        self.action_embedding = nn.Embedding(actions, width)
+        self.backbone = backbone
+        # Not in float32: its output is an element of the backbone, which autocast rounds in any case.
+        self.latent_head = _head(width, width, nn.Linear)
+        self.reward_head = _head(width, value_bins.bins(settings.bound))
+        self.policy_head = _head(width, actions)
+        self.value_head = _head(width, value_bins.bins(settings.bound))
+        self.termination_head = _head(width, 1) if settings.predict_termination else None
+        nn.init.normal_(self.action_embedding.weight, std=INIT_STD)
+        self._make_target("encoder", "action_embedding", "backbone", "value_head")
+
+    @property
+    def remembers(self) -> int:
+        return self.settings.context - 1
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """Move the target's parameters towards the model's. Its batch statistics come from its own passes."""
+        for name, part in self.target.items():
+            new = list(getattr(self, name).parameters())
+            torch._foreach_lerp_(list(part.parameters()), new, self.settings.target_rate)
+
+    # -- the parts ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode(self, observation: Tensor) -> Tensor:
+        """Encode frames (B, T, H, W, C) uint8 to latents (B, T, D)."""
+        return self.encoder(observation)
+
+    def _next_latent(self, x: Tensor) -> Tensor:
+        """Predict the latents (..., D) of the next frames from the outputs (..., D) at actions."""
+        return simnorm(self.latent_head(x), self.settings.group)
+
+    # -- learning -----------------------------------------------------------------------------------------------------
+
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum the weighted losses of next latent, reward, policy, value and termination, each a mean over real frames.
+
+        The target encodes the label of a next latent, from the same frames and with their batch statistics. The policy
+        is learned only in frames that were searched.
+
+        Fresh weights predict uniform latents. So `latent_loss` begins at ln `group` less the entropy of the labels:
+        0.7 to 1 at the paper's size, as in the public code.
+
+        Args:
+            batch: Its `latent` holds frames (B, sequence_length + td_steps, H, W, C). It learns from the first
+                `sequence_length`.
+
+        Returns:
+            The loss and the metrics `latent_loss` (KL, nats a group), `reward_loss`, `policy_loss`, `value_loss` (cross
+            entropies, nats), `termination_loss` if it is learned, `policy_entropy` (nats) and `value_mean` (discounted
+            reward).
+        """
+        s = self.settings
+        part = part_of(batch, slice(s.sequence_length))
+        valid = part.valid
+        z = self.encoder(part.inputs)
+        y, x = self._read_pairs(z, part.action, self.action_embedding, self.backbone)
+        value_target, has_return = self._value_targets(
+            batch, s.sequence_length, lambda at: self._target_values(batch, at)
+        )
+        label = self._labels(part.inputs)  # after the values: it moves the statistics that these use
+
+        latent_losses = divergence(label[:, 1:], self._next_latent(x[:, :-1]), s.group)
+        latent_loss = masked_mean(latent_losses, valid[:, 1:])
+        reward_loss = masked_mean(value_bins.loss(self.reward_head(x), part.reward), valid)
+        value = self.value_head(y)
+        value_loss = masked_mean(value_bins.loss(value, value_target), has_return)
+        policy = policy_terms(self.policy_head(y), part)
+        policy_loss = masked_mean(policy.loss, policy.learned)
+        entropy = masked_mean(policy.entropy, policy.learned)
+
+        total = s.latent_weight * latent_loss + s.reward_weight * reward_loss + s.value_weight * value_loss
+        total = total + s.policy_weight * (policy_loss - s.entropy_weight * entropy)
+        log = {
+            "latent_loss": latent_loss,
+            "reward_loss": reward_loss,
+            "policy_loss": policy_loss,
+            "value_loss": value_loss,
+            "policy_entropy": masked_mean(policy.entropy, valid),
+            "value_mean": masked_mean(value_bins.decode(value), valid),
+        }
+        if self.termination_head is not None:
+            ends = self._termination_losses(self.termination_head(x), self._ended(part))
+            log["termination_loss"] = masked_mean(ends, valid)
+            total = total + log["termination_loss"]
+        return total, {name: each.detach() for name, each in log.items()}
+
+    @staticmethod
+    def _read_pairs(z: Tensor, action: Tensor, embedding: Any, backbone: Any) -> tuple[Tensor, Tensor]:
+        """Return the outputs at latents and at actions, each (B, T, D), of a sequence that starts from nothing.
+
+        Args:
+            z: Latents (B, T, D).
+            action: (B, T) int64.
+            embedding: The table of actions.
+            backbone: The model's or the target's.
+        """
+        pairs, _ = backbone(torch.stack((z, embedding(action)), 2).flatten(1, 2), None)
+        y, x = pairs.unflatten(1, (-1, 2)).unbind(2)
+        return y, x
+
+    @torch.no_grad()
+    def _labels(self, frames: Tensor) -> Tensor:
+        """Return the target's latents of frames (B, T, H, W, C), in training with their batch statistics."""
+        encoder = self.target["encoder"].train(self.training)
+        label = encoder(frames)
+        encoder.eval()
+        return label
+
+    def _target_values(self, batch: Batch, where: Tensor) -> Tensor:
+        """Return the target's values (B, F) of frames `where` (B, F), ascending.
+
+        It reads F frames from the first of them on.
+        """
+        frames = where[:, :1] + torch.arange(where.shape[1], device=where.device)
+        rows = torch.arange(len(where), device=where.device)[:, None]
+        encoder, embedding, backbone, head = self.target.values()
+        y, _ = self._read_pairs(encoder(batch.inputs[rows, frames]), batch.action[rows, frames], embedding, backbone)
+        return value_bins.decode(head(y)).gather(1, where - where[:, :1])
+
+    # -- imagination --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def observe(
+        self, latent: Tensor, action: Tensor, reset: Tensor, uniforms: Tensor | None = None
+    ) -> tuple[Tensor, UniZeroState]:
+        """Read every frame with as much of its past as acting would have. See `WorldModel.observe`."""
+        rows, time = action.shape
+        window = 2 * self.context - 1
+        tokens = torch.stack((self._token(latent), self._token(self.action_embedding(action))), 2).flatten(1, 2)
+        windows = F.pad(tokens, (0, 0, window - 1, 0)).unfold(1, window, 2).mT  # (B, T, window, D)
+        steps = torch.arange(time, device=reset.device)
+        since = steps - torch.where(reset, steps, 0).cummax(1).values  # frames since the last reset
+        length = (2 * since + 1).clamp(max=window)
+        features, _ = self._read(windows.flatten(0, 1), length.flatten(), None)
+        features = features.unflatten(0, (rows, time))
+        return features, self._state(windows[:, -1], length[:, -1])
+
+    @torch.no_grad()
+    def imagine(
+        self, state: UniZeroState, action: Tensor, uniforms: Tensor | None = None
+    ) -> tuple[Imagined, UniZeroState]:
+        """Take one deterministic step: expected reward and next latent, and the likelier termination."""
+        act = self._token(self.action_embedding(action))
+        if self.rereads:
+            memory = self.backbone.initial_state(len(action))
+            x, memory = self._read(torch.cat((state.tokens, act[:, None]), 1), state.length + 1, memory)
+        else:
+            x, memory = self.backbone.step(at_least_float32(act), with_tensors(self._form, state.memory))
+        z = self._token(self._next_latent(x))
+        output, memory = self.backbone.step(at_least_float32(z), memory)
+        kept = state.tokens.shape[1]
+        after = UniZeroState(
+            torch.cat((state.tokens, act[:, None], z[:, None]), 1)[:, -kept:],
+            (state.length + 2).clamp(max=kept),
+            () if self.rereads else tuple(state_tensors(memory)),
+            at_least_float32(output),
+        )
+        if self.termination_head is None:
+            terminated = torch.zeros_like(action, dtype=torch.bool)
+        else:
+            terminated = self.termination_head(x).squeeze(-1) > 0
+        return Imagined(self.latent(after), value_bins.decode(self.reward_head(x)), terminated), after
+
+    def root(self, state: UniZeroState) -> UniZeroState:
+        """Drop the elements that the backbone's state already holds, all but the current latent."""
+        if self.rereads:
+            return state
+        return state._replace(tokens=state.tokens[:, -1:], length=torch.ones_like(state.length))
+
+    @torch.no_grad()
+    def predict(self, state: UniZeroState) -> Prediction:
+        """Predict policy logits (B, A) and value (B,) of the current frame."""
+        return Prediction(
+            at_least_float32(self.policy_head(state.output)), value_bins.decode(self.value_head(state.output))
+        )
+
+    def features(self, state: UniZeroState) -> Tensor:
+        """Return the backbone's output at the current latent, (B, D) float32."""
+        return state.output
+
+    def latent(self, state: UniZeroState) -> Tensor:
+        """Return the current frame's latent, (B, D)."""
+        return at_least_float32(state.tokens[:, -1])
+
+    # -- acting -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def perceive(
+        self,
+        state: UniZeroState | None,
+        observation: Tensor,
+        previous_action: Tensor,
+        reset: Tensor,
+        generator: torch.Generator | None = None,
+    ) -> UniZeroState:
+        """Take in one real frame by rereading the last `context` frames of the episode."""
+        z = self._token(self.encode(observation[:, None]))
+        if state is None:
+            tokens = z.new_zeros(len(z), self.kept, z.shape[2])
+            length = torch.ones_like(previous_action)
+        else:
+            tokens = state.tokens
+            length = (state.length + 2).masked_fill(reset, 1)
+        act = self._token(self.action_embedding(previous_action))
+        return self._state(torch.cat((tokens, act[:, None], z), 1), length)
+
+    def _state(self, window: Tensor, length: Tensor) -> UniZeroState:
+        """Read a window (B, 2 * context - 1, D), of which the last `length` (B,) elements are real."""
+        memory = None if self.rereads else self.backbone.initial_state(len(window))
+        output, memory = self._read(window, length, memory)
+        kept = window[:, -self.kept :]
+        return UniZeroState(kept, length.clamp(max=self.kept), tuple(state_tensors(memory)), output)
+
+    def _read(self, window: Tensor, length: Tensor, memory: Any) -> tuple[Tensor, Any]:
+        """Return the output at the last of W elements (B, W, D), of which `length` (B,) are real, and the state."""
+        opens = torch.arange(window.shape[1], device=window.device) == (window.shape[1] - length)[:, None]
+        y, memory = self.backbone.read(at_least_float32(window), memory, opens)
+        return at_least_float32(y), memory
+
+    def _token(self, element: Tensor) -> Tensor:
+        """Convert an element to the precision of the backbone's projections, in which a window keeps it."""
+        return element.to(cache_dtype(self.action_embedding.weight))
+
+
+def _head(width: int, outputs: int, last_layer: type[nn.Linear] = Float32Linear) -> nn.Sequential:
+    """Build a head from (..., width) to (..., outputs) that at first returns zero."""
+    hidden, last = nn.Linear(width, width), last_layer(width, outputs)
+    nn.init.normal_(hidden.weight, std=INIT_STD)
+    for zero in (hidden.bias, last.weight, last.bias):
+        nn.init.zeros_(zero)
+    return nn.Sequential(hidden, nn.GELU(approximate="tanh"), last)
