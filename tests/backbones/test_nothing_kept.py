@@ -14,8 +14,8 @@ from test_backbones import TINY, B, D, L, N, Q, T, inputs, tiny
 from torch import nn
 
 from wmcli.backbones import Backbone
-from wmcli.nn.decay import parameter_groups
 from wmcli.training.optim import build_optimizer
+from wmcli.world_models.base import parameter_groups
 
 HOOKS = """
 import torch.optim.optimizer as optimizer
