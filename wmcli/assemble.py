@@ -87,10 +87,12 @@ def load_controller(
     """
     world_model = load_world_model(artifact.input("dynamics"), machine)
     settings = settings_of(artifact)
-    changed = {key: value for key, value in acting["dynamics"].items() if key in settings.dynamics.acting_keys}
+    changed = {key: value for key, value in acting.get("dynamics", {}).items() if key in settings.dynamics.acting_keys}
     if changed:
         world_model.settings = settings_of(artifact.input("dynamics")).dynamics.model_copy(update=changed)
-    changed = {key: value for key, value in acting["controller"].items() if key in settings.controller.acting_keys}
+    changed = {
+        key: value for key, value in acting.get("controller", {}).items() if key in settings.controller.acting_keys
+    }
     settings = settings.model_copy(update={"controller": settings.controller.model_copy(update=changed)})
     return world_model, _frozen(build_controller(settings, world_model, machine), "controller", artifact, machine)
 

@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 
 from wmcli.controllers.actor_critic import ActorCritic, ActorCriticSettings
 from wmcli.controllers.agent import Agent, UniformAgent
-from wmcli.controllers.base import Searched
+from wmcli.controllers.base import SearchSummary
 from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings
 from wmcli.errors import ArtifactError
 
@@ -215,24 +215,24 @@ def test_what_a_search_finds_is_handed_on_and_explores_with_the_agents_generator
         """Says that it found its own policy, and how much noise it was given."""
 
         def initial_state(self, batch):
-            return Searched(torch.zeros(batch, 4), torch.zeros(batch))
+            return SearchSummary(torch.zeros(batch, 4), torch.zeros(batch))
 
         def decide(self, world_model, world_state, state, generator=None):
             logits = self.policy(world_model.features(world_state).flatten(1))
             noise = torch.zeros(3) if generator is None else torch.rand(3, generator=generator)
-            return logits, Searched(logits.softmax(-1), noise)
+            return logits, SearchSummary(logits.softmax(-1), noise)
 
-        def found(self, state):
+        def summarize_search(self, state):
             return state
 
     controller = Searching(ActorCriticSettings(actor_width=8), world.feature_shape, actions=4, window=6)
     agent = Agent(world, controller, 3, temperature=0, epsilon=0, explore=explore, generator=seeded(5))
-    assert agent.searched() == {}
+    assert agent.summarize_search() == {}
     agent.act(frames_of(torch.arange(3)), np.ones(3, bool))
-    found = agent.searched()
-    assert found["policy"].shape == (3, 4) and np.allclose(found["policy"].sum(1), 1)
-    np.testing.assert_array_equal(found["value"], torch.rand(3, generator=seeded(5)) if explore else np.zeros(3))
-    assert UniformAgent(3, 2, generator=seeded(0)).searched() == {}
+    summary = agent.summarize_search()
+    assert summary["policy"].shape == (3, 4) and np.allclose(summary["policy"].sum(1), 1)
+    np.testing.assert_array_equal(summary["value"], torch.rand(3, generator=seeded(5)) if explore else np.zeros(3))
+    assert UniformAgent(3, 2, generator=seeded(0)).summarize_search() == {}
 
 
 def test_what_a_state_holds_does_not_change_later(world):

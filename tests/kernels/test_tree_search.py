@@ -1,33 +1,54 @@
-"""The tree search in Triton against its form in torch. What that is worth: tests/controllers/test_mcts.py.
+"""Test the tree search in Triton against its form in torch. tests/controllers/test_mcts.py tests its meaning.
 
 E trees, A actions, S simulations.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gpus import DEVICE, compile_for_gpus
 from torch.testing import assert_close
 
-from wmcli.kernels import tree_search as module
+from wmcli.kernels import tree_search, tree_search_lightzero
 from wmcli.kernels.dispatch import using
-from wmcli.kernels.tree_search import Rule, backup, considered_visits, decision, plant, root_value, root_visits, select
+from wmcli.kernels.tree_search import (
+    PRIOR,
+    RAW_VALUE,
+    ROOT,
+    VALUE_SUM,
+    SearchRule,
+    SearchTree,
+    backup,
+    plant,
+    select,
+    summarize,
+)
+from wmcli.kernels.tree_search_gumbel import considered_visits, gumbel_rule
+from wmcli.kernels.tree_search_lightzero import LightZeroNoise, lightzero_rule
+from wmcli.kernels.tree_search_mctx import mctx_rule
 
-RULES = ["mctx", "lightzero", "gumbel"]
+RULES = {"mctx": mctx_rule(), "lightzero": lightzero_rule(), "gumbel": gumbel_rule(max_num_considered_actions=6)}
+SHAPES = [(3, 5, 12), (1, 9, 12), (2, 1, 4), (2, 17, 7), (3, 2, 17)]
 
 
-def grown(kind: str, trees: int, actions: int, simulations: int, dtype=torch.float32, strided: bool = False):
-    """A tree after all simulations, of a model that says random things; where it grew each time."""
+def grow(
+    rule: SearchRule, trees: int, actions: int, simulations: int, dtype=torch.float32, strided: bool = False
+) -> tuple[SearchTree, torch.Tensor]:
+    """Return a tree after all simulations of a random model, and the edges (S, 2, E) where it grew."""
     generator = torch.Generator().manual_seed(actions)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
-    rule = Rule(kind, 0.9, considered=6)
-    ties = torch.rand(trees, simulations + 1, actions, generator=generator).to(DEVICE)
-    noise = {"gumbel": normal(trees, actions)} if kind == "gumbel" else {"ties": ties}
-    tree = plant(rule, simulations, normal(trees, actions), normal(trees), **noise)
+    noise = rule.draw_noise(trees, actions, simulations, generator)
+    if isinstance(noise, LightZeroNoise):
+        noise = LightZeroNoise(*(part.to(DEVICE) for part in noise))
+    elif noise is not None:
+        noise = noise.to(DEVICE)
+    tree = plant(rule, simulations, 0.9, normal(trees, actions), normal(trees), noise)
     places = []
     for simulation in range(simulations):
         selection = select(tree, rule, simulation)
@@ -38,62 +59,76 @@ def grown(kind: str, trees: int, actions: int, simulations: int, dtype=torch.flo
             logits, value = logits.T.contiguous().T, value.repeat_interleave(2)[::2]
             reward, terminated = reward.repeat_interleave(2)[::2], terminated.repeat_interleave(2)[::2]
         backup(tree, rule, simulation, selection, reward, terminated, logits, value)
-    return tree, rule, torch.stack(places)
+    return tree, torch.stack(places)
 
 
-@pytest.mark.parametrize("kind", RULES)
-@pytest.mark.parametrize(
-    ("trees", "actions", "simulations"), [(3, 5, 12), (1, 9, 12), (2, 1, 4), (2, 17, 7), (3, 2, 17)]
-)
-def test_triton_equals_the_form_in_torch(kind, trees, actions, simulations):
-    """Where the trees grow, and all that they know then."""
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(("trees", "actions", "simulations"), SHAPES)
+def test_triton_equals_the_form_in_torch(name, trees, actions, simulations):
+    """The same growth, and the same numbers in the end."""
+    rule = RULES[name]
+    assert rule.fused is not None
     results = []
     for implementation in ("torch", "triton"):
         with using(implementation):
-            results.append(grown(kind, trees, actions, simulations))
-    (want, rule, places), (got, _, other_places) = results
+            results.append(grow(rule, trees, actions, simulations))
+    (want, places), (got, other_places) = results
     assert torch.equal(other_places, places)
-    assert torch.equal(got.child, want.child)
+    assert torch.equal(got.children, want.children)
     real = slice(trees, None)
-    assert torch.equal(got.slot[real], want.slot[real])
-    assert_close(got.nodes[module.VISITS :: module.TOTAL][:, real], want.nodes[module.VISITS :: module.TOTAL][:, real])
-    assert_close(got.nodes[module.TOTAL :, real], want.nodes[module.TOTAL :, real])
+    assert torch.equal(got.parent_edge[real], want.parent_edge[real])
+    assert_close(got.nodes[:, real], want.nodes[:, real])
     assert_close(got.edges[:, real], want.edges[:, real])
-    assert_close(got.bounds, want.bounds)
-    assert torch.equal(root_visits(got), root_visits(want))
-    assert int(root_visits(got).sum()) == trees * simulations
-    assert_close(root_value(got), root_value(want))
-    if kind == "gumbel":
-        for a, b in zip(decision(got, rule), decision(want, rule), strict=True):
-            assert_close(a, b)
+    assert_close(got.extra, want.extra)
+    mine, other = summarize(got, rule), summarize(want, rule)
+    assert torch.equal(mine.visits, other.visits)
+    assert int(mine.visits.sum()) == trees * simulations
+    assert torch.equal(mine.action, other.action)
+    assert_close(mine, other)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_changed_rule_has_no_triton_form(name):
+    """It runs in torch, also where Triton was asked for: the old Triton form does something else."""
+    rule = replace(RULES[name], score=lambda nodes, q: q - nodes.children_visits)
+    assert rule.fused is None
+    results = []
+    for implementation in ("torch", "triton"):
+        with using(implementation):
+            results.append(grow(rule, 3, 5, 12))
+    (want, places), (got, other_places) = results
+    assert torch.equal(other_places, places)
+    assert torch.equal(got.nodes, want.nodes)
+    assert not torch.equal(places, grow(RULES[name], 3, 5, 12)[1])
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 def test_operands_as_they_come(implementation):
     """bfloat16, and strides."""
+    rule = RULES["mctx"]
     with using(implementation):
-        _, _, want = grown("mctx", 2, 5, 8)
-        _, _, strided = grown("mctx", 2, 5, 8, strided=True)
+        _, want = grow(rule, 2, 5, 8)
+        _, strided = grow(rule, 2, 5, 8, strided=True)
         assert torch.equal(strided, want)
-        low, _, _ = grown("mctx", 2, 5, 8, torch.bfloat16, strided=True)
+        low, _ = grow(rule, 2, 5, 8, torch.bfloat16, strided=True)
     assert low.nodes.dtype == low.edges.dtype == torch.float32
-    assert torch.equal(low.nodes[module.VALUE], low.nodes[module.VALUE].bfloat16().float())
-    assert not torch.equal(low.nodes[module.TOTAL], low.nodes[module.TOTAL].bfloat16().float())
+    assert torch.equal(low.nodes[RAW_VALUE], low.nodes[RAW_VALUE].bfloat16().float())
+    assert not torch.equal(low.nodes[VALUE_SUM], low.nodes[VALUE_SUM].bfloat16().float())
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 def test_lightzero_takes_scores_a_millionth_apart_for_equal(implementation):
     """A bandit whose second and third action pay nearly the same."""
-    rule, zero, flat = Rule("lightzero", 0.997), torch.zeros(1, device=DEVICE), torch.zeros(1, 3, device=DEVICE)
+    rule, zero, flat = lightzero_rule(), torch.zeros(1, device=DEVICE), torch.zeros(1, 3, device=DEVICE)
 
     def visits(third: float) -> list[float]:
         pays = torch.tensor([0.1, 0.5, third], device=DEVICE)
-        tree = plant(rule, 8, flat, zero)
+        tree = plant(rule, 8, 0.997, flat, zero)
         for simulation in range(8):
             selection = select(tree, rule, simulation)
             reward = pays[selection.action].masked_fill(selection.parent > 1, 0)  # the root's number is 1
             backup(tree, rule, simulation, selection, reward, zero.bool(), flat, zero)
-        return root_visits(tree)[0].tolist()
+        return summarize(tree, rule).visits[0].tolist()
 
     with using(implementation):
         assert visits(0.5 + 2e-7) == visits(0.5) == [1, 4, 3]
@@ -101,7 +136,7 @@ def test_lightzero_takes_scores_a_millionth_apart_for_equal(implementation):
 
 
 def test_sequential_halving():
-    """Worked out by hand: in each round as many simulations for every action that is left, then half of them."""
+    """Worked out by hand: each round, the same number of simulations for every remaining action, then half of them."""
     assert considered_visits(1, 3) == (0, 1, 2)
     assert considered_visits(4, 16) == (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5)
     assert considered_visits(4, 8) == (0, 0, 0, 0, 1, 1, 2, 2)
@@ -109,30 +144,34 @@ def test_sequential_halving():
     assert considered_visits(3, 7) == (0, 0, 0, 1, 1, 2, 2)
 
 
-def test_the_decision_is_among_the_most_visited():
-    rule = Rule("gumbel", 0.9)
-    tree = plant(rule, 5, torch.zeros(1, 3), torch.zeros(1), gumbel=torch.tensor([[0.0, 0.0, 1.0]]))
-    tree.edges[: module.PRIOR, module.ROOT] = torch.tensor([[2.0, 2.0, 1.0], [0.0, 1.0, 5.0]])
-    policy, action = decision(tree, rule)
-    assert action.tolist() == [1]
+def test_gumbel_takes_the_best_of_the_most_visited():
+    rule = gumbel_rule()
+    uniforms = (-(-torch.tensor([[0.0, 0.0, 1.0]])).exp()).exp()  # Gumbel noise of 0, 0 and 1
+    tree = plant(rule, 5, 0.9, torch.zeros(1, 3), torch.zeros(1), uniforms)
+    assert_close(tree.extra.gumbel, torch.tensor([[0.0, 0.0, 1.0]]))
+    tree.edges[:PRIOR, ROOT] = torch.tensor([[2.0, 2.0, 1.0], [0.0, 1.0, 5.0]])
+    output = summarize(tree, rule)
+    assert output.action.tolist() == [1]
     # all q are known: the logits are 0, and (50 + 2) / 10 times q scaled to [0, 1]
-    assert_close(policy, torch.tensor([[0.0, 1.04, 5.2]]).softmax(1))
+    assert_close(output.policy, torch.tensor([[0.0, 1.04, 5.2]]).softmax(1))
 
 
 def compile_cases():
-    types = dict.fromkeys(("nodes", "edges", "bounds", "gumbel", "explore"), "*fp32")
-    types |= dict.fromkeys(("child", "slot", "choice", "following", "parent", "action"), "*i64")
-    types |= dict.fromkeys(("trees", "actions", "count", "block", "considered", "logits_row", "logits_action"), "i32")
-    types |= dict.fromkeys(("tie", "narrowest", "visit_constant", "value_scale", "smallest", "tiny"), "fp32")
+    types = dict.fromkeys(("nodes", "edges", "ties", "bounds", "exploration"), "*fp32")
+    types |= dict.fromkeys(("children", "parent_edge", "best_action", "best_child", "parent", "action"), "*i64")
+    types |= dict.fromkeys(("trees", "actions", "count", "block", "logits_row", "logits_action"), "i32")
+    types |= dict.fromkeys(("tie", "narrowest"), "fp32")
     types |= {"ends": "*i1"}
-    for kind, element in zip(RULES, ("*fp32", "*bf16", "*fp32"), strict=True):
-        types |= dict.fromkeys(("rewards", "logits", "values"), element)
-        constants = {"LIGHTZERO": kind == "lightzero", "GUMBEL": kind == "gumbel", "WIDTH": 16}
-        for kernel in (module._walk_down, module._walk_up):
-            used, fixed = (
-                {name: v for name, v in each.items() if name in kernel.arg_names} for each in (types, constants)
-            )
-            yield kernel, used, fixed
+    yield tree_search._walk_down, {name: types[name] for name in tree_search._walk_down.arg_names}, {}
+    walk_down = tree_search_lightzero._walk_down_fused
+    yield walk_down, {name: types[name] for name in walk_down.arg_names if name != "WIDTH"}, {"WIDTH": 16}
+    table, number = "*fp32", "fp32"
+    operands = [(table, number), (table,), (table, "i32", number, number, number, number)]
+    for rule, arguments, element in zip(RULES.values(), operands, ("*fp32", "*bf16", "*fp32"), strict=True):
+        used = types | dict.fromkeys(("rewards", "logits", "values"), element) | {"arguments": arguments}
+        constants = {"PRIOR": rule.fused.prior, "CHOOSE": rule.fused.choose, "TRACK": rule.fused.track, "WIDTH": 16}
+        names = [name for name in tree_search._walk_up.arg_names if name not in constants]
+        yield tree_search._walk_up, {name: used[name] for name in names}, constants
 
 
 def test_the_kernels_compile():

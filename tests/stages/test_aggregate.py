@@ -119,7 +119,7 @@ def test_one_run_does_not_count_twice(how: str, tmp_path: Path) -> None:
         ),
         ({"size": 64}, {"size": 96}, "ALE/Pong-v5 size differ: 64 ({a}), 96 ({b})"),
         (
-            {"settings": {"seed": 1, "backbone": {"name": "gru"}}},
+            {"settings": {"seed": 1, "backbone": {"kind": "gru"}}},
             {},
             "runs of different settings are pooled into one number: backbone.kind ({a}, {b}); group them with: --by"
             " backbone.kind",
@@ -213,9 +213,9 @@ def test_runs_are_grouped_by_the_settings_in_which_they_differ(tmp_path: Path) -
         return scored(tmp_path / name, mean, settings=settings)
 
     runs = [
-        run("a", 1.0, seed=1, backbone={"name": "gru"}),
+        run("a", 1.0, seed=1, backbone={"kind": "gru"}),
         run("b", 5.0, seed=1),
-        run("c", 2.0, seed=2, backbone={"name": "gru"}),
+        run("c", 2.0, seed=2, backbone={"kind": "gru"}),
         run("d", 6.0, seed=1, dynamics={"batch": 3}),
     ]
     rows = compare_settings(runs, ["backbone.kind", "dynamics.batch"], QUIET)

@@ -52,6 +52,10 @@ def test_jobs_of_version_0_1_0_are_known_by_the_values_that_it_knew_them_by(name
     values: dict[str, Any] = {section: {"kind": kind}} if kind else {}
     if kind == "latent":
         values["tokenizer"] = {"kind": "categorical"}
+    if kind == "categorical":
+        values["dynamics"] = {"kind": "latent"}
+    if kind == "cells":
+        values["controller"] = {"imagination_horizon": 4}
     if kind == "actor-critic":
         values["dynamics"] = {"sequence_length": 20}
     if kind == "mcts":

@@ -89,7 +89,7 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> Decisions:
         action = decide(agent, instead)
         made.agents.append(agent)
         made.actions.append(action.copy())
-        made.policies += [agent.searched()["policy"]] if agent.searched() else []
+        made.policies += [agent.summarize_search()["policy"]] if agent.summarize_search() else []
         return action
 
     def watched_at_random(agent: UniformAgent, observation: np.ndarray, first: np.ndarray) -> np.ndarray:
@@ -371,7 +371,7 @@ def found_by_playing_again(
     for step in np.arange(len(rows["action"])).reshape(-1, 3):
         agent.perceive(rows["observation"][step], rows["first"][step])
         agent.decide(instead=rows["action"][step])
-        found.append(agent.searched())
+        found.append(agent.summarize_search())
     policy, value = (np.concatenate([each[name] for each in found]) for name in ("policy", "value"))
     assert np.ptp(policy, axis=0).max() > 0.1 and np.ptp(value) > 0.1
     return policy, value

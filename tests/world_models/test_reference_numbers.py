@@ -17,7 +17,8 @@ from torch.testing import assert_close
 
 from wmcli.backbones import build
 from wmcli.backbones.transformer import TransformerSettings
-from wmcli.controllers.mcts import MCTSSettings, SearchNoise, search
+from wmcli.controllers.mcts import search
+from wmcli.kernels.tree_search_lightzero import LightZeroNoise, lightzero_rule
 from wmcli.world_models.base import Batch, Prediction, Targets
 from wmcli.world_models.muzero import MuZero, MuZeroSettings
 from wmcli.world_models.unizero import UniZero, UniZeroSettings
@@ -186,7 +187,7 @@ def world() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 )
 def test_search_of_lightzero(explore, visits, value):
     onward, reward, logits, worth = world()
-    noise = SearchNoise(dirichlet=torch.tensor([[0.1, 0.0, 0.9], [0.0, 1.0, 0.0], [0.5, 0.3, 0.2]]))
+    noise = LightZeroNoise(torch.tensor([[0.1, 0.0, 0.9], [0.0, 1.0, 0.0], [0.5, 0.3, 0.2]]))
 
     def predict(place: Tensor) -> Prediction:
         return Prediction(logits[place], worth[place])
@@ -195,7 +196,7 @@ def test_search_of_lightzero(explore, visits, value):
         after = onward[state[0], action]
         return reward[state[0], action], torch.zeros(3, dtype=torch.bool), predict(after), (after,)
 
-    settings, place = MCTSSettings(rule="lightzero", simulations=50), torch.arange(3)
-    found = search(predict(place), (place,), expand, settings, 0.997, noise if explore else None)
-    assert found.visits.tolist() == visits
-    assert_close(found.value, torch.tensor(value), rtol=0, atol=2e-6)
+    place = torch.arange(3)
+    output = search(predict(place), (place,), expand, lightzero_rule(), 50, 0.997, noise if explore else None)
+    assert output.visits.tolist() == visits
+    assert_close(output.value, torch.tensor(value), rtol=0, atol=2e-6)

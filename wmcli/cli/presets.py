@@ -124,7 +124,6 @@ def show(
         wm presets show quickstart --set backbone.layers=2 --parameters
         wm presets show drama-quick --changed
         wm presets show rem --explain
-        wm presets show ./mine.toml --changed
     """
     from wmcli.config import preset_header
     from wmcli.settings import Settings, flatten, resolve

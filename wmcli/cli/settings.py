@@ -14,9 +14,7 @@ from wmcli.errors import UsageError
 def settings(
     section: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[SECTION]", help="A section, such as controller, or a key.", autocompletion=complete_key
-        ),
+        typer.Argument(metavar="SECTION", help="A section, such as controller, or a key.", autocompletion=complete_key),
     ] = None,
     kind: Annotated[
         str | None, typer.Option("--kind", metavar="NAME", help="Only keys of this kind, such as mamba2.")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from wmcli.controllers.base import Controller, Searched, State
+from wmcli.controllers.base import Controller, SearchSummary, State
 from wmcli.errors import ArtifactError
 from wmcli.nn.categorical import choose
 from wmcli.world_models.base import Imagined, WorldModel
@@ -67,7 +67,7 @@ class Agent:
         self._previous_action = torch.zeros(environments, dtype=torch.int64, device=self.device)
         self._fresh = torch.ones(environments, dtype=torch.bool, device=self.device)
         self._frame_shape: tuple[int, ...] = ()
-        self._searched: Searched | None = None
+        self._search_summary: SearchSummary | None = None
 
     def act(self, observation: np.ndarray | Tensor, first: np.ndarray | Tensor) -> np.ndarray:
         """Return actions (E,) int64 for frames (E, H, W, C) uint8; rows with `first` (E,) True start from nothing."""
@@ -85,7 +85,7 @@ class Agent:
         """Return actions (E,) int64 for the last perceived or imagined frames; `instead` replaces them."""
         generator = self.generator if self.explore else None
         logits, state = self.controller.decide(self.world_model, self._world_state, self._state, generator)
-        self._searched = self.controller.found(state)
+        self._search_summary = self.controller.summarize_search(state)
         chosen = choose(logits.cpu(), self.temperature, self.generator)
         executed = chosen
         if self.epsilon > 0:
@@ -111,11 +111,11 @@ class Agent:
         """Return the last perceived or imagined frames as the world model decodes them, (E, H, W, C) uint8."""
         return self.world_model.frame(self._world_state).cpu().numpy()
 
-    def searched(self) -> dict[str, np.ndarray]:
+    def summarize_search(self) -> dict[str, np.ndarray]:
         """Return policy (E, A) and value (E,) of the search behind the last `act`; empty without a search."""
-        if self._searched is None:
+        if self._search_summary is None:
             return {}
-        return {name: value.cpu().numpy() for name, value in self._searched._asdict().items()}
+        return {name: value.cpu().numpy() for name, value in self._search_summary._asdict().items()}
 
     @torch.no_grad()
     def burn_in(
@@ -222,7 +222,7 @@ class UniformAgent:
         """Return random actions (E,) int64, whatever the frames."""
         return torch.randint(self.actions, (self.environments,), generator=self.generator).numpy()
 
-    def searched(self) -> dict[str, np.ndarray]:
+    def summarize_search(self) -> dict[str, np.ndarray]:
         """Return nothing: there is no search."""
         return {}
 

@@ -76,13 +76,13 @@ class Noise(NamedTuple):
     """(s, B, draws)"""
 
 
-class Searched(NamedTuple):
-    """What a search found at the current frames."""
+class SearchSummary(NamedTuple):
+    """Policy and value of a search at the current frames: targets to learn from."""
 
     policy: Tensor
-    """(B, A) float32: shares of the actions, for a policy to learn."""
+    """(B, A) float32: probabilities of the actions."""
     value: Tensor
-    """(B,) float32: the value of the frame by the search."""
+    """(B,) float32"""
 
 
 class Controller(nn.Module, ABC):
@@ -114,8 +114,8 @@ class Controller(nn.Module, ABC):
         `generator`, on the CPU, it also explores while it searches; None: it does not.
         """
 
-    def found(self, state: State) -> Searched | None:
-        """What the last `decide` found, if it searched: targets to learn from."""
+    def summarize_search(self, state: State) -> SearchSummary | None:
+        """Return policy and value of the search in the last `decide`. None if it did not search."""
         return None
 
     @abstractmethod
@@ -184,8 +184,8 @@ class Actor(Protocol):
     def act(self, observation: np.ndarray | Tensor, first: np.ndarray | Tensor) -> np.ndarray:
         """Actions (E,) int64 for the current frames (E, H, W, C) uint8; `first` (E,): it opens an episode, or game."""
 
-    def searched(self) -> dict[str, np.ndarray]:
-        """What the search behind the last `act` found, policy (E, A) and value (E,); empty for one who does not."""
+    def summarize_search(self) -> dict[str, np.ndarray]:
+        """Return policy (E, A) and value (E,) of the search in the last `act`. Empty if it did not search."""
 
     def burn_in(
         self, observation: np.ndarray | Tensor, action: np.ndarray | Tensor, valid: np.ndarray | Tensor

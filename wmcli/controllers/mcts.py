@@ -1,32 +1,33 @@
-"""Planning: a tree search in the world model at every frame, with no weights of its own.
+"""Plan by tree search in the world model, at every frame. The search has no weights of its own.
 
-Sources: MuZero (Schrittwieser et al. 2020, Nature 588, arXiv 1911.08265) and Gumbel MuZero (Danihelka et al. 2022,
-ICLR). The rules by which a search chooses stand in `wmcli.kernels.tree_search`.
+All trees grow in lock step by one node a simulation. The model steps E nodes at once, and all shapes are fixed.
+Random numbers are drawn beforehand: a search is a function of its arguments.
 
-E frames searched side by side, A actions, S simulations.
+Axes: E frames searched side by side, A actions, S simulations.
 
-All trees grow in lock step by one node a simulation, so that the model is asked for E nodes at once and every shape is
-known beforehand. What is random is drawn before: a search is a function of its arguments.
+Source: MuZero (Schrittwieser et al. 2020, Nature 588, arXiv 1911.08265), Gumbel MuZero (Danihelka et al. 2022, ICLR).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from wmcli.controllers.base import Controller, ControllerSettings, Searched, State
-from wmcli.kernels.tree_search import ROOT, Rule, backup, decision, plant, root_value, root_visits, select
-from wmcli.nn.categorical import uniform
+from wmcli.controllers.base import Controller, ControllerSettings, SearchSummary, State
+from wmcli.kernels.tree_search import ROOT, PolicyOutput, SearchNoise, SearchRule, backup, plant, select, summarize
+from wmcli.kernels.tree_search_gumbel import gumbel_rule
+from wmcli.kernels.tree_search_lightzero import lightzero_rule
+from wmcli.kernels.tree_search_mctx import mctx_rule
 from wmcli.world_models.base import PlanningWorldModel, Prediction, WorldModel
 
 Expand = Callable[[State, Tensor], tuple[Tensor, Tensor, Prediction, State]]
-"""(state, action (E,)) -> reward (E,), terminated (E,) bool, prediction and state of what comes of it."""
+"""(state, action (E,)) -> reward (E,), terminated (E,) bool, and the next state's prediction and the state itself."""
 
 
 class MCTSSettings(ControllerSettings):
@@ -68,44 +69,16 @@ class MCTSSettings(ControllerSettings):
         return MCTS(self, world_model.actions, repeated=repeated)
 
 
-class SearchNoise(NamedTuple):
-    """All that is random in a search. None leaves a part out."""
-
-    dirichlet: Tensor | None = None
-    """(E, A), to be mixed into the root's prior."""
-    ties: Tensor | None = None
-    """(E, S + 1, A) uniform in [0, 1): which of equal children of a node is taken ("lightzero")."""
-    gumbel: Tensor | None = None
-    """(E, A) standard Gumbel numbers, added to the root's logits ("gumbel")."""
+def build_rule(settings: MCTSSettings) -> SearchRule:
+    """Build the rule that the settings name."""
+    return RULES[settings.rule](settings)
 
 
-class Found(NamedTuple):
-    """What a search found at the roots."""
-
-    visits: Tensor
-    """(E, A) float32: how often each action was looked into; S in all."""
-    value: Tensor
-    """(E,) float32: mean of what the simulations came to."""
-    policy: Tensor
-    """(E, A) float32, to learn from: the shares of the visits; for "gumbel" the improved policy."""
-    action: Tensor
-    """(E,) int64: the most visited; for "gumbel" the one that halving left."""
-
-
-def draw_noise(
-    settings: MCTSSettings, rows: int, actions: int, device: torch.device, generator: torch.Generator
-) -> SearchNoise:
-    """Random numbers for a search from `rows` frames, the same on every device; `generator` is on the CPU."""
-    if settings.rule == "gumbel":
-        numbers = uniform((rows, actions), device, generator).clamp_min(torch.finfo(torch.float32).tiny)
-        return SearchNoise(gumbel=-(-numbers.log()).log())
-    concentration = torch.full((rows, actions), settings.dirichlet_alpha)
-    dirichlet = torch._sample_dirichlet(concentration, generator)
-    if device.type == "cuda":
-        dirichlet = dirichlet.pin_memory().to(device, non_blocking=True)  # a copy from other memory would wait
-    if settings.rule == "mctx":
-        return SearchNoise(dirichlet)
-    return SearchNoise(dirichlet, uniform((rows, settings.simulations + 1, actions), device, generator))
+RULES: dict[str, Callable[[MCTSSettings], SearchRule]] = {
+    "mctx": lambda s: mctx_rule(s.pb_c_init, s.pb_c_base, s.dirichlet_alpha, s.dirichlet_fraction),
+    "lightzero": lambda s: lightzero_rule(s.pb_c_init, s.pb_c_base, s.dirichlet_alpha, s.dirichlet_fraction),
+    "gumbel": lambda s: gumbel_rule(s.max_num_considered_actions, s.maxvisit_init, s.value_scale),
+}
 
 
 @torch.no_grad()
@@ -113,124 +86,145 @@ def search(
     root: Prediction,
     state: State,
     expand: Expand,
-    settings: MCTSSettings,
+    rule: SearchRule,
+    num_simulations: int,
     discount: float,
-    noise: SearchNoise | None = None,
-) -> Found:
+    noise: SearchNoise = None,
+) -> PolicyOutput:
     """Plan from E frames at once, each in a tree of its own.
 
     Args:
-        root: policy and value of the frames.
-        state: a tree of tensors (E, ...), the world model's at the frames.
-        expand: one step of the world model. It is given states of many nodes, gathered.
-        settings: the rules and their constants.
-        discount: gamma, in (0, 1].
-        noise: from `draw_noise`; None does not explore.
+        root: Policy and value of the frames.
+        state: The world model's state at the frames, a tree of tensors (E, ...).
+        expand: One step of the world model, from the states of many nodes.
+        rule: How to choose.
+        num_simulations: S.
+        discount: Gamma, in (0, 1].
+        noise: From `rule.draw_noise`, on the device of the state. None does not explore.
+
+    Returns:
+        Policies, values and visits of the frames.
     """
-    noise = noise or SearchNoise()
-    rule = Rule(
-        settings.rule,
-        discount,
-        settings.pb_c_init,
-        settings.pb_c_base,
-        settings.max_num_considered_actions,
-        settings.maxvisit_init,
-        settings.value_scale,
-    )
-    tree = plant(
-        rule,
-        settings.simulations,
-        root.policy,
-        root.value,
-        dirichlet=noise.dirichlet,
-        dirichlet_weight=settings.dirichlet_fraction,
-        ties=noise.ties,
-        gumbel=noise.gumbel,
-    )
+    tree = plant(rule, num_simulations, discount, root.policy, root.value, noise)
     leaves, structure = tree_flatten(state)
-    kept = [leaf.new_empty(len(tree.ids), *leaf.shape) for leaf in leaves]  # the states of all nodes
-    for leaf, place in zip(leaves, kept, strict=True):
+    states = [leaf.new_empty(len(tree.ids), *leaf.shape) for leaf in leaves]  # of all nodes
+    for leaf, place in zip(leaves, states, strict=True):
         place[ROOT] = leaf
-    for simulation in range(settings.simulations):
+    by_node = [place.flatten(0, 1) for place in states]
+    for simulation in range(num_simulations):
         selection = select(tree, rule, simulation)
-        parents = [place.flatten(0, 1).index_select(0, selection.parent) for place in kept]
+        parents = [place.index_select(0, selection.parent) for place in by_node]
         reward, terminated, prediction, after = expand(tree_unflatten(parents, structure), selection.action)
-        for leaf, place in zip(tree_leaves(after), kept, strict=True):
+        for leaf, place in zip(tree_leaves(after), states, strict=True):
             place[ROOT + 1 + simulation] = leaf
         backup(tree, rule, simulation, selection, reward, terminated, prediction.policy, prediction.value)
-    visits, value = root_visits(tree), root_value(tree)
-    if settings.rule == "gumbel":
-        return Found(visits, value, *decision(tree, rule))
-    return Found(visits, value, visits / settings.simulations, visits.argmax(-1))
+    return summarize(tree, rule)
 
 
 class MCTS(Controller):
-    """Acts by searching in a `PlanningWorldModel`, whose policy and value learn from what is found.
+    """Act by searching in a `PlanningWorldModel`, whose policy and value learn from the searches.
 
-    `actions` is the number A. It has no parameters; its state is what the last search found. `repeated` makes of a
-    function of tensors one that is called many times with the same shapes, such as a recorded graph: a whole search is
-    one call of it.
+    It has no parameters. Its state is the policy and value of the last search.
+
+    A rule of one's own is a `SearchRule`, one function or more on batches of nodes:
+
+        def puct(nodes: Nodes, q: Tensor) -> Tensor:
+            return q + 2 * nodes.children_prior * nodes.visits.sqrt() / (1 + nodes.children_visits)
+
+        controller = MCTS(settings, actions, rule=SearchRule(score=puct))
     """
 
     def __init__(
         self,
         settings: MCTSSettings,
         actions: int,
-        repeated: Callable[[Callable[..., Found]], Callable[..., Found]] = lambda search: search,
+        rule: SearchRule | None = None,
+        repeated: Callable[[Callable[..., PolicyOutput]], Callable[..., PolicyOutput]] = lambda search: search,
     ) -> None:
+        """Build the controller.
+
+        Args:
+            settings: Number of simulations, and the name and constants of a shipped rule.
+            actions: A.
+            rule: How to choose. None takes the rule that the settings name.
+            repeated: Makes a function of tensors into one for many calls with the same shapes, such as a recorded
+                graph. A whole search is one call of it.
+        """
         super().__init__()
         self.settings = settings
         self.actions = actions
+        self.rule = build_rule(settings) if rule is None else rule
         self._repeated = repeated
-        self._search: tuple[WorldModel, Callable[..., Found]] | None = None  # the model that it was made for
-        self.register_buffer("place", torch.empty(0), persistent=False)  # it says on which device
+        self._search: tuple[WorldModel, Callable[..., PolicyOutput]] | None = None  # the model that it was made for
+        self.register_buffer("place", torch.empty(0), persistent=False)  # on the controller's device
 
-    def initial_state(self, batch: int) -> Searched:
-        """Nothing found: zeros."""
+    def initial_state(self, batch: int) -> SearchSummary:
+        """Return zeros."""
         place: Any = self.place
-        return Searched(place.new_zeros(batch, self.actions), place.new_zeros(batch))
+        return SearchSummary(place.new_zeros(batch, self.actions), place.new_zeros(batch))
 
-    def cleared(self, state: Searched, reset: Tensor) -> Searched:
-        """`state` with zeros in the rows where `reset` (B,) is True."""
-        return Searched(state.policy.masked_fill(reset[:, None], 0), state.value.masked_fill(reset, 0))
+    def cleared(self, state: SearchSummary, reset: Tensor) -> SearchSummary:
+        """Return `state` with zeros in the rows where `reset` (B,) is True."""
+        return SearchSummary(state.policy.masked_fill(reset[:, None], 0), state.value.masked_fill(reset, 0))
 
     def decide(
-        self, world_model: WorldModel, world_state: State, state: Searched, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Searched]:
-        """Search from the current frames.
+        self,
+        world_model: WorldModel,
+        world_state: State,
+        state: SearchSummary,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, SearchSummary]:
+        """Search from the current frames. See `Controller.decide`.
 
-        The logits (B, A) are the logarithms of the visits, so that temperature T makes them N^(1/T); for "gumbel" all
-        but the chosen action have -inf. With a `generator` the search explores. See `Controller.decide`.
+        Args:
+            world_model: To search in.
+            world_state: Its state at the frames.
+            state: Of the controller.
+            generator: On the CPU. With it the search explores.
+
+        Returns:
+            Logits (B, A) of the next action, as the rule gives them, and the new state. For the visits N as policy,
+            softmax at temperature T gives N^(1/T).
         """
         assert isinstance(world_model, PlanningWorldModel), type(world_model)
         assert world_model.draws == 0, "a search is a function of its arguments"
         root = world_model.root(world_state)
-        noise = SearchNoise()
+        noise = None
         if generator is not None:
-            noise = draw_noise(self.settings, len(state.value), self.actions, state.value.device, generator)
+            device, trees = state.value.device, len(state.value)
+            noise = self.rule.draw_noise(trees, self.actions, self.settings.simulations, generator)
+            noise = tree_map(partial(_put, device=device), noise)
         if self._search is None or self._search[0] is not world_model:
             self._search = world_model, self._repeated(partial(self._search_in, world_model))
-        found = self._search[1](root, noise)
-        logits = found.visits.log()
-        if self.settings.rule == "gumbel":
-            logits = torch.full_like(logits, -torch.inf).scatter(1, found.action[:, None], 0)
-        return logits, Searched(found.policy.clone(), found.value.clone())  # the next search may write over these
+        output = self._search[1](root, noise)
+        # The next search may overwrite its output.
+        return output.logits.clone(), SearchSummary(output.policy.clone(), output.value.clone())
 
-    def _search_in(self, world_model: PlanningWorldModel, root: State, noise: SearchNoise) -> Found:
+    def _search_in(self, world_model: PlanningWorldModel, root: State, noise: SearchNoise) -> PolicyOutput:
         def expand(node: State, action: Tensor) -> tuple[Tensor, Tensor, Prediction, State]:
             imagined, after = world_model.imagine(node, action)
             return imagined.reward, imagined.terminated, world_model.predict(after), after
 
-        return search(world_model.predict(root), root, expand, self.settings, world_model.discount, noise)
+        prediction, simulations = world_model.predict(root), self.settings.simulations
+        return search(prediction, root, expand, self.rule, simulations, world_model.discount, noise)
 
-    def found(self, state: Searched) -> Searched:
-        """What the last `decide` found."""
+    def summarize_search(self, state: SearchSummary) -> SearchSummary:
+        """Return policy and value of the last search, which are the state."""
         return state
 
-    def follow(self, action: Tensor, state: Searched) -> Searched:
-        """Nothing to remember."""
+    def follow(self, action: Tensor, state: SearchSummary) -> SearchSummary:
+        """Return `state`: there is nothing to remember."""
         return state
 
-    def burn_in(self, world_model: WorldModel, world_state: State, action: Tensor, state: Searched) -> Searched:
-        """Nothing to remember."""
+    def burn_in(
+        self, world_model: WorldModel, world_state: State, action: Tensor, state: SearchSummary
+    ) -> SearchSummary:
+        """Return `state`: there is nothing to remember."""
         return state
+
+
+def _put(noise: Tensor | None, device: torch.device) -> Tensor | None:
+    """Copy to the device without waiting for it."""
+    if noise is None or device.type != "cuda":
+        return noise
+    return noise.pin_memory().to(device, non_blocking=True)  # a copy from other memory would wait

@@ -112,8 +112,8 @@ def markdown() -> str:
     lines = [
         "# Settings",
         "",
-        "Every key of the settings, made from the descriptions in the code: `wm settings` prints the same. Write a key in",
-        "a preset file under its section, or behind `--set`, as `--set dynamics.learning_rate=3e-4`.",
+        "Every key of the settings, made from the descriptions in the code. `wm settings` prints the same. Write a key",
+        "in a preset file under its section, or behind `--set`, as in `--set dynamics.learning_rate=3e-4`.",
     ]
     shown: tuple[str, str] | None = None
     for each in settings_of_section():

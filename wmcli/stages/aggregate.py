@@ -194,7 +194,10 @@ def _differ_in_learning(group: Sequence[Score], by: Sequence[str]) -> list[str]:
     every = [flatten(settings_of(score.evaluation)) for score in group]
     acting = {key for score in group for key in _conditions(score)}
     keys = [key for key in dict.fromkeys(key for each in every for key in each) if not key.startswith(_NOT_LEARNING)]
-    other = [key for key in keys if key not in acting and len({str(each.get(key)) for each in every}) > 1]
+    shared = [
+        key for key in keys if key not in acting and all(key in each for each in every)
+    ]  # keys of one kind follow it
+    other = [key for key in shared if len({str(each[key]) for each in every}) > 1]
     lines = []
     if other:
         runs = _first([str(score.run) for score in group])

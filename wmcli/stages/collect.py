@@ -252,7 +252,7 @@ def _play(
                 raise EnvironmentFault(
                     f"{fault} The {saved} of {total} steps before it are kept; new episodes follow them."
                 ) from fault
-            recorder.add(seen(observation, first, action, after) | agent.searched())
+            recorder.add(seen(observation, first, action, after) | agent.summarize_search())
             bar.advance(count)
             due = time.monotonic() - saved_at >= context.settings.training.checkpoint_seconds
             if stop or (due and len(recorder) < total):

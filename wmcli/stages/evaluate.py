@@ -146,7 +146,7 @@ def play_episodes(
             action = agent.act(frames, streams.first)
             after = streams.step(action)
             if tally.number[0] == 0 and len(tally.film.frames) < FILMED_STEPS:
-                tally.film.add(frames[0], action[0], after.reward[0], agent.searched())
+                tally.film.add(frames[0], action[0], after.reward[0], agent.summarize_search())
                 if how := ending(after):
                     tally.film.end(after.final[0], how)
                 elif len(tally.film.frames) == FILMED_STEPS:

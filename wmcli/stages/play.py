@@ -108,7 +108,7 @@ def _real(streams: Streams, agent: Agent, given: list[int]) -> Film:
         agent.perceive(streams.observation, streams.first)
         action = agent.decide(_next(given, len(film.frames)))
         after = streams.step(action)
-        film.add(frame, action[0], after.reward[0], agent.searched())
+        film.add(frame, action[0], after.reward[0], agent.summarize_search())
         how = ending(after) or ("cut" if len(film.frames) == STEPS else None)
         if how is not None:
             film.end(after.final.get(0, streams.observation[0]), how)

@@ -65,13 +65,13 @@ class ReanalysisTrainer(Trainer):
             _, world_state = self.world_model.observe(latent, batch.action, episode_starts(batch))
             state = self.controller.initial_state(len(rows))
             _, state = self.controller.decide(self.world_model, world_state, state, torch.default_generator)
-        searched = self.controller.found(state)
-        assert searched is not None and batch.targets is not None
-        self.targets.update(rows, searched.policy, searched.value)
+        summary = self.controller.summarize_search(state)
+        assert summary is not None and batch.targets is not None
+        self.targets.update(rows, summary.policy, summary.value)
         policy, value, known = batch.targets.policy[:, -1], batch.targets.value[:, -1], batch.targets.found[:, -1]
         return {
-            "search_value": searched.value.mean(),
-            "search_entropy": -torch.xlogy(searched.policy, searched.policy).sum(-1).mean(),
-            "policy_change": masked_mean((searched.policy - policy).abs().sum(-1) / 2, known),
-            "value_change": masked_mean((searched.value - value).abs(), known),
+            "search_value": summary.value.mean(),
+            "search_entropy": -torch.xlogy(summary.policy, summary.policy).sum(-1).mean(),
+            "policy_change": masked_mean((summary.policy - policy).abs().sum(-1) / 2, known),
+            "value_change": masked_mean((summary.value - value).abs(), known),
         }
