@@ -20,7 +20,7 @@ from wmcli.controllers.base import Controller
 from wmcli.envs.catch import BALL_COLOR
 from wmcli.envs.vector import Transition
 from wmcli.errors import UsageError
-from wmcli.experience import Memory
+from wmcli.experience import Replay
 from wmcli.progress import Progress
 from wmcli.report.images import strip, write_png
 from wmcli.stages import play as play_module
@@ -154,7 +154,7 @@ class Counter(WorldModel):
         self.reads.append((int(observation[0, 0, 0, 0]), int(previous_action[0])))
         return observation[:, 0, 0, 0].long()
 
-    def imagine(self, state, action, numbers=None):
+    def imagine(self, state, action, uniforms=None):
         state = 10 * state + action
         return Imagined(state, torch.ones(1), state >= 1000), state
 
@@ -332,7 +332,7 @@ def test_every_frame_follows_from_the_one_before_and_its_action(newest_episodes:
 
 
 def test_no_episode_is_long_enough() -> None:
-    memory = Memory.empty(CPU.device)
+    memory = Replay.empty(CPU.device)
     memory.extend(
         {
             "observation": np.zeros((4, 8, 8, 3), np.uint8),

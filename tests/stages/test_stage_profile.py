@@ -21,7 +21,7 @@ from wmcli.backbones.mamba2 import Mamba2, Mamba2Settings
 from wmcli.backbones.retnet import RetNet, RetNetSettings
 from wmcli.backbones.transformer import TransformerSettings
 from wmcli.errors import ArtifactError, UsageError, WmError
-from wmcli.experience import Memory
+from wmcli.experience import Replay
 from wmcli.kernels.dispatch import on_triton, using
 from wmcli.progress import Bar, Progress
 from wmcli.settings import resolve
@@ -326,8 +326,8 @@ def test_what_was_loaded_is_there_before_the_clock_is_read(run: Path, monkeypatc
     monkeypatch.setattr(profile_experience, "PLAYED", 40)
     monkeypatch.setattr(profile_experience, "LENGTH", 10)
     order: list[str] = []
-    extend = Memory.extend
-    monkeypatch.setattr(Memory, "extend", lambda *arguments: (extend(*arguments), order.append("load")))
+    extend = Replay.extend
+    monkeypatch.setattr(Replay, "extend", lambda *arguments: (extend(*arguments), order.append("load")))
     monkeypatch.setattr(measure, "_wait", lambda device: order.append("wait"))
     profile(opened(run), parts=("experience",), frames=180)
     first = order.index("load") - 1

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wmcli.artifacts import Run
 from wmcli.envs.vector import Transition
-from wmcli.experience.memory import Memory
+from wmcli.experience.replay import Replay
 from wmcli.report.images import (
     captioned,
     over_shares,
@@ -163,20 +163,20 @@ def _held(movie: np.ndarray, ended: Ending | None) -> np.ndarray:
 
 
 @torch.no_grad()
-def imagined_beside_real(world_model: WorldModel, memory: Memory, context: int) -> SideBySide | None:
+def imagined_beside_real(world_model: WorldModel, replay: Replay, context: int) -> SideBySide | None:
     """Imagine the newest episodes of the experience from their first `context` frames, under the actions taken.
 
     Returns:
         The frames, or None if no episode is long enough for one step or the model decodes nothing.
     """
-    starts, lengths = memory.episodes.start, memory.episodes.length
+    starts, lengths = replay.episodes.start, replay.episodes.length
     longest = np.flatnonzero(lengths > context)[-50:]
     if len(longest) == 0 or not world_model.decodes:
         return None
     chosen = longest[np.argsort(lengths[longest], kind="stable")[-EPISODES:]]
     length = int(min(context + STEPS, lengths[chosen].min()))
-    rows = torch.from_numpy(memory.order[starts[chosen][:, None] + np.arange(length)]).to(memory.device)
-    return beside(world_model, memory.frames[rows], memory.action[rows], context)
+    rows = torch.from_numpy(replay.order[starts[chosen][:, None] + np.arange(length)]).to(replay.device)
+    return beside(world_model, replay.frames[rows], replay.action[rows], context)
 
 
 @torch.no_grad()

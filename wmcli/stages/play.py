@@ -89,8 +89,8 @@ def play(
             film, movie = dream.imagined, dream.drawn(meanings)
             if dream.context < context_frames:
                 context.progress.say(
-                    f"play: the real episode was over after {dream.context} of the {context_frames} frames that imagination"
-                    " was to start from; give fewer with --context"
+                    f"play: the real episode was over after {dream.context} of the {context_frames} frames before"
+                    " imagination; give fewer with --context"
                 )
             about = f"imagined from frame {dream.context} on: {_described(film)}; in reality: {_described(dream.real)}"
         streams.close()

@@ -270,7 +270,7 @@ def _searches(
     for roots in sorted({acted, again, MANY_ROOTS}):
         windows = _random_batch(frames, roots, world_model.context, world_model.actions)
         with machine.autocast(), torch.no_grad():
-            _, state = world_model.observe(world_model.encode(windows.latent), windows.action, windows.first)
+            _, state = world_model.observe(world_model.encode(windows.inputs), windows.action, windows.is_first)
 
         def plan(state: Any = state, roots: int = roots) -> None:
             with machine.autocast(), torch.no_grad():
@@ -302,7 +302,7 @@ def _imagination(context: Context, world_model: WorldModel, windows: Batch) -> I
 
     def stage(what: str, model: WorldModel) -> Stage:
         with machine.autocast():
-            _, state = model.observe(windows.latent, windows.action, windows.first)
+            _, state = model.observe(windows.inputs, windows.action, windows.is_first)
 
         def imagine() -> None:
             with machine.autocast(), torch.no_grad():
@@ -319,11 +319,11 @@ def _random_batch(source: torch.Tensor, rows: int, length: int, actions: int) ->
     device = source.device
     no = torch.zeros(rows, length, dtype=torch.bool, device=device)
     return Batch(
-        latent=source[torch.randint(len(source), (rows, length), device=device)],
+        inputs=source[torch.randint(len(source), (rows, length), device=device)],
         action=torch.randint(actions, (rows, length), device=device),
         reward=torch.zeros(rows, length, device=device),
         terminated=no,
         truncated=no,
-        first=no,
+        is_first=no,
         valid=~no,
     )

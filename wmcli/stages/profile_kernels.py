@@ -1,7 +1,7 @@
 """Time each kernel at the shapes of the preset's settings, after a check of its results.
 
-All are timed, whatever the preset's backbone is: at the shapes of an update of the dynamics model, at the preset's width
-and with the settings of each backbone.
+All are timed, whatever the preset's backbone is: at the shapes of an update of the dynamics model, at the preset's
+width and with the settings of each backbone.
 
 B batch, T time (elements of a training segment), other axes as in the kernels.
 """

@@ -15,8 +15,8 @@ from torch import nn
 import wmcli
 from wmcli.errors import UsageError
 from wmcli.kernels import dispatch
+from wmcli.training.allocator import keep_freed_memory
 from wmcli.training.graph import Recorded
-from wmcli.training.memory import keep_freed_memory
 from wmcli.training.settings import TrainingSettings
 
 M = TypeVar("M", bound=nn.Module)
