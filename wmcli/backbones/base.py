@@ -89,6 +89,13 @@ class Backbone(nn.Module, ABC):
         backbone may spare the last layer their computation.
         """
 
+    def replace_rows(self, state: State, rows: Tensor, fresh: State) -> State:
+        """Return `state` with its `rows` (k,) int64 replaced by the k rows of `fresh`, for inference.
+
+        Rows may have read different numbers of elements. What a backbone counts on the host stays an upper bound.
+        """
+        return replace_rows(state, rows, fresh)
+
 
 def for_each_block(queries: Tensor, x: Tensor) -> Tensor:
     """Queries (Q, D) or (B, N, Q, D) as (B, N, Q, D), in the dtype of x (B, N, L, D)."""
@@ -130,6 +137,15 @@ def with_tensors(state: State, tensors: Iterable[Tensor]) -> State:
     """Return a tree like `state` that holds these tensors, in the order of `state_tensors`."""
     left = iter(tensors)
     return map_state(lambda _: next(left), state)
+
+
+def replace_rows(state: State, rows: Tensor, fresh: State) -> State:
+    """Return `state` with its `rows` (k,) int64 replaced by the k rows of `fresh`, a state of the same form.
+
+    Constants are those of `state`.
+    """
+    pairs = zip(state_tensors(state), state_tensors(fresh), strict=True)
+    return with_tensors(state, [old.index_copy(0, rows, new.to(old.dtype)) for old, new in pairs])
 
 
 def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:

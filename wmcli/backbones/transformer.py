@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, BackboneSettings, Size, cache_dtype, for_each_block
+from wmcli.backbones.base import Backbone, BackboneSettings, Size, cache_dtype, for_each_block, replace_rows
 from wmcli.errors import UsageError
 from wmcli.kernels.attention import attention, masked_attention
 from wmcli.nn.attention_prior import AttentionPrior, AttentionPriorSettings, scaled_attention, spread
@@ -195,6 +195,10 @@ class Transformer(Backbone):
         )
         y, answers = y.split((blocks, blocks * count), 1)
         return y, answers.unflatten(1, (blocks, count)), cache
+
+    def replace_rows(self, state: Cache, rows: Tensor, fresh: Cache) -> Cache:
+        even = state.even and fresh.even and state.filled == fresh.filled
+        return replace_rows(state, rows, fresh)._replace(filled=max(state.filled, fresh.filled), even=even)
 
     # -- the layers ----------------------------------------------------------------------------------------------------
 

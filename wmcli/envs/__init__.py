@@ -1,7 +1,7 @@
 """Environments: what `wm` plays, always as size x size x 3 uint8 frames with actions 0 .. n-1.
 
-Importing this package registers `wm/Catch-v0`, `wm/DelayedCopy-v0`, `wm/GridWorld-v0`, `wm/GridWorldGoal-v0` and the
-memory tasks (see tasks.py) with gymnasium. No torch in here.
+Importing this package registers `wm/Catch-v0`, `wm/DelayedCopy-v0`, `wm/GridWorld-v0`, `wm/GridWorldGoal-v0`, the
+memory tasks (see tasks.py) and `wm/Dream-v0` (see `wmcli.dream`) with gymnasium. No torch in here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from wmcli.envs.settings import EnvironmentSettings
 from wmcli.envs.tasks import TASKS
 from wmcli.envs.vector import Streams, Transition, follows_seed
 
+DREAM_ID = "wm/Dream-v0"
 _entries: tuple[tuple[str, str, dict[str, Any], int | None], ...] = (
     (CATCH_ID, "wmcli.envs.catch:Catch", {}, None),
     (DELAYED_COPY_ID, "wmcli.envs.delayed_copy:DelayedCopy", {}, STEPS),
@@ -31,5 +32,7 @@ _entries: tuple[tuple[str, str, dict[str, Any], int | None], ...] = (
 for _id, _entry_point, _kwargs, _steps in _entries:
     if _id not in gymnasium.registry:
         gymnasium.register(id=_id, entry_point=_entry_point, kwargs=_kwargs, max_episode_steps=_steps)
+if DREAM_ID not in gymnasium.registry:
+    gymnasium.register(DREAM_ID, "wmcli.dream:DreamEnv", vector_entry_point="wmcli.dream:DreamVectorEnv")
 
 __all__ = ["EnvironmentSettings", "Streams", "Transition", "follows_seed", "list_environments", "make", "protocol"]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from wmcli.artifacts import Artifact, Job, Work
+from wmcli.artifacts.environment import check_same_environment
 from wmcli.artifacts.failpoint import failpoint
 from wmcli.assemble import load_controller, settings_of
 from wmcli.controllers.agent import Agent, UniformAgent
@@ -20,7 +21,7 @@ from wmcli.experience import Recorder, read_segment, write_segment
 from wmcli.experience.load import SEGMENT, lives_end_episodes
 from wmcli.experience.segment import lives_left, opens_game
 from wmcli.interrupt import stop_requests
-from wmcli.stages.context import Context, check_same_environment
+from wmcli.stages.context import Context
 from wmcli.stages.recorded import collect_recorded, recorded_job
 from wmcli.stages.scripted import collect_scripted, scripted_job
 from wmcli.training.checkpoint import load_tensors, save_tensors

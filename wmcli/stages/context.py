@@ -381,14 +381,3 @@ def _check(settings: Settings) -> None:
     """Raises UsageError for settings that no machine or environment could serve, before a run is bound to them."""
     Machine.choose(settings.training)
     parameter_counts(settings, protocol(settings.environment)["actions"])
-
-
-def check_same_environment(ours: dict[str, Any], artifact: Artifact) -> None:
-    """Raises ArtifactError naming both sides unless `artifact` was made in the environment that `ours` describes."""
-    theirs = artifact.manifest["environment"]
-    for key in ("id", "protocol", "size", "actions"):
-        if ours[key] != theirs[key]:
-            raise ArtifactError(
-                f"{artifact.name} was made with environment {key} = {theirs[key]}, but this needs {ours[key]};"
-                f" make one that fits, or give another reference (environments: {theirs['id']} and {ours['id']})."
-            )

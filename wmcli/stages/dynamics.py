@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from wmcli.artifacts import Artifact
+from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import build_tokenizer, build_world_model, load_tokenizer, settings_of
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience import SearchTargets
 from wmcli.nn import attention_prior
-from wmcli.stages.context import Context, check_same_environment
+from wmcli.stages.context import Context
 from wmcli.stages.pictures import draw_priors, imagined_beside_real, write_side_by_side
 from wmcli.stages.train import check_descent, latents_of, newest_fitted_alone, parent_of, train
 from wmcli.trainers import DynamicsTrainer

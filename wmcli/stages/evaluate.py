@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from wmcli.artifacts import Artifact, Run, Work
+from wmcli.artifacts.environment import check_same_environment
 from wmcli.artifacts.failpoint import failpoint
 from wmcli.artifacts.manifest import shown
 from wmcli.artifacts.store import BEST
@@ -27,7 +28,7 @@ from wmcli.progress import Progress
 from wmcli.report.images import write_gif
 from wmcli.report.plots import return_curve, returns_histogram, write_figure
 from wmcli.settings import MAX_EPISODES
-from wmcli.stages.context import Context, check_same_environment
+from wmcli.stages.context import Context
 from wmcli.stages.pictures import Film, beside, ending, write_side_by_side
 from wmcli.training.checkpoint import load_tensors, save_tensors
 from wmcli.training.device import derived_seed

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from wmcli.artifacts import Artifact
+from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import load_world_model, settings_of
 from wmcli.backbones import BackboneSettings, build
 from wmcli.controllers.agent import UniformAgent
@@ -31,7 +32,7 @@ from wmcli.errors import MachineError, UsageError
 from wmcli.experience import Recorder, Replay
 from wmcli.metrics import grid_world as metrics
 from wmcli.stages.collect import seen
-from wmcli.stages.context import Context, check_same_environment
+from wmcli.stages.context import Context
 from wmcli.training.device import Machine, derived_seed, isolated_randomness
 from wmcli.training.optim import build_optimizer, update
 from wmcli.world_models.base import Batch

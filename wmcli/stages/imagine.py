@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from wmcli.artifacts import Artifact
+from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import build_controller, load_world_model, settings_of
 from wmcli.controllers.base import Learner
 from wmcli.errors import UsageError
-from wmcli.stages.context import Context, check_same_environment
+from wmcli.stages.context import Context
 from wmcli.stages.pictures import imagined_beside_real, write_side_by_side
 from wmcli.stages.train import check_descent, latents_of, parent_of, train
 from wmcli.trainers import ImaginationTrainer, ReanalysisTrainer

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from wmcli.artifacts import Artifact, Work
+from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import load_world_model, settings_of
 from wmcli.envs import tiles
 from wmcli.envs.distracting_memory import DistractingMemory
@@ -32,7 +33,7 @@ from wmcli.report.files import check_target
 from wmcli.report.images import side_by_side, strip, write_gif, write_png
 from wmcli.settings import Measure, Settings
 from wmcli.stages.checks import check_held_back
-from wmcli.stages.context import Context, check_same_environment, open_context
+from wmcli.stages.context import Context, open_context
 from wmcli.stages.memory_table import told, write_curves
 from wmcli.stages.probe import probe
 from wmcli.stages.scripted import task_of

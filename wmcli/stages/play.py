@@ -8,12 +8,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import load_controller
 from wmcli.controllers.agent import Agent
 from wmcli.envs import Streams
 from wmcli.errors import UsageError
 from wmcli.report.images import check_animation, short_number, write_animation
-from wmcli.stages.context import Context, check_same_environment
+from wmcli.stages.context import Context
 from wmcli.stages.pictures import Dream, Ending, Film, ending
 from wmcli.training.device import derived_seed, isolated_randomness
 

@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wmcli.artifacts import Artifact, Job
+from wmcli.artifacts.environment import check_same_environment
 from wmcli.envs.mazes import BLOCKS, Maze, View
 from wmcli.envs.memory_task import Played
 from wmcli.envs.walking import NOOP
 from wmcli.errors import UsageError
 from wmcli.experience import segment_about
 from wmcli.experience.load import HELD_OUT, SEGMENT
-from wmcli.stages.context import Context, check_same_environment
+from wmcli.stages.context import Context
 from wmcli.stages.scripted import publish_episodes, task_of, write_episodes
 
 HELD_BACK = ("eval", "test")  # folders that test trajectories may lie in

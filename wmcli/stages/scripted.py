@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from wmcli.artifacts import Artifact, Job, Work
+from wmcli.artifacts.environment import check_same_environment
 from wmcli.envs.memory_task import Played, Task, play
 from wmcli.envs.tasks import TASKS
 from wmcli.errors import UsageError
 from wmcli.experience import write_segment
 from wmcli.experience.load import HELD_OUT, SEGMENT
-from wmcli.stages.context import Context, check_same_environment
+from wmcli.stages.context import Context
 from wmcli.training.device import derived_seed
 
 TOGETHER = 64  # episodes played side by side

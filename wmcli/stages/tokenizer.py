@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from wmcli.artifacts import Artifact
+from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import build_tokenizer
 from wmcli.errors import UsageError
 from wmcli.report.images import grid, write_png
-from wmcli.stages.context import Context, check_same_environment
+from wmcli.stages.context import Context
 from wmcli.stages.train import newest_fitted_alone, parent_of, train
 from wmcli.tokenizers.vq import TokenizerSettings, perceptual_in_use
 from wmcli.trainers import TokenizerTrainer

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from wmcli.backbones.base import Backbone, BackboneSettings
+from wmcli.backbones.base import Backbone, BackboneSettings, replace_rows
 from wmcli.config import Section
 from wmcli.errors import UsageError
 
@@ -292,6 +292,22 @@ class WorldModel(nn.Module, ABC):
         stay valid: attention writes its cache in place.
         """
 
+    def replace_rows(self, state: State, rows: Tensor, fresh: State) -> State:
+        """Replace some rows of a state, so that trajectories of different age share a batch.
+
+        On a backbone of limited length no row may be imagined past `DynamicsSettings.longest_imagination` then: the
+        model does not start again from the current frame as it does for rows of one age.
+
+        Args:
+            state: B rows, from `observe`, `imagine` or this method.
+            rows: (k,) int64, the rows to replace, each once.
+            fresh: k rows, from `observe`.
+
+        Returns:
+            The new state. The old one may have become invalid.
+        """
+        return replace_rows(state, rows, fresh)
+
     @abstractmethod
     def features(self, state: State) -> Tensor:
         """What the controller sees of the current frame, (B, *feature_shape)."""
@@ -358,6 +374,9 @@ class PlanningWorldModel(WorldModel):
         types, so that the states of many nodes can lie in one tensor and be gathered from it in any order. It writes
         nothing in place.
         """
+
+    def replace_rows(self, state: State, rows: Tensor, fresh: State) -> State:
+        return replace_rows(self.root(state), rows, self.root(fresh))
 
     @abstractmethod
     def predict(self, state: State) -> Prediction:

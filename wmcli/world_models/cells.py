@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone
+from wmcli.backbones.base import Backbone, replace_rows
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample, uniform
 from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel, masked_mean
@@ -261,6 +261,13 @@ class CellsWorldModel(WorldModel):
         """bool (B,): by the rules, `action` takes an agent of the frame (B, K) to a goal of the frame."""
         entered = latent.gather(-1, self.successor[action])  # what stands where an agent would go from each cell
         return ((latent == AGENT) & (entered == GOAL)).any(-1)
+
+    def replace_rows(self, state: CellsState, rows: Tensor, fresh: CellsState) -> CellsState:
+        """See `WorldModel.replace_rows`."""
+        assert state.recent is None and fresh.recent is None
+        memory = self.backbone.replace_rows(state.memory, rows, fresh.memory)
+        latent = replace_rows(state.latent, rows, fresh.latent)
+        return CellsState(memory, latent, min(state.length, fresh.length))
 
     @torch.no_grad()
     def perceive(

@@ -32,7 +32,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, flat_state, state_tensors, with_tensors
+from wmcli.backbones.base import Backbone, flat_state, replace_rows, state_tensors, with_tensors
 from wmcli.errors import UsageError
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import draw_one_hot, entropy, kl_divergence, one_hot, straight_through, uniform
@@ -678,6 +678,22 @@ class LatentWorldModel(WorldModel):
             memory, fresh, length = self.backbone.initial_state(len(action)), None, 0
         deterministic, memory = self.backbone.step(self._elements(state.latent, action), memory, fresh)
         return deterministic, memory, length + 1
+
+    def replace_rows(self, state: LatentState, rows: Tensor, fresh: LatentState) -> LatentState:
+        """See `WorldModel.replace_rows`."""
+        assert state.past is None and state.posterior_encoder is None
+
+        def nothing_before(part: LatentState) -> Tensor:
+            return part.latent.new_zeros(len(part.latent), dtype=torch.bool) if part.fresh is None else part.fresh
+
+        return LatentState(
+            self.backbone.replace_rows(state.memory, rows, fresh.memory),
+            replace_rows(nothing_before(state), rows, nothing_before(fresh)),
+            replace_rows(state.deterministic, rows, fresh.deterministic),
+            replace_rows(state.latent, rows, fresh.latent),
+            replace_rows(state.seen, rows, fresh.seen),
+            min(state.length, fresh.length),
+        )
 
     def features(self, state: LatentState) -> Tensor:
         """Latent and deterministic of the past, (B, K * C + D) float32."""

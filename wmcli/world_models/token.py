@@ -24,7 +24,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, BackboneSettings
+from wmcli.backbones.base import Backbone, BackboneSettings, replace_rows
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample, uniform
 from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel, masked_mean
@@ -391,6 +391,21 @@ class TokenWorldModel(WorldModel):
             latent, length = torch.cat(drawn, dim=1), length + held
         state = TokenState(memory, latent, held, length)
         return self.reward_head(at_action), self.termination_head(at_action), state
+
+    @torch.no_grad()
+    def replace_rows(self, state: TokenState, rows: Tensor, fresh: TokenState) -> TokenState:
+        """See `WorldModel.replace_rows`. All rows must have read equally many tokens of their current frame."""
+        assert state.recent is None and fresh.recent is None and state.held <= fresh.held
+        memory, length = state.memory, state.length
+        if state.held < fresh.held:
+            _, memory = self.backbone(self._embed(state.latent[:, state.held : fresh.held]), memory)
+            length += fresh.held - state.held
+        return TokenState(
+            self.backbone.replace_rows(memory, rows, fresh.memory),
+            replace_rows(state.latent, rows, fresh.latent),
+            fresh.held,
+            min(length, fresh.length),
+        )
 
     @torch.no_grad()
     def perceive(

@@ -1,0 +1,24 @@
+"""Which artifacts go together: those of one environment, played alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from wmcli.artifacts.manifest import Artifact
+from wmcli.errors import ArtifactError
+
+
+def check_same_environment(ours: Mapping[str, Any], artifact: Artifact) -> None:
+    """Check that an artifact was made in the environment that the protocol block `ours` describes.
+
+    Raises:
+        ArtifactError: It was made in another one. The message names both.
+    """
+    theirs = artifact.manifest["environment"]
+    for key in ("id", "protocol", "size", "actions"):
+        if ours[key] != theirs[key]:
+            raise ArtifactError(
+                f"{artifact.name} was made with environment {key} = {theirs[key]}, but this needs {ours[key]};"
+                f" make one that fits, or give another reference (environments: {theirs['id']} and {ours['id']})."
+            )
