@@ -236,9 +236,9 @@ def plant(
     count = trees * blocks
     ids = torch.arange(count, device=logits.device).view(blocks, trees)
     nodes = value.new_zeros(6, blocks, trees, dtype=torch.float32)
-    nodes[DISCOUNT, NOWHERE] = 1  # values pass through nowhere unchanged on their way up
-    nodes[DISCOUNT, ROOT] = discount
-    nodes[VISITS, ROOT] = 1
+    nodes[DISCOUNT, NOWHERE].fill_(1)  # values pass through nowhere unchanged on their way up
+    nodes[DISCOUNT, ROOT].fill_(discount)
+    nodes[VISITS, ROOT].fill_(1)
     nodes[RAW_VALUE, ROOT] = value
     if rule.count_root_value:
         nodes[VALUE_SUM, ROOT] = value

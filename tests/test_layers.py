@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -215,7 +216,7 @@ def test_commands_import_the_work_inside_functions() -> None:
 
 
 def test_kernels_need_only_torch_and_the_standard_library() -> None:
-    allowed = {"torch", "triton", "os", "math", "typing", "collections", "contextlib", "functools", "__future__"}
+    allowed = {"torch", "triton", *sys.stdlib_module_names}
     others = [each for each in IMPORTS if each.room == "kernels" and each not in OURS]
     wrong = [str(each) for each in others if each.module.split(".")[0] not in allowed]
     assert not wrong, wrong

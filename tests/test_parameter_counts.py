@@ -276,8 +276,8 @@ def test_the_recurrence_of_the_3d_baseline() -> None:
 
 def test_the_variants_of_s4wm() -> None:
     plain, full, bare = counts("s4wm-3d", 6), counts("s4wm-full-posterior", 6), counts("s4wm-no-mlp", 6)
-    assert full["dynamics.evidence"] == full["dynamics.backbone"] == plain["dynamics.backbone"]
-    assert full["dynamics.evidence_stem"] == (6144 + 6) * 512 + 2 * 512
+    assert full["dynamics.posterior_encoder"] == full["dynamics.backbone"] == plain["dynamics.backbone"]
+    assert full["dynamics.posterior_stem"] == (6144 + 6) * 512 + 2 * 512
     assert bare["dynamics.backbone"] == 8 * s4_block(512, ffn=0) + 2 * 512
 
 

@@ -25,7 +25,7 @@ class CountingModel(WorldModel):
     frozen_encoder = True
     across_ends = False
     feature_shape = (5, 2, 3)
-    draws = 0
+    uniforms_per_step = 0
 
     def __init__(self, actions: int = 4, size: int = 8) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from wmcli.world_models.base import Batch, WorldModel
 
 
 def imagine(controller: Controller, world_model: WorldModel, batch: Batch) -> Any:
-    return controller.imagine(world_model, batch, controller.noise(world_model, batch))
+    return controller.imagine(world_model, batch, controller.draw_uniforms(world_model, batch))
 
 
 def learn(controller: Controller, world_model: WorldModel, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -223,7 +223,7 @@ def test_a_rollout_records_what_the_world_did(variant, world, make_batch):
     batch = make_batch((3, 6, 4), 6)
     rollout = imagine(controller, world, batch)
     starts = torch.arange(6) == 6 - torch.tensor([[3], [6], [4]])
-    features, state = world.observe(batch.latent, batch.action, starts)
+    features, state = world.observe(batch.inputs, batch.action, starts)
     if variant == "v3":
         imagined, state = world.imagine(state, batch.action[:, -1])
         torch.testing.assert_close((rollout.reward[:, 0], rollout.terminated[:, 0]), imagined[1:])
@@ -246,9 +246,9 @@ def test_padding_leaves_no_trace(world, make_batch):
     controller = small()
     batch, other = make_batch((3, 6, 1), 6), make_batch((3, 6, 1), 6, seed=1)
     mixed = batch._replace(
-        latent=torch.where(batch.valid, batch.latent, other.latent),
+        inputs=torch.where(batch.valid, batch.inputs, other.inputs),
         action=torch.where(batch.valid, batch.action, other.action),
-        first=batch.first & torch.tensor([True, False] * 3),
+        is_first=batch.is_first & torch.tensor([True, False] * 3),
     )
     torch.manual_seed(0)
     want = imagine(controller, world, batch)
@@ -262,12 +262,12 @@ def test_a_window_over_the_end_of_an_episode(world, make_batch):
     batch, other = make_batch((6, 6, 6), 6), make_batch((6, 6, 6), 6, seed=1)
     opens = torch.arange(6).expand(3, 6) == 4
     torch.manual_seed(0)
-    want = imagine(controller, world, batch._replace(first=opens))
-    mixed = batch._replace(first=opens, latent=torch.cat([other.latent[:, :4], batch.latent[:, 4:]], 1))
+    want = imagine(controller, world, batch._replace(is_first=opens))
+    mixed = batch._replace(is_first=opens, inputs=torch.cat([other.inputs[:, :4], batch.inputs[:, 4:]], 1))
     torch.manual_seed(0)
     torch.testing.assert_close(imagine(controller, world, mixed), want, rtol=0, atol=0)
     torch.manual_seed(0)
-    assert not torch.equal(imagine(controller, world, mixed._replace(first=~opens & opens)).feature, want.feature)
+    assert not torch.equal(imagine(controller, world, mixed._replace(is_first=~opens & opens)).feature, want.feature)
 
 
 def test_actions_follow_the_policy(world, make_batch):
@@ -304,8 +304,8 @@ def loss_with_the_graph_kept(controller: ActorCritic, world, batch) -> tuple[tor
     settings, horizon = controller.settings, controller.settings.imagination_horizon
     starts = batch.valid.clone()
     starts[:, 1:] &= ~batch.valid[:, :-1]
-    noise = controller.noise(world, batch)
-    _, state = world.observe(batch.latent, batch.action, starts)
+    uniforms = controller.draw_uniforms(world, batch)
+    _, state = world.observe(batch.inputs, batch.action, starts)
     reward, ended = [torch.zeros(3)], [torch.zeros(3, dtype=torch.bool)]
     if settings.start == "prior":
         imagined, state = world.imagine(state, batch.action[:, -1])
@@ -317,7 +317,7 @@ def loss_with_the_graph_kept(controller: ActorCritic, world, batch) -> tuple[tor
         slow.append(controller.slow_critic(feature).detach())
         if t < horizon:
             policies.append(Categorical(logits=controller.policy(feature)))
-            actions.append(sample(policies[-1].logits.detach(), noise.action[t]))
+            actions.append(sample(policies[-1].logits.detach(), uniforms.action[t]))
             imagined, state = world.imagine(state, actions[-1])
             reward.append(imagined.reward)
             ended.append(imagined.terminated)
@@ -422,7 +422,7 @@ def test_float32_and_bfloat16(world, make_batch):
     want, _ = copy.deepcopy(controller).loss(rollout)
     with torch.autocast("cpu", torch.bfloat16):
         imagine(controller, world, batch)  # without gradient, in the same autocast: its casts must not be reused
-        logits, _ = controller.decide(world, world.observe(batch.latent, batch.action, batch.first)[1], ())
+        logits, _ = controller.decide(world, world.observe(batch.inputs, batch.action, batch.is_first)[1], ())
         total, metrics = controller.loss(rollout)
     total.backward()
     assert {tensor.dtype for tensor in [total, logits, *metrics.values(), *controller.buffers()]} == {torch.float32}
@@ -550,7 +550,7 @@ def test_it_finds_the_good_arm(changes, world, make_batch):
         def _features(self, total):
             return torch.nn.functional.one_hot(total % 3, 3).float()
 
-        def imagine(self, state, action, numbers=None):
+        def imagine(self, state, action, uniforms=None):
             frame = torch.randint(3, action.shape)
             reward = (action == state.total % 3).float()
             return Imagined(frame, reward, torch.zeros_like(reward, dtype=torch.bool)), state._replace(total=frame)
@@ -597,5 +597,5 @@ def test_rollouts_begin_behind_a_lost_life_but_not_behind_the_end_of_a_game(worl
     batch = make_batch((6, 6, 6), 6)
     terminated, last = torch.zeros(2, 3, 6, dtype=torch.bool)
     terminated[1:, -1] = last[2, -1] = True
-    rollout = imagine(small(start=start), world, batch._replace(terminated=terminated, last=last))
+    rollout = imagine(small(start=start), world, batch._replace(terminated=terminated, is_last=last))
     assert rollout.counts.tolist() == [True, True, start == "posterior"]

@@ -41,11 +41,11 @@ def test_burn_in_is_that_of_imagination(changes, world, make_batch):
     rollout = imagine(controller, world, batch)
     agent = Agent(world, controller, 3, temperature=1, epsilon=0, generator=seeded(0))
     agent.act(frames_of(torch.tensor([1, 2, 3])), np.zeros(3, bool))  # what it remembers of this must go
-    agent.burn_in(frames_of(batch.latent[:, :-1]), batch.action[:, :-1].numpy(), batch.valid[:, :-1].numpy())
+    agent.burn_in(frames_of(batch.inputs[:, :-1]), batch.action[:, :-1].numpy(), batch.valid[:, :-1].numpy())
     torch.testing.assert_close(agent._state, rollout.start)
 
-    actions = agent.act(frames_of(batch.latent[:, -1]), np.zeros(3, bool))
-    _, world_state = world.observe(batch.latent, batch.action, batch.valid & (batch.valid.cumsum(1) == 1))
+    actions = agent.act(frames_of(batch.inputs[:, -1]), np.zeros(3, bool))
+    _, world_state = world.observe(batch.inputs, batch.action, batch.valid & (batch.valid.cumsum(1) == 1))
     torch.testing.assert_close(agent._world_state.total, world_state.total)
     with torch.no_grad():
         _, _, state = controller.policy(rollout.observation[:, 0], rollout.start)

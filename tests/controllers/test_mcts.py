@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map
-from watching import NoWaiting, capture_without_a_graph
+from watching import Replayable, capture_without_a_graph
 
 from wmcli.controllers.mcts import MCTS, MCTSSettings, build_rule, search
 from wmcli.kernels.dispatch import using
@@ -622,13 +622,13 @@ def test_a_rule_may_keep_tensors_of_its_own():
 
 
 @pytest.mark.parametrize("rule", [mctx_rule(), gumbel_rule(), lightzero_rule(), UCB1, PUCT])
-def test_a_rule_never_waits_for_the_device(rule, monkeypatch):
-    """Without the shortcuts of a CPU no operation needs its result on the host."""
+def test_a_search_never_waits_for_the_device(rule, monkeypatch):
+    """Without the shortcuts of a CPU no operation needs its result on the host, and a graph can hold all of them."""
     world = tables(0, 5)
     place = torch.arange(4)
     want = world.search_by(rule, 12, place)
     monkeypatch.setattr(torch, "equal", lambda *_: False)  # the only question that a search asks, on a CPU alone
-    with NoWaiting(), using("torch"):
+    with Replayable(), using("torch"):
         got = world.search_by(rule, 12, place)
     monkeypatch.undo()
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -643,7 +643,7 @@ class Memory(PlanningWorldModel):
     frozen_encoder = True
     across_ends = False
     feature_shape = (3,)
-    draws = 0
+    uniforms_per_step = 0
     actions = 4
     discount = 0.9
 
@@ -661,7 +661,7 @@ class Memory(PlanningWorldModel):
     def step(self, hidden: Tensor, action: Tensor) -> Tensor:
         return torch.tanh((self.turn[action] @ hidden[..., None]).squeeze(-1) + 0.1)
 
-    def imagine(self, state, action, numbers=None):
+    def imagine(self, state, action, uniforms=None):
         history, (hidden, (table, age)) = state
         again = table[:, 0, :3]  # the state holds what it began with, and all actions: nothing got mixed up
         for k in range(int(age.max())):

@@ -179,7 +179,7 @@ def test_burn_in_equals_going_over_the_real_frames_alone(variant, world, make_ba
     batch = make_batch(real, window)
     rollout = imagine(controller, world, batch)
     for row, n in enumerate(real):
-        frames, actions = batch.latent[row, -n:], batch.action[row, -n:]
+        frames, actions = batch.inputs[row, -n:], batch.action[row, -n:]
         seen, _ = world.observe(frames[None], actions[None], torch.arange(n)[None] == 0)
         seen = world.decode(frames[None]) if settings.input == "pixels" else seen
         state = controller.initial_state(1)
@@ -196,9 +196,9 @@ def test_padding_leaves_no_trace(world, make_batch):
     batch = make_batch((3, 6, 1), 6)
     other = make_batch((3, 6, 1), 6, seed=1)
     mixed = batch._replace(
-        latent=torch.where(batch.valid, batch.latent, other.latent),
+        inputs=torch.where(batch.valid, batch.inputs, other.inputs),
         action=torch.where(batch.valid, batch.action, other.action),
-        first=batch.first & torch.tensor([True, False] * 3),
+        is_first=batch.is_first & torch.tensor([True, False] * 3),
     )
     torch.manual_seed(0)
     want = imagine(controller, world, batch)
@@ -211,7 +211,7 @@ def test_a_rollout_records_what_the_world_did(world, make_batch):
     batch = make_batch((3, 6, 4), 6)
     rollout = imagine(controller, world, batch)
     starts = torch.arange(6) == 6 - torch.tensor([[3], [6], [4]])
-    _, state = world.observe(batch.latent, batch.action, starts)
+    _, state = world.observe(batch.inputs, batch.action, starts)
     for t in range(4):
         torch.testing.assert_close(rollout.observation[:, t], world.features(state))
         imagined, state = world.imagine(state, rollout.action[:, t])
@@ -263,12 +263,12 @@ def loss_with_the_graph_kept(controller: ReinforceController, world, rollout: Ro
     settings = controller.settings
     starts = batch.valid.clone()
     starts[:, 1:] &= ~batch.valid[:, :-1]
-    noise = controller.noise(world, batch)
-    _, world_state = world.observe(batch.latent, batch.action, starts)
+    uniforms = controller.draw_uniforms(world, batch)
+    _, world_state = world.observe(batch.inputs, batch.action, starts)
     state, value, log_probability, entropy, reward, ended = rollout.start, [], [], [], [], []
     for t in range(settings.imagination_horizon):
         logits, v, state = controller.policy(controller.view(world, world_state), state)
-        action = sample(logits.detach(), noise.action[t])
+        action = sample(logits.detach(), uniforms.action[t])
         policy = Categorical(logits=logits)
         value.append(v)
         log_probability.append(policy.log_prob(action))
@@ -351,7 +351,7 @@ def test_reinforce_finds_the_good_arm(world, make_batch):
         def _features(self, total):
             return torch.nn.functional.one_hot(total % 3, 3).float()[..., None, None]
 
-        def imagine(self, state, action, numbers=None):
+        def imagine(self, state, action, uniforms=None):
             frame = torch.randint(3, action.shape)
             reward = (action == state.total % 3).float()
             return Imagined(frame, reward, torch.ones_like(reward, dtype=torch.bool)), state._replace(total=frame)

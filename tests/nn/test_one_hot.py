@@ -85,13 +85,13 @@ def test_a_drawn_latent_is_drawn_again_as_itself():
 
 
 def test_the_numbers_given_decide_alone():
-    p, numbers = torch.rand(5, 3, 9), torch.rand(5, 3)
+    p, uniforms = torch.rand(5, 3, 9), torch.rand(5, 3)
     before = torch.get_rng_state()
-    z = draw_one_hot(p, numbers)
+    z = draw_one_hot(p, uniforms)
     assert torch.equal(torch.get_rng_state(), before)
-    below = (p.cumsum(-1) / p.sum(-1, keepdim=True) <= numbers[..., None]).sum(-1)
+    below = (p.cumsum(-1) / p.sum(-1, keepdim=True) <= uniforms[..., None]).sum(-1)
     assert torch.equal(z, F.one_hot(below, 9).float())
-    assert not torch.equal(z, draw_one_hot(p, 1 - numbers))
+    assert not torch.equal(z, draw_one_hot(p, 1 - uniforms))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -211,8 +211,8 @@ def test_a_controller_sees_the_same_in_its_rollouts(kind: str, dynamics: Any) ->
     windows = dreams._starts.windows(dreams._host.integers(len(dreams._starts), size=rows))
     batch = gather(dreams.memory, model.encode(dreams.memory.frames[None])[0], windows, across_ends=model.across_ends)
     draw = dreams._uniforms
-    start = torch.rand(*batch.action.shape, model.draws_to_observe, generator=draw)
-    world = torch.stack([torch.rand(rows, model.draws, generator=draw) for _ in range(steps)])
+    start = torch.rand(*batch.action.shape, model.uniforms_per_frame, generator=draw)
+    world = torch.stack([torch.rand(rows, model.uniforms_per_step, generator=draw) for _ in range(steps)])
     rollout = learner.imagine(model, batch, Noise(start, torch.rand(steps, rows), world))
     seen = getattr(rollout, "feature", None)
     seen = rollout.observation if seen is None else seen

@@ -24,7 +24,7 @@ from wmcli.controllers.actor_critic import ActorCritic
 from wmcli.controllers.agent import Agent
 from wmcli.controllers.base import episode_starts
 from wmcli.envs import Streams
-from wmcli.experience import Memory, Windows, WindowSampler, read_segment
+from wmcli.experience import Replay, Windows, WindowSampler, read_segment
 from wmcli.experience.load import SEGMENT
 from wmcli.stages import collect as stage
 from wmcli.stages.collect import collect, summary
@@ -114,12 +114,12 @@ def test_windows_to_train_on_and_to_imagine_from_are_cut_where_games_are(
     """Terminations stay what they are: a lost life is one."""
     windows: list[np.ndarray] = []
 
-    def spy(memory: Memory, data: torch.Tensor, given: Windows, *more: Any, **how: Any) -> Batch:
+    def spy(memory: Replay, data: torch.Tensor, given: Windows, *more: Any, **how: Any) -> Batch:
         windows.append(given.rows)
         return gather(memory, data, given, *more, **how)
 
-    for module in ("dynamics", "imagine"):
-        monkeypatch.setattr(f"wmcli.stages.{module}.gather", spy)
+    for module in ("dynamics", "imagination"):
+        monkeypatch.setattr(f"wmcli.trainers.{module}.gather", spy)
     context = opened(run, *overrides, force=True)
     learned = seen_by(monkeypatch, LatentWorldModel, "loss", 1)
     train_dynamics(context)
@@ -133,11 +133,11 @@ def test_windows_to_train_on_and_to_imagine_from_are_cut_where_games_are(
     assert len(batches) == len(windows) and len(imagined) == context.settings.controller.updates
     for batch, places in zip(batches, windows, strict=True):
         valid = batch.valid.numpy()
-        assert np.array_equal(batch.first.numpy(), opens[places] & valid)
+        assert np.array_equal(batch.is_first.numpy(), opens[places] & valid)
         assert np.array_equal(batch.terminated.numpy(), rows["terminated"][places])
-        assert (batch.last is None) == (over is None)
+        assert (batch.is_last is None) == (over is None)
         if over is not None:
-            assert np.array_equal(batch.last.numpy(), over[places])
+            assert np.array_equal(batch.is_last.numpy(), over[places])
     assert any((rows["first"] & ~opens)[places[:, 1:]].any() for places in windows) == (over is not None)
 
 
@@ -189,21 +189,21 @@ def test_training_imagining_and_acting_read_a_window_over_a_lost_life_alike(trai
         runs, order, length=9, minimum=9, pad="left", sampling="windows", rng=np.random.default_rng(0)
     )
     batch = gather(memory, memory.frames, sampler.batch(sampler.windows), across_ends=True)
-    inside = (batch.terminated & ~batch.last)[:, :-1].any(1)
-    rows = torch.cat([inside.nonzero()[:12, 0], batch.first[:, 1:].any(1).nonzero()[:12, 0]])
+    inside = (batch.terminated & ~batch.is_last)[:, :-1].any(1)
+    rows = torch.cat([inside.nonzero()[:12, 0], batch.is_first[:, 1:].any(1).nonzero()[:12, 0]])
     batch = Batch(*(None if part is None else part[rows] for part in batch))
-    assert batch.first[:, 1:].any() and len(rows) == 24
+    assert batch.is_first[:, 1:].any() and len(rows) == 24
 
     starts = episode_starts(batch)
-    observed, _ = world_model.observe(world_model.encode(batch.latent), batch.action, starts)
+    observed, _ = world_model.observe(world_model.encode(batch.inputs), batch.action, starts)
     past = observed[..., world_model.frame_features :]
-    _, _, read, _ = world_model._read(world_model.tokenizer.embed(batch.latent), batch, starts, None)
+    _, _, read, _ = world_model._read(world_model.tokenizer.embed(batch.inputs), batch, starts, None)
     torch.testing.assert_close(read[:, :-1].masked_fill(starts[:, 1:, None], 0), past[:, 1:], rtol=1e-4, atol=1e-4)
     state = None
     for t in range(9):
-        state = world_model.perceive(state, batch.latent[:, t], batch.action[:, t - 1], starts[:, t])
+        state = world_model.perceive(state, batch.inputs[:, t], batch.action[:, t - 1], starts[:, t])
         torch.testing.assert_close(world_model.features(state), observed[:, t], rtol=1e-4, atol=1e-4, msg=f"frame {t}")
-    carried = (batch.terminated & ~batch.last)[:, :-1]
+    carried = (batch.terminated & ~batch.is_last)[:, :-1]
     assert (past[:, 1:][carried].abs().amax(1) > 0).all()
 
 

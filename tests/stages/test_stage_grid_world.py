@@ -11,7 +11,7 @@ from wmcli.backbones.base import Backbone
 from wmcli.backbones.retnet import RetNetSettings
 from wmcli.envs import EnvironmentSettings, Streams
 from wmcli.errors import MachineError, UsageError
-from wmcli.experience import Memory, Recorder
+from wmcli.experience import Recorder, Replay
 from wmcli.metrics import grid_world as metrics
 from wmcli.stages import grid_world as stage
 from wmcli.training.device import Machine
@@ -88,7 +88,7 @@ def oracle(respawn: str, horizon: int = 8) -> CellsWorldModel:
     return model.eval()
 
 
-def collected(respawn: str, rounds: int = 256, streams: int = 16) -> Memory:
+def collected(respawn: str, rounds: int = 256, streams: int = 16) -> Replay:
     """Random play: `rounds` steps of each stream."""
     games = Streams(EnvironmentSettings(id=IDS[respawn], size=10, count=streams), train=True, seed=1)
     recorder = Recorder(rounds, streams, (10, 10, 3))
@@ -107,7 +107,7 @@ def collected(respawn: str, rounds: int = 256, streams: int = 16) -> Memory:
                 "lives": after.lives,
             }
         )
-    memory = Memory.empty("cpu")
+    memory = Replay.empty("cpu")
     memory.extend(recorder.arrays())
     return memory
 

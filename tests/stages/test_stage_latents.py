@@ -116,14 +116,14 @@ def test_a_batch_holds_the_rows_of_its_windows(longer: Path) -> None:
     rows = np.array([[0, 0, 3], [6, 9, 12]])
     windows = Windows(rows, np.array([[False, True, True], [True, True, True]]))
     batch = gather(memory, latents, windows)
-    assert torch.equal(batch.latent, latents[torch.from_numpy(rows)])
+    assert torch.equal(batch.inputs, latents[torch.from_numpy(rows)])
     for name in ("action", "reward", "terminated", "truncated"):
         assert torch.equal(getattr(batch, name), getattr(memory, name)[torch.from_numpy(rows)])
     assert memory.first[0]
-    assert batch.first.tolist() == [[False, True, False], [False, False, False]]  # padding opens nothing
+    assert batch.is_first.tolist() == [[False, True, False], [False, False, False]]  # padding opens nothing
     assert batch.valid.tolist() == windows.valid.tolist()
-    assert batch.last is None
+    assert batch.is_last is None
     memory._columns["opens_game"][6], memory._columns["ends_game"][3] = True, True  # as if a game began and ended there
     batch = gather(memory, latents, windows, across_ends=True)
-    assert batch.first.tolist() == [[False, True, False], [True, False, False]]
-    assert batch.last is not None and batch.last.tolist() == [[False, False, True], [False, False, False]]
+    assert batch.is_first.tolist() == [[False, True, False], [True, False, False]]
+    assert batch.is_last is not None and batch.is_last.tolist() == [[False, False, True], [False, False, False]]

@@ -21,6 +21,7 @@ from wmcli.stages.collect import collect
 from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.imagine import imagine
+from wmcli.trainers.batches import gather
 from wmcli.training.checkpoint import TRAINING, read_part
 from wmcli.training.device import Machine
 from wmcli.world_models.base import Batch
@@ -167,11 +168,11 @@ def test_validation_is_without_dropout(make: Make) -> None:
 
 
 def batches(run: Path, patch: pytest.MonkeyPatch, kind: str, *overrides: str) -> list[Batch]:
-    """What a stage gathers, update by update."""
+    """Return the batches that a stage gathers, update by update."""
     found: list[Batch] = []
-    module = importlib.import_module({"dynamics": "wmcli.stages.dynamics", "controller": "wmcli.stages.imagine"}[kind])
-    gather = module.gather
-    patch.setattr(module, "gather", lambda *given, **named: found.append(gather(*given, **named)) or found[-1])
+    for name in ["dynamics"] if kind == "dynamics" else ["imagination", "reanalysis"]:
+        place = f"wmcli.trainers.{name}.gather"
+        patch.setattr(place, lambda *given, **named: found.append(gather(*given, **named)) or found[-1])
     learn(run, kind, *overrides)
     return found
 
@@ -189,7 +190,7 @@ def test_segments_lie_within_episodes_and_have_as_many_frames_as_imagination_sta
     assert batch.valid.shape == (60, frames)
     behind = batch.valid[:, history:]
     assert behind[:, 0].all() and behind.sum(1).min() == fewest
-    assert (behind.int().diff(dim=1) <= 0).all() and not batch.first[:, 1:][batch.valid[:, :-1]].any()
+    assert (behind.int().diff(dim=1) <= 0).all() and not batch.is_first[:, 1:][batch.valid[:, :-1]].any()
     assert set(batch.valid[:, :history].sum(1).tolist()) == set(range(history + 1))
     ends = (batch.terminated | batch.truncated) & batch.valid
     assert not ends[:, :-1][batch.valid[:, 1:]].any()
@@ -200,7 +201,7 @@ def test_dramas_segments_run_over_ends(make: Make, monkeypatch: pytest.MonkeyPat
     run = make("drama", trained=kind == "controller")
     (batch,) = batches(run, monkeypatch, kind, f"{kind}.batch=20", f"{kind}.updates=1")
     assert batch.valid.shape == (20, 9 if kind == "dynamics" else 3)
-    assert batch.valid.all() and batch.first[:, 1:].any()
+    assert batch.valid.all() and batch.is_first[:, 1:].any()
 
 
 def test_imagination_starts_behind_at_least_as_many_frames_as_the_model_needs(
@@ -217,8 +218,8 @@ def test_rows_are_whole_episodes_where_that_is_asked_for(make: Make, monkeypatch
     first, second = batches(make("s4wm"), monkeypatch, "dynamics", "dynamics.updates=2")
     for batch in (first, second):
         assert batch.valid.shape == (2, 50) and batch.valid.all()
-        assert batch.first[:, 0].all() and not batch.first[:, 1:].any() and batch.terminated[:, -1].all()
-    rows = torch.cat((first.latent, second.latent)).flatten(1)
+        assert batch.is_first[:, 0].all() and not batch.is_first[:, 1:].any() and batch.terminated[:, -1].all()
+    rows = torch.cat((first.inputs, second.inputs)).flatten(1)
     assert len(rows.unique(dim=0)) == 4, "each of the four comes once before any comes again"
 
 

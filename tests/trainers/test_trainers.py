@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from wmcli.assemble import build_controller, build_tokenizer, build_world_model
-from wmcli.experience import Memory
+from wmcli.experience import Replay
 from wmcli.settings import Settings, resolve
 from wmcli.trainers import DynamicsTrainer, ImaginationTrainer, ReanalysisTrainer, TokenizerTrainer
 from wmcli.training.device import Machine, isolated_randomness
@@ -61,10 +61,10 @@ def settings_of(name: str, *overrides: str) -> Settings:
     return resolve(preset, [*own, *overrides])
 
 
-def memory(seed: int = 0) -> Memory:
+def replay(seed: int = 0) -> Replay:
     """Three episodes of random frames."""
     rng, first = np.random.default_rng(seed), np.arange(ROWS) % EPISODE == 0
-    held = Memory.empty(CPU.device)
+    held = Replay.empty(CPU.device)
     held.extend(
         {
             "observation": rng.integers(0, 256, (ROWS, SIZE, SIZE, 3), dtype=np.uint8),
@@ -81,7 +81,7 @@ def memory(seed: int = 0) -> Memory:
 
 
 def trainer_of(name: str, kind: str, rng: np.random.Generator, *overrides: str, **how: Any) -> Trainer:
-    settings, data = settings_of(name, *overrides), memory()
+    settings, data = settings_of(name, *overrides), replay()
     training = settings.training
     tokenizer = build_tokenizer(settings) if settings.dynamics.tokenizer_kind else None
     if kind == "tokenizer":
@@ -148,7 +148,7 @@ def test_the_weights_of_the_lowest_validation_loss_are_selected(
     monkeypatch.setattr("wmcli.trainers.dynamics.validation_loss", lambda *given, **how: lambda: next(losses))
     with isolated_randomness(5, CPU.device) as rng:
         how = ["dynamics.validate_every=1", "dynamics.updates=3"]
-        trainer = trainer_of("drama", "dynamics", rng, *how, held_out=memory(1))
+        trainer = trainer_of("drama", "dynamics", rng, *how, held_out=replay(1))
         seen: list[dict[str, Tensor]] = []
         _watch(trainer, lambda: seen.append(weights(trainer)))
         fit(trainer, 3)

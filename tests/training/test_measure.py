@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from wmcli.progress import Bar, Progress
 from wmcli.training import measure
+from wmcli.training.allocator import keep_freed_memory
 from wmcli.training.device import Machine
 from wmcli.training.measure import Bench, count_operations, operators, peak_memory, ratio, timed
-from wmcli.training.memory import keep_freed_memory
 
 CPU = torch.device("cpu")
 QUIET = Progress(quiet=True)

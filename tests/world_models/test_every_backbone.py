@@ -18,7 +18,7 @@ from watching import DEVICES, Replayable, capture_without_a_graph
 
 from wmcli.backbones import BACKBONES, map_state
 from wmcli.controllers.actor_critic import ActorCritic, ActorCriticSettings
-from wmcli.controllers.base import Noise
+from wmcli.controllers.base import Uniforms
 from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings
 from wmcli.kernels.dispatch import using
 from wmcli.training import graph
@@ -76,9 +76,9 @@ def test_a_training_step_and_an_imagined_step(backbone: str, kind: str) -> None:
 
 
 def _check_imagination(model: WorldModel, batch: Batch) -> None:
-    latent = batch.latent if model.frozen_encoder else model.encode(batch.latent)
+    latent = batch.inputs if model.frozen_encoder else model.encode(batch.inputs)
     rows = len(latent)
-    features, state = model.observe(latent[:, :3], batch.action[:, :3], batch.first[:, :3])
+    features, state = model.observe(latent[:, :3], batch.action[:, :3], batch.is_first[:, :3])
     assert features.shape == (rows, 3, *model.feature_shape)
     for _ in range(2):
         imagined, state = model.imagine(state, batch.action[:, 3])
@@ -112,17 +112,17 @@ def test_a_rollout_is_a_function_of_its_arguments(backbone: str, kind: str, cont
     """It can be recorded and replayed: nothing is drawn but the noise, nothing waited for, nothing left behind."""
     model, window = _window(backbone, kind)
     player = CONTROLLERS[controller](model)
-    noise = player.noise(model, window)
+    uniforms = player.draw_uniforms(model, window)
     before = torch.get_rng_state()
     with Replayable():
-        want = player.imagine(model, window, noise)
+        want = player.imagine(model, window, uniforms)
     assert torch.equal(torch.get_rng_state(), before)
-    other = player.imagine(model, window, Noise(*(1 - part for part in noise)))
+    other = player.imagine(model, window, Uniforms(*(1 - part for part in uniforms)))
     assert not torch.equal(want.action, other.action)
-    assert_close(player.imagine(model, window, noise), want, rtol=0, atol=0)
+    assert_close(player.imagine(model, window, uniforms), want, rtol=0, atol=0)
     for part in ("start", "action", "world"):  # each of them decides something
-        if getattr(noise, part).numel():
-            changed = player.imagine(model, window, noise._replace(**{part: 1 - getattr(noise, part)}))
+        if getattr(uniforms, part).numel():
+            changed = player.imagine(model, window, uniforms._replace(**{part: 1 - getattr(uniforms, part)}))
             assert any(not torch.equal(*pair) for pair in zip(tree_leaves(changed), tree_leaves(want), strict=True))
 
 
@@ -141,9 +141,9 @@ def test_a_recorded_rollout_is_the_rollout(
         recorded = Recorded(partial(player.imagine, model))
         for _ in range(3):
             with using(kernels):
-                noise = player.noise(model, window)
-                want = player.imagine(model, window, noise)
-                assert_close(recorded(window, noise), want, rtol=0, atol=0)
+                uniforms = player.draw_uniforms(model, window)
+                want = player.imagine(model, window, uniforms)
+                assert_close(recorded(window, uniforms), want, rtol=0, atol=0)
             with torch.no_grad():  # as an optimizer does
                 for parameter in player.parameters():
                     parameter.mul_(1.1)
@@ -156,8 +156,8 @@ def _window(backbone: str, kind: str, device: str = "cpu") -> tuple[WorldModel, 
     if isinstance(model, TokenWorldModel):
         model.tokenizer.to(device)
     batch = map_state(lambda part: part.to(device), batch)
-    latent = batch.latent if model.frozen_encoder else model.encode(batch.latent)
-    first, valid = torch.zeros_like(batch.first[:, :3]), torch.ones_like(batch.valid[:, :3])
+    latent = batch.inputs if model.frozen_encoder else model.encode(batch.inputs)
+    first, valid = torch.zeros_like(batch.is_first[:, :3]), torch.ones_like(batch.valid[:, :3])
     return model, Batch(latent[:, :3], *(part[:, :3] for part in batch[1:5]), first, valid)
 
 

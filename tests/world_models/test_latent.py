@@ -110,14 +110,14 @@ def test_the_loss_is_its_definition():
     batch = segment(terminated=resets((0, 3), (2, 6)))
     total, log = model.loss(batch)
 
-    z = model.encode(batch.latent)
+    z = model.encode(batch.inputs)
     assert set(z.unique().tolist()) == {0.0, 1.0}
     sums = dict.fromkeys(("image", "reward", "termination", "kl"), 0.0)
     for row in range(B):
         state = model.backbone.initial_state(1)
         for t in range(T):
             image = model.tokenizer.reconstruct(z[row, t][None])[0]
-            sums["image"] += (image - batch.latent[row, t].permute(2, 0, 1) / 255).square().sum()
+            sums["image"] += (image - batch.inputs[row, t].permute(2, 0, 1) / 255).square().sum()
             element = torch.cat((z[row, t].flatten(), F.one_hot(batch.action[row, t], A).float()))
             d, state = model.backbone.step(model.stem(element[None]), state)
             target = two_hot.encode(batch.reward[row, t])
@@ -173,7 +173,7 @@ def test_every_parameter_learns(backbone):
 def test_gradients_of_the_dynamics_reach_the_encoder():
     model = make(free_nats=0.0, representation_weight=0.0)
     batch = segment()
-    z = model.tokenizer.posterior(batch.latent)
+    z = model.tokenizer.posterior(batch.inputs)
     total, log = model.loss(batch)
     assert z.requires_grad and log["reward_loss"] > 0
     image = model.tokenizer.decoder
@@ -205,7 +205,7 @@ def test_padding_leaves_no_trace():
     valid = torch.ones(B, T, dtype=torch.bool)
     valid[0, 4:] = False
     batch = segment(valid=valid)
-    other = batch._replace(action=batch.action.clone(), reward=batch.reward.clone(), latent=batch.latent.clone())
+    other = batch._replace(action=batch.action.clone(), reward=batch.reward.clone(), latent=batch.inputs.clone())
     other.action[0, 4:] = 0
     other.reward[0, 4:] = 9.0
     for name, value in _logged(model, batch).items():
@@ -226,7 +226,7 @@ def test_nothing_is_known_behind_an_end_unless_the_model_learns_to_read_on(setti
     batch = segment(terminated=resets((1, 2)), truncated=resets((1, 4)))
     assert make(**settings).over(batch).nonzero().tolist() == [[1, time] for time in over]
     if settings.get("across_ends", True):  # a lost life at 2
-        games = batch._replace(last=resets((1, 4)))
+        games = batch._replace(is_last=resets((1, 4)))
         assert make(**settings).over(games).nonzero().tolist() == [[1, time] for time in over[1:]]
 
 
@@ -270,7 +270,7 @@ def test_observe_then_imagine_is_the_backbone_step_by_step(backbone):
     imagined, after = model.imagine(state, action[:, -1])
     for row in range(B):
         d = by_hand(model, z[row], action[row], opens[row])[-1]
-        assert_close(after.summary[row], d, rtol=0, atol=2e-5)
+        assert_close(after.deterministic[row], d, rtol=0, atol=2e-5)
         assert_close(imagined.reward[row], two_hot.decode(model.reward_head(d)), rtol=1e-4, atol=1e-5)
         assert imagined.terminated[row] == (model.termination_head(d)[0] > 0)
     assert torch.equal(model.latent(after), imagined.latent)
@@ -312,7 +312,7 @@ def test_a_single_frame_is_context_enough():
     features, state = model.observe(z, action, torch.ones(B, 1, dtype=torch.bool))
     assert_close(features[:, 0, K * C :], torch.zeros(B, D))
     _, after = model.imagine(state, action[:, 0])
-    assert_close(after.summary[1], by_hand(model, z[1], action[1])[0], rtol=0, atol=1e-5)
+    assert_close(after.deterministic[1], by_hand(model, z[1], action[1])[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [0, 4])
@@ -330,7 +330,7 @@ def test_imagination_and_acting_outlast_the_positions_of_attention(window):
     reset = torch.zeros(B, 30, dtype=torch.bool)
     reset[:, 0] = reset[1, 20] = True
     states, _, _ = play(model, 30, reset)
-    assert states[-1].summary.isfinite().all()
+    assert states[-1].deterministic.isfinite().all()
 
 
 @torch.no_grad()
@@ -350,7 +350,7 @@ def test_imagined_latents_follow_the_prior():
     z, action = drawn(1, 1).expand(rows, 1, K, C), torch.zeros(rows, 1, dtype=torch.long)
     _, state = model.observe(z, action, torch.ones(rows, 1, dtype=torch.bool))
     imagined, after = model.imagine(state, action[:, 0])
-    prior = model._prior(after.summary[0]).exp()
+    prior = model._prior(after.deterministic[0]).exp()
     assert_close(imagined.latent.mean(0), prior, rtol=0, atol=4 * (0.25 / rows) ** 0.5)
 
 
@@ -415,7 +415,7 @@ def test_acting_sees_what_observing_sees(backbone, window):
             opens = max(u for u in range(t + 1) if reset[row, u])
             start = max(opens, t - window) if window else opens
             want = by_hand(model, z[row, :t], action[row], start)[-1] if t > start else torch.zeros(D)
-            assert_close(states[t].summary[row], want, rtol=0, atol=2e-5)
+            assert_close(states[t].deterministic[row], want, rtol=0, atol=2e-5)
             assert_close(model.features(states[t])[row, : K * C], z[row, t].flatten())
 
 
@@ -439,7 +439,7 @@ def test_an_episodes_first_frame_is_always_seen():
     model = certain(make(unimix=0.0, act_on="prior"))
     states, seen, _ = play(model, 1, torch.ones(B, 1, dtype=torch.bool))
     assert_close(model.latent(states[0]), model.encode(seen)[:, 0])
-    assert_close(states[0].summary, torch.zeros(B, D))
+    assert_close(states[0].deterministic, torch.zeros(B, D))
 
 
 @pytest.mark.parametrize("window", [0, 4])
@@ -450,7 +450,7 @@ def test_imagination_goes_on_from_a_perceived_frame(window):
     _, after = model.imagine(states[-1], action[:, 3])
     z = model.encode(seen)
     for row, opens in enumerate((0, 0, 3)):
-        assert_close(after.summary[row], by_hand(model, z[row], action[row], opens)[-1], rtol=0, atol=2e-5)
+        assert_close(after.deterministic[row], by_hand(model, z[row], action[row], opens)[-1], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("window", [0, 4])
@@ -481,7 +481,15 @@ def test_autocast_keeps_losses_states_and_features_in_float32():
             latent, torch.zeros(B, 2, dtype=torch.long), torch.zeros(B, 2, dtype=torch.bool)
         )
         imagined, after = model.imagine(state, torch.zeros(B, dtype=torch.long))
-    for value in (got, latent, features, state.summary, imagined.reward, after.summary, model.features(after)):
+    for value in (
+        got,
+        latent,
+        features,
+        state.deterministic,
+        imagined.reward,
+        after.deterministic,
+        model.features(after),
+    ):
         assert value.dtype == torch.float32
     assert_close(got, want, rtol=0.05, atol=0)
 
@@ -524,10 +532,10 @@ def test_a_moving_square_is_learned_and_imagined():
         optimizer.step()
     model.eval()
     batch, _ = dots(generator, 64)
-    reset = batch.first[:, :2]
-    _, state = model.observe(model.encode(batch.latent[:, :2]), batch.action[:, :2], reset)
+    reset = batch.is_first[:, :2]
+    _, state = model.observe(model.encode(batch.inputs[:, :2]), batch.action[:, :2], reset)
     for t in (1, 2, 3):
         imagined, state = model.imagine(state, batch.action[:, t])
-        error = (model.decode(imagined.latent).float() - batch.latent[:, t + 1].float()).abs().mean((1, 2, 3))
+        error = (model.decode(imagined.latent).float() - batch.inputs[:, t + 1].float()).abs().mean((1, 2, 3))
         assert (error < 20).float().mean() > 0.9, t
         assert ((imagined.reward - batch.reward[:, t]).abs() < 0.2).float().mean() > 0.9, t

@@ -58,11 +58,11 @@ def make(backbone="s4", *, certain=False, **settings) -> LatentWorldModel:
         posterior_width=13,
     )
     sequence_model = small(backbone, max_length=dynamics.sequence_length, block=1, width=D)
-    evidence = (
+    posterior_encoder = (
         small(backbone, max_length=dynamics.sequence_length, block=1, width=D) if dynamics.posterior == "full" else None
     )
     reads = LatentWorldModel.tokenizer_reads(dynamics, coder.stack.features(SIZE), D)
-    model = LatentWorldModel(dynamics, sequence_model, CategoricalTokenizer(coder, SIZE, **reads), A, evidence)
+    model = LatentWorldModel(dynamics, sequence_model, CategoricalTokenizer(coder, SIZE, **reads), A, posterior_encoder)
     with torch.no_grad():
         for head in (model.prior_head, model.tokenizer.posterior_head):
             if isinstance(head, torch.nn.Sequential):
@@ -104,17 +104,17 @@ def by_hand(model: LatentWorldModel, batch: Batch) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         for row in range(B):
             memory = model.backbone.initial_state(1)
-            second = None if model.settings.posterior != "full" else model.evidence.initial_state(1)
+            second = None if model.settings.posterior != "full" else model.posterior_encoder.initial_state(1)
             past, before = torch.zeros(1, D), torch.zeros(1, A)
             for t in range(batch.action.shape[1]):
-                if batch.first[row, t]:
+                if batch.is_first[row, t]:
                     memory, past, before = model.backbone.initial_state(1), torch.zeros(1, D), torch.zeros(1, A)
-                    second = None if second is None else model.evidence.initial_state(1)
-                e = model.tokenizer.embed(batch.latent[row, t][None])
+                    second = None if second is None else model.posterior_encoder.initial_state(1)
+                e = model.tokenizer.embed(batch.inputs[row, t][None])
                 if model.settings.posterior == "recurrent":
                     e = torch.cat((e, past), -1)
                 elif model.settings.posterior == "full":
-                    e, second = model.evidence.step(model.evidence_stem(torch.cat((e, before), -1)), second)
+                    e, second = model.posterior_encoder.step(model.posterior_stem(torch.cat((e, before), -1)), second)
                 log_posterior = model.tokenizer.log_probabilities(model.tokenizer.posterior_head(e))
                 z = F.one_hot(log_posterior.argmax(-1), C).float()
                 state = torch.cat((z.flatten(1), past), -1)
@@ -139,7 +139,7 @@ def test_the_loss_is_its_definition(posterior):
     batch = segment(valid=valid)
     _, log = model.loss(batch)
     want = by_hand(model, batch)
-    truth = batch.latent.permute(0, 1, 4, 2, 3).float() / 255
+    truth = batch.inputs.permute(0, 1, 4, 2, 3).float() / 255
     follows = valid.clone()
     follows[:, 0] = False
     error = (want["image"] - truth).square().flatten(2).sum(-1)
@@ -159,7 +159,7 @@ def test_what_the_settings_add(first_frame, heads_read):
     _, log = model.loss(batch)
     want = by_hand(make(certain=True, predict_termination=False).eval(), batch)
     if first_frame:
-        truth = batch.latent.permute(0, 1, 4, 2, 3).float() / 255
+        truth = batch.inputs.permute(0, 1, 4, 2, 3).float() / 255
         assert_close(
             log["reconstruction"], (want["image"] - truth).square().flatten(2).sum(-1).mean(), rtol=1e-4, atol=0
         )
@@ -229,13 +229,13 @@ def test_every_parameter_learns_on_every_backbone(backbone, posterior):
 def test_chunks_that_are_carried_equal_one_long_row(backbone, posterior):
     """Values, with episodes that open in the middle of a chunk and at its beginning."""
     model = make(backbone, posterior=posterior, certain=True, rows="streams").eval()
-    batch = segment(9, first=flags((0, 0), (1, 0), (2, 0), (0, 4), (1, 6), (2, 3), time=9))
+    batch = segment(9, is_first=flags((0, 0), (1, 0), (2, 0), (0, 4), (1, 6), (2, 3), time=9))
     carry, parts = model.no_carry(B), []
     with torch.no_grad():
         for chunk in (slice(0, 3), slice(3, 6), slice(6, 9)):
             some = Batch(*(None if part is None else part[:, chunk] for part in batch))
-            _, z, read, carry = model._read(model.tokenizer.embed(some.latent), some, some.first, carry)
-            past = read.masked_fill(some.first[..., None], 0)
+            _, z, read, carry = model._read(model.tokenizer.embed(some.inputs), some, some.is_first, carry)
+            past = read.masked_fill(some.is_first[..., None], 0)
             parts.append((z, past))
     want = by_hand(model, batch)
     z, past = (torch.cat(each, 1) for each in zip(*parts, strict=True))
@@ -266,6 +266,7 @@ def test_no_gradient_goes_through_a_carry(backbone):
     leaves = []
     map_state(lambda tensor: leaves.append(tensor) or tensor, carry)
     assert len(leaves) > 6 and not any(leaf.requires_grad for leaf in leaves)
+    assert getattr(carry.memory, "systems", None) is None  # S4's: of the weights before the update
     empty = []
     map_state(lambda tensor: empty.append((tensor.shape, tensor.dtype)) or tensor, model.no_carry(B))
     assert empty == [(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -290,15 +291,15 @@ def test_imagination_with_the_posterior_forced_has_the_pasts_of_training(backbon
     model = make(backbone, posterior=posterior, certain=True).eval()
     batch = segment()
     want = by_hand(model, batch)
-    latent = model.encode(batch.latent)
-    features, _ = model.observe(latent, batch.action, batch.first)
+    latent = model.encode(batch.inputs)
+    features, _ = model.observe(latent, batch.action, batch.is_first)
     z, past = features.split((K * C, D), -1)
     assert_close(z.unflatten(-1, (K, C)), want["z"])
     assert_close(past, want["past"], rtol=0, atol=1e-4)
-    _, state = model.observe(latent[:, :3], batch.action[:, :3], batch.first[:, :3])
+    _, state = model.observe(latent[:, :3], batch.action[:, :3], batch.is_first[:, :3])
     for t in range(2, T - 1):
         imagined, state = model.imagine(state, batch.action[:, t])
-        assert_close(state.summary, want["past"][:, t + 1], rtol=0, atol=1e-4)
+        assert_close(state.deterministic, want["past"][:, t + 1], rtol=0, atol=1e-4)
         assert_close(imagined.reward, model.arrival_reward(model.features(state)))
         state = state._replace(latent=want["z"][:, t + 1])
 
@@ -306,20 +307,20 @@ def test_imagination_with_the_posterior_forced_has_the_pasts_of_training(backbon
 @pytest.mark.parametrize("posterior", POSTERIORS)
 def test_acting_perceives_what_training_reads(posterior):
     model = make("mamba2", posterior=posterior, certain=True).eval()
-    batch = segment(first=flags((0, 0), (1, 0), (2, 0), (1, 4)))
+    batch = segment(is_first=flags((0, 0), (1, 0), (2, 0), (1, 4)))
     want = by_hand(model, batch)
     state, before = None, torch.zeros(B, dtype=torch.int64)
     for t in range(T):
-        state = model.perceive(state, batch.latent[:, t], before, batch.first[:, t])
+        state = model.perceive(state, batch.inputs[:, t], before, batch.is_first[:, t])
         assert_close(model.latent(state), want["z"][:, t])
-        assert_close(state.summary, want["past"][:, t], rtol=0, atol=1e-4)
+        assert_close(state.deterministic, want["past"][:, t], rtol=0, atol=1e-4)
         before = batch.action[:, t]
 
 
 def test_pictures_show_the_past_as_well():
     model = make(certain=True).eval()
     batch = segment()
-    features, state = model.observe(model.encode(batch.latent), batch.action, batch.first)
+    features, state = model.observe(model.encode(batch.inputs), batch.action, batch.is_first)
     want = (255 * by_hand(model, batch)["image"]).round().clamp(0, 255).permute(0, 1, 3, 4, 2)
     assert model.decodes == "features"
     assert_close(model.decode(features).float(), want, rtol=0, atol=1)
@@ -334,12 +335,12 @@ def test_the_likeliest_latents_are_not_drawn():
     runs = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        features, state = model.observe(model.encode(batch.latent), batch.action, batch.first, likeliest=True)
+        features, state = model.observe(model.encode(batch.inputs), batch.action, batch.is_first, likeliest=True)
         imagined, state = model.imagine(state, batch.action[:, 0], likeliest=True)
         runs.append(torch.cat((features[:, -1], imagined.latent.flatten(1)), -1))
     assert torch.equal(*runs)
     torch.manual_seed(1)
-    drawn, _ = model.observe(model.encode(batch.latent), batch.action, batch.first)
+    drawn, _ = model.observe(model.encode(batch.inputs), batch.action, batch.is_first)
     assert not torch.equal(drawn[:, -1], runs[0][:, : K * C + D])
 
 
@@ -357,7 +358,7 @@ def test_rewards_are_learned_in_any_form(reward):
         total.backward()
         optimizer.step()
     model.eval()
-    features, _ = model.observe(model.encode(batch.latent), batch.action, batch.first)
+    features, _ = model.observe(model.encode(batch.inputs), batch.action, batch.is_first)
     told = model.arrival_reward(features[:, 1:])
     if reward == "none":
         assert not told.any() and log["reward_loss"] == 0

@@ -221,7 +221,7 @@ def test_the_loss_is_observing_and_imagining_step_by_step(bootstrap):
     model, batch = make(predict_termination=True, bootstrap=bootstrap, **weights).eval(), segment(searched=searched)
     total, log = model.loss(batch)
     sums = {name: [] for name in ("reward", "policy", "value", "consistency", "end", "entropy", "mean")}
-    shades = model.encode(batch.latent)
+    shades = model.encode(batch.inputs)
     own = part_of(batch, slice(HISTORY, None))
     for row in range(B):
         alone = slice(row, row + 1)
@@ -292,7 +292,7 @@ def test_padding_leaves_no_trace():
     ended = (batch.terminated & batch.valid).any(1, keepdim=True)
     assert ended.any() and not ended.all()
     other = batch._replace(
-        latent=torch.where(pad[..., None, None, None], frames(B, T, seed=9), batch.latent),
+        inputs=torch.where(pad[..., None, None, None], frames(B, T, seed=9), batch.inputs),
         action=torch.where(pad & ~ended, (batch.action + 1) % A, batch.action),
         reward=torch.where(pad, 77.0, batch.reward),
         terminated=batch.terminated ^ pad,

@@ -116,7 +116,7 @@ def _dream(model: WorldModel, state: State) -> list[float]:
     for _ in range(STEPS):
         rows = len(model.features(state))
         action = torch.randint(model.actions, (rows,), generator=generator)
-        numbers = torch.rand(rows, model.draws, generator=generator)
+        numbers = torch.rand(rows, model.uniforms_per_step, generator=generator)
         imagined, state = model.imagine(state, action, numbers)
         found += [imagined.latent, imagined.reward, imagined.terminated, model.features(state)]
     return torch.cat([each.flatten().double() for each in found]).tolist()

@@ -187,7 +187,7 @@ def world() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 )
 def test_search_of_lightzero(explore, visits, value):
     onward, reward, logits, worth = world()
-    noise = LightZeroNoise(torch.tensor([[0.1, 0.0, 0.9], [0.0, 1.0, 0.0], [0.5, 0.3, 0.2]]))
+    uniforms = LightZeroNoise(torch.tensor([[0.1, 0.0, 0.9], [0.0, 1.0, 0.0], [0.5, 0.3, 0.2]]))
 
     def predict(place: Tensor) -> Prediction:
         return Prediction(logits[place], worth[place])
@@ -197,6 +197,6 @@ def test_search_of_lightzero(explore, visits, value):
         return reward[state[0], action], torch.zeros(3, dtype=torch.bool), predict(after), (after,)
 
     place = torch.arange(3)
-    output = search(predict(place), (place,), expand, lightzero_rule(), 50, 0.997, noise if explore else None)
+    output = search(predict(place), (place,), expand, lightzero_rule(), 50, 0.997, uniforms if explore else None)
     assert output.visits.tolist() == visits
     assert_close(output.value, torch.tensor(value), rtol=0, atol=2e-6)

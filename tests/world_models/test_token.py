@@ -358,7 +358,7 @@ def test_loss_is_the_mean_over_what_is_scored(prediction, observation_burn_in, r
         end_on_truncation=truncation,
     )
     batch = experience()
-    logits = model.predict(batch.latent, batch.action)
+    logits = model.predict(batch.inputs, batch.action)
     start = T - logits.observation.shape[1]
     observation, reward, termination = [], [], []
     for b in range(B):
@@ -368,7 +368,7 @@ def test_loss_is_the_mean_over_what_is_scored(prediction, observation_burn_in, r
             for k in range(K):
                 known = t > 0 or (prediction == "sequential" and k > 0)
                 if t >= observation_burn_in and known:
-                    observation.append(-logits.observation[b, t - start, k].log_softmax(-1)[batch.latent[b, t, k]])
+                    observation.append(-logits.observation[b, t - start, k].log_softmax(-1)[batch.inputs[b, t, k]])
             if t >= reward_burn_in:
                 sign = (batch.reward[b, t] > 0).int() - (batch.reward[b, t] < 0).int()
                 reward.append(-logits.reward[b, t].log_softmax(-1)[sign + 1])
@@ -387,7 +387,7 @@ def test_padding_does_not_matter(prediction):
     batch = experience()
     garbage = ~batch.valid
     other = batch._replace(
-        latent=torch.where(garbage[..., None], 0, batch.latent),
+        inputs=torch.where(garbage[..., None], 0, batch.inputs),
         action=torch.where(garbage, 0, batch.action),
         reward=torch.where(garbage, 9.0, batch.reward),
         terminated=batch.terminated | garbage,
@@ -398,11 +398,11 @@ def test_padding_does_not_matter(prediction):
 def test_logged_accuracies_by_hand():
     model = make(reward_burn_in=0, observation_burn_in=1)
     batch = experience()._replace(valid=torch.ones(B, T, dtype=torch.bool))
-    logits = model.predict(batch.latent, batch.action)
+    logits = model.predict(batch.inputs, batch.action)
     _, log = model.loss(batch)
     right = (logits.reward.argmax(-1) - 1) == batch.reward.sign()
     nonzero = batch.reward != 0
-    assert_close(log["observation_accuracy"], (logits.observation.argmax(-1) == batch.latent[:, 1:]).float().mean())
+    assert_close(log["observation_accuracy"], (logits.observation.argmax(-1) == batch.inputs[:, 1:]).float().mean())
     assert_close(log["nonzero_rewards"], nonzero.float().mean())
     assert_close(log["nonzero_rewards_hit"], (right & nonzero).float().mean())
     assert not any(value.requires_grad for value in log.values())
@@ -418,7 +418,7 @@ def test_losses_start_near_those_of_a_guess(backbone, prediction, initialization
     model = make(backbone, tokenizer, width=64, actions=18, prediction=prediction, initialization=initialization)
     margin = 0.1 if initialization == "gpt" else 0.4
     batch = experience()
-    batch = batch._replace(latent=torch.randint(512, (B, T, K)), action=torch.randint(18, (B, T)))
+    batch = batch._replace(inputs=torch.randint(512, (B, T, K)), action=torch.randint(18, (B, T)))
     _, log = model.loss(batch)
     assert abs(log["observation_loss"] - math.log(512)) < margin
     assert abs(log["reward_loss"] - math.log(3)) < margin
@@ -508,10 +508,10 @@ def test_a_moving_dot_is_learned_and_imagined(prediction):
     assert log["observation_loss"] < 0.02 and log["reward_loss"] < 0.02 and log["termination_loss"] < 0.02
     assert log["nonzero_rewards_hit"] > 0.98 * log["nonzero_rewards"]
     real = dots(torch.Generator().manual_seed(4), 64)
-    _, state = model.observe(real.latent[:, :2], real.action[:, :2], torch.zeros(64, 2, dtype=torch.bool))
+    _, state = model.observe(real.inputs[:, :2], real.action[:, :2], torch.zeros(64, 2, dtype=torch.bool))
     for t in (1, 2):
         imagined, state = model.imagine(state, real.action[:, t])
-        assert (imagined.latent == real.latent[:, t + 1]).all(-1).float().mean() > 0.95
+        assert (imagined.latent == real.inputs[:, t + 1]).all(-1).float().mean() > 0.95
         assert (imagined.reward == real.reward[:, t]).float().mean() > 0.95
         assert (imagined.terminated == real.terminated[:, t]).float().mean() > 0.95
 

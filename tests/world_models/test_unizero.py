@@ -142,7 +142,7 @@ def test_sizes(size):
     z = model.encode(torch.zeros(2, 3, size, size, 3, dtype=torch.uint8))
     assert z.shape == (2, 3, *model.feature_shape) == (2, 3, 16)
     assert_close(z.unflatten(-1, (2, 8)).sum(-1), torch.ones(2, 3, 2))
-    assert not model.decodes and model.draws == 0 and model.discount == 0.997
+    assert not model.decodes and model.uniforms_per_step == 0 and model.discount == 0.997
 
 
 def test_settings_that_do_not_fit_are_one_line():
@@ -222,7 +222,7 @@ def by_the_target(model: UniZero, batch: Batch) -> Tensor:
         last = int(valid.sum()) - 1
         start = min(STEPS, last)
         real = slice(start, last + 1)
-        z = model.target.encoder.eval()(batch.latent[row, real])
+        z = model.target.encoder.eval()(batch.inputs[row, real])
         y = read(model, z, batch.action[row, real], model.target)[::2]
         value = value_bins.decode(model.target.value_head(y))
         for t in range(HORIZON):
@@ -290,7 +290,7 @@ def test_the_first_latent_loss_at_the_papers_size(activation, least, most):
     label = model._labels(image[:, :5])[:, 1:].unflatten(-1, (96, 8))
     assert first == pytest.approx(math.log(8) - float(torch.special.entr(label).sum(-1).mean()), abs=1e-4)
     assert least < first < most
-    assert float(model.loss(batch._replace(latent=torch.zeros_like(image)))[1]["latent_loss"]) < 1e-6
+    assert float(model.loss(batch._replace(inputs=torch.zeros_like(image)))[1]["latent_loss"]) < 1e-6
 
 
 @pytest.mark.parametrize("backbone", ["transformer", "mamba1"])
@@ -304,8 +304,8 @@ def test_the_loss_is_its_definition(backbone):
     sums = {name: [] for name in ("latent", "reward", "policy", "value", "entropy", "learned", "end", "mean")}
     with torch.no_grad():
         for row in range(B):
-            z = model.encode(batch.latent[row : row + 1, :HORIZON])[0]
-            label = model.target.encoder(batch.latent[row, :HORIZON])
+            z = model.encode(batch.inputs[row : row + 1, :HORIZON])[0]
+            label = model.target.encoder(batch.inputs[row, :HORIZON])
             output = read(model, z, batch.action[row, :HORIZON])
             arguments = [each[row].tolist() for each in (batch.reward, batch.terminated, batch.valid)]
             for t in range(min(int(batch.valid[row].sum()), HORIZON)):
@@ -348,7 +348,7 @@ def test_padding_leaves_no_trace():
     assert batch.targets is not None
     found, value = batch.targets.found | pad, batch.targets.value.masked_fill(pad, 99.0)
     other = batch._replace(
-        latent=torch.where(pad[..., None, None, None], frames(B, T, seed=9), batch.latent),
+        inputs=torch.where(pad[..., None, None, None], frames(B, T, seed=9), batch.inputs),
         action=torch.where(pad, (batch.action + 1) % A, batch.action),
         reward=torch.where(pad, 77.0, batch.reward),
         terminated=batch.terminated ^ pad,
@@ -440,7 +440,7 @@ def test_labels_have_the_statistics_of_the_batch_in_training_and_values_never():
     where = bootstrap_frames(batch.valid, HORIZON, STEPS)
     want = model._target_values(batch, where)
     assert all(torch.equal(value, before[name]) for name, value in model.target.state_dict().items())
-    seen = batch.latent[:, :HORIZON]
+    seen = batch.inputs[:, :HORIZON]
     label = model._labels(seen)
     assert_close(label, copy.deepcopy(model.target["encoder"]).train()(seen))
     assert not any(module.training for module in model.target.modules())
@@ -536,14 +536,14 @@ def test_rows_of_different_length_are_what_they_would_be_alone(backbone):
         assert_close(model.features(root)[row], features[row, 5])
         assert_close(model.latent(root)[row], z[row, 5])
         by_hand = imagined_by_hand(model, elements, acts[:, row])
-        for (imagined, after), (x, latent, summary) in zip(steps, by_hand, strict=True):
+        for (imagined, after), (x, latent, output) in zip(steps, by_hand, strict=True):
             assert_close(imagined.latent[row], latent, rtol=0, atol=5e-5)
             assert_close(imagined.reward[row], value_bins.decode(model.reward_head(x)), rtol=1e-3, atol=1e-4)
             assert imagined.terminated[row] == (model.termination_head(x)[0] > 0)
-            assert_close(model.features(after)[row], summary, rtol=0, atol=1e-4)
+            assert_close(model.features(after)[row], output, rtol=0, atol=1e-4)
             policy, value = model.predict(after)
-            assert_close(policy[row], model.policy_head(summary), rtol=0, atol=5e-4)
-            assert_close(value[row], value_bins.decode(model.value_head(summary)), rtol=1e-3, atol=1e-3)
+            assert_close(policy[row], model.policy_head(output), rtol=0, atol=5e-4)
+            assert_close(value[row], value_bins.decode(model.value_head(output)), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("backbone", NAMES)
@@ -554,10 +554,10 @@ def test_thirty_imagined_steps(backbone):
     _, state = model.observe(z, action, torch.tensor([[True, False]]))
     elements = interleaved(model, z[0], action[0, :1])
     acts = torch.randint(A, (30,))
-    for act, (_, latent, summary) in zip(acts, imagined_by_hand(model, elements, acts), strict=True):
+    for act, (_, latent, output) in zip(acts, imagined_by_hand(model, elements, acts), strict=True):
         imagined, state = model.imagine(state, act[None])
         assert_close(imagined.latent[0], latent, rtol=0, atol=2e-4)
-        assert_close(model.features(state)[0], summary, rtol=0, atol=5e-4)
+        assert_close(model.features(state)[0], output, rtol=0, atol=5e-4)
     assert int(state.length) == state.tokens.shape[1] == WINDOW - 2
 
 
@@ -648,9 +648,9 @@ def test_autocast_and_a_frozen_model(backbone):
     with torch.autocast("cpu", torch.bfloat16):
         got, log = model.loss(batch)
         assert got.dtype == log["value_mean"].dtype == torch.float32
-        z = model.encode(batch.latent)
+        z = model.encode(batch.inputs)
         assert z.dtype == torch.float32
-        features, state = model.observe(z, batch.action, batch.first)
+        features, state = model.observe(z, batch.action, batch.is_first)
         imagined, after = model.imagine(state, batch.action[:, 0])
         expected = model.predict(after)
     assert_close(got, want, rtol=0.1, atol=0.05)
@@ -659,7 +659,7 @@ def test_autocast_and_a_frozen_model(backbone):
         model = machine.freeze(model)
         assert not any(each.requires_grad for each in model.parameters())
         with machine.autocast():
-            state = model.observe(model.encode(batch.latent), batch.action, batch.first)[1]
+            state = model.observe(model.encode(batch.inputs), batch.action, batch.is_first)[1]
             _, after = model.imagine(model.root(state), batch.action[:, 0])
             prediction = model.predict(after)
             model.loss(batch)

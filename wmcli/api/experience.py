@@ -13,7 +13,7 @@ from wmcli.artifacts import Artifact
 from wmcli.assemble import settings_of
 from wmcli.dream import Reference, machine_for, open_kind
 from wmcli.errors import UsageError
-from wmcli.experience import Memory
+from wmcli.experience import Replay
 from wmcli.experience.load import load_experience, load_held_out
 from wmcli.experience.sampler import WindowTable
 from wmcli.settings import Settings
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 class Experience:
     """Experience in memory, on one device."""
 
-    memory: Memory
+    memory: Replay
     actions: int
     """Number of different actions, A."""
     artifact: Artifact | None = None
@@ -101,7 +101,7 @@ class Experience:
         if not rows or np.min(action) < 0 or np.max(action) >= actions:
             raise UsageError(f"action: values from 0 to {actions - 1} are needed, for at least one frame.")
         ended = np.asarray(terminated, bool) | np.asarray(truncated, bool)
-        memory = Memory.empty(device)
+        memory = Replay.empty(device)
         memory.extend(
             {
                 "observation": frames,

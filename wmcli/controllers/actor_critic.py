@@ -22,7 +22,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from wmcli.controllers.base import ControllerSettings, Learner, Noise, State, draw_noise, episode_starts
+from wmcli.controllers.base import ControllerSettings, Learner, State, Uniforms, episode_starts, rollout_uniforms
 from wmcli.errors import UsageError
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn import two_hot
@@ -202,13 +202,13 @@ class ActorCritic(Learner):
 
     # -- learning ---
 
-    def noise(self, world_model: WorldModel, batch: Batch) -> Noise:
+    def draw_uniforms(self, world_model: WorldModel, batch: Batch) -> Uniforms:
         """Random numbers for a rollout from each window of `batch`."""
         horizon = self.settings.imagination_horizon
-        return draw_noise(world_model, batch, horizon, horizon + (self.settings.start == "prior"))
+        return rollout_uniforms(world_model, batch, horizon, horizon + (self.settings.start == "prior"))
 
     @torch.no_grad()
-    def imagine(self, world_model: WorldModel, batch: Batch, noise: Noise) -> Rollout:
+    def imagine(self, world_model: WorldModel, batch: Batch, uniforms: Uniforms) -> Rollout:
         """Let the world model take in the real windows of `batch` (B, window), then act in imagination.
 
         With start = "prior" the first state is what the world model imagines after the last real action; with
@@ -217,13 +217,13 @@ class ActorCritic(Learner):
         """
         assert not world_model.training, "dropout in imagination: call world_model.eval() first"
         assert batch.valid.shape[1] == self.window, (batch.valid.shape, self.window)
-        _, state = world_model.observe(batch.latent, batch.action, episode_starts(batch), noise.start)
+        _, state = world_model.observe(batch.inputs, batch.action, episode_starts(batch), uniforms.start)
         rows, horizon = batch.action.shape[0], self.settings.imagination_horizon
         action = batch.action.new_empty(rows, horizon, dtype=torch.int64)
         reward = batch.reward.new_zeros(rows, horizon + 1)
         terminated = batch.terminated.new_zeros(rows, horizon + 1)
         counts = batch.valid[:, -1]
-        steps = iter(noise.world)
+        steps = iter(uniforms.world)
         if self.settings.start == "prior":
             counts = counts & ~world_model.over(batch)[:, -1]
             imagined, state = world_model.imagine(state, batch.action[:, -1], next(steps))
@@ -233,7 +233,7 @@ class ActorCritic(Learner):
         feature = first.new_empty(rows, horizon + 1, first.shape[1])
         feature[:, 0] = first
         for t in range(horizon):
-            action[:, t] = sample(self.policy(feature[:, t]), noise.action[t])
+            action[:, t] = sample(self.policy(feature[:, t]), uniforms.action[t])
             imagined, state = world_model.imagine(state, action[:, t], next(steps))
             reward[:, t + 1] = imagined.reward
             terminated[:, t + 1] = imagined.terminated

@@ -65,15 +65,15 @@ class ControllerSettings(Section):
         raise NotImplementedError
 
 
-class Noise(NamedTuple):
+class Uniforms(NamedTuple):
     """All that is random in a rollout: numbers uniform in [0, 1), drawn at once. h actions, s imagined steps."""
 
     start: Tensor
-    """(B, T, draws_to_observe), for taking in the real frames."""
+    """(B, T, uniforms_per_frame), for taking in the real frames."""
     action: Tensor
     """(h, B)"""
     world: Tensor
-    """(s, B, draws)"""
+    """(s, B, uniforms_per_step)"""
 
 
 class SearchSummary(NamedTuple):
@@ -134,11 +134,11 @@ class Learner(Controller):
     """Frames in each row of the batch that `imagine` takes, left-padded where an episode is shorter."""
 
     @abstractmethod
-    def noise(self, world_model: WorldModel, batch: Batch) -> Noise:
+    def draw_uniforms(self, world_model: WorldModel, batch: Batch) -> Uniforms:
         """Random numbers for `imagine` from such a batch, with torch's global generator."""
 
     @abstractmethod
-    def imagine(self, world_model: WorldModel, batch: Batch, noise: Noise) -> Any:
+    def imagine(self, world_model: WorldModel, batch: Batch, uniforms: Uniforms) -> Any:
         """What to learn from, imagined from windows of experience: a tuple of tensors (B, ...) without gradient.
 
         A function of the weights and of what it is given: it draws nothing, changes nothing and never waits for the
@@ -157,18 +157,22 @@ class Learner(Controller):
         """Called after each step of the optimizer, for what follows the weights, such as a slow copy of them."""
 
 
-def draw_noise(world_model: WorldModel, batch: Batch, actions: int, steps: int) -> Noise:
+def rollout_uniforms(world_model: WorldModel, batch: Batch, actions: int, steps: int) -> Uniforms:
     """Random numbers for a rollout of so many actions and imagined steps, by torch's global generator in one call."""
     rows, frames = batch.action.shape
-    shapes = (rows, frames, world_model.draws_to_observe), (actions, rows), (steps, rows, world_model.draws)
+    shapes = (
+        (rows, frames, world_model.uniforms_per_frame),
+        (actions, rows),
+        (steps, rows, world_model.uniforms_per_step),
+    )
     counts = [math.prod(shape) for shape in shapes]
     parts = uniform((sum(counts),), batch.action.device).split(counts)
-    return Noise(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+    return Uniforms(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
 
 
 def episode_starts(batch: Batch) -> Tensor:
-    """(B, T) bool: the first real frame of a left-padded window, and any frame that `batch.first` marks."""
-    starts = batch.valid & batch.first
+    """(B, T) bool: the first real frame of a left-padded window, and any frame that `batch.is_first` marks."""
+    starts = batch.valid & batch.is_first
     starts[:, 0] |= batch.valid[:, 0]
     starts[:, 1:] |= batch.valid[:, 1:] & ~batch.valid[:, :-1]
     return starts

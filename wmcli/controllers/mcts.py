@@ -187,7 +187,7 @@ class MCTS(Controller):
             softmax at temperature T gives N^(1/T).
         """
         assert isinstance(world_model, PlanningWorldModel), type(world_model)
-        assert world_model.draws == 0, "a search is a function of its arguments"
+        assert world_model.uniforms_per_step == 0, "a search is a function of its arguments"
         root = world_model.root(world_state)
         noise = None
         if generator is not None:

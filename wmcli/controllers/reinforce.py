@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from wmcli.controllers.base import ControllerSettings, Learner, Noise, State, draw_noise, episode_starts
+from wmcli.controllers.base import ControllerSettings, Learner, State, Uniforms, episode_starts, rollout_uniforms
 from wmcli.errors import UsageError
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn.categorical import sample
@@ -199,12 +199,14 @@ class ReinforceController(Learner):
 
     # -- learning ---
 
-    def noise(self, world_model: WorldModel, batch: Batch) -> Noise:
+    def draw_uniforms(self, world_model: WorldModel, batch: Batch) -> Uniforms:
         """Random numbers for a rollout from each window of `batch`."""
-        return draw_noise(world_model, batch, self.settings.imagination_horizon, self.settings.imagination_horizon)
+        return rollout_uniforms(
+            world_model, batch, self.settings.imagination_horizon, self.settings.imagination_horizon
+        )
 
     @torch.no_grad()
-    def imagine(self, world_model: WorldModel, batch: Batch, noise: Noise) -> Rollout:
+    def imagine(self, world_model: WorldModel, batch: Batch, uniforms: Uniforms) -> Rollout:
         """Burn in on the real windows of `batch` (B, window), then act in imagination for `horizon` steps.
 
         The LSTM goes over all frames but the last; imagination starts from the last one, which must be real. Frames
@@ -215,11 +217,11 @@ class ReinforceController(Learner):
         assert batch.valid.shape[1] == self.window, (batch.valid.shape, self.window)
         settings = self.settings
         reset = episode_starts(batch)
-        features, world_state = world_model.observe(batch.latent, batch.action, reset, noise.start)
+        features, world_state = world_model.observe(batch.inputs, batch.action, reset, uniforms.start)
         if settings.input == "latent":
             window = features
         else:
-            window = world_model.decode(features if world_model.decodes == "features" else batch.latent)
+            window = world_model.decode(features if world_model.decodes == "features" else batch.inputs)
 
         rows = window.shape[0]
         state = self.initial_state(rows)
@@ -235,9 +237,9 @@ class ReinforceController(Learner):
         observation[:, 0] = window[:, -1]
         for t in range(settings.imagination_horizon):
             logits, _, state = self.policy(observation[:, t], state)
-            action[:, t] = sample(logits, noise.action[t])
+            action[:, t] = sample(logits, uniforms.action[t])
             state = self.follow(action[:, t], state)
-            imagined, world_state = world_model.imagine(world_state, action[:, t], noise.world[t])
+            imagined, world_state = world_model.imagine(world_state, action[:, t], uniforms.world[t])
             reward[:, t] = imagined.reward
             terminated[:, t] = imagined.terminated
             observation[:, t + 1] = self.view(world_model, world_state)

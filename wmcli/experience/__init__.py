@@ -9,7 +9,7 @@ memory it is truncated.
 from __future__ import annotations
 
 from wmcli.experience.frequency import FrequencySampler
-from wmcli.experience.memory import Episodes, Memory
+from wmcli.experience.replay import Episodes, Replay
 from wmcli.experience.sampler import StreamSampler, Windows, WindowSampler
 from wmcli.experience.segment import Recorder, read_frames, read_segment, segment_about, write_segment
 from wmcli.experience.targets import SearchTargets
@@ -17,7 +17,7 @@ from wmcli.experience.targets import SearchTargets
 __all__ = [
     "Episodes",
     "FrequencySampler",
-    "Memory",
+    "Replay",
     "Recorder",
     "SearchTargets",
     "StreamSampler",

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from wmcli.experience.memory import Episodes
+from wmcli.experience.replay import Episodes
 from wmcli.experience.sampler import Windows, WindowTable, in_rounds
 
 

@@ -13,7 +13,7 @@ from wmcli.artifacts import Artifact
 from wmcli.envs.memory_task import Task
 from wmcli.envs.tasks import TASKS
 from wmcli.errors import ArtifactError
-from wmcli.experience.memory import Memory
+from wmcli.experience.replay import Replay
 from wmcli.experience.segment import read_frames, read_segment
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ HELD_OUT = {"validation": "validation.zarr", "test": "test.zarr"}
 DRAWN_AT_ONCE = 4096  # frames
 
 
-def load_experience(artifact: Artifact, device: torch.device | str, loaded: Memory | None = None) -> Memory:
+def load_experience(artifact: Artifact, device: torch.device | str, loaded: Replay | None = None) -> Replay:
     """Load all experience up to an artifact.
 
     Args:
@@ -45,18 +45,18 @@ def load_experience(artifact: Artifact, device: torch.device | str, loaded: Memo
     while not _ends_with(loaded, chain[-1]) and "previous" in chain[-1].inputs:
         chain.append(chain[-1].input("previous"))
     if loaded is not None and _ends_with(loaded, chain[-1]):
-        memory = loaded
+        replay = loaded
         chain.pop()
     else:
-        memory = _empty(artifact, device)
+        replay = _empty(artifact, device)
     for segment in reversed(chain):
         segment.verify()
-        _extend(memory, segment, SEGMENT)
-        memory.upto = segment.digest
-    return memory
+        _extend(replay, segment, SEGMENT)
+        replay.upto = segment.digest
+    return replay
 
 
-def load_held_out(artifact: Artifact, part: str, device: torch.device | str) -> Memory:
+def load_held_out(artifact: Artifact, part: str, device: torch.device | str) -> Replay:
     """Load the episodes that experience holds back.
 
     Args:
@@ -73,9 +73,9 @@ def load_held_out(artifact: Artifact, part: str, device: torch.device | str) -> 
             f" collect.{part}=100"
         )
     artifact.verify()
-    memory = _empty(artifact, device)
-    _extend(memory, artifact, HELD_OUT[part])
-    return memory
+    replay = _empty(artifact, device)
+    _extend(replay, artifact, HELD_OUT[part])
+    return replay
 
 
 def lives_end_episodes(environment: Mapping[str, Any]) -> bool:
@@ -83,22 +83,22 @@ def lives_end_episodes(environment: Mapping[str, Any]) -> bool:
     return bool(environment["train"].get("life_loss_ends_episode", False))
 
 
-def _ends_with(memory: Memory | None, artifact: Artifact) -> bool:
-    return memory is not None and memory.upto == artifact.digest
+def _ends_with(replay: Replay | None, artifact: Artifact) -> bool:
+    return replay is not None and replay.upto == artifact.digest
 
 
-def _empty(artifact: Artifact, device: torch.device | str) -> Memory:
-    return Memory.empty(device, lives_end_episodes=lives_end_episodes(artifact.manifest["environment"]))
+def _empty(artifact: Artifact, device: torch.device | str) -> Replay:
+    return Replay.empty(device, lives_end_episodes=lives_end_episodes(artifact.manifest["environment"]))
 
 
-def _extend(memory: Memory, artifact: Artifact, part: str) -> None:
+def _extend(replay: Replay, artifact: Artifact, part: str) -> None:
     """Read the segment `part` into memory, block by block. Frames of compact states are drawn from them."""
     folder = artifact.path / part
     arrays = read_segment(folder, frames=False)
     frames = read_frames(folder)
     if frames is None:
         frames = _drawn(TASKS[artifact.manifest["environment"]["id"]], arrays["sketch"])
-    memory.extend(arrays, frames)
+    replay.extend(arrays, frames)
 
 
 def _drawn(task: Task, sketch: np.ndarray) -> Iterator[np.ndarray]:

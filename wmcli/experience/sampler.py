@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from wmcli.errors import UsageError
-from wmcli.experience.memory import Episodes
+from wmcli.experience.replay import Episodes
 
 
 class Windows(NamedTuple):

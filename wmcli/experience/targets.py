@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wmcli.experience.memory import Memory
+from wmcli.experience.replay import Replay
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,16 +23,16 @@ class SearchTargets:
     What `update` puts in is its state, which a checkpoint keeps; what was collected is in the experience itself.
     """
 
-    def __init__(self, memory: Memory, actions: int) -> None:
+    def __init__(self, replay: Replay, actions: int) -> None:
         import torch
 
-        rows, device = len(memory), memory.device
-        if memory.searched is None:
+        rows, device = len(replay), replay.device
+        if replay.searched is None:
             self.policy = torch.zeros(rows, actions, device=device)
             self.value = torch.zeros(rows, device=device)
             self.found = torch.zeros(rows, dtype=torch.bool, device=device)
         else:
-            self.policy, self.value, self.found = (column.clone() for column in memory.searched)
+            self.policy, self.value, self.found = (column.clone() for column in replay.searched)
         self._again = np.zeros(rows, np.int64)  # how often each row was searched anew
         self._searches = self.found.cpu().numpy().astype(np.int64)  # how often each was searched at all
 

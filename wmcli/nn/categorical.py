@@ -24,25 +24,25 @@ def uniform(shape: Sequence[int], device: torch.device, generator: torch.Generat
     if generator is None:
         return torch.rand(shape, device=device)
     pinned = device.type == "cuda" and generator.device.type == "cpu"  # a copy from other memory may wait
-    numbers = torch.rand(shape, device=generator.device, generator=generator, pin_memory=pinned)
-    return numbers.to(device, non_blocking=True)
+    uniforms = torch.rand(shape, device=generator.device, generator=generator, pin_memory=pinned)
+    return uniforms.to(device, non_blocking=True)
 
 
-def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
+def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """Draw from probabilities over the last axis, (..., N) to (...) int64; they need not sum to 1.
 
-    `numbers` (...) are uniform in [0, 1). By inverting the distribution function: one random number a draw instead of
+    `uniforms` (...) are uniform in [0, 1). By inverting the distribution function: one random number a draw instead of
     N, which on a CPU is ten times as fast as `torch.multinomial` at N = 512; and nothing is checked on the host.
     """
     cumulative = probabilities.cumsum(-1)
     # Rounding may leave the last sum a little off 1.
-    threshold = numbers[..., None] * cumulative[..., -1:]
+    threshold = uniforms[..., None] * cumulative[..., -1:]
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=cumulative.shape[-1] - 1)
 
 
-def sample(logits: Tensor, numbers: Tensor) -> Tensor:
-    """Draw from the softmax over the last axis, (..., N) to (...) int64; `numbers` as in `draw`."""
-    return draw(logits.float().softmax(-1), numbers)
+def sample(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw from the softmax over the last axis, (..., N) to (...) int64; `uniforms` as in `draw`."""
+    return draw(logits.float().softmax(-1), uniforms)
 
 
 def choose(logits: Tensor, temperature: float, generator: torch.Generator | None = None) -> Tensor:
@@ -74,15 +74,15 @@ def one_hot(index: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
     return zeros.scatter_(-1, index[..., None], 1)
 
 
-def draw_one_hot(probabilities: Tensor, numbers: Tensor | None = None) -> Tensor:
+def draw_one_hot(probabilities: Tensor, uniforms: Tensor | None = None) -> Tensor:
     """One-hot vectors (..., K, C) in the dtype of `probabilities`, exactly 0 and 1, without gradient.
 
-    `numbers` (..., K), uniform in [0, 1), decide; None: drawn with torch's global generator.
+    `uniforms` (..., K), uniform in [0, 1), decide; None: drawn with torch's global generator.
     """
-    if numbers is None:
-        numbers = uniform(probabilities.shape[:-1], probabilities.device)
+    if uniforms is None:
+        uniforms = uniform(probabilities.shape[:-1], probabilities.device)
     with torch.no_grad():
-        return one_hot(draw(probabilities, numbers), probabilities.shape[-1], probabilities.dtype)
+        return one_hot(draw(probabilities, uniforms), probabilities.shape[-1], probabilities.dtype)
 
 
 def straight_through(probabilities: Tensor) -> Tensor:

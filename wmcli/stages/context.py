@@ -18,7 +18,7 @@ from wmcli.assemble import parameter_counts
 from wmcli.config import digest, is_file, parse_override, preset_values
 from wmcli.envs import Streams, protocol
 from wmcli.errors import ArtifactError, BusyError, MachineError, UsageError
-from wmcli.experience import Memory
+from wmcli.experience import Replay
 from wmcli.experience.load import load_experience, load_held_out
 from wmcli.interrupt import stop_requests
 from wmcli.progress import Progress
@@ -95,7 +95,7 @@ class Context:
     """Jobs that were worked at, not found done."""
     pictures: bool = True
     """Leave pictures beside the weights."""
-    memory: Memory | None = None
+    replay: Replay | None = None
     """Experience that a stage of this process has loaded already."""
     latents: dict[str, Tensor] = field(default_factory=dict)
     """Latents of all frames in `memory`, under the digest of what made them (one entry at a time)."""
@@ -238,15 +238,15 @@ class Context:
         """The protocol block of this run's environment."""
         return protocol(self.settings.environment)
 
-    def experience(self, artifact: Artifact) -> Memory:
+    def experience(self, artifact: Artifact) -> Replay:
         """All experience up to `artifact`, verified, in memory once; only segments not loaded yet are read."""
-        memory = load_experience(artifact, self.machine.device, self.memory)
-        if memory is not self.memory:
+        replay = load_experience(artifact, self.machine.device, self.replay)
+        if replay is not self.replay:
             self.latents = {}  # they were of other frames
-        self.memory = memory
-        return memory
+        self.replay = replay
+        return replay
 
-    def held_out(self, artifact: Artifact, part: str) -> Memory:
+    def held_out(self, artifact: Artifact, part: str) -> Replay:
         """The episodes that experience holds back as its `part`, "validation" or "test", in memory.
 
         Raises ArtifactError where it has none.

@@ -67,7 +67,7 @@ def train_dynamics(
         check_descent(fitted, inputs["parent"], inputs["parent"].inputs["tokenizer"])
 
     def build(rng: np.random.Generator) -> DynamicsTrainer:
-        machine, memory = context.machine, context.experience(frames)
+        machine, replay = context.machine, context.experience(frames)
         model = None
         if settings.trains_tokenizer:
             model = build_tokenizer(context.settings)
@@ -78,15 +78,15 @@ def train_dynamics(
         world_model = build_world_model(context.settings, model, environment["actions"]).to(machine.device).train()
         latents = targets = held_out = None
         if world_model.frozen_encoder:
-            latents = latents_of(context, world_model, "rules" if fitted is None else fitted.digest, memory)
+            latents = latents_of(context, world_model, "rules" if fitted is None else fitted.digest, replay)
         if settings.needs_validation:
             held_out = context.held_out(frames, "validation")
         if planner is not None:
-            targets = SearchTargets(memory, world_model.actions)
+            targets = SearchTargets(replay, world_model.actions)
             targets.load(read_part(planner.file(TRAINING), "targets"))
         return DynamicsTrainer(
             world_model,
-            memory,
+            replay,
             settings,
             context.settings.training,
             machine=machine,
@@ -100,7 +100,7 @@ def train_dynamics(
     def draw(payload: Path, trainer: DynamicsTrainer) -> None:
         world_model = trainer.world_model.eval()
         with context.machine.autocast():
-            write_side_by_side(payload, imagined_beside_real(world_model, trainer.memory, settings.context))
+            write_side_by_side(payload, imagined_beside_real(world_model, trainer.replay, settings.context))
         if attention_prior.learned(world_model):
             draw_priors([context.run], context.settings, payload / "priors.png")
 

@@ -29,7 +29,7 @@ from wmcli.controllers.agent import UniformAgent
 from wmcli.envs import Streams
 from wmcli.envs.grid_world import GRID_WORLD_GOAL_ID
 from wmcli.errors import MachineError, UsageError
-from wmcli.experience import Memory, Recorder
+from wmcli.experience import Recorder, Replay
 from wmcli.metrics import grid_world as metrics
 from wmcli.stages.collect import seen
 from wmcli.stages.context import Context
@@ -157,7 +157,7 @@ def _mean(values: Sequence[float], form: str = "{:.1f}") -> str:
     return mean if len(values) == 1 else f"{mean} ± {form.format(statistics.stdev(values))}"
 
 
-def _played(context: Context, sequences: int, length: int) -> Memory:
+def _played(context: Context, sequences: int, length: int) -> Replay:
     """`sequences` stretches of `length` frames under random play, on seeds that training does not have."""
     settings = context.settings
     count = min(sequences, ENVIRONMENTS)
@@ -174,7 +174,7 @@ def _played(context: Context, sequences: int, length: int) -> Memory:
             recorder.add(seen(observation, first, action, after))
             bar.advance(count)
     streams.close()
-    memory = Memory.empty(context.machine.device)
+    memory = Replay.empty(context.machine.device)
     memory.extend(recorder.arrays())
     return memory
 
@@ -185,7 +185,7 @@ def _played(context: Context, sequences: int, length: int) -> Memory:
 @torch.no_grad()
 def grid_world_scores(
     world_model: CellsWorldModel,
-    memory: Memory,
+    memory: Replay,
     *,
     respawn: metrics.Respawn,
     sequences: int = 512,
@@ -243,7 +243,7 @@ def _errors(frames: np.ndarray, agent: np.ndarray, hit: np.ndarray) -> dict[str,
     return {"all": metrics.errors(frames, agent)._asdict(), "without_hits": some}
 
 
-def _cut(memory: Memory, length: int, count: int, rng: np.random.Generator) -> np.ndarray:
+def _cut(memory: Replay, length: int, count: int, rng: np.random.Generator) -> np.ndarray:
     """Rows (count, length) of random sequences that do not overlap."""
     runs = memory.episodes
     starts = [start + np.arange(0, rows - length + 1, length) for start, rows in zip(*runs, strict=True)]
@@ -270,7 +270,7 @@ def _drawn(world_model: CellsWorldModel, prompt: Tensor, actions: Tensor) -> Ten
 def _whole(cells: Tensor, action: Tensor) -> Batch:
     """A batch without padding, of a task that neither ends nor needs its rewards."""
     no = torch.zeros_like(action, dtype=torch.bool)
-    return Batch(cells, action, no.float(), terminated=no, truncated=no, first=no, valid=~no)
+    return Batch(cells, action, no.float(), terminated=no, truncated=no, is_first=no, valid=~no)
 
 
 # -- time and memory --------------------------------------------------------------------------------------------------

@@ -83,20 +83,20 @@ def _imagination(
     context: Context, frames: Artifact, model: Artifact, encoder: Artifact | None, rng: np.random.Generator
 ) -> ImaginationTrainer:
     """Load the world model and build the controller that learns in its imagination."""
-    settings, machine, memory = context.settings, context.machine, context.experience(frames)
+    settings, machine, replay = context.settings, context.machine, context.experience(frames)
     world_model = load_world_model(model, machine)
     if not world_model.learns_rewards:
         raise UsageError(
             f"{model.name} has learned no rewards (dynamics.reward = none), and without them there is nothing to gain:"
             " train dynamics with another dynamics.reward."
         )
-    latents = latents_of(context, world_model, "rules" if encoder is None else encoder.digest, memory)
+    latents = latents_of(context, world_model, "rules" if encoder is None else encoder.digest, replay)
     controller = build_controller(settings, world_model).to(machine.device)
     assert isinstance(controller, Learner)
     return ImaginationTrainer(
         world_model,
         controller,
-        memory,
+        replay,
         settings.controller,
         settings.training,
         machine=machine,
@@ -110,15 +110,15 @@ def _imagination(
 def _draw_imagination(payload: Path, trainer: ImaginationTrainer) -> None:
     world_model = trainer.world_model
     with trainer.machine.autocast():
-        write_side_by_side(payload, imagined_beside_real(world_model, trainer.memory, world_model.context))
+        write_side_by_side(payload, imagined_beside_real(world_model, trainer.replay, world_model.context))
 
 
 def _reanalysis(context: Context, frames: Artifact, model: Artifact, rng: np.random.Generator) -> ReanalysisTrainer:
     """Load the world model and build the search in it."""
-    memory, world_model = context.experience(frames), load_world_model(model, context.machine)
+    replay, world_model = context.experience(frames), load_world_model(model, context.machine)
     controller = build_controller(context.settings, world_model, context.machine)
     return ReanalysisTrainer(
-        world_model, controller, memory, context.settings.controller, machine=context.machine, rng=rng
+        world_model, controller, replay, context.settings.controller, machine=context.machine, rng=rng
     )
 
 

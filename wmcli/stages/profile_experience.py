@@ -19,7 +19,7 @@ import torch
 from wmcli.controllers.agent import UniformAgent
 from wmcli.envs import Streams
 from wmcli.errors import UsageError
-from wmcli.experience import Memory, Recorder, read_frames, read_segment, write_segment
+from wmcli.experience import Recorder, Replay, read_frames, read_segment, write_segment
 from wmcli.stages.collect import seen
 from wmcli.stages.context import Context
 from wmcli.trainers.batches import build_sampler, gather
@@ -51,7 +51,7 @@ def profile_experience(context: Context, bench: Bench, frames: int, folder: Path
     size = segment["observation"].nbytes
     side = settings.environment.size
     shape = f"{len(segments)} segments of {rows} frames, {side}×{side}"
-    memory = Memory.empty(bench.device)
+    memory = Replay.empty(bench.device)
     written, loaded = [], []
 
     def write(path: Path) -> None:
@@ -106,7 +106,7 @@ def _force(folder: Path) -> None:
                 os.fsync(opened.fileno())
 
 
-def _windows(context: Context, bench: Bench, memory: Memory) -> dict[str, Any]:
+def _windows(context: Context, bench: Bench, memory: Replay) -> dict[str, Any]:
     """Random windows, full ones, weighted as the preset weights them, with all that belongs to their frames."""
     rng = np.random.default_rng(0)
     sampler = build_sampler(

@@ -55,9 +55,9 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
         )
 
     def build(rng: np.random.Generator) -> TokenizerTrainer:
-        memory, machine = context.experience(frames), context.machine
+        replay, machine = context.experience(frames), context.machine
         tokenizer = build_tokenizer(context.settings).to(machine.device)
-        return TokenizerTrainer(tokenizer, memory, settings, context.settings.training, machine=machine, rng=rng)
+        return TokenizerTrainer(tokenizer, replay, settings, context.settings.training, machine=machine, rng=rng)
 
     return train(
         context,
@@ -73,7 +73,7 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
 
 def _draw_reconstructions(payload: Path, trainer: TokenizerTrainer) -> None:
     """Write `reconstructions.png`: some frames of the experience above what is decoded of them."""
-    frames, machine = trainer.memory.frames, trainer.machine
+    frames, machine = trainer.replay.frames, trainer.machine
     # Drawn, not spread evenly: that falls into step with the lengths of episodes.
     chosen = np.random.default_rng(0).choice(len(frames), min(PICTURED_FRAMES, len(frames)), replace=False)
     real = frames[torch.from_numpy(np.sort(chosen)).to(machine.device)]

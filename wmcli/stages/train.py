@@ -13,7 +13,7 @@ from torch import Tensor
 from wmcli.artifacts import Artifact, InputRef, Work
 from wmcli.config import Identity
 from wmcli.errors import ArtifactError
-from wmcli.experience import Memory
+from wmcli.experience import Replay
 from wmcli.report.plots import along, learning_curves, write_figure
 from wmcli.stages.context import Context
 from wmcli.trainers.batches import encode_frames
@@ -65,7 +65,7 @@ def check_descent(encoder: Artifact, parent: Artifact, learned_with: InputRef) -
         ancestor = ancestor.input("parent")
 
 
-def latents_of(context: Context, world_model: WorldModel, encoder: str, memory: Memory) -> Tensor:
+def latents_of(context: Context, world_model: WorldModel, encoder: str, replay: Replay) -> Tensor:
     """Return latents (N, ...) of all frames in memory, encoded once and kept for later stages of this process.
 
     Args:
@@ -76,7 +76,7 @@ def latents_of(context: Context, world_model: WorldModel, encoder: str, memory: 
     """
     latents = encode_frames(
         world_model,
-        memory.frames,
+        replay.frames,
         context.machine,
         encoded=context.latents.get(encoder),
         progress=context.progress,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wmcli.errors import UsageError
 from wmcli.experience.frequency import FrequencySampler
-from wmcli.experience.memory import Memory
+from wmcli.experience.replay import Replay
 from wmcli.experience.sampler import StreamSampler, Windows, WindowSampler
 from wmcli.experience.targets import SearchTargets
 from wmcli.progress import Progress
@@ -28,7 +28,7 @@ ENCODE_BATCH = 256  # frames encoded at a time
 
 def build_sampler(
     training: TrainingSettings,
-    memory: Memory,
+    replay: Replay,
     rng: np.random.Generator,
     *,
     length: int,
@@ -57,7 +57,7 @@ def build_sampler(
     Raises:
         UsageError: There is no window at all.
     """
-    runs, order = memory.runs(across_ends)
+    runs, order = replay.runs(across_ends)
     if across_ends:
         minimum = length
     if training.sampling != "dfs":
@@ -81,7 +81,7 @@ def build_sampler(
 
 def build_segment_sampler(
     training: TrainingSettings,
-    memory: Memory,
+    replay: Replay,
     world_model: WorldModel,
     rng: np.random.Generator,
 ) -> Sampler | StreamSampler:
@@ -99,7 +99,7 @@ def build_segment_sampler(
     if world_model.rows == "windows":
         return build_sampler(
             training,
-            memory,
+            replay,
             rng,
             length=world_model.segment,
             minimum=world_model.min_segment,
@@ -107,7 +107,7 @@ def build_segment_sampler(
             history=world_model.history,
             across_ends=world_model.across_ends,
         )
-    runs, order = memory.runs(across_ends=False)
+    runs, order = replay.runs(across_ends=False)
     if world_model.rows == "streams":
         return StreamSampler(runs, order, length=world_model.segment, rng=rng)
     longest = int(runs.length.max(initial=0))
@@ -138,36 +138,36 @@ def check_episode_fits(longest: int, length: int) -> None:
 
 
 def gather(
-    memory: Memory,
+    replay: Replay,
     latents: Tensor,
     windows: Windows,
     targets: SearchTargets | None = None,
     *,
     across_ends: bool = False,
 ) -> Batch:
-    """Gather the rows of windows into a batch. `first` is False in padding.
+    """Gather the rows of windows into a batch. `is_first` is False in padding.
 
     Args:
         memory: The experience.
         latents: Latents or frames (N, ...) of all rows.
         windows: Rows (B, T).
         targets: Findings of searches, for a model that learns from them.
-        across_ends: `first` and `last` mark games instead of episodes.
+        across_ends: `is_first` and `is_last` mark games instead of episodes.
     """
     rows = torch.from_numpy(windows.rows).to(latents.device)
     valid = torch.from_numpy(windows.valid).to(latents.device)
     return Batch(
-        latent=latents[rows],
-        action=memory.action[rows],
-        reward=memory.reward[rows],
-        terminated=memory.terminated[rows],
-        truncated=memory.truncated[rows],
-        first=(memory.opens_game if across_ends else memory.first)[rows] & valid,
+        inputs=latents[rows],
+        action=replay.action[rows],
+        reward=replay.reward[rows],
+        terminated=replay.terminated[rows],
+        truncated=replay.truncated[rows],
+        is_first=(replay.opens_game if across_ends else replay.first)[rows] & valid,
         valid=valid,
         targets=None
         if targets is None
         else Targets(targets.policy[rows], targets.value[rows], targets.found[rows] & valid),
-        last=memory.ends_game[rows] & valid if across_ends else None,
+        is_last=replay.ends_game[rows] & valid if across_ends else None,
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wmcli.experience import Memory, WindowSampler
+from wmcli.experience import Replay, WindowSampler
 from wmcli.trainers.batches import gather
 from wmcli.training.device import Machine, isolated_randomness
 from wmcli.world_models.base import WorldModel
@@ -64,7 +64,7 @@ class BestWeights:
 
 
 def validation_loss(
-    world_model: WorldModel, held_out: Memory, *, rows: int, machine: Machine, seed: int
+    world_model: WorldModel, held_out: Replay, *, rows: int, machine: Machine, seed: int
 ) -> Callable[[], float]:
     """Build a function that returns the mean loss of whole held-out episodes, with the same draws in every call.
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wmcli.experience import Memory, SearchTargets
+from wmcli.experience import Replay, SearchTargets
 from wmcli.nn import attention_prior
 from wmcli.trainers.batches import build_segment_sampler, encode_frames, gather
 from wmcli.trainers.best_weights import BestWeights, validation_loss
@@ -47,7 +47,7 @@ class DynamicsTrainer(Trainer):
     def __init__(
         self,
         world_model: WorldModel,
-        memory: Memory,
+        replay: Replay,
         settings: Any,
         training: TrainingSettings,
         *,
@@ -55,14 +55,14 @@ class DynamicsTrainer(Trainer):
         rng: np.random.Generator,
         latents: Tensor | None = None,
         targets: SearchTargets | None = None,
-        held_out: Memory | None = None,
+        held_out: Replay | None = None,
         validation_seed: int = 0,
     ) -> None:
         self.world_model = world_model
-        self.memory = memory
+        self.replay = replay
         self.settings = settings
         self.machine = machine
-        self._sampler = build_segment_sampler(training, memory, world_model, rng)
+        self._sampler = build_segment_sampler(training, replay, world_model, rng)
         parts: dict[str, Resumable] = {"sampler": self._sampler}
         self._loss: Loss = world_model.loss
         if world_model.rows == "streams":
@@ -73,10 +73,10 @@ class DynamicsTrainer(Trainer):
             measure = validation_loss(world_model, held_out, rows=settings.batch, machine=machine, seed=validation_seed)
             self._best = parts["best"] = BestWeights(world_model, measure)
         if latents is None and world_model.frozen_encoder:
-            latents = encode_frames(world_model, memory.frames, machine)
-        self._frames = memory.frames if latents is None else latents
+            latents = encode_frames(world_model, replay.frames, machine)
+        self._frames = replay.frames if latents is None else latents
         if targets is None and world_model.learns_from_search:
-            targets = SearchTargets(memory, world_model.actions)
+            targets = SearchTargets(replay, world_model.actions)
         self._targets = targets
         self._optimizer = optimizer_for(settings, world_model.parameter_groups())
         self._schedule = Schedule.of(settings)
@@ -87,7 +87,7 @@ class DynamicsTrainer(Trainer):
         done, trained = self.state.update, self.state.trained
         self._schedule.apply(self._optimizer, done, trained)
         windows = self._sampler.batch(self.settings.batch)
-        batch = gather(self.memory, self._frames, windows, self._targets, across_ends=self.world_model.across_ends)
+        batch = gather(self.replay, self._frames, windows, self._targets, across_ends=self.world_model.across_ends)
         metrics = update_world_model(
             self.machine, self.world_model, self._optimizer, batch, self.settings.clip, loss=self._loss
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wmcli.controllers.base import Learner
-from wmcli.experience import Memory
+from wmcli.experience import Replay
 from wmcli.trainers.batches import build_sampler, encode_frames, gather
 from wmcli.training.checkpoint import TrainState
 from wmcli.training.device import Machine
@@ -45,7 +45,7 @@ class ImaginationTrainer(Trainer):
         self,
         world_model: WorldModel,
         controller: Learner,
-        memory: Memory,
+        replay: Replay,
         settings: Any,
         training: TrainingSettings,
         *,
@@ -57,15 +57,15 @@ class ImaginationTrainer(Trainer):
     ) -> None:
         self.world_model = world_model
         self.controller = controller
-        self.memory = memory
+        self.replay = replay
         self.settings = settings
         self.machine = machine
-        self._latents = encode_frames(world_model, memory.frames, machine) if latents is None else latents
+        self._latents = encode_frames(world_model, replay.frames, machine) if latents is None else latents
         if training.sampling == "dfs" and counts is None:
             counts = np.zeros(0, np.int64)
         self._sampler = build_sampler(
             training,
-            memory,
+            replay,
             rng,
             length=controller.window,
             minimum=min(world_model.min_context, controller.window),
@@ -81,7 +81,7 @@ class ImaginationTrainer(Trainer):
     def update(self) -> Mapping[str, Tensor]:
         """Learn from a batch of rollouts."""
         windows = self._sampler.batch(self.settings.batch)
-        batch = gather(self.memory, self._latents, windows, across_ends=self.world_model.across_ends)
+        batch = gather(self.replay, self._latents, windows, across_ends=self.world_model.across_ends)
         return update_controller(
             self.machine, self.world_model, self.controller, self._optimizer, batch, self.settings.clip, self._rollout
         )
@@ -105,12 +105,12 @@ def update_controller(
         optimizer: Holds its parameters.
         batch: Windows of latents to imagine from.
         clip: Largest norm of the gradient.
-        rollout: `controller.imagine` in this world model, from batch and noise; recorded where that pays.
+        rollout: The controller's `imagine` in this world model, from batch and uniforms; recorded where that pays.
 
     Returns:
         The loss, its parts and the gradient norm before clipping, scalars on the device.
     """
-    imagined = rollout(batch, controller.noise(world_model, batch))
+    imagined = rollout(batch, controller.draw_uniforms(world_model, batch))
     with machine.autocast():
         loss, metrics = controller.loss(imagined)
     norm = update(optimizer, loss, clip)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from wmcli.controllers.base import Controller, episode_starts
-from wmcli.experience import Memory, SearchTargets
+from wmcli.experience import Replay, SearchTargets
 from wmcli.experience.sampler import WindowTable
 from wmcli.trainers.batches import gather
 from wmcli.training.checkpoint import TrainState
@@ -38,7 +38,7 @@ class ReanalysisTrainer(Trainer):
         self,
         world_model: WorldModel,
         controller: Controller,
-        memory: Memory,
+        replay: Replay,
         settings: Any,
         *,
         machine: Machine,
@@ -46,11 +46,11 @@ class ReanalysisTrainer(Trainer):
     ) -> None:
         self.world_model = world_model
         self.controller = controller
-        self.memory = memory
+        self.replay = replay
         self.settings = settings
         self.machine = machine
-        self.targets = SearchTargets(memory, world_model.actions)
-        runs, order = memory.runs(across_ends=False)
+        self.targets = SearchTargets(replay, world_model.actions)
+        runs, order = replay.runs(across_ends=False)
         self._windows = WindowTable(runs, order, length=world_model.context, minimum=1, pad="left")
         self._window_of_row = np.argsort(order)  # the number of the window that ends with each row
         self.state = TrainState({"controller": controller}, None, rng, {"targets": self.targets})
@@ -59,9 +59,9 @@ class ReanalysisTrainer(Trainer):
     def update(self) -> Mapping[str, Tensor]:
         """Search at a batch of frames and keep policy and value; draws with torch's global generator."""
         rows = self.targets.due(self.settings.batch)
-        batch = gather(self.memory, self.memory.frames, self._windows.windows(self._window_of_row[rows]), self.targets)
+        batch = gather(self.replay, self.replay.frames, self._windows.windows(self._window_of_row[rows]), self.targets)
         with self.machine.autocast():
-            latent = self.world_model.encode(batch.latent)
+            latent = self.world_model.encode(batch.inputs)
             _, world_state = self.world_model.observe(latent, batch.action, episode_starts(batch))
             state = self.controller.initial_state(len(rows))
             _, state = self.controller.decide(self.world_model, world_state, state, torch.default_generator)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wmcli.experience import Memory
+from wmcli.experience import Replay
 from wmcli.trainers.batches import build_sampler
 from wmcli.training.checkpoint import TrainState
 from wmcli.training.device import Machine
@@ -38,7 +38,7 @@ class TokenizerTrainer(Trainer):
     def __init__(
         self,
         tokenizer: nn.Module,
-        memory: Memory,
+        replay: Replay,
         settings: Any,
         training: TrainingSettings,
         *,
@@ -46,10 +46,10 @@ class TokenizerTrainer(Trainer):
         rng: np.random.Generator,
     ) -> None:
         self.tokenizer: Any = tokenizer
-        self.memory = memory
+        self.replay = replay
         self.settings = settings
         self.machine = machine
-        self._sampler = build_sampler(training, memory, rng, length=1, minimum=1, pad="right")
+        self._sampler = build_sampler(training, replay, rng, length=1, minimum=1, pad="right")
         self._optimizer = optimizer_for(settings, tokenizer.parameters())
         self.state = TrainState({"tokenizer": tokenizer}, self._optimizer, rng, {"sampler": self._sampler})
 
@@ -58,16 +58,16 @@ class TokenizerTrainer(Trainer):
         windows = self._sampler.batch(self.settings.batch)
         rows = torch.from_numpy(windows.rows[:, 0]).to(self.machine.device)
         return update_tokenizer(
-            self.machine, self.tokenizer, self._optimizer, self.memory.frames[rows], self.settings.clip
+            self.machine, self.tokenizer, self._optimizer, self.replay.frames[rows], self.settings.clip
         )
 
     def measure(self) -> dict[str, Any]:
         """Return how codes are used, over frames spread evenly."""
         self.tokenizer.eval()
-        count = len(self.memory)
+        count = len(self.replay)
         rows = torch.linspace(0, count - 1, min(REPORT_FRAMES, count), device=self.machine.device).long()
         with self.machine.autocast():
-            return self.tokenizer.usage(self.memory.frames[rows])
+            return self.tokenizer.usage(self.replay.frames[rows])
 
 
 def update_tokenizer(

@@ -166,7 +166,13 @@ def load_tensors(path: Path, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
         ) from None
 
 
-RENAMED = (("optimiser/", "optimizer/"), ("/quantiser.", "/quantizer."), ("/normaliser.", "/normalizer."))
+RENAMED = (
+    ("optimiser/", "optimizer/"),
+    ("/quantiser.", "/quantizer."),
+    ("/normaliser.", "/normalizer."),
+    ("/evidence.", "/posterior_encoder."),
+    ("/evidence_stem.", "/posterior_stem."),
+)
 """Parts of tensor names in files of wm 0.1.0, and what they are called now."""
 
 

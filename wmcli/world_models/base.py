@@ -152,9 +152,9 @@ class Batch(NamedTuple):
     has all its frames and may reach over the ends of episodes.
     """
 
-    latent: Tensor
-    """(B, T, ...): what `encode` gave; for the `loss` of a model whose encoder is not frozen, the observations
-    (B, T, H, W, C) uint8."""
+    inputs: Tensor
+    """Latents (B, T, ...) from `encode`, or frames (B, T, H, W, C) uint8 for the `loss` of a model that trains its
+    encoder."""
     action: Tensor
     """(B, T) int64 in 0..A-1."""
     reward: Tensor
@@ -163,13 +163,13 @@ class Batch(NamedTuple):
     """(B, T) bool: the task ended here."""
     truncated: Tensor
     """(B, T) bool: the episode was cut off here, for example by a time limit."""
-    first: Tensor
+    is_first: Tensor
     """(B, T) bool: this frame opens an episode; for a model with `across_ends`, a game."""
     valid: Tensor
     """(B, T) bool: False where the row is padding."""
     targets: Targets | None = None
     """For models that are planned in."""
-    last: Tensor | None = None
+    is_last: Tensor | None = None
     """(B, T) bool: this frame is the last of its game, for a model with `across_ends`; None: every frame is the last of
     its episode that `terminated` or `truncated` says."""
 
@@ -216,9 +216,9 @@ class WorldModel(nn.Module, ABC):
     """False: imagined rewards are all 0, so there is nothing for a controller to learn."""
     learns_from_search: bool = False
     """True: `loss` takes `Batch.targets`."""
-    draws: int
+    uniforms_per_step: int
     """Random numbers that one imagined step takes, a row."""
-    draws_to_observe: int = 0
+    uniforms_per_frame: int = 0
     """Random numbers that `observe` takes, a frame and row."""
 
     @property
@@ -262,7 +262,7 @@ class WorldModel(nn.Module, ABC):
 
     @abstractmethod
     def observe(
-        self, latent: Tensor, action: Tensor, reset: Tensor, numbers: Tensor | None = None
+        self, latent: Tensor, action: Tensor, reset: Tensor, uniforms: Tensor | None = None
     ) -> tuple[Tensor, State]:
         """Take in real frames; imagination starts after the last of them.
 
@@ -271,7 +271,7 @@ class WorldModel(nn.Module, ABC):
             action: (B, T) int64. The last one is not used: it is `imagine` that acts on the last frame.
             reset: (B, T) bool. True forgets everything before that frame. In a window padded on the left it is True
                 at the first real frame, so that the padding leaves no trace.
-            numbers: (B, T, draws_to_observe) uniform in [0, 1); None draws them with torch's global generator.
+            numbers: (B, T, uniforms_per_frame) uniform in [0, 1); None draws them with torch's global generator.
 
         Returns:
             What the controller sees of every frame, (B, T, *feature_shape), and the state at the last frame.
@@ -279,13 +279,13 @@ class WorldModel(nn.Module, ABC):
 
     def over(self, batch: Batch) -> Tensor:
         """Return (B, T) bool: the model has learned nothing of what follows this frame, so nothing can be imagined."""
-        return batch.terminated | batch.truncated if batch.last is None else batch.last
+        return batch.terminated | batch.truncated if batch.is_last is None else batch.is_last
 
     @abstractmethod
-    def imagine(self, state: State, action: Tensor, numbers: Tensor | None = None) -> tuple[Imagined, State]:
+    def imagine(self, state: State, action: Tensor, uniforms: Tensor | None = None) -> tuple[Imagined, State]:
         """Take `action` (B,) int64 in the current frame and draw what comes of it.
 
-        `numbers` (B, draws), uniform in [0, 1), decide what is drawn: the step is a function of its arguments. None
+        `uniforms` (B, uniforms_per_step) in [0, 1) decide the samples: the step is a function of its arguments. None
         draws them with torch's global generator.
 
         To imagine again from a state is allowed, but of several continuations of one state only the newest is sure to

@@ -107,7 +107,7 @@ class CellsWorldModel(WorldModel):
     frozen_encoder = True
     elements = TOKENS
     across_ends = False
-    draws = CELLS
+    uniforms_per_step = CELLS
 
     def __init__(self, settings: CellsSettings, backbone: Backbone, actions: int, image_size: int) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class CellsWorldModel(WorldModel):
         The names: `cell_loss` and `action_loss` (nats a token), whose mean over all tokens is the loss, and
         `cell_accuracy`, the share of cells whose likeliest value is right.
         """
-        tokens, logits = self.predict(batch.latent, batch.action)
+        tokens, logits = self.predict(batch.inputs, batch.action)
         target = tokens[:, 1:]
         losses = F.cross_entropy(logits.flatten(0, 1).float(), target.flatten(), reduction="none").view_as(target)
         scored = batch.valid.repeat_interleave(TOKENS, 1)[:, 1:]
@@ -211,7 +211,7 @@ class CellsWorldModel(WorldModel):
 
     @torch.no_grad()
     def observe(
-        self, latent: Tensor, action: Tensor, reset: Tensor, numbers: Tensor | None = None
+        self, latent: Tensor, action: Tensor, reset: Tensor, uniforms: Tensor | None = None
     ) -> tuple[Tensor, CellsState]:
         """Read the last `context` frames; features of all. Nothing is drawn. See `WorldModel.observe`."""
         return self._one_hot(latent), self._read_frames(latent, action, reset)
@@ -233,7 +233,7 @@ class CellsWorldModel(WorldModel):
         return CellsState(memory, latent, tokens.shape[1])
 
     @torch.no_grad()
-    def imagine(self, state: CellsState, action: Tensor, numbers: Tensor | None = None) -> tuple[Imagined, CellsState]:
+    def imagine(self, state: CellsState, action: Tensor, uniforms: Tensor | None = None) -> tuple[Imagined, CellsState]:
         """Draw the next frame cell by cell at temperature 1.
 
         A backbone that holds a limited number of tokens starts again from the current frame alone when the next frame
@@ -244,12 +244,12 @@ class CellsWorldModel(WorldModel):
         limit = self.backbone.max_length
         if state.memory is None or (limit is not None and state.length + TOKENS > limit):
             state = self._read(state.latent, state.latent)
-        if numbers is None:
-            numbers = uniform((len(action), CELLS), action.device)
+        if uniforms is None:
+            uniforms = uniform((len(action), CELLS), action.device)
         memory, token, drawn = state.memory, KINDS + action, []
         for cell in range(CELLS):
             y, memory = self.backbone.step(self.embedding(token), memory)
-            token = sample(self._logits(y), numbers[:, cell])
+            token = sample(self._logits(y), uniforms[:, cell])
             drawn.append(token)
         _, memory = self.backbone.step(self.embedding(token), memory)
         latent = torch.stack(drawn, 1)

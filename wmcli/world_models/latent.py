@@ -184,15 +184,15 @@ class LatentWorldModelSettings(DynamicsSettings):
 
     def build(self, parts: Parts) -> LatentWorldModel:
         backbone = parts.new_backbone(self.sequence_length, 1)
-        evidence = None
+        posterior_encoder = None
         if self.posterior == "full":
-            evidence = parts.new_backbone(self.sequence_length, 1)
+            posterior_encoder = parts.new_backbone(self.sequence_length, 1)
         tokenizer = parts.tokenizer
         if self.decodes_state:
             features = parts.tokenizer_settings.stack.features(parts.size)
             reads = LatentWorldModel.tokenizer_reads(self, features, backbone.width)
             tokenizer = CategoricalTokenizer(parts.tokenizer_settings, parts.size, **reads)
-        return LatentWorldModel(self, backbone, tokenizer, parts.actions, evidence)
+        return LatentWorldModel(self, backbone, tokenizer, parts.actions, posterior_encoder)
 
 
 class Past(NamedTuple):
@@ -215,7 +215,7 @@ class LatentState(NamedTuple):
     """The backbone's state."""
     fresh: Tensor | None
     """(B,) bool: nothing came before the current frame, so the memory is to be cleared; None: something did in all."""
-    summary: Tensor
+    deterministic: Tensor
     """(B, D) float32: the backbone's output at the frame before; zeros where nothing came before."""
     latent: Tensor
     """(B, K, C) drawn: what the dynamics will read of the current frame."""
@@ -225,7 +225,7 @@ class LatentState(NamedTuple):
     """How many frames the memory has read, counted on the host: attention has learned a limited number of positions."""
     past: Past | None = None
     """While acting with a window."""
-    evidence: Any = None
+    posterior_encoder: Any = None
     """While acting with a full posterior: the state of the backbone that it is drawn from, the current frame read."""
 
 
@@ -235,7 +235,7 @@ class Carry(NamedTuple):
 
     memory: Any
     """The backbone's state before that frame's element."""
-    evidence: Any
+    posterior_encoder: Any
     """The state of the full posterior's backbone, that frame read; () where there is none."""
     latent: Tensor
     """(B, K, C) drawn."""
@@ -264,17 +264,24 @@ class LatentWorldModel(WorldModel):
         backbone: Backbone,
         tokenizer: CategoricalTokenizer,
         actions: int,
-        evidence: Backbone | None = None,
+        posterior_encoder: Backbone | None = None,
     ) -> None:
-        """`tokenizer` is made for what its posterior and its decoder read, see `tokenizer_reads`; `evidence` is the
-        full posterior's backbone.
+        """Build the model.
 
-        Raises UsageError for a backbone of limited length where states go on without end.
+        Args:
+            settings: Its section.
+            backbone: Reads latents and actions.
+            tokenizer: Built for the inputs of its posterior and decoder, see `tokenizer_reads`.
+            actions: Number of actions A.
+            posterior_encoder: The backbone of the full posterior.
+
+        Raises:
+            UsageError: The backbone is of limited length, and states are carried without end.
         """
         super().__init__()
         width, (variables, classes) = backbone.width, tokenizer.shape
-        assert (evidence is not None) == (settings.posterior == "full")
-        if backbone.max_length is not None and (settings.rows == "streams" or evidence is not None):
+        assert (posterior_encoder is not None) == (settings.posterior == "full")
+        if backbone.max_length is not None and (settings.rows == "streams" or posterior_encoder is not None):
             key = "rows = 'streams'" if settings.rows == "streams" else "posterior = 'full'"
             raise UsageError(
                 f"dynamics.{key} carries a state without end, which this backbone of limited length cannot hold: set"
@@ -292,13 +299,13 @@ class LatentWorldModel(WorldModel):
         self.frame_features = variables * classes
         held = flat_state(backbone.initial_state(1))
         self.memory_features = None if held is None else held.shape[1]
-        self.draws = self.draws_to_observe = variables
+        self.uniforms_per_step = self.uniforms_per_frame = variables
         self.tokenizer = tokenizer
         self.stem = _stem(settings, variables * classes + actions, backbone.inputs)
         self.backbone = backbone
-        if evidence is not None:
-            self.evidence_stem = _stem(settings, tokenizer.features + actions, evidence.inputs)
-            self.evidence = evidence
+        if posterior_encoder is not None:
+            self.posterior_stem = _stem(settings, tokenizer.features + actions, posterior_encoder.inputs)
+            self.posterior_encoder = posterior_encoder
         self.prior_head = _prior_head(settings, width, variables * classes)
         read = width + (variables * classes if settings.heads_read == "state" else 0)
         if settings.reward != "none":
@@ -359,13 +366,13 @@ class LatentWorldModel(WorldModel):
         """(..., D) to the next latent's log-probabilities (..., K, C)."""
         return self.tokenizer.log_probabilities(self.prior_head(past))
 
-    def _evidence(
+    def _full_posterior(
         self, features: Tensor, previous: Tensor, reset: Tensor | None, state: Any = None
     ) -> tuple[Tensor, Any]:
         """The full posterior of frames (B, T, F), log-probabilities (B, T, K, C), and the state after them. `previous`
         (B, T, A): the actions that led to them, one-hot, zeros where there was none."""
-        x = self.evidence_stem(torch.cat((features, previous.to(features.dtype)), -1))
-        y, state = self.evidence(x, state, reset)
+        x = self.posterior_stem(torch.cat((features, previous.to(features.dtype)), -1))
+        y, state = self.posterior_encoder(x, state, reset)
         return self.tokenizer.posterior_of(y), state
 
     def _previous(self, action: Tensor, opens: Tensor, before: Tensor | None = None) -> Tensor:
@@ -397,7 +404,7 @@ class LatentWorldModel(WorldModel):
         """Reconstruction + reward + termination + weighted dynamics and representation losses (Drama, section 3; S4WM,
         equations 8 and 9, with weights alpha and 1 - alpha).
 
-        `batch.latent` holds frames. Reconstruction is the squared error summed over a frame's pixels; the reward's loss
+        `batch.inputs` holds frames. Reconstruction is the squared error summed over a frame's pixels; the reward's loss
         is that of `settings.reward`, the termination's binary cross entropy. With p the posterior of the next frame and
         q the prior, [x] constant: dynamics = max(free, KL([p] || q)), representation = max(free, KL(p || [q])).
 
@@ -414,7 +421,7 @@ class LatentWorldModel(WorldModel):
         number = torch.zeros(rows, dtype=torch.int64, device=device)
         return Carry(
             self.backbone.initial_state(rows),
-            self.evidence.initial_state(rows) if self.settings.posterior == "full" else (),
+            self.posterior_encoder.initial_state(rows) if self.settings.posterior == "full" else (),
             torch.zeros(rows, *self.tokenizer.shape, device=device),
             number,
             number.float(),
@@ -426,8 +433,8 @@ class LatentWorldModel(WorldModel):
     def carried_loss(self, batch: Batch, carry: Carry | None) -> tuple[Tensor, dict[str, Tensor], Carry | None]:
         """`loss` of the next frames of each row's stream, and what to carry to those after them. None: rows that begin
         with nothing before them, and nothing to carry."""
-        settings, frames, valid = self.settings, batch.latent, batch.valid
-        opens = batch.first if settings.reset_at_ends else torch.zeros_like(batch.first)
+        settings, frames, valid = self.settings, batch.inputs, batch.valid
+        opens = batch.is_first if settings.reset_at_ends else torch.zeros_like(batch.is_first)
         features = self.tokenizer.embed(frames)
         log_posterior, z, read, after = self._read(features, batch, opens, carry)
         if carry is None:  # of the first frame nothing is known; what the last one leads to is
@@ -435,7 +442,7 @@ class LatentWorldModel(WorldModel):
         else:
             past = read
         past = past.masked_fill(opens[..., None], 0)
-        shown = valid if settings.first_frame else valid & ~batch.first
+        shown = valid if settings.first_frame else valid & ~batch.is_first
         error = self.tokenizer.reconstruction_error(
             z.flatten(0, 1), self._decoder_past(past.flatten(0, 1)), frames.flatten(0, 1)
         )
@@ -472,14 +479,14 @@ class LatentWorldModel(WorldModel):
         settings = self.settings
         # Elsewhere only the first frame of a row can open an episode, and nothing stands before that.
         reset = opens if settings.reset_at_ends and (self.across_ends or carry is not None) else None
-        evidence: Any = ()
+        posterior_encoder: Any = ()
         if settings.posterior == "recurrent":
             log_posterior, z, read, memory = self._unroll(features, batch, reset, carry)
         else:
             if settings.posterior == "full":
-                previous = self._previous(batch.action, batch.first, None if carry is None else carry.action)
-                state = None if carry is None else carry.evidence
-                log_posterior, evidence = self._evidence(features, previous, reset, state)
+                previous = self._previous(batch.action, batch.is_first, None if carry is None else carry.action)
+                state = None if carry is None else carry.posterior_encoder
+                log_posterior, posterior_encoder = self._full_posterior(features, previous, reset, state)
             else:
                 log_posterior = self.tokenizer.posterior_of(features)
             z = straight_through(log_posterior.exp())
@@ -495,7 +502,7 @@ class LatentWorldModel(WorldModel):
             return log_posterior, z, read, None
         kept = Carry(
             memory,
-            evidence,
+            posterior_encoder,
             z[:, -1],
             batch.action[:, -1],
             batch.reward[:, -1],
@@ -517,18 +524,18 @@ class LatentWorldModel(WorldModel):
         else:
             past, memory = self._advance(carry.latent, carry.action, carry.memory, carry.first)
             read = [past]
-        posteriors, draws = [], []
+        posteriors, samples = [], []
         for t, (feature, action) in enumerate(zip(features.unbind(1), batch.action.unbind(1), strict=True)):
             opens = None if reset is None else reset[:, t]
             known = past if opens is None else past.masked_fill(opens[:, None], 0)
             log_posterior = self.tokenizer.posterior_of(torch.cat((feature, known.to(feature.dtype)), -1))
             z = straight_through(log_posterior.exp())
             posteriors.append(log_posterior)
-            draws.append(z)
+            samples.append(z)
             if carry is None or t + 1 < time:
                 past, memory = self._advance(z, action, memory, opens)
                 read.append(past)
-        return torch.stack(posteriors, 1), torch.stack(draws, 1), torch.stack(read, 1), memory
+        return torch.stack(posteriors, 1), torch.stack(samples, 1), torch.stack(read, 1), memory
 
     def _advance(self, z: Tensor, action: Tensor, memory: Any, reset: Tensor | None) -> tuple[Tensor, Any]:
         """One frame (B, K, C) and action (B,): the past (B, D) float32 that they make, and the memory, with gradient.
@@ -599,7 +606,7 @@ class LatentWorldModel(WorldModel):
         latent: Tensor,
         action: Tensor,
         reset: Tensor,
-        numbers: Tensor | None = None,
+        uniforms: Tensor | None = None,
         *,
         likeliest: bool = False,
     ) -> tuple[Tensor, LatentState]:
@@ -613,28 +620,30 @@ class LatentWorldModel(WorldModel):
             reset = torch.zeros_like(reset)
         rows, time = action.shape
         memory = self.backbone.initial_state(rows)
-        summary = torch.zeros(rows, time, self.backbone.width, device=action.device)
+        deterministic = torch.zeros(rows, time, self.backbone.width, device=action.device)
         if self.settings.posterior == "recurrent":
-            if numbers is None:
-                numbers = uniform((rows, time, self.draws), action.device)
-            draws: list[Tensor] = []
+            if uniforms is None:
+                uniforms = uniform((rows, time, self.uniforms_per_step), action.device)
+            samples: list[Tensor] = []
             for t in range(time):
                 if t:
-                    y, memory = self.backbone.step(self._elements(draws[-1], action[:, t - 1]), memory, reset[:, t - 1])
-                    summary[:, t] = y.to(summary.dtype).masked_fill(reset[:, t, None], 0)
-                read = torch.cat((latent[:, t], summary[:, t].to(latent.dtype)), -1)
-                draws.append(chosen(self.tokenizer.posterior_of(read).exp(), numbers[:, t]))
-            z = torch.stack(draws, 1)
+                    y, memory = self.backbone.step(
+                        self._elements(samples[-1], action[:, t - 1]), memory, reset[:, t - 1]
+                    )
+                    deterministic[:, t] = y.to(deterministic.dtype).masked_fill(reset[:, t, None], 0)
+                read = torch.cat((latent[:, t], deterministic[:, t].to(latent.dtype)), -1)
+                samples.append(chosen(self.tokenizer.posterior_of(read).exp(), uniforms[:, t]))
+            z = torch.stack(samples, 1)
         else:
             if self.settings.posterior == "full":
-                latent = self._evidence(latent, self._previous(action, reset), reset)[0].exp()
-            z = chosen(latent, numbers)
+                latent = self._full_posterior(latent, self._previous(action, reset), reset)[0].exp()
+            z = chosen(latent, uniforms)
             if time > 1:
                 y, memory = self.backbone(self._elements(z[:, :-1], action[:, :-1]), memory, reset[:, :-1])
-                summary[:, 1:] = y
-                summary = summary.masked_fill(reset[..., None], 0)
-        features = torch.cat((z.flatten(-2), summary), -1)
-        return features, LatentState(memory, reset[:, -1], summary[:, -1], z[:, -1], z[:, -1], time - 1)
+                deterministic[:, 1:] = y
+                deterministic = deterministic.masked_fill(reset[..., None], 0)
+        features = torch.cat((z.flatten(-2), deterministic), -1)
+        return features, LatentState(memory, reset[:, -1], deterministic[:, -1], z[:, -1], z[:, -1], time - 1)
 
     def over(self, batch: Batch) -> Tensor:
         """Return `WorldModel.over`: nowhere without `reset_at_ends`, for a model that has learned to read on."""
@@ -643,36 +652,36 @@ class LatentWorldModel(WorldModel):
 
     @torch.no_grad()
     def imagine(
-        self, state: LatentState, action: Tensor, numbers: Tensor | None = None, *, likeliest: bool = False
+        self, state: LatentState, action: Tensor, uniforms: Tensor | None = None, *, likeliest: bool = False
     ) -> tuple[Imagined, LatentState]:
         """One step. The reward is the expectation, termination is certain or not at all (likelier than not). With
         `likeliest` the latent is not drawn, but the likeliest one.
 
         A backbone with a limited number of positions starts again from the current frame alone once they are used up.
         """
-        summary, memory, length = self._step(state, action)
-        prior = self._prior(summary).exp()
-        z = (_likeliest if likeliest else draw_one_hot)(prior, numbers)
-        reading = self._reading(summary, z)
+        deterministic, memory, length = self._step(state, action)
+        prior = self._prior(deterministic).exp()
+        z = (_likeliest if likeliest else draw_one_hot)(prior, uniforms)
+        reading = self._reading(deterministic, z)
         reward = self._reward(reading)
         terminated = torch.zeros_like(reward, dtype=torch.bool)
         if self.settings.predict_termination:
             terminated = self.termination_head(reading).squeeze(-1) > 0
         # The public code adds and subtracts the probabilities in float32 and stores the result as integers.
         read = ((z + prior) - prior).long().to(z.dtype) if self.settings.truncate_latents else z
-        return Imagined(z, reward, terminated), LatentState(memory, None, summary.to(z.dtype), read, z, length)
+        return Imagined(z, reward, terminated), LatentState(memory, None, deterministic.to(z.dtype), read, z, length)
 
     def _step(self, state: LatentState, action: Tensor) -> tuple[Tensor, Any, int]:
-        """The current frame and the action (B,) taken in it: their summary (B, D), the memory and its length after."""
+        """Return the deterministic state (B, D) after the frame and its action (B,), the memory and its length."""
         memory, fresh, length, limit = state.memory, state.fresh, state.length, self.backbone.max_length
         if limit is not None and length == limit:
             memory, fresh, length = self.backbone.initial_state(len(action)), None, 0
-        summary, memory = self.backbone.step(self._elements(state.latent, action), memory, fresh)
-        return summary, memory, length + 1
+        deterministic, memory = self.backbone.step(self._elements(state.latent, action), memory, fresh)
+        return deterministic, memory, length + 1
 
     def replace_rows(self, state: LatentState, rows: Tensor, fresh: LatentState) -> LatentState:
         """See `WorldModel.replace_rows`."""
-        assert state.past is None and state.evidence is None
+        assert state.past is None and state.posterior_encoder is None
 
         def nothing_before(part: LatentState) -> Tensor:
             return part.latent.new_zeros(len(part.latent), dtype=torch.bool) if part.fresh is None else part.fresh
@@ -680,19 +689,21 @@ class LatentWorldModel(WorldModel):
         return LatentState(
             self.backbone.replace_rows(state.memory, rows, fresh.memory),
             replace_rows(nothing_before(state), rows, nothing_before(fresh)),
-            replace_rows(state.summary, rows, fresh.summary),
+            replace_rows(state.deterministic, rows, fresh.deterministic),
             replace_rows(state.latent, rows, fresh.latent),
             replace_rows(state.seen, rows, fresh.seen),
             min(state.length, fresh.length),
         )
 
     def features(self, state: LatentState) -> Tensor:
-        """Latent and summary of the past, (B, K * C + D) float32."""
-        return torch.cat((state.seen.flatten(-2), state.summary), -1)
+        """Latent and deterministic of the past, (B, K * C + D) float32."""
+        return torch.cat((state.seen.flatten(-2), state.deterministic), -1)
 
     def memory(self, state: LatentState) -> Tensor:
-        """The backbone's state, scaled to a root mean square of 1; zeros where nothing came before. Of it the summary
-        tells what the next frame needs, and no more."""
+        """Return the backbone's state, scaled to a root mean square of 1; zeros where nothing came before.
+
+        The deterministic state holds only the part of it that the next frame needs.
+        """
         held = flat_state(state.memory)
         assert held is not None, "a backbone without memory_features"
         held = held.float() if state.fresh is None else held.float().masked_fill(state.fresh[:, None], 0)
@@ -752,20 +763,22 @@ class LatentWorldModel(WorldModel):
         """
         latent = self.encode(observation)
         read = self._read_window if self.settings.act_window else self._read_on
-        memory, fresh, summary, length, past = read(state, latent, previous_action, reset, generator)
-        evidence = None
+        memory, fresh, deterministic, length, past = read(state, latent, previous_action, reset, generator)
+        posterior_encoder = None
         if self.settings.posterior == "recurrent":
-            latent = self.tokenizer.posterior_of(torch.cat((latent, summary), -1)).exp()
+            latent = self.tokenizer.posterior_of(torch.cat((latent, deterministic), -1)).exp()
         elif self.settings.posterior == "full":
             previous = one_hot(previous_action, self.actions, latent.dtype).masked_fill(reset[:, None], 0)
-            before = self.evidence.initial_state(len(latent)) if state is None else state.evidence
-            log_posterior, evidence = self._evidence(latent[:, None], previous[:, None], reset[:, None], before)
+            before = self.posterior_encoder.initial_state(len(latent)) if state is None else state.posterior_encoder
+            log_posterior, posterior_encoder = self._full_posterior(
+                latent[:, None], previous[:, None], reset[:, None], before
+            )
             latent = log_posterior[:, 0].exp()
         z = seen = _drawn(latent, generator)
         if self.settings.act_on == "prior":
-            predicted = _drawn(self._prior(summary).exp(), generator)
+            predicted = _drawn(self._prior(deterministic).exp(), generator)
             seen = torch.where(fresh[:, None, None], z, predicted)
-        return LatentState(memory, fresh, summary, z, seen, length, past, evidence)
+        return LatentState(memory, fresh, deterministic, z, seen, length, past, posterior_encoder)
 
     def _read_on(
         self,
@@ -775,12 +788,12 @@ class LatentWorldModel(WorldModel):
         reset: Tensor,
         generator: torch.Generator | None,
     ) -> tuple[Any, Tensor, Tensor, int, None]:
-        """Memory, where it is void, summary, and length, after the frame before the current one."""
+        """Memory, where it is void, deterministic, and length, after the frame before the current one."""
         if state is None:
             nothing = latent.new_zeros(len(latent), self.backbone.width)
             return self.backbone.initial_state(len(latent)), torch.ones_like(reset), nothing, 0, None
-        summary, memory, length = self._step(state, previous_action)
-        return memory, reset, summary.to(latent.dtype).masked_fill(reset[:, None], 0), length, None
+        deterministic, memory, length = self._step(state, previous_action)
+        return memory, reset, deterministic.to(latent.dtype).masked_fill(reset[:, None], 0), length, None
 
     def _read_window(
         self,
@@ -804,11 +817,11 @@ class LatentWorldModel(WorldModel):
         opens = torch.arange(window, device=latent.device) == (window - length)[:, None]
         y, memory = self.backbone(elements, self.backbone.initial_state(rows), opens)
         fresh = length == 0
-        summary = y[:, -1].to(latent.dtype).masked_fill(fresh[:, None], 0)
-        return memory, fresh, summary, window, Past(frames, actions, length, latent)
+        deterministic = y[:, -1].to(latent.dtype).masked_fill(fresh[:, None], 0)
+        return memory, fresh, deterministic, window, Past(frames, actions, length, latent)
 
 
-def _likeliest(probabilities: Tensor, numbers: Tensor | None = None) -> Tensor:
+def _likeliest(probabilities: Tensor, uniforms: Tensor | None = None) -> Tensor:
     """In the place of `draw_one_hot`: the likeliest classes, whatever the numbers."""
     return one_hot(probabilities.argmax(-1), probabilities.shape[-1], probabilities.dtype)
 

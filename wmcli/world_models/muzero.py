@@ -187,7 +187,7 @@ class MuZero(BootstrappedWorldModel):
         of frames without a search. The total is summed over steps, averaged over the batch and divided by `unroll`.
 
         Args:
-            batch: Its `latent` holds frames (B, history + unroll + 1 + td_steps, H, W, 3).
+            batch: Its `inputs` hold frames (B, history + unroll + 1 + td_steps, H, W, 3).
 
         Returns:
             The loss and the metrics `reward_loss`, `policy_loss`, `value_loss` (cross entropies, nats),
@@ -196,7 +196,7 @@ class MuZero(BootstrappedWorldModel):
         """
         s = self.settings
         unroll, stack = s.unroll_steps, s.frame_stack
-        frames = to_gray(batch.latent)
+        frames = to_gray(batch.inputs)
         batch = part_of(batch, slice(self.history, None))
         part = part_of(batch, slice(unroll + 1))
         valid, action = part.valid, part.action
@@ -266,7 +266,7 @@ class MuZero(BootstrappedWorldModel):
 
     @torch.no_grad()
     def observe(
-        self, latent: Tensor, action: Tensor, reset: Tensor, numbers: Tensor | None = None
+        self, latent: Tensor, action: Tensor, reset: Tensor, uniforms: Tensor | None = None
     ) -> tuple[Tensor, Observed]:
         """Encode every gray frame (B, T, H, W) with its history. See `WorldModel.observe`.
 
@@ -282,7 +282,7 @@ class MuZero(BootstrappedWorldModel):
 
     @torch.no_grad()
     def imagine(
-        self, state: Observed | Unrolled, action: Tensor, numbers: Tensor | None = None
+        self, state: Observed | Unrolled, action: Tensor, uniforms: Tensor | None = None
     ) -> tuple[Imagined, Unrolled]:
         """Take one deterministic step: next state, expected reward, and the likelier termination."""
         predicted = self.dynamics(state.state, action)

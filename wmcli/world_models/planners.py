@@ -142,7 +142,7 @@ class BootstrappedWorldModel(PlanningWorldModel):
     frozen_encoder = False
     across_ends = False
     decodes = None
-    draws = 0
+    uniforms_per_step = 0
 
     settings: Any
     target: Any  # nn.ModuleDict, from the name of a part to its copy

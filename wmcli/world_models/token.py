@@ -187,7 +187,7 @@ class TokenWorldModel(WorldModel):
         self.min_segment = self.min_context = settings.context + 1
         self.elements = block
         self.feature_shape = (tokenizer.width, *tokenizer.grid)
-        self.draws = tokens + 2  # the tokens, the reward and the termination
+        self.uniforms_per_step = tokens + 2  # the tokens, the reward and the termination
         self._tokenizer = (tokenizer,)  # in a tuple, where nn.Module does not look
         self.backbone = backbone
         self.action_embedding = nn.Embedding(actions, width)
@@ -285,7 +285,7 @@ class TokenWorldModel(WorldModel):
         steps: `nonzero_rewards`, and `nonzero_rewards_hit`, those among them whose sign the model finds likeliest.
         The ratio of the averages of these two is the recall.
         """
-        tokens, valid = batch.latent, batch.valid
+        tokens, valid = batch.inputs, batch.valid
         logits = self.predict(tokens, batch.action)
         start = tokens.shape[1] - logits.observation.shape[1]
         target = tokens[:, start:]
@@ -320,7 +320,7 @@ class TokenWorldModel(WorldModel):
 
     @torch.no_grad()
     def observe(
-        self, latent: Tensor, action: Tensor, reset: Tensor, numbers: Tensor | None = None
+        self, latent: Tensor, action: Tensor, reset: Tensor, uniforms: Tensor | None = None
     ) -> tuple[Tensor, TokenState]:
         """Read the last `context` frames; features of all frames. Nothing is drawn. See `WorldModel.observe`."""
         return self._codes(latent), self._read(latent, action, reset)
@@ -343,15 +343,15 @@ class TokenWorldModel(WorldModel):
         return TokenState(memory, latent[:, -1], held, length)
 
     @torch.no_grad()
-    def imagine(self, state: TokenState, action: Tensor, numbers: Tensor | None = None) -> tuple[Imagined, TokenState]:
+    def imagine(self, state: TokenState, action: Tensor, uniforms: Tensor | None = None) -> tuple[Imagined, TokenState]:
         """Draw one step at temperature 1. Draws carry no gradient, so no graph is built.
 
         A backbone with a limited number of positions starts again from the current frame alone when the next step would
         not fit, as in IRIS.
         """
-        if numbers is None:
-            numbers = uniform((len(action), self.draws), action.device)
-        of_tokens, of_reward, of_termination = numbers.split((self.draws - 2, 1, 1), -1)
+        if uniforms is None:
+            uniforms = uniform((len(action), self.uniforms_per_step), action.device)
+        of_tokens, of_reward, of_termination = uniforms.split((self.uniforms_per_step - 2, 1, 1), -1)
         reward, termination, state = self.advance(
             state, action, lambda logits, first: sample(logits, of_tokens[:, first : first + logits.shape[1]])
         )

@@ -201,7 +201,7 @@ class UniZero(BootstrappedWorldModel):
         0.7 to 1 at the paper's size, as in the public code.
 
         Args:
-            batch: Its `latent` holds frames (B, sequence_length + td_steps, H, W, C). It learns from the first
+            batch: Its `inputs` hold frames (B, sequence_length + td_steps, H, W, C). It learns from the first
                 `sequence_length`.
 
         Returns:
@@ -212,12 +212,12 @@ class UniZero(BootstrappedWorldModel):
         s = self.settings
         part = part_of(batch, slice(s.sequence_length))
         valid = part.valid
-        z = self.encoder(part.latent)
+        z = self.encoder(part.inputs)
         y, x = self._read_pairs(z, part.action, self.action_embedding, self.backbone)
         value_target, has_return = self._value_targets(
             batch, s.sequence_length, lambda at: self._target_values(batch, at)
         )
-        label = self._labels(part.latent)  # after the values: it moves the statistics that these use
+        label = self._labels(part.inputs)  # after the values: it moves the statistics that these use
 
         latent_losses = divergence(label[:, 1:], self._next_latent(x[:, :-1]), s.group)
         latent_loss = masked_mean(latent_losses, valid[:, 1:])
@@ -274,14 +274,14 @@ class UniZero(BootstrappedWorldModel):
         frames = where[:, :1] + torch.arange(where.shape[1], device=where.device)
         rows = torch.arange(len(where), device=where.device)[:, None]
         encoder, embedding, backbone, head = self.target.values()
-        y, _ = self._read_pairs(encoder(batch.latent[rows, frames]), batch.action[rows, frames], embedding, backbone)
+        y, _ = self._read_pairs(encoder(batch.inputs[rows, frames]), batch.action[rows, frames], embedding, backbone)
         return value_bins.decode(head(y)).gather(1, where - where[:, :1])
 
     # -- imagination --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def observe(
-        self, latent: Tensor, action: Tensor, reset: Tensor, numbers: Tensor | None = None
+        self, latent: Tensor, action: Tensor, reset: Tensor, uniforms: Tensor | None = None
     ) -> tuple[Tensor, UniZeroState]:
         """Read every frame with as much of its past as acting would have. See `WorldModel.observe`."""
         rows, time = action.shape
@@ -297,7 +297,7 @@ class UniZero(BootstrappedWorldModel):
 
     @torch.no_grad()
     def imagine(
-        self, state: UniZeroState, action: Tensor, numbers: Tensor | None = None
+        self, state: UniZeroState, action: Tensor, uniforms: Tensor | None = None
     ) -> tuple[Imagined, UniZeroState]:
         """Take one deterministic step: expected reward and next latent, and the likelier termination."""
         act = self._token(self.action_embedding(action))

@@ -25,7 +25,7 @@ class Episodes(NamedTuple):
     length: np.ndarray  # int64 (E,): frames
 
 
-class Memory:
+class Replay:
     """A growing store of rows as tensors on one device.
 
     `frames` uint8 (N, H, W, C); `action` int64, `reward` float32, `terminated`, `truncated`, `first` bool, each (N,).
@@ -63,7 +63,7 @@ class Memory:
         self._count = 0  # episodes
 
     @classmethod
-    def empty(cls, device: torch.device | str, *, lives_end_episodes: bool = False) -> Memory:
+    def empty(cls, device: torch.device | str, *, lives_end_episodes: bool = False) -> Replay:
         """A memory without rows on `device`."""
         return cls(device, lives_end_episodes=lives_end_episodes)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from wmcli.errors import ArtifactError, MachineError
-from wmcli.experience import Memory, SearchTargets, WindowSampler
+from wmcli.experience import Replay, SearchTargets, WindowSampler
 
 
 def experience(lengths: list[list[int]], unfinished: list[int], seed: int = 0) -> dict[str, np.ndarray]:
@@ -43,20 +43,20 @@ def test_an_episode_that_another_one_follows_without_an_end_is_truncated(cuts: l
     cut = np.flatnonzero(data["terminated"])[[1, 2]]  # one of each stream
     data["terminated"][cut] = False
     parts = np.split(np.arange(len(data["action"])), cuts)
-    memory = filled([{name: column[rows] for name, column in data.items()} for rows in parts])
-    assert np.flatnonzero(memory.truncated.numpy()).tolist() == cut.tolist()
-    assert (memory.terminated.numpy() == data["terminated"]).all()
+    replay = filled([{name: column[rows] for name, column in data.items()} for rows in parts])
+    assert np.flatnonzero(replay.truncated.numpy()).tolist() == cut.tolist()
+    assert (replay.terminated.numpy() == data["terminated"]).all()
     assert not data["truncated"].any()  # the arrays are the caller's
 
 
 LENGTHS, UNFINISHED = [[5, 3, 9], [2, 14], [11, 1, 1]], [2, 0, 6]
 
 
-def filled(parts: list[dict[str, np.ndarray]]) -> Memory:
-    memory = Memory.empty("cpu")
+def filled(parts: list[dict[str, np.ndarray]]) -> Replay:
+    replay = Replay.empty("cpu")
     for part in parts:
-        memory.extend(part)
-    return memory
+        replay.extend(part)
+    return replay
 
 
 @pytest.mark.parametrize("cuts", [[], [14], [9, 10, 19, 23, 24, 25]])
@@ -71,33 +71,33 @@ def test_a_game_goes_on_over_its_lost_lives(lives_end_episodes: bool, cuts: list
     data["lives"][rows[1]] = [3, 3, 2, 3, 3, 3, 2, 2, 2, 3, 3, 3, 3, 3, 2, 2, 2]
     data["truncated"][rows[1][2]], data["terminated"][rows[1][8]] = True, False
     parts = np.split(np.arange(len(data["action"])), cuts)
-    memory = Memory.empty("cpu", lives_end_episodes=lives_end_episodes)
+    replay = Replay.empty("cpu", lives_end_episodes=lives_end_episodes)
     for part in parts:
-        memory.extend({name: column[part] for name, column in data.items()})
-    opens = [memory.opens_game.numpy()[mine] for mine in rows]
-    over = [memory.ends_game.numpy()[mine] for mine in rows]
+        replay.extend({name: column[part] for name, column in data.items()})
+    opens = [replay.opens_game.numpy()[mine] for mine in rows]
+    over = [replay.ends_game.numpy()[mine] for mine in rows]
     if lives_end_episodes:
         assert [np.flatnonzero(each).tolist() for each in opens] == [[0, 8, 10, 15], [0, 3, 9]]
         assert [np.flatnonzero(each).tolist() for each in over] == [[7, 9, 14], [2, 8]]
     else:
-        assert torch.equal(memory.opens_game, memory.first)
-        assert torch.equal(memory.ends_game, memory.terminated | memory.truncated)
-    assert torch.equal(memory.terminated, torch.from_numpy(data["terminated"]))
+        assert torch.equal(replay.opens_game, replay.first)
+        assert torch.equal(replay.ends_game, replay.terminated | replay.truncated)
+    assert torch.equal(replay.terminated, torch.from_numpy(data["terminated"]))
 
 
 def test_episodes_are_contiguous_in_order_and_complete() -> None:
     data = experience(LENGTHS, UNFINISHED)
-    memory = filled([data])
-    start, length = memory.episodes
-    order = memory.order
-    assert len(memory) == len(data["action"]) == length.sum()
-    assert sorted(order.tolist()) == list(range(len(memory)))
+    replay = filled([data])
+    start, length = replay.episodes
+    order = replay.order
+    assert len(replay) == len(data["action"]) == length.sum()
+    assert sorted(order.tolist()) == list(range(len(replay)))
     assert sorted(length.tolist()) == sorted([5, 3, 9, 2, 2, 14, 11, 1, 1, 6])
     assert (np.diff(order[start]) > 0).all()  # by the row of their first frame
     for begin, frames in zip(start, length, strict=True):
         rows = order[begin : begin + frames]
         assert len(set(data["stream"][rows])) == 1
-        assert (np.diff(memory.frames[rows][:, 0, 0, 1].int().numpy()) == 1).all()
+        assert (np.diff(replay.frames[rows][:, 0, 0, 1].int().numpy()) == 1).all()
         assert data["first"][rows].tolist() == [True] + [False] * (frames - 1)
 
 
@@ -107,26 +107,26 @@ def test_segment_by_segment_equals_all_at_once(cuts: list[int]) -> None:
     whole = filled([data])
     edges = [0, *cuts, len(data["action"])]
     parts = [{name: array[a:b] for name, array in data.items()} for a, b in zip(edges, edges[1:], strict=False)]
-    memory = filled(parts)
-    assert (memory.order == whole.order).all()
-    assert (memory.episodes.start == whole.episodes.start).all()
-    assert (memory.episodes.length == whole.episodes.length).all()
+    replay = filled(parts)
+    assert (replay.order == whole.order).all()
+    assert (replay.episodes.start == whole.episodes.start).all()
+    assert (replay.episodes.length == whole.episodes.length).all()
     for name in ("frames", "action", "reward", "terminated", "truncated", "first"):
-        got, want = getattr(memory, name), getattr(whole, name)
+        got, want = getattr(replay, name), getattr(whole, name)
         assert got.dtype == want.dtype and torch.equal(got, want)
 
 
 def test_streams_are_whole_and_in_the_order_of_time() -> None:
     data = experience(LENGTHS, UNFINISHED)
-    memory = filled([data])
-    (start, length), order = memory.runs(across_ends=True)
+    replay = filled([data])
+    (start, length), order = replay.runs(across_ends=True)
     assert length.tolist() == [sum(episodes) + rest for episodes, rest in zip(LENGTHS, UNFINISHED, strict=True)]
-    assert start.tolist() == [0, 19, 35] and sorted(order.tolist()) == list(range(len(memory)))
+    assert start.tolist() == [0, 19, 35] and sorted(order.tolist()) == list(range(len(replay)))
     for stream in range(3):
         rows = order[start[stream] : start[stream] + length[stream]]
         assert set(data["stream"][rows].tolist()) == {stream}
-        assert memory.frames[rows][:, 0, 0, 1].tolist() == list(range(length[stream]))
-        assert memory.first[rows].sum() == len(LENGTHS[stream]) + (UNFINISHED[stream] > 0)
+        assert replay.frames[rows][:, 0, 0, 1].tolist() == list(range(length[stream]))
+        assert replay.first[rows].sum() == len(LENGTHS[stream]) + (UNFINISHED[stream] > 0)
 
 
 @pytest.mark.parametrize("across_ends", [False, True])
@@ -134,8 +134,8 @@ def test_streams_are_whole_and_in_the_order_of_time() -> None:
 def test_runs_do_not_depend_on_the_cuts_between_segments(across_ends: bool, cuts: list[int]) -> None:
     data = experience(LENGTHS, UNFINISHED)
     edges = [0, *cuts, len(data["action"])]
-    memory = filled([{name: array[a:b] for name, array in data.items()} for a, b in pairwise(edges)])
-    runs, order = memory.runs(across_ends)
+    replay = filled([{name: array[a:b] for name, array in data.items()} for a, b in pairwise(edges)])
+    runs, order = replay.runs(across_ends)
     want, its_order = filled([data]).runs(across_ends)
     assert (runs.start == want.start).all() and (runs.length == want.length).all() and (order == its_order).all()
     assert order.dtype == runs.start.dtype == runs.length.dtype == np.int64
@@ -146,17 +146,17 @@ def test_streams_may_have_any_numbers_and_rest() -> None:
     parts = [experience([[3]], [2]), experience([[2, 2]], [0]), experience([[4]], [0])]
     for part, number in zip(parts, [7, 2, 7], strict=True):
         part["stream"] = np.full_like(part["stream"], number)
-    memory = filled(parts)
-    runs, order = memory.runs(across_ends=True)
+    replay = filled(parts)
+    runs, order = replay.runs(across_ends=True)
     assert runs.start.tolist() == [0, 4] and runs.length.tolist() == [4, 9]
     assert order.tolist() == [5, 6, 7, 8, 0, 1, 2, 3, 4, 9, 10, 11, 12]
-    assert memory.episodes.length.tolist() == [3, 2, 2, 2, 4]
+    assert replay.episodes.length.tolist() == [3, 2, 2, 2, 4]
 
 
 def test_windows_of_streams_run_over_the_ends_of_episodes() -> None:
-    memory = filled([experience(LENGTHS, UNFINISHED)])
+    replay = filled([experience(LENGTHS, UNFINISHED)])
     sampler = WindowSampler(
-        *memory.runs(across_ends=True),
+        *replay.runs(across_ends=True),
         length=9,
         minimum=9,
         pad="right",
@@ -165,18 +165,18 @@ def test_windows_of_streams_run_over_the_ends_of_episodes() -> None:
     )
     assert sampler.windows == (19 - 8) + (16 - 8) + (19 - 8)
     windows = sampler.batch(sampler.windows)
-    stream, time = memory.frames[windows.rows][:, :, 0, 0].unbind(-1)
+    stream, time = replay.frames[windows.rows][:, :, 0, 0].unbind(-1)
     assert windows.valid.all() and (stream == stream[:, :1]).all() and (time.diff(dim=1) == 1).all()
-    assert memory.first[windows.rows][:, 1:].any(1).sum() == 10 + 2 + 8  # those that an episode opens within
+    assert replay.first[windows.rows][:, 1:].any(1).sum() == 10 + 2 + 8  # those that an episode opens within
 
 
 def test_tensors_hold_what_was_given() -> None:
     data = experience(LENGTHS, UNFINISHED)
-    memory = filled([data])
-    assert torch.equal(memory.frames, torch.from_numpy(data["observation"]))
-    assert memory.action.dtype == torch.int64 and (memory.action.numpy() == data["action"]).all()
-    assert memory.reward.dtype == torch.float32 and (memory.reward.numpy() == data["reward"]).all()
-    assert (memory.terminated.numpy() == data["terminated"]).all() and memory.first.dtype == torch.bool
+    replay = filled([data])
+    assert torch.equal(replay.frames, torch.from_numpy(data["observation"]))
+    assert replay.action.dtype == torch.int64 and (replay.action.numpy() == data["action"]).all()
+    assert replay.reward.dtype == torch.float32 and (replay.reward.numpy() == data["reward"]).all()
+    assert (replay.terminated.numpy() == data["terminated"]).all() and replay.first.dtype == torch.bool
 
 
 def searched(data: dict[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
@@ -190,42 +190,42 @@ def searched(data: dict[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
 def test_what_searches_found_stands_beside_the_rows_they_played(reserve: bool) -> None:
     plain = experience([[4]], [0])
     first, second = searched(plain, 0), searched(plain, 1)
-    memory = Memory.empty("cpu")
+    replay = Replay.empty("cpu")
     if reserve:
-        memory.reserve(20, (4, 3, 2))
-    memory.extend(plain)
-    assert memory.searched is None
+        replay.reserve(20, (4, 3, 2))
+    replay.extend(plain)
+    assert replay.searched is None
     for part in (first, plain, second, plain):
-        memory.extend(part)
-    assert memory.searched is not None
-    policy, value, found = memory.searched
+        replay.extend(part)
+    assert replay.searched is not None
+    policy, value, found = replay.searched
     assert found.tolist() == [4 <= row < 8 or 12 <= row < 16 for row in range(20)]
     assert torch.equal(policy[found], torch.from_numpy(np.concatenate([first["policy"], second["policy"]])))
     assert torch.equal(value[found], torch.from_numpy(np.concatenate([first["value"], second["value"]])))
     assert not policy[~found].any() and not value[~found].any()
-    assert torch.equal(memory.frames[:4], memory.frames[16:])
+    assert torch.equal(replay.frames[:4], replay.frames[16:])
 
 
 def test_targets_are_those_of_the_newest_search_and_the_least_searched_come_first() -> None:
     plain = experience([[4]], [0])
-    memory = filled([plain, searched(plain, 0)])
-    targets = SearchTargets(memory, 3)
+    replay = filled([plain, searched(plain, 0)])
+    targets = SearchTargets(replay, 3)
     assert targets.due(5).tolist() == [0, 1, 2, 3, 4] and targets.due(99).tolist() == list(range(8))
     rows, policy, value = np.array([1, 0, 6]), torch.eye(3), torch.tensor([1.0, 2.0, 3.0])
     targets.update(rows, policy, value)
     assert targets.due(8).tolist() == [2, 3, 0, 1, 4, 5, 7, 6]  # 0, 0, 1, 1, 1, 1, 1 and 2 searches
     assert targets.found.tolist() == [True, True, False, False, True, True, True, True]
     assert torch.equal(targets.policy[rows], policy) and torch.equal(targets.value[rows], value)
-    assert memory.searched is not None and not memory.searched[2][:4].any(), "the experience stays as it was"
+    assert replay.searched is not None and not replay.searched[2][:4].any(), "the experience stays as it was"
 
-    memory.extend(searched(plain, 1))
-    grown = SearchTargets(memory, 3)
+    replay.extend(searched(plain, 1))
+    grown = SearchTargets(replay, 3)
     grown.continue_from(targets.state())
     assert grown.due(12).tolist() == [2, 3, 0, 1, 4, 5, 7, 8, 9, 10, 11, 6]
     for name in ("policy", "value", "found"):
         assert torch.equal(getattr(grown, name)[:8], getattr(targets, name))
     grown.update(np.array([6]), policy[:1], value[:1])
-    once_more = SearchTargets(memory, 3)
+    once_more = SearchTargets(replay, 3)
     once_more.load(grown.state())
     assert (once_more.due(12) == grown.due(12)).all() and torch.equal(once_more.policy, grown.policy)
 
@@ -243,20 +243,20 @@ def test_targets_of_experience_that_nobody_searched() -> None:
 
 def test_reserved_room_is_not_copied_again() -> None:
     data = experience([[4]], [0])
-    memory = Memory.empty("cpu")
-    memory.reserve(12, (4, 3, 2))
-    memory.extend(data)
-    place = memory.frames.data_ptr()
-    memory.extend(data)
-    memory.extend(data)
-    assert memory.frames.data_ptr() == place and len(memory) == 12
-    memory.extend(data)
-    assert len(memory) == 16 and torch.equal(memory.frames[:4], memory.frames[12:])
+    replay = Replay.empty("cpu")
+    replay.reserve(12, (4, 3, 2))
+    replay.extend(data)
+    place = replay.frames.data_ptr()
+    replay.extend(data)
+    replay.extend(data)
+    assert replay.frames.data_ptr() == place and len(replay) == 12
+    replay.extend(data)
+    assert len(replay) == 16 and torch.equal(replay.frames[:4], replay.frames[12:])
 
 
 def test_an_interrupted_episode_is_left_as_it_is_when_its_stream_starts_anew() -> None:
-    memory = filled([experience([[]], [4]), experience([[3]], [0])])
-    assert memory.episodes.length.tolist() == [4, 3]
+    replay = filled([experience([[]], [4]), experience([[3]], [0])])
+    assert replay.episodes.length.tolist() == [4, 3]
 
 
 def test_read_only_arrays_are_taken_without_a_warning(recwarn) -> None:
@@ -271,23 +271,23 @@ def test_read_only_arrays_are_taken_without_a_warning(recwarn) -> None:
 def test_frames_in_blocks_are_as_good_as_all_at_once(cuts: list[int]) -> None:
     data = experience(LENGTHS, UNFINISHED)
     rest = {name: array for name, array in data.items() if name != "observation"}
-    memory = Memory.empty("cpu")
-    memory.extend(rest, iter(np.split(data["observation"], cuts)))
+    replay = Replay.empty("cpu")
+    replay.extend(rest, iter(np.split(data["observation"], cuts)))
     assert (
-        torch.equal(memory.frames, torch.from_numpy(data["observation"]))
-        and (memory.order == filled([data]).order).all()
+        torch.equal(replay.frames, torch.from_numpy(data["observation"]))
+        and (replay.order == filled([data]).order).all()
     )
     with pytest.raises(AssertionError, match="frames for"):
-        Memory.empty("cpu").extend(rest, iter([data["observation"][1:]]))
+        Replay.empty("cpu").extend(rest, iter([data["observation"][1:]]))
 
 
 def test_what_does_not_fit_is_refused() -> None:
     data = experience([[4], [5]], [3, 0])
-    memory = filled([data])
+    replay = filled([data])
     with pytest.raises(ArtifactError, match=r"\(5, 3, 2\) cannot join"):
-        memory.extend({**data, "observation": np.zeros((len(data["action"]), 5, 3, 2), np.uint8)})
+        replay.extend({**data, "observation": np.zeros((len(data["action"]), 5, 3, 2), np.uint8)})
     with pytest.raises(ArtifactError, match="stream 7 starts in the middle"):
-        memory.extend({**data, "stream": np.full(len(data["action"]), 7, np.int16), "first": data["first"] & False})
-    assert len(memory) == len(data["action"])
+        replay.extend({**data, "stream": np.full(len(data["action"]), 7, np.int16), "first": data["first"] & False})
+    assert len(replay) == len(data["action"])
     with pytest.raises(MachineError, match="do not fit in the memory of cpu"):
-        Memory.empty("cpu").reserve(1 << 44, (64, 64, 3))
+        Replay.empty("cpu").reserve(1 << 44, (64, 64, 3))

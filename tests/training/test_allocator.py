@@ -36,7 +36,7 @@ def test_large_blocks_are_used_again() -> None:
 
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wmcli.training.memory import keep_freed_memory
+    from wmcli.training.allocator import keep_freed_memory
 
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     assert not keep_freed_memory()
