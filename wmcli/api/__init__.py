@@ -5,7 +5,7 @@
     state = model.observe(frames, actions)
     step, state = model.imagine(state, action)
 
-Whatever is opened from a run is verified first, and frozen. What is trained here needs no run directory.
+Artifacts are verified when they are loaded, and their models are frozen. Training here needs no run directory.
 
 B batch, E environments side by side, N rows of experience, T time (frames), H W C image. Frames are uint8, actions
 int64 from 0; NumPy arrays and tensors of any device are accepted, and tensors on the model's device are returned. The

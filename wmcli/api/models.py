@@ -35,7 +35,7 @@ class TokenizerModel:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Published with it, or of its training."""
     artifact: Artifact | None = None
-    """What it was loaded from."""
+    """The artifact that it was loaded from."""
 
     @classmethod
     def load(cls, reference: Reference, *, device: str = "auto") -> TokenizerModel:
@@ -51,27 +51,27 @@ class TokenizerModel:
             return self.tokenizer.encode(_on(self.machine, frames, torch.uint8))
 
     def decode(self, latents: ArrayLike) -> Tensor:
-        """Decode what `encode` gave to frames (..., H, W, C) uint8."""
+        """Decode tokens or latents, as `encode` gives them, to frames (..., H, W, C) uint8."""
         with torch.no_grad(), self.machine.autocast():
             return self.tokenizer.decode(_on(self.machine, latents))
 
 
 class OpenLoop(NamedTuple):
-    """What a dynamics model predicts under given actions, S steps."""
+    """Predictions of a dynamics model under given actions, S steps."""
 
     frames: Tensor | None
     """(B, S, H, W, C) uint8; None for a model that decodes none."""
     features: Tensor
-    """(B, S, ...) float32, what a controller sees."""
+    """(B, S, ...) float32, the input of a controller."""
     reward: Tensor
     """(B, S) float32."""
     terminated: Tensor
-    """(B, S) bool. What is behind a termination means nothing."""
+    """(B, S) bool. Steps behind a termination mean nothing."""
 
 
 @dataclass(frozen=True)
 class DynamicsModel:
-    """A world model: observes real frames, imagines what follows."""
+    """A world model: observes real frames and imagines the next ones."""
 
     world_model: WorldModel
     settings: Settings
@@ -79,7 +79,7 @@ class DynamicsModel:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Published with it, or of its training."""
     artifact: Artifact | None = None
-    """What it was loaded from."""
+    """The artifact that it was loaded from."""
 
     @classmethod
     def load(cls, reference: Reference, *, device: str = "auto") -> DynamicsModel:
@@ -141,7 +141,7 @@ class DynamicsModel:
         Args:
             state: Of B rows, from `observe` or `imagine`. Only its newest continuation is sure to stay valid.
             actions: (B,).
-            generator: Draws what follows; None is torch's global one.
+            generator: Draws the next latent, for models that do; None is torch's global one.
 
         Returns:
             The next latent, the reward (B,) and whether the episode ends (B,); and the state at the next frame.
@@ -152,7 +152,7 @@ class DynamicsModel:
             return self.world_model.imagine(state, action, uniforms)
 
     def features(self, state: State) -> Tensor:
-        """Return what a controller sees of the current frames, (B, ...) float32."""
+        """Return the features of the current frames, the input of a controller, (B, ...) float32."""
         with torch.no_grad(), self.machine.autocast():
             return self.world_model.features(state).float()
 
@@ -167,7 +167,7 @@ class DynamicsModel:
             return self.world_model.frame(state)
 
     def open_loop(self, frames: ArrayLike, actions: ArrayLike) -> OpenLoop:
-        """Predict what given actions bring, from the first frames of episodes.
+        """Predict the next frames and rewards under given actions, from the first frames of episodes.
 
         Draws with torch's global generator.
 
@@ -250,7 +250,7 @@ class ControllerModel:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Published with it, or of its training."""
     artifact: Artifact | None = None
-    """What it was loaded from."""
+    """The artifact that it was loaded from."""
 
     @classmethod
     def load(cls, reference: Reference, *, device: str = "auto") -> ControllerModel:
