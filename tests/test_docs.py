@@ -11,7 +11,7 @@ from command_lines import COMMANDS, parse, settings, words, wrong_mentions
 from wmcli.errors import UsageError
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = [
     *PAGES,
     *sorted((ROOT / "docs").glob("*.mk")),
