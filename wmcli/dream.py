@@ -28,7 +28,7 @@ from wmcli.artifacts.manifest import shown
 from wmcli.assemble import load_world_model, settings_of
 from wmcli.controllers.base import episode_starts
 from wmcli.errors import ArtifactError, UsageError
-from wmcli.experience import Memory
+from wmcli.experience import Replay
 from wmcli.experience.load import load_experience
 from wmcli.experience.sampler import WindowTable
 from wmcli.nn.categorical import uniform
@@ -62,7 +62,7 @@ class Dreams:
     def __init__(
         self,
         world_model: WorldModel,
-        memory: Memory,
+        memory: Replay,
         machine: Machine,
         *,
         num_envs: int,
@@ -121,9 +121,9 @@ class Dreams:
         model, device = self.world_model, self.machine.device
         windows = self._starts.windows(self._host.integers(len(self._starts), size=len(rows)))
         batch = gather(self.memory, self.memory.frames, windows, across_ends=model.across_ends)
-        uniforms = uniform((*batch.action.shape, model.draws_to_observe), device, self._uniforms)
+        uniforms = uniform((*batch.action.shape, model.uniforms_per_frame), device, self._uniforms)
         with self.machine.autocast():
-            _, fresh = model.observe(model.encode(batch.latent), batch.action, episode_starts(batch), uniforms)
+            _, fresh = model.observe(model.encode(batch.inputs), batch.action, episode_starts(batch), uniforms)
             if len(rows) == self.num_envs:
                 self._state = fresh
             else:
@@ -134,7 +134,7 @@ class Dreams:
     @torch.no_grad()
     def step(self, action: Tensor) -> Imagined:
         """Imagine what the actions (E,) int64 bring. The state is that of the next frames then."""
-        uniforms = uniform((self.num_envs, self.world_model.draws), self.machine.device, self._uniforms)
+        uniforms = uniform((self.num_envs, self.world_model.uniforms_per_step), self.machine.device, self._uniforms)
         with self.machine.autocast():
             imagined, self._state = self.world_model.imagine(self._state, action, uniforms)
         self.ages += 1
@@ -363,7 +363,7 @@ def machine_for(settings: TrainingSettings, device: str) -> Machine:
     return Machine.choose(settings.model_copy(update=changes))
 
 
-def _own_experience(dynamics: Artifact, machine: Machine) -> Memory:
+def _own_experience(dynamics: Artifact, machine: Machine) -> Replay:
     try:
         return load_experience(dynamics.input("experience"), machine.device)
     except ArtifactError as error:

@@ -16,7 +16,7 @@ from tiny_run import copied, latest
 
 from wmcli.artifacts import Run
 from wmcli.assemble import build_controller, settings_of
-from wmcli.controllers.base import Learner, Noise
+from wmcli.controllers.base import Learner, Uniforms
 from wmcli.dream import DreamEnv, DreamVectorEnv
 from wmcli.errors import ArtifactError, UsageError, WmError
 from wmcli.trainers.batches import gather
@@ -210,9 +210,9 @@ def test_a_controller_sees_the_same_in_its_rollouts(kind: str, dynamics: Any) ->
     windows = dreams._starts.windows(dreams._host.integers(len(dreams._starts), size=rows))
     batch = gather(dreams.memory, model.encode(dreams.memory.frames[None])[0], windows, across_ends=model.across_ends)
     draw = dreams._uniforms
-    start = torch.rand(*batch.action.shape, model.draws_to_observe, generator=draw)
-    world = torch.stack([torch.rand(rows, model.draws, generator=draw) for _ in range(steps)])
-    rollout = learner.imagine(model, batch, Noise(start, torch.rand(steps, rows), world))
+    start = torch.rand(*batch.action.shape, model.uniforms_per_frame, generator=draw)
+    world = torch.stack([torch.rand(rows, model.uniforms_per_step, generator=draw) for _ in range(steps)])
+    rollout = learner.imagine(model, batch, Uniforms(start, torch.rand(steps, rows), world))
     seen = getattr(rollout, "feature", None)
     seen = rollout.observation if seen is None else seen
     reward, terminated = (each[:, -steps:] for each in (rollout.reward, rollout.terminated))

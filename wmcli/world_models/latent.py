@@ -681,7 +681,7 @@ class LatentWorldModel(WorldModel):
 
     def replace_rows(self, state: LatentState, rows: Tensor, fresh: LatentState) -> LatentState:
         """See `WorldModel.replace_rows`."""
-        assert state.past is None and state.evidence is None
+        assert state.past is None and state.posterior_encoder is None
 
         def nothing_before(part: LatentState) -> Tensor:
             return part.latent.new_zeros(len(part.latent), dtype=torch.bool) if part.fresh is None else part.fresh
@@ -689,7 +689,7 @@ class LatentWorldModel(WorldModel):
         return LatentState(
             self.backbone.replace_rows(state.memory, rows, fresh.memory),
             replace_rows(nothing_before(state), rows, nothing_before(fresh)),
-            replace_rows(state.summary, rows, fresh.summary),
+            replace_rows(state.deterministic, rows, fresh.deterministic),
             replace_rows(state.latent, rows, fresh.latent),
             replace_rows(state.seen, rows, fresh.seen),
             min(state.length, fresh.length),
