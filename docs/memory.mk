@@ -17,39 +17,39 @@ MODELS := s4 s4d s5 mamba2 mamba1 retnet transformer gaussian tssm-xl rssm
 SET :=
 
 s4 :=
-s4d := backbone.name=s4d
-s5 := backbone.name=s5 backbone.width=60 backbone.s5.state=64 backbone.s5.blocks=1
-mamba2 := backbone.name=mamba2 backbone.width=92 backbone.mamba2.head_width=8
-mamba1 := backbone.name=mamba1 backbone.width=88
-retnet := backbone.name=retnet backbone.width=68 backbone.retnet.heads=2
-transformer := backbone.name=transformer backbone.width=68
-gaussian := $(transformer) backbone.transformer.prior.kind=gaussian
+s4d := backbone.kind=s4d
+s5 := backbone.kind=s5 backbone.width=60 backbone.state_size=64 backbone.blocks=1
+mamba2 := backbone.kind=mamba2 backbone.width=92 backbone.head_width=8
+mamba1 := backbone.kind=mamba1 backbone.width=88
+retnet := backbone.kind=retnet backbone.width=68 backbone.heads=2
+transformer := backbone.kind=transformer backbone.width=68
+gaussian := $(transformer) backbone.prior.kind=gaussian
 # As the paper-size presets on the shortest hallway: a cache of half an episode, gradients through a fifth of one (and so
 # as many more updates as there are frames missing from a batch).
-tssm-xl := backbone.name=transformer-xl backbone.width=68 backbone.transformer_xl.heads=4 backbone.transformer_xl.ffn=4
-rssm := backbone.name=dreamer-gru backbone.width=112 backbone.layers=1 dynamics.posterior=recurrent \
-	dynamics.rows=streams dynamics.context=3 controller.horizon=2 dynamics.validate_every=1250
+tssm-xl := backbone.kind=transformer-xl backbone.width=68 backbone.heads=4 backbone.ffn=4
+rssm := backbone.kind=dreamer-gru backbone.width=112 backbone.layers=1 dynamics.posterior=recurrent \
+	dynamics.rows=streams dynamics.context=3 controller.imagination_horizon=2 dynamics.validate_every=1250
 # S4WM's variants and shorter caches; these differ in size.
-no-mlp := backbone.s4.ffn=0
+no-mlp := backbone.ffn=0
 full-posterior := dynamics.posterior=full
-cache-8 := $(tssm-xl) backbone.transformer_xl.memory=8 backbone.transformer_xl.segment=8
-cache-4 := $(tssm-xl) backbone.transformer_xl.memory=4 backbone.transformer_xl.segment=4
+cache-8 := $(tssm-xl) backbone.memory_length=8 backbone.segment_length=8
+cache-4 := $(tssm-xl) backbone.memory_length=4 backbone.segment_length=4
 
 FRAMES := $(shell expr $(WIDTH) '*' 5 / 2)
 HALF := $(shell expr $(FRAMES) / 2)
-memory-small := environment.id=wm/DistractingMemory-$(WIDTH)-v0 dynamics.horizon=$(FRAMES)
-memory-small-tssm-xl := backbone.transformer_xl.memory=$(HALF) backbone.transformer_xl.segment=$(HALF)
-doors-small-tssm-xl := backbone.transformer_xl.memory=70 backbone.transformer_xl.segment=70
+memory-small := environment.id=wm/DistractingMemory-$(WIDTH)-v0 dynamics.sequence_length=$(FRAMES)
+memory-small-tssm-xl := backbone.memory_length=$(HALF) backbone.segment_length=$(HALF)
+doors-small-tssm-xl := backbone.memory_length=70 backbone.segment_length=70
 rooms-small-s5 := backbone.width=124
 rooms-small-mamba2 := backbone.width=168
 rooms-small-mamba1 := backbone.width=164
 rooms-small-retnet := backbone.width=128
 rooms-small-transformer := backbone.width=132
 rooms-small-gaussian := $(rooms-small-transformer)
-rooms-small-tssm-xl := backbone.width=128 backbone.transformer_xl.memory=46 backbone.transformer_xl.segment=46
-memory-small-rssm := dynamics.horizon=$(shell expr $(FRAMES) / 5) dynamics.updates=10000
-doors-small-rssm := dynamics.horizon=28 dynamics.batch=8 dynamics.updates=15000
-rooms-small-rssm := backbone.width=208 dynamics.horizon=23 dynamics.batch=8 dynamics.updates=12000
+rooms-small-tssm-xl := backbone.width=128 backbone.memory_length=46 backbone.segment_length=46
+memory-small-rssm := dynamics.sequence_length=$(shell expr $(FRAMES) / 5) dynamics.updates=10000
+doors-small-rssm := dynamics.sequence_length=28 dynamics.batch=8 dynamics.updates=15000
+rooms-small-rssm := backbone.width=208 dynamics.sequence_length=23 dynamics.batch=8 dynamics.updates=12000
 
 memory-small-protocols := reward generation
 doors-small-protocols := generation doors

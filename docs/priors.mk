@@ -3,12 +3,12 @@
 # On one thread each, so that -j gives as many at once as there are cores.
 R := runs/priors
 SEEDS := 1 2 3
-PRIOR := backbone.transformer.prior
+PRIOR := backbone.prior
 
 none :=
 gaussian := $(PRIOR).kind=gaussian
-span := $(PRIOR).kind=span $(PRIOR).regulariser=l1
-combined := $(PRIOR).kind=gaussian_span $(PRIOR).span=10 $(PRIOR).regulariser=l1
+span := $(PRIOR).kind=span $(PRIOR).regularizer=l1
+combined := $(PRIOR).kind=gaussian_span $(PRIOR).span=10 $(PRIOR).regularizer=l1
 # As the public code has them: multiplied scores, spans as triangles, and with these the future seen in training ...
 MULTIPLIED := $(PRIOR).form=scale $(PRIOR).mean_bound=clamp
 TRIANGLE := $(MULTIPLIED) $(PRIOR).span_mask=triangle

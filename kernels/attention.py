@@ -1,17 +1,18 @@
-"""Causal softmax attention, with what world models ask of it besides: a bias by distance, a window, resets.
+"""Causal softmax attention with a bias by distance, a window and resets.
 
-    y_i = sum_j softmax_j(q_i k_j / sqrt(K) + bias[p_i - j]) v_j      over the places j that query i, at place p_i, sees
+    y_i = sum_j softmax_j(q_i k_j / sqrt(K) + bias[p_i - j]) v_j     over the visible positions j; query i stands at p_i
 
-The T queries stand at the last T of S places. Each sees its own place and those before it, as far as the table of
-biases reaches, and nothing from before the last reset. Attention priors (Gaussian, span) are such tables; the gradient
-of a table is exact and the same every time.
+The T queries stand at the last T of S positions. Each sees its own position and those before it. The table of biases
+limits how far back, and a reset hides everything before it. Attention priors (Gaussian, span) are such tables. The
+gradient of a table is exact and deterministic.
 
-`reference` says what the operation means. The form in torch is its `scaled_dot_product_attention` with a mask, or plain
-products where a CPU has a single query. The Triton form never holds all T S scores (Dao et al. 2022, arXiv 2205.14135;
-Dao 2023, arXiv 2307.08691) and skips the places that a window or a reset hides. Scores, weights and sums are float32,
-products of bfloat16 operands bfloat16.
+`reference` is the definition. In PyTorch the operation is `scaled_dot_product_attention` with a mask, or plain products
+for a single query on a CPU. The Triton form never stores all T S scores. It skips positions that a window or a reset
+hides. Scores, weights and sums are float32; products of bfloat16 operands are bfloat16.
 
-Axes: B batch, H heads, T queries, S places, K width of a head, R distances of the table of biases.
+Axes: B batch, H heads, T queries, S positions, K head width, R distances in the table of biases.
+
+Source: FlashAttention (Dao et al. 2022, arXiv 2205.14135; Dao 2023, arXiv 2307.08691).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LOG2E = math.log2(math.e)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, reset: Tensor | None = None) -> Tensor:
-    """The definition, with all scores at once. Arguments and result as in `attention`."""
+    """Compute `attention` by its definition, with all scores in memory."""
     queries, places = q.shape[2], k.shape[2]
     place = torch.arange(places, device=q.device)
     distance = place[-queries:, None] - place  # (T, S)
@@ -47,14 +48,20 @@ def reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, reset
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, reset: Tensor | None = None) -> Tensor:
-    """All queries at once.
+    """Attend from all queries at once.
 
-    q (B, H, T, K); k, v (B, H, S, K), T <= S; bias (H, R): bias[h, d] is added to the scores of the place d before the
-    query's (d = 0: its own), and places R and more before it are not seen; None: no bias, and all are. -inf hides a
-    distance; each query must see at least one place. reset (B, S) bool: True hides all places before it from itself
-    and all behind it. Returns y (B, H, T, K) in the dtype of q.
+    The Triton form can be differentiated once. The PyTorch form rounds the bias to the dtype of q.
 
-    In torch the bias is rounded to the dtype of q. The Triton form is differentiable once.
+    Args:
+        q: (B, H, T, K).
+        k: (B, H, S, K), S >= T.
+        v: (B, H, S, K).
+        bias: (H, R), added to the scores: bias[h, d] for the position d before the query. Positions R or more before it
+            are hidden; -inf hides a distance. Each query must see at least one position. None: no bias, and no window.
+        reset: (B, S) bool. True hides all earlier positions from this one and all later ones.
+
+    Returns:
+        (B, H, T, K) in the dtype of q.
     """
     if on_triton(q, k, v):
         return _Attention.apply(q, k, v, bias, reset)
@@ -65,15 +72,23 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, reset
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """q (B, H, T, K) and k, v (B, H, S, K) to (B, H, T, K) under a mask (..., T, S).
+    """Attend under a mask.
 
-    It is True where something is seen, or is added to the scores; None: all is seen. On a CPU torch's own is made for
-    many queries, and takes up to six times as long over one.
+    On a CPU a single query runs as plain products: PyTorch's kernel takes up to six times as long.
+
+    Args:
+        q: (B, H, T, K).
+        k: (B, H, S, K).
+        v: (B, H, S, K).
+        mask: (..., T, S): bool, True where visible, or float, added to the scores. None: all positions are visible.
+
+    Returns:
+        (B, H, T, K).
     """
     if q.shape[2] > 1 or q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, mask)
     with torch.autocast("cpu", enabled=False):
-        # Without the copy of what is part of a cache, torch makes one of its transpose, which takes far longer.
+        # A slice of a cache is copied first: torch would copy its transpose, which takes far longer.
         score = (q @ k.contiguous().mT).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[3])
         if mask is not None:
             score = score.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else score + mask
@@ -81,14 +96,14 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
 
 
 def _mask(q: Tensor, places: int, bias: Tensor | None, reset: Tensor | None) -> Tensor | None:
-    """What is added to the scores (1 or B, H, T, S), or what is seen (T, S) or (B, 1, T, S); None: all."""
+    """Return the mask of `attention`: added biases (1 or B, H, T, S), visibility (T, S) or (B, 1, T, S), or None."""
     queries = q.shape[2]
     seen = None
     if reset is not None:
         resets = reset.cumsum(1)
         seen = resets[:, None, -queries:, None] == resets[:, None, None, :]
     if bias is not None:
-        # By distances from S - 1 down to 1 - T; each query's row is a part of that, one further left than the last's.
+        # Distances from S - 1 down to 1 - T; each query's row is a slice, one further left than the row before.
         line = F.pad(bias.flip(1), (places - bias.shape[1], queries - 1), value=float("-inf"))
         table = line.unfold(1, places, 1).flip(1)[None]  # of four axes: with three torch takes a slow path
         table = table.to(q.dtype)  # only here, so that the gradient of a bias is not summed up in bfloat16
@@ -109,7 +124,7 @@ def _mask(q: Tensor, places: int, bias: Tensor | None, reset: Tensor | None) -> 
 
 @jit
 def _rows(x, stride, row, rows, width, W: tl.constexpr, DOT: tl.constexpr):
-    """Rows of x as a tile (rows, W) of type DOT, zeros beyond its edges."""
+    """Load rows of x as a tile (rows, W) of type DOT, with zeros beyond its edges."""
     channel = tl.arange(0, W)
     inside = (row[:, None] < rows) & (channel[None, :] < width)
     return tl.load(x + row[:, None] * stride + channel[None, :], mask=inside, other=0.0).to(DOT)
@@ -124,7 +139,7 @@ def _store_rows(x, stride, row, rows, width, tile, W: tl.constexpr):
 
 @jit
 def _first_seen(since, row, queries, places, reach, HAS_RESET: tl.constexpr):
-    """The first place that each query sees; behind its own place, which is none, for rows beyond the last query."""
+    """Return the first visible position of each query; for rows beyond the last query the position after their own."""
     place = row + (places - queries)
     begin = place - reach + 1
     if HAS_RESET:
@@ -134,7 +149,7 @@ def _first_seen(since, row, queries, places, reach, HAS_RESET: tl.constexpr):
 
 @jit
 def _scores(product, scale, bias, distance, seen, HAS_BIAS: tl.constexpr):
-    """Scores from products of queries and keys, -inf where nothing is seen."""
+    """Return scores from products of queries and keys, -inf where hidden."""
     score = product * scale
     if HAS_BIAS:
         score += tl.load(bias + distance, mask=seen, other=0.0).to(tl.float32) * 1.4426950408889634  # log2 e
@@ -172,7 +187,7 @@ def _forward(
     W: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """The output (B, T, H, K) for a tile of queries, and the log of the sum of each one's weights (B, H, T)."""
+    """Compute the output (B, T, H, K) of a tile of queries, and the log of each one's sum of weights (B, H, T)."""
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // heads, pair % heads
     q += batch * q_batch + head * q_head
@@ -183,7 +198,9 @@ def _forward(
     if HAS_RESET:
         since += batch * places
     out += (batch * queries * heads + head) * width
-    row = (tl.num_programs(1) - 1 - tl.program_id(1)) * M + tl.arange(0, M)  # those that see most begin first
+    row = (tl.num_programs(1) - 1 - tl.program_id(1)) * M + tl.arange(
+        0, M
+    )  # rows with the most visible positions start first
     place = row + (places - queries)
     begin = _first_seen(since, row, queries, places, reach, HAS_RESET)
     x = _rows(q, q_row, row, queries, width, W, DOT)
@@ -198,7 +215,7 @@ def _forward(
         seen = (distance >= 0) & (column[None, :] >= begin[:, None])
         score = _scores(tl.dot(x, tl.trans(keys), input_precision="tf32x3"), scale, bias, distance, seen, HAS_BIAS)
         higher = tl.maximum(highest, tl.max(score, 1))
-        level = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: -inf - -inf would be NaN
+        level = tl.where(higher == float("-inf"), 0.0, higher)  # nothing visible yet: -inf - -inf would be NaN
         weight = tl.exp2(score - level[:, None])
         shrink = tl.exp2(highest - level)
         values = _rows(v, v_row, column, places, width, W, DOT)
@@ -247,12 +264,15 @@ def _backward_queries(
     W: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """For a tile of queries: their gradient, the inner product `delta` (B, H, T) of each one's output and its gradient,
-    and what they add to the gradient of the biases (B, H, tiles, R), which must come in as zeros.
+    """Compute the gradients of a tile of queries, and their parts of the gradient of the biases.
 
-    That is a sum along the diagonals of each tile of score gradients. Turned by its row's number, row m has at c what
-    stood at m - c (mod N), so that a column holds two diagonals: distance first - start + c at or below the tile's main
-    diagonal, N less above it. The next tile has that second one at or below its own: it is carried over.
+    `delta` (B, H, T) is the inner product of each output with its gradient. The parts (B, H, tiles, R) must come in as
+    zeros.
+
+    A part is a sum along the diagonals of each tile of score gradients. Row m is rotated by m, so column c holds the
+    entry m - c (mod N). Each column then holds two diagonals: distance first - start + c at or below the tile's main
+    diagonal, N less above it. The second one continues at or below the diagonal of the next tile, so it is carried
+    over.
     """
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // heads, pair % heads
@@ -340,7 +360,7 @@ def _backward_places(
     W: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """The gradients of the keys and values (B, S, H, K) of a tile of places. All tiles here are (places, queries)."""
+    """Compute the gradients of a tile of keys and values (B, S, H, K). All tiles here are (positions, queries)."""
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // heads, pair % heads
     q += batch * q_batch + head * q_head
@@ -381,7 +401,7 @@ def _backward_places(
 
 
 def tiles(queries: int, width: int, dtype: torch.dtype) -> dict[str, Any]:
-    """How the kernels cut their operands: M queries, N places (M <= N), W channels, and the type of the products."""
+    """Return the tile sizes of the kernels: M queries, N positions (M <= N), W channels, and the dtype of products."""
     low = dtype == torch.bfloat16
     w = max(16, 1 << (width - 1).bit_length())
     n = (64 if w <= 128 else 32) if low else (32 if w <= 128 else 16)  # more would not fit into the registers

@@ -1,15 +1,16 @@
-"""Causal convolution over time, one filter per channel, with an explicit state: the short convolution of Mamba (Gu and
-Dao 2023, arXiv 2312.00752).
+"""Causal convolution over time, one filter per channel, with an explicit state: Mamba's short convolution.
 
     y_t = bias + sum_k weight_k x_{t - W + 1 + k}        k = 0 ... W - 1, the oldest tap first
 
-`reference` says what the operation means, one element at a time. The state holds the newest W - 1 inputs, newest last,
-zeros where there were none. A reset also clears what later taps would reach back to. The other forms add up one tap
-after the other, in torch for all elements at once; `causal_conv` can be differentiated once.
+`reference` is the definition, one element at a time. The state holds the last W - 1 inputs, newest last, with zeros
+where there were none. A reset clears the inputs that later taps would reach. The other forms add one tap after the
+other; in PyTorch for all elements at once. `causal_conv` can be differentiated once.
 
-States and sums are float32 (float64 for float64 operands) also under autocast.
+States and sums are float32 (float64 for float64 operands), also under autocast.
 
-Axes: B batch, C channels, W taps, T time, N blocks, L elements of a block with what is asked behind it.
+Axes: B batch, C channels, W taps, T time, N blocks, L elements of a block including its queries.
+
+Source: Mamba (Gu and Dao 2023, arXiv 2312.00752).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ROWS, CHANNELS = 32, 64  # of a Triton program's tile
 def reference(
     x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None = None, reset: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The definition, one element after the other. Arguments and results as in `causal_conv`."""
+    """Compute `causal_conv` by its definition, one element after the other."""
     if state is None:
         state = weight.new_zeros(len(x), weight.shape[0], weight.shape[1] - 1)
     outputs = []
@@ -45,10 +46,17 @@ def reference(
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None = None, reset: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """All elements at once.
+    """Filter all elements at once.
 
-    x (B, T, C); weight (C, W), W >= 2; bias (C,); state (B, C, W - 1) or None for zeros; reset (B, T) bool, True clears
-    the state before that element. Returns y (B, T, C) in the dtype of x, and the state after the last element.
+    Args:
+        x: (B, T, C).
+        weight: (C, W), W >= 2.
+        bias: (C,).
+        state: (B, C, W - 1), or None for zeros.
+        reset: (B, T) bool. True clears the state before that element.
+
+    Returns:
+        y (B, T, C) in the dtype of x, and the state after the last element.
     """
     if on_triton(x, weight, bias):
         y, state = _TritonConv.apply(x[:, None], weight, bias, state, reset, x.shape[1])
@@ -69,9 +77,17 @@ def causal_conv(
 def causal_conv_step(
     x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, reset: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One element: x (B, C); weight (C, W); bias (C,); state (B, C, W - 1); reset (B,) bool.
+    """Filter one element.
 
-    Returns y (B, C) in the dtype of x, and the new state.
+    Args:
+        x: (B, C).
+        weight: (C, W).
+        bias: (C,).
+        state: (B, C, W - 1).
+        reset: (B,) bool. True clears the state before the element.
+
+    Returns:
+        y (B, C) in the dtype of x, and the new state.
     """
     if on_triton(x, weight, bias):
         y, state = _TritonConv.apply(x[:, None, None], weight, bias, state, reset, 1)
@@ -89,11 +105,19 @@ def causal_conv_step(
 def causal_conv_fork(
     x: Tensor, weight: Tensor, bias: Tensor, block: int, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """N blocks whose first `block` elements enter the state and whose other elements do not.
+    """Filter N blocks of which only the first `block` elements enter the state.
 
-    x (B, N, L, C); weight (C, W); bias (C,); state (B, C, W - 1) or None for zeros; 1 <= block <= L, and block may be
-    smaller than W - 1. The elements from `block` on see what comes before them up to their block's end and themselves,
-    and leave no trace. Returns y (B, N, L, C) in the dtype of x, and the state after the last block.
+    The other elements (queries) see everything before them in their block, and the past. They leave no trace.
+
+    Args:
+        x: (B, N, L, C).
+        weight: (C, W).
+        bias: (C,).
+        block: Elements that enter the state, 1 <= block <= L; may be smaller than W - 1.
+        state: (B, C, W - 1), or None for zeros.
+
+    Returns:
+        y (B, N, L, C) in the dtype of x, and the state after the last block.
     """
     if on_triton(x, weight, bias):
         return _TritonConv.apply(x, weight, bias, state, None, block)
@@ -108,16 +132,16 @@ def causal_conv_fork(
 
 
 def _behind(x: Tensor, past: int, state: Tensor | None) -> Tensor:
-    """x (B, T, C) behind the inputs of a state, (B, W - 1 + T, C) in the dtype of states."""
+    """Return x (B, T, C) after the inputs of a state: (B, W - 1 + T, C) in the dtype of states."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return F.pad(x, (0, 0, past, 0)) if state is None else torch.cat((state.mT.to(x.dtype), x), 1)
 
 
 class _Taps(torch.autograd.Function):
-    """padded (B, W - 1 + T, C), weight (C, W), bias (C,), seen (W - 1, B, T, 1): 1 where a tap sees its input, else 0;
-    or None. Returns (B, T, C).
+    """Sum of taps: padded (B, W - 1 + T, C), weight (C, W), bias (C,) to (B, T, C).
 
-    Each tap adds to the same output: on a CPU memory that is new costs more than the arithmetic on it.
+    `seen` (W - 1, B, T, 1) is 1 where a tap sees its input and 0 elsewhere; None: all do. Every tap adds to the same
+    output, because new memory costs a CPU more than the arithmetic.
     """
 
     @staticmethod
@@ -150,14 +174,14 @@ class _Taps(torch.autograd.Function):
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
 #
-# The first `block` elements of all blocks, one block after the other, are what was entered: element `at` of block n is
+# The first `block` elements of all blocks, one block after the other, are the entered ones: element `at` of block n is
 # number n block + at of it, also where at < 0, which is an element of a block before. The state holds the numbers
 # 1 - W to -1.
 
 
 @jit
 def _flags(reset, row, inside):
-    """Whether there is a reset, for each row; False where not `inside`."""
+    """Return whether each row is reset; False where not `inside`."""
     return tl.load(reset + row, mask=inside, other=0) != 0
 
 
@@ -165,7 +189,7 @@ def _flags(reset, row, inside):
 def _inputs(
     x, state, x_row, x_channel, sequence, n, at, channel, channels, blocks, size, block, inside, PAST: tl.constexpr
 ):
-    """The elements `at`, seen from block n, (ROWS, C); zeros where not `inside` and where there is no state."""
+    """Load the elements `at`, as seen from block n: (ROWS, C), zeros where not `inside` or without a state."""
     number = n * block + at
     known = (at >= 0) | (number >= 0)
     entered = tl.maximum(number, 0)
@@ -199,9 +223,10 @@ def _forward(
     ROWS: tl.constexpr,
     C: tl.constexpr,
 ):
-    """A tile of rows of a block and of channels. `size` L; x_row, x_channel: strides.
+    """Compute a tile of rows of a block and of channels.
 
-    The first tile of the last block also writes `last` (B, C, W - 1), the new state. PAST: W - 1 or more, a power of 2.
+    `size` is L; x_row and x_channel are strides. PAST is a power of 2, at least W - 1. The first tile of the last block
+    also writes `last` (B, C, W - 1), the new state.
     """
     sequence = (tl.program_id(0) // blocks).to(tl.int64)
     n = tl.program_id(0) % blocks
@@ -223,7 +248,7 @@ def _forward(
         total += tap[None, :] * met_value
     tl.store(y + row[:, None] * channels + channel[None, :], total, mask=inside)
     if (n == blocks - 1) & (tl.program_id(1) == 0):
-        # The state is what comes before the block that would be next.
+        # The state holds the elements before the next block, if there were one.
         slot = tl.arange(0, PAST)
         exists = slot < W - 1
         kept = exists
@@ -263,10 +288,10 @@ def _backward(
     ROWS: tl.constexpr,
     C: tl.constexpr,
 ):
-    """A tile of channels, and of the rows of a block behind the W - 1 elements of the state, for the first block.
+    """Compute gradients for a tile of channels and of rows; the first block also handles the state's W - 1 elements.
 
-    Filters of the own block and of the REACH blocks behind it meet an element. `parts` (tiles of rows, W + 1, C): what
-    is to be summed up to the gradients of the weight and, at last, of the bias.
+    Filters of the own block and of the next REACH blocks reach an element. `parts` (tiles of rows, W + 1, C) sum up to
+    the gradients of the weight and, last, of the bias.
     """
     sequence = (tl.program_id(0) // blocks).to(tl.int64)
     n = tl.program_id(0) % blocks
@@ -308,7 +333,7 @@ def _backward(
 
 
 class _TritonConv(torch.autograd.Function):
-    """As `causal_conv_fork`, with reset (B, L) where N is 1."""
+    """`causal_conv_fork` in Triton, with reset (B, L) where N is 1."""
 
     @staticmethod
     def forward(
@@ -364,6 +389,6 @@ class _TritonConv(torch.autograd.Function):
 
 
 def _tiles(x: Tensor, rows: int) -> tuple[dict[str, int], tuple[int, int, int]]:
-    """The tile of a program and the grid, for so many rows to a block."""
+    """Return the tile of a program and the grid, given the rows of a block."""
     tile = {"ROWS": min(ROWS, triton.next_power_of_2(rows)), "C": min(CHANNELS, triton.next_power_of_2(x.shape[3]))}
     return tile, (x.shape[0] * x.shape[1], -(-rows // tile["ROWS"]), -(-x.shape[3] // tile["C"]))

@@ -1,17 +1,18 @@
-"""A linear recurrence with a complex diagonal that stays the same over time, as in S5 (Smith et al. 2023, arXiv
-2208.04933).
+"""A linear recurrence with a complex diagonal that is constant over time, as in S5.
 
     x_t = a x_{t-1} + b_t         where an element is reset x_{t-1} counts as 0
 
-`reference` says what the operation means, one element at a time. In torch time is cut into chunks: all chunks at once
-are walked through from 0, the states between them are the same recurrence over chunks, and powers of `a` carry these
-through their chunks. In Triton a program walks through one row with a few numbers of the state in registers. The
-gradient is the same recurrence from the last element to the first; nothing but the states themselves is kept for it.
+`reference` is the definition, one element at a time. PyTorch cuts time into chunks and runs all chunks at once from 0.
+The states between chunks follow the same recurrence, and powers of `a` carry them through their chunks. In Triton a
+program walks through one row, with a few components of the state in registers. The gradient is the same recurrence in
+reverse; only the states are stored for it.
 
 A complex number is a pair (real, imaginary) on a last axis of its own. All is computed in float32 (float64 for float64
-operands) also under autocast. `diagonal_scan` can be differentiated once.
+operands), also under autocast. `diagonal_scan` can be differentiated once.
 
-Axes: B batch, T time, P numbers of the state, H channels, M numbers of a channel's state, J chunks, C elements of one.
+Axes: B batch, T time, P state components, H channels, M components per channel, J chunks, C elements of a chunk.
+
+Source: S5 (Smith et al. 2023, arXiv 2208.04933).
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from wmcli.kernels.dispatch import jit, on_triton, tl, triton
 from wmcli.kernels.s4 import _numbers, _powers
 
 CHUNK = 16  # elements of a chunk in torch
-TRITON_CHUNK = 8  # elements that a program has under way
-LANES = 32  # numbers of the state of a program
+TRITON_CHUNK = 8  # elements that a program loads at a time
+LANES = 32  # state components per program
 
 
 def reference(a: Tensor, b: Tensor, state: Tensor | None = None, reset: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The definition, one element after the other. Arguments and results as in `diagonal_scan`."""
+    """Compute `diagonal_scan` by its definition, one element after the other."""
     x = torch.zeros_like(b[:, 0]) if state is None else state
     states = []
     for t in range(b.shape[1]):
@@ -48,10 +49,16 @@ def reference(a: Tensor, b: Tensor, state: Tensor | None = None, reset: Tensor |
 def diagonal_scan(
     a: Tensor, b: Tensor, state: Tensor | None = None, reset: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """All elements at once.
+    """Scan all elements at once.
 
-    a (P, 2); b (B, T, P, 2); state (B, P, 2) or None for zeros; reset (B, T) bool, True clears the state before that
-    element. Returns the states after each element (B, T, P, 2) and the last of them.
+    Args:
+        a: (P, 2).
+        b: (B, T, P, 2).
+        state: (B, P, 2), or None for zeros.
+        reset: (B, T) bool. True clears the state before that element.
+
+    Returns:
+        The states after each element (B, T, P, 2), and the last of them.
     """
     wide = torch.promote_types(b.dtype, torch.float32)
     if state is None:
@@ -60,7 +67,7 @@ def diagonal_scan(
 
 
 def diagonal_scan_step(a: Tensor, b: Tensor, state: Tensor, reset: Tensor | None = None) -> Tensor:
-    """One element: a (P, 2); b, state (B, P, 2); reset (B,) bool. Returns the new state."""
+    """Return the state after one element: a (P, 2); b, state (B, P, 2); reset (B,) bool."""
     if on_triton(state):
         return diagonal_scan(a, b[:, None], state, None if reset is None else reset[:, None])[1]
     with torch.autocast(b.device.type, enabled=False):
@@ -71,10 +78,18 @@ def diagonal_scan_step(a: Tensor, b: Tensor, state: Tensor, reset: Tensor | None
 
 
 def vandermonde(a: Tensor, weights: Tensor, length: int) -> Tensor:
-    """The kernel of diagonal systems, 2 Re sum_m weights_m a_m^l for l < length: (..., length) in the dtype of weights.
+    """Return the kernel of diagonal systems, 2 Re sum_m weights_m a_m^l for l < length.
 
-    a, weights (..., M, 2); powers are taken in the dtype of a. For l = j C + c they are products of powers of a^C and
-    of a: one matrix product, and none of (..., M, length) exists.
+    For l = j C + c a power is a product of powers of a^C and of a. So one matrix product suffices, and no tensor (...,
+    M, length) exists.
+
+    Args:
+        a: (..., M, 2). Powers are taken in its dtype.
+        weights: (..., M, 2).
+        length: Elements of the kernel.
+
+    Returns:
+        (..., length) in the dtype of `weights`.
     """
     size = 1 << math.isqrt(length - 1).bit_length()
     with torch.autocast(a.device.type, enabled=False):
@@ -86,7 +101,7 @@ def vandermonde(a: Tensor, weights: Tensor, length: int) -> Tensor:
 
 
 class _Scan(torch.autograd.Function):
-    """a (P, 2), b (B, T, P, 2) and state (B, P, 2), contiguous, of one dtype."""
+    """The scan of a (P, 2), b (B, T, P, 2) and state (B, P, 2), contiguous, of one dtype."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, state: Tensor, reset: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -97,7 +112,7 @@ class _Scan(torch.autograd.Function):
             a_, b_, state_ = (torch.view_as_complex(each) for each in (a, b, state))
             states = torch.view_as_real(_scan(a_, b_, state_, reset))
         ctx.save_for_backward(a, states, state, reset)
-        return states, states[:, -1].clone()  # a view would keep all of them
+        return states, states[:, -1].clone()  # a view would keep all of them alive
 
     @staticmethod
     @once_differentiable
@@ -127,7 +142,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _scan(a: Tensor, b: Tensor, state: Tensor, reset: Tensor | None) -> Tensor:
-    """a (P,), b (B, T, P), state (B, P), complex; a may be wider than the others. Returns the states (B, T, P)."""
+    """Return the states (B, T, P) from complex a (P,), b (B, T, P), state (B, P); a may have a wider dtype."""
     batch, time, _ = b.shape
     if time <= CHUNK:
         return _unroll(a, b, state, reset)
@@ -140,7 +155,7 @@ def _scan(a: Tensor, b: Tensor, state: Tensor, reset: Tensor | None) -> Tensor:
         clear = F.pad(reset, (0, padding)).view(-1, size)
         fresh = (clear.cumsum(1) > 0).view(batch, count, size, 1)  # a reset stands before the element, or at it
     states = _unroll(a, rows, torch.zeros_like(rows[:, 0]), clear).view(batch, count, size, -1)
-    # In float64, or a long way would multiply what is lost.
+    # In float64: over a long distance rounding errors would multiply.
     powers = torch.cumprod(a.to(torch.complex128).expand(size, -1), 0)
     ends = _scan(powers[-1], states[:, :, -1], state, None if fresh is None else fresh[:, :, -1, 0])
     before, powers = torch.cat((state[:, None], ends[:, :-1]), 1)[:, :, None], powers.to(b.dtype)
@@ -152,7 +167,7 @@ def _scan(a: Tensor, b: Tensor, state: Tensor, reset: Tensor | None) -> Tensor:
 
 
 def _unroll(a: Tensor, b: Tensor, state: Tensor, reset: Tensor | None) -> Tensor:
-    """The same, one element after the other."""
+    """Compute `_scan` one element after the other."""
     a, states = a.to(b.dtype), torch.empty_like(b)
     for t, (own, after) in enumerate(zip(b.unbind(1), states.unbind(1), strict=True)):
         if reset is not None:
@@ -169,7 +184,7 @@ def _flags(reset: Tensor | None) -> Tensor | None:
 
 
 def _launch(kernel: Any, b: Tensor, *operands: Tensor | None) -> None:
-    """A program for each row and each tile of the numbers of b (B, T, P, 2)."""
+    """Start a program for each row and each tile of the components of b (B, T, P, 2)."""
     rows, length, width, _ = b.shape
     lanes = min(LANES, triton.next_power_of_2(width))
     chunk = min(TRITON_CHUNK, length)
@@ -178,7 +193,7 @@ def _launch(kernel: Any, b: Tensor, *operands: Tensor | None) -> None:
 
 @jit
 def _read(operand, place, first, count, stride, mask, CHUNK: tl.constexpr):
-    """Numbers of the elements first ... first + CHUNK - 1 at `place`, 0 outside of 0 ... count - 1."""
+    """Load the elements first ... first + CHUNK - 1 at `place`, with zeros outside 0 ... count - 1."""
     values = ()  # type: tuple[Any, ...]
     for i in tl.static_range(CHUNK):
         t = first + i
@@ -189,7 +204,7 @@ def _read(operand, place, first, count, stride, mask, CHUNK: tl.constexpr):
 
 @jit
 def _read_flags(reset, first, count, CHUNK: tl.constexpr):
-    """The same of one flag an element, 0 where there are none."""
+    """Load one flag per element, as `_read`; 0 outside."""
     values = ()  # type: tuple[Any, ...]
     for i in tl.static_range(CHUNK):
         if reset is None:
@@ -201,7 +216,7 @@ def _read_flags(reset, first, count, CHUNK: tl.constexpr):
 
 @jit
 def _forward(a, b, start, reset, states, length, width, CHUNK: tl.constexpr, LANES: tl.constexpr):
-    """A row, a tile of the numbers of its state: chunk after chunk, all of one read before it is worked on."""
+    """Scan a row and a tile of its state, chunk by chunk; a whole chunk is loaded before any of it is used."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
     inside = lane < width
@@ -229,7 +244,7 @@ def _backward(
     a, states, start, reset, grad_states, grad_last, grad_b, grad_a, grad_start, length, width,
     CHUNK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """As `_forward`, from the last chunk to the first. grad_a (B, P, 2): parts to be summed up."""
+    """Scan as `_forward` from the last chunk to the first. The parts grad_a (B, P, 2) are summed up afterwards."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
     inside = lane < width
@@ -237,7 +252,7 @@ def _backward(
     border = 2 * (row * width + lane)
     start_re = tl.load(start + border, mask=inside, other=0.0)
     start_im = tl.load(start + border + 1, mask=inside, other=0.0)
-    # The gradient of the state, so far as it comes from later elements.
+    # The part of the state's gradient that comes from later elements.
     g_re = tl.load(grad_last + border, mask=inside, other=0.0)
     g_im = tl.load(grad_last + border + 1, mask=inside, other=0.0)
     of_a_re, of_a_im = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
@@ -263,7 +278,7 @@ def _backward(
             tl.store(grad_b + place + (first + i) * stride + 1, all_im, mask=own)
             of_a_re += tl.where(kept, all_re * x_re + all_im * x_im, 0.0)
             of_a_im += tl.where(kept, all_im * x_re - all_re * x_im, 0.0)
-            # Behind the end nothing happens; a reset lets nothing through.
+            # Nothing happens after the end, and nothing passes a reset.
             g_re = tl.where(there, tl.where(kept, a_re * all_re + a_im * all_im, 0.0), g_re)
             g_im = tl.where(there, tl.where(kept, a_re * all_im - a_im * all_re, 0.0), g_im)
     tl.store(grad_start + border, g_re, mask=inside)

@@ -1,11 +1,11 @@
-"""Which implementation of an operation runs: the one in torch or the one in Triton.
+"""Choice of implementation: PyTorch or Triton.
 
-Each operation asks `on_triton` with its operands. The answer follows a choice for the whole process, "auto" unless
-`use` or `using` sets it: Triton for tensors on a CUDA device, torch for all others. Triton's kernels compute in
-float32, so that float64 operands, which tests use, always run in torch.
+Each operation calls `on_triton` with its operands. The choice holds for the whole process. It is "auto" unless `use` or
+`using` sets it: Triton for tensors on a CUDA device, PyTorch for all others. Triton's kernels compute in float32, so
+float64 operands, as in tests, always run in PyTorch.
 
-Triton compiles for GPUs only. On a CPU its kernels run in its interpreter, if TRITON_INTERPRET=1 was set before this
-module was imported: slow, and exact enough to test every kernel without a GPU.
+Triton compiles for GPUs only. On a CPU its kernels run in its interpreter if TRITON_INTERPRET=1 was set before this
+module was imported. That is slow, but exact enough to test every kernel without a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # torch for the CPU comes without it
+except ImportError:  # macOS: not installed
     triton = tl = None
 
 Implementation = Literal["auto", "torch", "triton"]
@@ -31,12 +31,12 @@ _chosen: Implementation = "auto"
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit`; without Triton the function as it is, which is then never called."""
+    """Apply `triton.jit`; without Triton return the function unchanged, since nothing calls it then."""
     return function if triton is None else triton.jit(function)
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why Triton's kernels cannot run on `device`; None if they can."""
+    """Return why Triton's kernels cannot run on `device`, or None if they can."""
     if triton is None:
         return "triton is not installed"
     if device.type != "cuda" and not INTERPRETED:
@@ -45,14 +45,14 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def use(implementation: Implementation) -> None:
-    """Choose for the whole process. Whether Triton can run on a device, ask `unavailable` before."""
+    """Choose the implementation for the whole process; check `unavailable` first."""
     global _chosen
     _chosen = implementation
 
 
 @contextmanager
 def using(implementation: Implementation) -> Iterator[None]:
-    """Choose for the body of a with statement."""
+    """Choose the implementation within a `with` block."""
     before = _chosen
     use(implementation)
     try:
@@ -62,7 +62,7 @@ def using(implementation: Implementation) -> Iterator[None]:
 
 
 def on_triton(*operands: Tensor) -> bool:
-    """Whether an operation on these runs in Triton."""
+    """Return whether an operation on these operands runs in Triton."""
     if _chosen == "torch" or triton is None or any(operand.dtype == torch.float64 for operand in operands):
         return False
     return _chosen == "triton" or operands[0].is_cuda

@@ -1,10 +1,12 @@
-"""Lambda-returns: what a decision was worth (Sutton and Barto 2018, section 12.1), worked out from the last step back.
+"""Lambda-returns, computed from the last step back.
 
-`reference` says what the operation means and is the form in torch: rollouts are short and their rows many, so that a
-loop over time costs little. The Triton form runs that loop inside one launch.
+`reference` is the definition and the PyTorch form: rollouts are short and have many rows, so a loop over time is cheap.
+The Triton form runs that loop in one launch.
 
-B batch, n policy evaluations. Time: `value[:, t]` is the value of what was seen at t; `reward[:, t]` and
-`terminated[:, t]` came of the action taken there, which led to t + 1.
+Axes: B batch, n policy evaluations. Time: `value[:, t]` is the value of the observation at t. `reward[:, t]` and
+`terminated[:, t]` follow from the action taken there, which leads to t + 1.
+
+Source: Sutton and Barto 2018, section 12.1.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def reference(
     trace_decay: float,
     bootstrap: Bootstrap = "next",
 ) -> Tensor:
-    """The definition, one step after the other. Arguments and result as in `lambda_returns`."""
+    """Compute `lambda_returns` by its definition, one step after the other."""
     narrow = torch.promote_types(reward.dtype, value.dtype)
     wide = torch.promote_types(narrow, torch.float32)
     reward, value = reward.to(wide), value.to(wide)
@@ -51,19 +53,27 @@ def lambda_returns(
     trace_decay: float,
     bootstrap: Bootstrap = "next",
 ) -> Tensor:
-    """Lambda-returns G (B, n), the mixture of all multi-step returns:
+    """Return lambda-returns G, the mixture of all multi-step returns.
 
         G[n-1] = V[n-1],   G[t] = r[t] + gamma (1 - d[t]) ((1 - lambda) V[t+1] + lambda G[t+1])
 
-    with V = `value` (B, n), r = `reward` and d = `terminated` (bool), each (B, n - 1) or (B, n): the last value already
-    stands for what its decision brings, so an n-th entry is ignored. gamma = `discount`, lambda = `trace_decay`: 0
-    gives the one-step return, 1 the discounted sum of rewards and the last value.
+    With `bootstrap` "own", V[t] replaces V[t+1]. Published code differs: DreamerV3 uses "next"; STORM and Drama use
+    "own". Drama's r[t] and d[t] belong to the step that led to t, so its G[t] counts from one step earlier.
 
-    `bootstrap` "own" puts V[t] in the place of V[t+1]. Three forms are published: DreamerV3's code has "next" (arXiv
-    2301.04104); STORM has "own" (arXiv 2310.09615); Drama has "own" and gives as r[t] and d[t] what came on the way to
-    t, so that its G[t] is counted from one step before (arXiv 2410.08893).
+    Differentiable in `reward` and `value`, in Triton once. Sums are float32 for operands of any dtype.
 
-    Differentiable in `reward` and `value`, in Triton once. Sums are float32 whatever the operands are.
+    Args:
+        reward: r, (B, n - 1) or (B, n). An n-th entry is ignored, since the last value already stands for it.
+        value: V, (B, n).
+        terminated: d, bool, of the shape of `reward`.
+        discount: gamma.
+        trace_decay: lambda. 0 gives the one-step return, 1 the discounted sum of rewards plus the last value.
+        bootstrap: "next" or "own".
+
+    Returns:
+        (B, n) in the common dtype of `reward` and `value`.
+
+    Source: DreamerV3 (arXiv 2301.04104), STORM (arXiv 2310.09615), Drama (arXiv 2410.08893).
     """
     if on_triton(value, reward):
         return _LambdaReturns.apply(reward, value, terminated, discount, trace_decay, bootstrap == "own")
@@ -92,7 +102,7 @@ def _forward(
     OWN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A tile of rows, from the last step back. `x_row`, `x_step`: strides; returns (B, n) contiguous."""
+    """Compute a tile of rows, from the last step back. `x_row`, `x_step`: strides; returns (B, n) are contiguous."""
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = row < rows
     reward += row * reward_row
@@ -129,9 +139,10 @@ def _backward(
     OWN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A tile of rows, from the first step on. grad_reward (B, `rewards`) and grad_value (B, n) contiguous.
+    """Compute the gradients of a tile of rows, from the first step on.
 
-    What a return passes on: to its reward the whole, to the value it trusts and to the next return a part each.
+    grad_reward (B, `rewards`) and grad_value (B, n) are contiguous. A return passes its whole gradient to its reward,
+    and a share each to the bootstrap value and to the next return.
     """
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = row < rows
@@ -140,7 +151,7 @@ def _backward(
     grad_reward += row * rewards
     grad_value += row * steps
     total = tl.load(gradient, mask=inside, other=0.0).to(tl.float32)  # of the return at t
-    before = tl.zeros((TILE,), tl.float32)  # what the return at t - 1 gives to the value at t
+    before = tl.zeros((TILE,), tl.float32)  # the part of the return at t - 1 in the value at t
     for t in range(steps - 1):
         ended = tl.load(terminated + t * end_step, mask=inside, other=0)
         own = tl.load(gradient + (t + 1) * gradient_step, mask=inside, other=0.0).to(tl.float32)

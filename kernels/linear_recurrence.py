@@ -2,20 +2,21 @@
 
     S_n = exp(log_decay_n) S_{n-1} + k_n^T v_n        y_n = q_n S_n
 
-With a constant decay this is retention (Sun et al. 2023, arXiv 2307.08621, without its normalizers), with a decay that
-depends on the data it is the state-space duality of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060). `reference` says what
-the operation means, one element at a time. The other functions compute the same in chunks: inside a chunk as masked
-attention, between chunks through the states. In torch the states are found for all chunks at once, because the
-recurrence over chunks is again a product with a decay matrix. In Triton one launch walks from state to state and a
-second computes all chunks side by side; a single chunk takes one launch.
+With a constant decay this is retention, without its normalizers. With a decay that depends on the data it is the
+state-space duality of Mamba-2. `reference` is the definition, one element at a time.
 
-Queries and keys may have one head that all value heads share (Mamba-2's single group): then q k^T is computed once.
+The other functions compute in chunks: inside a chunk as masked attention, between chunks through the states. PyTorch
+computes the states of all chunks at once, as a product with a decay matrix. Triton walks from state to state in one
+launch and computes all chunks in parallel in a second; a single chunk takes one launch. Queries and keys may have one
+head that all value heads share (Mamba-2's single group); then q k^T is computed once.
 
-Operands keep their dtype inside a chunk; decays, states and what is accumulated in them are float32 (float64 for
-float64 operands) also under autocast. The Triton form can be differentiated once.
+Operands keep their dtype inside a chunk. Decays, states and their sums are float32 (float64 for float64 operands), also
+under autocast. The Triton form can be differentiated once.
 
-Axes: B batch, H heads, G heads of queries and keys (H, or 1 for all to share), T time, N chunks or blocks, C elements
-of a chunk, K key width, V value width.
+Axes: B batch, H heads, G heads of queries and keys (H, or 1 shared by all), T time, N chunks or blocks, C elements of a
+chunk, K key width, V value width.
+
+Source: RetNet (Sun et al. 2023, arXiv 2307.08621), Mamba-2 (Dao and Gu 2024, arXiv 2405.21060).
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from torch.autograd.function import once_differentiable
 
 from wmcli.kernels.dispatch import INTERPRETED, jit, on_triton, tl, triton
 
-NUMBERS = 1 << 19  # of a state that one step updates and reads before the next ones, while the CPU has them in cache
+NUMBERS = 1 << 19  # state numbers that a step updates and reads at a time, while they are in the processor's cache
 
 
 def reference(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor | None = None, reset: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The definition, one element after the other. Arguments and results as in `linear_recurrence`."""
+    """Compute `linear_recurrence` by its definition, one element after the other."""
     if log_decay.dim() == 1:
         log_decay = log_decay[:, None].expand(v.shape[:3])
     state = v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]) if state is None else state
@@ -56,11 +57,19 @@ def linear_recurrence(
     reset: Tensor | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """All elements at once.
+    """Run over all elements at once.
 
-    q, k (B, G, T, K); v (B, H, T, V); log_decay (H,) or (B, H, T), at most 0; state (B, H, K, V) or None for zeros;
-    reset (B, T) bool, True clears the state before that element. Results do not depend on `chunk` (elements, None: all
-    in one chunk), only cost does. Returns y (B, H, T, V) in the dtype of v, and the state after the last element.
+    Args:
+        q: (B, G, T, K).
+        k: (B, G, T, K).
+        v: (B, H, T, V).
+        log_decay: (H,) or (B, H, T), at most 0.
+        state: (B, H, K, V), or None for zeros.
+        reset: (B, T) bool. True clears the state before that element.
+        chunk: Elements of a chunk, None for a single chunk. It changes the cost, not the results.
+
+    Returns:
+        y (B, H, T, V) in the dtype of v, and the state after the last element.
     """
     length = q.shape[2]
     if on_triton(q, k, v, log_decay):
@@ -85,9 +94,18 @@ def linear_recurrence(
 def linear_recurrence_step(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, reset: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One element: q, k (B, G, K); v (B, H, V); log_decay (H,) or (B, H); state (B, H, K, V); reset (B,) bool.
+    """Run over one element.
 
-    Returns y (B, H, V) in the dtype of v, and the new state.
+    Args:
+        q: (B, G, K).
+        k: (B, G, K).
+        v: (B, H, V).
+        log_decay: (H,) or (B, H).
+        state: (B, H, K, V).
+        reset: (B,) bool. True clears the state before the element.
+
+    Returns:
+        y (B, H, V) in the dtype of v, and the new state.
     """
     if on_triton(q, k, v, log_decay, state):
         decay = log_decay if log_decay.dim() == 1 else log_decay[..., None]
@@ -118,11 +136,21 @@ def linear_recurrence_step(
 def linear_recurrence_fork(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, block: int, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """N blocks whose first `block` elements enter the state and whose other elements do not.
+    """Run over N blocks of which only the first `block` elements enter the state.
 
-    q, k (B, G, N, C, K); v (B, H, N, C, V); log_decay (H,) or (B, H, N, C); state (B, H, K, V) or None for zeros;
-    1 <= block <= C. The elements from `block` on see everything up to their block's end and themselves, causally, and
-    leave no trace. Returns y (B, H, N, C, V) in the dtype of v, and the state after the last block.
+    The other elements (queries) see everything up to the end of their block's first part, and one another causally.
+    They leave no trace.
+
+    Args:
+        q: (B, G, N, C, K).
+        k: (B, G, N, C, K).
+        v: (B, H, N, C, V).
+        log_decay: (H,) or (B, H, N, C).
+        block: Elements that enter the state, 1 <= block <= C.
+        state: (B, H, K, V), or None for zeros.
+
+    Returns:
+        y (B, H, N, C, V) in the dtype of v, and the state after the last block.
     """
     if on_triton(q, k, v, log_decay):
         blocks, size = q.shape[2:4]
@@ -139,7 +167,7 @@ def linear_recurrence_fork(
 def _blocks(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, block: int, state: Tensor | None, reset: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """As `linear_recurrence_fork`, with reset (B, 1, N, C); resets are only meant where block == C."""
+    """Compute `linear_recurrence_fork` with reset (B, 1, N, C), which is allowed only where block == C."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     with torch.autocast(q.device.type, enabled=False):
         log_decay = log_decay.to(wide)
@@ -168,12 +196,15 @@ def _blocks(
 def _states(
     k: Tensor, v: Tensor, cumulative: Tensor, segment: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
-    """The states before each block (B, H, N, K, V), None if that is one block with nothing before it, and the last."""
+    """Return the states before each block (B, H, N, K, V) and the last one.
+
+    The former is None for a single block without a state before it.
+    """
     total = cumulative[..., -1:]
     weight = (total - cumulative).exp()
     if segment is not None:
         weight = weight.masked_fill(segment != segment[..., -1:], 0.0)
-    added = (k * weight[..., None]).mT @ v  # (B, H, N, K, V): what each block adds to the state
+    added = (k * weight[..., None]).mT @ v  # (B, H, N, K, V): each block's contribution to the state
     count = added.shape[2]
     if state is None and count == 1:
         return None, added[:, :, 0]
@@ -193,7 +224,7 @@ def _states(
 
 
 def _decay_matrix(cumulative: Tensor, segment: Tensor | None) -> Tensor:
-    """(..., C) -> (..., C, C): exp(cumulative_i - cumulative_j) where j <= i stands in the same segment, else 0."""
+    """Return (..., C, C) from (..., C): exp(cumulative_i - cumulative_j) for j <= i in the same segment, else 0."""
     size = cumulative.shape[-1]
     seen = torch.ones(size, size, dtype=torch.bool, device=cumulative.device).tril()
     if segment is not None:
@@ -202,11 +233,11 @@ def _decay_matrix(cumulative: Tensor, segment: Tensor | None) -> Tensor:
     return (cumulative[..., :, None] - cumulative[..., None, :]).masked_fill(~seen, float("-inf")).exp()
 
 
-# -- in Triton ---------------------------------------------------------------------------------------------------------
+# -- Triton ------------------------------------------------------------------------------------------------------------
 #
 # Time is one axis here: chunk n holds the elements n C ... n C + C - 1, of which the first `block` enter the state, and
-# is computed in tiles of BLOCK_T. Widths are cut into tiles, too, so that nothing grows with them. What kernels write
-# lies in memory as (B, T, H, width), states as (B, H, ..., K, V).
+# is computed in tiles of BLOCK_T. Widths are cut into tiles, too, so that no program grows with them. Kernels write
+# (B, T, H, width), and states as (B, H, ..., K, V).
 
 
 def _recurrence(
@@ -219,7 +250,7 @@ def _recurrence(
     size: int,
     block: int,
 ) -> tuple[Tensor, Tensor]:
-    """As `linear_recurrence` in chunks of `size` elements, of which the first `block` enter the state."""
+    """Compute `linear_recurrence` in chunks of `size` elements, of which the first `block` enter the state."""
     assert q.shape[1] in (1, v.shape[1]) and (reset is None or block == size)
     if state is not None:
         state = state.float().contiguous()
@@ -330,21 +361,21 @@ class _Recurrence(torch.autograd.Function):
 
 
 def _strides(q: Tensor, v: Tensor, log_decay: Tensor) -> tuple[int, ...]:
-    """Of queries and keys, values, and decays: from row to row, head to head and element to element."""
+    """Return strides of queries and keys, of values and of decays: by row, head and element."""
     q_b, q_h, q_t, _ = q.stride()
     decay = (0, log_decay.stride(0), 0) if log_decay.dim() == 1 else log_decay.stride()
     return q_b, q_h if q.shape[1] == v.shape[1] else 0, q_t, *v.stride()[:3], *decay
 
 
 def _widths(q: Tensor, v: Tensor) -> dict[str, int]:
-    """Of keys and values, and of their tiles."""
+    """Return the widths of keys and values, and of their tiles."""
     k_width, v_width = q.shape[3], v.shape[3]
     block_k, block_v = (min(64, max(16, triton.next_power_of_2(width))) for width in (k_width, v_width))
     return {"K": k_width, "V": v_width, "BLOCK_K": block_k, "BLOCK_V": block_v}
 
 
 def _tiles(q: Tensor, k: Tensor, v: Tensor, size: int) -> dict[str, Any]:
-    """Elements of a tile of time, the dtype of its operands in products, the precision of those in float32."""
+    """Return elements per tile of time, the operands' dtype in products, and the precision of float32 products."""
     low = all(x.dtype == torch.bfloat16 for x in (q, k, v))
     # 64 where they do not pad a chunk more than 32 do; in float32 they would not fit the registers.
     rows = 16 if size <= 16 else 64 if low and not 1 <= size % 64 <= 32 else 32
@@ -357,7 +388,7 @@ def _tiles(q: Tensor, k: Tensor, v: Tensor, size: int) -> dict[str, Any]:
 
 @jit
 def _tile(x, stride, at, valid, column, WIDTH: tl.constexpr):
-    """The elements `at` of x and some of their columns, zeros where there are none."""
+    """Load the elements `at` of x and some of their columns, with zeros elsewhere."""
     mask = valid[:, None] & (column < WIDTH)[None, :]
     return tl.load(x + at[:, None] * stride + column[None, :], mask=mask, other=0.0)
 
@@ -367,7 +398,7 @@ def _product(
     x, x_t, row, y, y_t, column, end,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The elements `row` of x times the elements `column` of y, all before `end`: (rows, columns)."""
+    """Multiply the elements `row` of x with the elements `column` of y, all before `end`: (rows, columns)."""
     panel: tl.constexpr = 32 if BLOCK > 32 else BLOCK  # wider ones fill the registers
     products = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
     for start in range(0, WIDTH, panel):
@@ -380,7 +411,7 @@ def _product(
 
 @jit
 def _passed(log_decay, d_t, reset, at, valid):
-    """Log decay and resets since the beginning of a tile: through each element, and of the whole tile."""
+    """Return log decays and resets since the beginning of a tile: through each element, and of the whole tile."""
     decay = tl.load(log_decay + at * d_t, mask=valid, other=0.0).to(tl.float32)
     if reset is None:
         resets = tl.zeros_like(at)
@@ -391,7 +422,7 @@ def _passed(log_decay, d_t, reset, at, valid):
 
 @jit
 def _left(decay, column_decay, resets, column_resets, row, column, reset):
-    """What is left of each column's element when each row's comes: (rows, columns), 0 above the diagonal."""
+    """Return the share of each column's element that remains at each row's: (rows, columns), 0 above the diagonal."""
     seen = row[:, None] >= column[None, :]
     if reset is not None:
         seen = seen & (resets[:, None] == column_resets[None, :])
@@ -403,7 +434,7 @@ def _step_kernel(
     q, k, v, log_decay, reset, state, y, after, q_b, q_h, q_t, v_b, v_h, v_t, d_b, d_h, d_t, heads,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The only element of one head, some of its columns: the state is read once and written once."""
+    """Compute some columns of the only element of one head; the state is read once and written once."""
     across: tl.constexpr = tl.cdiv(V, BLOCK_V)
     row, part = (tl.program_id(0) // across).to(tl.int64), tl.program_id(0) % across
     b, h = row // heads, row % heads
@@ -432,7 +463,7 @@ def _forward_kernel(
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
-    """`parts` parts of each row's head, from `first` on: first the tiles of the state, then those of the output."""
+    """Compute `parts` parts of each row's head, from `first` on: tiles of the state, then those of the output."""
     row, part = (tl.program_id(0) // parts).to(tl.int64), first + tl.program_id(0) % parts
     b, h = row // heads, row % heads
     q, k = q + b * q_b + h * q_h, k + b * q_b + h * q_h
@@ -510,7 +541,7 @@ def _backward_kernel(
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, MANY: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """As `_forward_kernel`: first the tiles of the state's gradient, then the gradients of the elements."""
+    """Compute as `_forward_kernel`: first the tiles of the state's gradient, then the gradients of the elements."""
     row, part = (tl.program_id(0) // parts).to(tl.int64), first + tl.program_id(0) % parts
     b, h = row // heads, row % heads
     q, k = q + b * q_b + h * q_h, k + b * q_b + h * q_h
@@ -530,7 +561,7 @@ def _backward_kernel(
             now = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
         else:
             now = tl.load(grad_after + place, mask=inside, other=0.0)
-        # Of the chunk up to the tile: what its elements add, the log decay, that of the elements that enter, resets.
+        # Of the chunk up to the tile: the elements' contributions, the log decay, that of entering elements, resets.
         added = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
         gap, entered, cleared = 0.0, 0.0, 0
         for step in range(count * tiles):
@@ -569,7 +600,7 @@ def _backward_kernel(
         grad_queries = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
         grad_keys = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
         grad_values = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
-        # The gradient of the log decay that has passed when each element comes, and of what each leaves in the state.
+        # The gradient of the log decay before each element, and of each element's contribution to the state.
         passing = tl.zeros((BLOCK_T,), tl.float32)
         entering = tl.zeros((BLOCK_T,), tl.float32)
         kept = 0.0
@@ -662,7 +693,7 @@ def _backward_kernel(
 
 @jit
 def _decay_kernel(sums, grad_decay, length, count, size, block, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradient of one chunk's log decays: sums over the elements from each on, and over those before it."""
+    """Compute the gradient of one chunk's log decays: sums over the elements from each on, and over those before it."""
     row, chunk = (tl.program_id(0) // count).to(tl.int64), tl.program_id(0) % count
     offset = tl.arange(0, BLOCK)
     at = chunk * size + offset

@@ -1,14 +1,15 @@
-"""The nearest code of a codebook, the search at the heart of vector quantization (van den Oord et al. 2017, arXiv
-1711.00937).
+"""Nearest code of a codebook, the search of vector quantization.
 
-`reference` says what the operation means. The other forms find the code e with the smallest |e|^2 - 2 h e: |h|^2 is the
-same for every code and is left out, because it would swallow the digits that tell codes apart. Neither keeps all (M, N)
-distances: the form in torch compares a part of the vectors with all codes while the distances are in the cache, a
-Triton program keeps only the best code so far.
+`reference` is the definition. The other forms minimize |e|^2 - 2 h e over the codes e. |h|^2 is equal for all codes and
+is left out: it would swallow the digits that tell codes apart. Neither form stores all (M, N) distances. In PyTorch
+some vectors at a time meet all codes, while their distances are in the cache; a Triton program keeps only its best code
+so far.
 
-All arithmetic is float32, also under autocast: in bf16 the distances to two codes are often equal.
+All arithmetic is float32, also under autocast: in bfloat16 the distances to two codes are often equal.
 
 Axes: M vectors, N codes, C channels.
+
+Source: VQ-VAE (van den Oord et al. 2017, arXiv 1711.00937).
 """
 
 from __future__ import annotations
@@ -18,19 +19,27 @@ from torch import Tensor
 
 from wmcli.kernels.dispatch import jit, on_triton, tl
 
-CACHED = 2**17  # distances at once on a CPU: half a megabyte, so that they stay in a core's cache
+CACHED = 2**17  # distances at a time on a CPU: half a megabyte, for a core's cache
 ROWS, COLUMNS, CHANNELS = 64, 64, 32  # of a Triton program's tile of distances
 PROGRAMS = 128  # enough to occupy a GPU
 
 
 def reference(h: Tensor, codebook: Tensor) -> Tensor:
-    """The definition. Arguments and result as in `nearest`."""
+    """Compute `nearest` by its definition."""
     return (h.float()[:, None] - codebook.float()).square().sum(2).argmin(1)
 
 
 @torch.no_grad()
 def nearest(h: Tensor, codebook: Tensor) -> Tensor:
-    """h (M, C), codebook (N, C) -> (M,) int64: the code at the smallest Euclidean distance, the first one of equals."""
+    """Return the index of the code at the smallest Euclidean distance, the first among equals.
+
+    Args:
+        h: Vectors (M, C).
+        codebook: Codes (N, C).
+
+    Returns:
+        (M,) int64.
+    """
     if on_triton(h, codebook):
         return _nearest_triton(h, codebook)
     with torch.autocast(h.device.type, enabled=False):
@@ -61,9 +70,9 @@ def _search(
     COLUMNS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """The best of `share` codes for a tile of vectors: its distance and itself, (parts, M) both.
+    """Find the best of `share` codes for a tile of vectors: its distance and its index, both (parts, M).
 
-    `vectors` M, `size` N, `width` C; h_row and the like: strides.
+    `vectors` is M, `size` N, `width` C; h_row and the like are strides.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1)
@@ -91,7 +100,7 @@ def _search(
             norm += tl.sum(e * e, 1)
         distance = tl.where(code[None, :] < size, norm[None, :] - 2 * product, float("inf"))
         lowest = tl.min(distance, 1)
-        at = tl.argmin(distance, 1)  # the first one of equals
+        at = tl.argmin(distance, 1)  # the first among equals
         found = tl.where(lowest < best, start + at, found)
         best = tl.minimum(lowest, best)
     tl.store(distances + part * vectors + row, best, mask=row < vectors)
@@ -101,7 +110,7 @@ def _search(
 def _nearest_triton(h: Tensor, codebook: Tensor) -> Tensor:
     vectors, size = len(h), len(codebook)
     tiles = -(-vectors // ROWS)
-    parts = min(-(-size // COLUMNS), max(1, PROGRAMS // max(1, tiles)))  # few vectors: the codes are shared out
+    parts = min(-(-size // COLUMNS), max(1, PROGRAMS // max(1, tiles)))  # few vectors: several programs share the codes
     share = -(-size // (parts * COLUMNS)) * COLUMNS
     parts = -(-size // share)
     distances = torch.empty(parts, vectors, device=h.device)

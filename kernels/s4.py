@@ -1,25 +1,27 @@
-"""The state-space layer of S4 (Gu et al. 2022, arXiv 2111.00396): one linear system per channel.
+"""The state-space layer of S4: one linear system per channel.
 
     x' = A x + B u,  y = 2 Re(C x),  A = diag(Lambda) - P P^*        in continuous time, state in conjugate pairs
     x_t = Abar x_{t-1} + Bbar u_t,   y_t = 2 Re(C x_t)               bilinear, step size dt
     y = K * u,  K_l = 2 Re(C Abar^l Bbar)                            the same as a convolution
 
-Of each conjugate pair one half is stored, and P^* x means 2 Re(sum conj(P) x): the half state is only real-linear, so
-states and all that acts on them as matrices are real, with (re, im) side by side: N numbers for M = N / 2 pairs. In
-them A is a rotation and a decay for each pair less twice an outer product p p^T, so Abar never lengthens a state.
+Only one half of each conjugate pair is stored, and P^* x means 2 Re(sum conj(P) x). The half state is only real-linear.
+So states, and all matrices that act on them, are real, with (re, im) side by side: N numbers for M = N / 2 pairs. In
+these numbers A rotates and decays each pair, less twice an outer product p p^T. So Abar never lengthens a state.
 
-What is learned is not C but C~ = C (I - Abar^L) for one fixed kernel length L: then the kernel's spectrum at the L-th
-roots of unity is a handful of Cauchy sums. `reference` is the definition, `kernel` the Cauchy form. `Systems` holds the
-systems of several layers and runs them over sequences, as a convolution or with a state. The Cauchy sums and the step
-have Triton forms; what else runs on a GPU is made of a few large products. The skip connection (the paper's D) is left
-to the caller.
+The learned parameter is not C but C~ = C (I - Abar^L) for one fixed kernel length L. Then the kernel's spectrum at the
+L-th roots of unity is a few Cauchy sums. `reference` is the definition and `kernel` the Cauchy form. `Systems` holds
+the systems of several layers and runs them over sequences, as a convolution or with a state. The Cauchy sums and the
+step have Triton forms; everything else on a GPU is a few large products. The skip connection (the paper's D) is left to
+the caller.
 
-Everything is float32 (float64 for float64 parameters) also under autocast, but powers of Abar are taken in float64, for
-decays close to 1. What is prepared from the parameters is computed again in the backward pass, not kept. All can be
-differentiated once.
+Everything is float32 (float64 for float64 parameters), also under autocast. Powers of Abar are float64, because decays
+are close to 1. The backward pass computes again what was prepared from the parameters, instead of storing it. All can
+be differentiated once.
 
-Axes: S layers, B batch, T time, H channels, J C chunks and the elements in them, R rows of whatever kind, F
+Axes: S layers, B batch, T time, H channels, N state numbers, M pairs, J chunks, C elements of a chunk, R rows, F
 frequencies.
+
+Source: S4 (Gu et al. 2022, arXiv 2111.00396).
 """
 
 from __future__ import annotations
@@ -36,19 +38,19 @@ from torch.nn import functional as F
 
 from wmcli.kernels.dispatch import jit, on_triton, tl, triton
 
-CHUNK = 64  # elements: inside a chunk the cost grows with its length, between chunks it falls
+CHUNK = 64  # elements: the cost inside chunks grows with their length, that between chunks falls
 NEAR, PARTS = 16, 8  # with resets: elements of the smallest parts of a convolution, and parts of a whole
-KEPT_CHUNKS = 4  # lengths of chunks that are kept prepared
-PREPARED_ELEMENTS = 1 << 23  # of the largest tensor while chunks of several layers are prepared together
+KEPT_CHUNKS = 4  # chunk lengths whose operators are stored
+PREPARED_ELEMENTS = 1 << 23  # of the largest tensor while several layers are prepared together
 CACHED_ELEMENTS = 1 << 19  # of (H, M, F) at a time in the torch form of the Cauchy sums, for the processor's cache
-FREQUENCIES = 128  # of a program of the Cauchy sums in Triton
-PAIRS, PAIR_FREQUENCIES = 16, 64  # of a program of their gradients, and frequencies at a time
-STEP_CHANNELS, STEP_PROGRAMS = 16, 1024  # channels of a program of the step; how many programs are enough
-STEP_NUMBERS = 1 << 17  # of a state that a step without gradients updates at a time, for the processor's cache
+FREQUENCIES = 128  # per Triton program of the Cauchy sums
+PAIRS, PAIR_FREQUENCIES = 16, 64  # per Triton program of their gradients, and frequencies at a time
+STEP_CHANNELS, STEP_PROGRAMS = 16, 1024  # channels per Triton program of the step; enough programs for a GPU
+STEP_NUMBERS = 1 << 17  # state numbers that a step without gradients updates at a time, for the processor's cache
 
 
 class System(NamedTuple):
-    """Systems in continuous time, complex tensors of one half of each pair. More axes may come before these."""
+    """Continuous-time systems: complex tensors of one half of each pair. More axes may come first."""
 
     dt: Tensor
     """(H,) real, positive."""
@@ -61,9 +63,9 @@ class System(NamedTuple):
 
 
 def reference(system: System, c: Tensor, length: int) -> Tensor:
-    """The kernel (H, length) by its definition: powers of the discretized matrix, both halves of each pair.
+    """Compute the kernel (H, length) by its definition, from C (H, M), not C~.
 
-    c (H, M) is C, not C~.
+    It takes powers of the discretized matrix, on both halves of each pair.
     """
     dt = system.dt[:, None, None]
     poles, p, b, c = (torch.cat((part, part.conj()), -1) for part in (*system[1:], c))
@@ -82,15 +84,15 @@ def reference(system: System, c: Tensor, length: int) -> Tensor:
 
 
 def kernel(system: System, c_tilde: Tensor, length: int) -> Tensor:
-    """The kernel (..., H, length) from C~ (..., H, M), which must be that of the same length.
+    """Return the kernel (..., H, length) from C~ (..., H, M), which must belong to the same length.
 
     The truncated generating function at exp(-i theta) is, with c = cos(theta / 2) and s = sin(theta / 2),
 
         exp(i theta / 2) (k(C~ B) - c k(C~ P) k(P^* B) / (1 + c k(P^* P)))
         k(v) = sum_n (-2 c Re(v_n w_n^*) + 4 i s Re v_n) / (c^2 |w_n|^2 - 4 s^2 - 4 i s c Re w_n),  w = dt Lambda, v dt
 
-    which is the paper's Cauchy kernel with the poles of each pair put together and multiplied by c: finite at theta =
-    pi, where the paper's form is not, and real up to the last line. A shorter kernel is the start of a longer one.
+    This is the paper's Cauchy kernel with the poles of each pair combined and multiplied by c. It is finite at theta =
+    pi, unlike the paper's form, and real up to the last line. A shorter kernel is the start of a longer one.
     """
     with torch.autocast(c_tilde.device.type, enabled=False):
         dt = system.dt[..., None]
@@ -108,7 +110,7 @@ def kernel(system: System, c_tilde: Tensor, length: int) -> Tensor:
 
 
 def cauchy_reference(weights: Tensor, real: Tensor, size: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The definition of `cauchy`, each quotient in memory."""
+    """Compute `cauchy` by its definition, with every quotient in memory."""
     re = cos.square() * size[..., None] - 4 * sin.square()  # (H, M, F)
     im = -4 * sin * cos * real[..., None]
     product, v = (part[..., None] for part in weights.chunk(2, -2))  # (H, 4, M, 1)
@@ -116,10 +118,17 @@ def cauchy_reference(weights: Tensor, real: Tensor, size: Tensor, cos: Tensor, s
 
 
 def cauchy(weights: Tensor, real: Tensor, size: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The four k(v) of `kernel`, (..., H, 4, F) complex, at the nodes with cos and sin (F,) of theta / 2.
+    """Return the four k(v) of `kernel` at F nodes. Not all quotients (H, M, F) exist at a time.
 
-    weights (..., H, 8, M) are the four Re(v w^*) and the four Re v, real (..., H, M) is Re w, size |w|^2. These three
-    can be differentiated. Not all the quotients (H, M, F) exist at a time.
+    Args:
+        weights: (..., H, 8, M), the four Re(v w^*) and then the four Re v. Can be differentiated.
+        real: (..., H, M), Re w. Can be differentiated.
+        size: (..., H, M), |w|^2. Can be differentiated.
+        cos: (F,), cos(theta / 2).
+        sin: (F,), sin(theta / 2).
+
+    Returns:
+        (..., H, 4, F), complex.
     """
     flat = weights.flatten(0, -3), real.flatten(0, -2), size.flatten(0, -2)
     sums = torch.view_as_complex(_Cauchy.apply(*(each.contiguous() for each in flat), cos, sin))
@@ -176,7 +185,7 @@ class _Cauchy(torch.autograd.Function):
 
 
 def _quotients(real: Tensor, size: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the denominators d in `kernel`: 1 / |d|^2 (H, M, F), and (H, M, 2 F) Re d / |d|^2, then Im d / |d|^2."""
+    """Return 1 / |d|^2 (H, M, F) for the denominators d of `kernel`; Re d / |d|^2, then Im d / |d|^2 (H, M, 2 F)."""
     nodes = len(cos)
     parts = real.new_empty(*real.shape, 2 * nodes)
     re, im = parts[..., :nodes], parts[..., nodes:]
@@ -189,14 +198,14 @@ def _quotients(real: Tensor, size: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
 
 
 def _parts(rows: int, elements: int) -> list[slice]:
-    """Rows with `elements` each, so many at a time that they stay in the processor's cache."""
+    """Slice rows of `elements` each, as many at a time as stay in the processor's cache."""
     step = max(1, CACHED_ELEMENTS // elements)
     return [slice(start, start + step) for start in range(0, rows, step)]
 
 
 @jit
 def _cauchy_forward(weights, real, size, cos, sin, sums, pairs, nodes, TILE: tl.constexpr):
-    """One channel, a tile of frequencies: pair after pair."""
+    """Sum over the pairs of one channel, for a tile of frequencies."""
     channel = tl.program_id(0).to(tl.int64)
     node = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = node < nodes
@@ -242,7 +251,7 @@ def _cauchy_backward(
     weights, real, size, cos, sin, gradient, grad_weights, grad_real, grad_size, pairs, nodes,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One channel, a tile of pairs: tile after tile of frequencies."""
+    """Sum over all frequencies, tile by tile, for a tile of pairs of one channel."""
     channel = tl.program_id(0).to(tl.int64)
     pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     valid = pair < pairs
@@ -287,7 +296,7 @@ def _cauchy_backward(
 
 
 class Discrete(NamedTuple):
-    """x_t = diagonal x - 2 column Re(row . x) + input u, complex on the pairs."""
+    """Discrete-time systems x_t = diagonal x - 2 column Re(row . x) + input u, complex, on the pairs."""
 
     diagonal: Tensor
     """(..., H, M), as the others."""
@@ -297,7 +306,7 @@ class Discrete(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One element: x_t = diagonal x - column (row . x) + input u,  y = output . x."""
+    """Operators of one element: x_t = diagonal x - column (row . x) + input u,  y = output . x."""
 
     diagonal: Tensor
     """(H, M) complex, on the pairs."""
@@ -309,24 +318,24 @@ class Step(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What C elements do at once. States are rows: after C elements without input a state x is x @ power."""
+    """Operators of C elements at once. States are rows: after C elements without input a state x is x @ power."""
 
     power: Tensor
     """(H, N, N)."""
     inputs: Tensor
-    """(H, C, N): what each element leaves in the state after the chunk."""
+    """(H, C, N): the contribution of each element to the state after the chunk."""
     outputs: Tensor
-    """(H, N, reach): what the state before the chunk is worth to each element, of which there may be more than C."""
+    """(H, N, reach): the contribution of the state before the chunk to each output; reach may exceed C."""
     kernel: Tensor
     """(H, reach)."""
     inside: Tensor
-    """(H, reach, reach): what each element (second axis) is worth to each element (last axis)."""
+    """(H, reach, reach): the contribution of each element (second axis) to each output (last axis)."""
     rest: Tensor | None = None
-    """(H, N, N): the power of a shorter chunk, where there is one."""
+    """(H, N, N): the power of a shorter chunk; None without one."""
 
 
 def discretize(system: System) -> Discrete:
-    """Bilinear, by the matrix inversion lemma: Abar is diagonal but for rank one. Computed in float64."""
+    """Discretize bilinearly, by the matrix inversion lemma: Abar is diagonal plus rank one. Computed in float64."""
     wide = _double(system)
     half = wide.dt[..., None] / 2
     inverse = 1 / (1 - half * wide.poles)
@@ -339,20 +348,20 @@ def discretize(system: System) -> Discrete:
 
 
 def _double(system: System) -> System:
-    """For powers."""
+    """Convert to float64, for powers."""
     return System(*(part.to(torch.promote_types(part.dtype, torch.float64)) for part in system))
 
 
 def output(discrete: Discrete, c_tilde: Tensor, length: int) -> Tensor:
-    """C (..., H, M) of C~ = C (I - Abar^length), of a system in float64.
+    """Return C (..., H, M) from C~ = C (I - Abar^length), for a system in float64.
 
-    At the roots of unity z of that length, C~ (I - z Abar)^-1 is the spectrum of C Abar^l, l < length, whose first
-    element is C. By the matrix inversion lemma it is, with G = (I - z diagonal)^-1,
+    At the roots of unity z of that length, C~ (I - z Abar)^-1 is the spectrum of C Abar^l, l < length. The first
+    element of that series is C. By the matrix inversion lemma the spectrum is, with G = (I - z diagonal)^-1,
 
         C~ G - z (C~ G column) / (1 + z row G column) row G
 
-    where numbers like row G column are the spectrum of a series row diagonal^l column / (1 - diagonal^length), and a
-    product with G is a sum over such powers again. For length = J C powers are products of J and of C others.
+    Numbers like row G column are the spectrum of a series row diagonal^l column / (1 - diagonal^length). A product with
+    G is again a sum over such powers. For length = J C a power is a product of one of J and one of C powers.
     """
     diagonal, column, row, _ = discrete
     size = 1 << math.isqrt(length - 1).bit_length()
@@ -372,19 +381,26 @@ def output(discrete: Discrete, c_tilde: Tensor, length: int) -> Tensor:
 
 
 def step_operators(discrete: Discrete, c: Tensor, dtype: torch.dtype) -> Step:
-    """One element, with C (..., H, M), in a real dtype."""
+    """Return the operators of one element in a real dtype, with C (..., H, M)."""
     diagonal, column, row, into = discrete
     parts = _numbers(column), output_numbers(row), _numbers(into), output_numbers(c)
     return Step(diagonal.to(dtype.to_complex()), *(part.to(dtype) for part in parts))
 
 
 def chunk_operators(discrete: Discrete, c: Tensor, dtype: torch.dtype, size: int, reach: int, rest: int = 0) -> Chunk:
-    """Chunks of `size` elements, with C (..., H, M), in a real dtype, of a system in float64; `reach` and `rest` as in
-    `Chunk`.
+    """Return the operators of chunks in a real dtype, for a system in float64.
 
-    With f_l = row . x_l what the rank-one part feeds back, x_l is a sum of powers of the diagonal over input and
-    feedback before. The feedback of any series is what it were without feedback, filtered: by the inverse of the lower
-    Toeplitz matrix of 1, row column, row diagonal column, and so on.
+    Let f_l = row . x_l be the feedback of the rank-one part. Then x_l is a sum of powers of the diagonal over earlier
+    input and feedback. The feedback of a series is its value without feedback, filtered by the inverse of a lower
+    Toeplitz matrix: that of 1, row column, row diagonal column, and so on.
+
+    Args:
+        discrete: The system, float64.
+        c: C, (..., H, M).
+        dtype: The real dtype of the operators.
+        size: Elements of a chunk.
+        reach: Elements with an output, at least `size`; see `Chunk`.
+        rest: Elements of a shorter chunk whose power is needed too; 0: none.
     """
     powers, _ = _powers(discrete.diagonal, reach + 1)
     powers, column, row, into, c = (each.to(dtype.to_complex()) for each in (powers, *discrete[1:], c))
@@ -396,7 +412,7 @@ def chunk_operators(discrete: Discrete, c: Tensor, dtype: torch.dtype, size: int
     start = F.pad(feedback.new_ones(*feedback.shape[:-2], 1, 1), (0, 0, 0, reach - 1))
     feedback = _toeplitz(torch.linalg.solve_triangular(feedback, start, upper=False).squeeze(-1))
     unfed = torch.stack(((rows * into).sum(-1), (outputs[..., :-1, :] * column).sum(-1)), -2)
-    of_input, of_output = (unfed @ feedback.mT).unbind(-2)  # row Abar^l input, and what the output has of the feedback
+    of_input, of_output = (unfed @ feedback.mT).unbind(-2)  # row Abar^l input, and the output's share of the feedback
     inputs = inputs - _toeplitz(F.pad(of_input[..., :-1], (1, 0))) @ columns
     outputs = outputs[..., 1:, :] - _toeplitz(of_output) @ rows
     rows = feedback @ rows  # row Abar^l
@@ -411,41 +427,44 @@ def chunk_operators(discrete: Discrete, c: Tensor, dtype: torch.dtype, size: int
 
 
 def advance(step: Step, x: Tensor) -> Tensor:
-    """States x (..., H, N) one element on, without input: O(N) per channel."""
+    """Return states x (..., H, N) one element later, without input: O(N) per channel."""
     turned = _numbers(step.diagonal * _pairs(x))
     return turned.addcmul_(step.column, (step.row * x).sum(-1, keepdim=True), value=-1)
 
 
 def transition(discrete: Discrete) -> Tensor:
-    """The matrices (..., H, N, N) with x @ matrix = state x one element on, without input."""
+    """Return the matrices (..., H, N, N) with x @ matrix = state x one element later, without input."""
     row, column = output_numbers(discrete.row), _numbers(discrete.column)
     return _turn(discrete.diagonal) - row[..., :, None] * column[..., None, :]
 
 
 def truncation(discrete: Discrete, length: int) -> Tensor:
-    """I - Abar^length as matrices (..., H, N, N): C~ is this times C, both as columns of `output_numbers`."""
+    """Return I - Abar^length as matrices (..., H, N, N): C~ is this times C, both as columns of `output_numbers`."""
     matrix = transition(discrete)
     one = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     return one - torch.linalg.matrix_power(matrix, length)
 
 
 def _numbers(x: Tensor) -> Tensor:
-    """Half a complex vector (..., M) as N numbers."""
+    """Return half a complex vector (..., M) as N numbers."""
     return torch.view_as_real(x.resolve_conj()).flatten(-2)
 
 
 def _pairs(x: Tensor) -> Tensor:
-    """The inverse of `_numbers`."""
+    """Return N numbers as half a complex vector (..., M), the inverse of `_numbers`."""
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 
 def output_numbers(c: Tensor) -> Tensor:
-    """C of half the pairs (..., M), complex, as N numbers w with w . x = 2 Re(C x)."""
+    """Return C (..., M), complex, as N numbers w with w . x = 2 Re(C x)."""
     return 2 * _numbers(c.conj())
 
 
 def _powers(base: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The powers 0 .. count - 1 of base (..., M), (..., count, M), and the next one if count is a power of two."""
+    """Return the powers 0 .. count - 1 of base (..., M) as (..., count, M), and the next one.
+
+    The next one is right only if count is a power of two.
+    """
     powers, factor = torch.ones_like(base)[..., None, :], base[..., None, :]
     while powers.shape[-2] < count:
         powers = torch.cat((powers, powers * factor), -2)
@@ -454,12 +473,12 @@ def _powers(base: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _toeplitz(x: Tensor) -> Tensor:
-    """The lower triangular Toeplitz matrices (..., C, C) with the first column x (..., C)."""
+    """Return the lower triangular Toeplitz matrices (..., C, C) with first column x (..., C)."""
     return F.pad(x, (x.shape[-1] - 1, 0)).unfold(-1, x.shape[-1], 1).flip(-1)
 
 
 def _turn(diagonal: Tensor) -> Tensor:
-    """The matrices (..., N, N) with x @ matrix = diagonal x, for states as numbers."""
+    """Return the matrices (..., N, N) with x @ matrix = diagonal x, for states as numbers."""
     one = torch.eye(2 * diagonal.shape[-1], dtype=diagonal.real.dtype, device=diagonal.device)
     return _numbers(_pairs(one) * diagonal[..., None, :])
 
@@ -468,7 +487,7 @@ def _turn(diagonal: Tensor) -> Tensor:
 
 
 def convolve(u: Tensor, kernel: Tensor) -> Tensor:
-    """y_t = sum_l kernel_l u_{t - l} by FFT, in the kernel's dtype: u (B, T, H), kernel (H, L), T <= L."""
+    """Convolve by FFT in the kernel's dtype, y_t = sum_l kernel_l u_{t - l}: u (B, T, H), kernel (H, L), T <= L."""
     time = u.shape[1]
     assert time <= kernel.shape[1]
     with torch.autocast(u.device.type, enabled=False):
@@ -478,27 +497,32 @@ def convolve(u: Tensor, kernel: Tensor) -> Tensor:
 
 
 def convolve_segments(u: Tensor, kernel: Tensor, segments: Segments) -> Tensor:
-    """u (H, R, C) with the kernel (H, C or longer), each segment of the rows by itself; y (H, R, C)."""
+    """Convolve each segment of the rows u (H, R, C) with the kernel (H, C or longer); return y (H, R, C)."""
     return _Segmented.apply(u.contiguous(), kernel[:, : u.shape[2]], segments)
 
 
 class Segments:
-    """Rows (R, C) cut by resets into segments that know nothing of each other, and the masks of a convolution.
+    """Rows (R, C) cut by resets into independent segments, and the masks of a convolution.
 
-    A row is cut into parts, in several levels if it is long. Inside the smallest parts each element looks at its few
-    neighbors. What reaches a part from earlier ones passes the end of the part before: it comes from the segment that
-    stands there and goes to what is left of it. So one product with a Toeplitz matrix, the same for all rows, does
-    between two masks.
+    A row is cut into parts, in several levels if it is long. Inside the smallest parts each element sees its few
+    neighbors. Everything that reaches a part from earlier ones passes the end of the part before. It comes from the
+    segment at that end and goes to the remainder of that segment. So one product with a Toeplitz matrix, the same for
+    all rows, suffices between two masks.
     """
 
     def __init__(self, number: Tensor, dtype: torch.dtype) -> None:
-        """number (R, C) counts the resets of each row so far; the masks are to be multiplied with, in `dtype`."""
+        """Prepare the masks.
+
+        Args:
+            number: (R, C), the count of resets in each row so far.
+            dtype: Dtype of the masks, which are factors.
+        """
         self.number, self.dtype = number, dtype
         time = number.shape[1]
         parts = -(-time // NEAR)
         self.near = length = -(-time // parts)
         self.levels: list[tuple[int, int]] = []
-        """What is cut, and the length of its parts."""
+        """The length of a whole, and of its parts, at each level."""
         while parts > 1:
             wholes = -(-parts // PARTS)
             size = length * -(-parts // wholes)
@@ -518,29 +542,29 @@ class Segments:
 
     @cached_property
     def reversed(self) -> Segments:
-        """The same from the last element to the first."""
+        """Return the same segments from the last element to the first."""
         return Segments(self.number.flip(1), self.dtype)
 
     @cached_property
     def lost(self) -> Tensor:
-        """(R, C) bool: a later reset takes the element away."""
+        """Return (R, C) bool: a later reset clears the element."""
         return self.number != self.number[:, -1:]
 
     @cached_property
     def fresh(self) -> Tensor:
-        """(R, C) bool: a reset stands before the element, or at it."""
+        """Return (R, C) bool: a reset stands before the element, or at it."""
         return self.number > 0
 
 
 class Resets:
-    """Where rows (B, T) are cleared, bool, before an element; what follows from it is made once for all layers."""
+    """Resets (B, T) bool of rows, each before an element; their segments are computed once for all layers."""
 
     def __init__(self, reset: Tensor) -> None:
         self.reset = reset
         self._made: dict[Any, Segments] = {}
 
     def segments(self, start: int, stop: int, size: int, dtype: torch.dtype) -> Segments:
-        """The elements from `start` to `stop`, in rows of `size`."""
+        """Return the segments of the elements from `start` to `stop`, in rows of `size`."""
         key = start, stop, size, dtype
         if key not in self._made:
             self._made[key] = Segments(self.reset[:, start:stop].reshape(-1, size).long().cumsum(1), dtype)
@@ -579,27 +603,29 @@ class _Segmented(torch.autograd.Function):
 
 
 def _segmented(u: Tensor, kernel: Tensor, segments: Segments) -> Tensor:
-    """`convolve_segments`."""
+    """Compute `convolve_segments`."""
     channels, _, time = u.shape
     u, kernel = (F.pad(each, (0, segments.padding)).contiguous() for each in (u, kernel))
     near = _neighbors(u.view(channels, -1), segments.near) * segments.neighbors
     y = (kernel[:, None, : segments.near].flip(2) @ near).view(u.shape)
     for (size, length), (leaves, enters) in zip(segments.levels, segments.borders, strict=True):
         past = _windows(u.view(channels, -1, size), length) * leaves  # (H, R, parts - 1, size - length)
-        lags = kernel[:, 1:size].unfold(1, length, 1).flip(1)  # (H, size - length, length): what stands last is nearest
+        lags = kernel[:, 1:size].unfold(1, length, 1).flip(1)  # (H, size - length, length): the last is the nearest
         heard = (past.flatten(1, 2) @ lags).view(*past.shape[:3], length).mul_(enters)
         y.view(channels, -1, size // length, length)[:, :, 1:] += heard
     return y[..., :time]
 
 
 def _neighbors(x: Tensor, near: int, nothing: float = 0.0) -> Tensor:
-    """Of each element of x (..., n) the `near` elements up to itself, oldest first: (..., near, n)."""
+    """Return the `near` elements up to each element of x (..., n), oldest first: (..., near, n)."""
     return F.pad(x, (near - 1, 0), value=nothing).unfold(-1, x.shape[-1], 1)
 
 
 def _windows(x: Tensor, length: int) -> Tensor:
-    """What stands in x (..., size) before each part of `length` but the first: (..., parts - 1, size - length), filled
-    with zeros in front."""
+    """Return the elements of x (..., size) before each part of `length` but the first, padded with zeros in front.
+
+    The shape is (..., parts - 1, size - length).
+    """
     before = x.shape[-1] - length
     return F.pad(x[..., :before], (before - length, 0)).unfold(-1, before, length)
 
@@ -610,8 +636,8 @@ def _windows(x: Tensor, length: int) -> Tensor:
 class Systems:
     """The systems of several layers, for one version of their parameters, run over sequences.
 
-    What follows from the parameters alone is prepared when it is first asked for, for several layers together. It may
-    become part of any number of graphs. States are (B, H, N).
+    Operators that follow from the parameters alone are prepared at their first use, for several layers together. They
+    may become part of any number of graphs. States are (B, H, N).
     """
 
     def __init__(
@@ -621,20 +647,21 @@ class Systems:
         length: int,
         *,
         graph: bool = True,
-        version: Any = None,
     ) -> None:
-        """`parameters` are groups of one tensor a layer, the last of them those of C~; `build` makes systems and C~ (S,
-        H, M) of the stacked groups.
+        """Hold the parameters; nothing is computed yet.
 
-        `length` is the kernel length that C~ is for. Without `graph` no gradient flows to the parameters. `version` is
-        the caller's.
+        Args:
+            build: Makes systems and C~ (S, H, M) of the stacked groups.
+            parameters: Groups of one tensor per layer, the last of them those of C~.
+            length: The kernel length of C~.
+            graph: Whether gradients flow to the parameters.
         """
         self.build, self.parameters, self.length = build, parameters, length
-        self.graph, self.version = graph, version
+        self.graph = graph
         self._made: dict[Any, list[tuple[Tensor, ...]]] = {}
 
     def convolve(self, layer: int, u: Tensor, resets: Resets | None = None) -> Tensor:
-        """From nothing: y (B, T, H) of u (B, T, H), T <= length."""
+        """Run from a zero state: u (B, T, H), T <= length, to y (B, T, H)."""
         (kernel,) = self._prepared("kernel", _kernel)[layer]
         if resets is None:
             return convolve(u, kernel)
@@ -644,13 +671,13 @@ class Systems:
             return convolve_segments(u, kernel, resets.segments(0, time, time, u.dtype)).permute(1, 2, 0)
 
     def step(self, layer: int, u: Tensor, state: Tensor, reset: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """One element u (B, H), reset (B,) bool. Returns y (B, H) and the new state."""
+        """Run one element u (B, H), reset (B,) bool. Return y (B, H) and the new state."""
         operators = self.step_operators(layer)
         with torch.autocast(u.device.type, enabled=False):
             return run_step(operators, u, state, reset)
 
     def run(self, layer: int, u: Tensor, state: Tensor, resets: Resets | None = None) -> tuple[Tensor, Tensor]:
-        """All of u (B, T, H) at once. Returns y (B, T, H) and the state after the last element."""
+        """Run all of u (B, T, H) at once. Return y (B, T, H) and the state after the last element."""
         time = u.shape[1]
         size = -(-time // -(-time // CHUNK))  # equal chunks, not full ones and a short rest
         rest = time % size
@@ -676,10 +703,10 @@ class Systems:
         return y.permute(1, 2, 0), state.transpose(0, 1)
 
     def fork(self, layer: int, u: Tensor, block: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        """u (B, J, C, H) is J blocks whose first `block` elements enter the state and whose other elements do not.
+        """Run u (B, J, C, H), J blocks of which only the first `block` elements enter the state.
 
-        Those others see everything up to their block's end and themselves, causally, and leave no trace. Returns y (B,
-        J, C, H) and the state after the last block.
+        The other elements see everything up to the end of their block's first part, and one another causally. They
+        leave no trace. Return y (B, J, C, H) and the state after the last block.
         """
         asked = u.shape[2] - block
         chunk = self.chunk_operators(layer, block, max(block, asked))
@@ -695,11 +722,11 @@ class Systems:
         return y.permute(1, 2, 3, 0), states[-1].transpose(0, 1)
 
     def step_operators(self, layer: int) -> Step:
-        """For `step`."""
+        """Return the operators of `step`."""
         return Step(*self._prepared("step", _step)[layer])
 
     def chunk_operators(self, layer: int, size: int, reach: int, rest: int = 0) -> Chunk:
-        """For `run` and `fork`: see `chunk_operators`."""
+        """Return the operators of `run` and `fork`; see the function `chunk_operators`."""
         key = size, reach, rest
         kept = [other for other in self._made if isinstance(other, tuple)]
         if key not in kept and len(kept) == KEPT_CHUNKS:
@@ -709,14 +736,14 @@ class Systems:
     def _prepared(
         self, key: Any, function: Callable[..., tuple[Tensor, ...]], reach: int = 1
     ) -> list[tuple[Tensor, ...]]:
-        """What `function` makes of systems, C~ and length, for each layer."""
+        """Return the results of `function` on systems, C~ and length, one tuple per layer."""
         if key not in self._made:
             c = self.parameters[-1][0]
             elements = c.numel() * (2 if c.is_complex() else 1)  # H N
             count = max(1, PREPARED_ELEMENTS // (elements * max(elements // len(c), reach)))
             function = partial(_from_parameters, self.build, partial(function, length=self.length))
             made: list[tuple[Tensor, ...]] = []
-            # Not in the first caller's modes, which must not stick to what later ones use.
+            # Not in the first caller's modes: they must not stick to tensors that later callers use.
             with torch.inference_mode(False), torch.set_grad_enabled(self.graph):
                 for start in range(0, len(self.parameters[0]), count):
                     groups = [group[start : start + count] for group in self.parameters]
@@ -728,9 +755,10 @@ class Systems:
 
 
 class _Prepared(torch.autograd.Function):
-    """function(stacked parameters), each result as one tensor a layer.
+    """function(stacked parameters), each result as one tensor per layer.
 
-    Of the forward pass only the parameters are kept, as they were: any number of backward passes may come through.
+    Only the parameters are saved for the backward pass, as they were. So any number of backward passes may come
+    through.
     """
 
     @staticmethod
@@ -764,7 +792,7 @@ def _by_layer(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def _from_parameters(
     build: Callable[..., tuple[Any, ...]], function: Callable[..., tuple[Tensor, ...]], *groups: Tensor
 ) -> tuple[Tensor, ...]:
-    """In the backward pass as well: whatever autocast is then, it is off."""
+    """Apply `function` to the built systems without autocast, in the backward pass as well."""
     with torch.autocast(groups[0].device.type, enabled=False):
         return function(*build(*groups))
 
@@ -785,14 +813,14 @@ def _chunk(system: System, c_tilde: Tensor, length: int, size: int, reach: int, 
 
 
 def _shorter(chunk: Chunk, size: int) -> Chunk:
-    """Of chunks of `size` elements, the rest that `chunk` was prepared for."""
+    """Return the operators of the remaining `size` elements, fewer than a chunk's."""
     assert chunk.rest is not None
     inside = chunk.inside[:, :size, :size]
     return Chunk(chunk.rest, chunk.inputs[:, -size:], chunk.outputs[..., :size], chunk.kernel[:, :size], inside)
 
 
 def _states(chunk: Chunk, u: Tensor, state: Tensor, segments: Segments | None = None) -> list[Tensor]:
-    """The states (H, B, N) before, between and after J chunks u (H, B, J, C), whose rows are cut into segments."""
+    """Return the states (H, B, N) before, between and after J chunks u (H, B, J, C) with segments."""
     rows = u.flatten(1, 2)
     if segments is not None:
         rows = rows.masked_fill(segments.lost, 0.0)
@@ -809,9 +837,19 @@ def _states(chunk: Chunk, u: Tensor, state: Tensor, segments: Segments | None = 
 
 
 def run_step(operators: Step, u: Tensor, state: Tensor, reset: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One element u (B, H) on the state (B, H, N), reset (B,) bool. Returns y (B, H) and the new state.
+    """Run one element.
 
-    The Triton form is one launch and for use without gradients, as in imagination; with them the torch form runs.
+    The Triton form is a single launch, for use without gradients, as in imagination. With gradients the PyTorch form
+    runs.
+
+    Args:
+        operators: From `step_operators`.
+        u: (B, H).
+        state: (B, H, N).
+        reset: (B,) bool. True clears the state before the element.
+
+    Returns:
+        y (B, H) and the new state.
     """
     graph = torch.is_grad_enabled() and any(each.requires_grad for each in (u, state, *operators))
     if on_triton(state) and not graph:
@@ -854,7 +892,10 @@ def _step_forward(
     diagonal, column, row, into, output, u, state, reset, y, after,
     rows, channels, pairs, u_row, u_channel, each, CHANNELS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of channels, `each` rows of the batch; of the N numbers of a channel the even ones are real parts."""
+    """Step a tile of channels for `each` rows of the batch.
+
+    Even numbers of a channel's N are real parts, odd ones imaginary.
+    """
     channel, pair = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, PAIRS)
     there = channel < channels
     inside = there[:, None] & (pair < pairs)[None, :]

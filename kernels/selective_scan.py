@@ -1,21 +1,22 @@
-"""The selective scan of Mamba (Gu and Dao 2023, arXiv 2312.00752): a state of S numbers per channel, each with a decay
-of its own, driven by step sizes, input and output weights that depend on the data.
+"""The selective scan of Mamba: S state components per channel, each with its own decay.
 
     h_t[c, s] = exp(dt_t[c] a[c, s]) h_{t-1}[c, s] + dt_t[c] b_t[s] x_t[c]        y_t[c] = sum_s c_t[s] h_t[c, s]
 
-`reference` says what the operation means, one element at a time. The other forms run the same loop, but keep only some
-states for the backward pass, which runs each chunk once more from the state before it: no tensor (B, T, C, S) exists as
-a whole. They can be differentiated once.
+Step sizes and the weights of input and output depend on the data. `reference` is the definition, one element at a time.
+The other forms run the same loop but store only some states; the backward pass runs each chunk again from the state
+before it. No tensor (B, T, C, S) ever exists. They can be differentiated once.
 
-The form in torch works on tiles that stay in the processor's cache. The loop over the elements of a chunk is one
-operation per element, and is faster than scans in log(chunk) operations, which do more work. The Triton form gives each
-program a sequence and a few channels, whose states stay in registers.
+The PyTorch form works on tiles that stay in the processor's cache. Its loop takes one operation per element. That is
+faster than scans in log(chunk) operations, which do more work. In Triton a program handles a sequence and a few
+channels, with their states in registers.
 
-States and all that is computed are float32 (float64 for float64 operands) also under autocast.
+States and arithmetic are float32 (float64 for float64 operands), also under autocast.
 
-Axes: B batch, T time, C channels, S numbers of a channel's state, N blocks, L elements of a block with what is asked
-behind it, P pieces: what is between two kept states. The letters a, b and c as in the paper; the skip connection (its
-D) is left to the caller.
+Axes: B batch, T time, C channels, S state components per channel, N blocks, L elements of a block including its
+queries, P pieces between two stored states. The letters a, b and c follow the paper. The skip connection (its D) is
+left to the caller.
+
+Source: Mamba (Gu and Dao 2023, arXiv 2312.00752).
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ LOG2E = 1 / math.log(2)
 
 TRITON_CHUNK = 8  # elements between two kept states; as many states are in a program's registers in the backward pass
 CHANNELS = 16  # of a program
-CELLS = 128  # numbers of a state that a warp holds
+CELLS = 128  # state components per warp
 
 
 def reference(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None, reset: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The definition, one element after the other. Arguments and results as in `selective_scan`."""
+    """Compute `selective_scan` by its definition, one element after the other."""
     state = x.new_zeros(len(x), *a.shape) if state is None else state
     outputs = []
     for t in range(x.shape[1]):
@@ -57,11 +58,19 @@ def reference(
 def selective_scan(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None, reset: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """All elements at once.
+    """Scan all elements at once.
 
-    x, dt (B, T, C), dt at least 0; a (C, S), at most 0; b, c (B, T, S); state (B, C, S) or None for zeros; reset (B, T)
-    bool, True clears the state before that element. Returns y (B, T, C) in the dtype of x, and the state after the last
-    element.
+    Args:
+        x: (B, T, C).
+        dt: (B, T, C), at least 0.
+        a: (C, S), at most 0.
+        b: (B, T, S).
+        c: (B, T, S).
+        state: (B, C, S), or None for zeros.
+        reset: (B, T) bool. True clears the state before that element.
+
+    Returns:
+        y (B, T, C) in the dtype of x, and the state after the last element.
     """
     if on_triton(x, dt, a, b, c):
         x, dt, b, c = (operand[:, None] for operand in (x, dt, b, c))
@@ -74,9 +83,19 @@ def selective_scan(
 def selective_scan_step(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, reset: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One element: x, dt (B, C); a (C, S); b, c (B, S); state (B, C, S); reset (B,) bool.
+    """Scan one element.
 
-    Returns y (B, C) in the dtype of x, and the new state.
+    Args:
+        x: (B, C).
+        dt: (B, C).
+        a: (C, S).
+        b: (B, S).
+        c: (B, S).
+        state: (B, C, S).
+        reset: (B,) bool. True clears the state before the element.
+
+    Returns:
+        y (B, C) in the dtype of x, and the new state.
     """
     if on_triton(x, dt, a, b, c):
         x, dt, b, c = (operand[:, None, None] for operand in (x, dt, b, c))
@@ -94,11 +113,22 @@ def selective_scan_step(
 def selective_scan_fork(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, block: int, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """N blocks whose first `block` elements enter the state and whose other elements do not.
+    """Scan N blocks of which only the first `block` elements enter the state.
 
-    x, dt (B, N, L, C); a (C, S); b, c (B, N, L, S); state (B, C, S) or None for zeros; 1 <= block <= L. The elements
-    from `block` on see everything up to their block's end and themselves, causally, and leave no trace. Returns y
-    (B, N, L, C) in the dtype of x, and the state after the last block.
+    The other elements (queries) see everything up to the end of their block's first part, and one another causally.
+    They leave no trace.
+
+    Args:
+        x: (B, N, L, C).
+        dt: (B, N, L, C).
+        a: (C, S).
+        b: (B, N, L, S).
+        c: (B, N, L, S).
+        block: Elements that enter the state, 1 <= block <= L.
+        state: (B, C, S), or None for zeros.
+
+    Returns:
+        y (B, N, L, C) in the dtype of x, and the state after the last block.
     """
     if on_triton(x, dt, a, b, c):
         return _TritonScan.apply(x, dt, a, b, c, state, None, block)
@@ -125,14 +155,14 @@ def _inner(state: Tensor | None) -> Tensor | None:
 
 
 def _outer(state: Tensor) -> Tensor:
-    """A copy: the view would keep all states that were stored beside it."""
+    """Copy states (B, S, C) to (B, C, S). A view would keep alive all states stored beside it."""
     return state.mT.contiguous()
 
 
 def _scan(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None, reset: Tensor | None, block: int
 ) -> tuple[Tensor, Tensor]:
-    """As `selective_scan`, with state (B, S, C), and the states after every `block` elements: (B, N, S, C)."""
+    """Compute `selective_scan` with state (B, S, C), and the states after every `block` elements: (B, N, S, C)."""
     wide = torch.promote_types(x.dtype, torch.float32)
     state = x.new_zeros(len(x), *a.mT.shape, dtype=wide) if state is None else state
     with torch.autocast(x.device.type, enabled=False):
@@ -199,12 +229,12 @@ class _Scan(torch.autograd.Function):
                         grads[t - 1].addcmul_(decays[t], grads[t])
                     torch.mul(decays[0], grads[0], out=carried)
 
-                    # Rows times matrices: the same products as matrices times columns take ten times as long.
+                    # Rows times matrices: as matrices times columns the same products take ten times as long.
                     grad_c[at] = (grad_y_[:, :, None] @ h.mT).squeeze(2)
                     grad_b[at] = ((dt_ * x_)[:, :, None] @ grad_h.mT).squeeze(2)
                     grad_input = (b_[:, :, None] @ grad_h).squeeze(2)  # of dt * x
                     grad_x[at] = grad_input * dt_
-                    # The gradient of dt * a is that of the state times what the state before leaves in it.
+                    # The gradient of dt * a is that of the state times the remainder of the state before.
                     grad_exponent = grad_h.mul_(decay)
                     grad_exponent[:, 1:].mul_(h[:, :-1])
                     grad_exponent[:, 0].mul_(start)
@@ -214,26 +244,26 @@ class _Scan(torch.autograd.Function):
 
 
 def _rates(a: Tensor) -> Tensor:
-    """a as exponents of 2: (S, C)."""
+    """Return a as exponents of 2: (S, C)."""
     return (a.mT * LOG2E).contiguous()
 
 
 def _pieces(length: int, block: int) -> list[slice]:
-    """Every block is cut into pieces of at most `CHUNK` elements, as equal as can be."""
+    """Cut every block into pieces of at most `CHUNK` elements, as equal as possible."""
     count = -(-block // CHUNK)
     cuts = [first + block * n // count for first in range(0, length, block) for n in range(count)]
     return [slice(*ends) for ends in zip(cuts, [*cuts[1:], length], strict=True)]
 
 
 def _tiles(x: Tensor, rates: Tensor, pieces: list[slice], arrays: int) -> tuple[list[slice], Tensor]:
-    """The rows of the batch that are worked on together, and room for arrays of their states."""
+    """Return the batch rows to work on together, and buffers for arrays of their states."""
     row = max(piece.stop - piece.start for piece in pieces) * rates.numel()
     count = min(len(x), max(1, CACHED * torch.get_num_threads() // row)) if x.device.type == "cpu" else len(x)
     return [slice(first, first + count) for first in range(0, len(x), count)], x.new_empty(arrays, count * row)
 
 
 def _arrays(room: Tensor, dt: Tensor, rates: Tensor) -> tuple[Tensor, ...]:
-    """In that room an array of states for each element of a piece: each (B, T, S, C)."""
+    """Return in such a buffer one array of states for each element of a piece, each (B, T, S, C)."""
     shape = *dt.shape[:2], *rates.shape
     return room[:, : math.prod(shape)].view(-1, *shape).unbind(0)
 
@@ -248,7 +278,7 @@ def _unroll(
     state: Tensor,
     reset: Tensor | None,
 ) -> None:
-    """Fill h with the state after each element, decay with what is left of the state before it."""
+    """Fill h with the state after each element, and decay with the remaining share of the state before it."""
     dt_ = dt[:, :, None]
     if reset is None:
         torch.mul(dt_, rates, out=decay)
@@ -266,7 +296,7 @@ def _unroll(
 
 @jit
 def _read(operand, row, stride, lane, mask, count, CHUNK: tl.constexpr):
-    """A vector of each of the next CHUNK rows, zeros from the `count`-th on: all are under way before one is used."""
+    """Load a vector of each of the next CHUNK rows, zeros from the `count`-th on; all loads start before any use."""
     values = ()  # type: tuple[Any, ...]
     for i in tl.static_range(CHUNK):
         inside = tl.where(i < count, mask, False)  # `&` with a scalar: not in Triton 3.9's interpreter
@@ -276,7 +306,7 @@ def _read(operand, row, stride, lane, mask, count, CHUNK: tl.constexpr):
 
 @jit
 def _read_flags(operand, row, count, CHUNK: tl.constexpr):
-    """The same of one flag per row, False where there are none."""
+    """Load one flag per row, as `_read`; 0 where there are none."""
     values = ()  # type: tuple[Any, ...]
     for i in tl.static_range(CHUNK):
         if operand is None:
@@ -288,7 +318,7 @@ def _read_flags(operand, row, count, CHUNK: tl.constexpr):
 
 @jit
 def _decay(dt, rate, reset):
-    """What is left of the state before an element: (C, S)."""
+    """Return the remaining share of the state before an element: (C, S)."""
     return tl.where(reset != 0, 0.0, tl.exp(dt[:, None] * rate))
 
 
@@ -318,11 +348,11 @@ def _forward(
     C: tl.constexpr,
     S: tl.constexpr,
 ):
-    """A sequence and a tile of channels. The sequence is `length` elements, from the `offset`-th on, of each of
-    `blocks` blocks, which have `size` rows each in the operands; x_row and the like: strides of their rows.
+    """Scan a sequence and a tile of channels.
 
-    `start` (rows, C, S): sequence n starts with row (n + 1) step - 1; or None. `kept` (sequences, P, C, S): the state
-    after every piece, which is CHUNK elements of a block, or what is left of it.
+    The sequence is `length` elements, from the `offset`-th on, of each of `blocks` blocks of `size` rows. x_row and the
+    like are strides of rows. `start` (rows, C, S) or None: sequence n starts with row (n + 1) step - 1. `kept`
+    (sequences, P, C, S) receives the state after every piece of at most CHUNK elements.
     """
     sequence = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * C + tl.arange(0, C)
@@ -385,11 +415,11 @@ def _backward(
     C: tl.constexpr,
     S: tl.constexpr,
 ):
-    """As `_forward`, from the last piece to the first, each of which is run once more from the state before it.
+    """Scan as `_forward` from the last piece to the first, each of which runs again from the state before it.
 
-    grad_ends (sequences, `blocks`, C, S): of the states after the blocks, or None; grad_last (sequences, C, S): of the
-    state after the sequence, or None. Parts to be summed up: grad_a and grad_start (sequences, C, S), grad_b and grad_c
-    (tiles of channels, rows, S).
+    grad_ends (sequences, `blocks`, C, S) belongs to the states after the blocks, grad_last (sequences, C, S) to the
+    state after the sequence; both may be None. Parts that are summed up afterwards: grad_a and grad_start (sequences,
+    C, S), grad_b and grad_c (tiles of channels, rows, S).
     """
     sequence = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -453,7 +483,7 @@ def _backward(
 
 
 class _Launch(NamedTuple):
-    """The elements that one launch works through: the first ones of all blocks, or those asked behind each of them."""
+    """The elements of one launch: the first ones of all blocks, or the queries behind each of them."""
 
     sequences: int
     blocks: int  # of a sequence
@@ -468,7 +498,7 @@ class _Launch(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Of a block."""
+        """Pieces of a block."""
         return -(-self.length // self.chunk)
 
     def run(self, kernel: Any, operands: list[Tensor], others: list[Tensor | None]) -> None:
@@ -496,24 +526,24 @@ class _Launch(NamedTuple):
 def _launches(x: Tensor, block: int) -> list[_Launch]:
     batch, blocks, size, _ = x.shape
     first = _Launch(batch, blocks, size, 0, block, 1)
-    # What is asked behind a block starts from the last state kept of the block.
+    # The queries of a block start from the last state stored for the block.
     asked = _Launch(batch * blocks, 1, size, block, size - block, first.pieces)
     return [first, asked] if block < size else [first]
 
 
 def _tile(a: Tensor) -> tuple[int, int]:
-    """The channels of a program, and their numbers each: powers of two."""
+    """Return the channels of a program and the state components of each, as powers of two."""
     channels, width = (triton.next_power_of_2(size) for size in a.shape)
     return min(channels, CHANNELS), width
 
 
 def _rows(operand: Tensor) -> Tensor:
-    """(B, N, L, ...) -> (B N L, ...), a copy only where rows do not follow each other evenly."""
+    """Flatten (B, N, L, ...) to (B N L, ...), with a copy only where rows are not evenly spaced."""
     return (operand if operand.stride(-1) == 1 else operand.contiguous()).flatten(0, 2)
 
 
 class _TritonScan(torch.autograd.Function):
-    """As `selective_scan_fork`, with reset (B, 1, L) where N is 1."""
+    """`selective_scan_fork` in Triton, with reset (B, 1, L) where N is 1."""
 
     @staticmethod
     def forward(
@@ -539,7 +569,7 @@ class _TritonScan(torch.autograd.Function):
         ctx.save_for_backward(x, dt, a, b, c, start, reset, *kept)
         ctx.block = block
         last = kept[0][:, -1]
-        return y, last if kept[0].shape[1] == 1 else last.clone()  # a view would keep all states
+        return y, last if kept[0].shape[1] == 1 else last.clone()  # a view would keep all states alive
 
     @staticmethod
     @once_differentiable
@@ -566,7 +596,7 @@ class _TritonScan(torch.autograd.Function):
                     *(grad_x, grad_dt, parts[index], grad_b, grad_c, grad_start),
                 ],
             )
-            grad_ends = grad_start  # what is asked behind a block passes on to the state at the block's end
+            grad_ends = grad_start  # queries pass their gradient to the state at their block's end
         return (
             grad_x,
             grad_dt,

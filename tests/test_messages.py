@@ -14,7 +14,8 @@ from wmcli.artifacts.manifest import PRUNED, make_command
 from wmcli.errors import ArtifactError
 
 ROOT = Path(__file__).parent.parent
-SOURCES = sorted(path for folder in ("wmcli", "kernels") for path in (ROOT / folder).rglob("*.py"))
+OLD_NAMES = ROOT / "wmcli" / "config" / "migrations.py"
+SOURCES = sorted(path for folder in ("wmcli", "kernels") for path in (ROOT / folder).rglob("*.py") if path != OLD_NAMES)
 
 
 def texts(source: str) -> Iterator[tuple[int, str]]:

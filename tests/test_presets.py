@@ -501,6 +501,16 @@ def test_a_preset_holds_the_numbers_of_its_paper(name: str, numbers: dict[str, A
     assert {key: values[key] for key in numbers} == numbers
 
 
+def test_overrides_of_a_kind_and_of_its_keys_come_in_any_order() -> None:
+    orders = (
+        ["backbone.memory_length=9", "backbone.kind=transformer-xl"],
+        ["backbone.kind=transformer-xl", "backbone.memory_length=9"],
+    )
+    for overrides in orders:
+        backbone = resolve("rem", overrides).backbone
+        assert (backbone.kind, backbone.memory_length, backbone.width) == ("transformer-xl", 9, 256)
+
+
 def test_storm_starts_with_torchs_defaults() -> None:
     """As its public code does: no module there is initialized by hand."""
     torch.manual_seed(0)

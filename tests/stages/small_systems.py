@@ -34,7 +34,7 @@ SYSTEMS: dict[str, tuple[str, list[str]]] = {
             *("tokenizer.strides=[2, 2]", "tokenizer.batch=7", "tokenizer.warmup=0"),
             *("dynamics.sequence_length=9", "dynamics.context=3", "dynamics.act_window=4", "dynamics.head_width=10"),
             *("dynamics.batch=4", "dynamics.warmup=0", "backbone.width=16", "backbone.layers=1"),
-            *("backbone.dropout=0.25", "backbone.head_width=8"),
+            *("backbone.dropout=0.25", "backbone.head_width=8", "alternatives.backbone.transformer.heads=2"),
             *("controller.actor_width=12", "controller.critic_width=14", "controller.imagination_horizon=2"),
             *("controller.batch=6", "controller.warmup=0"),
         ],

@@ -88,7 +88,7 @@ def test_bfloat16_that_must_be_emulated_is_told(tmp_path: Path, monkeypatch, cap
 def test_the_last_update_is_looked_at(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
-    from wmcli.stages import tokenizer as stage
+    from wmcli.trainers import tokenizer as stage
 
     original, updates = stage.update, 0
 

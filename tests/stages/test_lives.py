@@ -118,8 +118,8 @@ def test_windows_to_train_on_and_to_imagine_from_are_cut_where_games_are(
         windows.append(given.rows)
         return gather(memory, data, given, *more, **how)
 
-    for module in ("dynamics", "imagine"):
-        monkeypatch.setattr(f"wmcli.stages.{module}.gather", spy)
+    for module in ("dynamics", "imagination"):
+        monkeypatch.setattr(f"wmcli.trainers.{module}.gather", spy)
     context = opened(run, *overrides, force=True)
     learned = seen_by(monkeypatch, LatentWorldModel, "loss", 1)
     train_dynamics(context)

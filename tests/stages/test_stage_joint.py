@@ -436,7 +436,12 @@ def test_a_model_that_decodes_from_its_state_dreams_too(
     monkeypatch.setattr(Dream, "drawn", lambda dream, _: [kept.append(dream), drawn(dream, None)][1])
     for known in (None, 5, 30):
         film = play(
-            opened(run, *state), source="imagination", out=tmp_path / "x.gif", controller=None, seed=1, known=known
+            opened(run, *state),
+            source="imagination",
+            out=tmp_path / "x.gif",
+            controller=None,
+            seed=1,
+            context_frames=known,
         )
     assert [dream.context for dream in kept] == [3, 5, 7], "as in training, as asked for, and all of a short episode"
     with Image.open(film.path) as picture:

@@ -258,7 +258,7 @@ def test_search_settings_of_now_go_before_those_of_training(run: Path) -> None:
     controller = version(run, "controller", 1)
     context = opened(run, "controller.simulations=9")
     _, as_now = load_controller(controller, CPU, context.settings.acting)
-    _, as_trained = load_controller(controller, CPU, {})
+    _, as_trained = load_controller(controller, CPU, {"dynamics": {}, "controller": {}})
     assert (as_now.settings.simulations, as_trained.settings.simulations) == (9, 3)
 
 
@@ -319,5 +319,5 @@ def test_other_controllers_learn_in_the_imagination_of_these_models(played: Path
         assert stage(opened(folder, more=True)).inputs["parent"].digest == first.digest
     assert "policy" not in read_segment(collect(opened(folder)).path / SEGMENT)
     assert evaluate(opened(folder), episodes=1).metrics["episodes"] == 1
-    with pytest.raises(UsageError, match="looks at imagined frames"):
+    with pytest.raises(UsageError, match="takes imagined frames"):
         opened(folder, "controller.kind=reinforce", "controller.input=pixels")

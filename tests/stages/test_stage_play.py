@@ -99,7 +99,7 @@ def test_a_film_that_is_cut_says_so(
     film = play(context, source="real", out=tmp_path / "a.gif", controller=None, seed=4)
     assert film[1:] == (4, 0, "cut")
     assert "cut after 4 frames, the episode went on; return so far 0;" in capsys.readouterr().err
-    assert shown[0].told(None)[1][-1] == "cut after 4 frames\nreturn so far 0"
+    assert shown[0].with_captions(None)[1][-1] == "cut after 4 frames\nreturn so far 0"
     assert len(pictures(film.path)) == 5
 
 
@@ -257,7 +257,7 @@ def test_a_dream_without_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(play_module, "STEPS", 3)
     dream, _, _ = dreamed(context=2, length=9, given=[])
     assert (dream.imagined.ended, numbers(dream.imagined.frames)) == ("cut", [1, 2, 22])
-    assert dream.imagined.told(None)[1][-1] == "cut after 3 frames\nreturn so far 2.5"
+    assert dream.imagined.with_captions(None)[1][-1] == "cut after 3 frames\nreturn so far 2.5"
 
 
 def test_a_film_has_what_was_found_for_the_game_that_it_shows() -> None:
@@ -270,7 +270,7 @@ def test_a_film_has_what_was_found_for_the_game_that_it_shows() -> None:
     film.end(frame, "time limit")
     ended = film.drawn(None)
     assert (ended[0] == alone[0]).all() and len(ended) == 1 + HOLD
-    assert film.told(None)[1][-1] == "time limit\nreturn 0.5"
+    assert film.with_captions(None)[1][-1] == "time limit\nreturn 0.5"
 
 
 # -- real beside imagined ---------------------------------------------------------------------------------------------

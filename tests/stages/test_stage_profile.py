@@ -15,10 +15,10 @@ import pytest
 import torch
 from tiny_run import opened
 
-from wmcli.backbones import BACKBONES
+from wmcli.backbones import BACKBONES, SECTIONS
 from wmcli.backbones.gru import GRU
 from wmcli.backbones.mamba2 import Mamba2, Mamba2Settings
-from wmcli.backbones.retnet import RetNet, RetNetSettings
+from wmcli.backbones.retnet import RetNet
 from wmcli.backbones.transformer import TransformerSettings
 from wmcli.errors import ArtifactError, UsageError, WmError
 from wmcli.experience import Replay
@@ -382,11 +382,11 @@ def test_all_backbones_are_compared_at_every_length(run: Path) -> None:
 
 @pytest.mark.parametrize("preset", ["quickstart", "drama"])
 def test_sizes_are_equal_at_the_depth_of_the_preset(preset: str) -> None:
-    wanted = resolve(preset).backbone
-    sizes = equal_sizes(wanted)
-    assert sizes[wanted.name] == wanted
-    for name, size in sizes.items():
-        assert size.name == name and size.layers == wanted.layers
+    settings = resolve(preset)
+    wanted, sizes = settings.backbone, equal_sizes(settings)
+    assert sizes[wanted.kind] == wanted
+    for kind, size in sizes.items():
+        assert size.kind == kind and size.layers == wanted.layers
         assert parameters(size) == pytest.approx(parameters(wanted), rel=compare.CLOSE)
 
 
@@ -412,8 +412,7 @@ def test_steps_that_differ_from_forward_are_refused(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def few_backbones(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = RetNetSettings(width=32, layers=1)
-    few = {name: settings.model_copy(update={"name": name}) for name in ("retnet", "gru", "mamba2")}
+    few = {kind: SECTIONS[kind](width=32, layers=1) for kind in ("retnet", "gru", "mamba2")}
     monkeypatch.setattr(compare, "equal_sizes", lambda _: few)
     monkeypatch.setattr(compare, "check_steps", lambda *_: 0.0)
 

@@ -21,6 +21,7 @@ from wmcli.stages.collect import collect
 from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.imagine import imagine
+from wmcli.trainers.batches import gather
 from wmcli.training.checkpoint import TRAINING, read_part
 from wmcli.training.device import Machine
 from wmcli.world_models.base import Batch
@@ -167,11 +168,11 @@ def test_validation_is_without_dropout(make: Make) -> None:
 
 
 def batches(run: Path, patch: pytest.MonkeyPatch, kind: str, *overrides: str) -> list[Batch]:
-    """What a stage gathers, update by update."""
+    """Return the batches that a stage gathers, update by update."""
     found: list[Batch] = []
-    module = importlib.import_module({"dynamics": "wmcli.stages.dynamics", "controller": "wmcli.stages.imagine"}[kind])
-    gather = module.gather
-    patch.setattr(module, "gather", lambda *given, **named: found.append(gather(*given, **named)) or found[-1])
+    for name in ["dynamics"] if kind == "dynamics" else ["imagination", "reanalysis"]:
+        place = f"wmcli.trainers.{name}.gather"
+        patch.setattr(place, lambda *given, **named: found.append(gather(*given, **named)) or found[-1])
     learn(run, kind, *overrides)
     return found
 
@@ -218,7 +219,7 @@ def test_rows_are_whole_episodes_where_that_is_asked_for(make: Make, monkeypatch
     for batch in (first, second):
         assert batch.valid.shape == (2, 50) and batch.valid.all()
         assert batch.is_first[:, 0].all() and not batch.is_first[:, 1:].any() and batch.terminated[:, -1].all()
-    rows = torch.cat((first.latent, second.latent)).flatten(1)
+    rows = torch.cat((first.inputs, second.inputs)).flatten(1)
     assert len(rows.unique(dim=0)) == 4, "each of the four comes once before any comes again"
 
 

@@ -213,7 +213,7 @@ def test_imagination_begins_after_so_many_frames(
     tiny: Path, tmp_path: Path, decisions: Decisions, known: int | None, seen: int
 ) -> None:
     out = tmp_path / "film.gif"
-    play(opened(tiny), source="imagination", out=out, controller=None, seed=1, known=known)
+    play(opened(tiny), source="imagination", out=out, controller=None, seed=1, context_frames=known)
     assert len(decisions.frames) == seen
 
 

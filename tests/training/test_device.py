@@ -137,6 +137,20 @@ def test_a_frozen_model_gives_the_same_bits(precision: str) -> None:
     assert [each.weight.dtype for each in (model.conv, model.linear, model.exact)] == [low, low, torch.float32]
 
 
+def test_parts_prepare_from_the_weights_they_are_frozen_with() -> None:
+    class Part(nn.Linear):
+        prepared: torch.Tensor
+
+        def freeze(self) -> None:
+            assert not self.training and not self.weight.requires_grad
+            self.prepared = self.weight.clone()
+
+    model = nn.Sequential(nn.Sequential(Part(2, 3)), nn.ReLU())
+    choose(device="cpu", precision="bfloat16").freeze(model)
+    part: Any = model[0][0]
+    assert part.prepared.dtype == torch.bfloat16 and torch.equal(part.prepared, part.weight)
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_float32_is_never_tf32_on_a_gpu(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     for each in TF32:

@@ -58,6 +58,9 @@ class Backbone(nn.Module, ABC):
         """Width of what goes in, elements and queries: that of what comes out, D, unless a backbone says otherwise."""
         return self.width
 
+    def freeze(self) -> None:  # noqa: B027 (most backbones have nothing to prepare)
+        """Prepare for calls with weights that will not change any more. `Machine.freeze` calls it."""
+
     @abstractmethod
     def initial_state(self, batch: int) -> State:
         """The state before the first element, for `batch` rows."""

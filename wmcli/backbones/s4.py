@@ -1,12 +1,14 @@
-"""The stack of S4 layers of S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064).
+"""The stack of S4 layers of S4WM.
 
-A block is two S4 layers (Gu et al. 2022, arXiv 2111.00396) and an MLP, each with LayerNorm before and a residual
-around; a last LayerNorm follows the last block. An S4 layer filters each channel with a linear system of its own, then
-mixes channels. From nothing a whole sequence is one convolution, by FFT where nothing resets it; otherwise the same
-systems run as recurrences. S4D and S5 are the same stack with other systems.
+A block is two S4 layers and an MLP, each after a LayerNorm and inside a residual connection. A last LayerNorm follows
+the last block. An S4 layer filters each channel with its own linear system, then mixes channels. From a zero state a
+whole sequence is one convolution, by FFT if nothing resets it. Otherwise the same systems run as recurrences. S4D and
+S5 are the same stack with other systems.
 
-Axes: B batch, T time (elements), D width, N numbers of a channel's state (N / 2 conjugate pairs, real and imaginary
-part side by side), J blocks of the contract, L elements of one, Q queries.
+Axes: B batch, T time (elements), D width, N state numbers per channel: N / 2 conjugate pairs, real and imaginary part
+side by side. J blocks of the contract, L elements of one, Q queries.
+
+Source: S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064), S4 (Gu et al. 2022, arXiv 2111.00396).
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from wmcli.backbones.base import Backbone, BackboneSettings, Size, for_each_block
 from wmcli.errors import UsageError
@@ -60,19 +61,22 @@ class S4Settings(StackSettings):
 
 
 class S4State(NamedTuple):
-    """What the elements so far have left. Old states always stay valid."""
+    """State after the elements so far. Old states stay valid until the weights change."""
 
     layers: tuple[Tensor, ...]
-    """(B, D, N) for each S4 layer, two a block; in S5 (B, N)."""
-    systems: Any = None
-    """While a graph is built: the systems as they were prepared, for the calls to come."""
+    """(B, D, N) for each S4 layer, two per block; in S5 (B, N)."""
+    systems: kernels.Systems | None = None
+    """The prepared systems, for the next calls; None before the first call and in a frozen stack, which holds them."""
 
 
 class Stack(Backbone):
     """Blocks of two state-space layers and an MLP, and a last LayerNorm. The state is an `S4State`.
 
-    Kernels are made for sequences of up to `Size.max_length` elements and cut for shorter ones; longer ones run as
-    recurrences, with a memory without limit.
+    Kernels are made for sequences of up to `Size.max_length` elements and truncated for shorter ones. Longer sequences
+    run as recurrences, with a memory without limit.
+
+    Preparing the systems costs more than a short call. A state brings them to the next call, so that a loss or a
+    rollout prepares them once; a frozen stack prepares them once for all calls.
     """
 
     blocks: Any  # nn.ModuleList of S4Block
@@ -84,10 +88,17 @@ class Stack(Backbone):
         system: Callable[[], nn.Module],
         prepare: Callable[..., kernels.Systems],
     ) -> None:
-        """system() makes what one layer learns: `tensors`, its parameters, and the `shape` of one row's state.
+        """Build the stack.
 
-        `prepare` is `kernels.Systems` or the like, given all but the parameters of all layers. Raises UsageError when
-        the settings do not fit together.
+        Args:
+            settings: Settings of the stack.
+            size: Sizes of every backbone.
+            system: Builds the systems of one layer: a module with `tensors`, its parameters, and `shape`, that of one
+                row's state.
+            prepare: Makes `kernels.Systems` of the parameters of all layers.
+
+        Raises:
+            UsageError: The settings do not fit together.
         """
         super().__init__()
         if settings.dt_min > settings.dt_max:
@@ -98,7 +109,7 @@ class Stack(Backbone):
         self.blocks = nn.ModuleList(S4Block(settings, size, system) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width, eps=settings.norm_eps)
         self._prepare = prepare
-        self._kept: Any = None  # the systems of the last call without a graph
+        self.frozen: kernels.Systems | None = None
         fan_average(self)
 
     def initial_state(self, batch: int) -> S4State:
@@ -129,12 +140,22 @@ class Stack(Backbone):
         self,
         x: Tensor,
         state: S4State | None,
-        systems: Any,
+        systems: kernels.Systems,
         advance: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
         wanted: slice | None = None,
     ) -> tuple[Tensor, S4State | None]:
-        """`_run` with a state: advance(layer, u, state of the layer) returns what its systems make of u, and the new
-        state."""
+        """Run all blocks with a state.
+
+        Args:
+            x: (..., D).
+            state: The state before x; None starts from zeros.
+            systems: The prepared systems.
+            advance: From layer, u and the layer's state to the outputs of its systems and its new state.
+            wanted: As in `_run`.
+
+        Returns:
+            The outputs, and the new state; None if `state` is.
+        """
         before = (self.initial_state(len(x)) if state is None else state).layers
         after = []
 
@@ -144,12 +165,15 @@ class Stack(Backbone):
             return y
 
         y = self._run(x, mix, wanted)
-        return y, None if state is None else S4State(tuple(after), systems if systems.graph else None)
+        return y, None if state is None else S4State(tuple(after), None if systems is self.frozen else systems)
 
     def _run(self, x: Tensor, mix: Callable[[int, Tensor], Tensor], wanted: slice | None = None) -> Tensor:
-        """All blocks on x (..., D); mix(layer, u) is what the systems of a layer make of its inputs u (..., D).
+        """Run all blocks.
 
-        Of x (..., T, D) only the outputs at `wanted` elements; behind the last systems no others are computed.
+        Args:
+            x: (..., D).
+            mix: From layer and u (..., D) to the outputs of its systems.
+            wanted: Elements of x (..., T, D) whose outputs are needed; after the last systems no others are computed.
         """
         last = 2 * len(self.blocks) - 1
         for index, block in enumerate(self.blocks):
@@ -162,35 +186,31 @@ class Stack(Backbone):
             x = block.feed_forward(x)
         return self.norm(x)
 
-    def _systems(self, state: S4State | None) -> Any:
-        """The systems as they are now.
+    def freeze(self) -> None:
+        """Hold the systems of the weights as they are now, for all later calls."""
+        self.frozen = self._prepare(self._parameters_of_systems(), self.kernel_length, graph=False)
 
-        What they are prepared into costs more than a short call. Without a graph they are kept between calls: every
-        optimizer step and whatever else torch counts as a change makes new ones; a write through `.data` does not, as
-        torch does not see it either. With a graph they go from call to call with the state, so that a loss prepares
-        them once.
-        """
+    def _systems(self, state: S4State | None) -> kernels.Systems:
+        """Return the prepared systems: those of a frozen stack, those that came with the state, or new ones."""
+        if self.frozen is not None:
+            return self.frozen
+        parameters = self._parameters_of_systems()
+        graph = torch.is_grad_enabled() and any(each.requires_grad for group in parameters for each in group)
+        if state is not None and state.systems is not None and (state.systems.graph or not graph):
+            return state.systems
+        return self._prepare(parameters, self.kernel_length, graph=graph)
+
+    def _parameters_of_systems(self) -> list[tuple[Tensor, ...]]:
+        """Return groups of one tensor for each layer."""
         spaces = [layer.system for block in self.blocks for layer in block.layers]
-        groups = list(zip(*(space.tensors() for space in spaces), strict=True))
-        parameters = [each for group in groups for each in group]
-        learned = [each.requires_grad for each in parameters]
-        graph = torch.is_grad_enabled() and any(learned)
-        steps = _optimizer_steps if any(learned) else 0  # frozen: none writes them
-        # The tensors are held on to, so that neither identity nor address can come to stand for another one.
-        version = (graph, steps, *((id(each), each.data_ptr(), each._version) for each in parameters))
-        systems = self._kept if not graph else state.systems if state is not None else None
-        if systems is None or systems.version != version:
-            systems = self._prepare(groups, self.kernel_length, graph=graph, version=version)
-        if not graph:
-            self._kept = systems
-        return systems
+        return list(zip(*(space.tensors() for space in spaces), strict=True))
 
 
 class S4(Stack):
     """The stack of S4 layers.
 
-    The kernels are learned for one length, `Size.max_length`. It belongs to the weights: it is saved with them, and
-    loading them into a model of another length raises UsageError.
+    The kernels are learned for one length, `Size.max_length`, which is saved with the weights. Loading them into a
+    model of another length raises UsageError.
     """
 
     def __init__(self, settings: S4Settings, size: Size) -> None:
@@ -230,7 +250,7 @@ class S4Block(nn.Module):
 
 
 class S4Layer(nn.Module):
-    """Systems over time, channel by channel (S5: one for all), then a mixture of channels, element by element."""
+    """Systems over time, per channel (S5: one for all channels), then a mixture of channels per element."""
 
     def __init__(self, settings: StackSettings, size: Size, system: nn.Module) -> None:
         super().__init__()
@@ -241,14 +261,20 @@ class S4Layer(nn.Module):
         self.out = nn.Linear(size.width, (2 if settings.glu else 1) * size.width)
 
     def forward(self, x: Tensor, u: Tensor, y: Tensor) -> Tensor:
-        """x (..., D), u = norm(x), and y, what the systems make of u."""
+        """Mix channels.
+
+        Args:
+            x: (..., D), the input of the layer.
+            u: (..., D), norm(x).
+            y: (..., D), the outputs of the systems for u.
+        """
         y = dropout(F.gelu(torch.addcmul(y.to(u.dtype), self.skip, u)), self.dropout, self.training)
         y = self.out(y)
         return x + (F.glu(y) if self.glu else y)
 
 
 class StateSpace(nn.Module):
-    """D linear systems, one for each channel. Complex parameters are stored as (..., 2), real part first."""
+    """D linear systems, one per channel. Complex parameters are stored as (..., 2), real part first."""
 
     def __init__(self, settings: S4Settings, size: Size) -> None:
         super().__init__()
@@ -262,7 +288,7 @@ class StateSpace(nn.Module):
         self.b = nn.Parameter(torch.view_as_real(legs_input(p)).float())
         learn_slowly(self.log_dt, self.log_decay, self.frequency, self.p, self.b)
         with torch.no_grad():
-            # What is drawn is C, of unit variance; what is stored is C~, that of this kernel length.
+            # C is drawn, with unit variance; C~ of this kernel length is stored.
             c = torch.randn(size.width, settings.state_size // 2, dtype=torch.complex64)
             self.c_tilde = nn.Parameter(torch.view_as_real(c))
             system, _ = build_system(*self.tensors())
@@ -271,14 +297,14 @@ class StateSpace(nn.Module):
             self.c_tilde = nn.Parameter(c.view(*c.shape[:-2], -1, 2) / c.new_tensor([2, -2]))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The parameters, as `build_system` takes them."""
+        """Return the parameters in the order of `build_system`."""
         return self.log_dt, self.log_decay, self.frequency, self.p, self.b, self.c_tilde
 
 
 def build_system(
     log_dt: Tensor, log_decay: Tensor, frequency: Tensor, p: Tensor, b: Tensor, c_tilde: Tensor
-) -> tuple[Any, Tensor]:
-    """System and C~ of one layer's parameters, or of several layers' with an axis in front."""
+) -> tuple[kernels.System, Tensor]:
+    """Return system and C~ of one layer's parameters, or of several layers' stacked on a first axis."""
     dtype = wide(log_dt.dtype)
     log_dt, log_decay, frequency, p, b, c_tilde = (
         each.to(dtype) for each in (log_dt, log_decay, frequency, p, b, c_tilde)
@@ -288,24 +314,28 @@ def build_system(
 
 
 def draw_log_dt(settings: StackSettings, count: int) -> Tensor:
-    """Logarithms of `count` step sizes, log-uniform between the settings' two."""
+    """Draw the logarithms of `count` step sizes, log-uniform between the limits of the settings."""
     low, high = math.log(settings.dt_min), math.log(settings.dt_max)
     return low + (high - low) * torch.rand(count)
 
 
 def learn_slowly(*parameters: nn.Parameter) -> None:
-    """Mark what step sizes and systems are made of: no weight decay, a limited learning rate."""
+    """Mark parameters of step sizes and systems: no weight decay, a limited learning rate."""
     for parameter in parameters:
         parameter._no_weight_decay = True  # type: ignore[attr-defined]
         parameter._learning_rate_limit = LEARNING_RATE_LIMIT  # type: ignore[attr-defined]
 
 
 def hippo_legs(state: int) -> tuple[Tensor, Tensor, Tensor]:
-    """HiPPO-LegS (Gu et al. 2020, arXiv 2008.07669) of N = `state` as diagonal minus rank one, in float64.
+    """Return HiPPO-LegS of N = `state` as diagonal minus rank one, in float64.
 
-    Returns Lambda (N / 2,), P (N / 2,) and the eigenvectors V (N, N / 2) of the half with negative imaginary parts: A =
-    V (diag(Lambda) - P P^*) V^* over both halves, and B = sqrt(2) P. An eigenvector's phase is free; it is chosen so
-    that its first component is real and positive: the same on every machine, and as in S4's public code but for signs.
+    A = V (diag(Lambda) - P P^*) V^* over both halves of each pair, and B = sqrt(2) P. An eigenvector's phase is free.
+    Its first component is made real and positive: the same on every machine, and as in S4's public code but for signs.
+
+    Returns:
+        Lambda (N / 2,), P (N / 2,) and the eigenvectors V (N, N / 2) of the half with negative imaginary parts.
+
+    Source: HiPPO (Gu et al. 2020, arXiv 2008.07669).
     """
     odd = 2 * torch.arange(state, dtype=torch.float64) + 1
     root = (odd[:, None] * odd).sqrt()
@@ -318,26 +348,16 @@ def hippo_legs(state: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def legs_input(p: Tensor) -> Tensor:
-    """B of HiPPO-LegS from its P, the imaginary part cut at +-2, as the public code begins (state-spaces/s4, `nplr`).
+    """Return B of HiPPO-LegS from its P, with the imaginary part clipped at +-2.
 
-    Uncut it is nearly all of B, and grows with the state.
+    Without the limit that part is nearly all of B, and grows with the state.
+
+    Source: The initialization of S4's public code (state-spaces/s4, `nplr`).
     """
     b = math.sqrt(2) * p
     return torch.complex(b.real, b.imag.clamp(-INPUT_LIMIT, INPUT_LIMIT))
 
 
-_optimizer_steps = 0
-
-
-def _count_optimizer_step(*_: Any) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
-
-
-# A tensor's own version does not tell: fused optimizers write without raising it.
-register_optimizer_step_post_hook(_count_optimizer_step)
-
-
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states and systems for parameters of `dtype`."""
+    """Return the dtype of states and systems for parameters of `dtype`."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,9 +1,11 @@
-"""The stack of S4WM with diagonal systems: S4D (Gu et al. 2022, arXiv 2206.11893), which is S4 with P = 0.
+"""The stack of S4WM with diagonal systems: S4D, which is S4 with P = 0.
 
-Each channel has a linear system of its own whose matrix is diagonal, so that powers of it need no algebra: the kernel
-is a Vandermonde product of what is learned, which holds for any length, and an element costs O(N) per channel.
+Each channel has its own linear system with a diagonal matrix, so powers need no algebra. The kernel is a Vandermonde
+product of the parameters, for any length, and an element costs O(N) per channel.
 
-Axes: B batch, T time, D width, N numbers of a channel's state (M = N / 2 conjugate pairs), S layers.
+Axes: B batch, T time, D width, N state numbers per channel (M = N / 2 conjugate pairs), S layers.
+
+Source: S4D (Gu et al. 2022, arXiv 2206.11893).
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class S4D(Stack):
 
 
 class DiagonalStateSpace(nn.Module):
-    """D linear systems, one for each channel. Complex parameters are stored as (..., 2), real part first."""
+    """D linear systems, one per channel. Complex parameters are stored as (..., 2), real part first."""
 
     def __init__(self, settings: S4DSettings, size: Size) -> None:
         super().__init__()
@@ -68,17 +70,19 @@ class DiagonalStateSpace(nn.Module):
         self.c = nn.Parameter(torch.view_as_real(torch.randn(size.width, pairs, dtype=torch.complex64)))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The parameters, as `build_system` takes them."""
+        """Return the parameters in the order of `build_system`."""
         return self.log_dt, self.log_decay, self.frequency, self.b, self.c
 
 
 def build_system(
     log_dt: Tensor, log_decay: Tensor, frequency: Tensor, b: Tensor, c: Tensor, *, discretization: str
 ) -> tuple[kernels.Discrete, Tensor]:
-    """The discretized system, in float64, and C of one layer's parameters, or of several layers' with an axis in front.
+    """Return the discretized system, in float64, and C: of one layer, or of several stacked on a first axis.
 
-    Zero-order hold (equation 2 of the S4D paper): Abar = exp(dt Lambda), Bbar = (Abar - 1) / Lambda B. Bilinear: Abar =
-    (1 + dt Lambda / 2) / (1 - dt Lambda / 2), Bbar = dt B / (1 - dt Lambda / 2).
+    Zero-order hold: Abar = exp(dt Lambda), Bbar = (Abar - 1) / Lambda B.
+    Bilinear: Abar = (1 + dt Lambda / 2) / (1 - dt Lambda / 2), Bbar = dt B / (1 - dt Lambda / 2).
+
+    Source: Equation 2 of the S4D paper.
     """
     dt, decay, frequency, b = (each.double() for each in (log_dt, log_decay, frequency, b))
     dt, poles, b = dt.exp()[..., None], torch.complex(-decay.exp(), frequency), torch.view_as_complex(b)
@@ -88,12 +92,12 @@ def build_system(
     else:
         inverse = 1 / (1 - dt / 2 * poles)
         diagonal, into = 2 * inverse - 1, dt * inverse * b
-    none = 0 * diagonal  # a result without a graph would not do
+    none = 0 * diagonal  # zeros with a graph, which gradients need
     return kernels.Discrete(diagonal, none, none, into), torch.view_as_complex(c.to(wide(c.dtype)).contiguous())
 
 
 class DiagonalSystems(kernels.Systems):
-    """Of systems that `build` has discretized, and of C itself: with P = 0 kernels need neither Cauchy sums nor C~."""
+    """Systems that `build` has discretized, with C itself: with P = 0 kernels need neither Cauchy sums nor C~."""
 
     def _prepared(
         self, key: str | tuple[int, ...], function: Callable[..., tuple[Tensor, ...]], reach: int = 1

@@ -1,10 +1,12 @@
-"""The stack of S4WM with S5 layers (Smith et al. 2023, arXiv 2208.04933) in place of S4's: S5WM.
+"""The stack of S4WM with S5 layers in place of S4's: S5WM.
 
-An S5 layer has one linear system for all channels, with a diagonal matrix: a scan over time from one state of N numbers
-to the next, whatever the width. States are known at every element, and a reset costs nothing.
+An S5 layer has one linear system for all channels, with a diagonal matrix: a scan over a state of N numbers, for any
+width. States are known at every element, and a reset costs nothing.
 
-Axes: B batch, T time, D width, N numbers of a layer's state (M = N / 2 conjugate pairs, real and imaginary part side by
-side), J blocks of the contract, L elements of one, Q queries, S layers.
+Axes: B batch, T time, D width, N state numbers of a layer, M = N / 2 conjugate pairs (real and imaginary part side by
+side). J blocks of the contract, L elements of one, Q queries, S layers.
+
+Source: S5 (Smith et al. 2023, arXiv 2208.04933).
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class S5(Stack):
 class JointStateSpace(nn.Module):
     """One linear system of D inputs and D outputs. Complex parameters are stored as (..., 2), real part first.
 
-    B begins with a mean |B|^2 of 1 / N, C with 2 / N: lindermanlab/S5 with its default C_init, trunc_standard_normal.
+    At initialization the mean of |B|^2 is 1 / N and that of |C|^2 is 2 / N, as in lindermanlab/S5 with its default
+    C_init, trunc_standard_normal.
     """
 
     def __init__(self, settings: S5Settings, size: Size) -> None:
@@ -63,24 +66,28 @@ class JointStateSpace(nn.Module):
         self.frequency = nn.Parameter(frequency)
         # The public code draws B real and C with real and imaginary parts, each number of variance 1 / state (jax's
         # lecun_normal takes the state for the inputs of both), and turns them into the basis of the eigenvectors, of
-        # which one of each pair is kept. That basis is unitary, so that what comes out is complex normal.
+        # which one of each pair is kept. That basis is unitary, so the result is complex normal.
         b = torch.randn(pairs, size.width, dtype=torch.complex64) / math.sqrt(settings.state_size)
         c = torch.randn(size.width, pairs, dtype=torch.complex64) * math.sqrt(2 / settings.state_size)
         self.b, self.c = (nn.Parameter(torch.view_as_real(each)) for each in (b, c))
         learn_slowly(self.log_dt, self.log_decay, self.frequency, self.b)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The parameters, as `build_system` takes them."""
+        """Return the parameters in the order of `build_system`."""
         return self.log_dt, self.log_decay, self.frequency, self.b, self.c
 
 
 def build_system(
     log_dt: Tensor, log_decay: Tensor, frequency: Tensor, b: Tensor, c: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one layer's parameters, or of several layers' with an axis in front: x_t = Abar x_{t-1} + u Bbar, y = x C.
+    """Return Abar, Bbar and C of one layer, or of several stacked on a first axis.
 
-    Abar (M, 2) is diagonal, Bbar (D, N) and C (N, D) act on rows of numbers. Discretized by zero-order hold (equation 6
-    of the paper), in float64.
+        x_t = Abar x_{t-1} + u Bbar,  y = x C
+
+    Abar (M, 2) is diagonal; Bbar (D, N) and C (N, D) act on rows of numbers. Discretized by zero-order hold, in
+    float64.
+
+    Source: Equation 6 of the S5 paper.
     """
     dtype = wide(c.dtype)
     dt, decay, frequency, b, c = (each.double() for each in (log_dt, log_decay, frequency, b, c))
@@ -96,7 +103,7 @@ def build_system(
 
 
 class JointSystems(kernels.Systems):
-    """One system a layer, whose states are (B, N)."""
+    """One system per layer, with states (B, N)."""
 
     def convolve(self, layer: int, u: Tensor, resets: kernels.Resets | None = None) -> Tensor:
         return self._run(layer, u, None, resets)[0]
@@ -140,5 +147,5 @@ def _operators(*parts: Any, length: int) -> tuple[Tensor, ...]:
 
 
 def _pairs(x: Tensor) -> Tensor:
-    """N numbers (..., N) as M complex ones (..., M, 2)."""
+    """Return N numbers (..., N) as M complex ones (..., M, 2)."""
     return x.unflatten(-1, (-1, 2))

@@ -61,7 +61,9 @@ def play(
     context = open_context(run, preset, changes, create=False, quiet=quiet)
     source: Literal["real", "imagination"] = "imagination" if imagination else "real"
     seed = context.settings.seed
-    film = stage(context, source=source, out=out, controller=controller, seed=seed, actions=actions, known=known)
+    film = stage(
+        context, source=source, out=out, controller=controller, seed=seed, actions=actions, context_frames=known
+    )
     if as_json:
         emit_json({"path": str(film.path), "frames": film.frames, "return": film.total, "ended": film.ended})
     else:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from wmcli.config.migrations import EARLIER, earlier_identities
+from wmcli.config.migrations import EARLIER, earlier_identities, earlier_names
 from wmcli.config.sections import Section
+from wmcli.config.tables import flat, unflat
 
 
 class Identity:
@@ -41,13 +42,32 @@ class Identity:
         return cls(now, earlier_identities(values, changed), sections)
 
     @classmethod
+    def of_acting(cls, values: Mapping[str, Any], changed: Mapping[str, Any], keys: Collection[str]) -> Identity:
+        """Build the identity of acting.
+
+        Args:
+            values: All values of the sections `dynamics` and `controller`.
+            changed: Those that are not at their defaults.
+            keys: Keys, `section.key`, that count when they act.
+        """
+
+        def part(identity: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+            return unflat({key: value for key, value in flat(identity).items() if key in names})
+
+        names = zip(*(earlier_names(key) for key in keys), strict=True) if keys else [()] * len(EARLIER)
+        spelled = zip(earlier_identities(values, changed), names, strict=True)
+        *earlier, first = [part(identity, of_schema) for identity, of_schema in spelled]
+        # Schema 1 had the settings of a search under a name of their own, and those of dynamics without a section.
+        first = {"search": first["controller"]} if "controller" in first else first.get("dynamics", {})
+        sections = dict.fromkeys(key.partition(".")[0] for key in keys)
+        return cls({"acting": part(changed, keys)}, [*({"acting": each} for each in earlier), first], sections)
+
+    @classmethod
     def of_part(cls, name: str, part: Section, *, without: Collection[str] = ()) -> Identity:
         """Build the identity of a group of settings, under a name, without some of its keys."""
-        now, all_values = part.changed(), part.plain()
-        values = {name: {key: now[key] for key in now if key not in without}}
-        return cls(
-            values, [{name: {key: all_values[key] for key in all_values if key not in without}} for _ in EARLIER]
-        )
+        now = {key: value for key, value in part.changed().items() if key not in without}
+        complete = {key: value for key, value in part.plain().items() if key not in without}
+        return cls({name: now}, [{name: now}] * (len(EARLIER) - 1) + [{name: complete}])
 
     def __or__(self, more: Mapping[str, Any] | Identity) -> Identity:
         other = more if isinstance(more, Identity) else Identity(more)

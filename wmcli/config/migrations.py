@@ -4,9 +4,12 @@ The settings of a run and of an artifact carry the number of the schema that the
 there to `SCHEMA`. `earlier_identities` leads back: a job is known by a digest of its settings, and an artifact of an
 earlier version is recognized by the digest that this version took.
 
-To rename or move a key: raise `SCHEMA`, add a `Schema` to `EARLIER` with both directions, and keep the defaults of the
-schema that ends in `schema_N.json` beside this file. To add a key or to change what a key at its default does, see
-`Section.changed` and the `REVISION` of the stages.
+`schema_N.json` holds the defaults of schema N. A job's settings at their defaults are left out of its identity, so:
+
+- To add a key: give it a default that changes nothing, and run `python -m wmcli.settings.freeze`.
+- To rename a key or to change a default: raise `SCHEMA`, add `renamed(N, {"old.key": "new.key"})` to `EARLIER` for the
+  schema N that ends (with an empty table for a default alone), and run `python -m wmcli.settings.freeze`.
+- To change the results of a stage under the same settings: raise its number in `wmcli.artifacts.job.REVISIONS`.
 
 Schema 1 (wm 0.1.0): jobs were known by all values of whole sections, every backbone's settings included.
 """
@@ -36,9 +39,63 @@ class Schema(NamedTuple):
     """From its values to those of the schema after it."""
     upgrade_key: Callable[[str], str]
     """From a key, `section.key`, to that of the schema after it."""
-    identity: Callable[[Values, Values], dict[str, Any]]
-    """From all values of the schema after it, and those that are not at their defaults, to the values by which its
-    version knew a job."""
+    downgrade: Callable[[Values], dict[str, Any]]
+    """From complete values of some sections, in the schema after it, to its own."""
+    downgrade_key: Callable[[str], str]
+    """From a key of the schema after it to its own."""
+    identity: Callable[[Values], dict[str, Any]]
+    """From complete values to those by which its version knew a job."""
+
+
+@functools.cache
+def frozen_defaults(schema: int) -> dict[str, Any]:
+    """Return `schema_N.json`: each key's default by the kinds that have it, `{"backbone.heads": {"retnet": 4, ...}}`.
+
+    Kinds of nested sections are joined by a space. That of schema 1 has another form, see below.
+    """
+    text = resources.files("wmcli.config").joinpath(f"schema_{schema}.json").read_text(encoding="utf-8")
+    defaults: dict[str, Any] = json.loads(text)
+    return defaults
+
+
+def changed_since(schema: int, values: Values) -> dict[str, Any]:
+    """Return the complete `values` of some sections without those at their defaults in a schema.
+
+    Equals `Section.changed` of the version that wrote the schema.
+    """
+    defaults, table = frozen_defaults(schema), flat(values)
+    changed = {}
+    for key, value in table.items():
+        sections = key.split(".")[:-1]
+        above = (".".join([*sections[: depth + 1], "kind"]) for depth in range(len(sections)))
+        kinds = [table[each] for each in above if each in table]
+        by_kind = defaults.get(key, {})
+        named = (" ".join(kinds[:depth]) for depth in range(len(kinds), -1, -1))
+        kind = next((each for each in named if each in by_kind), None)
+        if key.endswith(".kind") or kind is None or value != by_kind[kind]:
+            changed[key] = value
+    return unflat(changed)
+
+
+def renamed(schema: int, names: Mapping[str, str]) -> Schema:
+    """Build the schema that ended with some keys renamed, or with other defaults.
+
+    Args:
+        schema: Its number.
+        names: From its keys to those of the schema after it.
+    """
+    back = {new: old for old, new in names.items()}
+
+    def rename(values: Values, names: Mapping[str, str]) -> dict[str, Any]:
+        return unflat({names.get(key, key): value for key, value in flat(values).items()})
+
+    return Schema(
+        upgrade=lambda values: rename(values, names),
+        upgrade_key=lambda key: names.get(key, key),
+        downgrade=lambda values: rename(values, back),
+        downgrade_key=lambda key: back.get(key, key),
+        identity=lambda values: changed_since(schema, values),
+    )
 
 
 # -- schema 1 ---------------------------------------------------------------------------------------------------------
@@ -107,20 +164,16 @@ BACKBONES_1 = {
 """The section that each backbone had in schema 1, and the backbone's name."""
 
 
-@functools.cache
-def _defaults_1() -> dict[str, Any]:
-    """Return the defaults of schema 1 by section; of `tokenizer`, `dynamics` and `controller` by kind."""
-    text = resources.files("wmcli.config").joinpath("schema_1.json").read_text(encoding="utf-8")
-    defaults: dict[str, Any] = json.loads(text)
-    return defaults
-
-
 def _upgrade_key_1(key: str) -> str:
     section, _, rest = key.partition(".")
     kind, _, own = rest.partition(".")
     if section == "backbone" and own and kind in BACKBONES_1:
         return f"backbone.{RENAMED_OF_BACKBONES.get(own, own)}"
     return RENAMED.get(key, key)
+
+
+def _downgrade_key_1(key: str) -> str:
+    return next((old for old, new in RENAMED.items() if new == key), key)
 
 
 def _upgrade_1(values: Values) -> dict[str, Any]:
@@ -139,13 +192,13 @@ def _upgrade_1(values: Values) -> dict[str, Any]:
 
 def _upgrade_backbone(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section of the chosen backbone, and those of others that are not at their defaults as alternatives."""
-    kind = table.get("name", _defaults_1()["backbone"]["name"])
+    kind = table.get("name", frozen_defaults(1)["backbone"]["name"])
     backbone = {key: value for key, value in table.items() if key not in BACKBONES_1 and key != "name"}
     alternatives = {}
     for section, own in table.items():
         if section not in BACKBONES_1 or not isinstance(own, Mapping):
             continue
-        defaults = flat(_defaults_1()["backbone"].get(section, {}))
+        defaults = flat(frozen_defaults(1)["backbone"].get(section, {}))
         chosen = BACKBONES_1[section] == kind
         kept = {key: each for key, each in flat(own).items() if chosen or each != defaults.get(key)}
         renamed = unflat({RENAMED_OF_BACKBONES.get(key, key): each for key, each in kept.items()})
@@ -157,29 +210,30 @@ def _upgrade_backbone(table: Mapping[str, Any]) -> dict[str, Any]:
     return upgraded | ({"alternatives": {"backbone": alternatives}} if alternatives else {})
 
 
-def _identity_1(values: Values, changed: Values) -> dict[str, Any]:
-    identity = {}
+def _downgrade_1(values: Values) -> dict[str, Any]:
+    """Return the values in schema 1's spelling, without keys that came later and are at their defaults."""
+    changed = flat(changed_since(2, values))
+    values_back = {key: {new: old for old, new in words.items()} for key, words in RENAMED_VALUES.items()}
+    downgraded: dict[str, Any] = {}
     for section, table in values.items():
         if section == "backbone":
-            identity[section] = _downgrade_backbone(table, values.get("alternatives", {}).get("backbone", {}))
-        elif isinstance(table, Mapping) and section in _defaults_1():
-            defaults = _defaults_1()[section]
+            downgraded[section] = _downgrade_backbone(table, values.get("alternatives", {}).get("backbone", {}))
+        elif section in frozen_defaults(1):
+            defaults = frozen_defaults(1)[section]
             defaults = flat(defaults.get(table["kind"], {}) if "kind" in table else defaults)
-            back = {new: old for old, new in RENAMED.items() if old in {f"{section}.{key}" for key in defaults}}
-            values_back = {key: {new: old for old, new in words.items()} for key, words in RENAMED_VALUES.items()}
+            old_names = {RENAMED.get(f"{section}.{key}", f"{section}.{key}"): key for key in defaults}
             kept = {}
-            for key, value in flat(table).items():
-                old = back.get(f"{section}.{key}", f"{section}.{key}").partition(".")[2]
-                if old in defaults or key in flat(changed.get(section, {})):  # else it came later and changes nothing
-                    kept[old] = _respelled(f"{section}.{key}", value, values_back)
-            identity[section] = unflat(kept)
-        else:
-            identity[section] = table
-    return identity
+            for key, value in flat({section: table}).items():
+                if key in old_names or key in changed:
+                    kept[old_names.get(key, key.partition(".")[2])] = _respelled(key, value, values_back)
+            downgraded[section] = unflat(kept)
+        elif section != "alternatives":
+            downgraded[section] = table
+    return downgraded
 
 
 def _downgrade_backbone(backbone: Mapping[str, Any], alternatives: Mapping[str, Any]) -> dict[str, Any]:
-    defaults = _defaults_1()["backbone"]
+    defaults = frozen_defaults(1)["backbone"]
     back = {new: old for old, new in RENAMED_OF_BACKBONES.items()}
     table: dict[str, Any] = {"name": backbone["kind"]}
     for section, kind in BACKBONES_1.items():
@@ -197,7 +251,7 @@ def _respelled(key: str, value: Any, words: Mapping[str, Mapping[str, str]]) -> 
 
 # -- all schemas ------------------------------------------------------------------------------------------------------
 
-EARLIER = (Schema(_upgrade_1, _upgrade_key_1, _identity_1),)
+EARLIER = (Schema(_upgrade_1, _upgrade_key_1, _downgrade_1, _downgrade_key_1, identity=dict),)
 """Schemas 1, 2, ... up to the one before `SCHEMA`."""
 
 
@@ -221,15 +275,29 @@ def earlier_identities(values: Values, changed: Values) -> list[dict[str, Any]]:
     """Return the values by which earlier versions of wm knew a job, the latest version first.
 
     Args:
-        values: All values of some sections, and the `alternatives`.
-        changed: Those of them that are not at their defaults.
+        values: All values of the sections that the job depends on, and the `alternatives`.
+        changed: Those that are not at their defaults.
     """
-    identities = []
-    for step in reversed(EARLIER):
-        identity = step.identity(values, changed)
-        identity.pop("alternatives", None)
-        identities.append(identity)
+    identities, written = [], dict(values)
+    at_default = set(flat(values)) - set(flat(changed))
+    for schema, step in reversed(list(enumerate(EARLIER, 1))):
+        written = step.downgrade(written)
+        at_default = {step.downgrade_key(key) for key in at_default}
+        if schema > 1:  # schema 1 sees to that itself
+            added = at_default - frozen_defaults(schema).keys()
+            kept = {key: value for key, value in flat(written).items() if key not in added}
+            written = unflat(kept)
+        identities.append(step.identity({key: value for key, value in written.items() if key != "alternatives"}))
     return identities
+
+
+def earlier_names(key: str) -> list[str]:
+    """Return the names of a key, `section.key`, in earlier schemas, the latest first."""
+    names = []
+    for step in reversed(EARLIER):
+        key = step.downgrade_key(key)
+        names.append(key)
+    return names
 
 
 def new_name(key: str) -> str | None:

@@ -1,19 +1,20 @@
 """Playing on real frames, as collection and evaluation do, and on imagined ones.
 
+An `Agent` joins a world model, which turns frames into features, and a controller, which decides. It draws from its own
+generator on the CPU. So playing does not disturb the randomness of training, and draws the same on every device.
+
 E environments side by side, T time (frames), H W C image, A actions.
-An `Agent` joins a world model, which turns frames into what the controller sees, and a controller, which decides. Its
-random numbers come from its own generator on the CPU, so that playing leaves the randomness of training alone and draws
-the same on every device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from wmcli.controllers.base import Controller, SearchSummary, State
 from wmcli.errors import ArtifactError
@@ -22,12 +23,18 @@ from wmcli.world_models.base import Imagined, WorldModel
 
 
 class Agent:
-    """Plays with a controller in `environments` rows; satisfies `wmcli.controllers.base.Actor`.
+    """Plays with a controller in several environments; satisfies `wmcli.controllers.base.Actor`.
 
-    Actions are sampled from softmax(logits / `temperature`), the likeliest taken at temperature 0, and replaced by a
-    uniformly random one with probability `epsilon`; with `explore` a search explores as well. The world model is always
-    told the action that was executed. So is the controller, unless `feed_executed_action` is off: then it is told its
-    own choice before the replacement, as in the public code leor-c/REM. `generator` is on the CPU.
+    Args:
+        world_model: In eval mode.
+        controller: Decides on the features of the world model.
+        environments: E.
+        temperature: Actions are sampled from softmax(logits / temperature); at 0 the likeliest is taken.
+        epsilon: Probability of replacing the action by a uniformly random one.
+        explore: Let a search explore as well.
+        feed_executed_action: Tell the controller the executed action, as the world model always is. Else it is told its
+            choice before the replacement, as in the public code leor-c/REM.
+        generator: On the CPU.
     """
 
     def __init__(
@@ -53,7 +60,7 @@ class Agent:
         self.generator = generator
         self.device = next(chain(controller.parameters(), world_model.parameters())).device
         self.remembers = max(world_model.remembers, controller.remembers)
-        """Frames of a running episode, or game, that `burn_in` should be given."""
+        """Frames of a running episode, or game, that `burn_in` needs."""
         self.across_ends = world_model.across_ends
         self._state: State = controller.initial_state(environments)
         self._world_state: State | None = None  # until the first frame
@@ -63,19 +70,19 @@ class Agent:
         self._search_summary: SearchSummary | None = None
 
     def act(self, observation: np.ndarray | Tensor, first: np.ndarray | Tensor) -> np.ndarray:
-        """Actions (E,) int64 for the current frames (E, H, W, C) uint8; rows with `first` True start from nothing."""
+        """Return actions (E,) int64 for frames (E, H, W, C) uint8; rows with `first` (E,) True start from nothing."""
         self.perceive(observation, first)
         return self.decide()
 
     @torch.no_grad()
     def perceive(self, observation: np.ndarray | Tensor, first: np.ndarray | Tensor) -> None:
-        """Take in the current frames, as `act` does, for `decide` to act on."""
+        """Take in the current frames, as `act` does, before `decide`."""
         self._perceive(self._put(observation), self._put(first) | self._fresh)
         self._fresh = torch.zeros_like(self._fresh)
 
     @torch.no_grad()
     def decide(self, instead: np.ndarray | None = None) -> np.ndarray:
-        """Actions (E,) int64 for what was perceived or imagined last; `instead` are taken in place of its own."""
+        """Return actions (E,) int64 for the last perceived or imagined frames; `instead` replaces them."""
         generator = self.generator if self.explore else None
         logits, state = self.controller.decide(self.world_model, self._world_state, self._state, generator)
         self._search_summary = self.controller.summarize_search(state)
@@ -92,7 +99,7 @@ class Agent:
 
     @torch.no_grad()
     def imagine(self) -> Imagined:
-        """Let the world model say what the last actions bring, instead of an environment; `decide` acts on it next.
+        """Take the last actions in the world model instead of an environment; `decide` acts on the result.
 
         Draws with torch's global generator.
         """
@@ -101,11 +108,11 @@ class Agent:
 
     @torch.no_grad()
     def frame(self) -> np.ndarray:
-        """What was perceived or imagined last, as the world model draws it, (E, H, W, C) uint8."""
+        """Return the last perceived or imagined frames as the world model decodes them, (E, H, W, C) uint8."""
         return self.world_model.frame(self._world_state).cpu().numpy()
 
     def summarize_search(self) -> dict[str, np.ndarray]:
-        """Return policy (E, A) and value (E,) of the search in the last `act`. Empty if it did not search."""
+        """Return policy (E, A) and value (E,) of the search behind the last `act`; empty without a search."""
         if self._search_summary is None:
             return {}
         return {name: value.cpu().numpy() for name, value in self._search_summary._asdict().items()}
@@ -114,18 +121,19 @@ class Agent:
     def burn_in(
         self, observation: np.ndarray | Tensor, action: np.ndarray | Tensor, valid: np.ndarray | Tensor
     ) -> None:
-        """Start anew and go over the last frames of the running episodes, or with `across_ends` games, before the
-        frames that `act` gets next.
+        """Start anew from the last frames of the running episodes, or with `across_ends` games, before the next `act`.
 
-        `observation` (E, T, H, W, C) uint8, `action` (E, T) taken on them, `valid` (E, T) False left of the first real
-        frame. A row without real frames is at the start of one.
+        Args:
+            observation: (E, T, H, W, C) uint8, left-padded.
+            action: (E, T), taken on these frames.
+            valid: (E, T) bool, False in padding. A row without real frames is at the start of an episode.
         """
-        assert (valid[:, :-1] <= valid[:, 1:]).all(), "real frames stand at the end of a row"
+        assert (valid[:, :-1] <= valid[:, 1:]).all(), "real frames are at the end of a row"
         observation, action, valid = self._put(observation), self._put(action), self._put(valid)
         self._world_state = None
         self.reset_rows(torch.ones_like(self._fresh))
         for t in range(valid.shape[1]):
-            # rows still in their padding are kept at the start: their frames leave no trace
+            # rows in their padding stay at the start: their frames leave no trace
             self._perceive(observation[:, t], self._fresh)
             self._state = self.controller.burn_in(self.world_model, self._world_state, action[:, t], self._state)
             self._previous_action = action[:, t].clone()
@@ -136,7 +144,7 @@ class Agent:
         self._fresh = self._fresh | self._put(rows)
 
     def state(self) -> dict[str, Tensor]:
-        """All that changes while playing, as flat tensors for a checkpoint; the generator included."""
+        """Return all that changes while playing, the generator included, as flat tensors for a checkpoint."""
         tensors = {
             "generator": self.generator.get_state(),
             "fresh": self._fresh,
@@ -150,16 +158,17 @@ class Agent:
 
     @torch.no_grad()
     def load(self, state: dict[str, Tensor]) -> None:
-        """Go on exactly where `state` was taken, with the same weights and number of environments.
+        """Resume exactly where `state` was returned, with the same weights and number of environments.
 
-        Raises ArtifactError for a state of another form, which another version of wm left.
+        Raises:
+            ArtifactError: The state has another form, that of another version of wm.
         """
         self._fresh = self._put(state["fresh"])
         self._previous_action = self._put(state["previous_action"])
         self._state = self._rebuilt(self._state, state, "controller")
         self._world_state = None
         if "frame_shape" in state:
-            # a perceived black frame gives the tree into which the saved tensors go
+            # a perceived black frame gives the tree for the saved tensors
             self._frame_shape = tuple(state["frame_shape"].tolist())
             black = torch.zeros(len(self._fresh), *self._frame_shape, dtype=torch.uint8, device=self.device)
             template = self.world_model.perceive(
@@ -167,7 +176,7 @@ class Agent:
                 black,
                 torch.zeros_like(self._previous_action),
                 torch.ones_like(self._fresh),
-                generator=torch.Generator(),  # what it draws is thrown away
+                generator=torch.Generator(),  # its draws are not used
             )
             self._world_state = self._rebuilt(template, state, "world_model")
         self.generator.set_state(state["generator"].cpu())
@@ -188,16 +197,18 @@ class Agent:
 
     def _rebuilt(self, template: State, saved: dict[str, Tensor], name: str) -> State:
         count = sum(key.startswith(f"{name}/") for key in saved)
-        if count != sum(1 for _ in _leaves(template)):
+        if count != len(_leaves(template)):
             raise ArtifactError(
                 f"the checkpoint holds the state of another {name.replace('_', ' ')}, or one that an older wm saved:"
                 " add --fresh to begin this piece of work again."
             )
-        return _filled(template, iter([self._put(saved[f"{name}/{index}"]) for index in range(count)]))
+        places, tree = tree_flatten(template)
+        tensors = iter([self._put(saved[f"{name}/{index}"]) for index in range(count)])
+        return tree_unflatten([None if place is None else _like(place, next(tensors)) for place in places], tree)
 
 
 class UniformAgent:
-    """Plays uniformly random actions; satisfies `wmcli.controllers.base.Actor`. `generator` is on the CPU."""
+    """Plays uniformly random actions; satisfies `wmcli.controllers.base.Actor`. The generator is on the CPU."""
 
     across_ends = False
 
@@ -208,59 +219,35 @@ class UniformAgent:
         self.generator = generator
 
     def act(self, observation: np.ndarray | Tensor, first: np.ndarray | Tensor) -> np.ndarray:
-        """Random actions (E,) int64, whatever the frames."""
+        """Return random actions (E,) int64, whatever the frames."""
         return torch.randint(self.actions, (self.environments,), generator=self.generator).numpy()
 
     def summarize_search(self) -> dict[str, np.ndarray]:
-        """Return nothing: nobody searched."""
+        """Return nothing: there is no search."""
         return {}
 
     def burn_in(
         self, observation: np.ndarray | Tensor, action: np.ndarray | Tensor, valid: np.ndarray | Tensor
     ) -> None:
-        """Nothing is remembered."""
+        """Do nothing: it remembers nothing."""
 
     def reset_rows(self, rows: np.ndarray | Tensor) -> None:
-        """Nothing is remembered."""
+        """Do nothing: it remembers nothing."""
 
     def state(self) -> dict[str, Tensor]:
-        """The generator's state."""
+        """Return the generator's state."""
         return {"generator": self.generator.get_state()}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Go on exactly where `state` was taken."""
+        """Resume exactly where `state` was returned."""
         self.generator.set_state(state["generator"].cpu())
 
 
-# -- trees of tensors ---
+def _leaves(tree: State) -> list[Tensor]:
+    """Return the tensors of a nested tuple, list or dict in order, numbers as tensors; None is an empty place."""
+    return [torch.as_tensor(leaf) for leaf in tree_flatten(tree)[0] if leaf is not None]
 
 
-def _leaves(tree: State) -> Iterator[Tensor]:
-    """What a nested tuple, list or dict holds, in order: tensors, and numbers as tensors. None is an empty place."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, bool | int | float):
-        yield torch.tensor(tree)
-    elif isinstance(tree, dict):
-        for branch in tree.values():
-            yield from _leaves(branch)
-    elif tree is not None:
-        assert isinstance(tree, tuple | list), type(tree)
-        for branch in tree:
-            yield from _leaves(branch)
-
-
-def _filled(tree: State, leaves: Iterator[Tensor]) -> State:
-    """A tree shaped like `tree` that holds `leaves`, in the order of `_leaves`."""
-    if isinstance(tree, Tensor):
-        return next(leaves)
-    if isinstance(tree, bool | int | float):
-        return next(leaves).item()
-    if isinstance(tree, dict):
-        return {key: _filled(branch, leaves) for key, branch in tree.items()}
-    if tree is None:
-        return None
-    branches = [_filled(branch, leaves) for branch in tree]
-    if hasattr(tree, "_fields"):  # a NamedTuple takes its fields one by one
-        return type(tree)(*branches)
-    return type(tree)(branches)
+def _like(place: Tensor | bool | int | float, saved: Tensor) -> Any:
+    """Return a saved tensor, as a number where the place holds one."""
+    return saved if isinstance(place, Tensor) else saved.item()

@@ -58,7 +58,7 @@ def _walk(prefix: str, kind: str, section: type[Section]) -> Iterator[Setting]:
         if not sections:
             yield _setting(prefix + name, kind, field)
         for each in sections:
-            own = str(each.model_fields["kind"].default) if "kind" in each.model_fields else ""
+            own = str(each.model_fields["kind"].default) if len(sections) > 1 else ""
             yield from _walk(f"{prefix}{name}.", " ".join(filter(None, (kind, own))), each)
 
 

@@ -13,8 +13,8 @@ from wmcli.settings.tree import Settings
 def resolve(preset: str, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None) -> Settings:
     """Return the settings of a preset with overrides laid on top.
 
-    An override that changes the `kind` of a section starts that section from the defaults of the new kind, from what
-    `alternatives` say of it, and from the keys that all kinds share.
+    An override that changes the `kind` of a section starts that section from the defaults of the new kind, from its
+    `alternatives`, and from the keys that all kinds share. Overrides of its keys come after it in any order.
 
     Args:
         preset: Name, or path of a TOML file.
@@ -26,8 +26,8 @@ def resolve(preset: str, overrides: Sequence[str] = (), base: Mapping[str, Any] 
     """
     values = dict(base) if base is not None else preset_values(preset)
     where = f"preset {preset}"
-    for text in overrides:
-        path, value = parse_override(text)
+    given = [(text, *parse_override(text)) for text in overrides]
+    for text, path, value in sorted(given, key=lambda each: each[1][-1] != "kind"):  # a kind first, then its keys
         if (name := new_name(".".join(path))) is not None:
             raise UsageError(f"--set {text}: {'.'.join(path)} is called {name} since wm 0.2.0.")
         values = lay_over(values, nested(path, value))

@@ -9,7 +9,6 @@ from pydantic import Field, Tag, field_validator, model_validator
 from wmcli.backbones import AnyBackbone, BackboneSettings
 from wmcli.backbones.retnet import RetNetSettings
 from wmcli.config import DEFAULT_KINDS, Identity, Section, chosen_by_kind, lay_over, validate
-from wmcli.config.migrations import RENAMED
 from wmcli.controllers.actor_critic import ActorCriticSettings
 from wmcli.controllers.mcts import MCTSSettings
 from wmcli.controllers.reinforce import ReinforceSettings
@@ -156,13 +155,13 @@ class Settings(Section):
         return Identity.of_sections(chosen, {name: changed[name] for name in sections if name in changed}, sections)
 
     def acting_identity(self) -> Identity:
-        """Return the values that playing is known by, beside the controller's artifact: those of `acting`."""
-        values, earlier = {}, {}
-        for name, keys in (("dynamics", self.dynamics.acting_keys), ("controller", self.controller.acting_keys)):
-            section: Section = getattr(self, name)
-            values[name] = {key: value for key, value in section.changed().items() if key in keys}
-            of_schema_1 = {new.partition(".")[2]: old.partition(".")[2] for old, new in RENAMED.items() if name in new}
-            earlier[name] = {of_schema_1.get(key, key): value for key, value in section.plain().items() if key in keys}
+        """Return the values that playing is known by, beside the controller's artifact: those of `acting`.
+
+        Where the controller searches, the settings of the search stand for both.
+        """
+        plain, changed = self.plain(), self.changed()
+        keys = [f"{name}.{key}" for name, values in self.acting.items() for key in values]
         if self.controller.searches:
-            return Identity({"acting": values}, [{"search": earlier["controller"]}], ["controller"])
-        return Identity({"acting": values}, [earlier["dynamics"]], ["dynamics"])
+            keys = [key for key in keys if key.startswith("controller.")]
+        both = ("dynamics", "controller")
+        return Identity.of_acting({name: plain[name] for name in both}, {name: changed[name] for name in both}, keys)

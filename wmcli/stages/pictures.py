@@ -1,4 +1,4 @@
-"""Films of an episode; real frames beside imagined ones from the same start, under the same actions; learned priors."""
+"""Pictures: films of episodes, open-loop predictions beside real frames, and learned attention priors."""
 
 from __future__ import annotations
 
@@ -29,18 +29,21 @@ from wmcli.settings import Settings
 from wmcli.world_models.base import WorldModel
 from wmcli.world_models.open_loop import open_loop
 
-EPISODES = 3  # shown under each other
-STEPS = 24  # imagined at most
-HOLD = 10  # frames for which a film shows its end, before it begins again
+EPISODES = 3  # one below the other
+STEPS = 24  # most imagined steps
+HOLD = 10  # frames for which a film shows its end before it repeats
 
 Ending = Literal["terminated", "time limit", "cut"]
-"""How an episode ends in a film; "cut" where it went on."""
+"""How a film ends; "cut" where the episode continued."""
 LISTS = ("frames", "actions", "rewards", "policies", "values")
-"""What a film has for every frame."""
+"""Lists of a film with one entry a frame."""
 
 
 class SideBySide(NamedTuple):
-    """Frames (T, H, W, 3) uint8, episodes under each other; before `context` the right side is reconstruction."""
+    """Real and imagined frames (T, H, W, 3) uint8, episodes one below the other.
+
+    Before `context` the imagined side is reconstruction.
+    """
 
     real: np.ndarray
     imagined: np.ndarray
@@ -49,28 +52,28 @@ class SideBySide(NamedTuple):
 
 @dataclass
 class Film:
-    """An episode of one environment, an entry of each list for every frame that was acted on."""
+    """An episode of one environment; each list has one entry for every frame that was acted on."""
 
     frames: list[np.ndarray] = field(default_factory=list)
     """(H, W, 3) uint8."""
     actions: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     policies: list[np.ndarray] = field(default_factory=list)
-    """(A,): what share of a search went to each action, if there was one."""
+    """(A,): visit shares of the actions, if there was a search."""
     values: list[float] = field(default_factory=list)
-    """What it found the frame to be worth."""
+    """Value of the frame by the search."""
     outcome: np.ndarray | None = None
     """(H, W, 3) uint8: the frame that the last action led to."""
     ended: Ending | None = None
-    """None until `end` was called."""
+    """None until `end` is called."""
 
     @property
     def total(self) -> float:
-        """The return, so far."""
+        """Return the sum of rewards so far."""
         return sum(self.rewards)
 
     def add(self, frame: np.ndarray, action: int, reward: float, searched: Mapping[str, np.ndarray]) -> None:
-        """A frame, what was done in it and what that brought; of a search, whose row is the first, what it found."""
+        """Add a frame, its action and reward, and policy (1, A) and value (1,) of a search if there was one."""
         assert self.ended is None, "the film has ended"
         self.frames.append(frame)
         self.actions.append(int(action))
@@ -80,7 +83,7 @@ class Film:
             self.values.append(float(searched["value"][0]))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """All of it for a checkpoint, as far as there is any."""
+        """Return all entries for a checkpoint, without empty lists."""
         lists = {name: np.array(getattr(self, name)) for name in LISTS if getattr(self, name)}
         if self.outcome is None or self.ended is None:
             return lists
@@ -88,7 +91,7 @@ class Film:
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray]) -> Film:
-        """The film that gave these `arrays`."""
+        """Build the film that returned these `arrays`."""
         film = cls()
         for name in LISTS:
             if name in arrays:
@@ -99,11 +102,11 @@ class Film:
         return film
 
     def end(self, frame: np.ndarray, how: Ending) -> None:
-        """Close the film with the frame that the last action led to, of an episode that ended or goes on ("cut")."""
+        """Close the film with the frame that the last action led to."""
         self.outcome, self.ended = frame, how
 
-    def told(self, meanings: Sequence[str] | None) -> tuple[list[np.ndarray], list[str]]:
-        """All frames, the outcome at the end, and their captions. `meanings` are the actions' names."""
+    def with_captions(self, meanings: Sequence[str] | None) -> tuple[list[np.ndarray], list[str]]:
+        """Return all frames, the outcome last, and their captions. `meanings` are the names of the actions."""
         captions = play_captions(self.actions, self.rewards, meanings, self.values)
         if self.outcome is None:
             return list(self.frames), captions
@@ -112,8 +115,8 @@ class Film:
         return [*self.frames, self.outcome], [*captions, f"{how}\nreturn{so_far} {short_number(self.total)}"]
 
     def drawn(self, meanings: Sequence[str] | None) -> np.ndarray:
-        """(T, H', W', 3) uint8: all of it under the frames, the outcome `HOLD` times."""
-        shown, captions = self.told(meanings)
+        """Draw the film (T, H', W', 3) uint8, captions below the frames; the outcome is held for `HOLD` frames."""
+        shown, captions = self.with_captions(meanings)
         frames = np.stack(shown)
         if self.policies:
             nobody = [] if self.outcome is None else [np.zeros_like(self.policies[0])]
@@ -123,18 +126,18 @@ class Film:
 
 @dataclass
 class Dream:
-    """An episode that was acted in imagination, beside the real one under the same actions."""
+    """An imagined episode beside the real one under the same actions."""
 
     context: int
-    """So many frames, the first, were given to the model."""
+    """Real frames that the model observed."""
     real: Film = field(default_factory=Film)
-    """As long as the imagined episode, or shorter where it ended before."""
+    """As long as the imagined episode, or shorter if it ended before."""
     imagined: Film = field(default_factory=Film)
 
     def drawn(self, meanings: Sequence[str] | None) -> np.ndarray:
-        """(T, H', W', 3) uint8: real left, imagined right; an episode that is over stands still."""
-        real, left = self.real.told(meanings)
-        imagined, right = self.imagined.told(meanings)
+        """Draw the film (T, H', W', 3) uint8: real left, imagined right. An episode that has ended stands still."""
+        real, left = self.real.with_captions(meanings)
+        imagined, right = self.imagined.with_captions(meanings)
         over = None if self.real.ended in (None, "cut") else len(self.real.frames)
         rest = len(imagined) - len(real)
         movie = side_by_side(
@@ -148,22 +151,23 @@ class Dream:
 
 
 def ending(after: Transition, environment: int = 0) -> Ending | None:
-    """How a step ended the episode of one environment; None where it goes on."""
+    """Return how a step ended the episode of one environment, None if it continues."""
     if after.terminated[environment]:
         return "terminated"
     return "time limit" if after.truncated[environment] else None
 
 
 def _held(movie: np.ndarray, ended: Ending | None) -> np.ndarray:
-    """The movie (T, ...), with its last frame for longer if that is its end."""
+    """Return the movie (T, ...) with its last frame held if the episode has ended."""
     return movie if ended is None else np.concatenate((movie, movie[-1:].repeat(HOLD - 1, 0)))
 
 
 @torch.no_grad()
 def imagined_beside_real(world_model: WorldModel, replay: Replay, context: int) -> SideBySide | None:
-    """Imagine the newest episodes of the experience from their first `context` frames, with the actions taken.
+    """Imagine the newest episodes of the experience from their first `context` frames, under the actions taken.
 
-    None when no episode is long enough to imagine one step, or when the model makes no pictures.
+    Returns:
+        The frames, or None if no episode is long enough for one step or the model decodes nothing.
     """
     starts, lengths = replay.episodes.start, replay.episodes.length
     longest = np.flatnonzero(lengths > context)[-50:]
@@ -200,7 +204,7 @@ def _stack(frames: Tensor) -> np.ndarray:
 
 
 def write_side_by_side(folder: Path, pictures: SideBySide | None) -> None:
-    """`imagination.gif` (real left, imagined right) and `imagination.png` (real above, imagined below)."""
+    """Write `imagination.gif` (real left, imagined right) and `imagination.png` (real above, imagined below)."""
     if pictures is None:
         return
     write_gif(
@@ -214,9 +218,15 @@ def write_side_by_side(folder: Path, pictures: SideBySide | None) -> None:
 
 
 def draw_priors(runs: Sequence[Run], settings: Settings, path: Path) -> None:
-    """The attention priors that these runs learned, over updates, as logged: of several runs their mean and spread.
+    """Plot the attention priors that runs learned, over updates, as logged: of several runs mean and spread.
 
-    `settings` say what they began with. Raises UsageError where there are none, or where the runs' do not match.
+    Args:
+        runs: At least one.
+        settings: Give the initial values.
+        path: Of the picture.
+
+    Raises:
+        UsageError: There are none, or those of the runs do not match.
     """
     logged = [_logged_priors(run) for run in runs]
     common = sorted(set.intersection(*(set(records) for records in logged)))
@@ -227,7 +237,7 @@ def draw_priors(runs: Sequence[Run], settings: Settings, path: Path) -> None:
 
 
 def _logged_priors(run: Run) -> dict[int, dict[str, list[list[float]]]]:
-    """By update, those of the same shape as the newest."""
+    """Return logged priors by update, those of the same shape as the newest."""
     records = {record["update"]: record["priors"] for record in run.history() if "priors" in record}
 
     def shapes(priors: dict[str, list[list[float]]]) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""`wm play`: a film of the trained agent in the real environment, or in its own imagination."""
+"""`wm play`: film the trained agent in the real environment, or in its own imagination."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from wmcli.stages.pictures import Dream, Ending, Film, ending
 from wmcli.training.device import derived_seed, isolated_randomness
 
 FPS = 10
-STEPS = 500  # filmed at most
+STEPS = 500  # most frames of a film
 
 
 class Filmed(NamedTuple):
-    """What was filmed: of a dream the imagined side."""
+    """Summary of a film; in imagination, of the imagined side."""
 
     path: Path
     frames: int
-    """That were acted on."""
+    """Frames that were acted on."""
     total: float
-    """The return, so far."""
+    """Return so far."""
     ended: Ending
 
 
@@ -41,25 +41,24 @@ def play(
     controller: str | None,
     seed: int,
     actions: str | None = None,
-    known: int | None = None,
+    context_frames: int | None = None,
 ) -> Filmed:
     """Film one episode to `out`.
 
     Args:
-        context: of the run.
-        source: "real" plays a test episode, and shows of a planner also what share of the search went to each action,
-            and the value it found. "imagination" plays the first frames, then acts in the world model until this
-            says that the episode ends. Beside it stands the real episode under the same actions.
-        out: a .gif or .mp4 file, outside of artifacts.
-        controller: a reference; None is the newest.
-        seed: of the environment and of all draws.
-        actions: numbers or names with commas between, taken one after the other instead of the controller's own, which
-            go on behind them.
-        known: real frames before imagination begins; None is as many as in training.
+        context: The run.
+        source: "real" plays a test episode; for a planner it also shows visit shares and value of the search.
+            "imagination" plays the first frames, then acts in the world model until this predicts an end. Beside it is
+            the real episode under the same actions.
+        out: A .gif or .mp4 file, outside of artifacts.
+        controller: Reference; None is the newest.
+        seed: Of the environment and of all draws.
+        actions: Numbers or names separated by commas, taken in turn before those of the controller.
+        context_frames: Real frames before imagination begins; None is as many as in training.
 
     Raises:
-        UsageError: an unknown action, a file that cannot be written, or a model that makes no pictures.
-        ArtifactError: no controller, or one of another environment.
+        UsageError: An uncontext_frames action, a file that cannot be written, or a model that decodes nothing.
+        ArtifactError: There is no controller, or it is of another environment.
     """
     check_animation(out)
     given = [] if actions is None else _numbers(actions, context.environment)
@@ -86,13 +85,13 @@ def play(
             film = _real(streams, agent, given)
             movie, about = film.drawn(meanings), _described(film)
         else:
-            known = known or world_model.context
-            dream = _imagined(streams, agent, given, known)
+            context_frames = context_frames or world_model.context
+            dream = _imagined(streams, agent, given, context_frames)
             film, movie = dream.imagined, dream.drawn(meanings)
-            if dream.context < known:
+            if dream.context < context_frames:
                 context.progress.say(
-                    f"play: the real episode was over after {dream.context} of the {known} frames that imagination"
-                    " was to start from; give fewer with --context"
+                    f"play: the real episode was over after {dream.context} of the {context_frames} frames before"
+                    " imagination; give fewer with --context"
                 )
             about = f"imagined from frame {dream.context} on: {_described(film)}; in reality: {_described(dream.real)}"
         streams.close()
@@ -117,7 +116,7 @@ def _real(streams: Streams, agent: Agent, given: list[int]) -> Film:
 
 
 def _imagined(streams: Streams, agent: Agent, given: list[int], context: int) -> Dream:
-    """Imagine from frame `context` on, or from the end of the real episode if that comes before."""
+    """Imagine from frame `context` on, or from the end of the real episode if it comes earlier."""
     dream = Dream(context=0)
     real, imagined = dream.real, dream.imagined
     while imagined.ended is None:
@@ -139,7 +138,7 @@ def _imagined(streams: Streams, agent: Agent, given: list[int], context: int) ->
         step = agent.imagine()
         imagined.add(shown, action[0], float(step.reward), {})
         if step.terminated:
-            imagined.end(shown, "terminated")  # no frame is learned behind an end, so none is imagined
+            imagined.end(shown, "terminated")  # models learn no frame behind an end
         elif len(imagined.frames) == STEPS:
             imagined.end(agent.frame()[0], "cut")
     if real.ended is None:
@@ -148,11 +147,12 @@ def _imagined(streams: Streams, agent: Agent, given: list[int], context: int) ->
 
 
 def _next(given: list[int], frame: int) -> np.ndarray | None:
-    """The action that was given for a frame, (1,) int64; None where it is left to the controller."""
+    """Return the given action of a frame, (1,) int64, None where the controller decides."""
     return np.array([given[frame]]) if frame < len(given) else None
 
 
 def _numbers(actions: str, environment: dict[str, Any]) -> list[int]:
+    """Parse actions given by number or name."""
     names = [name.casefold() for name in environment.get("action_meanings", [])]
     count = environment["actions"]
     numbers = []
@@ -162,15 +162,17 @@ def _numbers(actions: str, environment: dict[str, Any]) -> list[int]:
         elif word.isdecimal() and int(word) < count:
             numbers.append(int(word))
         else:
-            known = ", ".join(f"{number} {name}" for number, name in enumerate(environment.get("action_meanings", [])))
+            choices = ", ".join(
+                f"{number} {name}" for number, name in enumerate(environment.get("action_meanings", []))
+            )
             raise UsageError(
-                f"--actions: '{word}' is no action of {environment['id']}; it has {known or f'0 to {count - 1}'}"
+                f"--actions: '{word}' is no action of {environment['id']}; it has {choices or f'0 to {count - 1}'}"
             )
     return numbers
 
 
 def _described(film: Film) -> str:
-    """The film in one line."""
+    """Describe the film in one line."""
     if film.ended == "cut":
         return f"cut after {len(film.frames)} frames, the episode went on; return so far {short_number(film.total)}"
     return f"{len(film.frames)} frames, return {short_number(film.total)}, {film.ended}"

@@ -1,4 +1,4 @@
-"""`wm profile`: what the stages and the kernels of a preset cost on this machine, at the shapes of its settings."""
+"""`wm profile`: time the stages and kernels of a preset on this machine, at the shapes of its settings."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from wmcli.world_models.base import Batch, WorldModel
 Part = Literal["stages", "kernels", "experience"]
 
 DEFAULT_PARTS: tuple[Part, ...] = ("stages", "kernels")
-FRAMES = 100_000  # of experience: what Atari 100k collects
+FRAMES = 100_000  # of experience, as Atari 100k collects
 COLLECT_STEPS = 400
 MANY_ROOTS = 128  # as a search over stored frames may have at once
-SOME_FRAMES = 64  # different ones, of which random segments are made
+SOME_FRAMES = 64  # different frames in random segments
 PARALLEL, SEQUENTIAL = "imagination, pop", "imagination, sequential"
 
 
@@ -49,13 +49,20 @@ def profile(
     compare: Literal["backbones"] | None = None,
     lengths: Sequence[int] = LENGTHS,
 ) -> Artifact:
-    """Measure and publish: the machine's ceilings first, then these `parts`, or in their place a comparison of all
-    backbones on sequences of these `lengths`.
+    """Measure the machine's ceilings and then the parts, and publish.
 
-    Fresh models on random frames: speed depends on shapes, not on what was learned. `frames` are of the experience that
-    is written and read. `trace` leaves one call of each stage in the artifact, to be looked at in Perfetto.
+    Models are fresh and frames random: speed depends on shapes, not on weights.
 
-    Raises WmError when a result is wrong at the shape that is to be timed.
+    Args:
+        context: The run, with the settings to profile.
+        parts: Parts to measure.
+        frames: Frames of the experience that is written and read.
+        trace: Leave one call of each stage in the artifact, for Perfetto.
+        compare: Compare all backbones instead of measuring the parts.
+        lengths: Lengths of the sequences of that comparison.
+
+    Raises:
+        WmError: A result is wrong at the shape that is to be timed.
     """
     settings, machine = context.settings, context.machine
     job = context.run.job("profile", settings.identity(*type(settings).model_fields), {})
@@ -89,7 +96,7 @@ def profile(
 
 
 class Stage(NamedTuple):
-    """One call of a stage, and how many of what it does."""
+    """One call of a stage, and the work that it does."""
 
     what: str
     shape: str
@@ -99,18 +106,18 @@ class Stage(NamedTuple):
     in_epoch: float = 0
     """Calls in an epoch of `wm run` in which every stage is due."""
     unrecorded: Job | None = None
-    """The same without a replayed graph, into which nothing can look; None: `call` has none."""
+    """The same without a replayed graph, whose operations cannot be counted; None if `call` has none."""
 
 
 def _stages(context: Context, bench: Bench, traces: Path | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of all stages, and where their time goes."""
+    """Return the rows of all stages, and the operators that their time goes to."""
     rows, where = [_collection(context, bench)], []
     for group in _groups(context):
         times = bench.timed(", ".join(stage.what for stage in group), {stage.what: stage.call for stage in group})
         for stage in group:
             file = None if traces is None else traces / f"{re.sub('[^a-z]+', '-', stage.what).strip('-')}.json.gz"
             with bench.progress.bar(f"profile {stage.what}, what it takes", 3, "calls") as bar:
-                # Arithmetic is that of the torch forms: nothing can look into another kernel.
+                # Counted on the torch forms: operations inside other kernels are not visible.
                 with using("torch"):
                     operations = count_operations(stage.unrecorded or stage.call)
                 bar.advance()
@@ -136,7 +143,7 @@ def _stages(context: Context, bench: Bench, traces: Path | None) -> tuple[list[d
 
 
 def _with_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adds what each stage takes of an epoch, but for encoding anew: that depends on how many frames there are."""
+    """Add each stage's time and share of an epoch; not for encoding, which depends on the number of frames."""
     spent = [row["seconds"] * row["in_epoch"] if row.get("in_epoch") else None for row in rows]
     total = sum(filter(None, spent))
     return [
@@ -146,6 +153,7 @@ def _with_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _collection(context: Context, bench: Bench) -> dict[str, Any]:
+    """Time collecting with a random policy."""
     settings = context.settings.environment
     streams = Streams(settings, train=True, seed=0)
     agent = UniformAgent(context.environment["actions"], settings.count, generator=torch.Generator().manual_seed(0))
@@ -178,7 +186,7 @@ def _elements(context: Context) -> int:
 
 
 def _groups(context: Context) -> Iterator[list[Stage]]:
-    """The stages that learn or imagine, those to be timed in turn together, with models frozen as each finds them."""
+    """Yield the stages that learn or imagine, grouped by those that are timed in turn, with models frozen as needed."""
     settings, machine = context.settings, context.machine
     device, actions, size = machine.device, context.environment["actions"], settings.environment.size
 
@@ -234,6 +242,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
 
 
 def _tokenizer_stages(context: Context, learning: Any, frozen: Any, frames: torch.Tensor) -> Iterator[Stage]:
+    """Yield training of a tokenizer, and encoding with a frozen one."""
     settings, machine = context.settings, context.machine
     optimizer = optimizer_for(settings.tokenizer, learning.parameters())
 
@@ -306,7 +315,7 @@ def _imagination(context: Context, world_model: WorldModel, windows: Batch) -> I
 
 
 def _random_batch(source: torch.Tensor, rows: int, length: int, actions: int) -> Batch:
-    """Segments whose latents (or frames) are drawn from `source` (N, ...)."""
+    """Return segments whose latents (or frames) are drawn from `source` (N, ...)."""
     device = source.device
     no = torch.zeros(rows, length, dtype=torch.bool, device=device)
     return Batch(

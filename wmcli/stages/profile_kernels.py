@@ -1,8 +1,9 @@
-"""The part of `wm profile` that times each kernel at the shapes of the preset's settings, right results provided.
+"""Time each kernel at the shapes of the preset's settings, after a check of its results.
 
-Whatever a preset's backbone is, all are timed: what each would meet in an update of the dynamics model, at the preset's
-width and with its own section's settings. Axes: B batch, T time (elements of a training segment), the others as in the
-kernels.
+All are timed, whatever the preset's backbone is: at the shapes of an update of the dynamics model, at the preset's
+width and with the settings of each backbone.
+
+B batch, T time (elements of a training segment), other axes as in the kernels.
 """
 
 from __future__ import annotations
@@ -53,17 +54,17 @@ class Case(NamedTuple):
     shape: str
     operands: tuple[Tensor, ...]
     axes: tuple[int | None, ...]
-    """Of each operand the axis of rows that do not depend on each other, if it has them. The result has the first's."""
+    """Axis of independent rows of each operand, if it has one. The result has that of the first operand."""
     call: Callable[..., Tensor]
     reference: Callable[..., Tensor]
     seen: Callable[..., Tensor] = lambda result, *operands: result
-    """What of a result, given the operands, is compared."""
+    """From a result and the operands to the numbers that are compared."""
     rows: int = 2
-    """How many are compared: most references take one element after the other and keep all for their gradients."""
+    """Rows that are compared: most references go element by element and keep all for their gradients."""
     backward: bool = True
-    """Whether it has gradients, of all operands that are real or complex numbers."""
+    """Whether it has gradients of all operands that are real or complex."""
     loose: float = 1.0
-    """How much further than others it may be off: more than 1 for what is ill-conditioned."""
+    """Factor on the allowed error: more than 1 where the problem is ill-conditioned."""
 
 
 def profile_kernels(settings: Settings, machine: Machine, bench: Bench, elements: int) -> list[dict[str, Any]]:
@@ -82,7 +83,7 @@ def profile_kernels(settings: Settings, machine: Machine, bench: Bench, elements
 
 
 def profile_kernel(case: Case, bench: Bench) -> Iterator[dict[str, Any]]:
-    """As `profile_kernels`, of one."""
+    """Yield the rows of one kernel, see `profile_kernels`."""
     implementations: list[Implementation] = ["torch", "triton"] if on_triton(*case.operands) else ["torch"]
     errors = {}
     with bench.progress.bar(f"profile {case.name}, results", len(implementations), "implementations") as bar:
@@ -105,7 +106,7 @@ def profile_kernel(case: Case, bench: Bench) -> Iterator[dict[str, Any]]:
 
         return forward_and_backward if backward else forward
 
-    # The least that could be moved: operands are read once in each direction, results are written once.
+    # A lower bound: operands are read once in each direction, results are written once.
     read, learned, written = _bytes(*operands), _bytes(*inputs), _bytes(y)
     moved = {False: read + written, True: 2 * read + learned + 2 * written}
     for backward in (False, True) if case.backward else (False,):
@@ -113,7 +114,7 @@ def profile_kernel(case: Case, bench: Bench) -> Iterator[dict[str, Any]]:
         times = bench.timed(what, {each: job(backward, each) for each in implementations})
         peaks = {}
         with bench.progress.bar(f"profile {what}, what it takes", 1 + len(implementations), "calls") as bar:
-            operations = count_operations(job(backward, "torch"))  # nothing can look into another form
+            operations = count_operations(job(backward, "torch"))  # other forms cannot be counted
             bar.advance()
             for each in implementations:
                 peaks[each] = peak_memory(job(backward, each), bench.device)
@@ -134,10 +135,13 @@ def profile_kernel(case: Case, bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def check(case: Case, implementation: Implementation) -> float:
-    """The largest difference of a result or gradient from the reference in float64, as a share of the reference's
-    largest number. The kernel runs at its full shape, of which the first rows are compared.
+    """Compare the first rows of result and gradients at the full shape with the reference in float64.
 
-    Raises WmError where it is more than is `ALLOWED` operands of the lowest precision among these.
+    Returns:
+        The largest difference, as a share of the reference's largest number.
+
+    Raises:
+        WmError: It is more than `ALLOWED` for the lowest precision among the operands.
     """
     wanted = _results(case, case.reference, tuple(map(_wide, _first_of_each(case, case.operands))))
     with using(implementation):
@@ -155,7 +159,7 @@ def check(case: Case, implementation: Implementation) -> float:
 
 
 def _results(case: Case, function: Callable[..., Tensor], operands: tuple[Tensor, ...]) -> list[Tensor]:
-    """The first rows of the result, and of the gradients of their sum with weights that every dtype has."""
+    """Return the first rows of the result, and of the gradients of its sum weighted by signs, exact in any dtype."""
     operands, inputs = _leaves(case, operands)
     y = function(*operands)
     result = case.seen(_first(case, y.detach(), case.axes[0]), *_first_of_each(case, operands))
@@ -170,7 +174,7 @@ def _results(case: Case, function: Callable[..., Tensor], operands: tuple[Tensor
 
 
 def _leaves(case: Case, operands: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """The operands as leaves of a graph, and those of them that have a gradient."""
+    """Return the operands as leaves of a graph, and those of them that have a gradient."""
     operands = tuple(operand.detach().requires_grad_(case.backward and _is_number(operand)) for operand in operands)
     return operands, [operand for operand in operands if operand.requires_grad]
 
@@ -232,18 +236,18 @@ Shape = tuple[int, int, int]  # B, T, width of the backbone
 
 
 class RandomOperands:
-    """Makes random operands."""
+    """Draws random operands on the machine's device."""
 
     def __init__(self, machine: Machine) -> None:
         self.device = machine.device
         self.dtype = torch.bfloat16 if machine.precision == "bfloat16" else torch.float32
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """In the run's precision."""
+        """Draw normal numbers in the run's precision."""
         return (scale * torch.randn(shape, device=self.device)).to(self.dtype)
 
     def log_uniform(self, bounds: tuple[float, float], *shape: int) -> Tensor:
-        """float32, between the bounds."""
+        """Draw log-uniform numbers between the bounds, float32."""
         low, high = map(math.log, bounds)
         return torch.empty(shape, device=self.device).uniform_(low, high).exp()
 
@@ -263,7 +267,7 @@ def _retention(settings: Settings, make: RandomOperands, shape: Shape, block: in
 
 
 def state_space_duality(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
-    """Mamba-2's recurrence."""
+    """Return the case of Mamba-2's recurrence."""
     (batch, time, width), mamba2 = shape, cast(Mamba2Settings, settings.backbone_of_kind("mamba2"))
     heads = max(mamba2.expand * width // mamba2.head_width, 1)
     c, b = (make.normal(batch, 1, time, mamba2.state_size) for _ in range(2))
@@ -309,7 +313,7 @@ def _causal_conv(settings: Settings, make: RandomOperands, shape: Shape) -> Case
 
 
 def _state_space(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
-    """S4's kernel from its parameters and the convolution with it, as a training segment meets them."""
+    """Return the case of S4's kernel from its parameters and the convolution with it."""
     (batch, time, width), numbers = shape, cast(S4Settings, settings.backbone_of_kind("s4")).state_size
     poles, p, _ = (each.to(make.device)[None] for each in hippo_legs(numbers))
     system = s4.System(make.log_uniform((1e-3, 1e-1), width), poles, p, math.sqrt(2) * p)
@@ -358,7 +362,7 @@ def _attention(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
 
 
 def _nearest(settings: Settings, make: RandomOperands, tokens: int) -> Case:
-    """The vectors of a training batch of the tokenizer, whatever its quantizer is."""
+    """Return the case of the nearest code for a training batch of the tokenizer, whatever its quantizer."""
     tokenizer = settings.tokenizer
     assert isinstance(tokenizer, TokenizerSettings)
     vectors, codes, channels = tokenizer.batch * tokens, tokenizer.codes, tokenizer.width

@@ -145,14 +145,14 @@ def gather(
     *,
     across_ends: bool = False,
 ) -> Batch:
-    """Gather the rows of windows into a batch. `first` is False in padding.
+    """Gather the rows of windows into a batch. `is_first` is False in padding.
 
     Args:
         memory: The experience.
         latents: Latents or frames (N, ...) of all rows.
         windows: Rows (B, T).
         targets: Findings of searches, for a model that learns from them.
-        across_ends: `first` and `last` mark games instead of episodes.
+        across_ends: `is_first` and `is_last` mark games instead of episodes.
     """
     rows = torch.from_numpy(windows.rows).to(latents.device)
     valid = torch.from_numpy(windows.valid).to(latents.device)

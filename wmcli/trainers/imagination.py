@@ -105,7 +105,7 @@ def update_controller(
         optimizer: Holds its parameters.
         batch: Windows of latents to imagine from.
         clip: Largest norm of the gradient.
-        rollout: `controller.imagine` in this world model, from batch and noise; recorded where that pays.
+        rollout: The controller's `imagine` in this world model, from batch and uniforms; recorded where that pays.
 
     Returns:
         The loss, its parts and the gradient norm before clipping, scalars on the device.

@@ -79,10 +79,14 @@ class Machine:
         in the precision that autocast would convert them to at every call, with the same results.
 
         A module with an attribute `in_float32` that is True stays as it is, such as `wmcli.nn.layers.Float32Linear`.
+        Modules with a method `freeze`, such as backbones, then prepare what follows from their weights.
         """
         module = module.to(self.device).eval().requires_grad_(False)
         if self.precision == "bfloat16":
             _lower(module)
+        for part in module.modules():
+            if callable(freeze := getattr(part, "freeze", None)):
+                freeze()
         return module
 
     def block(self) -> dict[str, Any]:

@@ -187,7 +187,7 @@ class MuZero(BootstrappedWorldModel):
         of frames without a search. The total is summed over steps, averaged over the batch and divided by `unroll`.
 
         Args:
-            batch: Its `latent` holds frames (B, history + unroll + 1 + td_steps, H, W, 3).
+            batch: Its `inputs` hold frames (B, history + unroll + 1 + td_steps, H, W, 3).
 
         Returns:
             The loss and the metrics `reward_loss`, `policy_loss`, `value_loss` (cross entropies, nats),

@@ -201,7 +201,7 @@ class UniZero(BootstrappedWorldModel):
         0.7 to 1 at the paper's size, as in the public code.
 
         Args:
-            batch: Its `latent` holds frames (B, sequence_length + td_steps, H, W, C). It learns from the first
+            batch: Its `inputs` hold frames (B, sequence_length + td_steps, H, W, C). It learns from the first
                 `sequence_length`.
 
         Returns:
