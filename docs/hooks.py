@@ -6,7 +6,6 @@ rewritten. The page of commands comes from the command line's own help.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Send links of pages in docs/ to the top of the repository to the pages made from there."""
-    for source, page in PAGES.items():
-        markdown = re.sub(rf"\]\((?:\.\./)+{re.escape(source)}", f"]({page}", markdown)
-    return markdown
-
-
 def _rewrite_links(text: str) -> str:
-    text = re.sub(r"(\]\(|src=\"|srcset=\")docs/", r"\1", text)
+    text = text.replace("](docs/", "](")
     for source, page in PAGES.items():
         text = text.replace(f"]({source}", f"]({page}")
     return text
@@ -66,7 +58,7 @@ def _command(command: Any, words: str) -> Iterator[str]:
     usage = " ".join(command.get_usage(context).removeprefix("Usage: ").split())
     yield f"## {words}\n"
     yield f"```\n{usage}\n```\n"
-    yield re.sub(r"[\b\f]", "", text).strip() + "\n"
+    yield text.strip() + "\n"
     if examples.strip():
         yield "```sh\n" + "\n".join(line.strip() for line in examples.strip().splitlines() if line.strip()) + "\n```\n"
     yield "| option | description |\n|---|---|"
@@ -74,9 +66,9 @@ def _command(command: Any, words: str) -> Iterator[str]:
         record = each.get_help_record(context)
         if record and "--help" not in record[0]:
             option, description = (_cell(part) for part in record)
-            yield f"| `{option}` | {description} |"
+            yield f"| `{option}` | {description.replace("<", "&lt;")} |"
     yield ""
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("[[", "\\[\\[").replace("<", "&lt;")
+    return " ".join(text.split()).replace("|", "\\|")
