@@ -40,6 +40,8 @@ from wmcli.world_models.base import Imagined, State, WorldModel
 Reference = Artifact | Path | str
 """An artifact, or the path of a version such as `runs/x/dynamics/latest`."""
 Observation = Literal["pixels", "features"]
+Output = Literal["numpy", "torch"]
+RenderMode = Literal["rgb_array"]
 UNLIMITED_HORIZON = 15
 """Imagined steps of an episode where the world model has no limit of its own: as DreamerV3 has."""
 
@@ -168,47 +170,31 @@ class DreamVectorEnv(VectorEnv[Any, Any, Any]):
     Seeding: `reset(seed=...)` determines everything that follows under the same actions.
 
     Args:
-        dynamics: The dynamics artifact.
-        num_envs: Environments side by side, E.
-        experience: Experience whose frames episodes start from; None takes what the dynamics were trained on.
-        observation: "pixels" are decoded frames (H, W, C) uint8, "features" what a controller sees, float32.
-        horizon: Imagined steps until truncation. None goes as far as the model was trained to imagine.
-        device: "auto", "cpu", "cuda" or "cuda:1".
-        output: "numpy" arrays, or "torch" tensors that stay on the device. Actions may be either. With "torch",
-            `info["final_obs"]` is a tensor (E, ...), of which only the rows of `info["_final_obs"]` count.
-        render_mode: "rgb_array", or None.
+        dreams: The episodes.
+        output: See `make_vec`.
+        render_mode: See `make_vec`.
 
     Raises:
-        ArtifactError: The dynamics or the experience are missing, pruned, damaged or of another environment.
-        UsageError: The world model cannot serve as an environment in this way.
+        UsageError: An argument is unknown, or frames are to be rendered of a world model that decodes none.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "autoreset_mode": AutoresetMode.SAME_STEP}
 
     def __init__(
         self,
-        dynamics: Reference,
-        num_envs: int = 1,
+        dreams: Dreams,
         *,
-        experience: Reference | None = None,
-        observation: Observation = "pixels",
-        horizon: int | None = None,
-        device: str = "auto",
-        output: Literal["numpy", "torch"] = "numpy",
-        render_mode: Literal["rgb_array"] | None = None,
+        output: Output = "numpy",
+        render_mode: RenderMode | None = None,
     ) -> None:
         if output not in ("numpy", "torch"):
             raise UsageError(f"output = {output!r}: use 'numpy' or 'torch'.")
-        self.dreams = open_dreams(
-            dynamics, experience, device, num_envs=num_envs, observation=observation, horizon=horizon
-        )
-        self.num_envs, self.render_mode, self._output = num_envs, render_mode, output
-        if render_mode is not None:
-            _check_render_mode(self.dreams, render_mode)
+        _check_render_mode(dreams, render_mode)
+        self.dreams, self.num_envs, self.render_mode, self._output = dreams, dreams.num_envs, render_mode, output
         self.single_observation_space = self.dreams.space
         self.single_action_space = gymnasium.spaces.Discrete(self.dreams.world_model.actions)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start all episodes anew. A `seed` makes everything from here on reproducible; `options` are not used."""
@@ -264,24 +250,22 @@ class DreamVectorEnv(VectorEnv[Any, Any, Any]):
 
 
 class DreamEnv(gymnasium.Env[np.ndarray, Any]):
-    """`wm/Dream-v0` for `gymnasium.make`: one imagined episode. The arguments are those of `DreamVectorEnv`."""
+    """`wm/Dream-v0` for `gymnasium.make`: one imagined episode, which is reset by hand.
+
+    Args:
+        dreams: A batch of one.
+        render_mode: See `make`.
+
+    Raises:
+        UsageError: Frames are to be rendered of a world model that decodes none.
+    """
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 10}
 
-    def __init__(
-        self,
-        dynamics: Reference,
-        *,
-        experience: Reference | None = None,
-        observation: Observation = "pixels",
-        horizon: int | None = None,
-        device: str = "auto",
-        render_mode: Literal["rgb_array"] | None = None,
-    ) -> None:
-        self.dreams = open_dreams(dynamics, experience, device, num_envs=1, observation=observation, horizon=horizon)
-        self.render_mode = render_mode
-        if render_mode is not None:
-            _check_render_mode(self.dreams, render_mode)
+    def __init__(self, dreams: Dreams, *, render_mode: RenderMode | None = None) -> None:
+        assert dreams.num_envs == 1
+        _check_render_mode(dreams, render_mode)
+        self.dreams, self.render_mode = dreams, render_mode
         self.observation_space = self.dreams.space
         self.action_space = gymnasium.spaces.Discrete(self.dreams.world_model.actions)
         self._over = True
@@ -311,6 +295,52 @@ class DreamEnv(gymnasium.Env[np.ndarray, Any]):
     def render(self) -> np.ndarray | None:
         """Return the current frame (H, W, C) uint8, None without `render_mode`."""
         return None if self.render_mode is None else self.dreams.frames()[0].cpu().numpy()
+
+
+def make_vec(
+    dynamics: Reference,
+    num_envs: int = 1,
+    *,
+    experience: Reference | None = None,
+    observation: Observation = "pixels",
+    horizon: int | None = None,
+    device: str = "auto",
+    output: Output = "numpy",
+    render_mode: RenderMode | None = None,
+) -> DreamVectorEnv:
+    """Open `wm/Dream-v0` as a vector environment, as `gymnasium.make_vec` does.
+
+    Args:
+        dynamics: The dynamics artifact.
+        num_envs: Environments side by side, E.
+        experience: Experience whose frames episodes start from; None takes what the dynamics were trained on.
+        observation: "pixels" are decoded frames (H, W, C) uint8, "features" what a controller sees, float32.
+        horizon: Imagined steps until truncation. None goes as far as the model was trained to imagine.
+        device: "auto", "cpu", "cuda" or "cuda:1".
+        output: "numpy" arrays, or "torch" tensors that stay on the device. Actions may be either. With "torch",
+            `info["final_obs"]` is a tensor (E, ...), of which only the rows of `info["_final_obs"]` count.
+        render_mode: "rgb_array" lets `render` return frames.
+
+    Raises:
+        ArtifactError: The dynamics or the experience are missing, pruned, damaged or of another environment.
+        UsageError: The world model cannot serve as an environment in this way.
+    """
+    dreams = open_dreams(dynamics, experience, device, num_envs=num_envs, observation=observation, horizon=horizon)
+    return DreamVectorEnv(dreams, output=output, render_mode=render_mode)
+
+
+def make(
+    dynamics: Reference,
+    *,
+    experience: Reference | None = None,
+    observation: Observation = "pixels",
+    horizon: int | None = None,
+    device: str = "auto",
+    render_mode: RenderMode | None = None,
+) -> DreamEnv:
+    """Open `wm/Dream-v0` as a single environment, as `gymnasium.make` does. See `make_vec`."""
+    dreams = open_dreams(dynamics, experience, device, num_envs=1, observation=observation, horizon=horizon)
+    return DreamEnv(dreams, render_mode=render_mode)
 
 
 def open_dreams(dynamics: Reference, experience: Reference | None, device: str, **options: Any) -> Dreams:
@@ -394,7 +424,8 @@ def _horizon(world_model: WorldModel, wanted: int | None) -> int:
     return wanted or most
 
 
-def _check_render_mode(dreams: Dreams, mode: str) -> None:
-    if mode != "rgb_array":
+def _check_render_mode(dreams: Dreams, mode: str | None) -> None:
+    if mode not in (None, "rgb_array"):
         raise UsageError(f"render_mode = {mode!r}: use 'rgb_array' or None.")
-    dreams.check_decodes("render_mode = 'rgb_array'")
+    if mode is not None:
+        dreams.check_decodes("render_mode = 'rgb_array'")

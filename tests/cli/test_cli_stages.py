@@ -111,9 +111,11 @@ CASES = [
     ("loop", "run_loop", ["run", "quickstart"], {"create": True, "preset": "quickstart"}, {}),
     ("loop", "run_loop", ["run"], {"create": True}, {}),
     ("play", "play", ["play", "--out", "a.gif", "--imagination", "--context", "3"], {},
-     {"source": "imagination", "out": Path("a.gif"), "controller": None, "seed": 17, "actions": None, "known": 3}),
+     {"source": "imagination", "out": Path("a.gif"), "controller": None, "seed": 17,
+      "actions": None, "context_frames": 3}),
     ("play", "play", ["play", "-o", "b.gif", "--actions", "0,UP"], {},
-     {"source": "real", "out": Path("b.gif"), "controller": None, "seed": 17, "actions": "0,UP", "known": None}),
+     {"source": "real", "out": Path("b.gif"), "controller": None, "seed": 17,
+      "actions": "0,UP", "context_frames": None}),
 ]  # fmt: skip
 STAGES = [case for case in CASES if case[0] != "play"]
 

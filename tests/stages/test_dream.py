@@ -14,10 +14,16 @@ from gymnasium.vector import AutoresetMode
 from small_systems import Make, learn
 from tiny_run import copied, latest
 
+from wmcli import dream
 from wmcli.artifacts import Run
 from wmcli.assemble import build_controller, settings_of
+<<<<<<< HEAD
 from wmcli.controllers.base import Learner, Uniforms
 from wmcli.dream import DreamEnv, DreamVectorEnv
+=======
+from wmcli.controllers.base import Learner, Uniforms
+from wmcli.dream import DreamVectorEnv
+>>>>>>> refs/heads/dream
 from wmcli.errors import ArtifactError, UsageError, WmError
 from wmcli.trainers.batches import gather
 
@@ -106,7 +112,7 @@ def test_gymnasium_finds_no_fault_in_a_single_environment(kind: str, dynamics: A
 def test_a_batch_of_one_resets_itself_as_one_would_by_hand(kind: str, dynamics: Any) -> None:
     """Terminal observation, then the observation of `reset`, in the same step."""
     batch = opened(dynamics(kind), 1)
-    env = DreamEnv(dynamics(kind), observation="features", horizon=HORIZON, device="cpu")
+    env = dream.make(dynamics(kind), observation="features", horizon=HORIZON, device="cpu")
     (first,), (own, _) = batch.reset(seed=9)[0], env.reset(seed=9)
     assert np.array_equal(first, own)
     ends = 0
@@ -136,7 +142,7 @@ def test_an_episode_terminates_where_the_model_says(dynamics: Any) -> None:
 
 
 def test_a_step_before_a_reset_is_refused(dynamics: Any) -> None:
-    env = DreamEnv(dynamics("rem"), horizon=1, device="cpu")
+    env = dream.make(dynamics("rem"), horizon=1, device="cpu")
     for broken in (env, opened(dynamics("rem"))):
         with pytest.raises(gymnasium.error.ResetNeeded):
             broken.step(0 if broken is env else np.zeros(E_ROWS, int))
@@ -241,7 +247,7 @@ def test_episodes_start_from_given_experience(small: Make) -> None:
 
 def refused(kind: type[WmError], words: str, *arguments: Any, **options: Any) -> None:
     with pytest.raises(kind, match=words) as caught:
-        DreamVectorEnv(*arguments, **{"device": "cpu", "num_envs": 2, **options})
+        dream.make_vec(*arguments, **{"device": "cpu", "num_envs": 2, **options})
     assert "\n" not in str(caught.value)
 
 
@@ -277,7 +283,7 @@ def test_experience_that_is_gone_can_be_replaced(small: Make, tmp_path: Path) ->
     assert Run.open(run, create=False).prune("experience", [1]) == [1]
     refused(ArtifactError, "was pruned.*experience=RUN/experience/latest", path)
     other = small("rem", trained=False)
-    DreamVectorEnv(path, 2, experience=other / "experience" / "latest", device="cpu").reset()
+    dream.make_vec(path, 2, experience=other / "experience" / "latest", device="cpu").reset()
     elsewhere = small("cells", trained=False) / "experience" / "latest"
     refused(
         ArtifactError,
@@ -298,7 +304,7 @@ def test_a_backbone_of_limited_length_is_not_imagined_past_it(make: Make) -> Non
     learn(run, "dynamics", "dynamics.updates=1", "backbone.kind=transformer", "backbone.heads=2")
     path = run / "dynamics" / "latest"  # 6 frames, of which 2 are context
     refused(UsageError, "horizon = 5: this backbone has learned 6 frames.*use horizon=4 or less", path, horizon=5)
-    env = DreamVectorEnv(path, 3, observation="features", device="cpu")
+    env = dream.make_vec(path, 3, observation="features", device="cpu")
     assert env.dreams.horizon == 4
     env.reset(seed=1)
     for _ in range(30):  # rows of all ages

@@ -140,7 +140,7 @@ def test_the_manifest_says_that_it_was_recorded_and_of_how_many_files(maze_run: 
     experience = latest(maze_run, "experience")
     found = {key: experience.metrics[key] for key in ("recorded", "train", "validation", "test", "episodes", "steps")}
     assert found == {"recorded": 7, "train": 3, "validation": 2, "test": 2, "episodes": 3, "steps": 3 * TIME}
-    assert experience.manifest["settings"]["collect"]["recorded"] == str(folder)
+    assert experience.manifest["settings"]["collect"]["recordings"] == str(folder)
     assert experience.metrics["mean_return"] == pytest.approx(
         np.mean([(np.arange(1, TIME) % 7 == seed % 7).sum() for seed in TRAINING[:3]])
     )

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -103,6 +103,17 @@ def opened(
     if new:
         context.bind()
     return context
+
+
+def with_kinds(settings: Sequence[str], *overrides: str) -> list[str]:
+    """Return settings and overrides, without settings of a section whose kind the overrides choose otherwise.
+
+    Only the width of a backbone stays, as all of them have it.
+    """
+    sections = {each.partition(".kind=")[0] for each in overrides if ".kind=" in each}
+    shared = ("backbone.width=", "backbone.layers=", "backbone.dropout=")
+    kept = [each for each in settings if each.startswith(shared) or each.partition(".")[0] not in sections]
+    return [*kept, *overrides]
 
 
 def copied(run: Path, folder: Path) -> Path:

@@ -33,6 +33,6 @@ for _id, _entry_point, _kwargs, _steps in _entries:
     if _id not in gymnasium.registry:
         gymnasium.register(id=_id, entry_point=_entry_point, kwargs=_kwargs, max_episode_steps=_steps)
 if DREAM_ID not in gymnasium.registry:
-    gymnasium.register(DREAM_ID, "wmcli.dream:DreamEnv", vector_entry_point="wmcli.dream:DreamVectorEnv")
+    gymnasium.register(DREAM_ID, "wmcli.dream:make", vector_entry_point="wmcli.dream:make_vec")
 
 __all__ = ["EnvironmentSettings", "Streams", "Transition", "follows_seed", "list_environments", "make", "protocol"]

@@ -363,8 +363,7 @@ def _attention(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
 
 def _nearest(settings: Settings, make: RandomOperands, tokens: int) -> Case:
     """Return the case of the nearest code for a training batch of the tokenizer, whatever its quantizer."""
-    tokenizer = settings.tokenizer
-    assert isinstance(tokenizer, TokenizerSettings)
+    tokenizer = cast(TokenizerSettings, settings.tokenizer)
     vectors, codes, channels = tokenizer.batch * tokens, tokenizer.codes, tokenizer.width
 
     def distances(code: Tensor, h: Tensor, codebook: Tensor) -> Tensor:

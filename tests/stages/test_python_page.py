@@ -1,0 +1,43 @@
+"""The code of docs/python.md runs, block after block, on a tiny run."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+BLOCK = re.compile(r"^```python( sb3)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHORTER = [
+    ("episodes=500", "episodes=5"),
+    ("total_timesteps=40_000", "total_timesteps=256"),
+    ("n_steps=32", "n_steps=4"),
+    ("batch_size=256", "batch_size=64"),
+    ("num_envs=64", "num_envs=16"),
+    ('    "quickstart",\n', '    "quickstart",\n    "training.threads=1",\n'),
+]
+"""What the page has, and what the test runs in its place."""
+
+
+def test_the_code_of_the_page_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks marked `sb3` only where Stable-Baselines3 is installed."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "catch").symlink_to(tiny)
+    monkeypatch.chdir(tmp_path)
+    page, names = PAGE.read_text(encoding="utf-8"), dict[str, Any](__name__="page")
+    for words, _ in SHORTER:
+        assert page.count(words) == 1, words
+    blocks = list(BLOCK.finditer(page))
+    assert len(blocks) == page.count("```python") >= 6
+    for block in blocks:
+        if block[1] and importlib.util.find_spec("stable_baselines3") is None:
+            continue
+        code = "\n" * page[: block.start(2)].count("\n") + block[2]  # errors name the page's own lines
+        for words, shorter in SHORTER:
+            code = code.replace(words, shorter)
+        exec(compile(code, str(PAGE), "exec"), names)
+    assert names["scores"].lengths.tolist() == [7] * len(names["scores"].lengths)
+    assert names["controller"].artifact is None and "reward" in names["columns"]
