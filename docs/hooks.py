@@ -65,10 +65,6 @@ def _command(command: Any, words: str) -> Iterator[str]:
     for each in parameters:
         record = each.get_help_record(context)
         if record and "--help" not in record[0]:
-            option, description = (_cell(part) for part in record)
-            yield f"| `{option}` | {description.replace("<", "&lt;")} |"
+            option, description = (" ".join(part.split()).replace("|", "\\|") for part in record)
+            yield f"| `{option}` | {description} |"
     yield ""
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")

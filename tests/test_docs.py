@@ -48,7 +48,8 @@ def test_command_lines_work(line, monkeypatch):
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
 def test_what_a_text_names_exists(path):
-    assert not wrong_mentions(path.read_text())
+    """Python blocks apart: `run.settings` is no key there."""
+    assert not wrong_mentions(re.sub(r"^```python.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL))
 
 
 def test_a_wrong_command_line_is_found(monkeypatch):
