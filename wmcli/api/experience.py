@@ -152,12 +152,12 @@ class Experience:
 
 def check_fits(experience: Experience, settings: Settings, machine: Machine) -> None:
     """Raise UsageError if experience has frames of another size than the settings, or lies on another device."""
-    size, wanted = experience.replay.frames.shape[1], settings.environment.size
+    size, wanted = experience.memory.frames.shape[1], settings.environment.size
     if size != wanted:
         raise UsageError(
             f"the experience has frames of {size} pixels, but environment.size = {wanted}: make them equal."
         )
-    if experience.replay.device.type != machine.device.type:
+    if experience.memory.device.type != machine.device.type:
         raise UsageError(
             f"the experience lies on {experience.memory.device}, the model on {machine.device}: load it with"
             f" device='{machine.device}'."

@@ -130,8 +130,8 @@ class DynamicsModel:
         else:
             reset = _on(machine, is_first, torch.bool)
         with torch.no_grad(), machine.autocast():
-            numbers = self._uniforms((*reset.shape, self.world_model.uniforms_per_frame), generator)
-            return self.world_model.observe(latents, _on(machine, actions, torch.int64), reset, numbers)[1]
+            uniforms = self._uniforms((*reset.shape, self.world_model.uniforms_per_frame), generator)
+            return self.world_model.observe(latents, _on(machine, actions, torch.int64), reset, uniforms)[1]
 
     def imagine(
         self, state: State, actions: ArrayLike, *, generator: torch.Generator | None = None
@@ -148,8 +148,8 @@ class DynamicsModel:
         """
         action = _on(self.machine, actions, torch.int64)
         with torch.no_grad(), self.machine.autocast():
-            numbers = self._uniforms((len(action), self.world_model.uniforms_per_step), generator)
-            return self.world_model.imagine(state, action, numbers)
+            uniforms = self._uniforms((len(action), self.world_model.uniforms_per_step), generator)
+            return self.world_model.imagine(state, action, uniforms)
 
     def features(self, state: State) -> Tensor:
         """Return what a controller sees of the current frames, (B, ...) float32."""
@@ -210,7 +210,7 @@ class DynamicsModel:
         check_fits(experience, self.settings, self.machine)
         dreams = Dreams(
             self.world_model,
-            experience.replay,
+            experience.memory,
             self.machine,
             num_envs=num_envs,
             observation=observation,

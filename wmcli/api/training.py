@@ -42,7 +42,7 @@ def train_tokenizer(
     def build(rng: np.random.Generator) -> TokenizerTrainer:
         tokenizer = build_tokenizer(settings).to(machine.device)
         return TokenizerTrainer(
-            tokenizer, experience.replay, settings.tokenizer, settings.training, machine=machine, rng=rng
+            tokenizer, experience.memory, settings.tokenizer, settings.training, machine=machine, rng=rng
         )
 
     trainer, metrics = _fit(build, settings, machine, "train-tokenizer", settings.tokenizer.updates, quiet)
@@ -87,7 +87,7 @@ def train_dynamics(
         world_model = build_world_model(settings, model, experience.actions).to(machine.device).train()
         return DynamicsTrainer(
             world_model,
-            experience.replay,
+            experience.memory,
             dynamics,
             settings.training,
             machine=machine,
@@ -133,7 +133,7 @@ def train_controller(
         return ImaginationTrainer(
             world_model,
             controller,
-            experience.replay,
+            experience.memory,
             settings.controller,
             settings.training,
             machine=machine,
