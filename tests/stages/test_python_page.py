@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
-BLOCK = re.compile(r"^```python( sb3)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r'^```python( title="Stable-Baselines3")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 SHORTER = [
     ("episodes=500", "episodes=5"),
     ("total_timesteps=40_000", "total_timesteps=256"),
@@ -23,7 +23,7 @@ SHORTER = [
 
 
 def test_the_code_of_the_page_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks marked `sb3` only where Stable-Baselines3 is installed."""
+    """Run blocks entitled Stable-Baselines3 only where it is installed."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "catch").symlink_to(tiny)
     monkeypatch.chdir(tmp_path)
