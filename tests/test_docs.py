@@ -11,7 +11,7 @@ from command_lines import COMMANDS, parse, settings, words, wrong_mentions
 from wmcli.errors import UsageError
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = [
     *PAGES,
     *sorted((ROOT / "docs").glob("*.mk")),
@@ -48,7 +48,8 @@ def test_command_lines_work(line, monkeypatch):
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
 def test_what_a_text_names_exists(path):
-    assert not wrong_mentions(path.read_text())
+    without_python = re.sub(r"```python.*?```", "", path.read_text(), flags=re.DOTALL)  # a test runs those
+    assert not wrong_mentions(without_python)
 
 
 def test_a_wrong_command_line_is_found(monkeypatch):

@@ -1,4 +1,4 @@
-"""The code of docs/python.md runs, block after block, on a tiny run."""
+"""The code of docs/python.md and of README.md runs, block after block, on a tiny run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
-BLOCK = re.compile(r"^```python( sb3)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r'^```python( title="Stable-Baselines3")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 SHORTER = [
     ("episodes=500", "episodes=5"),
     ("total_timesteps=60_000", "total_timesteps=256"),
@@ -23,7 +23,7 @@ SHORTER = [
 
 
 def test_the_code_of_the_page_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks marked `sb3` only where Stable-Baselines3 is installed."""
+    """Run blocks entitled Stable-Baselines3 only where it is installed."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "catch").symlink_to(tiny)
     monkeypatch.chdir(tmp_path)
@@ -41,3 +41,13 @@ def test_the_code_of_the_page_runs(tiny: Path, tmp_path: Path, monkeypatch: pyte
         exec(compile(code, str(PAGE), "exec"), names)
     assert names["scores"].lengths.tolist() == [7] * len(names["scores"].lengths)
     assert names["controller"].artifact is None and "reward" in names["columns"]
+
+
+def test_the_code_of_the_readme_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "default").symlink_to(tiny)
+    monkeypatch.chdir(tmp_path)
+    (block,) = BLOCK.finditer((PAGE.parents[1] / "README.md").read_text(encoding="utf-8"))
+    names = dict[str, Any](__name__="readme")
+    exec(compile(block[2], "README.md", "exec"), names)
+    assert names["predicted"].frames.shape[:2] == (8, 3)

@@ -1,4 +1,7 @@
-"""Every setting with its type, default, unit and description, for `wm settings` and docs/settings.md."""
+"""Every setting with its type, default, unit and description, for `wm settings` and docs/settings.md.
+
+`python -m wmcli.settings.describe > docs/settings.md` writes that page; a test holds it to the code.
+"""
 
 from __future__ import annotations
 
@@ -132,3 +135,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")  # noqa: T201

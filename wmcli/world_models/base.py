@@ -271,7 +271,7 @@ class WorldModel(nn.Module, ABC):
             action: (B, T) int64. The last one is not used: it is `imagine` that acts on the last frame.
             reset: (B, T) bool. True forgets everything before that frame. In a window padded on the left it is True
                 at the first real frame, so that the padding leaves no trace.
-            numbers: (B, T, uniforms_per_frame) uniform in [0, 1); None draws them with torch's global generator.
+            uniforms: (B, T, uniforms_per_frame) uniform in [0, 1); None draws them with torch's global generator.
 
         Returns:
             What the controller sees of every frame, (B, T, *feature_shape), and the state at the last frame.
