@@ -54,7 +54,7 @@ class Dreams:
         memory: Experience whose frames episodes start from.
         machine: Device and precision.
         num_envs: Episodes side by side, E.
-        observation: "pixels" are decoded frames, "features" what a controller sees.
+        observation: "pixels" are decoded frames, "features" the input of a controller.
         horizon: Imagined steps of an episode; None goes as far as the world model was trained to.
 
     Raises:
@@ -135,7 +135,7 @@ class Dreams:
 
     @torch.no_grad()
     def step(self, action: Tensor) -> Imagined:
-        """Imagine what the actions (E,) int64 bring. The state is that of the next frames then."""
+        """Imagine one step under the actions (E,) int64, and move on to the next frames."""
         uniforms = uniform((self.num_envs, self.world_model.uniforms_per_step), self.machine.device, self._uniforms)
         with self.machine.autocast():
             imagined, self._state = self.world_model.imagine(self._state, action, uniforms)
@@ -144,7 +144,7 @@ class Dreams:
 
     @torch.no_grad()
     def observe(self) -> Tensor:
-        """Return what an agent sees of the current frames: (E, H, W, C) uint8 or features (E, ...) float32."""
+        """Return the observations of the current frames: (E, H, W, C) uint8 or features (E, ...) float32."""
         with self.machine.autocast():
             return self._view(self._state)
 
@@ -205,7 +205,7 @@ class DreamVectorEnv(VectorEnv[Any, Any, Any]):
         return self._out(self.dreams.start(np.arange(self.num_envs))), {}
 
     def step(self, actions: np.ndarray | Tensor) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Take one action (E,) in every environment; see the class for what follows the end of an episode."""
+        """Take one action (E,) in every environment; see the class for the ends of episodes."""
         dreams = self.dreams
         if self._np_random is None:
             raise gymnasium.error.ResetNeeded("no imagined episode has begun: call reset() first")
@@ -313,8 +313,8 @@ def make_vec(
     Args:
         dynamics: The dynamics artifact.
         num_envs: Environments side by side, E.
-        experience: Experience whose frames episodes start from; None takes what the dynamics were trained on.
-        observation: "pixels" are decoded frames (H, W, C) uint8, "features" what a controller sees, float32.
+        experience: Experience whose frames episodes start from; None takes that which the dynamics were trained on.
+        observation: "pixels" are decoded frames (H, W, C) uint8, "features" the input of a controller, float32.
         horizon: Imagined steps until truncation. None goes as far as the model was trained to imagine.
         device: "auto", "cpu", "cuda" or "cuda:1".
         output: "numpy" arrays, or "torch" tensors that stay on the device. Actions may be either. With "torch",
@@ -348,7 +348,7 @@ def open_dreams(dynamics: Reference, experience: Reference | None, device: str, 
 
     Args:
         dynamics: The dynamics artifact.
-        experience: Experience of the same environment; None takes what the dynamics were trained on.
+        experience: Experience of the same environment; None takes that which the dynamics were trained on.
         device: "auto", "cpu", "cuda" or "cuda:1".
         options: Further arguments of `Dreams`.
 

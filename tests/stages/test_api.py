@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_systems import Make, same, tensors, weights
+from small_systems import Make, learn, same, tensors, weights
 from tiny_run import TINY, copied, latest
 
 import wmcli
@@ -208,14 +208,33 @@ def test_a_model_dreams_as_its_artifact_does(opened: Any) -> None:
 
 def test_a_controller_acts_and_is_evaluated_as_wm_eval_does(tiny: Path) -> None:
     controller = wmcli.open_run(tiny, device="cpu").controller()
-    agent = controller.agent(2, seed=1)
-    action = agent.act(np.zeros((2, 16, 16, 3), np.uint8), np.ones(2, bool))
+    player = controller.player(2, seed=1)
+    action = player.act(np.zeros((2, 16, 16, 3), np.uint8), np.ones(2, bool))
     assert action.shape == (2,) and set(action.tolist()) <= {0, 1, 2}
     published = latest(tiny, "evaluation").metrics
     settings = controller.settings
     scores = controller.evaluate(5, num_envs=settings.evaluation.environments, seed=settings.seed)
     assert scores.returns.tolist() == published["returns"] and scores.lengths.tolist() == published["lengths"]
     assert scores.mean == published["mean"] and scores.stderr == pytest.approx(published["stderr"])
+
+
+def test_models_that_compute_in_bfloat16_are_called_in_it(make: Make) -> None:
+    run = make("rem")
+    for kind in ("dynamics", "controller"):
+        learn(run, kind, f"{kind}.updates=1", "training.precision=bfloat16")
+    opened = wmcli.open_run(run, device="cpu")
+    model, controller, segments = opened.dynamics(), opened.controller(), opened.experience().sample(2, 4)
+    assert model.machine.precision == "bfloat16"
+    state = model.observe(segments.frames, segments.action)
+    _, state = model.imagine(state, segments.action[:, -1])
+    assert model.features(state).dtype == torch.float32
+    assert torch.equal(model.decode(model.world_model.latent(state)), model.frame(state))
+    assert model.open_loop(segments.frames[:, :2], segments.action).features.dtype == torch.float32
+    assert controller.player(2).act(segments.frames[:, 0], np.ones(2, bool)).shape == (2,)
+    assert controller.evaluate(1).lengths.tolist() == [7]
+    env = model.dream(opened.experience(), 2, observation="features", render_mode="rgb_array")
+    env.reset(seed=1)
+    assert env.step(np.zeros(2, int))[0].dtype == np.float32 and env.render() is not None
 
 
 def test_a_policy_of_ones_own_is_evaluated() -> None:
@@ -245,13 +264,13 @@ def test_everything_is_trained_without_a_run_directory(tiny: Path) -> None:
     assert same(tensors(tokenizer.tokenizer), weights(latest(tiny, "tokenizer")))
     assert tokenizer.metrics["updates"] == 6 and np.isfinite(tokenizer.metrics["loss"])
 
-    def learn(seed: int) -> wmcli.ControllerModel:
+    def train(seed: int) -> wmcli.ControllerModel:
         settings = wmcli.load_settings("quickstart", *TINY, f"seed={seed}")
         dynamics = wmcli.train_dynamics(settings, experience, tokenizer=tokenizer, device="cpu")
         assert dynamics.metrics["updates"] == 5 and dynamics.world_model.tokenizer is tokenizer.tokenizer
         return wmcli.train_controller(settings, dynamics, experience)
 
-    one, again, other = learn(1), learn(1), learn(2)
+    one, again, other = train(1), train(1), train(2)
     for part in (lambda it: it.dynamics.world_model, lambda it: it.controller):
         assert same(tensors(part(one)), tensors(part(again)))
         assert not same(tensors(part(one)), tensors(part(other)))
@@ -275,17 +294,25 @@ def test_dynamics_learn_from_arrays_of_ones_own() -> None:
     model = wmcli.train_dynamics(settings, experience, device="cpu")
     assert model.actions == 3 and model.metrics["updates"] == 2 and np.isfinite(model.metrics["loss"])
     planner = wmcli.train_controller(settings, model, experience)
-    assert planner.agent().act(np.zeros((1, 16, 16, 3), np.uint8), np.ones(1, bool)).shape == (1,)
+    assert planner.player().act(np.zeros((1, 16, 16, 3), np.uint8), np.ones(1, bool)).shape == (1,)
 
 
 def test_weights_are_selected_by_held_out_episodes(opened: Any) -> None:
     run = opened("s4wm")
     plain = settings_of(run.artifact("dynamics"))
-    settings = plain.model_copy(update={"dynamics": plain.dynamics.model_copy(update={"validate_every": 1})})
+
+    def after(updates: int) -> wmcli.DynamicsModel:
+        """At a rate that makes every update after the first one worse."""
+        changes = {"validate_every": 1, "updates": updates, "learning_rate": 1.0, "schedule": "constant"}
+        settings = plain.model_copy(update={"dynamics": plain.dynamics.model_copy(update=changes)})
+        return wmcli.train_dynamics(settings, run.experience(), validation=validation, device="cpu")
+
     validation = run.experience(held_out="validation")
     assert validation.episodes == 2 and run.experience(held_out="test").episodes == 1
-    model = wmcli.train_dynamics(settings, run.experience(), validation=validation, device="cpu")
-    assert np.isfinite(model.metrics["best_validation_loss"])
+    three = after(3)
+    best = three.metrics["best_update"]
+    assert best < 3 and same(tensors(three.world_model), tensors(after(best).world_model))
+    settings = plain.model_copy(update={"dynamics": plain.dynamics.model_copy(update={"validate_every": 1})})
     with pytest.raises(UsageError, match="validation: dynamics.validate_every"):
         wmcli.train_dynamics(settings, run.experience(), device="cpu")
     with pytest.raises(ArtifactError, match="no test episodes"):

@@ -17,7 +17,7 @@ from tiny_run import copied, latest
 from wmcli import dream
 from wmcli.artifacts import Run
 from wmcli.assemble import build_controller, settings_of
-from wmcli.controllers.base import Learner, Noise
+from wmcli.controllers.base import Learner, Uniforms
 from wmcli.dream import DreamVectorEnv
 from wmcli.errors import ArtifactError, UsageError, WmError
 from wmcli.trainers.batches import gather
@@ -213,7 +213,7 @@ def test_a_controller_sees_the_same_in_its_rollouts(kind: str, dynamics: Any) ->
     draw = dreams._uniforms
     start = torch.rand(*batch.action.shape, model.uniforms_per_frame, generator=draw)
     world = torch.stack([torch.rand(rows, model.uniforms_per_step, generator=draw) for _ in range(steps)])
-    rollout = learner.imagine(model, batch, Noise(start, torch.rand(steps, rows), world))
+    rollout = learner.imagine(model, batch, Uniforms(start, torch.rand(steps, rows), world))
     seen = getattr(rollout, "feature", None)
     seen = rollout.observation if seen is None else seen
     reward, terminated = (each[:, -steps:] for each in (rollout.reward, rollout.terminated))

@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 BLOCK = re.compile(r'^```python( title="Stable-Baselines3")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 SHORTER = [
     ("episodes=500", "episodes=5"),
-    ("total_timesteps=40_000", "total_timesteps=256"),
+    ("total_timesteps=60_000", "total_timesteps=256"),
     ("n_steps=32", "n_steps=4"),
     ("batch_size=256", "batch_size=64"),
     ("num_envs=64", "num_envs=16"),

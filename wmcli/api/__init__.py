@@ -5,7 +5,7 @@
     state = model.observe(frames, actions)
     step, state = model.imagine(state, action)
 
-Whatever is opened from a run is verified first, and frozen. What is trained here needs no run directory.
+Artifacts are verified when they are loaded, and their models are frozen. Training here needs no run directory.
 
 B batch, E environments side by side, N rows of experience, T time (frames), H W C image. Frames are uint8, actions
 int64 from 0; NumPy arrays and tensors of any device are accepted, and tensors on the model's device are returned. The
@@ -14,7 +14,7 @@ convention of time is that of `wmcli.experience`.
 
 from wmcli.api.evaluation import EpisodeScores, evaluate
 from wmcli.api.experience import Experience, Rows
-from wmcli.api.models import ControllerModel, DynamicsModel, OpenLoop, TokenizerModel
+from wmcli.api.models import ControllerModel, DynamicsModel, OpenLoop, Player, TokenizerModel
 from wmcli.api.runs import OpenedRun, load, load_settings, open_run
 from wmcli.api.training import train_controller, train_dynamics, train_tokenizer
 
@@ -25,6 +25,7 @@ __all__ = [
     "Experience",
     "OpenLoop",
     "OpenedRun",
+    "Player",
     "Rows",
     "TokenizerModel",
     "evaluate",

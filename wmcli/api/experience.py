@@ -48,7 +48,7 @@ class Experience:
     actions: int
     """Number of different actions, A."""
     artifact: Artifact | None = None
-    """What it was loaded from."""
+    """The artifact that it was loaded from."""
 
     @classmethod
     def load(cls, reference: Reference, *, device: str = "auto", held_out: HeldOut | None = None) -> Experience:

@@ -35,7 +35,7 @@ class TokenizerModel:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Published with it, or of its training."""
     artifact: Artifact | None = None
-    """What it was loaded from."""
+    """The artifact that it was loaded from."""
 
     @classmethod
     def load(cls, reference: Reference, *, device: str = "auto") -> TokenizerModel:
@@ -51,27 +51,27 @@ class TokenizerModel:
             return self.tokenizer.encode(_on(self.machine, frames, torch.uint8))
 
     def decode(self, latents: ArrayLike) -> Tensor:
-        """Decode what `encode` gave to frames (..., H, W, C) uint8."""
+        """Decode tokens or latents, as `encode` gives them, to frames (..., H, W, C) uint8."""
         with torch.no_grad(), self.machine.autocast():
             return self.tokenizer.decode(_on(self.machine, latents))
 
 
 class OpenLoop(NamedTuple):
-    """What a dynamics model predicts under given actions, S steps."""
+    """Predictions of a dynamics model under given actions, S steps."""
 
     frames: Tensor | None
     """(B, S, H, W, C) uint8; None for a model that decodes none."""
     features: Tensor
-    """(B, S, ...) float32, what a controller sees."""
+    """(B, S, ...) float32, the input of a controller."""
     reward: Tensor
     """(B, S) float32."""
     terminated: Tensor
-    """(B, S) bool. What is behind a termination means nothing."""
+    """(B, S) bool. Steps behind a termination mean nothing."""
 
 
 @dataclass(frozen=True)
 class DynamicsModel:
-    """A world model: observes real frames, imagines what follows."""
+    """A world model: observes real frames and imagines the next ones."""
 
     world_model: WorldModel
     settings: Settings
@@ -79,7 +79,7 @@ class DynamicsModel:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Published with it, or of its training."""
     artifact: Artifact | None = None
-    """What it was loaded from."""
+    """The artifact that it was loaded from."""
 
     @classmethod
     def load(cls, reference: Reference, *, device: str = "auto") -> DynamicsModel:
@@ -141,7 +141,7 @@ class DynamicsModel:
         Args:
             state: Of B rows, from `observe` or `imagine`. Only its newest continuation is sure to stay valid.
             actions: (B,).
-            generator: Draws what follows; None is torch's global one.
+            generator: Draws the next latent, for models that do; None is torch's global one.
 
         Returns:
             The next latent, the reward (B,) and whether the episode ends (B,); and the state at the next frame.
@@ -152,7 +152,7 @@ class DynamicsModel:
             return self.world_model.imagine(state, action, uniforms)
 
     def features(self, state: State) -> Tensor:
-        """Return what a controller sees of the current frames, (B, ...) float32."""
+        """Return the features of the current frames, the input of a controller, (B, ...) float32."""
         with torch.no_grad(), self.machine.autocast():
             return self.world_model.features(state).float()
 
@@ -167,7 +167,7 @@ class DynamicsModel:
             return self.world_model.frame(state)
 
     def open_loop(self, frames: ArrayLike, actions: ArrayLike) -> OpenLoop:
-        """Predict what given actions bring, from the first frames of episodes.
+        """Predict the next frames and rewards under given actions, from the first frames of episodes.
 
         Draws with torch's global generator.
 
@@ -224,6 +224,21 @@ class DynamicsModel:
         return torch.rand(shape, generator=generator, device=generator.device).to(self.machine.device)
 
 
+class Player:
+    """Plays with a controller in E environments side by side, and remembers the episode of each."""
+
+    def __init__(self, agent: Agent, machine: Machine) -> None:
+        self._agent, self._machine = agent, machine
+
+    def act(self, frames: ArrayLike, is_first: ArrayLike) -> np.ndarray:
+        """Return actions (E,) int64 for the current frames (E, H, W, C) uint8.
+
+        `is_first` (E,) bool marks the rows whose frame opens an episode.
+        """
+        with self._machine.autocast():
+            return self._agent.act(frames, is_first)
+
+
 @dataclass(frozen=True)
 class ControllerModel:
     """A controller and the dynamics model that it sees through."""
@@ -235,7 +250,7 @@ class ControllerModel:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Published with it, or of its training."""
     artifact: Artifact | None = None
-    """What it was loaded from."""
+    """The artifact that it was loaded from."""
 
     @classmethod
     def load(cls, reference: Reference, *, device: str = "auto") -> ControllerModel:
@@ -247,22 +262,15 @@ class ControllerModel:
         dynamics = DynamicsModel(world_model, settings_of(behind), machine, behind.metrics, behind)
         return cls(controller, dynamics, settings, machine, artifact.metrics, artifact)
 
-    def agent(self, num_envs: int = 1, *, temperature: float | None = None, seed: int = 0) -> Agent:
-        """Return an agent for environments side by side. Its `act(frames, is_first)` returns actions (E,).
+    def player(self, num_envs: int = 1, *, temperature: float | None = None, seed: int = 0) -> Player:
+        """Return a player for environments side by side.
 
         Args:
-            num_envs: Environments side by side, E. The agent remembers the episode of each.
+            num_envs: Environments side by side, E.
             temperature: Divides the policy's logits, 0 takes the likeliest action; None takes `evaluation.temperature`.
             seed: Of its actions.
         """
-        return Agent(
-            self.dynamics.world_model,
-            self.controller,
-            num_envs,
-            temperature=self.settings.evaluation.temperature if temperature is None else temperature,
-            epsilon=0.0,
-            generator=torch.Generator().manual_seed(seed),
-        )
+        return Player(self._agent(num_envs, temperature, seed), self.machine)
 
     def evaluate(self, episodes: int = 100, *, num_envs: int = 8, seed: int = 0) -> EpisodeScores:
         """Play complete test episodes of the real environment, the one that it was trained for.
@@ -274,9 +282,19 @@ class ControllerModel:
             num_envs: Environments side by side.
             seed: Of the environment and of all draws.
         """
-        agent = self.agent(min(num_envs, episodes), seed=derived_seed(seed, "eval actions"))
+        agent = self._agent(min(num_envs, episodes), None, derived_seed(seed, "eval actions"))
         with self.machine.autocast():
             return play(agent, self.settings.environment, episodes, num_envs, seed)
+
+    def _agent(self, num_envs: int, temperature: float | None, seed: int) -> Agent:
+        return Agent(
+            self.dynamics.world_model,
+            self.controller,
+            num_envs,
+            temperature=self.settings.evaluation.temperature if temperature is None else temperature,
+            epsilon=0.0,
+            generator=torch.Generator().manual_seed(seed),
+        )
 
 
 def _on(machine: Machine, values: ArrayLike, dtype: torch.dtype | None = None) -> Tensor:
