@@ -44,7 +44,7 @@ def evaluate(
     Args:
         policy: From frames (E, H, W, C) uint8 and `is_first` (E,) bool to actions (E,). `is_first` marks the rows
             whose episode begins, for a policy that remembers. E is the smaller of `num_envs` and `episodes`.
-        environment: The section `environment` of settings, so that frames are resized as for the models of that run.
+        environment: The section of a run: frames are resized as the models of that run saw them.
         episodes: How many. All that are started count.
         num_envs: Environments side by side.
         seed: Of the environment.
