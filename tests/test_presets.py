@@ -13,7 +13,7 @@ from torch import nn
 
 from wmcli.assemble import build_controller, build_tokenizer, build_world_model, parameter_counts
 from wmcli.cli.presets import SYSTEMS
-from wmcli.config import preset_header, preset_names, preset_values, read_preset
+from wmcli.config import flat, preset_header, preset_names, preset_values, read_preset
 from wmcli.envs.tasks import TASKS
 from wmcli.errors import UsageError
 from wmcli.settings import Settings, flatten, resolve
@@ -499,6 +499,8 @@ def test_an_ablation_changes_what_it_ablates_and_nothing_else(name: str, base: s
 def test_a_preset_holds_the_numbers_of_its_paper(name: str, numbers: dict[str, Any]) -> None:
     values = flatten(resolve(name))
     assert {key: values[key] for key in numbers} == numbers
+    stated = flat(preset_values(name))
+    assert numbers.keys() - stated.keys() <= {"seed"}, "the file states them, also where they are defaults"
 
 
 def test_overrides_of_a_kind_and_of_its_keys_come_in_any_order() -> None:
