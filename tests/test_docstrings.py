@@ -25,7 +25,7 @@ def parameters(node: Function) -> set[str]:
 
 
 def unknown_parameters(tree: ast.Module) -> Iterator[str]:
-    """Yield "line name: parameter" for every described parameter that does not exist. A class describes `__init__`'s."""
+    """Yield "line name: parameter" for described parameters that do not exist. A class describes `__init__`'s."""
     for node in ast.walk(tree):
         if not isinstance(node, Function | ast.ClassDef):
             continue
