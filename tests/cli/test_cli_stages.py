@@ -318,7 +318,7 @@ def test_an_atari_score_stands_beside_the_published_ones(recorder, capsys, monke
 
 
 def test_many_runs(recorder, capsys):
-    assert main.run(["eval", "runs/a", "runs/b", "--against", "runs/c", "--against", "runs/d"]) == 0
+    assert main.run(["compare", "runs/a", "runs/b", "--against", "runs/c", "--against", "runs/d"]) == 0
     assert recorder.aggregated == [([Path("runs/a"), Path("runs/b")], [Path("runs/c"), Path("runs/d")])]
     assert recorder.opened == []
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
@@ -328,7 +328,7 @@ def test_many_runs(recorder, capsys):
         ["all", "ALE/Pong-v5", "iqm", "0.75"],
         ["REM", "ALE/Pong-v5", "mean", "17.964"],
     ]
-    assert main.run(["eval", "runs/a", "--json"]) == 0
+    assert main.run(["compare", "runs/a", "--json"]) == 0
     assert recorder.aggregated[1] == ([Path("runs/a")], None)
     shown = json.loads(capsys.readouterr().out)
     assert shown["scores"] == AGGREGATE["scores"]
@@ -337,7 +337,7 @@ def test_many_runs(recorder, capsys):
 
 
 def test_many_runs_for_a_person_have_errors_beside_the_numbers(recorder, capsys):
-    assert main.run(["eval", "runs/a", "--format", "markdown"]) == 0
+    assert main.run(["compare", "runs/a", "--format", "markdown"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "| name | score | human-normalized | environment | episodes | steps | runs |",
         "| --- | ---: | ---: | --- | ---: | ---: | ---: |",
@@ -345,9 +345,9 @@ def test_many_runs_for_a_person_have_errors_beside_the_numbers(recorder, capsys)
         "| all: iqm | - | 0.75 (0.5 to 1) | Pong | - | - | 3 |",
         "| REM | 17.96 | 1.095 | Pong | - | - | 5 |",
     ]
-    assert main.run(["eval", "runs/a", "--format", "latex"]) == 0
+    assert main.run(["compare", "runs/a", "--format", "latex"]) == 0
     assert capsys.readouterr().out.count("\\midrule") == 3  # under the heading, and around the aggregates
-    assert main.run(["eval", "runs/a", "--by", "backbone.kind", "--format", "csv"]) == 0
+    assert main.run(["compare", "runs/a", "--by", "backbone.kind", "--format", "csv"]) == 0
     assert capsys.readouterr().out == "backbone.kind,runs,mean,low,high,unit\ngru,2,0.5,0.25,,return\n"
 
 
@@ -357,7 +357,7 @@ def test_a_narrow_terminal_gets_fewer_columns_and_whole_lines(width, recorder, c
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("LINES", "25")
     monkeypatch.setenv("TERM", "dumb")  # no bold letters
-    assert main.run(["eval", "runs/a"]) == 0
+    assert main.run(["compare", "runs/a"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
     assert any("runs/a" in line and "12.25 ± 1.5" in line for line in lines)
@@ -366,17 +366,16 @@ def test_a_narrow_terminal_gets_fewer_columns_and_whole_lines(width, recorder, c
 
 
 def test_curves_of_returns(recorder):
-    assert main.run(["eval", "runs/a", "runs/b", "--by", "backbone.kind", "--curves", "x.png"]) == 0
+    assert main.run(["compare", "runs/a", "runs/b", "--by", "backbone.kind", "--curves", "x.png"]) == 0
     assert recorder.aggregated == [([Path("runs/a"), Path("runs/b")], ["backbone.kind"], Path("x.png"))]
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        ["eval", "--format", "csv"],
-        ["eval", "runs/a", "--format", "csv", "--json"],
-        ["eval", "runs/a", "--format", "yaml"],
-        ["eval", "runs/a", "--against", "runs/b", "--curves", "x.png"],
+        ["compare", "runs/a", "--format", "csv", "--json"],
+        ["compare", "runs/a", "--format", "yaml"],
+        ["compare", "runs/a", "--against", "runs/b", "--curves", "x.png"],
     ],
 )
 def test_a_form_that_has_no_table_is_refused(line, recorder, capsys):
