@@ -156,7 +156,10 @@ def test_examples_name_presets_that_exist():
             ["compare", "runs/a", "--protocol", "doors", "--curves", "x.png"],
             "wm compare: --protocol doors has no",
         ),
-        (["compare", "runs/a", "--protocol", "recall", "--strips", "x.png"], "wm compare: --strips draws imagined"),
+        (
+            ["compare", "runs/a", "--protocol", "recall", "--strips", "x.png"],
+            "wm compare: --protocol recall has no",
+        ),
         (["compare", "runs/a", "--curves", "x.txt"], "wm compare: "),
         (
             ["compare", "runs/a", "--protocol", "gridworld", "--priors", "p.png"],

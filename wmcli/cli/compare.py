@@ -6,24 +6,27 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wmcli.cli.evaluate import Protocol, dynamics_rows
+from wmcli.cli.evaluate import ProtocolName
 from wmcli.cli.options import Format, Json, Quiet, complete_key, refuse_both_forms
 from wmcli.cli.output import EXACT, Form, Row, answer, chosen, emit_json, filled
 from wmcli.errors import UsageError
 from wmcli.progress import Progress
 
+if TYPE_CHECKING:
+    from wmcli.artifacts import Artifact
+    from wmcli.stages.protocol import Protocol
+
 PICTURES = "Pictures"
-CURVES = ("returns", "generation", "recall")  # protocols that measure along an axis
 
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Runs already scored.", show_default=False)],
     protocol: Annotated[
-        Protocol,
+        ProtocolName,
         typer.Option(
             metavar="NAME",
             help="Which evaluations to compare: returns, gridworld, generation, recall, reward, doors or probe.",
@@ -76,11 +79,14 @@ def compare(
         wm compare runs/mamba2 runs/gru --protocol gridworld
     """
     refuse_both_forms(as_json, form)
-    _check(protocol, against=against, by=by, curves=curves, priors=priors, strips=strips)
+    from wmcli.stages.protocols import PROTOCOLS
+
+    chosen = PROTOCOLS[protocol]
+    _check(chosen, against=against, by=by, curves=curves, priors=priors, strips=strips)
     progress = Progress(quiet)
-    _draw(runs, protocol, by or (), progress, curves=curves, priors=priors, strips=strips)
-    if protocol != "returns":
-        _show_dynamics(runs, protocol, progress, as_json, form)
+    _draw(runs, chosen, by or (), progress, curves=curves, priors=priors, strips=strips)
+    if chosen.needs == "dynamics":
+        _show_dynamics(runs, chosen, progress, as_json, form)
     elif by:
         _show_groups(runs, by, progress, as_json, form)
     else:
@@ -99,12 +105,12 @@ def _check(
     """Refuse options that do not go together, and pictures that cannot be written."""
     if against and (by or curves):
         raise UsageError("--against compares two sets of runs: leave out --by and --curves.")
-    if protocol != "returns" and (against or by or priors):
-        raise UsageError(f"--protocol {protocol} scores dynamics: leave out --against, --by and --priors.")
-    if curves and protocol not in CURVES:
-        raise UsageError(f"--protocol {protocol} has no curves: leave out --curves, or take {', '.join(CURVES)}.")
-    if strips and protocol != "generation":
-        raise UsageError("--strips draws imagined episodes: add --protocol generation.")
+    if protocol.needs == "dynamics" and (against or by or priors):
+        raise UsageError(f"--protocol {protocol.name} scores dynamics: leave out --against, --by and --priors.")
+    if curves and protocol.needs == "dynamics" and protocol.draw_curves is None:
+        raise UsageError(f"--protocol {protocol.name} has no curves: leave out --curves.")
+    if strips and protocol.draw_strips is None:
+        raise UsageError(f"--protocol {protocol.name} has no strips: add --protocol generation.")
     from wmcli.report.files import check_target
 
     for picture in filter(None, (curves, priors, strips)):
@@ -126,19 +132,20 @@ def _draw(
         from wmcli.stages.aggregate import compare_priors
 
         compare_priors(runs, priors)
-    if strips:
-        from wmcli.stages.memory import draw_strips
-
-        draw_strips(runs, strips)
-    if curves and protocol == "returns":
+    if strips and protocol.draw_strips:
+        protocol.draw_strips(runs, strips)
+    if curves and protocol.needs == "controller":
         from wmcli.stages.aggregate import draw_returns
 
         draw_returns(runs, by, curves, progress)
-    elif curves:
-        from wmcli.stages.aggregate import read_scores
-        from wmcli.stages.memory_table import draw_curves
+    elif curves and protocol.draw_curves:
+        protocol.draw_curves(_evaluations(runs, protocol, progress), curves)
 
-        draw_curves([score.evaluation for score in read_scores(runs, protocol, progress)], curves)
+
+def _evaluations(runs: list[Path], protocol: Protocol, progress: Progress) -> list[Artifact]:
+    from wmcli.stages.aggregate import read_scores
+
+    return [score.evaluation for score in read_scores(runs, protocol.name, progress)]
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -146,9 +153,7 @@ def _draw(
 
 def _show_dynamics(runs: list[Path], protocol: Protocol, progress: Progress, as_json: bool, form: Form | None) -> None:
     """Print the table of a protocol that scores dynamics."""
-    from wmcli.stages.aggregate import read_scores
-
-    rows = dynamics_rows([score.evaluation for score in read_scores(runs, protocol, progress)], protocol)
+    rows = protocol.table(_evaluations(runs, protocol, progress))
     if as_json:
         emit_json(rows)
     else:

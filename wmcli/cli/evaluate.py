@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -26,15 +25,15 @@ from wmcli.cli.options import (
     may_create,
     overrides,
 )
-from wmcli.cli.output import Row, draw_beside, filled, published
+from wmcli.cli.output import draw_beside, filled, published
 from wmcli.errors import UsageError
 
 if TYPE_CHECKING:
     from wmcli.artifacts import Artifact
-    from wmcli.stages.context import Context
+    from wmcli.stages.protocol import Protocol
 
-DynamicsProtocol = Literal["gridworld", "generation", "recall", "reward", "doors", "probe"]
-Protocol = Literal["returns", DynamicsProtocol]
+ProtocolName = Literal["returns", "gridworld", "generation", "recall", "reward", "doors", "probe"]
+"""The keys of `stages.protocols.PROTOCOLS`, which imports torch: completion and help do without."""
 
 
 def evaluate(
@@ -58,7 +57,7 @@ def evaluate(
         ),
     ] = None,
     protocol: Annotated[
-        Protocol,
+        ProtocolName,
         typer.Option(
             metavar="NAME",
             help="returns of the controller's episodes; gridworld: errors and cost of dynamics on cells; or what"
@@ -82,74 +81,42 @@ def evaluate(
             f"it scores one run: wm eval --run {shlex.quote(str(runs[0]))}; to compare runs:"
             f" wm compare {shlex.join(map(str, runs))}"
         )
-    _check_inputs(protocol, controller=controller, dynamics=dynamics, experience=experience)
     from wmcli.stages.context import open_context
+    from wmcli.stages.protocols import PROTOCOLS
 
+    chosen = PROTOCOLS[protocol]
+    _check_inputs(chosen, controller=controller, dynamics=dynamics, experience=experience)
     changes = {"seed": seed, "training.device": device}
-    if protocol != "returns":
-        changes["evaluation.episodes"] = episodes
-    given = overrides(settings, changes)
-    create = may_create(controller if protocol == "returns" else dynamics)
-    context = open_context(run, preset, given, create=create, quiet=quiet, fresh=fresh, force=force)
-    if protocol == "returns":
-        from wmcli.stages.evaluate import evaluate as stage
-
-        report_score(stage(context, controller=controller, episodes=episodes), as_json, quiet)
+    inputs: dict[str, Any]
+    if chosen.needs == "controller":
+        inputs = {"controller": controller, "episodes": episodes}
     else:
-        report_measure(_measure(context, protocol, dynamics, experience), protocol, as_json, quiet)
+        changes["evaluation.episodes"] = episodes
+        inputs = {"dynamics": dynamics} | ({"experience": experience} if chosen.reads_experience else {})
+    given, create = overrides(settings, changes), may_create(inputs[chosen.needs])
+    context = open_context(run, preset, given, create=create, quiet=quiet, fresh=fresh, force=force)
+    report(chosen.evaluate(context, **inputs), as_json, quiet)
 
 
 def _check_inputs(protocol: Protocol, *, controller: str | None, dynamics: str | None, experience: str | None) -> None:
     """Refuse inputs that the protocol does not read."""
-    if protocol != "returns" and controller:
-        raise UsageError(f"--protocol {protocol} scores dynamics: leave out --controller.")
-    if protocol == "returns" and dynamics:
+    if controller and protocol.needs != "controller":
+        raise UsageError(f"--protocol {protocol.name} scores dynamics: leave out --controller.")
+    if dynamics and protocol.needs != "dynamics":
         raise UsageError("--dynamics is for protocols that score dynamics; otherwise give the --controller.")
-    if protocol in ("returns", "gridworld") and experience:
-        raise UsageError(f"--experience is for the memory tasks: --protocol {protocol} plays episodes of its own.")
+    if experience and not protocol.reads_experience:
+        raise UsageError(f"--experience is for the memory tasks: --protocol {protocol.name} plays episodes of its own.")
 
 
-def _measure(context: Context, protocol: DynamicsProtocol, dynamics: str | None, experience: str | None) -> Artifact:
-    """Score dynamics by a protocol."""
-    if protocol == "gridworld":
-        from wmcli.stages.grid_world import evaluate_grid_world
+def report(evaluation: Artifact, as_json: bool, quiet: bool) -> None:
+    """Print where an evaluation is, or its record as JSON; draw its table for a person who watches.
 
-        return evaluate_grid_world(context, dynamics=dynamics)
-    from wmcli.stages.memory import evaluate_memory
+    The record is that of every published artifact and `references`, the published scores of the environment.
+    """
+    from wmcli.stages.protocols import PROTOCOLS
 
-    return evaluate_memory(context, measure=protocol, dynamics=dynamics, experience=experience)
-
-
-def dynamics_rows(evaluations: list[Artifact], protocol: Protocol) -> Sequence[Row]:
-    """Return the table of a protocol that scores dynamics."""
-    if protocol == "gridworld":
-        from wmcli.stages.grid_world import table
-    else:
-        from wmcli.stages.memory_table import table
-    return table(evaluations)
-
-
-def report_measure(evaluation: Artifact, protocol: Protocol, as_json: bool, quiet: bool) -> None:
-    """Print where an evaluation of dynamics is; draw its table for a person who watches."""
+    protocol = PROTOCOLS[evaluation.metrics["protocol"]]
     if not (as_json or quiet):
-        rows = dynamics_rows([evaluation], protocol)
-        draw_beside(rows, list(rows[0]), evaluation.name)
-    published(evaluation, as_json)
-
-
-def report_score(evaluation: Artifact, as_json: bool, quiet: bool) -> None:
-    """Print what a stage prints. Beside our score stand the published ones: in the JSON as `references`, for a person
-    who watches in a table on stderr; a log has the stage's own line."""
-    from wmcli.metrics.atari import references
-
-    metrics = evaluation.metrics
-    beside = references(metrics["environment"], metrics["random_mean"])
-    if not (as_json or quiet):
-        title = f"{evaluation.name}, episodes: {metrics['episodes']}"
-        if metrics["stderr"] is not None:
-            title += f", standard error of the mean: {metrics['stderr']:.2g}"
-        ours = {"name": "this run", "score": metrics["mean"], "runs": 1}
-        rows = [ours | {"human_normalized": metrics["human_normalized"]}, *beside]
-        columns = ["name", "score", "human_normalized", "runs", "lowest", "highest", "caveat"]
-        draw_beside(rows, filled(rows, columns), title)
-    published(evaluation, as_json, references=beside)
+        rows = protocol.table([evaluation])
+        draw_beside(rows, filled(rows, list(rows[0])), evaluation.name)
+    published(evaluation, as_json, references=protocol.references(evaluation.metrics))
