@@ -2,7 +2,8 @@
 
 `tests/old_runs/0.1.0-interrupted.tar.gz` is a tiny run of quickstart that wm 0.1.0 began in bfloat16 (bound as "auto")
 and that was killed in its third epoch, between two checkpoints of the dynamics model.
-`tests/old_runs/0.1.0-sections.json` holds every section's defaults of that version.
+`tests/old_runs/0.1.0-{drama,s4wm,unizero,cells}.tar.xz` are tiny finished runs of other presets, made by 0.1.0 without
+pictures. `tests/old_runs/0.1.0-sections.json` holds every section's defaults of that version.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from wmcli.artifacts import Run, check
+from wmcli.artifacts import KINDS, Run, check
 from wmcli.backbones import BACKBONES
 from wmcli.config import validate
 from wmcli.settings import Settings, resolve
 from wmcli.stages.context import Context, open_context
+from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
 from wmcli.stages.loop import run_loop
@@ -121,3 +123,42 @@ def test_models_of_an_old_run_are_used(old: Path, tmp_path: Path) -> None:
     assert imagine(opened(old, more=True)).inputs["parent"].version == 2
     play(opened(old), source="imagination", out=tmp_path / "film.gif", controller="controller@2", seed=1)
     assert (tmp_path / "film.gif").exists()
+
+
+FINISHED = ["drama", "s4wm", "unizero", "cells"]
+PLAYED = ["drama", "unizero"]  # the others have no controller
+
+
+@pytest.fixture
+def finished(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    with tarfile.open(OLD.parent / f"0.1.0-{request.param}.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path / request.param
+
+
+@pytest.mark.parametrize("finished", FINISHED, indirect=True)
+def test_a_finished_run_is_found_finished_and_trained_further(finished: Path) -> None:
+    run = Run.open(finished, create=False)
+    before = {kind: run.versions(kind) for kind in KINDS}
+    assert {state for _, state, _ in check(run)} == {"ok"}
+    for schema in (1, 2):  # the first command that binds rewrites run.toml
+        assert ("schema = 2\n" in (finished / "run.toml").read_text()) == (schema == 2)
+        run_loop(opened(finished, bind=True))
+        assert {kind: run.versions(kind) for kind in KINDS} == before, "nothing was made again"
+    further = train_dynamics(opened(finished, more=True))
+    newest = max(before["dynamics"])
+    assert further.version == newest + 1 and further.inputs["parent"].version == newest
+    assert further.metrics["updates"] == 2 + run.get("dynamics", newest).metrics["updates"]
+
+
+@pytest.mark.parametrize("finished", PLAYED, indirect=True)
+def test_controllers_of_a_finished_run_play_and_learn_further(finished: Path) -> None:
+    run = Run.open(finished, create=False)
+    version = max(run.versions("evaluation"))
+    old = run.get("evaluation", version)
+    context = opened(finished)
+    again = evaluate(context, episodes=old.metrics["episodes"])
+    assert (again.version, context.worked) == (version, 0), "its own evaluation is found"
+    forced = evaluate(opened(finished, force=True), episodes=old.metrics["episodes"])
+    assert forced.metrics["returns"] == old.metrics["returns"], "and gives the same when it is played again"
+    assert imagine(opened(finished, more=True)).inputs["parent"].version == max(run.versions("controller")) - 1
