@@ -79,9 +79,9 @@ def evaluate_memory(
     model = run.resolve(dynamics or "dynamics", "dynamics")
     check_same_environment(context.environment, model)
     played = run.resolve(experience, "experience") if experience else model.input("experience")
-    task = task_of(context)
     trained = settings_of(model)
     _protocol(measure).check(trained)
+    task = task_of(context)
     assert isinstance(trained.dynamics, LatentWorldModelSettings)
     identity = settings.identity("seed", "environment") | {
         "protocol": measure,
