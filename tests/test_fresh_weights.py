@@ -132,7 +132,7 @@ def difference(tensor: Tensor, row: Row) -> str:
         close = abs(mean - row.mean) <= ROUNDING * row.deviation
         return "" if close and math.isclose(deviation, row.deviation, rel_tol=ROUNDING) else seen
 
-    errors = ERRORS * math.sqrt(1 + 1 / row.uniforms_per_step)
+    errors = ERRORS * math.sqrt(1 + 1 / row.draws)
     if abs(mean - row.mean) > errors * row.deviation / math.sqrt(count) + ROUNDING * abs(row.mean):
         return seen
     relative = errors * math.sqrt((KURTOSIS.get(row.kind, LARGEST_KURTOSIS) - 1) / (4 * count)) + ROUNDING
@@ -140,7 +140,7 @@ def difference(tensor: Tensor, row: Row) -> str:
     if abs(deviation - expected) > relative * row.deviation or not tensor.any():
         return seen
     reach = (tensor - row.mean).abs().max().item() / row.deviation
-    if reach > REACH.get(row.kind, math.inf) * (1 + relative / math.sqrt(row.uniforms_per_step)):
+    if reach > REACH.get(row.kind, math.inf) * (1 + relative / math.sqrt(row.draws)):
         return f"{seen}: up to {reach:.3f} deviations from the mean"
     if row.kind in KURTOSIS and count > 1:
         kurtosis = (tensor - mean).pow(4).mean().item() / deviation**4

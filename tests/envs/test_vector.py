@@ -139,7 +139,7 @@ def registered(environment: type[gymnasium.Env]) -> EnvironmentSettings:
     return EnvironmentSettings(id=name, size=8, count=2)
 
 
-class Uniforms(gymnasium.Env):
+class Noise(gymnasium.Env):
     """Ignores its seed. Episodes of 5 steps."""
 
     observation_space, action_space = spaces.Box(0, 255, (9, 8, 3), np.uint8), spaces.Discrete(2)
@@ -157,7 +157,7 @@ class Uniforms(gymnasium.Env):
 
 
 def test_an_environment_that_does_not_follow_its_seed_begins_new_games() -> None:
-    settings = registered(Uniforms)
+    settings = registered(Noise)
     streams = Streams(settings, train=True, seed=0)
     play(streams, np.zeros((7, 2), np.int64))
     state = streams.state()
@@ -192,7 +192,7 @@ def test_pictures_are_drawn_again_after_a_replay_that_led_elsewhere() -> None:
 
 @pytest.mark.parametrize(("environment", "follows"), [("wm/Catch-v0", True), ("test/Noise-v0", False)])
 def test_whether_an_environment_follows_its_seed(environment: str, follows: bool) -> None:
-    registered(Uniforms)
+    registered(Noise)
     assert follows_seed(EnvironmentSettings(id=environment, size=8), actions=2) == follows
 
 

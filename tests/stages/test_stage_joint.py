@@ -14,7 +14,7 @@ import pytest
 import tiny_run
 import torch
 from PIL import Image
-from tiny_run import Killed, command, kill_at, settings, sha256
+from tiny_run import Killed, command, kill_at, settings, sha256, with_kinds
 
 from wmcli.artifacts import Artifact, Run
 from wmcli.artifacts.lineage import lineage
@@ -74,7 +74,7 @@ BATCH, UPDATES = 4, 5
 
 
 def opened(folder: Path, *overrides: str, new: bool = False, pictures: bool = False, **how: bool) -> Context:
-    preset, given = ("drama-quick", [*TINY, *overrides]) if new else (None, list(overrides))
+    preset, given = ("drama-quick", with_kinds(TINY, *overrides)) if new else (None, list(overrides))
     context = open_context(folder, preset, given, create=new, quiet=True, **how)
     context.pictures = pictures
     return context
@@ -218,11 +218,11 @@ def test_how_it_acts_is_chosen_when_it_acts(run: Path) -> None:
     assert collect(opened(run, "dynamics.act_window=0")).metrics["steps"] == 90
 
 
-@pytest.mark.parametrize("backbone", ["mamba2", "transformer"])
-def test_every_stage_runs_in_bfloat16(tmp_path: Path, backbone: str) -> None:
+@pytest.mark.parametrize("backbone", [[], ["backbone.kind=transformer"]], ids=["mamba2", "transformer"])
+def test_every_stage_runs_in_bfloat16(tmp_path: Path, backbone: list[str]) -> None:
     """Frozen models keep their matrices in it: whoever uses one outside autocast fails."""
     small = ["run.epochs=2", "run.collect_epochs=2", "evaluation.episodes=1", "training.precision=bfloat16"]
-    run_loop(opened(tmp_path / "run", *small, f"backbone.kind={backbone}", new=True, pictures=True))
+    run_loop(opened(tmp_path / "run", *small, *backbone, new=True, pictures=True))
     context = opened(tmp_path / "run")
     assert collect(context).inputs["controller"].kind == "controller"  # behind rows of an earlier process
     for source in ("real", "imagination"):

@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
 import resource, sys
 import torch
-from wmcli.training.memory import keep_freed_memory
+from wmcli.training.allocator import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 def faults():

@@ -162,7 +162,7 @@ def test_which_side_learns_from_which_loss():
 @pytest.mark.parametrize("backbone", NAMES)
 def test_every_parameter_learns(backbone):
     model = make(backbone, free_nats=0.0)
-    total, _ = model.loss(segment(first=resets((0, 0), (1, 3))))
+    total, _ = model.loss(segment(is_first=resets((0, 0), (1, 3))))
     total.backward()
     silent = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     assert not silent
@@ -190,7 +190,7 @@ def _logged(model, batch):
 
 def test_what_comes_after_an_end_is_not_predicted_and_does_not_remember():
     model = make().eval()
-    batch = segment(first=resets((0, 0), (1, 0), (2, 0), (1, 4)))
+    batch = segment(is_first=resets((0, 0), (1, 0), (2, 0), (1, 4)))
     changed = batch._replace(action=batch.action.clone())
     changed.action[1, 3] = (changed.action[1, 3] + 1) % A  # the last action before the end
     before, after = _logged(model, batch), _logged(model, changed)
@@ -205,7 +205,7 @@ def test_padding_leaves_no_trace():
     valid = torch.ones(B, T, dtype=torch.bool)
     valid[0, 4:] = False
     batch = segment(valid=valid)
-    other = batch._replace(action=batch.action.clone(), reward=batch.reward.clone(), latent=batch.inputs.clone())
+    other = batch._replace(action=batch.action.clone(), reward=batch.reward.clone(), inputs=batch.inputs.clone())
     other.action[0, 4:] = 0
     other.reward[0, 4:] = 9.0
     for name, value in _logged(model, batch).items():

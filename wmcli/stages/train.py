@@ -72,7 +72,7 @@ def latents_of(context: Context, world_model: WorldModel, encoder: str, replay: 
         context: Keeps them.
         world_model: Its encoder is frozen.
         encoder: Names it: the digest of the artifact that holds it, or "rules".
-        memory: The experience. Frames that were added since are encoded now.
+        replay: The experience. Frames that were added since are encoded now.
     """
     latents = encode_frames(
         world_model,

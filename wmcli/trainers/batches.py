@@ -43,7 +43,7 @@ def build_sampler(
 
     Args:
         training: Names the sampling and has the settings of dynamic frequency sampling.
-        memory: The experience.
+        replay: The experience.
         rng: Belongs to the sampler from here on.
         length: Frames of a window.
         minimum: Real frames of a window, at least. With `across_ends` all are real.
@@ -89,7 +89,7 @@ def build_segment_sampler(
 
     Args:
         training: See `build_sampler`.
-        memory: The experience.
+        replay: The experience.
         world_model: Says what rows are, and how long.
         rng: Belongs to the sampler from here on.
 
@@ -148,7 +148,7 @@ def gather(
     """Gather the rows of windows into a batch. `is_first` is False in padding.
 
     Args:
-        memory: The experience.
+        replay: The experience.
         latents: Latents or frames (N, ...) of all rows.
         windows: Rows (B, T).
         targets: Findings of searches, for a model that learns from them.

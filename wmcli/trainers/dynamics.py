@@ -30,7 +30,7 @@ class DynamicsTrainer(Trainer):
 
     Args:
         world_model: On the machine's device, in training mode.
-        memory: The experience.
+        replay: The experience.
         settings: The section of the dynamics.
         training: Says how segments are sampled.
         machine: Device and precision.

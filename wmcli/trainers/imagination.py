@@ -27,7 +27,7 @@ class ImaginationTrainer(Trainer):
     Args:
         world_model: Frozen, in eval mode (`Machine.freeze`).
         controller: On the machine's device.
-        memory: The experience.
+        replay: The experience.
         settings: The section of the controller.
         training: Says how windows are sampled.
         machine: Device and precision.

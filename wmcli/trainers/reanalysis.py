@@ -28,7 +28,7 @@ class ReanalysisTrainer(Trainer):
     Args:
         world_model: One to plan in, frozen, in eval mode (`Machine.freeze`).
         controller: The search.
-        memory: The experience.
+        replay: The experience.
         settings: The section of the controller.
         machine: Device and precision.
         rng: Saved with the state; nothing draws from it.

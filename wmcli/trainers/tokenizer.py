@@ -25,7 +25,7 @@ class TokenizerTrainer(Trainer):
 
     Args:
         tokenizer: On the machine's device.
-        memory: The experience.
+        replay: The experience.
         settings: The section of the tokenizer.
         training: Says how frames are sampled.
         machine: Device and precision.
