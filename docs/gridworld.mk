@@ -7,7 +7,7 @@ LENGTHS := gridworld gridworld-long
 SEEDS := 1
 RUNS := $(foreach length,$(LENGTHS),$(foreach backbone,$(BACKBONES),$(foreach seed,$(SEEDS),$(R)/$(length)-$(backbone)-$(seed))))
 
-table: $(RUNS:=/evaluation/latest/manifest.json) ; wm eval --protocol gridworld $(RUNS)
+table: $(RUNS:=/evaluation/latest/manifest.json) ; wm compare --protocol gridworld $(RUNS)
 .PHONY: table
 .NOTPARALLEL:
 

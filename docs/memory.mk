@@ -6,8 +6,8 @@
 #   make -j2 -f docs/memory.mk TASKS=rooms-small MODELS="s4 tssm-xl mamba2"        two rooms and what is recalled of them
 #   make -j2 -f docs/memory.mk TASKS=memory-small MODELS="s5 retnet gaussian" R=runs/longer SET=dynamics.updates=4000
 #                                     any other settings, in a folder of their own
-#   wm eval runs/memory-12/rooms-small-* --protocol recall --curves recall.png        the same as a picture
-#   wm eval runs/memory-12/rooms-small-* --protocol generation --strips rooms.png     what each imagines, below the truth
+#   wm compare runs/memory-12/rooms-small-* --protocol recall --curves recall.png        the same as a picture
+#   wm compare runs/memory-12/rooms-small-* --protocol generation --strips rooms.png     what each imagines, below the truth
 # All models within 8 % of one parameter count. One thread each, so that -j gives as many at once as there are cores.
 WIDTH := 12
 R := runs/memory-$(WIDTH)
@@ -58,7 +58,7 @@ rooms-small-protocols := generation recall
 runs = $(foreach model,$(MODELS),$(foreach seed,$(SEEDS),$(R)/$(1)-$(model)-$(seed)))
 
 tables: $(foreach task,$(TASKS),$(addsuffix /evaluation/latest/manifest.json,$(call runs,$(task))))
-	$(foreach task,$(TASKS),$(foreach protocol,$($(task)-protocols),wm eval $(call runs,$(task)) --protocol $(protocol) &&)) true
+	$(foreach task,$(TASKS),$(foreach protocol,$($(task)-protocols),wm compare $(call runs,$(task)) --protocol $(protocol) &&)) true
 .PHONY: tables
 
 define one

@@ -25,7 +25,7 @@ runs = $(foreach seed,$(SEEDS),$(R)/$(1)-$(seed))
 RUNS := $(foreach variant,$(VARIANTS),$(call runs,$(variant)))
 
 table: $(RUNS:=/evaluation/latest/manifest.json) $(foreach variant,$(LEARNED),$(R)/$(variant).png)
-	wm eval $(RUNS) --by $(PRIOR).kind --by $(PRIOR).form --by $(PRIOR).leak
+	wm compare $(RUNS) --by $(PRIOR).kind --by $(PRIOR).form --by $(PRIOR).leak
 .PHONY: table
 
 define one
@@ -34,7 +34,7 @@ $(R)/$(1)-$(2)/evaluation/latest/manifest.json:
 endef
 define picture
 $(R)/$(1).png: $(addsuffix /evaluation/latest/manifest.json,$(call runs,$(1)))
-	wm eval $(call runs,$(1)) --priors $$@ > /dev/null
+	wm compare $(call runs,$(1)) --priors $$@ > /dev/null
 endef
 $(foreach variant,$(VARIANTS),$(foreach seed,$(SEEDS),$(eval $(call one,$(variant),$(seed)))))
 $(foreach variant,$(LEARNED),$(eval $(call picture,$(variant))))

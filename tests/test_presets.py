@@ -23,7 +23,7 @@ from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.grid_world import evaluate_grid_world
 from wmcli.stages.imagine import imagine
-from wmcli.stages.memory import evaluate_memory
+from wmcli.stages.memory_tasks import evaluate_memory
 from wmcli.stages.tokenizer import train_tokenizer
 
 PRESETS = preset_names()

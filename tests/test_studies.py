@@ -14,7 +14,7 @@ from wmcli.assemble import parameter_counts
 from wmcli.envs import make
 from wmcli.settings import resolve
 from wmcli.stages.checks import check_rows
-from wmcli.stages.memory import check_measures
+from wmcli.stages.memory_tasks import check_measures
 
 DOCS = Path(__file__).parent.parent / "docs"
 STUDIES = sorted(DOCS.glob("*.mk"))

@@ -6,16 +6,22 @@ import importlib
 import inspect
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from wmcli.cli import main
+from wmcli.cli.evaluate import ProtocolName
+from wmcli.errors import UsageError
+from wmcli.settings import resolve
+from wmcli.stages.protocols import PROTOCOLS
 
 SCORE = {
+    "protocol": "returns",
     "mean": 0.5,
     "median": 1.0,
     "stderr": 0.25,
@@ -94,9 +100,9 @@ CASES = [
     ("grid_world", "evaluate_grid_world",
      ["eval", "--protocol", "gridworld", "--dynamics", "dynamics@2", "--episodes", "5", "--force"],
      {"overrides": ["evaluation.episodes=5"], "force": True}, {"dynamics": "dynamics@2"}),
-    ("memory", "evaluate_memory", ["eval", "--protocol", "generation"], {},
+    ("memory_tasks", "evaluate_memory", ["eval", "--protocol", "generation"], {},
      {"measure": "generation", "dynamics": None, "experience": None}),
-    ("memory", "evaluate_memory",
+    ("memory_tasks", "evaluate_memory",
      ["eval", "--protocol", "recall", "--dynamics", ".", "--experience", "experience@2", "--episodes", "5"],
      {"overrides": ["evaluation.episodes=5"], "create": True},
      {"measure": "recall", "dynamics": ".", "experience": "experience@2"}),
@@ -142,6 +148,12 @@ class Recorder:
 
         return run
 
+    def protocol(self, name: str) -> Any:
+        """In place of the `evaluate` of a protocol."""
+        if PROTOCOLS[name].reads_experience:
+            return partial(self.stage("memory_tasks"), measure=name)
+        return self.stage({"returns": "evaluate", "gridworld": "grid_world"}[name])
+
     def aggregate(self, runs: list[Path], against: list[Path] | None, progress: Any) -> dict[str, Any]:
         self.aggregated.append((runs, against))
         return AGGREGATE
@@ -174,11 +186,12 @@ def recorder(monkeypatch):
     recorder = Recorder()
     context = SimpleNamespace(open_context=recorder.open_context)
     monkeypatch.setitem(sys.modules, "wmcli.stages.context", context)
-    tables = {"table": lambda _: [{"backbone": "gru"}]}
     for module, function, *_ in CASES:
-        fake = SimpleNamespace(**{function: recorder.stage(module)}, **tables)
-        monkeypatch.setitem(sys.modules, f"wmcli.stages.{module}", fake)
-    monkeypatch.setitem(sys.modules, "wmcli.stages.memory_table", SimpleNamespace(**tables))
+        monkeypatch.setitem(
+            sys.modules, f"wmcli.stages.{module}", SimpleNamespace(**{function: recorder.stage(module)})
+        )
+    protocols = {name: replace(protocol, evaluate=recorder.protocol(name)) for name, protocol in PROTOCOLS.items()}
+    monkeypatch.setitem(sys.modules, "wmcli.stages.protocols", SimpleNamespace(PROTOCOLS=protocols))
     monkeypatch.setitem(sys.modules, "wmcli.stages.aggregate", recorder.many_runs())
     monkeypatch.delenv("WM_RUN", raising=False)
     return recorder
@@ -236,7 +249,7 @@ def test_json_is_one_object(line, recorder, capsys):
     assert main.run([*line, "--json"]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1
-    scored = line[0] == "run" or (line[0] == "eval" and "--protocol" not in line)
+    scored = line[0] in ("run", "eval")
     assert json.loads(out) == {
         "kind": "evaluation",
         "version": 3,
@@ -304,7 +317,7 @@ def test_one_episode_has_no_standard_error(recorder, capsys, monkeypatch):
     monkeypatch.setitem(SCORE, "stderr", None)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main.run(["eval"]) == 0
-    assert "standard error" not in capsys.readouterr().err
+    assert "stderr" not in capsys.readouterr().err
 
 
 def test_an_atari_score_stands_beside_the_published_ones(recorder, capsys, monkeypatch):
@@ -318,7 +331,7 @@ def test_an_atari_score_stands_beside_the_published_ones(recorder, capsys, monke
 
 
 def test_many_runs(recorder, capsys):
-    assert main.run(["eval", "runs/a", "runs/b", "--against", "runs/c", "--against", "runs/d"]) == 0
+    assert main.run(["compare", "runs/a", "runs/b", "--against", "runs/c", "--against", "runs/d"]) == 0
     assert recorder.aggregated == [([Path("runs/a"), Path("runs/b")], [Path("runs/c"), Path("runs/d")])]
     assert recorder.opened == []
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
@@ -328,7 +341,7 @@ def test_many_runs(recorder, capsys):
         ["all", "ALE/Pong-v5", "iqm", "0.75"],
         ["REM", "ALE/Pong-v5", "mean", "17.964"],
     ]
-    assert main.run(["eval", "runs/a", "--json"]) == 0
+    assert main.run(["compare", "runs/a", "--json"]) == 0
     assert recorder.aggregated[1] == ([Path("runs/a")], None)
     shown = json.loads(capsys.readouterr().out)
     assert shown["scores"] == AGGREGATE["scores"]
@@ -337,7 +350,7 @@ def test_many_runs(recorder, capsys):
 
 
 def test_many_runs_for_a_person_have_errors_beside_the_numbers(recorder, capsys):
-    assert main.run(["eval", "runs/a", "--format", "markdown"]) == 0
+    assert main.run(["compare", "runs/a", "--format", "markdown"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "| name | score | human-normalized | environment | episodes | steps | runs |",
         "| --- | ---: | ---: | --- | ---: | ---: | ---: |",
@@ -345,9 +358,9 @@ def test_many_runs_for_a_person_have_errors_beside_the_numbers(recorder, capsys)
         "| all: iqm | - | 0.75 (0.5 to 1) | Pong | - | - | 3 |",
         "| REM | 17.96 | 1.095 | Pong | - | - | 5 |",
     ]
-    assert main.run(["eval", "runs/a", "--format", "latex"]) == 0
+    assert main.run(["compare", "runs/a", "--format", "latex"]) == 0
     assert capsys.readouterr().out.count("\\midrule") == 3  # under the heading, and around the aggregates
-    assert main.run(["eval", "runs/a", "--by", "backbone.kind", "--format", "csv"]) == 0
+    assert main.run(["compare", "runs/a", "--by", "backbone.kind", "--format", "csv"]) == 0
     assert capsys.readouterr().out == "backbone.kind,runs,mean,low,high,unit\ngru,2,0.5,0.25,,return\n"
 
 
@@ -357,7 +370,7 @@ def test_a_narrow_terminal_gets_fewer_columns_and_whole_lines(width, recorder, c
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("LINES", "25")
     monkeypatch.setenv("TERM", "dumb")  # no bold letters
-    assert main.run(["eval", "runs/a"]) == 0
+    assert main.run(["compare", "runs/a"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
     assert any("runs/a" in line and "12.25 ± 1.5" in line for line in lines)
@@ -366,20 +379,48 @@ def test_a_narrow_terminal_gets_fewer_columns_and_whole_lines(width, recorder, c
 
 
 def test_curves_of_returns(recorder):
-    assert main.run(["eval", "runs/a", "runs/b", "--by", "backbone.kind", "--curves", "x.png"]) == 0
+    assert main.run(["compare", "runs/a", "runs/b", "--by", "backbone.kind", "--curves", "x.png"]) == 0
     assert recorder.aggregated == [([Path("runs/a"), Path("runs/b")], ["backbone.kind"], Path("x.png"))]
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        ["eval", "--format", "csv"],
-        ["eval", "runs/a", "--format", "csv", "--json"],
-        ["eval", "runs/a", "--format", "yaml"],
-        ["eval", "runs/a", "--against", "runs/b", "--curves", "x.png"],
+        ["compare", "runs/a", "--format", "csv", "--json"],
+        ["compare", "runs/a", "--format", "yaml"],
+        ["compare", "runs/a", "--against", "runs/b", "--curves", "x.png"],
     ],
 )
 def test_a_form_that_has_no_table_is_refused(line, recorder, capsys):
     assert main.run(line) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert recorder.opened == recorder.aggregated == []
+
+
+def test_the_names_of_protocols_are_those_of_the_registry(capsys):
+    assert set(get_args(ProtocolName)) == set(PROTOCOLS)
+    assert all(name == protocol.name for name, protocol in PROTOCOLS.items())
+    for command in ("eval", "compare"):
+        assert main.run([command, "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert all(name in shown for name in PROTOCOLS)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "preset", "changes", "reason"),
+    [
+        ("returns", "rem-quick", ["environment.id=wm/GridWorld-v0"], "never end"),
+        ("gridworld", "rem-quick", [], "needs dynamics of kind 'cells'"),
+        ("recall", "s4wm-2d", ["environment.id=wm/DistractingMemory-100-v0"], "needs a task with a teleport"),
+        ("reward", "s4wm-2d", ["environment.id=wm/DistractingMemory-100-v0", "dynamics.reward=none"], "learn rewards"),
+    ],
+)
+def test_a_protocol_says_from_settings_alone_what_it_cannot_score(protocol, preset, changes, reason):
+    with pytest.raises(UsageError, match=f"--protocol {protocol}: .*{reason}"):
+        PROTOCOLS[protocol].check(resolve(preset, changes))
+
+
+def test_a_fitting_run_passes_the_check():
+    PROTOCOLS["returns"].check(resolve("rem-quick"))
+    PROTOCOLS["gridworld"].check(resolve("gridworld"))
+    PROTOCOLS["generation"].check(resolve("s4wm-2d"))

@@ -56,7 +56,7 @@ def completed(words, shell="bash", **environment):
         (["wm", "run", "--set", "backbone.kind", "=", "mam"], ["mamba1", "mamba2"]),  # as bash breaks it
         (["wm", "run", "--set", "training.cuda_graph", "="], ["true", "false"]),
         (["wm", "run", "--set", "=", "seed", "=", "3"], []),
-        (["wm", "eval", "runs/a", "--by", "evaluation.t"], ["evaluation.temperature"]),
+        (["wm", "compare", "runs/a", "--by", "evaluation.t"], ["evaluation.temperature"]),
         (["wm", "presets", "--system", "u"], ["unizero"]),
     ],
 )

@@ -503,3 +503,10 @@ def test_another_seed_needs_a_run_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="with these settings .*seed 1 -> 2"):
         run_loop(opened(tmp_path / "run", "seed=2"))
     assert names(tmp_path / "run")["experience"] == [1]
+
+
+def test_a_loop_whose_last_evaluation_cannot_score_is_refused_before_it_collects(tmp_path):
+    context = open_context(tmp_path / "run", "rem-quick", ["environment.id=wm/GridWorld-v0"], create=True, quiet=True)
+    with pytest.raises(UsageError, match="--protocol returns: episodes of wm/GridWorld-v0 never end"):
+        run_loop(context)
+    assert not context.run.versions("experience")

@@ -18,7 +18,8 @@ from wmcli.envs.tasks import TASKS
 from wmcli.errors import UsageError
 from wmcli.experience import read_segment
 from wmcli.experience.load import HELD_OUT
-from wmcli.stages import memory, probe
+from wmcli.stages import memory_tasks as memory
+from wmcli.stages import probe
 from wmcli.stages.collect import collect
 from wmcli.stages.context import Context, open_context
 from wmcli.stages.dynamics import train_dynamics

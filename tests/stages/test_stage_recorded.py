@@ -20,7 +20,8 @@ from wmcli.envs.walking import FORWARD, FORWARD_LEFT, FORWARD_RIGHT, LEFT, NOOP,
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience import read_segment, segment
 from wmcli.experience.load import HELD_OUT, SEGMENT
-from wmcli.stages import memory, probe, recorded
+from wmcli.stages import memory_tasks as memory
+from wmcli.stages import probe, recorded
 from wmcli.stages.collect import collect
 from wmcli.stages.context import Context, open_context
 from wmcli.stages.dynamics import train_dynamics

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from wmcli.cli.evaluate import report_score
+from wmcli.cli.evaluate import report
 from wmcli.cli.options import (
     DEFAULT_RUN,
     REPEAT_PANEL,
@@ -98,7 +98,7 @@ def run(
         from_epoch=from_epoch,
     )
     artifact = run_loop(context)
-    if artifact.kind == "evaluation" and "mean" in artifact.metrics:
-        report_score(artifact, as_json, quiet)
+    if artifact.kind == "evaluation":
+        report(artifact, as_json, quiet)
     else:
         published(artifact, as_json)

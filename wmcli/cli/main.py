@@ -24,6 +24,7 @@ from wmcli.cli import (
     bash_words,
     clean,
     collect,
+    compare,
     convert_lpips,
     diff,
     envs,
@@ -69,6 +70,7 @@ STAGES: dict[str, Callable[..., None]] = {
 RESUMED = ("run", "collect", "train-tokenizer", "train-dynamics", "imagine")
 """Commands that are asked to stop from their first moment on, so that a scheduler never sees another code than 75."""
 ANSWERS: dict[str, Callable[..., None]] = {
+    "compare": compare.compare,
     "runs": runs.runs,
     "diff": diff.diff,
     "artifacts": artifacts.artifacts,

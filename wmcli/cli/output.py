@@ -136,6 +136,11 @@ def draw_beside(rows: Rows, columns: Sequence[str], title: str) -> None:
         draw_table(rows, columns, sys.stderr, title)
 
 
+def filled(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
+    """Return the columns that are not empty."""
+    return [column for column in columns if any(row.get(column) is not None for row in rows)]
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from wmcli.config import Section, did_you_mean
 
 Measure = Literal["generation", "recall", "reward", "doors", "probe"]
-"""What can be measured of a memory model: see wmcli/stages/memory.py and probe.py."""
+"""What can be measured of a memory model: see wmcli/stages/memory_tasks.py and probe.py."""
 
 
 MAX_EPISODES = 50_000

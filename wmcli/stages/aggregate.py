@@ -1,4 +1,4 @@
-"""`wm eval RUN...`: statistics, tables and pictures over the evaluations of several runs."""
+"""`wm compare`: statistics, tables and pictures over the evaluations of several runs."""
 
 from __future__ import annotations
 

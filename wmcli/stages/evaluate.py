@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,14 +27,16 @@ from wmcli.metrics import atari
 from wmcli.progress import Progress
 from wmcli.report.images import write_gif
 from wmcli.report.plots import return_curve, returns_histogram, write_figure
-from wmcli.settings import MAX_EPISODES
+from wmcli.settings import MAX_EPISODES, Settings
 from wmcli.stages.context import Context
 from wmcli.stages.pictures import Film, beside, ending, write_side_by_side
+from wmcli.stages.protocol import Protocol
 from wmcli.training.checkpoint import load_tensors, save_tensors
 from wmcli.training.device import derived_seed
 from wmcli.world_models.base import WorldModel
 
-PROTOCOL = "returns"  # what sets these evaluations apart from those of stages/grid_world.py
+PROTOCOL = "returns"  # what sets these evaluations apart from those of other protocols
+COLUMNS = ("name", "score", "stderr", "human_normalized", "runs", "episodes", "lowest", "highest", "caveat")
 FILMED_STEPS = 300  # of the first episode
 IMAGINED_FRAMES = 32  # of these at most, beside the real ones
 LONGEST_EPISODE = 100_000  # steps, in an environment without a time limit; Atari's longest protocol allows 108,000
@@ -186,8 +188,7 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
     actor = run.resolve(controller or "controller", "controller")
     environment = context.environment
     check_same_environment(environment, actor)
-    if environment["id"] in ENDLESS:
-        raise UsageError(f"episodes of {environment['id']} never end, so they have no return: use --protocol gridworld")
+    RETURNS.check(settings)
     episodes = episodes or settings.evaluation.episodes
     if episodes > MAX_EPISODES:
         raise UsageError(
@@ -274,6 +275,30 @@ def summary(artifact: Artifact) -> str:
     )
 
 
+def unfit(settings: Settings) -> str | None:
+    """Return why episodes of the environment have no return, or None if they have one."""
+    name = settings.environment.id
+    return (
+        f"episodes of {name} never end, so they have no return: use --protocol gridworld" if name in ENDLESS else None
+    )
+
+
+def references(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the published scores of the environment of an evaluation, or that of random play."""
+    return atari.references(metrics["environment"], metrics["random_mean"])
+
+
+def table(evaluations: Sequence[Artifact]) -> list[dict[str, Any]]:
+    """Return a row for each evaluation, then the published scores of its environment."""
+    rows: list[dict[str, Any]] = []
+    for evaluation in evaluations:
+        metrics = evaluation.metrics
+        ours = {"name": evaluation.name, "score": metrics["mean"], "stderr": metrics["stderr"]}
+        ours |= {"human_normalized": metrics["human_normalized"], "runs": 1, "episodes": metrics["episodes"]}
+        rows += [{column: row.get(column) for column in COLUMNS} for row in (ours, *references(metrics))]
+    return rows
+
+
 def score(returns: Sequence[float]) -> dict[str, Any]:
     """Mean, median and standard error of the mean of some episodes' returns."""
     values = np.asarray(returns, dtype=np.float64)
@@ -329,3 +354,15 @@ def _earlier(run: Run, actor: Artifact) -> list[dict[str, Any]]:
     scored = [each for each in run.artifacts("evaluation") if each.metrics["protocol"] == PROTOCOL]
     newest = {each.inputs["controller"].digest: each.metrics for each in scored}
     return sorted((newest[digest] for digest in line & newest.keys()), key=lambda metrics: metrics["total_steps"])
+
+
+RETURNS = Protocol(
+    name=PROTOCOL,
+    about="returns of the controller's episodes",
+    needs="controller",
+    evaluate=evaluate,
+    unfit=unfit,
+    summarize=summary,
+    table=table,
+    references=references,
+)

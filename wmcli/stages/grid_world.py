@@ -31,8 +31,10 @@ from wmcli.envs.grid_world import GRID_WORLD_GOAL_ID
 from wmcli.errors import MachineError, UsageError
 from wmcli.experience import Recorder, Replay
 from wmcli.metrics import grid_world as metrics
+from wmcli.settings import Settings
 from wmcli.stages.collect import seen
 from wmcli.stages.context import Context
+from wmcli.stages.protocol import Protocol
 from wmcli.training.device import Machine, derived_seed, isolated_randomness
 from wmcli.training.optim import build_optimizer, update
 from wmcli.world_models.base import Batch
@@ -67,12 +69,11 @@ def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Art
     settings, machine, run = context.settings, context.machine, context.run
     model = run.resolve(dynamics or "dynamics", "dynamics")
     check_same_environment(context.environment, model)
+    trained = settings_of(model)
+    GRID_WORLD.check(trained)
     world_model = load_world_model(model, machine)
-    if not isinstance(world_model, CellsWorldModel):
-        raise UsageError(
-            f"--protocol gridworld scores dynamics of kind 'cells', and {model.name} is none: begin with"
-            " wm run gridworld"
-        )
+    assert isinstance(world_model, CellsWorldModel)
+    assert isinstance(trained.dynamics, CellsSettings)
     sequences = settings.evaluation.episodes
     identity = settings.identity("seed", "environment") | {"sequences": sequences, "protocol": "gridworld"}
     identity |= {"precision": machine.precision, "device": str(machine.device), "threads": machine.threads}
@@ -81,8 +82,6 @@ def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Art
         context.progress.say(f"eval: {existing.name} is this very job, nothing to do (--force measures again)")
         return existing
     with context.work(job) as work:
-        trained = settings_of(model)
-        assert isinstance(trained.dynamics, CellsSettings)
         context.progress.say(f"eval: {sequences} sequences of {trained.dynamics.sequence_length} frames on {machine}")
         memory = _played(context, sequences, trained.dynamics.sequence_length)
         respawn: metrics.Respawn = "goal" if context.environment["id"] == GRID_WORLD_GOAL_ID else "both"
@@ -108,12 +107,24 @@ def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Art
                 "updates": model.metrics["updates"],
             },
         )
-    row = table([artifact])[0]
-    context.progress.say(
-        f"eval: {artifact.name}: error {row['error %']} % generating, {row['teacher %']} % on real frames;"
+    context.progress.say(summarize(artifact))
+    return artifact
+
+
+def unfit(settings: Settings) -> str | None:
+    """Return why dynamics with these settings have no errors of cells, or None if they have some."""
+    if isinstance(settings.dynamics, CellsSettings):
+        return None
+    return f"needs dynamics of kind 'cells', and dynamics.kind = {settings.dynamics.kind}: begin with wm run gridworld"
+
+
+def summarize(evaluation: Artifact) -> str:
+    """Return an evaluation in one line."""
+    row = table([evaluation])[0]
+    return (
+        f"eval: {evaluation.name}: error {row['error %']} % generating, {row['teacher %']} % on real frames;"
         f" {row['ms a step']} ms a training step"
     )
-    return artifact
 
 
 def table(evaluations: Sequence[Artifact]) -> list[dict[str, Any]]:
@@ -388,3 +399,14 @@ def _resident(kind: Literal["VmRSS", "VmHWM"]) -> int:
     """Bytes, now or at the peak. Not `getrusage`, whose peak a new process inherits from the one that started it."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{kind}:"))
     return int(line.split()[1]) * 1024
+
+
+GRID_WORLD = Protocol(
+    name="gridworld",
+    about="errors and cost of dynamics on cells",
+    needs="dynamics",
+    evaluate=evaluate_grid_world,
+    unfit=unfit,
+    summarize=summarize,
+    table=table,
+)

@@ -13,22 +13,21 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from typing import get_args
 
 from wmcli.artifacts import KEY_METRICS, Artifact, needed, needed_elsewhere
 from wmcli.artifacts.store import BEST
 from wmcli.errors import DivergedError, Stopped, UsageError
 from wmcli.interrupt import stop_requests
-from wmcli.settings import Measure, Settings, resolve
+from wmcli.settings import Settings, resolve
 from wmcli.stages.checks import check_rows
 from wmcli.stages.collect import collect, collect_job
 from wmcli.stages.collector import Collector
 from wmcli.stages.context import Context, PrunedInputError
 from wmcli.stages.dynamics import NONE, train_dynamics
-from wmcli.stages.evaluate import evaluate, summary
+from wmcli.stages.evaluate import RETURNS, evaluate
 from wmcli.stages.imagine import imagine
-from wmcli.stages.memory import check_measures, evaluate_memory, measures_of
-from wmcli.stages.memory_table import told
+from wmcli.stages.memory_tasks import check_measures, measures_of
+from wmcli.stages.protocols import PROTOCOLS
 from wmcli.stages.tokenizer import train_tokenizer
 
 MODELS = ("tokenizer", "dynamics", "controller")
@@ -63,7 +62,7 @@ def run_loop(context: Context) -> Artifact:
             inside.again.add(missing.artifact.digest)
     inside.bind()  # where no work was due, other settings of `run` are still to be kept
     for evaluation in scores:
-        progress.say(told(evaluation) if evaluation.metrics["protocol"] in get_args(Measure) else summary(evaluation))
+        progress.say(PROTOCOLS[evaluation.metrics["protocol"]].summarize(evaluation))
     if "evaluation" in newest:
         return newest["evaluation"]
     return newest[next(kind for kind in reversed(("experience", *MODELS)) if kind in newest)]
@@ -133,6 +132,8 @@ def _check_last(settings: Settings) -> None:
         check_rows(settings)
     if MEASURE in stages:
         check_measures(settings)
+    if EVALUATE in stages:
+        RETURNS.check(settings)
 
 
 def _idle(context: Context) -> Iterator[str]:
@@ -231,7 +232,7 @@ def _epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) -> 
         )
         if last:
             for measure in measures_of(context.settings):
-                yield MEASURE, evaluate_memory(context, measure, dynamics=path("dynamics"))
+                yield MEASURE, PROTOCOLS[measure].evaluate(context, dynamics=path("dynamics"))
     if IMAGINE in stages:
         models = {"experience": path("experience"), "dynamics": path("dynamics")}
         yield IMAGINE, imagine(context, **models, parent=path("controller"))

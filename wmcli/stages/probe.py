@@ -24,14 +24,14 @@ from wmcli.envs.mazes import Labels, Maze
 from wmcli.envs.memory_task import Task
 from wmcli.experience import read_segment
 from wmcli.experience.load import SEGMENT
-from wmcli.metrics import memory as metrics
+from wmcli.metrics import memory_tasks as metrics
 from wmcli.nn.mlp import mlp
 from wmcli.stages.context import Context
 from wmcli.training.optim import build_optimizer
 from wmcli.world_models.latent import LatentWorldModel
 
 if TYPE_CHECKING:
-    from wmcli.stages.memory import Episodes
+    from wmcli.stages.memory_tasks import Episodes
 
 TOGETHER = 16  # episodes seen side by side, and in an update
 FRAMES = 512  # of these that an update learns from

@@ -23,9 +23,9 @@ from wmcli.envs.tasks import TASKS
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience import read_segment
 from wmcli.experience.load import HELD_OUT, SEGMENT
-from wmcli.metrics import memory as metrics
+from wmcli.metrics import memory_tasks as metrics
 from wmcli.settings import resolve
-from wmcli.stages import memory as stage
+from wmcli.stages import memory_tasks as stage
 from wmcli.stages.checks import check_rows
 from wmcli.stages.collect import collect
 from wmcli.stages.context import Context, open_context
@@ -445,7 +445,8 @@ def test_presets_measure_what_fits_each_task_that_they_are_for(preset: str, task
 def test_a_preset_of_the_paper_runs_on_another_task_of_its_own(
     tmp_path: Path, monkeypatch, preset: str, overrides: list[str]
 ) -> None:
-    for picture in ("memory._write_film", "memory.write_curves", "dynamics.write_side_by_side", "train.write_figure"):
+    drawn_here = ("memory_tasks._write_film", "memory_tasks.write_curves")
+    for picture in (*drawn_here, "dynamics.write_side_by_side", "train.write_figure"):
         monkeypatch.setattr(f"wmcli.stages.{picture}", lambda *_: None)
     small = [each for each in TINY_PAPER if preset.startswith("s4wm") or not each.startswith("backbone.state_size=")]
     given = ["environment.id=wm/MultiDoorsKeys-3-v0", *small, *overrides]

@@ -8,8 +8,9 @@ the prior a step; probe.py only looks at what it makes of frames that it sees. B
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,17 +29,19 @@ from wmcli.envs.tasks import TASKS
 from wmcli.errors import UsageError
 from wmcli.experience import read_segment
 from wmcli.experience.load import HELD_OUT
-from wmcli.metrics import memory as metrics
+from wmcli.metrics import memory_tasks as metrics
 from wmcli.report.files import check_target
 from wmcli.report.images import side_by_side, strip, write_gif, write_png
 from wmcli.settings import Measure, Settings
 from wmcli.stages.checks import check_held_back
 from wmcli.stages.context import Context, open_context
-from wmcli.stages.memory_table import told, write_curves
+from wmcli.stages.memory_table import AXES, draw_curves, table, told, write_curves
 from wmcli.stages.probe import probe
+from wmcli.stages.protocol import Protocol
 from wmcli.stages.scripted import task_of
 from wmcli.training.device import derived_seed, isolated_randomness
 from wmcli.world_models.latent import LatentWorldModel, LatentWorldModelSettings
+from wmcli.world_models.open_loop import open_loop
 
 BATCH = 32  # episodes imagined side by side
 FRAMES = 256  # decoded at a time
@@ -76,18 +79,16 @@ def evaluate_memory(
     model = run.resolve(dynamics or "dynamics", "dynamics")
     check_same_environment(context.environment, model)
     played = run.resolve(experience, "experience") if experience else model.input("experience")
-    task = task_of(context)
     trained = settings_of(model)
-    if reason := unfit(measure, trained):
-        raise UsageError(f"--protocol {measure}: {reason}.")
+    _protocol(measure).check(trained)
+    task = task_of(context)
     assert isinstance(trained.dynamics, LatentWorldModelSettings)
     identity = settings.identity("seed", "environment") | {
         "protocol": measure,
         "episodes": settings.evaluation.episodes,
         "precision": machine.precision,
     }
-    if measure == "probe":
-        identity |= {"probe_updates": settings.evaluation.probe_updates}
+    identity |= {key: getattr(settings.evaluation, key) for key in _MEASURES[measure].settings}
     job = run.job("evaluation", identity, {"dynamics": model, "experience": played})
     if existing := context.done(job):
         context.progress.say(f"eval: {existing.name} is this very job, nothing to do (--force measures again)")
@@ -99,7 +100,7 @@ def evaluate_memory(
         context.progress.say(f"eval: {measure} in {len(episodes.action)} test episodes of {task.about} on {machine}")
         seed = derived_seed(settings.seed, "eval memory")
         with isolated_randomness(seed, machine.device), machine.autocast():
-            found = _MEASURES[measure](context, world_model, task, episodes, work)
+            found = _MEASURES[measure].score(context, world_model, task, episodes, work)
         artifact = context.publish(
             work,
             found
@@ -119,24 +120,14 @@ def evaluate_memory(
     return artifact
 
 
-_NEEDS: dict[Measure, tuple[type[Task], str]] = {
-    "generation": (Task, "a memory task, such as wm/DistractingMemory-100-v0"),
-    "recall": (TeleportRooms, "a task with a teleport, such as wm/TwoRoomsTeleport-v0"),
-    "reward": (DistractingMemory, "a task whose last frame earns, such as wm/DistractingMemory-100-v0"),
-    "doors": (MultiDoorsKeys, "a task with doors, such as wm/MultiDoorsKeys-3-v0"),
-    "probe": (Maze, "a task with labels of its walls and objects, such as wm/Maze-9-v0"),
-}
-
-
 def unfit(measure: Measure, settings: Settings) -> str | None:
-    """Say why dynamics with these settings cannot be measured so; None where they can."""
-    name, dynamics = settings.environment.id, settings.dynamics
-    kind, wanted = _NEEDS[measure]
-    if not isinstance(TASKS.get(name), kind):
-        return f"needs {wanted}, and environment.id = {name}"
+    """Return why dynamics with these settings cannot be measured so, or None if they can."""
+    name, dynamics, needs = settings.environment.id, settings.dynamics, _MEASURES[measure]
+    if not isinstance(TASKS.get(name), needs.task):
+        return f"needs {needs.example}, and environment.id = {name}"
     if not isinstance(dynamics, LatentWorldModelSettings):
         return f"needs dynamics of kind 'latent', and dynamics.kind = {dynamics.kind}"
-    if measure == "reward" and dynamics.reward == "none":
+    if needs.rewards and dynamics.reward == "none":
         return "needs dynamics that learn rewards, and dynamics.reward = none"
     return None
 
@@ -148,7 +139,7 @@ def measures_of(settings: Settings) -> tuple[Measure, ...]:
 
 
 def _fitting(settings: Settings) -> tuple[Measure, ...]:
-    return tuple(each for each in get_args(Measure) if each != "probe" and unfit(each, settings) is None)
+    return tuple(name for name, measure in _MEASURES.items() if measure.automatic and unfit(name, settings) is None)
 
 
 def check_measures(settings: Settings) -> None:
@@ -196,15 +187,9 @@ def imagined(
     Raises UsageError for a backbone that cannot read those that were seen.
     """
     world_model.check_reads(known - 1)
-    first = torch.zeros(action.shape, dtype=torch.bool, device=action.device)
-    first[:, 0] = True
     latent = world_model.encode(frames[:, :known])
-    features, state = world_model.observe(latent, action[:, :known], first[:, :known], likeliest=likeliest)
-    parts = [features]
-    for taken in action[:, known - 1 : -1].unbind(1):
-        _, state = world_model.imagine(state, taken, likeliest=likeliest)
-        parts.append(world_model.features(state)[:, None])
-    return torch.cat(parts, 1)
+    features, _ = open_loop(world_model, latent, action, likeliest=likeliest)
+    return features
 
 
 @torch.no_grad()
@@ -341,12 +326,55 @@ def _doors(
     return metrics.doors(found, true, len(tiles.COLORS))._asdict()
 
 
-_MEASURES: dict[str, Callable[[Context, LatentWorldModel, Task, Episodes, Work], dict[str, Any]]] = {
-    "generation": _generation,
-    "recall": _recall,
-    "reward": _reward,
-    "doors": _doors,
-    "probe": probe,
+class _Measure(NamedTuple):
+    about: str
+    score: Callable[[Context, LatentWorldModel, Task, Episodes, Work], dict[str, Any]]
+    task: type[Task]
+    """The kind of task that it measures."""
+    example: str
+    """Names the kind of task, with an example."""
+    rewards: bool = False
+    """Whether it needs dynamics that learn rewards."""
+    settings: tuple[str, ...] = ()
+    """Keys of `evaluation` that its results depend on."""
+    automatic: bool = True
+    """Whether `evaluation.measures=auto` includes it."""
+
+
+_MEASURES: dict[Measure, _Measure] = {
+    "generation": _Measure(
+        "error of imagined frames",
+        _generation,
+        Task,  # type: ignore[type-abstract]  # asked of an instance, never built
+        "a memory task, such as wm/DistractingMemory-100-v0",
+    ),
+    "recall": _Measure(
+        "error of imagined frames by frames observed behind a teleport",
+        _recall,
+        TeleportRooms,
+        "a task with a teleport, such as wm/TwoRoomsTeleport-v0",
+    ),
+    "reward": _Measure(
+        "accuracy of the last reward",
+        _reward,
+        DistractingMemory,
+        "a task whose last frame earns, such as wm/DistractingMemory-100-v0",
+        rewards=True,
+    ),
+    "doors": _Measure(
+        "accuracy of the doors in imagined frames",
+        _doors,
+        MultiDoorsKeys,
+        "a task with doors, such as wm/MultiDoorsKeys-3-v0",
+    ),
+    "probe": _Measure(
+        "accuracy of a maze's walls and objects, read from the state",
+        probe,
+        Maze,
+        "a task with labels of its walls and objects, such as wm/Maze-9-v0",
+        settings=("probe_updates",),
+        automatic=False,
+    ),
 }
 
 
@@ -407,3 +435,24 @@ def draw_strips(runs: Sequence[Path], path: Path) -> None:
 def _band(curve: dict[str, list[float | None]]) -> tuple[np.ndarray, ...]:
     """Value, low and high; NaN where nothing was scored."""
     return tuple(np.array(curve[part], float) for part in ("mean", "low", "high"))
+
+
+# -- the protocols ----------------------------------------------------------------------------------------------------
+
+
+def _protocol(measure: Measure) -> Protocol:
+    return Protocol(
+        name=measure,
+        about=_MEASURES[measure].about,
+        needs="dynamics",
+        evaluate=partial(evaluate_memory, measure=measure),
+        unfit=partial(unfit, measure),
+        summarize=told,
+        table=table,
+        reads_experience=True,
+        draw_curves=draw_curves if measure in AXES else None,
+        draw_strips=draw_strips if measure == "generation" else None,
+    )
+
+
+MEASURES = tuple(_protocol(measure) for measure in _MEASURES)

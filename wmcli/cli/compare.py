@@ -1,0 +1,222 @@
+"""`wm compare`: put the evaluations of several runs together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wmcli.cli.evaluate import ProtocolName
+from wmcli.cli.options import Format, Json, Quiet, complete_key, refuse_both_forms
+from wmcli.cli.output import EXACT, Form, Row, answer, chosen, emit_json, filled
+from wmcli.errors import UsageError
+from wmcli.progress import Progress
+
+if TYPE_CHECKING:
+    from wmcli.artifacts import Artifact
+    from wmcli.stages.protocol import Protocol
+
+PICTURES = "Pictures"
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Runs already scored.", show_default=False)],
+    protocol: Annotated[
+        ProtocolName,
+        typer.Option(
+            metavar="NAME",
+            help="Which evaluations to compare: returns, gridworld, generation, recall, reward, doors or probe.",
+        ),
+    ] = "returns",
+    against: Annotated[
+        list[Path] | None, typer.Option(metavar="RUN", help="Compare RUN... with this one. Repeatable.")
+    ] = None,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="Give a row to each value of this setting (section.key). Repeatable.",
+            autocompletion=complete_key,
+        ),
+    ] = None,
+    curves: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw curves in one picture (.png): returns over environment steps, a line for each run or value of"
+            " --by; or the errors of --protocol generation or recall.",
+            rich_help_panel=PICTURES,
+        ),
+    ] = None,
+    priors: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Draw the attention priors that the runs learned (.png).", rich_help_panel=PICTURES
+        ),
+    ] = None,
+    strips: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw a test episode as each run imagines it, below the truth (.png): --protocol generation.",
+            rich_help_panel=PICTURES,
+        ),
+    ] = None,
+    as_json: Json = False,
+    form: Format = None,
+    quiet: Quiet = False,
+) -> None:
+    """Put the evaluations of several runs together: tables, statistics, pictures.
+
+    Examples:
+        wm compare runs/a runs/b --against runs/c --against runs/d
+        wm compare runs/* --by backbone.kind --curves returns.png
+        wm compare runs/* --format latex
+        wm compare runs/mamba2 runs/gru --protocol gridworld
+    """
+    refuse_both_forms(as_json, form)
+    from wmcli.stages.protocols import PROTOCOLS
+
+    chosen = PROTOCOLS[protocol]
+    _check(chosen, against=against, by=by, curves=curves, priors=priors, strips=strips)
+    progress = Progress(quiet)
+    _draw(runs, chosen, by or (), progress, curves=curves, priors=priors, strips=strips)
+    if chosen.needs == "dynamics":
+        _show_dynamics(runs, chosen, progress, as_json, form)
+    elif by:
+        _show_groups(runs, by, progress, as_json, form)
+    else:
+        _show_statistics(runs, against, progress, as_json, form)
+
+
+def _check(
+    protocol: Protocol,
+    *,
+    against: list[Path] | None,
+    by: list[str] | None,
+    curves: Path | None,
+    priors: Path | None,
+    strips: Path | None,
+) -> None:
+    """Refuse options that do not go together, and pictures that cannot be written."""
+    if against and (by or curves):
+        raise UsageError("--against compares two sets of runs: leave out --by and --curves.")
+    if protocol.needs == "dynamics" and (against or by or priors):
+        raise UsageError(f"--protocol {protocol.name} scores dynamics: leave out --against, --by and --priors.")
+    if curves and protocol.needs == "dynamics" and protocol.draw_curves is None:
+        raise UsageError(f"--protocol {protocol.name} has no curves: leave out --curves.")
+    if strips and protocol.draw_strips is None:
+        raise UsageError(f"--protocol {protocol.name} has no strips: add --protocol generation.")
+    from wmcli.report.files import check_target
+
+    for picture in filter(None, (curves, priors, strips)):
+        check_target(picture, (".png", ".svg", ".pdf"))
+
+
+def _draw(
+    runs: list[Path],
+    protocol: Protocol,
+    by: Sequence[str],
+    progress: Progress,
+    *,
+    curves: Path | None,
+    priors: Path | None,
+    strips: Path | None,
+) -> None:
+    """Draw the pictures that were asked for."""
+    if priors:
+        from wmcli.stages.aggregate import compare_priors
+
+        compare_priors(runs, priors)
+    if strips and protocol.draw_strips:
+        protocol.draw_strips(runs, strips)
+    if curves and protocol.needs == "controller":
+        from wmcli.stages.aggregate import draw_returns
+
+        draw_returns(runs, by, curves, progress)
+    elif curves and protocol.draw_curves:
+        protocol.draw_curves(_evaluations(runs, protocol, progress), curves)
+
+
+def _evaluations(runs: list[Path], protocol: Protocol, progress: Progress) -> list[Artifact]:
+    from wmcli.stages.aggregate import read_scores
+
+    return [score.evaluation for score in read_scores(runs, protocol.name, progress)]
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _show_dynamics(runs: list[Path], protocol: Protocol, progress: Progress, as_json: bool, form: Form | None) -> None:
+    """Print the table of a protocol that scores dynamics."""
+    rows = protocol.table(_evaluations(runs, protocol, progress))
+    if as_json:
+        emit_json(rows)
+    else:
+        answer(rows, list(rows[0]), form)
+
+
+def _show_statistics(
+    runs: list[Path], against: list[Path] | None, progress: Progress, as_json: bool, form: Form | None
+) -> None:
+    """Print each run's score and their statistics."""
+    from wmcli.stages.aggregate import aggregate
+
+    result = aggregate(runs, against or None, progress)
+    if as_json:
+        emit_json(result)
+    elif chosen(form) in EXACT:
+        answer(result["rows"], list(result["rows"][0]), form)
+    else:
+        parts = [[_readable(row) for row in part] for _, part in groupby(result["rows"], key=_part)]
+        every = [row for part in parts for row in part]
+        shown = filled(every, ["name", "score", "human-normalized", "environment", "episodes", "steps", "runs"])
+        answer([row for part in parts for row in (*part, None)][:-1], shown, form)
+
+
+def _show_groups(runs: list[Path], keys: list[str], progress: Progress, as_json: bool, form: Form | None) -> None:
+    """Print a row for each value of some settings."""
+    from wmcli.stages.aggregate import compare_settings
+
+    rows = compare_settings(runs, keys, progress)
+    if as_json:
+        emit_json(rows)
+    elif chosen(form) in EXACT:
+        answer(rows, list(rows[0]), form)
+    else:
+        shown = [row | {"mean": _with_interval(row["mean"], row["low"], row["high"])} for row in rows]
+        answer(shown, [*keys, "mean", "unit", "runs", "episodes", "steps"], form)
+
+
+def _part(row: Row) -> str:
+    """Return the part of the table that a row stands in: runs, their aggregates, or what was published of one kind."""
+    from wmcli.stages.aggregate import ALL
+
+    if row["evaluation"]:
+        return "runs"
+    return ALL if row["name"] == ALL else f"{row['environment']} {row['statistic']}"
+
+
+def _readable(row: Row) -> dict[str, Any]:
+    """Return a row of `aggregate` in few columns, each number with its error."""
+    from wmcli.stages.aggregate import ALL, NORMALIZED
+
+    shown = {key: row[key] for key in ("name", "episodes", "steps", "runs")}
+    shown["environment"] = re.sub(r"^(ALE|wm)/|-v\d+$", "", row["environment"])
+    if ALL in (row["name"], row["environment"]):
+        shown["name"] += f": {row['statistic'].replace('_', ' ')}"
+    if row["stderr"] is not None:
+        score = f"{row['score']:.4g} ± {row['stderr']:.2g}"
+    else:
+        score = _with_interval(row["score"], row["low"], row["high"])
+    if row["unit"] == NORMALIZED:
+        return shown | {"human-normalized": score}
+    return shown | {"score": score, "human-normalized": row["human_normalized"]}
+
+
+def _with_interval(value: float, low: float | None, high: float | None) -> str:
+    return f"{value:.4g}" if low is None or high is None else f"{value:.3g} ({low:.3g} to {high:.3g})"

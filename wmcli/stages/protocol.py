@@ -1,0 +1,52 @@
+"""The description of an evaluation protocol. Each is defined in the file that implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from wmcli.artifacts import Artifact
+from wmcli.errors import UsageError
+from wmcli.settings import Settings
+
+Table = Callable[[Sequence[Artifact]], list[dict[str, Any]]]
+
+
+def no_references(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the published results of a protocol that has none."""
+    return []
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """One way to score a run."""
+
+    name: str
+    about: str
+    needs: Literal["controller", "dynamics"]
+    """The kind of artifact that it scores."""
+    evaluate: Callable[..., Artifact]
+    """Takes a context and, by keyword, a reference to what it needs; publishes an evaluation."""
+    unfit: Callable[[Settings], str | None]
+    """Returns why a run with these settings cannot be scored, or None if it can."""
+    summarize: Callable[[Artifact], str]
+    """Returns an evaluation in one line."""
+    table: Table
+    """Returns the rows that compare evaluations."""
+    references: Callable[[Mapping[str, Any]], list[dict[str, Any]]] = no_references
+    """Takes the metrics of an evaluation; returns published scores of the same environment."""
+    reads_experience: bool = False
+    """Whether `evaluate` takes `experience`."""
+    draw_curves: Callable[[Sequence[Artifact], Path], None] | None = None
+    draw_strips: Callable[[Sequence[Path], Path], None] | None = None
+
+    def check(self, settings: Settings) -> None:
+        """Check that a run with these settings can be scored.
+
+        Raises:
+            UsageError: It cannot.
+        """
+        if reason := self.unfit(settings):
+            raise UsageError(f"--protocol {self.name}: {reason}.")

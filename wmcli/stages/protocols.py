@@ -1,0 +1,10 @@
+"""The registry of evaluation protocols."""
+
+from __future__ import annotations
+
+from wmcli.stages.evaluate import RETURNS
+from wmcli.stages.grid_world import GRID_WORLD
+from wmcli.stages.memory_tasks import MEASURES
+from wmcli.stages.protocol import Protocol
+
+PROTOCOLS: dict[str, Protocol] = {protocol.name: protocol for protocol in (RETURNS, GRID_WORLD, *MEASURES)}
