@@ -388,7 +388,7 @@ def _resident_rise(settings: CellsSettings, backbone: BackboneSettings, machine:
         step()
         step()  # now there are the optimizer's moments as well
 
-    steps(settings.model_copy(update={"batch": 1, "horizon": 2}))  # loads a hundred megabytes of code
+    steps(settings.model_copy(update={"batch": 1, "sequence_length": 2}))  # loads a hundred megabytes of code
     gc.collect()
     idle = _resident("VmRSS")
     steps(settings)
