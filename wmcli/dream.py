@@ -51,7 +51,7 @@ class Dreams:
 
     Args:
         world_model: In eval mode.
-        memory: Experience whose frames episodes start from.
+        replay: Experience whose frames episodes start from.
         machine: Device and precision.
         num_envs: Episodes side by side, E.
         observation: "pixels" are decoded frames, "features" the input of a controller.
@@ -64,7 +64,7 @@ class Dreams:
     def __init__(
         self,
         world_model: WorldModel,
-        memory: Replay,
+        replay: Replay,
         machine: Machine,
         *,
         num_envs: int,
@@ -75,11 +75,11 @@ class Dreams:
             raise UsageError(f"num_envs = {num_envs}: at least one environment is needed.")
         if observation not in ("pixels", "features"):
             raise UsageError(f"observation = {observation!r}: use 'pixels' or 'features'.")
-        self.world_model, self.memory, self.machine = world_model, memory, machine
+        self.world_model, self.replay, self.machine = world_model, replay, machine
         self.num_envs, self.observation = num_envs, observation
         self.kind = world_model.settings.kind
         self.horizon = _horizon(world_model, horizon)
-        self.size = memory.frames.shape[1]
+        self.size = replay.frames.shape[1]
         if not world_model.learns_rewards:
             raise UsageError(
                 "this dynamics model has learned no rewards (dynamics.reward = none), so there is nothing to gain in"
@@ -87,7 +87,7 @@ class Dreams:
             )
         if observation == "pixels":
             self.check_decodes("observation = 'pixels'")
-        runs, order = memory.runs(world_model.across_ends)
+        runs, order = replay.runs(world_model.across_ends)
         context = world_model.context
         minimum = context if world_model.across_ends else min(world_model.min_context, context)
         self._starts = WindowTable(runs, order, length=context, minimum=minimum, pad="left")
@@ -122,7 +122,7 @@ class Dreams:
         """Start new episodes from real frames in some rows (k,). Returns their first observations (k, ...)."""
         model, device = self.world_model, self.machine.device
         windows = self._starts.windows(self._host.integers(len(self._starts), size=len(rows)))
-        batch = gather(self.memory, self.memory.frames, windows, across_ends=model.across_ends)
+        batch = gather(self.replay, self.replay.frames, windows, across_ends=model.across_ends)
         uniforms = uniform((*batch.action.shape, model.uniforms_per_frame), device, self._uniforms)
         with self.machine.autocast():
             _, fresh = model.observe(model.encode(batch.inputs), batch.action, episode_starts(batch), uniforms)
@@ -360,12 +360,12 @@ def open_dreams(dynamics: Reference, experience: Reference | None, device: str, 
     machine = machine_for(settings_of(model).training, device)
     world_model = load_world_model(model, machine)
     if experience is None:
-        memory = _own_experience(model, machine)
+        replay = _own_experience(model, machine)
     else:
         frames = open_kind(experience, "experience")
         check_same_environment(model.manifest["environment"], frames)
-        memory = load_experience(frames, machine.device)
-    return Dreams(world_model, memory, machine, **options)
+        replay = load_experience(frames, machine.device)
+    return Dreams(world_model, replay, machine, **options)
 
 
 def open_kind(reference: Reference, kind: str) -> Artifact:

@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 class Experience:
     """Experience in memory, on one device."""
 
-    memory: Replay
+    replay: Replay
     actions: int
     """Number of different actions, A."""
     artifact: Artifact | None = None
@@ -60,10 +60,10 @@ class Experience:
         artifact = open_kind(reference, "experience")
         machine = machine_for(settings_of(artifact).training, device)
         if held_out is None:
-            memory = load_experience(artifact, machine.device)
+            replay = load_experience(artifact, machine.device)
         else:
-            memory = load_held_out(artifact, held_out, machine.device)
-        return cls(memory, artifact.manifest["environment"]["actions"], artifact)
+            replay = load_held_out(artifact, held_out, machine.device)
+        return cls(replay, artifact.manifest["environment"]["actions"], artifact)
 
     @classmethod
     def from_arrays(
@@ -101,8 +101,8 @@ class Experience:
         if not rows or np.min(action) < 0 or np.max(action) >= actions:
             raise UsageError(f"action: values from 0 to {actions - 1} are needed, for at least one frame.")
         ended = np.asarray(terminated, bool) | np.asarray(truncated, bool)
-        memory = Replay.empty(device)
-        memory.extend(
+        replay = Replay.empty(device)
+        replay.extend(
             {
                 "observation": frames,
                 "action": np.asarray(action, np.int64),
@@ -114,20 +114,20 @@ class Experience:
                 "stream": np.zeros(rows, np.int16),
             }
         )
-        return cls(memory, actions)
+        return cls(replay, actions)
 
     def __len__(self) -> int:
         """Return the number of rows N."""
-        return len(self.memory)
+        return len(self.replay)
 
     @property
     def episodes(self) -> int:
         """Number of episodes, unfinished ones included."""
-        return len(self.memory.episodes.start)
+        return len(self.replay.episodes.start)
 
     def rows(self) -> Rows:
         """Return everything, episode after episode."""
-        return self._at(self.memory.order)
+        return self._at(self.replay.order)
 
     def sample(self, size: int, length: int, *, seed: int | np.random.Generator = 0) -> Rows:
         """Draw segments (B, T, ...) of whole frames, each inside one episode, uniformly and with replacement.
@@ -140,25 +140,25 @@ class Experience:
         Raises:
             UsageError: No episode is as long.
         """
-        runs, order = self.memory.runs(across_ends=False)
+        runs, order = self.replay.runs(across_ends=False)
         table = WindowTable(runs, order, length=length, minimum=length, pad="right")
         return self._at(table.windows(np.random.default_rng(seed).integers(len(table), size=size)).rows)
 
     def _at(self, rows: np.ndarray) -> Rows:
-        where, memory = torch.from_numpy(rows).to(self.memory.device), self.memory
-        columns = memory.frames, memory.action, memory.reward, memory.terminated, memory.truncated, memory.first
+        where, replay = torch.from_numpy(rows).to(self.replay.device), self.replay
+        columns = replay.frames, replay.action, replay.reward, replay.terminated, replay.truncated, replay.first
         return Rows(*(column[where] for column in columns))
 
 
 def check_fits(experience: Experience, settings: Settings, machine: Machine) -> None:
     """Raise UsageError if experience has frames of another size than the settings, or lies on another device."""
-    size, wanted = experience.memory.frames.shape[1], settings.environment.size
+    size, wanted = experience.replay.frames.shape[1], settings.environment.size
     if size != wanted:
         raise UsageError(
             f"the experience has frames of {size} pixels, but environment.size = {wanted}: make them equal."
         )
-    if experience.memory.device.type != machine.device.type:
+    if experience.replay.device.type != machine.device.type:
         raise UsageError(
-            f"the experience lies on {experience.memory.device}, the model on {machine.device}: load it with"
+            f"the experience lies on {experience.replay.device}, the model on {machine.device}: load it with"
             f" device='{machine.device}'."
         )

@@ -210,7 +210,7 @@ class DynamicsModel:
         check_fits(experience, self.settings, self.machine)
         dreams = Dreams(
             self.world_model,
-            experience.memory,
+            experience.replay,
             self.machine,
             num_envs=num_envs,
             observation=observation,

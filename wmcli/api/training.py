@@ -42,7 +42,7 @@ def train_tokenizer(
     def build(rng: np.random.Generator) -> TokenizerTrainer:
         tokenizer = build_tokenizer(settings).to(machine.device)
         return TokenizerTrainer(
-            tokenizer, experience.memory, settings.tokenizer, settings.training, machine=machine, rng=rng
+            tokenizer, experience.replay, settings.tokenizer, settings.training, machine=machine, rng=rng
         )
 
     trainer, metrics = _fit(build, settings, machine, "train-tokenizer", settings.tokenizer.updates, quiet)
@@ -87,12 +87,12 @@ def train_dynamics(
         world_model = build_world_model(settings, model, experience.actions).to(machine.device).train()
         return DynamicsTrainer(
             world_model,
-            experience.memory,
+            experience.replay,
             dynamics,
             settings.training,
             machine=machine,
             rng=rng,
-            held_out=validation.memory if validation is not None and dynamics.needs_validation else None,
+            held_out=validation.replay if validation is not None and dynamics.needs_validation else None,
             validation_seed=derived_seed(settings.seed, "validation"),
         )
 
@@ -133,7 +133,7 @@ def train_controller(
         return ImaginationTrainer(
             world_model,
             controller,
-            experience.memory,
+            experience.replay,
             settings.controller,
             settings.training,
             machine=machine,
