@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -15,6 +16,8 @@ from pydantic.fields import FieldInfo
 from wmcli.config import Section
 from wmcli.settings.tree import Settings
 
+# A description ends with its unit, where it has one: "Training sequence length. [frames]".
+_DESCRIPTION = re.compile(r"(?P<text>.*?)(?: \[(?P<unit>[^\[\]]+)\])?")
 _BOUNDS = {
     Ge: ("ge", ">="),
     Gt: ("gt", ">"),
@@ -66,12 +69,12 @@ def _walk(prefix: str, kind: str, section: type[Section]) -> Iterator[Setting]:
 
 
 def _setting(key: str, kind: str, field: FieldInfo) -> Setting:
-    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     default = field.get_default(call_default_factory=True)
     bounds = ", ".join(_bounds(field.metadata))
     text = _type(field.annotation) + (f" {bounds}" if bounds else "")
-    description = " ".join((field.description or "").split())
-    return Setting(key, kind, text, _plain(default), str(extra.get("unit", "")), description)
+    parts = _DESCRIPTION.fullmatch(" ".join((field.description or "").split()))
+    assert parts, key
+    return Setting(key, kind, text, _plain(default), parts["unit"] or "", parts["text"])
 
 
 def _sections(annotation: Any) -> Iterator[type[Section]]:
