@@ -16,6 +16,7 @@ import pytest
 
 from wmcli.cli import main
 from wmcli.cli.evaluate import ProtocolName
+from wmcli.cli.schema import Reference
 from wmcli.errors import UsageError
 from wmcli.settings import resolve
 from wmcli.stages.protocols import PROTOCOLS
@@ -154,19 +155,23 @@ class Recorder:
             return partial(self.stage("memory_tasks"), measure=name)
         return self.stage({"returns": "evaluate", "gridworld": "grid_world"}[name])
 
-    def aggregate(self, runs: list[Path], against: list[Path] | None, progress: Any) -> dict[str, Any]:
-        self.aggregated.append((runs, against))
-        return AGGREGATE
+    def aggregate(self, scores: list[Any], against: list[Any], progress: Any) -> dict[str, Any]:
+        self.aggregated.append(([score.run for score in scores], [score.run for score in against]))
+        return dict(AGGREGATE)
 
     def many_runs(self) -> Any:
         """In place of wmcli.stages.aggregate."""
         grouped = [{"backbone.kind": "gru", "runs": 2, "mean": 0.5, "low": 0.25, "high": None, "unit": "return"}]
         return SimpleNamespace(
             ALL="all",
+            read_scores=lambda runs, *_: [SimpleNamespace(run=run, evaluation=ARTIFACT) for run in runs],
+            compare_priors=None,
             NORMALIZED="human-normalized score",
             aggregate=self.aggregate,
             compare_settings=lambda *_: grouped,
-            draw_returns=lambda runs, keys, out, progress: self.aggregated.append((runs, keys, out)),
+            draw_returns=lambda scores, keys, out, _: self.aggregated.append(
+                ([each.run for each in scores], keys, out)
+            ),
         )
 
 
@@ -177,6 +182,7 @@ ARTIFACT = SimpleNamespace(
     path=Path("runs/x/evaluation/v0003"),
     digest="ab12",
     metrics=SCORE,
+    inputs={"controller": SimpleNamespace(kind="controller", version=2)},
     manifest={"environment": {"id": "wm/Catch-v0"}},
 )
 
@@ -249,7 +255,6 @@ def test_json_is_one_object(line, recorder, capsys):
     assert main.run([*line, "--json"]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1
-    scored = line[0] in ("run", "eval")
     assert json.loads(out) == {
         "kind": "evaluation",
         "version": 3,
@@ -257,7 +262,12 @@ def test_json_is_one_object(line, recorder, capsys):
         "path": "runs/x/evaluation/v0003",
         "digest": "ab12",
         "metrics": SCORE,
-    } | ({"references": [{"name": "random", "score": -0.5}]} if scored else {})
+        "protocol": "returns",
+        "environment": "wm/Catch-v0",
+        "scored": "controller@2",
+        "episodes": 4,
+        "references": [dict.fromkeys(Reference.__annotations__) | {"name": "random", "score": -0.5}],
+    }
 
 
 def test_play_prints_where_the_video_is(recorder, capsys):
@@ -342,7 +352,7 @@ def test_many_runs(recorder, capsys):
         ["REM", "ALE/Pong-v5", "mean", "17.964"],
     ]
     assert main.run(["compare", "runs/a", "--json"]) == 0
-    assert recorder.aggregated[1] == ([Path("runs/a")], None)
+    assert recorder.aggregated[1] == ([Path("runs/a")], [])
     shown = json.loads(capsys.readouterr().out)
     assert shown["scores"] == AGGREGATE["scores"]
     assert shown["iqm"] == {"value": 0.75, "low": 0.5, "high": None}

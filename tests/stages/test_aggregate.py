@@ -15,7 +15,8 @@ from wmcli.artifacts import Run
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.metrics import atari
 from wmcli.progress import Progress
-from wmcli.stages.aggregate import aggregate, compare_settings, draw_returns, read_scores
+from wmcli.stages import aggregate as stage
+from wmcli.stages.aggregate import read_scores
 from wmcli.stages.collect import collect
 from wmcli.stages.evaluate import evaluate, score
 from wmcli.stages.imagine import imagine
@@ -49,6 +50,19 @@ def scored(
             extra={} if epoch is None else {"epoch": epoch},
         )
     return folder
+
+
+def aggregate(runs: list[Path], against: list[Path] | None) -> dict[str, Any]:
+    scores = read_scores([*runs, *(against or ())], "returns", QUIET)
+    return stage.aggregate(scores[: len(runs)], scores[len(runs) :], QUIET)
+
+
+def compare_settings(runs: list[Path], keys: list[str]) -> list[dict[str, Any]]:
+    return stage.compare_settings(read_scores(runs, "returns", QUIET), keys, QUIET)
+
+
+def draw_returns(runs: list[Path], keys: list[str], out: Path) -> None:
+    stage.draw_returns(read_scores(runs, "returns", QUIET), keys, out, QUIET)
 
 
 def damage(folder: Path, version: int) -> None:
@@ -99,9 +113,9 @@ def test_one_run_does_not_count_twice(how: str, tmp_path: Path) -> None:
         other = copied(run, tmp_path / "copy")
     for sides in [([run, other], None), ([run], [other])]:
         with pytest.raises(UsageError, match=r"hold the very same evaluation@1, which would count twice"):
-            aggregate(*sides, QUIET)
+            aggregate(*sides)
     with pytest.raises(UsageError, match="count twice"):
-        compare_settings([run, other], ["seed"], QUIET)
+        compare_settings([run, other], ["seed"])
 
 
 # -- what may stand together ------------------------------------------------------------------------------------------
@@ -136,7 +150,7 @@ def test_what_differs_is_said_in_a_line_each(
 ) -> None:
     a = scored(tmp_path / "a", 1.0, **{"settings": {"seed": 1}} | one)
     b = scored(tmp_path / "b", 2.0, **{"settings": {"seed": 2}} | other)
-    assert aggregate([a, b], None, QUIET)["runs"] == 2
+    assert aggregate([a, b], None)["runs"] == 2
     assert warnings(capsys) == [f"warning: {line.format(a=a, b=b)}"]
 
 
@@ -150,11 +164,11 @@ def test_settings_of_a_search_are_compared_where_both_sides_search(
     searches = [run("few", 1, simulations=5), run("many", 2, simulations=50)]
     other = scored(tmp_path / "other", 1.0)
     key = "controller.simulations"
-    compare_settings(searches, [key], QUIET)
+    compare_settings(searches, [key])
     assert warnings(capsys) == []  # that was the purpose
-    aggregate([searches[0]], [other], QUIET)
+    aggregate([searches[0]], [other])
     assert warnings(capsys) == []  # another system
-    aggregate([searches[0]], [searches[1]], QUIET)
+    aggregate([searches[0]], [searches[1]])
     assert warnings(capsys) == [f"warning: {key} differ: 5 ({searches[0]}), 50 ({searches[1]})"]
 
 
@@ -162,7 +176,7 @@ def test_other_test_episodes_are_other_tasks(tmp_path: Path) -> None:
     short = scored(tmp_path / "short", 1.0, test={"time_limit": 100})
     long = scored(tmp_path / "long", 1.0, test={"time_limit": 200})
     with pytest.raises(UsageError, match="these runs played other test episodes: ALE/Pong-v5 test differ"):
-        aggregate([short, long], None, QUIET)
+        aggregate([short, long], None)
 
 
 # -- statistics -------------------------------------------------------------------------------------------------------
@@ -170,7 +184,7 @@ def test_other_test_episodes_are_other_tasks(tmp_path: Path) -> None:
 
 def test_runs_of_one_environment_are_pooled_as_returns(run: Path, tiny: Path) -> None:
     evaluate(opened(run), episodes=3)
-    result = aggregate([tiny, run], None, QUIET)
+    result = aggregate([tiny, run], None)
     scores = [latest(folder, "evaluation").metrics["mean"] for folder in (tiny, run)]  # the newest of each
     assert result["scores"] == {"wm/Catch-v0": scores}
     assert (result["unit"], result["runs"], result["tasks"]) == ("return", 2, 1)
@@ -190,7 +204,7 @@ def test_games_with_reference_scores_are_pooled_as_human_normalized_scores(tmp_p
         scored(tmp_path / "b", 20.0, normalized=1.5),
         scored(tmp_path / "c", 7.0, "ALE/Breakout-v5", normalized=3.0),
     ]
-    result = aggregate(runs, None, QUIET)
+    result = aggregate(runs, None)
     assert result["scores"] == {"ALE/Pong-v5": [0.5, 1.5], "ALE/Breakout-v5": [3.0]}
     assert (result["unit"], result["runs"], result["tasks"]) == ("human-normalized score", 3, 2)
     assert result["mean"]["value"] == pytest.approx(2.0)  # of the two games' means
@@ -201,11 +215,11 @@ def test_games_with_reference_scores_are_pooled_as_human_normalized_scores(tmp_p
 def test_one_set_of_runs_against_another(tmp_path: Path) -> None:
     ours = [scored(tmp_path / f"a{mean}", mean) for mean in (1.0, 3.0)]
     theirs = [scored(tmp_path / f"b{mean}", mean) for mean in (0.0, 2.0)]
-    result = aggregate(ours, theirs, QUIET)
+    result = aggregate(ours, theirs)
     assert result["probability_of_improvement"]["value"] == pytest.approx(3 / 4)
     assert result["scores"] == {"ALE/Pong-v5": [1.0, 3.0]}
     assert result["runs"] == 2
-    assert aggregate(theirs, ours, QUIET)["probability_of_improvement"]["value"] == pytest.approx(1 / 4)
+    assert aggregate(theirs, ours)["probability_of_improvement"]["value"] == pytest.approx(1 / 4)
 
 
 def test_runs_are_grouped_by_the_settings_in_which_they_differ(tmp_path: Path) -> None:
@@ -218,7 +232,7 @@ def test_runs_are_grouped_by_the_settings_in_which_they_differ(tmp_path: Path) -
         run("c", 2.0, seed=2, backbone={"kind": "gru"}),
         run("d", 6.0, seed=1, dynamics={"batch": 3}),
     ]
-    rows = compare_settings(runs, ["backbone.kind", "dynamics.batch"], QUIET)
+    rows = compare_settings(runs, ["backbone.kind", "dynamics.batch"])
     assert [(row["backbone.kind"], row["dynamics.batch"], row["runs"], row["mean"]) for row in rows] == [
         ("gru", "64", 2, 1.5),
         ("retnet", "64", 1, 5.0),
@@ -226,7 +240,7 @@ def test_runs_are_grouped_by_the_settings_in_which_they_differ(tmp_path: Path) -
     ]
     assert rows[0]["low"] == 1.0 and rows[0]["high"] == 2.0 and rows[1]["low"] is None
     with pytest.raises(UsageError, match="--by backbone.nam: no such setting; did you mean 'backbone.kind'"):
-        compare_settings(runs, ["backbone.nam"], QUIET)
+        compare_settings(runs, ["backbone.nam"])
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
@@ -237,11 +251,11 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         (scored(tmp_path / "sticky", 1.0, protocol="plain"), r"different protocols \(plain, rem\)"),
     ]:
         with pytest.raises(UsageError, match=words):
-            aggregate([pong, other], None, QUIET)
+            aggregate([pong, other], None)
         with pytest.raises(UsageError, match=words):
-            aggregate([pong], [other], QUIET)
+            aggregate([pong], [other])
     with pytest.raises(UsageError, match="only one of them has: ALE/Breakout-v5"):
-        aggregate([known], [scored(tmp_path / "other", 1.0, "ALE/Breakout-v5", normalized=0.5)], QUIET)
+        aggregate([known], [scored(tmp_path / "other", 1.0, "ALE/Breakout-v5", normalized=0.5)])
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -253,7 +267,7 @@ def test_the_table_has_runs_aggregates_and_published_scores(tmp_path: Path) -> N
         scored(tmp_path / "b", 7.0, "ALE/Breakout-v5", normalized=3.0),
         scored(tmp_path / "c", 20.0, normalized=1.5),
     ]
-    rows = aggregate(runs, None, QUIET)["rows"]
+    rows = aggregate(runs, None)["rows"]
     assert len({tuple(row) for row in rows}) == 1  # the same columns
     mine = [row for row in rows if row["evaluation"]]
     assert [(row["name"], row["score"], row["stderr"], row["episodes"]) for row in mine] == [
@@ -276,7 +290,7 @@ def test_the_table_has_runs_aggregates_and_published_scores(tmp_path: Path) -> N
 
 
 def test_beside_an_unpublished_game_stands_random_play(tmp_path: Path) -> None:
-    rows = aggregate([scored(tmp_path / "a", 1.0, "wm/Catch-v0")], None, QUIET)["rows"]
+    rows = aggregate([scored(tmp_path / "a", 1.0, "wm/Catch-v0")], None)["rows"]
     assert [(row["name"], row["score"]) for row in rows][-1] == ("random", -20.0)
 
 
@@ -303,7 +317,7 @@ def test_curves_follow_the_newest_controller_and_its_parents(run: Path, tmp_path
     evaluate(opened(run), controller="controller@2", episodes=2)
     means = [latest(run, "evaluation").metrics["mean"]]
     means.append(Run.open(run, create=False).get("evaluation", 2).metrics["mean"])
-    draw_returns([run], [], tmp_path / "x.png", QUIET)
+    draw_returns([run], [], tmp_path / "x.png")
     groups, references, title = drawn[0]
     assert groups == {str(run): [[(90, means[0]), (180, means[1])]]}  # not evaluation@1, of controller@1
     assert set(references) == {"random"} and title == "wm/Catch-v0"
@@ -312,9 +326,9 @@ def test_curves_follow_the_newest_controller_and_its_parents(run: Path, tmp_path
 def test_curves_of_seeds_stand_together(tiny: Path, tmp_path: Path, drawn: list[Any]) -> None:
     other = opened(copied(tiny, tmp_path / "other"), "seed=2")
     evaluate(other)
-    draw_returns([tiny, other.run.path], ["backbone.kind"], tmp_path / "x.png", QUIET)
+    draw_returns([tiny, other.run.path], ["backbone.kind"], tmp_path / "x.png")
     assert {name: len(runs) for name, runs in drawn[0][0].items()} == {"backbone.kind=retnet": 2}
-    draw_returns([tiny, other.run.path], ["seed"], tmp_path / "x.png", QUIET)
+    draw_returns([tiny, other.run.path], ["seed"], tmp_path / "x.png")
     assert list(drawn[1][0]) == ["seed=1", "seed=2"]
 
 
@@ -323,23 +337,23 @@ def test_a_curve_leaves_out_a_damaged_evaluation_with_a_warning(
 ) -> None:
     evaluate(opened(run), episodes=3)
     damage(run, 1)
-    draw_returns([run], [], tmp_path / "x.png", QUIET)
+    draw_returns([run], [], tmp_path / "x.png")
     assert warnings(capsys)[0].startswith(f"warning: left out of the curve of {run}: ")
 
 
 def test_curves_are_written(tiny: Path, tmp_path: Path) -> None:
-    draw_returns([tiny], [], tmp_path / "curves.png", QUIET)
+    draw_returns([tiny], [], tmp_path / "curves.png")
     with Image.open(tmp_path / "curves.png") as picture:
         picture.load()
     pong = scored(tmp_path / "pong", 1.0)
     with pytest.raises(UsageError, match=r"of one environment: these runs are of ALE/Pong-v5, wm/Catch-v0"):
-        draw_returns([tiny, pong], [], tmp_path / "no.png", QUIET)
+        draw_returns([tiny, pong], [], tmp_path / "no.png")
 
 
 def test_a_run_without_evaluation_ends_in_the_command_that_makes_one(tmp_path: Path, elsewhere: Path) -> None:
     with pytest.raises(
         ArtifactError, match=f"no such evaluation in {elsewhere}; make one with: wm eval --run {elsewhere}"
     ):
-        aggregate([elsewhere], None, QUIET)
+        aggregate([elsewhere], None)
     with pytest.raises(ArtifactError, match="no run at"):
-        aggregate([tmp_path / "nowhere"], None, QUIET)
+        aggregate([tmp_path / "nowhere"], None)

@@ -17,7 +17,7 @@ from wmcli.assemble import load_controller
 from wmcli.errors import UsageError
 from wmcli.experience import read_segment
 from wmcli.experience.load import SEGMENT
-from wmcli.stages.aggregate import compare_priors
+from wmcli.stages.aggregate import Score, compare_priors
 from wmcli.stages.collect import collect
 from wmcli.stages.context import Context, open_context
 from wmcli.stages.dynamics import train_dynamics
@@ -288,18 +288,16 @@ def test_learned_priors_are_logged_published_and_drawn(played: Path) -> None:
 
 def test_priors_of_several_runs_are_drawn_together(run: Path, played: Path, tmp_path: Path) -> None:
     out = tmp_path / "priors.png"
-    for folder in (run, tmp_path / "other"):
-        if folder != run:
-            shutil.copytree(run, folder, symlinks=True)
-        evaluate(opened(folder), episodes=1)
+    shutil.copytree(run, tmp_path / "other", symlinks=True)
+    scores = [Score(folder, evaluate(opened(folder), episodes=1)) for folder in (run, tmp_path / "other")]
     if version(run, "dynamics", 1).settings["dynamics"]["kind"] != "unizero":
         with pytest.raises(UsageError, match="no priors to draw"):
-            compare_priors([run], out)
+            compare_priors(scores[:1], out)
         return
-    compare_priors([run, tmp_path / "other"], out)
+    compare_priors(scores, out)
     assert out.read_bytes().startswith(b"\x89PNG")
     train_dynamics(opened(run, more=True))  # its newer records are not in the other run
-    compare_priors([run, tmp_path / "other"], out)
+    compare_priors(scores, out)
 
 
 @pytest.mark.parametrize("controller", ["reinforce", "actor-critic"])

@@ -8,7 +8,8 @@ import typer
 
 from wmcli.cli.human import SHORT, ago, size
 from wmcli.cli.options import DEFAULT_RUN, Format, Json, RunFolder, complete_kind, refuse_both_forms
-from wmcli.cli.output import EXACT, Row, answer, chosen, emit_json, identity
+from wmcli.cli.output import EXACT, Row, answer, chosen, emit_json
+from wmcli.cli.schema import describe
 from wmcli.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def artifacts(
         raise UsageError(f"no artifacts of kind '{kind}'; {did_you_mean(kind, KINDS)}")
     opened = Run.open(run, create=False)
     kinds = [each for each in KINDS if kind in (None, each)]
-    rows = [describe(opened, each, version) for each in kinds for version in opened.versions(each)]
+    rows = [_row(opened, each, version) for each in kinds for version in opened.versions(each)]
     if as_json:
         emit_json(rows)
     elif chosen(form) in EXACT:
@@ -66,8 +67,8 @@ def _for_a_person(row: dict[str, Any]) -> Row:
     }
 
 
-def describe(run: Run, kind: str, version: int) -> dict[str, Any]:
-    """One version as plain values. Damaged is what has no readable manifest; `wm verify` reads the files.
+def _row(run: Run, kind: str, version: int) -> dict[str, Any]:
+    """Return the JSON of one version. It is damaged if its manifest cannot be read; `wm verify` reads the files.
 
     `bytes` are on disk now, manifest included; `published_bytes` are those of the files that were published.
     """
@@ -80,12 +81,12 @@ def describe(run: Run, kind: str, version: int) -> dict[str, Any]:
     except ArtifactError as error:
         return {"name": name, "kind": kind, "version": version, "state": "damaged", "error": str(error)}
     metrics = {key: artifact.metrics.get(key) for key in KEY_METRICS.get(kind, ())}
-    return identity(artifact) | {
+    return {
+        **describe(artifact),
         "metric": ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if value is not None) or None,
         "state": "pruned" if artifact.pruned else "published",
         "created": artifact.manifest["created"],
         "bytes": bytes_on_disk(artifact.path),
         "published_bytes": sum(entry["size"] for entry in artifact.manifest["files"]),
         "inputs": {role: f"{reference.kind}@{reference.version}" for role, reference in artifact.inputs.items()},
-        "metrics": artifact.metrics,
     }

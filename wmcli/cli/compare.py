@@ -13,11 +13,12 @@ import typer
 from wmcli.cli.evaluate import ProtocolName
 from wmcli.cli.options import Format, Json, Quiet, complete_key, refuse_both_forms
 from wmcli.cli.output import EXACT, Form, Row, answer, chosen, emit_json, filled
+from wmcli.cli.schema import describe_comparison
 from wmcli.errors import UsageError
 from wmcli.progress import Progress
 
 if TYPE_CHECKING:
-    from wmcli.artifacts import Artifact
+    from wmcli.stages.aggregate import Score
     from wmcli.stages.protocol import Protocol
 
 PICTURES = "Pictures"
@@ -79,18 +80,24 @@ def compare(
         wm compare runs/mamba2 runs/gru --protocol gridworld
     """
     refuse_both_forms(as_json, form)
+    from wmcli.stages.aggregate import read_scores
     from wmcli.stages.protocols import PROTOCOLS
 
-    chosen = PROTOCOLS[protocol]
-    _check(chosen, against=against, by=by, curves=curves, priors=priors, strips=strips)
+    choice = PROTOCOLS[protocol]
+    _check(choice, against=against, by=by, curves=curves, priors=priors, strips=strips)
     progress = Progress(quiet)
-    _draw(runs, chosen, by or (), progress, curves=curves, priors=priors, strips=strips)
-    if chosen.needs == "dynamics":
-        _show_dynamics(runs, chosen, progress, as_json, form)
+    every = read_scores([*runs, *(against or ())], protocol, progress)
+    scores, others = every[: len(runs)], every[len(runs) :]
+    _draw(scores, choice, by or (), progress, curves=curves, priors=priors, strips=strips)
+    rows, statistics = _compare(scores, others, choice, by, progress)
+    if as_json:
+        emit_json(describe_comparison(protocol, scores, others, rows, statistics))
+    elif choice.needs == "dynamics" or chosen(form) in EXACT:
+        answer(rows, list(rows[0]), form)
     elif by:
-        _show_groups(runs, by, progress, as_json, form)
+        _show_groups(rows, by, form)
     else:
-        _show_statistics(runs, against, progress, as_json, form)
+        _show_statistics(rows, form)
 
 
 def _check(
@@ -118,7 +125,7 @@ def _check(
 
 
 def _draw(
-    runs: list[Path],
+    scores: Sequence[Score],
     protocol: Protocol,
     by: Sequence[str],
     progress: Progress,
@@ -127,69 +134,52 @@ def _draw(
     priors: Path | None,
     strips: Path | None,
 ) -> None:
-    """Draw the pictures that were asked for."""
+    """Draw the pictures whose files are given."""
+    from wmcli.stages.aggregate import compare_priors, draw_returns
+
     if priors:
-        from wmcli.stages.aggregate import compare_priors
-
-        compare_priors(runs, priors)
+        compare_priors(scores, priors)
     if strips and protocol.draw_strips:
-        protocol.draw_strips(runs, strips)
-    if curves and protocol.needs == "controller":
-        from wmcli.stages.aggregate import draw_returns
-
-        draw_returns(runs, by, curves, progress)
-    elif curves and protocol.draw_curves:
-        protocol.draw_curves(_evaluations(runs, protocol, progress), curves)
-
-
-def _evaluations(runs: list[Path], protocol: Protocol, progress: Progress) -> list[Artifact]:
-    from wmcli.stages.aggregate import read_scores
-
-    return [score.evaluation for score in read_scores(runs, protocol.name, progress)]
+        protocol.draw_strips([score.run for score in scores], strips)
+    if curves and protocol.draw_curves:
+        protocol.draw_curves([score.evaluation for score in scores], curves)
+    elif curves:
+        draw_returns(scores, by, curves, progress)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _show_dynamics(runs: list[Path], protocol: Protocol, progress: Progress, as_json: bool, form: Form | None) -> None:
-    """Print the table of a protocol that scores dynamics."""
-    rows = protocol.table(_evaluations(runs, protocol, progress))
-    if as_json:
-        emit_json(rows)
-    else:
-        answer(rows, list(rows[0]), form)
+def _compare(
+    scores: Sequence[Score],
+    against: Sequence[Score],
+    protocol: Protocol,
+    by: Sequence[str] | None,
+    progress: Progress,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the table and the statistics of a comparison."""
+    from wmcli.stages.aggregate import aggregate, compare_settings
+
+    if protocol.needs == "dynamics":
+        return protocol.table([score.evaluation for score in scores]), {}
+    if by:
+        return compare_settings(scores, by, progress), {}
+    statistics = aggregate(scores, against, progress)
+    return statistics.pop("rows"), statistics
 
 
-def _show_statistics(
-    runs: list[Path], against: list[Path] | None, progress: Progress, as_json: bool, form: Form | None
-) -> None:
-    """Print each run's score and their statistics."""
-    from wmcli.stages.aggregate import aggregate
-
-    result = aggregate(runs, against or None, progress)
-    if as_json:
-        emit_json(result)
-    elif chosen(form) in EXACT:
-        answer(result["rows"], list(result["rows"][0]), form)
-    else:
-        parts = [[_readable(row) for row in part] for _, part in groupby(result["rows"], key=_part)]
-        every = [row for part in parts for row in part]
-        shown = filled(every, ["name", "score", "human-normalized", "environment", "episodes", "steps", "runs"])
-        answer([row for part in parts for row in (*part, None)][:-1], shown, form)
+def _show_statistics(rows: list[dict[str, Any]], form: Form | None) -> None:
+    """Print each run's score and their statistics, with a line between parts."""
+    parts = [[_readable(row) for row in part] for _, part in groupby(rows, key=_part)]
+    every = [row for part in parts for row in part]
+    shown = filled(every, ["name", "score", "human-normalized", "environment", "episodes", "steps", "runs"])
+    answer([row for part in parts for row in (*part, None)][:-1], shown, form)
 
 
-def _show_groups(runs: list[Path], keys: list[str], progress: Progress, as_json: bool, form: Form | None) -> None:
+def _show_groups(rows: list[dict[str, Any]], keys: list[str], form: Form | None) -> None:
     """Print a row for each value of some settings."""
-    from wmcli.stages.aggregate import compare_settings
-
-    rows = compare_settings(runs, keys, progress)
-    if as_json:
-        emit_json(rows)
-    elif chosen(form) in EXACT:
-        answer(rows, list(rows[0]), form)
-    else:
-        shown = [row | {"mean": _with_interval(row["mean"], row["low"], row["high"])} for row in rows]
-        answer(shown, [*keys, "mean", "unit", "runs", "episodes", "steps"], form)
+    shown = [row | {"mean": _with_interval(row["mean"], row["low"], row["high"])} for row in rows]
+    answer(shown, [*keys, "mean", "unit", "runs", "episodes", "steps"], form)
 
 
 def _part(row: Row) -> str:

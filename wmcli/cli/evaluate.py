@@ -109,14 +109,10 @@ def _check_inputs(protocol: Protocol, *, controller: str | None, dynamics: str |
 
 
 def report(evaluation: Artifact, as_json: bool, quiet: bool) -> None:
-    """Print where an evaluation is, or its record as JSON; draw its table for a person who watches.
-
-    The record is that of every published artifact and `references`, the published scores of the environment.
-    """
+    """Print the path of an evaluation, or its record as JSON; draw its table on a terminal."""
     from wmcli.stages.protocols import PROTOCOLS
 
-    protocol = PROTOCOLS[evaluation.metrics["protocol"]]
     if not (as_json or quiet):
-        rows = protocol.table([evaluation])
+        rows = PROTOCOLS[evaluation.metrics["protocol"]].table([evaluation])
         draw_beside(rows, filled(rows, list(rows[0])), evaluation.name)
-    published(evaluation, as_json, references=protocol.references(evaluation.metrics))
+    published(evaluation, as_json)

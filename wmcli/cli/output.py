@@ -3,7 +3,7 @@
 An answer is a Rich table on a terminal and tab-separated lines under a heading in a pipe; `--format` chooses another
 form. With `--json` it is one JSON document:
 
-- a command that publishes prints `{kind, version, name, path, digest, metrics}` and may add keys;
+- a command that publishes prints an artifact (see schema.py);
 - a command that lists prints an array of flat objects, one a row, and `[]` where there is nothing;
 - a command that sums up prints one object.
 
@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import typer
+
+from wmcli.cli.schema import describe
 
 if TYPE_CHECKING:
     from wmcli.artifacts import Artifact
@@ -44,22 +46,12 @@ def emit_json(value: Any) -> None:
     typer.echo(json.dumps(_finite(value), indent=2 if sys.stdout.isatty() else None, allow_nan=False))
 
 
-def published(artifact: Artifact, as_json: bool, **more: Any) -> None:
-    """Print the path of what a stage published and nothing else, or who that is as JSON, with `more` beside."""
+def published(artifact: Artifact, as_json: bool) -> None:
+    """Print the path of a published artifact, or its record as JSON."""
     if as_json:
-        emit_json(identity(artifact) | {"metrics": artifact.metrics} | more)
+        emit_json(describe(artifact))
     else:
         line(str(artifact.path))
-
-
-def identity(artifact: Artifact) -> dict[str, Any]:
-    return {
-        "kind": artifact.kind,
-        "version": artifact.version,
-        "name": artifact.name,
-        "path": str(artifact.path),
-        "digest": artifact.digest,
-    }
 
 
 def chosen(form: Form | None) -> Form:

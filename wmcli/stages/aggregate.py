@@ -225,36 +225,33 @@ def _first(names: Sequence[str]) -> str:
 # -- statistics -------------------------------------------------------------------------------------------------------
 
 
-def aggregate(runs: Sequence[Path], against: Sequence[Path] | None, progress: Progress) -> dict[str, Any]:
+def aggregate(scores: Sequence[Score], against: Sequence[Score], progress: Progress) -> dict[str, Any]:
     """Compute statistics over the evaluations of several runs, a task being an environment (Agarwal et al. 2021).
 
     Scores are human-normalized when every environment has reference scores, else raw returns. Intervals are 95 %
     stratified bootstrap intervals.
 
     Args:
-        runs: run directories with evaluations.
-        against: others, for the probability that a run of `runs` beats one of them.
-        progress: gets the warnings (see `differences`).
+        scores: One per run.
+        against: Of other runs, for the probability that a run of `scores` beats one of them; may be empty.
+        progress: Gets the warnings (see `differences`).
 
     Returns:
         `scores` by task, `unit`, numbers of `runs` and `tasks`; an estimate `{"value", "low", "high"}` of each
         statistic; the `performance_profile`; and `rows`, all of it as a table (see `_rows`).
 
     Raises:
-        ArtifactError: a run has no evaluation.
-        UsageError: the scores cannot be pooled.
+        UsageError: The scores cannot be pooled.
     """
-    every = read_scores([*runs, *(against or ())], PROTOCOL, progress)
-    sides = [every[: len(runs)], every[len(runs) :]]
-    for line in differences(sides):
+    for line in differences([scores, against]):
         progress.warn(line)
-    unit = _unit(every)
-    ours, theirs = (_by_task(side, unit) for side in sides)
+    unit = _unit([*scores, *against])
+    ours, theirs = (_by_task(side, unit) for side in (scores, against))
     rng = np.random.default_rng(0)
     result: dict[str, Any] = {
         "scores": {task: values.tolist() for task, values in ours.items()},
         "unit": unit,
-        "runs": len(runs),
+        "runs": len(scores),
         "tasks": len(ours),
         **_estimates(ours, unit, rng),
     }
@@ -264,7 +261,7 @@ def aggregate(runs: Sequence[Path], against: Sequence[Path] | None, progress: Pr
     result["performance_profile"] = {"threshold": thresholds.tolist(), "share": np.asarray(profile.value).tolist()}
     if against:
         result["probability_of_improvement"] = statistics.bootstrap_improvement(ours, theirs, rng)._asdict()
-    return result | {"rows": _rows(sides[0], result)}
+    return result | {"rows": _rows(scores, result)}
 
 
 NORMALIZED, RETURN = "human-normalized score", "return"
@@ -399,23 +396,21 @@ def _published_aggregates(environments: set[str]) -> list[dict[str, Any]]:
 # -- groups by settings -----------------------------------------------------------------------------------------------
 
 
-def compare_settings(runs: Sequence[Path], keys: Sequence[str], progress: Progress) -> list[dict[str, Any]]:
+def compare_settings(scores: Sequence[Score], keys: Sequence[str], progress: Progress) -> list[dict[str, Any]]:
     """Make a row for each group of runs with equal values of some settings, in the order of their first runs.
 
     Args:
-        runs: run directories with evaluations.
-        keys: settings, `section.key`.
-        progress: gets the warnings (see `differences`).
+        scores: One per run.
+        keys: Settings, `section.key`.
+        progress: Gets the warnings (see `differences`).
 
     Returns:
         Rows of those values, `runs`, the `mean` of their scores in a `unit` with its 95 % bootstrap interval `low` to
         `high`, and the `episodes` and environment `steps` of a run, "3 to 10" where they differ.
 
     Raises:
-        ArtifactError: a run has no evaluation.
-        UsageError: a key is unknown, or the scores cannot be pooled.
+        UsageError: A key is unknown, or the scores cannot be pooled.
     """
-    scores = read_scores(runs, PROTOCOL, progress)
     groups = _grouped(scores, keys)
     for line in differences(list(groups.values()), keys):
         progress.warn(line)
@@ -458,23 +453,21 @@ def _range(values: Sequence[int]) -> int | str:
 # -- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def draw_returns(runs: Sequence[Path], keys: Sequence[str], out: Path, progress: Progress) -> None:
+def draw_returns(scores: Sequence[Score], keys: Sequence[str], out: Path, progress: Progress) -> None:
     """Draw the mean returns of several runs over environment steps in one picture.
 
     The points of a run are its evaluations along the line of its newest controller (that controller, its parent, and so
     on); of several after the same steps the newest.
 
     Args:
-        runs: run directories with evaluations, all of one environment.
-        keys: settings (`section.key`) whose values make a group of runs; without any, each run is a line.
-        out: a .png, .svg or .pdf.
-        progress: gets a warning for each evaluation that cannot be read.
+        scores: One per run, all of one environment.
+        keys: Settings (`section.key`) whose values make a group of runs; without any, each run is a line.
+        out: A .png, .svg or .pdf.
+        progress: Gets a warning for each evaluation that cannot be read.
 
     Raises:
-        ArtifactError: a run has no evaluation.
-        UsageError: the runs are of different environments, a key is unknown, or the picture cannot be written.
+        UsageError: The runs are of different environments, a key is unknown, or the picture cannot be written.
     """
-    scores = read_scores(runs, PROTOCOL, progress)
     environments = sorted({score.environment for score in scores})
     if len(environments) > 1:
         raise UsageError(f"curves are drawn of one environment: these runs are of {', '.join(environments)}.")
@@ -520,7 +513,11 @@ def _lineage(score: Score, progress: Progress) -> set[str]:
     return digests
 
 
-def compare_priors(runs: Sequence[Path], out: Path) -> None:
-    """Draw the attention priors that these runs learned. Raises UsageError where they learned none that match."""
-    opened = [Run.open(path, create=False) for path in runs]
-    draw_priors(opened, settings_of(_standing_for(runs[0], PROTOCOL, Progress())), out)
+def compare_priors(scores: Sequence[Score], out: Path) -> None:
+    """Draw the attention priors that runs learned.
+
+    Raises:
+        UsageError: They learned none, or priors that do not match.
+    """
+    runs = [Run.open(score.run, create=False) for score in scores]
+    draw_priors(runs, settings_of(scores[0].evaluation), out)

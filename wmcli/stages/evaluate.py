@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -283,11 +283,6 @@ def unfit(settings: Settings) -> str | None:
     )
 
 
-def references(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the published scores of the environment of an evaluation, or that of random play."""
-    return atari.references(metrics["environment"], metrics["random_mean"])
-
-
 def table(evaluations: Sequence[Artifact]) -> list[dict[str, Any]]:
     """Return a row for each evaluation, then the published scores of its environment."""
     rows: list[dict[str, Any]] = []
@@ -295,7 +290,8 @@ def table(evaluations: Sequence[Artifact]) -> list[dict[str, Any]]:
         metrics = evaluation.metrics
         ours = {"name": evaluation.name, "score": metrics["mean"], "stderr": metrics["stderr"]}
         ours |= {"human_normalized": metrics["human_normalized"], "runs": 1, "episodes": metrics["episodes"]}
-        rows += [{column: row.get(column) for column in COLUMNS} for row in (ours, *references(metrics))]
+        published = atari.references(metrics["environment"], metrics["random_mean"])
+        rows += [{column: row.get(column) for column in COLUMNS} for row in (ours, *published)]
     return rows
 
 
@@ -364,5 +360,4 @@ RETURNS = Protocol(
     unfit=unfit,
     summarize=summary,
     table=table,
-    references=references,
 )

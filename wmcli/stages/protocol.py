@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,11 +12,6 @@ from wmcli.errors import UsageError
 from wmcli.settings import Settings
 
 Table = Callable[[Sequence[Artifact]], list[dict[str, Any]]]
-
-
-def no_references(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the published results of a protocol that has none."""
-    return []
 
 
 @dataclass(frozen=True)
@@ -35,8 +30,6 @@ class Protocol:
     """Returns an evaluation in one line."""
     table: Table
     """Returns the rows that compare evaluations."""
-    references: Callable[[Mapping[str, Any]], list[dict[str, Any]]] = no_references
-    """Takes the metrics of an evaluation; returns published scores of the same environment."""
     reads_experience: bool = False
     """Whether `evaluate` takes `experience`."""
     draw_curves: Callable[[Sequence[Artifact], Path], None] | None = None
