@@ -21,6 +21,7 @@ from wmcli.progress import Progress
 from wmcli.settings import MAX_EPISODES
 from wmcli.stages import evaluate as module
 from wmcli.stages.collect import collect
+from wmcli.stages.episodes import PlayedEpisodes, play_episodes
 from wmcli.stages.evaluate import evaluate, score
 from wmcli.stages.imagine import imagine
 from wmcli.stages.pictures import Film
@@ -87,10 +88,10 @@ def test_episodes_that_cannot_be_resumed_begin_again(tmp_path: Path) -> None:
     """Every episode of this environment has a return of 4, and the same seed leads to another frame."""
     settings = EnvironmentSettings(id=UNSEEDED, size=16)
 
-    def played(checkpoint: Path | None) -> module.Played:
+    def played(checkpoint: Path | None) -> PlayedEpisodes:
         agent = UniformAgent(4, 3, generator=torch.Generator().manual_seed(3))
         given = {"episodes": 8, "environments": 3, "seed": 1, "progress": Progress(quiet=True), "what": "eval"}
-        return module.play_episodes(settings, agent, **given, checkpoint=checkpoint, checkpoint_seconds=0)
+        return play_episodes(settings, agent, **given, checkpoint=checkpoint, checkpoint_seconds=0)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         kill_at(patch, "checkpoint", 6)  # two steps into the second round
@@ -141,7 +142,7 @@ def test_the_largest_evaluation_can_be_read_again(run: Path, monkeypatch: pytest
     """Returns as long as JSON makes them, from as many episodes as are allowed."""
     returns = (np.random.default_rng(1).normal(size=MAX_EPISODES) * 1e5).tolist()
     film = film_of_one_step()
-    played = module.Played(returns, [108_000] * MAX_EPISODES, film)
+    played = PlayedEpisodes(returns, [108_000] * MAX_EPISODES, film)
     monkeypatch.setattr(module, "play_episodes", lambda *_, **__: played)
     artifact = evaluate(opened(run), episodes=MAX_EPISODES)
     assert Run.open(run, create=False).get("evaluation", artifact.version).metrics["returns"] == returns

@@ -17,8 +17,8 @@ from wmcli.controllers.agent import UniformAgent
 from wmcli.envs import EnvironmentSettings
 from wmcli.errors import EnvironmentFault, UsageError
 from wmcli.progress import Progress
-from wmcli.stages import evaluate as stage
-from wmcli.stages.evaluate import Played, evaluate, play_episodes, score
+from wmcli.stages.episodes import PlayedEpisodes, play_episodes
+from wmcli.stages.evaluate import evaluate, score
 
 KEYS = {
     "mean",
@@ -35,7 +35,7 @@ KEYS = {
 }
 
 
-def played(episodes: int, environments: int, seed: int = 3, environment: str = ODD_LENGTHS) -> Played:
+def played(episodes: int, environments: int, seed: int = 3, environment: str = ODD_LENGTHS) -> PlayedEpisodes:
     STARTED.clear()
     agent = UniformAgent(4, min(episodes, environments), generator=torch.Generator().manual_seed(seed))
     settings = EnvironmentSettings(id=environment, size=16, count=5)  # the count is for collection
@@ -72,7 +72,7 @@ def test_more_environments_do_not_play_other_numbers_of_episodes() -> None:
 
 
 def test_an_episode_that_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "LONGEST_EPISODE", 50)
+    monkeypatch.setattr("wmcli.stages.episodes.LONGEST_EPISODE", 50)
     played(3, 2)  # none lasts longer
     with pytest.raises(UsageError, match=f"{ENDLESS}: an episode has not ended after 50 steps.*max_episode_steps=N"):
         played(3, 2, environment=ENDLESS)

@@ -549,3 +549,8 @@ def test_padding_counts_nowhere() -> None:
     half = 1.96 * np.sqrt(2) / np.sqrt(2)  # two values, one to either side of the mean
     assert curve["low"][0] == pytest.approx(2 - half) and curve["high"][0] == pytest.approx(2 + half)
     assert np.isnan(metrics.over_episodes(error, np.zeros_like(counts))).all()
+
+
+def test_strips_of_another_task_are_refused(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--strips needs a memory task, .* environment.id = wm/Catch-v0"):
+        stage.draw_strips([tiny], tmp_path / "x.png")

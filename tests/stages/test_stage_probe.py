@@ -153,7 +153,7 @@ def test_what_is_seen_is_the_state_of_inference(maze_run: Path) -> None:
     held = context.held_out(latest(maze_run, "experience"), "test")
     frames, action = held.frames.view(5, 120, 32, 32, 3), held.action.view(5, 120)
     torch.manual_seed(7)
-    seen = probe.seen(model, frames, action)
+    seen = probe.observed_features(model, frames, action)
     torch.manual_seed(7)
     assert torch.equal(seen, memory.imagined(model, frames, action, 120))
     assert seen.shape == (5, 120, 3 * 5 + 16)
@@ -169,11 +169,11 @@ def test_a_model_whose_state_holds_the_answer_is_probed_rightly(maze_run: Path, 
     known = {frame.tobytes(): row for row, frame in enumerate(TASK.draw(sketch))}
     features = answers(TASK.labels(sketch))
 
-    def seen(model, frames: Tensor, action: Tensor) -> Tensor:
+    def look_up(model, frames: Tensor, action: Tensor) -> Tensor:
         rows = [known[frame.tobytes()] for frame in frames.flatten(0, 1).numpy()]
         return features[rows].unflatten(0, action.shape)
 
-    monkeypatch.setattr(probe, "seen", seen)
+    monkeypatch.setattr(probe, "observed_features", look_up)
     found = memory.evaluate_memory(context, "probe").metrics
     assert found["walls"]["value"] > 0.9 > 0.8 > found["constant_walls"]["value"]
     assert found["objects"]["value"] < 1.5 < 5 < found["constant_objects"]["value"]

@@ -10,7 +10,7 @@ import numpy as np
 from wmcli.envs import EnvironmentSettings
 from wmcli.errors import Stopped
 from wmcli.progress import Progress
-from wmcli.stages.evaluate import play_episodes
+from wmcli.stages.episodes import play_episodes
 from wmcli.training.device import derived_seed
 
 Policy = Callable[[np.ndarray, np.ndarray], Any]

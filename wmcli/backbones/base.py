@@ -31,6 +31,11 @@ class BackboneSettings(Section):
     dropout: float = Field(default=0.1, ge=0, lt=1)
     """Probability, wherever the backbone has dropout."""
 
+    @property
+    def size_note(self) -> str | None:
+        """A size that says more about the cost than the width, in words; None if there is none."""
+        return None
+
 
 class Size(NamedTuple):
     """What every backbone is built for, whatever its kind."""

@@ -45,6 +45,10 @@ class Mamba2Settings(BackboneSettings):
     chunk_size: int = Field(default=64, ge=1)
     """Elements computed together inside a long sequence: changes cost, never results."""
 
+    @property
+    def size_note(self) -> str:
+        return f"heads of {self.head_width}"
+
 
 class Mamba2(ResidualStack):
     """The state is a tuple with one `MambaState` per layer. Old states always stay valid."""

@@ -70,6 +70,10 @@ class TransformerXLSettings(BackboneSettings):
         """W: as many elements before itself may an element see."""
         return self.memory_length + max(self.segment_length - 1, 0)
 
+    @property
+    def size_note(self) -> str:
+        return f"window of {self.window} elements"
+
 
 class Memory(NamedTuple):
     """The state: what the next elements can see. The newest element stands last."""

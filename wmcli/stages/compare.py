@@ -61,7 +61,7 @@ def compare_backbones(
                     "width": size.width,
                     "parameters": parameters(size),
                     "error": error,
-                    "note": _note(size),
+                    "note": size.size_note,
                 }
             )
             bar.advance()
@@ -158,13 +158,6 @@ def _of_depth(templates: Mapping[str, Any], name: str, layers: int, wanted: int)
         (of_width(width) for width in fit[max(above - 1, 0) : above + 1]),
         key=lambda each: abs(parameters(each) - wanted),
     )
-
-
-def _note(backbone: Any) -> str | None:
-    """Sizes that say more about the cost than the width."""
-    if backbone.kind == "transformer-xl":
-        return f"window of {backbone.window} elements"
-    return f"heads of {backbone.head_width}" if backbone.kind == "mamba2" else None
 
 
 # -- right results ----------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from wmcli.artifacts import Artifact
 from wmcli.artifacts.environment import check_same_environment
@@ -39,6 +40,7 @@ from wmcli.training.device import Machine, derived_seed, isolated_randomness
 from wmcli.training.optim import build_optimizer, update
 from wmcli.world_models.base import Batch
 from wmcli.world_models.cells import KINDS, MOVES, TOKENS, CellsSettings, CellsWorldModel
+from wmcli.world_models.open_loop import open_loop
 
 ALIKE = ("tokens", "backbone", "environment", "parameters", "updates", "batch")  # what the runs of a row share
 WARM_UP = 2  # training steps before any is timed
@@ -73,7 +75,7 @@ def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Art
     GRID_WORLD.check(trained)
     world_model = load_world_model(model, machine)
     assert isinstance(world_model, CellsWorldModel)
-    assert isinstance(trained.dynamics, CellsSettings)
+    dynamics_settings: CellsSettings = world_model.settings
     sequences = settings.evaluation.episodes
     identity = settings.identity("seed", "environment") | {"sequences": sequences, "protocol": "gridworld"}
     identity |= {"precision": machine.precision, "device": str(machine.device), "threads": machine.threads}
@@ -82,8 +84,8 @@ def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Art
         context.progress.say(f"eval: {existing.name} is this very job, nothing to do (--force measures again)")
         return existing
     with context.work(job) as work:
-        context.progress.say(f"eval: {sequences} sequences of {trained.dynamics.sequence_length} frames on {machine}")
-        memory = _played(context, sequences, trained.dynamics.sequence_length)
+        context.progress.say(f"eval: {sequences} sequences of {dynamics_settings.sequence_length} frames on {machine}")
+        memory = _played(context, sequences, dynamics_settings.sequence_length)
         respawn: metrics.Respawn = "goal" if context.environment["id"] == GRID_WORLD_GOAL_ID else "both"
         with machine.autocast():
             scores = grid_world_scores(
@@ -93,7 +95,7 @@ def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Art
                 sequences=sequences,
                 seed=derived_seed(settings.seed, "eval"),
             )
-        cost = time_and_memory(trained.dynamics, trained.backbone, machine)
+        cost = time_and_memory(dynamics_settings, trained.backbone, machine)
         artifact = context.publish(
             work,
             scores
@@ -102,8 +104,8 @@ def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Art
                 "protocol": "gridworld",
                 "environment": context.environment["id"],
                 "backbone": trained.backbone.kind,
-                "tokens": trained.dynamics.sequence_length * TOKENS,
-                "batch": trained.dynamics.batch,
+                "tokens": dynamics_settings.sequence_length * TOKENS,
+                "batch": dynamics_settings.batch,
                 "updates": model.metrics["updates"],
             },
         )
@@ -113,7 +115,7 @@ def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Art
 
 def unfit(settings: Settings) -> str | None:
     """Return why dynamics with these settings have no errors of cells, or None if they have some."""
-    if isinstance(settings.dynamics, CellsSettings):
+    if settings.dynamics.predicts_cells:
         return None
     return f"needs dynamics of kind 'cells', and dynamics.kind = {settings.dynamics.kind}: begin with wm run gridworld"
 
@@ -231,8 +233,10 @@ def grid_world_scores(
             teacher = world_model.teacher(cells, action)
             random = torch.from_numpy(rng.integers(len(MOVES), size=(len(rows), length - 2))).to(memory.device)
             forced = torch.cat((action[:, :1], random), 1)
-            drawn = _drawn(world_model, cells[:, :1], forced)
-            parts.append((loss.expand(len(rows)), cells, action[:, :-1], teacher, forced, drawn))
+            # open_loop takes an action for every frame, the last one included.
+            _, steps = open_loop(world_model, cells[:, :1], F.pad(forced, (0, 1)))
+            generated = torch.stack([cells[:, 0], *(step.latent for step in steps)], 1)
+            parts.append((loss.expand(len(rows)), cells, action[:, :-1], teacher, forced, generated))
     losses, real, taken, likeliest, forced_action, free = (
         torch.cat(each).cpu().numpy() for each in zip(*parts, strict=True)
     )
@@ -265,17 +269,6 @@ def _cut(memory: Replay, length: int, count: int, rng: np.random.Generator) -> n
             "collect more with: wm collect"
         )
     return memory.order[rng.choice(found, count, replace=False)[:, None] + np.arange(length)]
-
-
-def _drawn(world_model: CellsWorldModel, prompt: Tensor, actions: Tensor) -> Tensor:
-    """The frames (B, T, K) that begin with `prompt` (B, 1, K) and go on under `actions` (B, T - 1)."""
-    opens = torch.ones(prompt.shape[:2], dtype=torch.bool, device=prompt.device)
-    _, state = world_model.observe(prompt, actions[:, :1], opens)
-    frames = [prompt[:, 0]]
-    for action in actions.unbind(1):
-        imagined, state = world_model.imagine(state, action)
-        frames.append(imagined.latent)
-    return torch.stack(frames, 1)
 
 
 def _whole(cells: Tensor, action: Tensor) -> Batch:
@@ -403,7 +396,6 @@ def _resident(kind: Literal["VmRSS", "VmHWM"]) -> int:
 
 GRID_WORLD = Protocol(
     name="gridworld",
-    about="errors and cost of dynamics on cells",
     needs="dynamics",
     evaluate=evaluate_grid_world,
     unfit=unfit,

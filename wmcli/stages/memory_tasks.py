@@ -40,7 +40,7 @@ from wmcli.stages.probe import probe
 from wmcli.stages.protocol import Protocol
 from wmcli.stages.scripted import task_of
 from wmcli.training.device import derived_seed, isolated_randomness
-from wmcli.world_models.latent import LatentWorldModel, LatentWorldModelSettings
+from wmcli.world_models.base import WorldModel
 from wmcli.world_models.open_loop import open_loop
 
 BATCH = 32  # episodes imagined side by side
@@ -82,7 +82,6 @@ def evaluate_memory(
     trained = settings_of(model)
     _protocol(measure).check(trained)
     task = task_of(context)
-    assert isinstance(trained.dynamics, LatentWorldModelSettings)
     identity = settings.identity("seed", "environment") | {
         "protocol": measure,
         "episodes": settings.evaluation.episodes,
@@ -95,7 +94,6 @@ def evaluate_memory(
         return existing
     with context.work(job) as work:
         world_model = load_world_model(model, machine)
-        assert isinstance(world_model, LatentWorldModel)
         episodes = _episodes(context, played, task)
         context.progress.say(f"eval: {measure} in {len(episodes.action)} test episodes of {task.about} on {machine}")
         seed = derived_seed(settings.seed, "eval memory")
@@ -110,8 +108,7 @@ def evaluate_memory(
                 "episodes": len(episodes.action),
                 "preset": context.preset,
                 "backbone": trained.backbone.kind,
-                "posterior": trained.dynamics.posterior,
-                "rows": trained.dynamics.rows,
+                **{key: trained.plain()["dynamics"][key] for key in ("posterior", "rows")},
                 "parameters": sum(parameter.numel() for parameter in world_model.parameters()),
                 "updates": model.metrics["updates"],
             },
@@ -125,9 +122,9 @@ def unfit(measure: Measure, settings: Settings) -> str | None:
     name, dynamics, needs = settings.environment.id, settings.dynamics, _MEASURES[measure]
     if not isinstance(TASKS.get(name), needs.task):
         return f"needs {needs.example}, and environment.id = {name}"
-    if not isinstance(dynamics, LatentWorldModelSettings):
+    if not dynamics.scores_frames:
         return f"needs dynamics of kind 'latent', and dynamics.kind = {dynamics.kind}"
-    if needs.rewards and dynamics.reward == "none":
+    if needs.rewards and not dynamics.learns_rewards:
         return "needs dynamics that learn rewards, and dynamics.reward = none"
     return None
 
@@ -178,9 +175,7 @@ def _episodes(context: Context, played: Artifact, task: Task) -> Episodes:
 
 
 @torch.no_grad()
-def imagined(
-    world_model: LatentWorldModel, frames: Tensor, action: Tensor, known: int, *, likeliest: bool = False
-) -> Tensor:
+def imagined(world_model: WorldModel, frames: Tensor, action: Tensor, known: int, *, likeliest: bool = False) -> Tensor:
     """Features (B, T, F) of frames (B, T, H, W, 3) of which the first `known` were seen, and the others imagined under
     the actions (B, T). With `likeliest` every latent is the likeliest one and not drawn.
 
@@ -193,7 +188,7 @@ def imagined(
 
 
 @torch.no_grad()
-def frame_errors(world_model: LatentWorldModel, features: Tensor, frames: Tensor) -> np.ndarray:
+def frame_errors(world_model: WorldModel, features: Tensor, frames: Tensor) -> np.ndarray:
     """Squared errors (B, T), summed over a frame's pixels, of what features (B, T, F) are decoded to."""
     flat, real = features.flatten(0, 1), frames.flatten(0, 1)
     found = [
@@ -219,7 +214,7 @@ def _by_batches(
 
 
 def _generation(
-    context: Context, world_model: LatentWorldModel, task: Task, episodes: Episodes, work: Work
+    context: Context, world_model: WorldModel, task: Task, episodes: Episodes, work: Work
 ) -> dict[str, Any]:
     """Reconstruction error, every frame seen, and generation error, the query imagined; with a curve over its steps,
     and films of both beside the truth."""
@@ -258,9 +253,7 @@ def _generation(
     }
 
 
-def _recall(
-    context: Context, world_model: LatentWorldModel, task: Task, episodes: Episodes, work: Work
-) -> dict[str, Any]:
+def _recall(context: Context, world_model: WorldModel, task: Task, episodes: Episodes, work: Work) -> dict[str, Any]:
     """Generation error behind the teleport after k more frames were seen; the same frames are scored for every k."""
     ks = [k for k in RECALLED if k + 1 < task.query]
     last = ks[-1] + 1
@@ -284,9 +277,7 @@ def _recall(
     return {"recall": by_k, "frames_scored": task.query - last}
 
 
-def _reward(
-    context: Context, world_model: LatentWorldModel, task: Task, episodes: Episodes, work: Work
-) -> dict[str, Any]:
+def _reward(context: Context, world_model: WorldModel, task: Task, episodes: Episodes, work: Work) -> dict[str, Any]:
     """How often the last reward is told rightly: all frames seen (inference), or the query imagined (imagination)."""
 
     def right(frames: Tensor, action: Tensor, which: slice) -> np.ndarray:
@@ -305,9 +296,7 @@ def _reward(
     }
 
 
-def _doors(
-    context: Context, world_model: LatentWorldModel, task: Task, episodes: Episodes, work: Work
-) -> dict[str, Any]:
+def _doors(context: Context, world_model: WorldModel, task: Task, episodes: Episodes, work: Work) -> dict[str, Any]:
     """How many of the doors in sight of an imagined frame are locked or open as they are, and of their colors."""
     templates, side = tiles.PICTURES[tiles.DOORS], tiles.PIXELS
 
@@ -327,8 +316,7 @@ def _doors(
 
 
 class _Measure(NamedTuple):
-    about: str
-    score: Callable[[Context, LatentWorldModel, Task, Episodes, Work], dict[str, Any]]
+    score: Callable[[Context, WorldModel, Task, Episodes, Work], dict[str, Any]]
     task: type[Task]
     """The kind of task that it measures."""
     example: str
@@ -343,32 +331,27 @@ class _Measure(NamedTuple):
 
 _MEASURES: dict[Measure, _Measure] = {
     "generation": _Measure(
-        "error of imagined frames",
         _generation,
         Task,  # type: ignore[type-abstract]  # asked of an instance, never built
         "a memory task, such as wm/DistractingMemory-100-v0",
     ),
     "recall": _Measure(
-        "error of imagined frames by frames observed behind a teleport",
         _recall,
         TeleportRooms,
         "a task with a teleport, such as wm/TwoRoomsTeleport-v0",
     ),
     "reward": _Measure(
-        "accuracy of the last reward",
         _reward,
         DistractingMemory,
         "a task whose last frame earns, such as wm/DistractingMemory-100-v0",
         rewards=True,
     ),
     "doors": _Measure(
-        "accuracy of the doors in imagined frames",
         _doors,
         MultiDoorsKeys,
         "a task with doors, such as wm/MultiDoorsKeys-3-v0",
     ),
     "probe": _Measure(
-        "accuracy of a maze's walls and objects, read from the state",
         probe,
         Maze,
         "a task with labels of its walls and objects, such as wm/Maze-9-v0",
@@ -381,7 +364,7 @@ _MEASURES: dict[Measure, _Measure] = {
 # -- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def _decoded(world_model: LatentWorldModel, features: Tensor) -> np.ndarray:
+def _decoded(world_model: WorldModel, features: Tensor) -> np.ndarray:
     """Features (B, T, F) to frames (B, T, H, W, 3) uint8."""
     flat = features.flatten(0, 1)
     pictures = torch.cat([world_model.images(some) for some in flat.split(FRAMES)])
@@ -415,10 +398,10 @@ def draw_strips(runs: Sequence[Path], path: Path) -> None:
     rows: dict[str, np.ndarray] = {}
     for folder in runs:
         context = open_context(folder, None, create=False, quiet=True)
-        model, task = context.run.resolve("dynamics", "dynamics"), task_of(context)
-        world_model = load_world_model(model, context.machine)
-        if not isinstance(world_model, LatentWorldModel):
-            raise UsageError(f"{folder}: dynamics of kind '{settings_of(model).dynamics.kind}' remember no episode.")
+        model = context.run.resolve("dynamics", "dynamics")
+        if reason := unfit("generation", settings_of(model)):
+            raise UsageError(f"{folder}: --strips {reason}.")
+        world_model, task = load_world_model(model, context.machine), task_of(context)
         episodes = _episodes(context, model.input("experience"), task)
         frames, action = episodes.frames[:1], episodes.action[:1]
         real = frames[0].cpu().numpy()
@@ -443,7 +426,6 @@ def _band(curve: dict[str, list[float | None]]) -> tuple[np.ndarray, ...]:
 def _protocol(measure: Measure) -> Protocol:
     return Protocol(
         name=measure,
-        about=_MEASURES[measure].about,
         needs="dynamics",
         evaluate=partial(evaluate_memory, measure=measure),
         unfit=partial(unfit, measure),

@@ -28,7 +28,8 @@ from wmcli.metrics import memory_tasks as metrics
 from wmcli.nn.mlp import mlp
 from wmcli.stages.context import Context
 from wmcli.training.optim import build_optimizer
-from wmcli.world_models.latent import LatentWorldModel
+from wmcli.world_models.base import WorldModel
+from wmcli.world_models.open_loop import open_loop
 
 if TYPE_CHECKING:
     from wmcli.stages.memory_tasks import Episodes
@@ -89,9 +90,7 @@ class Probes(nn.Module):
         return (walls > 0).cpu().numpy(), objects.cpu().numpy()
 
 
-def probe(
-    context: Context, world_model: LatentWorldModel, task: Task, episodes: Episodes, work: Work
-) -> dict[str, Any]:
+def probe(context: Context, world_model: WorldModel, task: Task, episodes: Episodes, work: Work) -> dict[str, Any]:
     """Train both probes on the training episodes of what the job names as its experience, and score them on the test
     `episodes`, beside constants: what is the likelier in each cell, and the mean of each object's place."""
     assert isinstance(task, Maze)
@@ -102,7 +101,9 @@ def probe(
 
     def some() -> tuple[Tensor, Truth]:
         which = torch.randperm(len(sketch))[:TOGETHER]
-        features = seen(world_model, frames[which.to(frames.device)], action[which.to(action.device)]).flatten(0, 1)
+        features = observed_features(
+            world_model, frames[which.to(frames.device)], action[which.to(action.device)]
+        ).flatten(0, 1)
         taken = torch.randperm(len(features))[:FRAMES]
         labels = task.labels(sketch[which.numpy()].reshape(len(features), -1)[taken.numpy()])
         return features[taken.to(device)], truth_of(labels, device)
@@ -113,7 +114,7 @@ def probe(
     found: list[list[np.ndarray]] = []
     for begin in range(0, len(episodes.action), TOGETHER):
         which = slice(begin, begin + TOGETHER)
-        features = seen(world_model, episodes.frames[which], episodes.action[which])[:, task.context :]
+        features = observed_features(world_model, episodes.frames[which], episodes.action[which])[:, task.context :]
         query = episodes.sketch[which, task.context :]
         labels = task.labels(query.reshape(-1, query.shape[-1]))
         with torch.autocast(device.type, enabled=False):
@@ -132,15 +133,19 @@ def probe(
     }
 
 
-def seen(world_model: LatentWorldModel, frames: Tensor, action: Tensor) -> Tensor:
-    """Features (B, T, F) float32 of whole episodes, frames (B, T, H, W, 3) and actions (B, T).
+def observed_features(world_model: WorldModel, frames: Tensor, action: Tensor) -> Tensor:
+    """Return features (B, T, F) float32 of whole episodes.
 
-    Raises UsageError for a backbone that cannot read one.
+    Args:
+        world_model: In eval mode.
+        frames: (B, T, H, W, 3) uint8.
+        action: (B, T) int64.
+
+    Raises:
+        UsageError: The backbone cannot read a whole episode.
     """
     world_model.check_reads(frames.shape[1] - 1)
-    first = torch.zeros(action.shape, dtype=torch.bool, device=action.device)
-    first[:, 0] = True
-    return world_model.observe(world_model.encode(frames), action, first)[0].float()
+    return open_loop(world_model, world_model.encode(frames), action)[0].float()
 
 
 def fitted(some: Callable[[], tuple[Tensor, Truth]], updates: int, advance: Callable[[], None]) -> Probes:

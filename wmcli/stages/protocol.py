@@ -19,7 +19,6 @@ class Protocol:
     """One way to score a run."""
 
     name: str
-    about: str
     needs: Literal["controller", "dynamics"]
     """The kind of artifact that it scores."""
     evaluate: Callable[..., Artifact]

@@ -14,7 +14,6 @@ from wmcli.errors import UsageError
 from wmcli.report.images import grid, write_png
 from wmcli.stages.context import Context
 from wmcli.stages.train import newest_fitted_alone, parent_of, train
-from wmcli.tokenizers.vq import TokenizerSettings, perceptual_in_use
 from wmcli.trainers import TokenizerTrainer
 
 PICTURED_FRAMES = 8
@@ -44,11 +43,7 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
     frames = context.run.resolve(experience or "experience", "experience")
     check_same_environment(context.environment, frames)
     inputs = {"experience": frames} | _parent(context, parent)
-    if (
-        isinstance(settings, TokenizerSettings)
-        and settings.perceptual == "auto"
-        and perceptual_in_use(settings) == "none"
-    ):
+    if settings.lacks_lpips:
         context.progress.warn(
             "training without the perceptual loss, since tokenizer.lpips_weights names no file: published scores used"
             " LPIPS, so ours are not comparable with them. Make the file with: wm convert-lpips"

@@ -14,7 +14,7 @@ dynamics model trains it jointly; its own `loss` fits it by reconstruction alone
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -36,6 +36,9 @@ CENTRE = 0.5  # the gray that Dreamer's networks take for zero
 
 class CategoricalTokenizerSettings(Section):
     """The categorical tokenizer, and how it is fitted by reconstruction alone. The defaults are Drama's (XS)."""
+
+    lacks_lpips: ClassVar[bool] = False
+    """See `TokenizerSettings.lacks_lpips`: there is no perceptual loss."""
 
     kind: Literal["categorical"] = "categorical"
     """A frame becomes categorical variables, trained together with the dynamics model; the other kind is vq."""

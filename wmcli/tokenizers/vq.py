@@ -93,6 +93,11 @@ class TokenizerSettings(Section):
             )
         return self
 
+    @property
+    def lacks_lpips(self) -> bool:
+        """Whether the perceptual loss is left out because no weights are named."""
+        return self.perceptual == "auto" and not self.lpips_weights
+
     def build(self, size: int) -> VQTokenizer:
         """Build a fresh tokenizer for frames of `size` pixels."""
         return VQTokenizer(self, size)

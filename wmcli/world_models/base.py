@@ -64,6 +64,10 @@ class DynamicsSettings(Section):
     """It decodes imagined frames."""
     reads_burn_in: ClassVar[bool] = False
     """Imagination reads all frames of a controller's burn-in, and not its own context alone."""
+    scores_frames: ClassVar[bool] = False
+    """Its world model has `images`, `frame_error` and `arrival_reward`, which the memory measures need."""
+    predicts_cells: ClassVar[bool] = False
+    """Its latents are the cells of the grid world."""
     acting_keys: ClassVar[tuple[str, ...]] = ()
     """Keys that count when it is acted with, and not when it is trained."""
 
@@ -90,6 +94,11 @@ class DynamicsSettings(Section):
     def learns_encoder(self) -> bool:
         """Whether latents depend on learned weights, and not on fixed rules."""
         return self.encoder != "rules"
+
+    @property
+    def learns_rewards(self) -> bool:
+        """Whether rewards are predicted."""
+        return True
 
     @property
     def longest_imagination(self) -> int | None:
@@ -352,6 +361,23 @@ class WorldModel(nn.Module, ABC):
 
         Not for a model without `decodes`, whose latents hold what planning needs and no picture.
         """
+        raise NotImplementedError
+
+    def images(self, features: Tensor) -> Tensor:
+        """Decode features (N, F) to images (N, 3, H, W) float32. Only for a model with `scores_frames`."""
+        raise NotImplementedError
+
+    def frame_error(self, features: Tensor, frames: Tensor) -> Tensor:
+        """Return squared errors (N,), summed over a frame's pixels, of decoded features. Only with `scores_frames`.
+
+        Args:
+            features: (N, F).
+            frames: (N, H, W, 3) uint8, the real ones.
+        """
+        raise NotImplementedError
+
+    def arrival_reward(self, features: Tensor) -> Tensor:
+        """Return the rewards (...) of the steps that led to features (..., F). Only with `scores_frames`."""
         raise NotImplementedError
 
     def frame(self, state: State) -> Tensor:

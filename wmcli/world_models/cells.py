@@ -12,7 +12,7 @@ Axes: B batch, T time (frames), K = 25 cells, L = K + 1 tokens of a frame, V = 9
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -38,6 +38,8 @@ INIT_STD = 0.02
 
 class CellsSettings(DynamicsSettings):
     """A language model over the grid world's cells, and how it is trained. Defaults: Drama's study, short sequences."""
+
+    predicts_cells: ClassVar[bool] = True
 
     kind: Literal["cells"] = "cells"
     """The grid world's cells as tokens, without a tokenizer; other kinds are token and latent."""

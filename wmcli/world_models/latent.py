@@ -47,6 +47,7 @@ class LatentWorldModelSettings(DynamicsSettings):
 
     tokenizer_kind: ClassVar[str] = "categorical"
     reads_burn_in: ClassVar[bool] = True
+    scores_frames: ClassVar[bool] = True
     acting_keys: ClassVar[tuple[str, ...]] = ("act_on", "act_window")
 
     kind: Literal["latent"] = "latent"
@@ -171,6 +172,10 @@ class LatentWorldModelSettings(DynamicsSettings):
         return "itself" if self.decodes_state else "dynamics"
 
     @property
+    def learns_rewards(self) -> bool:
+        return self.reward != "none"
+
+    @property
     def longest_imagination(self) -> int:
         return self.sequence_length
 
@@ -293,7 +298,7 @@ class LatentWorldModel(WorldModel):
         self.context = settings.context
         self.segment = settings.sequence_length
         self.rows = settings.rows
-        self.learns_rewards = settings.reward != "none"
+        self.learns_rewards = settings.learns_rewards
         self.decodes = "features" if settings.decodes_state else "latents"
         self.feature_shape = (variables * classes + width,)
         self.frame_features = variables * classes

@@ -1,0 +1,169 @@
+"""Complete episodes of the real environment, played so that every one that starts counts."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from wmcli.artifacts.failpoint import failpoint
+from wmcli.controllers.base import Actor
+from wmcli.envs import EnvironmentSettings, Streams, Transition
+from wmcli.errors import Stopped, UsageError
+from wmcli.interrupt import stop_requests
+from wmcli.progress import Progress
+from wmcli.stages.pictures import Film, ending
+from wmcli.training.checkpoint import load_tensors, save_tensors
+
+FILMED_STEPS = 300  # of the first episode
+LONGEST_EPISODE = 100_000  # steps, in an environment without a time limit; Atari's longest protocol allows 108,000
+
+
+class PlayedEpisodes(NamedTuple):
+    """Complete episodes, in the order in which they started."""
+
+    returns: list[float]
+    """Undiscounted."""
+    lengths: list[int]
+    """Environment steps."""
+    film: Film
+    """The first frames of the first episode."""
+
+
+class _Tally:
+    """Returns and lengths so far of N episodes in E environments."""
+
+    def __init__(self, episodes: int, environments: int) -> None:
+        self.number = np.arange(environments)  # (E,), the episode that each plays; those from N on do not count
+        self.started = environments
+        self.returns, self.lengths = np.zeros(episodes), np.zeros(episodes, np.int64)
+        self.film = Film()
+
+    @property
+    def complete(self) -> bool:
+        return bool((self.number >= len(self.returns)).all())
+
+    @property
+    def ended(self) -> int:
+        """Number of episodes that have ended and count."""
+        return min(self.started, len(self.returns)) - int((self.number < len(self.returns)).sum())
+
+    def add(self, after: Transition) -> None:
+        """Add one step of every environment."""
+        counted = self.number < len(self.returns)
+        self.returns[self.number[counted]] += after.reward[counted]
+        self.lengths[self.number[counted]] += 1
+        for environment in np.flatnonzero(after.terminated | after.truncated):
+            self.number[environment] = self.started
+            self.started += 1
+
+    def save(self, path: Path, streams: Streams, agent: Actor) -> None:
+        """Write a checkpoint."""
+        state = streams.state()
+        arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
+        tensors = {f"streams/{name}": torch.from_numpy(value) for name, value in arrays.items()}
+        tensors |= {f"agent/{name}": value for name, value in agent.state().items()}
+        tensors |= {f"film/{name}": torch.from_numpy(value) for name, value in self.film.arrays().items()}
+        counts = {"number": self.number, "returns": self.returns, "lengths": self.lengths}
+        tensors |= {f"counts/{name}": torch.from_numpy(value) for name, value in counts.items()}
+        save_tensors(path, tensors, {"seed": state["seed"], "started": self.started})
+
+    def load(self, path: Path, settings: EnvironmentSettings, agent: Actor) -> Streams | None:
+        """Load a checkpoint. Return its environments, or None if every episode has ended."""
+        tensors, about = load_tensors(path)
+
+        def part(name: str) -> dict[str, torch.Tensor]:
+            return {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
+
+        counts = {name: value.numpy() for name, value in part("counts").items()}
+        self.number, self.returns, self.lengths = counts["number"], counts["returns"], counts["lengths"]
+        self.started = about["started"]
+        self.film = Film.of({name: value.numpy() for name, value in part("film").items()})
+        if self.complete:
+            return None
+        agent.load(part("agent"))
+        state = {name: value.numpy() for name, value in part("streams").items()}
+        streams = Streams.restore(settings, False, {"seed": about["seed"], **state})
+        # Environments that ignore their seed start these episodes again.
+        again = self.number[streams.restarted & (self.number < len(self.returns))]
+        self.returns[again], self.lengths[again] = 0, 0
+        if 0 in again:
+            self.film = Film()
+        return streams
+
+
+def play_episodes(
+    settings: EnvironmentSettings,
+    agent: Actor,
+    *,
+    episodes: int,
+    environments: int,
+    seed: int,
+    progress: Progress,
+    what: str,
+    checkpoint: Path | None = None,
+    checkpoint_seconds: float = 30.0,
+) -> PlayedEpisodes:
+    """Play exactly `episodes` complete test episodes.
+
+    Every episode that starts counts, however long it takes, so that short ones are not over-represented.
+
+    Args:
+        settings: Of the environment; its `count` is not used.
+        agent: With as many rows as there are environments.
+        episodes: Number of episodes.
+        environments: Most environments side by side.
+        seed: Of the environments.
+        progress: Gets the progress bar.
+        what: Its name, and that of messages.
+        checkpoint: File to resume from, if it exists, and to write. None writes none.
+        checkpoint_seconds: Seconds between two checkpoints. Another one is written at the end.
+
+    Raises:
+        Stopped: A signal arrived.
+        UsageError: An episode of an environment without a time limit is longer than LONGEST_EPISODE.
+    """
+    count = min(environments, episodes)
+    settings = settings.model_copy(update={"count": count})
+    tally = _Tally(episodes, count)
+    if checkpoint is not None and checkpoint.exists():
+        streams = tally.load(checkpoint, settings, agent)
+        if streams is None:
+            return PlayedEpisodes(tally.returns.tolist(), tally.lengths.tolist(), tally.film)
+        progress.say(f"{what}: resuming after {tally.ended} of {episodes} episodes")
+    else:
+        streams = Streams(settings, train=False, seed=seed)
+    saved_at = time.monotonic()
+    with stop_requests() as stop, progress.bar(what, episodes, "episodes", start=tally.ended) as bar:
+        while not tally.complete:
+            frames = streams.observation
+            action = agent.act(frames, streams.first)
+            after = streams.step(action)
+            if tally.number[0] == 0 and tally.film.ended is None:
+                tally.film.add(frames[0], action[0], after.reward[0], agent.summarize_search())
+                if how := ending(after):
+                    tally.film.end(after.final[0], how)
+                elif len(tally.film.frames) == FILMED_STEPS:
+                    tally.film.end(streams.observation[0], "cut")
+            before = tally.ended
+            tally.add(after)
+            if not streams.has_time_limit and tally.lengths.max() > LONGEST_EPISODE:
+                raise UsageError(
+                    f"{settings.id}: an episode has not ended after {LONGEST_EPISODE:,} steps, and the environment has"
+                    " no time limit; register it with one: gymnasium.register(..., max_episode_steps=N)"
+                )
+            bar.advance(tally.ended - before)
+            due = stop or tally.complete or time.monotonic() - saved_at >= checkpoint_seconds
+            if checkpoint is not None and due:
+                tally.save(checkpoint, streams, agent)
+                failpoint("checkpoint")
+                saved_at = time.monotonic()
+            if stop:
+                raise Stopped(
+                    f"{what} stopped after {tally.ended} of {episodes} episodes; the same command goes on from there."
+                )
+    streams.close()
+    return PlayedEpisodes(tally.returns.tolist(), tally.lengths.tolist(), tally.film)
