@@ -108,6 +108,7 @@ def model(request: pytest.FixtureRequest) -> Model:
     return build(request.param)
 
 
+@pytest.mark.slow
 def test_every_tensor_has_one_row_and_every_row_a_tensor(model: Model) -> None:
     table = rows(model.preset)
     found = {name: [key for key in keys(name) if key in table] for name in model.tensors}

@@ -62,6 +62,7 @@ def test_the_second_signal_ends_the_process_at_once(first: signal.Signals, secon
             child.kill()
 
 
+@pytest.mark.slow
 def test_who_reaches_no_checkpoint_ends_without_one() -> None:
     """However long an update takes: within ten seconds, with the exit code that asks to be run again."""
     with subprocess.Popen(

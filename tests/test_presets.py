@@ -400,7 +400,7 @@ OF_ENCODER = {  # and by what encodes frames
     "tokenizer": [*CATCH, "collect.steps=21", "tokenizer.perceptual=none", "controller.burn_in=2"],
     "dynamics": [*CATCH, "collect.steps=150", "dynamics.batch=2"],  # a segment of 128 frames, batch statistics
     "rules": ["collect.steps=150"],
-    "itself": [*CATCH, "collect.steps=21", "controller.simulations=2", "dynamics.batch=2"],  # batch statistics
+    "itself": [*CATCH, "collect.steps=150", "dynamics.batch=2"],  # as above
 }
 TRAINED = {"rules": ["dynamics"], "itself": ["dynamics", "controller"]}  # else all three
 
@@ -609,7 +609,8 @@ def one_update_of_everything(name: str, folder: Path, *overrides: str) -> None:
     if resolve(name).collect.policy == "scripted":
         one_update_on_a_memory_task(name, folder)
         return
-    context = open_context(folder, name, [*QUICK, *OF_ENCODER[encoder], *overrides], create=True, quiet=True)
+    search = ["controller.simulations=2"] if plans else []
+    context = open_context(folder, name, [*QUICK, *OF_ENCODER[encoder], *search, *overrides], create=True, quiet=True)
     experience = collect(context)
     assert experience.metrics["steps"] >= 21
     stages = {"tokenizer": train_tokenizer, "dynamics": train_dynamics, "controller": imagine}

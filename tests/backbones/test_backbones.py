@@ -16,6 +16,8 @@ from wmcli.backbones import BACKBONES, SECTIONS, build, map_state, transformer_x
 from wmcli.backbones.transformer import Transformer
 from wmcli.backbones.transformer_xl import TransformerXL
 
+pytestmark = pytest.mark.matrix
+
 B, T, D, N, L, Q = 3, 11, 12, 4, 3, 2
 
 # Settings that make each backbone small: heads of width 6. What follows a comma tells variants of a backbone apart.

@@ -17,6 +17,8 @@ from wmcli.backbones import Backbone
 from wmcli.training.optim import build_optimizer
 from wmcli.world_models.base import parameter_groups
 
+pytestmark = pytest.mark.matrix
+
 HOOKS = """
 import torch.optim.optimizer as optimizer
 import wmcli.assemble, wmcli.controllers, wmcli.training.optim

@@ -24,6 +24,8 @@ from wmcli.kernels import attention as kernel
 from wmcli.kernels.dispatch import using
 from wmcli.nn import attention_prior
 
+pytestmark = pytest.mark.matrix
+
 NUMBERS = {"mean": 2.3, "deviation": 1.7, "span": 3.4, "window": 3}
 
 
@@ -316,6 +318,7 @@ def test_training_with_dropout_sees_the_same(make, backbone, prior):
 
 
 @pytest.mark.parametrize("prior", BY_DISTANCE, ids=name_of)
+@pytest.mark.slow
 def test_in_triton_it_is_the_same(make, prior, monkeypatch):
     """Tables by distance go through the kernel, with their gradients."""
     model, x = make("transformer", prior, torch.float32), inputs(B, T, D).float()

@@ -19,6 +19,8 @@ from wmcli.cli import main, presets
 from wmcli.config import preset_names
 from wmcli.errors import ArtifactError, BusyError, DivergedError, MachineError, Stopped, UsageError
 
+pytestmark = pytest.mark.matrix
+
 EVERY = [[name] for name in [*main.STAGES, *main.ANSWERS]] + [["presets"], ["presets", "list"], ["presets", "show"]]
 FULL = Path("/dev/full")  # where every write fails for lack of space
 HEAVY = ("torch", "zarr", "matplotlib", "gymnasium", "numpy")

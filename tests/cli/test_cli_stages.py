@@ -21,6 +21,8 @@ from wmcli.errors import UsageError
 from wmcli.settings import resolve
 from wmcli.stages.protocols import PROTOCOLS
 
+pytestmark = pytest.mark.matrix
+
 SCORE = {
     "protocol": "returns",
     "mean": 0.5,

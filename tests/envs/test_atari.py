@@ -211,6 +211,7 @@ class DramaPlainly:
         ("Boxing", True, 1004),
     ],
 )
+@pytest.mark.slow
 def test_drama_equals_its_naive_form_through_a_whole_game(monkeypatch, game: str, train: bool, limit: int) -> None:
     rules = replace(DRAMA.train if train else DRAMA.test, time_limit=limit)
     monkeypatch.setitem(PROTOCOLS, "drama", replace(DRAMA, train=rules, test=rules))
@@ -319,6 +320,7 @@ def test_the_blocks_of_both_protocols() -> None:
         ("unizero-sticky", "MsPacman", False, 5000),
     ],
 )
+@pytest.mark.slow
 def test_unizero_equals_its_naive_form_through_a_whole_game(monkeypatch, name, game, train: bool, limit: int) -> None:
     ours = PROTOCOLS[name]
     half = replace(ours.train if train else ours.test, time_limit=limit)
@@ -374,6 +376,7 @@ def test_only_training_under_unizero_sees_the_sign_of_a_reward_alone(name: str, 
 
 
 @pytest.mark.parametrize("train", [True, False])
+@pytest.mark.slow
 def test_no_ops_of_unizero_are_one_to_thirty_in_both_halves(train: bool) -> None:
     env = Atari("Pong", 16, "unizero", train=train)
     counts = []

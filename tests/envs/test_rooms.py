@@ -177,6 +177,7 @@ def test_the_context_shows_every_sphere(task) -> None:
 
 
 @pytest.mark.parametrize("task", [Rooms(4), Rooms(2, SMALL)], ids=name)
+@pytest.mark.slow
 def test_what_a_sketch_says_is_what_its_frame_shows(task) -> None:
     """Where a sphere's middle is projected to, and on the wall ahead, frames have the colors that `read` names."""
     sketches = np.concatenate(scripted(task, np.arange(8 if task.side == 64 else 40)))[::5]

@@ -74,6 +74,7 @@ def test_restoring_right_after_a_lost_life_keeps_the_opening_flag() -> None:
         assert stand.age(across_ends=False) == [1]
 
 
+@pytest.mark.slow
 def test_an_age_counts_the_decisions_since_the_frame_that_opened_a_game_or_a_life() -> None:
     streams = Streams(EnvironmentSettings(id="Breakout", protocol="drama", size=16, count=2), train=True, seed=2)
     actions = np.random.default_rng(0).integers(4, size=(400, 2))

@@ -15,6 +15,8 @@ from wmcli.kernels import attention as module
 from wmcli.kernels.attention import attention, masked_attention, reference
 from wmcli.kernels.dispatch import using
 
+pytestmark = pytest.mark.matrix
+
 B, H = 2, 2
 
 BOTH = pytest.mark.parametrize("implementation", ["torch", "triton"])
@@ -209,6 +211,7 @@ def compile_cases():
             yield kernel, used, constants | more
 
 
+@pytest.mark.slow
 def test_the_kernels_compile():
     compile_for_gpus(__file__)
 

@@ -235,5 +235,6 @@ def compile_cases():
             yield kernel, {name: types[name] for name in kernel.arg_names if name not in constants}, constants
 
 
+@pytest.mark.slow
 def test_the_kernels_compile():
     compile_for_gpus(__file__)

@@ -226,5 +226,6 @@ def compile_cases():
         yield kernel, {name: kind for name, kind in types.items() if name not in given}, given
 
 
+@pytest.mark.slow
 def test_the_kernels_compile():
     compile_for_gpus(__file__)

@@ -92,5 +92,6 @@ def compile_cases():
             yield kernel, used, {"OWN": own, "TILE": module.TILE}
 
 
+@pytest.mark.slow
 def test_the_kernels_compile():
     compile_for_gpus(__file__)

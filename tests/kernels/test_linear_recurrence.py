@@ -417,5 +417,6 @@ def compile_cases():
             yield kernel, types | dict.fromkeys(operands, element), needed
 
 
+@pytest.mark.slow
 def test_the_kernels_compile():
     compile_for_gpus(__file__)

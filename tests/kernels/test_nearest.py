@@ -112,5 +112,6 @@ def compile_cases():
         yield module._search, types | dict.fromkeys(integers, "i32"), tile
 
 
+@pytest.mark.slow
 def test_the_kernel_compiles():
     compile_for_gpus(__file__)

@@ -551,5 +551,6 @@ def compile_cases():
         yield s4._step_forward, types | {"u": element} | reset, constants
 
 
+@pytest.mark.slow
 def test_the_kernels_compile():
     compile_for_gpus(__file__)

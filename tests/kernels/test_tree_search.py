@@ -30,6 +30,8 @@ from wmcli.kernels.tree_search_gumbel import considered_visits, gumbel_rule
 from wmcli.kernels.tree_search_lightzero import LightZeroNoise, lightzero_rule
 from wmcli.kernels.tree_search_mctx import mctx_rule
 
+pytestmark = pytest.mark.matrix
+
 RULES = {"mctx": mctx_rule(), "lightzero": lightzero_rule(), "gumbel": gumbel_rule(max_num_considered_actions=6)}
 SHAPES = [(3, 5, 12), (1, 9, 12), (2, 1, 4), (2, 17, 7), (3, 2, 17)]
 
@@ -64,6 +66,7 @@ def grow(
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize(("trees", "actions", "simulations"), SHAPES)
+@pytest.mark.slow
 def test_triton_equals_the_form_in_torch(name, trees, actions, simulations):
     """The same growth, and the same numbers in the end."""
     rule = RULES[name]
@@ -174,5 +177,6 @@ def compile_cases():
         yield tree_search._walk_up, {name: used[name] for name in names}, constants
 
 
+@pytest.mark.slow
 def test_the_kernels_compile():
     compile_for_gpus(__file__)

@@ -16,6 +16,7 @@ lambda_returns(value, reward, terminated, "0.99", 0.95)
 """
 
 
+@pytest.mark.slow
 def test_a_wrong_call_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     api = pytest.importorskip("mypy.api", reason="mypy comes with the extra `dev`")
     monkeypatch.setenv("MYPYPATH", str(ROOT))

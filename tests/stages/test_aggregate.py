@@ -182,6 +182,7 @@ def test_other_test_episodes_are_other_tasks(tmp_path: Path) -> None:
 # -- statistics -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_runs_of_one_environment_are_pooled_as_returns(run: Path, tiny: Path) -> None:
     evaluate(opened(run), episodes=3)
     result = aggregate([tiny, run], None)

@@ -43,6 +43,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("game", ["uneven", "tiny"])  # where lengths differ, and where returns follow from actions
+@pytest.mark.slow
 def test_killed_at_every_checkpoint_it_has_the_same_score(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, game: str
 ) -> None:

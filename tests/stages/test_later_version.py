@@ -75,6 +75,7 @@ def later(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_finished_run_stays_finished(later: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = wm(PACKAGE.parent, "run", "quickstart", "--run", str(folder), *[f"--set={each}" for each in SETTINGS])
@@ -103,6 +104,7 @@ def test_a_finished_run_stays_finished(later: Path, tmp_path: Path) -> None:
     assert asked.returncode == 2 and "dynamics.reward_warmup" in asked.stderr
 
 
+@pytest.mark.slow
 def test_without_the_migration_the_run_cannot_be_read(later: Path, tmp_path: Path) -> None:
     """The rename alone breaks the run: the test above would fail without its migration."""
     folder = tmp_path / "run"

@@ -97,6 +97,7 @@ def seen_by(patch: pytest.MonkeyPatch, owner: type, method: str, position: int) 
     return seen
 
 
+@pytest.mark.slow
 def test_the_environment_knows_lives_and_games(trained: Path) -> None:
     context, rows = opened(trained), rows_of(latest(trained, "experience"))
     opens, over = games(context, rows)
@@ -108,6 +109,7 @@ def test_the_environment_knows_lives_and_games(trained: Path) -> None:
 
 
 @pytest.mark.parametrize("overrides", RESETS, ids=["resets", "one episode", "no resets"])
+@pytest.mark.slow
 def test_windows_to_train_on_and_to_imagine_from_are_cut_where_games_are(
     run: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str]
 ) -> None:
@@ -142,6 +144,7 @@ def test_windows_to_train_on_and_to_imagine_from_are_cut_where_games_are(
 
 
 @pytest.mark.parametrize("act_window", [0, 4])
+@pytest.mark.slow
 def test_collecting_carries_over_a_lost_life_what_evaluation_carries(
     run: Path, monkeypatch: pytest.MonkeyPatch, act_window: int
 ) -> None:
@@ -233,6 +236,7 @@ def test_a_new_agent_is_warmed_up_with_the_running_game(
     np.testing.assert_array_equal(actions[-want:], stream["action"][-want:])
 
 
+@pytest.mark.slow
 def test_returns_of_games_stand_beside_those_of_episodes(run: Path) -> None:
     """Only what lies in a segment whole counts. The first segment ends right behind a life that stream 0 lost, so that
     the second begins with an episode, amid a game."""

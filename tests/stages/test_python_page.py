@@ -22,6 +22,7 @@ SHORTER = [
 """What the page has, and what the test runs in its place."""
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run blocks entitled Stable-Baselines3 only where it is installed."""
     (tmp_path / "runs").mkdir()

@@ -347,6 +347,7 @@ def test_resumed_where_it_does_not_follow_its_seed_it_begins_new_episodes(
         assert np.flatnonzero(stream["first"]).tolist() == [0, 4, 6]
 
 
+@pytest.mark.slow
 def test_an_environment_that_exits_and_talks_ends_in_one_line_and_exit_code_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

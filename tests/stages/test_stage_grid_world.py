@@ -160,6 +160,7 @@ def test_sequences_do_not_overlap_and_too_few_are_refused() -> None:
         stage.grid_world_scores(fresh(), memory, respawn="both", sequences=19, seed=0)
 
 
+@pytest.mark.slow
 def test_what_a_training_step_costs() -> None:
     settings = CellsSettings(batch=64, sequence_length=8)
     backbone = RetNetSettings(width=16, layers=1)

@@ -219,6 +219,7 @@ def test_how_it_acts_is_chosen_when_it_acts(run: Path) -> None:
 
 
 @pytest.mark.parametrize("backbone", [[], ["backbone.kind=transformer"]], ids=["mamba2", "transformer"])
+@pytest.mark.slow
 def test_every_stage_runs_in_bfloat16(tmp_path: Path, backbone: list[str]) -> None:
     """Frozen models keep their matrices in it: whoever uses one outside autocast fails."""
     small = ["run.epochs=2", "run.collect_epochs=2", "evaluation.episodes=1", "training.precision=bfloat16"]
@@ -229,6 +230,7 @@ def test_every_stage_runs_in_bfloat16(tmp_path: Path, backbone: list[str]) -> No
         play(context, source=source, out=tmp_path / f"{source}.gif", controller=None, seed=1)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_loop_begins_with_no_tokenizer_but_its_own(run: Path, tmp_path: Path) -> None:
     small = ["run.epochs=2", "run.collect_epochs=2", "evaluation.episodes=1"]
     folder = tmp_path / "loop"
@@ -410,6 +412,7 @@ def test_episodes_shorter_than_the_context_can_be_learned_from_one_by_one(run: P
     assert imagine(opened(run, *alone)).metrics["updates"] == 4
 
 
+@pytest.mark.slow
 def test_pictures_films_and_profiles(run: Path, tmp_path: Path) -> None:
     dynamics = train_dynamics(opened(run, pictures=True))
     assert (dynamics.path / "imagination.gif").exists()

@@ -145,6 +145,7 @@ def test_other_settings_do_not_take_up_the_work(tiny: Path, tmp_path: Path, monk
     "kind",
     ["experience", "dynamics", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tokenizer", "controller"))],
 )
+@pytest.mark.slow
 def test_a_command_that_was_killed_is_finished_by_itself(tiny: Path, tmp_path: Path, kind: str) -> None:
     run = before(tiny, tmp_path / "run", kind)
     child = command(run, COMMANDS[kind], *settings(EAGER), failpoint="checkpoint:2")
@@ -174,6 +175,7 @@ def test_a_command_that_was_asked_to_stop_exits_with_75_and_goes_on(tiny: Path, 
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="signals that are caught are read from /proc")
+@pytest.mark.slow
 def test_a_command_that_is_asked_to_stop_while_it_starts_exits_with_75(tiny: Path, tmp_path: Path) -> None:
     """It catches signals before it has imported torch."""
     run = before(tiny, tmp_path / "run", "dynamics")

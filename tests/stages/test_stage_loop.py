@@ -94,6 +94,7 @@ IRIS = ["backbone.kind=transformer", "dynamics.prediction=sequential", "controll
 
 
 @pytest.mark.parametrize("system", [[], [*IRIS, "tokenizer.network=patch"], ["tokenizer.quantizer=fsq"]])
+@pytest.mark.slow
 def test_every_stage_runs_in_bfloat16(tmp_path: Path, system: list[str]) -> None:
     """Frozen models keep their matrices in it: whoever uses one outside autocast fails."""
     short = [*LOOP, "run.epochs=4", "dynamics.shared_embeddings=false", "training.precision=bfloat16", *system]
@@ -107,6 +108,7 @@ def test_every_stage_runs_in_bfloat16(tmp_path: Path, system: list[str]) -> None
 # -- an undisturbed run -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_stage_begins_after_its_epoch(whole: Path) -> None:
     assert names(whole) == {
         "experience": [1, 2, 3, 4],
@@ -182,6 +184,7 @@ def test_the_tokenizer_trains_in_its_epochs_only(tmp_path: Path) -> None:
     assert inputs(run.get("tokenizer", 2))["experience"] == "experience@2"
 
 
+@pytest.mark.slow
 def test_more_epochs_go_on_from_where_it_ended(whole: Path, tmp_path: Path) -> None:
     short = [text for text in LOOP if "run.epochs" not in text]
     run_loop(opened(tmp_path / "run", *short, "run.epochs=2", new=True))
@@ -207,6 +210,7 @@ def test_the_last_artifact_is_returned(tmp_path: Path, overrides: list[str], las
 # -- interrupted ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_killed_every_few_checkpoints_it_ends_in_the_same_weights(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +239,7 @@ def test_killed_every_few_checkpoints_it_ends_in_the_same_weights(
         (imagination_trainer, "update", 1, 3, ["experience", "tokenizer", "dynamics"]),  # the only one
     ],
 )
+@pytest.mark.slow
 def test_asked_to_stop_it_stops_in_that_stage_and_goes_on(
     whole: Path,
     tmp_path: Path,
@@ -266,6 +271,7 @@ def test_asked_to_stop_it_stops_in_that_stage_and_goes_on(
             assert content(tmp_path / "run", kind, version) == content(whole, kind, version)
 
 
+@pytest.mark.slow
 def test_asked_to_stop_between_stages_it_stops_there(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,6 +413,7 @@ def test_models_trained_by_hand_and_what_they_need_are_not_removed(finished: Pat
     assert before["tokenizer@5"] == before["dynamics@4"] == before["controller@3"] == "ok"
 
 
+@pytest.mark.slow
 def test_what_another_run_was_made_from_is_not_removed(tmp_path: Path) -> None:
     short = [text for text in LOOP if "run.epochs" not in text]
     opened(tmp_path / "run", *short, "run.epochs=5", "run.keep=1", "evaluation.episodes=2", new=True)

@@ -126,6 +126,7 @@ def test_more_episodes_are_others_and_the_same_are_not_played_again(tmp_path: Pa
         train_dynamics(opened(run))
 
 
+@pytest.mark.slow
 def test_the_script_plays_in_every_round_also_once_there_is_a_controller(tmp_path: Path) -> None:
     rounds = ["run.epochs=2", "run.collect_epochs=2", "run.controller_after=0", "evaluation.measures=[]"]
     sizes = ["controller.imagination_horizon=2", "controller.batch=3", "controller.updates=1", "evaluation.episodes=2"]
@@ -442,6 +443,7 @@ def test_presets_measure_what_fits_each_task_that_they_are_for(preset: str, task
         ("tssm-xl-2d", ["backbone.heads=2"]),
     ],
 )
+@pytest.mark.slow
 def test_a_preset_of_the_paper_runs_on_another_task_of_its_own(
     tmp_path: Path, monkeypatch, preset: str, overrides: list[str]
 ) -> None:
@@ -503,6 +505,7 @@ def test_measures_that_are_named_are_those_made() -> None:
     assert stage.measures_of(resolve("rem", ["evaluation.measures=auto"])) == ()
 
 
+@pytest.mark.slow
 def test_films_and_curves_are_written(memory_run: Path, tmp_path: Path) -> None:
     run = copied(memory_run, tmp_path / "run")
     evaluation = stage.evaluate_memory(opened(run, pictures=True), "generation")

@@ -84,6 +84,7 @@ def command_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -
 # -- undisturbed ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_who_collects_is_one_epoch_older_and_each_epoch_trains_on_its_own(whole: Path) -> None:
     run = Run.open(whole, create=False)
     assert [inputs(run.get("experience", version)) for version in run.versions("experience")] == [
@@ -99,6 +100,7 @@ def test_who_collects_is_one_epoch_older_and_each_epoch_trains_on_its_own(whole:
             assert inputs(run.get(kind, epoch - 1))["experience"] == f"experience@{epoch}"
 
 
+@pytest.mark.slow
 def test_it_is_what_the_same_jobs_make_one_after_the_other(whole: Path, tmp_path: Path) -> None:
     context = opened(tmp_path / "run", *OVERLAP, new=True)
     experience = collect(context, controller="random")
@@ -125,6 +127,7 @@ def test_run_again_it_needs_no_other_process(whole: Path, monkeypatch: pytest.Mo
     assert names(whole) == before
 
 
+@pytest.mark.slow
 def test_the_other_process_acts_on_one_thread_and_ends_with_the_last_collect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +160,7 @@ class InTurn(Collector):
         self._found = collect(context, controller=actor or "random", previous=before, extend=False)
 
 
+@pytest.mark.slow
 def test_more_epochs_go_on_from_where_it_ended(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the controller that would have collected, which is no longer the newest."""
     monkeypatch.setattr("wmcli.stages.loop.Collector", InTurn)
@@ -169,6 +173,7 @@ def test_more_epochs_go_on_from_where_it_ended(whole: Path, tmp_path: Path, monk
 # -- interrupted ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_killed_every_few_checkpoints_it_ends_in_the_same_weights(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +191,7 @@ def test_killed_every_few_checkpoints_it_ends_in_the_same_weights(
     assert results(tmp_path / "run") == results(whole)
 
 
+@pytest.mark.slow
 def test_asked_to_stop_both_stop_at_a_checkpoint_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second segment takes seconds; the first update on the first one is when the signal comes."""
     folder = tmp_path / "run"
@@ -212,6 +218,7 @@ def test_asked_to_stop_both_stop_at_a_checkpoint_and_go_on(tmp_path: Path, monke
     assert results(folder) == results(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_asked_to_stop_while_it_waits_it_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SLOW_AFTER, str(SEED_CHECK + 6))
     child = command_of(tmp_path / "run", monkeypatch)
@@ -225,6 +232,7 @@ def test_asked_to_stop_while_it_waits_it_stops(tmp_path: Path, monkeypatch: pyte
     assert list((tmp_path / "run" / "experience").glob(".work-*/checkpoint.safetensors"))
 
 
+@pytest.mark.slow
 def test_killed_it_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SLOW_AFTER, str(SEED_CHECK + 6))
     child = command_of(tmp_path / "run", monkeypatch, "collect.steps=900")  # a minute and a half
@@ -238,6 +246,7 @@ def test_killed_it_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.
 # -- what goes wrong there --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_failure_there_is_the_runs_own_one_line_and_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +261,7 @@ def test_a_failure_there_is_the_runs_own_one_line_and_exit_code(
     assert names(tmp_path / "run")["experience"] == [1] and names(tmp_path / "run")["tokenizer"] == [1]
 
 
+@pytest.mark.slow
 def test_errors_come_over_as_they_are_and_say_where(tmp_path: Path) -> None:
     context = opened(tmp_path / "run", *OVERLAP, new=True)
     first = collect(context)
@@ -275,6 +285,7 @@ def test_an_error_that_cannot_be_sent_is_told_in_words() -> None:
     assert type(module._portable(MachineError("full"))) is MachineError
 
 
+@pytest.mark.slow
 def test_its_death_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SLOW_AFTER, str(SEED_CHECK + 6))
     context = opened(tmp_path / "run", *SLOW, new=True)

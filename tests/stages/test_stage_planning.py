@@ -93,6 +93,7 @@ def version(folder: Path, kind: str, number: int) -> Artifact:
     return Run.open(folder, create=False).get(kind, number)
 
 
+@pytest.mark.slow
 def test_who_plays_by_search_records_what_it_found(played: Path) -> None:
     at_random, searched = (read_segment(version(played, "experience", n).path / SEGMENT) for n in (1, 2))
     assert "policy" not in at_random and "value" not in at_random
@@ -194,6 +195,7 @@ def test_every_stage_goes_through_twice_and_then_finds_nothing_to_do(run: Path) 
         assert stage(opened(run), parent=str(first.input("parent").path)).digest == first.digest
 
 
+@pytest.mark.slow
 def test_the_loop_goes_on_where_it_was(tmp_path: Path, played: Path) -> None:
     preset = Run.open(played, create=False).bound()["preset"]
     short = ["run.epochs=3", "run.collect_epochs=3"]
@@ -208,6 +210,7 @@ def test_the_loop_goes_on_where_it_was(tmp_path: Path, played: Path) -> None:
     assert third.inputs["controller"].version == 2 and third.inputs["parent"].version == 2
 
 
+@pytest.mark.slow
 def test_the_loop_ends_without_reanalysis(tmp_path: Path, played: Path) -> None:
     """A controller that was never searched with logged nothing, and so there are no curves of it."""
     preset = Run.open(played, create=False).bound()["preset"]
@@ -301,6 +304,7 @@ def test_priors_of_several_runs_are_drawn_together(run: Path, played: Path, tmp_
 
 
 @pytest.mark.parametrize("controller", ["reinforce", "actor-critic"])
+@pytest.mark.slow
 def test_other_controllers_learn_in_the_imagination_of_these_models(played: Path, tmp_path: Path, controller) -> None:
     preset = Run.open(played, create=False).bound()["preset"]
     given = [each for each in COMMON + EVERY[preset] if not each.startswith("controller.")]

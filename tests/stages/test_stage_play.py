@@ -56,6 +56,7 @@ def pictures(path: Path) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("source", ["real", "imagination"])
+@pytest.mark.slow
 def test_a_film_is_written_and_the_same_seed_is_the_same_film(
     tiny: Path, tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,6 +159,7 @@ def test_what_is_seen_is_the_state_of_inference(maze_run: Path) -> None:
     assert seen.shape == (5, 120, 3 * 5 + 16)
 
 
+@pytest.mark.slow
 def test_a_model_whose_state_holds_the_answer_is_probed_rightly(maze_run: Path, monkeypatch) -> None:
     """Frames of training, of both versions of experience, and of test stand with their own labels."""
     context = opened(maze_run, "evaluation.probe_updates=120", force=True)

@@ -131,6 +131,7 @@ def test_a_profile_has_a_row_for_every_stage(run: Path) -> None:
     assert "epoch_share" not in next(row for row in again.metrics["rows"] if row["what"] == "train-tokenizer")
 
 
+@pytest.mark.slow
 def test_models_are_frozen_where_a_run_freezes_them(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What autocast would convert at every call is then in its precision already."""
     encode, imagine, loss = VQTokenizer.encode, TokenWorldModel.imagine, TokenWorldModel.loss
@@ -148,6 +149,7 @@ def test_models_are_frozen_where_a_run_freezes_them(run: Path, monkeypatch: pyte
     assert seen == {"encode": {(True, False)}, "imagine": {(True, False)}, "loss": {(False, True)}}
 
 
+@pytest.mark.slow
 def test_arithmetic_in_a_replayed_graph_is_counted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def operations() -> float:
         rows = profile(context, parts=("stages",)).metrics["rows"]
@@ -161,6 +163,7 @@ def test_arithmetic_in_a_replayed_graph_is_counted(run: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("part", ["stages", "kernels"])
+@pytest.mark.slow
 def test_a_bar_is_there_whenever_a_job_runs(part: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = opened(run)
     context.progress = progress = Watched(quiet=True)
@@ -355,6 +358,7 @@ def test_experience_that_cannot_be_read_leaves_nothing_behind(run: Path, monkeyp
 # -- backbones --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_all_backbones_are_compared_at_every_length(run: Path) -> None:
     context = opened(run, pictures=True)
     artifact = profile(context, compare="backbones", lengths=[16, 8, 8])

@@ -491,6 +491,7 @@ def test_collecting_plays_the_training_half(tmp_path: Path, monkeypatch: pytest.
     assert_training(collect(opened(folder)))
 
 
+@pytest.mark.slow
 def test_the_process_beside_collects_the_training_half_as_its_epoch_says(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     opened(folder, *ARCADE, new=True)
@@ -542,6 +543,7 @@ def assert_test(returns: Iterable[float], frames: Iterable[int]) -> None:
     assert all(LIMIT <= count < LIMIT + 10 for count in frames)
 
 
+@pytest.mark.slow
 def test_evaluation_plays_the_test_half_also_when_it_is_resumed(
     arcade: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ print(faults() - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone is told")
+@pytest.mark.slow
 def test_large_blocks_are_used_again() -> None:
     def faults(what: str) -> int:
         return int(subprocess.run([sys.executable, "-c", SCRIPT, what], check=True, capture_output=True).stdout)

@@ -27,6 +27,8 @@ from wmcli.training.optim import build_optimizer, update
 from wmcli.world_models.base import Batch, WorldModel
 from wmcli.world_models.token import TokenWorldModel
 
+pytestmark = pytest.mark.matrix
+
 STEPS = 7  # more than the backbones with a limited number of positions have room for
 
 

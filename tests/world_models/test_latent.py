@@ -517,6 +517,7 @@ def dots(generator, batch, time=6):
     return Batch(image, action, (place[:, 1:] == 0).float(), no, no, first, ~no), place
 
 
+@pytest.mark.slow
 def test_a_moving_square_is_learned_and_imagined():
     model = make(free_nats=0.1, head_width=32)
     with torch.no_grad():

@@ -18,6 +18,8 @@ from wmcli.tokenizers.categorical import CategoricalTokenizer, CategoricalTokeni
 from wmcli.world_models.base import Batch
 from wmcli.world_models.latent import LatentWorldModel, LatentWorldModelSettings
 
+pytestmark = pytest.mark.matrix
+
 B, T, K, C, D, A, SIZE = 3, 7, 4, 5, 16, 6, 16
 S4WM = {
     "stem": "dreamer",

@@ -457,6 +457,7 @@ def test_autocast_and_a_frozen_model():
     assert_close(frozen, want, rtol=0.05, atol=0.02)
 
 
+@pytest.mark.slow
 def test_a_fixed_batch_is_learned_by_heart():
     torch.manual_seed(1)
     batch = segment(searched=some(1.0))

@@ -22,6 +22,8 @@ from torch.testing import assert_close
 
 from wmcli.world_models.base import State, WorldModel
 
+pytestmark = pytest.mark.matrix
+
 T = 6
 STEPS = 2  # imagined
 LATENT = {"unimix": 0.0, "act_on": "posterior"}

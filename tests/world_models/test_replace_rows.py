@@ -10,6 +10,8 @@ from torch.testing import assert_close
 
 from wmcli.world_models.base import State, WorldModel
 
+pytestmark = pytest.mark.matrix
+
 BEFORE, AFTER = 2, 2  # imagined steps before rows are replaced, and after
 CONTEXTS = [(case, 3) for case in CASES] + [(case, 1) for case in CASES if case.endswith("transformer")]
 """Each model, and the real frames that it starts from."""

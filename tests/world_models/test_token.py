@@ -22,6 +22,8 @@ from wmcli.errors import UsageError
 from wmcli.world_models.base import Batch
 from wmcli.world_models.token import TokenState, TokenWorldModel, TokenWorldModelSettings
 
+pytestmark = pytest.mark.matrix
+
 B, T, GRID, N, D, A = 3, 5, (2, 3), 7, 16, 4
 K = GRID[0] * GRID[1]
 L = K + 1
@@ -503,6 +505,7 @@ def train(prediction, *, shuffled, updates=200):
 
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.slow
 def test_a_moving_dot_is_learned_and_imagined(prediction):
     model, log = train(prediction, shuffled=False)
     assert log["observation_loss"] < 0.02 and log["reward_loss"] < 0.02 and log["termination_loss"] < 0.02

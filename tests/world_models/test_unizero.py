@@ -31,6 +31,8 @@ from wmcli.world_models.base import Batch, Targets
 from wmcli.world_models.planners import bootstrap_frames, n_step_returns
 from wmcli.world_models.unizero import UniZero, UniZeroSettings
 
+pytestmark = pytest.mark.matrix
+
 B, D, A, SIZE = 4, 16, 5, 12
 HORIZON, STEPS, CONTEXT = 6, 3, 4
 T = HORIZON + STEPS
@@ -667,6 +669,7 @@ def test_autocast_and_a_frozen_model(backbone):
 
 
 @pytest.mark.parametrize("backbone", ["transformer", "gru"])
+@pytest.mark.slow
 def test_a_fixed_batch_is_learned_by_heart(backbone):
     torch.manual_seed(1)
     policy = F.one_hot(torch.randint(A, (B, T)), A).float()
