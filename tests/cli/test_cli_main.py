@@ -114,6 +114,11 @@ def test_help_fits_80_columns(name, capsys, monkeypatch):
             assert re.search(rf"\b{choice}\b", out), f"{choice} is not in the help, or not whole"
 
 
+def test_usage_leaves_out_hidden_arguments(capsys):
+    assert main.run(["eval", "--help"]) == 0
+    assert "Usage: wm eval [OPTIONS]" in [line.strip() for line in capsys.readouterr().out.splitlines()]
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_examples_name_options_that_exist(name):
     assert examples(name)

@@ -145,6 +145,15 @@ def test_strip_has_time_to_the_right_and_a_line_before_the_first_imagined_frame(
     assert marked.tolist() == [margin + 2 * (tile + GAP) - 2, margin + 2 * (tile + GAP) - 1]
 
 
+def test_a_strip_that_starts_late_keeps_its_time_steps():
+    real = frames(4, 7)
+    late = images.strip({"real": real}, start=3, every=2, context=5)  # columns 3 | 5
+    first = images.strip({"real": real[[3, 5]]}, context=1)  # the same pictures, as columns 0 | 1
+    assert late.shape == first.shape
+    np.testing.assert_array_equal(late[BAR:], first[BAR:])
+    assert (late[:BAR] != first[:BAR]).any()
+
+
 @pytest.mark.parametrize(("side", "columns"), [(64, (9, 9, 8)), (160, (9, 9, 8)), (84, (9, 9, 8)), (16, (9, 9, 8))])
 def test_a_long_strip_goes_on_below(side, columns):
     """26 frames of an Atari game in three rows: one of 4,229 pixels is too wide for any screen."""

@@ -360,3 +360,12 @@ def test_ten_lines_look_different_with_colors_and_without():
     lines = axes.get_lines()
     assert len({line.get_marker() for line in lines}) == 10
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 10
+
+
+@pytest.mark.parametrize(("top", "labels"), [(200.0, {"100", "200"}), (1e5, {"100", "1000", "10000"})])
+def test_errors_on_a_logarithmic_axis_have_plain_numbers(top, labels):
+    band = np.array([60.0, top]), None, None
+    figure = plots.error_curves({"a": ([1, 2], band)}, x_label="x", y_label="y", log=True)
+    figure.canvas.draw()
+    shown = [label.get_text() for label in figure.axes[0].get_yticklabels(which="both")]
+    assert labels <= set(shown) and not any("$" in label for label in shown)

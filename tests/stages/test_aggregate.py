@@ -244,6 +244,21 @@ def test_runs_are_grouped_by_the_settings_in_which_they_differ(tmp_path: Path) -
         compare_settings(runs, ["backbone.nam"])
 
 
+def test_environments_stand_beside_each_other_and_are_not_pooled(tmp_path: Path) -> None:
+    settings = [{"environment": {"id": name}} for name in ("wm/Catch-v0", "ALE/Pong-v5")]
+    runs = [
+        scored(tmp_path / "a", 1.0, "wm/Catch-v0", settings=settings[0]),
+        scored(tmp_path / "b", 12.0, normalized=0.9, settings=settings[1]),
+    ]
+    rows = compare_settings(runs, ["environment.id"])
+    assert [(row["environment.id"], row["mean"], row["unit"]) for row in rows] == [
+        ("wm/Catch-v0", 1.0, "return"),
+        ("ALE/Pong-v5", 0.9, "human-normalized score"),
+    ]
+    with pytest.raises(UsageError, match="different environments cannot be pooled"):
+        compare_settings(runs, ["seed"])
+
+
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     pong = scored(tmp_path / "pong", 1.0)
     known = scored(tmp_path / "known", 1.0, normalized=0.5)

@@ -130,11 +130,11 @@ def test_a_line_is_of_a_model(drawn: dict[str, Any]) -> None:
         ],
         Path("out.png"),
     )
-    assert list(drawn) == ["S4WM", "mamba2"]
-    x, (value, low, high) = drawn["mamba2"]  # one run: its own interval
+    assert list(drawn) == ["S4WM (2 runs, ± SD)", "mamba2 (95 % interval)"]
+    x, (value, low, high) = drawn["mamba2 (95 % interval)"]  # one run: its own interval
     assert x == [0, 2, 20]
     np.testing.assert_array_equal([low, value, high], [[2, 1, 0], [3, 2, 1], [4, 3, 2]])
-    x, (value, low, high) = drawn["S4WM"]
+    x, (value, low, high) = drawn["S4WM (2 runs, ± SD)"]
     off = np.sqrt([2, 0, 2])
     np.testing.assert_allclose([low, value, high], [[8, 5, 3] - off, [8, 5, 3], [8, 5, 3] + off])
 
@@ -142,7 +142,7 @@ def test_a_line_is_of_a_model(drawn: dict[str, Any]) -> None:
 def test_curves_over_the_query_leave_gaps_and_stay_above_nothing(drawn: dict[str, Any]) -> None:
     curve = {"generation": {"mean": [0.5, None, 2.0], "low": [-1.0, None, 1.0], "high": [1.0, None, 3.0]}}
     draw_curves([generated(error=1.0, curve=curve)], Path("out.png"))
-    x, (value, low, high) = drawn["S4WM"]
+    x, (value, low, high) = drawn["S4WM (95 % interval)"]
     assert x == [1, 2, 3]
     np.testing.assert_array_equal(value, [0.5, np.nan, 2])
     np.testing.assert_array_equal(low, [memory_table.LOWEST, np.nan, 1])

@@ -168,29 +168,30 @@ def short_number(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:.7g}"
 
 
-def strip(rows: Mapping[str, np.ndarray], *, every: int = 1, context: int = 0) -> np.ndarray:
+def strip(rows: Mapping[str, np.ndarray], *, start: int = 0, every: int = 1, context: int = 0) -> np.ndarray:
     """Draw frames (T, H, W, 3) as one picture, a row for each name, time to the right -> (H', W', 3).
 
-    What does not fit into a picture of 1,600 pixels goes on below, in rows of nearly equal length.
+    A picture wider than 1,600 pixels is broken into rows of nearly equal length.
 
     Args:
-        rows: frames by the name that stands before them, such as real ones over imagined ones.
-        every: show every so many-th frame; its time step stands over the column.
-        context: how many leading frames were given to the model; an amber line stands before the first imagined frame.
+        rows: Frames by the name before them, such as real ones over imagined ones.
+        start: Time step of the first frame to show.
+        every: Time steps from one shown frame to the next. The step stands over the column.
+        context: Leading frames that the model observed; an amber line stands before the first imagined frame.
     """
     labels, frames = list(rows), [_frames(each) for each in rows.values()]
     assert len({each.shape for each in frames}) == 1, [each.shape for each in frames]
-    steps = list(range(0, len(frames[0]), every))
+    steps = list(range(start, len(frames[0]), every))
     lines = -(-len(steps) // _columns(frames[0], labels))
     columns = -(-len(steps) // lines)
     first = next((step for step in steps if step >= context), None) if context else None
     blocks = []
-    for start in range(0, len(steps), columns):
-        shown = steps[start : start + columns]
+    for begin in range(0, len(steps), columns):
+        shown = steps[begin : begin + columns]
         block, tile, margin = _table([each[shown] for each in frames], labels)
         for index, step in enumerate(shown):
             left = margin + index * (tile + _GAP)
-            head = f"t = {step}" if step == 0 else str(step)
+            head = f"t = {step}" if step == start else str(step)
             block[:_BAR, left : left + tile] = _text(head, tile, FAINT if step < context else TEXT, centre=True)
             if step == first:
                 block[:, left - _GAP : left] = MARKER

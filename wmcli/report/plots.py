@@ -251,7 +251,7 @@ def returns_histogram(
     whole = np.array_equal(values, values.round()) and span <= 40
     if whole:
         edges = np.arange(values.min() - 0.5, values.max() + 1.5)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     else:
         edges = np.histogram_bin_edges(values, bins=min(30, max(5, math.ceil(2 * values.size ** (1 / 3)))))
     axes.hist(values, bins=edges.tolist(), rwidth=0.8 if whole else 1.0, color=COLORS[5], edgecolor="white")
@@ -260,7 +260,7 @@ def returns_histogram(
     axes.axvline(values.mean(), color=COLORS[1], linewidth=1.8, label=f"mean {values.mean():.4g}")
     for (name, value), dash in zip((references or {}).items(), ((4, 3), (1, 2), (6, 2, 1, 2)) * 9, strict=False):
         axes.axvline(value, color=_INK, linewidth=1.2, linestyle=(0, dash), label=f"{name} {value:.4g}")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.set_xlabel("return of an episode", color=_INK)
     axes.set_ylabel("episodes", color=_INK)
     axes.set_title(title or _episodes(values.size), loc="left", fontsize=10, color=_INK)
@@ -383,10 +383,20 @@ def learned_priors(
 def error_curves(
     lines: Mapping[str, tuple[Sequence[float], Band]], *, x_label: str, y_label: str, title: str = "", log: bool = False
 ) -> Figure:
-    """Lines with their intervals: name -> x (K,) and value, low, high (K,) each; NaN leave gaps. `log` for the y axis.
+    """Draw lines with their intervals.
 
-    Raises UsageError where there is nothing to draw.
+    Args:
+        lines: By name, x (K,), whole numbers, and value, low and high (K,) each; NaN leaves a gap.
+        x_label: Of the horizontal axis.
+        y_label: Of the vertical axis.
+        title: Of the figure.
+        log: Logarithmic vertical axis.
+
+    Raises:
+        UsageError: There are no lines.
     """
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
     if not lines:
         raise UsageError("no curves to draw.")
     figure = _figure(6.4, 3.2)
@@ -396,6 +406,11 @@ def error_curves(
         _banded(axes, x, band, style, name)
     if log:
         axes.set_yscale("log")
+        bottom, top = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if top / bottom < 1000 else (1,)))
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.set_xlabel(x_label, color=_INK)
     axes.set_ylabel(y_label, color=_INK)
     axes.set_title(title, loc="left", fontsize=10, color=_INK)

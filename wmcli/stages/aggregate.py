@@ -414,10 +414,12 @@ def compare_settings(scores: Sequence[Score], keys: Sequence[str], progress: Pro
     groups = _grouped(scores, keys)
     for line in differences(list(groups.values()), keys):
         progress.warn(line)
-    unit = _unit(scores)
+    # Groups of one environment each stand beside each other, without being compared.
+    shared = None if "environment.id" in keys else _unit(scores)
     rng = np.random.default_rng(0)
     rows = []
     for values, members in groups.items():
+        unit = shared or _unit(members)
         estimate = statistics.bootstrap(_by_task(members, unit), "mean", rng)
         rows.append(
             {

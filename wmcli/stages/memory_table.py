@@ -81,8 +81,8 @@ _SHOWN = {  # of each measure, by the heading of a column
         "constant objects": "constant_objects",
     },
 }
-AXES = {"generation": "step of the query", "recall": "frames seen behind the teleport"}  # of the measures with a curve
-ERROR = "squared error a frame"
+AXES = {"generation": "step of the query", "recall": "frames observed after the teleport"}  # of the measures with a curve
+ERROR = "squared error per frame"
 LOWEST = 1e-4  # drawn, on an axis of logarithms
 NOTED = 4  # settings shown of those that tell models of one name apart
 _TOLD_APART = ("collect.", "tokenizer.", "dynamics.", "backbone.")  # sections that make one model another
@@ -141,6 +141,7 @@ def draw_curves(evaluations: Sequence[Artifact], path: Path) -> None:
     lines = {}
     for row in rows:
         label = f"{row.model}, {_noted(row.note)}" if row.note else row.model
+        label += f" ({len(row.found)} runs, ± SD)" if len(row.found) > 1 else " (95 % interval)"
         curves = [_curve(metrics) for metrics in row.found]
         lines[label] = (curves[0][0], _over_runs(np.array([band for _, band in curves], float)))
     write_curves(path, measure, lines, tasks.pop())

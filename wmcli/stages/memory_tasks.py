@@ -384,8 +384,7 @@ def _query_strip(rows: Mapping[str, np.ndarray], known: int) -> np.ndarray:
     """The query and the end of the context of one episode, (T, H, W, 3) by name."""
     length = len(next(iter(rows.values())))
     every = max(1, (length - known) // COLUMNS)
-    begin = max(0, known - 2 * every)
-    return strip({name: frames[begin:] for name, frames in rows.items()}, every=every, context=known - begin)
+    return strip(rows, start=max(0, known - 2 * every), every=every, context=known)
 
 
 def draw_strips(runs: Sequence[Path], path: Path) -> None:
