@@ -81,7 +81,8 @@ _SHOWN = {  # of each measure, by the heading of a column
         "constant objects": "constant_objects",
     },
 }
-AXES = {"generation": "step of the query", "recall": "frames observed after the teleport"}  # of the measures with a curve
+AXES = {"generation": "step of the query", "recall": "frames observed after the teleport"}
+"""Horizontal axis by measure, of those with a curve."""
 ERROR = "squared error per frame"
 LOWEST = 1e-4  # drawn, on an axis of logarithms
 NOTED = 4  # settings shown of those that tell models of one name apart
