@@ -35,7 +35,7 @@ from wmcli.nn.categorical import uniform
 from wmcli.trainers.batches import gather
 from wmcli.training.device import Machine
 from wmcli.training.settings import TrainingSettings
-from wmcli.world_models.base import Imagined, State, WorldModel
+from wmcli.world_models.base import ImaginedStep, State, WorldModel
 
 Reference = Artifact | Path | str
 """An artifact, or the path of a version such as `runs/x/dynamics/latest`."""
@@ -134,7 +134,7 @@ class Dreams:
             return self._view(fresh)
 
     @torch.no_grad()
-    def step(self, action: Tensor) -> Imagined:
+    def step(self, action: Tensor) -> ImaginedStep:
         """Imagine one step under the actions (E,) int64, and move on to the next frames."""
         uniforms = uniform((self.num_envs, self.world_model.uniforms_per_step), self.machine.device, self._uniforms)
         with self.machine.autocast():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from wmcli.world_models.base import Batch, Imagined, WorldModel
+from wmcli.world_models.base import Batch, ImaginedStep, WorldModel
 
 
 class Seen(NamedTuple):
@@ -59,11 +59,11 @@ class CountingModel(WorldModel):
             totals.append(total)
         return self._features(torch.stack(totals, dim=1)), Seen(total, latent[:, -1], 0)
 
-    def imagine(self, state: Seen, action: Tensor, numbers: Tensor | None = None) -> tuple[Imagined, Seen]:
+    def imagine(self, state: Seen, action: Tensor, numbers: Tensor | None = None) -> tuple[ImaginedStep, Seen]:
         frame = (state.frame + action + 1) % 50
         total = self._next(state.total, action, frame, torch.zeros_like(action, dtype=torch.bool))
         reward = ((state.total + action) % 3 - 1).float()
-        return Imagined(frame, reward, total % 5 == 0), Seen(total, frame, state.step + 1)
+        return ImaginedStep(frame, reward, total % 5 == 0), Seen(total, frame, state.step + 1)
 
     def features(self, state: Seen) -> Tensor:
         return self._features(state.total)

@@ -19,7 +19,7 @@ from wmcli.controllers.actor_critic import ActorCritic, ActorCriticSettings, Rol
 from wmcli.errors import UsageError
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import sample
-from wmcli.world_models.base import Imagined
+from wmcli.world_models.base import ImaginedStep
 
 FEATURES = 30
 SMALL: dict[str, Any] = {
@@ -553,7 +553,7 @@ def test_it_finds_the_good_arm(changes, world, make_batch):
         def imagine(self, state, action, uniforms=None):
             frame = torch.randint(3, action.shape)
             reward = (action == state.total % 3).float()
-            return Imagined(frame, reward, torch.zeros_like(reward, dtype=torch.bool)), state._replace(total=frame)
+            return ImaginedStep(frame, reward, torch.zeros_like(reward, dtype=torch.bool)), state._replace(total=frame)
 
     bandit = Bandit(actions=3)
     torch.manual_seed(0)

@@ -26,7 +26,7 @@ from wmcli.kernels.tree_search_lightzero import lightzero_rule
 from wmcli.kernels.tree_search_mctx import mctx_rule
 from wmcli.training import graph
 from wmcli.training.graph import Recorded
-from wmcli.world_models.base import Imagined, PlanningWorldModel, Prediction
+from wmcli.world_models.base import ImaginedStep, PlanningWorldModel, Prediction
 
 RULES = ["mctx", "lightzero", "gumbel"]
 
@@ -671,7 +671,7 @@ class Memory(PlanningWorldModel):
         history = history.scatter(1, age[:, None], action[:, None])
         hidden = self.step(hidden, action)
         reward = hidden[:, 0]
-        return Imagined(hidden, reward, hidden[:, 1] > 0.95), (history, (hidden, (table, age + 1)))
+        return ImaginedStep(hidden, reward, hidden[:, 1] > 0.95), (history, (hidden, (table, age + 1)))
 
     def predict(self, state) -> Prediction:
         seen = state[1][0] @ self.look

@@ -15,7 +15,7 @@ from wmcli.config import validate
 from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings, Rollout
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample
-from wmcli.world_models.base import Imagined
+from wmcli.world_models.base import ImaginedStep
 
 SMALL: dict[str, Any] = {
     "width": 7,
@@ -354,7 +354,7 @@ def test_reinforce_finds_the_good_arm(world, make_batch):
         def imagine(self, state, action, uniforms=None):
             frame = torch.randint(3, action.shape)
             reward = (action == state.total % 3).float()
-            return Imagined(frame, reward, torch.ones_like(reward, dtype=torch.bool)), state._replace(total=frame)
+            return ImaginedStep(frame, reward, torch.ones_like(reward, dtype=torch.bool)), state._replace(total=frame)
 
     bandit = Bandit(actions=3)
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ from wmcli.stages import play as play_module
 from wmcli.stages.pictures import HOLD, Dream, Film, SideBySide, beside, imagined_beside_real, write_side_by_side
 from wmcli.stages.play import play
 from wmcli.training.device import Machine
-from wmcli.world_models.base import Imagined, WorldModel
+from wmcli.world_models.base import ImaginedStep, WorldModel
 
 CPU = Machine(torch.device("cpu"), "float32", 1)
 
@@ -157,7 +157,7 @@ class Counter(WorldModel):
 
     def imagine(self, state, action, uniforms=None):
         state = 10 * state + action
-        return Imagined(state, torch.ones(1), state >= 1000), state
+        return ImaginedStep(state, torch.ones(1), state >= 1000), state
 
     def latent(self, state):
         return state

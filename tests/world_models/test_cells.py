@@ -196,7 +196,7 @@ def test_teacher_frames_are_the_likeliest_given_what_really_came_before(backbone
     model = make(backbone)
     torch.nn.init.normal_(model.embedding.weight)  # far from the uniform
     latent, action = segment()
-    frames = model.teacher(latent, action)
+    frames = model.predict_frames(latent, action)
     assert frames.shape == (B, T - 1, K)
     likeliest = one_by_one(model, tokens_of(latent, action)).argmax(-1)
     for t in range(1, T):

@@ -224,10 +224,10 @@ def test_padding_leaves_no_trace():
 )
 def test_nothing_is_known_behind_an_end_unless_the_model_learns_to_read_on(settings, over):
     batch = segment(terminated=resets((1, 2)), truncated=resets((1, 4)))
-    assert make(**settings).over(batch).nonzero().tolist() == [[1, time] for time in over]
+    assert make(**settings).find_ends(batch).nonzero().tolist() == [[1, time] for time in over]
     if settings.get("across_ends", True):  # a lost life at 2
         games = batch._replace(is_last=resets((1, 4)))
-        assert make(**settings).over(games).nonzero().tolist() == [[1, time] for time in over[1:]]
+        assert make(**settings).find_ends(games).nonzero().tolist() == [[1, time] for time in over[1:]]
 
 
 @pytest.mark.parametrize("key", [True, False])

@@ -232,7 +232,7 @@ def test_chunks_that_are_carried_equal_one_long_row(backbone, posterior):
     """Values, with episodes that open in the middle of a chunk and at its beginning."""
     model = make(backbone, posterior=posterior, certain=True, rows="streams").eval()
     batch = segment(9, is_first=flags((0, 0), (1, 0), (2, 0), (0, 4), (1, 6), (2, 3), time=9))
-    carry, parts = model.no_carry(B), []
+    carry, parts = model.initial_carry(B), []
     with torch.no_grad():
         for chunk in (slice(0, 3), slice(3, 6), slice(6, 9)):
             some = Batch(*(None if part is None else part[:, chunk] for part in batch))
@@ -251,7 +251,7 @@ def test_a_carried_loss_counts_what_crosses_the_chunks():
     batch = segment(6)
     with torch.no_grad():
         whole, log = model.loss(batch)
-        carry, logs = model.no_carry(B), []
+        carry, logs = model.initial_carry(B), []
         for chunk in (slice(0, 3), slice(3, 6)):
             some = Batch(*(None if part is None else part[:, chunk] for part in batch))
             _, found, carry = model.carried_loss(some, carry)
@@ -264,13 +264,13 @@ def test_a_carried_loss_counts_what_crosses_the_chunks():
 @pytest.mark.parametrize("backbone", ENDLESS)
 def test_no_gradient_goes_through_a_carry(backbone):
     model = make(backbone, posterior="recurrent", rows="streams")
-    _, _, carry = model.carried_loss(segment(), model.no_carry(B))
+    _, _, carry = model.carried_loss(segment(), model.initial_carry(B))
     leaves = []
     map_state(lambda tensor: leaves.append(tensor) or tensor, carry)
     assert len(leaves) > 6 and not any(leaf.requires_grad for leaf in leaves)
     assert getattr(carry.memory, "systems", None) is None  # S4's: of the weights before the update
     empty = []
-    map_state(lambda tensor: empty.append((tensor.shape, tensor.dtype)) or tensor, model.no_carry(B))
+    map_state(lambda tensor: empty.append((tensor.shape, tensor.dtype)) or tensor, model.initial_carry(B))
     assert empty == [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 

@@ -21,7 +21,7 @@ from wmcli.nn import value_bins
 from wmcli.training.device import Machine
 from wmcli.training.optim import build_optimizer, update
 from wmcli.world_models.base import Batch, Targets
-from wmcli.world_models.muzero import MuZero, MuZeroSettings, Observed, Unrolled, augment, to_gray
+from wmcli.world_models.muzero import MuZero, MuZeroSettings, ObservedState, UnrolledState, augment, to_gray
 from wmcli.world_models.planners import bootstrap_frames, n_step_returns, part_of
 
 B, A, N, SIZE = 4, 5, 3, 20
@@ -110,7 +110,7 @@ def test_the_papers_sizes():
     want = trunk + dynamics + block + 2 * head(601) + head(actions) + projection + predictor
     assert sum(parameter.numel() for parameter in learning(model)) == want
     assert model.feature_shape == (64, 8, 8)
-    assert (model.history, model.segment, model.context, model.remembers) == (3, 3 + 6 + 5, 4, 3)
+    assert (model.history, model.segment, model.context, model.lookback) == (3, 3 + 6 + 5, 4, 3)
 
 
 def test_gray_is_luminance():
@@ -159,7 +159,7 @@ def test_an_episodes_first_frame_stands_for_those_before_it():
 @torch.no_grad()
 def test_a_stack_of_one_frame_has_no_history():
     model = make(frame_stack=1).eval()
-    assert (model.history, model.remembers, model.context, model.segment) == (0, 0, 1, REAL)
+    assert (model.history, model.lookback, model.context, model.segment) == (0, 0, 1, REAL)
     model.loss(Batch(*(each[:, HISTORY:] for each in segment()[:7])))
     reset = torch.zeros(B, 3, dtype=torch.bool)
     states, seen = play(model, 3, reset)
@@ -241,7 +241,7 @@ def test_the_loss_is_observing_and_imagining_step_by_step(bootstrap):
         value = [target_value(frame) for frame in where]
         if bootstrap == "search":
             value = [
-                own.targets.value[row, frame] if own.targets.found[row, frame] else value[k]
+                own.targets.value[row, frame] if own.targets.is_searched[row, frame] else value[k]
                 for k, frame in enumerate(where)
             ]
         goal, learned = n_step_returns(
@@ -269,7 +269,7 @@ def test_the_loss_is_observing_and_imagining_step_by_step(bootstrap):
                 log_policy = policy[0].log_softmax(-1)
                 sums["entropy"].append(-(log_policy.exp() * log_policy).sum())
                 sums["mean"].append(value[0])
-                if own.targets.found[row, k]:
+                if own.targets.is_searched[row, k]:
                     sums["policy"].append(-(own.targets.policy[row, k] * log_policy).sum())
             if learned[0, k] or (ends and not own.valid[row, k]):
                 hidden = model.prediction(state.state)
@@ -296,7 +296,7 @@ def test_padding_leaves_no_trace():
         action=torch.where(pad & ~ended, (batch.action + 1) % A, batch.action),
         reward=torch.where(pad, 77.0, batch.reward),
         terminated=batch.terminated ^ pad,
-        targets=batch.targets._replace(found=batch.targets.found | pad),
+        targets=batch.targets._replace(is_searched=batch.targets.is_searched | pad),
     )
     want, got = model.loss(batch), model.loss(other)
     assert_close(got[0], want[0])
@@ -408,9 +408,9 @@ def test_rows_are_made_brighter_or_darker():
 
 def test_only_training_varies():
     model, images = make(), torch.rand(2, 3, SIZE, SIZE)
-    assert not torch.equal(model.train()._augmented(images), images)
-    assert torch.equal(model.eval()._augmented(images), images)
-    assert torch.equal(make(shift=0, intensity=0.0).train()._augmented(images), images)
+    assert not torch.equal(model.train()._augment_rows(images), images)
+    assert torch.equal(model.eval()._augment_rows(images), images)
+    assert torch.equal(make(shift=0, intensity=0.0).train()._augment_rows(images), images)
 
 
 # -- searching --------------------------------------------------------------------------------------------------------
@@ -424,7 +424,7 @@ def test_nodes_of_a_search(autocast):
         states, _ = play(model, 3, torch.tensor([[True, False, True]] * B))
         assert len({str([(each.shape, each.dtype) for each in state]) for state in states}) == 1
         root = model.root(states[-1])
-        assert isinstance(states[-1], Observed) and isinstance(root, Unrolled)
+        assert isinstance(states[-1], ObservedState) and isinstance(root, UnrolledState)
         kept, action = tree_map(torch.clone, root), torch.arange(B) % A
         with Replayable():
             imagined, node = model.imagine(root, action)

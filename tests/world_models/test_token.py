@@ -302,7 +302,7 @@ def test_shared_embeddings_of_another_width_are_refused():
 
 @pytest.mark.parametrize("key", ["context", "observation_burn_in", "reward_burn_in"])
 def test_settings_that_leave_nothing_of_the_horizon_are_refused(key):
-    with pytest.raises(UsageError, match=f"dynamics: {key} = 4 leaves nothing of sequence_length = 4"):
+    with pytest.raises(UsageError, match=f"dynamics: {key} = 4 must be less than sequence_length = 4"):
         validate(TokenWorldModelSettings, {"sequence_length": 4, key: 4}, "dynamics")
 
 

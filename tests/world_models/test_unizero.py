@@ -122,7 +122,7 @@ def test_the_papers_parameter_count(actions):
     assert sum(parameter.numel() for parameter in learning(model)) == 20_762_090 + 1_537 * actions
     assert sum(parameter.numel() for parameter in model.encoder.parameters()) == 3_461_152
     assert sum(parameter.numel() for parameter in model.backbone.parameters()) == 14_177_280 + 15_360
-    assert model.segment == 15 and model.context == 4 and model.remembers == 3
+    assert model.segment == 15 and model.context == 4 and model.lookback == 3
 
 
 def test_the_first_weights():
@@ -252,7 +252,7 @@ def test_a_stored_search_goes_before_the_target_where_it_is_asked_for():
         return torch.full(at.shape, 100.0)
 
     got, _ = model._value_targets(batch, HORIZON, target_values)
-    value = torch.where(batch.targets.found, batch.targets.value, 100.0).gather(1, where)
+    value = torch.where(batch.targets.is_searched, batch.targets.value, 100.0).gather(1, where)
     want, _ = n_step_returns(batch.reward, batch.terminated, batch.valid, value, STEPS, 0.997)
     assert torch.equal(seen["where"], where) and torch.equal(got, want)
     plain = make()._value_targets(batch, HORIZON, target_values)[0]
@@ -348,13 +348,13 @@ def test_padding_leaves_no_trace():
     batch = segment(searched=some(0.6))
     pad = ~batch.valid
     assert batch.targets is not None
-    found, value = batch.targets.found | pad, batch.targets.value.masked_fill(pad, 99.0)
+    found, value = batch.targets.is_searched | pad, batch.targets.value.masked_fill(pad, 99.0)
     other = batch._replace(
         inputs=torch.where(pad[..., None, None, None], frames(B, T, seed=9), batch.inputs),
         action=torch.where(pad, (batch.action + 1) % A, batch.action),
         reward=torch.where(pad, 77.0, batch.reward),
         terminated=batch.terminated ^ pad,
-        targets=batch.targets._replace(found=found, value=value),
+        targets=batch.targets._replace(is_searched=found, value=value),
     )
     want, got = model.loss(batch), model.loss(other)
     assert_close(got[0], want[0])

@@ -19,7 +19,7 @@ from wmcli.controllers.base import Controller
 from wmcli.dream import Dreams, DreamVectorEnv, Observation, Output, Reference, RenderMode, machine_for, open_kind
 from wmcli.settings import Settings
 from wmcli.training.device import Machine, derived_seed
-from wmcli.world_models.base import Imagined, State, WorldModel
+from wmcli.world_models.base import ImaginedStep, State, WorldModel
 from wmcli.world_models.open_loop import open_loop
 
 ArrayLike = np.ndarray | Tensor
@@ -135,7 +135,7 @@ class DynamicsModel:
 
     def imagine(
         self, state: State, actions: ArrayLike, *, generator: torch.Generator | None = None
-    ) -> tuple[Imagined, State]:
+    ) -> tuple[ImaginedStep, State]:
         """Imagine one step.
 
         Args:

@@ -225,7 +225,7 @@ class ActorCritic(Learner):
         counts = batch.valid[:, -1]
         steps = iter(uniforms.world)
         if self.settings.start == "prior":
-            counts = counts & ~world_model.over(batch)[:, -1]
+            counts = counts & ~world_model.find_ends(batch)[:, -1]
             imagined, state = world_model.imagine(state, batch.action[:, -1], next(steps))
             reward[:, 0] = imagined.reward
             terminated[:, 0] = imagined.terminated

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from wmcli.controllers.base import Controller, SearchSummary, State
 from wmcli.errors import ArtifactError
 from wmcli.nn.categorical import choose
-from wmcli.world_models.base import Imagined, WorldModel
+from wmcli.world_models.base import ImaginedStep, WorldModel
 
 
 class Agent:
@@ -59,7 +59,7 @@ class Agent:
         self.feed_executed_action = feed_executed_action
         self.generator = generator
         self.device = next(chain(controller.parameters(), world_model.parameters())).device
-        self.remembers = max(world_model.remembers, controller.remembers)
+        self.lookback = max(world_model.lookback, controller.lookback)
         """Frames of a running episode, or game, that `burn_in` needs."""
         self.across_ends = world_model.across_ends
         self._state: State = controller.initial_state(environments)
@@ -98,7 +98,7 @@ class Agent:
         return executed.numpy().copy()  # the caller's own: this agent remembers `executed`
 
     @torch.no_grad()
-    def imagine(self) -> Imagined:
+    def imagine(self) -> ImaginedStep:
         """Take the last actions in the world model instead of an environment; `decide` acts on the result.
 
         Draws with torch's global generator.

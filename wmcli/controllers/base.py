@@ -91,7 +91,7 @@ class Controller(nn.Module, ABC):
     in_float32 = True
     """Parts of it compute in the precision of the weights whatever autocast says, so that these stay as they are."""
 
-    remembers: int = 0
+    lookback: int = 0
     """Frames before the current one that it goes over when it begins in the middle of an episode."""
 
     # -- acting on one frame, batched over rows ---

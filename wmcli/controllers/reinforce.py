@@ -120,7 +120,7 @@ class ReinforceController(Learner):
         self.settings = settings
         self.actions = actions
         self.window = settings.burn_in + 1
-        self.remembers = settings.burn_in
+        self.lookback = settings.burn_in
         if settings.input == "latent":
             self.encoder, inputs = _latent_encoder(feature_shape, settings.latent_channels, settings.width)
         else:

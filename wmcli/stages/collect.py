@@ -156,7 +156,7 @@ def _begin(
         context.progress.say(f"collect: resuming at step {len(recorder)}")
     elif before is not None and isinstance(agent, Agent):
         with context.machine.autocast():
-            agent.burn_in(*_last_frames(before, streams, agent.remembers, across_ends=agent.across_ends))
+            agent.burn_in(*_last_frames(before, streams, agent.lookback, across_ends=agent.across_ends))
     return streams, recorder, agent, parts
 
 

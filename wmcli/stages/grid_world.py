@@ -230,7 +230,7 @@ def grid_world_scores(
             index = torch.from_numpy(rows).to(memory.device)
             cells, action = world_model.encode(memory.frames[index]), memory.action[index]
             loss, _ = world_model.loss(_whole(cells, action))
-            teacher = world_model.teacher(cells, action)
+            teacher = world_model.predict_frames(cells, action)
             random = torch.from_numpy(rng.integers(len(MOVES), size=(len(rows), length - 2))).to(memory.device)
             forced = torch.cat((action[:, :1], random), 1)
             # open_loop takes an action for every frame, the last one included.

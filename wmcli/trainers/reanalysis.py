@@ -68,7 +68,7 @@ class ReanalysisTrainer(Trainer):
         summary = self.controller.summarize_search(state)
         assert summary is not None and batch.targets is not None
         self.targets.update(rows, summary.policy, summary.value)
-        policy, value, known = batch.targets.policy[:, -1], batch.targets.value[:, -1], batch.targets.found[:, -1]
+        policy, value, known = batch.targets.policy[:, -1], batch.targets.value[:, -1], batch.targets.is_searched[:, -1]
         return {
             "search_value": summary.value.mean(),
             "search_entropy": -torch.xlogy(summary.policy, summary.policy).sum(-1).mean(),

@@ -18,7 +18,7 @@ class StreamState:
 
     def __init__(self, world_model: WorldModel, streams: int) -> None:
         self._world_model = world_model
-        self._carry = world_model.no_carry(streams)
+        self._carry = world_model.initial_carry(streams)
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the model's loss of the next chunk of each stream, and carry the state after it."""

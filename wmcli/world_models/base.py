@@ -1,10 +1,10 @@
-"""What a controller may know of a world model.
+"""The interface of world models to controllers, trainers and stages.
 
 Axes: B batch, T time (frames), A actions, H W C image height, width and channels.
 
-Time convention, everywhere: `action[t]` is taken after seeing `observation[t]`; `reward[t]` and `terminated[t]` come of
-it; `observation[t + 1]` is seen next. So one call of `imagine` with the action of frame t yields reward and termination
-of step t and the latent of frame t + 1.
+Time convention, everywhere: `action[t]` is taken after `observation[t]`. `reward[t]` and `terminated[t]` result from
+it. `observation[t + 1]` follows. One call of `imagine` with the action of frame t therefore yields reward and
+termination of step t and the latent of frame t + 1.
 """
 
 from __future__ import annotations
@@ -21,24 +21,30 @@ from wmcli.config import Section
 from wmcli.errors import UsageError
 
 State = Any
-"""What a world model carries through time. Opaque: take it from one call, give it to the next."""
+"""The state that a world model carries through time. Opaque to callers, who pass it from one call to the next."""
 
 
 class Parts(NamedTuple):
     """The parts that a world model is built from, and the sizes that its own settings do not hold."""
 
     size: int
-    """Height and width of a frame, pixels."""
+    """Height and width of a frame, in pixels."""
     actions: int
     """Number of actions A."""
     new_backbone: Callable[[int, int], Backbone]
     """Builds a backbone from the longest sequence in elements and the elements of a time step."""
     tokenizer_settings: Any
+    """The section of the tokenizer that the world model trains itself; else unused."""
     tokenizer: Any
-    """The tokenizer to use or to train; None where the world model takes none, or builds its own."""
+    """The tokenizer to use or to train; None for a world model without a tokenizer, or with one that it builds itself.
+    """
 
     def square_backbone(self, max_length: int, block: int) -> Backbone:
-        """Build a backbone whose elements are as wide as its outputs. Raises UsageError if they are not."""
+        """Build a backbone whose elements are as wide as its outputs.
+
+        Raises:
+            UsageError: The two widths differ.
+        """
         backbone = self.new_backbone(max_length, block)
         if backbone.inputs != backbone.width:
             raise UsageError(
@@ -49,35 +55,38 @@ class Parts(NamedTuple):
 
 
 class DynamicsSettings(Section):
-    """Settings of a world model, and what it needs of the parts around it.
+    """Settings of a world model, and its requirements on the other parts.
 
     A new kind is a subclass in the file of its world model, and a line in `wmcli.settings`.
     """
 
     tokenizer_kind: ClassVar[str | None] = None
-    """The kind of tokenizer that it works on; None for a model that takes none."""
+    """Kind of the tokenizer that it works on; None for a model without a tokenizer."""
     learns_policy: ClassVar[bool] = False
-    """It learns a policy and a value, for a search to plan with."""
+    """True: it learns a policy and a value for a search to plan with."""
     uses_backbone: ClassVar[bool] = True
-    """It is built around the backbone of the settings."""
+    """True: it is built around the backbone of the settings."""
     makes_frames: ClassVar[bool] = True
-    """It decodes imagined frames."""
+    """True: it decodes imagined frames."""
     reads_burn_in: ClassVar[bool] = False
-    """Imagination reads all frames of a controller's burn-in, and not its own context alone."""
+    """True: imagination reads all frames of a controller's burn-in. False: only its own context."""
     scores_frames: ClassVar[bool] = False
     """Its world model has `images`, `frame_error` and `arrival_reward`, which the memory measures need."""
     predicts_cells: ClassVar[bool] = False
     """Its latents are the cells of the grid world."""
     acting_keys: ClassVar[tuple[str, ...]] = ()
-    """Keys that count when it is acted with, and not when it is trained."""
+    """Keys that matter when the model acts, and not when it is trained."""
 
     kind: str
-    """Which world model."""
+    """Kind of the world model."""
 
     @property
     def encoder(self) -> Literal["tokenizer", "dynamics", "itself", "rules"]:
-        """What turns frames into latents: a tokenizer trained before, a tokenizer that is trained with the dynamics
-        model, the dynamics model itself, or fixed rules."""
+        """Source of the latents.
+
+        "tokenizer" is one trained before, "dynamics" one trained together with the dynamics model. "itself" is the
+        dynamics model, "rules" are fixed rules.
+        """
         return "itself"
 
     @property
@@ -92,7 +101,7 @@ class DynamicsSettings(Section):
 
     @property
     def learns_encoder(self) -> bool:
-        """Whether latents depend on learned weights, and not on fixed rules."""
+        """Whether latents depend on learned weights rather than on fixed rules."""
         return self.encoder != "rules"
 
     @property
@@ -102,17 +111,17 @@ class DynamicsSettings(Section):
 
     @property
     def longest_imagination(self) -> int | None:
-        """Frames that imagination reaches at most, real ones included; None without a limit."""
+        """Largest number of frames that imagination reaches, real ones included; None without a limit."""
         return None
 
     @property
     def needs_validation(self) -> bool:
-        """Whether the weights to publish are selected on held-out episodes."""
+        """Whether held-out episodes select the weights to publish."""
         return False
 
     @property
     def longest_episode(self) -> int | None:
-        """Frames of an episode at most, where a row of a batch holds a whole one; None without a limit."""
+        """Largest number of frames of an episode if each row of a batch holds a whole one; None without a limit."""
         return None
 
     def check(self, tokenizer: Any, backbone: BackboneSettings) -> None:
@@ -123,30 +132,30 @@ class DynamicsSettings(Section):
         raise NotImplementedError
 
 
-class Imagined(NamedTuple):
-    """What one imagined step brings."""
+class ImaginedStep(NamedTuple):
+    """The result of one imagined step."""
 
     latent: Tensor
-    """The next frame's latent, (B, ...) in the model's own form."""
+    """Latent of the next frame, (B, ...) in the model's own form."""
     reward: Tensor
     """(B,) float32."""
     terminated: Tensor
-    """(B,) bool. The model may be asked to imagine on; nothing after a termination means anything."""
+    """(B,) bool. Imagination may continue after a termination, but the results have no meaning."""
 
 
 class Targets(NamedTuple):
-    """What a search found at each frame of a batch, for a model that learns a policy and a value."""
+    """Results of a search at each frame of a batch, for a model that learns a policy and a value."""
 
     policy: Tensor
-    """(B, T, A) float32: how often each action was taken in the search, as shares; zeros where none was made."""
+    """(B, T, A) float32: share of the search's visits to each action; zeros without a search."""
     value: Tensor
-    """(B, T) float32: the value of the frame by the search."""
-    found: Tensor
-    """(B, T) bool: False where no search was made, as in random play."""
+    """(B, T) float32: value of the frame according to the search."""
+    is_searched: Tensor
+    """(B, T) bool: False without a search, as in random play."""
 
 
 class Prediction(NamedTuple):
-    """What a model that has learned a policy and a value says of the current frame."""
+    """Policy and value of the current frame, from a model that has learned them."""
 
     policy: Tensor
     """(B, A) float32, logits."""
@@ -157,17 +166,17 @@ class Prediction(NamedTuple):
 class Batch(NamedTuple):
     """Segments of real experience to learn from.
 
-    Each lies within one episode and is padded on the right to the common length, or, for a model with `across_ends`,
-    has all its frames and may reach over the ends of episodes.
+    Each lies within one episode and is padded on the right to the common length. For a model with `across_ends` it has
+    no padding and may span several episodes.
     """
 
     inputs: Tensor
-    """Latents (B, T, ...) from `encode`, or frames (B, T, H, W, C) uint8 for the `loss` of a model that trains its
-    encoder."""
+    """Latents (B, T, ...) from `encode`, or frames (B, T, H, W, C) uint8 for a model whose `loss` trains its encoder.
+    """
     action: Tensor
     """(B, T) int64 in 0..A-1."""
     reward: Tensor
-    """(B, T) float32, as the environment gave it."""
+    """(B, T) float32, as given by the environment."""
     terminated: Tensor
     """(B, T) bool: the task ended here."""
     truncated: Tensor
@@ -177,16 +186,16 @@ class Batch(NamedTuple):
     valid: Tensor
     """(B, T) bool: False where the row is padding."""
     targets: Targets | None = None
-    """For models that are planned in."""
+    """Search results, for models with `learns_from_search`."""
     is_last: Tensor | None = None
-    """(B, T) bool: this frame is the last of its game, for a model with `across_ends`; None: every frame is the last of
-    its episode that `terminated` or `truncated` says."""
+    """(B, T) bool: this frame is the last of its game, for a model with `across_ends`. None: `terminated` and
+    `truncated` mark the last frames."""
 
 
 class WorldModel(nn.Module, ABC):
-    """Learns from real experience what happens next, then stands in for the environment.
+    """A model of the environment, learned from real experience, that replaces the environment in imagination.
 
-    `train()` and `eval()` switch dropout; imagine in eval mode.
+    `train()` and `eval()` switch dropout; imagination needs eval mode.
     """
 
     settings: Any
@@ -194,118 +203,128 @@ class WorldModel(nn.Module, ABC):
     actions: int
     """Number of actions A."""
     frozen_encoder: bool
-    """True: frames are encoded before training and no gradient reaches the encoder. False: `loss` takes frames."""
+    """True: frames are encoded before training and the encoder gets no gradient. False: `loss` takes frames."""
     across_ends: bool
-    """True: segments may run over the end of an episode into the next one, and what is carried through time is cleared
-    where a game opens: a lost life ends an episode, and its game goes on. False: it is cleared with every episode."""
+    """Whether segments may run over the end of an episode into the next one.
+
+    True: the state is cleared where a game opens. A lost life ends an episode but not its game. False: the state is
+    cleared with every episode.
+    """
     segment: int
     """Frames of a segment that `loss` learns from, padding included."""
     history: int = 0
-    """So many of them, at its beginning, stand before the frame that was drawn, as far as the episode has them: padding
-    on the left repeats the episode's first frame, with `valid` False."""
+    """Frames of a segment before the sampled one, as far as the episode has them.
+
+    Padding on the left repeats the episode's first frame, with `valid` False.
+    """
     rows: Literal["windows", "episodes", "streams"] = "windows"
-    """Rows of a batch: any windows, whole episodes, or the next frames of streams of episodes."""
+    """Rows of a batch: arbitrary windows, whole episodes, or the next frames of streams of episodes."""
     min_segment: int = 1
-    """Frames of an episode, at least, that a segment is made from; the rest is padding."""
+    """Smallest number of an episode's frames in a segment; the rest is padding."""
     context: int
     """Real frames that imagination starts from."""
     min_context: int = 1
-    """Frames of an episode, at least, that imagination may start from."""
+    """Smallest number of an episode's frames that imagination may start from."""
     decodes: Literal["latents", "features"] | None = "latents"
-    """What `decode` makes frames of: latents, or features (which tell of the past as well); None: of nothing."""
+    """Input of `decode`: latents, or features, which depend on the past as well. None: it decodes nothing."""
     feature_shape: tuple[int, ...]
-    """Shape of what the controller sees of one frame."""
+    """Shape of the features of one frame, the controller's input."""
     frame_features: int | None = None
-    """So many of the features, the first, tell of the frame alone and nothing of its past; None: all do."""
+    """Number of leading features that depend on the frame alone and not on its past; None: all of them."""
     memory_features: int | None = None
-    """How many numbers `memory` has; None: the model has none."""
+    """Length of `memory`; None for a model without it."""
     elements: int = 1
-    """Elements of the backbone that a frame and its action take; 0 without a backbone."""
+    """Elements of the backbone for a frame and its action; 0 without a backbone."""
     learns_rewards: bool = True
-    """False: imagined rewards are all 0, so there is nothing for a controller to learn."""
+    """False: imagined rewards are all 0, so a controller cannot learn."""
     learns_from_search: bool = False
     """True: `loss` takes `Batch.targets`."""
     uniforms_per_step: int
-    """Random numbers that one imagined step takes, a row."""
+    """Random numbers of one imagined step, per row."""
     uniforms_per_frame: int = 0
-    """Random numbers that `observe` takes, a frame and row."""
+    """Random numbers of `observe`, per frame and row."""
 
     @property
-    def remembers(self) -> int:
-        """Frames before the current one that `perceive` depends on, as far as a new player must go back."""
+    def lookback(self) -> int:
+        """Frames before the current one that `perceive` depends on and a new player must read again."""
         return 0
 
     def check_reads(self, frames: int) -> None:  # noqa: B027 (most read any number)
-        """Check that so many frames in a row can be read.
+        """Check that `frames` frames in a row can be read.
 
         Raises:
-            UsageError: They are more than the backbone has positions.
+            UsageError: The backbone has fewer positions.
         """
 
     @abstractmethod
     def encode(self, observation: Tensor) -> Tensor:
-        """Frames (B, T, H, W, C) uint8 to latents (B, T, ...)."""
+        """Encode frames (B, T, H, W, C) uint8 as latents (B, T, ...)."""
 
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss to minimize, a float32 scalar, and named scalars without gradient for the log."""
+        """Compute the loss to minimize, a float32 scalar, and named scalars without gradient for the log."""
 
-    def no_carry(self, rows: int) -> State:
-        """Return what `carried_loss` takes at the beginning of streams. Only for a model that learns from streams."""
+    def initial_carry(self, rows: int) -> State:
+        """Return the carry of `carried_loss` at the beginning of streams. Only for a model that learns from streams."""
         raise NotImplementedError
 
     def carried_loss(self, batch: Batch, carry: State) -> tuple[Tensor, dict[str, Tensor], State]:
         """Compute `loss` of the next frames of each row's stream. Only for a model that learns from streams.
 
         Returns:
-            The loss, the metrics, and the state to carry to the frames after these, without gradient.
+            The loss, the metrics, and the carry to the frames after these, without gradient.
         """
         raise NotImplementedError
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Return every parameter that learns, in groups for `torch.optim`, each with its `weight_decay`."""
+        """Return all learned parameters in groups for `torch.optim`, each with its `weight_decay`."""
         return parameter_groups(self, self.settings.weight_decay)
 
     def after_update(self) -> None:  # noqa: B027 (most models have nothing to do)
-        """Called after each step of the optimizer, for what follows the weights, such as a slow copy of them."""
+        """Update quantities that follow the weights, such as a slow copy. Called after each step of the optimizer."""
 
     @abstractmethod
     def observe(
         self, latent: Tensor, action: Tensor, reset: Tensor, uniforms: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """Take in real frames; imagination starts after the last of them.
+        """Read real frames; imagination starts after the last of them.
 
         Args:
             latent: (B, T, ...), from `encode`.
-            action: (B, T) int64. The last one is not used: it is `imagine` that acts on the last frame.
-            reset: (B, T) bool. True forgets everything before that frame. In a window padded on the left it is True
-                at the first real frame, so that the padding leaves no trace.
+            action: (B, T) int64. The last one is not used: `imagine` acts on the last frame.
+            reset: (B, T) bool. True clears the state before that frame. In a window padded on the left it is True at
+                the first real frame, so that the padding has no effect.
             uniforms: (B, T, uniforms_per_frame) uniform in [0, 1); None draws them with torch's global generator.
 
         Returns:
-            What the controller sees of every frame, (B, T, *feature_shape), and the state at the last frame.
+            The features of every frame, (B, T, *feature_shape), and the state at the last frame.
         """
 
-    def over(self, batch: Batch) -> Tensor:
-        """Return (B, T) bool: the model has learned nothing of what follows this frame, so nothing can be imagined."""
+    def find_ends(self, batch: Batch) -> Tensor:
+        """Return (B, T) bool: frames whose successors the model has not learned, where imagination ends."""
         return batch.terminated | batch.truncated if batch.is_last is None else batch.is_last
 
     @abstractmethod
-    def imagine(self, state: State, action: Tensor, uniforms: Tensor | None = None) -> tuple[Imagined, State]:
-        """Take `action` (B,) int64 in the current frame and draw what comes of it.
+    def imagine(self, state: State, action: Tensor, uniforms: Tensor | None = None) -> tuple[ImaginedStep, State]:
+        """Take `action` in the current frame and sample the next one.
 
-        `uniforms` (B, uniforms_per_step) in [0, 1) decide the samples: the step is a function of its arguments. None
-        draws them with torch's global generator.
+        The step is a function of its arguments if `uniforms` are passed. A state can be imagined from several times.
+        Only the newest continuation is sure to stay valid, since attention writes its cache in place.
 
-        To imagine again from a state is allowed, but of several continuations of one state only the newest is sure to
-        stay valid: attention writes its cache in place.
+        Args:
+            state: From `observe`, `perceive`, `imagine` or `replace_rows`.
+            action: (B,) int64.
+            uniforms: (B, uniforms_per_step) in [0, 1); None draws them with torch's global generator.
+
+        Returns:
+            The imagined step, and the state at the next frame.
         """
 
     def replace_rows(self, state: State, rows: Tensor, fresh: State) -> State:
         """Replace some rows of a state, so that trajectories of different age share a batch.
 
-        On a backbone of limited length no row may be imagined past `DynamicsSettings.longest_imagination` then: the
-        model does not start again from the current frame as it does for rows of one age.
+        On a backbone of limited length no row may then be imagined past `DynamicsSettings.longest_imagination`. The
+        model restarts from the current frame only if all rows have one age.
 
         Args:
             state: B rows, from `observe`, `imagine` or this method.
@@ -319,10 +338,10 @@ class WorldModel(nn.Module, ABC):
 
     @abstractmethod
     def features(self, state: State) -> Tensor:
-        """What the controller sees of the current frame, (B, *feature_shape)."""
+        """Return the features of the current frame, (B, *feature_shape)."""
 
     def memory(self, state: State) -> Tensor:
-        """All that is remembered of the frames before the current one, (B, memory_features) float32.
+        """Return the whole state of the frames before the current one, (B, memory_features) float32.
 
         Not for a model without `memory_features`.
         """
@@ -337,29 +356,28 @@ class WorldModel(nn.Module, ABC):
         reset: Tensor,
         generator: torch.Generator | None = None,
     ) -> State:
-        """Take in one real frame while acting. The states it returns all have the same tree.
+        """Read one real frame while acting. All returned states have the same tree.
 
-        Frames perceived one by one give the features of the last, and imagination from it, that `observe` gives of the
-        same frames at once, as far as `observe` looks back; unless settings of acting say otherwise (Drama's `act_on`
-        and `act_window`).
+        Frames perceived one by one give the same features and imagination as `observe` of those frames. This holds as
+        far as `observe` looks back, except under settings of acting (Drama's `act_on` and `act_window`).
 
         Args:
-            state: what the last call gave; None at the very beginning.
+            state: From the previous call; None at the very beginning.
             observation: (B, H, W, C) uint8.
             previous_action: (B,) int64, the action that led to this frame; not used where `reset`.
             reset: (B,) bool: this frame opens an episode; for a model with `across_ends`, a game.
-            generator: on the CPU; a model that draws draws from it, None is torch's global generator.
+            generator: CPU generator of a stochastic model's samples; None is torch's global one.
         """
 
     @abstractmethod
     def latent(self, state: State) -> Tensor:
-        """The current frame's latent, (B, ...)."""
+        """Return the latent of the current frame, (B, ...)."""
 
     def decode(self, latent: Tensor) -> Tensor:
-        """What `decodes` says, latents (..., latent axes) or features (..., *feature_shape), to frames (..., H, W, C)
-        uint8.
+        """Decode to frames (..., H, W, C) uint8. Not for a model whose `decodes` is None.
 
-        Not for a model without `decodes`, whose latents hold what planning needs and no picture.
+        Args:
+            latent: As `decodes` says, latents (..., latent axes) or features (..., *feature_shape).
         """
         raise NotImplementedError
 
@@ -381,24 +399,24 @@ class WorldModel(nn.Module, ABC):
         raise NotImplementedError
 
     def frame(self, state: State) -> Tensor:
-        """The current frame (B, H, W, C) uint8, as `decode` makes it."""
+        """Return the decoded current frame, (B, H, W, C) uint8."""
         return self.decode(self.features(state) if self.decodes == "features" else self.latent(state))
 
 
 class PlanningWorldModel(WorldModel):
-    """A world model that learns a policy and a value as well, so that a tree search can plan in it."""
+    """A world model that also learns a policy and a value, so that a tree search can plan in it."""
 
     learns_from_search = True
     discount: float
-    """What a reward one step later is worth, in the value that it learns."""
+    """Discount of a reward one step later, in the learned value."""
 
     @abstractmethod
     def root(self, state: State) -> State:
-        """What `perceive` or `observe` gave, as a search keeps it node by node.
+        """Convert a state of `perceive` or `observe` to the form of the search's nodes.
 
-        A tree (nested tuples) of nothing but tensors (B, ...). `imagine` from it gives a tree of the same shapes and
-        types, so that the states of many nodes can lie in one tensor and be gathered from it in any order. It writes
-        nothing in place.
+        It is a tree (nested tuples) of tensors (B, ...) only. `imagine` from it returns a tree of the same shapes and
+        types and writes nothing in place. The states of many nodes can therefore lie in one tensor and be gathered in
+        any order.
         """
 
     def replace_rows(self, state: State, rows: Tensor, fresh: State) -> State:
@@ -406,13 +424,13 @@ class PlanningWorldModel(WorldModel):
 
     @abstractmethod
     def predict(self, state: State) -> Prediction:
-        """Policy and value of the current frame."""
+        """Predict policy and value of the current frame."""
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Split the parameters of a module into two groups for `torch.optim`: decayed by `weight_decay`, and not decayed.
 
-    Decay applies to matrices and whatever has more axes. It spares vectors and scalars, such as biases and norms, the
+    Decay applies to parameters with two or more axes. It spares vectors and scalars, such as biases and norms, the
     tables of `nn.Embedding`, and parameters marked with `_no_weight_decay = True`. Within a group the parameters have
     the order of `module.parameters()`.
     """
@@ -426,5 +444,5 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of `values` where `mask`, which has the same shape; 0 where it is nowhere True."""
+    """Return the mean of `values` where `mask`, which has the same shape; 0 if it is nowhere True."""
     return (values * mask).sum() / mask.sum().clamp(min=1)

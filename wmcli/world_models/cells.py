@@ -1,13 +1,13 @@
 """A language model over the cells of the grid world: the long-sequence study of Drama on any backbone.
 
 Drama (Wang et al. 2024, arXiv 2410.08893, table 2 and appendix A.6) compares backbones on sequences of 208 and 1,664
-tokens. A frame of `wmcli/envs/grid_world.py` is 25 tokens, one a cell, row by row, and the action taken in it one more;
-each token is predicted from all before it, actions included. There is no tokenizer and there are no heads: an embedding
-table, a backbone, and the table again for the logits. The reward, 1 where the agent's move leads to the goal, is read
-off the frame and the action by the rules; nothing ever terminates.
+tokens. A frame of `wmcli/envs/grid_world.py` is 25 tokens, one per cell, row by row. The action taken in it is one
+more. Each token is predicted from all tokens before it, actions included. There is no tokenizer and there are no heads.
+The model is an embedding table, a backbone, and the table again for the logits. Fixed rules compute the reward from
+frame and action: 1 where the agent moves onto the goal. Nothing ever terminates.
 
-Axes: B batch, T time (frames), K = 25 cells, L = K + 1 tokens of a frame, V = 9 tokens (0 floor, 1 wall, 2 agent,
-3 goal, 4 + action), D width of the backbone, H W C image. Time: see base.py.
+Axes: B batch, T time (frames), K = 25 cells, L = K + 1 tokens of a frame, V = 9 tokens (0 floor, 1 wall, 2 agent, 3
+goal, 4 + action), D width of the backbone, H W C image. Time: see base.py.
 """
 
 from __future__ import annotations
@@ -22,51 +22,51 @@ from torch.nn import functional as F
 from wmcli.backbones.base import Backbone, replace_rows
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample, uniform
-from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel, masked_mean
-from wmcli.world_models.recent import Recent, with_frame
+from wmcli.world_models.base import Batch, DynamicsSettings, ImaginedStep, Parts, WorldModel, masked_mean
+from wmcli.world_models.recent import RecentFrames, append_frame
 
 SIDE = 5  # cells in a row or column
 CELLS = SIDE**2
 TOKENS = CELLS + 1  # a frame's cells and the action
 FLOOR, WALL, AGENT, GOAL = range(4)
-KINDS = 4  # of cells; the tokens from here on are actions
+KINDS = 4  # kinds of cells; tokens from here on are actions
 COLORS = ((16, 16, 24), (120, 120, 120), (70, 150, 255), (255, 220, 60))  # of floor, wall, agent and goal
-NO_CELL = (255, 0, 255)  # shown where an imagined frame has an action in the place of a cell
+NO_CELL = (255, 0, 255)  # of an action that an imagined frame holds in the place of a cell
 MOVES = ((0, 0), (-1, 0), (0, 1), (1, 0), (0, -1))  # rows and columns of each action
 INIT_STD = 0.02
 
 
 class CellsSettings(DynamicsSettings):
-    """A language model over the grid world's cells, and how it is trained. Defaults: Drama's study, short sequences."""
+    """A language model over the grid world's cells, and its training. Defaults: Drama's study, short sequences."""
 
     predicts_cells: ClassVar[bool] = True
 
     kind: Literal["cells"] = "cells"
-    """The grid world's cells as tokens, without a tokenizer; other kinds are token and latent."""
+    """The grid world's cells as tokens, without a tokenizer."""
     sequence_length: int = Field(8, ge=2)
-    """Length of a training segment, in frames of 26 tokens: 8 are 208 tokens, 64 are 1,664."""
+    """Training sequence length, 26 tokens per frame: 8 are 208 tokens, 64 are 1,664. [frames]"""
     context: int = Field(1, ge=1)
-    """Real frames that imagination starts from."""
+    """Real frames that imagination starts from. [frames]"""
     tied: bool = True
-    """Logits from the embedding table; false: from a matrix of their own."""
+    """Compute logits with the embedding table; false: with a separate matrix."""
     batch: int = Field(64, ge=1)
-    """Segments in an update."""
+    """Segments in an update. [sequences]"""
     updates: int = Field(1000, ge=0)
-    """Updates in one call of the stage."""
+    """Updates in one call of the stage. [updates]"""
     optimizer: Literal["adamw", "adam", "laprop"] = "adamw"
-    """Of the whole model."""
+    """Optimizer of all parameters."""
     learning_rate: float = Field(3e-3, gt=0)
     """Step size of the optimizer."""
     weight_decay: float = Field(0.0, ge=0)
-    """Weight decay, on matrices only: not on biases, norms and the embedding table."""
+    """Weight decay of matrices; biases, norms and the embedding table have none."""
     clip: float = Field(1.0, gt=0)
-    """Largest norm of the whole gradient. Ours: the sources name none."""
+    """Largest norm of the gradient of all parameters. Our choice: the sources name none."""
 
     @model_validator(mode="after")
-    def _fits_into_the_horizon(self) -> CellsSettings:
+    def _check_lengths(self) -> CellsSettings:
         if self.context >= self.sequence_length:
             raise ValueError(
-                f"context = {self.context} leaves nothing of sequence_length = {self.sequence_length} frames."
+                f"context = {self.context} must be less than sequence_length = {self.sequence_length} frames."
             )
         return self
 
@@ -84,26 +84,26 @@ class CellsSettings(DynamicsSettings):
 
 
 class CellsState(NamedTuple):
-    """Where imagination stands: the current frame, and what the backbone has read."""
+    """A point of imagination: the current frame, and the backbone's state."""
 
-    memory: Any
-    """The backbone's state after all cells of the current frame; None: it has read nothing."""
+    backbone_state: Any
+    """State of the backbone after all cells of the current frame; None if it has read nothing."""
     latent: Tensor
     """(B, K) int64, tokens of the current frame."""
     length: int
-    """How many tokens the memory has read, counted on the host: some backbones hold a limited number."""
-    recent: Recent | None = None
-    """While acting: the frames that imagination is to start from, which the memory has not read yet."""
+    """Tokens that the backbone has read, counted on the host: some backbones have a limited number of positions."""
+    recent: RecentFrames | None = None
+    """While acting: the frames that imagination starts from, which the backbone has not read yet."""
 
 
 class CellsWorldModel(WorldModel):
     """Predicts the next token of a sequence of frames and actions.
 
-    Latents are cells (..., K) int64. An imagined frame may hold any token in any place: an action where a cell should
-    be is a mistake of the model, and left visible.
+    Latents are cells (..., K) int64. An imagined frame may hold any token in any place. An action in the place of a
+    cell is a mistake of the model, and stays visible.
 
     Raises:
-        UsageError: the environment has not the grid world's actions, or its frames not cells of one size.
+        UsageError: The environment has other actions than the grid world, or frames that cells do not tile.
     """
 
     frozen_encoder = True
@@ -115,7 +115,7 @@ class CellsWorldModel(WorldModel):
         super().__init__()
         if actions != len(MOVES):
             raise UsageError(
-                f"dynamics.kind = 'cells' knows the grid world alone, which has {len(MOVES)} actions, not {actions}: "
+                f"dynamics.kind = 'cells' needs the grid world's {len(MOVES)} actions; this environment has {actions}: "
                 "use --set environment.id=wm/GridWorld-v0"
             )
         if image_size % SIDE or (image_size < 40 and image_size not in (10, 20)):
@@ -134,7 +134,7 @@ class CellsWorldModel(WorldModel):
         self.embedding = nn.Embedding(KINDS + actions, backbone.width)
         self.backbone = backbone
         self.head = None if settings.tied else nn.Linear(backbone.width, KINDS + actions, bias=False)
-        # A small table makes the first logits near 0 where it is tied, and the first loss that of a guess.
+        # With tied weights a small table makes the first logits near 0, so the first loss is that of a uniform guess.
         nn.init.normal_(self.embedding.weight, std=INIT_STD)
         self.colors: Tensor
         self.successor: Tensor
@@ -142,49 +142,51 @@ class CellsWorldModel(WorldModel):
         self.register_buffer("successor", torch.tensor(_successors()), persistent=False)
 
     @property
-    def remembers(self) -> int:
+    def lookback(self) -> int:
         return self.context - 1
 
     # -- frames and cells ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def encode(self, observation: Tensor) -> Tensor:
-        """Frames (..., H, W, C) uint8 to cells (..., K) int64 in 0..3: the color nearest to a cell's middle pixel."""
+        """Encode frames (..., H, W, C) uint8 as cells (..., K) int64 in 0..3: the color nearest to a cell's middle
+        pixel."""
         pixels = self.image_size // SIDE
         middle = observation[..., pixels // 2 :: pixels, pixels // 2 :: pixels, :].flatten(-3, -2).long()
         return (middle[..., None, :] - self.colors[:KINDS]).square().sum(-1).argmin(-1)
 
     def decode(self, latent: Tensor) -> Tensor:
-        """Tokens (..., K) to frames (..., H, W, C) uint8."""
+        """Decode tokens (..., K) to frames (..., H, W, C) uint8."""
         pixels = self.image_size // SIDE
         board = self.colors[latent].to(torch.uint8).unflatten(-2, (SIDE, SIDE))
         return board.repeat_interleave(pixels, -3).repeat_interleave(pixels, -2)
 
     def _one_hot(self, latent: Tensor) -> Tensor:
-        """Tokens (..., K) to (..., 4, 5, 5) float32; all zeros where a token is no cell."""
+        """Return tokens (..., K) as (..., 4, 5, 5) float32; all zeros where a token is no cell."""
         kinds = torch.arange(KINDS, device=latent.device)
         return (latent[..., None, :] == kinds[:, None]).float().unflatten(-1, (SIDE, SIDE))
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
     def _logits(self, y: Tensor) -> Tensor:
-        """Outputs of the backbone (..., D) to logits (..., V)."""
+        """Map outputs of the backbone (..., D) to logits (..., V)."""
         return F.linear(y, self.embedding.weight if self.head is None else self.head.weight)
 
     def predict(self, latent: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """All tokens of a segment that starts from nothing, from cells (B, T, K) and actions (B, T).
+        """Predict all tokens of a segment without a past, from cells (B, T, K) and actions (B, T).
 
-        Returns the tokens (B, T * L) and the logits (B, T * L - 1, V) of all but the first.
+        Returns:
+            The tokens (B, T * L) and the logits (B, T * L - 1, V) of all but the first.
         """
         tokens = torch.cat((latent, KINDS + action[..., None]), -1).flatten(1)
         y, _ = self.backbone(self.embedding(tokens[:, :-1]), None)
         return tokens, self._logits(y)
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean cross entropy (nats) of all tokens but a segment's first; padding is left out.
+        """Return the mean cross entropy (nats) of all tokens but a segment's first; padding is left out.
 
-        The names: `cell_loss` and `action_loss` (nats a token), whose mean over all tokens is the loss, and
-        `cell_accuracy`, the share of cells whose likeliest value is right.
+        The metrics are `cell_loss` and `action_loss` (nats a token), whose mean over all tokens is the loss, and
+        `cell_accuracy`, the share of cells whose likeliest value is correct.
         """
         tokens, logits = self.predict(batch.inputs, batch.action)
         target = tokens[:, 1:]
@@ -200,8 +202,8 @@ class CellsWorldModel(WorldModel):
         return masked_mean(losses, scored), log
 
     @torch.no_grad()
-    def teacher(self, latent: Tensor, action: Tensor) -> Tensor:
-        """Frames 1..T-1 put together from one-step predictions, (B, T - 1, K) int64.
+    def predict_frames(self, latent: Tensor, action: Tensor) -> Tensor:
+        """Predict frames 1..T-1, each token one step ahead (teacher forcing), as (B, T - 1, K) int64.
 
         Each token is the likeliest given the real tokens (B, T, K) and actions (B, T) before it.
         """
@@ -215,61 +217,65 @@ class CellsWorldModel(WorldModel):
     def observe(
         self, latent: Tensor, action: Tensor, reset: Tensor, uniforms: Tensor | None = None
     ) -> tuple[Tensor, CellsState]:
-        """Read the last `context` frames; features of all. Nothing is drawn. See `WorldModel.observe`."""
+        """Read the last `context` frames; features of all. Nothing is sampled. See `WorldModel.observe`."""
         return self._one_hot(latent), self._read_frames(latent, action, reset)
 
     def _read_frames(self, latent: Tensor, action: Tensor, reset: Tensor) -> CellsState:
-        """The state after the last `context` of the frames (B, T, K), with actions and resets (B, T)."""
+        """Return the state after the last `context` of the frames (B, T, K), with actions and resets (B, T)."""
         time = latent.shape[1]
-        seen = slice(max(0, time - self.settings.context), time)
+        context = slice(max(0, time - self.settings.context), time)
         # The last action is left to `imagine`.
-        tokens = torch.cat((latent[:, seen], KINDS + action[:, seen, None]), -1).flatten(1)[:, :-1]
-        resets = F.pad(reset[:, seen, None], (0, CELLS)).flatten(1)[:, :-1]  # True only at a frame's first cell
+        tokens = torch.cat((latent[:, context], KINDS + action[:, context, None]), -1).flatten(1)[:, :-1]
+        resets = F.pad(reset[:, context, None], (0, CELLS)).flatten(1)[:, :-1]  # True only at a frame's first cell
         return self._read(tokens, latent[:, -1], resets)
 
     def _read(self, tokens: Tensor, latent: Tensor, resets: Tensor | None = None) -> CellsState:
-        """The state after `tokens` (B, n), of which the last K are the current frame `latent`."""
-        # a sequence of one frame starts from nothing anyway
+        """Return the state after `tokens` (B, n), of which the last K are the current frame `latent`."""
+        # A single frame needs no reset.
         resets = resets if tokens.shape[1] > CELLS else None
-        _, memory = self.backbone(self.embedding(tokens), self.backbone.initial_state(len(tokens)), resets)
-        return CellsState(memory, latent, tokens.shape[1])
+        _, backbone_state = self.backbone(self.embedding(tokens), self.backbone.initial_state(len(tokens)), resets)
+        return CellsState(backbone_state, latent, tokens.shape[1])
 
     @torch.no_grad()
-    def imagine(self, state: CellsState, action: Tensor, uniforms: Tensor | None = None) -> tuple[Imagined, CellsState]:
-        """Draw the next frame cell by cell at temperature 1.
+    def imagine(
+        self, state: CellsState, action: Tensor, uniforms: Tensor | None = None
+    ) -> tuple[ImaginedStep, CellsState]:
+        """Sample the next frame cell by cell at temperature 1.
 
-        A backbone that holds a limited number of tokens starts again from the current frame alone when the next frame
-        would not fit.
+        A backbone with a limited number of positions restarts from the current frame alone if the next frame does not
+        fit.
         """
         if state.recent is not None:
             state = self._read_frames(state.recent.latent, state.recent.action, state.recent.reset)
         limit = self.backbone.max_length
-        if state.memory is None or (limit is not None and state.length + TOKENS > limit):
+        if state.backbone_state is None or (limit is not None and state.length + TOKENS > limit):
             state = self._read(state.latent, state.latent)
         if uniforms is None:
             uniforms = uniform((len(action), CELLS), action.device)
-        memory, token, drawn = state.memory, KINDS + action, []
+        backbone_state, token, chosen = state.backbone_state, KINDS + action, []
         for cell in range(CELLS):
-            y, memory = self.backbone.step(self.embedding(token), memory)
+            y, backbone_state = self.backbone.step(self.embedding(token), backbone_state)
             token = sample(self._logits(y), uniforms[:, cell])
-            drawn.append(token)
-        _, memory = self.backbone.step(self.embedding(token), memory)
-        latent = torch.stack(drawn, 1)
-        reward = self._reached(state.latent, action).float()
-        imagined = Imagined(latent, reward, torch.zeros_like(action, dtype=torch.bool))
-        return imagined, CellsState(memory, latent, state.length + TOKENS)
+            chosen.append(token)
+        _, backbone_state = self.backbone.step(self.embedding(token), backbone_state)
+        latent = torch.stack(chosen, 1)
+        reward = self._reaches_goal(state.latent, action).float()
+        imagined = ImaginedStep(latent, reward, torch.zeros_like(action, dtype=torch.bool))
+        return imagined, CellsState(backbone_state, latent, state.length + TOKENS)
 
-    def _reached(self, latent: Tensor, action: Tensor) -> Tensor:
-        """bool (B,): by the rules, `action` takes an agent of the frame (B, K) to a goal of the frame."""
-        entered = latent.gather(-1, self.successor[action])  # what stands where an agent would go from each cell
+    def _reaches_goal(self, latent: Tensor, action: Tensor) -> Tensor:
+        """Return (B,) bool: by the rules, `action` takes an agent of the frame (B, K) to a goal of the frame."""
+        entered = latent.gather(
+            -1, self.successor[action]
+        )  # the kind of the cell that an agent would enter from each cell
         return ((latent == AGENT) & (entered == GOAL)).any(-1)
 
     def replace_rows(self, state: CellsState, rows: Tensor, fresh: CellsState) -> CellsState:
         """See `WorldModel.replace_rows`."""
         assert state.recent is None and fresh.recent is None
-        memory = self.backbone.replace_rows(state.memory, rows, fresh.memory)
+        backbone_state = self.backbone.replace_rows(state.backbone_state, rows, fresh.backbone_state)
         latent = replace_rows(state.latent, rows, fresh.latent)
-        return CellsState(memory, latent, min(state.length, fresh.length))
+        return CellsState(backbone_state, latent, min(state.length, fresh.length))
 
     @torch.no_grad()
     def perceive(
@@ -282,24 +288,24 @@ class CellsWorldModel(WorldModel):
     ) -> CellsState:
         """Read the cells off the frame, and keep them with those of the last `context` frames.
 
-        The backbone reads nothing here, since a frame says all that there is to know: the first imagined step reads the
-        frames kept, as `observe` does.
+        The backbone reads nothing here, since a frame holds all that matters. The first imagined step reads the kept
+        frames, as `observe` does.
         """
         latent = self.encode(observation)
         before = None if state is None else state.recent
-        return CellsState(None, latent, 0, with_frame(before, latent, previous_action, reset, self.context))
+        return CellsState(None, latent, 0, append_frame(before, latent, previous_action, reset, self.context))
 
     def features(self, state: CellsState) -> Tensor:
-        """The current frame's cells one-hot, (B, 4, 5, 5) float32."""
+        """Return the current frame's cells one-hot, (B, 4, 5, 5) float32."""
         return self._one_hot(state.latent)
 
     def latent(self, state: CellsState) -> Tensor:
-        """The current frame's tokens, (B, K) int64."""
+        """Return the current frame's tokens, (B, K) int64."""
         return state.latent
 
 
 def _successors() -> list[list[int]]:
-    """For each action, to which cell it takes an agent from each cell: never into the wall."""
+    """Return, for each action and cell, the cell that the action takes an agent to: never into the wall."""
 
     def clamp(inner: int) -> int:
         return min(max(inner, 1), SIDE - 2)

@@ -39,7 +39,7 @@ from wmcli.nn.categorical import draw_one_hot, entropy, kl_divergence, one_hot, 
 from wmcli.nn.initialize import initialize
 from wmcli.nn.mlp import Activation, Norm, mlp, norm
 from wmcli.tokenizers.categorical import CategoricalTokenizer
-from wmcli.world_models.base import Batch, DynamicsSettings, Imagined, Parts, WorldModel, masked_mean
+from wmcli.world_models.base import Batch, DynamicsSettings, ImaginedStep, Parts, WorldModel, masked_mean
 
 
 class LatentWorldModelSettings(DynamicsSettings):
@@ -260,7 +260,7 @@ class LatentWorldModel(WorldModel):
     min_segment = 2
 
     @property
-    def remembers(self) -> int:
+    def lookback(self) -> int:
         return self.settings.act_window or self.settings.sequence_length
 
     def __init__(
@@ -419,7 +419,7 @@ class LatentWorldModel(WorldModel):
         total, log, _ = self.carried_loss(batch, None)
         return total, log
 
-    def no_carry(self, rows: int) -> Carry:
+    def initial_carry(self, rows: int) -> Carry:
         """What a stream begins with."""
         device = next(self.parameters()).device
         flag = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -515,7 +515,7 @@ class LatentWorldModel(WorldModel):
             opens[:, -1],
             torch.ones_like(carry.known),
         )
-        return log_posterior, z, read, _without_graph(self.no_carry(len(z)), kept)
+        return log_posterior, z, read, _without_graph(self.initial_carry(len(z)), kept)
 
     def _unroll(
         self, features: Tensor, batch: Batch, reset: Tensor | None, carry: Carry | None
@@ -650,15 +650,15 @@ class LatentWorldModel(WorldModel):
         features = torch.cat((z.flatten(-2), deterministic), -1)
         return features, LatentState(memory, reset[:, -1], deterministic[:, -1], z[:, -1], z[:, -1], time - 1)
 
-    def over(self, batch: Batch) -> Tensor:
+    def find_ends(self, batch: Batch) -> Tensor:
         """Return `WorldModel.over`: nowhere without `reset_at_ends`, for a model that has learned to read on."""
-        over = super().over(batch)
+        over = super().find_ends(batch)
         return torch.zeros_like(over) if self.across_ends and not self.settings.reset_at_ends else over
 
     @torch.no_grad()
     def imagine(
         self, state: LatentState, action: Tensor, uniforms: Tensor | None = None, *, likeliest: bool = False
-    ) -> tuple[Imagined, LatentState]:
+    ) -> tuple[ImaginedStep, LatentState]:
         """One step. The reward is the expectation, termination is certain or not at all (likelier than not). With
         `likeliest` the latent is not drawn, but the likeliest one.
 
@@ -674,7 +674,9 @@ class LatentWorldModel(WorldModel):
             terminated = self.termination_head(reading).squeeze(-1) > 0
         # The public code adds and subtracts the probabilities in float32 and stores the result as integers.
         read = ((z + prior) - prior).long().to(z.dtype) if self.settings.truncate_latents else z
-        return Imagined(z, reward, terminated), LatentState(memory, None, deterministic.to(z.dtype), read, z, length)
+        return ImaginedStep(z, reward, terminated), LatentState(
+            memory, None, deterministic.to(z.dtype), read, z, length
+        )
 
     def _step(self, state: LatentState, action: Tensor) -> tuple[Tensor, Any, int]:
         """Return the deterministic state (B, D) after the frame and its action (B,), the memory and its length."""

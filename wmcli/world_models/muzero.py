@@ -27,35 +27,36 @@ from wmcli.nn import value_bins
 from wmcli.nn.categorical import one_hot
 from wmcli.nn.layers import BatchNorm2d, Flatten, Float32Linear
 from wmcli.nn.residual_trunk import ResidualBlock, ResidualTrunk, conv, side
-from wmcli.world_models.base import Batch, Imagined, Parts, Prediction, masked_mean
+from wmcli.world_models.base import Batch, ImaginedStep, Parts, Prediction, masked_mean
 from wmcli.world_models.planners import BootstrappedWorldModel, Channels, PlanningSettings, Size, part_of, policy_terms
 
 LUMINANCE = (299, 587, 114)  # of red, green and blue, in thousandths (ITU-R BT.601)
 
 
 class MuZeroSettings(PlanningSettings):
-    """MuZero, and how it is trained. Defaults: LightZero's for Atari 100k."""
+    """Settings of MuZero and its training. Defaults: LightZero's for Atari 100k."""
 
     uses_backbone: ClassVar[bool] = False
 
     kind: Literal["muzero"] = "muzero"
-    """A policy and a value in what follows from a stack of frames, to plan with."""
+    """A policy and a value on states unrolled from a stack of frames, for planning."""
     frame_stack: int = Field(4, ge=1)
-    """Frames that a state is made of."""
+    """Frames that a state is made of. [frames]"""
     unroll_steps: int = Field(5, ge=1)
-    """Steps that the dynamics take in training, one after the other."""
+    """Dynamics steps unrolled in training. [decisions]"""
     channels: Channels = (32, 64)
-    """Of the representation's convolutions, before and after its second halving; the latter are a state's."""
+    """Channels of the representation's convolutions, before and after its second halving; a state has the latter.
+    [channels]"""
     head_channels: int = Field(16, ge=1)
-    """Channels that a head first makes of a state."""
+    """Channels of the first layer of a head. [channels]"""
     head_width: int = Field(32, ge=1)
-    """Width of a head's hidden layer."""
+    """Width of a head's hidden layer. [features]"""
     projection_width: int = Field(1024, ge=1)
-    """Width of the vectors whose agreement is consistency, and of the layers before them."""
+    """Width of the projections that the consistency loss compares, and of the layers before them. [features]"""
     predictor_width: int = Field(512, ge=1)
-    """Width of the hidden layer that predicts them."""
+    """Width of the hidden layer that predicts them. [features]"""
     bound: int = Field(300, ge=1)
-    """The outermost bins of values and rewards, squashed: 300 is 58706."""
+    """Index of the outermost bins of values and rewards, after squashing: 300 is 58706. [bins]"""
     reward_weight: float = Field(1.0, ge=0)
     """Weight of the loss of the reward."""
     policy_weight: float = Field(1.0, ge=0)
@@ -63,25 +64,25 @@ class MuZeroSettings(PlanningSettings):
     value_weight: float = Field(0.25, ge=0)
     """Weight of the loss of the value."""
     consistency_weight: float = Field(2.0, ge=0)
-    """Weight of the disagreement of a state that was predicted at and one that was seen."""
+    """Weight of the consistency loss between a predicted state and that of the true frame."""
     shift: int = Field(4, ge=0)
-    """Pixels by which a row's frames are shifted in training, at most, in each direction; 0: not at all."""
+    """Largest random shift of a row's frames in training, in each direction; 0 for none. [pixels]"""
     intensity: float = Field(0.05, ge=0)
-    """Standard deviation of a factor on the brightness of a row's frames in training, cut at two of them."""
+    """Standard deviation of a random brightness factor of a row's frames in training, truncated at two of them."""
     target_every: int = Field(100, ge=1)
-    """Updates between two renewals of the target."""
+    """Updates between two renewals of the target. [updates]"""
     batch: int = Field(256, ge=1)
-    """Segments in an update."""
+    """Segments in an update. [sequences]"""
     optimizer: Literal["sgd", "adamw", "adam"] = "sgd"
-    """Of the whole model."""
+    """Optimizer of all parameters."""
     learning_rate: float = Field(0.2, gt=0)
     """Step size of the optimizer."""
     momentum: float = Field(0.9, ge=0, lt=1)
-    """Of sgd."""
+    """Momentum of sgd."""
     decay_after: Annotated[tuple[Size, ...], Field(strict=False)] = (25_000, 50_000)
-    """Updates after each of which the step size falls to a tenth."""
+    """Updates after which the step size falls to a tenth, each time. [updates]"""
     clip: float = Field(10.0, gt=0)
-    """Largest norm of the whole gradient."""
+    """Largest norm of the gradient of all parameters."""
 
     @property
     def context(self) -> int:
@@ -92,8 +93,8 @@ class MuZeroSettings(PlanningSettings):
         return MuZero(self, parts.actions, parts.size)
 
 
-class Observed(NamedTuple):
-    """The state of a trajectory after a real frame."""
+class ObservedState(NamedTuple):
+    """State of a trajectory after a real frame."""
 
     stack: Tensor
     """(B, N, H, W) uint8, the current frame last."""
@@ -101,8 +102,8 @@ class Observed(NamedTuple):
     """(B, C, h, w) float32."""
 
 
-class Unrolled(NamedTuple):
-    """The state of a trajectory in imagination: it determines all that follows."""
+class UnrolledState(NamedTuple):
+    """State of a trajectory in imagination; it determines everything that follows."""
 
     state: Tensor
     """(B, C, h, w) float32."""
@@ -143,7 +144,7 @@ class MuZero(BootstrappedWorldModel):
         self._updates = 0
 
     @property
-    def remembers(self) -> int:
+    def lookback(self) -> int:
         return self.history
 
     def after_update(self) -> None:
@@ -182,17 +183,18 @@ class MuZero(BootstrappedWorldModel):
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum the weighted losses of reward, policy, value, consistency and termination.
 
-        Policy and value are learned at the first frame behind the history and at all predicted states, the rest at
-        predicted states only. Behind an end rewards and values are 0. Other padding is left out, and so is the policy
-        of frames without a search. The total is summed over steps, averaged over the batch and divided by `unroll`.
+        Policy and value are learned at the first frame after the history and at all predicted states, the rest at
+        predicted states only. After the end of an episode rewards and values are 0. Other padding is left out, and so
+        is the policy of frames without a search. The total is summed over steps, averaged over the batch and divided by
+        `unroll_steps`.
 
         Args:
-            batch: Its `inputs` hold frames (B, history + unroll + 1 + td_steps, H, W, 3).
+            batch: Its `inputs` hold frames (B, history + unroll_steps + 1 + td_steps, H, W, 3).
 
         Returns:
             The loss and the metrics `reward_loss`, `policy_loss`, `value_loss` (cross entropies, nats),
-            `consistency_loss` (-1 to 1), `termination_loss` if it is learned, `policy_entropy` (nats) and `value_mean`
-            (discounted reward).
+                `consistency_loss` (-1 to 1), `termination_loss` if it is learned, `policy_entropy` (nats) and
+                `value_mean` (discounted reward).
         """
         s = self.settings
         unroll, stack = s.unroll_steps, s.frame_stack
@@ -201,7 +203,7 @@ class MuZero(BootstrappedWorldModel):
         part = part_of(batch, slice(unroll + 1))
         valid, action = part.valid, part.action
         images = frames[:, : stack + unroll].float() / 255
-        states = [self._represent(self._augmented(images[:, :stack]))]
+        states = [self._represent(self._augment_rows(images[:, :stack]))]
         for step in range(unroll):
             states.append(self.dynamics(states[-1], action[:, step]))
         state = torch.stack(states, 1)  # (B, unroll + 1, C, h, w)
@@ -213,12 +215,12 @@ class MuZero(BootstrappedWorldModel):
         value_target, has_return = self._value_targets(batch, unroll + 1, lambda at: self._target_values(frames, at))
 
         before, after = valid[:, :-1], valid[:, 1:]
-        # Behind the end of an episode no reward follows.
+        # After the end of an episode rewards are 0.
         ended = (self._ended(part) & valid).any(1, keepdim=True) & ~valid
         earned = part.reward.masked_fill(ended, 0)[:, :-1]
         terms = {
             "reward_loss": (s.reward_weight, value_bins.loss(reward, earned), before | ended[:, :-1]),
-            "policy_loss": (s.policy_weight, policy.loss, policy.learned),
+            "policy_loss": (s.policy_weight, policy.loss, policy.mask),
             "value_loss": (s.value_weight, value_bins.loss(value, value_target), has_return | ended),
             "consistency_loss": (s.consistency_weight, self._inconsistency(predicted, images[:, 1:]), after),
         }
@@ -239,13 +241,13 @@ class MuZero(BootstrappedWorldModel):
             images: The true frames (B, N - 1 + unroll, H, W), each row augmented as one.
         """
         with torch.no_grad():
-            stacks = self._augmented(images).unfold(1, self.settings.frame_stack, 1).permute(0, 1, 4, 2, 3)
+            stacks = self._augment_rows(images).unfold(1, self.settings.frame_stack, 1).permute(0, 1, 4, 2, 3)
             true = self.projection(self._represent(stacks.flatten(0, 1))).float()
         agreement = F.cosine_similarity(self.predictor(self.projection(predicted)).float(), true, -1)
         return -agreement.unflatten(0, stacks.shape[:2])
 
-    def _augmented(self, images: Tensor) -> Tensor:
-        """Shift and scale images (B, N, H, W) in training, those of a row alike."""
+    def _augment_rows(self, images: Tensor) -> Tensor:
+        """Shift images (B, N, H, W) and scale their brightness in training, alike within a row."""
         s = self.settings
         return augment(images, s.shift, s.intensity) if self.training and (s.shift or s.intensity) else images
 
@@ -267,7 +269,7 @@ class MuZero(BootstrappedWorldModel):
     @torch.no_grad()
     def observe(
         self, latent: Tensor, action: Tensor, reset: Tensor, uniforms: Tensor | None = None
-    ) -> tuple[Tensor, Observed]:
+    ) -> tuple[Tensor, ObservedState]:
         """Encode every gray frame (B, T, H, W) with its history. See `WorldModel.observe`.
 
         The episode's first frame stands for those before it.
@@ -278,53 +280,55 @@ class MuZero(BootstrappedWorldModel):
         frames = torch.maximum(steps[:, None] + back, opens[..., None])  # (B, T, N)
         stacks = latent[torch.arange(len(latent), device=latent.device)[:, None, None], frames]
         state = self._represent(_scaled(stacks.flatten(0, 1))).unflatten(0, reset.shape)
-        return state, Observed(stacks[:, -1], state[:, -1])
+        return state, ObservedState(stacks[:, -1], state[:, -1])
 
     @torch.no_grad()
     def imagine(
-        self, state: Observed | Unrolled, action: Tensor, uniforms: Tensor | None = None
-    ) -> tuple[Imagined, Unrolled]:
+        self, state: ObservedState | UnrolledState, action: Tensor, uniforms: Tensor | None = None
+    ) -> tuple[ImaginedStep, UnrolledState]:
         """Take one deterministic step: next state, expected reward, and the likelier termination."""
         predicted = self.dynamics(state.state, action)
         if self.termination_head is None:
             terminated = torch.zeros_like(action, dtype=torch.bool)
         else:
             terminated = self.termination_head(predicted).squeeze(-1) > 0
-        return Imagined(predicted, value_bins.decode(self.reward_head(predicted)), terminated), Unrolled(predicted)
+        return ImaginedStep(predicted, value_bins.decode(self.reward_head(predicted)), terminated), UnrolledState(
+            predicted
+        )
 
-    def root(self, state: Observed | Unrolled) -> Unrolled:
+    def root(self, state: ObservedState | UnrolledState) -> UnrolledState:
         """Return the state without the frames."""
-        return Unrolled(state.state)
+        return UnrolledState(state.state)
 
     @torch.no_grad()
-    def predict(self, state: Observed | Unrolled) -> Prediction:
+    def predict(self, state: ObservedState | UnrolledState) -> Prediction:
         """Predict policy logits (B, A) and value (B,) of the current frame."""
         hidden = self.prediction(state.state)
         return Prediction(self.policy_head(hidden).float(), value_bins.decode(self.value_head(hidden)))
 
-    def features(self, state: Observed | Unrolled) -> Tensor:
+    def features(self, state: ObservedState | UnrolledState) -> Tensor:
         """Return the current state, (B, C, h, w) float32."""
         return state.state
 
-    def latent(self, state: Observed | Unrolled) -> Tensor:
+    def latent(self, state: ObservedState | UnrolledState) -> Tensor:
         """Return the current state, (B, C, h, w) float32."""
         return state.state
 
     @torch.no_grad()
     def perceive(
         self,
-        state: Observed | None,
+        state: ObservedState | None,
         observation: Tensor,
         previous_action: Tensor,
         reset: Tensor,
         generator: torch.Generator | None = None,
-    ) -> Observed:
-        """Take in one real frame. An episode's first frame fills the stack."""
+    ) -> ObservedState:
+        """Read one real frame. An episode's first frame fills the stack."""
         frame = to_gray(observation)[:, None]
         stack = frame.repeat(1, self.settings.frame_stack, 1, 1)
         if state is not None:
             stack = torch.where(reset[:, None, None, None], stack, torch.cat((state.stack[:, 1:], frame), 1))
-        return Observed(stack, self._represent(_scaled(stack)))
+        return ObservedState(stack, self._represent(_scaled(stack)))
 
 
 class Dynamics(nn.Module):
@@ -356,7 +360,7 @@ def to_gray(observation: Tensor) -> Tensor:
 
 
 def augment(images: Tensor, shift: int, intensity: float) -> Tensor:
-    """Shift each row of images and scale its brightness. Draws from torch's global generator.
+    """Shift each row of images and scale its brightness. Samples come from torch's global generator.
 
     Args:
         images: (B, N, H, W).

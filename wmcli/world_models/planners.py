@@ -34,19 +34,19 @@ class PlanningSettings(DynamicsSettings):
     makes_frames: ClassVar[bool] = False
 
     discount: float = Field(0.997, gt=0, le=1)
-    """Worth of a reward one step later."""
+    """Discount of a reward one step later."""
     td_steps: int = Field(5, ge=1)
-    """Real rewards in a value's target, before it goes on with a value of the frame reached."""
+    """Real rewards in a value target, before the value of the frame reached. [decisions]"""
     bootstrap: Literal["target", "search"] = "target"
-    """That value: of the slow copy of the model, or of the stored search where there was one."""
+    """Source of that value: the slow copy of the model, or the stored search where there is one."""
     end_on_truncation: bool = False
-    """Learn time limits as terminations, as the public code does; else returns stop short of them."""
+    """Learn time limits as terminations, as the public code does; else returns end before them."""
     predict_termination: bool = False
-    """Learn as well where episodes end, so that a search knows where nothing follows; the papers' models do not."""
+    """Learn terminations, so that a search stops at the end of an episode. The papers' models do not."""
     updates: int = Field(200, ge=0)
-    """Updates in one call of the stage."""
+    """Updates in one call of the stage. [updates]"""
     weight_decay: float = Field(1e-4, ge=0)
-    """Weight decay: of unizero on all that has two axes or more, embeddings included, of muzero on everything."""
+    """Weight decay. unizero applies it to parameters with two or more axes, embeddings included, muzero to all."""
 
 
 # -- targets ----------------------------------------------------------------------------------------------------------
@@ -80,8 +80,8 @@ def n_step_returns(
 
         G_t = sum_{i < m} discount^i r_{t+i} + discount^m value_t.
 
-    If the task ends in l, all rewards up to r_l count, and no value where the end comes within `steps`. Without an end
-    l itself has no return.
+    If the task ends in l, all rewards up to r_l count. The value is then left out if the end comes within `steps`.
+    Without an end, l itself has no return.
 
     Args:
         reward: (B, T), T at least F + steps - 1. A row is real first, then padded. It lies within one episode.
@@ -89,7 +89,7 @@ def n_step_returns(
         valid: (B, T) bool, False in padding.
         value: (B, F), of the frames that `bootstrap_frames` names.
         steps: Real rewards in a return.
-        discount: Worth of a reward one step later.
+        discount: Discount of a reward one step later.
 
     Returns:
         G (B, F), and a mask (B, F) of the frames that have one.
@@ -97,14 +97,14 @@ def n_step_returns(
     frames = value.shape[1]
     time = torch.arange(frames, device=valid.device)
     last = valid.sum(1, keepdim=True) - 1
-    # A reward counts if something stands behind it: the next frame, or nothing for good.
+    # A reward counts if a frame or the end of the task follows it.
     counts = valid & (F.pad(valid[:, 1:], (0, 1)) | ended)
     powers = discount ** torch.arange(steps, device=valid.device, dtype=reward.dtype)
     # A product and a sum: under autocast a matrix product would be in bfloat16.
     rewards = ((reward * counts)[:, : frames + steps - 1].unfold(1, steps, 1) * powers).sum(-1)
-    over = (ended & valid).any(1, keepdim=True) & (time + steps > last)
+    is_over = (ended & valid).any(1, keepdim=True) & (time + steps > last)
     ahead = (last - time).clamp(0, steps)
-    bootstrapped = value.masked_fill(over, 0) * discount ** ahead.to(reward.dtype)
+    bootstrapped = value.masked_fill(is_over, 0) * discount ** ahead.to(reward.dtype)
     return rewards + bootstrapped, counts[:, :frames]
 
 
@@ -115,8 +115,8 @@ class PolicyTerms(NamedTuple):
     """Cross entropy against the search, nats, float32."""
     entropy: Tensor
     """Entropy of the policy, nats, float32."""
-    learned: Tensor
-    """bool: the frame is real and was searched."""
+    mask: Tensor
+    """bool: the frame is real and has a search."""
 
 
 def policy_terms(logits: Tensor, batch: Batch) -> PolicyTerms:
@@ -126,7 +126,7 @@ def policy_terms(logits: Tensor, batch: Batch) -> PolicyTerms:
     if batch.targets is None:
         return PolicyTerms(torch.zeros_like(entropy), entropy, torch.zeros_like(batch.valid))
     loss = -(batch.targets.policy * log_policy).sum(-1)
-    return PolicyTerms(loss, entropy, batch.valid & batch.targets.found)
+    return PolicyTerms(loss, entropy, batch.valid & batch.targets.is_searched)
 
 
 # -- the base class ---------------------------------------------------------------------------------------------------
@@ -135,8 +135,8 @@ def policy_terms(logits: Tensor, batch: Batch) -> PolicyTerms:
 class BootstrappedWorldModel(PlanningWorldModel):
     """A planning world model whose n-step values end in those of a target network.
 
-    The target copies the parts that a value is computed from. It belongs to the weights, is never trained by gradient
-    and stays in eval mode.
+    The target copies the parts that a value is computed from. It belongs to the weights, gets no gradient and stays in
+    eval mode.
     """
 
     frozen_encoder = False
@@ -157,7 +157,7 @@ class BootstrappedWorldModel(PlanningWorldModel):
         return self
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Return groups with weight decay on all that has two axes or more, but not where a backbone exempts it."""
+        """Return groups with weight decay on parameters with two or more axes, unless a backbone exempts them."""
         decayed: list[nn.Parameter] = []
         plain: list[nn.Parameter] = []
         for name, parameter in self.named_parameters():
@@ -180,11 +180,11 @@ class BootstrappedWorldModel(PlanningWorldModel):
             frames: F.
             target_values: From frame numbers (B, F) to the target's values (B, F) of these frames.
         """
-        s, searched = self.settings, batch.targets
+        s, targets = self.settings, batch.targets
         where = bootstrap_frames(batch.valid, frames, s.td_steps)
         value = target_values(where)
-        if s.bootstrap == "search" and searched is not None:
-            value = torch.where(searched.found.gather(1, where), searched.value.gather(1, where), value)
+        if s.bootstrap == "search" and targets is not None:
+            value = torch.where(targets.is_searched.gather(1, where), targets.value.gather(1, where), value)
         return n_step_returns(batch.reward, self._ended(batch), batch.valid, value, s.td_steps, s.discount)
 
     def _termination_losses(self, logit: Tensor, ended: Tensor) -> Tensor:

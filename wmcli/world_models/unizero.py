@@ -28,30 +28,30 @@ from wmcli.nn import value_bins
 from wmcli.nn.layers import Flatten, Float32Linear, at_least_float32, scaled
 from wmcli.nn.residual_trunk import Activation, ResidualTrunk, side
 from wmcli.nn.simnorm import divergence, simnorm
-from wmcli.world_models.base import Batch, Imagined, Parts, Prediction, masked_mean
+from wmcli.world_models.base import Batch, ImaginedStep, Parts, Prediction, masked_mean
 from wmcli.world_models.planners import BootstrappedWorldModel, Channels, PlanningSettings, part_of, policy_terms
 
 INIT_STD = 0.02
 
 
 class UniZeroSettings(PlanningSettings):
-    """UniZero, and how it is trained. Defaults: the paper on attention priors (its baseline)."""
+    """Settings of UniZero and its training. Defaults: the paper on attention priors (its baseline)."""
 
     kind: Literal["unizero"] = "unizero"
-    """A policy and a value in a sequence of latents and actions, to plan with."""
+    """A policy and a value on a sequence of latents and actions, for planning."""
     sequence_length: int = Field(10, ge=2)
-    """Frames of a segment that are learned from."""
+    """Training sequence length. [frames]"""
     context: int = Field(4, ge=2)
-    """Real frames that acting and searching look back on, the current one included. A backbone without a limited number
-    of positions carries its state through the search, beyond them."""
+    """Real frames that acting and searching read, the current one included. A backbone without a limited number of
+    positions carries its state beyond them. [frames]"""
     channels: Channels = (32, 64)
-    """Of the encoder's convolutions, before and after its second halving."""
+    """Channels of the encoder's convolutions, before and after its second halving. [channels]"""
     activation: Activation = "leaky_relu"
-    """Of the encoder (public code: gelu_tanh)."""
+    """Activation of the encoder (public code: gelu_tanh)."""
     group: int = Field(8, ge=2)
-    """Neighbors in a latent that sum to 1."""
+    """Neighbors in a latent that sum to 1. [features]"""
     bound: int = Field(50, ge=1)
-    """The outermost bins of values and rewards, squashed: 50 is 2364."""
+    """Index of the outermost bins of values and rewards, after squashing: 50 is 2364. [bins]"""
     latent_weight: float = Field(10.0, ge=0)
     """Weight of the loss of the next latent."""
     reward_weight: float = Field(1.0, ge=0)
@@ -61,22 +61,22 @@ class UniZeroSettings(PlanningSettings):
     value_weight: float = Field(0.5, ge=0)
     """Weight of the loss of the value."""
     entropy_weight: float = Field(1e-4, ge=0)
-    """Weight of the policy's entropy (nats) within its loss."""
+    """Weight of the policy's entropy (in nats) within its loss."""
     target_rate: float = Field(0.05, gt=0, le=1)
-    """How far the target moves towards the model after each update."""
+    """Fraction by which the target moves towards the model after each update."""
     batch: int = Field(64, ge=1)
-    """Segments in an update."""
+    """Segments in an update. [sequences]"""
     optimizer: Literal["adamw", "adam", "laprop"] = "adamw"
-    """Of the whole model."""
+    """Optimizer of all parameters."""
     learning_rate: float = Field(1e-4, gt=0)
     """Step size of the optimizer."""
     beta2: float = Field(0.95, ge=0, lt=1)
     """Decay of the optimizer's second moments."""
     clip: float = Field(5.0, gt=0)
-    """Largest norm of the whole gradient (public code: 20)."""
+    """Largest norm of the gradient of all parameters (public code: 20)."""
 
     @model_validator(mode="after")
-    def _fits_into_the_horizon(self) -> UniZeroSettings:
+    def _check_lengths(self) -> UniZeroSettings:
         if self.context > self.sequence_length:
             raise ValueError(
                 f"context = {self.context} must not be more than sequence_length = {self.sequence_length} frames."
@@ -89,7 +89,7 @@ class UniZeroSettings(PlanningSettings):
 
 
 class FrameEncoder(nn.Sequential):
-    """Encodes frames (..., H, W, 3) uint8 to latents (..., D) float32, of which every `group` neighbors sum to 1."""
+    """Encodes frames (..., H, W, 3) uint8 as latents (..., D) float32, whose groups of `group` neighbors sum to 1."""
 
     def __init__(self, settings: UniZeroSettings, width: int, size: int) -> None:
         super().__init__(
@@ -110,38 +110,38 @@ class FrameEncoder(nn.Sequential):
 
 
 class UniZeroState(NamedTuple):
-    """The state of a trajectory: tensors (B, ...) of constant shape, so a search stores it as a node unchanged."""
+    """State of a trajectory: tensors (B, ...) of constant shape, so that a search stores it as a node unchanged."""
 
     tokens: Tensor
     """(B, W, D): the last elements, latents and actions in turn, right-aligned. The last is the current latent."""
     length: Tensor
-    """(B,) int64: the number of them that belong to the episode."""
-    memory: tuple[Tensor, ...]
-    """The tensors of the backbone's state; empty where the backbone rereads the elements."""
+    """(B,) int64: number of them that belong to the episode."""
+    backbone_state: tuple[Tensor, ...]
+    """Tensors of the backbone's state; empty if the backbone rereads the elements."""
     output: Tensor
-    """(B, D) float32: the backbone's output at the current latent."""
+    """(B, D) float32: output of the backbone at the current latent."""
 
 
 class UniZero(BootstrappedWorldModel):
     """Learns latents, their transitions, rewards, a policy and a value, for frames of `size` pixels.
 
-    A latent sees at most 2 * context - 1 elements, itself included. Beyond that the oldest frame is dropped. A backbone
-    with learned positions (`max_length`) rereads the elements that are left at every imagined step, at positions from
-    0 on, which is exact. Any other backbone carries its state from node to node and forgets nothing.
+    A latent depends on at most 2 * context - 1 elements, itself included. Beyond that the oldest frame is dropped. A
+    backbone with learned positions (`max_length`) rereads the remaining elements at every imagined step, at positions
+    from 0 on. This is exact. Any other backbone carries its state from node to node without a limit.
 
     Raises:
         UsageError: The backbone's width is no multiple of the latent's groups.
     """
 
-    backbone: Any  # Backbone, which as an nn.Module would be taken for a tensor
+    backbone: Any  # Backbone; mypy would take an nn.Module for a tensor
 
     def __init__(self, settings: UniZeroSettings, backbone: Backbone, actions: int, size: int) -> None:
         super().__init__()
         width = backbone.width
         if width % settings.group:
             raise UsageError(
-                f"backbone.width = {width}: latents of this width do not fall into groups of dynamics.group = "
-                f"{settings.group}; use a multiple of it"
+                f"backbone.width = {width}: latents need a width divisible by dynamics.group = "
+                f"{settings.group}; change one of the two"
             )
         assert backbone.max_length is None or backbone.max_length >= 2 * settings.sequence_length
         self.settings = settings
@@ -151,14 +151,14 @@ class UniZero(BootstrappedWorldModel):
         self.segment = settings.sequence_length + settings.td_steps
         self.elements = 2
         self.feature_shape = (width,)
-        self.kept = 2 * settings.context - 3  # elements that remain before the next action
+        self.past_elements = 2 * settings.context - 3  # elements that remain before the next action
         self.rereads = backbone.max_length is not None
-        # The tree that a state's tensors are put back into.
+        # The tree of a state's tensors.
         self._form = None if self.rereads else backbone.initial_state(0)
         self.encoder = FrameEncoder(settings, width, size)
         self.action_embedding = nn.Embedding(actions, width)
         self.backbone = backbone
-        # Not in float32: its output is an element of the backbone, which autocast rounds in any case.
+        # Not in float32: its output is an element of the backbone, which autocast rounds anyway.
         self.latent_head = _head(width, width, nn.Linear)
         self.reward_head = _head(width, value_bins.bins(settings.bound))
         self.policy_head = _head(width, actions)
@@ -168,7 +168,7 @@ class UniZero(BootstrappedWorldModel):
         self._make_target("encoder", "action_embedding", "backbone", "value_head")
 
     @property
-    def remembers(self) -> int:
+    def lookback(self) -> int:
         return self.settings.context - 1
 
     @torch.no_grad()
@@ -182,7 +182,7 @@ class UniZero(BootstrappedWorldModel):
 
     @torch.no_grad()
     def encode(self, observation: Tensor) -> Tensor:
-        """Encode frames (B, T, H, W, C) uint8 to latents (B, T, D)."""
+        """Encode frames (B, T, H, W, C) uint8 as latents (B, T, D)."""
         return self.encoder(observation)
 
     def _next_latent(self, x: Tensor) -> Tensor:
@@ -195,10 +195,10 @@ class UniZero(BootstrappedWorldModel):
         """Sum the weighted losses of next latent, reward, policy, value and termination, each a mean over real frames.
 
         The target encodes the label of a next latent, from the same frames and with their batch statistics. The policy
-        is learned only in frames that were searched.
+        is learned only in frames with a search.
 
-        Fresh weights predict uniform latents. So `latent_loss` begins at ln `group` less the entropy of the labels:
-        0.7 to 1 at the paper's size, as in the public code.
+        Fresh weights predict uniform latents. `latent_loss` therefore begins at ln `group` less the entropy of the
+        labels. This is 0.7 to 1 at the paper's size, as in the public code.
 
         Args:
             batch: Its `inputs` hold frames (B, sequence_length + td_steps, H, W, C). It learns from the first
@@ -206,8 +206,8 @@ class UniZero(BootstrappedWorldModel):
 
         Returns:
             The loss and the metrics `latent_loss` (KL, nats a group), `reward_loss`, `policy_loss`, `value_loss` (cross
-            entropies, nats), `termination_loss` if it is learned, `policy_entropy` (nats) and `value_mean` (discounted
-            reward).
+                entropies, nats), `termination_loss` if it is learned, `policy_entropy` (nats) and `value_mean`
+                (discounted reward).
         """
         s = self.settings
         part = part_of(batch, slice(s.sequence_length))
@@ -225,8 +225,8 @@ class UniZero(BootstrappedWorldModel):
         value = self.value_head(y)
         value_loss = masked_mean(value_bins.loss(value, value_target), has_return)
         policy = policy_terms(self.policy_head(y), part)
-        policy_loss = masked_mean(policy.loss, policy.learned)
-        entropy = masked_mean(policy.entropy, policy.learned)
+        policy_loss = masked_mean(policy.loss, policy.mask)
+        entropy = masked_mean(policy.entropy, policy.mask)
 
         total = s.latent_weight * latent_loss + s.reward_weight * reward_loss + s.value_weight * value_loss
         total = total + s.policy_weight * (policy_loss - s.entropy_weight * entropy)
@@ -239,14 +239,14 @@ class UniZero(BootstrappedWorldModel):
             "value_mean": masked_mean(value_bins.decode(value), valid),
         }
         if self.termination_head is not None:
-            ends = self._termination_losses(self.termination_head(x), self._ended(part))
-            log["termination_loss"] = masked_mean(ends, valid)
+            termination_losses = self._termination_losses(self.termination_head(x), self._ended(part))
+            log["termination_loss"] = masked_mean(termination_losses, valid)
             total = total + log["termination_loss"]
         return total, {name: each.detach() for name, each in log.items()}
 
     @staticmethod
     def _read_pairs(z: Tensor, action: Tensor, embedding: Any, backbone: Any) -> tuple[Tensor, Tensor]:
-        """Return the outputs at latents and at actions, each (B, T, D), of a sequence that starts from nothing.
+        """Return the outputs at latents and at actions, each (B, T, D), of a sequence without a past.
 
         Args:
             z: Latents (B, T, D).
@@ -298,31 +298,33 @@ class UniZero(BootstrappedWorldModel):
     @torch.no_grad()
     def imagine(
         self, state: UniZeroState, action: Tensor, uniforms: Tensor | None = None
-    ) -> tuple[Imagined, UniZeroState]:
+    ) -> tuple[ImaginedStep, UniZeroState]:
         """Take one deterministic step: expected reward and next latent, and the likelier termination."""
         act = self._token(self.action_embedding(action))
         if self.rereads:
-            memory = self.backbone.initial_state(len(action))
-            x, memory = self._read(torch.cat((state.tokens, act[:, None]), 1), state.length + 1, memory)
+            backbone_state = self.backbone.initial_state(len(action))
+            x, backbone_state = self._read(torch.cat((state.tokens, act[:, None]), 1), state.length + 1, backbone_state)
         else:
-            x, memory = self.backbone.step(at_least_float32(act), with_tensors(self._form, state.memory))
+            x, backbone_state = self.backbone.step(
+                at_least_float32(act), with_tensors(self._form, state.backbone_state)
+            )
         z = self._token(self._next_latent(x))
-        output, memory = self.backbone.step(at_least_float32(z), memory)
-        kept = state.tokens.shape[1]
+        output, backbone_state = self.backbone.step(at_least_float32(z), backbone_state)
+        limit = state.tokens.shape[1]
         after = UniZeroState(
-            torch.cat((state.tokens, act[:, None], z[:, None]), 1)[:, -kept:],
-            (state.length + 2).clamp(max=kept),
-            () if self.rereads else tuple(state_tensors(memory)),
+            torch.cat((state.tokens, act[:, None], z[:, None]), 1)[:, -limit:],
+            (state.length + 2).clamp(max=limit),
+            () if self.rereads else tuple(state_tensors(backbone_state)),
             at_least_float32(output),
         )
         if self.termination_head is None:
             terminated = torch.zeros_like(action, dtype=torch.bool)
         else:
             terminated = self.termination_head(x).squeeze(-1) > 0
-        return Imagined(self.latent(after), value_bins.decode(self.reward_head(x)), terminated), after
+        return ImaginedStep(self.latent(after), value_bins.decode(self.reward_head(x)), terminated), after
 
     def root(self, state: UniZeroState) -> UniZeroState:
-        """Drop the elements that the backbone's state already holds, all but the current latent."""
+        """Drop the elements that the backbone's state already includes, all but the current latent."""
         if self.rereads:
             return state
         return state._replace(tokens=state.tokens[:, -1:], length=torch.ones_like(state.length))
@@ -353,10 +355,10 @@ class UniZero(BootstrappedWorldModel):
         reset: Tensor,
         generator: torch.Generator | None = None,
     ) -> UniZeroState:
-        """Take in one real frame by rereading the last `context` frames of the episode."""
+        """Read one real frame by rereading the last `context` frames of the episode."""
         z = self._token(self.encode(observation[:, None]))
         if state is None:
-            tokens = z.new_zeros(len(z), self.kept, z.shape[2])
+            tokens = z.new_zeros(len(z), self.past_elements, z.shape[2])
             length = torch.ones_like(previous_action)
         else:
             tokens = state.tokens
@@ -366,16 +368,16 @@ class UniZero(BootstrappedWorldModel):
 
     def _state(self, window: Tensor, length: Tensor) -> UniZeroState:
         """Read a window (B, 2 * context - 1, D), of which the last `length` (B,) elements are real."""
-        memory = None if self.rereads else self.backbone.initial_state(len(window))
-        output, memory = self._read(window, length, memory)
-        kept = window[:, -self.kept :]
-        return UniZeroState(kept, length.clamp(max=self.kept), tuple(state_tensors(memory)), output)
+        backbone_state = None if self.rereads else self.backbone.initial_state(len(window))
+        output, backbone_state = self._read(window, length, backbone_state)
+        past = window[:, -self.past_elements :]
+        return UniZeroState(past, length.clamp(max=self.past_elements), tuple(state_tensors(backbone_state)), output)
 
-    def _read(self, window: Tensor, length: Tensor, memory: Any) -> tuple[Tensor, Any]:
+    def _read(self, window: Tensor, length: Tensor, backbone_state: Any) -> tuple[Tensor, Any]:
         """Return the output at the last of W elements (B, W, D), of which `length` (B,) are real, and the state."""
         opens = torch.arange(window.shape[1], device=window.device) == (window.shape[1] - length)[:, None]
-        y, memory = self.backbone.read(at_least_float32(window), memory, opens)
-        return at_least_float32(y), memory
+        y, backbone_state = self.backbone.read(at_least_float32(window), backbone_state, opens)
+        return at_least_float32(y), backbone_state
 
     def _token(self, element: Tensor) -> Tensor:
         """Convert an element to the precision of the backbone's projections, in which a window keeps it."""
