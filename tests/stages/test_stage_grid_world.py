@@ -156,7 +156,7 @@ def test_sequences_do_not_overlap_and_too_few_are_refused() -> None:
     rows = stage._cut(memory, 3, 18, np.random.default_rng(0))  # 6 in each of 3 streams
     assert rows.shape == (18, 3) and len(np.unique(rows)) == 54
     assert (np.diff(rows, axis=1) == 3).all()  # streams stand interleaved
-    with pytest.raises(UsageError, match="19 sequences of 3 frames .* has 18"):
+    with pytest.raises(UsageError, match="19 sequences of 3 frames, .* has 18"):
         stage.grid_world_scores(fresh(), memory, respawn="both", sequences=19, seed=0)
 
 

@@ -293,12 +293,12 @@ def test_frames_seen_are_not_imagined(memory_run: Path) -> None:
     model = load_world_model(dynamics, context.machine)
     memory = context.held_out(latest(memory_run, "experience"), "test")
     frames, action = memory.frames.view(5, 50, 40, 40, 3), memory.action.view(5, 50)
-    seen = stage.imagined(model, frames, action, 50, likeliest=True)
+    seen = stage.roll_out(model, frames, action, 50, likeliest=True)
     with torch.no_grad():
         for parameter in model.prior_head.parameters():
             parameter.zero_()
-    assert torch.equal(seen, stage.imagined(model, frames, action, 50, likeliest=True))
-    assert not torch.equal(seen, stage.imagined(model, frames, action, 39, likeliest=True))
+    assert torch.equal(seen, stage.roll_out(model, frames, action, 50, likeliest=True))
+    assert not torch.equal(seen, stage.roll_out(model, frames, action, 39, likeliest=True))
 
 
 def test_reward_accuracy_counts_the_last_step(memory_run: Path, tmp_path: Path, monkeypatch) -> None:
@@ -537,7 +537,7 @@ def test_strips_of_several_runs_stand_below_the_truth(memory_run: Path, tmp_path
 def test_strips_of_other_episodes_are_refused(memory_run: Path, tmp_path: Path) -> None:
     other = begun(tmp_path / "other", "seed=2", "environment.id=wm/DistractingMemory-20-v0")
     train_dynamics(opened(other))
-    with pytest.raises(UsageError, match="its test episodes are others"):
+    with pytest.raises(UsageError, match="have different test episodes"):
         stage.draw_strips([memory_run, other], tmp_path / "x.png")
     with pytest.raises(UsageError, match=r"\.png"):
         stage.draw_strips([memory_run], tmp_path / "x.jpg")

@@ -92,11 +92,11 @@ def probed(features, updates: int) -> tuple[probe.Scores, probe.Scores]:
         labels = TASK.labels(sketch.reshape(-1, sketch.shape[-1])[rng.integers(300 * 120, size=256)])
         return features(labels), probe.truth_of(labels, CPU)
 
-    probes = probe.fitted(some, updates, lambda: None)
+    probes = probe.fit(some, updates, lambda: None)
     labels = TASK.labels(other.reshape(-1, other.shape[-1]))
-    told = probes.tell(features(labels), probe.truth_of(labels, CPU).pose)
+    predictions = probes.predict(features(labels), probe.truth_of(labels, CPU).pose)
     constant = probe.constants(TASK, sketch)
-    return probe.scores(*told, labels), probe.scores(*constant, labels)
+    return probe.scores(*predictions, labels), probe.scores(*constant, labels)
 
 
 # -- probes -----------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_what_is_seen_is_the_state_of_inference(maze_run: Path) -> None:
     torch.manual_seed(7)
     seen = probe.observed_features(model, frames, action)
     torch.manual_seed(7)
-    assert torch.equal(seen, memory.imagined(model, frames, action, 120))
+    assert torch.equal(seen, memory.roll_out(model, frames, action, 120))
     assert seen.shape == (5, 120, 3 * 5 + 16)
 
 

@@ -1,7 +1,7 @@
-"""Published Atari-100k scores, and the human-normalized score built on them.
+"""Published Atari-100k scores, and human-normalized scores.
 
-The numbers stand in `atari100k.json` beside this file, each column with its paper, where its data is, and its caveats.
-Human and random scores are those of the Atari-100k literature (30-minute human condition).
+The numbers are in `atari100k.json` beside this file, with the paper, the data and the caveats of each column. Human and
+random scores are those of the Atari-100k literature (30-minute human condition).
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from wmcli.errors import UsageError
 
 
 class Column(NamedTuple):
-    """Where one column of published scores comes from."""
+    """The origin of one column of published scores."""
 
     name: str
     kind: str  # "reference" (random, human), "system" or "ablation"
     paper: str
-    data: str  # the public place the numbers were taken from
-    scores: str  # what one number is: a run, a mean of runs
-    caveat: str  # why it may not compare with ours; empty if nothing is known
+    data: str  # the public place of the numbers
+    scores: str  # the meaning of one number: a run, a mean of runs
+    caveat: str  # why it may not be comparable with ours, or empty
 
 
 class Row(NamedTuple):
-    """One line of a game's table."""
+    """One row of a game's table."""
 
     name: str
     score: float  # mean over runs, raw return
     low: float  # lowest run
     high: float  # highest run
-    runs: int  # how many values were published (1 where only a mean was)
+    runs: int  # number of published values, 1 if only a mean was
     human_normalized: float
     caveat: str
 
@@ -53,18 +53,18 @@ def _spellings() -> dict[str, str]:
 
 
 def games() -> list[str]:
-    """The 26 games of Atari-100k, in the usual (alphabetical) order and spelling."""
+    """Return the 26 games of Atari-100k, in alphabetical order."""
     return list(_data()["scores"]["random"])
 
 
 def columns(kind: str | None = None) -> list[Column]:
-    """Every published column, or those of one kind: "reference", "system" or "ablation"."""
+    """Return all published columns, or those of one kind: "reference", "system" or "ablation"."""
     every = [Column(name, **about) for name, about in _data()["columns"].items()]
     return [column for column in every if kind is None or column.kind == kind]
 
 
 def game_name(environment: str) -> str | None:
-    """The Atari-100k game behind an environment id, or None if it is none of the 26.
+    """Return the Atari-100k game of an environment id, or None if it is none of the 26.
 
     `ALE/Pong-v5`, `PongNoFrameskip-v4`, `PongDeterministic-v0`, `Pong` and `pong` are all "Pong"; `ALE/MsPacman-v5` and
     `ms_pacman` are "MsPacman". An id of another namespace (`wm/Pong-v0`) is another environment.
@@ -78,9 +78,14 @@ def game_name(environment: str) -> str | None:
 
 
 def reference_runs(game: str, column: str) -> list[float]:
-    """The published scores of `column` on `game` (a name or an environment id): one per run, or one mean.
+    """Return the published scores of a column on a game, one per run or one mean; empty if there are none.
 
-    Empty where the column has no such game. Raises UsageError for an unknown column.
+    Args:
+        game: Name, or id of the environment.
+        column: Name of the column.
+
+    Raises:
+        UsageError: There is no such column.
     """
     scores = _data()["scores"]
     if column not in scores:
@@ -90,13 +95,13 @@ def reference_runs(game: str, column: str) -> list[float]:
 
 
 def reference(game: str, column: str) -> float | None:
-    """The mean of `reference_runs`, or None where there are none."""
+    """Return the mean of `reference_runs`, or None if there are none."""
     runs = reference_runs(game, column)
     return float(np.mean(runs)) if runs else None
 
 
 def human_normalized(game: str, score: float) -> float | None:
-    """(score - random) / (human - random): 0 is a random policy, 1 the human. None if `game` is not of Atari-100k."""
+    """Return (score - random) / (human - random), or None if the game is not of Atari-100k."""
     random, human = reference(game, "random"), reference(game, "human")
     if random is None or human is None:
         return None
@@ -104,15 +109,18 @@ def human_normalized(game: str, score: float) -> float | None:
 
 
 def normalized_runs(column: str) -> dict[str, np.ndarray]:
-    """A column's human-normalized scores, game -> (runs,): what `wmcli.metrics.statistics` takes."""
+    """Return the human-normalized scores of a column, game -> (runs,), as `wmcli.metrics.statistics` takes them."""
     table = {game: reference_runs(game, column) for game in games()}
     return {game: np.array([human_normalized(game, run) for run in runs]) for game, runs in table.items() if runs}
 
 
 def game_table(game: str, ours: Sequence[float] = (), *, name: str = "this run") -> list[Row] | None:
-    """The published numbers of one game, ours first: "the paper's number beside ours".
+    """Return the published scores of one game without ablations, or None if it is none of the 26.
 
-    `ours` holds one score per run of ours and may be empty. Ablations are left out. None if `game` is none of the 26.
+    Args:
+        game: Name, or id of the environment.
+        ours: Scores of our runs, for a first row; may be empty.
+        name: Of that row.
     """
     if game_name(game) is None:
         return None
@@ -125,10 +133,10 @@ def game_table(game: str, ours: Sequence[float] = (), *, name: str = "this run")
 
 
 def references(environment: str, random_mean: float) -> list[dict[str, Any]]:
-    """List what stands beside a score: what was published for the game, or else the random policy that was measured.
+    """Return the published scores of an environment, or else the measured score of random play.
 
     Returns:
-        Rows of name, score, lowest and highest run where several are known, number of runs, human_normalized, caveat.
+        Rows of name, score, lowest and highest run (None of a single value), runs, human_normalized and caveat.
     """
     table = game_table(environment)
     if table is None:

@@ -1,15 +1,16 @@
-"""Statistics over runs and tasks, with bootstrap intervals (Agarwal et al. 2021, NeurIPS, arXiv 2108.13264).
+"""Statistics over runs and tasks, with bootstrap intervals.
 
-Scores are (usually human-normalized) numbers, one per training run, grouped by task (game). Tasks may have different
-numbers of runs. Three spellings are accepted everywhere:
+Scores are numbers, one per training run, grouped by task (game). Tasks may have different numbers of runs. There are
+three forms:
 
     {"Pong": [0.9, 1.1], "Alien": [0.1, 0.2, 0.1]}      a mapping, task -> runs
     [[0.9, 1.1], [0.1, 0.2, 0.1]]                       a sequence over tasks
     array of shape (runs, tasks)                        the papers' convention
 
-Axis legend: B bootstrap samples, R runs of one task, N runs of all tasks together, K thresholds.
-A statistic takes a list over tasks of arrays (..., R) and reduces the last axis, so that one call serves all bootstrap
-samples at once.
+A statistic takes a list over tasks of arrays (..., R) and reduces the last axis: one call serves all samples.
+B bootstrap samples, R runs of one task, N runs of all tasks, K thresholds.
+
+Source: Agarwal et al. (2021, NeurIPS, arXiv 2108.13264).
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from wmcli.errors import UsageError
 Scores = Mapping[str, ArrayLike] | Sequence[ArrayLike] | np.ndarray
 Statistic = Callable[[list[np.ndarray]], np.ndarray]
 
-REPETITIONS = 50_000  # resamples; with 2,000 the limits of scores of 26 games move by 0.01 from seed to seed
+REPETITIONS = 50_000  # resamples; with 2,000 the limits over 26 games vary by 0.01 between seeds
 
-_CHUNK = 1 << 18  # numbers held at once while bootstrapping: 2 MiB, which stay in the processor's cache
+_CHUNK = 1 << 18  # numbers at once while bootstrapping: 2 MiB, which fit the processor's cache
 
 
 class Estimate(NamedTuple):
@@ -40,7 +41,7 @@ class Estimate(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """A performance profile: the share of runs above each threshold, (K,) each."""
+    """A performance profile: the share of runs above each threshold. Arrays (K,)."""
 
     thresholds: np.ndarray
     value: np.ndarray
@@ -52,34 +53,34 @@ class Profile(NamedTuple):
 
 
 def mean(scores: Scores) -> float:
-    """Mean over tasks of the mean over runs."""
+    """Return the mean over tasks of the mean over runs."""
     return float(_mean(by_task(scores)))
 
 
 def median(scores: Scores) -> float:
-    """Median over tasks of the mean over runs."""
+    """Return the median over tasks of the mean over runs."""
     return float(_median(by_task(scores)))
 
 
 def iqm(scores: Scores) -> float:
-    """Interquartile mean: the mean of the middle half of all runs of all tasks pooled.
+    """Return the interquartile mean: the mean of the middle half of all runs of all tasks.
 
-    A 25 % trimmed mean: floor(N / 4) values are dropped at each end. A task with more runs weighs more.
+    It leaves out floor(N / 4) values at each end. A task with more runs has more weight.
     """
     return float(_iqm(by_task(scores)))
 
 
 def optimality_gap(scores: Scores, target: float = 1.0) -> float:
-    """How far runs fall short of `target`: target - mean over all runs of min(score, target). Lower is better."""
+    """Return target - mean over all runs of min(score, target). Lower is better."""
     return float(_optimality_gap(by_task(scores), target))
 
 
 def probability_of_improvement(ours: Scores, theirs: Scores) -> float:
-    """How likely a run of ours beats a run of theirs: mean over tasks of P(X > Y) + P(X = Y) / 2.
+    """Return the probability that a run of ours beats one of theirs: mean over tasks of P(X > Y) + P(X = Y) / 2.
 
-    Per task this is the Mann-Whitney U statistic divided by the number of pairs. Both must hold the same tasks.
+    Per task this is the Mann-Whitney U statistic divided by the number of pairs. Both sides have the same tasks.
     """
-    return float(_probability_of_improvement(*_paired(ours, theirs)))
+    return float(_probability_of_improvement(*_pair(ours, theirs)))
 
 
 def performance_profile(
@@ -90,9 +91,14 @@ def performance_profile(
     repetitions: int = REPETITIONS,
     confidence: float = 0.95,
 ) -> Profile:
-    """The share of all runs of all tasks whose score is greater than each threshold.
+    """Return the share of all runs of all tasks with a score above each threshold.
 
-    With `rng`, pointwise stratified bootstrap limits come along (None where no task has more than one run).
+    Args:
+        scores: Of all tasks.
+        thresholds: (K,).
+        rng: For pointwise stratified bootstrap limits; None computes none.
+        repetitions: Number of resamples.
+        confidence: Of the limits.
     """
     tasks, taus = by_task(scores), np.asarray(thresholds, dtype=np.float64)
 
@@ -105,12 +111,12 @@ def performance_profile(
     value = shares(tasks)
     if rng is None or not _varies(tasks):
         return Profile(taus, value, None, None)
-    low, high = _interval(_resampled([tasks], lambda sample: shares(sample[0]), rng, repetitions), confidence)
+    low, high = _interval(_resample([tasks], lambda sample: shares(sample[0]), rng, repetitions), confidence)
     return Profile(taus, value, low, high)
 
 
 def superhuman(scores: Scores) -> int:
-    """On how many tasks the mean over runs is at least the human's: a human-normalized score of 1, up to rounding."""
+    """Return the number of tasks with a mean human-normalized score of at least 1, up to rounding."""
     return sum(float(task.mean()) >= 1.0 - 1e-9 for task in by_task(scores))
 
 
@@ -125,13 +131,21 @@ def bootstrap(
     repetitions: int = REPETITIONS,
     confidence: float = 0.95,
 ) -> Estimate:
-    """A statistic with its stratified percentile bootstrap interval (Agarwal et al. 2021, section 4.1).
+    """Return a statistic with its stratified percentile bootstrap interval.
 
-    statistic: a key of STATISTICS. Runs are drawn with replacement within each task, `repetitions` times; the interval
-    is the middle `confidence` of the resulting values. Tasks with a single run add no spread, so the interval is too
+    Runs are sampled with replacement within each task. Tasks with a single run add no spread, and make the interval too
     narrow where they are common. One task with the returns of many episodes gives the interval of a mean return.
+
+    Args:
+        scores: Of all tasks.
+        statistic: A key of STATISTICS.
+        rng: For the resamples.
+        repetitions: Number of resamples.
+        confidence: Share of the resamples within the interval.
+
+    Source: Agarwal et al. (2021), section 4.1.
     """
-    return _bootstrapped(scores, [statistic], rng, repetitions, confidence)[statistic]
+    return _bootstrap(scores, [statistic], rng, repetitions, confidence)[statistic]
 
 
 def bootstrap_improvement(
@@ -142,25 +156,25 @@ def bootstrap_improvement(
     repetitions: int = REPETITIONS,
     confidence: float = 0.95,
 ) -> Estimate:
-    """`probability_of_improvement` with its interval; the runs of both sides are resampled, each within its task."""
-    x, y = _paired(ours, theirs)
+    """Return `probability_of_improvement` with its interval. Both sides are resampled within their tasks."""
+    x, y = _pair(ours, theirs)
     value = float(_probability_of_improvement(x, y))
     if not (_varies(x) or _varies(y)):
         return Estimate(value, None, None)
-    samples = _resampled([x, y], lambda sample: _probability_of_improvement(*sample), rng, repetitions)
+    samples = _resample([x, y], lambda sample: _probability_of_improvement(*sample), rng, repetitions)
     low, high = _interval(samples, confidence)
     return Estimate(value, float(low), float(high))
 
 
 def aggregate(scores: Scores, rng: np.random.Generator, *, repetitions: int = REPETITIONS) -> dict[str, Estimate]:
-    """Mean, median, IQM and optimality gap, each with its 95 % interval: the last lines of an Atari-100k table."""
-    return _bootstrapped(scores, list(STATISTICS), rng, repetitions)
+    """Return mean, median, IQM and optimality gap with their 95 % intervals: the last lines of an Atari-100k table."""
+    return _bootstrap(scores, list(STATISTICS), rng, repetitions)
 
 
-def _bootstrapped(
+def _bootstrap(
     scores: Scores, names: list[str], rng: np.random.Generator, repetitions: int, confidence: float = 0.95
 ) -> dict[str, Estimate]:
-    """Statistics, each with its interval, all of the same resamples."""
+    """Return statistics with their intervals, all of the same resamples."""
     tasks = by_task(scores)
     values = [float(STATISTICS[name](tasks)) for name in names]
     if not _varies(tasks):
@@ -169,7 +183,7 @@ def _bootstrapped(
     def compute(sample: list[list[np.ndarray]]) -> np.ndarray:
         return np.stack([STATISTICS[name](sample[0]) for name in names], axis=-1)  # (B, statistics)
 
-    limits = _interval(_resampled([tasks], compute, rng, repetitions), confidence)
+    limits = _interval(_resample([tasks], compute, rng, repetitions), confidence)
     rows = zip(names, values, *(limit.tolist() for limit in limits), strict=True)
     return {name: Estimate(value, low, high) for name, value, low, high in rows}
 
@@ -219,9 +233,10 @@ STATISTICS: dict[str, Statistic] = {
 
 
 def by_task(scores: Scores) -> list[np.ndarray]:
-    """Scores in any of the three spellings as a list over tasks of float64 arrays (R,).
+    """Return scores of any form as a list over tasks of float64 arrays (R,).
 
-    Raises UsageError where a task has no run or a score is not finite.
+    Raises:
+        UsageError: A task has no run, or a score is not finite.
     """
     if isinstance(scores, np.ndarray):
         if scores.ndim != 2:
@@ -240,7 +255,7 @@ def by_task(scores: Scores) -> list[np.ndarray]:
     return tasks
 
 
-def _paired(ours: Scores, theirs: Scores) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def _pair(ours: Scores, theirs: Scores) -> tuple[list[np.ndarray], list[np.ndarray]]:
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         if set(ours) != set(theirs):
             alone = ", ".join(sorted(set(ours) ^ set(theirs)))
@@ -256,14 +271,14 @@ def _varies(tasks: list[np.ndarray]) -> bool:
     return any(task.size > 1 for task in tasks)
 
 
-def _resampled(
+def _resample(
     sides: list[list[np.ndarray]],
     compute: Callable[[list[list[np.ndarray]]], np.ndarray],
     rng: np.random.Generator,
     repetitions: int,
 ) -> np.ndarray:
-    """`compute` on `repetitions` stratified resamples of `sides` -> (B, ...)."""
-    # Of one resample: numbers, or with two sides pairs of them.
+    """Return `compute` of `repetitions` stratified resamples of the sides: (B, ...)."""
+    # Numbers of one resample, or pairs of them with two sides.
     size = sum(math.prod(sizes) for sizes in zip(*([task.size for task in tasks] for tasks in sides), strict=True))
     step = max(1, _CHUNK // size)
     values = []

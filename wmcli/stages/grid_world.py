@@ -1,8 +1,9 @@
-"""The grid-world study of Drama (Wang et al. 2024, arXiv 2410.08893, table 2): a model's errors and a step's cost.
+"""The grid-world study: errors of a model on cells, and the cost of a training step. `wm eval --protocol gridworld`.
 
-`wm eval --protocol gridworld` is the first function here; behind it stand pure functions of loaded things. The errors
-and their floors are those of wmcli/metrics/grid_world.py; the paper does not say how its frames were generated, so both
-ways are measured. S sequences, T frames, K = 25 cells.
+The errors and their floors are in wmcli/metrics/grid_world.py. The paper does not say how its frames were generated, so
+both ways are measured: freely, and from real frames. S sequences, T frames, K = 25 cells.
+
+Source: Drama (Wang et al. 2024, arXiv 2410.08893, table 2).
 """
 
 from __future__ import annotations
@@ -42,10 +43,17 @@ from wmcli.world_models.base import Batch
 from wmcli.world_models.cells import KINDS, MOVES, TOKENS, CellsSettings, CellsWorldModel
 from wmcli.world_models.open_loop import open_loop
 
-ALIKE = ("tokens", "backbone", "environment", "parameters", "updates", "batch")  # what the runs of a row share
+ALIKE = (
+    "tokens",
+    "backbone",
+    "environment",
+    "parameters",
+    "updates",
+    "batch",
+)  # equal within a row
 WARM_UP = 2  # training steps before any is timed
 ENVIRONMENTS = 64  # side by side, for the sequences that are scored
-STATUS = Path("/proc/self/status")  # Linux: what a process has in memory
+STATUS = Path("/proc/self/status")  # Linux: memory of this process
 
 PAPER: dict[tuple[str, int], tuple[str, str, str]] = {
     ("mamba2", 208): ("25", "13", "15.6 ± 2.6"),
@@ -57,16 +65,22 @@ PAPER: dict[tuple[str, int], tuple[str, str, str]] = {
     ("gru", 1664): ("628", "68", "34.7 ± 25.4"),
     ("transformer", 1664): ("out of memory", "out of memory", "out of memory"),
 }
-"""Table 2 of the paper, by backbone and tokens: ms a training step, memory in % of 8 GB, error in %."""
+"""Table 2 of the paper, by backbone and tokens: ms per training step, memory in % of 8 GB, error in %."""
 
 
 def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Artifact:
-    """Score the run's dynamics model on sequences of the grid world played afresh, time a training step, and publish.
+    """Score a dynamics model on fresh sequences of random play, time a training step, and publish both.
 
-    `evaluation.episodes` sequences of `dynamics.sequence_length` frames under random play.
+    There are `evaluation.episodes` sequences of `dynamics.sequence_length` frames.
 
-    Raises UsageError for a dynamics model of another kind, ArtifactError when there is none or it is of another
-    environment, MachineError when a training step does not fit into memory.
+    Args:
+        context: Of the run.
+        dynamics: Reference; None is the newest of the run.
+
+    Raises:
+        ArtifactError: There is no dynamics model, or it is of another environment.
+        MachineError: A training step does not fit into memory.
+        UsageError: The dynamics model is of another kind.
     """
     settings, machine, run = context.settings, context.machine, context.run
     model = run.resolve(dynamics or "dynamics", "dynamics")
@@ -85,12 +99,12 @@ def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Art
         return existing
     with context.work(job) as work:
         context.progress.say(f"eval: {sequences} sequences of {dynamics_settings.sequence_length} frames on {machine}")
-        memory = _played(context, sequences, dynamics_settings.sequence_length)
+        replay = _play(context, sequences, dynamics_settings.sequence_length)
         respawn: metrics.Respawn = "goal" if context.environment["id"] == GRID_WORLD_GOAL_ID else "both"
         with machine.autocast():
             scores = grid_world_scores(
                 world_model,
-                memory,
+                replay,
                 respawn=respawn,
                 sequences=sequences,
                 seed=derived_seed(settings.seed, "eval"),
@@ -114,10 +128,10 @@ def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Art
 
 
 def unfit(settings: Settings) -> str | None:
-    """Return why dynamics with these settings have no errors of cells, or None if they have some."""
+    """Return why dynamics with these settings cannot be scored, or None if they can."""
     if settings.dynamics.predicts_cells:
         return None
-    return f"needs dynamics of kind 'cells', and dynamics.kind = {settings.dynamics.kind}: begin with wm run gridworld"
+    return f"needs dynamics of kind 'cells', and dynamics.kind = {settings.dynamics.kind}: start with wm run gridworld"
 
 
 def summarize(evaluation: Artifact) -> str:
@@ -130,31 +144,31 @@ def summarize(evaluation: Artifact) -> str:
 
 
 def table(evaluations: Sequence[Artifact]) -> list[dict[str, Any]]:
-    """One row for each backbone and length (rules, size and budget), beside the paper's: the mean over runs, ± their
-    standard deviation.
+    """Return a row for each backbone and sequence length, beside the paper's numbers.
 
-    Errors are in %: (geometric + logic) / 2 over all frames, of frames generated freely and of the likeliest ones after
-    real frames; `without hits` leaves out what no model can know. Memory is in MB.
+    Numbers are means over runs ± their standard deviation. Other rules, sizes or budgets make a row of their own.
+    Errors, in %, are (geometric + logic) / 2 over all frames. `error` is of freely generated frames, `teacher` of the
+    likeliest frames after real ones. `without hits` leaves out frames after a hit, which are chance. Memory is in MB.
     """
     cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for each in evaluations:
         cells.setdefault(tuple(each.metrics[key] for key in ALIKE), []).append(each.metrics)
     rows = []
-    for (tokens, backbone, *_), found in sorted(cells.items()):
+    for (tokens, backbone, *_), runs in sorted(cells.items()):
         paper = PAPER.get((backbone.removesuffix("-xl"), tokens), ("-", "-", "-"))
         rows.append(
             {
-                **{key: found[0][key] for key in ("backbone", "tokens", "parameters", "updates", "batch")},
-                "runs": len(found),
-                "ms a step": _mean([each["milliseconds"] for each in found], "{:.0f}"),
-                "peak MB": _mean([each["peak_bytes"] / 1e6 for each in found if each["peak_bytes"]], "{:.0f}"),
-                "error %": _mean([100 * each["free"]["all"]["error"] for each in found]),
+                **{key: runs[0][key] for key in ("backbone", "tokens", "parameters", "updates", "batch")},
+                "runs": len(runs),
+                "ms a step": _mean([each["milliseconds"] for each in runs], "{:.0f}"),
+                "peak MB": _mean([each["peak_bytes"] / 1e6 for each in runs if each["peak_bytes"]], "{:.0f}"),
+                "error %": _mean([100 * each["free"]["all"]["error"] for each in runs]),
                 "without hits %": _mean(
-                    [100 * each["free"]["without_hits"]["error"] for each in found if each["free"]["without_hits"]]
+                    [100 * each["free"]["without_hits"]["error"] for each in runs if each["free"]["without_hits"]]
                 ),
-                "teacher %": _mean([100 * each["teacher"]["all"]["error"] for each in found]),
-                "loss": _mean([each["loss"] for each in found], "{:.4f}"),
-                "best loss": f"{found[0]['best_loss']:.4f}",
+                "teacher %": _mean([100 * each["teacher"]["all"]["error"] for each in runs]),
+                "loss": _mean([each["loss"] for each in runs], "{:.4f}"),
+                "best loss": f"{runs[0]['best_loss']:.4f}",
                 "paper ms": paper[0],
                 "paper memory %": paper[1],
                 "paper error %": paper[2],
@@ -170,8 +184,8 @@ def _mean(values: Sequence[float], form: str = "{:.1f}") -> str:
     return mean if len(values) == 1 else f"{mean} ± {form.format(statistics.stdev(values))}"
 
 
-def _played(context: Context, sequences: int, length: int) -> Replay:
-    """`sequences` stretches of `length` frames under random play, on seeds that training does not have."""
+def _play(context: Context, sequences: int, length: int) -> Replay:
+    """Play randomly for `sequences` sequences of `length` frames, on seeds that training does not use."""
     settings = context.settings
     count = min(sequences, ENVIRONMENTS)
     rounds = length * -(-sequences // count)
@@ -187,9 +201,9 @@ def _played(context: Context, sequences: int, length: int) -> Replay:
             recorder.add(seen(observation, first, action, after))
             bar.advance(count)
     streams.close()
-    memory = Replay.empty(context.machine.device)
-    memory.extend(recorder.arrays())
-    return memory
+    replay = Replay.empty(context.machine.device)
+    replay.extend(recorder.arrays())
+    return replay
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -198,49 +212,56 @@ def _played(context: Context, sequences: int, length: int) -> Replay:
 @torch.no_grad()
 def grid_world_scores(
     world_model: CellsWorldModel,
-    memory: Replay,
+    replay: Replay,
     *,
     respawn: metrics.Respawn,
     sequences: int = 512,
     batch: int = 64,
     seed: int,
 ) -> dict[str, Any]:
-    """Loss and errors on `sequences` sequences of `memory`, which the model has not learned from, as plain values.
+    """Measure loss and errors on held-out sequences.
 
-    A sequence has as many frames as in training and none in common with another one; they are read `batch` at a time.
-    `respawn` is the rule of the environment that `memory` was collected in. Keys:
+    Args:
+        world_model: In eval mode.
+        replay: Frames of random play that the model has not learned from.
+        respawn: Rule of the environment of the replay.
+        sequences: Number of sequences, as long as in training. They do not overlap.
+        batch: Sequences side by side.
+        seed: Of the choice of sequences, the actions and the samples.
 
-    - `loss`: mean cross entropy (nats per token); `best_loss`: the lowest possible.
-    - `teacher`: errors of the likeliest frames, each cell predicted from real tokens; the agent must be where it really
-      went. `logic_floor`: the `logic` to expect of a perfect model.
-    - `free`: errors of frames drawn at temperature 1 from the first frame and its action on, each from the drawn ones
-      before it and uniformly random actions. The agent must be where the rules take it from the frame before, on the
-      goal itself after a hit: with respawn "both" a faithful model pays `logic_floor` here, too.
-    - Both hold the errors of `all` generated frames, and `without_hits` of those before which no goal was reached.
-      What follows a hit is chance, of which the likeliest cells need not make a board.
-    - `hit_rate`: share of the real steps that reach the goal; `sequences`, `frames`.
+    Returns:
+        `loss`: mean cross entropy (nats per token). `best_loss`: the lowest possible.
+        `teacher`: errors of the likeliest frames, each cell predicted from real tokens. The agent must be in its real
+        place. `logic_floor`: the expected `logic` of a perfect model.
+        `free`: errors of frames sampled at temperature 1 from the first frame on, under uniformly random actions.
+        The agent must be where the rules move it from the sampled frame before, which is the goal after a hit. With
+        respawn "both" a perfect model has an error of `logic_floor` here, too.
+        Both hold errors of `all` frames, and those `without_hits`: of frames before which no goal was reached.
+        Frames after a hit are chance, and their likeliest cells need not make a board.
+        `hit_rate`: share of the real steps that reach the goal. `sequences`, `frames`: their numbers.
 
-    Raises UsageError when the experience has fewer such sequences.
+    Raises:
+        UsageError: The replay has fewer sequences.
     """
     assert not world_model.training, "dropout while evaluating: call world_model.eval() first"
     length = world_model.settings.sequence_length
     parts = []
-    with isolated_randomness(seed, memory.device) as rng:
-        for rows in np.split(_cut(memory, length, sequences, rng), range(batch, sequences, batch)):
-            index = torch.from_numpy(rows).to(memory.device)
-            cells, action = world_model.encode(memory.frames[index]), memory.action[index]
-            loss, _ = world_model.loss(_whole(cells, action))
+    with isolated_randomness(seed, replay.device) as rng:
+        for rows in np.split(_cut(replay, length, sequences, rng), range(batch, sequences, batch)):
+            index = torch.from_numpy(rows).to(replay.device)
+            cells, action = world_model.encode(replay.frames[index]), replay.action[index]
+            loss, _ = world_model.loss(_batch_of(cells, action))
             teacher = world_model.predict_frames(cells, action)
-            random = torch.from_numpy(rng.integers(len(MOVES), size=(len(rows), length - 2))).to(memory.device)
+            random = torch.from_numpy(rng.integers(len(MOVES), size=(len(rows), length - 2))).to(replay.device)
             forced = torch.cat((action[:, :1], random), 1)
             # open_loop takes an action for every frame, the last one included.
             _, steps = open_loop(world_model, cells[:, :1], F.pad(forced, (0, 1)))
             generated = torch.stack([cells[:, 0], *(step.latent for step in steps)], 1)
             parts.append((loss.expand(len(rows)), cells, action[:, :-1], teacher, forced, generated))
-    losses, real, taken, likeliest, forced_action, free = (
+    losses, real, real_action, likeliest, forced_action, free = (
         torch.cat(each).cpu().numpy() for each in zip(*parts, strict=True)
     )
-    hit, free_hit = metrics.hits(real[:, :-1], taken), metrics.hits(free[:, :-1], forced_action)
+    hit, free_hit = metrics.hits(real[:, :-1], real_action), metrics.hits(free[:, :-1], forced_action)
     return {
         "sequences": sequences,
         "frames": length,
@@ -258,21 +279,20 @@ def _errors(frames: np.ndarray, agent: np.ndarray, hit: np.ndarray) -> dict[str,
     return {"all": metrics.errors(frames, agent)._asdict(), "without_hits": some}
 
 
-def _cut(memory: Replay, length: int, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Rows (count, length) of random sequences that do not overlap."""
-    runs = memory.episodes
-    starts = [start + np.arange(0, rows - length + 1, length) for start, rows in zip(*runs, strict=True)]
-    found = np.concatenate(starts)
-    if len(found) < count:
+def _cut(replay: Replay, length: int, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Return rows (count, length) of random sequences that do not overlap."""
+    episodes = zip(*replay.episodes, strict=True)
+    starts = np.concatenate([start + np.arange(0, rows - length + 1, length) for start, rows in episodes])
+    if len(starts) < count:
         raise UsageError(
-            f"{count} sequences of {length} frames are to be scored, but the experience has {len(found)}: "
+            f"scoring needs {count} sequences of {length} frames, and the experience has {len(starts)}: "
             "collect more with: wm collect"
         )
-    return memory.order[rng.choice(found, count, replace=False)[:, None] + np.arange(length)]
+    return replay.order[rng.choice(starts, count, replace=False)[:, None] + np.arange(length)]
 
 
-def _whole(cells: Tensor, action: Tensor) -> Batch:
-    """A batch without padding, of a task that neither ends nor needs its rewards."""
+def _batch_of(cells: Tensor, action: Tensor) -> Batch:
+    """Return a batch without padding, episode ends or rewards."""
     no = torch.zeros_like(action, dtype=torch.bool)
     return Batch(cells, action, no.float(), terminated=no, truncated=no, is_first=no, valid=~no)
 
@@ -283,15 +303,17 @@ def _whole(cells: Tensor, action: Tensor) -> Batch:
 def time_and_memory(
     settings: CellsSettings, backbone: BackboneSettings, machine: Machine, *, repeats: int = 20
 ) -> dict[str, Any]:
-    """What a training step costs at these sizes: a fresh model, random cells, forward, backward and optimizer.
+    """Measure the cost of a training step at these sizes: fresh model, random cells, forward, backward and optimizer.
 
-    Keys: `milliseconds`, the median of `repeats` steps after a warm-up, `milliseconds_low` and `milliseconds_high`,
-    the fastest and the slowest; `parameters`; `peak_bytes`, the most memory that training needed, weights and
-    optimizer included, None where it cannot be measured; `peak_of`, in words, what that number is. On CUDA it is what
-    torch allocated. On a CPU it is the resident set of a fresh process: its peak in two steps above what it holds when
-    idle, all code loaded and nothing built.
+    Returns:
+        `milliseconds`: median of `repeats` steps after a warm-up. `milliseconds_low` and `milliseconds_high`: the
+        fastest and the slowest. `parameters`: their number.
+        `peak_bytes`: peak memory of training with weights and optimizer, None where it cannot be measured.
+        `peak_of`: the kind of that number, in words. On CUDA it counts bytes that torch allocates. On a CPU it is the
+        resident set of a fresh process, its peak in two steps above its size with all code loaded and nothing built.
 
-    Raises MachineError when the step does not fit into memory.
+    Raises:
+        MachineError: The step does not fit into memory.
     """
     peak: int | None = None
     try:
@@ -299,7 +321,7 @@ def time_and_memory(
             peak_of = "most bytes allocated by torch on the device, above what was allocated before"
             torch.cuda.reset_peak_memory_stats(machine.device)
             before = torch.cuda.memory_allocated(machine.device)
-            times, parameters = _timed(settings, backbone, machine, repeats)
+            times, parameters = _time(settings, backbone, machine, repeats)
             peak = torch.cuda.max_memory_allocated(machine.device) - before
         else:
             peak_of = "not measured: needs CUDA or Linux"
@@ -307,9 +329,9 @@ def time_and_memory(
                 peak_of = "peak resident bytes of a fresh process in two steps, above what it holds when idle"
                 with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
                     peak = fresh.submit(_resident_rise, settings, backbone, machine).result()
-            times, parameters = _timed(settings, backbone, machine, repeats)
+            times, parameters = _time(settings, backbone, machine, repeats)
     except (RuntimeError, MemoryError) as error:
-        # torch's allocator on the CPU has no exception of its own; a child that the system kills breaks its pool
+        # Torch's CPU allocator has no exception of its own. A child that the system kills breaks its pool.
         full = isinstance(error, torch.OutOfMemoryError | BrokenProcessPool | MemoryError)
         if not full and "allocate memory" not in str(error):
             raise
@@ -330,14 +352,14 @@ def time_and_memory(
 def _training_step(
     settings: CellsSettings, backbone: BackboneSettings, machine: Machine
 ) -> tuple[Callable[[], None], int]:
-    """One training step of a fresh model on random cells, and the model's number of parameters."""
+    """Return a training step of a fresh model on random cells, and its number of parameters."""
     network = build(backbone, max_length=settings.sequence_length * TOKENS, block=TOKENS)
     model = CellsWorldModel(settings, network, actions=len(MOVES), image_size=10).to(machine.device)
     optimizer = build_optimizer(
         settings.optimizer, model.parameter_groups(), settings.learning_rate, settings.weight_decay
     )
     shape = (settings.batch, settings.sequence_length)
-    batch = _whole(
+    batch = _batch_of(
         torch.randint(KINDS, (*shape, TOKENS - 1), device=machine.device),
         torch.randint(len(MOVES), shape, device=machine.device),
     )
@@ -350,10 +372,10 @@ def _training_step(
     return step, sum(parameter.numel() for parameter in model.parameters())
 
 
-def _timed(
+def _time(
     settings: CellsSettings, backbone: BackboneSettings, machine: Machine, repeats: int
 ) -> tuple[list[float], int]:
-    """Milliseconds of each of `repeats` steps, and the number of parameters."""
+    """Return the milliseconds of each of `repeats` steps, and the number of parameters."""
     times = []
     with isolated_randomness(0, machine.device):
         step, parameters = _training_step(settings, backbone, machine)
@@ -373,13 +395,13 @@ def _wait(device: torch.device) -> None:
 
 
 def _resident_rise(settings: CellsSettings, backbone: BackboneSettings, machine: Machine) -> int:
-    """How many bytes two training steps keep resident at their peak, in this process, which is a fresh one."""
+    """Return the rise in resident bytes at the peak of two training steps. To be called in a fresh process."""
     torch.set_num_threads(machine.threads)
 
     def steps(of: CellsSettings) -> None:
         step, _ = _training_step(of, backbone, machine)
         step()
-        step()  # now there are the optimizer's moments as well
+        step()  # with the optimizer's moments
 
     steps(settings.model_copy(update={"batch": 1, "sequence_length": 2}))  # loads a hundred megabytes of code
     gc.collect()
@@ -389,7 +411,7 @@ def _resident_rise(settings: CellsSettings, backbone: BackboneSettings, machine:
 
 
 def _resident(kind: Literal["VmRSS", "VmHWM"]) -> int:
-    """Bytes, now or at the peak. Not `getrusage`, whose peak a new process inherits from the one that started it."""
+    """Return resident bytes, now or at the peak. A process inherits its parent's peak of `getrusage`."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{kind}:"))
     return int(line.split()[1]) * 1024
 

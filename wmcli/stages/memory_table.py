@@ -1,6 +1,6 @@
-"""What the measures of several memory models come to, for people: a table beside the paper's, curves in one picture.
+"""Tables and curves of the memory measures of several runs, beside the paper's numbers.
 
-The numbers that stand beside ours are of Deng, Park and Ahn (2023, arXiv 2307.02064), tables 2, 3 and 6.
+Source: Deng, Park and Ahn (2023, arXiv 2307.02064), tables 2, 3 and 6.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ PAPER: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "S5WM": ("81.8", "25.3"),
     },
 }
-"""Tables 2, 3 and 6 of the paper: the first two columns of a measure of a task, by model. Its mazes are Memory Maze's,
-whose layout and script differ from ours."""
+"""Tables 2, 3 and 6 of the paper: the first two columns of a measure and task, by model.
+
+Its mazes are those of Memory Maze, with another layout and script than ours.
+"""
 _SYSTEMS = {
     ("s4", "factorized", "episodes"): "S4WM",
     ("s4", "full", "episodes"): "S4WM-Full-Posterior",
@@ -70,7 +72,7 @@ _SYSTEMS = {
     ("transformer-xl", "factorized", "episodes"): "TSSM-XL",
     ("dreamer-gru", "recurrent", "streams"): "RSSM-TBTT",
 }
-_SHOWN = {  # of each measure, by the heading of a column
+_SHOWN = {  # metrics by measure and heading of a column
     "generation": {"reconstruction": "reconstruction", "generation": "generation"},
     "reward": {"inference %": "inference", "imagination %": "imagination"},
     "doors": {"state %": "state", "state and color %": "whole"},
@@ -84,80 +86,82 @@ _SHOWN = {  # of each measure, by the heading of a column
 AXES = {"generation": "step of the query", "recall": "frames observed after the teleport"}
 """Horizontal axis by measure, of those with a curve."""
 ERROR = "squared error per frame"
-LOWEST = 1e-4  # drawn, on an axis of logarithms
-NOTED = 4  # settings shown of those that tell models of one name apart
-_TOLD_APART = ("collect.", "tokenizer.", "dynamics.", "backbone.")  # sections that make one model another
+LOWEST = 1e-4  # on a logarithmic axis
+NOTED = 4  # settings to show of those in which models of one name differ
+_MODEL_SECTIONS = ("collect.", "tokenizer.", "dynamics.", "backbone.")
 
 
-class Row(NamedTuple):
-    """Runs of one model on one task, that differ in their seeds."""
+class ModelRuns(NamedTuple):
+    """Runs of one model on one task with different seeds."""
 
     environment: str
     model: str
     note: dict[str, Any]
     """The settings in which it differs from others of that name."""
-    found: list[dict[str, Any]]
-    """The metrics of each run."""
+    metrics: list[dict[str, Any]]
+    """Of each run."""
 
 
-def told(evaluation: Artifact) -> str:
-    """An evaluation in one line."""
+def summarize(evaluation: Artifact) -> str:
+    """Return an evaluation in one line."""
     metrics = evaluation.metrics
     cells = (f"{name} {cell}" for name, cell in _cells([metrics]).items())
     return f"eval: {evaluation.name}: " + ", ".join(cells)
 
 
 def table(evaluations: Sequence[Artifact]) -> list[dict[str, Any]]:
-    """A row for each task and model, with the mean over runs ± their standard deviation, of a single run its 95 %
-    interval over episodes; beside the paper's numbers where it has some. Accuracies are in %.
+    """Return a row for each task and model, beside the paper's numbers if it has some.
 
-    Models of one name are told apart by the settings in which they differ.
+    A row holds the mean over runs ± their standard deviation, or the 95 % interval over episodes of a single run.
+    Accuracies are in %. Models of one name show the settings in which they differ.
     """
     rows = []
-    for environment, model, note, found in _rows(evaluations):
-        shown = _cells(found)
-        paper = PAPER.get((found[0]["protocol"], environment), {}).get(model, ())
+    for environment, model, note, runs in _rows(evaluations):
+        cells = _cells(runs)
+        paper = PAPER.get((runs[0]["protocol"], environment), {}).get(model, ())
         rows.append(
             {"task": _task(environment), "model": model}
-            | ({"with": _noted(note)} if note else {})
-            | {"parameters": found[0]["parameters"], "updates": found[0]["updates"], "runs": len(found)}
-            | shown
-            | {f"paper {name}": value for name, value in zip(shown, paper, strict=False)}
+            | ({"with": _format_note(note)} if note else {})
+            | {"parameters": runs[0]["parameters"], "updates": runs[0]["updates"], "runs": len(runs)}
+            | cells
+            | {f"paper {name}": value for name, value in zip(cells, paper, strict=False)}
         )
     order = [column for row in sorted(rows, key=lambda row: "with" not in row) for column in row]
     return [{column: row.get(column, "-") for column in dict.fromkeys(order)} for row in rows]
 
 
 def draw_curves(evaluations: Sequence[Artifact], path: Path) -> None:
-    """Draw error curves of `generation` or `recall` in one picture, a line for each model: the mean over its runs with
-    their standard deviation, of a single run the 95 % interval over episodes.
+    """Draw error curves of `generation` or `recall` in one picture, a line for each model.
 
-    Raises UsageError when they are not of one task.
+    The shade is one standard deviation over runs, or the 95 % interval over episodes of a single run.
+
+    Raises:
+        UsageError: The evaluations are not of one task.
     """
     rows = _rows(evaluations)
     tasks = {row.environment for row in rows}
     if len(tasks) > 1:
         raise UsageError(f"curves are drawn of one task: these runs are of {', '.join(sorted(map(_task, tasks)))}.")
-    measure = rows[0].found[0]["protocol"]
+    measure = rows[0].metrics[0]["protocol"]
     lines = {}
     for row in rows:
-        label = f"{row.model}, {_noted(row.note)}" if row.note else row.model
-        label += f" ({len(row.found)} runs, ± SD)" if len(row.found) > 1 else " (95 % interval)"
-        curves = [_curve(metrics) for metrics in row.found]
+        label = f"{row.model}, {_format_note(row.note)}" if row.note else row.model
+        label += f" ({len(row.metrics)} runs, ± SD)" if len(row.metrics) > 1 else " (95 % interval)"
+        curves = [_curve(metrics) for metrics in row.metrics]
         lines[label] = (curves[0][0], _over_runs(np.array([band for _, band in curves], float)))
     write_curves(path, measure, lines, tasks.pop())
 
 
 def write_curves(path: Path, measure: str, lines: dict[str, Any], environment: str) -> None:
-    """A picture of lines: name -> x, and (value, low, high) as in `error_curves`."""
-    log = measure == "generation"  # errors begin near nothing
+    """Draw lines, each x and (value, low, high), as `error_curves` takes them."""
+    log = measure == "generation"  # errors grow by orders of magnitude
     if log:
         lines = {name: (x, (value, np.maximum(low, LOWEST), high)) for name, (x, (value, low, high)) in lines.items()}
     write_figure(path, error_curves(lines, x_label=AXES[measure], y_label=ERROR, title=environment, log=log))
 
 
 def _curve(metrics: dict[str, Any]) -> tuple[list[int], list[list[float | None]]]:
-    """Of one run: x, and value, low and high at each, None where nothing was scored."""
+    """Return x of one run, and value, low and high there, None where nothing was scored."""
     if metrics["protocol"] == "recall":
         by_k = {int(k): estimate for k, estimate in metrics["recall"].items()}
         ks = sorted(by_k)
@@ -167,7 +171,7 @@ def _curve(metrics: dict[str, Any]) -> tuple[list[int], list[list[float | None]]
 
 
 def _over_runs(bands: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(runs, 3, K) to the value, low and high of a line."""
+    """Return value, low and high of a line from those of its runs (runs, 3, K)."""
     if len(bands) == 1:
         return tuple(bands[0])
     mean, off = bands[:, 0].mean(0), bands[:, 0].std(0, ddof=1)
@@ -177,23 +181,23 @@ def _over_runs(bands: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _rows(evaluations: Sequence[Artifact]) -> list[Row]:
-    """Runs that differ in their seeds together, sorted by task and model."""
+def _rows(evaluations: Sequence[Artifact]) -> list[ModelRuns]:
+    """Group runs that differ in their seeds only, sorted by task and model."""
     groups: dict[tuple[Any, ...], tuple[dict[str, Any], list[dict[str, Any]]]] = {}
     for each in evaluations:
         metrics = each.metrics
         settings = {
             key: value
             for key, value in flatten(settings_of(each.input("dynamics"))).items()
-            if key.startswith(_TOLD_APART)
+            if key.startswith(_MODEL_SECTIONS)
         }
         alike = metrics["environment"], _model(metrics), metrics["updates"], str(settings)
         groups.setdefault(alike, (settings, []))[1].append(metrics)
     rows = []
-    for (environment, model, *_), (settings, found) in sorted(groups.items(), key=lambda item: item[0][:3]):
+    for (environment, model, *_), (settings, runs) in sorted(groups.items(), key=lambda item: item[0][:3]):
         named_alike = [other for alike, (other, _) in groups.items() if alike[:2] == (environment, model)]
         note = {key: value for key, value in settings.items() if any(each[key] != value for each in named_alike)}
-        rows.append(Row(environment, model, note, found))
+        rows.append(ModelRuns(environment, model, note, runs))
     return rows
 
 
@@ -204,35 +208,35 @@ def _model(metrics: dict[str, Any]) -> str:
     )
 
 
-def _noted(note: dict[str, Any]) -> str:
-    shown = [f"{key}={value}" for key, value in note.items()][:NOTED]
-    return ", ".join(shown) + (f" and {len(note) - NOTED} more" if len(note) > NOTED else "")
+def _format_note(note: dict[str, Any]) -> str:
+    parts = [f"{key}={value}" for key, value in note.items()][:NOTED]
+    return ", ".join(parts) + (f" and {len(note) - NOTED} more" if len(note) > NOTED else "")
 
 
 def _task(environment: str) -> str:
     return environment.removeprefix("wm/").removesuffix("-v0")
 
 
-def _cells(found: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """What a measure shows of the runs of a row."""
-    if found[0]["protocol"] == "recall":
-        keys = {f"k = {k}": f"recall.{k}" for k in sorted(found[0]["recall"], key=int)}
+def _cells(runs: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return the cells of a row by column, from the metrics of its runs."""
+    if runs[0]["protocol"] == "recall":
+        keys = {f"k = {k}": f"recall.{k}" for k in sorted(runs[0]["recall"], key=int)}
     else:
-        keys = _SHOWN[found[0]["protocol"]]
-    return {name: _cell(found, key, 100 if "%" in name else 1) for name, key in keys.items()}
+        keys = _SHOWN[runs[0]["protocol"]]
+    return {name: _cell(runs, key, 100 if "%" in name else 1) for name, key in keys.items()}
 
 
-def _cell(found: Sequence[dict[str, Any]], key: str, scale: float) -> str:
-    picked = []
-    for each in found:
+def _cell(runs: Sequence[dict[str, Any]], key: str, scale: float) -> str:
+    estimates = []
+    for each in runs:
         value: Any = each
         for part in key.split("."):
             value = value[part]
-        picked.append(value if isinstance(value, dict) else {"value": value, "low": None, "high": None})
-    values = scale * np.array([each["value"] for each in picked])
+        estimates.append(value if isinstance(value, dict) else {"value": value, "low": None, "high": None})
+    values = scale * np.array([each["value"] for each in estimates])
     form = (lambda value: f"{value:.1f}") if scale == 100 else (lambda value: f"{value:.3g}")
     if len(values) > 1:
         return f"{form(values.mean())} ± {form(values.std(ddof=1))}"
-    if picked[0]["low"] is None:
+    if estimates[0]["low"] is None:
         return form(values[0])
-    return f"{form(values[0])} ({form(scale * picked[0]['low'])}-{form(scale * picked[0]['high'])})"
+    return f"{form(values[0])} ({form(scale * estimates[0]['low'])}-{form(scale * estimates[0]['high'])})"

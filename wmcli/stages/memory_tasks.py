@@ -1,8 +1,10 @@
-"""What a world model remembers of an episode: `wm eval --protocol generation | recall | reward | doors | probe`.
+"""The memory measures: `wm eval --protocol generation | recall | reward | doors | probe`.
 
-The measures of S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064): on test episodes that nobody learned from, the model
-sees the C frames of context and imagines the Q frames of the query from the actions that were taken there, one draw of
-the prior a step; probe.py only looks at what it makes of frames that it sees. B episodes, T = C + Q frames, F features.
+The model observes the C context frames of a held-out test episode. It then imagines the Q frames of the query under
+the actions taken there, with one sample of the prior per step. The probe imagines nothing, see probe.py.
+B episodes, T = C + Q frames, F features.
+
+Source: S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064).
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from wmcli.report.images import side_by_side, strip, write_gif, write_png
 from wmcli.settings import Measure, Settings
 from wmcli.stages.checks import check_held_back
 from wmcli.stages.context import Context, open_context
-from wmcli.stages.memory_table import AXES, draw_curves, table, told, write_curves
+from wmcli.stages.memory_table import AXES, draw_curves, summarize, table, write_curves
 from wmcli.stages.probe import probe
 from wmcli.stages.protocol import Protocol
 from wmcli.stages.scripted import task_of
@@ -47,11 +49,11 @@ BATCH = 32  # episodes imagined side by side
 FRAMES = 256  # decoded at a time
 FILMED = 3  # episodes of a film, one under the other
 COLUMNS = 16  # frames of a strip
-RECALLED = (0, 1, 2, 5, 10, 20)  # k: frames seen behind the teleport, besides the one that it arrives at
+RECALLED = (0, 1, 2, 5, 10, 20)  # k: frames observed after the teleport, not counting the arrival
 
 
-class Episodes(NamedTuple):
-    """Test episodes, on the host but for what is computed with."""
+class TaskEpisodes(NamedTuple):
+    """Test episodes. Tensors are where the replay is, arrays on the host."""
 
     frames: Tensor
     """(E, T, H, W, 3) uint8."""
@@ -60,25 +62,30 @@ class Episodes(NamedTuple):
     reward: np.ndarray
     """(E, T), of each action."""
     sketch: np.ndarray
-    """(E, T, S) uint8."""
+    """(E, T, S) uint8, compact states."""
     counts: np.ndarray
-    """(E, T) bool: False in frames that only fill a phase up."""
+    """(E, T) bool: False for padding at the end of a phase."""
 
 
 def evaluate_memory(
     context: Context, measure: Measure, *, dynamics: str | None = None, experience: str | None = None
 ) -> Artifact:
-    """Measure the run's dynamics model on `evaluation.episodes` test episodes (fewer if there are fewer) and publish.
+    """Measure a dynamics model on up to `evaluation.episodes` test episodes and publish the scores.
 
-    The test episodes are those of `experience`, by default of what the model was trained on.
+    Args:
+        context: Of the run.
+        measure: Name of the measure.
+        dynamics: Reference; None is the newest of the run.
+        experience: Reference of the experience with the test episodes; None is that of the dynamics.
 
-    Raises UsageError for a model or a task that the measure does not fit, ArtifactError where one is missing or there
-    are no test episodes.
+    Raises:
+        ArtifactError: An input is missing, or there are no test episodes.
+        UsageError: The measure does not fit the dynamics or the task.
     """
     settings, machine, run = context.settings, context.machine, context.run
     model = run.resolve(dynamics or "dynamics", "dynamics")
     check_same_environment(context.environment, model)
-    played = run.resolve(experience, "experience") if experience else model.input("experience")
+    source = run.resolve(experience, "experience") if experience else model.input("experience")
     trained = settings_of(model)
     _protocol(measure).check(trained)
     task = task_of(context)
@@ -88,20 +95,20 @@ def evaluate_memory(
         "precision": machine.precision,
     }
     identity |= {key: getattr(settings.evaluation, key) for key in _MEASURES[measure].settings}
-    job = run.job("evaluation", identity, {"dynamics": model, "experience": played})
+    job = run.job("evaluation", identity, {"dynamics": model, "experience": source})
     if existing := context.done(job):
         context.progress.say(f"eval: {existing.name} is this very job, nothing to do (--force measures again)")
         return existing
     with context.work(job) as work:
         world_model = load_world_model(model, machine)
-        episodes = _episodes(context, played, task)
+        episodes = _episodes(context, source, task)
         context.progress.say(f"eval: {measure} in {len(episodes.action)} test episodes of {task.about} on {machine}")
         seed = derived_seed(settings.seed, "eval memory")
         with isolated_randomness(seed, machine.device), machine.autocast():
-            found = _MEASURES[measure].score(context, world_model, task, episodes, work)
+            scores = _MEASURES[measure].score(context, world_model, task, episodes, work)
         artifact = context.publish(
             work,
-            found
+            scores
             | {
                 "protocol": measure,
                 "environment": settings.environment.id,
@@ -113,7 +120,7 @@ def evaluate_memory(
                 "updates": model.metrics["updates"],
             },
         )
-    context.progress.say(told(artifact))
+    context.progress.say(summarize(artifact))
     return artifact
 
 
@@ -130,9 +137,9 @@ def unfit(measure: Measure, settings: Settings) -> str | None:
 
 
 def measures_of(settings: Settings) -> tuple[Measure, ...]:
-    """What `wm run` measures: the measures that are named, or all that fit but the probe."""
-    asked = settings.evaluation.measures
-    return _fitting(settings) if asked == "auto" else asked
+    """Return the measures of `wm run`: those of the settings, or with "auto" all that fit but the probe."""
+    measures = settings.evaluation.measures
+    return _fitting(settings) if measures == "auto" else measures
 
 
 def _fitting(settings: Settings) -> tuple[Measure, ...]:
@@ -140,8 +147,11 @@ def _fitting(settings: Settings) -> tuple[Measure, ...]:
 
 
 def check_measures(settings: Settings) -> None:
-    """Raises UsageError where dynamics with these settings, or what is collected for them, could not be measured as
-    `wm run` is to do it."""
+    """Check that `wm run` can take its measures.
+
+    Raises:
+        UsageError: A measure does not fit the dynamics, or no test episodes are collected.
+    """
     measures = measures_of(settings)
     for measure in measures:
         if reason := unfit(measure, settings):
@@ -152,109 +162,123 @@ def check_measures(settings: Settings) -> None:
         check_held_back(settings, "test", "evaluation.measures", none="[]")
 
 
-def _episodes(context: Context, played: Artifact, task: Task) -> Episodes:
-    memory = context.held_out(played, "test")
-    sketch = read_segment(played.path / HELD_OUT["test"], "sketch")["sketch"]
+def _episodes(context: Context, experience: Artifact, task: Task) -> TaskEpisodes:
+    replay = context.held_out(experience, "test")
+    sketch = read_segment(experience.path / HELD_OUT["test"], "sketch")["sketch"]
     time = task.context + task.query
-    count = min(len(memory) // time, context.settings.evaluation.episodes)
+    count = min(len(replay) // time, context.settings.evaluation.episodes)
     shape, rows = (count, time), count * time  # whole episodes of one length, one after the other
-    action = memory.action[:rows].view(shape)
+    action = replay.action[:rows].view(shape)
     counts = np.ones(shape, bool)
     if task.padding is not None:
         counts[:, 1:] = action[:, :-1].cpu().numpy() != task.padding
-    return Episodes(
-        memory.frames[:rows].view(*shape, *memory.frames.shape[1:]),
+    return TaskEpisodes(
+        replay.frames[:rows].view(*shape, *replay.frames.shape[1:]),
         action,
-        memory.reward[:rows].view(shape).cpu().numpy(),
+        replay.reward[:rows].view(shape).cpu().numpy(),
         sketch[:rows].reshape(*shape, -1),
         counts,
     )
 
 
-# -- the model at work ------------------------------------------------------------------------------------------------
+# -- rollouts --------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def imagined(world_model: WorldModel, frames: Tensor, action: Tensor, known: int, *, likeliest: bool = False) -> Tensor:
-    """Features (B, T, F) of frames (B, T, H, W, 3) of which the first `known` were seen, and the others imagined under
-    the actions (B, T). With `likeliest` every latent is the likeliest one and not drawn.
+def roll_out(
+    world_model: WorldModel, frames: Tensor, action: Tensor, context_frames: int, *, likeliest: bool = False
+) -> Tensor:
+    """Observe the first frames of each episode, and imagine the others.
 
-    Raises UsageError for a backbone that cannot read those that were seen.
+    Args:
+        world_model: In eval mode.
+        frames: (B, T, H, W, 3) uint8.
+        action: (B, T) int64.
+        context_frames: Number of frames to observe.
+        likeliest: Take the likeliest latents instead of samples.
+
+    Returns:
+        Features (B, T, F).
+
+    Raises:
+        UsageError: The backbone cannot read the context.
     """
-    world_model.check_reads(known - 1)
-    latent = world_model.encode(frames[:, :known])
+    world_model.check_reads(context_frames - 1)
+    latent = world_model.encode(frames[:, :context_frames])
     features, _ = open_loop(world_model, latent, action, likeliest=likeliest)
     return features
 
 
 @torch.no_grad()
 def frame_errors(world_model: WorldModel, features: Tensor, frames: Tensor) -> np.ndarray:
-    """Squared errors (B, T), summed over a frame's pixels, of what features (B, T, F) are decoded to."""
-    flat, real = features.flatten(0, 1), frames.flatten(0, 1)
-    found = [
-        world_model.frame_error(some, true) for some, true in zip(flat.split(FRAMES), real.split(FRAMES), strict=True)
-    ]
-    return torch.cat(found).view(features.shape[:2]).double().cpu().numpy()
+    """Return squared errors (B, T), summed over a frame's pixels, of decoded features (B, T, F)."""
+    parts = zip(features.flatten(0, 1).split(FRAMES), frames.flatten(0, 1).split(FRAMES), strict=True)
+    errors = [world_model.frame_error(some, real) for some, real in parts]
+    return torch.cat(errors).view(features.shape[:2]).double().cpu().numpy()
 
 
-def _by_batches(
-    context: Context, episodes: Episodes, what: str, function: Callable[[Tensor, Tensor, slice], Any]
+def _map_batches(
+    context: Context, episodes: TaskEpisodes, what: str, function: Callable[[Tensor, Tensor, slice], Any]
 ) -> list[Any]:
-    """function(frames, action, which) of batch after batch of episodes."""
-    total, found = len(episodes.action), []
+    """Return function(frames, action, which) of every batch of episodes."""
+    total, results = len(episodes.action), []
     with context.progress.bar(what, total, "episodes") as bar:
         for begin in range(0, total, BATCH):
             which = slice(begin, min(begin + BATCH, total))
-            found.append(function(episodes.frames[which], episodes.action[which], which))
+            results.append(function(episodes.frames[which], episodes.action[which], which))
             bar.advance(which.stop - which.start)
-    return found
+    return results
 
 
 # -- the measures -----------------------------------------------------------------------------------------------------
 
 
 def _generation(
-    context: Context, world_model: WorldModel, task: Task, episodes: Episodes, work: Work
+    context: Context, world_model: WorldModel, task: Task, episodes: TaskEpisodes, work: Work
 ) -> dict[str, Any]:
-    """Reconstruction error, every frame seen, and generation error, the query imagined; with a curve over its steps,
-    and films of both beside the truth."""
-    known = task.context
+    """Measure the reconstruction error (all frames observed) and the generation error (the query imagined).
+
+    Write a curve over the steps of the query, and films beside the real episodes.
+    """
+    start = task.context
     films: list[tuple[np.ndarray, np.ndarray]] = []
 
     def errors(frames: Tensor, action: Tensor, which: slice) -> tuple[np.ndarray, ...]:
-        seen = imagined(world_model, frames, action, frames.shape[1])
-        drawn = imagined(world_model, frames, action, known)
-        likeliest = imagined(world_model, frames, action, known, likeliest=True)
+        observed = roll_out(world_model, frames, action, frames.shape[1])
+        sampled = roll_out(world_model, frames, action, start)
+        likeliest = roll_out(world_model, frames, action, start, likeliest=True)
         if not films:
-            films.append((frames[:FILMED].cpu().numpy(), _decoded(world_model, drawn[:FILMED])))
-        query = [frame_errors(world_model, each[:, known:], frames[:, known:]) for each in (drawn, likeliest)]
-        return frame_errors(world_model, seen, frames), *query
+            films.append((frames[:FILMED].cpu().numpy(), _decode(world_model, sampled[:FILMED])))
+        query = [frame_errors(world_model, each[:, start:], frames[:, start:]) for each in (sampled, likeliest)]
+        return frame_errors(world_model, observed, frames), *query
 
-    seen, drawn, likeliest = (
-        np.concatenate(parts) for parts in zip(*_by_batches(context, episodes, "generation", errors), strict=True)
+    observed, sampled, likeliest = (
+        np.concatenate(parts) for parts in zip(*_map_batches(context, episodes, "generation", errors), strict=True)
     )
-    counts = episodes.counts[:, known:]
+    counts = episodes.counts[:, start:]
     everywhere = episodes.counts.copy()
-    everywhere[:, 0] = False  # of the first frame a model need know nothing
+    everywhere[:, 0] = False  # nothing predicts the first frame
     error_curve = {
-        "generation": metrics.curve(drawn, counts),
-        "reconstruction": metrics.curve(seen[:, known:], counts),
+        "generation": metrics.curve(sampled, counts),
+        "reconstruction": metrics.curve(observed[:, start:], counts),
     }
     if context.pictures:
-        _write_film(work.payload, *films[0], known)
+        _write_film(work.payload, *films[0], start)
         lines = {name: (range(1, 1 + len(curve["mean"])), _band(curve)) for name, curve in error_curve.items()}
         write_curves(work.payload / "generation.png", "generation", lines, context.settings.environment.id)
     return {
-        "reconstruction": metrics.estimate(metrics.over_episodes(seen[:, known:], counts)),
-        "reconstruction_everywhere": metrics.estimate(metrics.over_episodes(seen, everywhere)),
-        "generation": metrics.estimate(metrics.over_episodes(drawn, counts)),
+        "reconstruction": metrics.estimate(metrics.over_episodes(observed[:, start:], counts)),
+        "reconstruction_everywhere": metrics.estimate(metrics.over_episodes(observed, everywhere)),
+        "generation": metrics.estimate(metrics.over_episodes(sampled, counts)),
         "generation_likeliest": metrics.estimate(metrics.over_episodes(likeliest, counts)),
         "curve": error_curve,
     }
 
 
-def _recall(context: Context, world_model: WorldModel, task: Task, episodes: Episodes, work: Work) -> dict[str, Any]:
-    """Generation error behind the teleport after k more frames were seen; the same frames are scored for every k."""
+def _recall(
+    context: Context, world_model: WorldModel, task: Task, episodes: TaskEpisodes, work: Work
+) -> dict[str, Any]:
+    """Measure the generation error after the teleport and k more observed frames, on the same frames for every k."""
     ks = [k for k in RECALLED if k + 1 < task.query]
     last = ks[-1] + 1
 
@@ -264,12 +288,12 @@ def _recall(context: Context, world_model: WorldModel, task: Task, episodes: Epi
         return np.stack(
             [
                 frame_errors(world_model, features[:, task.context + last :], scored)
-                for features in (imagined(world_model, frames, action, task.context + 1 + k) for k in ks)
+                for features in (roll_out(world_model, frames, action, task.context + 1 + k) for k in ks)
             ]
         )
 
-    found = np.concatenate(_by_batches(context, episodes, "recall", errors), 1)  # (K, E, frames)
-    by_k = {str(k): metrics.estimate(error.mean(1)) for k, error in zip(ks, found, strict=True)}
+    error = np.concatenate(_map_batches(context, episodes, "recall", errors), 1)  # (K, E, frames)
+    by_k = {str(k): metrics.estimate(each.mean(1)) for k, each in zip(ks, error, strict=True)}
     if context.pictures:
         values = [by_k[str(k)] for k in ks]
         band = tuple(np.array([value[key] for value in values], float) for key in ("value", "low", "high"))
@@ -277,18 +301,20 @@ def _recall(context: Context, world_model: WorldModel, task: Task, episodes: Epi
     return {"recall": by_k, "frames_scored": task.query - last}
 
 
-def _reward(context: Context, world_model: WorldModel, task: Task, episodes: Episodes, work: Work) -> dict[str, Any]:
-    """How often the last reward is told rightly: all frames seen (inference), or the query imagined (imagination)."""
+def _reward(
+    context: Context, world_model: WorldModel, task: Task, episodes: TaskEpisodes, work: Work
+) -> dict[str, Any]:
+    """Measure the accuracy of the last reward: all frames observed (inference), or the query imagined (imagination)."""
 
     def right(frames: Tensor, action: Tensor, which: slice) -> np.ndarray:
         true = episodes.reward[which, -2] > 0.5  # earned by the step into the last frame
-        found = []
-        for known in (frames.shape[1], task.context):
-            last = imagined(world_model, frames, action, known)[:, -1]
-            found.append((world_model.arrival_reward(last) > 0.5).cpu().numpy() == true)
-        return np.stack(found).astype(float)
+        hits = []
+        for context_frames in (frames.shape[1], task.context):
+            last = roll_out(world_model, frames, action, context_frames)[:, -1]
+            hits.append((world_model.arrival_reward(last) > 0.5).cpu().numpy() == true)
+        return np.stack(hits).astype(float)
 
-    inference, imagination = np.concatenate(_by_batches(context, episodes, "reward", right), 1)
+    inference, imagination = np.concatenate(_map_batches(context, episodes, "reward", right), 1)
     return {
         "inference": metrics.estimate(inference),
         "imagination": metrics.estimate(imagination),
@@ -296,31 +322,33 @@ def _reward(context: Context, world_model: WorldModel, task: Task, episodes: Epi
     }
 
 
-def _doors(context: Context, world_model: WorldModel, task: Task, episodes: Episodes, work: Work) -> dict[str, Any]:
-    """How many of the doors in sight of an imagined frame are locked or open as they are, and of their colors."""
+def _doors(context: Context, world_model: WorldModel, task: Task, episodes: TaskEpisodes, work: Work) -> dict[str, Any]:
+    """Measure the accuracy of state and color of the doors in sight in imagined frames."""
     templates, side = tiles.PICTURES[tiles.DOORS], tiles.PIXELS
 
-    def compared(frames: Tensor, action: Tensor, which: slice) -> tuple[np.ndarray, np.ndarray]:
-        drawn = imagined(world_model, frames, action, task.context)[:, task.context :].flatten(0, 1)
-        codes = episodes.sketch[which, task.context :].reshape(len(drawn), -1)  # (N, 25)
+    def numbers(frames: Tensor, action: Tensor, which: slice) -> tuple[np.ndarray, np.ndarray]:
+        features = roll_out(world_model, frames, action, task.context)[:, task.context :].flatten(0, 1)
+        codes = episodes.sketch[which, task.context :].reshape(len(features), -1)  # (N, 25)
         here = np.isin(codes, tiles.DOORS) & episodes.counts[which, task.context :].reshape(-1, 1)
-        pictures = torch.cat([world_model.images(some) for some in drawn.split(FRAMES)])
+        pictures = torch.cat([world_model.images(some) for some in features.split(FRAMES)])
         tiled = pictures.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 3, 5, 1).flatten(1, 2)
-        shown = 255 * tiled.float().cpu().numpy()[here]
-        return metrics.nearest(shown, templates), codes[here].astype(np.int64) - tiles.LOCKED
+        doors = 255 * tiled.float().cpu().numpy()[here]
+        return metrics.nearest(doors, templates), codes[here].astype(np.int64) - tiles.LOCKED
 
-    found, true = (
-        np.concatenate(parts) for parts in zip(*_by_batches(context, episodes, "doors", compared), strict=True)
+    imagined, real = (
+        np.concatenate(parts) for parts in zip(*_map_batches(context, episodes, "doors", numbers), strict=True)
     )
-    return metrics.doors(found, true, len(tiles.COLORS))._asdict()
+    return metrics.doors(imagined, real, len(tiles.COLORS))._asdict()
 
 
 class _Measure(NamedTuple):
-    score: Callable[[Context, WorldModel, Task, Episodes, Work], dict[str, Any]]
+    """A memory measure."""
+
+    score: Callable[[Context, WorldModel, Task, TaskEpisodes, Work], dict[str, Any]]
     task: type[Task]
     """The kind of task that it measures."""
     example: str
-    """Names the kind of task, with an example."""
+    """The kind of task in words, with an example."""
     rewards: bool = False
     """Whether it needs dynamics that learn rewards."""
     settings: tuple[str, ...] = ()
@@ -332,7 +360,7 @@ class _Measure(NamedTuple):
 _MEASURES: dict[Measure, _Measure] = {
     "generation": _Measure(
         _generation,
-        Task,  # type: ignore[type-abstract]  # asked of an instance, never built
+        Task,  # type: ignore[type-abstract]  # for isinstance only
         "a memory task, such as wm/DistractingMemory-100-v0",
     ),
     "recall": _Measure(
@@ -364,34 +392,37 @@ _MEASURES: dict[Measure, _Measure] = {
 # -- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def _decoded(world_model: WorldModel, features: Tensor) -> np.ndarray:
-    """Features (B, T, F) to frames (B, T, H, W, 3) uint8."""
+def _decode(world_model: WorldModel, features: Tensor) -> np.ndarray:
+    """Decode features (B, T, F) to frames (B, T, H, W, 3) uint8."""
     flat = features.flatten(0, 1)
     pictures = torch.cat([world_model.images(some) for some in flat.split(FRAMES)])
     pixels = (255 * pictures).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
     return pixels.unflatten(0, features.shape[:2]).cpu().numpy()
 
 
-def _write_film(folder: Path, real: np.ndarray, drawn: np.ndarray, known: int) -> None:
-    """`imagination.gif`, episodes under each other, real left and imagined right; `imagination.png`, a strip of the
-    first one's query and the end of its context."""
-    stacked = [np.concatenate(list(frames), axis=1) for frames in (real, drawn)]
-    write_gif(folder / "imagination.gif", side_by_side(stacked[0], stacked[1], context=known), fps=10)
-    write_png(folder / "imagination.png", _query_strip({"real": real[0], "imagined": drawn[0]}, known))
+def _write_film(folder: Path, real: np.ndarray, imagined: np.ndarray, context_frames: int) -> None:
+    """Write `imagination.gif` (episodes below each other, real left, imagined right) and `imagination.png`.
+
+    The latter is a strip of the first episode's query and the end of its context.
+    """
+    stacked = [np.concatenate(list(frames), axis=1) for frames in (real, imagined)]
+    write_gif(folder / "imagination.gif", side_by_side(stacked[0], stacked[1], context=context_frames), fps=10)
+    write_png(folder / "imagination.png", _query_strip({"real": real[0], "imagined": imagined[0]}, context_frames))
 
 
-def _query_strip(rows: Mapping[str, np.ndarray], known: int) -> np.ndarray:
-    """The query and the end of the context of one episode, (T, H, W, 3) by name."""
+def _query_strip(rows: Mapping[str, np.ndarray], context_frames: int) -> np.ndarray:
+    """Draw the end of the context and the query of one episode, (T, H, W, 3) by name."""
     length = len(next(iter(rows.values())))
-    every = max(1, (length - known) // COLUMNS)
-    return strip(rows, start=max(0, known - 2 * every), every=every, context=known)
+    every = max(1, (length - context_frames) // COLUMNS)
+    return strip(rows, start=max(0, context_frames - 2 * every), every=every, context=context_frames)
 
 
 def draw_strips(runs: Sequence[Path], path: Path) -> None:
-    """Draw how the newest dynamics model of each run imagines the query of one test episode, below the truth.
+    """Draw one test episode as the newest dynamics model of each run imagines it, below the real one.
 
-    Raises UsageError for a model that is none of a memory task or runs with other test episodes, ArtifactError where a
-    model or its experience is missing.
+    Raises:
+        ArtifactError: A dynamics model or its experience is missing.
+        UsageError: The measure does not fit a model, or the runs have different test episodes.
     """
     check_target(path, (".png",))
     rows: dict[str, np.ndarray] = {}
@@ -405,17 +436,17 @@ def draw_strips(runs: Sequence[Path], path: Path) -> None:
         frames, action = episodes.frames[:1], episodes.action[:1]
         real = frames[0].cpu().numpy()
         if not np.array_equal(rows.setdefault("real", real), real):
-            raise UsageError(f"{folder}: its test episodes are others than those of {runs[0]}: give runs of one task.")
+            raise UsageError(f"{folder} and {runs[0]} have different test episodes: give runs of one task.")
         seed = derived_seed(context.settings.seed, "eval memory")
         with isolated_randomness(seed, context.machine.device), context.machine.autocast():
-            drawn = _decoded(world_model, imagined(world_model, frames, action, task.context))
+            imagined = _decode(world_model, roll_out(world_model, frames, action, task.context))
         name = folder.resolve().name
-        rows[str(folder) if name in rows else name] = drawn[0]
+        rows[str(folder) if name in rows else name] = imagined[0]
     write_png(path, _query_strip(rows, task.context))
 
 
 def _band(curve: dict[str, list[float | None]]) -> tuple[np.ndarray, ...]:
-    """Value, low and high; NaN where nothing was scored."""
+    """Return mean, low and high, NaN where nothing was scored."""
     return tuple(np.array(curve[part], float) for part in ("mean", "low", "high"))
 
 
@@ -428,7 +459,7 @@ def _protocol(measure: Measure) -> Protocol:
         needs="dynamics",
         evaluate=partial(evaluate_memory, measure=measure),
         unfit=partial(unfit, measure),
-        summarize=told,
+        summarize=summarize,
         table=table,
         reads_experience=True,
         draw_curves=draw_curves if measure in AXES else None,

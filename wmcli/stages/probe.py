@@ -1,12 +1,12 @@
-"""What a world model's state tells of a maze that it walked through: `wm eval --protocol probe`.
+"""Probes of a world model's state in mazes: `wm eval --protocol probe`.
 
-Memory Maze's offline benchmark (Pasukonis, Lillicrap and Hafner 2022, arXiv 2210.13383) as S4WM reports it (Deng, Park
-and Ahn 2023, arXiv 2307.02064, table 6). A frozen model sees whole episodes; nothing is imagined. Two probes learn from
-what it makes of training episodes, its features, latent and past of each frame: one tells from them and the agent's
-pose where walls are, the other where each object is as the agent sees it. They are scored on the query, the second half
-of each test episode, when most of the maze was seen before.
-
+A frozen model observes whole episodes; nothing is imagined. Two probes learn from its features of training episodes.
+One predicts walls from features and the agent's pose, the other where each object is from the agent's point of view.
+They are scored on the query, the second half of each test episode: by then the agent has been in most of the maze.
 B episodes, T frames, F features, N frames of any episodes, A cells, K objects.
+
+Source: the offline benchmark of Memory Maze (Pasukonis, Lillicrap and Hafner 2022, arXiv 2210.13383), as S4WM reports
+it (Deng, Park and Ahn 2023, arXiv 2307.02064, table 6).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from wmcli.world_models.base import WorldModel
 from wmcli.world_models.open_loop import open_loop
 
 if TYPE_CHECKING:
-    from wmcli.stages.memory_tasks import Episodes
+    from wmcli.stages.memory_tasks import TaskEpisodes
 
-TOGETHER = 16  # episodes seen side by side, and in an update
-FRAMES = 512  # of these that an update learns from
+TOGETHER = 16  # episodes observed side by side, and of an update
+FRAMES = 512  # of an update
 LEARNING_RATE = 3e-4
 LAYERS = 4
 WALLS_WIDTH, OBJECTS_WIDTH = 1024, 400
 
 
 class Truth(NamedTuple):
-    """Labels of N frames as float32 tensors, see `Labels`."""
+    """Labels of N frames as float32 tensors (see `Labels`)."""
 
     walls: Tensor
     """(N, A), 0 or 1."""
@@ -53,12 +53,12 @@ class Truth(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Of each frame (...)."""
+    """Scores of frames (...)."""
 
     walls: np.ndarray
-    """Share of the cells of which it is told rightly whether they are walls."""
+    """Accuracy over cells."""
     objects: np.ndarray
-    """Squared distance (cells^2) between where objects are and where they are told to be, mean over objects."""
+    """Squared distance (cells^2) between predicted and real places, mean over objects."""
 
 
 class Probes(nn.Module):
@@ -74,55 +74,60 @@ class Probes(nn.Module):
         self.objects = perceptron(features, OBJECTS_WIDTH, 2 * objects)
 
     def forward(self, features: Tensor, pose: Tensor) -> tuple[Tensor, Tensor]:
-        """Features (N, F) and poses (N, 4) to logits of walls (N, A) and places of objects (N, K, 2)."""
+        """Map features (N, F) and poses (N, 4) to logits of walls (N, A) and places of objects (N, K, 2)."""
         return self.walls(torch.cat((features, pose), -1)), self.objects(features).unflatten(-1, (-1, 2))
 
     def loss(self, features: Tensor, truth: Truth) -> Tensor:
-        """Cross-entropy a cell, and squared error a coordinate: the likelihood of a Gaussian of fixed width. The two
-        probes share nothing, so their sum trains each by itself."""
+        """Return the cross-entropy per cell plus the squared error per coordinate.
+
+        The latter is the likelihood of a Gaussian of fixed width. The probes share no weights, so the sum trains each
+        by itself.
+        """
         walls, objects = self(features, truth.pose)
         return F.binary_cross_entropy_with_logits(walls, truth.walls) + F.mse_loss(objects, truth.objects)
 
     @torch.no_grad()
-    def tell(self, features: Tensor, pose: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Walls, bool (N, A), and objects (N, K, 2)."""
+    def predict(self, features: Tensor, pose: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Return walls, bool (N, A), and places of objects (N, K, 2)."""
         walls, objects = self(features, pose)
         return (walls > 0).cpu().numpy(), objects.cpu().numpy()
 
 
-def probe(context: Context, world_model: WorldModel, task: Task, episodes: Episodes, work: Work) -> dict[str, Any]:
-    """Train both probes on the training episodes of what the job names as its experience, and score them on the test
-    `episodes`, beside constants: what is the likelier in each cell, and the mean of each object's place."""
-    assert isinstance(task, Maze)
-    played, device = work.job.inputs["experience"], context.machine.device
-    memory, time = context.experience(played), task.context + task.query
-    sketch = _sketches(played).reshape(-1, time, episodes.sketch.shape[-1])
-    frames, action = (column.view(len(sketch), time, *column.shape[1:]) for column in (memory.frames, memory.action))
+def probe(context: Context, world_model: WorldModel, task: Task, episodes: TaskEpisodes, work: Work) -> dict[str, Any]:
+    """Train both probes on the training episodes of the job's experience, and score them on the test episodes.
 
-    def some() -> tuple[Tensor, Truth]:
+    Constant predictions are scored too: the more frequent label of each cell, and the mean place of each object.
+    """
+    assert isinstance(task, Maze)
+    experience, device = work.job.inputs["experience"], context.machine.device
+    replay, time = context.experience(experience), task.context + task.query
+    sketch = _sketches(experience).reshape(-1, time, episodes.sketch.shape[-1])
+    frames, action = (column.view(len(sketch), time, *column.shape[1:]) for column in (replay.frames, replay.action))
+
+    def sample() -> tuple[Tensor, Truth]:
         which = torch.randperm(len(sketch))[:TOGETHER]
         features = observed_features(
             world_model, frames[which.to(frames.device)], action[which.to(action.device)]
         ).flatten(0, 1)
-        taken = torch.randperm(len(features))[:FRAMES]
-        labels = task.labels(sketch[which.numpy()].reshape(len(features), -1)[taken.numpy()])
-        return features[taken.to(device)], truth_of(labels, device)
+        rows = torch.randperm(len(features))[:FRAMES]
+        labels = task.labels(sketch[which.numpy()].reshape(len(features), -1)[rows.numpy()])
+        return features[rows.to(device)], truth_of(labels, device)
 
     with context.progress.bar("probe", context.settings.evaluation.probe_updates, "updates") as bar:
-        probes = fitted(some, context.settings.evaluation.probe_updates, bar.advance)
+        probes = fit(sample, context.settings.evaluation.probe_updates, bar.advance)
     constant = constants(task, sketch)
-    found: list[list[np.ndarray]] = []
+    results: list[list[np.ndarray]] = []
     for begin in range(0, len(episodes.action), TOGETHER):
         which = slice(begin, begin + TOGETHER)
         features = observed_features(world_model, episodes.frames[which], episodes.action[which])[:, task.context :]
         query = episodes.sketch[which, task.context :]
         labels = task.labels(query.reshape(-1, query.shape[-1]))
         with torch.autocast(device.type, enabled=False):
-            told = probes.tell(features.flatten(0, 1), truth_of(labels, device).pose)
-        each = (*scores(*told, labels), *scores(*constant, labels))
-        found.append([of_frames.reshape(query.shape[:2]).mean(1) for of_frames in each])
+            predictions = probes.predict(features.flatten(0, 1), truth_of(labels, device).pose)
+        each = (*scores(*predictions, labels), *scores(*constant, labels))
+        results.append([of_frames.reshape(query.shape[:2]).mean(1) for of_frames in each])
     walls, objects, constant_walls, constant_objects = (
-        metrics.estimate(np.concatenate(of_episodes)) for of_episodes in zip(*found, strict=True)
+        metrics.estimate(np.concatenate(of_episodes)) for of_episodes in zip(*results, strict=True)
     )
     return {
         "walls": walls,
@@ -148,14 +153,20 @@ def observed_features(world_model: WorldModel, frames: Tensor, action: Tensor) -
     return open_loop(world_model, world_model.encode(frames), action)[0].float()
 
 
-def fitted(some: Callable[[], tuple[Tensor, Truth]], updates: int, advance: Callable[[], None]) -> Probes:
-    """Probes after so many updates, in float32, each on the features (N, F) and the truth that `some` gives next."""
-    features, truth = some()
+def fit(sample: Callable[[], tuple[Tensor, Truth]], updates: int, advance: Callable[[], None]) -> Probes:
+    """Train fresh probes in float32.
+
+    Args:
+        sample: Returns the features (N, F) and the truth of the next update.
+        updates: Number of updates.
+        advance: Called after each.
+    """
+    features, truth = sample()
     probes = Probes(features.shape[-1], truth.walls.shape[-1], truth.objects.shape[-2]).to(features.device)
     optimizer = build_optimizer("adam", probes.parameters(), LEARNING_RATE, 0.0)
     for update in range(updates):
         if update:
-            features, truth = some()
+            features, truth = sample()
         with torch.autocast(features.device.type, enabled=False):
             loss = probes.loss(features, truth)
         optimizer.zero_grad()
@@ -166,15 +177,22 @@ def fitted(some: Callable[[], tuple[Tensor, Truth]], updates: int, advance: Call
 
 
 def constants(task: Maze, sketch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What tells the most without looking, of training episodes as sketches (E, T, S): in which cells walls are more
-    often than not, bool (A,), and the mean places of the objects (K, 2)."""
+    """Return the best constant predictions on training episodes.
+
+    Args:
+        task: The maze.
+        sketch: (E, T, S), compact states.
+
+    Returns:
+        bool (A,), cells that are walls in most episodes, and the mean places of the objects (K, 2).
+    """
     walls = task.labels(sketch[:, 0]).walls.mean(0) > 0.5  # the same in all of an episode's frames
     means = [task.labels(episode).objects.mean(0, dtype=np.float64) for episode in sketch]
     return walls, np.mean(means, 0)
 
 
 def scores(walls: np.ndarray, objects: np.ndarray, labels: Labels) -> Scores:
-    """Of walls bool (..., A) and objects (..., K, 2) as they are told; constants go with all frames."""
+    """Score walls, bool (..., A), and objects (..., K, 2). Constants broadcast over all frames."""
     return Scores(
         (walls == labels.walls).mean(-1),
         np.square(objects - labels.objects).sum(-1, dtype=np.float64).mean(-1),
@@ -182,13 +200,13 @@ def scores(walls: np.ndarray, objects: np.ndarray, labels: Labels) -> Scores:
 
 
 def truth_of(labels: Labels, device: torch.device) -> Truth:
-    """Labels of N frames where the probes are."""
+    """Move the labels of N frames to a device."""
     return Truth(*(torch.from_numpy(np.asarray(each, np.float32)).to(device) for each in labels))
 
 
-def _sketches(played: Artifact) -> np.ndarray:
-    """All rows of experience up to `played`, as it lies in memory: uint8 (N, S)."""
-    chain = [played]
+def _sketches(experience: Artifact) -> np.ndarray:
+    """Return the compact states of all experience up to an artifact, in the order of the replay: uint8 (N, S)."""
+    chain = [experience]
     while "previous" in chain[-1].inputs:
         chain.append(chain[-1].input("previous"))
     return np.concatenate([read_segment(each.path / SEGMENT, "sketch")["sketch"] for each in reversed(chain)])
