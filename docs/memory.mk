@@ -28,7 +28,7 @@ gaussian := $(transformer) backbone.prior.kind=gaussian
 # as many more updates as there are frames missing from a batch).
 tssm-xl := backbone.kind=transformer-xl backbone.width=68 backbone.heads=4 backbone.ffn=4
 rssm := backbone.kind=dreamer-gru backbone.width=112 backbone.layers=1 dynamics.posterior=recurrent \
-	dynamics.rows=streams dynamics.context=3 controller.imagination_horizon=2 dynamics.validate_every=1250
+	dynamics.rows=streams dynamics.context=3 dynamics.validate_every=1250
 # S4WM's variants and shorter caches; these differ in size.
 no-mlp := backbone.ffn=0
 full-posterior := dynamics.posterior=full

@@ -10,14 +10,14 @@ gaussian := $(PRIOR).kind=gaussian
 span := $(PRIOR).kind=span $(PRIOR).regularizer=l1
 combined := $(PRIOR).kind=gaussian_span $(PRIOR).span=10 $(PRIOR).regularizer=l1
 # As the public code has them: multiplied scores, spans as triangles, and with these the future seen in training ...
-MULTIPLIED := $(PRIOR).form=scale $(PRIOR).mean_bound=clamp
-TRIANGLE := $(MULTIPLIED) $(PRIOR).span_mask=triangle
-reference-gaussian := $(gaussian) $(MULTIPLIED)
-reference-span := $(span) $(TRIANGLE) $(PRIOR).leak=true
-reference-combined := $(combined) $(TRIANGLE) $(PRIOR).leak=true
+GAUSSIAN := $(PRIOR).form=scale $(PRIOR).mean_bound=clamp
+SPAN := $(PRIOR).form=scale $(PRIOR).span_mask=triangle
+reference-gaussian := $(gaussian) $(GAUSSIAN)
+reference-span := $(span) $(SPAN) $(PRIOR).leak=true
+reference-combined := $(combined) $(GAUSSIAN) $(SPAN) $(PRIOR).leak=true
 # ... and the same with the future hidden.
-sealed-span := $(span) $(TRIANGLE)
-sealed-combined := $(combined) $(TRIANGLE)
+sealed-span := $(span) $(SPAN)
+sealed-combined := $(combined) $(GAUSSIAN) $(SPAN)
 LEARNED := gaussian span combined reference-gaussian reference-span reference-combined sealed-span sealed-combined
 VARIANTS := none $(LEARNED)
 

@@ -32,7 +32,8 @@ def operations(monkeypatch: pytest.MonkeyPatch, elements: int, kind: str, form: 
     """By what they are for; `table` is what it takes to make the priors' tables, once for all layers."""
     monkeypatch.setattr(transformer, "attention", reference)
     prior = "backbone.prior"
-    settings = resolve("unizero", [f"{prior}.kind={kind}", f"{prior}.form={form}"])
+    forms = [] if kind == "none" else [f"{prior}.form={form}"]
+    settings = resolve("unizero", [f"{prior}.kind={kind}", *forms])
     backbone = build(settings.backbone, max_length=2 * HORIZON, block=2).eval()
     x = torch.randn(1, elements, D)
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_flops=True) as profiler:

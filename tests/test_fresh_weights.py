@@ -8,7 +8,7 @@
 - `copies`: tensors that begin as copies of others. All others that are drawn differ from one another.
 - `copied_layers`: layers that begin as copies of the first only under the setting it names.
 - `on_purpose`: why ours follows a later source, in rows that two sources have.
-- `not_there`, `not_here`: what only one side has, and why.
+- `not_here`: what only the public code has, and why.
 """
 
 from __future__ import annotations
@@ -60,9 +60,8 @@ class Model(NamedTuple):
     tensors: dict[str, Tensor]
 
     def without_row(self, name: str) -> bool:
-        """Whether a tensor is a copy of another one, or is no part of the public code."""
-        table = TABLE[self.preset]
-        return name.startswith((*table.get("copies", ()), *table.get("not_there", ())))
+        """Whether a tensor is a copy of another one."""
+        return name.startswith(tuple(TABLE[self.preset].get("copies", ())))
 
     def compared(self) -> Iterator[tuple[str, Tensor, Row]]:
         table = rows(self.preset)
@@ -95,7 +94,9 @@ def build(preset: str, *overrides: str) -> Model:
     settings = resolve(preset, overrides)
     tokenizer = build_tokenizer(settings) if settings.dynamics.encoder in ("tokenizer", "dynamics") else None
     world_model = build_world_model(settings, tokenizer, TABLE[preset]["actions"])
-    modules = {"dynamics": world_model, "controller": build_controller(settings, world_model)}
+    modules = {"dynamics": world_model}
+    if settings.controller.acts:
+        modules["controller"] = build_controller(settings, world_model)
     if settings.dynamics.encoder == "tokenizer":
         assert tokenizer is not None
         modules["tokenizer"] = tokenizer

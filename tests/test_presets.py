@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +57,31 @@ CODE: dict[str, dict[str, Any]] = {
     },
 }
 PRIOR = "backbone.prior"
+# The numbers of the paper's table, by the kinds of prior that have them.
+LEARNED_PRIOR = {f"{PRIOR}.form": "additive", f"{PRIOR}.unit": "token", f"{PRIOR}.leak": False}
+GAUSSIAN = {f"{PRIOR}.mean": 6.0, f"{PRIOR}.deviation": 1.0}
+SPAN = {
+    f"{PRIOR}.span_mask": "ramp",  # the paper's equation is hard, which no gradient passes; its table has a ramp
+    f"{PRIOR}.ramp": 3.0,
+    f"{PRIOR}.strength": 0.025,
+}
+# Keys that the table has no number for.
+FREE_GAUSSIAN = {f"{PRIOR}.mean_bound": "sigmoid"}
+FREE_SPAN = {f"{PRIOR}.max_span": 6.0}
 # What each prior of the paper changes in UniZero, and the public code that multiplies.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "unizero-gaussian": {f"{PRIOR}.kind": "gaussian"},
+    "unizero-gaussian": {f"{PRIOR}.kind": "gaussian"} | LEARNED_PRIOR | GAUSSIAN | FREE_GAUSSIAN,
     # of the paper's three regularizers the one that its section on spans names; its ablation prefers l2
-    "unizero-span": {f"{PRIOR}.kind": "span", f"{PRIOR}.regularizer": "l1"},
-    "unizero-combined": {f"{PRIOR}.kind": "gaussian_span", f"{PRIOR}.span": 10.0, f"{PRIOR}.regularizer": "l1"},
+    "unizero-span": {f"{PRIOR}.kind": "span", f"{PRIOR}.span": 6.0, f"{PRIOR}.regularizer": "l1"}
+    | (LEARNED_PRIOR | SPAN | FREE_SPAN),
+    "unizero-combined": {f"{PRIOR}.kind": "gaussian_span", f"{PRIOR}.span": 10.0, f"{PRIOR}.regularizer": "l1"}
+    | (LEARNED_PRIOR | GAUSSIAN | SPAN | FREE_GAUSSIAN | FREE_SPAN),
     "unizero-reference": {
         "dynamics.activation": "gelu_tanh",
         "dynamics.clip": 20.0,
         "dynamics.end_on_truncation": True,
+        **LEARNED_PRIOR,
+        **GAUSSIAN,
         f"{PRIOR}.kind": "gaussian",
         f"{PRIOR}.form": "scale",
         f"{PRIOR}.mean": 2.0,
@@ -341,16 +357,6 @@ UNIZERO = PLANNING | {
 }
 # Beside the kind, in every preset with a prior of the paper's. Offsets are elements: two to a step. The paper's largest
 # span, 20, is no setting: it is the length of a segment, beyond which there are no offsets.
-PRIORS = {
-    f"{PRIOR}.form": "additive",
-    f"{PRIOR}.unit": "token",
-    f"{PRIOR}.mean": 6.0,
-    f"{PRIOR}.deviation": 1.0,
-    f"{PRIOR}.span_mask": "ramp",  # the paper's equation is hard, which no gradient passes; its table has a ramp
-    f"{PRIOR}.ramp": 3.0,
-    f"{PRIOR}.strength": 0.025,
-    f"{PRIOR}.leak": False,
-}
 # As LightZero trains it on Atari 100k (Niu et al. 2023), from which the paper's column is quoted.
 MUZERO = PLANNING | {
     "dynamics.kind": "muzero",
@@ -481,10 +487,10 @@ def test_an_ablation_changes_what_it_ablates_and_nothing_else(name: str, base: s
     [
         ("rem", REM | {"backbone.decay": "log"}),
         ("iris", IRIS),
-        ("unizero", UNIZERO | PRIORS),
-        ("unizero-gaussian", PRIORS),
-        ("unizero-span", PRIORS | {f"{PRIOR}.span": 6.0}),
-        ("unizero-combined", PRIORS),
+        ("unizero", UNIZERO),
+        ("unizero-gaussian", LEARNED_PRIOR | GAUSSIAN),
+        ("unizero-span", LEARNED_PRIOR | SPAN | {f"{PRIOR}.span": 6.0}),
+        ("unizero-combined", LEARNED_PRIOR | GAUSSIAN | SPAN),
         ("muzero", MUZERO),
         ("s4wm-2d", S4WM_2D | _S4),
         ("s4wm-3d", S4WM_3D | _S4),
@@ -584,9 +590,11 @@ DELTAS = [
 @pytest.mark.parametrize(("name", "delta"), DELTAS)
 def test_the_papers_ablations_are_overrides(name: str, delta: dict[str, Any]) -> None:
     overrides = [f"{PRIOR}.{key}={str(value).lower()}" for key, value in delta.items()]
-    before = flatten(resolve(name))
+    before, after = flatten(resolve(name)), flatten(resolve(name, overrides))
     wanted = {f"{PRIOR}.{key}": value for key, value in delta.items()}
-    assert changes(name, name, *overrides) == {key: value for key, value in wanted.items() if value != before[key]}
+    changed = {key: value for key, value in changes(name, name, *overrides).items() if key in before and key in after}
+    assert changed == {key: value for key, value in wanted.items() if key in before and value != before[key]}
+    assert {key: after[key] for key in wanted} == wanted
     assert parameter_counts(resolve(name, overrides), actions=5)["dynamics"] > 0  # and it can be built
 
 
@@ -594,14 +602,19 @@ def test_the_papers_ablations_are_overrides(name: str, delta: dict[str, Any]) ->
 def test_the_models_of_a_preset_can_be_built(name: str) -> None:
     settings = resolve(name)
     counts = parameter_counts(settings, actions=5)
-    models = {"dynamics", "controller"} | (
-        {"tokenizer"} if settings.dynamics.encoder in ("tokenizer", "dynamics") else set()
-    )
+    models = {"dynamics"} | ({"controller"} if settings.controller.acts else set())
+    models |= {"tokenizer"} if settings.dynamics.encoder in ("tokenizer", "dynamics") else set()
     assert {name for name in counts if "." not in name} == models
     assert all((counts[model] > 0) == (model != "controller" or not settings.controller.searches) for model in models)
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
+
+
+def quickly(name: str, *more: str) -> list[str]:
+    """Return overrides for one update of each model that a preset has."""
+    models = {part for part in ("tokenizer", "controller") if getattr(resolve(name), part).kind == "none"}
+    return [*(each for each in QUICK if each.partition(".")[0] not in models), *more]
 
 
 def one_update_of_everything(name: str, folder: Path, *overrides: str) -> None:
@@ -610,7 +623,8 @@ def one_update_of_everything(name: str, folder: Path, *overrides: str) -> None:
         one_update_on_a_memory_task(name, folder)
         return
     search = ["controller.simulations=2"] if plans else []
-    context = open_context(folder, name, [*QUICK, *OF_ENCODER[encoder], *search, *overrides], create=True, quiet=True)
+    quick = quickly(name, *OF_ENCODER[encoder], *search, *overrides)
+    context = open_context(folder, name, quick, create=True, quiet=True)
     experience = collect(context)
     assert experience.metrics["steps"] >= 21
     stages = {"tokenizer": train_tokenizer, "dynamics": train_dynamics, "controller": imagine}
@@ -632,7 +646,7 @@ def one_update_on_a_memory_task(name: str, folder: Path) -> None:
     settings = resolve(name)
     few = ["collect.episodes=2", "collect.validation=1", "collect.test=1", "dynamics.validate_every=1"]
     task = SCRIPTED[settings.environment.size]
-    context = open_context(folder, name, [*QUICK, *few, *task], create=True, quiet=True)
+    context = open_context(folder, name, quickly(name, *few, *task), create=True, quiet=True)
     assert collect(context).metrics["episodes"] == 2
     assert train_dynamics(context).metrics["best_update"] == 1
     found = evaluate_memory(context, "generation").metrics
@@ -743,11 +757,12 @@ def test_a_run_that_began_with_a_setting_that_counts_for_nothing_is_read() -> No
         ("rem", ["controller.kind=mcts"], ["controller.kind = 'mcts'", "kind 'token'", "unizero or muzero"]),
         ("drama", ["controller.kind=mcts"], ["controller.kind = 'mcts'", "kind 'latent'", "unizero or muzero"]),
         ("unizero-gaussian", [f"{PRIOR}.leak=true"], [PRIOR, "leak = true", "form = 'scale'", "leak = false"]),
-        ("unizero-reference", [f"{PRIOR}.kind=local"], [PRIOR, "kind = 'local'", "form = 'additive'"]),
-        ("unizero-span", [f"{PRIOR}.deviation=0"], [f"{PRIOR}.deviation = 0"]),
+        ("unizero-reference", [f"{PRIOR}.kind=local", f"{PRIOR}.form=scale"], [f"'{PRIOR}.form'", "kind 'local'"]),
+        ("unizero-span", [f"{PRIOR}.deviation=1"], [f"'{PRIOR}.deviation'", "kind 'span'", "gaussian, gaussian_span"]),
+        ("unizero-combined", [f"{PRIOR}.deviation=0"], [f"{PRIOR}.deviation = 0"]),
         ("unizero", ["dynamics.context=11"], ["context = 11", "sequence_length = 10"]),
         ("unizero", ["dynamics.optimizer=sgd"], ["dynamics.optimizer = 'sgd'", "'adamw'"]),
-        ("unizero", ["dynamics.unroll_steps=3"], ["unknown key 'dynamics.unroll_steps'"]),
+        ("unizero", ["dynamics.unroll_steps=3"], ["unknown key 'dynamics.unroll_steps'", "only muzero has it"]),
         ("muzero", ["dynamics.context=3"], ["unknown key 'dynamics.context'"]),
     ],
 )
@@ -807,6 +822,39 @@ def test_another_kind_starts_its_section_from_the_defaults() -> None:
     assert resolve("quickstart", mixed, base=bound) == settings
     same = resolve("quickstart", ["controller.kind=reinforce"])
     assert same == resolve("quickstart")
+
+
+def test_another_kind_keeps_the_keys_that_it_shares() -> None:
+    recorded = resolve("s4wm-3d", ["collect.policy=recorded", "collect.recordings=here"]).collect
+    assert (recorded.policy, recorded.episodes, recorded.recordings) == ("recorded", 3000, "here")
+    bound = resolve("s4wm-3d").plain()
+    learned = resolve("s4wm-3d", ["collect.steps=9", "collect.policy=learned"], base=bound).collect
+    assert learned == resolve("rem", ["collect.steps=9"]).collect
+    spans = resolve("unizero-combined", [f"{PRIOR}.kind=span"]).backbone.prior
+    assert (spans.kind, spans.span, spans.regularizer) == ("span", 10.0, "l1")
+    assert resolve("unizero-combined", [f"{PRIOR}.kind=none"]).backbone == resolve("unizero").backbone
+    lists = resolve("unizero-combined", ["backbone.kind=mamba2"]).backbone
+    assert lists == resolve("unizero", ["backbone.kind=mamba2"]).backbone
+
+
+@pytest.mark.parametrize(
+    ("preset", "override", "message"),
+    [
+        ("s4wm-3d", "collect.steps=5", "'collect.steps': policy 'scripted' has no such key, only learned has it"),
+        ("rem", "collect.test=5", "'collect.test': policy 'learned' has no such key, scripted, recorded have it"),
+        ("rem", "collect.policy=scrpted", "collect.policy = 'scrpted': there is none; did you mean 'scripted'?"),
+        ("iris", f"{PRIOR}.mean=2", f"'{PRIOR}.mean': kind 'none' has no such key"),
+        ("unizero", "tokenizer.batch=2", "'tokenizer.batch': kind 'none' has no such key, vq, categorical have it"),
+        ("s4wm-2d", "controller.batch=2", "'controller.batch': kind 'none' has no such key"),
+    ],
+)
+def test_a_key_of_another_kind_names_the_kinds_that_have_it(preset: str, override: str, message: str) -> None:
+    assert message in complaint(preset, override)
+
+
+def test_a_resolved_preset_has_few_keys() -> None:
+    counts = [sum(not key.startswith("alternatives") for key in flatten(resolve(name))) for name in PRESETS]
+    assert statistics.median(counts) <= 110, sorted(counts)
 
 
 def test_both_kinds_of_unknown_key_name_the_nearest_of_their_own_kind() -> None:

@@ -117,7 +117,7 @@ def parameter_counts(settings: Settings, actions: int) -> dict[str, int]:
     with torch.device("meta"):
         tokenizer = build_tokenizer(settings) if settings.dynamics.encoder in ("tokenizer", "dynamics") else None
         world_model = build_world_model(settings, tokenizer, actions)
-        controller = build_controller(settings, world_model)
+        controller = build_controller(settings, world_model) if settings.controller.acts else None
     counts: dict[str, int] = {}
     models = {"tokenizer": tokenizer, "dynamics": world_model, "controller": controller}
     for name, module in models.items():

@@ -11,6 +11,7 @@ import math
 import pytest
 import test_backbones as contract
 import torch
+from prior_settings import keys_of, prior_settings
 from test_backbones import TINY, B, D, L, N, Q, T, close, inputs, steps, tiny
 from torch import nn
 from torch.testing import assert_close
@@ -36,7 +37,7 @@ def combinations(backbone: str) -> list[dict]:
         masks = ("hard", "ramp", "triangle") if "span" in kind else ("ramp",)
         units = ("token", "step") if backbone == "transformer" else ("token",)
         for form, mask, unit in itertools.product(forms, masks, units):
-            found.append({"kind": kind, "form": form, "span_mask": mask, "unit": unit, **NUMBERS})
+            found.append(keys_of(kind, form=form, span_mask=mask, unit=unit, **NUMBERS))
     return found
 
 
@@ -51,7 +52,7 @@ EVERY = pytest.mark.parametrize(("backbone", "prior"), CASES, ids=name_of)
 BY_DISTANCE = [
     prior
     for prior in combinations("transformer")
-    if (prior["form"], prior["unit"], prior["span_mask"]) == ("additive", "token", "ramp")
+    if (prior.get("form", "additive"), prior["unit"], prior.get("span_mask", "ramp")) == ("additive", "token", "ramp")
 ]
 
 
@@ -106,7 +107,7 @@ def test_later_elements_never_change_earlier_outputs_by_a_bit(make, backbone, pr
 
 def test_the_leak_is_just_that_and_over_whole_sequences_only(make):
     """With it a later element changes all earlier ones of its sequence. Acting, there is no later one."""
-    prior = {"kind": "gaussian_span", "form": "scale", "leak": True, **NUMBERS}
+    prior = keys_of("gaussian_span", form="scale", leak=True, **NUMBERS)
     model, tight = make("transformer", prior), make("transformer", {**prior, "leak": False})
     x, t = inputs(B, T, D), 7
     changed = x.clone()
@@ -195,7 +196,7 @@ def test_it_equals_attention_written_out(make, backbone, prior):
                         score = (q[i] + layer.u)[part] @ k[j, part] + (q[i] + layer.v)[part] @ by_distance
                         score = score / width**0.5
                     weight = prior_by_hand(settings, offset, values)
-                    share = torch.exp(score) * weight if settings.form == "additive" else torch.exp(score * weight)
+                    share = torch.exp(score) * weight if not settings.multiplies else torch.exp(score * weight)
                     shares.append(share if backbone == "transformer" or i - j <= 5 else 0 * share)
                 shares = torch.stack(shares)
                 out[i, part] = shares @ v[: i + 1, part] / shares.sum()
@@ -223,7 +224,7 @@ class Given(nn.Module):
 def shares(score: torch.Tensor, *, training: bool = False, dropout: float = 0.0, **prior) -> torch.Tensor:
     """What the Transformer's attention gives to each place, (T, T), for scores (T, T)."""
     count = len(score)
-    settings = TransformerSettings(heads=1, prior=attention_prior.AttentionPriorSettings(**prior))
+    settings = TransformerSettings(heads=1, prior=prior_settings(**prior))
     model = Transformer(settings, Size(count, 1, dropout, count, 2)).train(training)
     model.layers, model.norm = nn.ModuleList([Given(score)]), nn.Identity()
     return model(torch.zeros(1, count, count), None)[0][0]
@@ -433,7 +434,7 @@ def test_states_are_those_of_any_transformer(make):
     """A prior leaves nothing in the state, so what gathers, clones or records states need not know of it."""
     for backbone in ("transformer", "transformer-xl"):
         shapes = []
-        for model in (tiny(backbone), make(backbone, {"kind": "gaussian_span", **NUMBERS})):
+        for model in (tiny(backbone), make(backbone, keys_of("gaussian_span", **NUMBERS))):
             shapes.append([])
             map_state(lambda leaf, into=shapes[-1]: into.append(leaf.shape), model.initial_state(B))
         assert shapes[0] == shapes[1]

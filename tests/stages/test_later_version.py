@@ -72,6 +72,13 @@ def later(tmp_path: Path) -> Path:
         preset.write_text(
             preset.read_text(encoding="utf-8").replace("reward_burn_in", "reward_warmup"), encoding="utf-8"
         )
+    frozen = subprocess.run(
+        [sys.executable, "-m", "wmcli.settings.freeze"],
+        env=os.environ | {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        check=False,
+    )
+    assert frozen.returncode == 0, frozen.stderr
     return folder
 
 
@@ -111,6 +118,7 @@ def test_without_the_migration_the_run_cannot_be_read(later: Path, tmp_path: Pat
     settings = resolve("quickstart", ["dynamics.reward_burn_in=2"])
     Run.open(folder, create=True).bind("quickstart", settings.plain())
     shutil.copy(PACKAGE / "config" / "migrations.py", later / "wmcli" / "config" / "migrations.py")
+    freeze.write(later / "wmcli" / "config")
     answer = wm(later, "run", "--run", str(folder))
     assert answer.returncode == 2 and "reward_burn_in" in answer.stderr
 

@@ -17,7 +17,7 @@ import pytest
 
 from wmcli.artifacts import KINDS, Run, check
 from wmcli.backbones import BACKBONES
-from wmcli.config import validate
+from wmcli.config import upgrade, validate
 from wmcli.settings import Settings, resolve
 from wmcli.stages.context import Context, open_context
 from wmcli.stages.dynamics import train_dynamics
@@ -72,6 +72,25 @@ def test_jobs_of_version_0_1_0_are_known_by_the_settings_of_all_backbones(kind: 
     assert earlier == {"backbone": SECTIONS["BackboneSettings"] | {"name": kind}}
     (other,) = resolve("gridworld", [f"backbone.kind={kind}"]).identity("backbone").earlier
     assert other["backbone"]["mamba2"]["head_width"] == 8, "alternatives of the preset counted as well"
+
+
+def test_keys_that_only_other_kinds_have_are_set_aside_and_still_name_the_jobs() -> None:
+    values = resolve("unizero-quick").plain()
+    values["collect"] |= {"recordings": "", "episodes": 7, "validation": 100, "test": 200}
+    values["backbone"]["prior"] |= {"form": "additive", "mean": 2.0, "span": 6.0}
+    upgraded = upgrade(values, 2)
+    unused = {"collect": {"episodes": 7}, "backbone": {"prior": {"mean": 2.0}}}
+    assert upgraded["alternatives"]["unused"] == unused, "those at their defaults are dropped"
+    assert upgrade(upgraded, 2) == upgraded
+    settings = validate(Settings, upgraded, "here")
+    (earlier,) = settings.identity("collect", "backbone").earlier
+    assert earlier["collect"] == SECTIONS["CollectSettings"] | {"episodes": 7, "steps": 2000, "epsilon": 0.0}
+    assert earlier["backbone"]["transformer"]["prior"]["mean"] == 2.0
+    assert earlier["backbone"]["transformer"]["prior"]["span"] == 6.0
+    assert (
+        settings.identity("collect", "backbone").values
+        == resolve("unizero-quick").identity("collect", "backbone").values
+    )
 
 
 @pytest.fixture

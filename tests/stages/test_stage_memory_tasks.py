@@ -54,7 +54,6 @@ RSSM = [
     "dynamics.rows=streams",
     "dynamics.sequence_length=17",
     "dynamics.context=3",
-    "controller.imagination_horizon=4",
     "backbone.kind=dreamer-gru",
 ]
 DOORS = ["environment.id=wm/MultiDoorsKeys-2-v0", "dynamics.sequence_length=150"]
@@ -129,7 +128,14 @@ def test_more_episodes_are_others_and_the_same_are_not_played_again(tmp_path: Pa
 @pytest.mark.slow
 def test_the_script_plays_in_every_round_also_once_there_is_a_controller(tmp_path: Path) -> None:
     rounds = ["run.epochs=2", "run.collect_epochs=2", "run.controller_after=0", "evaluation.measures=[]"]
-    sizes = ["controller.imagination_horizon=2", "controller.batch=3", "controller.updates=1", "evaluation.episodes=2"]
+    sizes = [
+        "controller.kind=actor-critic",
+        "controller.start=posterior",
+        "controller.imagination_horizon=2",
+        "controller.batch=3",
+        "controller.updates=1",
+        "evaluation.episodes=2",
+    ]
     run_loop(opened(tmp_path / "run", *rounds, *sizes, "dynamics.updates=1", new=True, bind=True))
     run = Run.open(tmp_path / "run", create=False)
     assert run.versions("experience") == run.versions("controller") == [1, 2]
@@ -374,7 +380,7 @@ def test_measures_that_do_not_fit_are_refused(memory_run: Path, measure, line: s
 def test_a_backbone_without_positions_for_an_episode_is_refused(tmp_path: Path) -> None:
     """Episodes have 50 frames. It may learn from shorter windows, and cannot read what it would be measured by."""
     short = ["backbone.kind=transformer", "backbone.heads=2", "dynamics.rows=windows"]
-    short += ["dynamics.sequence_length=12", "controller.imagination_horizon=4"]
+    short += ["dynamics.sequence_length=12"]
     run = begun(tmp_path / "run", *short)
     with pytest.raises(UsageError, match=r"dynamics.sequence_length = 12: .* 50 frames"):
         train_dynamics(opened(run))
@@ -468,7 +474,7 @@ def test_a_preset_of_the_paper_runs_on_another_task_of_its_own(
         (["dynamics.reward=none"], "reward, .* dynamics.reward = none: set evaluation.measures=auto, here generation"),
         (["environment.id=wm/Catch-v0"], "generation, which needs a memory task.*set evaluation.measures=\\[\\]"),
         (
-            ["dynamics.kind=token", "tokenizer.kind=vq", "backbone.width=256", "controller.imagination_horizon=4"],
+            ["dynamics.kind=token", "tokenizer.kind=vq", "backbone.width=256"],
             "dynamics.kind = token: set evaluation.measures=\\[\\]",
         ),
         (["collect.test=0"], "test episodes, and collect.test = 0: set collect.test=100, or evaluation.measures="),

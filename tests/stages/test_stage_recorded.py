@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_run import TINY_S4WM, Killed, copied, latest
+from tiny_run import TINY_S4WM, Killed, copied, latest, with_kinds
 
 from wmcli.artifacts import Artifact, Run
 from wmcli.envs.mazes import Maze
@@ -226,9 +226,10 @@ def test_recordings_and_what_is_played_do_not_mix(maze_run: Path, folder: Path, 
         with pytest.raises(ArtifactError, match="look different"):
             collect(opened(run, f"collect.policy={policy}"))
     scripted = tmp_path / "scripted"
-    collect(opened(scripted, "collect.policy=scripted", source=folder))
+    few = ["collect.policy=scripted", "collect.episodes=2", "collect.validation=1", "collect.test=1"]
+    collect(open_context(scripted, "memory-small", with_kinds(SETTINGS, *few), create=True, quiet=True))
     with pytest.raises(ArtifactError, match="look different"):
-        collect(opened(scripted, "collect.policy=recorded"))
+        collect(opened(scripted, "collect.policy=recorded", f"collect.recordings={folder}"))
     with pytest.raises(UsageError, match="--policy recorded adds whole episodes"):
         collect(opened(run), steps=5)
 

@@ -227,7 +227,6 @@ STREAMS = [
     "dynamics.rows=streams",
     "dynamics.sequence_length=17",
     "dynamics.context=3",
-    "controller.imagination_horizon=4",
 ]
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from wmcli.artifacts import Artifact, Run
 from wmcli.artifacts.failpoint import failpoint
+from wmcli.config import names_kind
 from wmcli.stages.context import Context, open_context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
@@ -110,7 +111,8 @@ def with_kinds(settings: Sequence[str], *overrides: str) -> list[str]:
 
     Only the width of a backbone stays, as all of them have it.
     """
-    sections = {each.partition(".kind=")[0] for each in overrides if ".kind=" in each}
+    keys = [each.partition("=")[0] for each in overrides]
+    sections = {key.rpartition(".")[0] for key in keys if names_kind(key)}
     shared = ("backbone.width=", "backbone.layers=", "backbone.dropout=")
     kept = [each for each in settings if each.startswith(shared) or each.partition(".")[0] not in sections]
     return [*kept, *overrides]

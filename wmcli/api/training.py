@@ -10,7 +10,7 @@ import numpy as np
 from wmcli.api.experience import Experience, check_fits
 from wmcli.api.models import ControllerModel, DynamicsModel, TokenizerModel
 from wmcli.assemble import build_controller, build_tokenizer, build_world_model
-from wmcli.controllers.base import Learner
+from wmcli.controllers.base import NO_CONTROLLER, Learner, NoControllerSettings
 from wmcli.errors import UsageError
 from wmcli.progress import Progress
 from wmcli.settings import Settings
@@ -45,7 +45,8 @@ def train_tokenizer(
             tokenizer, experience.replay, settings.tokenizer, settings.training, machine=machine, rng=rng
         )
 
-    trainer, metrics = _fit(build, settings, machine, "train-tokenizer", settings.tokenizer.updates, quiet)
+    updates = getattr(settings.tokenizer, "updates", 0)  # of kind none, which `build` refuses
+    trainer, metrics = _fit(build, settings, machine, "train-tokenizer", updates, quiet)
     return TokenizerModel(trainer.tokenizer.eval().requires_grad_(False), settings, machine, metrics)
 
 
@@ -119,6 +120,8 @@ def train_controller(
     """
     machine, world_model = dynamics.machine, dynamics.world_model
     check_fits(experience, dynamics.settings, machine)
+    if isinstance(settings.controller, NoControllerSettings):
+        raise UsageError(NO_CONTROLLER)
     if settings.controller.searches:
         controller = build_controller(settings, world_model, machine)
         return ControllerModel(machine.freeze(controller), dynamics, settings, machine)
@@ -126,6 +129,8 @@ def train_controller(
         raise UsageError(
             "dynamics.reward = none: this world model has learned no rewards, so there is nothing to gain."
         )
+
+    ratio = dynamics.settings.dynamics.batch / settings.controller.batch
 
     def build(rng: np.random.Generator) -> ImaginationTrainer:
         controller = build_controller(settings, world_model).to(machine.device)
@@ -138,7 +143,7 @@ def train_controller(
             settings.training,
             machine=machine,
             rng=rng,
-            ratio=dynamics.settings.dynamics.batch / settings.controller.batch,
+            ratio=ratio,
         )
 
     trainer, metrics = _fit(build, settings, machine, "imagine", settings.controller.updates, quiet)

@@ -17,7 +17,7 @@ from wmcli.backbones.s4d import S4D, S4DSettings
 from wmcli.backbones.s5 import S5, S5Settings
 from wmcli.backbones.transformer import Transformer, TransformerSettings
 from wmcli.backbones.transformer_xl import TransformerXL, TransformerXLSettings
-from wmcli.config import DEFAULT_KINDS, chosen_by_kind
+from wmcli.config import chosen_by_kind
 
 __all__ = [
     "BACKBONES",
@@ -57,7 +57,7 @@ AnyBackbone = Annotated[
     | Annotated[S4Settings, Tag("s4")]
     | Annotated[S4DSettings, Tag("s4d")]
     | Annotated[S5Settings, Tag("s5")],
-    chosen_by_kind(DEFAULT_KINDS["backbone"]),
+    chosen_by_kind("backbone"),
 ]
 """The settings of one backbone."""
 

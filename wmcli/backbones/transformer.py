@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from wmcli.backbones.base import Backbone, BackboneSettings, Size, cache_dtype, for_each_block, replace_rows
 from wmcli.errors import UsageError
 from wmcli.kernels.attention import attention, masked_attention
-from wmcli.nn.attention_prior import AttentionPrior, AttentionPriorSettings, scaled_attention, spread
+from wmcli.nn.attention_prior import AnyAttentionPrior, AttentionPrior, NoPriorSettings, scaled_attention, spread
 from wmcli.nn.dropout import dropout
 
 INIT_STD = 0.02
@@ -56,7 +56,7 @@ class TransformerSettings(BackboneSettings):
     """Biases in the projections of the attention, in and out."""
     initialization: Literal["gpt", "torch"] = "gpt"
     """Weights and positions normal with deviation 0.02 and biases zero, or torch's own defaults for each module."""
-    prior: AttentionPriorSettings = AttentionPriorSettings()
+    prior: AnyAttentionPrior = NoPriorSettings()
     """What each head expects of distance."""
 
 
@@ -109,9 +109,9 @@ class Transformer(Backbone):
         norm_eps = settings.norm_eps
         self.embedding_norm = nn.LayerNorm(size.width, norm_eps) if settings.embedding_norm else nn.Identity()
         self.norm = nn.LayerNorm(size.width, norm_eps) if settings.norm == "pre" else nn.Identity()
-        self.prior = None
-        self.unit = size.block if settings.prior.unit == "step" else 1  # elements
-        if settings.prior.kind != "none":
+        self.prior, self.unit = None, 1  # elements
+        if not isinstance(settings.prior, NoPriorSettings):
+            self.unit = size.block if settings.prior.unit == "step" else 1
             reach, key = -(-size.max_length // self.unit), "backbone.prior"
             self.prior = AttentionPrior(settings.prior, size.layers, settings.heads, reach, key)
         if settings.initialization == "gpt":
@@ -231,7 +231,7 @@ class Transformer(Backbone):
         return self.training and self.dropout > 0
 
     def _leaks(self) -> bool:
-        return self.prior is not None and self.prior.settings.leak
+        return self.prior is not None and self.prior.settings.leaks
 
     def _needs_mask(self) -> bool:
         """Whether attention is more than `kernels.attention` does, which has neither dropout nor every prior."""
@@ -264,7 +264,7 @@ class Transformer(Backbone):
         if mask.dim() == 3:
             mask = mask[:, None]  # (B, 1, T, S)
         values = spread(row, offset)
-        if self.prior.settings.form == "scale":
+        if self.prior.settings.multiplies:
             if leak:
                 values, mask = values.masked_fill(~mask, 0.0), mask | mask.mT
             return scaled_attention(q, k, v, values, mask, drop)

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from wmcli.backbones.base import Backbone, BackboneSettings, Size, cache_dtype, for_each_block
 from wmcli.errors import UsageError
 from wmcli.kernels.attention import masked_attention
-from wmcli.nn.attention_prior import AttentionPrior, AttentionPriorSettings, scaled_attention
+from wmcli.nn.attention_prior import AnyAttentionPrior, AttentionPrior, NoPriorSettings, PriorSettings, scaled_attention
 from wmcli.nn.dropout import dropout
 
 INIT_STD = 0.02
@@ -62,7 +62,7 @@ class TransformerXLSettings(BackboneSettings):
     segment_length: int = Field(default=0, ge=0)
     """Elements of a segment. What is before an element's segment is a constant to it, as in the paper; 0: the memory
     slides along with the elements, and gradients flow through it."""
-    prior: AttentionPriorSettings = AttentionPriorSettings()
+    prior: AnyAttentionPrior = NoPriorSettings()
     """What each head expects of distance, on top of what its scores make of it; in units of elements."""
 
     @property
@@ -107,7 +107,9 @@ class TransformerXL(Backbone):
         self.memory, self.segment, self.window = settings.memory_length, settings.segment_length, settings.window
         self.layers = nn.ModuleList(TransformerXLLayer(settings, size, self.head_width) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
-        self.prior = None if settings.prior.kind == "none" else _prior(settings, size.layers)
+        self.prior = None
+        if not isinstance(settings.prior, NoPriorSettings):
+            self.prior = _prior(settings, settings.prior, size.layers)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=INIT_STD)
@@ -221,7 +223,7 @@ class TransformerXLLayer(nn.Module):
         self.heads, self.dropout = settings.heads, size.dropout
         self.memory, self.segment, self.window = settings.memory_length, settings.segment_length, settings.window
         self.activation = ACTIVATIONS[settings.activation]
-        self.scales = settings.prior.form == "scale"
+        self.scales = settings.prior.multiplies
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * inner, bias=False)  # query, key and value in one product
         self.distance = nn.Linear(width, inner, bias=False)  # W_r
@@ -339,13 +341,13 @@ def band(scores: Tensor, around: float = -math.inf) -> Tensor:
     return padded[..., : count * wide].unflatten(-1, (count, wide))
 
 
-def _prior(settings: TransformerXLSettings, layers: int) -> AttentionPrior:
+def _prior(settings: TransformerXLSettings, prior: PriorSettings, layers: int) -> AttentionPrior:
     key = "backbone.prior"
-    if settings.prior.unit == "step":
+    if prior.unit == "step":
         raise UsageError(f"{key}.unit = step: the memory knows distances, not where blocks begin; set it to token.")
-    if settings.prior.leak:
+    if prior.leaks:
         raise UsageError(f"{key}.leak = true: it reproduces code with the backbone transformer; set it to false.")
-    return AttentionPrior(settings.prior, layers, settings.heads, settings.window + 1, key)
+    return AttentionPrior(prior, layers, settings.heads, settings.window + 1, key)
 
 
 def _behind(old: Tensor, new: Tensor) -> Tensor:

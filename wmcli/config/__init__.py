@@ -2,9 +2,9 @@
 
 from wmcli.config.digests import canonical_json, digest
 from wmcli.config.identity import Identity
+from wmcli.config.kinds import KINDS, chosen_by_kind, kinds_above, names_kind
 from wmcli.config.migrations import SCHEMA, check_schema, new_name, upgrade, upgrade_override
 from wmcli.config.presets import (
-    DEFAULT_KINDS,
     PRESET_HEADER,
     is_file,
     lay_over,
@@ -13,12 +13,12 @@ from wmcli.config.presets import (
     preset_values,
     read_preset,
 )
-from wmcli.config.sections import Section, chosen_by_kind, did_you_mean, problem, validate
+from wmcli.config.sections import Section, did_you_mean, problem, validate
 from wmcli.config.tables import flat, merge, nested, parse_override
 from wmcli.config.toml import MAX_TOML_BYTES, read_toml, to_toml
 
 __all__ = [
-    "DEFAULT_KINDS",
+    "KINDS",
     "MAX_TOML_BYTES",
     "PRESET_HEADER",
     "SCHEMA",
@@ -31,8 +31,10 @@ __all__ = [
     "digest",
     "flat",
     "is_file",
+    "kinds_above",
     "lay_over",
     "merge",
+    "names_kind",
     "nested",
     "new_name",
     "parse_override",

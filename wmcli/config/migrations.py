@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any, NamedTuple
 
+from wmcli.config.kinds import kinds_above
 from wmcli.config.tables import flat, merge, unflat
 from wmcli.errors import UsageError
 
@@ -63,18 +64,51 @@ def changed_since(schema: int, values: Values) -> dict[str, Any]:
 
     Equals `Section.changed` of the version that wrote the schema.
     """
-    defaults, table = frozen_defaults(schema), flat(values)
+    table = flat(values)
     changed = {}
     for key, value in table.items():
-        sections = key.split(".")[:-1]
-        above = (".".join([*sections[: depth + 1], "kind"]) for depth in range(len(sections)))
-        kinds = [table[each] for each in above if each in table]
-        by_kind = defaults.get(key, {})
-        named = (" ".join(kinds[:depth]) for depth in range(len(kinds), -1, -1))
-        kind = next((each for each in named if each in by_kind), None)
-        if key.endswith(".kind") or kind is None or value != by_kind[kind]:
+        at_default = value == _default(schema, key, table)
+        if key.endswith(".kind") or not at_default:
             changed[key] = value
     return unflat(changed)
+
+
+_NONE = object()
+
+
+def _default(schema: int, key: str, table: Values) -> Any:
+    """Return a key's default in a schema, under the kinds that a flat table states; `_NONE` if it has none."""
+    by_kind, kinds = frozen_defaults(schema).get(key, {}), kinds_above(key, table)
+    names = (" ".join(kinds[:depth]) for depth in range(len(kinds), -1, -1))
+    return next((by_kind[name] for name in names if name in by_kind), _NONE)
+
+
+def keys_of_kind(section: str, kind: str) -> set[str]:
+    """Return the keys of a section that one kind of it has today."""
+    keys = {key.removeprefix(f"{section}."): kinds for key, kinds in frozen_defaults(SCHEMA).items()}
+    return {key for key, kinds in keys.items() if any(name.split()[-1:] == [kind] for name in kinds)}
+
+
+def set_aside_unused(values: Values) -> dict[str, Any]:
+    """Return settings with keys that only other kinds of their section have moved into `alternatives.unused`.
+
+    Such a key counts for nothing, but an earlier version knew its jobs by the value. At its default it is dropped.
+    """
+    table, unused = flat(values), {}
+
+    def used(prefix: str, inside: Values) -> dict[str, Any]:
+        kept = {}
+        for name, value in inside.items():
+            key = f"{prefix}{name}"
+            by_kind = frozen_defaults(SCHEMA).get(key)
+            if not by_kind or _default(SCHEMA, key, table) is not _NONE:
+                kept[name] = used(f"{key}.", value) if isinstance(value, Mapping) else value
+            elif any(value != each for each in by_kind.values()):
+                unused[key] = value
+        return kept
+
+    kept = used("", values)
+    return merge(kept, {"alternatives": {"unused": unflat(unused)}}) if unused else kept
 
 
 def renamed(schema: int, names: Mapping[str, str]) -> Schema:
@@ -213,17 +247,19 @@ def _upgrade_backbone(table: Mapping[str, Any]) -> dict[str, Any]:
 def _downgrade_1(values: Values) -> dict[str, Any]:
     """Return the values in schema 1's spelling, without keys that came later and are at their defaults."""
     changed = flat(changed_since(2, values))
+    unused = values.get("alternatives", {}).get("unused", {})
     values_back = {key: {new: old for old, new in words.items()} for key, words in RENAMED_VALUES.items()}
     downgraded: dict[str, Any] = {}
     for section, table in values.items():
         if section == "backbone":
-            downgraded[section] = _downgrade_backbone(table, values.get("alternatives", {}).get("backbone", {}))
+            alternatives = values.get("alternatives", {}).get("backbone", {})
+            downgraded[section] = _downgrade_backbone(merge(unused.get("backbone", {}), table), alternatives)
         elif section in frozen_defaults(1):
             defaults = frozen_defaults(1)[section]
             defaults = flat(defaults.get(table["kind"], {}) if "kind" in table else defaults)
             old_names = {RENAMED.get(f"{section}.{key}", f"{section}.{key}"): key for key in defaults}
-            kept = {}
-            for key, value in flat({section: table}).items():
+            kept = dict(defaults)  # keys that only other kinds have today are not in `values`
+            for key, value in flat({section: merge(unused.get(section, {}), table)}).items():
                 if key in old_names or key in changed:
                     kept[old_names.get(key, key.partition(".")[2])] = _respelled(key, value, values_back)
             downgraded[section] = unflat(kept)
@@ -260,7 +296,7 @@ def upgrade(values: Values, schema: int) -> dict[str, Any]:
     upgraded = dict(values)
     for step in EARLIER[schema - 1 :]:
         upgraded = step.upgrade(upgraded)
-    return upgraded
+    return set_aside_unused(upgraded)
 
 
 def upgrade_override(text: str, schema: int) -> str:

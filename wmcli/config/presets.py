@@ -12,7 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from wmcli.config.migrations import refuse_old_keys
+from wmcli.config.kinds import KINDS
+from wmcli.config.migrations import keys_of_kind, refuse_old_keys
 from wmcli.config.sections import did_you_mean, one_line
 from wmcli.config.tables import merge
 from wmcli.config.toml import MAX_TOML_BYTES, read_toml
@@ -20,12 +21,6 @@ from wmcli.errors import UsageError
 
 PRESET_HEADER = ("about", "paper", "system", "cost", "base")
 """Description in a line, publication, system, minutes of a run, and the preset that it differs from."""
-
-DEFAULT_KINDS = {"tokenizer": "vq", "dynamics": "token", "backbone": "retnet", "controller": "reinforce"}
-"""The sections that there are several kinds of, and the kind of each where none is named."""
-
-SHARED_KEYS = {"backbone": ("width", "layers", "dropout")}
-"""Keys of a section that every kind of it has and that a change of `kind` keeps."""
 
 
 def preset_names() -> list[str]:
@@ -99,30 +94,31 @@ def _base(name: str, table: Mapping[str, Any]) -> str | None:
 def lay_over(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings `values` with `over` laid on them, table by table.
 
-    Where `over` changes the `kind` of a section, only its `SHARED_KEYS` stay, and the section takes what
-    `alternatives` state for the new kind.
+    Where `over` changes the kind of a section, only the `shared` keys of its `KINDS` stay, and the section takes
+    the `alternatives` of the new kind.
     """
-    values = {**values, "alternatives": merge(values.get("alternatives", {}), over.get("alternatives", {}))}
-    for section, table in over.items():
-        if section == "alternatives":
-            continue
-        before = values.get(section, {})
-        if _changes_kind(section, before, table):
-            kept = {key: before[key] for key in SHARED_KEYS.get(section, ()) if key in before}
-            values[section] = merge(kept, _alternative(values, section, table["kind"]))
-        values = merge(values, {section: table})
-    if not values["alternatives"]:
-        del values["alternatives"]
-    return values
+    alternatives = merge(values.get("alternatives", {}), over.get("alternatives", {}))
+    merged = {**values, **{key: _lay(key, values.get(key), over[key], alternatives) for key in over}}
+    merged.pop("alternatives", None)
+    return merged | ({"alternatives": alternatives} if alternatives else {})
 
 
-def _changes_kind(section: str, before: Any, table: Any) -> bool:
-    if not isinstance(before, Mapping) or not isinstance(table, Mapping) or "kind" not in table:
-        return False
-    return bool(table["kind"] != before.get("kind", DEFAULT_KINDS.get(section)))
+def _lay(path: str, before: Any, over: Any, alternatives: Mapping[str, Any]) -> Any:
+    """Return the value at `path` with another laid on it."""
+    if not isinstance(over, Mapping):
+        return over
+    table = dict(before) if isinstance(before, Mapping) else {}
+    if path in KINDS and (kinds := KINDS[path]).tag in over:
+        kind = over[kinds.tag]
+        if kind != table.get(kinds.tag, kinds.default):
+            shared = keys_of_kind(path, str(kind)).intersection(table if kinds.shared is None else kinds.shared)
+            kept = {key: value for key, value in table.items() if key in shared and key != kinds.tag}
+            table = merge(kept, _alternative(alternatives, path, kind))
+    return table | {key: _lay(f"{path}.{key}", table.get(key), value, alternatives) for key, value in over.items()}
 
 
-def _alternative(values: Mapping[str, Any], section: str, kind: Any) -> Mapping[str, Any]:
-    table = values["alternatives"].get(section, {})
-    found = table.get(kind, {}) if isinstance(table, Mapping) and isinstance(kind, str) else {}
-    return found if isinstance(found, Mapping) else {}
+def _alternative(alternatives: Mapping[str, Any], path: str, kind: Any) -> Mapping[str, Any]:
+    """Return the values that `alternatives` state for a kind of a section."""
+    kinds = alternatives.get(path, {})
+    table = kinds.get(kind, {}) if isinstance(kinds, Mapping) and isinstance(kind, str) else {}
+    return table if isinstance(table, Mapping) else {}

@@ -9,10 +9,11 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from wmcli.config.kinds import KINDS
 from wmcli.errors import UsageError
 
 
@@ -22,6 +23,14 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+    tag: ClassVar[str] = "kind"
+    """Key that names the kind of the section, where there are several."""
+
+    @classmethod
+    def kind_name(cls) -> str:
+        """Return the value of the tag that chooses this class; empty for a section of a single kind."""
+        field = cls.model_fields.get(cls.tag)
+        return str(get_args(field.annotation)[0]) if field and get_origin(field.annotation) is Literal else ""
 
     def plain(self) -> dict[str, Any]:
         """Return all values as JSON has them."""
@@ -67,18 +76,23 @@ def validate(kind: type[T], values: Mapping[str, Any], where: str) -> T:
 
 
 def problem(kind: type[BaseModel], values: Mapping[str, Any], error: ValidationError) -> str:
-    """The first thing that is wrong with `values`, in one line."""
+    """Return the first thing that is wrong with `values`, in one line."""
     first = error.errors(include_url=False, include_input=False)[0]
-    loc, section = _place(kind, first["loc"])
+    loc, section, kinds = _place(kind, first["loc"])
     path = [str(part) for part in loc]
     key = one_line(".".join(path))
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         fields = list(section.model_fields) if section else []
+        owners = [name for name, each in kinds.items() if path[-1] in each.model_fields]
+        if owners and isinstance(section, type) and issubclass(section, Section):
+            have = f"only {owners[0]} has it" if len(owners) == 1 else f"{', '.join(owners)} have it"
+            return f"unknown key '{key}': {section.tag} '{section.kind_name()}' has no such key, {have}."
         return f"unknown key '{key}'; {did_you_mean(path[-1][:100], fields)}"
     if first["type"] == "union_tag_invalid":
         tag, known = first["ctx"]["tag"], first["ctx"]["expected_tags"].replace("'", "").split(", ")
-        return f"{key}.kind = '{tag}': there is none; {did_you_mean(tag, known)}"
+        name = KINDS[key].tag if key in KINDS else "kind"
+        return f"{key}.{name} = '{tag}': there is none; {did_you_mean(tag, known)}"
     if first["type"] == "missing":
         return f"{key} is missing."
     if first["type"] == "value_error" or not key:  # a check that names what it found itself
@@ -102,43 +116,43 @@ def one_line(text: str) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def _place(kind: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], type[BaseModel] | None]:
-    """Where an error is, as a user would write it, and the section it is in: None where that is no section.
+class _Place(NamedTuple):
+    """Place of an error."""
 
-    Pydantic puts the `kind` of a section that has several into the path; it is taken out.
-    """
-    place: list[int | str] = []
+    path: tuple[int | str, ...]
+    """As a user would write it."""
+    section: type[BaseModel] | None
+    """Section that the key is missing from or wrong in; None where that is no section."""
+    kinds: dict[str, type[BaseModel]]
+    """All kinds of that section; empty where there is only one."""
+
+
+def _place(kind: type[BaseModel], loc: tuple[int | str, ...]) -> _Place:
+    """Find an error by pydantic's location, which has the kind of a section that has several in its path."""
+    path: list[int | str] = []
     section: type[BaseModel] | None = kind
+    kinds: dict[str, type[BaseModel]] = {}
     below: dict[str, type[BaseModel]] = {"": kind}  # the sections that the next part may be a key of
+    siblings: dict[str, type[BaseModel]] = {}
     for part in loc:
         if len(below) > 1 and part in below:
-            below = {"": below[str(part)]}
+            siblings, below = below, {"": below[str(part)]}
             continue
-        place.append(part)
-        section = next(iter(below.values()), None)
+        path.append(part)
+        section, kinds, siblings = next(iter(below.values()), None), siblings, {}
         if section is not None and part in section.model_fields:
             below = _kinds(section.model_fields[str(part)].annotation)
         elif isinstance(part, str):  # a number is a place in a list, whose sections are those of the list
             below = {}
-    return tuple(place), section
+    return _Place(tuple(path), section, kinds)
 
 
 def _kinds(annotation: Any) -> dict[str, type[BaseModel]]:
-    """The sections that a field may hold, by their `kind` (by their class where they have none)."""
-    if _is_section(annotation):
-        found = [annotation]
-    else:
-        found = [section for each in get_args(annotation) for section in _kinds(each).values()]
-    return {str(each.model_fields["kind"].default if "kind" in each.model_fields else each): each for each in found}
-
-
-def chosen_by_kind(default: str) -> Discriminator:
-    """For a field whose section is one of several: the one that its key `kind` names, `default` where it names none."""
-
-    def kind_of(value: Any) -> str:
-        return str(value.get("kind", default) if isinstance(value, Mapping) else getattr(value, "kind", default))
-
-    return Discriminator(kind_of)
+    """Return the sections that a field may hold, by their kind; by their class where they have none."""
+    if not _is_section(annotation):
+        return {name: each for inner in get_args(annotation) for name, each in _kinds(inner).items()}
+    name = annotation.kind_name() if issubclass(annotation, Section) else ""
+    return {name or str(annotation): annotation}
 
 
 def _is_section(annotation: Any) -> bool:

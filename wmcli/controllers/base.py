@@ -10,18 +10,24 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from wmcli.config import Section
+from wmcli.errors import UsageError
 from wmcli.nn.categorical import uniform
 from wmcli.world_models.base import Batch, WorldModel
 
 State = Any
 """A nested tuple, list or dict of tensors (B, ...)."""
+
+
+NO_CONTROLLER = (
+    "controller.kind = 'none' trains a world model alone: choose a controller, as in --set controller.kind=actor-critic"
+)
 
 
 class ControllerSettings(Section):
@@ -32,6 +38,8 @@ class ControllerSettings(Section):
 
     searches: ClassVar[bool] = False
     """It plans with a search in the world model, and learns nothing in imagination."""
+    acts: ClassVar[bool] = True
+    """There is a controller, which acts in the environment."""
 
     kind: str
     """Which controller."""
@@ -63,6 +71,16 @@ class ControllerSettings(Section):
             UsageError: The world model lacks what the controller needs.
         """
         raise NotImplementedError
+
+
+class NoControllerSettings(ControllerSettings):
+    acts: ClassVar[bool] = False
+
+    kind: Literal["none"] = "none"
+    """No controller: only a world model is trained."""
+
+    def build(self, world_model: WorldModel, size: int, repeated: Callable[[Callable], Callable]) -> Controller:
+        raise UsageError(NO_CONTROLLER)
 
 
 class Uniforms(NamedTuple):

@@ -17,14 +17,14 @@ Axes: B batch, H heads, T queries, S keys, K width of a head, R offsets.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, Tag, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.config import Section
+from wmcli.config import Section, chosen_by_kind
 from wmcli.errors import UsageError
 from wmcli.nn.dropout import dropout
 
@@ -33,57 +33,129 @@ SLACK = 1e-4  # so that a hard span that begins at a whole number reaches that f
 
 
 class AttentionPriorSettings(Section):
-    """What attention expects of distance, for each head of each layer."""
+    """Base of the attention priors, of each head of each layer."""
 
-    kind: Literal["none", "local", "span", "gaussian", "gaussian_span"] = "none"
-    """A fixed window (local), a learned span, a learned mean and deviation, or all three."""
-    form: Literal["additive", "scale"] = "additive"
-    """The prior's logarithm is added to the scores, or the prior multiplies them as in the paper's public code."""
+    kind: str
+    """Which prior."""
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether the prior multiplies scores. Otherwise its logarithm is added to them."""
+        return False
+
+    @property
+    def leaks(self) -> bool:
+        """Whether keys behind the query get the weight of the score 0."""
+        return False
+
+
+class NoPriorSettings(AttentionPriorSettings):
+    kind: Literal["none"] = "none"
+    """Attention has no prior over distances."""
+
+
+class PriorSettings(AttentionPriorSettings):
+    """Base of all priors but `none`."""
+
     unit: Literal["token", "step"] = "token"
     """What offsets count: elements, or blocks of elements (time steps of the environment)."""
+
+
+class LocalPriorSettings(PriorSettings):
+    kind: Literal["local"] = "local"
+    """Attention sees a fixed window."""
     window: int = Field(default=6, ge=0)
-    """Units before its own that an element of kind local attends to."""
+    """Units before its own that an element attends to. [offsets]"""
+
+
+class LearnedPriorSettings(PriorSettings):
+    """Base of the priors with parameters."""
+
+    form: Literal["additive", "scale"] = "additive"
+    """The prior's logarithm is added to the scores, or the prior multiplies them as in the paper's public code."""
+    leak: bool = False
+    """Over whole sequences, keys behind the query get the weight of the score 0, as in the public code. With form
+    scale only, to reproduce its results."""
+
+    @model_validator(mode="after")
+    def _leaks_only_where_it_multiplies(self) -> LearnedPriorSettings:
+        if self.leak and self.form != "scale":
+            raise ValueError("leak = true is an artefact of form = 'scale': set that, or leak = false")
+        return self
+
+    @property
+    def multiplies(self) -> bool:
+        return self.form == "scale"
+
+    @property
+    def leaks(self) -> bool:
+        return self.leak
+
+
+class _Gaussian(Section):
+    """Keys of a learned mean and deviation."""
+
     mean: float = Field(default=6.0, gt=0)
-    """Offset that the Gaussian begins at, in units."""
+    """Initial offset of the Gaussian's mean. [offsets]"""
     deviation: float = Field(default=1.0, gt=SMALLEST_DEVIATION)
-    """Standard deviation that the Gaussian begins with, in units."""
+    """Initial standard deviation of the Gaussian. [offsets]"""
     mean_bound: Literal["sigmoid", "clamp"] = "sigmoid"
-    """How the mean is kept within the offsets that there are: smoothly, or cut off there as in the public code."""
+    """How the mean stays within the offsets that there are: smoothly, or cut off there as in the public code."""
+
+
+class _Span(Section):
+    """Keys of a learned span."""
+
     span: float = Field(default=6.0, gt=0)
-    """Units that the span begins with."""
+    """Initial span. [offsets]"""
     span_mask: Literal["hard", "ramp", "triangle"] = "ramp"
-    """Beyond the span nothing is seen; or the weight falls to 0 over the ramp; or it falls over the whole span, from 1
-    at the query itself. The hard one gives the span no gradient."""
+    """Weight beyond the span: none; falling to 0 over the ramp; or falling from 1 at the query over the whole span.
+    The hard mask gives the span no gradient."""
     ramp: float = Field(default=3.0, gt=0)
-    """Units beyond the span over which a ramp falls to 0."""
+    """Distance beyond the span over which a ramp falls to 0. [offsets]"""
     regularizer: Literal["none", "l1", "l2", "max"] = "none"
     """Of the spans: their sum or the sum of their squares is added to the loss, or none may exceed max_span."""
     strength: float = Field(default=0.025, ge=0)
     """Weight of l1 and l2 in the loss."""
     max_span: float = Field(default=6.0, gt=0)
-    """Units, for the regularizer max."""
-    leak: bool = False
-    """Over whole sequences, in training and for the target's values, keys behind the query are not hidden but get the
-    weight of the score 0, as in the public code. With form scale only, to reproduce its results."""
+    """Largest span, for the regularizer max. [offsets]"""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> AttentionPriorSettings:
-        if self.kind == "local" and self.form == "scale":
-            raise ValueError("kind = 'local' hides what is outside of its window: set form = 'additive'")
-        if self.leak and self.form != "scale":
-            raise ValueError("leak = true is an artefact of form = 'scale': set that, or leak = false")
-        return self
+
+class GaussianPriorSettings(_Gaussian, LearnedPriorSettings):
+    kind: Literal["gaussian"] = "gaussian"
+    """Each head learns mean and deviation of a Gaussian over offsets."""
+
+
+class SpanPriorSettings(_Span, LearnedPriorSettings):
+    kind: Literal["span"] = "span"
+    """Each head learns a span."""
+
+
+class GaussianSpanPriorSettings(_Span, _Gaussian, LearnedPriorSettings):
+    kind: Literal["gaussian_span"] = "gaussian_span"
+    """Each head learns a Gaussian over offsets and a span that cuts it off."""
+
+
+AnyAttentionPrior = Annotated[
+    Annotated[NoPriorSettings, Tag("none")]
+    | Annotated[LocalPriorSettings, Tag("local")]
+    | Annotated[SpanPriorSettings, Tag("span")]
+    | Annotated[GaussianPriorSettings, Tag("gaussian")]
+    | Annotated[GaussianSpanPriorSettings, Tag("gaussian_span")],
+    chosen_by_kind("backbone.prior"),
+]
+"""The settings of one prior."""
 
 
 def warnings(settings: AttentionPriorSettings) -> list[str]:
     """What whoever trains with these settings should know, a line each."""
     found = []
-    if settings.leak and settings.kind != "none":
+    if settings.leaks:
         found.append(
             "prior.leak = true: in training attention sees the future, among it what it is to predict, and when acting "
             "there is none. It reproduces a flaw of public code."
         )
-    if settings.kind in ("span", "gaussian_span") and settings.span_mask == "hard":
+    if isinstance(settings, _Span) and settings.span_mask == "hard":
         found.append("prior.span_mask = hard: it gives the spans no gradient; nothing but a regularizer moves them.")
     return found
 
@@ -104,21 +176,21 @@ class AttentionPrior(nn.Module):
     offsets: Tensor
     """(R,) int64."""
 
-    def __init__(self, settings: AttentionPriorSettings, layers: int, heads: int, reach: int, key: str) -> None:
+    def __init__(self, settings: PriorSettings, layers: int, heads: int, reach: int, key: str) -> None:
         super().__init__()
         self.settings, self.layers, self.heads, self.reach = settings, layers, heads, reach
         self.register_buffer("offsets", torch.arange(reach), persistent=False)
         self.raw_mean: nn.Parameter | None = None
         self.raw_deviation: nn.Parameter | None = None
         self.raw_span: nn.Parameter | None = None
-        if settings.kind in ("gaussian", "gaussian_span"):
+        if isinstance(settings, _Gaussian):
             if settings.mean > reach - 1:
                 raise UsageError(f"{key}.mean = {settings.mean:g}: the largest offset here is {reach - 1}; lower it.")
             share = settings.mean / reach
             bounded = settings.mean_bound == "sigmoid"
             self.raw_mean = self._parameter(math.log(share / (1 - share)) if bounded else _raw(settings.mean))
             self.raw_deviation = self._parameter(_raw(settings.deviation - SMALLEST_DEVIATION))
-        if settings.kind in ("span", "gaussian_span"):
+        if isinstance(settings, _Span):
             self.raw_span = self._parameter(_raw(settings.span))
 
     def _parameter(self, value: float) -> nn.Parameter:
@@ -129,12 +201,13 @@ class AttentionPrior(nn.Module):
     @property
     def by_distance(self) -> bool:
         """Whether it is a table of biases by distance in elements, as `kernels.attention` takes it."""
-        return self.settings.form == "additive" and self.settings.unit == "token"
+        return not self.settings.multiplies and self.settings.unit == "token"
 
     def values(self) -> dict[str, Tensor]:
         """`mean`, `deviation` and `span` in units, (layers, heads) each, as far as the kind has them."""
         found = {}
-        if self.raw_mean is not None and self.raw_deviation is not None:
+        if isinstance(self.settings, _Gaussian):
+            assert self.raw_mean is not None and self.raw_deviation is not None
             if self.settings.mean_bound == "sigmoid":
                 found["mean"] = self.reach * self.raw_mean.sigmoid()
             else:
@@ -147,25 +220,27 @@ class AttentionPrior(nn.Module):
     def forward(self) -> Tensor:
         """What is added to the score of a key, or multiplies it, by its offset: (layers, heads, R), float32."""
         table = log_prior(self.settings, self.offsets, **self.values())
-        table = table if self.settings.form == "additive" else table.exp()
+        table = table.exp() if self.settings.multiplies else table
         return table.expand(self.layers, self.heads, -1)
 
     def penalty(self) -> Tensor | None:
         """The regularizer as a part of the loss, None where there is none. Strength times a sum over all heads."""
-        if self.raw_span is None or self.settings.regularizer not in ("l1", "l2"):
+        if not isinstance(self.settings, _Span) or self.settings.regularizer not in ("l1", "l2"):
             return None
+        assert self.raw_span is not None
         span = F.softplus(self.raw_span)
         return self.settings.strength * (span if self.settings.regularizer == "l1" else span.square()).sum()
 
     @torch.no_grad()
     def project(self) -> None:
         """Cut the spans down to max_span where that is the regularizer."""
-        if self.raw_span is not None and self.settings.regularizer == "max":
+        if isinstance(self.settings, _Span) and self.settings.regularizer == "max":
+            assert self.raw_span is not None
             self.raw_span.clamp_(max=_raw(self.settings.max_span))
 
 
 def log_prior(
-    settings: AttentionPriorSettings,
+    settings: PriorSettings,
     offsets: Tensor,
     mean: Tensor | None = None,
     deviation: Tensor | None = None,
@@ -175,20 +250,22 @@ def log_prior(
 
     -inf where nothing is seen, which is never so at offset 0.
     """
-    if settings.kind == "local":
+    if isinstance(settings, LocalPriorSettings):
         hidden = offsets > settings.window
         return torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, -math.inf)
     bias: Tensor | None = None
-    if mean is not None and deviation is not None:
+    if isinstance(settings, _Gaussian):
+        assert mean is not None and deviation is not None
         bias = -0.5 * ((offsets - mean[..., None]) / deviation[..., None]).square()
-    if span is not None:
+    if isinstance(settings, _Span):
+        assert span is not None
         edge = _log_span(settings, offsets, span[..., None])
         bias = edge if bias is None else bias + edge
     assert bias is not None, "kind none has no prior"
     return bias
 
 
-def _log_span(settings: AttentionPriorSettings, offsets: Tensor, span: Tensor) -> Tensor:
+def _log_span(settings: _Span, offsets: Tensor, span: Tensor) -> Tensor:
     """ln m at offsets (R,) for spans (..., 1)."""
     if settings.span_mask == "hard":
         hidden = offsets > span + SLACK

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 from pydantic.fields import FieldInfo
 
-from wmcli.config import Section
+from wmcli.config import Section, flat, kinds_above
 from wmcli.settings.tree import Settings
 
 # A description ends with its unit, where it has one: "Training sequence length. [frames]".
@@ -49,13 +49,12 @@ def settings_of_section(name: str | None = None) -> list[Setting]:
 
 def explained(settings: Settings) -> dict[str, dict[str, str]]:
     """Return unit and description of each key that is in force in some settings."""
-    about = {}
-    for each in settings_of_section():
-        section = getattr(settings, each.key.partition(".")[0], None)
-        chosen = getattr(section, "kind", "")
-        if not each.kind or each.kind.split()[0] == chosen:
-            about[each.key] = {"unit": each.unit, "description": each.description}
-    return about
+    table = flat(settings.plain())
+    return {
+        each.key: {"unit": each.unit, "description": each.description}
+        for each in settings_of_section()
+        if each.kind == " ".join(kinds_above(each.key, table)[: len(each.kind.split())])
+    }
 
 
 def _walk(prefix: str, kind: str, section: type[Section]) -> Iterator[Setting]:
@@ -64,12 +63,12 @@ def _walk(prefix: str, kind: str, section: type[Section]) -> Iterator[Setting]:
         if not sections:
             yield _setting(prefix + name, kind, field)
         for each in sections:
-            own = str(each.model_fields["kind"].default) if len(sections) > 1 else ""
+            own = each.kind_name() if len(sections) > 1 else ""
             yield from _walk(f"{prefix}{name}.", " ".join(filter(None, (kind, own))), each)
 
 
 def _setting(key: str, kind: str, field: FieldInfo) -> Setting:
-    default = field.get_default(call_default_factory=True)
+    default = get_args(field.annotation)[0] if field.is_required() else field.get_default(call_default_factory=True)
     bounds = ", ".join(_bounds(field.metadata))
     text = _type(field.annotation) + (f" {bounds}" if bounds else "")
     parts = _DESCRIPTION.fullmatch(" ".join((field.description or "").split()))

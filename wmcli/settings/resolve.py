@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wmcli.config import Section, flat, lay_over, nested, new_name, parse_override, preset_values, validate
+from wmcli.config import Section, flat, lay_over, names_kind, nested, new_name, parse_override, preset_values, validate
 from wmcli.errors import UsageError
 from wmcli.settings.tree import Settings
 
@@ -26,8 +26,9 @@ def resolve(preset: str, overrides: Sequence[str] = (), base: Mapping[str, Any] 
     """
     values = dict(base) if base is not None else preset_values(preset)
     where = f"preset {preset}"
-    given = [(text, *parse_override(text)) for text in overrides]
-    for text, path, value in sorted(given, key=lambda each: each[1][-1] != "kind"):  # a kind first, then its keys
+    parsed = [(text, *parse_override(text)) for text in overrides]
+    # A kind first, then its keys; outer kinds before inner ones.
+    for text, path, value in sorted(parsed, key=lambda each: len(each[1]) if names_kind(".".join(each[1])) else 99):
         if (name := new_name(".".join(path))) is not None:
             raise UsageError(f"--set {text}: {'.'.join(path)} is called {name} since wm 0.2.0.")
         values = lay_over(values, nested(path, value))

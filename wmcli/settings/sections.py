@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from wmcli.config import Section, did_you_mean
+from wmcli.config import KINDS, Section, did_you_mean
 
 Measure = Literal["generation", "recall", "reward", "doors", "probe"]
 """What can be measured of a memory model: see wmcli/stages/memory_tasks.py and probe.py."""
@@ -17,29 +17,52 @@ MAX_EPISODES = 50_000
 
 
 class CollectSettings(Section):
-    policy: Literal["learned", "scripted", "recorded"] = "learned"
-    """Who plays: the newest controller (at random before there is one), a memory task's script, whole episodes, or
-    whoever played the trajectories of Memory Maze that lie in `recorded`."""
-    recordings: str = ""
-    """Recorded: the folder of Memory Maze's offline data, npz files, in `train` and `eval` below it if there are."""
-    episodes: int = Field(1000, ge=1)
-    """Scripted, recorded: episodes to train on that one collect adds."""
-    validation: int = Field(100, ge=0)
-    """Scripted, recorded: episodes held back to choose weights by."""
-    test: int = Field(200, ge=0)
-    """Scripted, recorded: episodes held back for what `wm eval` measures."""
+    """Base of the ways to collect experience."""
+
+    tag = KINDS["collect"].tag
+
+    policy: str
+    """Who plays."""
+
+
+class LearnedCollectSettings(CollectSettings):
+    policy: Literal["learned"] = "learned"
+    """The newest controller plays; before there is one, actions are uniformly random."""
     steps: int = Field(200, ge=1)
-    """Decisions one collect takes, over all environments together (a decision is 4 frames in Atari)."""
+    """Steps of one collect, over all environments together; an Atari step is 4 frames. [environment steps]"""
     temperature: float = Field(1.0, gt=0)
-    """Divides the policy's logits before an action is sampled."""
+    """Divisor of the policy's logits before an action is sampled."""
     epsilon: float = Field(0.01, ge=0, le=1)
     """Probability of replacing the action by a uniformly random one."""
     feed_executed_action: bool = True
-    """Tell the controller the action that was executed; the public code of REM tells it the one before epsilon."""
+    """Feed the executed action to the controller; false feeds the one before epsilon (public code of REM)."""
+
+
+class EpisodesCollectSettings(CollectSettings):
+    """Base of the ways that collect whole episodes and hold some of them out."""
+
+    episodes: int = Field(1000, ge=1)
+    """Training episodes that one collect adds. [episodes]"""
+    validation: int = Field(100, ge=0)
+    """Held-out episodes for the selection of checkpoints. [episodes]"""
+    test: int = Field(200, ge=0)
+    """Held-out episodes for `wm eval`. [episodes]"""
+
+
+class ScriptedCollectSettings(EpisodesCollectSettings):
+    policy: Literal["scripted"]
+    """The script of a memory task plays."""
+
+
+class RecordedCollectSettings(EpisodesCollectSettings):
+    policy: Literal["recorded"]
+    """Trajectories of Memory Maze are read from `recordings`."""
+    recordings: str = ""
+    """Folder of Memory Maze's offline data: npz files, possibly below `train` and `eval`."""
 
     @model_validator(mode="after")
-    def _recordings_lie_somewhere(self) -> CollectSettings:
-        if self.policy == "recorded" and not self.recordings:
+    def _recordings_lie_somewhere(self) -> RecordedCollectSettings:
+        if not self.recordings:
             raise ValueError("policy 'recorded' reads Memory Maze's trajectories: set collect.recordings=FOLDER")
         return self
 

@@ -8,13 +8,21 @@ from pydantic import Field, Tag, field_validator, model_validator
 
 from wmcli.backbones import AnyBackbone, BackboneSettings
 from wmcli.backbones.retnet import RetNetSettings
-from wmcli.config import DEFAULT_KINDS, Identity, Section, chosen_by_kind, lay_over, validate
+from wmcli.config import Identity, Section, chosen_by_kind, lay_over, validate
 from wmcli.controllers.actor_critic import ActorCriticSettings
+from wmcli.controllers.base import NoControllerSettings
 from wmcli.controllers.mcts import MCTSSettings
 from wmcli.controllers.reinforce import ReinforceSettings
 from wmcli.envs.settings import EnvironmentSettings
-from wmcli.nn.attention_prior import AttentionPriorSettings
-from wmcli.settings.sections import CollectSettings, EvaluationSettings, RunSettings
+from wmcli.nn.attention_prior import AttentionPriorSettings, NoPriorSettings
+from wmcli.settings.sections import (
+    EvaluationSettings,
+    LearnedCollectSettings,
+    RecordedCollectSettings,
+    RunSettings,
+    ScriptedCollectSettings,
+)
+from wmcli.tokenizers.base import NoTokenizerSettings
 from wmcli.tokenizers.categorical import CategoricalTokenizerSettings
 from wmcli.tokenizers.vq import TokenizerSettings
 from wmcli.training.settings import TrainingSettings
@@ -25,9 +33,17 @@ from wmcli.world_models.token import TokenWorldModelSettings
 from wmcli.world_models.unizero import UniZeroSettings
 
 # To add a kind: a class in the file of its part, and a line here.
+AnyCollect = Annotated[
+    Annotated[LearnedCollectSettings, Tag("learned")]
+    | Annotated[ScriptedCollectSettings, Tag("scripted")]
+    | Annotated[RecordedCollectSettings, Tag("recorded")],
+    chosen_by_kind("collect"),
+]
 AnyTokenizer = Annotated[
-    Annotated[TokenizerSettings, Tag("vq")] | Annotated[CategoricalTokenizerSettings, Tag("categorical")],
-    chosen_by_kind(DEFAULT_KINDS["tokenizer"]),
+    Annotated[TokenizerSettings, Tag("vq")]
+    | Annotated[CategoricalTokenizerSettings, Tag("categorical")]
+    | Annotated[NoTokenizerSettings, Tag("none")],
+    chosen_by_kind("tokenizer"),
 ]
 AnyDynamics = Annotated[
     Annotated[TokenWorldModelSettings, Tag("token")]
@@ -35,13 +51,14 @@ AnyDynamics = Annotated[
     | Annotated[CellsSettings, Tag("cells")]
     | Annotated[UniZeroSettings, Tag("unizero")]
     | Annotated[MuZeroSettings, Tag("muzero")],
-    chosen_by_kind(DEFAULT_KINDS["dynamics"]),
+    chosen_by_kind("dynamics"),
 ]
 AnyController = Annotated[
     Annotated[ReinforceSettings, Tag("reinforce")]
     | Annotated[ActorCriticSettings, Tag("actor-critic")]
-    | Annotated[MCTSSettings, Tag("mcts")],
-    chosen_by_kind(DEFAULT_KINDS["controller"]),
+    | Annotated[MCTSSettings, Tag("mcts")]
+    | Annotated[NoControllerSettings, Tag("none")],
+    chosen_by_kind("controller"),
 ]
 
 
@@ -50,6 +67,8 @@ class Alternatives(Section):
 
     backbone: dict[str, dict[str, Any]] = {}
     """By the kind of backbone: --backbone mamba2 starts from alternatives.backbone.mamba2."""
+    unused: dict[str, Any] = {}
+    """Values that a run of an earlier version states for kinds not in force. Its jobs are known by them."""
 
     @field_validator("backbone")
     @classmethod
@@ -67,7 +86,7 @@ class Settings(Section):
     seed: int = Field(1, ge=0)
     """Seed that every random stream of every stage derives from."""
     environment: EnvironmentSettings = EnvironmentSettings()
-    collect: CollectSettings = CollectSettings()
+    collect: AnyCollect = LearnedCollectSettings()
     tokenizer: AnyTokenizer = TokenizerSettings()
     dynamics: AnyDynamics = TokenWorldModelSettings()
     backbone: AnyBackbone = RetNetSettings()
@@ -129,9 +148,9 @@ class Settings(Section):
 
     @property
     def attention_prior(self) -> AttentionPriorSettings:
-        """What the backbone's attention expects of distance; of kind "none" where there is no attention."""
+        """The prior of the backbone's attention; of kind "none" where there is no attention."""
         prior = getattr(self.backbone, "prior", None) if self.dynamics.uses_backbone else None
-        return prior or AttentionPriorSettings()
+        return prior or NoPriorSettings()
 
     @property
     def acting(self) -> dict[str, dict[str, Any]]:

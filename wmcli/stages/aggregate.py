@@ -437,13 +437,14 @@ def compare_settings(scores: Sequence[Score], keys: Sequence[str], progress: Pro
 
 
 def _grouped(scores: Sequence[Score], keys: Sequence[str]) -> dict[tuple[str, ...], list[Score]]:
+    """Group scores by the values of some settings, "-" where the kind of a section has no such key."""
+    tables = [flatten(settings_of(score.evaluation)) for score in scores]
     groups: dict[tuple[str, ...], list[Score]] = {}
-    for score in scores:
-        values = flatten(settings_of(score.evaluation))
-        for key in keys:
-            if key not in values:
-                raise UsageError(f"--by {key}: no such setting; {did_you_mean(key, values)}")
-        groups.setdefault(tuple(str(values[key]) for key in keys), []).append(score)
+    for key in keys:
+        if not any(key in table for table in tables):
+            raise UsageError(f"--by {key}: no such setting; {did_you_mean(key, tables[0])}")
+    for score, table in zip(scores, tables, strict=True):
+        groups.setdefault(tuple(str(table.get(key, "-")) for key in keys), []).append(score)
     return groups
 
 

@@ -21,6 +21,7 @@ from wmcli.experience import Recorder, read_segment, write_segment
 from wmcli.experience.load import SEGMENT, lives_end_episodes
 from wmcli.experience.segment import lives_left, opens_game
 from wmcli.interrupt import stop_requests
+from wmcli.settings import LearnedCollectSettings
 from wmcli.stages.context import Context
 from wmcli.stages.recorded import collect_recorded, recorded_job
 from wmcli.stages.scripted import collect_scripted, scripted_job
@@ -109,7 +110,9 @@ def collect_job(context: Context, inputs: dict[str, Artifact], steps: int | None
 
 def _rounds(context: Context, steps: int | None) -> int:
     """Steps of each environment."""
-    return -(-(steps or context.settings.collect.steps) // context.settings.environment.count)
+    settings = context.settings
+    assert isinstance(settings.collect, LearnedCollectSettings)
+    return -(-(steps or settings.collect.steps) // settings.environment.count)
 
 
 def _controller(context: Context, reference: str | None) -> Artifact | None:
@@ -176,15 +179,17 @@ def _agent(context: Context, actor: Artifact | None, number: int) -> Actor:
     count = settings.environment.count
     if actor is None:
         return UniformAgent(context.environment["actions"], count, generator=generator)
-    world_model, controller = load_controller(actor, context.machine, context.settings.acting)
+    world_model, controller = load_controller(actor, context.machine, settings.acting)
+    collecting = settings.collect
+    assert isinstance(collecting, LearnedCollectSettings)
     return Agent(
         world_model,
         controller,
         count,
-        temperature=settings.collect.temperature,
-        epsilon=settings.collect.epsilon,
+        temperature=collecting.temperature,
+        epsilon=collecting.epsilon,
         explore=True,
-        feed_executed_action=settings.collect.feed_executed_action,
+        feed_executed_action=collecting.feed_executed_action,
         generator=generator,
     )
 

@@ -15,7 +15,7 @@ from wmcli.artifacts import Artifact, Job, Run, Work
 from wmcli.artifacts.job import REVISIONS
 from wmcli.artifacts.manifest import MAKERS
 from wmcli.assemble import parameter_counts
-from wmcli.config import digest, is_file, parse_override, preset_values
+from wmcli.config import digest, is_file, names_kind, parse_override, preset_values
 from wmcli.envs import Streams, protocol
 from wmcli.errors import ArtifactError, BusyError, MachineError, UsageError
 from wmcli.experience import Replay
@@ -368,7 +368,7 @@ def _changed(binding: Binding, overrides: Sequence[str], from_epoch: int | None)
         raise UsageError("--from-epoch changes settings on the way: give them with --set.")
     for text in overrides:
         path, _ = parse_override(text)
-        if path[0] not in TRAINED_FROM_EPOCH or path[1:] == ("kind",):
+        if path[0] not in TRAINED_FROM_EPOCH or names_kind(".".join(path)):
             raise UsageError(
                 f"--from-epoch {from_epoch} --set {text}: only {', '.join(TRAINED_FROM_EPOCH)} can change on the way,"
                 " and no kind; leave out --from-epoch."

@@ -14,7 +14,7 @@ import numpy as np
 from wmcli.artifacts import Artifact
 from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import build_controller, load_world_model, settings_of
-from wmcli.controllers.base import Learner
+from wmcli.controllers.base import NO_CONTROLLER, Learner, NoControllerSettings
 from wmcli.errors import UsageError
 from wmcli.stages.context import Context
 from wmcli.stages.pictures import imagined_beside_real, write_side_by_side
@@ -38,11 +38,13 @@ def imagine(
 
     Raises:
         ArtifactError: An input is missing or of another environment.
-        UsageError: The dynamics model has learned no rewards.
+        UsageError: The dynamics model has learned no rewards, or the settings have no controller.
         DivergedError: A loss or weight is not finite.
         Stopped: A signal arrived; the same command resumes.
     """
     settings = context.settings.controller
+    if isinstance(settings, NoControllerSettings):
+        raise UsageError(NO_CONTROLLER)
     frames = context.run.resolve(experience or "experience", "experience")
     model = context.run.resolve(dynamics or "dynamics", "dynamics")
     for artifact in (frames, model):
@@ -84,6 +86,7 @@ def _imagination(
 ) -> ImaginationTrainer:
     """Load the world model and build the controller that learns in its imagination."""
     settings, machine, replay = context.settings, context.machine, context.experience(frames)
+    assert not isinstance(settings.controller, NoControllerSettings)
     world_model = load_world_model(model, machine)
     if not world_model.learns_rewards:
         raise UsageError(

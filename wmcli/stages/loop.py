@@ -161,7 +161,7 @@ def due(settings: Settings, epoch: int) -> list[str]:
     if epoch > plan.dynamics_after:
         stages.append(DYNAMICS)
         stages += [MEASURE] * (last and bool(measures_of(settings)))
-    if epoch > plan.controller_after:
+    if settings.controller.acts and epoch > plan.controller_after:
         stages.append(IMAGINE)
         if last or (plan.evaluate_every and epoch % plan.evaluate_every == 0):
             stages.append(EVALUATE)

@@ -17,7 +17,7 @@ from wmcli.controllers.agent import UniformAgent
 from wmcli.controllers.base import Controller, Learner
 from wmcli.envs import Streams
 from wmcli.kernels.dispatch import using
-from wmcli.settings import Settings
+from wmcli.settings import LearnedCollectSettings, Settings
 from wmcli.stages.compare import LENGTHS, compare_backbones, draw_comparison
 from wmcli.stages.context import Context
 from wmcli.stages.profile_experience import profile_experience
@@ -168,8 +168,13 @@ def _collection(context: Context, bench: Bench) -> dict[str, Any]:
     times = bench.timed(what, {what: some_steps})[what]
     streams.close()
     shape = f"{steps} steps, {settings.count} × {settings.id}"
-    in_epoch = context.settings.collect.steps / steps
+    in_epoch = _steps_in_epoch(context.settings) / steps
     return bench.row(what, shape, times, count=steps, unit="steps", in_epoch=in_epoch)
+
+
+def _steps_in_epoch(settings: Settings) -> int:
+    """Return the environment steps that one collect takes; 0 where it collects whole episodes."""
+    return settings.collect.steps if isinstance(settings.collect, LearnedCollectSettings) else 0
 
 
 def _has_tokenizer(settings: Settings) -> bool:
@@ -196,7 +201,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
     tokenizer = None
     if _has_tokenizer(settings):
         learning, frozen = build_tokenizer(settings).to(device), machine.freeze(build_tokenizer(settings))
-        yield list(_tokenizer_stages(context, learning, frozen, random_frames(settings.tokenizer.batch)))
+        yield list(_tokenizer_stages(context, learning, frozen, random_frames))
         tokenizer = frozen if settings.dynamics.takes_tokenizer else learning
 
     world_model = build_world_model(settings, tokenizer, actions).to(device).train()
@@ -218,6 +223,9 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
     yield [Stage("train-dynamics", shape, count, unit, train_dynamics, settings.dynamics.updates)]
 
     world_model = machine.freeze(world_model)
+    if not settings.controller.acts:
+        yield list(_imagination(context, world_model, _random_batch(latents, batch, world_model.context, actions)))
+        return
     controller = build_controller(settings, world_model, machine).to(device)
     if settings.controller.searches:
         yield list(_searches(context, world_model, controller, some))
@@ -241,13 +249,17 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
     yield list(_imagination(context, world_model, windows))
 
 
-def _tokenizer_stages(context: Context, learning: Any, frozen: Any, frames: torch.Tensor) -> Iterator[Stage]:
+def _tokenizer_stages(
+    context: Context, learning: Any, frozen: Any, random_frames: Callable[[int], torch.Tensor]
+) -> Iterator[Stage]:
     """Yield training of a tokenizer, and encoding with a frozen one."""
     settings, machine = context.settings, context.machine
-    optimizer = optimizer_for(settings.tokenizer, learning.parameters())
+    tokenizer: Any = settings.tokenizer
+    frames = random_frames(tokenizer.batch)
+    optimizer = optimizer_for(tokenizer, learning.parameters())
 
     def train() -> None:
-        update_tokenizer(machine, learning, optimizer, frames, settings.tokenizer.clip)
+        update_tokenizer(machine, learning, optimizer, frames, tokenizer.clip)
 
     def encode() -> None:
         with machine.autocast(), torch.no_grad():
@@ -255,7 +267,7 @@ def _tokenizer_stages(context: Context, learning: Any, frozen: Any, frames: torc
 
     shape = f"{len(frames)} frames of {frames.shape[1]}×{frames.shape[2]}"
     alone = settings.run.tokenizer_epochs > 0  # else it learns inside the dynamics model
-    yield Stage("train-tokenizer", shape, len(frames), "frames", train, settings.tokenizer.updates if alone else 0)
+    yield Stage("train-tokenizer", shape, len(frames), "frames", train, tokenizer.updates if alone else 0)
     yield Stage("encode", shape, len(frames), "frames", encode)
 
 
@@ -276,7 +288,7 @@ def _searches(
             with machine.autocast(), torch.no_grad():
                 controller.decide(world_model, state, controller.initial_state(roots), generator)
 
-        in_epoch = (roots == acted) * settings.collect.steps / roots + (roots == again) * search.updates
+        in_epoch = (roots == acted) * _steps_in_epoch(settings) / roots + (roots == again) * search.updates
         shape = f"{roots} roots × {search.simulations} simulations, {_name(settings, world_model)}"
         yield Stage(f"search, {roots} roots", shape, roots * search.simulations, "simulations", plan, in_epoch)
 

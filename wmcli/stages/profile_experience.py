@@ -20,6 +20,7 @@ from wmcli.controllers.agent import UniformAgent
 from wmcli.envs import Streams
 from wmcli.errors import UsageError
 from wmcli.experience import Recorder, Replay, read_frames, read_segment, write_segment
+from wmcli.settings import LearnedCollectSettings
 from wmcli.stages.collect import seen
 from wmcli.stages.context import Context
 from wmcli.trainers.batches import build_sampler, gather
@@ -38,7 +39,7 @@ def profile_experience(context: Context, bench: Bench, frames: int, folder: Path
     Raises UsageError when they are too few for a window.
     """
     settings, count = context.settings, context.settings.environment.count
-    steps = min(settings.collect.steps, frames)
+    steps = min(settings.collect.steps, frames) if isinstance(settings.collect, LearnedCollectSettings) else frames
     rows = -(-steps // count) * count  # of a segment: as many of each environment
     segments = [folder / f"{index:06d}" for index in range(-(-frames // rows))]
     if frames < LENGTH * count:

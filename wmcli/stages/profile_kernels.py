@@ -228,7 +228,7 @@ def kernel_cases(settings: Settings, machine: Machine, elements: int) -> Iterato
     yield _attention(settings, make, (batch, time, width))
     if settings.dynamics.takes_tokenizer:
         yield _nearest(settings, make, elements - 1)
-    if not settings.controller.searches:
+    if settings.controller.acts and not settings.controller.searches:
         yield _lambda_returns(settings.controller, make)
 
 

@@ -29,6 +29,7 @@ from wmcli.envs.walking import NOOP
 from wmcli.errors import UsageError
 from wmcli.experience import segment_about
 from wmcli.experience.load import HELD_OUT, SEGMENT
+from wmcli.settings import RecordedCollectSettings
 from wmcli.stages.context import Context
 from wmcli.stages.scripted import publish_episodes, task_of, write_episodes
 
@@ -73,7 +74,7 @@ def collect_recorded(context: Context, before: Artifact | None) -> Artifact:
     total = sum(counts.values())
     with context.work(job, fresh=True) as work:
         told = ", ".join(f"{count} {part}" for part, count in counts.items())
-        context.progress.say(f"collect: trajectories from {context.settings.collect.recordings}: {told}")
+        context.progress.say(f"collect: trajectories from {_settings(context).recordings}: {told}")
         played: dict[str, Played] = {}
         with context.progress.bar("collect labels", total, "trajectories") as bar:
             for part, paths in files.items():
@@ -94,7 +95,7 @@ def chosen(context: Context, before: Artifact | None) -> dict[str, list[Path]]:
 
     Raises UsageError when there is no such folder, or fewer files than asked for.
     """
-    collect = context.settings.collect
+    collect = _settings(context)
     where = f"collect.recordings = '{collect.recordings}'"
     folder = Path(collect.recordings).expanduser()
     if not folder.is_dir():
@@ -173,6 +174,12 @@ def _maze(context: Context) -> Maze:
             " wm/Maze-15-v0"
         )
     return task
+
+
+def _settings(context: Context) -> RecordedCollectSettings:
+    """Return the settings of collecting."""
+    assert isinstance(context.settings.collect, RecordedCollectSettings)
+    return context.settings.collect
 
 
 def _job(context: Context, before: Artifact | None, files: dict[str, list[Path]]) -> Job:

@@ -22,6 +22,7 @@ from wmcli.envs.tasks import TASKS
 from wmcli.errors import UsageError
 from wmcli.experience import write_segment
 from wmcli.experience.load import HELD_OUT, SEGMENT
+from wmcli.settings import EpisodesCollectSettings
 from wmcli.stages.context import Context
 from wmcli.training.device import derived_seed
 
@@ -60,6 +61,7 @@ def collect_scripted(context: Context, before: Artifact | None) -> Artifact:
     without a script, ArtifactError when `before` is of another one.
     """
     task, settings = task_of(context), context.settings
+    assert isinstance(settings.collect, EpisodesCollectSettings)
     if before is not None:
         check_same_environment(context.environment, before)
     job = scripted_job(context, before)

@@ -14,6 +14,7 @@ from wmcli.errors import UsageError
 from wmcli.report.images import grid, write_png
 from wmcli.stages.context import Context
 from wmcli.stages.train import newest_fitted_alone, parent_of, train
+from wmcli.tokenizers.base import NoTokenizerSettings
 from wmcli.trainers import TokenizerTrainer
 
 PICTURED_FRAMES = 8
@@ -40,6 +41,7 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
             " go on with: wm train-dynamics"
         )
     settings = context.settings.tokenizer
+    assert not isinstance(settings, NoTokenizerSettings)
     frames = context.run.resolve(experience or "experience", "experience")
     check_same_environment(context.environment, frames)
     inputs = {"experience": frames} | _parent(context, parent)
