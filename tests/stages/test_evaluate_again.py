@@ -91,7 +91,7 @@ def test_episodes_that_cannot_be_resumed_begin_again(tmp_path: Path) -> None:
 
     def played(checkpoint: Path | None) -> PlayedEpisodes:
         agent = UniformAgent(4, 3, generator=torch.Generator().manual_seed(3))
-        given = {"episodes": 8, "environments": 3, "seed": 1, "progress": Progress(quiet=True), "what": "eval"}
+        given = {"episodes": 8, "environments": 3, "seed": 1, "progress": Progress(quiet=True), "name": "eval"}
         return play_episodes(settings, agent, **given, checkpoint=checkpoint, checkpoint_seconds=0)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):

@@ -46,7 +46,7 @@ def played(episodes: int, environments: int, seed: int = 3, environment: str = O
         environments=environments,
         seed=seed,
         progress=Progress(quiet=True),
-        what="test",
+        name="test",
     )
 
 

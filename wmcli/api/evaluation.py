@@ -64,7 +64,7 @@ def play(actor: Any, environment: EnvironmentSettings, episodes: int, num_envs: 
             environments=num_envs,
             seed=derived_seed(seed, "eval"),
             progress=Progress(quiet=True),
-            what="evaluate",
+            name="evaluate",
         )
     except Stopped:  # by Ctrl-C; there is no checkpoint that the message could speak of
         raise KeyboardInterrupt from None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def artifacts(
     kind: Annotated[
         str | None,
-        typer.Argument(metavar="KIND", help="Only this kind.", autocompletion=complete_kind),
+        typer.Argument(metavar="KIND", help="List this kind only.", autocompletion=complete_kind),
     ] = None,
     run: RunFolder = DEFAULT_RUN,
     as_json: Json = False,
@@ -27,7 +27,7 @@ def artifacts(
 ) -> None:
     """List every version of every artifact in the run.
 
-    The size is what is on disk now: of a pruned version only the manifest.
+    The size is that on disk now. A pruned version has its manifest only.
 
     Examples:
         wm artifacts dynamics --run runs/catch
@@ -54,7 +54,7 @@ def artifacts(
 
 
 def _for_a_person(row: dict[str, Any]) -> Row:
-    """A row in columns that fit a terminal of 80: its state beside its size, its inputs without their roles."""
+    """Return a row in columns that fit a terminal of 80: state beside size, inputs without roles."""
     if row["state"] == "damaged":
         return {"name": row["name"], "size": "damaged"}
     return {

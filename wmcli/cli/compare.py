@@ -1,4 +1,4 @@
-"""`wm compare`: put the evaluations of several runs together."""
+"""`wm compare`: compare the evaluations of several runs."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ PICTURES = "Pictures"
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Runs already scored.", show_default=False)],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Runs with evaluations.", show_default=False)],
     protocol: Annotated[
         ProtocolName,
         typer.Option(
             metavar="NAME",
-            help="Which evaluations to compare: returns, gridworld, generation, recall, reward, doors or probe.",
+            help="Evaluations to compare: returns, gridworld, generation, recall, reward, doors or probe.",
         ),
     ] = "returns",
     against: Annotated[
-        list[Path] | None, typer.Option(metavar="RUN", help="Compare RUN... with this one. Repeatable.")
+        list[Path] | None, typer.Option(metavar="RUN", help="Run to compare RUN... with. Repeatable.")
     ] = None,
     by: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY",
-            help="Give a row to each value of this setting (section.key). Repeatable.",
+            help="Make a row for each value of this setting (section.key). Repeatable.",
             autocompletion=complete_key,
         ),
     ] = None,
@@ -48,8 +48,8 @@ def compare(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw curves in one picture (.png): returns over environment steps, a line for each run or value of"
-            " --by; or the errors of --protocol generation or recall.",
+            help="Draw curves in one picture (.png): returns over environment steps, with a line for each run or"
+            " value of --by, or the errors of --protocol generation or recall.",
             rich_help_panel=PICTURES,
         ),
     ] = None,
@@ -63,7 +63,7 @@ def compare(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw a test episode as each run imagines it, below the truth (.png): --protocol generation.",
+            help="Draw a test episode as each run imagines it, below the real one (.png): --protocol generation.",
             rich_help_panel=PICTURES,
         ),
     ] = None,
@@ -71,7 +71,7 @@ def compare(
     form: Format = None,
     quiet: Quiet = False,
 ) -> None:
-    """Put the evaluations of several runs together: tables, statistics, pictures.
+    """Compare the evaluations of several runs: tables, statistics, pictures.
 
     Examples:
         wm compare runs/a runs/b --against runs/c --against runs/d
@@ -109,7 +109,7 @@ def _check(
     priors: Path | None,
     strips: Path | None,
 ) -> None:
-    """Refuse options that do not go together, and pictures that cannot be written."""
+    """Refuse options that exclude each other, and pictures that cannot be written."""
     if against and (by or curves):
         raise UsageError("--against compares two sets of runs: leave out --by and --curves.")
     if protocol.needs == "dynamics" and (against or by or priors):
@@ -183,7 +183,7 @@ def _show_groups(rows: list[dict[str, Any]], keys: list[str], form: Form | None)
 
 
 def _part(row: Row) -> str:
-    """Return the part of the table that a row stands in: runs, their aggregates, or what was published of one kind."""
+    """Return the part of the table of a row: runs, their aggregates, or published scores of one kind."""
     from wmcli.stages.aggregate import ALL
 
     if row["evaluation"]:
@@ -192,7 +192,7 @@ def _part(row: Row) -> str:
 
 
 def _readable(row: Row) -> dict[str, Any]:
-    """Return a row of `aggregate` in few columns, each number with its error."""
+    """Return a row of `aggregate` in fewer columns, each number with its error."""
     from wmcli.stages.aggregate import ALL, NORMALIZED
 
     shown = {key: row[key] for key in ("name", "episodes", "steps", "runs")}

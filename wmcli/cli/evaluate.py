@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from wmcli.stages.protocol import Protocol
 
 ProtocolName = Literal["returns", "gridworld", "generation", "recall", "reward", "doors", "probe"]
-"""The keys of `stages.protocols.PROTOCOLS`, which imports torch: completion and help do without."""
+"""Keys of `stages.protocols.PROTOCOLS`, repeated since help and completion must not import torch."""
 
 
 def evaluate(
@@ -44,15 +44,13 @@ def evaluate(
     seed: Seed = None,
     device: Device = None,
     controller: Controller = None,
-    episodes: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Complete episodes that make the score.")
-    ] = None,
+    episodes: Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of complete episodes.")] = None,
     dynamics: Dynamics = None,
     experience: Annotated[
         str | None,
         typer.Option(
             metavar="REF",
-            help="Experience whose test episodes to imagine. Default: what the dynamics learned from.",
+            help="Experience with the test episodes to imagine. Default: that of the dynamics.",
             rich_help_panel=INPUT_PANEL,
         ),
     ] = None,
@@ -60,8 +58,8 @@ def evaluate(
         ProtocolName,
         typer.Option(
             metavar="NAME",
-            help="returns of the controller's episodes; gridworld: errors and cost of dynamics on cells; or what"
-            " dynamics remember of a memory task: generation, recall, reward, doors, probe.",
+            help="returns: the controller's episodes. gridworld: errors and cost of dynamics on cells."
+            " generation, recall, reward, doors, probe: memory of the dynamics in a memory task.",
         ),
     ] = "returns",
     fresh: Fresh = False,
@@ -84,18 +82,20 @@ def evaluate(
     from wmcli.stages.context import open_context
     from wmcli.stages.protocols import PROTOCOLS
 
-    chosen = PROTOCOLS[protocol]
-    _check_inputs(chosen, controller=controller, dynamics=dynamics, experience=experience)
+    choice = PROTOCOLS[protocol]
+    _check_inputs(choice, controller=controller, dynamics=dynamics, experience=experience)
     changes = {"seed": seed, "training.device": device}
     inputs: dict[str, Any]
-    if chosen.needs == "controller":
+    if choice.needs == "controller":
         inputs = {"controller": controller, "episodes": episodes}
     else:
         changes["evaluation.episodes"] = episodes
-        inputs = {"dynamics": dynamics} | ({"experience": experience} if chosen.reads_experience else {})
-    given, create = overrides(settings, changes), may_create(inputs[chosen.needs])
-    context = open_context(run, preset, given, create=create, quiet=quiet, fresh=fresh, force=force)
-    report(chosen.evaluate(context, **inputs), as_json, quiet)
+        inputs = {"dynamics": dynamics} | ({"experience": experience} if choice.reads_experience else {})
+    create = may_create(inputs[choice.needs])
+    context = open_context(
+        run, preset, overrides(settings, changes), create=create, quiet=quiet, fresh=fresh, force=force
+    )
+    report(choice.evaluate(context, **inputs), as_json, quiet)
 
 
 def _check_inputs(protocol: Protocol, *, controller: str | None, dynamics: str | None, experience: str | None) -> None:
@@ -103,9 +103,9 @@ def _check_inputs(protocol: Protocol, *, controller: str | None, dynamics: str |
     if controller and protocol.needs != "controller":
         raise UsageError(f"--protocol {protocol.name} scores dynamics: leave out --controller.")
     if dynamics and protocol.needs != "dynamics":
-        raise UsageError("--dynamics is for protocols that score dynamics; otherwise give the --controller.")
+        raise UsageError("--dynamics is for protocols that score dynamics: give --controller instead.")
     if experience and not protocol.reads_experience:
-        raise UsageError(f"--experience is for the memory tasks: --protocol {protocol.name} plays episodes of its own.")
+        raise UsageError(f"--experience is for the memory tasks: --protocol {protocol.name} plays its own episodes.")
 
 
 def report(evaluation: Artifact, as_json: bool, quiet: bool) -> None:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from wmcli.artifacts import Artifact, Tree
 
-LINES = 40  # of a tree that is drawn without being asked for all of it
-LEVEL, LABEL = 4, 40  # columns of a level's guide, and of what stands behind it
-LATE_FIRST = ("evaluation", "controller", "dynamics", "tokenizer", "experience", "profile")
+LINES = 40  # of a tree without --all
+LEVEL, LABEL = 4, 40  # columns of a level's guide and of its label
+LATEST_FIRST = ("evaluation", "controller", "dynamics", "tokenizer", "experience", "profile")
 
 
 def lineage(
@@ -33,16 +33,14 @@ def lineage(
         ),
     ] = None,
     run: RunFolder = DEFAULT_RUN,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Draw every level, however many there are.", rich_help_panel=OUTPUT_PANEL)
-    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Draw every level.", rich_help_panel=OUTPUT_PANEL)] = False,
     as_json: Json = False,
     form: Format = None,
 ) -> None:
-    """List what an artifact was made from, back to the first experience.
+    """List the inputs of an artifact, and theirs, back to the first experience.
 
-    A terminal shows a tree of its first levels; a pipe gets every artifact
-    with its depth. What occurs again is marked, and followed once.
+    A terminal shows the first levels of the tree, a pipe every artifact with
+    its depth. An artifact that occurs again is marked and followed once.
 
     Examples:
         wm lineage controller --run runs/catch
@@ -62,9 +60,9 @@ def lineage(
 
 
 def describe(depth: int, role: str, tree: Tree) -> dict[str, Any]:
-    """One line of the tree as plain values: its inputs are the lines below it that are one deeper.
+    """Return the row of an artifact. Its inputs are the rows below it that are one level deeper.
 
-    It is a list and not nested, since a long run is hundreds of levels deep.
+    Rows are flat, since a long run is hundreds of levels deep.
     """
     return {
         "depth": depth,
@@ -86,7 +84,7 @@ def _state(tree: Tree) -> str:
 
 
 def draw(rows: Sequence[tuple[int, str, Tree]], everything: bool) -> None:
-    """Draw the tree on the terminal, cut below the last level that fits unless `everything` is asked for."""
+    """Draw the tree on the terminal, up to the last level that fits, or with `everything` whole."""
     from rich.console import Console
     from rich.tree import Tree as Drawing
 
@@ -98,7 +96,7 @@ def draw(rows: Sequence[tuple[int, str, Tree]], everything: bool) -> None:
         if depth <= last:
             label = _label(role, tree, home=rows[0][2])
             branches[depth:] = [branches[depth - 1].add(label) if depth else Drawing(label)]
-    # The guides of a deep tree are wider than any terminal, which breaks such lines and so loses nothing.
+    # A deep tree is wider than any terminal. The terminal breaks its lines, which loses nothing.
     width = max(console.width, LEVEL * last + LABEL)
     Console(highlight=False, width=width, height=console.height).print(branches[0])
     if hidden := sum(depth > last for depth in depths):
@@ -106,7 +104,7 @@ def draw(rows: Sequence[tuple[int, str, Tree]], everything: bool) -> None:
 
 
 def _label(role: str, tree: Tree, home: Tree) -> Text:
-    """`role: name  digest  state  run`, without a role that is the kind, a usual state, and the run of `home`."""
+    """Return `role: name  digest  state  run`, without the role if it is the kind, state "published", run of `home`."""
     from rich.text import Text
 
     label = Text("" if role in ("", tree.name.partition("@")[0]) else f"{role}: ")
@@ -121,7 +119,7 @@ def _label(role: str, tree: Tree, home: Tree) -> Text:
 
 
 def _last_level(depths: Sequence[int], width: int) -> int:
-    """The deepest level at which a tree cut there has no more than `LINES` lines and is not too wide."""
+    """Return the deepest level with no more than `LINES` lines up to it that is not too wide."""
     last = 0
     while last < min(max(depths), (width - LABEL) // LEVEL) and sum(each <= last + 1 for each in depths) <= LINES:
         last += 1
@@ -129,19 +127,19 @@ def _last_level(depths: Sequence[int], width: int) -> int:
 
 
 def find(folder: Path, reference: str | None) -> Artifact:
-    """The artifact of any kind that `reference` names; without one, that of the latest stage the run has come to."""
+    """Return the artifact of a reference, of any kind; without one, the newest of the latest stage with one."""
     from wmcli.artifacts import KINDS, Run, open_artifact
     from wmcli.config import did_you_mean
 
     if reference is None:
         run = Run.open(folder, create=False)
-        newest = next((artifact for kind in LATE_FIRST if (artifact := run.latest(kind)) is not None), None)
+        newest = next((artifact for kind in LATEST_FIRST if (artifact := run.latest(kind)) is not None), None)
         if newest is None:
-            raise ArtifactError(f"run {folder} holds no artifacts yet; make one with: wm collect --run {folder}")
+            raise ArtifactError(f"run {folder} has no artifacts yet; make one with: wm collect --run {folder}")
         return newest
     kind = reference.partition("@")[0]
     if kind in KINDS:
         return Run.open(folder, create=False).resolve(reference, kind)
     if Path(reference).exists():
         return open_artifact(Path(reference))
-    raise UsageError(f"no artifact '{reference}', neither a kind nor a path that exists; {did_you_mean(kind, KINDS)}")
+    raise UsageError(f"no artifact '{reference}': neither a kind nor a path that exists; {did_you_mean(kind, KINDS)}")

@@ -17,15 +17,15 @@ SHOWN = ("name", "status", "epoch", "score", "steps", "active", "environment", "
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the runs are.")] = RUNS,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the runs.")] = RUNS,
     as_json: Json = False,
     form: Format = None,
 ) -> None:
-    """List the runs below a folder: how far each has come, and its newest score.
+    """List the runs below a folder with their progress and newest score.
 
-    running: a process writes in it now; interrupted: a checkpoint waits for
-    the same command; finished: the last epoch was evaluated; damaged:
-    something in it cannot be read; idle: none of these.
+    running: a process writes in it now. interrupted: the same command resumes
+    from a checkpoint. finished: the last epoch was evaluated. damaged: a file
+    cannot be read. idle: none of these.
 
     Examples:
         wm runs
@@ -48,6 +48,7 @@ def runs(
 
 
 def _for_a_person(row: dict[str, Any], folder: Path) -> Row:
+    """Return a row in columns that fit a terminal."""
     path = Path(row["name"])
     return row | {
         "name": path.name if path == folder else str(path.relative_to(folder)),
@@ -60,6 +61,6 @@ def _for_a_person(row: dict[str, Any], folder: Path) -> Row:
 
 
 def _score(mean: float, stderr: float | None, episodes: int) -> str:
-    """`0.98 ± 0.02 (50)`: the mean, its standard error, the number of episodes."""
+    """Return `0.98 ± 0.02 (50)`: mean, standard error, number of episodes."""
     spread = "" if stderr is None else f" ± {stderr:.2g}"
     return f"{mean:.4g}{spread} ({episodes})"

@@ -1,4 +1,4 @@
-"""`wm compare`: statistics, tables and pictures over the evaluations of several runs."""
+"""`wm compare`: statistics, tables and pictures of the evaluations of several runs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from wmcli.stages.evaluate import PROTOCOL
 from wmcli.stages.pictures import draw_priors
 
 ALL = "all"
-"""Stands for all given runs, or for all their environments, in the rows of a table."""
+"""In the rows of a table, all runs or all their environments."""
 
 
 class Score(NamedTuple):
-    """The evaluation that stands for a run."""
+    """The evaluation that represents a run."""
 
     run: Path
     """As the user wrote it."""
@@ -40,33 +40,37 @@ class Score(NamedTuple):
         return str(self.metrics["environment"])
 
 
-# -- which evaluation -------------------------------------------------------------------------------------------------
+# -- choice of evaluations --------------------------------------------------------------------------------------------
 
 
 def read_scores(runs: Sequence[Path], protocol: str, progress: Progress) -> list[Score]:
-    """Find the evaluation that stands for each run under a protocol.
+    """Find the evaluation that represents each run under a protocol.
 
-    It is the newest final one, or else the newest interim one, with a warning. Interim are those that `wm run` made
-    before its last epoch, by the epoch in the manifest; evaluations without an epoch count as final. A damaged one is
-    an error where no newer one was found, since it may be the wanted one; older ones do not matter.
+    It is the newest final one, or else the newest interim one, with a warning. Evaluations of `wm run` before its last
+    epoch are interim, by the epoch in the manifest. Without an epoch an evaluation is final.
+
+    Args:
+        runs: Run directories.
+        protocol: Name of the protocol.
+        progress: Gets the warnings.
 
     Raises:
-        ArtifactError: a run has no such evaluation, or its newest cannot be read.
-        UsageError: two runs are one, by the same path, a link or a copy.
+        ArtifactError: A run has no such evaluation, or a damaged one that may be the newest.
+        UsageError: Two runs are one, by the same path, a link or a copy.
     """
-    scores = [Score(path, _standing_for(path, protocol, progress)) for path in runs]
-    seen: dict[str, Path] = {}
+    scores = [Score(path, _choose_evaluation(path, protocol, progress)) for path in runs]
+    paths: dict[str, Path] = {}
     for path, evaluation in scores:
-        if evaluation.digest in seen:
+        if evaluation.digest in paths:
             raise UsageError(
-                f"{seen[evaluation.digest]} and {path} hold the very same {evaluation.name}, which would count twice:"
+                f"{paths[evaluation.digest]} and {path} hold the very same {evaluation.name}, which would count twice:"
                 " leave one out."
             )
-        seen[evaluation.digest] = path
+        paths[evaluation.digest] = path
     return scores
 
 
-def _standing_for(path: Path, protocol: str, progress: Progress) -> Artifact:
+def _choose_evaluation(path: Path, protocol: str, progress: Progress) -> Artifact:
     run, interim = Run.open(path, create=False), None
     command = f"wm eval --run {shlex.quote(str(path))}" + (f" --protocol {protocol}" if protocol != PROTOCOL else "")
     for version in reversed(run.versions("evaluation")):
@@ -79,7 +83,7 @@ def _standing_for(path: Path, protocol: str, progress: Progress) -> Artifact:
                 f"the newest evaluation of {path} cannot be read ({error}); make another with: {command} --force"
             ) from None
         if evaluation.metrics["protocol"] == protocol:
-            if not _interim(evaluation):
+            if not _is_interim(evaluation):
                 return evaluation
             interim = interim or evaluation
     if interim is None:
@@ -91,16 +95,16 @@ def _standing_for(path: Path, protocol: str, progress: Progress) -> Artifact:
     return interim
 
 
-def _interim(evaluation: Artifact) -> bool:
-    """Whether `wm run` made an evaluation before its last epoch."""
+def _is_interim(evaluation: Artifact) -> bool:
+    """Return whether `wm run` made an evaluation before its last epoch."""
     epoch = evaluation.manifest["extra"].get("epoch")
     return epoch is not None and epoch < settings_of(evaluation).run.epochs
 
 
-# -- what may stand together ------------------------------------------------------------------------------------------
+# -- comparability ----------------------------------------------------------------------------------------------------
 
-_SAME_TASK = ("protocol", "test")  # of the environment: rules of play, lives and time limits of test episodes
-_SAYS_NOTHING = ("id", "action_meanings", "versions")  # of the environment
+_SAME_TASK = ("protocol", "test")  # keys of the environment that must agree
+_NOT_COMPARED = ("id", "action_meanings", "versions")  # keys of the environment
 _NOT_LEARNING = (
     "seed",
     "environment.id",
@@ -117,31 +121,24 @@ _NOT_LEARNING = (
     "training.checkpoint_seconds",
     "training.log_every",
 )
-"""Settings in which runs of one system may differ: seeds, tasks, what does not reach the weights; and what is compared
-by itself."""
-_NAMED = 3  # runs or settings that a warning names
+"""Settings in which runs of one system may differ: seeds, tasks, and settings without influence on the weights."""
+_NAMED = 3  # runs or settings in a warning
 
 
 def differences(groups: Sequence[Sequence[Score]], by: Sequence[str] = ()) -> list[str]:
-    """List in what the scores of several runs differ, one line for each difference.
+    """List the differences between the scores of several runs, one line each.
 
-    Refused, since the scores would be of different tasks:
-        the protocol of the environment, and of one environment the rules of test episodes (lives, time limits).
-    Listed, over all groups, since groups are compared with each other:
-        episodes; environment steps of the controller's experience; the temperature of the policy; the settings of a
-        search, or of how a latent model acts, where both have them; of one environment the size of frames and all else
-        in its manifest block.
-    Listed, within a group, which is pooled into one number:
-        every other setting that learning depends on; runs that do not differ even in their seed.
-    Not compared:
-        versions of packages, device, precision, the number of parallel environments while evaluating.
+    Over all groups: episodes, environment steps, temperature of the policy, the settings of acting that runs share,
+    and of one environment the size of frames and the rest of its manifest block.
+    Within a group: other settings that learning depends on, and runs that agree even in their seed.
+    Not compared: versions of packages, device, precision, the number of parallel environments in evaluation.
 
     Args:
-        groups: the scores, in groups that are pooled.
-        by: settings (`section.key`) by which the groups were made; in these they differ on purpose.
+        groups: The scores, in groups that are pooled.
+        by: Settings (`section.key`) that make the groups, and are not listed.
 
     Raises:
-        UsageError: the scores cannot be pooled.
+        UsageError: The tasks differ: the protocol of the environment, or lives and time limits of test episodes.
     """
     scores = [score for group in groups for score in group]
     blocks = [score.evaluation.manifest["environment"] for score in scores]
@@ -150,24 +147,24 @@ def differences(groups: Sequence[Sequence[Score]], by: Sequence[str] = ()) -> li
         raise UsageError(
             f"these runs played under different protocols ({', '.join(sorted(protocols))}); compare runs of one."
         )
-    found = []
+    lines = []
     for environment in dict.fromkeys(score.environment for score in scores):
         alike = [(score.run, block) for score, block in zip(scores, blocks, strict=True) if block["id"] == environment]
-        for key in dict.fromkeys(key for _, block in alike for key in block if key not in _SAYS_NOTHING):
+        for key in dict.fromkeys(key for _, block in alike for key in block if key not in _NOT_COMPARED):
             line = _differ(f"{environment} {key}", [(run, block[key]) for run, block in alike if key in block])
             if line and key in _SAME_TASK:
                 raise UsageError(f"these runs played other test episodes: {line}; compare runs of one kind.")
-            found.append(line)
+            lines.append(line)
     conditions = [(score.run, _conditions(score)) for score in scores]
     for key in dict.fromkeys(key for _, values in conditions for key in values if key not in by):
-        found.append(_differ(key, [(run, values[key]) for run, values in conditions if key in values]))
+        lines.append(_differ(key, [(run, values[key]) for run, values in conditions if key in values]))
     for group in groups:
-        found += _differ_in_learning(group, by)
-    return [line for line in found if line]
+        lines += _differ_in_learning(group, by)
+    return [line for line in lines if line]
 
 
 def _conditions(score: Score) -> dict[str, Any]:
-    """What a score depends on besides environment and weights, by the names that people know."""
+    """Return the conditions of a score besides environment and weights, by name."""
     settings, metrics = settings_of(score.evaluation), score.metrics
     acting = settings.acting
     section = "controller" if acting["controller"] else "dynamics"
@@ -181,7 +178,7 @@ def _conditions(score: Score) -> dict[str, Any]:
 
 
 def _differ(name: str, values: Sequence[tuple[Path, Any]]) -> str | None:
-    """`episodes differ: 3 (runs/a), 5 (runs/b, runs/c)`; None where there is one value."""
+    """Return `episodes differ: 3 (runs/a), 5 (runs/b, runs/c)`, or None if there is one value."""
     runs: dict[str, list[str]] = {}
     for run, value in values:
         runs.setdefault(value if isinstance(value, str) else canonical_json(value), []).append(str(run))
@@ -194,9 +191,8 @@ def _differ_in_learning(group: Sequence[Score], by: Sequence[str]) -> list[str]:
     every = [flatten(settings_of(score.evaluation)) for score in group]
     acting = {key for score in group for key in _conditions(score)}
     keys = [key for key in dict.fromkeys(key for each in every for key in each) if not key.startswith(_NOT_LEARNING)]
-    shared = [
-        key for key in keys if key not in acting and all(key in each for each in every)
-    ]  # keys of one kind follow it
+    # Keys that only some kinds have differ with the kind.
+    shared = [key for key in keys if key not in acting and all(key in each for each in every)]
     other = [key for key in shared if len({str(each[key]) for each in every}) > 1]
     lines = []
     if other:
@@ -218,7 +214,7 @@ def _differ_in_learning(group: Sequence[Score], by: Sequence[str]) -> list[str]:
 
 
 def _first(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """Return the first names and the number of the others."""
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
@@ -226,10 +222,10 @@ def _first(names: Sequence[str]) -> str:
 
 
 def aggregate(scores: Sequence[Score], against: Sequence[Score], progress: Progress) -> dict[str, Any]:
-    """Compute statistics over the evaluations of several runs, a task being an environment (Agarwal et al. 2021).
+    """Compute statistics over the evaluations of several runs. Every environment is a task.
 
-    Scores are human-normalized when every environment has reference scores, else raw returns. Intervals are 95 %
-    stratified bootstrap intervals.
+    Scores are human-normalized if every environment has reference scores, else returns. Intervals are 95 % stratified
+    bootstrap intervals.
 
     Args:
         scores: One per run.
@@ -237,11 +233,13 @@ def aggregate(scores: Sequence[Score], against: Sequence[Score], progress: Progr
         progress: Gets the warnings (see `differences`).
 
     Returns:
-        `scores` by task, `unit`, numbers of `runs` and `tasks`; an estimate `{"value", "low", "high"}` of each
-        statistic; the `performance_profile`; and `rows`, all of it as a table (see `_rows`).
+        `scores` by task, their `unit`, numbers of `runs` and `tasks`. An estimate `{"value", "low", "high"}` of each
+        statistic. `performance_profile`. `rows`: the same as a table (see `_rows`).
 
     Raises:
         UsageError: The scores cannot be pooled.
+
+    Source: Agarwal et al. (2021, arXiv 2108.13264).
     """
     for line in differences([scores, against]):
         progress.warn(line)
@@ -268,7 +266,7 @@ NORMALIZED, RETURN = "human-normalized score", "return"
 
 
 def _unit(scores: Sequence[Score]) -> str:
-    """What is pooled. Raises UsageError for returns of different environments."""
+    """Return the unit of pooled scores. Returns of different environments raise UsageError."""
     if all(score.metrics["human_normalized"] is not None for score in scores):
         return NORMALIZED
     if len({score.environment for score in scores}) > 1:
@@ -287,11 +285,11 @@ def _by_task(scores: Sequence[Score], unit: str) -> dict[str, np.ndarray]:
 
 
 def _estimates(scores: Mapping[str, np.ndarray], unit: str, rng: np.random.Generator) -> dict[str, Any]:
-    """Mean, median and IQM; of human-normalized scores, whose goal is 1, also what they fall short of it."""
-    found = {name: estimate._asdict() for name, estimate in statistics.aggregate(scores, rng).items()}
+    """Return mean, median and IQM, and of human-normalized scores the optimality gap."""
+    estimates = {name: estimate._asdict() for name, estimate in statistics.aggregate(scores, rng).items()}
     if unit != NORMALIZED:
-        del found["optimality_gap"]
-    return found
+        del estimates["optimality_gap"]
+    return estimates
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -318,11 +316,11 @@ COLUMNS = (
 
 
 def _rows(scores: Sequence[Score], result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Make one table of all: a row for each run, our aggregates, and what was published for these environments.
+    """Return the table: a row for each run, our aggregates, and the published scores of these environments.
 
-    Every row has the same columns and holds one `score` in a `unit`: `statistic` says of what, `name` whose and
-    `environment` where. A run's is the mean return of its episodes, with `stderr`. An aggregate has the limits `low`
-    and `high` of its interval. A published one is the mean over runs, of which `lowest` and `highest` may be known.
+    All rows have the same columns. `score` is the `statistic` of `name` in `environment`, in a `unit`. The score of a
+    run is the mean return of its episodes, with `stderr`. An aggregate has the interval from `low` to `high`. A
+    published score is a mean over runs, with the `lowest` and the `highest` run if they are published.
     """
     rows = [_run_row(score) for score in sorted(scores, key=lambda score: score.environment)]
     for name, value in result.items():
@@ -368,9 +366,9 @@ def _run_row(score: Score) -> dict[str, Any]:
 
 
 def _published_aggregates(environments: set[str]) -> list[dict[str, Any]]:
-    """Mean and median of each published system over the same games, of those that have them all.
+    """Return mean and median of each published system that has all of these games.
 
-    Not IQM and optimality gap: of many systems only means over runs were published, which have no spread.
+    There are no IQM and optimality gap: of many systems only means over runs are published.
     """
     games = {atari.game_name(environment) for environment in environments}
     rows = []
@@ -405,8 +403,8 @@ def compare_settings(scores: Sequence[Score], keys: Sequence[str], progress: Pro
         progress: Gets the warnings (see `differences`).
 
     Returns:
-        Rows of those values, `runs`, the `mean` of their scores in a `unit` with its 95 % bootstrap interval `low` to
-        `high`, and the `episodes` and environment `steps` of a run, "3 to 10" where they differ.
+        Rows of those values, the number of `runs`, and the `mean` of their scores in a `unit`, with its 95 % bootstrap
+        interval from `low` to `high`. `episodes` and environment `steps` are per run, "3 to 10" if they differ.
 
     Raises:
         UsageError: A key is unknown, or the scores cannot be pooled.
@@ -414,7 +412,7 @@ def compare_settings(scores: Sequence[Score], keys: Sequence[str], progress: Pro
     groups = _grouped(scores, keys)
     for line in differences(list(groups.values()), keys):
         progress.warn(line)
-    # Groups of one environment each stand beside each other, without being compared.
+    # Groups of one environment each need no common unit.
     shared = None if "environment.id" in keys else _unit(scores)
     rng = np.random.default_rng(0)
     rows = []
@@ -459,12 +457,11 @@ def _range(values: Sequence[int]) -> int | str:
 def draw_returns(scores: Sequence[Score], keys: Sequence[str], out: Path, progress: Progress) -> None:
     """Draw the mean returns of several runs over environment steps in one picture.
 
-    The points of a run are its evaluations along the line of its newest controller (that controller, its parent, and so
-    on); of several after the same steps the newest.
+    The points of a run are the evaluations of its newest controller and its ancestors, the newest at equal steps.
 
     Args:
         scores: One per run, all of one environment.
-        keys: Settings (`section.key`) whose values make a group of runs; without any, each run is a line.
+        keys: Settings (`section.key`) that make groups of runs. Without any, each run is a line.
         out: A .png, .svg or .pdf.
         progress: Gets a warning for each evaluation that cannot be read.
 
@@ -475,19 +472,19 @@ def draw_returns(scores: Sequence[Score], keys: Sequence[str], out: Path, progre
     if len(environments) > 1:
         raise UsageError(f"curves are drawn of one environment: these runs are of {', '.join(environments)}.")
     groups = _grouped(scores, keys) if keys else {(str(score.run),): [score] for score in scores}
-    differences(list(groups.values()), keys)  # for what it refuses; the table says the rest
+    differences(list(groups.values()), keys)  # raises; the table lists the differences
     lines = {}
     for values, members in groups.items():
         label = ", ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True)) if keys else values[0]
         lines[label] = [_curve(score, progress) for score in members]
-    known = {"random": float(np.mean([score.metrics["random_mean"] for score in scores]))}
+    references = {"random": float(np.mean([score.metrics["random_mean"] for score in scores]))}
     human = atari.reference(environments[0], "human")
-    known |= {} if human is None else {"human": human}
-    write_figure(out, returns_over_steps(lines, references=known, title=environments[0]))
+    references |= {} if human is None else {"human": human}
+    write_figure(out, returns_over_steps(lines, references=references, title=environments[0]))
 
 
 def _curve(score: Score, progress: Progress) -> list[tuple[float, float]]:
-    """(environment step, mean return) of each evaluation of a run along its line of controllers, by step."""
+    """Return (environment step, mean return) of each evaluation on a run's line of controllers, by step."""
     run, lineage = Run.open(score.run, create=False), _lineage(score, progress)
     points: dict[int, float] = {}
     for version in run.versions("evaluation"):
@@ -496,14 +493,14 @@ def _curve(score: Score, progress: Progress) -> list[tuple[float, float]]:
         except ArtifactError as error:
             progress.warn(f"left out of the curve of {score.run}: {error}")
             continue
-        played = evaluation.inputs.get("controller")
-        if evaluation.metrics["protocol"] == PROTOCOL and played is not None and played.digest in lineage:
+        controller = evaluation.inputs.get("controller")
+        if evaluation.metrics["protocol"] == PROTOCOL and controller is not None and controller.digest in lineage:
             points[evaluation.metrics["total_steps"]] = evaluation.metrics["mean"]
     return sorted(points.items())
 
 
 def _lineage(score: Score, progress: Progress) -> set[str]:
-    """The digests of a run's newest controller (or of the one scored, where the run has none) and its ancestors."""
+    """Return the digests of a run's newest controller, or else the scored one, and of its ancestors."""
     controller = Run.open(score.run, create=False).latest("controller") or score.evaluation.input("controller")
     digests = {controller.digest}
     while "parent" in controller.inputs:

@@ -1,7 +1,8 @@
-"""`wm profile --compare backbones`: what each backbone costs at equal size, in training and imagination, by length.
+"""`wm profile --compare backbones`: the cost of backbones of equal size in training and imagination, by length.
 
-After figure 3 of S4WM (Deng et al. 2023, arXiv 2307.02064) and figure 10 of Drama (Wang et al. 2024, arXiv 2410.08893),
-without encoder and decoder, which are the same for all. Axes: B batch, T time (elements), D width.
+Encoder and decoder are left out: they are the same for all. Axes: B batch, T time (elements), D width.
+
+Source: figure 3 of S4WM (Deng et al. 2023, arXiv 2307.02064), figure 10 of Drama (Wang et al. 2024, arXiv 2410.08893).
 """
 
 from __future__ import annotations
@@ -31,30 +32,32 @@ from wmcli.training.measure import Bench, Job, peak_memory, ratio, seconds
 LENGTHS = (64, 256, 1024, 4096)
 TOKENS = {"cpu": 1 << 12, "cuda": 1 << 16}  # of a training batch, the same at every length
 ROWS = {"cpu": 16, "cuda": 64}  # imagined side by side
-CELL_SECONDS = 5.0  # a call that takes longer is not timed, and its backbone not tried on longer sequences
-CHECKED_LENGTH = 150  # elements: more than one chunk of every backbone that has chunks
+CELL_SECONDS = 5.0  # a slower call is not timed, and its backbone is left out at longer lengths
+CHECKED_LENGTH = 150  # elements: more than one chunk of any backbone
 ALLOWED = {"float32": 1e-3, "bfloat16": 0.03}  # difference of steps from forward, as a share of the largest output
-# This one's steps are in float32: from a forward whose products are in bfloat16 they drift by up to 0.08 on the way.
+# Its steps are in float32, and the products of its forward in bfloat16: they differ by up to 0.08.
 DRIFTING = {("dreamer-gru", "bfloat16"): 0.15}
-CLOSE = 0.05  # parameter counts that differ by no more count as equal
+CLOSE = 0.05  # relative difference of parameter counts that count as equal
 
 
 def compare_backbones(
     settings: Settings, machine: Machine, bench: Bench, lengths: Sequence[int]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """All backbones with about as many parameters as the preset's, at its depth where that can be.
+    """Measure all backbones with about as many parameters as the preset's, if possible at its depth.
 
-    Returns what each is, and rows of training (forward and backward on a batch of the same number of elements at every
-    length), of imagination (a step behind so many elements), and of Mamba-2's recurrence in chunks and one element
-    after the other.
+    Returns:
+        The sizes of each backbone, and rows of cost. Training is forward and backward on a batch of the same number of
+        elements at every length. Imagination is one step after so many elements. Mamba-2's recurrence is measured in
+        chunks and element by element.
 
-    Raises WmError where the steps of a backbone do not give what its forward gives.
+    Raises:
+        WmError: The steps of a backbone differ from its forward.
     """
     with bench.progress.bar("profile sizes and results", len(BACKBONES), "backbones") as bar:
-        sizes, about = equal_sizes(settings), []
+        sizes, descriptions = equal_sizes(settings), []
         for name, size in sizes.items():
             error = check_steps(size, machine)
-            about.append(
+            descriptions.append(
                 {
                     "backbone": name,
                     "layers": size.layers,
@@ -67,20 +70,20 @@ def compare_backbones(
             bar.advance()
     rows: list[dict[str, Any]] = []
     mamba2 = settings.model_copy(update={"backbone": sizes["mamba2"]})
-    patient = True
+    recurrence_fits = True
     for length in sorted(set(lengths)):
         training = list(_training(sizes, settings.backbone.kind, length, machine, bench))
-        gone = {row["backbone"] for row in training if "skipped" in row}
-        sizes = {name: size for name, size in sizes.items() if name not in gone}
+        skipped = {row["backbone"] for row in training if "skipped" in row}
+        sizes = {name: size for name, size in sizes.items() if name not in skipped}
         imagination = list(_imagination(sizes, settings.backbone.kind, length, machine, bench))
-        recurrence = list(_chunked_and_sequential(mamba2, length, machine, bench)) if patient else []
-        patient = patient and not any("skipped" in row for row in recurrence)
+        recurrence = list(_chunked_and_sequential(mamba2, length, machine, bench)) if recurrence_fits else []
+        recurrence_fits = recurrence_fits and not any("skipped" in row for row in recurrence)
         rows += [*training, *imagination, *recurrence]
-    return about, rows
+    return descriptions, rows
 
 
 def draw_comparison(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Time an element in training and imagination, and memory in training, against length."""
+    """Draw time per element in training and imagination, and memory in training, over length."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
         if "backbone" not in row or row.get("skipped"):
@@ -98,21 +101,21 @@ def draw_comparison(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def parameters(backbone: BackboneSettings) -> int:
-    """Without what grows with the length: the table of positions that the transformer has."""
+    """Return the number of parameters, without the transformer's table of positions, which grows with the length."""
     with torch.device("meta"):
         return count(build(backbone, max_length=1, block=1))
 
 
 def equal_sizes(settings: Settings) -> dict[str, BackboneSettings]:
-    """Return settings for each backbone with nearly as many parameters as the chosen one, which comes first.
+    """Return settings of each backbone with nearly as many parameters as the chosen one, which comes first.
 
-    The depth is that nearest to the chosen one's, half to twice it, at which some width comes `CLOSE`; if there is
-    none, the closest.
+    The depth is the nearest one, from half to twice the chosen one's, with a width that comes `CLOSE`. If there is
+    none, the best depth and width are taken.
     """
     backbone = settings.backbone
     templates = {kind: settings.backbone_of_kind(kind) for kind in BACKBONES}
-    wanted = parameters(backbone)
-    found: dict[str, BackboneSettings] = {backbone.kind: backbone}
+    target = parameters(backbone)
+    sizes: dict[str, BackboneSettings] = {backbone.kind: backbone}
     depths = range(math.ceil(backbone.layers / 2), 2 * backbone.layers + 1)
     for name in BACKBONES:
         if name == backbone.kind:
@@ -120,25 +123,25 @@ def equal_sizes(settings: Settings) -> dict[str, BackboneSettings]:
         best: BackboneSettings = backbone
         off = math.inf
         for layers in sorted(depths, key=lambda each: abs(math.log(each / backbone.layers))):
-            candidate = _of_depth(templates, name, layers, wanted)
-            difference = abs(parameters(candidate) / wanted - 1)
+            candidate = _of_depth(templates, name, layers, target)
+            difference = abs(parameters(candidate) / target - 1)
             if difference < off:
                 best, off = candidate, difference
             if off <= CLOSE:
                 break
-        found[name] = best
-    return found
+        sizes[name] = best
+    return sizes
 
 
-def _of_depth(templates: Mapping[str, Any], name: str, layers: int, wanted: int) -> BackboneSettings:
-    """Return the settings of the width with the nearest number of parameters, among those that all heads divide.
+def _of_depth(templates: Mapping[str, Any], name: str, layers: int, target: int) -> BackboneSettings:
+    """Return the settings of the width with the nearest number of parameters, among widths that all heads divide.
 
-    Mamba-2's heads have a fixed width: they are as wide as they can be below the preset's, and not less than half.
+    Mamba-2's heads have the largest width up to the preset's that divides, and at least half of it.
     """
     template, relative, mamba2 = templates[name], templates["transformer-xl"], templates["mamba2"]
     heads = 2 * templates["retnet"].heads, templates["transformer"].heads, 1 if relative.head_width else relative.heads
     grain = math.lcm(*heads)
-    widths = range(grain, 8 * max(template.width, grain) + 1, grain)
+    multiples = range(grain, 8 * max(template.width, grain) + 1, grain)
 
     def head_width(width: int) -> int:
         return max(each for each in range(1, mamba2.head_width + 1) if mamba2.expand * width % each == 0)
@@ -152,21 +155,22 @@ def _of_depth(templates: Mapping[str, Any], name: str, layers: int, wanted: int)
         sized: BackboneSettings = template.model_copy(update={"layers": layers, "width": width} | own.get(name, {}))
         return sized
 
-    fit = [width for width in widths if name != "mamba2" or 2 * head_width(width) >= mamba2.head_width]
-    above = bisect.bisect_left(fit, wanted, hi=len(fit) - 1, key=lambda width: parameters(of_width(width)))
+    widths = [width for width in multiples if name != "mamba2" or 2 * head_width(width) >= mamba2.head_width]
+    above = bisect.bisect_left(widths, target, hi=len(widths) - 1, key=lambda width: parameters(of_width(width)))
     return min(
-        (of_width(width) for width in fit[max(above - 1, 0) : above + 1]),
-        key=lambda each: abs(parameters(each) - wanted),
+        (of_width(width) for width in widths[max(above - 1, 0) : above + 1]),
+        key=lambda each: abs(parameters(each) - target),
     )
 
 
-# -- right results ----------------------------------------------------------------------------------------------------
+# -- check of results -------------------------------------------------------------------------------------------------
 
 
 def check_steps(backbone: BackboneSettings, machine: Machine) -> float:
-    """How far the outputs of single steps are from those of forward, as a share of the largest.
+    """Return the difference of steps from forward, as a share of the largest output.
 
-    Raises WmError where it is more than is allowed.
+    Raises:
+        WmError: It is larger than `ALLOWED`.
     """
     model = build(backbone, CHECKED_LENGTH, block=1).to(machine.device).eval()
     x = torch.randn(2, CHECKED_LENGTH, backbone.width, device=machine.device)
@@ -178,10 +182,10 @@ def check_steps(backbone: BackboneSettings, machine: Machine) -> float:
             steps.append(y)
     error = float((torch.stack(steps, 1) - whole).abs().amax() / whole.abs().amax())
     allowed = DRIFTING.get((backbone.kind, machine.precision), ALLOWED[machine.precision])
-    if not error <= allowed:  # also where it is NaN
+    if not error <= allowed:  # NaN included
         raise WmError(
-            f"profile: steps of {backbone.kind} are {error:.2g} off its forward on {CHECKED_LENGTH} elements, where"
-            f" {allowed:g} is allowed: its results are wrong on this machine"
+            f"profile: steps of {backbone.kind} differ by {error:.2g} from its forward on {CHECKED_LENGTH} elements,"
+            f" and {allowed:g} is allowed: its results are wrong on this machine"
         )
     return error
 
@@ -206,36 +210,36 @@ def _training(sizes: Sizes, preset: str, length: int, machine: Machine, bench: B
 
         return forward_and_backward
 
-    makes = {name: partial(job, size) for name, size in sizes.items()}
-    jobs, skipped = _affordable(makes, f"training, {length} elements", bench)
+    factories = {name: partial(job, size) for name, size in sizes.items()}
+    jobs, skipped = _select_jobs(factories, f"training, {length} elements", bench)
     cell = partial(bench.row, "training", f"{rows} × {length} elements", count=rows * length, length=length)
     yield from _timed(jobs, skipped, preset, cell, bench)
 
 
 def _imagination(sizes: Sizes, preset: str, length: int, machine: Machine, bench: Bench) -> Iterator[dict[str, Any]]:
     rows = ROWS[machine.device.type]
-    held: dict[str, int] = {}
+    state_bytes: dict[str, int] = {}
 
     def job(name: str) -> Job:
-        model = machine.freeze(build(sizes[name], length, block=1))  # as imagination finds it
-        state = _state_behind(model, length - 1, rows, machine)
-        held[name] = _bytes(state)
+        model = machine.freeze(build(sizes[name], length, block=1))  # as in imagination
+        state = _state_after(model, length - 1, rows, machine)
+        state_bytes[name] = _bytes(state)
         x = torch.randn(rows, model.width, device=machine.device)
 
         def step() -> None:
             with torch.no_grad(), machine.autocast():
-                model.step(x, state)  # a cache that is written in place is written at the same place each time
+                model.step(x, state)  # a cache written in place is written at the same place each time
 
         return step
 
-    jobs, skipped = _affordable({name: partial(job, name) for name in sizes}, f"imagination, {length} elements", bench)
+    jobs, skipped = _select_jobs({name: partial(job, name) for name in sizes}, f"imagination, {length} elements", bench)
     cell = partial(bench.row, "imagination", f"{rows} rows behind {length - 1} elements", count=rows, length=length)
     for row in _timed(jobs, skipped, preset, cell, bench):
-        yield row if "skipped" in row else row | {"state_bytes": held[row["backbone"]]}
+        yield row if "skipped" in row else row | {"state_bytes": state_bytes[row["backbone"]]}
 
 
-def _state_behind(model: Backbone, length: int, rows: int, machine: Machine) -> State:
-    """The state after `length` random elements, the same in all rows."""
+def _state_after(model: Backbone, length: int, rows: int, machine: Machine) -> State:
+    """Return the state after `length` random elements, the same in all rows."""
     x = torch.randn(1, length, model.width, device=machine.device)
     with torch.no_grad(), machine.autocast():
         _, state = model(x, model.initial_state(1))
@@ -253,16 +257,16 @@ def _bytes(state: State) -> int:
     return sum(sizes)
 
 
-def _affordable(
-    makes: Mapping[str, Callable[[], Job]], what: str, bench: Bench
+def _select_jobs(
+    factories: Mapping[str, Callable[[], Job]], what: str, bench: Bench
 ) -> tuple[dict[str, Job], dict[str, str]]:
-    """The jobs a call of which is worth waiting for, and why the others are not."""
+    """Return the jobs that are fast enough and fit into memory, and why the others are skipped."""
     jobs, skipped = {}, {}
-    with bench.progress.bar(f"profile {what}, first calls", len(makes), "jobs") as bar:
-        for name, make in makes.items():
+    with bench.progress.bar(f"profile {what}, first calls", len(factories), "jobs") as bar:
+        for name, factory in factories.items():
             try:
-                job = make()
-                # What is slow may only have been compiled, the first time.
+                job = factory()
+                # The first call may include compilation.
                 slow = seconds(job, bench.device) > CELL_SECONDS and seconds(job, bench.device) > CELL_SECONDS
             except (RuntimeError, MemoryError) as error:
                 full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
@@ -285,7 +289,7 @@ def _timed(
     cell: partial[dict[str, Any]],
     bench: Bench,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each backbone: `cell` is what they share."""
+    """Yield a row for each backbone. `cell` holds the columns that they share."""
     what, shape = cell.args
     length = cell.keywords["length"]
     times = bench.timed(f"{what}, {length} elements", jobs) if jobs else {}
@@ -311,7 +315,7 @@ def _timed(
 def _chunked_and_sequential(
     settings: Settings, length: int, machine: Machine, bench: Bench
 ) -> Iterator[dict[str, Any]]:
-    """Mamba-2's recurrence alone, forward and backward on a training batch, in both its forms."""
+    """Yield rows of Mamba-2's recurrence alone, forward and backward on a training batch, in both forms."""
     rows = max(TOKENS[machine.device.type] // length, 1)
     case = state_space_duality(settings, RandomOperands(machine), (rows, length, settings.backbone.width))
     operands = [operand.detach().requires_grad_() for operand in case.operands]
@@ -321,8 +325,8 @@ def _chunked_and_sequential(
 
     forms = {"in chunks": case.call, "element by element": _element_by_element}
     what = "recurrence of Mamba-2"
-    makes = {form: partial(job, each) for form, each in forms.items()}
-    jobs, skipped = _affordable(makes, f"{what}, {length} elements", bench)
+    factories = {form: partial(job, each) for form, each in forms.items()}
+    jobs, skipped = _select_jobs(factories, f"{what}, {length} elements", bench)
     error = None if skipped else check(case, "triton" if on_triton(*case.operands) else "torch")
     times = bench.timed(f"{what}, {length} elements", jobs)
     for form, each in times.items():
@@ -337,7 +341,7 @@ def _chunked_and_sequential(
 
 
 def _element_by_element(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
-    """The recurrence as acting computes it, on operands as in `linear_recurrence`."""
+    """Compute the recurrence as acting does, on operands as in `linear_recurrence`."""
     state = torch.zeros(*v.shape[:2], k.shape[3], v.shape[3], device=v.device)
     outputs = []
     for element in zip(q.unbind(2), k.unbind(2), v.unbind(2), log_decay.unbind(2), strict=True):

@@ -103,7 +103,7 @@ def play_episodes(
     environments: int,
     seed: int,
     progress: Progress,
-    what: str,
+    name: str,
     checkpoint: Path | None = None,
     checkpoint_seconds: float = 30.0,
 ) -> PlayedEpisodes:
@@ -118,7 +118,7 @@ def play_episodes(
         environments: Most environments side by side.
         seed: Of the environments.
         progress: Gets the progress bar.
-        what: Its name, and that of messages.
+        name: Of the progress bar, and in messages.
         checkpoint: File to resume from, if it exists, and to write. None writes none.
         checkpoint_seconds: Seconds between two checkpoints. Another one is written at the end.
 
@@ -133,11 +133,11 @@ def play_episodes(
         streams = tally.load(checkpoint, settings, agent)
         if streams is None:
             return PlayedEpisodes(tally.returns.tolist(), tally.lengths.tolist(), tally.film)
-        progress.say(f"{what}: resuming after {tally.ended} of {episodes} episodes")
+        progress.say(f"{name}: resuming after {tally.ended} of {episodes} episodes")
     else:
         streams = Streams(settings, train=False, seed=seed)
     saved_at = time.monotonic()
-    with stop_requests() as stop, progress.bar(what, episodes, "episodes", start=tally.ended) as bar:
+    with stop_requests() as stop, progress.bar(name, episodes, "episodes", start=tally.ended) as bar:
         while not tally.complete:
             frames = streams.observation
             action = agent.act(frames, streams.first)
@@ -163,7 +163,7 @@ def play_episodes(
                 saved_at = time.monotonic()
             if stop:
                 raise Stopped(
-                    f"{what} stopped after {tally.ended} of {episodes} episodes; the same command goes on from there."
+                    f"{name} stopped after {tally.ended} of {episodes} episodes; the same command goes on from there."
                 )
     streams.close()
     return PlayedEpisodes(tally.returns.tolist(), tally.lengths.tolist(), tally.film)

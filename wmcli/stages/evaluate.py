@@ -105,7 +105,7 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
     return artifact
 
 
-def _play(context: Context, work: Work, agent: Actor, episodes: int, what: str) -> PlayedEpisodes:
+def _play(context: Context, work: Work, agent: Actor, episodes: int, name: str) -> PlayedEpisodes:
     """Play test episodes of the run's environment, with checkpoints in the work folder."""
     settings = context.settings
     return play_episodes(
@@ -115,8 +115,8 @@ def _play(context: Context, work: Work, agent: Actor, episodes: int, what: str) 
         environments=min(settings.evaluation.environments, episodes),
         seed=derived_seed(settings.seed, "eval"),
         progress=context.progress,
-        what=what,
-        checkpoint=work.path / f"{what.replace(' ', '-')}.safetensors",
+        name=name,
+        checkpoint=work.path / f"{name.replace(' ', '-')}.safetensors",
         checkpoint_seconds=settings.training.checkpoint_seconds,
     )
 

@@ -1,4 +1,4 @@
-"""The description of an evaluation protocol. Each is defined in the file that implements it."""
+"""The type of an evaluation protocol. Each protocol is in the file that implements it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ class Protocol:
     needs: Literal["controller", "dynamics"]
     """The kind of artifact that it scores."""
     evaluate: Callable[..., Artifact]
-    """Takes a context and, by keyword, a reference to what it needs; publishes an evaluation."""
+    """Takes a context and, by keyword, references to inputs. Publishes an evaluation."""
     unfit: Callable[[Settings], str | None]
-    """Returns why a run with these settings cannot be scored, or None if it can."""
+    """Takes settings. Returns why such a run cannot be scored, or None if it can."""
     summarize: Callable[[Artifact], str]
-    """Returns an evaluation in one line."""
+    """Takes an evaluation. Returns it in one line."""
     table: Table
-    """Returns the rows that compare evaluations."""
+    """Takes evaluations. Returns the rows of a table."""
     reads_experience: bool = False
     """Whether `evaluate` takes `experience`."""
     draw_curves: Callable[[Sequence[Artifact], Path], None] | None = None
+    """Takes evaluations and a file."""
     draw_strips: Callable[[Sequence[Path], Path], None] | None = None
+    """Takes run directories and a file."""
 
     def check(self, settings: Settings) -> None:
         """Check that a run with these settings can be scored.
