@@ -15,7 +15,7 @@ from torch.distributions import Categorical
 from watching import NoWaiting
 
 from wmcli.config import validate
-from wmcli.controllers.actor_critic import ActorCritic, ActorCriticSettings, Rollout
+from wmcli.controllers.actor_critic import ActorCritic, ActorCriticSettings, FeatureRollout
 from wmcli.errors import UsageError
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import sample
@@ -162,7 +162,7 @@ def test_it_decides_on_features_and_remembers_nothing(world):
     assert logits.shape == (3, 4) and logits.dtype == torch.float32
     torch.testing.assert_close(logits, controller.policy(world.features(world_state).reshape(3, 30)))
     assert (logits[0] != logits[1]).any()
-    assert after == controller.cleared(state, reset) == controller.follow(action, state) == ()
+    assert after == controller.clear_rows(state, reset) == controller.follow(action, state) == ()
     assert controller.burn_in(world, world_state, action, state) == ()
     same_state(controller, before)  # nothing is learned, or counted, while acting
 
@@ -434,7 +434,7 @@ def test_float32_and_bfloat16(world, make_batch):
 def test_values_are_not_rounded_under_autocast():
     """A critic that is sure of 100: with bfloat16 logits or bins its value would be off by more than a percent."""
     controller = small(torch.float32, critic_layers=1)
-    rollout = Rollout(
+    rollout = FeatureRollout(
         torch.randn(4, 6, FEATURES),
         torch.zeros(4, 5, dtype=torch.long),
         torch.zeros(4, 6),
@@ -583,7 +583,7 @@ def test_nothing_is_learned_behind_the_real_end_of_an_episode(world, make_batch,
     over = torch.zeros(3, 6, dtype=torch.bool)
     over[1, -1] = True
     rollout = imagine(controller, world, batch._replace(**{end: over}))
-    assert rollout.counts.tolist() == [True, count, True]
+    assert rollout.valid.tolist() == [True, count, True]
     total, _ = controller.loss(rollout)
     other = rollout._replace(reward=rollout.reward.clone())
     other.reward[1] += 5.0
@@ -598,4 +598,4 @@ def test_rollouts_begin_behind_a_lost_life_but_not_behind_the_end_of_a_game(worl
     terminated, last = torch.zeros(2, 3, 6, dtype=torch.bool)
     terminated[1:, -1] = last[2, -1] = True
     rollout = imagine(small(start=start), world, batch._replace(terminated=terminated, is_last=last))
-    assert rollout.counts.tolist() == [True, True, start == "posterior"]
+    assert rollout.valid.tolist() == [True, True, start == "posterior"]

@@ -764,7 +764,7 @@ def test_its_state_is_policy_and_value_of_the_search():
     _, state = controller.decide(world, world.start(3), controller.initial_state(3))
     assert controller.follow(torch.zeros(3, dtype=torch.int64), state) is state
     assert controller.burn_in(world, world.start(3), torch.zeros(3, dtype=torch.int64), state) is state
-    cleared = controller.cleared(state, torch.tensor([True, False, True]))
+    cleared = controller.clear_rows(state, torch.tensor([True, False, True]))
     assert torch.equal(cleared.policy[1], state.policy[1]) and not cleared.policy[::2].any()
     assert torch.equal(cleared.value != 0, torch.tensor([False, True, False]))
     fresh = controller.initial_state(3)

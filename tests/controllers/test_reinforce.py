@@ -12,7 +12,7 @@ from torch.distributions import Categorical
 from torch.nn import functional as F
 
 from wmcli.config import validate
-from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings, Rollout
+from wmcli.controllers.reinforce import RecurrentRollout, ReinforceController, ReinforceSettings
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample
 from wmcli.world_models.base import ImaginedStep
@@ -132,7 +132,7 @@ def test_unroll_is_policy_and_follow_in_turn(variant, world):
 
     state, hidden = start, []
     for t in range(6):
-        state = controller.cleared(state, reset[:, t])
+        state = controller.clear_rows(state, reset[:, t])
         logits, value, state = controller.policy(observation[:, t], state)
         assert logits.shape == (3, 4)
         assert value.shape == (3,)
@@ -258,7 +258,7 @@ def test_a_world_model_in_training_mode_is_refused(world, make_batch):
 # -- the loss ---
 
 
-def loss_with_the_graph_kept(controller: ReinforceController, world, rollout: Rollout, batch) -> torch.Tensor:
+def loss_with_the_graph_kept(controller: ReinforceController, world, rollout: RecurrentRollout, batch) -> torch.Tensor:
     """The losses term by term, with autograd running through imagination itself."""
     settings = controller.settings
     starts = batch.valid.clone()

@@ -235,7 +235,7 @@ def test_streams_go_on_with_the_state_of_the_batch_before(make: Make, monkeypatc
     loss = LatentWorldModel.carried_loss
 
     def watched(model: LatentWorldModel, batch: Batch, carry: Any) -> Any:
-        known.append(carry.known.tolist())
+        known.append(carry.is_valid.tolist())
         total, log, after = loss(model, batch, carry)
         assert not torch.equal(after.latent, carry.latent)
         return total, log, after

@@ -299,7 +299,7 @@ def test_memory_is_all_that_the_backbone_keeps_of_earlier_frames(backbone, windo
     for t in range(1, T):
         _, after = model.imagine(state, action[:, t - 1])
         opens = reset[:, t]
-        state = after._replace(latent=z[:, t], fresh=opens, memory=after.memory)
+        state = after._replace(latent=z[:, t], is_first=opens, backbone_state=after.backbone_state)
         acting = model.perceive(acting, z[:, t], action[:, t - 1], opens)
     assert_close(model.memory(state), at_once, rtol=0, atol=2e-4)
     assert_close(model.memory(acting), at_once, rtol=0, atol=2e-4)
@@ -372,8 +372,8 @@ def test_the_rounding_fault_of_the_public_code_empties_latents_of_the_dynamics_o
     _, after = model.imagine(state, torch.zeros(rows, dtype=torch.long))
     empty = (after.latent.sum(-1) == 0).float().mean()
     assert 0.05 < empty < 0.4
-    assert (after.seen.sum(-1) == 1).all()
-    assert torch.equal(model.features(after)[:, : K * C], after.seen.flatten(1))
+    assert (after.policy_latent.sum(-1) == 1).all()
+    assert torch.equal(model.features(after)[:, : K * C], after.policy_latent.flatten(1))
     again = make().eval()
     _, sound = again.imagine(state, torch.zeros(rows, dtype=torch.long))
     assert (sound.latent.sum(-1) == 1).all()

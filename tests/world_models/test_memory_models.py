@@ -268,7 +268,7 @@ def test_no_gradient_goes_through_a_carry(backbone):
     leaves = []
     map_state(lambda tensor: leaves.append(tensor) or tensor, carry)
     assert len(leaves) > 6 and not any(leaf.requires_grad for leaf in leaves)
-    assert getattr(carry.memory, "systems", None) is None  # S4's: of the weights before the update
+    assert getattr(carry.backbone_state, "systems", None) is None  # S4's: of the weights before the update
     empty = []
     map_state(lambda tensor: empty.append((tensor.shape, tensor.dtype)) or tensor, model.initial_carry(B))
     assert empty == [(leaf.shape, leaf.dtype) for leaf in leaves]

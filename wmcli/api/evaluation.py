@@ -79,8 +79,8 @@ class _PolicyActor:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
 
-    def act(self, observation: np.ndarray, first: np.ndarray) -> np.ndarray:
-        return np.asarray(self._policy(observation, first), np.int64)
+    def act(self, observation: np.ndarray, is_first: np.ndarray) -> np.ndarray:
+        return np.asarray(self._policy(observation, is_first), np.int64)
 
     def summarize_search(self) -> dict[str, np.ndarray]:
         return {}

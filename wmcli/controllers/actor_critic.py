@@ -1,14 +1,17 @@
-"""The actor-critic of DreamerV3, STORM and Drama: two networks that look at one frame and learn from imagined rollouts.
+"""The actor-critic of DreamerV3, STORM and Drama: two networks on one frame's features that learn from imagined
+rollouts.
 
 Sources: DreamerV3 (Hafner et al. 2023, arXiv 2301.04104), STORM (Zhang et al. 2023, NeurIPS, arXiv 2310.09615) and
 Drama (Wang et al. 2025, ICLR, arXiv 2410.08893), whose public code gives the defaults where it differs from the papers.
+
 B batch, T time (frames), A actions, F features of a frame, flattened.
 
-The controller remembers nothing from frame to frame: memory is the world model's, and its features hold what there is
-to know. The critic gives the value as a distribution over bins (`wmcli.nn.two_hot`), and is held to a slow copy of
-itself, so that it does not run away. Advantages are divided by the range of the returns where that is above 1.
+The controller has no state between frames: the world model's features summarize the past. The critic predicts the value
+as a distribution over bins (`wmcli.nn.two_hot`). A slow copy of itself regularizes it against divergence. Advantages
+are divided by the range of the returns where that is above 1.
 
-A rollout of h imagined actions visits n = h + 1 states; the last one only gives the value that the returns start from.
+A rollout of h imagined actions visits n = h + 1 states; the last one only supplies the value that the returns bootstrap
+from.
 """
 
 from __future__ import annotations
@@ -35,73 +38,72 @@ from wmcli.world_models.base import Batch, WorldModel
 
 
 class ActorCriticSettings(ControllerSettings):
-    """The actor-critic and how it learns; the defaults are those of Drama's public code."""
+    """The actor-critic and its training; the defaults are those of Drama's public code."""
 
     kind: Literal["actor-critic"] = "actor-critic"
     """Feed-forward actor and critic on the world model's features (DreamerV3, STORM, Drama)."""
     actor_layers: int = Field(3, ge=1)
-    """Hidden layers of the actor: 3 in Drama's code, 2 in its paper and in STORM."""
+    """Hidden layers of the actor: 3 in Drama's code, 2 in its paper and in STORM. [layers]"""
     actor_width: int = Field(256, ge=1)
-    """Width of the actor's hidden layers."""
+    """Width of the actor's hidden layers. [features]"""
     critic_layers: int = Field(3, ge=1)
-    """Hidden layers of the critic."""
+    """Hidden layers of the critic. [layers]"""
     critic_width: int = Field(512, ge=1)
-    """Width of the critic's hidden layers."""
+    """Width of the critic's hidden layers. [features]"""
     norm: Norm = "rms"
-    """After each hidden linear layer: "rms" (DreamerV3, Drama) or "layer" (STORM)."""
+    """Norm after each hidden linear layer: "rms" (DreamerV3, Drama) or "layer" (STORM)."""
     activation: Activation = "silu"
-    """After each norm: "silu" (DreamerV3, Drama) or "relu" (STORM)."""
+    """Activation after each norm: "silu" (DreamerV3, Drama) or "relu" (STORM)."""
     initialization: Literal["orthogonal", "torch"] = "orthogonal"
-    """First weights of actor and critic: orthogonal, the last layers nearly 0 (Drama), or torch's defaults (STORM)."""
+    """Initialization of actor and critic: orthogonal, the last layers nearly 0 (Drama), or torch's default (STORM)."""
     input: Literal["state", "frame", "memory"] = "state"
-    """What actor and critic see: all features; those of the frame alone: an agent without memory; or all features and
-    the backbone's own state (the full state policy of Recall to Imagine, arXiv 2403.04253)."""
+    """Inputs of actor and critic: all features, those of the frame alone, or all features and the backbone's state. The
+    last is the full state policy of Recall to Imagine (arXiv 2403.04253)."""
     normalize_inputs: bool = True
-    """The actor sees features shifted and scaled by the mean and variance of all so far (Drama's code only)."""
+    """Normalize the actor's inputs by the running mean and variance of all features (Drama's code only)."""
     start: Literal["prior", "posterior"] = "prior"
-    """First state of a rollout: imagined after the last real action (Drama, STORM), or the last real frame's own."""
+    """First state of a rollout: imagined after the last real action (Drama, STORM), or that of the last real frame."""
     imagination_horizon: int = Field(16, ge=1)
-    """Imagined actions in a rollout: 16 in Drama and STORM, 15 in DreamerV3."""
+    """Imagined actions in a rollout: 16 in Drama and STORM, 15 in DreamerV3. [decisions]"""
     discount: float = Field(0.985, ge=0, le=1)
-    """Gamma: what a reward one step later is worth."""
+    """Gamma, the discount of a reward one step later."""
     trace_decay: float = Field(0.95, ge=0, le=1)
-    """Lambda of the lambda-returns: 0 trusts the next value, 1 only the imagined rewards and the last value."""
+    """Lambda of the lambda-returns: 0 uses the next value, 1 only the imagined rewards and the last value."""
     entropy_weight: float = Field(3e-4, ge=0)
     """Weight of the entropy bonus in the loss."""
     returns: Literal["v3", "drama", "storm"] = "v3"
-    """Which of the published lambda-returns (kernels/lambda_returns.py); Drama's code counts them a step too early."""
+    """Form of the lambda-returns (kernels/lambda_returns.py); Drama's code shifts them by one step."""
     slow_rate: float = Field(0.02, gt=0, le=1)
-    """By how much the slow critic moves towards the critic after each update."""
+    """Fraction by which the slow critic moves towards the critic after each update."""
     slow_target: Literal["returns", "values"] = "returns"
-    """What the critic is held to: "returns" worked out with the slow critic (Drama, STORM), or its "values" themselves
-    (DreamerV3)."""
+    """Target of the slow loss: "returns" computed with the slow critic (Drama, STORM), or its "values" (DreamerV3)."""
     slow_weight: float = Field(1.0, ge=0)
-    """Weight of that in the loss."""
+    """Weight of the slow loss."""
     action_unimix: float = Field(0.0, ge=0, lt=1)
     """Share of the uniform distribution in the policy: 0.01 in DreamerV3."""
     weigh_by_continuation: bool = False
-    """Weigh each step by how likely it is reached, discount included (DreamerV3); false: steps after an imagined end
-    count like all others (Drama, STORM)."""
+    """Weigh each step by the probability of reaching it, discount included (DreamerV3). Else all steps weigh the same,
+    also after an imagined end (Drama, STORM)."""
     batch: int = Field(1024, ge=1)
-    """Rollouts in an update."""
+    """Rollouts in an update. [sequences]"""
     updates: int = Field(100, ge=1)
-    """Updates each time the stage is called."""
+    """Updates in one call of the stage. [updates]"""
     optimizer: Literal["laprop", "adamw", "adam"] = "laprop"
-    """laprop in DreamerV3 and Drama, adam in STORM."""
+    """Optimizer: laprop in DreamerV3 and Drama, adam in STORM."""
     learning_rate: float = Field(4e-5, gt=0)
     """Learning rate after the warm-up: 4e-5 in DreamerV3 and Drama, 3e-5 in STORM."""
     warmup: int = Field(1000, ge=0)
-    """Updates over which the learning rate rises linearly to that (laprop)."""
+    """Updates over which the learning rate rises linearly (laprop). [updates]"""
     eps: float = Field(0.0, ge=0)
-    """What the optimizer adds to the root of the second moment: 1e-5 in STORM; 0 is the optimizer's own, 1e-20 for
-    laprop (DreamerV3, Drama), 1e-8 for the others."""
+    """Added to the root of the second moment: 1e-5 in STORM. 0 is the optimizer's own, 1e-20 for laprop (DreamerV3,
+    Drama), 1e-8 for the others."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of every parameter; adam has none."""
     clip: float = Field(100.0, gt=0)
-    """Largest gradient norm; a larger gradient is scaled down to it."""
+    """Largest norm of the gradient of all parameters."""
 
     @model_validator(mode="after")
-    def _returns_have_their_rewards(self) -> ActorCriticSettings:
+    def _check_returns(self) -> ActorCriticSettings:
         if self.returns == "drama" and self.start != "prior":
             raise ValueError(
                 "returns = 'drama' counts the reward that leads to the first state, which is imagined only with"
@@ -118,8 +120,8 @@ class ActorCriticSettings(ControllerSettings):
         if self.input == "frame":
             if world_model.frame_features is None:
                 raise UsageError(
-                    "controller.input = frame: the features of this dynamics model do not set the frame apart from its"
-                    " past; set controller.input=state."
+                    "controller.input = frame: this dynamics model has no features of the frame alone;"
+                    " set controller.input=state."
                 )
             features = (world_model.frame_features,)
         if self.input == "memory":
@@ -132,29 +134,33 @@ class ActorCriticSettings(ControllerSettings):
         return ActorCritic(self, features, world_model.actions, window=world_model.context)
 
 
-class Rollout(NamedTuple):
-    """Imagined rollouts of h actions through n = h + 1 states. Constants: no gradient reaches what is recorded here."""
+class FeatureRollout(NamedTuple):
+    """Imagined rollouts of h actions through n = h + 1 states. Constants: they carry no gradient."""
 
     feature: Tensor
-    """(B, n, F) what the controller saw of each state."""
+    """(B, n, F), the controller's inputs in each state."""
     action: Tensor
     """(B, h) int64, taken in each state but the last."""
     reward: Tensor
-    """(B, n) float32, on the way to each state: that of action[:, t] is reward[:, t + 1]. The first is 0 where the
-    rollout starts at a real frame."""
+    """(B, n) float32, of the step that led to each state: that of action[:, t] is reward[:, t + 1]. The first is 0
+    where the rollout starts at a real frame."""
     terminated: Tensor
-    """(B, n) bool, the same for the end of the task."""
-    counts: Tensor
-    """(B,) bool: False where the first state would lie behind a real end that the world model has learned nothing
-    across, see `WorldModel.over`."""
+    """(B, n) bool, of the step that led to each state: the task ended."""
+    valid: Tensor
+    """(B,) bool: False where the first state would follow a real end, see `WorldModel.find_ends`."""
 
 
 class ActorCritic(Learner):
     """Policy and value on the features of one frame.
 
-    `feature_shape` is what it sees of the world model's (`ActorCriticSettings.sees`), `actions` the number A, `window`
-    the real frames that imagination starts from. Hidden layers follow autocast; the last layers keep the precision of
-    the weights, and values, returns and losses are float32: differences of values are small.
+    Hidden layers follow autocast. The last layers keep the precision of the weights, since differences of values are
+    small. Values, returns and losses are float32.
+
+    Args:
+        settings: The section of the settings.
+        feature_shape: Shape of its inputs, as `ActorCriticSettings.input` selects them.
+        actions: Number of actions A.
+        window: Real frames that imagination starts from.
     """
 
     def __init__(
@@ -174,46 +180,46 @@ class ActorCritic(Learner):
     # -- one frame at a time ---
 
     def policy(self, feature: Tensor) -> Tensor:
-        """Log-probabilities (..., A) of the actions, given features (..., F)."""
-        seen = feature if self.normalizer is None else self.normalizer(feature)
-        return mixed_log_probabilities(_run(self.actor, seen), self.settings.action_unimix)
+        """Return log-probabilities (..., A) of the actions, given features (..., F)."""
+        inputs = feature if self.normalizer is None else self.normalizer(feature)
+        return mixed_log_probabilities(_run(self.actor, inputs), self.settings.action_unimix)
 
     def initial_state(self, batch: int) -> State:
-        """Nothing."""
+        """Return an empty state."""
         return ()
 
-    def cleared(self, state: State, reset: Tensor) -> State:
-        """Nothing is remembered."""
+    def clear_rows(self, state: State, reset: Tensor) -> State:
+        """Return `state`, which is empty."""
         return state
 
     def decide(
         self, world_model: WorldModel, world_state: State, state: State, generator: torch.Generator | None = None
     ) -> tuple[Tensor, State]:
-        """Log-probabilities (B, A) for the frame the world model perceived last. The normalizer stays as it is."""
-        return self.policy(self._seen(world_model, world_state)), state
+        """Return log-probabilities (B, A) for the last perceived frame. The normalizer is not updated."""
+        return self.policy(self._read_features(world_model, world_state)), state
 
     def follow(self, action: Tensor, state: State) -> State:
-        """Nothing is remembered."""
+        """Return `state`, which is empty."""
         return state
 
     def burn_in(self, world_model: WorldModel, world_state: State, action: Tensor, state: State) -> State:
-        """Nothing is remembered."""
+        """Return `state`, which is empty."""
         return state
 
     # -- learning ---
 
     def draw_uniforms(self, world_model: WorldModel, batch: Batch) -> Uniforms:
-        """Random numbers for a rollout from each window of `batch`."""
+        """Draw random numbers for a rollout from each window of `batch`."""
         horizon = self.settings.imagination_horizon
         return rollout_uniforms(world_model, batch, horizon, horizon + (self.settings.start == "prior"))
 
     @torch.no_grad()
-    def imagine(self, world_model: WorldModel, batch: Batch, uniforms: Uniforms) -> Rollout:
-        """Let the world model take in the real windows of `batch` (B, window), then act in imagination.
+    def imagine(self, world_model: WorldModel, batch: Batch, uniforms: Uniforms) -> FeatureRollout:
+        """Observe the real windows of `batch` (B, window), then act in imagination.
 
-        With start = "prior" the first state is what the world model imagines after the last real action; with
-        "posterior" it is the last real frame. Frames left of the first real one (`valid` False) leave no trace. Actions
-        are sampled at temperature 1. A rollout goes on past an imagined termination. See `Controller.imagine`.
+        With start = "prior" the first state is imagined after the last real action; with "posterior" it is the last
+        real frame. Padding before the first real frame (`valid` False) has no effect. Actions are sampled at
+        temperature 1. A rollout continues past an imagined termination. See `Learner.imagine`.
         """
         assert not world_model.training, "dropout in imagination: call world_model.eval() first"
         assert batch.valid.shape[1] == self.window, (batch.valid.shape, self.window)
@@ -222,14 +228,14 @@ class ActorCritic(Learner):
         action = batch.action.new_empty(rows, horizon, dtype=torch.int64)
         reward = batch.reward.new_zeros(rows, horizon + 1)
         terminated = batch.terminated.new_zeros(rows, horizon + 1)
-        counts = batch.valid[:, -1]
+        valid = batch.valid[:, -1]
         steps = iter(uniforms.world)
         if self.settings.start == "prior":
-            counts = counts & ~world_model.find_ends(batch)[:, -1]
+            valid = valid & ~world_model.find_ends(batch)[:, -1]
             imagined, state = world_model.imagine(state, batch.action[:, -1], next(steps))
             reward[:, 0] = imagined.reward
             terminated[:, 0] = imagined.terminated
-        first = self._seen(world_model, state)
+        first = self._read_features(world_model, state)
         feature = first.new_empty(rows, horizon + 1, first.shape[1])
         feature[:, 0] = first
         for t in range(horizon):
@@ -237,24 +243,27 @@ class ActorCritic(Learner):
             imagined, state = world_model.imagine(state, action[:, t], next(steps))
             reward[:, t + 1] = imagined.reward
             terminated[:, t + 1] = imagined.terminated
-            feature[:, t + 1] = self._seen(world_model, state)
-        return Rollout(feature, action, reward, terminated, counts)
+            feature[:, t + 1] = self._read_features(world_model, state)
+        return FeatureRollout(feature, action, reward, terminated, valid)
 
-    def loss(self, imagined: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
-        """Policy, value, slow and entropy losses, with the decisions of the rollout computed once more in one batch.
+    def loss(self, imagined: FeatureRollout) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum the policy, value, slow and entropy losses, and recompute the rollout's decisions in one batch.
 
         Means over the h actions, with G the lambda-return, G' the target of `slow_target`, S the range of the returns,
-        and [x] constant: -log pi(a) [(G - V) / max(1, S)]  +  CE(V, [G])  +  slow weight * CE(V, [G'])
-        -  entropy weight * H(pi). As neither sampled actions nor the world model are differentiated, this has the
-        gradient that a graph kept through imagination would have.
+        and [x] constant:
 
-        In training mode the range takes in the returns before it is used, and the normalizer takes in the features
-        after it was used, so that the policy that learns is the one that acted. In eval mode neither changes.
+            -log pi(a) [(G - V) / max(1, S)]  +  CE(V, [G])  +  slow weight * CE(V, [G'])  -  entropy weight * H(pi)
+
+        Neither sampled actions nor the world model are differentiated. The gradient is therefore that of a graph kept
+        through imagination.
+
+        In training mode the range is updated by the returns before its use. The normalizer is updated by the features
+        after its use, so that the trained policy is the one that acted. In eval mode neither changes.
         """
         settings = self.settings
         value_logits = _run(self.critic, imagined.feature)  # (B, n, bins)
         value = two_hot.decode(value_logits.detach())  # (B, n)
-        target = self._returns(imagined, value)  # (B, h), as everything from here on
+        target = self._returns(imagined, value)  # (B, h), as all tensors below
         with torch.no_grad():
             slow_value = two_hot.decode(_run(self.slow_critic, imagined.feature))
         slow_target = self._returns(imagined, slow_value) if settings.slow_target == "returns" else slow_value[:, :-1]
@@ -264,10 +273,10 @@ class ActorCritic(Learner):
         scale = self.return_range()
         value, value_logits = value[:, :-1], value_logits[:, :-1]
         log_policy = self.policy(imagined.feature[:, :-1])  # (B, h, A)
-        taken = log_policy.gather(-1, imagined.action[..., None]).squeeze(-1)
+        log_probability = log_policy.gather(-1, imagined.action[..., None]).squeeze(-1)
         weight = self._weights(imagined, value.dtype)
 
-        policy_loss = -(weight * taken * (target - value) / scale.clamp(min=1)).mean()
+        policy_loss = -(weight * log_probability * (target - value) / scale.clamp(min=1)).mean()
         value_loss = (weight * two_hot.loss(value_logits, target)).mean()
         slow_loss = (weight * two_hot.loss(value_logits, slow_target)).mean()
         entropy = -(weight * (log_policy.exp() * log_policy).sum(-1)).mean()
@@ -289,28 +298,28 @@ class ActorCritic(Learner):
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """The slow critic moves towards the critic: slow <- (1 - rate) slow + rate critic."""
+        """Move the slow critic towards the critic: slow <- (1 - rate) slow + rate critic."""
         for slow, current in zip(self.slow_critic.parameters(), self.critic.parameters(), strict=True):
             slow.lerp_(current, self.settings.slow_rate)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """One group, actor and critic. The slow critic follows; it does not learn."""
+        """Return one group, actor and critic. The slow critic gets no gradient."""
         parameters = [*self.actor.parameters(), *self.critic.parameters()]
         return [{"params": parameters, "weight_decay": self.settings.weight_decay}]
 
     # -- pieces ---
 
-    def _seen(self, world_model: WorldModel, state: State) -> Tensor:
-        """Features of the current frame, (B, F)."""
+    def _read_features(self, world_model: WorldModel, state: State) -> Tensor:
+        """Return the controller's inputs in the current frame, (B, F)."""
         features = world_model.features(state).flatten(1)
         if self.settings.input == "frame":
             return features[:, : world_model.frame_features]
         return torch.cat((features, world_model.memory(state)), 1) if self.settings.input == "memory" else features
 
-    def _returns(self, rollout: Rollout, value: Tensor) -> Tensor:
-        """Lambda-returns (B, h) with values (B, n), in the form that the settings name."""
+    def _returns(self, rollout: FeatureRollout, value: Tensor) -> Tensor:
+        """Compute lambda-returns (B, h) from values (B, n), in the form that the settings name."""
         settings = self.settings
-        # Drama's code reads reward and end where it reads the value: those on the way to the state.
+        # Drama's code takes reward and termination at the index of the value: those that lead to the state.
         steps = slice(None, -1) if settings.returns == "drama" else slice(1, None)
         return lambda_returns(
             rollout.reward[:, steps],
@@ -321,19 +330,19 @@ class ActorCritic(Learner):
             "next" if settings.returns == "v3" else "own",
         )[:, :-1]
 
-    def _weights(self, rollout: Rollout, dtype: torch.dtype) -> Tensor:
-        """What each of the h steps counts, (B, h): 1, or discount^t for as long as nothing has ended; 0 where the whole
-        rollout does not count."""
+    def _weights(self, rollout: FeatureRollout, dtype: torch.dtype) -> Tensor:
+        """Return the weights (B, h) of the steps: 1, or discount^t up to a termination; 0 in rollouts that are not
+        valid."""
         ended = rollout.terminated[:, :-1]
-        counts = rollout.counts[:, None].to(dtype)
+        valid = rollout.valid[:, None].to(dtype)
         if not self.settings.weigh_by_continuation:
-            return counts.expand(ended.shape)
+            return valid.expand(ended.shape)
         steps = torch.arange(ended.shape[1], device=ended.device, dtype=dtype)
-        return counts * (~ended).cumprod(1) * self.settings.discount**steps
+        return valid * (~ended).cumprod(1) * self.settings.discount**steps
 
 
 def _network(settings: ActorCriticSettings, inputs: int, width: int, layers: int, outputs: int) -> nn.Sequential:
-    """A stack of dense layers (..., inputs) to (..., outputs)."""
+    """Build a stack of dense layers from (..., inputs) to (..., outputs)."""
     network = mlp(
         inputs,
         width,
@@ -348,5 +357,5 @@ def _network(settings: ActorCriticSettings, inputs: int, width: int, layers: int
 
 
 def _run(network: nn.Sequential, x: Tensor) -> Tensor:
-    """What a network makes of features of any precision."""
+    """Apply a network to features of any precision."""
     return network(x.to(next(network.parameters()).dtype))

@@ -1,9 +1,10 @@
 """Playing on real frames, as collection and evaluation do, and on imagined ones.
 
-An `Agent` joins a world model, which turns frames into features, and a controller, which decides. It draws from its own
-generator on the CPU. So playing does not disturb the randomness of training, and draws the same on every device.
+An `Agent` joins a world model, which turns frames into features, and a controller, which decides. It samples with its
+own generator on the CPU. Playing therefore does not disturb the randomness of training, and samples are the same on
+every device.
 
-E environments side by side, T time (frames), H W C image, A actions.
+E parallel environments, T time (frames), H W C image, A actions.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Agent:
         temperature: Actions are sampled from softmax(logits / temperature); at 0 the likeliest is taken.
         epsilon: Probability of replacing the action by a uniformly random one.
         explore: Let a search explore as well.
-        feed_executed_action: Tell the controller the executed action, as the world model always is. Else it is told its
+        feed_executed_action: Update the controller by the executed action, as the world model always is. Else by its
             choice before the replacement, as in the public code leor-c/REM.
         generator: On the CPU.
     """
@@ -63,22 +64,22 @@ class Agent:
         """Frames of a running episode, or game, that `burn_in` needs."""
         self.across_ends = world_model.across_ends
         self._state: State = controller.initial_state(environments)
-        self._world_state: State | None = None  # until the first frame
+        self._world_state: State | None = None  # None until the first frame
         self._previous_action = torch.zeros(environments, dtype=torch.int64, device=self.device)
-        self._fresh = torch.ones(environments, dtype=torch.bool, device=self.device)
+        self._is_first = torch.ones(environments, dtype=torch.bool, device=self.device)
         self._frame_shape: tuple[int, ...] = ()
         self._search_summary: SearchSummary | None = None
 
-    def act(self, observation: np.ndarray | Tensor, first: np.ndarray | Tensor) -> np.ndarray:
-        """Return actions (E,) int64 for frames (E, H, W, C) uint8; rows with `first` (E,) True start from nothing."""
-        self.perceive(observation, first)
+    def act(self, observation: np.ndarray | Tensor, is_first: np.ndarray | Tensor) -> np.ndarray:
+        """Return actions (E,) int64 for frames (E, H, W, C) uint8; rows with `is_first` (E,) True have no past."""
+        self.perceive(observation, is_first)
         return self.decide()
 
     @torch.no_grad()
-    def perceive(self, observation: np.ndarray | Tensor, first: np.ndarray | Tensor) -> None:
-        """Take in the current frames, as `act` does, before `decide`."""
-        self._perceive(self._put(observation), self._put(first) | self._fresh)
-        self._fresh = torch.zeros_like(self._fresh)
+    def perceive(self, observation: np.ndarray | Tensor, is_first: np.ndarray | Tensor) -> None:
+        """Read the current frames, as `act` does, before `decide`."""
+        self._perceive(self._put(observation), self._put(is_first) | self._is_first)
+        self._is_first = torch.zeros_like(self._is_first)
 
     @torch.no_grad()
     def decide(self, instead: np.ndarray | None = None) -> np.ndarray:
@@ -95,13 +96,13 @@ class Agent:
             executed = torch.as_tensor(instead, dtype=torch.int64)
         self._state = self.controller.follow(self._put(executed if self.feed_executed_action else chosen), state)
         self._previous_action = self._put(executed)
-        return executed.numpy().copy()  # the caller's own: this agent remembers `executed`
+        return executed.numpy().copy()  # a copy: the agent keeps `executed`
 
     @torch.no_grad()
     def imagine(self) -> ImaginedStep:
         """Take the last actions in the world model instead of an environment; `decide` acts on the result.
 
-        Draws with torch's global generator.
+        Samples come from torch's global generator.
         """
         imagined, self._world_state = self.world_model.imagine(self._world_state, self._previous_action)
         return imagined
@@ -121,7 +122,7 @@ class Agent:
     def burn_in(
         self, observation: np.ndarray | Tensor, action: np.ndarray | Tensor, valid: np.ndarray | Tensor
     ) -> None:
-        """Start anew from the last frames of the running episodes, or with `across_ends` games, before the next `act`.
+        """Restart from the last frames of the running episodes, or with `across_ends` games, before the next `act`.
 
         Args:
             observation: (E, T, H, W, C) uint8, left-padded.
@@ -131,23 +132,23 @@ class Agent:
         assert (valid[:, :-1] <= valid[:, 1:]).all(), "real frames are at the end of a row"
         observation, action, valid = self._put(observation), self._put(action), self._put(valid)
         self._world_state = None
-        self.reset_rows(torch.ones_like(self._fresh))
+        self.reset_rows(torch.ones_like(self._is_first))
         for t in range(valid.shape[1]):
-            # rows in their padding stay at the start: their frames leave no trace
-            self._perceive(observation[:, t], self._fresh)
+            # Padding is cleared with the next frame, so it has no effect.
+            self._perceive(observation[:, t], self._is_first)
             self._state = self.controller.burn_in(self.world_model, self._world_state, action[:, t], self._state)
             self._previous_action = action[:, t].clone()
-            self._fresh = ~valid[:, t]
+            self._is_first = ~valid[:, t]
 
     def reset_rows(self, rows: np.ndarray | Tensor) -> None:
-        """Forget everything in the rows (E,) marked True: the next frame opens an episode there."""
-        self._fresh = self._fresh | self._put(rows)
+        """Clear the rows (E,) marked True: the next frame opens an episode there."""
+        self._is_first = self._is_first | self._put(rows)
 
     def state(self) -> dict[str, Tensor]:
-        """Return all that changes while playing, the generator included, as flat tensors for a checkpoint."""
+        """Return everything that changes while playing, the generator included, as flat tensors for a checkpoint."""
         tensors = {
             "generator": self.generator.get_state(),
-            "fresh": self._fresh,
+            "fresh": self._is_first,
             "previous_action": self._previous_action,
         }
         tensors |= {f"controller/{index}": leaf for index, leaf in enumerate(_leaves(self._state))}
@@ -161,24 +162,24 @@ class Agent:
         """Resume exactly where `state` was returned, with the same weights and number of environments.
 
         Raises:
-            ArtifactError: The state has another form, that of another version of wm.
+            ArtifactError: The state has another structure, such as that of another version of wm.
         """
-        self._fresh = self._put(state["fresh"])
+        self._is_first = self._put(state["fresh"])
         self._previous_action = self._put(state["previous_action"])
-        self._state = self._rebuilt(self._state, state, "controller")
+        self._state = self._rebuild(self._state, state, "controller")
         self._world_state = None
         if "frame_shape" in state:
-            # a perceived black frame gives the tree for the saved tensors
+            # Perceiving a black frame yields the tree of the saved tensors.
             self._frame_shape = tuple(state["frame_shape"].tolist())
-            black = torch.zeros(len(self._fresh), *self._frame_shape, dtype=torch.uint8, device=self.device)
+            black = torch.zeros(len(self._is_first), *self._frame_shape, dtype=torch.uint8, device=self.device)
             template = self.world_model.perceive(
                 None,
                 black,
                 torch.zeros_like(self._previous_action),
-                torch.ones_like(self._fresh),
-                generator=torch.Generator(),  # its draws are not used
+                torch.ones_like(self._is_first),
+                generator=torch.Generator(),  # its samples are not used
             )
-            self._world_state = self._rebuilt(template, state, "world_model")
+            self._world_state = self._rebuild(template, state, "world_model")
         self.generator.set_state(state["generator"].cpu())
 
     def _perceive(self, observation: Tensor, reset: Tensor) -> None:
@@ -187,20 +188,20 @@ class Agent:
         self._world_state = self.world_model.perceive(
             self._world_state, observation, self._previous_action, reset, generator=self.generator
         )
-        self._state = self.controller.cleared(self._state, reset)
+        self._state = self.controller.clear_rows(self._state, reset)
 
     def _put(self, values: np.ndarray | Tensor) -> Tensor:
         tensor = torch.as_tensor(values)
         if self.device.type == "cuda" and tensor.device.type == "cpu":
-            tensor = tensor.pin_memory()  # a copy from other memory waits for the device
+            tensor = tensor.pin_memory()  # a copy from pageable memory waits for the device
         return tensor.to(self.device, non_blocking=True)
 
-    def _rebuilt(self, template: State, saved: dict[str, Tensor], name: str) -> State:
+    def _rebuild(self, template: State, saved: dict[str, Tensor], name: str) -> State:
         count = sum(key.startswith(f"{name}/") for key in saved)
         if count != len(_leaves(template)):
             raise ArtifactError(
-                f"the checkpoint holds the state of another {name.replace('_', ' ')}, or one that an older wm saved:"
-                " add --fresh to begin this piece of work again."
+                f"the checkpoint holds the state of another {name.replace('_', ' ')} or of an older wm:"
+                " add --fresh to start this job again."
             )
         places, tree = tree_flatten(template)
         tensors = iter([self._put(saved[f"{name}/{index}"]) for index in range(count)])
@@ -218,7 +219,7 @@ class UniformAgent:
         self.environments = environments
         self.generator = generator
 
-    def act(self, observation: np.ndarray | Tensor, first: np.ndarray | Tensor) -> np.ndarray:
+    def act(self, observation: np.ndarray | Tensor, is_first: np.ndarray | Tensor) -> np.ndarray:
         """Return random actions (E,) int64, whatever the frames."""
         return torch.randint(self.actions, (self.environments,), generator=self.generator).numpy()
 
@@ -229,10 +230,10 @@ class UniformAgent:
     def burn_in(
         self, observation: np.ndarray | Tensor, action: np.ndarray | Tensor, valid: np.ndarray | Tensor
     ) -> None:
-        """Do nothing: it remembers nothing."""
+        """Do nothing: it has no state."""
 
     def reset_rows(self, rows: np.ndarray | Tensor) -> None:
-        """Do nothing: it remembers nothing."""
+        """Do nothing: it has no state."""
 
     def state(self) -> dict[str, Tensor]:
         """Return the generator's state."""
@@ -244,7 +245,7 @@ class UniformAgent:
 
 
 def _leaves(tree: State) -> list[Tensor]:
-    """Return the tensors of a nested tuple, list or dict in order, numbers as tensors; None is an empty place."""
+    """Return the tensors of a nested tuple, list or dict in order, numbers as tensors; None is skipped."""
     return [torch.as_tensor(leaf) for leaf in tree_flatten(tree)[0] if leaf is not None]
 
 

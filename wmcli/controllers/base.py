@@ -1,8 +1,9 @@
-"""The contract of a controller: how it acts and how it learns, whatever the world model.
+"""The interface of controllers: acting and learning, on any world model.
 
-B batch (rows: imagined rollouts, or environments side by side), A actions.
-A controller sees a world model only through `wmcli.world_models.base.WorldModel`. What it remembers between frames is a
-state that goes in and comes out of every call: a tree of tensors with the batch first. The controller keeps none.
+B batch (rows: imagined rollouts, or parallel environments), A actions.
+
+A controller uses a world model only through `wmcli.world_models.base.WorldModel`. Its state between frames goes into
+and comes out of every call: a tree of tensors with the batch first. The controller stores none.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ NO_CONTROLLER = (
 
 
 class ControllerSettings(Section):
-    """Settings of a controller, and what it needs of the world model.
+    """Settings of a controller, and its requirements on the world model.
 
     A new kind is a subclass in the file of its controller, and a line in `wmcli.settings`.
     """
 
     searches: ClassVar[bool] = False
-    """It plans with a search in the world model, and learns nothing in imagination."""
+    """True: it plans with a search in the world model, and learns nothing in imagination."""
     acts: ClassVar[bool] = True
-    """There is a controller, which acts in the environment."""
+    """True: there is a controller, which acts in the environment."""
 
     kind: str
-    """Which controller."""
+    """Kind of the controller."""
 
     @property
     def acting_keys(self) -> tuple[str, ...]:
-        """Keys that count when it acts, and not when it is trained."""
+        """Keys that matter when it acts, and not when it is trained."""
         return ()
 
     @property
@@ -56,7 +57,7 @@ class ControllerSettings(Section):
 
     @property
     def imagined_frames(self) -> int:
-        """Frames that a rollout imagines at most."""
+        """Largest number of imagined frames of a rollout."""
         return 0
 
     def build(self, world_model: WorldModel, size: int, repeated: Callable[[Callable], Callable]) -> Controller:
@@ -64,11 +65,11 @@ class ControllerSettings(Section):
 
         Args:
             world_model: The world model that it acts on.
-            size: Height and width of a frame, pixels.
-            repeated: Turns a function of tensors that is called again and again into one that may replay it.
+            size: Height and width of a frame, in pixels.
+            repeated: Wraps a function of tensors that is called repeatedly, so that calls may replay a recording.
 
         Raises:
-            UsageError: The world model lacks what the controller needs.
+            UsageError: The world model does not meet the controller's requirements.
         """
         raise NotImplementedError
 
@@ -84,52 +85,55 @@ class NoControllerSettings(ControllerSettings):
 
 
 class Uniforms(NamedTuple):
-    """All that is random in a rollout: numbers uniform in [0, 1), drawn at once. h actions, s imagined steps."""
+    """All random numbers of a rollout, uniform in [0, 1), drawn at once. h actions, s imagined steps."""
 
     start: Tensor
-    """(B, T, uniforms_per_frame), for taking in the real frames."""
+    """(B, T, uniforms_per_frame), for `observe` of the real frames."""
     action: Tensor
-    """(h, B)"""
+    """(h, B)."""
     world: Tensor
-    """(s, B, uniforms_per_step)"""
+    """(s, B, uniforms_per_step)."""
 
 
 class SearchSummary(NamedTuple):
-    """Policy and value of a search at the current frames: targets to learn from."""
+    """Policy and value of a search at the current frames: targets of the world model."""
 
     policy: Tensor
     """(B, A) float32: probabilities of the actions."""
     value: Tensor
-    """(B,) float32"""
+    """(B,) float32."""
 
 
 class Controller(nn.Module, ABC):
-    """Acts on what a world model makes of the frames."""
+    """Acts on the features or the states of a world model."""
 
     in_float32 = True
-    """Parts of it compute in the precision of the weights whatever autocast says, so that these stay as they are."""
+    """True: parts of it compute in the precision of the weights even under autocast, so weights stay float32."""
 
     lookback: int = 0
-    """Frames before the current one that it goes over when it begins in the middle of an episode."""
+    """Frames before the current one that it reads when it starts in the middle of an episode."""
 
     # -- acting on one frame, batched over rows ---
 
     @abstractmethod
     def initial_state(self, batch: int) -> State:
-        """The state before the first frame of an episode, for `batch` rows, on the controller's device."""
+        """Return the state before the first frame of an episode, for `batch` rows, on the controller's device."""
 
     @abstractmethod
-    def cleared(self, state: State, reset: Tensor) -> State:
-        """`state` with the rows where `reset` (B,) is True back at the initial state."""
+    def clear_rows(self, state: State, reset: Tensor) -> State:
+        """Return `state` with the rows where `reset` (B,) is True at the initial state."""
 
     @abstractmethod
     def decide(
         self, world_model: WorldModel, world_state: State, state: State, generator: torch.Generator | None = None
     ) -> tuple[Tensor, State]:
-        """Look at the current frame: logits (B, A) float32 of the next action, and the state after the look.
+        """Return logits (B, A) float32 of the next action, and the state after the current frame.
 
-        `world_state` is the world model's state after it perceived the frame. A search may imagine from it. With a
-        `generator`, on the CPU, it also explores while it searches; None: it does not.
+        Args:
+            world_model: A search may imagine in it.
+            world_state: The world model's state after it perceived the frame.
+            state: Of the controller.
+            generator: CPU generator of a search's exploration; None does not explore.
         """
 
     def summarize_search(self, state: State) -> SearchSummary | None:
@@ -138,45 +142,52 @@ class Controller(nn.Module, ABC):
 
     @abstractmethod
     def follow(self, action: Tensor, state: State) -> State:
-        """Tell the controller which action (B,) was taken after its last look."""
+        """Update the state by the action (B,) that was taken after the last decision."""
 
     @abstractmethod
     def burn_in(self, world_model: WorldModel, world_state: State, action: Tensor, state: State) -> State:
-        """Go past one real frame and the action (B,) taken on it when no decision is wanted."""
+        """Update the state by one real frame and the action (B,) taken on it, without a decision."""
 
 
 class Learner(Controller):
     """A controller that learns in imagination."""
 
     window: int
-    """Frames in each row of the batch that `imagine` takes, left-padded where an episode is shorter."""
+    """Frames in each row of the batch of `imagine`, left-padded where an episode is shorter."""
 
     @abstractmethod
     def draw_uniforms(self, world_model: WorldModel, batch: Batch) -> Uniforms:
-        """Random numbers for `imagine` from such a batch, with torch's global generator."""
+        """Draw random numbers for `imagine` from such a batch, with torch's global generator."""
 
     @abstractmethod
     def imagine(self, world_model: WorldModel, batch: Batch, uniforms: Uniforms) -> Any:
-        """What to learn from, imagined from windows of experience: a tuple of tensors (B, ...) without gradient.
+        """Imagine training data from windows of experience: a tuple of tensors (B, ...) without gradient.
 
-        A function of the weights and of what it is given: it draws nothing, changes nothing and never waits for the
-        device, so that it can be recorded and replayed (`wmcli.training.graph`). The world model is in eval mode.
+        It is a function of the weights and its arguments. It draws nothing, changes nothing and never waits for the
+        device. It can therefore be recorded and replayed (`wmcli.training.graph`). The world model is in eval mode.
         """
 
     @abstractmethod
     def loss(self, imagined: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss to minimize on what `imagine` gave, and metrics (detached, still on the device)."""
+        """Compute the loss to minimize on the output of `imagine`, and metrics (detached, still on the device)."""
 
     @abstractmethod
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """What the optimizer is given: all parameters that learn, in groups that state their weight decay."""
+        """Return all learned parameters in groups for `torch.optim`, each with its weight decay."""
 
     def after_update(self) -> None:  # noqa: B027 (most controllers have nothing to do)
-        """Called after each step of the optimizer, for what follows the weights, such as a slow copy of them."""
+        """Update quantities that follow the weights, such as a slow copy. Called after each step of the optimizer."""
 
 
 def rollout_uniforms(world_model: WorldModel, batch: Batch, actions: int, steps: int) -> Uniforms:
-    """Random numbers for a rollout of so many actions and imagined steps, by torch's global generator in one call."""
+    """Draw the random numbers of a rollout with torch's global generator, in one call.
+
+    Args:
+        world_model: Of the rollout.
+        batch: The windows that it starts from.
+        actions: Number of actions, h.
+        steps: Number of imagined steps, s.
+    """
     rows, frames = batch.action.shape
     shapes = (
         (rows, frames, world_model.uniforms_per_frame),
@@ -189,7 +200,7 @@ def rollout_uniforms(world_model: WorldModel, batch: Batch, actions: int, steps:
 
 
 def episode_starts(batch: Batch) -> Tensor:
-    """(B, T) bool: the first real frame of a left-padded window, and any frame that `batch.is_first` marks."""
+    """Return (B, T) bool: the first real frame of a left-padded window, and any frame that `batch.is_first` marks."""
     starts = batch.valid & batch.is_first
     starts[:, 0] |= batch.valid[:, 0]
     starts[:, 1:] |= batch.valid[:, 1:] & ~batch.valid[:, :-1]
@@ -197,14 +208,15 @@ def episode_starts(batch: Batch) -> Tensor:
 
 
 class Actor(Protocol):
-    """Plays in environments side by side (E rows). Collection and evaluation know no more than this."""
+    """Plays in parallel environments (E rows). Collection and evaluation need no more than this."""
 
     across_ends: bool
-    """True: what it remembers is cleared where a game opens, False: with every episode. `first` and what `burn_in` is
-    given go by that."""
+    """True: its state is cleared where a game opens. False: with every episode. `is_first` and the arguments of
+    `burn_in` follow it."""
 
-    def act(self, observation: np.ndarray | Tensor, first: np.ndarray | Tensor) -> np.ndarray:
-        """Actions (E,) int64 for the current frames (E, H, W, C) uint8; `first` (E,): it opens an episode, or game."""
+    def act(self, observation: np.ndarray | Tensor, is_first: np.ndarray | Tensor) -> np.ndarray:
+        """Return actions (E,) int64 for frames (E, H, W, C) uint8; `is_first` (E,) marks those that open an episode, or
+        game."""
 
     def summarize_search(self) -> dict[str, np.ndarray]:
         """Return policy (E, A) and value (E,) of the search in the last `act`. Empty if it did not search."""
@@ -212,13 +224,13 @@ class Actor(Protocol):
     def burn_in(
         self, observation: np.ndarray | Tensor, action: np.ndarray | Tensor, valid: np.ndarray | Tensor
     ) -> None:
-        """Start anew from the last frames (E, T, ...) of what is running, left-padded where `valid` is False."""
+        """Restart from the last frames (E, T, ...) of running episodes, left-padded where `valid` is False."""
 
     def reset_rows(self, rows: np.ndarray | Tensor) -> None:
-        """Forget everything in the rows (E,) marked True: the next frame opens an episode there."""
+        """Clear the rows (E,) marked True: the next frame opens an episode there."""
 
     def state(self) -> dict[str, Tensor]:
-        """All that changes while playing, the random generator included."""
+        """Return everything that changes while playing, the random generator included."""
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Go on exactly where `state` was taken."""
+        """Restore a result of `state`, so that playing continues exactly."""

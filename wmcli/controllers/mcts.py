@@ -1,9 +1,9 @@
-"""Plan by tree search in the world model, at every frame. The search has no weights of its own.
+"""Tree search in the world model, at every frame. The search has no weights of its own.
 
-All trees grow in lock step by one node a simulation. The model steps E nodes at once, and all shapes are fixed.
-Random numbers are drawn beforehand: a search is a function of its arguments.
+All trees grow in lockstep by one node per simulation. The model steps E nodes at once, and all shapes are fixed. Random
+numbers are drawn beforehand: a search is a function of its arguments.
 
-Axes: E frames searched side by side, A actions, S simulations.
+Axes: E frames searched in parallel, A actions, S simulations.
 
 Source: MuZero (Schrittwieser et al. 2020, Nature 588, arXiv 1911.08265), Gumbel MuZero (Danihelka et al. 2022, ICLR).
 """
@@ -38,28 +38,28 @@ class MCTSSettings(ControllerSettings):
     kind: Literal["mcts"] = "mcts"
     """Monte Carlo tree search (MuZero, UniZero)."""
     simulations: int = Field(50, ge=1)
-    """Nodes that a search adds to its tree, each for one step of the world model."""
+    """Nodes that a search adds to its tree, one world-model step each. [simulations]"""
     rule: Literal["mctx", "lightzero", "gumbel"] = "mctx"
-    """How it chooses: MuZero's rule as in google-deepmind/mctx, the same as in opendilab/LightZero, or Gumbel MuZero's,
-    which improves the policy with a few simulations already."""
+    """Selection rule: MuZero's as in google-deepmind/mctx or as in opendilab/LightZero, or Gumbel MuZero's, which
+    improves the policy with few simulations."""
     pb_c_init: float = Field(1.25, ge=0)
     """Weight of the prior against the values (not for gumbel)."""
     pb_c_base: float = Field(19652, gt=0)
-    """Visits after which that weight begins to grow (not for gumbel)."""
+    """Visits after which that weight begins to grow (not for gumbel). [simulations]"""
     dirichlet_alpha: float = Field(0.3, gt=0)
     """Concentration of the noise in the root's prior while exploring (not for gumbel)."""
     dirichlet_fraction: float = Field(0.25, ge=0, le=1)
     """Share of the noise in the root's prior while exploring (not for gumbel)."""
     max_num_considered_actions: int = Field(16, ge=1)
-    """Actions that the root looks into (gumbel)."""
+    """Largest number of actions searched at the root (gumbel). [actions]"""
     maxvisit_init: float = Field(50.0, ge=0)
-    """Added to the visits of the most visited action, by which values are weighted against logits (gumbel)."""
+    """Constant in the weight of values against logits, added to the most visited action's visits (gumbel)."""
     value_scale: float = Field(0.1, gt=0)
-    """Times that sum, the weight of values against logits (gumbel)."""
+    """Factor of that weight (gumbel)."""
     batch: int = Field(32, ge=1)
-    """Frames searched in an update of reanalysis."""
+    """Frames searched in an update of reanalysis. [frames]"""
     updates: int = Field(0, ge=0)
-    """Updates of reanalysis each time the stage is called."""
+    """Updates of reanalysis in one call of the stage. [updates]"""
 
     @property
     def acting_keys(self) -> tuple[str, ...]:
@@ -97,7 +97,7 @@ def search(
         root: Policy and value of the frames.
         state: The world model's state at the frames, a tree of tensors (E, ...).
         expand: One step of the world model, from the states of many nodes.
-        rule: How to choose.
+        rule: Selection rule.
         num_simulations: S.
         discount: Gamma, in (0, 1].
         noise: From `rule.draw_noise`, on the device of the state. None does not explore.
@@ -122,11 +122,11 @@ def search(
 
 
 class MCTS(Controller):
-    """Act by searching in a `PlanningWorldModel`, whose policy and value learn from the searches.
+    """Acts by searching in a `PlanningWorldModel`, whose policy and value learn from the searches.
 
     It has no parameters. Its state is the policy and value of the last search.
 
-    A rule of one's own is a `SearchRule`, one function or more on batches of nodes:
+    A custom rule is a `SearchRule`, one function or more on batches of nodes:
 
         def puct(nodes: Nodes, q: Tensor) -> Tensor:
             return q + 2 * nodes.children_prior * nodes.visits.sqrt() / (1 + nodes.children_visits)
@@ -144,18 +144,18 @@ class MCTS(Controller):
         """Build the controller.
 
         Args:
-            settings: Number of simulations, and the name and constants of a shipped rule.
+            settings: Number of simulations, and the name and constants of a built-in rule.
             actions: A.
-            rule: How to choose. None takes the rule that the settings name.
-            repeated: Makes a function of tensors into one for many calls with the same shapes, such as a recorded
-                graph. A whole search is one call of it.
+            rule: Selection rule. None takes the rule that the settings name.
+            repeated: Wraps a function of tensors for many calls with the same shapes, such as a recorded graph. A whole
+                search is one call of it.
         """
         super().__init__()
         self.settings = settings
         self.actions = actions
         self.rule = build_rule(settings) if rule is None else rule
         self._repeated = repeated
-        self._search: tuple[WorldModel, Callable[..., PolicyOutput]] | None = None  # the model that it was made for
+        self._search: tuple[WorldModel, Callable[..., PolicyOutput]] | None = None  # with the model of the function
         self.register_buffer("place", torch.empty(0), persistent=False)  # on the controller's device
 
     def initial_state(self, batch: int) -> SearchSummary:
@@ -163,7 +163,7 @@ class MCTS(Controller):
         place: Any = self.place
         return SearchSummary(place.new_zeros(batch, self.actions), place.new_zeros(batch))
 
-    def cleared(self, state: SearchSummary, reset: Tensor) -> SearchSummary:
+    def clear_rows(self, state: SearchSummary, reset: Tensor) -> SearchSummary:
         """Return `state` with zeros in the rows where `reset` (B,) is True."""
         return SearchSummary(state.policy.masked_fill(reset[:, None], 0), state.value.masked_fill(reset, 0))
 
@@ -183,8 +183,8 @@ class MCTS(Controller):
             generator: On the CPU. With it the search explores.
 
         Returns:
-            Logits (B, A) of the next action, as the rule gives them, and the new state. For the visits N as policy,
-            softmax at temperature T gives N^(1/T).
+            Logits (B, A) of the next action, as the rule defines them, and the new state. For the visits N as policy,
+                softmax at temperature T gives N^(1/T).
         """
         assert isinstance(world_model, PlanningWorldModel), type(world_model)
         assert world_model.uniforms_per_step == 0, "a search is a function of its arguments"
@@ -213,13 +213,13 @@ class MCTS(Controller):
         return state
 
     def follow(self, action: Tensor, state: SearchSummary) -> SearchSummary:
-        """Return `state`: there is nothing to remember."""
+        """Return `state`, which does not depend on actions."""
         return state
 
     def burn_in(
         self, world_model: WorldModel, world_state: State, action: Tensor, state: SearchSummary
     ) -> SearchSummary:
-        """Return `state`: there is nothing to remember."""
+        """Return `state`, which does not depend on past frames."""
         return state
 
 
@@ -227,4 +227,4 @@ def _put(noise: Tensor | None, device: torch.device) -> Tensor | None:
     """Copy to the device without waiting for it."""
     if noise is None or device.type != "cuda":
         return noise
-    return noise.pin_memory().to(device, non_blocking=True)  # a copy from other memory would wait
+    return noise.pin_memory().to(device, non_blocking=True)  # a copy from pageable memory would wait

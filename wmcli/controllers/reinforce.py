@@ -1,14 +1,15 @@
-"""The recurrent controller of REM and IRIS: an LSTM actor-critic that learns by REINFORCE from imagined rollouts.
+"""The recurrent controller of REM and IRIS: an LSTM actor-critic trained by REINFORCE on imagined rollouts.
 
 Sources: REM (Cohen et al. 2024, ICML, arXiv 2402.05643) and IRIS (Micheli et al. 2023, ICLR, arXiv 2209.00588).
+
 B batch, T time (frames), A actions, D feature width, h w feature grid, H W C image, I LSTM input width.
 
-Each decision takes two LSTM updates: one with the observation, after which logits and value are read, and one with the
-action that was taken. So the policy at t knows every frame up to t and every action before t. The second update is left
-out when `action_inputs` is off, as in IRIS.
+Each decision takes two LSTM updates: one with the observation, which yields logits and value, and one with the action.
+The policy at t therefore depends on every frame up to t and every action before t. `action_inputs` = false omits the
+second update, as in IRIS.
 
-A rollout of `horizon` imagined transitions has n = horizon + 1 policy evaluations; the last one only gives the value
-that the returns start from.
+A rollout of `imagination_horizon` transitions has n = imagination_horizon + 1 policy evaluations; the last one only
+supplies the value that the returns bootstrap from.
 """
 
 from __future__ import annotations
@@ -32,47 +33,48 @@ LSTMState = tuple[Tensor, Tensor]
 
 
 class ReinforceSettings(ControllerSettings):
-    """The recurrent controller and how it learns; the defaults are REM's."""
+    """The recurrent controller and its training; the defaults are REM's."""
 
     kind: Literal["reinforce"] = "reinforce"
-    """Recurrent policy and value, learned by REINFORCE (REM, IRIS)."""
+    """Recurrent policy and value, trained by REINFORCE (REM, IRIS)."""
     input: Literal["latent", "pixels"] = "latent"
-    """What it sees: the world model's features (REM: on their grid), or the image decoded from them (IRIS)."""
+    """Input: the world model's features (REM: on their grid), or the image decoded from them (IRIS)."""
     action_inputs: bool = True
-    """Feed each action taken to the LSTM, after the observation (REM); off in IRIS."""
+    """Feed each action to the LSTM, after the observation (REM); off in IRIS."""
     width: int = Field(512, ge=1)
-    """Width of the LSTM, and of the dense layer before it for latent input."""
+    """Width of the LSTM, and of the dense layer before it for latent input. [features]"""
     latent_channels: tuple[int, ...] = Field((128, 64), min_length=1, strict=False)
-    """Output channels of the 3x3 convolutions over the feature grid (input = latent; none where features are flat)."""
+    """Output channels of the 3x3 convolutions over the feature grid, for latent input. Flat features have none.
+    [channels]"""
     pixel_channels: tuple[int, ...] = Field((32, 32, 64, 64), min_length=1, strict=False)
-    """Output channels of the 3x3 convolutions over the image, each of which halves it (input = pixels)."""
+    """Output channels of the 3x3 convolutions over the image, for pixel input; each halves the image. [channels]"""
     burn_in: int = Field(20, ge=0)
-    """Real frames that build up the LSTM state before imagination starts from the frame after them."""
+    """Real frames that the LSTM reads before the frame that imagination starts from. [frames]"""
     burn_in_actions: bool = True
-    """Feed the actions of the burn-in frames as well; the public code leor-c/REM leaves them out."""
+    """Feed the actions of the burn-in frames as well; the public code leor-c/REM omits them."""
     imagination_horizon: int = Field(8, ge=1)
-    """Imagined transitions in a rollout: 8 in REM, 19 in IRIS."""
+    """Imagined transitions in a rollout: 8 in REM, 19 in IRIS. [decisions]"""
     discount: float = Field(0.995, ge=0, le=1)
-    """Gamma: what a reward one step later is worth."""
+    """Gamma, the discount of a reward one step later."""
     trace_decay: float = Field(0.95, ge=0, le=1)
-    """Lambda of the lambda-returns: 0 trusts the next value, 1 only the imagined rewards and the last value."""
+    """Lambda of the lambda-returns: 0 uses the next value, 1 only the imagined rewards and the last value."""
     entropy_weight: float = Field(0.001, ge=0)
     """Weight of the entropy bonus in the loss."""
     learn_after_end: bool = True
-    """Learn from the steps of a rollout after its imagined end as well (REM, IRIS); false: where episodes are short,
-    many steps lie there, and the world model was never told what comes then."""
+    """Learn from the steps after an imagined termination as well (REM, IRIS). False suits short episodes: many steps
+    lie there, and the world model has no data for them."""
     batch: int = Field(128, ge=1)
-    """Rollouts in an update."""
+    """Rollouts in an update. [sequences]"""
     updates: int = Field(100, ge=1)
-    """Updates each time the stage is called."""
+    """Updates in one call of the stage. [updates]"""
     optimizer: Literal["adamw", "adam"] = "adamw"
-    """adamw decays weights, adam does not."""
+    """Optimizer: adamw decays weights, adam does not."""
     learning_rate: float = Field(1e-4, gt=0)
     """Constant learning rate."""
     weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay (AdamW) of every parameter."""
     clip: float = Field(3.0, gt=0)
-    """Largest gradient norm; a larger gradient is scaled down to it."""
+    """Largest norm of the gradient of all parameters."""
 
     @property
     def burn_in_frames(self) -> int:
@@ -88,29 +90,35 @@ class ReinforceSettings(ControllerSettings):
         return ReinforceController(self, world_model.feature_shape, size, world_model.actions)
 
 
-class Rollout(NamedTuple):
-    """Imagined rollouts of n - 1 transitions. Constants: no gradient reaches what is recorded here."""
+class RecurrentRollout(NamedTuple):
+    """Imagined rollouts of n - 1 transitions. Constants: they carry no gradient."""
 
     start: LSTMState
-    """After burn-in, before the first observation below."""
+    """State after burn-in, before the first observation below."""
     observation: Tensor
-    """What the controller saw: features (B, n, D, h, w) or (B, n, D), or images (B, n, H, W, C) uint8."""
+    """The controller's inputs: features (B, n, D, h, w) or (B, n, D), or images (B, n, H, W, C) uint8."""
     action: Tensor
-    """(B, n - 1) int64"""
+    """(B, n - 1) int64."""
     reward: Tensor
-    """(B, n - 1) float32"""
+    """(B, n - 1) float32."""
     terminated: Tensor
-    """(B, n - 1) bool"""
+    """(B, n - 1) bool."""
 
 
 class ReinforceController(Learner):
     """LSTM policy and value on features or images.
 
-    `feature_shape`, (D, h, w) or (D,), is the world model's, `image_size` the side of its images in pixels, `actions`
-    the number A. The encoder follows autocast. LSTM and heads keep the precision of the weights: the state is carried
-    over thousands of frames, and differences of values are small.
+    The encoder follows autocast. LSTM and heads keep the precision of the weights: the state is carried over thousands
+    of frames, and differences of values are small.
 
-    Raises UsageError when the input does not suit the world model or the image size.
+    Args:
+        settings: The section of the settings.
+        feature_shape: (D, h, w) or (D,), that of the world model.
+        image_size: Height and width of its images, in pixels.
+        actions: Number of actions A.
+
+    Raises:
+        UsageError: The input does not suit the world model or the image size.
     """
 
     def __init__(
@@ -133,29 +141,29 @@ class ReinforceController(Learner):
     # -- one frame at a time ---
 
     def initial_state(self, batch: int) -> LSTMState:
-        """Zeros: nothing seen yet."""
+        """Return zeros."""
         zeros = self.lstm.weight_hh.new_zeros(batch, self.settings.width)
         return zeros, zeros
 
-    def cleared(self, state: LSTMState, reset: Tensor) -> LSTMState:
-        """`state` with the rows where `reset` (B,) is True set to zero."""
+    def clear_rows(self, state: LSTMState, reset: Tensor) -> LSTMState:
+        """Return `state` with zeros in the rows where `reset` (B,) is True."""
         hidden, cell = state
         return hidden.masked_fill(reset[:, None], 0), cell.masked_fill(reset[:, None], 0)
 
     def policy(self, observation: Tensor, state: LSTMState) -> tuple[Tensor, Tensor, LSTMState]:
-        """Look at one observation (B, ...): logits (B, A), value (B,), and the state after the look."""
+        """Read one observation (B, ...): return logits (B, A), value (B,), and the next state."""
         state = self._advance(self._encode(observation), state)
         logits, value = self._heads(state[0])
         return logits, value, state
 
     def follow(self, action: Tensor, state: LSTMState) -> LSTMState:
-        """The LSTM update of the action (B,) taken; the same state when `action_inputs` is off."""
+        """Update the LSTM by the action (B,); return the same state if `action_inputs` is off."""
         if self.action_embedding is None:
             return state
         return self._advance(self.action_embedding(action), state)
 
     def view(self, world_model: WorldModel, world_state: State) -> Tensor:
-        """What the controller looks at in a world state: its features, or images (B, H, W, C) uint8."""
+        """Return the controller's input in a world state: features, or images (B, H, W, C) uint8."""
         if self.settings.input == "latent":
             return world_model.features(world_state)
         return world_model.frame(world_state)
@@ -163,12 +171,12 @@ class ReinforceController(Learner):
     def decide(
         self, world_model: WorldModel, world_state: State, state: LSTMState, generator: torch.Generator | None = None
     ) -> tuple[Tensor, LSTMState]:
-        """Logits (B, A) for the frame the world model perceived last, and the state after the look."""
+        """Return logits (B, A) for the last perceived frame, and the next state."""
         logits, _, state = self.policy(self.view(world_model, world_state), state)
         return logits, state
 
     def burn_in(self, world_model: WorldModel, world_state: State, action: Tensor, state: LSTMState) -> LSTMState:
-        """The updates of one real frame and, with `burn_in_actions`, of the action (B,) taken on it."""
+        """Update the LSTM by one real frame and, with `burn_in_actions`, by the action (B,) taken on it."""
         state = self._advance(self._encode(self.view(world_model, world_state)), state)
         return self.follow(action, state) if self.settings.burn_in_actions else state
 
@@ -177,41 +185,47 @@ class ReinforceController(Learner):
     def unroll(
         self, observation: Tensor, action: Tensor | None, state: LSTMState, reset: Tensor | None = None
     ) -> tuple[Tensor, LSTMState]:
-        """LSTM outputs (B, T, width) after each observation (B, T, ...), and the state after the last update.
+        """Run the LSTM over observations and actions.
 
-        `action` is (B, T), or (B, T - 1) when the last one has not been taken yet; None feeds no actions. Rows where
-        `reset` (B, T) is True start from zero before that frame.
+        Args:
+            observation: (B, T, ...).
+            action: (B, T), or (B, T - 1) before the last one is taken; None feeds no actions.
+            state: Before the first observation.
+            reset: (B, T) bool. True clears the row before that frame.
+
+        Returns:
+            Outputs (B, T, width) after each observation, and the state after the last update.
         """
         inputs = self._encode(observation.flatten(0, 1)).unflatten(0, observation.shape[:2])  # (B, T, I)
-        followed = 0
+        num_actions = 0
         if self.action_embedding is not None and action is not None:
             actions = self.action_embedding(action)  # (B, T or T - 1, I)
-            followed = actions.shape[1]
+            num_actions = actions.shape[1]
         outputs = []
         for t in range(inputs.shape[1]):
             if reset is not None:
-                state = self.cleared(state, reset[:, t])
+                state = self.clear_rows(state, reset[:, t])
             state = self._advance(inputs[:, t], state)
             outputs.append(state[0])
-            if t < followed:
+            if t < num_actions:
                 state = self._advance(actions[:, t], state)
         return torch.stack(outputs, dim=1), state
 
     # -- learning ---
 
     def draw_uniforms(self, world_model: WorldModel, batch: Batch) -> Uniforms:
-        """Random numbers for a rollout from each window of `batch`."""
+        """Draw random numbers for a rollout from each window of `batch`."""
         return rollout_uniforms(
             world_model, batch, self.settings.imagination_horizon, self.settings.imagination_horizon
         )
 
     @torch.no_grad()
-    def imagine(self, world_model: WorldModel, batch: Batch, uniforms: Uniforms) -> Rollout:
-        """Burn in on the real windows of `batch` (B, window), then act in imagination for `horizon` steps.
+    def imagine(self, world_model: WorldModel, batch: Batch, uniforms: Uniforms) -> RecurrentRollout:
+        """Burn in on the real windows of `batch` (B, window), then act in imagination for `imagination_horizon` steps.
 
-        The LSTM goes over all frames but the last; imagination starts from the last one, which must be real. Frames
-        left of the first real one (`valid` False) leave no trace. Actions are sampled at temperature 1. A rollout goes
-        on past an imagined termination. See `Controller.imagine`.
+        The LSTM reads all frames but the last. Imagination starts from the last one, which must be real. Padding before
+        the first real frame (`valid` False) has no effect. Actions are sampled at temperature 1. A rollout continues
+        past an imagined termination. See `Learner.imagine`.
         """
         assert not world_model.training, "dropout in imagination: call world_model.eval() first"
         assert batch.valid.shape[1] == self.window, (batch.valid.shape, self.window)
@@ -228,7 +242,7 @@ class ReinforceController(Learner):
         if settings.burn_in:
             actions = batch.action[:, :-1] if settings.burn_in_actions else None
             _, state = self.unroll(window[:, :-1], actions, state, reset[:, :-1])
-        start = state = self.cleared(state, reset[:, -1])
+        start = state = self.clear_rows(state, reset[:, -1])
 
         observation = window.new_empty(rows, settings.imagination_horizon + 1, *window.shape[2:])
         action = batch.action.new_empty(rows, settings.imagination_horizon, dtype=torch.int64)
@@ -243,18 +257,20 @@ class ReinforceController(Learner):
             reward[:, t] = imagined.reward
             terminated[:, t] = imagined.terminated
             observation[:, t + 1] = self.view(world_model, world_state)
-        return Rollout(start, observation, action, reward, terminated)
+        return RecurrentRollout(start, observation, action, reward, terminated)
 
-    def loss(self, imagined: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
-        """Value, policy and entropy losses, with the decisions of the rollout computed once more in one batch.
+    def loss(self, imagined: RecurrentRollout) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum the value, policy and entropy losses, and recompute the rollout's decisions in one batch.
 
-        REINFORCE differentiates neither sampled actions nor the world model, so all that depends on the weights is the
-        LSTM along recorded observations and actions, from a start state that is constant. Computing that again with a
-        graph gives the gradient that a graph kept through imagination would, for the memory of the controller alone.
+        REINFORCE differentiates neither sampled actions nor the world model. Only the LSTM along recorded observations
+        and actions depends on the weights; its start state is constant. Recomputing it with a graph yields the gradient
+        of a graph kept through imagination, with the memory of the controller alone.
 
         Means over the first n - 1 evaluations, with G the lambda-return and [x] constant:
-        (V - [G])^2  -  log pi(a) [G - V]  -  entropy weight * H(pi). Steps after an imagined termination count as well
-        unless `learn_after_end` is off.
+
+            (V - [G])^2  -  log pi(a) [G - V]  -  entropy weight * H(pi)
+
+        Steps after an imagined termination count as well unless `learn_after_end` is off.
         """
         settings = self.settings
         hidden, _ = self.unroll(imagined.observation, imagined.action, imagined.start)
@@ -264,18 +280,18 @@ class ReinforceController(Learner):
         )[:, :-1]
         value = values[:, :-1]
         log_policy = logits[:, :-1].log_softmax(-1)
-        taken = log_policy.gather(-1, imagined.action[..., None]).squeeze(-1)
+        log_probability = log_policy.gather(-1, imagined.action[..., None]).squeeze(-1)
 
-        counts = torch.ones_like(value)
+        mask = torch.ones_like(value)
         if not settings.learn_after_end:
-            ends_before = imagined.terminated.cumsum(1) - imagined.terminated.long()
-            counts = (ends_before == 0).to(value.dtype)
+            terminations_before = imagined.terminated.cumsum(1) - imagined.terminated.long()
+            mask = (terminations_before == 0).to(value.dtype)
 
         def mean(x: Tensor) -> Tensor:
-            return (x * counts).sum() / counts.sum()
+            return (x * mask).sum() / mask.sum()
 
         value_loss = mean((value - target).square())
-        policy_loss = -mean(taken * (target - value.detach()))
+        policy_loss = -mean(log_probability * (target - value.detach()))
         entropy = -mean((log_policy.exp() * log_policy).sum(-1))
         total = value_loss + policy_loss - settings.entropy_weight * entropy
         metrics = {
@@ -290,13 +306,13 @@ class ReinforceController(Learner):
         return total, {name: metric.detach() for name, metric in metrics.items()}
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """One group: weight decay applies to every parameter, biases and embeddings included (as in REM)."""
+        """Return one group: weight decay applies to every parameter, biases and embeddings included (as in REM)."""
         return [{"params": list(self.parameters()), "weight_decay": self.settings.weight_decay}]
 
     # -- pieces ---
 
     def _encode(self, observation: Tensor) -> Tensor:
-        """LSTM inputs (B, I) of features (B, D, h, w) or (B, D), or of images (B, H, W, C) uint8."""
+        """Encode features (B, D, h, w) or (B, D), or images (B, H, W, C) uint8, as LSTM inputs (B, I)."""
         weight_type = self.lstm.weight_ih.dtype
         if self.settings.input == "pixels":
             # B H W C -> B C H W, bytes -> [-1, 1]
@@ -308,42 +324,42 @@ class ReinforceController(Learner):
             return self.lstm(inputs, state)
 
     def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits (..., A) and values (...) of LSTM outputs (..., width)."""
+        """Return logits (..., A) and values (...) for LSTM outputs (..., width)."""
         return self.policy_head(hidden), self.value_head(hidden).squeeze(-1)
 
 
 def _latent_encoder(feature_shape: tuple[int, ...], channels: tuple[int, ...], width: int) -> tuple[nn.Sequential, int]:
-    """3x3 convolutions with SiLU over the grid, flattened (C, h, w), dense with SiLU: (B, D, h, w) -> (B, width).
+    """Build 3x3 convolutions with SiLU and a dense layer with SiLU: (B, D, h, w) -> (B, width).
 
-    Flat features (B, D) have no grid to go over: dense with SiLU.
+    The grid is flattened as (C, h, w). Flat features (B, D) get the dense layer with SiLU alone.
     """
     if len(feature_shape) == 1:
         return nn.Sequential(nn.Linear(feature_shape[0], width), nn.SiLU()), width
     if len(feature_shape) != 3:
         raise UsageError(
-            "controller.input = 'latent' needs features that are flat or on a grid (D, h, w), but this world model has"
-            f" {feature_shape}; use --set controller.input=pixels"
+            f"controller.input = 'latent' needs features (D,) or (D, h, w), and this world model has {feature_shape};"
+            " use --set controller.input=pixels"
         )
     depth, height, columns = feature_shape
     layers: list[nn.Module] = []
-    for wide in channels:
-        layers += [nn.Conv2d(depth, wide, 3, padding=1), nn.SiLU()]
-        depth = wide
+    for outputs in channels:
+        layers += [nn.Conv2d(depth, outputs, 3, padding=1), nn.SiLU()]
+        depth = outputs
     layers += [Flatten(), nn.Linear(depth * height * columns, width), nn.SiLU()]
     return nn.Sequential(*layers), width
 
 
 def _pixel_encoder(image_size: int, channels: tuple[int, ...]) -> tuple[nn.Sequential, int]:
-    """3x3 convolution, max-pool by 2, ReLU for each of `channels`, flattened: (B, 3, H, W) -> (B, I)."""
+    """Build 3x3 convolution, max-pool by 2, ReLU for each of `channels`, flattened: (B, 3, H, W) -> (B, I)."""
     side, rest = divmod(image_size, 2 ** len(channels))
     if side == 0 or rest:
         raise UsageError(
-            f"controller.pixel_channels has {len(channels)} layers and each halves the image, so environment.size ="
-            f" {image_size} must be a multiple of {2 ** len(channels)}; change one of the two"
+            f"environment.size = {image_size} must be a multiple of {2 ** len(channels)}: each of the {len(channels)}"
+            " layers of controller.pixel_channels halves the image; change one of the two"
         )
     depth = 3
     layers: list[nn.Module] = []
-    for wide in channels:
-        layers += [nn.Conv2d(depth, wide, 3, padding=1), nn.MaxPool2d(2), nn.ReLU()]
-        depth = wide
+    for outputs in channels:
+        layers += [nn.Conv2d(depth, outputs, 3, padding=1), nn.MaxPool2d(2), nn.ReLU()]
+        depth = outputs
     return nn.Sequential(*layers, Flatten()), depth * side * side
