@@ -421,7 +421,7 @@ def test_reanalysis_finds_what_playing_these_frames_would_and_dynamics_learn_it(
     train_dynamics(opened(planner, "dynamics.updates=3", more=True))
     assert len(learned) == len(drawn) == 3
     for windows, batch in zip(drawn, learned, strict=True):
-        np.testing.assert_array_equal(batch.found.numpy(), windows.valid)
+        np.testing.assert_array_equal(batch.is_searched.numpy(), windows.valid)
         np.testing.assert_array_equal(batch.policy.numpy(), targets["policy"][windows.rows])
         np.testing.assert_array_equal(batch.value.numpy(), targets["value"][windows.rows])
 
