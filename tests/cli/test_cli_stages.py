@@ -266,7 +266,7 @@ def test_json_is_one_object(line, recorder, capsys):
         "metrics": SCORE,
         "protocol": "returns",
         "environment": "wm/Catch-v0",
-        "scored": "controller@2",
+        "model": "controller@2",
         "episodes": 4,
         "references": [dict.fromkeys(Reference.__annotations__) | {"name": "random", "score": -0.5}],
     }

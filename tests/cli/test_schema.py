@@ -64,13 +64,13 @@ def check(value: dict[str, Any], form: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("protocol", "name", "scored", "episodes", "references"),
+    ("protocol", "name", "model", "episodes", "references"),
     [("returns", "evaluation@1", "controller@1", 2, True), ("reward", "evaluation@2", "dynamics@1", 3, False)],
 )
 def test_four_commands_print_an_evaluation_in_one_form(
     protocol: str,
     name: str,
-    scored: str,
+    model: str,
     episodes: int,
     references: bool,
     run: Run,
@@ -82,7 +82,7 @@ def test_four_commands_print_an_evaluation_in_one_form(
     monkeypatch.setattr("wmcli.stages.loop.run_loop", lambda _: evaluation)
     ran = answer(capsys, "run", "quickstart")
     check(ran, Evaluation)
-    assert (ran["protocol"], ran["scored"], ran["episodes"]) == (protocol, scored, episodes)
+    assert (ran["protocol"], ran["model"], ran["episodes"]) == (protocol, model, episodes)
     assert ran["metrics"] == evaluation.metrics
     assert ("REM" in {row["name"] for row in ran["references"]}) == references
 

@@ -134,7 +134,7 @@ def _draw(
     priors: Path | None,
     strips: Path | None,
 ) -> None:
-    """Draw the pictures whose files are given."""
+    """Draw the pictures that have a file."""
     from wmcli.stages.aggregate import compare_priors, draw_returns
 
     if priors:
@@ -172,14 +172,14 @@ def _show_statistics(rows: list[dict[str, Any]], form: Form | None) -> None:
     """Print each run's score and their statistics, with a line between parts."""
     parts = [[_readable(row) for row in part] for _, part in groupby(rows, key=_part)]
     every = [row for part in parts for row in part]
-    shown = filled(every, ["name", "score", "human-normalized", "environment", "episodes", "steps", "runs"])
-    answer([row for part in parts for row in (*part, None)][:-1], shown, form)
+    columns = filled(every, ["name", "score", "human-normalized", "environment", "episodes", "steps", "runs"])
+    answer([row for part in parts for row in (*part, None)][:-1], columns, form)
 
 
 def _show_groups(rows: list[dict[str, Any]], keys: list[str], form: Form | None) -> None:
     """Print a row for each value of some settings."""
-    shown = [row | {"mean": _with_interval(row["mean"], row["low"], row["high"])} for row in rows]
-    answer(shown, [*keys, "mean", "unit", "runs", "episodes", "steps"], form)
+    cells = [row | {"mean": _with_interval(row["mean"], row["low"], row["high"])} for row in rows]
+    answer(cells, [*keys, "mean", "unit", "runs", "episodes", "steps"], form)
 
 
 def _part(row: Row) -> str:
@@ -195,17 +195,17 @@ def _readable(row: Row) -> dict[str, Any]:
     """Return a row of `aggregate` in fewer columns, each number with its error."""
     from wmcli.stages.aggregate import ALL, NORMALIZED
 
-    shown = {key: row[key] for key in ("name", "episodes", "steps", "runs")}
-    shown["environment"] = re.sub(r"^(ALE|wm)/|-v\d+$", "", row["environment"])
+    cells = {key: row[key] for key in ("name", "episodes", "steps", "runs")}
+    cells["environment"] = re.sub(r"^(ALE|wm)/|-v\d+$", "", row["environment"])
     if ALL in (row["name"], row["environment"]):
-        shown["name"] += f": {row['statistic'].replace('_', ' ')}"
+        cells["name"] += f": {row['statistic'].replace('_', ' ')}"
     if row["stderr"] is not None:
         score = f"{row['score']:.4g} ± {row['stderr']:.2g}"
     else:
         score = _with_interval(row["score"], row["low"], row["high"])
     if row["unit"] == NORMALIZED:
-        return shown | {"human-normalized": score}
-    return shown | {"score": score, "human-normalized": row["human_normalized"]}
+        return cells | {"human-normalized": score}
+    return cells | {"score": score, "human-normalized": row["human_normalized"]}
 
 
 def _with_interval(value: float, low: float | None, high: float | None) -> str:

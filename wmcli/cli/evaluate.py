@@ -84,17 +84,15 @@ def evaluate(
 
     choice = PROTOCOLS[protocol]
     _check_inputs(choice, controller=controller, dynamics=dynamics, experience=experience)
-    changes = {"seed": seed, "training.device": device}
+    short = {"seed": seed, "training.device": device}
     inputs: dict[str, Any]
     if choice.needs == "controller":
         inputs = {"controller": controller, "episodes": episodes}
     else:
-        changes["evaluation.episodes"] = episodes
+        short["evaluation.episodes"] = episodes
         inputs = {"dynamics": dynamics} | ({"experience": experience} if choice.reads_experience else {})
-    create = may_create(inputs[choice.needs])
-    context = open_context(
-        run, preset, overrides(settings, changes), create=create, quiet=quiet, fresh=fresh, force=force
-    )
+    changes, create = overrides(settings, short), may_create(inputs[choice.needs])
+    context = open_context(run, preset, changes, create=create, quiet=quiet, fresh=fresh, force=force)
     report(choice.evaluate(context, **inputs), as_json, quiet)
 
 

@@ -48,11 +48,11 @@ def lineage(
     from wmcli.artifacts import lineage as trace
 
     refuse_both_forms(as_json, form)
-    traced = list(trace(find(run, reference)).rows())
+    nodes = list(trace(find(run, reference)).rows())
     if chosen(form) == "table" and not as_json:
-        draw(traced, everything)
+        draw(nodes, everything)
         return
-    rows = [describe(depth, role, tree) for depth, role, tree in traced]
+    rows = [describe(depth, role, tree) for depth, role, tree in nodes]
     if as_json:
         emit_json(rows)
     else:
@@ -99,8 +99,8 @@ def draw(rows: Sequence[tuple[int, str, Tree]], everything: bool) -> None:
     # A deep tree is wider than any terminal. The terminal breaks its lines, which loses nothing.
     width = max(console.width, LEVEL * last + LABEL)
     Console(highlight=False, width=width, height=console.height).print(branches[0])
-    if hidden := sum(depth > last for depth in depths):
-        console.print(f"{hidden:,} more on {max(depths) - last:,} levels below: --all shows them", style="dim")
+    if rest := sum(depth > last for depth in depths):
+        console.print(f"{rest:,} more on {max(depths) - last:,} levels below: --all shows them", style="dim")
 
 
 def _label(role: str, tree: Tree, home: Tree) -> Text:

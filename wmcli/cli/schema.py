@@ -47,8 +47,8 @@ class Evaluation(Published):
 
     protocol: str
     environment: str
-    scored: str
-    """Controller or dynamics that was scored, `kind@version`, possibly of another run."""
+    model: str
+    """Controller or dynamics under evaluation, `kind@version`, possibly of another run."""
     episodes: int
     """Episodes or sequences that make the score."""
     references: list[Reference]
@@ -107,12 +107,12 @@ def _describe(artifact: Artifact) -> Published:
 
 def _describe_evaluation(artifact: Artifact) -> Evaluation:
     metrics = artifact.metrics
-    (scored,) = (each for role, each in artifact.inputs.items() if role != "experience")
+    (model,) = (each for role, each in artifact.inputs.items() if role != "experience")
     return {
         **_describe(artifact),
         "protocol": metrics["protocol"],
         "environment": metrics["environment"],
-        "scored": f"{scored.kind}@{scored.version}",
+        "model": f"{model.kind}@{model.version}",
         "episodes": metrics["episodes"] if "episodes" in metrics else metrics["sequences"],
         "references": _references(metrics),
     }

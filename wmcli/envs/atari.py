@@ -92,7 +92,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Protocol:
+class AtariProtocol:
     """How Atari is played: the whole of it."""
 
     frameskip: int  # the emulator's own; the repeat below comes on top
@@ -106,7 +106,7 @@ class Protocol:
     test: Rules
 
 
-_UNIZERO = Protocol(
+_UNIZERO = AtariProtocol(
     frameskip=1,
     repeat_action_probability=0.0,
     full_action_space=False,
@@ -119,7 +119,7 @@ _UNIZERO = Protocol(
 )
 
 PROTOCOLS = {
-    "rem": Protocol(
+    "rem": AtariProtocol(
         frameskip=1,
         repeat_action_probability=0.0,
         full_action_space=False,
@@ -130,7 +130,7 @@ PROTOCOLS = {
         train=Rules(life_loss_ends_episode=True, no_ops_min=1, no_ops_max=30, time_limit=20_000, clip_reward=False),
         test=Rules(life_loss_ends_episode=False, no_ops_min=1, no_ops_max=1, time_limit=108_000, clip_reward=False),
     ),
-    "drama": Protocol(
+    "drama": AtariProtocol(
         frameskip=1,
         repeat_action_probability=0.0,
         full_action_space=False,
@@ -290,7 +290,7 @@ def _shares(count: int, size: int) -> np.ndarray:
     return overlap.clip(min=0).astype(np.float32)
 
 
-def _open_emulator(game: str, protocol: Protocol) -> Any:
+def _open_emulator(game: str, protocol: AtariProtocol) -> Any:
     import ale_py
 
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner

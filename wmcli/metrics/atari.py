@@ -23,21 +23,29 @@ class Column(NamedTuple):
     """The origin of one column of published scores."""
 
     name: str
-    kind: str  # "reference" (random, human), "system" or "ablation"
+    kind: str
+    """"reference" (random, human), "system" or "ablation"."""
     paper: str
-    data: str  # the public place of the numbers
-    scores: str  # the meaning of one number: a run, a mean of runs
-    caveat: str  # why it may not be comparable with ours, or empty
+    data: str
+    """Public place of the numbers."""
+    scores: str
+    """The meaning of one number: a run, or a mean of runs."""
+    caveat: str
+    """Why the scores may not be comparable with ours, or empty."""
 
 
 class Row(NamedTuple):
-    """One row of a game's table."""
+    """One row of a game's table. Scores are returns."""
 
     name: str
-    score: float  # mean over runs, raw return
-    low: float  # lowest run
-    high: float  # highest run
-    runs: int  # number of published values, 1 if only a mean was
+    score: float
+    """Mean over runs."""
+    low: float
+    """Lowest run."""
+    high: float
+    """Highest run."""
+    runs: int
+    """Number of published values, 1 if only a mean was."""
     human_normalized: float
     caveat: str
 

@@ -54,10 +54,10 @@ def curve(error: np.ndarray, counts: np.ndarray) -> dict[str, list[float | None]
     spread = np.sqrt((np.square(error - mean) * counts).sum(0) / np.maximum(total - 1, 1))
     half = 1.96 * spread / np.sqrt(safe)
 
-    def listed(values: np.ndarray) -> list[float | None]:
+    def to_list(values: np.ndarray) -> list[float | None]:
         return [float(value) if some else None for value, some in zip(values, total, strict=True)]
 
-    return {"mean": listed(mean), "low": listed(mean - half), "high": listed(mean + half)}
+    return {"mean": to_list(mean), "low": to_list(mean - half), "high": to_list(mean + half)}
 
 
 def nearest(pictures: np.ndarray, templates: np.ndarray) -> np.ndarray:

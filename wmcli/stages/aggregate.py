@@ -128,8 +128,8 @@ _NAMED = 3  # runs or settings in a warning
 def differences(groups: Sequence[Sequence[Score]], by: Sequence[str] = ()) -> list[str]:
     """List the differences between the scores of several runs, one line each.
 
-    Over all groups: episodes, environment steps, temperature of the policy, the settings of acting that runs share,
-    and of one environment the size of frames and the rest of its manifest block.
+    Over all groups: episodes, environment steps, temperature of the policy, shared settings of acting. For each
+    environment: the size of frames and the rest of its manifest block.
     Within a group: other settings that learning depends on, and runs that agree even in their seed.
     Not compared: versions of packages, device, precision, the number of parallel environments in evaluation.
 

@@ -258,11 +258,11 @@ def _bytes(state: State) -> int:
 
 
 def _select_jobs(
-    factories: Mapping[str, Callable[[], Job]], what: str, bench: Bench
+    factories: Mapping[str, Callable[[], Job]], title: str, bench: Bench
 ) -> tuple[dict[str, Job], dict[str, str]]:
     """Return the jobs that are fast enough and fit into memory, and why the others are skipped."""
     jobs, skipped = {}, {}
-    with bench.progress.bar(f"profile {what}, first calls", len(factories), "jobs") as bar:
+    with bench.progress.bar(f"profile {title}, first calls", len(factories), "jobs") as bar:
         for name, factory in factories.items():
             try:
                 job = factory()

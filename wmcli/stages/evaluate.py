@@ -78,25 +78,25 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
             world_model, policy, rows, temperature=settings.evaluation.temperature, epsilon=0.0, generator=generator
         )
         with context.machine.autocast():
-            played = _play(context, work, agent, episodes, "eval")
+            result = _play(context, work, agent, episodes, "eval")
             context_frames = settings_of(actor.input("dynamics")).dynamics.context
-            pictures = _imagine_first_episode(context, world_model, context_frames, played.film)
+            pictures = _imagine_first_episode(context, world_model, context_frames, result.film)
         random_mean = atari.reference(environment["id"], "random")
         if random_mean is None:
             generator = torch.Generator().manual_seed(derived_seed(settings.seed, "eval random"))
             uniform = UniformAgent(environment["actions"], rows, generator=generator)
             random_mean = float(np.mean(_play(context, work, uniform, episodes, "random play").returns))
-        metrics = score(played.returns) | {
+        metrics = score(result.returns) | {
             "random_mean": random_mean,
-            "human_normalized": atari.human_normalized(environment["id"], float(np.mean(played.returns))),
-            "lengths": played.lengths,
+            "human_normalized": atari.human_normalized(environment["id"], float(np.mean(result.returns))),
+            "lengths": result.lengths,
             "protocol": PROTOCOL,
             "environment": environment["id"],
             "total_steps": _environment_steps(actor),
         }
         logged = {"mean_return": metrics["mean"], "median_return": metrics["median"], "stderr": metrics["stderr"]}
         context.log(job, metrics["total_steps"], {"stage": "eval", **logged, "episodes": episodes})
-        write_gif(work.payload / "episode.gif", played.film.drawn(environment.get("action_meanings")), fps=10)
+        write_gif(work.payload / "episode.gif", result.film.drawn(environment.get("action_meanings")), fps=10)
         write_side_by_side(work.payload, pictures)
         _write_plots(work.payload, run, actor, metrics)
         artifact = context.publish(work, metrics)
@@ -123,8 +123,8 @@ def _play(context: Context, work: Work, agent: Actor, episodes: int, name: str) 
 
 def _point_best(run: Run) -> None:
     """Point `controller/best` to the controller of this run with the highest mean return, the newer of equals."""
-    scored = [each for each in run.artifacts("evaluation") if each.metrics["protocol"] == PROTOCOL]
-    for evaluation in sorted(scored, key=lambda each: (each.metrics["mean"], each.version), reverse=True):
+    evaluations = [each for each in run.artifacts("evaluation") if each.metrics["protocol"] == PROTOCOL]
+    for evaluation in sorted(evaluations, key=lambda each: (each.metrics["mean"], each.version), reverse=True):
         controller = evaluation.inputs["controller"]
         with suppress(ArtifactError):
             if run.get("controller", controller.version).digest == controller.digest:
@@ -216,8 +216,8 @@ def _earlier(run: Run, actor: Artifact) -> list[dict[str, Any]]:
             ancestor = ancestor.input("parent")
         except ArtifactError:  # deleted, and its own ancestors with it
             break
-    scored = [each for each in run.artifacts("evaluation") if each.metrics["protocol"] == PROTOCOL]
-    newest = {each.inputs["controller"].digest: each.metrics for each in scored}
+    evaluations = [each for each in run.artifacts("evaluation") if each.metrics["protocol"] == PROTOCOL]
+    newest = {each.inputs["controller"].digest: each.metrics for each in evaluations}
     return sorted((newest[digest] for digest in ancestors & newest.keys()), key=lambda metrics: metrics["total_steps"])
 
 

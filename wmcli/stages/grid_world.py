@@ -43,16 +43,9 @@ from wmcli.world_models.base import Batch
 from wmcli.world_models.cells import KINDS, MOVES, TOKENS, CellsSettings, CellsWorldModel
 from wmcli.world_models.open_loop import open_loop
 
-ALIKE = (
-    "tokens",
-    "backbone",
-    "environment",
-    "parameters",
-    "updates",
-    "batch",
-)  # equal within a row
+ALIKE = ("tokens", "backbone", "environment", "parameters", "updates", "batch")  # equal within a row
 WARM_UP = 2  # training steps before any is timed
-ENVIRONMENTS = 64  # side by side, for the sequences that are scored
+ENVIRONMENTS = 64  # side by side
 STATUS = Path("/proc/self/status")  # Linux: memory of this process
 
 PAPER: dict[tuple[str, int], tuple[str, str, str]] = {
@@ -310,7 +303,7 @@ def time_and_memory(
         fastest and the slowest. `parameters`: their number.
         `peak_bytes`: peak memory of training with weights and optimizer, None where it cannot be measured.
         `peak_of`: the kind of that number, in words. On CUDA it counts bytes that torch allocates. On a CPU it is the
-        resident set of a fresh process, its peak in two steps above its size with all code loaded and nothing built.
+        rise of a fresh process's resident set in two steps, above its size with all code loaded.
 
     Raises:
         MachineError: The step does not fit into memory.

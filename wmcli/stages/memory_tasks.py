@@ -218,11 +218,11 @@ def frame_errors(world_model: WorldModel, features: Tensor, frames: Tensor) -> n
 
 
 def _map_batches(
-    context: Context, episodes: TaskEpisodes, what: str, function: Callable[[Tensor, Tensor, slice], Any]
+    context: Context, episodes: TaskEpisodes, name: str, function: Callable[[Tensor, Tensor, slice], Any]
 ) -> list[Any]:
     """Return function(frames, action, which) of every batch of episodes."""
     total, results = len(episodes.action), []
-    with context.progress.bar(what, total, "episodes") as bar:
+    with context.progress.bar(name, total, "episodes") as bar:
         for begin in range(0, total, BATCH):
             which = slice(begin, min(begin + BATCH, total))
             results.append(function(episodes.frames[which], episodes.action[which], which))
@@ -284,10 +284,10 @@ def _recall(
 
     def errors(frames: Tensor, action: Tensor, which: slice) -> np.ndarray:
         assert bool((action[:, task.context - 1] == TELEPORT).all())
-        scored = frames[:, task.context + last :]
+        query = frames[:, task.context + last :]
         return np.stack(
             [
-                frame_errors(world_model, features[:, task.context + last :], scored)
+                frame_errors(world_model, features[:, task.context + last :], query)
                 for features in (roll_out(world_model, frames, action, task.context + 1 + k) for k in ks)
             ]
         )
