@@ -1,4 +1,4 @@
-"""Writing a finished file: whole or not at all."""
+"""Write a file completely or not at all."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _MANIFEST_KEYS = {"kind", "version", "job", "files", "digest"}
 
 
 def check_target(path: Path, suffixes: Collection[str] = ()) -> None:
-    """Refuse, before any work, a file that could not be written or that must not be.
+    """Check that a file can be written, before the work.
 
     Args:
-        path: where a result is to go.
-        suffixes: the endings that are possible, in lower case, such as ".png"; any where there are none.
+        path: The file.
+        suffixes: Possible suffixes in lower case, such as ".png"; all by default.
 
     Raises:
-        UsageError: another suffix, a folder that is missing or not writable, a folder in the file's place, or a place
-            inside an artifact, symbolic links followed.
+        UsageError: The suffix is another one, the folder is missing or not writable, the path is a folder, or the file
+            lies inside an artifact (symbolic links are followed).
     """
     if suffixes and path.suffix.lower() not in suffixes:
         allowed = " or ".join(suffixes)
@@ -43,7 +43,7 @@ def check_target(path: Path, suffixes: Collection[str] = ()) -> None:
 
 
 def _artifact_around(path: Path) -> Path | None:
-    """The published artifact in which `path` or the file that it links to lies."""
+    """Return the folder of the artifact that holds `path` or the file that it links to."""
     for place in (path.parent.resolve() / path.name, path.resolve()):
         for folder in place.parents:
             if _holds_manifest(folder):
@@ -60,9 +60,11 @@ def _holds_manifest(folder: Path) -> bool:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a hidden sibling of `path` with the same suffix, then rename it to `path`.
+    """Call `write` with a hidden file beside `path`, then rename that file to `path`.
 
-    Raises UsageError as `check_target` does, MachineError where the disk is full or failing.
+    Raises:
+        UsageError: See `check_target`.
+        MachineError: The disk is full or failing.
     """
     check_target(path)
     draft = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")

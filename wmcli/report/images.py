@@ -1,7 +1,7 @@
-"""Frames as pictures: real beside imagined, strips, reconstructions, captions; PNG, GIF and MP4 files.
+"""Pictures and films of frames: real beside imagined, strips, reconstructions, captions; PNG, GIF and MP4 files.
 
-Axis legend: T time, N pictures, H height, W width; the last axis is red, green, blue. All frames are uint8. Every
-function gives the same pixels for the same input.
+Axes: T time, N pictures, H height, W width, and red, green, blue last. All frames are uint8. Equal inputs give equal
+pixels.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ BACKGROUND = (24, 24, 27)
 TEXT = (236, 236, 240)
 FAINT = (150, 150, 158)
 LINE = (84, 84, 92)
-MARKER = (255, 176, 0)  # where the context ends and imagination begins
+MARKER = (255, 176, 0)  # border between context and imagination
 
-_PANEL = 192  # pixels a panel of an animation is high, about
-_TILE = 128  # pixels a picture of a strip or a grid is high, about
-_FONT = 13  # pixels
-_BAR = 20  # pixels a line of text is high
-_GAP = 2  # pixels between two panels
-_SHARES = 40  # pixels a bar of everything is high
-_WIDE_SPACE = "   "  # between two things in a line of a caption
-_WIDEST = 1600  # pixels; a longer strip goes on in the next row
+# In pixels:
+_PANEL = 192  # height of an animation's panel, about
+_TILE = 128  # height of a picture in a strip or grid, about
+_FONT = 13
+_BAR = 20  # height of a line of text
+_GAP = 2  # between two panels
+_SHARES = 40  # height of a bar for a share of 1
+_WIDEST = 1600  # a longer strip continues in the next row
+_WIDE_SPACE = "   "  # between two parts of a caption's line
 _GIF_COLORS = 255  # one index less than GIF has, so that the writer can mark unchanged pixels
 
 
@@ -39,7 +40,7 @@ _GIF_COLORS = 255  # one index less than GIF has, so that the writer can mark un
 
 
 def upscale(frames: np.ndarray, height: int = _PANEL) -> np.ndarray:
-    """Frames (T, H, W, 3) enlarged by the whole factor that brings them nearest to `height` pixels; never shrunk."""
+    """Enlarge frames (T, H, W, 3) by the integer factor that brings them nearest to `height` pixels."""
     factor = max(1, round(height / frames.shape[1]))
     return frames.repeat(factor, axis=1).repeat(factor, axis=2)
 
@@ -54,14 +55,20 @@ def side_by_side(
     over: int | None = None,
     captions: Sequence[Sequence[str]] = (),
 ) -> np.ndarray:
-    """Real and imagined frames (T, H, W, 3) as labelled panels -> (T, H', W', 3).
+    """Put real and imagined frames side by side, in panels with labels.
 
     Args:
-        context: how many leading frames were given to the model and not imagined; over these the right label reads
-            "context" and the line between the panels is gray, afterwards it is amber.
-        error: a third panel with the absolute difference.
-        over: from this frame on the real episode is over, and its label says so.
-        captions: for each panel T captions to stand below it, as in `captioned`; none.
+        real: Frames (T, H, W, 3).
+        imagined: Frames (T, H, W, 3).
+        context: Number of leading frames that the model observed. There the right label reads "context", and the line
+            between the panels is gray; it is amber afterwards.
+        labels: Of the panels.
+        error: Add a third panel with the absolute difference.
+        over: First frame after the end of the real episode, which the label states.
+        captions: T captions for each panel, as in `captioned`; none by default.
+
+    Returns:
+        Frames (T, H', W', 3).
     """
     real, imagined = _frames(real), _frames(imagined)
     assert real.shape == imagined.shape, (real.shape, imagined.shape)
@@ -95,14 +102,14 @@ def side_by_side(
 
 
 def captioned(frames: np.ndarray, captions: Sequence[str]) -> np.ndarray:
-    """Frames (T, H, W, 3), enlarged, each over a bar with its caption (T of them; "\\n" starts a second line)."""
+    """Enlarge frames (T, H, W, 3) and write each one's caption below it ("\\n" starts a second line)."""
     frames = upscale(_frames(frames))
     fitted = _fitted(captions, frames.shape[2])
     return _over_captions(frames, fitted, max(map(len, fitted), default=1))
 
 
 def _fitted(captions: Sequence[str], width: int) -> list[list[str]]:
-    """The lines of each caption. One that is too long in any of them is broken in all, at its wide spaces."""
+    """Return the lines of each caption. A line that is too long in any caption is broken in all, at wide spaces."""
     split = [caption.split("\n") for caption in captions]
     long = {place for lines in split for place, line in enumerate(lines) if _font().getlength(line) > _room(width)}
     return [
@@ -112,7 +119,7 @@ def _fitted(captions: Sequence[str], width: int) -> list[list[str]]:
 
 
 def _over_captions(frames: np.ndarray, captions: Sequence[Sequence[str]], lines: int) -> np.ndarray:
-    """Frames (T, H, W, 3), each over `lines` lines with its caption, line by line."""
+    """Return frames (T, H, W, 3), each over `lines` lines of text that hold its caption."""
     time, height, width = frames.shape[:3]
     assert len(captions) == time, (len(captions), time)
     movie = np.empty((time, height + lines * _BAR, width, 3), dtype=np.uint8)
@@ -126,18 +133,23 @@ def _over_captions(frames: np.ndarray, captions: Sequence[Sequence[str]], lines:
 
 
 def over_shares(frames: np.ndarray, shares: np.ndarray, actions: Sequence[int]) -> np.ndarray:
-    """Frames (T, H, W, 3), enlarged, each over a bar for every action, as high as its share (T, A) in [0, 1]; those of
-    the `actions` taken, T of them, are amber."""
+    """Enlarge frames and draw the share of each action below them as a bar, that of the chosen action in amber.
+
+    Args:
+        frames: (T, H, W, 3).
+        shares: (T, A), in [0, 1].
+        actions: T chosen actions.
+    """
     frames = upscale(_frames(frames))
     time, _, width = frames.shape[:3]
     assert len(shares) == len(actions) == time, (len(shares), len(actions), time)
     band = np.empty((time, _SHARES, width, 3), dtype=np.uint8)
     band[:] = BACKGROUND
     edges = np.linspace(0, width, shares.shape[1] + 1).round().astype(int)
-    for index, (row, taken) in enumerate(zip(shares, actions, strict=True)):
+    for index, (row, chosen) in enumerate(zip(shares, actions, strict=True)):
         for action, share in enumerate(row):
             bar = band[index, _SHARES - round(float(share) * _SHARES) :, edges[action] + 1 : edges[action + 1] - 1]
-            bar[:] = MARKER if action == int(taken) else FAINT
+            bar[:] = MARKER if action == int(chosen) else FAINT
     return np.concatenate((frames, band), axis=1)
 
 
@@ -147,10 +159,13 @@ def play_captions(
     meanings: Sequence[str] | None = None,
     values: Sequence[float] | None = None,
 ) -> list[str]:
-    """Captions of two lines for an episode: step and action, then its reward and the return so far.
+    """Return captions for an episode: step and action, then reward and return so far.
 
-    meanings: the actions' names by index (as Atari gives them); without it the number is shown.
-    values: what a search found each step to be worth, on a third line.
+    Args:
+        actions: T actions.
+        rewards: T rewards.
+        meanings: Names of the actions by index, as Atari gives them. None shows their numbers.
+        values: Value of each step by search, for a third line.
     """
     captions, total = [], 0.0
     for step, (action, reward) in enumerate(zip(actions, rewards, strict=True)):
@@ -164,20 +179,23 @@ def play_captions(
 
 
 def short_number(value: float) -> str:
-    """A reward or return for a person: four digits below 1,000, whole scores whole."""
+    """Return a reward or return in short form: four digits below 1,000, all digits of larger integers."""
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:.7g}"
 
 
 def strip(rows: Mapping[str, np.ndarray], *, start: int = 0, every: int = 1, context: int = 0) -> np.ndarray:
-    """Draw frames (T, H, W, 3) as one picture, a row for each name, time to the right -> (H', W', 3).
+    """Draw frames as one picture: a row for each name, time to the right.
 
     A picture wider than 1,600 pixels is broken into rows of nearly equal length.
 
     Args:
-        rows: Frames by the name before them, such as real ones over imagined ones.
+        rows: name -> frames (T, H, W, 3), such as real and imagined ones.
         start: Time step of the first frame to show.
-        every: Time steps from one shown frame to the next. The step stands over the column.
-        context: Leading frames that the model observed; an amber line stands before the first imagined frame.
+        every: Time steps between two frames of the picture. Each column has its time step as heading.
+        context: Number of leading frames that the model observed. An amber line precedes the first imagined frame.
+
+    Returns:
+        A picture (H', W', 3).
     """
     labels, frames = list(rows), [_frames(each) for each in rows.values()]
     assert len({each.shape for each in frames}) == 1, [each.shape for each in frames]
@@ -206,19 +224,22 @@ def grid(
     columns: int = 8,
     labels: tuple[str, str, str] = ("original", "decoded", "|difference|"),
 ) -> np.ndarray:
-    """Pictures (N, H, W, 3) over their reconstructions over the absolute difference, `columns` a row -> (H', W', 3)."""
+    """Draw pictures (N, H, W, 3), their reconstructions and the absolute difference below each other.
+
+    Returns a picture (H', W', 3) with `columns` of them in a row.
+    """
     originals, reconstructions = _frames(originals), _frames(reconstructions)
     assert originals.shape == reconstructions.shape, (originals.shape, reconstructions.shape)
     rows = [originals, reconstructions, _difference(originals, reconstructions)]
     blocks = [
-        _table([row[start : start + columns] for row in rows], labels)[0][_BAR:]  # nothing to say in the head line
+        _table([row[start : start + columns] for row in rows], labels)[0][_BAR:]  # without the empty heading
         for start in range(0, len(originals), columns)
     ]
     return _stacked(blocks)
 
 
 def _stacked(blocks: Sequence[np.ndarray]) -> np.ndarray:
-    """Pictures (H, W, 3) under each other, the first the widest; further apart than rows within them are."""
+    """Stack pictures (H, W, 3), the first one the widest, with wider gaps than between rows within them."""
     gap = 4 * _GAP
     height, width = blocks[0].shape[:2]
     picture = np.empty((len(blocks) * (height + gap) - gap, width, 3), dtype=np.uint8)
@@ -230,7 +251,7 @@ def _stacked(blocks: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _columns(frames: np.ndarray, labels: Sequence[str]) -> int:
-    """How many tiles of `_table` fit into the widest picture."""
+    """Return the number of tiles of `_table` that fit into the widest picture."""
     return max(1, (_WIDEST - _margin(labels) + _GAP) // (upscale(frames[:1], _TILE).shape[2] + _GAP))
 
 
@@ -239,7 +260,10 @@ def _margin(labels: Sequence[str]) -> int:
 
 
 def _table(rows: Sequence[np.ndarray], labels: Sequence[str]) -> tuple[np.ndarray, int, int]:
-    """Rows of frames (N, H, W, 3) under an empty head line, labels at the left -> picture, tile width, left margin."""
+    """Draw rows of frames (N, H, W, 3) with labels at the left, below an empty heading.
+
+    Returns the picture, the width of a tile and the left margin.
+    """
     tiles = [upscale(row, _TILE) for row in rows]
     count, height, width = tiles[0].shape[:3]
     margin = _margin(labels)
@@ -256,7 +280,7 @@ def _table(rows: Sequence[np.ndarray], labels: Sequence[str]) -> tuple[np.ndarra
 
 
 def _frames(frames: np.ndarray) -> np.ndarray:
-    """Checks (T, H, W, 3) uint8; a single gray channel is repeated three times."""
+    """Check frames (T, H, W, 1 or 3) uint8 and return them with three channels."""
     assert frames.dtype == np.uint8 and frames.ndim == 4, (frames.dtype, frames.shape)
     assert frames.shape[-1] in (1, 3) and frames.size, frames.shape
     return frames.repeat(3, axis=-1) if frames.shape[-1] == 1 else frames
@@ -272,12 +296,12 @@ def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def _room(width: int) -> int:
-    """Pixels for a line of text in a panel."""
+    """Return the pixels for a line of text in a panel."""
     return width - 8
 
 
 def _text(line: str, width: int, color: tuple[int, int, int], *, centre: bool = False) -> np.ndarray:
-    """One line of text on the background, (_BAR, width, 3); what does not fit is cut with an ellipsis."""
+    """Draw one line of text (_BAR, width, 3). A line that is too long ends in an ellipsis."""
     font = _font()
     room = width - 4 if centre else _room(width)
     if font.getlength(line) > room:
@@ -300,7 +324,7 @@ def write_png(path: Path, picture: np.ndarray) -> None:
 
 
 def check_animation(path: Path) -> None:
-    """Refuse, before any work, what `write_animation` could not write. Raises UsageError."""
+    """Raise UsageError if `write_animation` could not write this file."""
     check_target(path, (".gif", ".mp4"))
     if path.suffix.lower() == ".mp4":
         _encoder(path)
@@ -313,10 +337,13 @@ def write_animation(path: Path, frames: np.ndarray, fps: float) -> None:
 
 
 def write_gif(path: Path, frames: np.ndarray, fps: float) -> None:
-    """Write frames (T, H, W, 3) as an endlessly looping GIF with one palette of 255 colors for all frames.
+    """Write frames (T, H, W, 3) as a looping GIF with one palette of 255 colors.
 
-    Up to 255 different colors are kept exactly; more are clustered, with rare colors (a ball of a few pixels) given
-    more weight than their area. GIF counts time in hundredths of a second: the rate is met on average. At most 50 fps.
+    Up to 255 different colors are exact. More are clustered; a rare color (a ball of a few pixels) weighs more than its
+    area. GIF counts time in hundredths of a second, so the rate holds on average.
+
+    Raises:
+        UsageError: The rate is above 50 frames per second, or the file cannot be written.
     """
     if not 0 < fps <= 50:
         raise UsageError(
@@ -339,7 +366,7 @@ def write_gif(path: Path, frames: np.ndarray, fps: float) -> None:
 
 
 def write_mp4(path: Path, frames: np.ndarray, fps: float) -> None:
-    """Write frames (T, H, W, 3) as H.264 MP4. Raises UsageError where the `video` extra is not installed."""
+    """Write frames (T, H, W, 3) as H.264 MP4. Raises UsageError if the extra `video` is not installed."""
     encoder = _encoder(path)
     if not 0 < fps < float("inf"):
         raise UsageError(f"{path}: a film plays at more than 0 frames per second, got {fps:g}.")
@@ -373,11 +400,11 @@ def _encoder(path: Path) -> ModuleType:
 
 
 def _indexed(frames: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """One palette (K, 3) uint8 with K <= 255 for all frames, and the frames as indices into it (T, H, W) uint8."""
-    seen = np.zeros(1 << 24, dtype=bool)
+    """Return one palette (K, 3) uint8 for all frames, K <= 255, and the frames as its indices (T, H, W) uint8."""
+    occurs = np.zeros(1 << 24, dtype=bool)
     for frame in frames:
-        seen[_packed(frame)] = True
-    colors = _unpacked(np.flatnonzero(seen))  # (K, 3), every color there is
+        occurs[_packed(frame)] = True
+    colors = _unpacked(np.flatnonzero(occurs))  # (K, 3)
     palette = colors if len(colors) <= _GIF_COLORS else _clustered(frames)
     table = np.zeros(1 << 24, dtype=np.uint8)
     for start in range(0, len(colors), 8192):
@@ -388,9 +415,9 @@ def _indexed(frames: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _clustered(frames: np.ndarray) -> np.ndarray:
-    """255 colors (K, 3) that stand for all of `frames`: median cut and k-means, weighted by the root of the area.
+    """Return 255 colors (K, 3) by median cut and k-means, weighted by the root of the area.
 
-    Colors that agree in their first five bits are taken together first, as their mean.
+    Colors that agree in their first five bits are merged into their mean before.
     """
     cells = 1 << 15
     sums = np.zeros((4, cells))  # red, green, blue, count

@@ -1,7 +1,7 @@
 """Curves and histograms as matplotlib figures.
 
-Every function returns a Figure and touches no global state; `write_figure` makes a file of it, `png_bytes` the bytes
-for a page. Matplotlib is imported when the first figure is made.
+Every function returns a Figure and changes no global state. `write_figure` writes it to a file; `png_bytes` gives the
+bytes of a PNG. Matplotlib is imported with the first figure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 Band = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]  # value, low, high: (K,) each
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # told apart by everybody
+# Distinct for color-blind readers too.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*")
 _THIN = {"linewidth": 0.7, "alpha": 0.5, "marker": ".", "markersize": 3}
 _INK, _GREY, _GRID = "#222222", "#777777", "#e6e6e6"
@@ -41,43 +42,45 @@ _FILE_METADATA: dict[str, dict[str, None]] = {
 
 
 def latest_records(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Leave out what was done again: updates of the same stage and job from that of a later record on.
+    """Return the records without those of updates that were repeated later.
 
-    That happens where a stage was interrupted and resumed from a checkpoint, or was repeated. Records without `update`
-    are all kept. So the updates of one stage and job ascend.
+    A stage repeats updates when it resumes from a checkpoint. In the result the updates of one stage and job ascend.
+    Records without `update` all stay.
     """
-    kept: dict[int, dict[str, Any]] = {}
-    ascending: dict[Any, list[int]] = {}  # places in `kept`, by stage and job
+    latest: dict[int, dict[str, Any]] = {}
+    ascending: dict[Any, list[int]] = {}  # keys of `latest`, by stage and job
     for place, record in enumerate(records):
         if isinstance(record.get("update"), int):
             line = ascending.setdefault((record.get("stage"), record.get("job")), [])
-            while line and kept[line[-1]]["update"] >= record["update"]:
-                del kept[line.pop()]
+            while line and latest[line[-1]]["update"] >= record["update"]:
+                del latest[line.pop()]
             line.append(place)
-        kept[place] = dict(record)
-    return list(kept.values())
+        latest[place] = dict(record)
+    return list(latest.values())
 
 
 def along(records: Iterable[Mapping[str, Any]], jobs: Collection[str]) -> list[dict[str, Any]]:
-    """Select the records of one line of descent.
+    """Select the records of an artifact and its ancestors.
 
     Args:
-        records: those of a metrics.jsonl.
-        jobs: digests of an artifact's job and of those it was trained further from.
+        records: Those of a metrics.jsonl.
+        jobs: Digests of the jobs of an artifact and of its ancestors.
 
     Returns:
-        The records of these jobs. Where there are none, those without a job, as older runs logged them.
+        The records of these jobs. If there are none: those without a job, as older runs logged them.
     """
     every = [dict(record) for record in records]
     return [record for record in every if record.get("job") in jobs] or [each for each in every if "job" not in each]
 
 
 def curves_by_stage(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """Collect stage -> metric -> (updates (K,), values (K,)): stages as they appear, `loss` before the other metrics.
+    """Return the curves of every stage.
 
-    Every number in a record is a metric, save for those that say when and where it was logged; NaN and infinity are
-    left out. Updates count on from version to version. Of jobs that have the same updates, hence do not descend from
-    one another, the later one is drawn: `along` selects one line of descent first.
+    Every finite number in a record is a metric, except time, version, epoch and the like. Of two jobs with the same
+    updates the later one counts. Select one line of descent with `along` first.
+
+    Returns:
+        stage -> metric -> (updates (K,), values (K,)). Stages in order of appearance, `loss` before other metrics.
     """
     by_job: dict[str, dict[Any, list[dict[str, Any]]]] = {}
     for record in latest_records(records):
@@ -109,15 +112,15 @@ def _is_number(value: object) -> bool:
 def learning_curves(
     records: Iterable[Mapping[str, Any]], *, stages: Sequence[str] | None = None, columns: int = 4
 ) -> Figure:
-    """Draw one small panel per metric, grouped by stage, against the stage's updates (see `curves_by_stage`).
+    """Draw one panel per metric against the updates, grouped by stage.
 
     Args:
-        records: those of one line of descent (see `along`).
-        stages: only these, in this order.
-        columns: panels side by side, at most.
+        records: Those of one line of descent (see `along`).
+        stages: Stages to draw, in this order; None draws all.
+        columns: Largest number of panels side by side.
 
     Raises:
-        UsageError: there is nothing to draw.
+        UsageError: There is nothing to draw.
     """
     curves = curves_by_stage(records)
     if stages is not None:
@@ -153,18 +156,18 @@ def learning_curves(
 def return_curve(
     evaluations: Iterable[Mapping[str, Any]], *, references: Mapping[str, float] | None = None, title: str = ""
 ) -> Figure:
-    """Draw the mean return of one run's evaluations against environment steps, with 95 % intervals where known.
+    """Draw the mean return of one run's evaluations against environment steps, with 95 % intervals.
 
-    Evaluations of different numbers of episodes say different things: each number has a line and a marker of its own.
+    Each number of episodes has a line and a marker of its own.
 
     Args:
-        evaluations: of one line of descent, in any order, each with `environment_step`, `mean`, `stderr` (None where
-            unknown) and `episodes`; of those that agree in step and episodes the last counts.
-        references: name -> return ("random", "human", a paper's score), drawn as dashed, named lines.
-        title: above the plot.
+        evaluations: Those of one line of descent, in any order, each with `environment_step`, `mean`, `episodes` and
+            `stderr` (None if unknown). Of several with equal step and episodes the last counts.
+        references: name -> return ("random", "human", a paper's score), drawn as dashed lines with their names.
+        title: Title of the plot.
 
     Raises:
-        UsageError: there are no evaluations.
+        UsageError: There are no evaluations.
     """
     by_episodes: dict[int, dict[float, Mapping[str, Any]]] = {}
     for evaluation in evaluations:
@@ -193,18 +196,17 @@ def returns_over_steps(
 ) -> Figure:
     """Draw mean returns of several runs against environment steps, one color per group of runs.
 
-    A group of one run is a line. Of several runs, each is a thin line, their mean is a thick one, and a shade reaches
-    from the lowest to the highest run. The mean is taken where all runs of the group have been evaluated, by linear
-    interpolation at each run's steps.
+    One run is one line. Several runs are thin lines with a thick one for their mean, and a band from the lowest to the
+    highest run. The mean covers the steps that all runs of the group reach; runs are interpolated linearly.
 
     Args:
         groups: name -> one sequence per run of (environment step, mean return) in any order. Of several returns at one
             step the last counts.
-        references: name -> return, drawn as dashed, named lines.
-        title: above the plot.
+        references: name -> return, drawn as dashed lines with their names.
+        title: Title of the plot.
 
     Raises:
-        UsageError: there is no group, or a run has no finite return.
+        UsageError: There is no group, or a run has no finite return.
     """
     if not groups:
         raise UsageError("no evaluations to draw; make one with: wm eval")
@@ -226,7 +228,7 @@ def returns_over_steps(
         curves = np.array([np.interp(common, steps, returns) for steps, returns in lines])  # (runs, K)
         axes.plot(common, curves.mean(0), **style | _marked(len(common)), label=f"{name} ({len(lines)} runs)")
         axes.fill_between(common, curves.min(0), curves.max(0), color=style["color"], alpha=0.15, linewidth=0)
-        if len(common) == 1:  # a shade has no width there
+        if len(common) == 1:  # a band has no width there
             axes.vlines(common, curves.min(0), curves.max(0), color=style["color"], linewidth=1.2)
     _finish_returns(figure, axes, references or {}, title)
     return figure
@@ -235,9 +237,9 @@ def returns_over_steps(
 def returns_histogram(
     returns: Sequence[float] | np.ndarray, *, references: Mapping[str, float] | None = None, title: str = ""
 ) -> Figure:
-    """How the returns of the evaluation episodes are spread, with their mean and any references marked.
+    """Draw a histogram of episode returns, with their mean and the references.
 
-    Whole-numbered returns of a small range get one bar for each value.
+    Integer returns of a small range have one bar for each value.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -275,9 +277,15 @@ def performance_profiles(
     xlabel: str = "human-normalized score τ",
     title: str = "",
 ) -> Figure:
-    """Per system, the share of its runs that score more than τ (Agarwal et al. 2021), with its interval as a shade.
+    """Draw performance profiles: the share of each system's runs that score more than τ.
 
-    profiles: name -> (value, low, high), (K,) each; low and high may be None.
+    Args:
+        thresholds: Values of τ (K,).
+        profiles: name -> (value, low, high), (K,) each. low and high may be None.
+        xlabel: Label of the horizontal axis.
+        title: Title of the plot.
+
+    Source: Agarwal et al. 2021, arXiv 2108.13264.
     """
     figure = _figure(6.0, 3.6)
     axes = figure.subplots()
@@ -295,10 +303,15 @@ def performance_profiles(
 
 
 def cost_by_length(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> Figure:
-    """One panel per kind of cost, a line per name against length, both axes logarithmic: what is linear is flat where
-    the cost is that of an element.
+    """Draw cost against length, one panel per kind of cost, both axes logarithmic.
 
-    panels: title -> name -> (length, cost) in order of length. A name has the same color and marker in every panel.
+    A linear cost is a flat line where the panel shows the cost of one element.
+
+    Args:
+        panels: title -> name -> (length, cost), in order of length. A name has one color and marker in all panels.
+
+    Raises:
+        UsageError: There are no costs.
     """
     from matplotlib.ticker import LogLocator
 
@@ -338,11 +351,16 @@ def learned_priors(
     runs: Sequence[Mapping[str, Sequence[Any] | np.ndarray]],
     initial: Mapping[str, float],
 ) -> Figure:
-    """Priors of attention as they are learned: a row of panels per layer, a column per number, a line per head.
+    """Draw learned attention priors: a row of panels per layer, a column per parameter, a line per head.
 
-    updates: (K,). runs: one a seed, each from a number's name (mean, deviation, span) to its values (K, layers, heads);
-    of several the mean is drawn, and one standard deviation (of a sample) to either side as a shade. initial: what each
-    number began at, drawn dashed. Raises UsageError where there is nothing to draw or the runs differ in shape.
+    Args:
+        updates: Logged updates (K,).
+        runs: One per seed: parameter (mean, deviation, span) -> values (K, layers, heads). Several runs are drawn as
+            their mean with a band of one sample standard deviation to either side.
+        initial: Initial value of each parameter, drawn as a dashed line.
+
+    Raises:
+        UsageError: There is nothing to draw, or the runs differ in shape.
     """
     names = list(runs[0]) if runs else []
     if not names or not len(updates):
@@ -431,7 +449,7 @@ def write_figure(path: Path, figure: Figure) -> None:
 
 
 def png_bytes(figure: Figure) -> bytes:
-    """A figure as PNG, for embedding in a page."""
+    """Return a figure as PNG."""
     return _rendered(figure, ".png")
 
 
@@ -448,7 +466,7 @@ def _rendered(figure: Figure, suffix: str) -> bytes:
 
 
 def _figure(width: float, height: float) -> Figure:
-    """An empty figure of width x height inches that draws with Agg, whatever the user's backend is."""
+    """Return an empty figure of width x height inches that draws with Agg, whatever the user's backend is."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -466,7 +484,7 @@ def _style(axes: Axes) -> None:
 
 
 def _styles(count: int) -> list[dict[str, Any]]:
-    """Return `count` line styles, told apart by everybody: colors, then the same ones dashed; markers all differ."""
+    """Return `count` distinct line styles: colors, then the same colors dashed, each with a marker of its own."""
     dashes = ("-", (0, (5, 2)), (0, (1.2, 1.4)))
     return [
         {
@@ -481,12 +499,12 @@ def _styles(count: int) -> list[dict[str, Any]]:
 
 
 def _marked(points: int) -> dict[str, Any]:
-    """Markers for as many points as still leave room between them."""
+    """Return the style of the markers: none from 30 points on, where they would touch."""
     return {} if points < 30 else {"marker": ""}
 
 
 def _banded(axes: Axes, x: Sequence[float] | np.ndarray, band: Band, style: dict[str, Any], name: str) -> None:
-    """A named line and, where it has limits, a shade between them."""
+    """Draw a line with its name, and the band between its limits if it has any."""
     value, low, high = band
     axes.plot(x, value, **style, markevery=max(1, len(x) // 8), label=name)
     if low is not None and high is not None:
@@ -494,14 +512,14 @@ def _banded(axes: Axes, x: Sequence[float] | np.ndarray, band: Band, style: dict
 
 
 def _by_step(points: Iterable[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Steps (K,), ascending, and values (K,) of the finite points; the last one of each step."""
+    """Return ascending steps (K,) and values (K,) of the finite points, the last one of each step."""
     last = {float(step): float(value) for step, value in points if math.isfinite(value)}
     steps = sorted(last)
     return np.array(steps), np.array([last[step] for step in steps])
 
 
 def _finish_returns(figure: Figure, axes: Axes, references: Mapping[str, float], title: str) -> None:
-    """Axes of returns over environment steps from 0, dashed references with their names, the legend below the plot."""
+    """Finish a plot of returns: axes from step 0, dashed references with their names, the legend below."""
     for value in references.values():
         axes.axhline(value, color=_GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
     axes.margins(x=0.04, y=0.08)
@@ -516,7 +534,7 @@ def _finish_returns(figure: Figure, axes: Axes, references: Mapping[str, float],
 
 
 def _legend_below(figure: Figure, axes: Axes) -> None:
-    """Put the legend below the plot, where it hides nothing, in as many columns as its names leave room for."""
+    """Put the legend below the plot, in as many columns as fit."""
     handles, names = axes.get_legend_handles_labels()
     if not names:
         return
@@ -534,7 +552,7 @@ def _legend_below(figure: Figure, axes: Axes) -> None:
 
 
 def _line(axes: Axes, x: np.ndarray, y: np.ndarray, color: str) -> None:
-    """A thin line; from `_SMOOTH_FROM` points on it is faint, and a running mean over a fiftieth of them lies on it."""
+    """Draw a line. From `_SMOOTH_FROM` points on it is faint under a running mean over a fiftieth of the points."""
     keep = np.unique(np.linspace(0, len(x) - 1, min(len(x), _POINTS)).round().astype(int))
     if len(x) < _SMOOTH_FROM:
         axes.plot(x, y, color=color, linewidth=1.4, marker="o", markersize=3 if len(x) < 15 else 0)
@@ -544,7 +562,7 @@ def _line(axes: Axes, x: np.ndarray, y: np.ndarray, color: str) -> None:
 
 
 def _smoothed(y: np.ndarray, width: int) -> np.ndarray:
-    """Centered running mean over `width` points (made odd), over fewer at the ends."""
+    """Return the centered running mean over `width` points (rounded up to odd), over fewer at the ends."""
     half = width // 2
     total = np.concatenate([[0.0], np.cumsum(y)])
     low = np.maximum(np.arange(len(y)) - half, 0)
@@ -553,17 +571,17 @@ def _smoothed(y: np.ndarray, width: int) -> np.ndarray:
 
 
 def _name_lines(axes: Axes, references: Mapping[str, float]) -> None:
-    """Write each reference's name at the right end of its line, pushed upwards where two would overlap."""
+    """Write each reference's name at the right end of its line, moved up where two would overlap."""
     low, high = axes.get_ylim()
-    taken = -math.inf
+    highest = -math.inf
     for name, value in sorted(references.items(), key=lambda item: item[1]):
-        place = max((value - low) / (high - low), taken + 0.055)  # share of the height; a line of text is 0.055 high
+        place = max((value - low) / (high - low), highest + 0.055)  # a line of text is 0.055 of the height
         axes.text(1.01, place, f"{name} {value:.4g}", transform=axes.transAxes, fontsize=8, color=_GREY, va="center")
-        taken = place
+        highest = place
 
 
 def _count(value: float, _position: object = None) -> str:
-    """Numbers of steps the way people say them: 500, 20k, 1.5M."""
+    """Return a count in short form: 500, 20k, 1.5M."""
     for size, letter in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g}{letter}"

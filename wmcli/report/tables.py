@@ -1,7 +1,7 @@
 """Tables as text: TSV, CSV, Markdown and LaTeX.
 
-A row maps column names to plain values; a column that it lacks, or that is None there, is empty. A row that is None
-draws a line between its neighbors where the form has lines.
+A row maps column names to plain values. A missing column or None is an empty cell. A row that is None is a rule between
+its neighbors, in forms that have rules.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ FORMS: dict[str, Callable[[Rows, Sequence[str]], str]] = {
     "markdown": markdown,
     "latex": latex,
 }
-"""By the name that `--format` takes."""
+"""Forms by their names in `--format`."""
 
 
 # -- cells ------------------------------------------------------------------------------------------------------------
 
 
 def plain(value: Any) -> str:
-    """A value in one cell, exact, without tabs or line breaks."""
+    """Return a value as the exact text of a cell, without tabs or line breaks."""
     if value is None:
         return EMPTY
     if isinstance(value, bool):
@@ -92,17 +92,17 @@ def plain(value: Any) -> str:
 
 
 def short(value: Any) -> str:
-    """A value for a person: floats to four digits."""
+    """Return a value as text, floats with four digits."""
     return f"{value:.4g}" if isinstance(value, float) else plain(value)
 
 
 def heading(column: str) -> str:
-    """A column's name for a person."""
+    """Return a column's name with spaces."""
     return column.replace("_", " ")
 
 
 def numeric(rows: Rows, column: str) -> bool:
-    """Whether a column holds numbers, or texts that begin with one and its error, and so stands to the right."""
+    """Return whether a column holds numbers only, possibly with their errors. Such a column is aligned right."""
     return all(_NUMBER.fullmatch(short(row.get(column))) for row in rows if row is not None)
 
 
