@@ -44,8 +44,8 @@ def build_world_model(settings: Settings, tokenizer: Tokenizer | None, actions: 
 
 def build_controller(settings: Settings, world_model: WorldModel, machine: Machine | None = None) -> Controller:
     """Build a fresh controller for a world model's features. On a `machine` that replays graphs a search is one."""
-    repeated = machine.repeated if machine is not None else _as_it_is
-    return settings.controller.build(world_model, settings.environment.size, repeated)
+    wrap_repeated = machine.wrap_repeated if machine is not None else _as_it_is
+    return settings.controller.build(world_model, settings.environment.size, wrap_repeated)
 
 
 def _as_it_is(function: Callable) -> Callable:

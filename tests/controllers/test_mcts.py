@@ -25,7 +25,7 @@ from wmcli.kernels.tree_search_gumbel import gumbel_rule
 from wmcli.kernels.tree_search_lightzero import lightzero_rule
 from wmcli.kernels.tree_search_mctx import mctx_rule
 from wmcli.training import graph
-from wmcli.training.graph import Recorded
+from wmcli.training.graph import RecordedFunction
 from wmcli.world_models.base import ImaginedStep, PlanningWorldModel, Prediction
 
 RULES = ["mctx", "lightzero", "gumbel"]
@@ -725,7 +725,7 @@ def test_a_search_can_be_recorded_and_replayed(rule, monkeypatch):
     """It is a function of tensors alone, and never overwrites the output of an earlier search."""
     monkeypatch.setattr(graph, "capture", capture_without_a_graph)
     world, settings = Memory(), MCTSSettings(simulations=9)
-    plain, recorded = MCTS(settings, 4, rule), MCTS(settings, 4, rule, repeated=Recorded)
+    plain, recorded = MCTS(settings, 4, rule), MCTS(settings, 4, rule, wrap_repeated=RecordedFunction)
     earlier = []
     for seed in range(3):
         history, (hidden, (table, age)) = world.start(5)
@@ -741,7 +741,9 @@ def test_a_search_can_be_recorded_and_replayed(rule, monkeypatch):
     other = Memory()
     other.look.mul_(-1)
     want, _ = plain.decide(other, other.start(5), plain.initial_state(5))
-    got, _ = MCTS(settings, 4, rule, repeated=Recorded).decide(other, other.start(5), plain.initial_state(5))
+    got, _ = MCTS(settings, 4, rule, wrap_repeated=RecordedFunction).decide(
+        other, other.start(5), plain.initial_state(5)
+    )
     assert torch.equal(got, want)
     assert not torch.equal(want, plain.decide(world, world.start(5), plain.initial_state(5))[0]), "another model"
 

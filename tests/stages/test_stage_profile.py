@@ -451,9 +451,9 @@ def test_the_recurrence_is_checked_in_the_form_that_is_timed(
 
 @pytest.mark.usefixtures("few_backbones")
 def test_what_is_too_slow_is_said_to_be_and_not_tried_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    patient = compare.seconds
+    patient = compare.time_call
     slow = iter([False, True, True])  # it is asked twice, in case it was only compiled
-    monkeypatch.setattr(compare, "seconds", lambda job, device: 99.0 if next(slow, False) else patient(job, device))
+    monkeypatch.setattr(compare, "time_call", lambda job, device: 99.0 if next(slow, False) else patient(job, device))
     rows = profile(opened(run), compare="backbones", lengths=[8, 16]).metrics["rows"]
     (skipped,) = [row for row in rows if "skipped" in row]
     assert {name: skipped[name] for name in ("what", "backbone", "length", "skipped")} == {

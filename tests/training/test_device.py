@@ -42,7 +42,7 @@ def test_what_was_asked_for_is_chosen_and_told() -> None:
     assert (machine.device, machine.precision, machine.threads) == (CPU, "bfloat16", 1)
     assert torch.get_num_threads() == 1
     assert str(machine) == "cpu, bfloat16, 1 thread, kernels in torch"
-    block = machine.block()
+    block = machine.describe()
     assert {key: block[key] for key in ("device", "precision", "threads")} == {
         "device": "cpu",
         "precision": "bfloat16",
@@ -88,7 +88,7 @@ def test_a_cuda_device_beyond_the_last_is_an_error() -> None:
 def test_nonsense_is_no_device(device: str) -> None:
     with pytest.raises(UsageError) as caught:
         choose(device=device)
-    assert f"training.device = '{device}' is no device torch knows" in str(caught.value)
+    assert f"training.device = '{device}' is not a device of torch" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -15,7 +15,7 @@ from watching import DEVICES, capture_without_a_graph
 from wmcli.errors import UsageError
 from wmcli.training import graph
 from wmcli.training.device import Machine
-from wmcli.training.graph import Recorded
+from wmcli.training.graph import RecordedFunction
 from wmcli.training.settings import TrainingSettings
 
 
@@ -54,7 +54,7 @@ def arguments(device: str, seed: int) -> tuple[Pair, Tensor]:
 
 def test_it_gives_what_the_function_gives(device: str) -> None:
     linear, run = model(device)
-    recorded = Recorded(run)
+    recorded = RecordedFunction(run)
     all_given = [arguments(device, seed) for seed in range(4)]
     kept = [tensor.clone() for tensor in tree_leaves(all_given)]
     for seed, given in enumerate(all_given):
@@ -70,7 +70,7 @@ def test_it_gives_what_the_function_gives(device: str) -> None:
 
 def test_the_next_call_writes_over_what_the_last_one_gave(device: str) -> None:
     _, run = model(device)
-    recorded = Recorded(run)
+    recorded = RecordedFunction(run)
     first = recorded(*arguments(device, 0))
     kept = first["last"].clone()
     second = recorded(*arguments(device, 1))
@@ -78,7 +78,7 @@ def test_the_next_call_writes_over_what_the_last_one_gave(device: str) -> None:
 
 
 def test_a_place_may_be_empty(device: str) -> None:
-    recorded = Recorded(lambda pair: pair.x * 2 if pair.steps is None else pair.x)
+    recorded = RecordedFunction(lambda pair: pair.x * 2 if pair.steps is None else pair.x)
     for seed in range(3):
         x = arguments(device, seed)[0].x
         assert torch.equal(recorded(Pair(x, None)), 2 * x)
@@ -88,7 +88,7 @@ def test_a_place_may_be_empty(device: str) -> None:
 
 def test_other_shapes_are_refused(device: str) -> None:
     _, run = model(device)
-    recorded = Recorded(run)
+    recorded = RecordedFunction(run)
     pair, start = arguments(device, 0)
     recorded(pair, start)
     with pytest.raises(AssertionError, match="other tensors"):
@@ -103,7 +103,7 @@ def test_other_shapes_are_refused(device: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_replay_waits_for_nothing() -> None:
     _, run = model("cuda")
-    recorded = Recorded(run)
+    recorded = RecordedFunction(run)
     given = arguments("cuda", 0)
     recorded(*given)
     torch.cuda.set_sync_debug_mode("error")
@@ -126,16 +126,16 @@ def test_a_machine_records_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) 
             calls.append((x @ x).dtype)
             return x + 1
 
-        function = machine.repeated(run)
-        assert isinstance(function, Recorded) == recorded
+        function = machine.wrap_repeated(run)
+        assert isinstance(function, RecordedFunction) == recorded
         x = torch.zeros(2, 2)
         assert function(x).sum() == 4 and function(x + 1).sum() == 8
         assert set(calls) == {torch.bfloat16}
-        assert ("as a CUDA graph" in str(machine)) == machine.block()["cuda_graph"] == recorded
+        assert ("as a CUDA graph" in str(machine)) == machine.describe()["cuda_graph"] == recorded
 
 
 def test_there_are_no_graphs_on_a_cpu() -> None:
-    with pytest.raises(UsageError, match="training.cuda_graph = true: there are none on 'cpu'"):
+    with pytest.raises(UsageError, match="training.cuda_graph = true: no CUDA graphs on 'cpu'"):
         Machine.choose(TrainingSettings(device="cpu", cuda_graph=True))
 
 

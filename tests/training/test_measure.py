@@ -20,7 +20,7 @@ from wmcli.progress import Bar, Progress
 from wmcli.training import measure
 from wmcli.training.allocator import keep_freed_memory
 from wmcli.training.device import Machine
-from wmcli.training.measure import Bench, count_operations, operators, peak_memory, ratio, timed
+from wmcli.training.measure import Bench, count_operations, peak_memory, profile_operators, ratio, time_jobs
 
 CPU = torch.device("cpu")
 QUIET = Progress(quiet=True)
@@ -45,14 +45,14 @@ class Clock:
 
 def test_jobs_are_timed_in_turn_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    times = timed({"a": clock.job("a", 0.25), "b": clock.job("b", 2.0)}, CPU, QUIET, "jobs")
+    times = time_jobs({"a": clock.job("a", 0.25), "b": clock.job("b", 2.0)}, CPU, QUIET, "jobs")
     assert clock.order == ["a", "a", "b"] + ["a", "b"] * measure.REPEATS  # long ones are warmed up once
     assert times == {"a": [0.25] * measure.REPEATS, "b": [2.0] * measure.REPEATS}
 
 
 def test_short_calls_are_timed_several_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    times = timed({"a": clock.job("a", 0.003), "b": clock.job("b", 0.0)}, CPU, QUIET, "jobs")
+    times = time_jobs({"a": clock.job("a", 0.003), "b": clock.job("b", 0.0)}, CPU, QUIET, "jobs")
     assert clock.order == ["a"] * 2 + ["b"] * 2 + (["a"] * 4 + ["b"] * measure.MOST_CALLS) * measure.REPEATS
     assert times["a"] == pytest.approx([0.003] * measure.REPEATS)  # of one call
 
@@ -71,7 +71,7 @@ def test_a_bar_is_there_from_the_first_call_on() -> None:
             assert bar._done == bar._total
 
     seen: list[int] = []
-    timed({"a": lambda: seen.append(depth)}, CPU, Watched(quiet=True), "jobs")
+    time_jobs({"a": lambda: seen.append(depth)}, CPU, Watched(quiet=True), "jobs")
     assert set(seen) == {1}
 
 
@@ -114,14 +114,16 @@ def test_the_shares_of_the_operators_make_one(tmp_path: Path) -> None:
 
     job()
     trace = tmp_path / "traces" / "job.json.gz"
-    rows = operators(job, CPU, 1e12, trace)
+    rows = profile_operators(job, CPU, 1e12, trace)
     assert [row["operator"] for row in rows[-3:]] == [measure.OTHERS, measure.BETWEEN, measure.PRODUCTS]
     assert sum(row["share"] for row in rows[:-1]) == pytest.approx(1, abs=0.01)
     shares = {row["operator"]: row["share"] for row in rows[:-1]}
     assert shares["aten::mm"] == max(share for name, share in shares.items() if name != measure.BETWEEN)
     assert rows[-2]["seconds"] >= 0.05
     assert next(row["calls"] for row in rows if row["operator"] == "aten::mm") == 20
-    assert operators(time.monotonic, CPU, 1e12)[-1]["operator"] == measure.BETWEEN  # without a product no line of them
+    assert (
+        profile_operators(time.monotonic, CPU, 1e12)[-1]["operator"] == measure.BETWEEN
+    )  # without a product no line of them
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert sum(event.get("name") == "aten::mm" for event in events) == 20
 
@@ -133,7 +135,7 @@ def test_the_fastest_recording_counts():
         calls.append(None)
         time.sleep(0.001 if len(calls) == 3 else 0.2)  # the first call counts arithmetic, the others are recorded
 
-    rows = operators(job, CPU, 1e12)
+    rows = profile_operators(job, CPU, 1e12)
     assert len(calls) == 1 + measure.RECORDINGS and sum(row["seconds"] for row in rows) < 0.1
 
 
@@ -151,7 +153,7 @@ def test_products_stand_with_their_arithmetic_and_all_that_they_call(monkeypatch
         F.scaled_dot_product_attention(q, k, v).sum().backward()
 
     job()
-    rows = {row["operator"]: row for row in operators(job, CPU, 1e9)}
+    rows = {row["operator"]: row for row in profile_operators(job, CPU, 1e9)}
     operations = {name: row["operations"] for name, row in rows.items() if row["operations"] is not None}
     total, attention = operations.pop(measure.PRODUCTS), "aten::_scaled_dot_product_flash_attention_for_cpu"
     convolution = 2 * 2 * 4 * 16 * 16 * 3 * 9
@@ -249,7 +251,7 @@ def test_ceilings_grow_until_a_call_takes_long_enough(monkeypatch: pytest.Monkey
     assert by_name["matmul float32"]["operations"] == 2 * 32**3
     assert by_name["copy"]["bytes_moved"] == 2 << 20
     monkeypatch.setattr(measure, "CEILING_SECONDS", 1e9)  # never: the largest is taken
-    ceiling = measure.copy_ceiling(CPU, QUIET)
+    ceiling = measure.measure_copy(CPU, QUIET)
     assert ceiling.shape == "4 MiB" and ceiling.per_call == 2 << 22
     assert ceiling.rate == ceiling.per_call / min(ceiling.times)
 

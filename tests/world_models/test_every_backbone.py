@@ -22,7 +22,7 @@ from wmcli.controllers.base import Uniforms
 from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings
 from wmcli.kernels.dispatch import using
 from wmcli.training import graph
-from wmcli.training.graph import Recorded
+from wmcli.training.graph import RecordedFunction
 from wmcli.training.optim import build_optimizer, update
 from wmcli.world_models.base import Batch, WorldModel
 from wmcli.world_models.token import TokenWorldModel
@@ -140,7 +140,7 @@ def test_a_recorded_rollout_is_the_rollout(
     model, window = _window(backbone, kind, device)
     player = CONTROLLERS[controller](model).to(device)
     for kernels in ("torch", "triton") if device == "cuda" else ("torch",):
-        recorded = Recorded(partial(player.imagine, model))
+        recorded = RecordedFunction(partial(player.imagine, model))
         for _ in range(3):
             with using(kernels):
                 uniforms = player.draw_uniforms(model, window)

@@ -115,7 +115,7 @@ class ActorCriticSettings(ControllerSettings):
     def imagined_frames(self) -> int:
         return self.imagination_horizon + (self.start == "prior")
 
-    def build(self, world_model: WorldModel, size: int, repeated: Callable[[Callable], Callable]) -> ActorCritic:
+    def build(self, world_model: WorldModel, size: int, wrap_repeated: Callable[[Callable], Callable]) -> ActorCritic:
         features = world_model.feature_shape
         if self.input == "frame":
             if world_model.frame_features is None:

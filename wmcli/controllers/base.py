@@ -60,13 +60,13 @@ class ControllerSettings(Section):
         """Largest number of imagined frames of a rollout."""
         return 0
 
-    def build(self, world_model: WorldModel, size: int, repeated: Callable[[Callable], Callable]) -> Controller:
+    def build(self, world_model: WorldModel, size: int, wrap_repeated: Callable[[Callable], Callable]) -> Controller:
         """Build the controller, freshly initialized.
 
         Args:
             world_model: The world model that it acts on.
             size: Height and width of a frame, in pixels.
-            repeated: Wraps a function of tensors that is called repeatedly, so that calls may replay a recording.
+            wrap_repeated: Wraps a function of tensors that is called repeatedly, so that calls may replay a recording.
 
         Raises:
             UsageError: The world model does not meet the controller's requirements.

@@ -65,8 +65,8 @@ class MCTSSettings(ControllerSettings):
     def acting_keys(self) -> tuple[str, ...]:
         return tuple(key for key in type(self).model_fields if key not in ("batch", "updates"))
 
-    def build(self, world_model: WorldModel, size: int, repeated: Callable[[Callable], Callable]) -> MCTS:
-        return MCTS(self, world_model.actions, repeated=repeated)
+    def build(self, world_model: WorldModel, size: int, wrap_repeated: Callable[[Callable], Callable]) -> MCTS:
+        return MCTS(self, world_model.actions, wrap_repeated=wrap_repeated)
 
 
 def build_rule(settings: MCTSSettings) -> SearchRule:
@@ -139,7 +139,7 @@ class MCTS(Controller):
         settings: MCTSSettings,
         actions: int,
         rule: SearchRule | None = None,
-        repeated: Callable[[Callable[..., PolicyOutput]], Callable[..., PolicyOutput]] = lambda search: search,
+        wrap_repeated: Callable[[Callable[..., PolicyOutput]], Callable[..., PolicyOutput]] = lambda search: search,
     ) -> None:
         """Build the controller.
 
@@ -147,14 +147,14 @@ class MCTS(Controller):
             settings: Number of simulations, and the name and constants of a built-in rule.
             actions: A.
             rule: Selection rule. None takes the rule that the settings name.
-            repeated: Wraps a function of tensors for many calls with the same shapes, such as a recorded graph. A whole
-                search is one call of it.
+            wrap_repeated: Wraps a function of tensors for many calls with the same shapes, such as a recorded graph. A
+                whole search is one call of it.
         """
         super().__init__()
         self.settings = settings
         self.actions = actions
         self.rule = build_rule(settings) if rule is None else rule
-        self._repeated = repeated
+        self._wrap_repeated = wrap_repeated
         self._search: tuple[WorldModel, Callable[..., PolicyOutput]] | None = None  # with the model of the function
         self.register_buffer("place", torch.empty(0), persistent=False)  # on the controller's device
 
@@ -195,7 +195,7 @@ class MCTS(Controller):
             noise = self.rule.draw_noise(trees, self.actions, self.settings.simulations, generator)
             noise = tree_map(partial(_put, device=device), noise)
         if self._search is None or self._search[0] is not world_model:
-            self._search = world_model, self._repeated(partial(self._search_in, world_model))
+            self._search = world_model, self._wrap_repeated(partial(self._search_in, world_model))
         output = self._search[1](root, noise)
         # The next search may overwrite its output.
         return output.logits.clone(), SearchSummary(output.policy.clone(), output.value.clone())

@@ -85,7 +85,7 @@ class ReinforceSettings(ControllerSettings):
         return self.imagination_horizon
 
     def build(
-        self, world_model: WorldModel, size: int, repeated: Callable[[Callable], Callable]
+        self, world_model: WorldModel, size: int, wrap_repeated: Callable[[Callable], Callable]
     ) -> ReinforceController:
         return ReinforceController(self, world_model.feature_shape, size, world_model.actions)
 

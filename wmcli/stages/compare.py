@@ -27,7 +27,7 @@ from wmcli.report.plots import cost_by_length, write_figure
 from wmcli.settings import Settings
 from wmcli.stages.profile_kernels import RandomOperands, check, state_space_duality
 from wmcli.training.device import Machine
-from wmcli.training.measure import Bench, Job, peak_memory, ratio, seconds
+from wmcli.training.measure import Bench, Job, peak_memory, ratio, time_call
 
 LENGTHS = (64, 256, 1024, 4096)
 TOKENS = {"cpu": 1 << 12, "cuda": 1 << 16}  # of a training batch, the same at every length
@@ -267,7 +267,7 @@ def _select_jobs(
             try:
                 job = factory()
                 # The first call may include compilation.
-                slow = seconds(job, bench.device) > CELL_SECONDS and seconds(job, bench.device) > CELL_SECONDS
+                slow = time_call(job, bench.device) > CELL_SECONDS and time_call(job, bench.device) > CELL_SECONDS
             except (RuntimeError, MemoryError) as error:
                 full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
                 if not full:
@@ -292,7 +292,7 @@ def _timed(
     """Yield a row for each backbone. `cell` holds the columns that they share."""
     what, shape = cell.args
     length = cell.keywords["length"]
-    times = bench.timed(f"{what}, {length} elements", jobs) if jobs else {}
+    times = bench.time_jobs(f"{what}, {length} elements", jobs) if jobs else {}
     peaks = {}
     with bench.progress.bar(f"profile {what}, {length} elements, memory", len(jobs), "calls") as bar:
         for name, job in jobs.items():
@@ -328,7 +328,7 @@ def _chunked_and_sequential(
     factories = {form: partial(job, each) for form, each in forms.items()}
     jobs, skipped = _select_jobs(factories, f"{what}, {length} elements", bench)
     error = None if skipped else check(case, "triton" if on_triton(*case.operands) else "torch")
-    times = bench.timed(f"{what}, {length} elements", jobs)
+    times = bench.time_jobs(f"{what}, {length} elements", jobs)
     for form, each in times.items():
         row = partial(bench.row, f"{what}, {form}", case.shape, each, count=rows * length, unit="elements")
         yield row(length=length, error=error)

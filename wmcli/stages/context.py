@@ -197,7 +197,7 @@ class Context:
             settings=self.settings.plain() if settings is None else dict(settings),
             metrics=metrics,
             environment=self.environment,
-            machine=self.machine.block(),
+            machine=self.machine.describe(),
             extra={"epoch": self.epoch},
         )
 

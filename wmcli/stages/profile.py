@@ -26,7 +26,7 @@ from wmcli.trainers.dynamics import update_world_model
 from wmcli.trainers.imagination import update_controller
 from wmcli.trainers.tokenizer import update_tokenizer
 from wmcli.training.device import derived_seed, isolated_randomness
-from wmcli.training.measure import Bench, Job, count_operations, operators, peak_memory, ratio
+from wmcli.training.measure import Bench, Job, count_operations, peak_memory, profile_operators, ratio
 from wmcli.training.optim import optimizer_for
 from wmcli.world_models.base import Batch, WorldModel
 
@@ -113,7 +113,7 @@ def _stages(context: Context, bench: Bench, traces: Path | None) -> tuple[list[d
     """Return the rows of all stages, and the operators that their time goes to."""
     rows, where = [_collection(context, bench)], []
     for group in _groups(context):
-        times = bench.timed(", ".join(stage.what for stage in group), {stage.what: stage.call for stage in group})
+        times = bench.time_jobs(", ".join(stage.what for stage in group), {stage.what: stage.call for stage in group})
         for stage in group:
             file = None if traces is None else traces / f"{re.sub('[^a-z]+', '-', stage.what).strip('-')}.json.gz"
             with bench.progress.bar(f"profile {stage.what}, what it takes", 3, "calls") as bar:
@@ -123,7 +123,7 @@ def _stages(context: Context, bench: Bench, traces: Path | None) -> tuple[list[d
                 bar.advance()
                 memory = peak_memory(stage.call, bench.device)
                 bar.advance()
-                spent = operators(stage.call, bench.device, bench.arithmetic, file)
+                spent = profile_operators(stage.call, bench.device, bench.arithmetic, file)
                 bar.advance()
             row = bench.row(
                 stage.what,
@@ -165,7 +165,7 @@ def _collection(context: Context, bench: Bench) -> dict[str, Any]:
             streams.step(agent.act(streams.observation, streams.first))
 
     what = "collect, random policy"
-    times = bench.timed(what, {what: some_steps})[what]
+    times = bench.time_jobs(what, {what: some_steps})[what]
     streams.close()
     shape = f"{steps} steps, {settings.count} × {settings.id}"
     in_epoch = _steps_in_epoch(context.settings) / steps
@@ -243,7 +243,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
     what, updates = "imagine (controller update)", learns.updates
     imagine = partial(controller.imagine, world_model)
     call, unrecorded = (
-        partial(train_controller, each.repeated(imagine)) for each in (machine, replace(machine, cuda_graph=False))
+        partial(train_controller, each.wrap_repeated(imagine)) for each in (machine, replace(machine, cuda_graph=False))
     )
     yield [Stage(what, shape, rollouts * horizon, "frames", call, updates, unrecorded)]
     yield list(_imagination(context, world_model, windows))

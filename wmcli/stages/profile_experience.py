@@ -24,7 +24,7 @@ from wmcli.settings import LearnedCollectSettings
 from wmcli.stages.collect import seen
 from wmcli.stages.context import Context
 from wmcli.trainers.batches import build_sampler, gather
-from wmcli.training.measure import Bench, seconds
+from wmcli.training.measure import Bench, time_call
 
 PLAYED = 2048
 WINDOWS = 64  # in a batch
@@ -65,12 +65,12 @@ def profile_experience(context: Context, bench: Bench, frames: int, folder: Path
     try:
         with context.progress.bar("profile write", len(segments), "segments") as bar:
             for path in segments:
-                written.append(seconds(partial(write, path), bench.device))
+                written.append(time_call(partial(write, path), bench.device))
                 bar.advance()
         stored = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         with context.progress.bar("profile load", len(segments), "segments") as bar:
             for path in segments:
-                loaded.append(seconds(partial(load, path), bench.device))
+                loaded.append(time_call(partial(load, path), bench.device))
                 bar.advance()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -120,5 +120,5 @@ def _windows(context: Context, bench: Bench, memory: Replay) -> dict[str, Any]:
     what = "draw random windows"
     frame = memory.frames[0].numel()
     shape = f"{WINDOWS} windows of {LENGTH} frames, from {len(memory)}"
-    times = bench.timed(what, {what: draw})[what]
+    times = bench.time_jobs(what, {what: draw})[what]
     return bench.row(what, shape, times, count=WINDOWS, unit="windows", moved=2 * WINDOWS * LENGTH * frame)

@@ -111,7 +111,7 @@ def profile_kernel(case: Case, bench: Bench) -> Iterator[dict[str, Any]]:
     moved = {False: read + written, True: 2 * read + learned + 2 * written}
     for backward in (False, True) if case.backward else (False,):
         what = f"{case.name}, {'forward and backward' if backward else 'forward'}"
-        times = bench.timed(what, {each: job(backward, each) for each in implementations})
+        times = bench.time_jobs(what, {each: job(backward, each) for each in implementations})
         peaks = {}
         with bench.progress.bar(f"profile {what}, what it takes", 1 + len(implementations), "calls") as bar:
             operations = count_operations(job(backward, "torch"))  # other forms cannot be counted

@@ -1,4 +1,4 @@
-"""Trainers: from models, experience in memory and settings to updates, without a run directory.
+"""Trainers: updates from models, experience in memory and settings, without a run directory.
 
 `wmcli.training.loop.fit` runs any of them. Stages resolve their inputs and publish the result.
 """

@@ -1,6 +1,6 @@
 """From experience to batches: samplers of windows, batches gathered by index, and frames encoded once.
 
-N rows of the memory, B windows, T frames of a window.
+N rows of experience, B windows, T frames of a window.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def build_sampler(
         replay: The experience.
         rng: Belongs to the sampler from here on.
         length: Frames of a window.
-        minimum: Real frames of a window, at least. With `across_ends` all are real.
+        minimum: Smallest number of real frames of a window. With `across_ends` all are real.
         pad: Side on which a shorter window is padded.
-        history: First frames of a window that precede the one that is drawn.
-        across_ends: Windows run over the ends of episodes; else each lies within one.
-        counts: For imagination under dynamic frequency sampling: how often each row (N,) started a window that the
-            dynamics model was trained on. None samples for the dynamics model.
-        ratio: For imagination: the dynamics model's batch over imagination's.
+        history: Frames of a window before the sampled one.
+        across_ends: Windows may span several episodes; else each lies within one.
+        counts: For imagination under dynamic frequency sampling: number of training windows of the dynamics model that
+            start at each row (N,). None samples for the dynamics model.
+        ratio: For imagination: the dynamics model's batch size divided by imagination's.
 
     Raises:
-        UsageError: There is no window at all.
+        UsageError: There is no window.
     """
     runs, order = replay.runs(across_ends)
     if across_ends:
@@ -90,11 +90,11 @@ def build_segment_sampler(
     Args:
         training: See `build_sampler`.
         replay: The experience.
-        world_model: Says what rows are, and how long.
+        world_model: Determines the rows and their length.
         rng: Belongs to the sampler from here on.
 
     Raises:
-        UsageError: There is nothing to sample, or an episode is longer than a row that is to hold it.
+        UsageError: There is nothing to sample, or an episode is longer than its row.
     """
     if world_model.rows == "windows":
         return build_sampler(
@@ -132,8 +132,8 @@ def check_episode_fits(longest: int, length: int) -> None:
     """
     if longest > length:
         raise UsageError(
-            f"dynamics.sequence_length = {length}: a row is a whole episode (dynamics.rows = episodes), and one has"
-            f" {longest} frames; set dynamics.sequence_length={longest}, or rows to windows or streams."
+            f"dynamics.sequence_length = {length}: an episode of {longest} frames does not fit into a row"
+            f" (dynamics.rows = episodes); set dynamics.sequence_length={longest}, or dynamics.rows=windows."
         )
 
 
@@ -151,7 +151,7 @@ def gather(
         replay: The experience.
         latents: Latents or frames (N, ...) of all rows.
         windows: Rows (B, T).
-        targets: Findings of searches, for a model that learns from them.
+        targets: Search results, for a model that learns from them.
         across_ends: `is_first` and `is_last` mark games instead of episodes.
     """
     rows = torch.from_numpy(windows.rows).to(latents.device)
@@ -180,16 +180,16 @@ def encode_frames(
     encoded: Tensor | None = None,
     progress: Progress | None = None,
 ) -> Tensor:
-    """Encode all frames, in the same batches from row 0 on whatever was encoded before.
+    """Encode all frames that `encoded` lacks.
 
-    So a resumed job computes the same bits.
+    Batches always begin at the same rows, so a resumed job computes the same bits.
 
     Args:
         world_model: Its encoder is frozen.
         frames: (N, H, W, C) uint8.
-        machine: Says the precision.
+        machine: Determines the precision.
         encoded: Latents of the first rows, from an earlier call.
-        progress: Where to show progress; None is quiet.
+        progress: Display of progress; None is quiet.
 
     Returns:
         Latents (N, ...).

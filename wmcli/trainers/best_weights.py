@@ -49,7 +49,7 @@ class BestWeights:
         return {"losses": losses, "update": self._update} | weights
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `state` returned."""
+        """Resume from a result of `state`."""
         self._lowest, self._newest = state["losses"].tolist()
         self._update = state["update"]
         device = next(self._module.parameters()).device
@@ -60,20 +60,20 @@ class BestWeights:
         }
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
-        """Begin anew: the experience may have grown, and losses are compared on the episodes that it holds now."""
+        """Start anew: the experience may have grown, and losses are compared on its current episodes."""
 
 
 def validation_loss(
     world_model: WorldModel, held_out: Replay, *, rows: int, machine: Machine, seed: int
 ) -> Callable[[], float]:
-    """Build a function that returns the mean loss of whole held-out episodes, with the same draws in every call.
+    """Build a function that returns the mean loss of whole held-out episodes, with the same samples in every call.
 
     Args:
-        world_model: It is put into eval mode while it is measured.
+        world_model: Measured in eval mode.
         held_out: Episodes that are not trained on.
-        rows: Episodes at a time.
+        rows: Episodes per batch.
         machine: Device and precision.
-        seed: Of all draws.
+        seed: Seed of all samples.
 
     Raises:
         UsageError: The backbone cannot read the longest of them.

@@ -22,7 +22,7 @@ from wmcli.training.settings import TrainingSettings
 from wmcli.world_models.base import Batch, WorldModel
 
 Loss = Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
-"""From a batch to the loss, a scalar, and detached metrics."""
+"""Maps a batch to the loss, a scalar, and detached metrics."""
 
 
 class DynamicsTrainer(Trainer):
@@ -32,13 +32,13 @@ class DynamicsTrainer(Trainer):
         world_model: On the machine's device, in training mode.
         replay: The experience.
         settings: The section of the dynamics.
-        training: Says how segments are sampled.
+        training: Determines the sampling of segments.
         machine: Device and precision.
         rng: Belongs to the sampler from here on.
         latents: Latents (N, ...) of all frames, for a model with a frozen encoder; None encodes them.
-        targets: Findings of searches, for a model that learns from them; None takes those of the experience.
-        held_out: Validation episodes, by which the best weights are selected; None keeps the last weights.
-        validation_seed: Seed of the draws in validation.
+        targets: Search results, for a model that learns from them; None takes those of the experience.
+        held_out: Validation episodes that select the best weights; None keeps the last weights.
+        validation_seed: Seed of the samples in validation.
 
     Raises:
         UsageError: The experience or the held-out episodes do not fit the settings.
@@ -66,8 +66,8 @@ class DynamicsTrainer(Trainer):
         parts: dict[str, Resumable] = {"sampler": self._sampler}
         self._loss: Loss = world_model.loss
         if world_model.rows == "streams":
-            carried = parts["carried"] = StreamState(world_model, settings.batch)
-            self._loss = carried.loss
+            stream_state = parts["carried"] = StreamState(world_model, settings.batch)
+            self._loss = stream_state.loss
         self._best: BestWeights | None = None
         if held_out is not None:
             measure = validation_loss(world_model, held_out, rows=settings.batch, machine=machine, seed=validation_seed)
@@ -118,10 +118,11 @@ def update_world_model(
 ) -> dict[str, Tensor]:
     """Do one update on a batch of segments.
 
-    Attention priors are penalized and projected, and what follows the weights, such as a target network, is updated.
+    Attention priors are penalized and projected. Quantities that follow the weights, such as a target network, are
+    updated.
 
     Args:
-        machine: Says the precision.
+        machine: Determines the precision.
         world_model: In training mode.
         optimizer: Holds its parameters.
         batch: Segments to learn from.

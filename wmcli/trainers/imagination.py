@@ -29,13 +29,13 @@ class ImaginationTrainer(Trainer):
         controller: On the machine's device.
         replay: The experience.
         settings: The section of the controller.
-        training: Says how windows are sampled.
+        training: Determines the sampling of windows.
         machine: Device and precision.
         rng: Belongs to the sampler from here on.
         latents: Latents (N, ...) of all frames; None encodes them.
-        counts: How often each row (N,) started a segment that the world model was trained on, for dynamic frequency
-            sampling.
-        ratio: The world model's batch over the controller's, for the same.
+        counts: For dynamic frequency sampling: number of the world model's training segments that start at each row
+            (N,).
+        ratio: For the same: the world model's batch size divided by the controller's.
 
     Raises:
         UsageError: No episode is long enough to imagine from.
@@ -75,7 +75,7 @@ class ImaginationTrainer(Trainer):
             ratio=ratio,
         )
         self._optimizer = optimizer_for(settings, controller.parameter_groups())
-        self._rollout = machine.repeated(partial(controller.imagine, world_model))
+        self._rollout = machine.wrap_repeated(partial(controller.imagine, world_model))
         self.state = TrainState({"controller": controller}, self._optimizer, rng, {"sampler": self._sampler})
 
     def update(self) -> Mapping[str, Tensor]:
@@ -99,13 +99,13 @@ def update_controller(
     """Imagine rollouts from a batch of windows and do one update on them.
 
     Args:
-        machine: Says the precision.
+        machine: Determines the precision.
         world_model: Frozen, in eval mode.
-        controller: The one that learns.
+        controller: In training mode.
         optimizer: Holds its parameters.
         batch: Windows of latents to imagine from.
         clip: Largest norm of the gradient.
-        rollout: The controller's `imagine` in this world model, from batch and uniforms; recorded where that pays.
+        rollout: The controller's `imagine` in this world model, from batch and uniforms; possibly a recorded graph.
 
     Returns:
         The loss, its parts and the gradient norm before clipping, scalars on the device.

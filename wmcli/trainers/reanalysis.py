@@ -1,4 +1,4 @@
-"""Reanalysis: search again at frames that were played before, for a planner that has no weights to train.
+"""Reanalysis: new searches at frames of the experience, for a planner without weights of its own.
 
 Source: MuZero Reanalyse (Schrittwieser et al. 2021, arXiv 2104.06294).
 """
@@ -23,10 +23,10 @@ from wmcli.world_models.base import WorldModel, masked_mean
 
 
 class ReanalysisTrainer(Trainer):
-    """Searches at the frames that were searched least, the oldest of those first, as if they were just played.
+    """Searches at the frames with the fewest searches, the oldest of them first, as if they had just been played.
 
     Args:
-        world_model: One to plan in, frozen, in eval mode (`Machine.freeze`).
+        world_model: A planning one, frozen, in eval mode (`Machine.freeze`).
         controller: The search.
         replay: The experience.
         settings: The section of the controller.
@@ -52,12 +52,12 @@ class ReanalysisTrainer(Trainer):
         self.targets = SearchTargets(replay, world_model.actions)
         runs, order = replay.runs(across_ends=False)
         self._windows = WindowTable(runs, order, length=world_model.context, minimum=1, pad="left")
-        self._window_of_row = np.argsort(order)  # the number of the window that ends with each row
+        self._window_of_row = np.argsort(order)  # index of the window that ends with each row
         self.state = TrainState({"controller": controller}, None, rng, {"targets": self.targets})
 
     @torch.no_grad()
     def update(self) -> Mapping[str, Tensor]:
-        """Search at a batch of frames and keep policy and value; draws with torch's global generator."""
+        """Search at a batch of frames and store policy and value. Random numbers come from torch's global generator."""
         rows = self.targets.due(self.settings.batch)
         batch = gather(self.replay, self.replay.frames, self._windows.windows(self._window_of_row[rows]), self.targets)
         with self.machine.autocast():
@@ -68,10 +68,14 @@ class ReanalysisTrainer(Trainer):
         summary = self.controller.summarize_search(state)
         assert summary is not None and batch.targets is not None
         self.targets.update(rows, summary.policy, summary.value)
-        policy, value, known = batch.targets.policy[:, -1], batch.targets.value[:, -1], batch.targets.is_searched[:, -1]
+        policy, value, is_searched = (
+            batch.targets.policy[:, -1],
+            batch.targets.value[:, -1],
+            batch.targets.is_searched[:, -1],
+        )
         return {
             "search_value": summary.value.mean(),
             "search_entropy": -torch.xlogy(summary.policy, summary.policy).sum(-1).mean(),
-            "policy_change": masked_mean((summary.policy - policy).abs().sum(-1) / 2, known),
-            "value_change": masked_mean((summary.value - value).abs(), known),
+            "policy_change": masked_mean((summary.policy - policy).abs().sum(-1) / 2, is_searched),
+            "value_change": masked_mean((summary.value - value).abs(), is_searched),
         }

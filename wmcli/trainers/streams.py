@@ -14,7 +14,7 @@ from wmcli.world_models.base import Batch, WorldModel
 
 
 class StreamState:
-    """The state with which the next chunk of each stream begins. A checkpoint holds it (`Resumable`)."""
+    """The state at the beginning of the next chunk of each stream. A checkpoint holds it (`Resumable`)."""
 
     def __init__(self, world_model: WorldModel, streams: int) -> None:
         self._world_model = world_model
@@ -30,12 +30,12 @@ class StreamState:
         return {str(index): tensor.float().cpu().numpy() for index, tensor in enumerate(state_tensors(self._carry))}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `state` returned."""
+        """Resume from a result of `state`."""
         saved = [torch.from_numpy(np.array(state[str(index)])) for index in range(len(state))]
-        here = state_tensors(self._carry)
+        current = state_tensors(self._carry)
         self._carry = with_tensors(
-            self._carry, [tensor.to(like.device, like.dtype) for tensor, like in zip(saved, here, strict=True)]
+            self._carry, [tensor.to(like.device, like.dtype) for tensor, like in zip(saved, current, strict=True)]
         )
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
-        """Begin new streams: those of a finished stage are over."""
+        """Begin new streams: those of a finished stage have ended."""

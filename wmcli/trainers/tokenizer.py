@@ -17,7 +17,7 @@ from wmcli.training.loop import Trainer
 from wmcli.training.optim import optimizer_for, update
 from wmcli.training.settings import TrainingSettings
 
-REPORT_FRAMES = 512  # frames that usage is measured on
+REPORT_FRAMES = 512  # frames for the measurement of code usage
 
 
 class TokenizerTrainer(Trainer):
@@ -27,7 +27,7 @@ class TokenizerTrainer(Trainer):
         tokenizer: On the machine's device.
         replay: The experience.
         settings: The section of the tokenizer.
-        training: Says how frames are sampled.
+        training: Determines the sampling of frames.
         machine: Device and precision.
         rng: Belongs to the sampler from here on.
 
@@ -62,7 +62,7 @@ class TokenizerTrainer(Trainer):
         )
 
     def measure(self) -> dict[str, Any]:
-        """Return how codes are used, over frames spread evenly."""
+        """Measure the usage of codes over frames spread evenly."""
         self.tokenizer.eval()
         count = len(self.replay)
         rows = torch.linspace(0, count - 1, min(REPORT_FRAMES, count), device=self.machine.device).long()

@@ -1,8 +1,8 @@
-"""Keep freed memory instead of giving it back to the operating system after each operation.
+"""Memory allocation that keeps freed memory in the process instead of returning it to the operating system.
 
-glibc takes every block of more than 32 MiB from the kernel anew and gives it back when it is freed. Each
-update then pays a page fault, and the kernel's zeroing, for every 4 KiB that any operation writes: several times what
-the arithmetic of an elementwise operation costs.
+By default glibc requests every block of more than 32 MiB from the kernel and returns it when it is freed. Each update
+then pays a page fault, and the kernel's zeroing, for every 4 KiB that any operation writes. That is several times the
+arithmetic of an elementwise operation.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ GROW_BY = 256 * 1024 * 1024  # bytes
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc so, for the rest of this process; False where the C library is another."""
+    """Configure glibc for the rest of this process; return False with any other C library."""
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    # No block apart from the heap; the heap never shrinks, and grows in large steps.
+    # All blocks come from the heap, which never shrinks and grows in large steps.
     return all(
         mallopt(option, value) for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, GROW_BY))
     )

@@ -1,8 +1,9 @@
-"""The state of training, and its file: one safetensors file, nothing pickled, from which resuming is bit-exact.
+"""The state of training and its file: one safetensors file, nothing pickled. Resuming from it is bit-exact.
 
-Tensor names: `model/<module>/<parameter>`, `optimizer/<index>/<moment>`, `random/torch`, `random/cuda`, `unlogged`, and
-`parts/<part>/<array>` for arrays of samplers and the like. The rest of their states, counters and the NumPy generator's
-state are canonical JSON under the one metadata key `wm`. (With several keys the bytes would differ from save to save.)
+Tensor names are `model/<module>/<parameter>`, `optimizer/<index>/<moment>`, `random/torch`, `random/cuda`, `unlogged`,
+and `parts/<part>/<array>` for arrays of samplers and the like. The rest of their states, counters and the NumPy
+generator's state are canonical JSON under the one metadata key `wm`. (With several keys the bytes would differ between
+saves.)
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from wmcli.errors import ArtifactError
 from wmcli.training.optim import LAPROP_MOMENT, LaProp
 
 CHECKPOINT = "checkpoint.safetensors"
-"""The file in which an unfinished job resumes."""
+"""The file that an unfinished job resumes from."""
 TRAINING = "training.safetensors"
-"""The file beside the weights of a model from which training continues: optimizer, generators, counters."""
+"""The file beside the weights of a model that training continues from: optimizer, generators, counters."""
 WEIGHTS = "model.safetensors"
 """The file of a model's weights inside its artifact."""
 
@@ -36,30 +37,30 @@ class Resumable(Protocol):
     """A part of training with a state of its own besides weights, such as a sampler."""
 
     def state(self) -> dict[str, Any]:
-        """Return plain JSON values and, at the top level, NumPy arrays. Both are restored as they were."""
+        """Return plain JSON values and, at the top level, NumPy arrays. Both are restored unchanged."""
 
     def load(self, state: dict[str, Any]) -> None:
-        """Resume exactly where the one that returned `state` stood."""
+        """Resume exactly where `state` was returned."""
 
     def continue_from(self, state: dict[str, Any]) -> None:
-        """Take over from the `state` at the end of a finished stage; the data may have grown since."""
+        """Continue from the `state` at the end of a finished stage; the data may have grown since."""
 
 
 @dataclass
 class TrainState:
-    """All that changes from update to update, and so all that a checkpoint holds."""
+    """The state that changes from update to update, and therefore the content of a checkpoint."""
 
     modules: dict[str, nn.Module]
     optimizer: torch.optim.Optimizer | None
-    """None where nothing is learned by gradient."""
+    """None if nothing is learned by gradient."""
     rng: np.random.Generator
     parts: dict[str, Resumable] = field(default_factory=dict)
     update: int = 0
     """Updates done in this stage."""
     trained: int = 0
-    """Updates of earlier versions, where training continues one."""
+    """Updates of earlier versions, if training continues one."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The means that were logged last."""
+    """The means in the last logged record."""
     unlogged: list[Mapping[str, Tensor]] = field(default_factory=list)
     """Metrics of each update since then."""
 
@@ -78,7 +79,7 @@ class TrainState:
         if self.optimizer is not None:
             tensors |= optimizer_tensors(self.optimizer)
         if self.unlogged:
-            tensors["unlogged"] = stacked(self.unlogged)
+            tensors["unlogged"] = stack_metrics(self.unlogged)
         save_tensors(path, tensors, about)
 
     def load(self, path: Path, device: torch.device) -> None:
@@ -96,10 +97,10 @@ class TrainState:
         states = part_states(tensors, about["parts"])
         for name, part in self.parts.items():
             part.load(states[name])
-        load_generator(self.rng, about["rng"])  # after the parts: one that shares it may draw from it while it loads
+        load_generator(self.rng, about["rng"])  # after the parts, which may draw from it while they load
 
     def continue_from(self, path: Path) -> None:
-        """Take over weights and moments of a finished stage, and what still holds of its parts.
+        """Load weights and moments of a finished stage, and the parts of its state that still apply.
 
         Raises:
             ArtifactError: The file is damaged or of another model.
@@ -131,7 +132,7 @@ def read_part(path: Path, part: str) -> dict[str, Any]:
     return part_states(tensors, about["parts"])[part]
 
 
-def stacked(records: list[Mapping[str, Tensor]]) -> Tensor:
+def stack_metrics(records: list[Mapping[str, Tensor]]) -> Tensor:
     """Stack the metrics of R updates to (R, M) float32, in the order of their names in the first."""
     return torch.stack(
         [torch.stack([record[name].detach().float().reshape(()) for name in records[0]]) for record in records]
@@ -142,7 +143,7 @@ def stacked(records: list[Mapping[str, Tensor]]) -> Tensor:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Any) -> None:
-    """Write tensors and JSON values `about` atomically and durably: a kill leaves the old file or the new one."""
+    """Write tensors and JSON values `about` atomically and durably: an interrupted write leaves the old file."""
     data = save(
         {key: value.detach().cpu().contiguous() for key, value in tensors.items()}, {"wm": canonical_json(about)}
     )
@@ -162,7 +163,7 @@ def load_tensors(path: Path, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
             return {_current_name(key): file.get_tensor(key) for key in names}, about
     except (SafetensorError, KeyError, ValueError) as error:
         raise ArtifactError(
-            f"{path} is damaged ({error}); see what else is with wm verify, or begin the stage again with --fresh."
+            f"{path} is damaged ({error}); check the run with wm verify, or restart the stage with --fresh."
         ) from None
 
 
@@ -173,7 +174,7 @@ RENAMED = (
     ("/evidence.", "/posterior_encoder."),
     ("/evidence_stem.", "/posterior_stem."),
 )
-"""Parts of tensor names in files of wm 0.1.0, and what they are called now."""
+"""Parts of tensor names in files of wm 0.1.0, and their current names."""
 
 
 def _current_name(name: str) -> str:
@@ -193,20 +194,20 @@ def load_modules(modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
     """Load `model/...` tensors into modules.
 
     Raises:
-        ArtifactError: Some are missing, unexpected or of another shape; all are named together.
+        ArtifactError: Some are missing, unexpected or of another shape; the message names all of them.
     """
     for name, module in modules.items():
         prefix = f"model/{name}/"
-        given = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        wanted = module.state_dict()
-        missing, unexpected = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
-        shapes = [key for key in wanted.keys() & given.keys() if wanted[key].shape != given[key].shape]
+        weights = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        expected = module.state_dict()
+        missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
+        shapes = [key for key in expected.keys() & weights.keys() if expected[key].shape != weights[key].shape]
         if missing or unexpected or shapes:
             raise ArtifactError(
                 f"{where}: weights of the {name} do not fit its settings"
                 f" (missing: {missing[:3]}, unexpected: {unexpected[:3]}, other shape: {sorted(shapes)[:3]})."
             )
-        module.load_state_dict(given)
+        module.load_state_dict(weights)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -219,7 +220,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tenso
     """Restore moments and step counts; learning rates and the like come from the settings.
 
     Raises:
-        ArtifactError: The moments are those of another kind of optimizer.
+        ArtifactError: The moments belong to another kind of optimizer.
     """
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
@@ -228,8 +229,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tenso
             state.setdefault(int(index), {})[name] = value
     if state and _kind(next(iter(state.values()))) != _kind_of(optimizer):
         raise ArtifactError(
-            f"these weights were trained with another optimizer, whose moments {type(optimizer).__name__} cannot take"
-            " over: keep the optimizer they were trained with, or train anew without --more."
+            f"these weights were trained with an optimizer whose moments do not suit {type(optimizer).__name__}: keep"
+            " that optimizer, or train from scratch without --more."
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert all(
@@ -239,7 +240,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tenso
     ), "moments of other parameters"
     for number, moments in state.items():
         for name, value in moments.items():
-            if value.dim():  # fused optimizers go through parameter and moments as they lie in memory
+            if value.dim():  # fused optimizers need one memory layout for both
                 like: Tensor = parameters[number]
                 moments[name] = torch.empty_like(like, dtype=value.dtype).copy_(value)
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

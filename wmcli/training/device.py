@@ -1,4 +1,4 @@
-"""Device, precision and randomness of a stage, chosen once and recorded in what the stage publishes."""
+"""Device, precision and randomness of a stage, chosen once and recorded in the stage's artifact."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import wmcli
 from wmcli.errors import UsageError
 from wmcli.kernels import dispatch
 from wmcli.training.allocator import keep_freed_memory
-from wmcli.training.graph import Recorded
+from wmcli.training.graph import RecordedFunction
 from wmcli.training.settings import TrainingSettings
 
 M = TypeVar("M", bound=nn.Module)
@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Machine:
-    """What a stage runs on: the answer to `device`, `precision` and `kernels` = auto on this computer."""
+    """The hardware and arithmetic of a stage: `device`, `precision` and `kernels` with "auto" resolved."""
 
     device: torch.device
     precision: str
@@ -35,9 +35,13 @@ class Machine:
 
     @classmethod
     def choose(cls, settings: TrainingSettings) -> Machine:
-        """Chooses kernels, the use of memory and, on a GPU, float32 without TF32 for the whole process.
+        """Choose the machine that the settings describe.
 
-        Raises UsageError when the device or the kernels asked for are not there; nothing falls back silently.
+        This sets kernels, the use of memory and, on a GPU, float32 without TF32 for the whole process. There is no
+        silent fallback.
+
+        Raises:
+            UsageError: The requested device or kernels are not available.
         """
         if settings.threads:
             torch.set_num_threads(settings.threads)
@@ -49,37 +53,41 @@ class Machine:
         dispatch.use(kernels)
         if settings.cuda_graph and device.type != "cuda":
             raise UsageError(
-                f"training.cuda_graph = true: there are none on '{device}'; use --set training.cuda_graph=false."
+                f"training.cuda_graph = true: no CUDA graphs on '{device}'; use --set training.cuda_graph=false."
             )
         if device.type == "cpu":
             keep_freed_memory()
         else:
-            # cuDNN would take TF32 unasked. What stays in float32 beside bfloat16 stays there for its digits, too.
+            # cuDNN uses TF32 by default. Operations that stay in float32 beside bfloat16 need its precision, too.
             torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
             if device.index is not None:
-                torch.cuda.set_device(device)  # kernels of Triton's are launched on the current device
+                torch.cuda.set_device(device)  # Triton launches kernels on the current device
         return cls(device, precision, torch.get_num_threads(), kernels, settings.cuda_graph)
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Matrix products and convolutions in the chosen precision; a null context for float32."""
+        """Return a context for matrix products and convolutions in the chosen precision; a null context for float32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
-    def repeated(self, function: Callable[..., R]) -> Callable[..., R]:
-        """`function` under `autocast`; with `training.cuda_graph` recorded at its first call and replayed from then on,
-        on the terms of `wmcli.training.graph`."""
+    def wrap_repeated(self, function: Callable[..., R]) -> Callable[..., R]:
+        """Return `function` under `autocast`, for repeated calls.
+
+        With `training.cuda_graph` it is recorded at the first call and replayed afterwards. `wmcli.training.graph`
+        states the conditions.
+        """
 
         def run(*arguments: Any) -> R:
             with self.autocast():
                 return function(*arguments)
 
-        return Recorded(run) if self.cuda_graph else run
+        return RecordedFunction(run) if self.cuda_graph else run
 
     def freeze(self, module: M) -> M:
-        """`module` on the device, for use without training under `autocast`: matrices and convolution kernels are kept
-        in the precision that autocast would convert them to at every call, with the same results.
+        """Return `module` on the device, for use without training under `autocast`.
 
-        A module with an attribute `in_float32` that is True stays as it is, such as `wmcli.nn.layers.Float32Linear`.
-        Modules with a method `freeze`, such as backbones, then prepare what follows from their weights.
+        Matrices and convolution kernels are stored in autocast's precision, which saves the conversion at every call.
+        Results stay the same. A module whose attribute `in_float32` is True is left unchanged, such as
+        `wmcli.nn.layers.Float32Linear`. Modules with a method `freeze`, such as backbones, then precompute quantities
+        from their weights.
         """
         module = module.to(self.device).eval().requires_grad_(False)
         if self.precision == "bfloat16":
@@ -89,8 +97,8 @@ class Machine:
                 freeze()
         return module
 
-    def block(self) -> dict[str, Any]:
-        """What a manifest says about the machine."""
+    def describe(self) -> dict[str, Any]:
+        """Return the machine section of a manifest."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
         return {
             "wm": wmcli.__version__,
@@ -127,7 +135,7 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"training.device = '{name}' is no device torch knows; use auto, cpu or cuda.") from None
+        raise UsageError(f"training.device = '{name}' is not a device of torch; use auto, cpu or cuda.") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"training.device = '{name}' is not on this machine; run with --device cpu.")
     if device.type not in ("cpu", "cuda"):
@@ -145,23 +153,24 @@ def _kernels(name: Literal["auto", "torch", "triton"], device: torch.device) -> 
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether the hardware computes in bfloat16 itself."""
+    """Return whether the hardware computes in bfloat16 natively."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def derived_seed(seed: int, *path: int | str) -> int:
-    """An independent 63-bit seed for the stream that `path` names, the same on every machine."""
+    """Derive an independent 63-bit seed for the random stream that `path` names, the same on every machine."""
     words = [int.from_bytes(part.encode(), "little") if isinstance(part, str) else part for part in path]
     return int(np.random.SeedSequence([seed, len(words), *words]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 @contextmanager
 def isolated_randomness(seed: int, device: torch.device) -> Iterator[np.random.Generator]:
-    """Seed torch's global generators for a stage (dropout draws from them) and put them back afterwards.
+    """Seed torch's global generators for a stage (dropout uses them) and restore them afterwards.
 
-    Yields the stage's NumPy generator, which serves everything on the host.
+    Yields:
+        The stage's NumPy generator, which serves everything on the host.
     """
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):

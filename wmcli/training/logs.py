@@ -1,4 +1,4 @@
-"""TensorBoard event files of a run, one series a stage."""
+"""TensorBoard event files of a run, one series per stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from tensorboardX import SummaryWriter
 
 ABOUT = ("stage", "update", "time", "job", "version")
-"""Entries of a record that are no numbers to draw."""
+"""Entries of a record that are not plotted."""
 
 
 class EventLog:
@@ -19,9 +19,9 @@ class EventLog:
         self._writers: dict[str, SummaryWriter] = {}
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add the numbers of a record that holds `stage`.
+        """Add the numbers of a record with a `stage`.
 
-        The x axis is `update` in a training stage, `environment_step` elsewhere. Steps after a resumed one supersede
+        The x axis is `update` in a training stage, `environment_step` elsewhere. After a resume, new steps supersede
         older ones.
         """
         stage, step = record["stage"], record.get("update", record["environment_step"])

@@ -17,13 +17,13 @@ from wmcli.artifacts.failpoint import failpoint
 from wmcli.errors import DivergedError, Stopped
 from wmcli.interrupt import stop_requests
 from wmcli.progress import Progress
-from wmcli.training.checkpoint import CHECKPOINT, TrainState, stacked
+from wmcli.training.checkpoint import CHECKPOINT, TrainState, stack_metrics
 from wmcli.training.device import Machine
 from wmcli.training.settings import TrainingSettings
 
 
 class Trainer(ABC):
-    """Something to train: one update, values to log, and the weights to keep."""
+    """Training of one kind of model: updates, logged values, and the weights to keep."""
 
     machine: Machine
     state: TrainState
@@ -33,7 +33,7 @@ class Trainer(ABC):
         """Do one update and return its metrics, scalars on the device."""
 
     def status(self) -> dict[str, Any]:
-        """Return values that are logged as they stand with every line, and published in the end."""
+        """Return values that are logged unchanged with every record, and published at the end."""
         return {}
 
     def measure(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class Trainer(ABC):
         return {}
 
     def select_weights(self) -> None:  # noqa: B027 (most keep the last weights)
-        """Load the weights to keep into the modules, where these are not the last ones."""
+        """Load the weights to keep into the modules, unless they are the last ones."""
 
 
 def fit(
@@ -56,23 +56,23 @@ def fit(
 ) -> dict[str, float]:
     """Train until `trainer.state.update == updates`.
 
-    Metrics stay on the device until a line is logged. With a `folder`, a checkpoint in it is resumed, and signals ask
-    for one more. Without, nothing is written.
+    Metrics stay on the device until a record is logged. With a `folder`, training resumes from a checkpoint in it, and
+    signals request another one. Without, nothing is written.
 
     Args:
         trainer: Holds models, data and optimizer.
-        updates: Updates in all, those of a resumed checkpoint included.
+        updates: Total number of updates, those of a resumed checkpoint included.
         stage: Name for messages and log records.
         settings: Intervals of logging and of checkpoints; None takes the defaults.
-        folder: Place of the checkpoint.
-        progress: Where to show progress; None is quiet.
+        folder: Folder of the checkpoint.
+        progress: Display of progress; None is quiet.
         log: Called with a record every `settings.log_every` updates and after the last.
 
     Returns:
-        The means of the metrics over the last logged stretch.
+        The means of the metrics in the last record.
 
     Raises:
-        DivergedError: A metric or weight is NaN or infinite. The last checkpoint is from before.
+        DivergedError: A metric or weight is NaN or infinite. The last checkpoint precedes it.
         Stopped: A signal arrived; the checkpoint is written.
     """
     settings, progress = settings or TrainingSettings(), progress or Progress(quiet=True)
@@ -115,25 +115,25 @@ def fit(
 
 
 def _check_finite(state: TrainState, stage: str) -> None:
-    """Raise DivergedError where the last update, which no later loss would reveal, left unusable weights."""
+    """Raise DivergedError if the last update left unusable weights, which no later loss would reveal."""
     for name, module in state.modules.items():
         for key, value in module.state_dict().items():
             # A norm that float32 cannot hold would be infinite in the next forward pass.
             if value.is_floating_point() and not bool(torch.isfinite(value.float().norm())):
                 raise DivergedError(
                     f"{stage} diverged: {key} of the {name} is not finite, or too large, after update {state.update};"
-                    " the same command would diverge again: lower the learning rate with --set."
+                    " lower the learning rate with --set, since the same command would diverge again."
                 )
 
 
 def _means(records: list[Mapping[str, Tensor]], stage: str, update: int) -> dict[str, float]:
-    """Return the mean of each metric over some updates: the one place where training waits for the device."""
-    names, values = list(records[0]), stacked(records)
+    """Return the mean of each metric over some updates. Only here training waits for the device."""
+    names, values = list(records[0]), stack_metrics(records)
     if not bool(torch.isfinite(values).all()):
         first = int((~torch.isfinite(values)).any(1).nonzero()[0])
         bad = [name for name, value in zip(names, values[first].tolist(), strict=True) if not np.isfinite(value)]
         raise DivergedError(
             f"{stage} diverged: {', '.join(bad)} not finite at update {update - len(records) + first + 1};"
-            " the same command would diverge again: lower the learning rate with --set."
+            " lower the learning rate with --set, since the same command would diverge again."
         )
     return dict(zip(names, values.mean(0).tolist(), strict=True))

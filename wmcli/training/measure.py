@@ -1,16 +1,16 @@
-"""What calls cost: seconds, arithmetic, memory, and how near they come to what the machine can do at best.
+"""Cost of calls: seconds, arithmetic and memory, compared with the limits of the machine.
 
-Seconds are of the wall clock, of one call: `REPEATS` samples after a warm-up, of which the median, the fastest and the
-slowest are given. Calls to be compared are timed in turn, so that what slows the machine down slows them all.
+Seconds are wall-clock seconds of one call: the median, the fastest and the slowest of `REPEATS` samples after a
+warm-up. Calls to be compared are timed in turn, so that disturbances of the machine affect all of them.
 
-Arithmetic is counted in matrix products, convolutions and attention, a product and its sum as two operations. Counted
-as nothing are element-wise operations, reductions, Fourier transforms, cuDNN's recurrent networks and kernels that
-torch does not know: count those in their torch form. Attention under a causal mask counts as the whole square, a
-product of complex numbers as one of real ones, a quarter of what it takes.
+Arithmetic is counted in matrix products, convolutions and attention, a product and its sum as two operations. Not
+counted are element-wise operations, reductions, Fourier transforms, cuDNN's recurrent networks and kernels outside
+torch: count those in their torch form. Attention under a causal mask counts as the whole square. A product of complex
+numbers counts as one of real numbers, a quarter of its cost.
 
-Memory is what a call needs above what is held between two calls, which is weights, gradients, optimizer state and data:
-on CUDA the most bytes that torch had allocated, on a CPU the peak of the resident set, libraries and allocators
-included, which only Linux with the GNU C library tells.
+Memory is a call's peak above the use between two calls: weights, gradients, optimizer state and data. On CUDA it is the
+most bytes that torch had allocated. On a CPU it is the peak of the resident set, libraries and allocators included.
+Only Linux with the GNU C library reports the latter.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ from wmcli.training.device import Machine
 REPEATS = 5
 SAMPLE_SECONDS = 0.01  # calls shorter than this are timed several in a row
 MOST_CALLS = 1000  # in a row
-CEILING_SECONDS = 0.05  # operands of the ceilings are doubled until a call takes so long: larger than any cache
+CEILING_SECONDS = (
+    0.05  # operands of the ceilings are doubled until a call takes this long, so that they exceed any cache
+)
 MATMUL_SIZES = (1024, 16384)  # of a square matrix: the first and the largest
 COPY_BYTES = (1 << 26, 1 << 31)
-RECORDINGS = 3  # of which the fastest counts: what the profiler allocates makes some calls wait for new pages
-OPERATORS = 6  # named in the table of where the time goes, beside all matrix products
+RECORDINGS = 3  # the fastest counts: some calls wait for pages that the profiler allocates
+OPERATORS = 6  # rows of the table of operators, beside those of matrix products
 OTHERS, BETWEEN, PRODUCTS = "(other operators)", "(between operators)", "(all matrix products)"
 
 Job = Callable[[], object]
@@ -51,8 +53,8 @@ _PROC = Path("/proc/self")
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
-def seconds(job: Job, device: torch.device, calls: int = 1) -> float:
-    """Of one call, as the mean of `calls` in a row, until the device has done them all."""
+def time_call(job: Job, device: torch.device, calls: int = 1) -> float:
+    """Return the seconds of one call, the mean of `calls` in a row, until the device has finished."""
     _wait(device)
     started = time.perf_counter()
     for _ in range(calls):
@@ -61,20 +63,20 @@ def seconds(job: Job, device: torch.device, calls: int = 1) -> float:
     return (time.perf_counter() - started) / calls
 
 
-def timed(jobs: Mapping[str, Job], device: torch.device, progress: Progress, what: str) -> dict[str, list[float]]:
-    """Seconds of a call of each job, `REPEATS` samples, taken in turn after a warm-up."""
+def time_jobs(jobs: Mapping[str, Job], device: torch.device, progress: Progress, name: str) -> dict[str, list[float]]:
+    """Time each job: return the seconds of a call, `REPEATS` samples, taken in turn after a warm-up."""
     calls = {}
     times: dict[str, list[float]] = {name: [] for name in jobs}
-    with progress.bar(f"profile {what}", 1 + REPEATS, "rounds") as bar:
-        for name, job in jobs.items():
-            once = seconds(job, device)
-            if once < 1:  # short ones are worth another call to know how short
-                once = seconds(job, device)
-            calls[name] = min(math.ceil(SAMPLE_SECONDS / max(once, 1e-9)), MOST_CALLS)
+    with progress.bar(f"profile {name}", 1 + REPEATS, "rounds") as bar:
+        for key, job in jobs.items():
+            once = time_call(job, device)
+            if once < 1:  # a second call measures short jobs better
+                once = time_call(job, device)
+            calls[key] = min(math.ceil(SAMPLE_SECONDS / max(once, 1e-9)), MOST_CALLS)
         bar.advance()
         for _ in range(REPEATS):
-            for name, job in jobs.items():
-                times[name].append(seconds(job, device, calls[name]))
+            for key, job in jobs.items():
+                times[key].append(time_call(job, device, calls[key]))
             bar.advance()
     return times
 
@@ -88,22 +90,28 @@ def _wait(device: torch.device) -> None:
 
 
 class Ceiling(NamedTuple):
-    """How fast one kind of work can be at best."""
+    """The largest measured rate of one kind of work."""
 
-    what: str
+    name: str
     shape: str
     times: list[float]
     per_call: float
-    """Operations or bytes."""
+    """Operations or bytes of a call."""
 
     @property
     def rate(self) -> float:
-        """Operations or bytes a second, in the fastest sample."""
+        """Operations or bytes per second, in the fastest sample."""
         return self.per_call / min(self.times)
 
 
-def matmul_ceiling(precision: str, device: torch.device, progress: Progress) -> Ceiling:
-    """A product of two square matrices, large enough to be limited by arithmetic. precision: float32 or bfloat16."""
+def measure_matmul(precision: str, device: torch.device, progress: Progress) -> Ceiling:
+    """Time a product of two square matrices, large enough to be limited by arithmetic.
+
+    Args:
+        precision: float32 or bfloat16.
+        device: Of the matrices.
+        progress: Display of progress.
+    """
     dtype = getattr(torch, precision)
 
     def product(size: int) -> Job:
@@ -112,29 +120,30 @@ def matmul_ceiling(precision: str, device: torch.device, progress: Progress) -> 
         return lambda: torch.mm(a, b, out=out)
 
     size, job = _large(product, MATMUL_SIZES, device)
-    what = f"matmul {precision}"
-    return Ceiling(what, f"{size} × {size} × {size}", timed({what: job}, device, progress, what)[what], 2.0 * size**3)
+    name = f"matmul {precision}"
+    times = time_jobs({name: job}, device, progress, name)[name]
+    return Ceiling(name, f"{size} × {size} × {size}", times, 2.0 * size**3)
 
 
-def copy_ceiling(device: torch.device, progress: Progress) -> Ceiling:
-    """A copy from memory to memory, counted as one reading and one writing."""
+def measure_copy(device: torch.device, progress: Progress) -> Ceiling:
+    """Time a copy from memory to memory, counted as one read and one write."""
 
     def copy(size: int) -> Job:
         source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
         return lambda: target.copy_(source)
 
     size, job = _large(copy, COPY_BYTES, device)
-    times = timed({"copy": job}, device, progress, "copy")["copy"]
+    times = time_jobs({"copy": job}, device, progress, "copy")["copy"]
     return Ceiling("copy", f"{size >> 20} MiB", times, 2.0 * size)
 
 
 def _large(make: Callable[[int], Job], sizes: tuple[int, int], device: torch.device) -> tuple[int, Job]:
-    """The job of the first size, doubled until a call takes `CEILING_SECONDS` or the size is the largest."""
+    """Return the job of the first size, doubled until a call takes `CEILING_SECONDS` or the size is the largest."""
     size, largest = sizes
     while True:
         job = make(size)
         job()
-        if size >= largest or seconds(job, device) >= CEILING_SECONDS:
+        if size >= largest or time_call(job, device) >= CEILING_SECONDS:
             return size, job
         size *= 2
 
@@ -143,15 +152,15 @@ def _large(make: Callable[[int], Job], sizes: tuple[int, int], device: torch.dev
 
 
 def count_operations(job: Job) -> int:
-    """Arithmetic operations of one call, as far as they are counted: see the module."""
+    """Count the arithmetic operations of one call; the module's docstring defines them."""
     return sum(_count_by_operator(job).values())
 
 
 def _count_by_operator(job: Job) -> dict[str, int]:
-    """As `count_operations`, of each operator that is counted, by the name that the profiler gives it."""
+    """Count as `count_operations`, by operator, under the profiler's names."""
     with FlopCounterMode(display=False, custom_mapping=_ATTENTION_ON_CPU) as counter:
         job()
-    counts = counter.get_flop_counts().get("Global", {})  # absent when nothing was counted
+    counts = counter.get_flop_counts().get("Global", {})  # absent if nothing was counted
     return {str(operator).replace(".", "::"): count for operator, count in counts.items()}
 
 
@@ -163,14 +172,14 @@ def _attention_backward(*shapes: Any, **_: Any) -> int:
     return sdpa_backward_flop_count(*shapes[:4])  # the gradient before them
 
 
-_ATTENTION_ON_CPU = {  # which torch does not count by itself
+_ATTENTION_ON_CPU = {  # not counted by torch itself
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
 
 
 def peak_memory(job: Job, device: torch.device) -> int | None:
-    """Bytes that a call needs at its peak above those in use before it; None where that cannot be measured."""
+    """Return the peak bytes of a call above those in use before it; None if that cannot be measured."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -179,9 +188,9 @@ def peak_memory(job: Job, device: torch.device) -> int | None:
         return torch.cuda.max_memory_allocated(device) - before
     gc.collect()
     try:
-        # What was freed would be taken again without being seen. Only the GNU C library can be asked to return it.
+        # Reuse of freed memory would not be measured. Only the GNU C library can return it to the system.
         ctypes.CDLL(None).malloc_trim(0)
-        (_PROC / "clear_refs").write_text("5")  # the peak begins anew
+        (_PROC / "clear_refs").write_text("5")  # resets the peak
         before = _resident("VmRSS")
     except (OSError, AttributeError, TypeError):
         return None
@@ -194,26 +203,32 @@ def _resident(kind: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-# -- where the time goes ----------------------------------------------------------------------------------------------
+# -- time by operator -------------------------------------------------------------------------------------------------
 
 
-def operators(job: Job, device: torch.device, ceiling: float, trace: Path | None = None) -> list[dict[str, Any]]:
-    """The `OPERATORS` operators in which one call, the fastest of `RECORDINGS`, spends most time, and every matrix
-    product, convolution and attention with what it achieves.
+def profile_operators(
+    job: Job, device: torch.device, ceiling: float, trace: Path | None = None
+) -> list[dict[str, Any]]:
+    """Profile one call by operator, the fastest of `RECORDINGS`.
 
-    Time is an operator's own: what it calls counts for itself. Only those whose arithmetic is counted stand with all
-    that they call: a convolution with oneDNN's, a product with the copy of an operand, but not what autocast converts
-    before it. On CUDA rows are the kernels on the device, but for those that such an operator launched: they are its
-    time. Arithmetic is that of the form that runs: none is seen in a kernel that torch does not know, nor in a replayed
-    graph. `of_matmul` holds it against `ceiling`, operations a second in the run's precision, whatever its own is.
+    The rows are the `OPERATORS` operators with the most time, and every matrix product, convolution and attention. All
+    others follow as `OTHERS`. `BETWEEN` is the rest of the wall clock: Python, and on CUDA an idle device. The shares
+    up to here sum to 1. `PRODUCTS` comes last, if there are any: all rows with arithmetic together.
 
-    All others follow as `OTHERS`, and as `BETWEEN` what is left of the wall clock: Python, and on CUDA a device without
-    work. So far the shares make one. `PRODUCTS` comes last, where there are any: the rows with arithmetic together.
-    Recording takes time, so shares mean more than seconds, and rates of short calls are too low.
+    Time is an operator's own, without the operators that it calls. Only operators with counted arithmetic include all
+    that they call, but not autocast's conversion before them. On CUDA rows are the kernels on the device, except those
+    launched by an operator with counted arithmetic: their time is the operator's. Arithmetic is that of the form that
+    runs. It is unknown for kernels outside torch and in a replayed graph. Recording takes time, so shares are more
+    reliable than seconds, and rates of short calls are too low.
 
-    `trace` (.json.gz) is written for Perfetto or chrome://tracing.
+    Args:
+        job: The call.
+        device: Its device.
+        ceiling: Operations per second in the run's precision, the reference of `of_matmul` whatever an operator's
+            precision.
+        trace: File (.json.gz) for a trace that Perfetto or chrome://tracing displays.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would talk on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no messages on stderr
     counted = _count_by_operator(job)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -221,9 +236,9 @@ def operators(job: Job, device: torch.device, ceiling: float, trace: Path | None
     total, recorded = math.inf, None
     for _ in range(RECORDINGS):
         with torch.profiler.profile(activities=activities) as recording:
-            took = seconds(job, device)
-        if took < total:
-            total, recorded = took, recording
+            elapsed = time_call(job, device)
+        if elapsed < total:
+            total, recorded = elapsed, recording
     assert recorded is not None
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
@@ -258,11 +273,15 @@ def operators(job: Job, device: torch.device, ceiling: float, trace: Path | None
 def _own_time(
     events: Iterable[Any], counted: Collection[str], on_cuda: bool
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Seconds and calls of each operator (on CUDA: kernel) by name, the operators in `counted` with all they call.
+    """Return seconds and calls of each operator (on CUDA: kernel) by name.
 
-    events: of torch's profiler, FunctionEvent. What is counted is counted below autograd and autocast and not looked
-    into: these are the outermost events of these names, where one with another of its name directly inside is only
-    autocast on its way there.
+    Arithmetic is counted below autograd and autocast, at the outermost event of a counted name. An event with another
+    of its own name directly inside is autocast.
+
+    Args:
+        events: `FunctionEvent` of torch's profiler.
+        counted: Names of operators that include all they call.
+        on_cuda: Attribute time to kernels.
     """
     spent: dict[str, float] = defaultdict(float)  # microseconds
     calls: Counter[str] = Counter()
@@ -283,7 +302,7 @@ def _own_time(
             calls[event.name] += 1
         elif product is not None:
             calls[product] += is_call
-            # Kernels know the operator that launched them; numbers of calls into CUDA may be those of other operators.
+            # Kernels record the operator that launched them; ids of calls into CUDA may belong to other operators.
             for kernel in event.kernels if event.name.startswith("aten::") else ():
                 spent[kernel.name] -= kernel.duration
                 calls[kernel.name] -= 1
@@ -299,21 +318,21 @@ class Bench:
 
     def __init__(self, machine: Machine, progress: Progress) -> None:
         self.device, self.progress = machine.device, progress
-        matmul = {name: matmul_ceiling(name, self.device, progress) for name in ("float32", "bfloat16")}
-        copy = copy_ceiling(self.device, progress)
+        matmul = {name: measure_matmul(name, self.device, progress) for name in ("float32", "bfloat16")}
+        copy = measure_copy(self.device, progress)
         self.arithmetic, self.copying = matmul[machine.precision].rate, copy.rate
         self.ceilings = [
-            *(self.row(each.what, each.shape, each.times, operations=each.per_call) for each in matmul.values()),
-            self.row(copy.what, copy.shape, copy.times, moved=copy.per_call),
+            *(self.row(each.name, each.shape, each.times, operations=each.per_call) for each in matmul.values()),
+            self.row(copy.name, copy.shape, copy.times, moved=copy.per_call),
         ]
 
-    def timed(self, what: str, jobs: Mapping[str, Job]) -> dict[str, list[float]]:
-        """As `timed` of this module."""
-        return timed(jobs, self.device, self.progress, what)
+    def time_jobs(self, name: str, jobs: Mapping[str, Job]) -> dict[str, list[float]]:
+        """Call `time_jobs` of this module on the machine's device."""
+        return time_jobs(jobs, self.device, self.progress, name)
 
     def row(
         self,
-        what: str,
+        name: str,
         shape: str,
         times: Sequence[float],
         *,
@@ -324,13 +343,25 @@ class Bench:
         memory: int | None = None,
         **more: Any,
     ) -> dict[str, Any]:
-        """A call that took `times` seconds and did `count` of `unit`, that many operations and bytes moved.
+        """Return the row of a call that took `times` seconds. None stands for values that do not apply.
 
-        `of_matmul` is the share of the ceiling in the run's precision. None stands for what does not apply.
+        Args:
+            name: Of the call.
+            shape: Of its arguments.
+            times: Seconds, one per sample.
+            count: Number of `unit` that a call processes.
+            unit: Such as frames.
+            operations: Arithmetic operations of a call.
+            moved: Bytes that a call moves.
+            memory: Peak bytes of a call.
+            more: Further columns.
+
+        Returns:
+            The row. `of_matmul` is the share of the ceiling in the run's precision.
         """
         median = statistics.median(times)
         return {
-            "what": what,
+            "what": name,
             "shape": shape,
             "seconds": median,
             "seconds_low": min(times),
@@ -348,11 +379,11 @@ class Bench:
         }
 
 
-def ratio(what: str, shape: str, slow: Sequence[float], fast: Sequence[float]) -> dict[str, Any]:
-    """How many times as long `slow` took as `fast`, pair by pair as they were timed in turn."""
+def ratio(name: str, shape: str, slow: Sequence[float], fast: Sequence[float]) -> dict[str, Any]:
+    """Return the row of the ratio of `slow` to `fast`, pair by pair as they were timed in turn."""
     each = [long / short for long, short in zip(slow, fast, strict=True)]
     return {
-        "what": what,
+        "what": name,
         "shape": shape,
         "ratio": statistics.median(each),
         "ratio_low": min(each),

@@ -1,4 +1,4 @@
-"""Optimizers as the papers name them, learning-rate schedules, and one guarded update."""
+"""Optimizers as the papers name them, learning-rate schedules, and one update with clipped gradients."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ class LaProp(torch.optim.Optimizer):
         parameter <- (1 - lr r_n weight_decay) parameter - lr r_n / a_n m
 
     where a_n is the average of r_1, ..., r_n with decay b1, started at 0: 1 - b1^n without warm-up. (Adam averages
-    first and normalizes the average.) The public code has lr inside m as well. That is the same as long as lr does not
-    change, and this way a training that goes on with another lr takes it at once.
+    first and normalizes the average.) The public code also has lr inside m. Both agree for a constant lr. Here a
+    changed lr takes effect at once.
 
-    Like torch's own, a parameter counts its own gradients; one without a gradient does not move. The moments have its
-    type and device. The count stays on the host, where it gives a_n in closed form without waiting for the device.
+    As in torch's optimizers, each parameter counts its own gradients, and one without a gradient does not change. The
+    moments have its type and device. The count stays on the host, where it gives a_n in closed form without waiting for
+    the device.
 
     Source: Ziyin et al. 2020, arXiv 2002.04839.
     """
@@ -52,17 +53,17 @@ class LaProp(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures have no use here
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not used
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            together: dict[int, list[Tensor]] = {}  # by their count, nearly always one
+            by_count: dict[int, list[Tensor]] = {}  # nearly always a single count
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    together.setdefault(self._counted(parameter), []).append(parameter)
-            for count, parameters in together.items():
+                    by_count.setdefault(self._count(parameter), []).append(parameter)
+            for count, parameters in by_count.items():
                 self._step(parameters, group, count)
 
-    def _counted(self, parameter: Tensor) -> int:
+    def _count(self, parameter: Tensor) -> int:
         """Count a gradient of the parameter and return its number, from 1."""
         state = self.state[parameter]
         if not state:
@@ -112,11 +113,11 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build an optimizer: AdamW or LaProp (decoupled decay), Adam without decay, or SGD (decay added to the gradient).
 
-    All but LaProp are fused into one kernel a step. A parameter marked with `_learning_rate_limit` is trained with that
-    rate where `learning_rate` is higher.
+    All but LaProp run as one fused kernel per step. A parameter marked with `_learning_rate_limit` is trained with at
+    most that rate.
 
     Args:
-        name: Which.
+        name: Kind of optimizer.
         parameters: Parameters, or groups that may have a `weight_decay` of their own.
         learning_rate: Step size.
         weight_decay: Of groups without their own.
@@ -136,7 +137,7 @@ def build_optimizer(
         return torch.optim.SGD(groups, learning_rate, momentum, weight_decay=weight_decay, fused=True)
     optimizer = torch.optim.Adam(groups, learning_rate, betas, eps, fused=True)
     for group in optimizer.param_groups:
-        group["weight_decay"] = 0.0  # groups bring decays of their own, which Adam would add to the gradient
+        group["weight_decay"] = 0.0  # Adam would add the groups' own decay to the gradient
     return optimizer
 
 
@@ -145,10 +146,10 @@ def _groups_by_rate(
 ) -> Iterator[dict[str, Any]]:
     """Split groups by the learning-rate limits of their parameters; plain parameters are one group.
 
-    The order is the same at every rate, since saved moments know a parameter by its place.
+    The order is the same at every rate, since saved moments belong to a parameter by its position.
     """
-    given: list[Any] = list(parameters)
-    groups: list[dict[str, Any]] = given if isinstance(given[0], dict) else [{"params": given}]
+    entries: list[Any] = list(parameters)
+    groups: list[dict[str, Any]] = entries if isinstance(entries[0], dict) else [{"params": entries}]
     for group in groups:
         limits: dict[float, list[nn.Parameter]] = {}
         for parameter in group["params"]:
@@ -176,12 +177,12 @@ def optimizer_for(
 
 
 class Schedule(NamedTuple):
-    """Learning rates over updates, as a share of those that the optimizer was built with."""
+    """Learning rates over updates, as a share of the optimizer's initial ones."""
 
     warmup: int = 0
     """Updates over which they rise linearly."""
     cosine: int = 0
-    """Updates at whose end they have fallen to 0, as half a cosine that begins after the warm-up; 0: they stay."""
+    """Update at which they reach 0, as half a cosine that begins after the warm-up; 0 keeps them constant."""
     decay_after: tuple[int, ...] = ()
     """Updates, those of earlier versions included, after each of which they fall to a tenth."""
 
