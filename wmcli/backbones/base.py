@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from pydantic import Field
@@ -35,6 +35,15 @@ class BackboneSettings(Section):
     def size_note(self) -> str | None:
         """A size that says more about the cost than the width, in words; None if there is none."""
         return None
+
+    @property
+    def width_step(self) -> int:
+        """Heads divide the width if it is a multiple of this."""
+        return 1
+
+    def resized(self, layers: int, width: int) -> Self | None:
+        """Return these settings in another size, or None if the heads do not fit."""
+        return self.model_copy(update={"layers": layers, "width": width})
 
 
 class Size(NamedTuple):

@@ -12,7 +12,7 @@ Axes: B batch, T time (elements), D width, I width of what goes in, N blocks, L 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field
@@ -34,6 +34,10 @@ class DreamerGRUSettings(BackboneSettings):
     """Width of the elements that go in; 0 is the backbone's width."""
     norm_eps: float = Field(default=1e-3, gt=0)
     """Added to the variance in the LayerNorm."""
+
+    def resized(self, layers: int, width: int) -> Self:
+        """Return these settings in another size, the input width included."""
+        return self.model_copy(update={"layers": layers, "width": width, "input_width": 0})
 
 
 class DreamerGRU(Backbone):

@@ -8,7 +8,7 @@ Axes: B batch, T time (elements), D width, H hidden width, N blocks, L elements 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field
@@ -26,6 +26,10 @@ class GRUSettings(BackboneSettings):
     """Blocks of GRUs with residual connections."""
     hidden_size: int = Field(default=0, ge=0)
     """Width of each GRU's state; 0 is the backbone's width. When they differ, a Linear leads back to the width."""
+
+    def resized(self, layers: int, width: int) -> Self:
+        """Return these settings in another size, the hidden size included."""
+        return self.model_copy(update={"layers": layers, "width": width, "hidden_size": 0})
 
 
 class GRU(ResidualStack):

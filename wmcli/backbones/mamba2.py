@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from pydantic import Field
@@ -48,6 +48,13 @@ class Mamba2Settings(BackboneSettings):
     @property
     def size_note(self) -> str:
         return f"heads of {self.head_width}"
+
+    def resized(self, layers: int, width: int) -> Self | None:
+        """Return these settings in another size, with the widest heads that divide it, or None below half of theirs."""
+        head_width = max(each for each in range(1, self.head_width + 1) if self.expand * width % each == 0)
+        if 2 * head_width < self.head_width:
+            return None
+        return self.model_copy(update={"layers": layers, "width": width, "head_width": head_width})
 
 
 class Mamba2(ResidualStack):

@@ -54,6 +54,10 @@ class RetNetSettings(BackboneSettings):
     """All layers begin with the weights of the first, as in REM's public code (its paper says nothing of it); false:
     each with its own."""
 
+    @property
+    def width_step(self) -> int:
+        return 2 * self.heads
+
 
 class RetNet(Backbone):
     """The state is a tuple with one (B, H, K, K) tensor per layer, key axis first. Old states always stay valid."""

@@ -59,6 +59,10 @@ class TransformerSettings(BackboneSettings):
     prior: AnyAttentionPrior = NoPriorSettings()
     """What each head expects of distance."""
 
+    @property
+    def width_step(self) -> int:
+        return self.heads
+
 
 class Cache(NamedTuple):
     """The state: keys and values of fixed size, and how much of them is in use.

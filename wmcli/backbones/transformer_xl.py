@@ -74,6 +74,10 @@ class TransformerXLSettings(BackboneSettings):
     def size_note(self) -> str:
         return f"window of {self.window} elements"
 
+    @property
+    def width_step(self) -> int:
+        return 1 if self.head_width else self.heads
+
 
 class Memory(NamedTuple):
     """The state: what the next elements can see. The newest element stands last."""

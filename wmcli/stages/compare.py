@@ -114,6 +114,7 @@ def equal_sizes(settings: Settings) -> dict[str, BackboneSettings]:
     """
     backbone = settings.backbone
     templates = {kind: settings.backbone_of_kind(kind) for kind in BACKBONES}
+    width_step = math.lcm(*(template.width_step for template in templates.values()))
     target = parameters(backbone)
     sizes: dict[str, BackboneSettings] = {backbone.kind: backbone}
     depths = range(math.ceil(backbone.layers / 2), 2 * backbone.layers + 1)
@@ -123,7 +124,7 @@ def equal_sizes(settings: Settings) -> dict[str, BackboneSettings]:
         best: BackboneSettings = backbone
         off = math.inf
         for layers in sorted(depths, key=lambda each: abs(math.log(each / backbone.layers))):
-            candidate = _of_depth(templates, name, layers, target)
+            candidate = _of_depth(templates[name], width_step, layers, target)
             difference = abs(parameters(candidate) / target - 1)
             if difference < off:
                 best, off = candidate, difference
@@ -133,34 +134,12 @@ def equal_sizes(settings: Settings) -> dict[str, BackboneSettings]:
     return sizes
 
 
-def _of_depth(templates: Mapping[str, Any], name: str, layers: int, target: int) -> BackboneSettings:
-    """Return the settings of the width with the nearest number of parameters, among widths that all heads divide.
-
-    Mamba-2's heads have the largest width up to the preset's that divides, and at least half of it.
-    """
-    template, relative, mamba2 = templates[name], templates["transformer-xl"], templates["mamba2"]
-    heads = 2 * templates["retnet"].heads, templates["transformer"].heads, 1 if relative.head_width else relative.heads
-    grain = math.lcm(*heads)
-    multiples = range(grain, 8 * max(template.width, grain) + 1, grain)
-
-    def head_width(width: int) -> int:
-        return max(each for each in range(1, mamba2.head_width + 1) if mamba2.expand * width % each == 0)
-
-    def of_width(width: int) -> BackboneSettings:
-        own = {
-            "mamba2": {"head_width": head_width(width)},
-            "gru": {"hidden_size": 0},
-            "dreamer-gru": {"input_width": 0},
-        }
-        sized: BackboneSettings = template.model_copy(update={"layers": layers, "width": width} | own.get(name, {}))
-        return sized
-
-    widths = [width for width in multiples if name != "mamba2" or 2 * head_width(width) >= mamba2.head_width]
-    above = bisect.bisect_left(widths, target, hi=len(widths) - 1, key=lambda width: parameters(of_width(width)))
-    return min(
-        (of_width(width) for width in widths[max(above - 1, 0) : above + 1]),
-        key=lambda each: abs(parameters(each) - target),
-    )
+def _of_depth(template: BackboneSettings, width_step: int, layers: int, target: int) -> BackboneSettings:
+    """Return the settings of the width with the nearest number of parameters, among multiples of `width_step`."""
+    widths = range(width_step, 8 * max(template.width, width_step) + 1, width_step)
+    sizes = [size for width in widths if (size := template.resized(layers, width)) is not None]
+    above = bisect.bisect_left(sizes, target, hi=len(sizes) - 1, key=parameters)
+    return min(sizes[max(above - 1, 0) : above + 1], key=lambda each: abs(parameters(each) - target))
 
 
 # -- check of results -------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ Source: Deng, Park and Ahn (2023, arXiv 2307.02064), tables 2, 3 and 6.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,19 +72,6 @@ _SYSTEMS = {
     ("transformer-xl", "factorized", "episodes"): "TSSM-XL",
     ("dreamer-gru", "recurrent", "streams"): "RSSM-TBTT",
 }
-_SHOWN = {  # metrics by measure and heading of a column
-    "generation": {"reconstruction": "reconstruction", "generation": "generation"},
-    "reward": {"inference %": "inference", "imagination %": "imagination"},
-    "doors": {"state %": "state", "state and color %": "whole"},
-    "probe": {
-        "walls %": "walls",
-        "objects": "objects",
-        "constant walls %": "constant_walls",
-        "constant objects": "constant_objects",
-    },
-}
-AXES = {"generation": "step of the query", "recall": "frames observed after the teleport"}
-"""Horizontal axis by measure, of those with a curve."""
 ERROR = "squared error per frame"
 LOWEST = 1e-4  # on a logarithmic axis
 NOTED = 4  # settings to show of those in which models of one name differ
@@ -100,6 +87,51 @@ class ModelRuns(NamedTuple):
     """The settings in which it differs from others of that name."""
     metrics: list[dict[str, Any]]
     """Of each run."""
+
+
+Curve = tuple[Sequence[int], Sequence[Sequence[float | None]]]
+"""x, and value, low and high there, None where nothing was scored."""
+
+
+def _query_curve(metrics: Mapping[str, Any]) -> Curve:
+    curve = metrics["curve"]["generation"]
+    return list(range(1, len(curve["mean"]) + 1)), [curve[part] for part in ("mean", "low", "high")]
+
+
+def _recall_curve(metrics: Mapping[str, Any]) -> Curve:
+    by_k = {int(k): estimate for k, estimate in metrics["recall"].items()}
+    ks = sorted(by_k)
+    return ks, [[by_k[k][part] for k in ks] for part in ("value", "low", "high")]
+
+
+class Display(NamedTuple):
+    """The form of a measure in tables and pictures."""
+
+    columns: Mapping[str, str]
+    """Metrics by heading. A heading with {} has a column for each key of its metric."""
+    curve: Callable[[Mapping[str, Any]], Curve] | None = None
+    """Takes the metrics of a run."""
+    x_label: str = ""
+    log: bool = False
+    """Errors on a logarithmic axis."""
+
+
+DISPLAYS: dict[str, Display] = {
+    "generation": Display(
+        {"reconstruction": "reconstruction", "generation": "generation"}, _query_curve, "step of the query", log=True
+    ),
+    "recall": Display({"k = {}": "recall"}, _recall_curve, "frames observed after the teleport"),
+    "reward": Display({"inference %": "inference", "imagination %": "imagination"}),
+    "doors": Display({"state %": "state", "state and color %": "whole"}),
+    "probe": Display(
+        {
+            "walls %": "walls",
+            "objects": "objects",
+            "constant walls %": "constant_walls",
+            "constant objects": "constant_objects",
+        }
+    ),
+}
 
 
 def summarize(evaluation: Artifact) -> str:
@@ -143,31 +175,24 @@ def draw_curves(evaluations: Sequence[Artifact], path: Path) -> None:
     if len(tasks) > 1:
         raise UsageError(f"curves are drawn of one task: these runs are of {', '.join(sorted(map(_task, tasks)))}.")
     measure = rows[0].metrics[0]["protocol"]
+    curve = DISPLAYS[measure].curve
+    assert curve is not None, measure
     lines = {}
     for row in rows:
         label = f"{row.model}, {_format_note(row.note)}" if row.note else row.model
         label += f" ({len(row.metrics)} runs, ± SD)" if len(row.metrics) > 1 else " (95 % interval)"
-        curves = [_curve(metrics) for metrics in row.metrics]
+        curves = [curve(metrics) for metrics in row.metrics]
         lines[label] = (curves[0][0], _over_runs(np.array([band for _, band in curves], float)))
     write_curves(path, measure, lines, tasks.pop())
 
 
 def write_curves(path: Path, measure: str, lines: dict[str, Any], environment: str) -> None:
     """Draw lines, each x and (value, low, high), as `error_curves` takes them."""
-    log = measure == "generation"  # errors grow by orders of magnitude
-    if log:
+    display = DISPLAYS[measure]
+    if display.log:
         lines = {name: (x, (value, np.maximum(low, LOWEST), high)) for name, (x, (value, low, high)) in lines.items()}
-    write_figure(path, error_curves(lines, x_label=AXES[measure], y_label=ERROR, title=environment, log=log))
-
-
-def _curve(metrics: dict[str, Any]) -> tuple[list[int], list[list[float | None]]]:
-    """Return x of one run, and value, low and high there, None where nothing was scored."""
-    if metrics["protocol"] == "recall":
-        by_k = {int(k): estimate for k, estimate in metrics["recall"].items()}
-        ks = sorted(by_k)
-        return ks, [[by_k[k][part] for k in ks] for part in ("value", "low", "high")]
-    curve = metrics["curve"]["generation"]
-    return list(range(1, len(curve["mean"]) + 1)), [curve[part] for part in ("mean", "low", "high")]
+    figure = error_curves(lines, x_label=display.x_label, y_label=ERROR, title=environment, log=display.log)
+    write_figure(path, figure)
 
 
 def _over_runs(bands: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -219,20 +244,20 @@ def _task(environment: str) -> str:
 
 def _cells(runs: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Return the cells of a row by column, from the metrics of its runs."""
-    if runs[0]["protocol"] == "recall":
-        keys = {f"k = {k}": f"recall.{k}" for k in sorted(runs[0]["recall"], key=int)}
-    else:
-        keys = _SHOWN[runs[0]["protocol"]]
-    return {name: _cell(runs, key, 100 if "%" in name else 1) for name, key in keys.items()}
+    cells = {}
+    for heading, key in DISPLAYS[runs[0]["protocol"]].columns.items():
+        scale = 100 if "%" in heading else 1
+        if "{}" in heading:
+            for part in sorted(runs[0][key], key=int):
+                cells[heading.format(part)] = _cell([each[key][part] for each in runs], scale)
+        else:
+            cells[heading] = _cell([each[key] for each in runs], scale)
+    return cells
 
 
-def _cell(runs: Sequence[dict[str, Any]], key: str, scale: float) -> str:
-    estimates = []
-    for each in runs:
-        value: Any = each
-        for part in key.split("."):
-            value = value[part]
-        estimates.append(value if isinstance(value, dict) else {"value": value, "low": None, "high": None})
+def _cell(metrics: Sequence[Any], scale: float) -> str:
+    """Return a cell from a metric of each run: a number, or an estimate with its interval."""
+    estimates = [each if isinstance(each, dict) else {"value": each, "low": None, "high": None} for each in metrics]
     values = scale * np.array([each["value"] for each in estimates])
     form = (lambda value: f"{value:.1f}") if scale == 100 else (lambda value: f"{value:.3g}")
     if len(values) > 1:

@@ -37,7 +37,7 @@ from wmcli.report.images import side_by_side, strip, write_gif, write_png
 from wmcli.settings import Measure, Settings
 from wmcli.stages.checks import check_held_back
 from wmcli.stages.context import Context, open_context
-from wmcli.stages.memory_table import AXES, draw_curves, summarize, table, write_curves
+from wmcli.stages.memory_table import DISPLAYS, draw_curves, summarize, table, write_curves
 from wmcli.stages.probe import probe
 from wmcli.stages.protocol import Protocol
 from wmcli.stages.scripted import task_of
@@ -353,6 +353,8 @@ class _Measure(NamedTuple):
     """Whether it needs dynamics that learn rewards."""
     settings: tuple[str, ...] = ()
     """Keys of `evaluation` that its results depend on."""
+    strips: bool = False
+    """Whether `wm compare --strips` draws it."""
     automatic: bool = True
     """Whether `evaluation.measures=auto` includes it."""
 
@@ -362,6 +364,7 @@ _MEASURES: dict[Measure, _Measure] = {
         _generation,
         Task,  # type: ignore[type-abstract]  # for isinstance only
         "a memory task, such as wm/DistractingMemory-100-v0",
+        strips=True,
     ),
     "recall": _Measure(
         _recall,
@@ -462,8 +465,8 @@ def _protocol(measure: Measure) -> Protocol:
         summarize=summarize,
         table=table,
         reads_experience=True,
-        draw_curves=draw_curves if measure in AXES else None,
-        draw_strips=draw_strips if measure == "generation" else None,
+        draw_curves=draw_curves if DISPLAYS[measure].curve else None,
+        draw_strips=draw_strips if _MEASURES[measure].strips else None,
     )
 
 
