@@ -21,7 +21,7 @@ from wmcli.errors import ArtifactError, BusyError, DivergedError, MachineError, 
 
 pytestmark = pytest.mark.matrix
 
-EVERY = [[name] for name in [*main.STAGES, *main.ANSWERS]] + [["presets"], ["presets", "list"], ["presets", "show"]]
+EVERY = [[name] for name in [*main.STAGES, *main.REPORTS]] + [["presets"], ["presets", "list"], ["presets", "show"]]
 FULL = Path("/dev/full")  # where every write fails for lack of space
 HEAVY = ("torch", "zarr", "matplotlib", "gymnasium", "numpy")
 
@@ -92,7 +92,7 @@ def test_bare_wm_shows_help_and_is_wrong_usage(capsys):
     assert err == ""
 
 
-@pytest.mark.parametrize("name", [*main.STAGES, *main.ANSWERS, "presets"])
+@pytest.mark.parametrize("name", [*main.STAGES, *main.REPORTS, "presets"])
 def test_every_command_has_a_sentence_and_an_example(name, capsys):
     assert main.run([name, "--help"]) == 0
     out, _ = capsys.readouterr()
@@ -129,7 +129,7 @@ def test_examples_name_options_that_exist(name):
 
 
 def test_examples_name_presets_that_exist():
-    texts = [command.__doc__ for command in (*main.STAGES.values(), *main.ANSWERS.values())]
+    texts = [command.__doc__ for command in (*main.STAGES.values(), *main.REPORTS.values())]
     texts += [main.app.info.epilog, presets.presets.__doc__, presets.show.__doc__]
     named = set(re.findall(r"(?:wm run|--preset|presets show) (\w[\w-]*)", " ".join(texts)))
     assert named and named <= set(preset_names())

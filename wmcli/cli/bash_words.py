@@ -1,6 +1,6 @@
-"""Completion in bash, which breaks words at `=`, `:` and `@` before it asks, and replaces only what comes after.
+"""Completion in bash, which breaks words at `=`, `:` and `@` and replaces only the part after them.
 
-So in `--set backbone.kind=ma` the shell asks about `ma`, the word after a word `=`. Typer's script passes that on.
+For `--set backbone.kind=ma` bash requests completions of `ma`, the word after a word `=`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from io import StringIO
 BREAKS = ("=", ":", "@")
 
 
-def asked() -> bool:
-    """Whether this process is to answer bash's question for completions."""
+def is_completing() -> bool:
+    """Return whether bash started this process for completions."""
     return os.environ.get("_WM_COMPLETE") == "complete_bash"
 
 
 def answer(complete: Callable[[], int]) -> int:
-    """Let `complete` answer for whole words, and print of each answer what bash has not yet."""
-    given = os.environ.get("COMP_WORDS", "")
-    words = given.split("\n") if "\n" in given else given.split(" ")
+    """Call `complete` with whole words, and print the part of each completion that bash lacks."""
+    text = os.environ.get("COMP_WORDS", "")
+    words = text.split("\n") if "\n" in text else text.split(" ")
     joined, current, head = join(words, int(os.environ.get("COMP_CWORD") or 0))
     os.environ |= {"COMP_WORDS": "\n".join(joined), "COMP_CWORD": str(current)}
     with redirect_stdout(StringIO()) as printed:
@@ -31,14 +31,14 @@ def answer(complete: Callable[[], int]) -> int:
 
 
 def join(words: list[str], current: int) -> tuple[list[str], int, str]:
-    """Put broken words together.
+    """Join the words that bash broke.
 
     Args:
-        words: of the command line, as bash has them.
-        current: index of the word to complete.
+        words: Words of the command line, as bash has them.
+        current: Index of the word to complete.
 
     Returns:
-        The whole words; the index of the one to complete; what of an answer bash has already, and does not replace.
+        The whole words, the index of the one to complete, and the beginning of a completion that bash has already.
     """
     joined: list[str] = []
     place, head = current, ""
@@ -50,6 +50,6 @@ def join(words: list[str], current: int) -> tuple[list[str], int, str]:
         if index == current:
             place = len(joined) - 1
             head = joined[-1] if word in BREAKS else joined[-1].removesuffix(word)
-    if head.startswith("--"):  # of `--set=key=` the option is no part of an answer
+    if head.startswith("--"):  # without the option of `--set=key=`
         head = head.partition("=")[2]
-    return joined, place, head.removesuffix("@")  # which bash replaces too
+    return joined, place, head.removesuffix("@")  # bash replaces this one too

@@ -1,4 +1,4 @@
-"""`wm clean`: free the space of what nobody needs any more."""
+"""`wm clean`: remove checkpoints and weights that are no longer needed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def clean(
     as_json: Json = False,
     form: Format = None,
 ) -> None:
-    """Remove stopped work and the weights of old models that nothing needs.
+    """Remove stopped work and unused weights of old models.
 
-    Shows what would go, and asks. All experience, evaluations and manifests
-    stay, the newest version of each kind, the best evaluated controller, all
-    that these need, and all that another run was made from.
+    Lists them and asks first. Kept are all experience, evaluations and
+    manifests, the newest version of each kind, the best evaluated controller,
+    their inputs, and the inputs of other runs.
 
     Examples:
         wm clean runs/catch
@@ -32,19 +32,21 @@ def clean(
     from wmcli.artifacts import Run, sweepings
 
     opened = Run.open(run, create=False)
-    found = sweepings(opened)
-    rows = [{"name": each.name, "bytes": each.size, "last_written": each.written, "what": each.what} for each in found]
+    removable = sweepings(opened)
+    rows = [
+        {"name": each.name, "bytes": each.size, "last_written": each.written, "what": each.what} for each in removable
+    ]
     if as_json:
         emit_json(rows)
     else:
         answer(rows, ["name", "bytes", "last_written", "what"], form)
-    if not found:
+    if not removable:
         typer.echo(f"nothing to remove in {run}", err=True)
         return
     if not yes:
         if not sys.stdin.isatty():
-            raise UsageError("this would be removed; add --yes to do so.")
-        if not typer.confirm(f"Remove {sum(each.size for each in found) / 1e6:,.1f} MB?", err=True):
+            raise UsageError("nothing was removed: the input is no terminal to confirm on; add --yes.")
+        if not typer.confirm(f"Remove {sum(each.size for each in removable) / 1e6:,.1f} MB?", err=True):
             return
-    for each in found:
+    for each in removable:
         each.remove()

@@ -35,30 +35,29 @@ def collect(
         str | None,
         typer.Option(
             metavar="REF",
-            help="Controller that acts: controller@7, a path, or random. Default: the newest of this run, else random.",
+            help="Controller that acts: controller@7, a path, or random. Default: the newest of the run, else random.",
             rich_help_panel=INPUT_PANEL,
             autocompletion=complete_actor,
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Decisions to take in this collect.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Decisions to collect.")] = None,
     policy: Annotated[
         Literal["learned", "scripted", "recorded"] | None,
         typer.Option(
             metavar="NAME",
-            help="learned: the controller; scripted: whole episodes of a memory task by its script, some held back;"
-            " recorded: trajectories of Memory Maze from --set collect.recordings=FOLDER. Short for --set"
-            " collect.policy=NAME.",
+            help="learned: the controller; scripted: episodes of a memory task by its script; recorded: trajectories of"
+            " Memory Maze from --set collect.recordings=FOLDER. Short for --set collect.policy=NAME.",
         ),
     ] = None,
     episodes: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Whole episodes to train on. Short for --set collect.episodes=N."),
+        typer.Option(min=1, metavar="N", help="Training episodes. Short for --set collect.episodes=N."),
     ] = None,
     fresh: Fresh = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Play the environment and add what was seen to the run's experience.
+    """Play the environment and append the experience to the run.
 
     Examples:
         wm collect --run runs/catch --preset quickstart --steps 2000

@@ -1,7 +1,7 @@
-"""The classes of all commands, which make their help plain.
+"""The classes of all commands, for plain help.
 
-A command's docstring has one sentence that says what it does, perhaps other paragraphs, and last a block of examples,
-each on one line. Typer keeps line breaks after the first paragraph; lines of up to 76 columns fit a terminal of 80:
+A command's docstring has one sentence, optional paragraphs, and a block of examples of one line each. Typer keeps line
+breaks after the first paragraph; lines of up to 76 columns fit a terminal of 80:
 
     Examples:
         wm run quickstart --run runs/catch
@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class _Plain:
-    """Show no type where the name of a value says it, and examples at the margin, whatever stands before them."""
+    """Help without types where a metavar says enough, and with examples at the margin."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -41,4 +41,4 @@ class Command(_Plain, TyperCommand):
 
 
 class Group(_Plain, TyperGroup):
-    """A command with others below it."""
+    """A command with subcommands."""

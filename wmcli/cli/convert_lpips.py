@@ -26,7 +26,7 @@ def convert_lpips(
 ) -> None:
     """Convert published VGG16 and LPIPS weights for the perceptual loss.
 
-    The file is what tokenizer.lpips_weights names.
+    Set tokenizer.lpips_weights to the written file.
 
     Examples:
         wm convert-lpips vgg16-397923af.pth vgg.pth lpips.safetensors

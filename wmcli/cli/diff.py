@@ -17,10 +17,10 @@ def diff(
     as_json: Json = False,
     form: Format = None,
 ) -> None:
-    """Show in which settings two runs, or two artifacts, differ.
+    """Show the differing settings of two runs or two artifacts.
 
-    Runs are compared by the settings that they were started with; artifacts
-    also by environment, machine and inputs. No output: they do not differ.
+    Artifacts are also compared by environment, machine and inputs. Without a
+    difference nothing is printed.
 
     Examples:
         wm diff runs/a runs/b

@@ -7,7 +7,7 @@ from wmcli.cli.output import answer, emit_json
 
 
 def envs(as_json: Json = False, form: Format = None) -> None:
-    """List the environments that can be played here.
+    """List the installed environments.
 
     Examples:
         wm envs --json

@@ -1,14 +1,14 @@
-"""Sizes, times and scores as a person reads them."""
+"""Sizes, times and counts in short form."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 
-SHORT = 7  # digits of a digest that are enough to tell versions apart
+SHORT = 7  # digits of a digest that distinguish versions
 
 
 def size(number: float) -> str:
-    """Write bytes in two or three digits: `3.8 MB`. Units are powers of 1,000, as disks are sold."""
+    """Return bytes in two or three digits: `3.8 MB`. Units are powers of 1,000."""
     units = iter(("B", "kB", "MB", "GB", "TB"))
     unit = next(units)
     while number >= 999.5 and unit != "TB":
@@ -17,7 +17,7 @@ def size(number: float) -> str:
 
 
 def ago(time: str) -> str:
-    """Write how long an ISO 8601 time is past: `5 min`, `3 h`, `12 days`."""
+    """Return the time since an ISO 8601 time: `5 min`, `3 h`, `12 days`."""
     minutes = (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds() / 60
     if minutes < 120:
         return f"{max(minutes, 0):.0f} min"
@@ -25,5 +25,5 @@ def ago(time: str) -> str:
 
 
 def count(number: int | None) -> str | None:
-    """Write a whole number with its thousands apart."""
+    """Return an integer with thousands separators."""
     return None if number is None else f"{number:,}"

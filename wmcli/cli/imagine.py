@@ -44,10 +44,9 @@ def imagine(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train the controller inside the imagination of the dynamics model.
+    """Train the controller in imagination, inside the dynamics model.
 
-    One that plans (mcts) searches stored frames again with it, for the
-    dynamics to learn from.
+    A planner (mcts) searches stored frames again, as targets for the dynamics.
 
     Examples:
         wm imagine --run runs/catch --set controller.entropy_weight=0.01

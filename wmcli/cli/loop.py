@@ -1,4 +1,4 @@
-"""`wm run`: the whole circle of a preset in one process."""
+"""`wm run`: all stages of a preset in one process, epoch by epoch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(
         str | None,
         typer.Argument(
             metavar="PRESET",
-            help="Preset of a new run. Without it, the run goes on with its own.",
+            help="Preset of a new run. An existing run continues with its own.",
             autocompletion=complete_preset,
         ),
     ] = None,
@@ -49,7 +49,7 @@ def run(
         bool,
         typer.Option(
             "--force",
-            help="Train again what was published under other settings.",
+            help="Train again if an existing version has other settings.",
             rich_help_panel=REPEAT_PANEL,
         ),
     ] = False,
@@ -58,20 +58,20 @@ def run(
         typer.Option(
             min=1,
             metavar="N",
-            help="Let --set count from epoch N on; the epochs before stay as they are.",
+            help="Apply --set from epoch N on. Earlier epochs stay as they are.",
             rich_help_panel=RUN_PANEL,
         ),
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Collect, train and imagine in turn until the preset's epochs are over, then evaluate.
+    """Collect, train and imagine for all epochs of a preset, then evaluate.
 
-    The same command goes on where it was stopped. What --set changes here stays
-    with the run: --set run.epochs=N extends a finished one.
+    The same command resumes a stopped run. Settings changed by --set stay with
+    the run: --set run.epochs=N extends a finished one.
 
     With --set run.overlap=true a second process collects the next epoch's
-    experience while this one's models train.
+    experience while the models train.
 
     Examples:
         wm run quickstart --run runs/catch
@@ -80,7 +80,7 @@ def run(
         wm run --run runs/catch --set run.epochs=2
     """
     if name and preset and name != preset:
-        raise UsageError(f"two presets, {name} and --preset {preset}: give one of them.")
+        raise UsageError(f"two presets: {name} and --preset {preset}; give one of them.")
     from wmcli.stages.context import open_context
     from wmcli.stages.loop import run_loop
 

@@ -1,4 +1,4 @@
-"""The `wm` command: which commands there are, and how an exception becomes one line and an exit code.
+"""The `wm` command: its subcommands, and the exit code and message of every exception.
 
 Exit codes: 0 done, 1 a defect of ours, 2 wrong usage or settings, 3 a missing, damaged or incompatible artifact,
 4 another process holds it, 5 training diverged, 6 a limit of the machine, 75 stopped after a checkpoint (run again to
@@ -68,8 +68,8 @@ STAGES: dict[str, Callable[..., None]] = {
     "convert-lpips": convert_lpips.convert_lpips,
 }
 RESUMED = ("run", "collect", "train-tokenizer", "train-dynamics", "imagine")
-"""Commands that are asked to stop from their first moment on, so that a scheduler never sees another code than 75."""
-ANSWERS: dict[str, Callable[..., None]] = {
+"""Commands that catch SIGTERM and SIGINT from their start, so that a scheduler always gets exit code 75."""
+REPORTS: dict[str, Callable[..., None]] = {
     "compare": compare.compare,
     "runs": runs.runs,
     "diff": diff.diff,
@@ -80,14 +80,14 @@ ANSWERS: dict[str, Callable[..., None]] = {
     "envs": envs.envs,
     "settings": settings.settings,
 }
-for panel, commands in {"Work": STAGES, "Answers": ANSWERS}.items():
+for panel, commands in {"Work": STAGES, "Reports": REPORTS}.items():
     for name, command in commands.items():
         app.command(name, cls=Command, rich_help_panel=panel)(command)
-app.add_typer(presets.app, name="presets", rich_help_panel="Answers")
+app.add_typer(presets.app, name="presets", rich_help_panel="Reports")
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(version: bool) -> None:
+    if version:
         typer.echo(f"wm {__version__}")
         raise typer.Exit
 
@@ -99,8 +99,7 @@ def wm(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    # A bare `wm` is a question from a person, so help goes to stdout; but a script whose command word came out empty
-    # must not go on as if something had been done, hence the exit code of wrong usage.
+    # A bare `wm` prints help to stdout. It exits with the code of wrong usage: a script may have lost its command.
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(UsageError.exit_code)
@@ -108,21 +107,21 @@ def wm(
 
 # -- exceptions to exit codes -----------------------------------------------------------------------------------------
 
-# The base of all errors of parsing. Typer has moved it between modules; its subclass BadParameter stays where it is.
+# The base class of all parsing errors. Its module differs between versions of Typer; that of BadParameter does not.
 CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def main() -> None:
-    """The entry point of `wm`."""
+    """Run `wm`; the entry point of the package."""
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed by the caller, as in `wm collect >&-`
             setattr(sys, stream, Path(os.devnull).open("w"))  # noqa: SIM115 (open to the end of the process)
     _keep_stdout_for_results()
-    sys.exit(bash_words.answer(lambda: run([])) if bash_words.asked() else run(sys.argv[1:]))
+    sys.exit(bash_words.answer(lambda: run([])) if bash_words.is_completing() else run(sys.argv[1:]))
 
 
 def _keep_stdout_for_results() -> None:
-    """Let Python alone write to stdout: what compiled code and child processes print there goes to stderr."""
+    """Send the output of compiled code and child processes on stdout to stderr; only Python writes to stdout."""
     ours = sys.stdout
     results = open(  # noqa: SIM115, PTH123 (a descriptor, open to the end of the process)
         os.dup(ours.fileno()), "w", buffering=1 if ours.isatty() else -1, encoding=ours.encoding, errors=ours.errors
@@ -132,15 +131,18 @@ def _keep_stdout_for_results() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code. Errors are one line on stderr; a defect shows its traceback."""
+    """Run one command line and return its exit code.
+
+    An error is one line on stderr. A defect of ours shows its traceback.
+    """
     try:
         with stop_requests() if arguments[:1] and arguments[0] in RESUMED else nullcontext():
             returned = typer.main.get_command(app).main(args=list(arguments), prog_name="wm", standalone_mode=False)
-    except SystemExit as left:
-        # Typer ends the process itself after shell completion, and with code 1 when a pipe breaks under it.
-        if isinstance(left.__context__, BrokenPipeError):
+    except SystemExit as error:
+        # Typer exits after shell completion, and with code 1 after a broken pipe.
+        if isinstance(error.__context__, BrokenPipeError):
             return _reader_gone()
-        return left.code if isinstance(left.code, int) else 1
+        return error.code if isinstance(error.code, int) else 1
     except BrokenPipeError:
         return _reader_gone()
     except KeyboardInterrupt:
@@ -153,14 +155,14 @@ def run(arguments: Sequence[str]) -> int:
         return _complain(arguments, str(error), error.exit_code)
     except Exception as error:
         return _from_machine(arguments, error)
-    # Typer turns Ctrl-C into the return value 130, as it does with `raise typer.Exit(code)`.
+    # Typer returns 130 after Ctrl-C, and the code of `raise typer.Exit(code)`.
     if returned == INTERRUPTED:
         return _interrupted(arguments)
     return returned if isinstance(returned, int) else 0
 
 
 def _from_machine(arguments: Sequence[str], error: Exception) -> int:
-    """Errors of memory, disk and permissions in one line; all others are defects and show where they happened."""
+    """Report an error of memory, disk or permissions in one line. Any other is a defect and shows its traceback."""
     if _out_of_memory(error):
         message = "out of memory: make this stage's batch smaller with --set (see the keys: wm presets show NAME)."
         return _complain(arguments, message, MachineError.exit_code)
@@ -177,7 +179,7 @@ def _from_machine(arguments: Sequence[str], error: Exception) -> int:
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """Python's own, CUDA's (known only if torch was imported), and the untyped error of torch's CPU allocator."""
+    """Return whether an error is Python's, CUDA's or torch's CPU allocator's for lack of memory."""
     if isinstance(error, MemoryError):
         return True
     torch = sys.modules.get("torch")
@@ -187,13 +189,13 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """`wm collect`, or `wm` where no command was named."""
-    known = [*STAGES, *ANSWERS, "presets"]
-    return next((f"wm {word}" for word in arguments[:1] if word in known), "wm")
+    """Return the command, such as `wm collect`, or `wm` if the arguments name none."""
+    names = [*STAGES, *REPORTS, "presets"]
+    return next((f"wm {word}" for word in arguments[:1] if word in names), "wm")
 
 
 def _complain(arguments: Sequence[str], message: str, code: int) -> int:
-    """One line on stderr, whatever the message holds."""
+    """Print a message as one line on stderr and return the exit code."""
     typer.echo(f"{_command(arguments)}: {' '.join(message.split())}", err=True)
     return code
 
@@ -208,6 +210,6 @@ def _reader_gone() -> int:
 
 
 def _silence_stdout() -> None:
-    """Send what is left in stdout's buffer nowhere, or Python would fail on it once more while it shuts down."""
+    """Discard stdout's buffer, so that Python does not fail on it again at exit."""
     if sys.stdout is sys.__stdout__:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())

@@ -1,13 +1,13 @@
-"""The only printer of the command line: answers on stdout, tables for people beside a published path on stderr.
+"""All printing on stdout, and tables on stderr beside the path of a published artifact.
 
-An answer is a Rich table on a terminal and tab-separated lines under a heading in a pipe; `--format` chooses another
-form. With `--json` it is one JSON document:
+A result is a Rich table on a terminal and tab-separated lines with a heading in a pipe. `--format` chooses another
+form. `--json` prints one JSON document:
 
 - a command that publishes prints an artifact (see schema.py);
-- a command that lists prints an array of flat objects, one a row, and `[]` where there is nothing;
-- a command that sums up prints one object.
+- a command that lists prints an array of flat objects, one for each row;
+- a command that summarizes prints one object.
 
-Rich is imported only when a table is really drawn.
+Rich is imported with the first table.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row | None]
-"""None draws a line between its neighbors."""
+"""None is a rule between its neighbors."""
 Form = Literal["table", "tsv", "csv", "markdown", "latex"]
 EXACT = ("tsv", "csv")
-"""Forms for programs: numbers in full, errors in columns of their own."""
+"""Forms for programs: all digits, errors in columns of their own."""
 FEWEST = 2  # columns that a narrow terminal always shows
-TEXT_WIDTH = 24  # characters: longer texts may be broken between words, into columns no narrower than that
+TEXT_WIDTH = 24  # characters; longer texts are broken between words, into columns of at least this width
 _ENDLESS = 100_000  # characters
 
 
@@ -42,7 +42,7 @@ def line(text: str) -> None:
 
 
 def emit_json(value: Any) -> None:
-    """Print one JSON document, indented for a person. NaN and infinity, which JSON lacks, become null."""
+    """Print one JSON document, indented on a terminal. NaN and infinity, which JSON lacks, become null."""
     typer.echo(json.dumps(_finite(value), indent=2 if sys.stdout.isatty() else None, allow_nan=False))
 
 
@@ -55,7 +55,7 @@ def published(artifact: Artifact, as_json: bool) -> None:
 
 
 def chosen(form: Form | None) -> Form:
-    """The form of an answer: the given one, or else a table on a terminal and TSV in a pipe."""
+    """Return the form of a result. None is a table on a terminal and TSV in a pipe."""
     return form or ("table" if sys.stdout.isatty() else "tsv")
 
 
@@ -63,9 +63,9 @@ def answer(rows: Rows, columns: Sequence[str], form: Form | None = None) -> None
     """Print the rows on stdout.
 
     Args:
-        rows: values by column; a row that lacks a column, or has None there, shows "-" (in CSV nothing).
-        columns: those to show, the most important first: a narrow terminal leaves out the last.
-        form: what `--format` said.
+        rows: Values by column. A missing value or None is "-", in CSV an empty cell.
+        columns: Columns to print, the most important first. A narrow terminal omits the last ones.
+        form: Value of `--format`.
     """
     from wmcli.report.tables import FORMS
 
@@ -76,9 +76,9 @@ def answer(rows: Rows, columns: Sequence[str], form: Form | None = None) -> None
 
 
 def draw_table(rows: Rows, columns: Sequence[str], stream: TextIO, title: str | None = None) -> None:
-    """Draw a Rich table, numbers to the right; only long texts are broken.
+    """Draw a Rich table with numbers aligned right and long texts broken.
 
-    On a terminal that is too narrow the last columns are left out, and a line says so. Elsewhere there is no width.
+    A terminal that is too narrow omits the last columns, and a line names them. Elsewhere the width has no limit.
     """
     from rich.console import Console
     from rich.measure import Measurement
@@ -123,7 +123,7 @@ def _table(rows: Rows, columns: Sequence[str]) -> Any:
 
 
 def draw_beside(rows: Rows, columns: Sequence[str], title: str) -> None:
-    """Draw a table for a person who watches, on stderr beside the published path; nothing where stderr is a log."""
+    """Draw a table on stderr if that is a terminal."""
     if sys.stderr.isatty():
         draw_table(rows, columns, sys.stderr, title)
 

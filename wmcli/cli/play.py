@@ -13,11 +13,11 @@ from wmcli.errors import UsageError
 
 
 def play(
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the video goes: a .gif or .mp4.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File to write, .gif or .mp4.")],
     imagination: Annotated[
         bool,
         typer.Option(
-            "--imagination", help="Act in the world model after a few real frames, and show the real game beside it."
+            "--imagination", help="Act in the world model after a few real frames, beside the real environment."
         ),
     ] = False,
     actions: Annotated[
@@ -25,16 +25,16 @@ def play(
         typer.Option(
             "--actions",
             metavar="LIST",
-            help="Actions to begin with, e.g. 0,0,2 or LEFT,LEFT,RIGHT; the controller goes on behind them.",
+            help="First actions, e.g. 0,0,2 or LEFT,LEFT,RIGHT. The controller chooses the next ones.",
         ),
     ] = None,
-    known: Annotated[
+    context_frames: Annotated[
         int | None,
         typer.Option(
             "--context",
             metavar="N",
             min=1,
-            help="With --imagination: real frames to begin with. Default: dynamics.context, as in training.",
+            help="With --imagination: number of real frames before it. Default: dynamics.context, as in training.",
         ),
     ] = None,
     run: RunFolder = DEFAULT_RUN,
@@ -46,14 +46,14 @@ def play(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Record the controller playing, in the real environment or in imagination.
+    """Film the controller in the real environment or in imagination.
 
     Examples:
         wm play --run runs/catch --imagination --out dream.gif
         wm play --run runs/catch --imagination --actions LEFT,LEFT --out dream.gif
     """
-    if known is not None and not imagination:
-        raise UsageError("--context says how many real frames come before imagined ones: add --imagination.")
+    if context_frames is not None and not imagination:
+        raise UsageError("--context is the number of real frames before imagined ones: add --imagination.")
     from wmcli.stages.context import open_context
     from wmcli.stages.play import play as stage
 
@@ -62,7 +62,13 @@ def play(
     source: Literal["real", "imagination"] = "imagination" if imagination else "real"
     seed = context.settings.seed
     film = stage(
-        context, source=source, out=out, controller=controller, seed=seed, actions=actions, context_frames=known
+        context,
+        source=source,
+        out=out,
+        controller=controller,
+        seed=seed,
+        actions=actions,
+        context_frames=context_frames,
     )
     if as_json:
         emit_json({"path": str(film.path), "frames": film.frames, "return": film.total, "ended": film.ended})

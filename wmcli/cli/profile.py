@@ -26,54 +26,58 @@ def profile(
     device: Device = None,
     part: Annotated[
         Literal["stages", "kernels", "experience"] | None,
-        typer.Option(metavar="PART", help="Only this: stages, kernels or experience. Default: stages and kernels."),
+        typer.Option(
+            metavar="PART", help="Part to measure: stages, kernels or experience. Default: stages and kernels."
+        ),
     ] = None,
     frames: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Frames that --part experience writes and reads. Default: 100,000."),
     ] = None,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Leave a trace of one call of each stage in the artifact, for Perfetto.")
+        bool, typer.Option("--trace", help="Write a trace of one call of each stage into the artifact, for Perfetto.")
     ] = False,
     compare: Annotated[
         Literal["backbones"] | None,
         typer.Option(
-            metavar="WHAT",
-            help="backbones: measure instead what each costs at equal parameter count, by length.",
+            metavar="PARTS",
+            help="backbones: measure only the cost of each backbone by length, at equal parameter counts.",
             rich_help_panel=COMPARE_PANEL,
         ),
     ] = None,
     lengths: Annotated[
         str | None,
-        typer.Option(metavar="N,N,...", help="Elements. Default: 64,256,1024,4096.", rich_help_panel=COMPARE_PANEL),
+        typer.Option(
+            metavar="N,N,...", help="Lengths in elements. Default: 64,256,1024,4096.", rich_help_panel=COMPARE_PANEL
+        ),
     ] = None,
     force: Force = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure where the time and the memory of each stage and kernel go, against what this machine can do at best.
+    """Measure time and memory of each stage and kernel, beside the limits of the machine.
 
     Examples:
         wm profile --run runs/catch --device cuda
         wm profile --compare backbones --lengths 64,1024
     """
-    given: dict[str, Any] = {"parts": part and [part], "frames": frames, "trace": trace or None, "compare": compare}
+    arguments: dict[str, Any] = {"parts": part and [part], "frames": frames, "trace": trace or None, "compare": compare}
     if compare and (part or frames or trace):
-        raise UsageError("--compare measures nothing else: give it without --part, --frames and --trace.")
+        raise UsageError("--compare measures backbones only: omit --part, --frames and --trace.")
     if trace and part not in (None, "stages"):
-        raise UsageError(f"--trace is of the stages, which --part {part} leaves out: give it without.")
+        raise UsageError(f"--trace is a trace of the stages, and --part {part} measures none: omit one of them.")
     if frames and part != "experience":
         raise UsageError("--frames is for --part experience: give both.")
     if lengths is not None:
         if not compare:
             raise UsageError("--lengths is for --compare backbones: give both.")
-        given["lengths"] = _lengths(lengths)
+        arguments["lengths"] = _lengths(lengths)
     from wmcli.stages.context import open_context
     from wmcli.stages.profile import profile as stage
 
     changes = overrides(settings, {"seed": seed, "training.device": device})
     context = open_context(run, preset, changes, create=True, quiet=quiet, force=force)
-    artifact = stage(context, **{name: value for name, value in given.items() if value is not None})
+    artifact = stage(context, **{name: value for name, value in arguments.items() if value is not None})
     if not (as_json or quiet):
         show_profile(artifact)
     published(artifact, as_json)
@@ -93,7 +97,7 @@ def _lengths(text: str) -> list[int]:
 
 
 def show_profile(artifact: Artifact) -> None:
-    """A table of each kind of rows, for a person who watches."""
+    """Draw the tables of a profile on the terminal."""
     metrics = artifact.metrics
     tables: dict[str, Sequence[Row]] = {
         "ceilings": [_readable(row) for row in metrics["ceilings"]],
@@ -111,7 +115,7 @@ def show_profile(artifact: Artifact) -> None:
 
 
 def _readable(row: Row) -> Row:
-    """A row in few columns."""
+    """Return a row in fewer columns, with units."""
     shown: dict[str, Any] = {"what": row["what"], "shape": row["shape"], "in": row.get("implementation")}
     if "skipped" in row:
         return shown | {"time": f"skipped: {row['skipped']}"}
@@ -136,7 +140,7 @@ def _readable(row: Row) -> Row:
 
 
 def _by_length(rows: Sequence[Row]) -> list[Row]:
-    """A row for each length and backbone, training and imagination side by side."""
+    """Return a row for each length and backbone, training and imagination side by side."""
     shown: dict[tuple[int, str], dict[str, Any]] = {}
     for row in rows:
         if "backbone" in row:
@@ -169,12 +173,12 @@ def _share(row: Row) -> Row:
 
 
 def _arithmetic(row: Row) -> str:
-    """The rate, and of the ceiling in the run's precision."""
+    """Return the rate, and its share of the machine's limit in the run's precision."""
     return f"{_short(row['operations_per_second'] / 1e9)} GFLOP/s, {100 * row['of_matmul']:.3g} %"
 
 
 def _seconds(median: float, low: float, high: float) -> str:
-    """`12.3 ms (11.9 to 14)`."""
+    """Return median and range, as in `12.3 ms (11.9 to 14)`."""
     unit, scale = next(
         each for each in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)) if median * each[1] >= 1 or each[0] == "µs"
     )
@@ -182,7 +186,7 @@ def _seconds(median: float, low: float, high: float) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits, thousands apart."""
+    """Return a number in three digits, with thousands separators."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -1,7 +1,7 @@
-"""The keys of all settings and the values that some can only have, for the shell to complete.
+"""Keys of all settings and values of some, for completion in the shell.
 
-They are read from the source of the sections: importing those imports torch, which takes seconds, and a key that is
-completed after seconds is no help. `tests/cli/test_completion.py` holds this to the settings themselves.
+They are parsed from source: importing the sections imports torch, which takes seconds. `tests/cli/test_completion.py`
+compares the result with the settings.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Place(NamedTuple):
 
 @functools.cache
 def setting_keys() -> dict[str, tuple[str, ...]]:
-    """Map every key, `section.key`, to the values it can have: those of a Literal, true and false, or none known.
+    """Return the possible values of every key, `section.key`: those of a Literal, true and false, else none.
 
-    Of a section that there are several kinds of, all keys are there.
+    The keys of all kinds of a section are included.
     """
     keys: dict[str, tuple[str, ...]] = {}
     for key, value in _keys("", Place("wmcli.settings", "Settings")):
@@ -35,18 +35,18 @@ def setting_keys() -> dict[str, tuple[str, ...]]:
 
 
 def _keys(prefix: str, section: Place) -> Iterator[tuple[str, list[str]]]:
-    """Every key of a section and of those below it."""
+    """Yield every key of a section and of the sections inside it."""
     for name, module, annotation in _fields(section):
-        found = list(_meanings(module, annotation))
-        sections = [each for each in found if isinstance(each, Place)]
+        meanings = list(_meanings(module, annotation))
+        sections = [each for each in meanings if isinstance(each, Place)]
         for each in sections:
             yield from _keys(f"{prefix}{name}.", each)
         if not sections:
-            yield prefix + name, [each for each in found if isinstance(each, str)]
+            yield prefix + name, [each for each in meanings if isinstance(each, str)]
 
 
 def _fields(section: Place) -> Iterator[tuple[str, str, ast.expr]]:
-    """`(name, module, annotation)` of a class's fields, those of its bases first."""
+    """Yield `(name, module, annotation)` of a class's fields, those of its bases first."""
     node = _names(section.module)[section.name]
     if isinstance(node, Place):  # imported there
         yield from _fields(node)
@@ -66,7 +66,7 @@ def _is_class_variable(line: ast.AnnAssign) -> bool:
 
 
 def _meanings(module: str, annotation: ast.expr) -> Iterator[Place | str]:
-    """What an annotation allows: sections, and values as they are written after `--set key=`."""
+    """Yield the sections and values that an annotation allows, values as written after `--set key=`."""
     match annotation:
         case ast.Constant(value=str(value)):
             yield value
@@ -95,7 +95,7 @@ def _meanings(module: str, annotation: ast.expr) -> Iterator[Place | str]:
 
 @functools.cache
 def _names(module: str) -> dict[str, ast.ClassDef | ast.expr | Place]:
-    """The classes, aliases and imported names at the top of a module of ours."""
+    """Return the classes, aliases and imported names at the top level of a module of ours."""
     path = ROOT.joinpath(*module.split(".")[1:])
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     names: dict[str, ast.ClassDef | ast.expr | Place] = {}

@@ -48,8 +48,8 @@ def train_dynamics(
 ) -> None:
     """Train the dynamics model on the collected frames.
 
-    It learns from their tokens, or with the tokenizer as a part of it.
-    A model that is planned in (unizero, muzero) learns policy and value as well.
+    Its inputs are tokens, or frames if it trains its own encoder. Models for
+    planning (unizero, muzero) also learn policy and value.
 
     Examples:
         wm train-dynamics --run runs/catch --backbone mamba2

@@ -23,9 +23,9 @@ def verify(
 ) -> None:
     """Check every file of the run's artifacts against its recorded sha256.
 
-    ok; pruned: only the manifest was kept; damaged: files differ from the
-    manifest; damaged pictures: only those, so it can be used; unusable:
-    whole, but what it needs is not.
+    States: ok; pruned (only the manifest remains); damaged (files differ from
+    the manifest); damaged pictures (still usable); unusable (an input is
+    damaged).
 
     Examples:
         wm verify dynamics@3 --run runs/catch
@@ -43,6 +43,6 @@ def verify(
         emit_json(rows)
     else:
         answer(rows, ["name", "state", "detail"], form)
-    wrong = [f"{row['name']} {row['state']}" for row in rows if row["state"] not in ("ok", "pruned")]
-    if wrong:
-        raise ArtifactError(f"{len(wrong)} of {len(rows)} artifacts are not as they were: {', '.join(wrong)}.")
+    bad = [f"{row['name']} {row['state']}" for row in rows if row["state"] not in ("ok", "pruned")]
+    if bad:
+        raise ArtifactError(f"{len(bad)} of {len(rows)} artifacts failed: {', '.join(bad)}.")
