@@ -1,4 +1,4 @@
-"""Settings → models, artifacts → models: the only file that knows every part."""
+"""Build models from settings, and load them from artifacts. The only file that imports every part."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Tokenizer = VQTokenizer | CategoricalTokenizer
 
 
 def build_tokenizer(settings: Settings) -> Tokenizer:
-    """Build a fresh tokenizer for the environment's image size."""
+    """Build a freshly initialized tokenizer for the environment's frames."""
     return settings.tokenizer.build(settings.environment.size)
 
 
 def build_world_model(settings: Settings, tokenizer: Tokenizer | None, actions: int) -> WorldModel:
-    """Build a fresh world model.
+    """Build a freshly initialized world model.
 
     Args:
-        settings: The whole tree: sections `dynamics`, `backbone`, `tokenizer`, `environment` count.
-        tokenizer: The one to use or to train; None for a model without, see `DynamicsSettings.encoder`.
+        settings: Sections `dynamics`, `backbone`, `tokenizer` and `environment` count.
+        tokenizer: Tokenizer to use or to train; None for a model without, see `DynamicsSettings.encoder`.
         actions: Number of actions A.
     """
     new_backbone = partial(build_backbone, settings.backbone)
@@ -43,7 +43,16 @@ def build_world_model(settings: Settings, tokenizer: Tokenizer | None, actions: 
 
 
 def build_controller(settings: Settings, world_model: WorldModel, machine: Machine | None = None) -> Controller:
-    """Build a fresh controller for a world model's features. On a `machine` that replays graphs a search is one."""
+    """Build a freshly initialized controller.
+
+    Args:
+        settings: Sections `controller` and `environment` count.
+        world_model: World model whose features it takes.
+        machine: Device that may record a search as a CUDA graph; None records nothing.
+
+    Raises:
+        UsageError: The settings have no controller, or the world model lacks what it needs.
+    """
     wrap_repeated = machine.wrap_repeated if machine is not None else _as_it_is
     return settings.controller.build(world_model, settings.environment.size, wrap_repeated)
 
@@ -53,17 +62,17 @@ def _as_it_is(function: Callable) -> Callable:
 
 
 def settings_of(artifact: Artifact) -> Settings:
-    """The settings an artifact was made with."""
+    """Return the settings that an artifact was made with."""
     return validate(Settings, artifact.settings, f"settings of {artifact.name}")
 
 
 def load_tokenizer(artifact: Artifact, machine: Machine) -> Tokenizer:
-    """A published tokenizer, frozen. Raises ArtifactError when a file is damaged or does not fit its settings."""
+    """Load a published tokenizer, frozen. Raises ArtifactError if a file is damaged or does not fit its settings."""
     return _frozen(build_tokenizer(settings_of(artifact)), "tokenizer", artifact, machine)
 
 
 def load_world_model(artifact: Artifact, machine: Machine) -> WorldModel:
-    """Published dynamics with the tokenizer they were trained on, or with the one that they hold, both frozen."""
+    """Load a published dynamics model with its tokenizer, both frozen."""
     settings = settings_of(artifact)
     tokenizer = None
     if settings.dynamics.encoder == "tokenizer":
@@ -81,9 +90,8 @@ def load_controller(
 
     Args:
         artifact: The controller.
-        machine: Where to.
-        acting: Settings to act with (see `Settings.acting`), in place of those of the same kind that they were trained
-            with.
+        machine: Device of both.
+        acting: Settings to act with, see `Settings.acting`. They replace those of training where the kind is the same.
     """
     world_model = load_world_model(artifact.input("dynamics"), machine)
     settings = settings_of(artifact)
@@ -104,15 +112,15 @@ def _frozen(module: M, name: str, artifact: Artifact, machine: Machine) -> M:
 
 
 def count(module: nn.Module) -> int:
-    """Number of parameters."""
+    """Return the number of parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def parameter_counts(settings: Settings, actions: int) -> dict[str, int]:
-    """Parameters of each model and, as `model.part`, of its direct parts: `{"tokenizer": n, ...}`.
+    """Count the parameters of each model and its parts, as `model` and `model.part`.
 
-    A tokenizer that learns with the dynamics model is counted in both. Nothing is allocated: the models are built on
-    torch's meta device.
+    Both the dynamics model and a tokenizer inside it count the tokenizer. Models are built on torch's meta device,
+    without memory.
     """
     with torch.device("meta"):
         tokenizer = build_tokenizer(settings) if settings.dynamics.encoder in ("tokenizer", "dynamics") else None

@@ -145,7 +145,7 @@ def test_examples_name_presets_that_exist():
         (["collect", "--steps"], "wm collect: Option '--steps' requires an argument"),
         (["play"], "wm play: Missing option '--out'"),
         (["imagine", "extra"], "wm imagine: Got unexpected extra argument"),
-        (["imagine", "--more", "--force"], "wm imagine: --more goes on from the newest version"),
+        (["imagine", "--more", "--force"], "wm imagine: --more continues the newest version"),
         (["eval", "--protocol", "speed"], "wm eval: Invalid value for '--protocol'"),
         (
             ["eval", "runs/a", "runs/b"],

@@ -205,7 +205,7 @@ def test_without_folders_all_parts_are_cut_from_one(folder: Path, tmp_path: Path
         (["collect.test=4"], r"3 trajectories in .*/eval, but collect.test = 4"),
         (["environment.id=wm/TwoRoomsSmall-v0"], r"wm/TwoRoomsSmall-v0': .* use --env wm/Maze-9-v0"),
         (["environment.size=64"], r"use --set environment.size=32"),
-        (["run.overlap=true"], r"recorded episodes are all there before"),
+        (["run.overlap=true"], r"recorded episodes are all collected before"),
         (["collect.recordings="], r"set collect.recordings=FOLDER"),
     ],
 )

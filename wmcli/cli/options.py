@@ -1,6 +1,6 @@
-"""The options that several commands share, spelled once, and what the shell completes them with.
+"""Options that several commands share, and their shell completion.
 
-Nothing here may import torch, zarr or the settings at module level: `wm --help` reads this file.
+`wm --help` imports this file, so it may not import torch, zarr or the settings at module level.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def complete_kind() -> list[str]:
 
 
 def complete_reference(context: typer.Context) -> list[str]:
-    """The kinds, and every version in the run that `--run` names so far."""
+    """Return the kinds of artifacts, and every version in the run of `--run`."""
     from wmcli.artifacts import KINDS, Run
 
     folder = Path(context.params.get("run") or DEFAULT_RUN)
@@ -49,7 +49,7 @@ def complete_reference(context: typer.Context) -> list[str]:
 
 
 def complete_setting(incomplete: str) -> list[str]:
-    """`section.key=` for every setting, and `section.key=value` where the key is there and its values are known."""
+    """Return `section.key=` for every setting, and `section.key=value` for a key of few values."""
     from wmcli.cli.setting_keys import setting_keys
 
     keys = setting_keys()
@@ -87,16 +87,16 @@ def complete_environment() -> list[str]:
 
 
 def complete_device() -> list[str]:
-    """Without asking torch, which takes seconds: NVIDIA's driver makes a file for each GPU."""
+    """Return the devices. NVIDIA's driver has a file for each GPU; torch would take seconds."""
     gpus = sorted(Path("/dev").glob("nvidia[0-9]*"))
     return ["auto", "cpu", *(["cuda"] if gpus else []), *(f"cuda:{gpu.name[len('nvidia') :]}" for gpu in gpus)]
 
 
-def _reference(flag: str, what: str) -> Any:
+def _reference(flag: str, purpose: str) -> Any:
     return typer.Option(
         flag,
         metavar="REF",
-        help=f"{what}: {flag[2:]}@7 or the path of another run's. Default: the newest of this run.",
+        help=f"{purpose}: {flag[2:]}@7, or the path of another run's. Default: the newest of this run.",
         rich_help_panel=INPUT_PANEL,
         autocompletion=_complete_kind_of(flag[2:]),
     )
@@ -124,7 +124,7 @@ Preset = Annotated[
     typer.Option(
         "--preset",
         metavar="NAME",
-        help="Preset of a new run (see: wm presets). A run remembers its own.",
+        help="Preset of a new run, see wm presets. A run keeps its own.",
         rich_help_panel=RUN_PANEL,
         autocompletion=complete_preset,
     ),
@@ -185,7 +185,7 @@ Teacher = Annotated[
 
 Fresh = Annotated[
     bool,
-    typer.Option("--fresh", help="Start again instead of resuming stopped work.", rich_help_panel=REPEAT_PANEL),
+    typer.Option("--fresh", help="Start again instead of resuming interrupted work.", rich_help_panel=REPEAT_PANEL),
 ]
 More = Annotated[
     bool,
@@ -211,16 +211,16 @@ Quiet = Annotated[
 ]
 
 
-# -- what they mean ---------------------------------------------------------------------------------------------------
+# -- values of options ------------------------------------------------------------------------------------------------
 
 
-def overrides(given: Sequence[str] | None, short: Mapping[str, Any]) -> list[str]:
-    """`--set` texts followed by the short forms that were used, which therefore win: `{"seed": 3}` -> `"seed=3"`."""
-    return [*(given or ()), *(f"{key}={value}" for key, value in short.items() if value is not None)]
+def overrides(texts: Sequence[str] | None, short: Mapping[str, Any]) -> list[str]:
+    """Return the texts of `--set`, then the short forms, which win: `{"seed": 3}` becomes `"seed=3"`."""
+    return [*(texts or ()), *(f"{key}={value}" for key, value in short.items() if value is not None)]
 
 
 def may_create(*references: str | None) -> bool:
-    """Whether a stage may make a new run: only when every input is given by the path of one that exists."""
+    """Return whether a stage may begin a new run: every input is the path of an artifact that exists."""
     from wmcli.artifacts import KINDS
 
     return all(
@@ -231,9 +231,9 @@ def may_create(*references: str | None) -> bool:
 
 def refuse_both(more: bool, force: bool) -> None:
     if more and force:
-        raise UsageError("--more goes on from the newest version and --force starts without it: give one of them.")
+        raise UsageError("--more continues the newest version and --force starts without it: give one of them.")
 
 
 def refuse_both_forms(as_json: bool, form: Form | None) -> None:
     if as_json and form:
-        raise UsageError("--json and --format both say how to print: give one of them.")
+        raise UsageError("--json and --format both choose the form of the output: give one of them.")

@@ -1,4 +1,4 @@
-"""`wm presets`: what published systems and variants there are, and every setting of one."""
+"""`wm presets`: list published systems and their variants, and show every setting of one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from wmcli.errors import UsageError
 app = typer.Typer(cls=Group)
 
 SYSTEMS = ("REM", "IRIS", "Drama", "STORM", "Dreamer", "UniZero", "MuZero", "S4WM", "RSSM", "TSSM", "study")
-"""In the order of the list. A study compares what other systems are made of."""
-WIDE = 120  # columns of a terminal that has place for papers
+"""Systems in the order of the list. A study compares parts of other systems."""
+WIDE = 120  # columns of a terminal with room for papers
 NOTE = (
-    "Minutes are those of wm run on two CPU cores; docs/results.md says on which, and what else was running. All"
-    " settings of one preset: wm presets show NAME"
+    "Minutes are those of wm run on two CPU cores, see docs/results.md."
+    " All settings of one preset: wm presets show NAME"
 )
 
 
@@ -33,7 +33,7 @@ System = Annotated[
     str | None,
     typer.Option("--system", metavar="NAME", help=f"Only {', '.join(SYSTEMS)}.", autocompletion=complete_system),
 ]
-Quick = Annotated[bool, typer.Option("--quick", help="Only those that take minutes on a CPU.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Only presets that take minutes on a CPU.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -56,7 +56,7 @@ def presets(
 
 @app.command("list", cls=Command)
 def list_presets(system: System = None, quick: Quick = False, as_json: Json = False, form: Format = None) -> None:
-    """List the presets by system: what each is, what it takes, and the paper it comes from.
+    """List the presets by system: description, duration and paper.
 
     Examples:
         wm presets list
@@ -79,7 +79,7 @@ def list_presets(system: System = None, quick: Quick = False, as_json: Json = Fa
 
 
 def is_quick(row: Row) -> bool:
-    """Whether a preset takes minutes on a CPU."""
+    """Return whether a preset takes minutes on a CPU."""
     return " min" in row["cost"]
 
 
@@ -109,16 +109,16 @@ def show(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The preset.", autocompletion=complete_preset)],
     settings: Set = None,
     changed: Annotated[
-        bool, typer.Option("--changed", help="Only what differs from its base, or from the defaults without one.")
+        bool, typer.Option("--changed", help="Only settings that differ from its base, or else from the defaults.")
     ] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="And say what each setting is, with its unit.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Add the unit and description of each setting.")] = False,
     parameters: Annotated[
-        bool, typer.Option("--parameters", help="And count the parameters of each model and part.")
+        bool, typer.Option("--parameters", help="Add the number of parameters of each model and part.")
     ] = False,
     as_json: Json = False,
     form: Format = None,
 ) -> None:
-    """Show every resolved setting of a preset, and the sizes of its models if asked.
+    """Show every resolved setting of a preset, and optionally the sizes of its models.
 
     Examples:
         wm presets show quickstart --set backbone.layers=2 --parameters
@@ -159,7 +159,7 @@ def show(
 
 
 def count_parameters(settings: Any) -> dict[str, int]:
-    """Parameters of each model and part; the environment says how many actions there are."""
+    """Count the parameters of each model and part, with the actions of the environment."""
     from wmcli.assemble import parameter_counts
     from wmcli.envs import protocol
 

@@ -1,4 +1,4 @@
-"""Settings as files and values: sections and their validation, presets, overrides, migrations, identities."""
+"""Sections and their validation, presets, overrides, migrations, and the identities of jobs."""
 
 from wmcli.config.digests import canonical_json, digest
 from wmcli.config.identity import Identity

@@ -1,4 +1,4 @@
-"""Digests of plain values, by which jobs and artifacts are known."""
+"""Digests of plain values, which identify jobs and artifacts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def canonical_json(value: Any) -> str:
-    """Return the one spelling of a JSON value that digests are taken of: sorted keys, no spaces, no NaN."""
+    """Return the canonical text of a JSON value: sorted keys, no spaces, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""The settings that a job is known by, in the spelling of this version and of every earlier one."""
+"""The settings that identify a job, in the spelling of this version and of every earlier one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from wmcli.config.tables import flat, unflat
 class Identity:
     """Values that the result of a job depends on.
 
-    Today's values leave out settings at their defaults, so that a new key changes no job. Earlier versions knew the
-    same job by other values. An artifact that they published is recognized by those.
+    They leave out settings at their defaults, so that a new key changes no identity. The `earlier` values recognize
+    artifacts of earlier versions.
     """
 
     def __init__(
@@ -25,18 +25,18 @@ class Identity:
     ) -> None:
         self.values = dict(values)
         self.earlier = [dict(values) for _ in EARLIER] if earlier is None else [dict(each) for each in earlier]
-        """The latest version first."""
+        """Values by which earlier versions identified the job, the latest version first."""
         self.sections = tuple(sections)
-        """Sections of the settings that the result depends on."""
+        """Names of the sections that the result depends on."""
 
     @classmethod
     def of_sections(cls, values: Mapping[str, Any], changed: Mapping[str, Any], sections: Iterable[str]) -> Identity:
         """Build the identity of some sections.
 
         Args:
-            values: All their values, and the `alternatives`.
-            changed: Those that are not at their defaults.
-            sections: Their names.
+            values: Complete values, and the `alternatives`.
+            changed: Values that are not at their defaults.
+            sections: Names of the sections.
         """
         now = {key: value for key, value in changed.items() if value != {}}
         return cls(now, earlier_identities(values, changed), sections)
@@ -46,9 +46,9 @@ class Identity:
         """Build the identity of acting.
 
         Args:
-            values: All values of the sections `dynamics` and `controller`.
-            changed: Those that are not at their defaults.
-            keys: Keys, `section.key`, that count when they act.
+            values: Complete values of the sections `dynamics` and `controller`.
+            changed: Values that are not at their defaults.
+            keys: Keys, `section.key`, that acting depends on.
         """
 
         def part(identity: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -57,14 +57,14 @@ class Identity:
         names = zip(*(earlier_names(key) for key in keys), strict=True) if keys else [()] * len(EARLIER)
         spelled = zip(earlier_identities(values, changed), names, strict=True)
         *earlier, first = [part(identity, of_schema) for identity, of_schema in spelled]
-        # Schema 1 had the settings of a search under a name of their own, and those of dynamics without a section.
+        # Schema 1 named the settings of a search "search", and had those of dynamics without a section.
         first = {"search": first["controller"]} if "controller" in first else first.get("dynamics", {})
         sections = dict.fromkeys(key.partition(".")[0] for key in keys)
         return cls({"acting": part(changed, keys)}, [*({"acting": each} for each in earlier), first], sections)
 
     @classmethod
     def of_part(cls, name: str, part: Section, *, without: Collection[str] = ()) -> Identity:
-        """Build the identity of a group of settings, under a name, without some of its keys."""
+        """Build the identity of a named group of settings, without some of its keys."""
         now = {key: value for key, value in part.changed().items() if key not in without}
         complete = {key: value for key, value in part.plain().items() if key not in without}
         return cls({name: now}, [{name: now}] * (len(EARLIER) - 1) + [{name: complete}])
@@ -76,8 +76,8 @@ class Identity:
         return Identity(self.values | other.values, [mine | theirs for mine, theirs in pairs], sections)
 
     def revised(self, revision: int) -> Identity:
-        """Return the identity under a `revision` of the work: what another revision made is not the same.
+        """Return the identity under a revision of the stage, see `wmcli.artifacts.job.REVISIONS`.
 
-        Revision 1 is that of all versions before revisions were counted.
+        Revision 1 includes all earlier versions of wm.
         """
         return self if revision == 1 else Identity(self.values | {"revision": revision}, [], self.sections)

@@ -9,7 +9,7 @@ from pydantic import Discriminator
 
 
 class Kinds(NamedTuple):
-    """Choice among the kinds of a section."""
+    """The kinds of a section."""
 
     default: str
     """Kind of a section that names none."""

@@ -1,17 +1,17 @@
-"""Settings that earlier versions wrote, read with today's names; and today's settings as earlier versions spelled them.
+"""Migrations: read the settings of earlier versions, and recognize their jobs.
 
-The settings of a run and of an artifact carry the number of the schema that they were written in. `upgrade` leads from
-there to `SCHEMA`. `earlier_identities` leads back: a job is known by a digest of its settings, and an artifact of an
-earlier version is recognized by the digest that this version took.
+The settings of a run or artifact have the number of the schema that they were written in. `upgrade` converts them to
+`SCHEMA`. `earlier_identities` goes back. A job is identified by a digest of its settings, and an artifact of an earlier
+version has the digest of that version's spelling.
 
-`schema_N.json` holds the defaults of schema N. A job's settings at their defaults are left out of its identity, so:
+`schema_N.json` holds the defaults of schema N. The identity of a job leaves out settings at their defaults. Therefore:
 
 - To add a key: give it a default that changes nothing, and run `python -m wmcli.settings.freeze`.
 - To rename a key or to change a default: raise `SCHEMA`, add `renamed(N, {"old.key": "new.key"})` to `EARLIER` for the
   schema N that ends (with an empty table for a default alone), and run `python -m wmcli.settings.freeze`.
 - To change the results of a stage under the same settings: raise its number in `wmcli.artifacts.job.REVISIONS`.
 
-Schema 1 (wm 0.1.0): jobs were known by all values of whole sections, every backbone's settings included.
+Schema 1 (wm 0.1.0) identified jobs by all values of whole sections, with the settings of every backbone.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ Values = Mapping[str, Any]
 
 
 class Schema(NamedTuple):
-    """A schema that ended."""
+    """Conversions of an earlier schema, `section.key` being the form of a key."""
 
     upgrade: Callable[[Values], dict[str, Any]]
-    """From its values to those of the schema after it."""
+    """Convert values to the next schema."""
     upgrade_key: Callable[[str], str]
-    """From a key, `section.key`, to that of the schema after it."""
+    """Convert a key to the next schema."""
     downgrade: Callable[[Values], dict[str, Any]]
-    """From complete values of some sections, in the schema after it, to its own."""
+    """Convert complete values of some sections back from the next schema."""
     downgrade_key: Callable[[str], str]
-    """From a key of the schema after it to its own."""
+    """Convert a key back from the next schema."""
     identity: Callable[[Values], dict[str, Any]]
-    """From complete values to those by which its version knew a job."""
+    """Return the part of complete values that identified a job."""
 
 
 @functools.cache
 def frozen_defaults(schema: int) -> dict[str, Any]:
-    """Return `schema_N.json`: each key's default by the kinds that have it, `{"backbone.heads": {"retnet": 4, ...}}`.
+    """Return `schema_N.json`: defaults by key and kind, `{"backbone.heads": {"retnet": 4, ...}}`.
 
-    Kinds of nested sections are joined by a space. That of schema 1 has another form, see below.
+    A space joins the kinds of nested sections. Schema 1 has the form `{"backbone": {"retnet": {"heads": 4, ...}}}`.
     """
     text = resources.files("wmcli.config").joinpath(f"schema_{schema}.json").read_text(encoding="utf-8")
     defaults: dict[str, Any] = json.loads(text)
@@ -60,9 +60,9 @@ def frozen_defaults(schema: int) -> dict[str, Any]:
 
 
 def changed_since(schema: int, values: Values) -> dict[str, Any]:
-    """Return the complete `values` of some sections without those at their defaults in a schema.
+    """Return complete values of some sections without those at their defaults in a schema.
 
-    Equals `Section.changed` of the version that wrote the schema.
+    The result equals `Section.changed` of the version that wrote the schema.
     """
     table = flat(values)
     changed = {}
@@ -90,9 +90,9 @@ def keys_of_kind(section: str, kind: str) -> set[str]:
 
 
 def set_aside_unused(values: Values) -> dict[str, Any]:
-    """Return settings with keys that only other kinds of their section have moved into `alternatives.unused`.
+    """Move keys that only other kinds of their section have into `alternatives.unused`.
 
-    Such a key counts for nothing, but an earlier version knew its jobs by the value. At its default it is dropped.
+    Such a key has no effect, but an earlier version identified its jobs by the value. At its default it is dropped.
     """
     table, unused = flat(values), {}
 
@@ -112,11 +112,11 @@ def set_aside_unused(values: Values) -> dict[str, Any]:
 
 
 def renamed(schema: int, names: Mapping[str, str]) -> Schema:
-    """Build the schema that ended with some keys renamed, or with other defaults.
+    """Build the schema before a change of keys or defaults.
 
     Args:
         schema: Its number.
-        names: From its keys to those of the schema after it.
+        names: New names of its keys, in the next schema.
     """
     back = {new: old for old, new in names.items()}
 
@@ -158,7 +158,7 @@ RENAMED = {
     "controller.visit_constant": "controller.maxvisit_init",
     "backbone.name": "backbone.kind",
 }
-"""Keys of schema 1 and their names in schema 2. Keys of a backbone's own section moved up into `backbone` as well."""
+"""New names of keys of schema 1. Keys of a backbone's own section also moved up into `backbone`."""
 
 RENAMED_OF_BACKBONES = {
     "state": "state_size",
@@ -172,13 +172,13 @@ RENAMED_OF_BACKBONES = {
     "initialisation": "initialization",
     "prior.regulariser": "prior.regularizer",
 }
-"""The same for keys of the backbones' own sections."""
+"""New names of keys in the backbones' own sections."""
 
 RENAMED_VALUES = {
     "dynamics.posterior": {"factorised": "factorized"},
     "tokenizer.output": {"centred": "centered"},
 }
-"""Values, under the key's name in schema 2, that were spelled otherwise in schema 1."""
+"""New spellings of values, by the new name of the key."""
 
 BACKBONES_1 = {
     name.replace("-", "_"): name
@@ -195,7 +195,7 @@ BACKBONES_1 = {
         "s5",
     )
 }
-"""The section that each backbone had in schema 1, and the backbone's name."""
+"""Kind of backbone by its section in schema 1."""
 
 
 def _upgrade_key_1(key: str) -> str:
@@ -225,7 +225,7 @@ def _upgrade_1(values: Values) -> dict[str, Any]:
 
 
 def _upgrade_backbone(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section of the chosen backbone, and those of others that are not at their defaults as alternatives."""
+    """Return the section of the chosen backbone. Values of others that are not at their defaults are alternatives."""
     kind = table.get("name", frozen_defaults(1)["backbone"]["name"])
     backbone = {key: value for key, value in table.items() if key not in BACKBONES_1 and key != "name"}
     alternatives = {}
@@ -245,7 +245,7 @@ def _upgrade_backbone(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _downgrade_1(values: Values) -> dict[str, Any]:
-    """Return the values in schema 1's spelling, without keys that came later and are at their defaults."""
+    """Return values in the spelling of schema 1, without newer keys at their defaults."""
     changed = flat(changed_since(2, values))
     unused = values.get("alternatives", {}).get("unused", {})
     values_back = {key: {new: old for old, new in words.items()} for key, words in RENAMED_VALUES.items()}
@@ -274,9 +274,9 @@ def _downgrade_backbone(backbone: Mapping[str, Any], alternatives: Mapping[str, 
     table: dict[str, Any] = {"name": backbone["kind"]}
     for section, kind in BACKBONES_1.items():
         own = backbone if kind == backbone["kind"] else alternatives.get(kind, {})
-        known = flat(defaults[section])
+        old = flat(defaults[section])
         renamed = {back.get(key, key): value for key, value in flat(own).items()}
-        table[section] = merge(defaults[section], unflat({key: renamed[key] for key in known if key in renamed}))
+        table[section] = merge(defaults[section], unflat({key: renamed[key] for key in old if key in renamed}))
     shared = {key: value for key, value in backbone.items() if key in defaults and key not in table}
     return table | shared
 
@@ -288,11 +288,11 @@ def _respelled(key: str, value: Any, words: Mapping[str, Mapping[str, str]]) -> 
 # -- all schemas ------------------------------------------------------------------------------------------------------
 
 EARLIER = (Schema(_upgrade_1, _upgrade_key_1, _downgrade_1, _downgrade_key_1, identity=dict),)
-"""Schemas 1, 2, ... up to the one before `SCHEMA`."""
+"""Schemas 1, 2, ... before `SCHEMA`."""
 
 
 def upgrade(values: Values, schema: int) -> dict[str, Any]:
-    """Return settings, complete or in part, that were written in `schema` as they are written today."""
+    """Convert settings that were written in `schema` to today's."""
     upgraded = dict(values)
     for step in EARLIER[schema - 1 :]:
         upgraded = step.upgrade(upgraded)
@@ -300,7 +300,7 @@ def upgrade(values: Values, schema: int) -> dict[str, Any]:
 
 
 def upgrade_override(text: str, schema: int) -> str:
-    """Return an override, `section.key=value`, that was written in `schema` as it is written today."""
+    """Convert an override, `section.key=value`, that was written in `schema` to today's."""
     key, equals, value = text.partition("=")
     for step in EARLIER[schema - 1 :]:
         key = step.upgrade_key(key.strip())
@@ -308,18 +308,18 @@ def upgrade_override(text: str, schema: int) -> str:
 
 
 def earlier_identities(values: Values, changed: Values) -> list[dict[str, Any]]:
-    """Return the values by which earlier versions of wm knew a job, the latest version first.
+    """Return the values by which earlier versions identified a job, the latest version first.
 
     Args:
-        values: All values of the sections that the job depends on, and the `alternatives`.
-        changed: Those that are not at their defaults.
+        values: Complete values of the job's sections, and the `alternatives`.
+        changed: Values that are not at their defaults.
     """
     identities, written = [], dict(values)
     at_default = set(flat(values)) - set(flat(changed))
     for schema, step in reversed(list(enumerate(EARLIER, 1))):
         written = step.downgrade(written)
         at_default = {step.downgrade_key(key) for key in at_default}
-        if schema > 1:  # schema 1 sees to that itself
+        if schema > 1:  # schema 1 has its own rule
             added = at_default - frozen_defaults(schema).keys()
             kept = {key: value for key, value in flat(written).items() if key not in added}
             written = unflat(kept)
@@ -328,7 +328,7 @@ def earlier_identities(values: Values, changed: Values) -> list[dict[str, Any]]:
 
 
 def earlier_names(key: str) -> list[str]:
-    """Return the names of a key, `section.key`, in earlier schemas, the latest first."""
+    """Return the names of a key in earlier schemas, the latest first."""
     names = []
     for step in reversed(EARLIER):
         key = step.downgrade_key(key)
@@ -337,23 +337,23 @@ def earlier_names(key: str) -> list[str]:
 
 
 def new_name(key: str) -> str | None:
-    """Return the name that a key of an earlier schema has now; None for a key that was not renamed."""
+    """Return the new name of an earlier key. None if it was not renamed."""
     name = upgrade_override(key, 1)
     return None if name == key else name
 
 
 def refuse_old_keys(table: Mapping[str, Any], where: str) -> None:
-    """Raise UsageError, naming old and new name, if a table of settings has a key that was renamed."""
+    """Raise UsageError, with the new name, if a table of settings has a renamed key."""
     for key in flat(table):
         if (name := new_name(key)) is not None:
             raise UsageError(f"{where}: {key} is called {name} since wm 0.2.0.")
 
 
 def check_schema(schema: Any, where: str) -> int:
-    """Return the number of a schema that this version reads. Raises UsageError for any other value."""
+    """Return the number of a schema. Raises UsageError unless this version reads it."""
     if isinstance(schema, bool) or not isinstance(schema, int) or not 1 <= schema <= SCHEMA:
-        known = ", ".join(str(number) for number in range(1, SCHEMA + 1))
+        numbers = ", ".join(str(number) for number in range(1, SCHEMA + 1))
         raise UsageError(
-            f"{where}: settings of schema {str(schema)[:20]}, but this wm reads {known}; use the wm of it."
+            f"{where}: settings of schema {str(schema)[:20]}, but this wm reads {numbers}; use the wm that wrote them."
         )
     return schema

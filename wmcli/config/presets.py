@@ -1,8 +1,7 @@
-"""Presets: TOML files that state what differs from the defaults, or from the preset that they name in `base`.
+"""Presets: TOML files with the settings that differ from the defaults, or from the preset named in `base`.
 
-A preset is named as one of those that ship with the package, or by the path of a file that ends in `.toml`. Beside the
-sections of the settings it has a header, and `[alternatives.backbone.KIND]` tables: settings that `--backbone KIND`
-brings along.
+A preset is the name of one in the package, or the path of a file that ends in `.toml`. A header describes it. Its
+`[alternatives.backbone.KIND]` tables are the settings that `--backbone KIND` starts from.
 """
 
 from __future__ import annotations
@@ -20,24 +19,25 @@ from wmcli.config.toml import MAX_TOML_BYTES, read_toml
 from wmcli.errors import UsageError
 
 PRESET_HEADER = ("about", "paper", "system", "cost", "base")
-"""Description in a line, publication, system, minutes of a run, and the preset that it differs from."""
+"""Keys of the header: description, publication, system, duration of a run, and the preset to start from."""
 
 
 def preset_names() -> list[str]:
-    """Return the presets that ship with the package, sorted."""
+    """Return the names of the presets in the package, sorted."""
     folder = resources.files("wmcli.presets")
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
 def is_file(preset: str) -> bool:
-    """Return whether a preset is named by the path of a file."""
+    """Return whether a preset is a path."""
     return preset.endswith(".toml")
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """Return a preset's own table, as written.
+    """Return a preset's own table, without that of its base.
 
-    Raises UsageError for an unknown name, or a file that is missing, no TOML or written for another version.
+    Raises:
+        UsageError: The name is unknown, or the file is missing, no TOML or of another version.
     """
     if is_file(name):
         table = read_toml(_read_text(Path(name)), name)
@@ -60,12 +60,12 @@ def _read_text(path: Path) -> str:
 
 
 def preset_values(name: str) -> dict[str, Any]:
-    """Return the settings that a preset states, with those of its `base`, without its header."""
+    """Return the settings of a preset and its bases, without their headers."""
     return _values(name, ())
 
 
 def preset_header(name: str) -> dict[str, Any]:
-    """Return a preset's header (see `PRESET_HEADER`), with its base's entries for its own missing ones."""
+    """Return a preset's header, see `PRESET_HEADER`. Missing entries are those of its base."""
     own = {key: value for key, value in read_preset(name).items() if key in PRESET_HEADER}
     base = _base(name, own)
     above = preset_header(base) if base is not None else dict.fromkeys(PRESET_HEADER)
@@ -82,7 +82,7 @@ def _values(name: str, above: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _base(name: str, table: Mapping[str, Any]) -> str | None:
-    """Return the preset that one differs from; a path is relative to the file that names it."""
+    """Return the base of a preset, or None. A path is relative to the file that names it."""
     base = table.get("base")
     if base is not None and not isinstance(base, str):
         raise UsageError(f"preset {name}: base = {one_line(repr(base))}: name one preset.")
@@ -92,10 +92,10 @@ def _base(name: str, table: Mapping[str, Any]) -> str | None:
 
 
 def lay_over(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings `values` with `over` laid on them, table by table.
+    """Merge settings table by table. Values of `over` win.
 
-    Where `over` changes the kind of a section, only the `shared` keys of its `KINDS` stay, and the section takes
-    the `alternatives` of the new kind.
+    Where `over` changes the kind of a section, the section keeps only the `shared` keys of its `KINDS`, and takes the
+    `alternatives` of the new kind.
     """
     alternatives = merge(values.get("alternatives", {}), over.get("alternatives", {}))
     merged = {**values, **{key: _lay(key, values.get(key), over[key], alternatives) for key in over}}
@@ -104,7 +104,7 @@ def lay_over(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, An
 
 
 def _lay(path: str, before: Any, over: Any, alternatives: Mapping[str, Any]) -> Any:
-    """Return the value at `path` with another laid on it."""
+    """Merge the values of both at `path`."""
     if not isinstance(over, Mapping):
         return over
     table = dict(before) if isinstance(before, Mapping) else {}

@@ -1,7 +1,7 @@
-"""The base class of all settings, and validation with one clear line.
+"""The base class of all settings, and validation with messages of one line.
 
-A section is a frozen pydantic model in the file of the part that it configures. Each field has a line that describes
-it, with its unit. `wmcli.settings` puts the sections together.
+A section is a frozen pydantic model in the file of the part that it configures. The docstring below a field describes
+it and ends with its unit. `wmcli.settings` combines the sections.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from wmcli.errors import UsageError
 
 
 class Section(BaseModel):
-    """A group of settings: immutable, typed strictly, unknown keys refused, numbers finite (JSON has no others)."""
+    """A group of settings: immutable, strictly typed, without unknown keys. Numbers are finite."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -37,9 +37,9 @@ class Section(BaseModel):
         return self.model_dump(mode="json")
 
     def changed(self) -> dict[str, Any]:
-        """Return the plain values that differ from the defaults of this class, and `kind` where it has one.
+        """Return the plain values that differ from the defaults of this class, and its `kind`.
 
-        A job is known by these, so that a key added later, at its default, changes no job of an earlier version.
+        They identify a job, so a new key at its default does not change the identity of an older job.
         """
         plain, values = self.plain(), {}
         for name, field in type(self).model_fields.items():
@@ -55,28 +55,36 @@ class Section(BaseModel):
 T = TypeVar("T", bound=Section)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The second half of a "no such thing" message: the nearest known word, or all of them."""
-    known = list(known)
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """Return the end of a message about an unknown word: the nearest candidate, or all of them."""
+    candidates = list(candidates)
+    near = difflib.get_close_matches(word, candidates, n=1, cutoff=0.5)
     if near:
         return f"did you mean '{near[0]}'?"
-    return f"known: {', '.join(sorted(known))}." if known else "it has no keys."
+    return f"known: {', '.join(sorted(candidates))}." if candidates else "it has no keys."
 
 
 def validate(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Build `kind` from plain values. Raises UsageError with one line: the key, what is wrong, the nearest key.
+    """Build a section from plain values.
 
-    The values are read as JSON is: a list fits a tuple and a whole number fits a float, but no text fits a number.
+    Values are read as JSON. A list fits a tuple and a whole number fits a float, but a text does not fit a number.
+
+    Args:
+        kind: Class of the section.
+        values: Nested tables.
+        where: Source of the values, for messages.
+
+    Raises:
+        UsageError: A value is wrong. The message names the key, the problem and the nearest key.
     """
     try:
-        return kind.model_validate_json(json.dumps(values, default=str))  # str: TOML has dates, no setting is one
+        return kind.model_validate_json(json.dumps(values, default=str))  # str: TOML has dates, but no setting does
     except ValidationError as error:
         raise UsageError(f"{where}: {problem(kind, values, error)}") from None
 
 
 def problem(kind: type[BaseModel], values: Mapping[str, Any], error: ValidationError) -> str:
-    """Return the first thing that is wrong with `values`, in one line."""
+    """Describe the first problem of `values` in one line."""
     first = error.errors(include_url=False, include_input=False)[0]
     loc, section, kinds = _place(kind, first["loc"])
     path = [str(part) for part in loc]
@@ -90,18 +98,18 @@ def problem(kind: type[BaseModel], values: Mapping[str, Any], error: ValidationE
             return f"unknown key '{key}': {section.tag} '{section.kind_name()}' has no such key, {have}."
         return f"unknown key '{key}'; {did_you_mean(path[-1][:100], fields)}"
     if first["type"] == "union_tag_invalid":
-        tag, known = first["ctx"]["tag"], first["ctx"]["expected_tags"].replace("'", "").split(", ")
+        tag, tags = first["ctx"]["tag"], first["ctx"]["expected_tags"].replace("'", "").split(", ")
         name = KINDS[key].tag if key in KINDS else "kind"
-        return f"{key}.{name} = '{tag}': there is none; {did_you_mean(tag, known)}"
+        return f"{key}.{name} = '{tag}': there is none; {did_you_mean(tag, tags)}"
     if first["type"] == "missing":
         return f"{key} is missing."
-    if first["type"] == "value_error" or not key:  # a check that names what it found itself
+    if first["type"] == "value_error" or not key:  # the message of a validator, which names the keys
         return f"{key}: {message}" if key else message
-    return f"{key}{_given(values, loc)}: {message}"
+    return f"{key}{_value_at(values, loc)}: {message}"
 
 
-def _given(values: Any, path: tuple[int | str, ...]) -> str:
-    """` = value` for the value at `path`; nothing if a part of the path is no key, as the name of an alternative."""
+def _value_at(values: Any, path: tuple[int | str, ...]) -> str:
+    """Return ` = value` for the value at `path`. Empty if a part of the path is no key."""
     for part in path:
         try:
             values = values[part]

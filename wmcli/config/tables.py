@@ -1,4 +1,4 @@
-"""Nested tables of plain values: overrides, merging, flattening."""
+"""Nested tables of plain values: parse overrides, merge and flatten."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from wmcli.errors import UsageError
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """Parse `'run.keep=3'` to `(('run', 'keep'), 3)`. The value is read as TOML, else taken as a string.
+    """Parse `'run.keep=3'` to `(('run', 'keep'), 3)`. A value that is no TOML is a string.
 
-    Raises UsageError if the text has another form.
+    Raises:
+        UsageError: The text has another form.
     """
     key, equals, value = text.partition("=")
     path = tuple(part.strip() for part in key.split("."))
@@ -28,7 +29,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with `over` laid on it, tables merged key by key."""
+    """Merge two nested tables key by key. Values of `over` win."""
     merged = dict(base)
     for key, value in over.items():
         if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
@@ -46,7 +47,7 @@ def nested(path: tuple[str, ...], value: Any) -> dict[str, Any]:
 
 
 def flat(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested tables as one: `{"controller.learning_rate": 1e-4, ...}`, in the same order."""
+    """Flatten nested tables to `{"controller.learning_rate": 1e-4, ...}`, in the same order."""
 
     def walk(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for key, value in table.items():
@@ -59,7 +60,7 @@ def flat(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unflat(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the nested tables that `flat` gives as one."""
+    """Return the nested tables of a flat one: the inverse of `flat`."""
     values: dict[str, Any] = {}
     for key, value in table.items():
         values = merge(values, nested(tuple(key.split(".")), value))

@@ -1,4 +1,4 @@
-"""Reading TOML from people and files that may be hostile, and writing it."""
+"""Read TOML, possibly hostile, and write it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,34 @@ import tomli_w
 
 from wmcli.errors import UsageError
 
-MAX_TOML_BYTES = 1 << 18  # a preset is a page; anything larger is a mistake and could be hostile to the parser
-MAX_TOML_DOTS = 50  # in a line: the parser's time grows with the square of a dotted key's parts
+MAX_TOML_BYTES = 1 << 18  # a preset is a page; a larger file is a mistake, or hostile to the parser
+MAX_TOML_DOTS = 50  # in a line; the parser takes quadratic time in the parts of a dotted key
 
 
 def read_toml(text: str, where: str) -> dict[str, Any]:
-    """Parse TOML. Raises UsageError with one line that names `where`."""
+    """Parse TOML.
+
+    Args:
+        text: TOML.
+        where: Source of the text, for messages.
+
+    Raises:
+        UsageError: The text is too large or no TOML.
+    """
     if len(text) > MAX_TOML_BYTES:
         raise UsageError(f"{where}: larger than {MAX_TOML_BYTES} bytes, so it is no settings file.")
     if any(line.count(".") > MAX_TOML_DOTS for line in text.splitlines()):
         raise UsageError(f"{where}: a line with more than {MAX_TOML_DOTS} dots, so it is no settings file.")
     try:
         return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # a plain ValueError comes of an integer of thousands of digits
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits raises a plain ValueError
         raise UsageError(f"{where}: not valid TOML: {error}") from None
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """Write nested tables of text, numbers, truth values and lists so that `read_toml` returns the same.
+    """Return nested tables of text, numbers, booleans and lists as TOML.
 
-    TOML has no null. A None is left out; settings read it as their default, the only place it can come from.
+    TOML has no null, so None is left out. Settings then take their default, the only source of a None.
     """
     return tomli_w.dumps(_without_none(values))
 

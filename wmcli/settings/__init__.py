@@ -1,4 +1,4 @@
-"""The settings of a run: all sections in one tree, and how a preset and overrides become it."""
+"""The settings of a run: all sections in one tree, resolved from a preset and overrides."""
 
 from wmcli.settings.resolve import flatten, resolve
 from wmcli.settings.sections import (

@@ -1,6 +1,6 @@
 """Every setting with its type, default, unit and description, for `wm settings` and docs/settings.md.
 
-`python -m wmcli.settings.describe > docs/settings.md` writes that page; a test holds it to the code.
+`python -m wmcli.settings.describe > docs/settings.md` writes that page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from wmcli.config import Section, flat, kinds_above
 from wmcli.settings.tree import Settings
 
-# A description ends with its unit, where it has one: "Training sequence length. [frames]".
+# A description may end with its unit: "Training sequence length. [frames]".
 _DESCRIPTION = re.compile(r"(?P<text>.*?)(?: \[(?P<unit>[^\[\]]+)\])?")
 _BOUNDS = {
     Ge: ("ge", ">="),
@@ -33,22 +33,22 @@ class Setting(NamedTuple):
     key: str
     """`section.key`."""
     kind: str
-    """The `kind` of the section, or of a section within it, that has the key; empty where there is only one."""
+    """Kinds of the sections that have the key, outermost first, joined by a space; empty where there is only one."""
     type: str
-    """Values that it takes, for people."""
+    """Values that it takes, as a person would write them."""
     default: Any
-    """As JSON has it."""
+    """JSON value."""
     unit: str
     description: str
 
 
 def settings_of_section(name: str | None = None) -> list[Setting]:
-    """Return every setting, or those of one section, in the order of the sections, kind by kind."""
+    """List every setting, or those of one section or key, in the order of sections and kinds."""
     return [each for each in _walk("", "", Settings) if name is None or f"{each.key}.".startswith(f"{name}.")]
 
 
 def explained(settings: Settings) -> dict[str, dict[str, str]]:
-    """Return unit and description of each key that is in force in some settings."""
+    """Return unit and description of each key of some settings."""
     table = flat(settings.plain())
     return {
         each.key: {"unit": each.unit, "description": each.description}

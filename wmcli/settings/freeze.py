@@ -1,7 +1,7 @@
 """Write the defaults of the current schema to `wmcli/config/schema_N.json`: python -m wmcli.settings.freeze.
 
-A job is known by the settings that are not at their defaults. So a default that changes must be known to later versions
-(see `wmcli.config.migrations`).
+Settings that are not at their defaults identify a job. Later versions therefore need the defaults of this one, see
+`wmcli.config.migrations`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from wmcli.settings.describe import settings_of_section
 
 
 def defaults() -> dict[str, dict[str, Any]]:
-    """Return each key's default by the kinds that have it."""
+    """Return defaults by key and kind."""
     table: dict[str, dict[str, Any]] = {}
     for each in settings_of_section():
         if not each.key.startswith("alternatives."):

@@ -1,4 +1,4 @@
-"""From a preset and overrides to settings."""
+"""Resolve settings from a preset and overrides."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from wmcli.settings.tree import Settings
 
 
 def resolve(preset: str, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None) -> Settings:
-    """Return the settings of a preset with overrides laid on top.
+    """Return the settings of a preset with overrides.
 
-    An override that changes the `kind` of a section starts that section from the defaults of the new kind, from its
-    `alternatives`, and from the keys that all kinds share. Overrides of its keys come after it in any order.
+    An override of the kind of a section restarts that section from the defaults of the new kind, its `alternatives`,
+    and the keys that both kinds share. Overrides of other keys apply after it, in whatever order they are given.
 
     Args:
         preset: Name, or path of a TOML file.
-        overrides: Texts `section.key=value`, later ones first in rank.
+        overrides: Texts `section.key=value`. The last one of a key wins.
         base: Plain values in place of the preset's.
 
     Raises:
-        UsageError: An unknown preset or key, a wrong type or an impossible combination, in one line.
+        UsageError: A preset or key is unknown, a value is wrong, or values contradict each other.
     """
     values = dict(base) if base is not None else preset_values(preset)
     where = f"preset {preset}"
@@ -41,16 +41,16 @@ def resolve(preset: str, overrides: Sequence[str] = (), base: Mapping[str, Any] 
 
 
 def _ignored(settings: Settings) -> str | None:
-    """Say which setting would count for nothing. Runs of 0.1.0 may have it: they are read, and go on, as they began."""
+    """Describe a setting without effect. None if there is none; runs of 0.1.0 may have one and stay usable."""
     rows = getattr(settings.dynamics, "rows", "windows")
     if settings.training.sampling == "dfs" and rows != "windows":
         return (
-            f"training.sampling = 'dfs' favors windows that were drawn less often, but dynamics.rows = '{rows}' takes"
-            " all episodes in turn: set training.sampling=windows, or dynamics.rows=windows"
+            f"training.sampling = 'dfs' favors windows of less use, but dynamics.rows = '{rows}' takes all"
+            " episodes in turn: set training.sampling=windows, or dynamics.rows=windows"
         )
     return None
 
 
 def flatten(values: Section | Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings, or their plain values, as `{"controller.learning_rate": 1e-4, ...}` in the same order."""
+    """Flatten settings, or their plain values, to `{"controller.learning_rate": 1e-4, ...}` in the same order."""
     return flat(values.plain() if isinstance(values, Section) else values)

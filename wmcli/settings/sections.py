@@ -1,4 +1,4 @@
-"""Sections that belong to no part: collecting, evaluation, the loop of `wm run`."""
+"""Settings of collecting, of evaluation and of the loop of `wm run`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from pydantic import Field, field_validator, model_validator
 from wmcli.config import KINDS, Section, did_you_mean
 
 Measure = Literal["generation", "recall", "reward", "doors", "probe"]
-"""What can be measured of a memory model: see wmcli/stages/memory_tasks.py and probe.py."""
-
+"""A measure of a memory model, see `wmcli.stages.memory_tasks` and `wmcli.stages.probe`."""
 
 MAX_EPISODES = 50_000
-"""Returns and lengths of so many episodes fit into the manifest of an evaluation."""
+"""Episodes whose returns and lengths fit into the manifest of an evaluation."""
 
 
 class CollectSettings(Section):
@@ -29,7 +28,7 @@ class LearnedCollectSettings(CollectSettings):
     policy: Literal["learned"] = "learned"
     """The newest controller plays; before there is one, actions are uniformly random."""
     steps: int = Field(200, ge=1)
-    """Steps of one collect, over all environments together; an Atari step is 4 frames. [environment steps]"""
+    """Length of one collect, over all environments together. An Atari step is 4 frames. [environment steps]"""
     temperature: float = Field(1.0, gt=0)
     """Divisor of the policy's logits before an action is sampled."""
     epsilon: float = Field(0.01, ge=0, le=1)
@@ -69,61 +68,55 @@ class RecordedCollectSettings(EpisodesCollectSettings):
 
 class EvaluationSettings(Section):
     episodes: int = Field(100, ge=1, le=MAX_EPISODES)
-    """Complete episodes that make a score."""
+    """Complete episodes that make a score. [episodes]"""
     environments: int = Field(8, ge=1)
-    """Environments side by side."""
+    """Parallel environments. [environments]"""
     temperature: float = Field(0.5, ge=0)
-    """Divides the policy's logits before an action is sampled; 0 takes the likeliest action."""
+    """Divisor of the policy's logits before an action is sampled. 0 takes the most probable action."""
     measures: tuple[Measure, ...] | Literal["auto"] = ()
-    """What `wm run` measures in the end of a dynamics model that learned a memory task: a list, or auto, every measure
-    that fits the task and the model but the probe, which trains networks of its own."""
+    """Measures that `wm run` evaluates at its end, for a dynamics model of a memory task. `auto` takes all that fit
+    the task and the model, except the probe, which trains networks of its own."""
     probe_updates: int = Field(2000, ge=1)
-    """Updates of the probes that `wm eval --protocol probe` trains."""
+    """Training of the probes of `wm eval --protocol probe`. [updates]"""
 
     @field_validator("measures", mode="before")
     @classmethod
-    def _known(cls, given: Any) -> Any:
+    def _check_measures(cls, value: Any) -> Any:
         measures = get_args(Measure)
-        if given == "auto":
-            return given
-        words = [given] if isinstance(given, str) else given
-        if not isinstance(words, list | tuple) or "auto" in words or given in measures:
-            example = given if given in measures else "generation"
-            raise ValueError(f'{given!r} is no list of measures: write ["{example}"], or auto alone')
+        if value == "auto":
+            return value
+        words = [value] if isinstance(value, str) else value
+        if not isinstance(words, list | tuple) or "auto" in words or value in measures:
+            example = value if value in measures else "generation"
+            raise ValueError(f'{value!r} is no list of measures: write ["{example}"], or auto alone')
         for word in words:
             if word not in measures:
                 raise ValueError(f"there is no measure {word!r}; {did_you_mean(str(word), (*measures, 'auto'))}")
-        return tuple(given)
+        return tuple(value)
 
 
 class RunSettings(Section):
-    """The papers' loop: each epoch collects, then trains what has started."""
+    """The papers' loop: each epoch collects, then trains the models that have started."""
 
     epochs: int = Field(600, ge=1)
-    """Epochs of `wm run`."""
+    """Length of `wm run`. [epochs]"""
     collect_epochs: int = Field(500, ge=1)
-    """Only the first so many epochs collect."""
+    """Last epoch that collects. [epochs]"""
     tokenizer_after: int = Field(5, ge=0)
-    """The tokenizer trains in epochs after this one."""
+    """Epochs before the tokenizer begins to train. [epochs]"""
     tokenizer_epochs: int = Field(600, ge=0)
-    """Only the first so many epochs train it: codes that stay spare the models after it learning them anew. 0 where
-    the dynamics model trains it."""
+    """Last epoch that trains the tokenizer; fixed codes spare the models after it from learning new ones. 0 where the
+    dynamics model trains it. [epochs]"""
     dynamics_after: int = Field(25, ge=0)
-    """The dynamics model trains in epochs after this one."""
+    """Epochs before the dynamics model begins to train. [epochs]"""
     controller_after: int = Field(50, ge=0)
-    """The controller trains in epochs after this one."""
+    """Epochs before the controller begins to train. [epochs]"""
     evaluate_every: int = Field(10, ge=0)
-    """Epochs between evaluations on the way; 0 evaluates only at the end."""
+    """Interval of evaluations during the run; 0 evaluates at its end only. [epochs]"""
     evaluate_episodes: int = Field(16, ge=1)
-    """Episodes of an evaluation on the way; the last one takes evaluation.episodes."""
+    """Episodes of an evaluation during the run; the last one takes evaluation.episodes. [episodes]"""
     keep: int = Field(2, ge=1)
-    """Newest versions of each model whose weights stay on disk; of older ones only the manifest does."""
+    """Newest versions of each model that keep their weights; older ones keep the manifest alone. [versions]"""
     overlap: bool = False
-    """Collect the next epoch's experience in a second process while this epoch's models train. A controller that is one
-    epoch older plays it then; what comes out is as reproducible. Off: collect, then train."""
-
-    @model_validator(mode="after")
-    def _who_collects_is_kept(self) -> RunSettings:
-        if self.overlap and self.keep < 2:
-            raise ValueError("overlap collects with the last controller but one, which keep = 1 removes: set keep = 2")
-        return self
+    """Collect the next epoch's experience in a second process while the models train, with the controller of one epoch
+    before. Results are as reproducible as without."""

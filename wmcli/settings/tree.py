@@ -1,4 +1,4 @@
-"""All sections of the settings in one tree."""
+"""The tree of all settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from wmcli.world_models.muzero import MuZeroSettings
 from wmcli.world_models.token import TokenWorldModelSettings
 from wmcli.world_models.unizero import UniZeroSettings
 
-# To add a kind: a class in the file of its part, and a line here.
+# To add a kind: a class in the file of its part, a line here, and `python -m wmcli.settings.freeze`.
 AnyCollect = Annotated[
     Annotated[LearnedCollectSettings, Tag("learned")]
     | Annotated[ScriptedCollectSettings, Tag("scripted")]
@@ -63,12 +63,12 @@ AnyController = Annotated[
 
 
 class Alternatives(Section):
-    """Settings of kinds that were not chosen. A change of kind brings them along."""
+    """Settings of other kinds, from which a change of kind starts."""
 
     backbone: dict[str, dict[str, Any]] = {}
-    """By the kind of backbone: --backbone mamba2 starts from alternatives.backbone.mamba2."""
+    """Settings by kind of backbone. --backbone mamba2 starts from alternatives.backbone.mamba2."""
     unused: dict[str, Any] = {}
-    """Values that a run of an earlier version states for kinds not in force. Its jobs are known by them."""
+    """Values of an earlier version's run for keys of other kinds. They identify its jobs."""
 
     @field_validator("backbone")
     @classmethod
@@ -124,14 +124,14 @@ class Settings(Section):
             )
         if self.collect.policy != "learned" and self.run.overlap:
             raise ValueError(
-                f"run.overlap = true collects while models train, and {self.collect.policy} episodes are all there"
-                " before: set run.overlap=false"
+                f"run.overlap = true collects while models train, and {self.collect.policy} episodes are all"
+                " collected before: set run.overlap=false"
             )
         self._check_imagination()
         return self
 
     def _check_imagination(self) -> None:
-        """Check that imagination goes no further than training did."""
+        """Check that imagination is no longer than a training sequence."""
         longest = self.dynamics.longest_imagination
         if longest is None or self.controller.searches:
             return
@@ -148,13 +148,13 @@ class Settings(Section):
 
     @property
     def attention_prior(self) -> AttentionPriorSettings:
-        """The prior of the backbone's attention; of kind "none" where there is no attention."""
+        """Prior of the backbone's attention, of kind `none` where there is no attention."""
         prior = getattr(self.backbone, "prior", None) if self.dynamics.uses_backbone else None
         return prior or NoPriorSettings()
 
     @property
     def acting(self) -> dict[str, dict[str, Any]]:
-        """Settings of `dynamics` and `controller` that count when they act, and not when they are trained."""
+        """Settings of `dynamics` and `controller` that change acting and not training."""
         return {
             "dynamics": {key: getattr(self.dynamics, key) for key in self.dynamics.acting_keys},
             "controller": {key: getattr(self.controller, key) for key in self.controller.acting_keys},
@@ -168,15 +168,15 @@ class Settings(Section):
         return validate(_OneBackbone, {"backbone": values["backbone"]}, f"backbone.kind = {kind}").backbone
 
     def identity(self, *sections: str) -> Identity:
-        """Return the values of some sections that a job whose result depends on them is known by."""
+        """Return the identity of a job that depends on some sections."""
         plain, changed = self.plain(), self.changed()
         chosen = {name: plain[name] for name in (*sections, "alternatives")}
         return Identity.of_sections(chosen, {name: changed[name] for name in sections if name in changed}, sections)
 
     def acting_identity(self) -> Identity:
-        """Return the values that playing is known by, beside the controller's artifact: those of `acting`.
+        """Return the identity of acting: the values of `acting`.
 
-        Where the controller searches, the settings of the search stand for both.
+        For a controller that searches, they are those of the search alone.
         """
         plain, changed = self.plain(), self.changed()
         keys = [f"{name}.{key}" for name, values in self.acting.items() for key in values]

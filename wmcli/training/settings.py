@@ -1,4 +1,4 @@
-"""How a stage trains, whatever it trains: device, precision, threads, checkpoints, logging."""
+"""Settings of training, whatever is trained: device, precision, threads, checkpoints, logging, sampling."""
 
 from __future__ import annotations
 
@@ -10,39 +10,43 @@ from wmcli.config import Section
 
 
 class FrequencySettings(Section):
-    """Dynamic frequency-based sampling (Drama). A window is counted where it begins, separately for training the
-    dynamics model and for imagination; the counts of the former are called v, of the latter, scaled by the ratio of
-    the two batches, b."""
+    """Dynamic frequency-based sampling.
+
+    A window counts where it begins. v is the number of times that the dynamics model was trained on it. b is the number
+    of times that imagination started from it, scaled by the ratio of the two batches.
+
+    Source: Drama (Wang et al. 2024), section 2.4; temperatures, alpha and beta from its public code.
+    """
 
     temperature: float = Field(10.0, gt=0)
-    """Training draws each window with a chance proportional to exp(-v / temperature)."""
+    """Training draws a window with probability proportional to exp(-v / temperature)."""
     imagination_temperature: float = Field(10.0, gt=0)
     """Imagination draws it by exp((v - alpha * b - beta * max(0, v - b)) / imagination_temperature)."""
     alpha: float = Field(1.0, ge=0)
-    """How much a window's use in imagination counts against it."""
+    """Weight of a window's use in imagination."""
     beta: float = Field(1.0, ge=0)
-    """How much of v beyond b is ignored: at 1, with alpha 1, training more than imagination used is no advantage."""
+    """Share of v beyond b that is ignored. With alpha 1 and beta 1, more training than imagination is no advantage."""
 
 
 class TrainingSettings(Section):
     device: str = "auto"
-    """Where tensors live: auto (a CUDA device if there is one), cpu, cuda, cuda:1, ..."""
+    """Device of all tensors: auto (a CUDA device if there is one), cpu, cuda, cuda:1, ..."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Arithmetic of matrix products and convolutions: auto takes bfloat16 where the hardware has it; weights stay
-    float32. float32 is never TF32."""
+    """Arithmetic of matrix products and convolutions; auto takes bfloat16 where the hardware has it. Weights stay
+    float32, and float32 is never TF32."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
-    """What computes the operations of wmcli.kernels: triton (on a GPU), torch, or auto, triton where it can run."""
+    """Implementation of wmcli.kernels: triton (on a GPU), torch, or auto, triton where it can run."""
     cuda_graph: bool = False
-    """Record a rollout in imagination as one CUDA graph and replay it at every update: the same results, without the
-    cost of launching kernel after kernel. On a CUDA device only."""
+    """Record a rollout in imagination as one CUDA graph and replay it at every update. Results are the same, without
+    the cost of launching single kernels."""
     threads: int = Field(0, ge=0)
-    """CPU threads; 0 keeps torch's choice. Results are bit-exact only for one thread count."""
+    """CPU threads; 0 keeps torch's choice. Results are bit-exact for one number of threads only. [threads]"""
     checkpoint_seconds: float = Field(30.0, ge=0)
-    """Seconds between checkpoints: the most work a kill can cost. 0 writes one after every update."""
+    """Interval of checkpoints, and the most work that an interruption loses. 0 writes one after every update.
+    [seconds]"""
     log_every: int = Field(50, ge=1)
-    """Updates between lines in metrics.jsonl."""
+    """Interval of lines in metrics.jsonl. [updates]"""
     sampling: Literal["windows", "episodes", "uniform", "dfs"] = "windows"
-    """How training windows are drawn: windows, every one equally often (REM); episodes, first an episode, then a start
-    in it (IRIS); uniform, each batch anew from all of them; dfs, those drawn less often rather (Drama). Not for
-    dynamics whose rows are whole episodes or streams (dynamics.rows): these have an order of their own."""
+    """Order of training windows: each equally often (REM); an episode, then a start in it (IRIS); uniform in every
+    batch; or the less used ones first, dfs (Drama). Only for dynamics with rows of windows."""
     dfs: FrequencySettings = FrequencySettings()
