@@ -367,9 +367,14 @@ def test_curves_are_written(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_without_evaluation_ends_in_the_command_that_makes_one(tmp_path: Path, elsewhere: Path) -> None:
-    with pytest.raises(
-        ArtifactError, match=f"no such evaluation in {elsewhere}; make one with: wm eval --run {elsewhere}"
-    ):
+    line = f"{elsewhere} has no evaluation of --protocol returns; make one with: wm eval --run {elsewhere}"
+    with pytest.raises(ArtifactError, match=line):
         aggregate([elsewhere], None)
     with pytest.raises(ArtifactError, match="no run at"):
         aggregate([tmp_path / "nowhere"], None)
+
+
+def test_other_protocols_of_a_run_are_named(tmp_path: Path) -> None:
+    run = scored(scored(tmp_path / "run", 1.0, kind="recall"), 2.0, kind="generation")
+    with pytest.raises(ArtifactError, match=r"--protocol returns \(it has some of --protocol generation, recall\)"):
+        read_scores([run], "returns", QUIET)

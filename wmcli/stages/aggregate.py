@@ -71,7 +71,7 @@ def read_scores(runs: Sequence[Path], protocol: str, progress: Progress) -> list
 
 
 def _choose_evaluation(path: Path, protocol: str, progress: Progress) -> Artifact:
-    run, interim = Run.open(path, create=False), None
+    run, interim, others = Run.open(path, create=False), None, set()
     command = f"wm eval --run {shlex.quote(str(path))}" + (f" --protocol {protocol}" if protocol != PROTOCOL else "")
     for version in reversed(run.versions("evaluation")):
         try:
@@ -86,8 +86,11 @@ def _choose_evaluation(path: Path, protocol: str, progress: Progress) -> Artifac
             if not _is_interim(evaluation):
                 return evaluation
             interim = interim or evaluation
+        else:
+            others.add(evaluation.metrics["protocol"])
     if interim is None:
-        raise ArtifactError(f"no such evaluation in {path}; make one with: {command}")
+        choices = f" (it has some of --protocol {', '.join(sorted(others))})" if others else ""
+        raise ArtifactError(f"{path} has no evaluation of --protocol {protocol}{choices}; make one with: {command}")
     progress.warn(
         f"{path} has no final evaluation: taking {interim.name}, of epoch {interim.manifest['extra']['epoch']} of"
         f" {settings_of(interim).run.epochs}."
