@@ -169,7 +169,7 @@ def test_a_bar_is_there_whenever_a_job_runs(part: Any, run: Path, monkeypatch: p
     context.progress = progress = Watched(quiet=True)
     seen: list[int] = []
     for module, name in (
-        *((profile_module, name) for name in ("count_operations", "peak_memory", "operators")),
+        *((profile_module, name) for name in ("count_operations", "peak_memory", "profile_operators")),
         *((profile_kernels, name) for name in ("count_operations", "peak_memory", "check")),
     ):
         right = getattr(module, name)
