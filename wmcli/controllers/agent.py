@@ -64,7 +64,7 @@ class Agent:
         """Frames of a running episode, or game, that `burn_in` needs."""
         self.across_ends = world_model.across_ends
         self._state: State = controller.initial_state(environments)
-        self._world_state: State | None = None  # None until the first frame
+        self._world_state: State | None = None
         self._previous_action = torch.zeros(environments, dtype=torch.int64, device=self.device)
         self._is_first = torch.ones(environments, dtype=torch.bool, device=self.device)
         self._frame_shape: tuple[int, ...] = ()
@@ -87,16 +87,18 @@ class Agent:
         generator = self.generator if self.explore else None
         logits, state = self.controller.decide(self.world_model, self._world_state, self._state, generator)
         self._search_summary = self.controller.summarize_search(state)
-        chosen = choose(logits.cpu(), self.temperature, self.generator)
-        executed = chosen
+        choice = choose(logits.cpu(), self.temperature, self.generator)
+        executed_action = choice
         if self.epsilon > 0:
-            uniform = torch.randint(logits.shape[1], chosen.shape, generator=self.generator)
-            executed = torch.where(torch.rand(chosen.shape, generator=self.generator) < self.epsilon, uniform, chosen)
+            uniform = torch.randint(logits.shape[1], choice.shape, generator=self.generator)
+            executed_action = torch.where(
+                torch.rand(choice.shape, generator=self.generator) < self.epsilon, uniform, choice
+            )
         if instead is not None:
-            executed = torch.as_tensor(instead, dtype=torch.int64)
-        self._state = self.controller.follow(self._put(executed if self.feed_executed_action else chosen), state)
-        self._previous_action = self._put(executed)
-        return executed.numpy().copy()  # a copy: the agent keeps `executed`
+            executed_action = torch.as_tensor(instead, dtype=torch.int64)
+        self._state = self.controller.follow(self._put(executed_action if self.feed_executed_action else choice), state)
+        self._previous_action = self._put(executed_action)
+        return executed_action.numpy().copy()  # a copy: the agent keeps `executed_action`
 
     @torch.no_grad()
     def imagine(self) -> ImaginedStep:

@@ -67,7 +67,7 @@ class TrainState:
     def save(self, path: Path, device: torch.device) -> None:
         """Write everything, with the state of torch's generators on `device`."""
         tensors, parts = part_tensors({name: part.state() for name, part in self.parts.items()})
-        about = {
+        metadata = {
             "update": self.update,
             "trained": self.trained,
             "metrics": self.metrics,
@@ -80,7 +80,7 @@ class TrainState:
             tensors |= optimizer_tensors(self.optimizer)
         if self.unlogged:
             tensors["unlogged"] = stack_metrics(self.unlogged)
-        save_tensors(path, tensors, about)
+        save_tensors(path, tensors, metadata)
 
     def load(self, path: Path, device: torch.device) -> None:
         """Resume exactly where `save` was called.
@@ -88,16 +88,16 @@ class TrainState:
         Raises:
             ArtifactError: The file is damaged or of another model.
         """
-        tensors, about = self._load_learned(path)
+        tensors, metadata = self._load_learned(path)
         load_random(tensors, device)
-        self.update, self.trained, self.metrics = about["update"], about["trained"], about["metrics"]
-        if about["unlogged"]:
+        self.update, self.trained, self.metrics = metadata["update"], metadata["trained"], metadata["metrics"]
+        if metadata["unlogged"]:
             rows = tensors["unlogged"].to(device)
-            self.unlogged = [dict(zip(about["unlogged"], row, strict=True)) for row in rows]
-        states = part_states(tensors, about["parts"])
+            self.unlogged = [dict(zip(metadata["unlogged"], row, strict=True)) for row in rows]
+        states = part_states(tensors, metadata["parts"])
         for name, part in self.parts.items():
             part.load(states[name])
-        load_generator(self.rng, about["rng"])  # after the parts, which may draw from it while they load
+        load_generator(self.rng, metadata["rng"])  # after the parts, which may draw from it while they load
 
     def continue_from(self, path: Path) -> None:
         """Load weights and moments of a finished stage, and the parts of its state that still apply.
@@ -105,19 +105,19 @@ class TrainState:
         Raises:
             ArtifactError: The file is damaged or of another model.
         """
-        tensors, about = self._load_learned(path)
-        self.trained = about["trained"] + about["update"]
-        states = part_states(tensors, about["parts"])
+        tensors, metadata = self._load_learned(path)
+        self.trained = metadata["trained"] + metadata["update"]
+        states = part_states(tensors, metadata["parts"])
         for name, part in self.parts.items():
             if name in states:
                 part.continue_from(states[name])
 
     def _load_learned(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors, about = load_tensors(path)
+        tensors, metadata = load_tensors(path)
         load_modules(self.modules, tensors, str(path))
         if self.optimizer is not None:
             load_optimizer(self.optimizer, tensors)
-        return tensors, about
+        return tensors, metadata
 
 
 def read_part(path: Path, part: str) -> dict[str, Any]:
@@ -126,10 +126,10 @@ def read_part(path: Path, part: str) -> dict[str, Any]:
     Raises:
         ArtifactError: The file is damaged or has no such part.
     """
-    tensors, about = load_tensors(path, f"parts/{part}/")
-    if part not in about["parts"]:
-        raise ArtifactError(f"{path} holds no state of '{part}' (it has: {', '.join(about['parts']) or 'none'}).")
-    return part_states(tensors, about["parts"])[part]
+    tensors, metadata = load_tensors(path, f"parts/{part}/")
+    if part not in metadata["parts"]:
+        raise ArtifactError(f"{path} holds no state of '{part}' (it has: {', '.join(metadata['parts']) or 'none'}).")
+    return part_states(tensors, metadata["parts"])[part]
 
 
 def stack_metrics(records: list[Mapping[str, Tensor]]) -> Tensor:
@@ -142,25 +142,25 @@ def stack_metrics(records: list[Mapping[str, Tensor]]) -> Tensor:
 # -- tensors in a file ------------------------------------------------------------------------------------------------
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Any) -> None:
-    """Write tensors and JSON values `about` atomically and durably: an interrupted write leaves the old file."""
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Any) -> None:
+    """Write tensors and JSON values `metadata` atomically and durably: an interrupted write leaves the old file."""
     data = save(
-        {key: value.detach().cpu().contiguous() for key, value in tensors.items()}, {"wm": canonical_json(about)}
+        {key: value.detach().cpu().contiguous() for key, value in tensors.items()}, {"wm": canonical_json(metadata)}
     )
     write_durable(path, data)
 
 
 def load_tensors(path: Path, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
-    """Return the tensors whose names begin with `prefix`, on the CPU, and the values `about` of `save_tensors`.
+    """Return the tensors whose names begin with `prefix`, on the CPU, and the values `metadata` of `save_tensors`.
 
     Raises:
         ArtifactError: The file is damaged.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {})["wm"])
+            metadata = json.loads((file.metadata() or {})["wm"])
             names = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118 (a file, not a dict)
-            return {_current_name(key): file.get_tensor(key) for key in names}, about
+            return {_current_name(key): file.get_tensor(key) for key in names}, metadata
     except (SafetensorError, KeyError, ValueError) as error:
         raise ArtifactError(
             f"{path} is damaged ({error}); check the run with wm verify, or restart the stage with --fresh."

@@ -35,10 +35,8 @@ from wmcli.training.device import Machine
 
 REPEATS = 5
 SAMPLE_SECONDS = 0.01  # calls shorter than this are timed several in a row
-MOST_CALLS = 1000  # in a row
-CEILING_SECONDS = (
-    0.05  # operands of the ceilings are doubled until a call takes this long, so that they exceed any cache
-)
+MOST_CALLS = 1000  # of a job in a row
+CEILING_SECONDS = 0.05  # of a call with operands that exceed any cache
 MATMUL_SIZES = (1024, 16384)  # of a square matrix: the first and the largest
 COPY_BYTES = (1 << 26, 1 << 31)
 RECORDINGS = 3  # the fastest counts: some calls wait for pages that the profiler allocates

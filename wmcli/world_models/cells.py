@@ -252,22 +252,20 @@ class CellsWorldModel(WorldModel):
             state = self._read(state.latent, state.latent)
         if uniforms is None:
             uniforms = uniform((len(action), CELLS), action.device)
-        backbone_state, token, chosen = state.backbone_state, KINDS + action, []
+        backbone_state, token, cells = state.backbone_state, KINDS + action, []
         for cell in range(CELLS):
             y, backbone_state = self.backbone.step(self.embedding(token), backbone_state)
             token = sample(self._logits(y), uniforms[:, cell])
-            chosen.append(token)
+            cells.append(token)
         _, backbone_state = self.backbone.step(self.embedding(token), backbone_state)
-        latent = torch.stack(chosen, 1)
+        latent = torch.stack(cells, 1)
         reward = self._reaches_goal(state.latent, action).float()
         imagined = ImaginedStep(latent, reward, torch.zeros_like(action, dtype=torch.bool))
         return imagined, CellsState(backbone_state, latent, state.length + TOKENS)
 
     def _reaches_goal(self, latent: Tensor, action: Tensor) -> Tensor:
         """Return (B,) bool: by the rules, `action` takes an agent of the frame (B, K) to a goal of the frame."""
-        entered = latent.gather(
-            -1, self.successor[action]
-        )  # the kind of the cell that an agent would enter from each cell
+        entered = latent.gather(-1, self.successor[action])  # kind of the cell entered from each cell
         return ((latent == AGENT) & (entered == GOAL)).any(-1)
 
     def replace_rows(self, state: CellsState, rows: Tensor, fresh: CellsState) -> CellsState:

@@ -398,12 +398,12 @@ class LatentWorldModel(WorldModel):
         y, state = self.posterior_encoder(x, state, reset)
         return self.tokenizer.posterior_of(y), state
 
-    def _previous(self, action: Tensor, opens: Tensor, before: Tensor | None = None) -> Tensor:
+    def _previous(self, action: Tensor, is_first: Tensor, before: Tensor | None = None) -> Tensor:
         """Return the actions that led to frames, one-hot (B, T, A): those of the frames before them.
 
         Args:
             action: (B, T).
-            opens: (B, T) bool: the frame has no predecessor.
+            is_first: (B, T) bool: the frame has no predecessor.
             before: (B,), the action of the frame before all; None if there was none.
         """
         earlier = one_hot(action[:, :-1], self.actions, torch.float32)
@@ -412,7 +412,7 @@ class LatentWorldModel(WorldModel):
             if before is None
             else one_hot(before, self.actions, earlier.dtype)
         )
-        return torch.cat((start[:, None], earlier), 1).masked_fill(opens[..., None], 0)
+        return torch.cat((start[:, None], earlier), 1).masked_fill(is_first[..., None], 0)
 
     def _decoder_past(self, past: Tensor) -> Tensor | None:
         """Return the part of pasts (..., D) that the decoder reads beside the latents."""
@@ -468,23 +468,23 @@ class LatentWorldModel(WorldModel):
         A `carry` of None stands for rows without a past, and nothing is carried on.
         """
         settings, frames, valid = self.settings, batch.inputs, batch.valid
-        opens = batch.is_first if settings.reset_at_ends else torch.zeros_like(batch.is_first)
+        is_first = batch.is_first if settings.reset_at_ends else torch.zeros_like(batch.is_first)
         features = self.tokenizer.embed(frames)
-        log_posterior, z, outputs, after = self._read(features, batch, opens, carry)
+        log_posterior, z, outputs, after = self._read(features, batch, is_first, carry)
         if carry is None:  # the first frame has no past
             past = torch.cat((torch.zeros_like(outputs[:, :1]), outputs[:, : valid.shape[1] - 1]), 1)
         else:
             past = outputs
-        past = past.masked_fill(opens[..., None], 0)
+        past = past.masked_fill(is_first[..., None], 0)
         is_scored = valid if settings.first_frame else valid & ~batch.is_first
         error = self.tokenizer.reconstruction_error(
             z.flatten(0, 1), self._decoder_past(past.flatten(0, 1)), frames.flatten(0, 1)
         )
         reconstruction = masked_mean(error.view(valid.shape), is_scored)
-        reward_loss, termination_loss = self._outcome_losses(batch, carry, outputs, z, opens)
+        reward_loss, termination_loss = self._outcome_losses(batch, carry, outputs, z, is_first)
 
         start = 0 if carry is not None else 1
-        follows = (valid & ~opens)[:, start:]
+        follows = (valid & ~is_first)[:, start:]
         if carry is not None:
             follows = torch.cat((follows[:, :1] & carry.is_valid[:, None], follows[:, 1:]), 1)
         log_posterior, log_prior = log_posterior[:, start:], self._prior(past[:, start:])
@@ -506,14 +506,14 @@ class LatentWorldModel(WorldModel):
         return total, {name: value.detach() for name, value in log.items()}, after
 
     def _read(
-        self, features: Tensor, batch: Batch, opens: Tensor, carry: Carry | None
+        self, features: Tensor, batch: Batch, is_first: Tensor, carry: Carry | None
     ) -> tuple[Tensor, Tensor, Tensor, Carry | None]:
         """Sample latents of frames and read them with the backbone.
 
         Args:
             features: (B, T, F).
             batch: The frames' actions and flags.
-            opens: (B, T) bool, where the state is cleared.
+            is_first: (B, T) bool, where the state is cleared.
             carry: State of the stream, if there is one.
 
         Returns:
@@ -523,7 +523,7 @@ class LatentWorldModel(WorldModel):
         """
         settings = self.settings
         # Otherwise only the first frame of a row can open an episode, and it has no past.
-        reset = opens if settings.reset_at_ends and (self.across_ends or carry is not None) else None
+        reset = is_first if settings.reset_at_ends and (self.across_ends or carry is not None) else None
         posterior_encoder: Any = ()
         if settings.posterior == "recurrent":
             log_posterior, z, outputs, backbone_state = self._unroll(features, batch, reset, carry)
@@ -540,7 +540,7 @@ class LatentWorldModel(WorldModel):
             if carry is not None:
                 latents = torch.cat((carry.latent[:, None], z[:, :-1]), 1)
                 action = torch.cat((carry.action[:, None], batch.action[:, :-1]), 1)
-                reset = torch.cat((carry.is_first[:, None], opens[:, :-1]), 1)
+                reset = torch.cat((carry.is_first[:, None], is_first[:, :-1]), 1)
                 backbone_state = carry.backbone_state
             outputs, backbone_state = self.backbone(self._elements(latents, action), backbone_state, reset)
         if carry is None:
@@ -552,7 +552,7 @@ class LatentWorldModel(WorldModel):
             batch.action[:, -1],
             batch.reward[:, -1],
             self._find_terminations(batch)[:, -1],
-            opens[:, -1],
+            is_first[:, -1],
             torch.ones_like(carry.is_valid),
         )
         return log_posterior, z, outputs, _detach(self.initial_carry(len(z)), after)
@@ -572,14 +572,14 @@ class LatentWorldModel(WorldModel):
             outputs = [past]
         posteriors, samples = [], []
         for t, (feature, action) in enumerate(zip(features.unbind(1), batch.action.unbind(1), strict=True)):
-            opens = None if reset is None else reset[:, t]
-            reset_past = past if opens is None else past.masked_fill(opens[:, None], 0)
+            step_reset = None if reset is None else reset[:, t]
+            reset_past = past if step_reset is None else past.masked_fill(step_reset[:, None], 0)
             log_posterior = self.tokenizer.posterior_of(torch.cat((feature, reset_past.to(feature.dtype)), -1))
             z = straight_through(log_posterior.exp())
             posteriors.append(log_posterior)
             samples.append(z)
             if carry is None or t + 1 < time:
-                past, backbone_state = self._advance(z, action, backbone_state, opens)
+                past, backbone_state = self._advance(z, action, backbone_state, step_reset)
                 outputs.append(past)
         return torch.stack(posteriors, 1), torch.stack(samples, 1), torch.stack(outputs, 1), backbone_state
 
@@ -597,7 +597,7 @@ class LatentWorldModel(WorldModel):
         return (batch.terminated | batch.truncated) if self.settings.end_on_truncation else batch.terminated
 
     def _outcome_losses(
-        self, batch: Batch, carry: Carry | None, outputs: Tensor, z: Tensor, opens: Tensor
+        self, batch: Batch, carry: Carry | None, outputs: Tensor, z: Tensor, is_first: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the reward and termination losses of the elements with backbone outputs `outputs` (B, T, D)."""
         settings = self.settings
@@ -609,8 +609,8 @@ class LatentWorldModel(WorldModel):
         if settings.heads_read == "state":  # for frames whose successor is of the same episode
             if carry is None:
                 outputs, z, reward, terminations = outputs[:, :-1], z[:, 1:], reward[:, :-1], terminations[:, :-1]
-                counts, opens = batch.valid[:, 1:], opens[:, 1:]
-            counts = counts & ~opens
+                counts, is_first = batch.valid[:, 1:], is_first[:, 1:]
+            counts = counts & ~is_first
         reading = self._reading(outputs, z if settings.heads_read == "state" else None)
         reward_loss = termination_loss = torch.zeros((), device=outputs.device)
         if settings.reward != "none":
@@ -889,8 +889,8 @@ class LatentWorldModel(WorldModel):
             actions = torch.cat((state.window.action[:, 1:], previous_action[:, None]), 1)
             length = (state.window.length + 1).clamp(max=window).masked_fill(reset, 0)
         elements = self._elements(_sample(frames, generator), actions)
-        opens = torch.arange(window, device=latent.device) == (window - length)[:, None]
-        y, backbone_state = self.backbone(elements, self.backbone.initial_state(rows), opens)
+        window_reset = torch.arange(window, device=latent.device) == (window - length)[:, None]
+        y, backbone_state = self.backbone(elements, self.backbone.initial_state(rows), window_reset)
         is_first = length == 0
         deterministic = y[:, -1].to(latent.dtype).masked_fill(is_first[:, None], 0)
         return backbone_state, is_first, deterministic, window, ActingWindow(frames, actions, length, latent)

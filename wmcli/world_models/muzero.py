@@ -164,8 +164,8 @@ class MuZero(BootstrappedWorldModel):
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return one group with weight decay on everything, as in the public code."""
-        learned = [each for name, each in self.named_parameters() if not name.startswith("target.")]
-        return [{"params": learned, "weight_decay": self.settings.weight_decay}]
+        parameters = [each for name, each in self.named_parameters() if not name.startswith("target.")]
+        return [{"params": parameters, "weight_decay": self.settings.weight_decay}]
 
     # -- the parts ----------------------------------------------------------------------------------------------------
 
@@ -275,9 +275,9 @@ class MuZero(BootstrappedWorldModel):
         The episode's first frame stands for those before it.
         """
         steps = torch.arange(latent.shape[1], device=latent.device)
-        opens = torch.where(reset, steps, 0).cummax(1).values
+        start = torch.where(reset, steps, 0).cummax(1).values
         back = torch.arange(-self.history, 1, device=latent.device)
-        frames = torch.maximum(steps[:, None] + back, opens[..., None])  # (B, T, N)
+        frames = torch.maximum(steps[:, None] + back, start[..., None])  # (B, T, N)
         stacks = latent[torch.arange(len(latent), device=latent.device)[:, None, None], frames]
         state = self._represent(_scaled(stacks.flatten(0, 1))).unflatten(0, reset.shape)
         return state, ObservedState(stacks[:, -1], state[:, -1])

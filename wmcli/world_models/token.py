@@ -397,11 +397,11 @@ class TokenWorldModel(WorldModel):
         else:
             y, backbone_state = self.backbone(block, backbone_state)
             at_action, tokens_read = y[:, -1], tokens - 1
-            chosen = [choose(self.observation_head(at_action)[:, None], 0)]
+            choices = [choose(self.observation_head(at_action)[:, None], 0)]
             for token in range(1, tokens):
-                y, backbone_state = self.backbone.step(self._embed(chosen[-1])[:, 0], backbone_state)
-                chosen.append(choose(self.observation_head(y)[:, None], token))
-            latent, length = torch.cat(chosen, dim=1), length + tokens_read
+                y, backbone_state = self.backbone.step(self._embed(choices[-1])[:, 0], backbone_state)
+                choices.append(choose(self.observation_head(y)[:, None], token))
+            latent, length = torch.cat(choices, dim=1), length + tokens_read
         state = TokenState(backbone_state, latent, tokens_read, length)
         return self.reward_head(at_action), self.termination_head(at_action), state
 

@@ -133,7 +133,7 @@ class UniZero(BootstrappedWorldModel):
         UsageError: The backbone's width is no multiple of the latent's groups.
     """
 
-    backbone: Any  # Backbone; mypy would take an nn.Module for a tensor
+    backbone: Any  # a Backbone; mypy takes attributes of modules for tensors
 
     def __init__(self, settings: UniZeroSettings, backbone: Backbone, actions: int, size: int) -> None:
         super().__init__()
@@ -375,8 +375,8 @@ class UniZero(BootstrappedWorldModel):
 
     def _read(self, window: Tensor, length: Tensor, backbone_state: Any) -> tuple[Tensor, Any]:
         """Return the output at the last of W elements (B, W, D), of which `length` (B,) are real, and the state."""
-        opens = torch.arange(window.shape[1], device=window.device) == (window.shape[1] - length)[:, None]
-        y, backbone_state = self.backbone.read(at_least_float32(window), backbone_state, opens)
+        reset = torch.arange(window.shape[1], device=window.device) == (window.shape[1] - length)[:, None]
+        y, backbone_state = self.backbone.read(at_least_float32(window), backbone_state, reset)
         return at_least_float32(y), backbone_state
 
     def _token(self, element: Tensor) -> Tensor:
