@@ -45,7 +45,7 @@ class MCTSSettings(ControllerSettings):
     pb_c_init: float = Field(1.25, ge=0)
     """Weight of the prior against the values (not for gumbel)."""
     pb_c_base: float = Field(19652, gt=0)
-    """Visits after which that weight begins to grow (not for gumbel). [simulations]"""
+    """Visits after which the prior's weight begins to grow (not for gumbel). [simulations]"""
     dirichlet_alpha: float = Field(0.3, gt=0)
     """Concentration of the noise in the root's prior while exploring (not for gumbel)."""
     dirichlet_fraction: float = Field(0.25, ge=0, le=1)
@@ -53,9 +53,9 @@ class MCTSSettings(ControllerSettings):
     max_num_considered_actions: int = Field(16, ge=1)
     """Largest number of actions searched at the root (gumbel). [actions]"""
     maxvisit_init: float = Field(50.0, ge=0)
-    """Constant in the weight of values against logits, added to the most visited action's visits (gumbel)."""
+    """Constant added to the most visited action's visits in the weight of values against logits (gumbel)."""
     value_scale: float = Field(0.1, gt=0)
-    """Factor of that weight (gumbel)."""
+    """Factor of the weight of values against logits (gumbel)."""
     batch: int = Field(32, ge=1)
     """Frames searched in an update of reanalysis. [frames]"""
     updates: int = Field(0, ge=0)

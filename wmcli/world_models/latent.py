@@ -70,11 +70,11 @@ class LatentWorldModelSettings(DynamicsSettings):
     head_layers: int = Field(1, ge=1)
     """Hidden layers of the reward and termination heads (STORM: 2). [layers]"""
     head_width: int = Field(256, ge=1)
-    """Width of the hidden layers of those heads (STORM: 512). [features]"""
+    """Width of the hidden layers of the reward and termination heads (STORM: 512). [features]"""
     head_norm: Norm = "rms"
-    """Norm after each hidden layer of those heads (STORM: layer)."""
+    """Norm after each hidden layer of the reward and termination heads (STORM: layer)."""
     head_activation: Activation = "silu"
-    """Activation after each norm of those heads (STORM: relu)."""
+    """Activation after each norm of the reward and termination heads (STORM: relu)."""
     norm_eps: float = Field(0.0, ge=0)
     """Epsilon of the norms in stem and heads; 0 is 1e-6 for RMSNorm and 1e-5 for LayerNorm."""
     initialization: Literal["fan-average", "torch"] = "fan-average"
@@ -111,9 +111,9 @@ class LatentWorldModelSettings(DynamicsSettings):
     representation_weight: float = Field(0.1, ge=0)
     """Weight of the loss that moves the posterior towards the prior."""
     free_nats: float = Field(1.0, ge=0)
-    """Bound below which neither of these two losses has a gradient. [nats per frame]"""
+    """Bound below which neither the dynamics nor the representation loss has a gradient. [nats per frame]"""
     free_nats_of: Literal["mean", "each"] = "mean"
-    """Whether the bound applies to the mean over the batch (public code) or to each frame (the papers' formula)."""
+    """Whether free_nats bounds the mean over the batch (public code) or each frame (the papers' formula)."""
     act_on: Literal["prior", "posterior"] = "prior"
     """Latent that the policy gets when acting: the prediction for the frame (public code), or its posterior (paper)."""
     act_window: int = Field(16, ge=0)

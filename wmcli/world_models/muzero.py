@@ -54,7 +54,7 @@ class MuZeroSettings(PlanningSettings):
     projection_width: int = Field(1024, ge=1)
     """Width of the projections that the consistency loss compares, and of the layers before them. [features]"""
     predictor_width: int = Field(512, ge=1)
-    """Width of the hidden layer that predicts them. [features]"""
+    """Width of the predictor's hidden layer in the consistency loss. [features]"""
     bound: int = Field(300, ge=1)
     """Index of the outermost bins of values and rewards, after squashing: 300 is 58706. [bins]"""
     reward_weight: float = Field(1.0, ge=0)

@@ -38,7 +38,8 @@ class PlanningSettings(DynamicsSettings):
     td_steps: int = Field(5, ge=1)
     """Real rewards in a value target, before the value of the frame reached. [decisions]"""
     bootstrap: Literal["target", "search"] = "target"
-    """Source of that value: the slow copy of the model, or the stored search where there is one."""
+    """Source of the last value in a value target: the slow copy of the model, or the stored search where there is one.
+    """
     end_on_truncation: bool = False
     """Learn time limits as terminations, as the public code does; else returns end before them."""
     predict_termination: bool = False
