@@ -1,6 +1,6 @@
-# Drama's grid-world table (Wang et al. 2024, table 2), beside the paper's (docs/results.md):
-#   make -f docs/gridworld.mk        Run it alone: it times training steps.
-#   make -f docs/gridworld.mk SEEDS="1 2 3"        spreads
+# Drama's grid-world table (Wang et al. 2024, table 2), beside the paper's (docs/results/grid-world.md).
+#   make -f docs/gridworld.mk                      run it alone, because it times training steps
+#   make -f docs/gridworld.mk SEEDS="1 2 3"        adds intervals
 R := runs/gridworld
 BACKBONES := mamba2 mamba1 gru transformer-xl
 LENGTHS := gridworld gridworld-long

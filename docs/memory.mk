@@ -1,14 +1,14 @@
-# Which backbone remembers: the paper's tables 2 and 3 (Deng, Park and Ahn 2023) at a CPU's size (docs/results.md):
-#   make -j2 -f docs/memory.mk        prints both tables and how well doors are told; SEEDS="1 2 3" for spreads
+# Memory of backbones: tables 2 and 3 of S4WM (Deng, Park and Ahn 2023) at a size for CPUs (docs/results/memory.md).
+#   make -j2 -f docs/memory.mk        prints both tables and door accuracy; SEEDS="1 2 3" adds intervals
 #   make -j2 -f docs/memory.mk TASKS=memory-small WIDTH=20        a longer hallway
 #   make -j2 -f docs/memory.mk TASKS=memory-small MODELS="s4 no-mlp full-posterior s4d s5 tssm-xl cache-8 cache-4"
 #                                     S4WM's variants and shorter caches: tables 4 and 5
-#   make -j2 -f docs/memory.mk TASKS=rooms-small MODELS="s4 tssm-xl mamba2"        two rooms and what is recalled of them
+#   make -j2 -f docs/memory.mk TASKS=rooms-small MODELS="s4 tssm-xl mamba2"        two rooms and their recall
 #   make -j2 -f docs/memory.mk TASKS=memory-small MODELS="s5 retnet gaussian" R=runs/longer SET=dynamics.updates=4000
-#                                     any other settings, in a folder of their own
+#                                     other settings, in another folder
 #   wm compare runs/memory-12/rooms-small-* --protocol recall --curves recall.png        the same as a picture
-#   wm compare runs/memory-12/rooms-small-* --protocol generation --strips rooms.png     what each imagines, below the truth
-# All models within 8 % of one parameter count. One thread each, so that -j gives as many at once as there are cores.
+#   wm compare runs/memory-12/rooms-small-* --protocol generation --strips rooms.png     imagination below the real frames
+# All models have the same parameter count within 8 %. Each run uses one thread: choose -j by the number of cores.
 WIDTH := 12
 R := runs/memory-$(WIDTH)
 SEEDS := 1
@@ -24,8 +24,8 @@ mamba1 := backbone.kind=mamba1 backbone.width=88
 retnet := backbone.kind=retnet backbone.width=68 backbone.heads=2
 transformer := backbone.kind=transformer backbone.width=68
 gaussian := $(transformer) backbone.prior.kind=gaussian
-# As the paper-size presets on the shortest hallway: a cache of half an episode, gradients through a fifth of one (and so
-# as many more updates as there are frames missing from a batch).
+# As the paper-size presets on the shortest hallway: a cache of half an episode, gradients through a fifth of one. More
+# updates make up for the smaller number of frames in a batch.
 tssm-xl := backbone.kind=transformer-xl backbone.width=68 backbone.heads=4 backbone.ffn=4
 rssm := backbone.kind=dreamer-gru backbone.width=112 backbone.layers=1 dynamics.posterior=recurrent \
 	dynamics.rows=streams dynamics.context=3 dynamics.validate_every=1250

@@ -1,6 +1,6 @@
-# What attention priors are worth, with and without the flaw of the paper's public code (docs/results.md):
-#   make -j2 -f docs/priors.mk        prints the table, draws what the priors learned; SEEDS="1 2 3 4 5" for more
-# On one thread each, so that -j gives as many at once as there are cores.
+# Returns with attention priors, with and without the error of the paper's public code (docs/results/priors.md).
+#   make -j2 -f docs/priors.mk        prints the table and draws the learned priors; SEEDS="1 2 3 4 5" for more
+# Each run uses one thread: choose -j by the number of cores.
 R := runs/priors
 SEEDS := 1 2 3
 PRIOR := backbone.prior
@@ -9,13 +9,13 @@ none :=
 gaussian := $(PRIOR).kind=gaussian
 span := $(PRIOR).kind=span $(PRIOR).regularizer=l1
 combined := $(PRIOR).kind=gaussian_span $(PRIOR).span=10 $(PRIOR).regularizer=l1
-# As the public code has them: multiplied scores, spans as triangles, and with these the future seen in training ...
+# The public code multiplies scores, has triangular spans, and its spans let training read the future ...
 GAUSSIAN := $(PRIOR).form=scale $(PRIOR).mean_bound=clamp
 SPAN := $(PRIOR).form=scale $(PRIOR).span_mask=triangle
 reference-gaussian := $(gaussian) $(GAUSSIAN)
 reference-span := $(span) $(SPAN) $(PRIOR).leak=true
 reference-combined := $(combined) $(GAUSSIAN) $(SPAN) $(PRIOR).leak=true
-# ... and the same with the future hidden.
+# ... and the same without that leak.
 sealed-span := $(span) $(SPAN)
 sealed-combined := $(combined) $(GAUSSIAN) $(SPAN)
 LEARNED := gaussian span combined reference-gaussian reference-span reference-combined sealed-span sealed-combined
