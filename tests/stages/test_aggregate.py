@@ -175,7 +175,7 @@ def test_settings_of_a_search_are_compared_where_both_sides_search(
 def test_other_test_episodes_are_other_tasks(tmp_path: Path) -> None:
     short = scored(tmp_path / "short", 1.0, test={"time_limit": 100})
     long = scored(tmp_path / "long", 1.0, test={"time_limit": 200})
-    with pytest.raises(UsageError, match="these runs played other test episodes: ALE/Pong-v5 test differ"):
+    with pytest.raises(UsageError, match="these runs have different test episodes: ALE/Pong-v5 test differ"):
         aggregate([short, long], None)
 
 
@@ -264,7 +264,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     known = scored(tmp_path / "known", 1.0, normalized=0.5)
     for other, words in [
         (scored(tmp_path / "breakout", 1.0, "ALE/Breakout-v5"), "different environments cannot be pooled"),
-        (scored(tmp_path / "sticky", 1.0, protocol="plain"), r"different protocols \(plain, rem\)"),
+        (scored(tmp_path / "sticky", 1.0, protocol="plain"), r"different protocols of play \(plain, rem\)"),
     ]:
         with pytest.raises(UsageError, match=words):
             aggregate([pong, other], None)

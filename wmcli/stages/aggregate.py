@@ -148,7 +148,7 @@ def differences(groups: Sequence[Sequence[Score]], by: Sequence[str] = ()) -> li
     protocols = {block["protocol"] for block in blocks}
     if len(protocols) > 1:
         raise UsageError(
-            f"these runs played under different protocols ({', '.join(sorted(protocols))}); compare runs of one."
+            f"these runs have different protocols of play ({', '.join(sorted(protocols))}); compare runs of one."
         )
     lines = []
     for environment in dict.fromkeys(score.environment for score in scores):
@@ -156,7 +156,7 @@ def differences(groups: Sequence[Sequence[Score]], by: Sequence[str] = ()) -> li
         for key in dict.fromkeys(key for _, block in alike for key in block if key not in _NOT_COMPARED):
             line = _differ(f"{environment} {key}", [(run, block[key]) for run, block in alike if key in block])
             if line and key in _SAME_TASK:
-                raise UsageError(f"these runs played other test episodes: {line}; compare runs of one kind.")
+                raise UsageError(f"these runs have different test episodes: {line}; compare runs with the same.")
             lines.append(line)
     conditions = [(score.run, _conditions(score)) for score in scores]
     for key in dict.fromkeys(key for _, values in conditions for key in values if key not in by):
@@ -274,7 +274,8 @@ def _unit(scores: Sequence[Score]) -> str:
         return NORMALIZED
     if len({score.environment for score in scores}) > 1:
         raise UsageError(
-            "returns of different environments cannot be pooled without reference scores; give runs of one."
+            "returns of different environments cannot be pooled without reference scores; give runs of one, or add:"
+            " --by environment.id"
         )
     return RETURN
 

@@ -132,7 +132,7 @@ def summarize(evaluation: Artifact) -> str:
     row = table([evaluation])[0]
     return (
         f"eval: {evaluation.name}: error {row['error %']} % generating, {row['teacher %']} % on real frames;"
-        f" {row['ms a step']} ms a training step"
+        f" {row['ms per step']} ms per training step"
     )
 
 
@@ -153,7 +153,7 @@ def table(evaluations: Sequence[Artifact]) -> list[dict[str, Any]]:
             {
                 **{key: runs[0][key] for key in ("backbone", "tokens", "parameters", "updates", "batch")},
                 "runs": len(runs),
-                "ms a step": _mean([each["milliseconds"] for each in runs], "{:.0f}"),
+                "ms per step": _mean([each["milliseconds"] for each in runs], "{:.0f}"),
                 "peak MB": _mean([each["peak_bytes"] / 1e6 for each in runs if each["peak_bytes"]], "{:.0f}"),
                 "error %": _mean([100 * each["free"]["all"]["error"] for each in runs]),
                 "without hits %": _mean(
