@@ -36,11 +36,11 @@ def settings(
     every = settings_of_section()
     rows = [each for each in settings_of_section(section) if kind in (None, *each.kind.split())]
     if not rows:
-        known = [*dict.fromkeys(each.key.partition(".")[0] for each in every), *(each.key for each in every)]
+        names = [*dict.fromkeys(each.key.partition(".")[0] for each in every), *(each.key for each in every)]
         raise UsageError(
             f"no setting {section or ''} of kind {kind}."
             if kind
-            else f"no setting or section '{section}'; {did_you_mean(str(section), known)}"
+            else f"no setting or section '{section}'; {did_you_mean(str(section), names)}"
         )
     if as_json:
         emit_json([each._asdict() for each in rows])

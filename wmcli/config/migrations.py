@@ -96,19 +96,19 @@ def set_aside_unused(values: Values) -> dict[str, Any]:
     """
     table, unused = flat(values), {}
 
-    def used(prefix: str, inside: Values) -> dict[str, Any]:
-        kept = {}
+    def without_unused(prefix: str, inside: Values) -> dict[str, Any]:
+        result = {}
         for name, value in inside.items():
             key = f"{prefix}{name}"
             by_kind = frozen_defaults(SCHEMA).get(key)
             if not by_kind or _default(SCHEMA, key, table) is not _NONE:
-                kept[name] = used(f"{key}.", value) if isinstance(value, Mapping) else value
+                result[name] = without_unused(f"{key}.", value) if isinstance(value, Mapping) else value
             elif any(value != each for each in by_kind.values()):
                 unused[key] = value
-        return kept
+        return result
 
-    kept = used("", values)
-    return merge(kept, {"alternatives": {"unused": unflat(unused)}}) if unused else kept
+    rest = without_unused("", values)
+    return merge(rest, {"alternatives": {"unused": unflat(unused)}}) if unused else rest
 
 
 def renamed(schema: int, names: Mapping[str, str]) -> Schema:
@@ -234,8 +234,8 @@ def _upgrade_backbone(table: Mapping[str, Any]) -> dict[str, Any]:
             continue
         defaults = flat(frozen_defaults(1)["backbone"].get(section, {}))
         chosen = BACKBONES_1[section] == kind
-        kept = {key: each for key, each in flat(own).items() if chosen or each != defaults.get(key)}
-        renamed = unflat({RENAMED_OF_BACKBONES.get(key, key): each for key, each in kept.items()})
+        stated = {key: each for key, each in flat(own).items() if chosen or each != defaults.get(key)}
+        renamed = unflat({RENAMED_OF_BACKBONES.get(key, key): each for key, each in stated.items()})
         if chosen:
             backbone |= renamed
         elif renamed:
@@ -247,22 +247,21 @@ def _upgrade_backbone(table: Mapping[str, Any]) -> dict[str, Any]:
 def _downgrade_1(values: Values) -> dict[str, Any]:
     """Return values in the spelling of schema 1, without newer keys at their defaults."""
     changed = flat(changed_since(2, values))
-    unused = values.get("alternatives", {}).get("unused", {})
     values_back = {key: {new: old for old, new in words.items()} for key, words in RENAMED_VALUES.items()}
     downgraded: dict[str, Any] = {}
     for section, table in values.items():
         if section == "backbone":
             alternatives = values.get("alternatives", {}).get("backbone", {})
-            downgraded[section] = _downgrade_backbone(merge(unused.get("backbone", {}), table), alternatives)
+            downgraded[section] = _downgrade_backbone(table, alternatives)
         elif section in frozen_defaults(1):
             defaults = frozen_defaults(1)[section]
             defaults = flat(defaults.get(table["kind"], {}) if "kind" in table else defaults)
             old_names = {RENAMED.get(f"{section}.{key}", f"{section}.{key}"): key for key in defaults}
-            kept = dict(defaults)  # keys that only other kinds have today are not in `values`
-            for key, value in flat({section: merge(unused.get(section, {}), table)}).items():
+            old = dict(defaults)  # keys that only other kinds have today are not in `values`
+            for key, value in flat({section: table}).items():
                 if key in old_names or key in changed:
-                    kept[old_names.get(key, key.partition(".")[2])] = _respelled(key, value, values_back)
-            downgraded[section] = unflat(kept)
+                    old[old_names.get(key, key.partition(".")[2])] = _respelled(key, value, values_back)
+            downgraded[section] = unflat(old)
         elif section != "alternatives":
             downgraded[section] = table
     return downgraded
@@ -314,15 +313,15 @@ def earlier_identities(values: Values, changed: Values) -> list[dict[str, Any]]:
         values: Complete values of the job's sections, and the `alternatives`.
         changed: Values that are not at their defaults.
     """
-    identities, written = [], dict(values)
+    unused = values.get("alternatives", {}).get("unused", {})
+    identities, written = [], merge({key: table for key, table in unused.items() if key in values}, values)
     at_default = set(flat(values)) - set(flat(changed))
     for schema, step in reversed(list(enumerate(EARLIER, 1))):
         written = step.downgrade(written)
         at_default = {step.downgrade_key(key) for key in at_default}
         if schema > 1:  # schema 1 has its own rule
             added = at_default - frozen_defaults(schema).keys()
-            kept = {key: value for key, value in flat(written).items() if key not in added}
-            written = unflat(kept)
+            written = unflat({key: value for key, value in flat(written).items() if key not in added})
         identities.append(step.identity({key: value for key, value in written.items() if key != "alternatives"}))
     return identities
 

@@ -112,8 +112,8 @@ def _lay(path: str, before: Any, over: Any, alternatives: Mapping[str, Any]) -> 
         kind = over[kinds.tag]
         if kind != table.get(kinds.tag, kinds.default):
             shared = keys_of_kind(path, str(kind)).intersection(table if kinds.shared is None else kinds.shared)
-            kept = {key: value for key, value in table.items() if key in shared and key != kinds.tag}
-            table = merge(kept, _alternative(alternatives, path, kind))
+            common = {key: value for key, value in table.items() if key in shared and key != kinds.tag}
+            table = merge(common, _alternative(alternatives, path, kind))
     return table | {key: _lay(f"{path}.{key}", table.get(key), value, alternatives) for key, value in over.items()}
 
 
