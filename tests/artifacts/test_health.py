@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_stage import SETTINGS, publish
 
-from wmcli.artifacts import Artifact, Run, check, examine, needed, needed_elsewhere, sweepings
+from wmcli.artifacts import Artifact, Run, check, examine, find_removable, needed, needed_elsewhere
 from wmcli.errors import ArtifactError
 
 
@@ -106,29 +106,29 @@ def test_an_evaluation_elsewhere_needs_no_weights(run: Run, chain: dict[str, Art
 # -- wm clean ---------------------------------------------------------------------------------------------------------
 
 
-def test_sweepings_leave_all_that_is_needed(run: Run, chain: dict[str, Artifact], tmp_path: Path) -> None:
+def test_removing_leaves_all_that_is_needed(run: Run, chain: dict[str, Artifact], tmp_path: Path) -> None:
     tokenizer = publish(run, "tokenizer", 2)  # newer, but the dynamics see by the first
     dynamics = publish(run, "dynamics", 2, tokenizer=chain["tokenizer"])
     publish(run, "controller", 2, dynamics=dynamics)
     publish(run, "dynamics", 3, tokenizer=tokenizer)
     run.point("controller", "best", 1)
-    assert sweepings(run) == []
+    assert find_removable(run) == []
     run.point("controller", "best", 2)
-    found = {each.name: each for each in sweepings(run)}
+    found = {each.name: each for each in find_removable(run)}
     assert set(found) == {"dynamics@1", "controller@1"}
     assert found["dynamics@1"].size == len(b"weights 0") + len(b"chunk of \x00 zeros")
     for each in found.values():
         each.remove()
-    assert sweepings(run) == [] and states(run)["dynamics@1"] == "pruned"
+    assert find_removable(run) == [] and states(run)["dynamics@1"] == "pruned"
     assert states(run)["controller@2"] == "ok"
 
 
-def test_sweepings_are_work_that_was_stopped_and_nobody_is_at(run: Run) -> None:
+def test_stopped_work_is_removable(run: Run) -> None:
     with pytest.raises(KeyboardInterrupt), run.job("dynamics", {}, {}).work() as work:
         (work.path / "checkpoint").write_bytes(b"123")
-        assert sweepings(run) == []  # somebody is at it
+        assert find_removable(run) == []  # somebody is at it
         raise KeyboardInterrupt
-    (found,) = sweepings(run)
+    (found,) = find_removable(run)
     assert found.size == 3 and found.name.startswith("dynamics/.work-")
     found.remove()
-    assert sweepings(run) == [] and run.unfinished() == []
+    assert find_removable(run) == [] and run.unfinished() == []

@@ -210,5 +210,5 @@ def test_what_cannot_be_compared_says_so(run, tmp_path):
     with pytest.raises(ArtifactError, match="no run at"):
         differences(run.path, tmp_path / "none")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ArtifactError, match="holds no run.toml"):
+    with pytest.raises(ArtifactError, match="has no run.toml"):
         differences(run.path, tmp_path / "empty")

@@ -36,7 +36,7 @@ def test_a_file_in_the_way_is_a_usage_error(tmp_path: Path, create: bool) -> Non
 
 def test_a_folder_that_cannot_be_written_to_is_a_usage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)  # as root everything can be
-    with pytest.raises(UsageError, match="cannot be written to; name another folder"):
+    with pytest.raises(UsageError, match="the folder is not writable; name another one"):
         Run.open(tmp_path, create=True)
     Run.open(tmp_path, create=False)
 
@@ -62,10 +62,10 @@ def test_a_binding_is_replaced_by_whoever_knows_it(run: Run) -> None:
     run.bind("catch", SETTINGS)
     known = run.bound()
     changes = [{"epoch": 3, "set": ["dynamics.clip=4.0"]}]
-    run.bind("catch", {**SETTINGS, "seed": 4}, changes, known=known)
+    run.bind("catch", {**SETTINGS, "seed": 4}, changes, expected=known)
     assert run.bound() == {"preset": "catch", "settings": {**SETTINGS, "seed": 4}, "changes": changes}
     with pytest.raises(UsageError, match="bound to preset catch"):  # another command was faster
-        run.bind("catch", {**SETTINGS, "seed": 5}, known=known)
+        run.bind("catch", {**SETTINGS, "seed": 5}, expected=known)
 
 
 def test_a_run_in_which_nothing_was_made_is_taken_back(run: Run) -> None:

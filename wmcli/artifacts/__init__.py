@@ -4,8 +4,8 @@ from wmcli.artifacts.health import check, examine, needed, needed_elsewhere
 from wmcli.artifacts.job import Job, Work
 from wmcli.artifacts.lineage import Tree, lineage
 from wmcli.artifacts.manifest import KEY_METRICS, KINDS, MAKERS, Artifact, InputRef, Kind, make_command, open_artifact
+from wmcli.artifacts.removable import find_removable
 from wmcli.artifacts.store import Run
-from wmcli.artifacts.sweepings import sweepings
 
 __all__ = [
     "KEY_METRICS",
@@ -25,5 +25,5 @@ __all__ = [
     "needed",
     "needed_elsewhere",
     "open_artifact",
-    "sweepings",
+    "find_removable",
 ]

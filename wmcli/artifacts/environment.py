@@ -1,4 +1,4 @@
-"""Which artifacts go together: those of one environment, played alike."""
+"""Compatibility of artifacts: they must have the same environment and protocol."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from wmcli.errors import ArtifactError
 
 
 def check_same_environment(ours: Mapping[str, Any], artifact: Artifact) -> None:
-    """Check that an artifact was made in the environment that the protocol block `ours` describes.
+    """Check that an artifact was made in the environment `ours`.
+
+    Args:
+        ours: `environment` of a manifest.
+        artifact: The artifact to check.
 
     Raises:
         ArtifactError: It was made in another one. The message names both.
@@ -20,5 +24,5 @@ def check_same_environment(ours: Mapping[str, Any], artifact: Artifact) -> None:
         if ours[key] != theirs[key]:
             raise ArtifactError(
                 f"{artifact.name} was made with environment {key} = {theirs[key]}, but this needs {ours[key]};"
-                f" make one that fits, or give another reference (environments: {theirs['id']} and {ours['id']})."
+                f" make one there, or give another reference (environments: {theirs['id']} and {ours['id']})."
             )

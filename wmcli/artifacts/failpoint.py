@@ -1,7 +1,7 @@
-"""Places where a test can kill this process, to prove that a crash there is repaired.
+"""Failpoints: places where a test can kill this process, to test recovery.
 
-`WM_FAILPOINT=name:n` in the environment ends the process with SIGKILL, as a power cut would, the n-th time it reaches
-`failpoint("name")` (n is 1 if left out). Without the variable a failpoint costs a microsecond.
+The environment variable `WM_FAILPOINT=name:n` ends the process with SIGKILL at the n-th call of `failpoint("name")`.
+n is 1 by default. Without the variable a failpoint costs a microsecond.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ _reached: dict[str, int] = {}
 
 
 def failpoint(name: str) -> None:
-    """Die here if `WM_FAILPOINT` says so."""
-    wanted = os.environ.get("WM_FAILPOINT")
-    if wanted is None:
+    """Kill this process if `WM_FAILPOINT` names this place."""
+    target = os.environ.get("WM_FAILPOINT")
+    if target is None:
         return
-    where, _, count = wanted.partition(":")
+    where, _, count = target.partition(":")
     if where != name:
         return
     _reached[name] = _reached.get(name, 0) + 1

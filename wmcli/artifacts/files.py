@@ -1,4 +1,4 @@
-"""Files and folders that survive a crash: written beside their place, forced to the disk, then renamed."""
+"""Files and folders that survive a crash: written under another name, synchronized to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from wmcli.artifacts.failpoint import failpoint
 from wmcli.errors import ArtifactError, MachineError
 
-TRASH = ".trash-"  # a folder on its way out
-DRAFT = ".draft-"  # a link on its way to its place
+TRASH = ".trash-"  # prefix of a folder that is being removed
+DRAFT = ".draft-"  # prefix of a link before its rename
 
 _REMEDY = {
     errno.ENOSPC: "free some space",
@@ -22,8 +22,8 @@ _REMEDY = {
     errno.EFBIG: "raise the limit on file sizes",
     errno.EIO: "check the disk",
     errno.EROFS: "make it writable or choose another --run",
-    errno.EACCES: "mend the permissions",
-    errno.EPERM: "mend the permissions",
+    errno.EACCES: "correct the permissions",
+    errno.EPERM: "correct the permissions",
     errno.EMFILE: "raise the limit on open files",
     errno.ENFILE: "close other programs",
 }
@@ -31,9 +31,10 @@ _REMEDY = {
 
 @contextmanager
 def disk_errors(where: Path) -> Iterator[None]:
-    """Turn an OSError that is a limit of the machine (full disk, quota, I/O, permissions) into a one-line MachineError.
+    """Turn an OSError of the machine (full disk, quota, I/O, permissions) into a MachineError. Others pass.
 
-    `where` is named when the OSError names no file. Any other OSError passes.
+    Args:
+        where: Path for the message if the OSError has none.
     """
     try:
         yield
@@ -41,13 +42,13 @@ def disk_errors(where: Path) -> Iterator[None]:
         if error.errno not in _REMEDY:
             raise
         raise MachineError(
-            f"{error.filename or where}: {error.strerror}; what was published before is intact."
+            f"{error.filename or where}: {error.strerror}; published artifacts are intact."
             f" {_REMEDY[error.errno].capitalize()}, then run the same command again."
         ) from error
 
 
 def sync_folder(folder: Path) -> None:
-    """Force a folder's entries to the disk: without it a rename can be lost in a power cut."""
+    """Synchronize a folder's entries to disk, so that a rename survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -56,7 +57,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, each durably. One that exists is left alone."""
+    """Make a folder and its missing parents durably."""
     missing = [folder]
     while not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
@@ -66,7 +67,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_durable(path: Path, data: bytes) -> None:
-    """Write a file atomically and durably: after a crash it holds the old bytes or the new ones."""
+    """Write a file atomically and durably: after a crash it has the old bytes or the new ones."""
     draft = path.with_name(f".{path.name}.partial")
     try:
         with draft.open("wb") as file:
@@ -74,7 +75,7 @@ def write_durable(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError:
-        draft.unlink(missing_ok=True)  # on a full disk its bytes are needed
+        draft.unlink(missing_ok=True)  # frees its space on a full disk
         raise
     failpoint("write-synced")
     draft.replace(path)
@@ -82,7 +83,7 @@ def write_durable(path: Path, data: bytes) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder so that a crash half-way leaves no half folder under its name, only trash that `sweep` finds."""
+    """Remove a folder. A crash leaves no partial folder under its name, only trash for `sweep`."""
     if not folder.exists():
         return
     trash = folder.with_name(f"{TRASH}{uuid.uuid4().hex}")
@@ -92,12 +93,12 @@ def discard(folder: Path) -> None:
 
 
 def debris(folder: Path) -> list[Path]:
-    """What processes that crashed half-way left in a folder (and, for a moment, what live ones do)."""
+    """Return trash and drafts in a folder, which crashed processes left. Running ones have them for a moment."""
     return [*folder.glob(f"{TRASH}*"), *folder.glob(f"{DRAFT}*")]
 
 
 def sweep(folder: Path) -> None:
-    """Remove the debris. Call it while holding the folder's lock."""
+    """Remove the debris of a folder. The caller holds its lock."""
     for each in debris(folder):
         if each.is_symlink():
             each.unlink(missing_ok=True)
@@ -106,11 +107,16 @@ def sweep(folder: Path) -> None:
 
 
 def regular_files(folder: Path, name: str) -> dict[str, int]:
-    """`{relative path: size in bytes}` of everything in a folder, hidden files included, in sorted order.
+    """Return `{relative path: size in bytes}` of all files in a folder, including hidden ones, sorted.
 
-    Raises ArtifactError, which calls the folder `name`, for anything but files and folders: a link could lead anywhere.
+    Args:
+        folder: The folder.
+        name: Its name in messages.
+
+    Raises:
+        ArtifactError: It holds anything except files and folders, for example a link.
     """
-    found = {}
+    sizes = {}
     pending = [""]
     while pending:
         prefix = pending.pop()
@@ -120,8 +126,8 @@ def regular_files(folder: Path, name: str) -> dict[str, int]:
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(relative + "/")
                 elif entry.is_file(follow_symlinks=False):
-                    found[relative] = entry.stat(follow_symlinks=False).st_size
+                    sizes[relative] = entry.stat(follow_symlinks=False).st_size
                 else:
-                    what = "a symlink" if entry.is_symlink() else "no regular file"
-                    raise ArtifactError(f"{name}: {relative!r} is {what}; artifacts hold plain files only.")
-    return dict(sorted(found.items()))
+                    fault = "a symlink" if entry.is_symlink() else "no regular file"
+                    raise ArtifactError(f"{name}: {relative!r} is {fault}; artifacts hold plain files only.")
+    return dict(sorted(sizes.items()))

@@ -1,4 +1,4 @@
-"""Which artifacts can be used: their own files, and those of the inputs that using them reads."""
+"""The state of artifacts: their own files, and those of the inputs that they need."""
 
 from __future__ import annotations
 
@@ -9,27 +9,31 @@ from wmcli.artifacts.store import Run
 from wmcli.errors import ArtifactError
 
 State = tuple[str, str]
-"""One of "ok", "pruned" (only the manifest was kept), "damaged" (files differ from the manifest), "damaged pictures"
-(only those: it can be used), "unusable" (whole, but what it needs is not); and what is wrong, in one line."""
+"""State and its reason in one line.
+
+States are "ok", "pruned" (only the manifest remains), "damaged" (files differ from the manifest), "damaged pictures"
+(still usable) and "unusable" (an input that it needs is not usable)."""
 
 
 def needs(artifact: Artifact) -> list[str]:
-    """Name the inputs whose files are read when an artifact is used: a controller acts in its dynamics, dynamics over
-    tokens see by their tokenizer, experience goes on from the experience before."""
+    """Return the roles of the inputs whose files are read when an artifact is used.
+
+    A controller needs its dynamics, token dynamics their tokenizer, and experience the experience that it extends.
+    """
     if artifact.kind == "dynamics" and artifact.settings.get("dynamics", {}).get("kind", "token") != "token":
-        return []  # such dynamics hold their encoder; a tokenizer among the inputs is what it was started from
-    wanted = {"controller": "dynamics", "dynamics": "tokenizer", "experience": "previous"}.get(artifact.kind)
-    return [role for role in artifact.inputs if role == wanted]
+        return []  # such dynamics contain their encoder; a tokenizer among the inputs gave its initial weights
+    needed_role = {"controller": "dynamics", "dynamics": "tokenizer", "experience": "previous"}.get(artifact.kind)
+    return [role for role in artifact.inputs if role == needed_role]
 
 
 def needed(artifacts: Iterable[Artifact]) -> Iterator[Artifact]:
-    """Yield some artifacts and all that using them reads, as far as it is there."""
-    pending, seen = list(artifacts), set()
+    """Yield artifacts and the existing inputs that they need, recursively."""
+    pending, visited = list(artifacts), set()
     while pending:
         artifact = pending.pop()
-        if artifact.digest in seen:
+        if artifact.digest in visited:
             continue
-        seen.add(artifact.digest)
+        visited.add(artifact.digest)
         yield artifact
         for role in needs(artifact):
             try:
@@ -39,8 +43,10 @@ def needed(artifacts: Iterable[Artifact]) -> Iterator[Artifact]:
 
 
 def needed_elsewhere(run: Run) -> Iterator[Artifact]:
-    """Yield the artifacts of a run that other runs need: they noted it (`Run.note_use`), and still hold what they made
-    of it, or are at it."""
+    """Yield the artifacts of a run that other runs need.
+
+    These have recorded their use (`Run.note_use`), and have unfinished work or artifacts made from them.
+    """
     ours = {artifact.digest: artifact for kind in KINDS for artifact in run.artifacts(kind)}
     for digest, user in run.uses():
         theirs = [artifact for kind in KINDS for artifact in user.artifacts(kind)]
@@ -49,57 +55,57 @@ def needed_elsewhere(run: Run) -> Iterator[Artifact]:
 
 
 def check(run: Run) -> list[tuple[str, str, str]]:
-    """Read all files of a run again and return `(name, state, what is wrong)` of every version (see `State`)."""
-    known: dict[str, State] = {}
+    """Read all files of a run again. Return `(name, state, reason)` of every version (see `State`)."""
+    states: dict[str, State] = {}
     rows = []
     for kind in KINDS:
         for version in run.versions(kind):
             try:
-                state = examine(run.get(kind, version), known)
+                state = examine(run.get(kind, version), states)
             except ArtifactError as error:
                 state = ("damaged", str(error))
             rows.append((f"{kind}@{version}", *state))
     return rows
 
 
-def examine(artifact: Artifact, known: dict[str, State] | None = None) -> State:
-    """Read an artifact's files again, and those of what it needs.
+def examine(artifact: Artifact, states: dict[str, State] | None = None) -> State:
+    """Read the files of an artifact and of the inputs that it needs again.
 
     Args:
-        artifact: What to examine.
-        known: States by digest, to be used and added to, so that shared inputs are read once.
+        artifact: Artifact to examine.
+        states: States by digest. New ones are added, so that shared inputs are read once.
 
     Returns:
-        Its state. An input that is gone but not needed is named beside "ok", since lineage ends there.
+        Its state. The reason of "ok" names missing inputs that it does not need, because lineage ends there.
     """
-    known = {} if known is None else known
-    line = [artifact]  # what is to be examined before what stands left of it
-    while line:
-        current = line[-1]
+    states = {} if states is None else states
+    stack = [artifact]
+    while stack:
+        current = stack[-1]
         inputs = _needed_inputs(current)
-        unknown = [each for each in inputs if isinstance(each, Artifact) and each.digest not in known]
-        if current.digest in known or not unknown:
-            known.setdefault(current.digest, _state(current, inputs, known))
-            line.pop()
+        unknown = [each for each in inputs if isinstance(each, Artifact) and each.digest not in states]
+        if current.digest in states or not unknown:
+            states.setdefault(current.digest, _state(current, inputs, states))
+            stack.pop()
         else:
-            line += unknown
-    return known[artifact.digest]
+            stack += unknown
+    return states[artifact.digest]
 
 
 def _needed_inputs(artifact: Artifact) -> list[Artifact | str]:
-    """What an artifact needs; why it cannot be opened, where it cannot."""
-    found: list[Artifact | str] = []
+    """Return the inputs that an artifact needs, or the reason why one cannot be opened."""
+    inputs: list[Artifact | str] = []
     for role in needs(artifact):
         try:
-            found.append(artifact.input(role))
+            inputs.append(artifact.input(role))
         except ArtifactError as error:
-            found.append(str(error))
-    return found
+            inputs.append(str(error))
+    return inputs
 
 
-def _state(artifact: Artifact, inputs: list[Artifact | str], known: dict[str, State]) -> State:
+def _state(artifact: Artifact, inputs: list[Artifact | str], states: dict[str, State]) -> State:
     if artifact.pruned:
-        return "pruned", "only its manifest was kept"
+        return "pruned", "only its manifest remains"
     try:
         artifact.verify_again()
     except ArtifactError as error:
@@ -107,7 +113,7 @@ def _state(artifact: Artifact, inputs: list[Artifact | str], known: dict[str, St
     for each in inputs:
         if isinstance(each, str):
             return "unusable", each
-        state, detail = known[each.digest]
+        state, detail = states[each.digest]
         if state not in ("ok", "damaged pictures"):
             return "unusable", f"it needs {each}, which is {state}: {detail}"
     if picture := artifact.damaged_picture():
@@ -116,9 +122,9 @@ def _state(artifact: Artifact, inputs: list[Artifact | str], known: dict[str, St
 
 
 def _gone(artifact: Artifact) -> Iterator[str]:
-    """What an artifact was made from and does not need, where it is not there any more."""
+    """Yield a message for each missing input."""
     for role, reference in artifact.inputs.items():
         try:
             artifact.input(role)
         except ArtifactError:
-            yield f"the {reference.name} that it was made from is gone"
+            yield f"its input {reference.name} is missing"

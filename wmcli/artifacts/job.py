@@ -1,9 +1,11 @@
-"""A stage's unit of work: recognized when it was done before, resumed when it was interrupted, published whole.
+"""Jobs: the unit of work of a stage. A finished job is recognized, an interrupted one resumes, a result appears whole.
 
-What a crash can leave, and who clears it away: a work directory with its checkpoints (the same job resumes it, others
-leave it alone); a work directory whose payload was published already, which is one without `payload/` (the next `done`
-or `work` of that job removes it); trash and drafts of links (the next `done` or `work` of the kind); an old `latest`
-(every reader mends it).
+A crash can leave:
+
+- a work directory with checkpoints: the same job resumes it;
+- a work directory without `payload/`, which was published: the next `done` or `work` of the job removes it;
+- trash and drafts of links: the next `done` or `work` of the kind removes them;
+- an old `latest`: every reader corrects it.
 """
 
 from __future__ import annotations
@@ -39,19 +41,19 @@ if TYPE_CHECKING:
     from wmcli.artifacts.store import Run
 
 REVISIONS: dict[str, int] = dict.fromkeys(KINDS, 1)
-"""A number for each kind of work, to raise when the same settings give other results, as after the mend of a fault: the
-work is then done again instead of found done."""
+"""Revision of each kind of work. Raise it when equal settings give other results, for example after a bug fix: finished
+jobs then run again."""
 
 PAYLOAD = "payload"
 WORK = ".work-"
-"""How the name of a work folder begins."""
+"""Prefix of the names of work folders."""
 
-# What a rename onto a place that is taken says, depending on what took it.
-_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+# Errors of a rename onto an existing file or folder.
+_EXISTS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
 class Job:
-    """One piece of work. Two jobs with the same digest make the same thing. Made by `Run.job`."""
+    """A unit of work, made by `Run.job`. Two jobs with the same digest have the same result."""
 
     def __init__(self, run: Run, kind: str, identity: Identity, inputs: dict[str, Artifact]) -> None:
         self.run, self.kind, self.identity, self.inputs = run, kind, identity.values, inputs
@@ -61,15 +63,15 @@ class Job:
         identity = identity.revised(REVISIONS[kind])
         digests = [self._digest(values) for values in (identity.values, *identity.earlier)]
         self._digests = frozenset(digests)
-        # Work that an earlier version of wm began goes on under the digest that it had there.
-        begun = (digest for digest in digests if has_checkpoint(self._work_folder(digest)))
-        self.digest = next(begun, digests[0])
+        # Work that an earlier version of wm began continues under its digest there.
+        interrupted = (digest for digest in digests if has_checkpoint(self._work_folder(digest)))
+        self.digest = next(interrupted, digests[0])
         """sha256 of the kind, the identity and the inputs' digests."""
         self.work_folder = self._work_folder(self.digest)
-        self._found_undone = False  # what the last `done` of this object said
+        self._is_undone = False  # result of the last `done` of this object
 
     def made(self, artifact: Artifact) -> bool:
-        """Return whether an artifact is of this very job, under any version of wm."""
+        """Return whether an artifact was made by this job, under any version of wm."""
         return artifact.manifest["job"] in self._digests
 
     def _digest(self, values: dict[str, Any]) -> str:
@@ -79,13 +81,13 @@ class Job:
         return self.folder / f"{WORK}{digest[:12]}"
 
     def done(self) -> Artifact | None:
-        """The newest version that this very job has published, None if there is none; it may be pruned.
+        """Return the newest version that this job published, or None. It may be pruned.
 
-        Versions whose manifest is damaged are passed over: they cannot be told to be this job's.
+        Versions with a damaged manifest are skipped, because their job is unknown.
         """
         self.run.point_latest(self.kind)
         artifact = self._published()
-        self._found_undone = artifact is None
+        self._is_undone = artifact is None
         if artifact is not None:
             self._tidy()
         return artifact
@@ -99,7 +101,7 @@ class Job:
         return None
 
     def otherwise(self) -> Artifact | None:
-        """The newest version that another job made of the very same inputs, in `wm run`; None if there is none."""
+        """Return the newest version that another job of `wm run` made from the same inputs, or None."""
         for version in reversed(self.run.versions(self.kind)):
             with suppress(ArtifactError):
                 artifact = self.run.get(self.kind, version)
@@ -111,20 +113,23 @@ class Job:
 
     @contextmanager
     def work(self, *, fresh: bool = False) -> Iterator[Work]:
-        """Hold the kind's lock and the job's work directory, whose checkpoints are kept unless `fresh`.
+        """Hold the kind's lock and the job's work directory.
 
-        In the `with` block an OSError that is a limit of the machine becomes a MachineError. If the block ends without
-        `publish`, checkpoints stay for the next time.
+        In the `with` block an OSError that is a limit of the machine becomes a MachineError. Without `publish`,
+        checkpoints stay for the next time.
 
-        Raises BusyError while another process writes this kind, or if one published this very job after `done` said
-        that nobody had.
+        Args:
+            fresh: Discard the checkpoints of earlier work.
+
+        Raises:
+            BusyError: Another process writes this kind, or has published this job since the last `done`.
         """
         with disk_errors(self.folder):
             make_folder(self.folder)
             with exclusive(self.folder, f"{self.kind} in {self.run}"):
-                if self._found_undone and (artifact := self._published()) is not None:
+                if self._is_undone and (artifact := self._published()) is not None:
                     raise BusyError(
-                        f"another process has just made {artifact.name} of the same; run the command again."
+                        f"another process has just published {artifact.name} of this job; run the command again."
                     )
                 sweep(self.folder)
                 if fresh or self._was_published():
@@ -136,12 +141,12 @@ class Job:
                 try:
                     yield work
                 finally:
-                    with suppress(OSError):  # it must not hide what ended the block
+                    with suppress(OSError):  # it would hide the error that ended the block
                         if not has_checkpoint(self.work_folder):
                             discard(self.work_folder)
 
     def _tidy(self) -> None:
-        """Remove what a crash during or right after publication left, unless somebody is at work."""
+        """Remove the remains of a crash during publication, unless another process works on this kind."""
         if self._was_published() or debris(self.folder):
             with suppress(BusyError, OSError), exclusive(self.folder, str(self.folder)):
                 sweep(self.folder)
@@ -149,12 +154,12 @@ class Job:
                     discard(self.work_folder)
 
     def _was_published(self) -> bool:
-        """Whether the work directory is one whose payload was renamed away."""
+        """Return whether the payload of the work directory was published."""
         return self.work_folder.exists() and not (self.work_folder / PAYLOAD).exists()
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether a work directory holds anything of use: not the payload, not a file that was being written."""
+    """Return whether a work directory has a checkpoint: any complete file beside the payload."""
     if not folder.is_dir():
         return False
     return any(entry.name != PAYLOAD and not entry.name.endswith(".partial") for entry in folder.iterdir())
@@ -166,11 +171,11 @@ class Work:
 
     job: Job
     path: Path
-    """Put checkpoint files here, each written atomically; nothing in it is published."""
+    """Folder for checkpoints, each written atomically. They are not published."""
     payload: Path
-    """Put the files to publish here. Empty at the start, also when work is resumed."""
+    """Folder for the files to publish. Empty at the start, also of resumed work."""
     resumed: bool
-    """Whether checkpoint files of an earlier process are here."""
+    """Whether an earlier process left checkpoints."""
 
     def publish(
         self,
@@ -181,16 +186,18 @@ class Work:
         machine: dict[str, Any],
         extra: dict[str, Any] | None = None,
     ) -> Artifact:
-        """Turn the payload into the next version, atomically and durably, and remove the work directory.
+        """Publish the payload as the next version, atomically and durably, and remove the work directory.
 
-        When it returns, the version survives a power cut; until its rename nobody sees anything of it.
+        The version appears by one rename. After the return it survives a power cut.
 
-        Raises DivergedError if a metric is not finite, MachineError if the disk fails; then nothing is published.
+        Raises:
+            DivergedError: A metric is not finite. Nothing is published.
+            MachineError: The disk fails. Nothing is published.
         """
         job, run = self.job, self.job.run
         for name, value in metrics.items():
             if finite(value) != value:
-                raise DivergedError(f"{job.kind}: metric {name} is not finite, so nothing was published.")
+                raise DivergedError(f"{job.kind}: metric {name} is not finite; nothing was published.")
         body: dict[str, Any] = {
             "kind": job.kind,
             "job": job.digest,
@@ -222,7 +229,7 @@ class Work:
         return open_artifact(target)
 
     def _claim(self, body: dict[str, Any]) -> Path:
-        """Rename the payload to the first free version. Onto one that exists a rename fails: nobody is overwritten."""
+        """Rename the payload to the first free version. A rename onto an existing version fails."""
         while True:
             version = self.job.run.next_version(self.job.kind)
             write_manifest(self.payload, {**body, "version": version})
@@ -231,17 +238,17 @@ class Work:
             try:
                 self.payload.rename(target)
             except OSError as error:
-                if error.errno not in _TAKEN:
+                if error.errno not in _EXISTS:
                     raise
             else:
                 return target
 
 
 def _seal(payload: Path) -> list[dict[str, Any]]:
-    """Force every file and folder to the disk; returns the manifest's list of files."""
+    """Synchronize every file and folder to disk. Return the manifest's list of files."""
     files = []
     sizes = regular_files(payload, "the payload")
-    assert not {MANIFEST, PRUNED} & sizes.keys(), "names that artifacts use themselves"
+    assert not {MANIFEST, PRUNED} & sizes.keys(), "reserved names"
     for name, size in sizes.items():
         with (payload / name).open("rb") as file:
             files.append({"path": name, "size": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()})

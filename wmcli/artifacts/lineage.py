@@ -1,4 +1,4 @@
-"""What an artifact was made from, back to the first experience."""
+"""Lineage: the inputs of an artifact, back to the first experience."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from wmcli.errors import ArtifactError
 
 @dataclass(frozen=True)
 class Tree:
-    """An artifact and what it was made from. It can be hundreds of levels deep: go through it with `rows`."""
+    """An artifact and its inputs. A tree can be hundreds of levels deep: iterate over `rows`."""
 
     name: str
     digest: str
     path: Path
-    """Where it is, or was."""
+    """Present or last known path."""
     problem: str = ""
-    """Why it cannot be read; then its inputs are unknown."""
+    """Reason why it cannot be read. Its inputs are unknown then."""
     pruned: bool = False
     repeated: bool = False
-    """It stands in the tree elsewhere, no deeper than here; its inputs are shown only there."""
+    """Whether it occurs elsewhere in the tree, no deeper than here, with its inputs."""
     inputs: dict[str, Tree] = field(default_factory=dict)
     """By role."""
 
     def rows(self) -> Iterator[tuple[int, str, Tree]]:
-        """`(depth, role, tree)` from the top down, each followed by its inputs; the role of the first is empty."""
+        """Yield `(depth, role, tree)` from the top down, each before its inputs. The role of the root is empty."""
         pending = [(0, "", self)]
         while pending:
             depth, role, tree = pending.pop()
@@ -37,13 +37,13 @@ class Tree:
 
 
 def lineage(artifact: Artifact) -> Tree:
-    """The tree of inputs; what is missing or was changed is in it with its problem.
+    """Return the tree of inputs. Missing and changed ones are in it with their problem.
 
-    Each artifact's inputs are followed once, from the place nearest to the top: without that the tree of a run of
-    hundreds of epochs, where each version was made from many, would have millions of entries.
+    Each artifact's inputs are followed once, at the occurrence nearest to the root. Otherwise the tree of a run of
+    hundreds of epochs would have millions of entries.
     """
     root = _tree(artifact)
-    seen = {artifact.digest}
+    visited = {artifact.digest}
     pending = deque([(artifact, root)])
     while pending:
         child, tree = pending.popleft()
@@ -54,9 +54,9 @@ def lineage(artifact: Artifact) -> Tree:
                 place = child.run / reference.path
                 tree.inputs[role] = Tree(reference.name, reference.digest, place, str(error))
                 continue
-            tree.inputs[role] = _tree(parent, repeated=parent.digest in seen)
-            if parent.digest not in seen:
-                seen.add(parent.digest)
+            tree.inputs[role] = _tree(parent, repeated=parent.digest in visited)
+            if parent.digest not in visited:
+                visited.add(parent.digest)
                 pending.append((parent, tree.inputs[role]))
     return root
 

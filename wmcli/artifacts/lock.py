@@ -1,4 +1,4 @@
-"""One writer a folder, by an operating-system lock that dies with its process."""
+"""One writer per folder, by a lock of the operating system that ends with its process."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from pathlib import Path
 from wmcli.errors import BusyError, MachineError
 
 LOCK = ".lock"
-HOLDER = ".holder"  # beside the lock: who holds it, for the message only. After a crash it names a dead process.
+HOLDER = ".holder"  # beside the lock: process number of its holder, for messages. Stale after a crash.
 
 
 @contextmanager
-def exclusive(folder: Path, what: str) -> Iterator[None]:
-    """Hold the lock of `folder`, without waiting for it. `what` is what the message says is being written.
+def exclusive(folder: Path, name: str) -> Iterator[None]:
+    """Hold the lock of a folder, without waiting for it. A forked child shares it and keeps it after this process.
 
-    A child made by fork shares the lock and keeps it should this process die first.
+    Args:
+        folder: The folder.
+        name: Its name in messages.
 
-    Raises BusyError if another process has it, MachineError on a file system without locks.
+    Raises:
+        BusyError: Another process has the lock.
+        MachineError: The file system has no locks.
     """
     from filelock import FileLock, Timeout
 
@@ -28,13 +32,13 @@ def exclusive(folder: Path, what: str) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise BusyError(
-            f"{what} is being written by {_holder(folder)}; wait until it is done, or choose another --run."
+            f"{name} is being written by {_holder(folder)}; wait for it, or choose another --run."
         ) from None
     except NotImplementedError:
         raise MachineError(f"{folder}: this file system has no locks; put the run on another disk.") from None
     holder = folder / HOLDER
     try:
-        with suppress(OSError):  # a full disk must not keep anybody from holding the lock
+        with suppress(OSError):  # a full disk does not prevent locking
             holder.write_text(str(os.getpid()))
         yield
     finally:

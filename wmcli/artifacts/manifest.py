@@ -1,8 +1,8 @@
-"""An artifact: an immutable folder of files, and the manifest that says what it is, of what it was made, what is in it.
+"""An artifact: an immutable folder of files with a manifest of its kind, inputs, settings, metrics and files.
 
-`manifest.json` has one spelling, and it carries the sha256 of its own content (without that entry), so that any changed
-byte in it shows. Every other byte of the artifact is covered by the sizes and digests it lists. A manifest is untrusted
-input: its size is limited before it is parsed, and no path in it is followed before it was checked.
+`manifest.json` has one canonical form and contains the sha256 of its own content, without that entry. It lists size and
+sha256 of every other file, so every changed byte is detected. A manifest is untrusted input: its size is limited before
+parsing, and its paths are checked before use.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from wmcli.config import Section, canonical_json, check_schema, digest, problem,
 from wmcli.errors import ArtifactError, MachineError, UsageError
 
 MANIFEST = "manifest.json"
-PRUNED = "pruned"  # marker file: the payload was removed to save space, the manifest kept
+PRUNED = "pruned"  # marker file: only the manifest remains, to save space
 MANIFEST_SCHEMA = 2
 """1 (wm 0.1.0) has no `settings_schema`."""
 MAX_MANIFEST_BYTES = 2 << 20  # 50,000 episodes of an evaluation, or 15,000 files; hostile JSON takes a second
 PICTURES = frozenset({".png", ".gif"})
-"""Suffixes of files that nothing reads but people: a model is usable without them."""
+"""Suffixes of files for people only: an artifact is usable without them."""
 
 Kind = Literal["experience", "tokenizer", "dynamics", "controller", "evaluation", "profile"]
 KINDS: tuple[Kind, ...] = ("experience", "tokenizer", "dynamics", "controller", "evaluation", "profile")
@@ -52,7 +52,7 @@ KEY_METRICS: dict[str, tuple[str, ...]] = {
     "controller": ("imagined_return",),
     "evaluation": ("mean",),
 }
-"""The metrics that tell most about an artifact of each kind, as far as it has them."""
+"""Main metrics of each kind of artifact, if present."""
 
 
 # -- the manifest's form ----------------------------------------------------------------------------------------------
@@ -83,13 +83,13 @@ class FileEntry(Section):
 
 
 class InputRef(Section):
-    """An artifact that another was made from."""
+    """A reference to an input of an artifact."""
 
     kind: Kind
     version: int = Field(ge=1)
     digest: Sha256
     path: Annotated[str, AfterValidator(_input_place)]
-    """Where it was: relative to the run directory if it was in the same run, else absolute."""
+    """Path at publication: relative to the run directory for an input of the same run, else absolute."""
 
     @property
     def name(self) -> str:
@@ -115,7 +115,7 @@ class _Manifest(Section):
 
 
 def render(manifest: dict[str, Any]) -> bytes:
-    """The one spelling of a manifest on disk: canonical JSON, a line for each entry and for each file."""
+    """Return a manifest as on disk: canonical JSON with a line for each entry and each file."""
     lines = []
     for key, value in sorted(manifest.items()):
         if key == "files":
@@ -127,17 +127,18 @@ def render(manifest: dict[str, Any]) -> bytes:
 
 
 def write_manifest(folder: Path, body: dict[str, Any]) -> dict[str, Any]:
-    """Complete `body` with the schema and its own digest, write it durably into `folder`, return it as it reads.
+    """Add schema and digest to `body` and write it durably into `folder`. Return it as read back.
 
-    Raises MachineError for one so large that no reader would take it.
+    Raises:
+        MachineError: It is larger than readers accept.
     """
     manifest = json.loads(canonical_json({"schema": MANIFEST_SCHEMA, **body}))
     manifest["digest"] = digest(manifest)
     data = render(manifest)
     if len(data) > MAX_MANIFEST_BYTES:
         raise MachineError(
-            f"{body['kind']}: its manifest would have {len(data)} bytes and at most {MAX_MANIFEST_BYTES} can be read;"
-            " nothing was published. Ask for less at once, for example fewer --episodes."
+            f"{body['kind']}: its manifest would have {len(data)} bytes, more than the limit of {MAX_MANIFEST_BYTES};"
+            " nothing was published. Make it smaller, for example with fewer --episodes."
         )
     with (folder / MANIFEST).open("wb") as file:
         file.write(data)
@@ -154,10 +155,10 @@ _verified: set[tuple[Path, str]] = set()
 
 @dataclass(frozen=True)
 class Artifact:
-    """One published version. Made by `open_artifact`, which has checked the manifest but not yet the files."""
+    """A published version. `open_artifact` makes it and checks the manifest, not the files."""
 
     path: Path
-    """Absolute: its place in its run, which may itself be a link to a folder on another disk."""
+    """Absolute path in its run. It may be a link to a folder on another disk."""
     manifest: dict[str, Any]
 
     @property
@@ -171,17 +172,17 @@ class Artifact:
 
     @property
     def name(self) -> str:
-        """For people: `dynamics@3`."""
+        """Kind and version: `dynamics@3`."""
         return f"{self.kind}@{self.version}"
 
     @property
     def digest(self) -> str:
-        """sha256 of the canonical manifest, hence of all it lists."""
+        """sha256 of the canonical manifest."""
         return str(self.manifest["digest"])
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings it was made with, as this version of wm writes them."""
+        """Settings of its job, in the schema of this version of wm."""
         return upgrade(self.manifest["settings"], self.manifest.get("settings_schema", 1))
 
     @property
@@ -190,24 +191,24 @@ class Artifact:
 
     @property
     def inputs(self) -> dict[str, InputRef]:
-        """What it was made from, by role."""
+        """Inputs by role."""
         return {role: InputRef.model_validate(value) for role, value in self.manifest["inputs"].items()}
 
     @property
     def run(self) -> Path:
-        """The run directory it stands in."""
+        """Its run directory."""
         return self.path.parent.parent
 
     @property
     def pruned(self) -> bool:
-        """Whether only the manifest was kept."""
+        """Whether only the manifest remains."""
         return (self.path / PRUNED).exists()
 
     def __str__(self) -> str:
         return f"{self.name} ({shown(self.path)})"
 
     def file(self, name: str) -> Path:
-        """The path of a file, or of a folder of files, of this artifact, all of which is verified first."""
+        """Verify the artifact and return the path of one of its files or folders."""
         self.verify()
         files = [entry["path"] for entry in self.manifest["files"]]
         if not any(each == name or each.startswith(f"{name}/") for each in files):
@@ -215,9 +216,10 @@ class Artifact:
         return self.path / name
 
     def verify(self) -> None:
-        """Check every file but pictures against the manifest, once per process.
+        """Check every file except pictures against the manifest, once per process.
 
-        Raises ArtifactError naming the first wrong one.
+        Raises:
+            ArtifactError: A file is damaged; the message names the first one.
         """
         key = (self.path, self.digest)
         if key not in _verified:
@@ -225,18 +227,18 @@ class Artifact:
             _verified.add(key)
 
     def verify_again(self) -> None:
-        """`verify`, even if this process has done it before."""
+        """Check the files as `verify` does, also if this process has checked them before."""
         if problem := self._problem(pictures=False):
             raise ArtifactError(problem)
 
     def damaged_picture(self) -> str | None:
-        """Say which picture is missing or changed, None if none is."""
+        """Return a message that names a missing or changed picture, or None."""
         return self._problem(pictures=True)
 
     def _problem(self, *, pictures: bool) -> str | None:
-        """What is wrong with the pictures, or with all other files; None if nothing is."""
+        """Return a message about damage in the pictures or in all other files, or None."""
         if self.pruned:
-            return f"{self} was pruned: its manifest was kept, its files are gone. {self._remedy()}"
+            return f"{self} was pruned: only its manifest remains. {self._remedy()}"
         try:
             return self._compare(regular_files(self.path, str(self)), pictures)
         except ArtifactError as error:
@@ -244,16 +246,16 @@ class Artifact:
         except OSError as error:
             return f"{self}: {error.filename}: {error.strerror}. {self._remedy()}"
 
-    def _compare(self, found: dict[str, int], pictures: bool) -> str | None:
+    def _compare(self, sizes: dict[str, int], pictures: bool) -> str | None:
         listed = {entry["path"]: entry for entry in self.manifest["files"]}
         chosen = {path: entry for path, entry in listed.items() if (Path(path).suffix in PICTURES) == pictures}
         for path, entry in chosen.items():
-            if path not in found:
+            if path not in sizes:
                 return f"{self}: file {path!r} is missing. {self._remedy()}"
-            if found[path] != entry["size"]:
-                return f"{self}: file {path!r} has {found[path]} bytes instead of {entry['size']}. {self._remedy()}"
-        for path in found:
-            # An unlisted file could be taken for a chunk of an array. Hidden ones are a file manager's.
+            if sizes[path] != entry["size"]:
+                return f"{self}: file {path!r} has {sizes[path]} bytes instead of {entry['size']}. {self._remedy()}"
+        for path in sizes:
+            # An unlisted file could be read as a chunk of an array. File managers write hidden files.
             if path not in listed and path != MANIFEST and not path.split("/")[-1].startswith("."):
                 return f"{self}: file {path!r} is not in its manifest; remove it."
         for path, entry in chosen.items():
@@ -263,7 +265,7 @@ class Artifact:
         return None
 
     def input(self, role: str) -> Artifact:
-        """Open what this was made from. Raises ArtifactError, naming both, if it is gone or is another one by now."""
+        """Open an input. Raises ArtifactError if it is missing or has changed."""
         reference = self.inputs[role]
         place = self.run / reference.path
         try:
@@ -281,15 +283,19 @@ class Artifact:
 
     def _remedy(self) -> str:
         again = f"{make_command(self.kind, self.run)} --force"
-        if self.kind == "experience":  # collecting again would add to it
+        if self.kind == "experience":  # collecting again would append to it
             return "Restore it from a copy, or collect into another --run."
-        return f"Restore it from a copy, or make another, and then what was made from it: {again}"
+        return f"Restore it from a copy, or make it and everything made from it again: {again}"
 
 
 def open_artifact(path: Path | str) -> Artifact:
-    """Read and check the manifest of a version directory (or of the `manifest.json` in it). The files are not read.
+    """Read and check the manifest of a version, without its files.
 
-    Raises ArtifactError if there is none, if it is damaged, or if a newer wm wrote it.
+    Args:
+        path: A version directory, or the `manifest.json` in it.
+
+    Raises:
+        ArtifactError: There is no manifest, it is damaged, or a newer wm wrote it.
     """
     path = Path(path)
     if path.name == MANIFEST and not path.is_dir():
@@ -300,15 +306,15 @@ def open_artifact(path: Path | str) -> Artifact:
         data = _read_limited(path / MANIFEST)
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
-        raise ArtifactError(f"{where}: {reason}; list what there is with: wm artifacts") from None
+        raise ArtifactError(f"{where}: {reason}; list artifacts with: wm artifacts") from None
     return Artifact(path, _parse(data, where))
 
 
 def _place(path: Path) -> Path:
-    """Where an artifact stands in its run, without links on the way there.
+    """Return the path of an artifact in its run, without links above it.
 
-    A version that was moved to another disk, with a link in its old place, is still a version of its run, and finds its
-    inputs from there. Links to versions beside them, such as `latest`, are followed.
+    A version may be a link to another disk: it remains a version of its run and finds its inputs from there. Links to
+    versions, such as `latest`, are followed.
     """
     real = path.resolve(strict=True)
     path = path.absolute()
@@ -322,7 +328,7 @@ def _read_limited(path: Path) -> bytes:
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("not a regular file")
     if status.st_size > MAX_MANIFEST_BYTES:
-        raise ValueError(f"larger than {MAX_MANIFEST_BYTES} bytes, so it is no manifest")
+        raise ValueError(f"larger than {MAX_MANIFEST_BYTES} bytes, the limit of a manifest")
     with path.open("rb") as file:
         return file.read(MAX_MANIFEST_BYTES)
 
@@ -354,12 +360,12 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{where}: not valid JSON: {str(error)[:200]}") from None
     if not whole:
-        raise ArtifactError(f"{where}: was changed after it was published (its digest does not fit); restore it.")
+        raise ArtifactError(f"{where}: was changed after publication (its digest does not match); restore it.")
     return manifest
 
 
 def finite(value: Any) -> Any:
-    """A JSON value with NaN and infinity, which JSON lacks, replaced by None."""
+    """Return a value with NaN and infinity, which JSON lacks, replaced by None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -369,16 +375,16 @@ def finite(value: Any) -> Any:
     return value
 
 
-# -- words ------------------------------------------------------------------------------------------------------------
+# -- names ------------------------------------------------------------------------------------------------------------
 
 
 def shown(path: Path) -> str:
-    """A path as people want to read it: relative to where they are, if it is below."""
+    """Return a path for messages: relative if it is below the current folder."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def make_command(kind: str, run: Path) -> str:
-    """The command line that makes an artifact of this kind in this run."""
+    """Return the command that makes an artifact of a kind in a run."""
     return f"{MAKERS[kind]} --run {shlex.quote(shown(run))}"
 
 
@@ -386,5 +392,5 @@ VERSION_NAME = re.compile(r"v([0-9]{4,9})")
 
 
 def version_name(version: int) -> str:
-    """`7` -> `v0007`."""
+    """Return the folder name of a version: `v0007` for 7."""
     return f"v{version:04d}"

@@ -1,6 +1,6 @@
-"""What the runs below a folder have come to, and how two of them differ: from manifests and run.toml alone.
+"""Overview of runs and differences between two of them, from manifests and run.toml only.
 
-Nothing here writes, takes a lock that somebody wants, or opens a payload, so it may be asked at any time.
+Nothing here writes, opens a payload, or holds a lock that another process waits for.
 """
 
 from __future__ import annotations
@@ -20,36 +20,35 @@ from wmcli.artifacts.store import BINDING, Run
 from wmcli.config import flat
 from wmcli.errors import ArtifactError, UsageError, WmError
 
-SCORE = "returns"  # the protocol of evaluations that are scores of episodes
+SCORE = "returns"  # protocol of the evaluations that give a run its score
 COLUMNS = (
     *("name", "status", "preset", "environment", "seed", "epoch", "epochs"),
     *("score", "stderr", "episodes", "evaluation", "steps", "bytes", "active", "problem"),
 )
-"""What `describe_run` tells of a run; None where it is not known."""
+"""Keys of `describe_run`. Unknown values are None."""
 
 # -- the runs below a folder ------------------------------------------------------------------------------------------
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
-    """Yield every run directory at or below `folder`, sorted, not looking for others inside one.
+    """Yield every run directory at or below `folder`, sorted. Runs inside runs and hidden folders are skipped.
 
-    Hidden folders are left out. A link to a folder is followed once.
-
-    Raises ArtifactError if there is no such folder.
+    Raises:
+        ArtifactError: There is no such folder.
     """
     if not folder.is_dir():
         raise ArtifactError(f"no folder {folder}; start a run with: wm run quickstart --run {folder / 'quickstart'}")
-    seen: set[tuple[int, int]] = set()
+    visited: set[tuple[int, int]] = set()
     pending = [folder]
     while pending:
         here = pending.pop()
         try:
             status = here.stat()
-            if (status.st_dev, status.st_ino) in seen:
+            if (status.st_dev, status.st_ino) in visited:
                 continue
-            seen.add((status.st_dev, status.st_ino))
+            visited.add((status.st_dev, status.st_ino))
             names = {entry.name: entry for entry in os.scandir(here)}
-        except OSError:  # no permission, or gone meanwhile: it holds no run that could be read
+        except OSError:  # no permission, or removed meanwhile
             continue
         if BINDING in names or any(kind in names and _has_versions(here / kind) for kind in KINDS):
             yield here
@@ -63,11 +62,11 @@ def _has_versions(folder: Path) -> bool:
 
 
 def describe_run(path: Path) -> dict[str, Any]:
-    """Describe a run in plain values: what it is, how far it came, its newest score.
+    """Return preset, progress, newest score and size of a run as plain values, with the keys of COLUMNS.
 
-    `status` is running (a process writes in it), interrupted (a checkpoint waits to be taken up), finished (the last
-    epoch's evaluation is the newest thing in it), idle, or damaged, and then `problem` says what cannot be read. Times
-    are ISO 8601 in UTC, sizes bytes on disk.
+    `status` is "running" (a process writes in it), "interrupted" (it has a checkpoint), "finished" (the newest artifact
+    is the last epoch's evaluation), "idle", or "damaged", with the reason in `problem`. Times are ISO 8601 in UTC,
+    sizes bytes on disk.
     """
     row: dict[str, Any] = dict.fromkeys(COLUMNS) | {"name": str(path), "status": "idle"}
     run = Run.open(path, create=False)
@@ -92,10 +91,10 @@ def describe_run(path: Path) -> dict[str, Any]:
     try:
         row |= _progress(run, newest)
     except (ArtifactError, KeyError, TypeError, ValueError) as error:  # a manifest of an unknown shape
-        row["problem"] = row["problem"] or f"{path}: cannot be understood: {error!r}"
+        row["problem"] = row["problem"] or f"{path}: a manifest has an unknown form: {error!r}"
     row["bytes"], changed = _disk_usage(path)
     row["active"] = datetime.fromtimestamp(changed, UTC).isoformat(timespec="seconds")
-    if any(_held(folder) for folder in (path, *(path / kind for kind in KINDS))):
+    if any(_is_locked(folder) for folder in (path, *(path / kind for kind in KINDS))):
         row["status"] = "running"
     elif row["problem"]:
         row["status"] = "damaged"
@@ -107,12 +106,12 @@ def describe_run(path: Path) -> dict[str, Any]:
 
 
 def _progress(run: Run, newest: Mapping[str, Artifact]) -> dict[str, Any]:
-    """The epoch, where artifacts say it, environment steps, and the newest score."""
+    """Return epoch, environment steps and the newest score, if known."""
     row: dict[str, Any] = {"epoch": max(filter(None, map(_epoch, newest.values())), default=None)}
     if "experience" in newest:
         row["steps"] = newest["experience"].metrics.get("total_steps")
     scored = newest.get("evaluation")
-    if scored is not None and scored.metrics.get("protocol") != SCORE:  # there may be several, each of its protocol
+    if scored is not None and scored.metrics.get("protocol") != SCORE:  # another protocol
         every = (run.get("evaluation", version) for version in reversed(run.versions("evaluation")))
         scored = next((each for each in every if each.metrics.get("protocol") == SCORE), None)
     if scored is not None:
@@ -122,7 +121,7 @@ def _progress(run: Run, newest: Mapping[str, Artifact]) -> dict[str, Any]:
 
 
 def _finished(newest: Mapping[str, Artifact], epochs: int | None) -> bool:
-    """Whether the newest evaluation is the last epoch's; of a run without epochs, whether nothing was trained since."""
+    """Return whether the newest evaluation is the last epoch's or, without epochs, newer than every model."""
     if "evaluation" not in newest:
         return False
     if (epoch := _epoch(newest["evaluation"])) is not None:
@@ -135,11 +134,11 @@ def _epoch(artifact: Artifact) -> int | None:
     return artifact.manifest["extra"].get("epoch")
 
 
-def _held(folder: Path) -> bool:
-    """Whether a process holds the lock of a folder.
+def _is_locked(folder: Path) -> bool:
+    """Return whether a process holds the lock of a folder.
 
-    The holder's note is there only while somebody holds it or after a crash; so asking for a shared lock, for an
-    instant, never keeps anybody out who would have got in.
+    The holder's note exists only while the lock is held or after a crash. So the shared lock that this function takes
+    for a moment keeps no other process out.
     """
     if not (folder / HOLDER).exists():
         return False
@@ -152,12 +151,12 @@ def _held(folder: Path) -> bool:
 
 
 def bytes_on_disk(folder: Path) -> int:
-    """Add up the sizes of all files in a folder."""
+    """Return the size of all files in a folder."""
     return _disk_usage(folder)[0]
 
 
 def _disk_usage(folder: Path) -> tuple[int, float]:
-    """Bytes of all files in a folder, and when the newest entry changed, in seconds since 1970."""
+    """Return the bytes of all files in a folder, and the newest time of change in seconds since 1970."""
     size, changed = 0, 0.0
     pending = [str(folder)]
     while pending:
@@ -178,22 +177,22 @@ def _at(values: Mapping[str, Any], section: str, key: str) -> Any:
     return inside.get(key) if isinstance(inside, Mapping) else None
 
 
-# -- how two of them differ -------------------------------------------------------------------------------------------
+# -- differences -----------------------------------------------------------------------------------------------------
 
 
 def differences(left: Path, right: Path) -> list[dict[str, Any]]:
-    """Compare two runs by the settings they are bound to, or two artifacts by all that their manifests say of them.
+    """Compare two runs by their settings, or two artifacts by their manifests.
 
     Args:
-        left: a run directory, or a version directory such as `runs/a/dynamics/v0003`.
-        right: another of the same sort.
+        left: A run directory, or a version directory such as `runs/a/dynamics/v0003`.
+        right: Another one of the same sort.
 
     Returns:
-        A row `{"part", "key", "left", "right"}` for each value that differs; None where a side has no such key.
+        A row `{"part", "key", "left", "right"}` for each differing value. None is a missing key.
 
     Raises:
-        UsageError: one is a run and the other an artifact.
-        ArtifactError: nothing to compare is there.
+        UsageError: One is a run and the other an artifact.
+        ArtifactError: A path is neither.
     """
     if _is_version(left) != _is_version(right):
         raise UsageError(f"{left} and {right}: give two runs or two artifacts, not one of each.")
@@ -208,7 +207,7 @@ def differences(left: Path, right: Path) -> list[dict[str, Any]]:
 
 
 def _is_version(path: Path) -> bool:
-    """Whether a path is that of an artifact, or would be if it existed."""
+    """Return whether a path is that of an artifact, existing or not."""
     return bool(VERSION_NAME.fullmatch(path.name)) or path.name == MANIFEST or (path / MANIFEST).exists()
 
 
@@ -216,7 +215,7 @@ def _bound_parts(path: Path) -> dict[str, dict[str, Any]]:
     run = Run.open(path, create=False)
     bound = run.bound()
     if bound is None:
-        raise ArtifactError(f"{path} holds no {BINDING}, so it is no run; list those there are with: wm runs {path}")
+        raise ArtifactError(f"{path} has no {BINDING}, so it is no run; list runs with: wm runs {path}")
     return {"run": {"preset": bound["preset"]}, "settings": flat(bound["settings"])}
 
 

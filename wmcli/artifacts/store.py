@@ -1,7 +1,6 @@
 """The run directory: `<run>/run.toml`, `<run>/metrics.jsonl`, and `<run>/<kind>/v0007/` for every published version.
 
-Readers need no lock, since a version appears whole by one rename. A `Run` remembers nothing: each question is answered
-from the disk.
+Readers need no lock, because a version appears by one rename. A `Run` has no cache: every method reads the disk.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ LATEST = "latest"
 BEST = "best"
 BINDING = "run.toml"
 USED_BY = "used-by.txt"
-"""In a run: a line `digest folder` for each of its artifacts that another run was made from."""
+"""File in a run with a line `digest folder` for each of its artifacts that another run uses as an input."""
 
 
 class Run:
@@ -63,13 +62,19 @@ class Run:
 
     @classmethod
     def open(cls, path: Path | str, *, create: bool) -> Run:
-        """Open a run directory, making it first if `create`.
+        """Open a run directory.
 
-        Raises ArtifactError if it is missing and not to be made, UsageError if a file is in the way or it cannot be
-        written to (with `create`; reading needs no write permission), MachineError if the disk is full.
+        Args:
+            path: The directory.
+            create: Create it if it is missing, and require write permission.
+
+        Raises:
+            ArtifactError: It is missing and `create` is False.
+            UsageError: A file has its name, or it cannot be written to.
+            MachineError: The disk is full.
         """
         path = Path(path)
-        place = path.absolute()  # keeps symlinks, so that messages show what the user wrote
+        place = path.absolute()  # not resolved: messages show the path that the user wrote
         if place.exists() and not place.is_dir():
             raise UsageError(f"--run {path}: is a file; name a folder.")
         if not create:
@@ -80,11 +85,11 @@ class Run:
             try:
                 make_folder(place)
             except (NotADirectoryError, FileExistsError):
-                raise UsageError(f"--run {path}: a file is in the way; name another folder.") from None
-            except (PermissionError, FileNotFoundError) as error:  # some file systems have no place for new folders
+                raise UsageError(f"--run {path}: a part of this path is a file; name another folder.") from None
+            except (PermissionError, FileNotFoundError) as error:  # some file systems take no new folders
                 raise UsageError(f"--run {path}: {error.strerror}; name another folder.") from None
         if not os.access(place, os.W_OK | os.X_OK):
-            raise UsageError(f"--run {path}: cannot be written to; name another folder.")
+            raise UsageError(f"--run {path}: the folder is not writable; name another one.")
         return cls(place)
 
     def __str__(self) -> str:
@@ -93,28 +98,30 @@ class Run:
     # -- settings and metrics -----------------------------------------------------------------------------------------
 
     def bound(self) -> dict[str, Any] | None:
-        """Read `{"preset": name, "settings": {...}, "changes": [...]}` from run.toml; None without one.
+        """Read run.toml, in the schema of this version of wm.
 
-        Each change is `{"epoch": n, "set": ["section.key=value", ...]}`: settings of `wm run` from that epoch on. What
-        an earlier version of wm wrote comes back as this version writes it.
+        Returns:
+            `{"preset": name, "settings": {...}, "changes": [...]}`, or None without a file. Each change is
+            `{"epoch": n, "set": ["section.key=value", ...]}`: settings of `wm run` from that epoch on.
 
-        Raises UsageError if the file is damaged, or written by a later version.
+        Raises:
+            UsageError: The file is damaged, or a later version wrote it.
         """
         path = self.path / BINDING
         where = shown(path)
         try:
             if path.stat().st_size > MAX_TOML_BYTES:
-                raise UsageError(f"{where}: larger than {MAX_TOML_BYTES} bytes, so it is no settings file.")
+                raise UsageError(f"{where}: larger than {MAX_TOML_BYTES} bytes, the limit of a settings file.")
             values = read_toml(path.read_text(encoding="utf-8"), where)
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{where}: {getattr(error, 'strerror', None) or error}") from None
         if not isinstance(values.get("preset"), str) or not isinstance(values.get("settings"), dict):
-            raise UsageError(f"{where}: needs a preset name and a [settings] table; mend it or use another --run.")
+            raise UsageError(f"{where}: needs a preset name and a [settings] table; repair it or use another --run.")
         changes = values.get("changes", [])
         if not isinstance(changes, list) or not all(_is_change(each) for each in changes):
-            raise UsageError(f"{where}: changes: each needs an epoch and a list of settings; mend it.")
+            raise UsageError(f"{where}: changes: each needs an epoch and a list of settings; repair it.")
         schema = check_schema(values.get("schema", 1), where)
         changes = [{**each, "set": [upgrade_override(text, schema) for text in each["set"]]} for each in changes]
         bound = {"preset": values["preset"], "settings": upgrade(values["settings"], schema), "changes": changes}
@@ -127,31 +134,33 @@ class Run:
         changes: Sequence[Mapping[str, Any]] = (),
         *,
         preset_digest: str | None = None,
-        known: Mapping[str, Any] | None = None,
+        expected: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write run.toml durably. Bound to the same already: nothing happens.
+        """Write run.toml durably, unless it has the same content already.
 
         Args:
             preset: Name, or path of a file.
             settings: All plain values.
             changes: See `bound`.
-            preset_digest: Of the settings that a preset file stated.
-            known: What `bound` gave when the command began, which may be replaced.
+            preset_digest: Digest of the settings in a preset file.
+            expected: Result of `bound` at the start of the command, which may be replaced.
 
-        Raises UsageError if it is bound to something else by now, BusyError while another process binds it.
+        Raises:
+            UsageError: run.toml has changed since `expected`.
+            BusyError: Another process writes it.
         """
         values: dict[str, Any] = {"schema": SCHEMA, "preset": preset, "settings": settings}
         if preset_digest is not None:
             values["preset_digest"] = preset_digest
         if changes:
             values["changes"] = [dict(each) for each in changes]
-        text = "# What `wm run` does here. Other commands read it too; their --set changes a value for one command.\n\n"
+        text = "# Settings of this run. `wm run --set` changes them; --set of others counts for one command.\n\n"
         wanted = read_toml(to_toml(values), BINDING)
         with disk_errors(self.path), exclusive(self.path, str(self)):
             before = self.bound()
             if before == {"changes": [], **{key: value for key, value in wanted.items() if key != "schema"}}:
                 return
-            if before != known:
+            if before != expected:
                 raise UsageError(
                     f"{self} is bound to preset {before['preset'] if before else None}; give another --run for other"
                     " settings."
@@ -159,7 +168,7 @@ class Run:
             write_durable(self.path / BINDING, (text + to_toml(values)).encode())
 
     def unbind(self) -> None:
-        """Take back `bind` of a run in which nothing was made: remove run.toml, and the folders if they are empty."""
+        """Undo `bind` in a run without artifacts: remove run.toml, and the folders if they are empty."""
         with disk_errors(self.path), exclusive(self.path, str(self)):
             if self.unfinished() or any(self.versions(kind) for kind in KINDS):
                 return
@@ -170,17 +179,17 @@ class Run:
                 folder.rmdir()
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl. NaN and infinity become null, which is what JSON has for them."""
+        """Append one line to metrics.jsonl. NaN and infinity, which JSON lacks, become null."""
         line = canonical_json(finite(record)).encode() + b"\n"
         with disk_errors(self.metrics), self.metrics.open("a+b") as file:
-            if file.tell() > 0:  # end what a crash left half-written
+            if file.tell() > 0:  # end a line that a crash cut short
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
                     line = b"\n" + line
             file.write(line)
 
     def history(self) -> list[dict[str, Any]]:
-        """All that was logged, oldest first, without lines that a crash cut short."""
+        """Return all logged records, oldest first, without lines that a crash cut short."""
         if not self.metrics.exists():
             return []
         records = []
@@ -192,21 +201,21 @@ class Run:
     # -- versions -----------------------------------------------------------------------------------------------------
 
     def versions(self, kind: str) -> list[int]:
-        """Numbers of the published versions, ascending, with pruned ones and those that a link stands for."""
+        """Return the numbers of all published versions, ascending, including pruned ones and links."""
         return sorted(number for number, folder in self._numbered(kind) if folder.is_dir() or folder.is_symlink())
 
     def next_version(self, kind: str) -> int:
-        """One more than any number in use, whatever uses it."""
+        """Return the number after the highest one in use."""
         return max((number for number, _ in self._numbered(kind)), default=0) + 1
 
     def get(self, kind: str, version: int) -> Artifact:
-        """A version by its number. Raises ArtifactError if it is missing or damaged."""
+        """Open a version by its number. Raises ArtifactError if it is missing or damaged."""
         folder = self.path / kind / version_name(version)
         if not folder.exists() and not folder.is_symlink():
-            known = self.versions(kind)
-            if not known:
+            numbers = self.versions(kind)
+            if not numbers:
                 raise ArtifactError(f"no {kind} in {self}; make one with: {make_command(kind, self.path)}")
-            listed = str(known[0]) if len(known) == 1 else f"{len(known)} versions, {known[0]} to {known[-1]}"
+            listed = str(numbers[0]) if len(numbers) == 1 else f"{len(numbers)} versions, {numbers[0]} to {numbers[-1]}"
             raise ArtifactError(f"no {kind}@{version} in {self}, which has {listed}; see: wm artifacts --run {self}")
         artifact = open_artifact(folder)
         if (artifact.kind, artifact.version) != (kind, version):
@@ -214,16 +223,20 @@ class Run:
         return artifact
 
     def latest(self, kind: str) -> Artifact | None:
-        """The version with the highest number, None if there is none. Raises ArtifactError if that one is damaged."""
+        """Open the version with the highest number; None without any. Raises ArtifactError if it is damaged."""
         self.point_latest(kind)
         versions = self.versions(kind)
         return self.get(kind, versions[-1]) if versions else None
 
     def resolve(self, reference: str, kind: str) -> Artifact:
-        """The artifact that `reference` means: `kind`, `kind@7`, `7`, `controller@best`, or the path of a version or of
-        its manifest.
+        """Open the artifact of a reference.
 
-        Raises ArtifactError, ending in the command that makes one, if it is missing, damaged or not of this `kind`.
+        Args:
+            reference: `kind`, `kind@7`, `7`, `controller@best`, or the path of a version or of its manifest.
+            kind: Kind that is needed.
+
+        Raises:
+            ArtifactError: It is missing, damaged or of another kind. The message has the command that makes one.
         """
         if reference == f"{kind}@{BEST}":
             reference = str(self.path / kind / BEST)
@@ -236,10 +249,10 @@ class Run:
             number = match[2] or match[3]
             if name != kind:
                 raise ArtifactError(f"'{reference}' means a {name}, but a {kind} is needed here.")
-            found = self.get(kind, int(number)) if number else self.latest(kind)
-            if found is None:
+            version = self.get(kind, int(number)) if number else self.latest(kind)
+            if version is None:
                 raise ArtifactError(f"no {kind} in {self}; make one with: {make_command(kind, self.path)}")
-            artifact = found
+            artifact = version
         if artifact.kind != kind:
             raise ArtifactError(f"'{name}' is a {artifact.kind}, but a {kind} is needed here.")
         return artifact
@@ -266,11 +279,11 @@ class Run:
     def point_latest(self, kind: str) -> None:
         """Make `<kind>/latest` a relative symlink to the newest version.
 
-        The link is for people and Makefiles: nothing here reads it, and every reader mends it. So a run that cannot be
-        written to, or a file system without symlinks, is no error.
+        The link is for people and Makefiles. No code reads it, and every reader corrects it. A run that is not writable
+        and a file system without symlinks are no errors.
         """
         with suppress(OSError):
-            # Again if somebody published in between: whoever sets the link last has looked after that publication.
+            # Repeated if another process published in between: whoever sets the link last has read the newest version.
             while (versions := self.versions(kind)) and _target(self.path / kind / LATEST) != version_name(
                 versions[-1]
             ):
@@ -293,18 +306,20 @@ class Run:
     # -- other runs ---------------------------------------------------------------------------------------------------
 
     def note_use(self, digest: str, by: Path) -> None:
-        """Write down that the run at `by` is made from one of our artifacts, so that it is not pruned.
+        """Record that the run at `by` uses one of our artifacts as an input, so that it is not pruned.
 
-        Raises MachineError if that cannot be written, BusyError while another process writes it.
+        Raises:
+            MachineError: The file cannot be written.
+            BusyError: Another process writes it.
         """
         note = f"{digest} {by.resolve()}"
         with disk_errors(self.path), exclusive(self.path, str(self)):
-            known = self._notes()
-            if note not in known:
-                write_durable(self.path / USED_BY, "".join(f"{line}\n" for line in [*known, note]).encode())
+            notes = self._notes()
+            if note not in notes:
+                write_durable(self.path / USED_BY, "".join(f"{line}\n" for line in [*notes, note]).encode())
 
     def uses(self) -> list[tuple[str, Run]]:
-        """Return `(digest of an artifact of ours, other run made from it)`, of runs that are still there."""
+        """Return `(digest of one of our artifacts, run that uses it)` for existing runs."""
         notes = [line.partition(" ") for line in self._notes()]
         return [(digest, Run(Path(by))) for digest, _, by in notes if by and Path(by).is_dir()]
 
@@ -315,41 +330,44 @@ class Run:
             return []
 
     def unfinished(self) -> list[Path]:
-        """The work folders of jobs that were stopped, and of those at work."""
+        """Return the work folders of stopped and of running jobs."""
         return sorted(folder for kind in KINDS for folder in (self.path / kind).glob(f"{WORK}*"))
 
     def artifacts(self, kind: str) -> list[Artifact]:
-        """The versions of a kind that can be read and whose files are kept, ascending."""
-        found = []
+        """Return the readable versions of a kind that are not pruned, ascending."""
+        readable = []
         for version in self.versions(kind):
             if not (self.path / kind / version_name(version) / PRUNED).exists():
                 with suppress(ArtifactError):
-                    found.append(self.get(kind, version))
-        return found
+                    readable.append(self.get(kind, version))
+        return readable
 
     # -- work ---------------------------------------------------------------------------------------------------------
 
     def job(self, kind: str, identity: Identity | Mapping[str, Any], inputs: dict[str, Artifact]) -> Job:
-        """Return the work that makes a `kind` of `inputs` (by role); `identity` is all else its result depends on."""
+        """Return the job that makes a `kind` from inputs by role. Its result depends on these and on `identity`."""
         assert kind in KINDS, kind
         return Job(self, kind, identity if isinstance(identity, Identity) else Identity(identity), inputs)
 
-    def prune(self, kind: str, doomed: Collection[int]) -> list[int]:
-        """Remove the files of some versions; their manifests stay. Returns the versions pruned now.
+    def prune(self, kind: str, versions: Collection[int]) -> list[int]:
+        """Remove the files of some versions, without their manifests.
 
-        Raises BusyError while another process writes this kind.
+        Returns the versions that were not pruned before.
+
+        Raises:
+            BusyError: Another process writes this kind.
         """
-        doomed = [version for version in self.versions(kind) if version in doomed]
-        if not doomed:
+        versions = [version for version in self.versions(kind) if version in versions]
+        if not versions:
             return []
         pruned = []
         with disk_errors(self.path), exclusive(self.path / kind, f"{kind} in {self}"):
-            for version in doomed:
+            for version in versions:
                 folder = self.path / kind / version_name(version)
                 payload = [entry for entry in folder.iterdir() if entry.name not in (MANIFEST, PRUNED)]
                 if payload:
                     pruned.append(version)
-                    # The marker first: with it, files that a crash leaves are seen as rest, not as damage.
+                    # The marker first: with it, files that a crash leaves do not count as damage.
                     write_durable(folder / PRUNED, b"Files removed by wm to save space; the manifest was kept.\n")
                 for entry in payload:
                     failpoint("prune-file")
@@ -372,5 +390,5 @@ def _is_change(value: Any) -> bool:
 def _target(link: Path) -> str | None:
     try:
         return str(link.readlink())
-    except OSError:  # none yet, or something else of that name
+    except OSError:  # no link
         return None

@@ -29,12 +29,13 @@ def clean(
         wm clean runs/catch
     """
     refuse_both_forms(as_json, form)
-    from wmcli.artifacts import Run, sweepings
+    from wmcli.artifacts import Run, find_removable
 
     opened = Run.open(run, create=False)
-    removable = sweepings(opened)
+    removable = find_removable(opened)
     rows = [
-        {"name": each.name, "bytes": each.size, "last_written": each.written, "what": each.what} for each in removable
+        {"name": each.name, "bytes": each.size, "last_written": each.written, "what": each.description}
+        for each in removable
     ]
     if as_json:
         emit_json(rows)

@@ -145,7 +145,7 @@ class Context:
             dict(binding.settings),
             binding.changes,
             preset_digest=binding.preset_digest,
-            known=binding.found,
+            expected=binding.found,
         )
         self.to_bind, self.began = False, self.binding.found is None
 

@@ -1,4 +1,4 @@
-"""What a run holds that nobody needs: work that was stopped and not taken up, weights of models long replaced."""
+"""Removable parts of a run: checkpoints of stopped work, and weights of models that nothing uses."""
 
 from __future__ import annotations
 
@@ -17,54 +17,54 @@ from wmcli.artifacts.store import BEST, Run
 from wmcli.errors import ArtifactError, BusyError
 
 MODELS = ("tokenizer", "dynamics", "controller")
-"""Kinds of which old versions take space; of experience nothing is old, and evaluations are small."""
+"""Kinds whose old versions can be removed. Experience never ages, and evaluations are small."""
 
 
 @dataclass(frozen=True)
-class Sweeping:
-    """Something that can be removed."""
+class Removable:
+    """A part of a run that can be removed."""
 
     name: str
-    what: str
+    description: str
     size: int
-    """Bytes that become free."""
+    """Bytes on disk."""
     written: str
-    """When it was last written to: an ISO time, UTC."""
+    """Time of the last change: ISO 8601, UTC."""
     remove: Callable[[], object]
 
 
-def sweepings(run: Run) -> list[Sweeping]:
-    """List what may be removed from a run.
+def find_removable(run: Run) -> list[Removable]:
+    """Return the removable parts of a run.
 
-    That is the work of jobs that were stopped, unless somebody is at it, and the weights of models that are neither the
-    newest version of their kind nor the best controller, and that neither these nor another run needs.
+    These are the checkpoints of stopped jobs, and the weights of old models. Models stay if they are the newest version
+    of their kind or the best controller, or if one of these or another run needs them.
     """
-    found = [
-        Sweeping(
+    removable = [
+        Removable(
             f"{folder.parent.name}/{folder.name}",
-            "the checkpoint of work that was stopped",
-            *_traces(folder),
+            "checkpoint of stopped work",
+            *_size_and_time(folder),
             partial(_discard, run, folder),
         )
         for folder in run.unfinished()
         if _is_idle(folder.parent)
     ]
-    kept = [artifact for kind in MODELS for artifact in run.artifacts(kind)[-1:]]
-    kept += needed_elsewhere(run)
+    in_use = [artifact for kind in MODELS for artifact in run.artifacts(kind)[-1:]]
+    in_use += needed_elsewhere(run)
     with suppress(ArtifactError):
-        kept.append(run.resolve(f"controller@{BEST}", "controller"))
-    wanted = {artifact.digest for artifact in needed(kept)}
+        in_use.append(run.resolve(f"controller@{BEST}", "controller"))
+    digests = {artifact.digest for artifact in needed(in_use)}
     for kind in MODELS:
         for artifact in run.artifacts(kind):
-            if artifact.digest not in wanted:
+            if artifact.digest not in digests:
                 remove = partial(run.prune, kind, {artifact.version})
-                what = "weights that nothing refers to; the manifest stays"
-                found.append(Sweeping(artifact.name, what, *_traces(artifact.path), remove))
-    return found
+                description = "unused weights; the manifest stays"
+                removable.append(Removable(artifact.name, description, *_size_and_time(artifact.path), remove))
+    return removable
 
 
 def _is_idle(folder: Path) -> bool:
-    """Whether nobody is at work on this kind."""
+    """Return whether no process works on this kind."""
     try:
         with exclusive(folder, str(folder)):
             return True
@@ -77,8 +77,8 @@ def _discard(run: Run, folder: Path) -> None:
         discard(folder)
 
 
-def _traces(folder: Path) -> tuple[int, str]:
-    """Bytes below a folder, without its manifest, and the last time that one of its files was written."""
+def _size_and_time(folder: Path) -> tuple[int, str]:
+    """Return the bytes in a folder without its manifest, and the time of the last change."""
     stats = [file.stat() for file in folder.rglob("*") if file.is_file() and file.name not in (MANIFEST, PRUNED)]
     last = max((each.st_mtime for each in stats), default=folder.stat().st_mtime)
     return sum(each.st_size for each in stats), datetime.fromtimestamp(last, UTC).isoformat(timespec="seconds")
