@@ -80,8 +80,8 @@ def test_equations_of_mamba1():
                     y[i] += c[s] * h[i, s]
                 y[i] += p["skip"][i] * xc[i]
             close(got[row, t], p["out_proj.weight"] @ (y * F.silu(gates[t])))
-        close(state.memory[row], h)
-        close(state.inputs[row], torch.stack(x[-(W - 1) :], 1))
+        close(state.scan[row], h)
+        close(state.convolution[row], torch.stack(x[-(W - 1) :], 1))
 
 
 def test_equations_of_mamba2():
@@ -108,8 +108,8 @@ def test_equations_of_mamba2():
             g = y * F.silu(gates[t])
             g = g / torch.sqrt(g.square().mean() + 1e-5) * p["norm.weight"]
             close(got[row, t], p["out_proj.weight"] @ g)
-        close(state.memory[row], h)
-        close(state.inputs[row], torch.stack(mixed[-(W - 1) :], 1))
+        close(state.scan[row], h)
+        close(state.convolution[row], torch.stack(mixed[-(W - 1) :], 1))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -185,7 +185,7 @@ def test_a_state_holds_the_newest_inputs(name, length):
     raw = first.mixer.in_proj(first.norm(x))
     begin = 32 if name == "mamba2" else 0  # Mamba-1 has channels before the gate, Mamba-2 behind
     raw = raw[..., begin : begin + first.mixer.conv.in_channels]
-    close(state[0].inputs, F.pad(raw, (0, 0, 3, 0))[:, -3:].mT)
+    close(state[0].convolution, F.pad(raw, (0, 0, 3, 0))[:, -3:].mT)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from wmcli.backbones import SECTIONS, Size, build, map_state, s4
-from wmcli.backbones.s4 import S4, S4Settings, Stack, StateSpace, build_system, hippo_legs, legs_input
+from wmcli.backbones.s4 import S4, S4Settings, StateSpace, StateSpaceStack, build_system, hippo_legs, legs_input
 from wmcli.errors import UsageError
 from wmcli.kernels import s4 as kernels
 from wmcli.training.optim import build_optimizer
@@ -38,7 +38,7 @@ KINDS = {
 }
 
 
-def stack(kind: str, width: int = 6, length: int = LENGTH, **settings) -> Stack:
+def stack(kind: str, width: int = 6, length: int = LENGTH, **settings) -> StateSpaceStack:
     torch.manual_seed(0)
     values = {"width": width, "layers": 2, "dropout": 0.0, **KINDS[kind], **settings}
     return build(SECTIONS[kind].model_validate(values), length, 1).eval()
@@ -49,7 +49,7 @@ def inputs(*shape: int, dtype=torch.float32) -> torch.Tensor:
     return torch.randn(*shape, dtype=dtype)
 
 
-def steps(model: Stack, x: torch.Tensor) -> torch.Tensor:
+def steps(model: StateSpaceStack, x: torch.Tensor) -> torch.Tensor:
     state, outputs = model.initial_state(len(x)), []
     for t in range(x.shape[1]):
         y, state = model.step(x[:, t], state)
@@ -263,34 +263,34 @@ def test_the_kernel_length_is_saved_with_the_weights():
 # -- when systems are prepared -----------------------------------------------------------------------------------------
 
 
-def load_others(model: Stack) -> Stack:
+def load_others(model: StateSpaceStack) -> StateSpaceStack:
     other = copy.deepcopy(model)
     write_in_place(other)
     model.load_state_dict(other.state_dict())
     return model
 
 
-def write_in_place(model: Stack) -> Stack:
+def write_in_place(model: StateSpaceStack) -> StateSpaceStack:
     with torch.no_grad():
         for system in systems(model):
             system.log_dt.add_(0.3)
     return model
 
 
-def replace_parameters(model: Stack) -> Stack:
+def replace_parameters(model: StateSpaceStack) -> StateSpaceStack:
     for system in systems(model):
         system.b = nn.Parameter(1.1 * system.b.detach())
     return model
 
 
-def replace_data(model: Stack) -> Stack:
+def replace_data(model: StateSpaceStack) -> StateSpaceStack:
     for system in systems(model):
         c = system.tensors()[-1]
         c.data = 1.1 * c.data
     return model
 
 
-def systems(model: Stack) -> list[Any]:
+def systems(model: StateSpaceStack) -> list[Any]:
     return [layer.system for block in model.blocks for layer in block.layers]
 
 

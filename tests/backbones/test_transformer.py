@@ -86,7 +86,7 @@ def test_the_cache_is_written_in_place_only_without_gradients():
     with torch.no_grad():
         _, after = model(x, state)
         assert after.layers[0].data_ptr() == state.layers[0].data_ptr()
-    assert after.filled == 4 and after.even and after.length.tolist() == [4, 4]
+    assert after.filled == 4 and after.equal_lengths and after.length.tolist() == [4, 4]
 
 
 def test_training_with_dropout_sees_the_same():

@@ -293,7 +293,7 @@ def test_nothing_waits_for_the_device():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"kind": "span", "leak": True}, "leak = true is an artefact of form = 'scale'"),
+        ({"kind": "span", "leak": True}, "leak = true exists with form = 'scale' only"),
         (
             {"kind": "local", "form": "scale"},
             "'prior.form': kind 'local' has no such key, span, gaussian",

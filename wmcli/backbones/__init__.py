@@ -1,4 +1,4 @@
-"""Sequence models, interchangeable through the contract in `base`. This file knows them all by name."""
+"""Sequence models, interchangeable through the contract in `base`, and their registry."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
     "map_state",
 ]
 
-# Each is built from its own section and a Size.
+# Each constructor takes its own section and a Size.
 BACKBONES: dict[str, Any] = {
     "retnet": RetNet,
     "transformer": Transformer,
@@ -68,11 +68,11 @@ SECTIONS: dict[str, type[BackboneSettings]] = dict(
 
 
 def build(settings: BackboneSettings, max_length: int, block: int) -> Backbone:
-    """Build a freshly initialized backbone, drawn from torch's global generator.
+    """Build a backbone with weights drawn from torch's global generator.
 
     Args:
         settings: The section of one of `BACKBONES`.
-        max_length: The longest sequence that one state must hold, in elements, the queries of the last fork included.
+        max_length: Longest sequence of one state, the queries of the last fork included. [elements]
         block: Elements of a time step.
 
     Raises:

@@ -20,20 +20,20 @@ State = Any
 
 
 class BackboneSettings(Section):
-    """Settings that every backbone has. They stay where `--backbone` chooses another one."""
+    """Settings of every backbone. `--backbone` leaves them as they are."""
 
     kind: str
-    """Which backbone."""
+    """Kind of backbone."""
     width: int = Field(default=256, ge=1)
-    """Width of an element, of input and output."""
+    """Width of the input and output. [features]"""
     layers: int = Field(default=5, ge=1)
-    """Number of layers."""
+    """Number of layers. [layers]"""
     dropout: float = Field(default=0.1, ge=0, lt=1)
-    """Probability, wherever the backbone has dropout."""
+    """Dropout probability."""
 
     @property
     def size_note(self) -> str | None:
-        """A size that says more about the cost than the width, in words; None if there is none."""
+        """A size that determines the cost more than the width does, as text; None without one."""
         return None
 
     @property
@@ -47,7 +47,7 @@ class BackboneSettings(Section):
 
 
 class Size(NamedTuple):
-    """What every backbone is built for, whatever its kind."""
+    """Sizes that every kind of backbone is built from."""
 
     width: int  # D, of the input and the output
     layers: int
@@ -59,9 +59,9 @@ class Size(NamedTuple):
 class Backbone(nn.Module, ABC):
     """A causal sequence model (B, T, D) -> (B, T, D).
 
-    A state is returned, never kept on the module. `state=None` means: start fresh, and give no state back (None), which
-    spares the bookkeeping. What a state accumulates is float32 (float64 in a float64 model), also under autocast. What
-    a state holds and how long an old one stays valid stands with each backbone. Nothing here waits for the device.
+    A call returns its state and stores none on the module. `state=None` starts fresh and returns no state (None), which
+    saves the bookkeeping. Accumulators in a state are float32 (float64 in a float64 model), also under autocast. Each
+    backbone documents its state and how long an old one stays valid. No method waits for the device.
     """
 
     width: int
@@ -69,60 +69,86 @@ class Backbone(nn.Module, ABC):
 
     @property
     def inputs(self) -> int:
-        """Width of what goes in, elements and queries: that of what comes out, D, unless a backbone says otherwise."""
+        """Width of elements and queries: D, unless the backbone overrides it."""
         return self.width
 
     def freeze(self) -> None:  # noqa: B027 (most backbones have nothing to prepare)
-        """Prepare for calls with weights that will not change any more. `Machine.freeze` calls it."""
+        """Prepare for calls with final weights. `Machine.freeze` calls it."""
 
     @abstractmethod
     def initial_state(self, batch: int) -> State:
-        """The state before the first element, for `batch` rows."""
+        """Return the state before the first element, for `batch` rows."""
 
     @abstractmethod
     def forward(self, x: Tensor, state: State, reset: Tensor | None = None) -> tuple[Tensor, State]:
-        """All of x (B, T, D) at once. reset (B, T) bool clears a row's state before that element.
+        """Process a sequence.
 
-        Returns y (B, T, D) and the state after the last element.
+        Args:
+            x: (B, T, D).
+            state: State before the first element, or None.
+            reset: (B, T) bool, clears a row's state before that element.
+
+        Returns:
+            y (B, T, D) and the state after the last element.
         """
 
     @abstractmethod
     def step(self, x: Tensor, state: State, reset: Tensor | None = None) -> tuple[Tensor, State]:
-        """One element x (B, D), reset (B,) bool; equals `forward` to rounding. Returns y (B, D) and the new state."""
+        """Process one element, as `forward` does up to rounding.
+
+        Args:
+            x: (B, D).
+            state: State before the element, or None.
+            reset: (B,) bool, clears a row's state before the element.
+
+        Returns:
+            y (B, D) and the new state.
+        """
 
     def read(self, x: Tensor, state: State, reset: Tensor | None = None) -> tuple[Tensor, State]:
-        """As `forward`, but of the outputs the last alone, (B, D): a backbone may spare the last layer the others."""
+        """Process a sequence as `forward` does, but return only the last output (B, D) and the state.
+
+        A backbone may skip the other outputs in its last layer.
+        """
         y, state = self.forward(x, state, reset)
         return y[:, -1], state
 
     @abstractmethod
     def fork(self, x: Tensor, queries: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
-        """Parallel Observation Prediction (REM: Cohen et al. 2024, arXiv 2402.05643), for any backbone.
+        """Process N blocks and answer queries after each one.
 
-        x (B, N, L, D) is N blocks of L elements; queries is (Q, D), the same everywhere, or (B, N, Q, D). After each
-        block its queries are answered as if they stood next, causal among themselves, and leave no trace in the state.
-        Returns y (B, N, D), which equals `forward` at each block's last element, the answers (B, N, Q, D), and the
-        state after the last block. The outputs at a block's other elements are left out: nobody needs them, and a
-        backbone may spare the last layer their computation.
+        A block's queries are answered as if they followed it, causally among themselves. They do not enter the state.
+        Outputs at the other elements of a block are omitted, so that the last layer may skip them.
+
+        Args:
+            x: (B, N, L, D).
+            queries: (Q, D), the same after each block, or (B, N, Q, D).
+            state: State before the first block, or None.
+
+        Returns:
+            y (B, N, D), which equals `forward` at each block's last element, the answers (B, N, Q, D), and the state
+            after the last block.
+
+        Source: Parallel Observation Prediction, REM (Cohen et al. 2024, arXiv 2402.05643).
         """
 
     def replace_rows(self, state: State, rows: Tensor, fresh: State) -> State:
         """Return `state` with its `rows` (k,) int64 replaced by the k rows of `fresh`, for inference.
 
-        Rows may have read different numbers of elements. What a backbone counts on the host stays an upper bound.
+        Rows may have different lengths. Counts on the host stay upper bounds.
         """
         return replace_rows(state, rows, fresh)
 
 
 def for_each_block(queries: Tensor, x: Tensor) -> Tensor:
-    """Queries (Q, D) or (B, N, Q, D) as (B, N, Q, D), in the dtype of x (B, N, L, D)."""
+    """Return queries (Q, D) or (B, N, Q, D) as (B, N, Q, D), in the dtype of x (B, N, L, D)."""
     return queries.to(x.dtype).expand(*x.shape[:2], *queries.shape[-2:])
 
 
 def cache_dtype(weight: Tensor) -> torch.dtype:
-    """The precision that projections with this weight come in: that of autocast, if it is on, for float32 weights.
+    """Return the dtype of projections by `weight`: that of autocast, if it is on, for float32 weights.
 
-    For a cache of keys and values, which are kept and never added to, so that nothing is lost.
+    A cache of keys and values needs no more, because nothing is added to its entries.
     """
     device = weight.device.type
     low = weight.dtype == torch.float32 and device != "meta" and torch.is_autocast_enabled(device)
@@ -130,8 +156,10 @@ def cache_dtype(weight: Tensor) -> torch.dtype:
 
 
 def flat_state(state: State) -> Tensor | None:
-    """All that a state holds as one vector a row, (B, M); None where that is no fixed set of numbers, because it counts
-    elements or knows their places, as caches do."""
+    """Return a state as one vector per row, (B, M).
+
+    None for states that contain integers, as caches do: they count elements or store positions.
+    """
     tensors = state_tensors(state)
     if not all(tensor.is_floating_point() for tensor in tensors):
         return None
@@ -142,18 +170,18 @@ def state_tensors(state: State) -> list[Tensor]:
     """Return the tensors of a state, in the order of `map_state`."""
     tensors: list[Tensor] = []
 
-    def keep(tensor: Tensor) -> Tensor:
+    def collect(tensor: Tensor) -> Tensor:
         tensors.append(tensor)
         return tensor
 
-    map_state(keep, state)
+    map_state(collect, state)
     return tensors
 
 
 def with_tensors(state: State, tensors: Iterable[Tensor]) -> State:
-    """Return a tree like `state` that holds these tensors, in the order of `state_tensors`."""
-    left = iter(tensors)
-    return map_state(lambda _: next(left), state)
+    """Return a tree like `state` with other tensors, in the order of `state_tensors`."""
+    remaining = iter(tensors)
+    return map_state(lambda _: next(remaining), state)
 
 
 def replace_rows(state: State, rows: Tensor, fresh: State) -> State:
@@ -166,7 +194,10 @@ def replace_rows(state: State, rows: Tensor, fresh: State) -> State:
 
 
 def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:
-    """`function` on every tensor of a state, for example `map_state(torch.Tensor.detach, state)`; the rest is kept."""
+    """Apply `function` to every tensor of a state, for example `map_state(torch.Tensor.detach, state)`.
+
+    Other leaves stay as they are.
+    """
     if isinstance(state, Tensor):
         return function(state)
     if isinstance(state, dict):

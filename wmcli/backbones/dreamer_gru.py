@@ -1,13 +1,13 @@
-"""The recurrence of Dreamer's RSSM: gated recurrent units that normalize what goes into their gates.
+"""The recurrence of Dreamer's RSSM: gated recurrent units with a LayerNorm before the gates.
 
     r, c, u = LayerNorm(W [h; x])        r = sigmoid(r)        c = tanh(r c)        u = sigmoid(u - 1)
     h <- u c + (1 - u) h
 
 As in DreamerV2 and DreamerV3 (Hafner et al. 2021, arXiv 2010.02193; 2023, arXiv 2301.04104): one matrix W without bias
-for all three, one norm over all 3 D, and a gate that begins near keeping. The output is h, with nothing around it. More
-layers are a stack, each upon the h of the last, with dropout between them.
+for all three, one norm over all 3 D, and an update gate biased toward the old state. The output is h, without a
+residual. Several layers form a stack, with dropout between them.
 
-Axes: B batch, T time (elements), D width, I width of what goes in, N blocks, L elements of a block, Q queries.
+Axes: B batch, T time (elements), D width, I input width, N blocks, L elements of a block, Q queries.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from wmcli.nn.initialize import fan_average
 
 
 class DreamerGRUSettings(BackboneSettings):
-    """What is particular to the GRU of Dreamer."""
+    """Settings of the GRU of Dreamer."""
 
     kind: Literal["dreamer-gru"] = "dreamer-gru"
     """The GRU of Dreamer's RSSM, with LayerNorm."""
     input_width: int = Field(default=0, ge=0)
-    """Width of the elements that go in; 0 is the backbone's width."""
+    """Width of the input elements; 0 is the backbone's width. [features]"""
     norm_eps: float = Field(default=1e-3, gt=0)
-    """Added to the variance in the LayerNorm."""
+    """Constant added to the variance in the LayerNorm."""
 
     def resized(self, layers: int, width: int) -> Self:
         """Return these settings in another size, the input width included."""
@@ -41,10 +41,10 @@ class DreamerGRUSettings(BackboneSettings):
 
 
 class DreamerGRU(Backbone):
-    """The state is a tuple with one (B, D) tensor per layer. Old states always stay valid.
+    """Dreamer's GRU, whose state is a tuple with one (B, D) tensor per layer. Old states always stay valid.
 
-    Under autocast the products are in its precision, but for a single element whose weights are not; sums, norm, gates
-    and state are float32 (float64 in a float64 model). Can be differentiated once.
+    Under autocast the products have its precision, except that a single element is multiplied in the precision of the
+    weights. Sums, norm, gates and state are float32 (float64 in a float64 model). First derivatives only.
     """
 
     cells: Any  # nn.ModuleList of DreamerCell
@@ -82,43 +82,43 @@ class DreamerGRU(Backbone):
         self, x: Tensor, queries: Tensor, state: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...] | None]:
         (blocks, block), after = x.shape[1:3], []
-        asked = for_each_block(queries, x).flatten(0, 1)  # (B N, Q, I)
+        answers = for_each_block(queries, x).flatten(0, 1)  # (B N, Q, I)
         x = x.flatten(1, 2)
         for index, cell in enumerate(self.cells):
             x = cell(self._drop(x, index), None if state is None else state[index])
             after.append(x[:, -1])
             # The queries of all blocks in one batch, each from the state at its block's end.
-            asked = cell(self._drop(asked, index), x[:, block - 1 :: block].flatten(0, 1))
-        answers = asked.unflatten(0, (-1, blocks))
+            answers = cell(self._drop(answers, index), x[:, block - 1 :: block].flatten(0, 1))
+        answers = answers.unflatten(0, (-1, blocks))
         return x[:, block - 1 :: block], answers, None if state is None else tuple(after)
 
     def _drop(self, x: Tensor, index: int) -> Tensor:
-        """Of what a cell is given by the one below."""
+        """Apply dropout to the input of every cell but the first."""
         return dropout(x, self.dropout, self.training) if index else x
 
 
 class DreamerCell(nn.Module):
-    """One layer: (B, T, I) and a state (B, D), None for zeros, to the states after each element (B, T, D)."""
+    """One layer, from x (B, T, I) and a state (B, D), None for zeros, to the state after each element (B, T, D)."""
 
-    keeping: Tensor
-    """(3 D,): what is subtracted before the gates, 1 from u."""
+    gate_offset: Tensor
+    """Offset subtracted before the gates, (3 D,): 1 for u, else 0."""
 
     def __init__(self, inputs: int, width: int, eps: float) -> None:
         super().__init__()
         self.gates = nn.Linear(width + inputs, 3 * width, bias=False)  # of [h; x]
         self.norm = nn.LayerNorm(3 * width, eps)
-        keeping = torch.tensor([0.0, 0.0, 1.0]).repeat_interleave(width)
-        self.register_buffer("keeping", keeping, persistent=False)
+        gate_offset = torch.tensor([0.0, 0.0, 1.0]).repeat_interleave(width)
+        self.register_buffer("gate_offset", gate_offset, persistent=False)
 
     def forward(self, x: Tensor, state: Tensor | None, reset: Tensor | None = None) -> Tensor:
-        scale, shift = self.norm.weight, self.norm.bias - self.keeping
+        scale, shift = self.norm.weight, self.norm.bias - self.gate_offset
         if state is None:
             state = scale.new_zeros(len(x), len(scale) // 3)
         weight = self.gates.weight
-        # To convert the weight costs more than the product with a single element.
+        # Conversion of the weight costs more than the product with a single element.
         precision = cache_dtype(scale) if x.shape[1] > 1 else weight.dtype
         arguments = x, state, weight, scale, shift, reset, self.norm.eps, precision
-        states = _Recurrence.apply(*arguments) if torch.is_grad_enabled() else _recur(*arguments)[0]
+        states = _DreamerRecurrence.apply(*arguments) if torch.is_grad_enabled() else _recur(*arguments)[0]
         return states.transpose(0, 1)
 
 
@@ -132,8 +132,21 @@ def _recur(
     eps: float,
     precision: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """x (B, T, I), state (B, D), weight (3 D, D + I), scale and shift of the norm (3 D,), reset (B, T), precision of
-    the products. Returns the states after each element (T, B, D) and what the norm was given (T, B, 3 D)."""
+    """Run the recurrence over a sequence.
+
+    Args:
+        x: (B, T, I).
+        state: (B, D).
+        weight: (3 D, D + I).
+        scale: Scale of the norm, (3 D,).
+        shift: Shift of the norm, (3 D,).
+        reset: (B, T) bool.
+        eps: Constant added to the variance.
+        precision: Precision of the products.
+
+    Returns:
+        The state after each element (T, B, D) and the inputs of the norm (T, B, 3 D).
+    """
     width = state.shape[1]
     with torch.autocast(x.device.type, enabled=False):
         weight = weight.to(precision)
@@ -151,9 +164,12 @@ def _recur(
     return states, sums
 
 
-class _Recurrence(torch.autograd.Function):
-    """`_recur` with its gradient. Only what depends on the next element's gradient is computed element by element;
-    above all the weight's is one product at the end, and not a sum of as many matrices as there are elements."""
+class _DreamerRecurrence(torch.autograd.Function):
+    """`_recur` with its gradient.
+
+    Only terms that depend on the next element's gradient are computed element by element. The weight's gradient is one
+    product at the end instead of a sum of one matrix per element.
+    """
 
     @staticmethod
     def forward(
@@ -188,9 +204,9 @@ class _Recurrence(torch.autograd.Function):
             r, u = r.sigmoid(), u.sigmoid()
             new = torch.tanh(r * c)
             slope = u * (1 - new.square())
-            # What the gradient of a state is multiplied by on its way to each of the three and to the state before.
+            # Derivatives of the state with respect to the three gates' inputs.
             factors = torch.stack((slope * c * r * (1 - r), slope * r, (new - before) * u * (1 - u)), 2)  # (T, B, 3, D)
-            kept = 1 - u
+            retention = 1 - u
             norms, into_sums = torch.empty_like(sums), torch.empty_like(sums)
             carried = torch.zeros_like(state)
             for t in reversed(range(len(sums))):
@@ -198,14 +214,14 @@ class _Recurrence(torch.autograd.Function):
                 torch.mul(into_state[:, None], factors[t], out=norms[t].unflatten(1, (3, width)))
                 normed = norms[t], sums[t], mean[t], rstd[t]
                 into_sums[t] = _norm_gradient(*normed, scale, shift, (True, False, False))[0]
-                carried = into_state * kept[t] + (into_sums[t].to(ctx.precision) @ recurrent).to(state.dtype)
+                carried = into_state * retention[t] + (into_sums[t].to(ctx.precision) @ recurrent).to(state.dtype)
                 if reset is not None:
                     carried = carried.masked_fill(reset[:, t, None], 0.0)
             _, into_scale, into_shift = _norm_gradient(norms, sums, mean, rstd, scale, shift, (False, True, True))
             low = into_sums.to(ctx.precision).flatten(0, 1)
             into_x = (low @ weight[:, width:]).to(x.dtype).unflatten(0, (-1, len(x))).transpose(0, 1)
-            seen = torch.cat((before.to(ctx.precision), x.transpose(0, 1).to(ctx.precision)), 2)
-            into_weight = low.mT @ seen.flatten(0, 1)
+            inputs = torch.cat((before.to(ctx.precision), x.transpose(0, 1).to(ctx.precision)), 2)
+            into_weight = low.mT @ inputs.flatten(0, 1)
         return into_x, carried, into_weight.to(ctx.saved_tensors[2].dtype), into_scale, into_shift, None, None, None
 
 
@@ -216,7 +232,7 @@ def _norm_gradient(
     rstd: Tensor,
     scale: Tensor,
     shift: Tensor,
-    wanted: tuple[bool, bool, bool],
+    needed: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a LayerNorm: with respect to x, scale and shift, as far as wanted."""
-    return torch.ops.aten.native_layer_norm_backward(gradient, x, scale.shape, mean, rstd, scale, shift, wanted)
+    """Return a LayerNorm's gradients with respect to x, scale and shift, where `needed`."""
+    return torch.ops.aten.native_layer_norm_backward(gradient, x, scale.shape, mean, rstd, scale, shift, needed)

@@ -1,7 +1,7 @@
-"""A stack of gated recurrent units (Cho et al. 2014, arXiv 1406.1078), the recurrent network Drama compares with.
+"""A stack of gated recurrent units (Cho et al. 2014, arXiv 1406.1078), the recurrent baseline of Drama.
 
-Drama (Wang et al. 2024, arXiv 2410.08893) names a GRU and publishes no code for it. The width of the GRUs is free, so
-that parameter counts can be matched.
+Drama (Wang et al. 2024, arXiv 2410.08893) has results with a GRU but publishes no code for it. The width of the GRUs is
+a setting of its own, so that parameter counts can be matched.
 
 Axes: B batch, T time (elements), D width, H hidden width, N blocks, L elements of a block, Q queries.
 """
@@ -20,12 +20,12 @@ from wmcli.backbones.residual import Mixer, ResidualStack
 
 
 class GRUSettings(BackboneSettings):
-    """What is particular to the GRU backbone."""
+    """Settings of the GRU backbone."""
 
     kind: Literal["gru"] = "gru"
     """Blocks of GRUs with residual connections."""
     hidden_size: int = Field(default=0, ge=0)
-    """Width of each GRU's state; 0 is the backbone's width. When they differ, a Linear leads back to the width."""
+    """Width of each GRU's state; 0 is the backbone's width. Another width adds an output projection. [features]"""
 
     def resized(self, layers: int, width: int) -> Self:
         """Return these settings in another size, the hidden size included."""
@@ -33,7 +33,7 @@ class GRUSettings(BackboneSettings):
 
 
 class GRU(ResidualStack):
-    """The state is a tuple with one (B, H) tensor per layer. Old states always stay valid.
+    """GRU stack whose state is a tuple with one (B, H) tensor per layer. Old states always stay valid.
 
     The recurrence is computed in float32 (float64 in a float64 model), also under autocast.
     """
@@ -43,7 +43,7 @@ class GRU(ResidualStack):
 
 
 class GRUMixer(Mixer):
-    """A GRU, and a Linear behind it if its width H is not D."""
+    """A GRU, with an output projection if its width H differs from D."""
 
     gru: Any  # nn.GRU, which does not declare its weights
 
@@ -54,7 +54,7 @@ class GRUMixer(Mixer):
 
     def train(self, mode: bool = True) -> GRUMixer:
         super().train(mode)
-        # cuDNN has no backward pass in evaluation mode. A GRU without dropout inside computes the same in both.
+        # cuDNN has no backward pass in evaluation mode. A GRU without inner dropout computes the same in both modes.
         self.gru.train()
         return self
 
@@ -75,25 +75,31 @@ class GRUMixer(Mixer):
         blocks = u.shape[1]
         states = self._states(u[:, :, :block].flatten(1, 2), state).unflatten(1, (blocks, block))  # (B, N, L, H)
         # The queries of all blocks in one batch, each from the state at its block's end.
-        asked = self._states(u[:, :, block:].flatten(0, 1), states[:, :, -1].flatten(0, 1))
-        return self.out(torch.cat((states, asked.unflatten(0, (-1, blocks))), 2)), states[:, -1, -1]
+        answers = self._states(u[:, :, block:].flatten(0, 1), states[:, :, -1].flatten(0, 1))
+        return self.out(torch.cat((states, answers.unflatten(0, (-1, blocks))), 2)), states[:, -1, -1]
 
     def _states(self, u: Tensor, state: Tensor | None, reset: Tensor | None = None) -> Tensor:
-        """u (B, T, D), state (B, H) or None for zeros, reset (B, T) -> the state after each element (B, T, H)."""
+        """Return the state after each element (B, T, H).
+
+        Args:
+            u: (B, T, D).
+            state: (B, H), or None for zeros.
+            reset: (B, T) bool.
+        """
         with torch.autocast(u.device.type, enabled=False):
             u = u.to(self.gru.weight_ih_l0.dtype)
             if reset is not None:
                 return self._states_with_resets(u, state, reset)
-            # cuDNN would compute in TF32 unasked. Contiguous, since it takes nothing else.
+            # By default cuDNN computes in TF32. It accepts only contiguous states.
             with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
                 return self.gru(u, None if state is None else state[None].contiguous())[0]
 
     def _states_with_resets(self, u: Tensor, state: Tensor | None, reset: Tensor) -> Tensor:
-        """The same on the same weights: what depends on the state is a loop over time, all else one product before."""
+        """Return the same with resets: one product for all inputs, then a loop over time."""
         gru = self.gru
         state = self.initial_state(len(u)) if state is None else state
         states = []
-        # Unbound, since the gradient of an index is as large as the whole, for every element.
+        # Unbind, because the gradient of each index operation is as large as the whole tensor.
         inputs = F.linear(u, gru.weight_ih_l0, gru.bias_ih_l0).unbind(1)
         for element, clear in zip(inputs, reset[..., None].unbind(1), strict=True):
             state = state.masked_fill(clear, 0.0)

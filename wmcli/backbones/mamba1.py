@@ -1,7 +1,8 @@
 """Mamba (Gu and Dao 2023, arXiv 2312.00752) as Drama's ablation trains it (Wang et al. 2024, arXiv 2410.08893).
 
 One block projects an element to a gate and to channels, convolves the channels over the last few elements, and scans
-them with a state of S numbers per channel whose decay, input and output depend on the data. Nothing marks positions.
+them. The scan has a state of S numbers per channel. Its decay, input and output depend on the data. There are no
+positional embeddings.
 
 Axes: B batch, T time (elements), D width, C channels (= expand D), S numbers of a channel's state, R rank of the step
 sizes, W taps, N blocks, L elements of a block, Q queries; ... is B, or B T, or B N (L + Q).
@@ -26,29 +27,29 @@ from wmcli.kernels.selective_scan import selective_scan, selective_scan_fork, se
 
 
 class Mamba1Settings(BackboneSettings):
-    """What is particular to the Mamba-1 backbone."""
+    """Settings of the Mamba-1 backbone."""
 
     kind: Literal["mamba1"] = "mamba1"
     """Mamba-1: a selective scan (Drama's ablation)."""
     state_size: int = Field(default=16, ge=1)
-    """Numbers in the state of one channel."""
+    """State size of one channel. [numbers]"""
     expand: int = Field(default=2, ge=1)
-    """Channels of the scan, in multiples of the backbone's width."""
+    """Channels of the scan. [backbone widths]"""
     conv_kernel: int = Field(default=4, ge=2)
-    """Taps of the causal convolution: the newest element and the ones before it."""
+    """Kernel size of the causal convolution, the newest element included. [elements]"""
     dt_rank: int = Field(default=0, ge=0)
-    """Rank of the map from channels to step sizes; 0: a sixteenth of the backbone's width, rounded up."""
+    """Rank of the map from channels to step sizes; 0 is a sixteenth of the backbone's width, rounded up."""
 
 
 class Mamba1(ResidualStack):
-    """The state is a tuple with one `MambaState` per layer. Old states always stay valid."""
+    """Mamba-1 whose state is a tuple with one `MambaState` per layer. Old states always stay valid."""
 
     def __init__(self, settings: Mamba1Settings, size: Size) -> None:
         super().__init__(size, lambda: Mamba1Mixer(settings, size))
 
 
 class Mamba1Mixer(Mixer):
-    """u (B, T, D) -> (B, T, D)."""
+    """One Mamba-1 block without its norm and residual."""
 
     def __init__(self, settings: Mamba1Settings, size: Size) -> None:
         super().__init__()
@@ -90,14 +91,14 @@ class Mamba1Mixer(Mixer):
         convolve: Callable[..., tuple[Tensor, Tensor]],
         scan: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, MambaState]:
-        """u (..., D) through one form of the convolution and the same form of the scan."""
-        inputs, memory = (None, None) if state is None else state
+        """Mix u (..., D) by one form of the convolution and the same form of the scan."""
+        conv_state, scan_state = (None, None) if state is None else state
         x, gate = self.in_proj(u).chunk(2, -1)  # (..., C)
-        x, inputs = convolve(x, self.conv.weight[:, 0], self.conv.bias, state=inputs)
+        x, conv_state = convolve(x, self.conv.weight[:, 0], self.conv.bias, state=conv_state)
         x = F.silu(x)
         rank, b, c = self.x_proj(x).split(self.parts, -1)  # (..., R), (..., S), (..., S)
-        # The bias is added by itself: in float32 also under autocast.
+        # A separate addition of the bias is float32 also under autocast.
         dt = F.softplus(F.linear(rank, self.dt_proj.weight) + self.dt_proj.bias)
-        y, memory = scan(x, dt, -self.a_log.exp(), b, c, state=memory)
+        y, scan_state = scan(x, dt, -self.a_log.exp(), b, c, state=scan_state)
         y = (y + self.skip * x) * F.silu(gate)
-        return self.out_proj(y), MambaState(inputs, memory)
+        return self.out_proj(y), MambaState(conv_state, scan_state)

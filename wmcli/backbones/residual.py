@@ -1,9 +1,9 @@
-"""A pre-norm residual stack, whatever mixes its elements over time.
+"""A pre-norm residual stack around any mixer of elements over time.
 
     x <- x + dropout(mixer(RMSNorm(x)))        once per layer, then a last RMSNorm
 
 The sum x is float32 (float64 in a float64 model) also under autocast, and so is the output. This is the block stack of
-Mamba (Gu and Dao 2023, arXiv 2312.00752). The state and the first step sizes of both its versions are here as well.
+Mamba (Gu and Dao 2023, arXiv 2312.00752). The state and the initial step sizes of Mamba-1 and Mamba-2 are here too.
 
 Axes: B batch, T time (elements), D width, N blocks, L elements of a block, Q queries.
 """
@@ -26,30 +26,30 @@ STEP_SIZES = (1e-3, 1e-1)  # of a fresh Mamba block
 
 
 class Mixer(nn.Module, ABC):
-    """What a layer of the stack does over time, (B, T, D) -> (B, T, D), with a state as a backbone has it.
+    """The mixer of a layer over time, (B, T, D) -> (B, T, D), with the state of a backbone.
 
-    `state=None` starts fresh; a state comes back all the same.
+    `state=None` starts fresh. Every call returns a state.
     """
 
     @abstractmethod
     def initial_state(self, batch: int) -> State:
-        """The state before the first element, for `batch` rows."""
+        """Return the state before the first element, for `batch` rows."""
 
     @abstractmethod
     def forward(self, u: Tensor, state: State, reset: Tensor | None) -> tuple[Tensor, State]:
-        """All of u (B, T, D) at once, reset (B, T) bool."""
+        """Mix a sequence u (B, T, D), with reset (B, T) bool."""
 
     @abstractmethod
     def step(self, u: Tensor, state: State, reset: Tensor | None) -> tuple[Tensor, State]:
-        """One element u (B, D), reset (B,) bool. The state is never None here."""
+        """Mix one element u (B, D), with reset (B,) bool and a state that is never None."""
 
     @abstractmethod
     def fork(self, u: Tensor, block: int, state: State) -> tuple[Tensor, State]:
-        """u (B, N, L + Q, D): the first `block` elements of each block enter the state, the others leave no trace."""
+        """Mix u (B, N, L + Q, D). Only the first `block` elements of each block enter the state."""
 
 
 class ResidualStack(Backbone):
-    """The state is a tuple with that of each layer's mixer. Old states always stay valid."""
+    """Residual stack whose state is a tuple with the state of each mixer. Old states always stay valid."""
 
     layers: Any  # nn.ModuleList of Layer
 
@@ -107,10 +107,10 @@ class Layer(nn.Module):
 
 
 class MambaState(NamedTuple):
-    """The state of one block, of Mamba-1 and Mamba-2."""
+    """State of one block of Mamba-1 or Mamba-2."""
 
-    inputs: Tensor  # (B, channels of the convolution, W - 1): what entered it last, newest last
-    memory: Tensor  # (B, C, S) in Mamba-1, (B, H, S, P) in Mamba-2
+    convolution: Tensor  # (B, channels of the convolution, W - 1): its latest inputs, newest last
+    scan: Tensor  # (B, C, S) in Mamba-1, (B, H, S, P) in Mamba-2
 
 
 def draw_step_bias(count: int) -> Tensor:

@@ -3,10 +3,10 @@
 It differs from Sun et al. where REM's public code (leor-c/REM on fkodom/yet-another-retnet) does: log-spaced decays,
 rotation without a length scale, no normalizer but the GroupNorm per token, SiLU instead of GELU, no final LayerNorm.
 
-Positions. Queries and keys are rotated by their position, and only differences of positions matter. A state is kept
-relative to the element that comes next, which stands at position 0: a call with n elements turns the incoming state
-back by n and gives its elements the positions -n ... -1. So a state carries no position, rows of different age share a
-batch, and `reset` needs no bookkeeping. The results are those of absolute positions.
+Positions. Queries and keys are rotated by their position, and only differences of positions matter. A state is stored
+relative to the next element, at position 0. A call with n elements rotates the state back by n and gives its elements
+the positions -n ... -1. So a state carries no position, rows of different age share a batch, and `reset` needs no
+bookkeeping. The results equal those of absolute positions.
 
 Axes: B batch, T time (elements), D width, H heads, K width of a head (= D / H), N blocks, L elements of a block, Q
 queries.
@@ -34,25 +34,24 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.
 
 
 class RetNetSettings(BackboneSettings):
-    """What is particular to the RetNet backbone."""
+    """Settings of the RetNet backbone."""
 
     kind: Literal["retnet"] = "retnet"
     """Retention with a fixed decay in each head (REM)."""
     heads: int = Field(default=4, ge=1)
-    """Retention heads, each with its own decay."""
+    """Retention heads, each with its own decay. [heads]"""
     ffn: int = Field(default=4, ge=1)
-    """Width of the feed-forward layer, in multiples of the backbone's width."""
+    """Width of the feed-forward layer. [backbone widths]"""
     activation: Literal["silu", "gelu"] = "silu"
-    """Of the feed-forward layer. REM's scores come from silu; its paper says gelu."""
+    """Activation of the feed-forward layer. REM's scores come from silu; its paper says gelu."""
     decay: Literal["log", "paper"] = "log"
     """Decays per element: log-spaced 1 - 1/32 ... 1 - 1/512 (REM's scores), or 1 - 2^(-5-head) (its paper)."""
     decay_range_blocks: list[float] = []
-    """Instead of `decay`: shortest and longest half-life in blocks, heads log-spaced between; empty to use `decay`."""
+    """Shortest and longest half-life, with heads log-spaced between; empty uses `decay`. [blocks]"""
     chunk_size: int = Field(default=128, ge=1)
-    """Elements computed together inside a long sequence: changes cost, never results."""
+    """Chunk length inside a long sequence: affects speed, not results. [elements]"""
     copied_layers: bool = False
-    """All layers begin with the weights of the first, as in REM's public code (its paper says nothing of it); false:
-    each with its own."""
+    """Initialize all layers with the weights of the first, as in REM's public code but not in its paper."""
 
     @property
     def width_step(self) -> int:
@@ -60,7 +59,10 @@ class RetNetSettings(BackboneSettings):
 
 
 class RetNet(Backbone):
-    """The state is a tuple with one (B, H, K, K) tensor per layer, key axis first. Old states always stay valid."""
+    """RetNet whose state is a tuple with one (B, H, K, K) tensor per layer, key axis first.
+
+    Old states always stay valid.
+    """
 
     layers: Any  # nn.ModuleList of RetNetLayer
 
@@ -129,7 +131,7 @@ class RetNet(Backbone):
             q, k, v = (part.unflatten(2, shape) for part in (q, k, v))  # (B, H, N, L + Q, K)
             y, new = linear_recurrence_fork(q, k, v, log_decay, block, before)
             after.append(new)
-            if layer is self.layers[-1]:  # of each block only the last element and what is asked behind it
+            if layer is self.layers[-1]:  # only each block's last element and its queries are needed
                 x, gate = (part.unflatten(1, shape)[:, :, block - 1 :].flatten(1, 2) for part in (x, gate))
                 y = y[:, :, :, block - 1 :]
             x = layer.finish(x, y.flatten(2, 3), gate)
@@ -144,7 +146,7 @@ class RetNet(Backbone):
 
 
 class RetNetLayer(nn.Module):
-    """Multi-scale retention and a feed-forward layer, each with LayerNorm before and a residual around."""
+    """Multi-scale retention and a feed-forward layer, each with a LayerNorm before it and a residual."""
 
     def __init__(self, settings: RetNetSettings, size: Size) -> None:
         super().__init__()
@@ -164,18 +166,21 @@ class RetNetLayer(nn.Module):
                 nn.init.zeros_(linear.bias)
 
     def project(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x (B, T, D), rotation (2, 1, 1, T, K / 2) -> rotated q and k, and v (B, H, T, K); the gate (B, T, D)."""
+        """Return rotated q and k, and v, each (B, H, T, K), and the gate (B, T, D).
+
+        x is (B, T, D) and rotation (2, 1, 1, T, K / 2).
+        """
         qk, v, gate = self.qkvg(self.retention_norm(x)).split((2 * self.width, self.width, self.width), -1)
-        # Laid out anew before they are widened, while they are small.
+        # Copying is cheapest before the conversion to float32.
         qk = qk.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).contiguous()  # (2, B, H, T, K)
         qk = torch.view_as_complex(qk.to(_wide(qk.dtype)).unflatten(-1, (-1, 2))) * rotation
         q, k = torch.view_as_real(qk).flatten(-2).to(v.dtype).unbind()
         return q, k, v.unflatten(-1, (self.heads, -1)).transpose(1, 2), gate
 
     def finish(self, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
-        """What follows the retention y (B, H, T, K) of x (B, T, D): norm, gate, projection, residual, feed-forward."""
+        """Apply norm, gate, projection and feed-forward layer to x (B, T, D) and its retention y (B, H, T, K)."""
         y = self._drop(y.transpose(1, 2))  # (B, T, H, K)
-        # A GroupNorm of H groups without affine on each token by itself.
+        # A GroupNorm of H groups without affine parameters, separately on each token.
         y = F.layer_norm(y, y.shape[-1:], eps=NORM_EPS).flatten(2)
         x = x + self._drop(self.out(F.silu(gate) * y))
         hidden = self._drop(self.activation(self.up(self.ffn_norm(x))))
@@ -193,16 +198,21 @@ class RetNetLayer(nn.Module):
 
 
 def head_decays(settings: RetNetSettings, block: int) -> tuple[float, ...]:
-    """What is left of a state after one element, per head: fastest first. `block` is the number of elements of a block.
+    """Return each head's decay of the state per element, the fastest first.
 
-    Raises UsageError when `decay_range_blocks` is neither empty nor two ascending positive numbers.
+    Args:
+        settings: Settings of the backbone.
+        block: Elements of a block.
+
+    Raises:
+        UsageError: `decay_range_blocks` is neither empty nor two ascending positive numbers.
     """
     heads = settings.heads
     bounds = settings.decay_range_blocks
     if bounds:
         if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
             raise UsageError(
-                f"backbone.decay_range_blocks = {bounds}: two half-lives in blocks, ascending, as [0.25, 8]."
+                f"backbone.decay_range_blocks = {bounds}: must be two ascending half-lives in blocks, as [0.25, 8]."
             )
         return tuple(0.5 ** (1 / (block * half_life)) for half_life in _log_spaced(bounds[0], bounds[1], heads))
     if settings.decay == "paper":
@@ -216,37 +226,37 @@ class Rotations:
     def __init__(self, head_width: int, reach: int, device: torch.device, dtype: torch.dtype) -> None:
         self.reach = reach
         pairs = head_width // 2
-        # Angles in float64: in lower precision they are wrong by far more than the rounding of what they rotate.
+        # Angles in float64: in lower precision their error far exceeds the rounding of the rotated values.
         theta = 10000.0 ** -torch.linspace(0, 1, pairs, dtype=torch.float64, device=device)
         angle = torch.arange(-reach, reach + 1, dtype=torch.float64, device=device)[:, None] * theta
         unit = torch.polar(torch.ones_like(angle), angle)  # (positions, K / 2)
-        # One table rotates queries and keys together; keys are scaled by 1 / sqrt(K) on the way.
+        # One table rotates queries and keys together and scales keys by 1 / sqrt(K).
         complex_dtype = torch.complex128 if dtype == torch.float64 else torch.complex64
         self.table = torch.stack((unit, unit * head_width**-0.5))[:, None, None].to(complex_dtype)
-        # A state is turned along its key axis, pairs being neighbors: cos * S + sin * (S with the pairs swapped).
+        # A state is rotated along its key axis, in adjacent pairs: cos * S + sin * (S with the pairs swapped).
         self.cos = angle.cos().repeat_interleave(2, 1)[..., None].to(dtype)  # (positions, K, 1)
         self.sin = torch.stack((-angle.sin(), angle.sin()), 2).flatten(1)[..., None].to(dtype)
 
     def between(self, start: int, stop: int) -> Tensor:
-        """For queries and keys at the positions start ... stop - 1: (2, 1, 1, stop - start, K / 2)."""
+        """Return factors for queries and keys at positions start ... stop - 1: (2, 1, 1, stop - start, K / 2)."""
         assert -self.reach <= start <= stop <= self.reach + 1
         return self.table[..., start + self.reach : stop + self.reach, :]
 
     def turn_back(self, state: Tensor, count: int) -> Tensor:
-        """The state (B, H, K, V) as seen from `count` positions further on."""
+        """Return the state (B, H, K, V) relative to a position `count` elements later."""
         swapped = state.unflatten(2, (-1, 2)).flip(3).flatten(2, 3)
         index = self.reach - count
         return torch.addcmul(state * self.cos[index], swapped, self.sin[index])
 
 
 def rotations(head_width: int, reach: int, device: torch.device, dtype: torch.dtype) -> Rotations:
-    """The table for positions up to +-reach, from a cache that holds one per power of two."""
+    """Return the table for positions up to +-reach, from a cache with one table per power of two."""
     return _rotations(head_width, 1 << (reach - 1).bit_length(), device, dtype)
 
 
 @functools.cache
 def _rotations(head_width: int, reach: int, device: torch.device, dtype: torch.dtype) -> Rotations:
-    with torch.inference_mode(False), torch.no_grad():  # the first caller's mode must not stick to the table
+    with torch.inference_mode(False), torch.no_grad():  # the cached table must not depend on the first caller's mode
         return Rotations(head_width, reach, device, dtype)
 
 
@@ -261,5 +271,5 @@ def _log_spaced(first: float, last: float, count: int) -> list[float]:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states, decays and positions for operands of `dtype`."""
+    """Return the dtype of states, decays and positions for operands of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32

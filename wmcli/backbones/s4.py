@@ -35,29 +35,29 @@ LONGEST_WITH_RESETS = 512  # elements: with resets the cost of a convolution gro
 
 
 class StackSettings(BackboneSettings):
-    """What the stacks of S4 and of its variants share. Their layers are blocks of two state-space layers and an MLP."""
+    """Settings of the stacks of S4 and its variants. A layer is a block of two state-space layers and an MLP."""
 
     ffn: int = Field(default=4, ge=0)
-    """Width of the MLP, in multiples of the backbone's width; 0 leaves it out (S4WM-No-MLP)."""
+    """Width of the MLP; 0 omits it (S4WM-No-MLP). [backbone widths]"""
     glu: bool = True
-    """Whether channels are mixed by a gated linear unit or by a plain linear layer, as Figure 1 prints it."""
+    """Mix channels by a gated linear unit instead of a plain linear layer, which the paper's Figure 1 shows."""
     dt_min: float = Field(default=1e-3, gt=0)
-    """Shortest step size at initialization. With a step size dt a system looks back on the order of 1 / dt elements."""
+    """Shortest step size at initialization. A system with step size dt covers on the order of 1 / dt elements."""
     dt_max: float = Field(default=1e-1, gt=0)
-    """Longest step size at initialization. All are drawn log-uniformly between the two."""
+    """Longest step size at initialization. Step sizes are log-uniform between the two."""
     norm_eps: float = Field(default=1e-5, gt=0)
-    """Of all LayerNorms."""
+    """Constant added to the variance in all LayerNorms."""
 
 
 class S4Settings(StackSettings):
-    """What is particular to the S4 backbone, whose layers are blocks of two S4 layers and an MLP."""
+    """Settings of the S4 backbone. A layer is a block of two S4 layers and an MLP."""
 
     kind: Literal["s4"] = "s4"
     """S4: state spaces with diagonal-plus-low-rank matrices (S4WM)."""
     state_size: int = Field(default=64, ge=2, multiple_of=2)
-    """Numbers of a channel's state."""
+    """State size of one channel. [numbers]"""
     tied: bool = True
-    """Whether the channels of a layer share Lambda, P and B (n_ssm = 1 in the S4 code) or each learns its own."""
+    """Share Lambda, P and B among the channels of a layer (n_ssm = 1 in the S4 code)."""
 
 
 class S4State(NamedTuple):
@@ -66,17 +66,17 @@ class S4State(NamedTuple):
     layers: tuple[Tensor, ...]
     """(B, D, N) for each S4 layer, two per block; in S5 (B, N)."""
     systems: kernels.Systems | None = None
-    """The prepared systems, for the next calls; None before the first call and in a frozen stack, which holds them."""
+    """Prepared systems for the next calls; None before the first call and in a frozen stack, which stores them."""
 
 
-class Stack(Backbone):
+class StateSpaceStack(Backbone):
     """Blocks of two state-space layers and an MLP, and a last LayerNorm. The state is an `S4State`.
 
-    Kernels are made for sequences of up to `Size.max_length` elements and truncated for shorter ones. Longer sequences
-    run as recurrences, with a memory without limit.
+    Kernels cover sequences of up to `Size.max_length` elements and are truncated for shorter ones. Longer sequences run
+    as recurrences, whose memory is unlimited.
 
-    Preparing the systems costs more than a short call. A state brings them to the next call, so that a loss or a
-    rollout prepares them once; a frozen stack prepares them once for all calls.
+    Preparation of the systems costs more than a short call. A state carries them to the next call, so that a loss or a
+    rollout prepares them once. A frozen stack prepares them once for all calls.
     """
 
     blocks: Any  # nn.ModuleList of S4Block
@@ -187,11 +187,11 @@ class Stack(Backbone):
         return self.norm(x)
 
     def freeze(self) -> None:
-        """Hold the systems of the weights as they are now, for all later calls."""
+        """Prepare the systems of the current weights for all later calls."""
         self.frozen = self._prepare(self._parameters_of_systems(), self.kernel_length, graph=False)
 
     def _systems(self, state: S4State | None) -> kernels.Systems:
-        """Return the prepared systems: those of a frozen stack, those that came with the state, or new ones."""
+        """Return the prepared systems: those of a frozen stack, those of the state, or new ones."""
         if self.frozen is not None:
             return self.frozen
         parameters = self._parameters_of_systems()
@@ -206,11 +206,11 @@ class Stack(Backbone):
         return list(zip(*(space.tensors() for space in spaces), strict=True))
 
 
-class S4(Stack):
+class S4(StateSpaceStack):
     """The stack of S4 layers.
 
-    The kernels are learned for one length, `Size.max_length`, which is saved with the weights. Loading them into a
-    model of another length raises UsageError.
+    The kernels are learned for one length, `Size.max_length`, which is saved with the weights. A model of another
+    length does not load them (UsageError).
     """
 
     def __init__(self, settings: S4Settings, size: Size) -> None:
@@ -223,7 +223,8 @@ class S4(Stack):
         if int(state) != self.kernel_length:
             raise UsageError(
                 f"backbone.kind = s4: these weights were learned for sequences of up to {int(state)} elements, this "
-                f"model is built for {self.kernel_length}; keep dynamics.sequence_length and the elements of a step."
+                f"model is built for {self.kernel_length}; do not change dynamics.sequence_length or the elements of a "
+                "step."
             )
 
 

@@ -20,28 +20,28 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from wmcli.backbones.base import Size
-from wmcli.backbones.s4 import Stack, StackSettings, draw_log_dt, hippo_legs, learn_slowly, legs_input, wide
+from wmcli.backbones.s4 import StackSettings, StateSpaceStack, draw_log_dt, hippo_legs, learn_slowly, legs_input, wide
 from wmcli.kernels import s4 as kernels
 from wmcli.kernels.diagonal_scan import diagonal_scan_step, vandermonde
 from wmcli.kernels.dispatch import on_triton
 
 
 class S4DSettings(StackSettings):
-    """What is particular to the S4D backbone, whose layers are blocks of two S4D layers and an MLP."""
+    """Settings of the S4D backbone. A layer is a block of two S4D layers and an MLP."""
 
     kind: Literal["s4d"] = "s4d"
     """S4D: diagonal state spaces."""
     state_size: int = Field(default=64, ge=2, multiple_of=2)
-    """Numbers of a channel's state."""
+    """State size of one channel. [numbers]"""
     tied: bool = True
-    """Whether the channels of a layer share Lambda and B (n_ssm = 1 in the S4 code) or each learns its own."""
+    """Share Lambda and B among the channels of a layer (n_ssm = 1 in the S4 code)."""
     discretization: Literal["zoh", "bilinear"] = "zoh"
-    """How continuous systems become steps: input held over a step (zero-order hold), or the trapezoidal rule."""
+    """Discretization of the systems: zero-order hold, or the trapezoidal rule."""
     initialization: Literal["lin", "legs"] = "lin"
-    """First frequencies and B: pi n and 1 (S4D-Lin), or those of HiPPO-LegS without its rank-one part (S4D-LegS)."""
+    """Initial frequencies and B: pi n and 1 (S4D-Lin), or HiPPO-LegS without its rank-one part (S4D-LegS)."""
 
 
-class S4D(Stack):
+class S4D(StateSpaceStack):
     """The stack of S4D layers. The weights serve sequences of any length."""
 
     def __init__(self, settings: S4DSettings, size: Size) -> None:
@@ -97,7 +97,7 @@ def build_system(
 
 
 class DiagonalSystems(kernels.Systems):
-    """Systems that `build` has discretized, with C itself: with P = 0 kernels need neither Cauchy sums nor C~."""
+    """Systems discretized by `build`, with C itself: with P = 0 kernels need neither Cauchy sums nor C~."""
 
     def _prepared(
         self, key: str | tuple[int, ...], function: Callable[..., tuple[Tensor, ...]], reach: int = 1
@@ -107,7 +107,7 @@ class DiagonalSystems(kernels.Systems):
 
     def step(self, layer: int, u: Tensor, state: Tensor, reset: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if on_triton(state):
-            return super().step(layer, u, state, reset)  # one launch, whatever P is
+            return super().step(layer, u, state, reset)  # one launch for any P
         operators = self.step_operators(layer)
         with torch.autocast(u.device.type, enabled=False):
             diagonal = torch.view_as_real(operators.diagonal).flatten(0, 1)  # all channels in a row

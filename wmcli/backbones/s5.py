@@ -1,7 +1,7 @@
 """The stack of S4WM with S5 layers in place of S4's: S5WM.
 
 An S5 layer has one linear system for all channels, with a diagonal matrix: a scan over a state of N numbers, for any
-width. States are known at every element, and a reset costs nothing.
+width. The scan computes the state at every element, so resets add no cost.
 
 Axes: B batch, T time, D width, N state numbers of a layer, M = N / 2 conjugate pairs (real and imaginary part side by
 side). J blocks of the contract, L elements of one, Q queries, S layers.
@@ -20,24 +20,24 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from wmcli.backbones.base import Size
-from wmcli.backbones.s4 import Stack, StackSettings, draw_log_dt, hippo_legs, learn_slowly, wide
+from wmcli.backbones.s4 import StackSettings, StateSpaceStack, draw_log_dt, hippo_legs, learn_slowly, wide
 from wmcli.errors import UsageError
 from wmcli.kernels import s4 as kernels
 from wmcli.kernels.diagonal_scan import diagonal_scan, diagonal_scan_step
 
 
 class S5Settings(StackSettings):
-    """What is particular to the S5 backbone, whose layers are blocks of two S5 layers and an MLP."""
+    """Settings of the S5 backbone. A layer is a block of two S5 layers and an MLP."""
 
     kind: Literal["s5"] = "s5"
     """S5: one diagonal state space for all channels (S5WM)."""
     state_size: int = Field(default=256, ge=2, multiple_of=2)
-    """Numbers of a layer's state, which all channels share."""
+    """State size of one layer, shared by all channels. [numbers]"""
     blocks: int = Field(default=8, ge=1)
-    """How many times the spectrum of HiPPO-LegS stands in Lambda at initialization, each time of state / blocks."""
+    """Copies of the HiPPO-LegS spectrum of size state_size / blocks in the initial Lambda. [blocks]"""
 
 
-class S5(Stack):
+class S5(StateSpaceStack):
     """The stack of S5 layers. The weights serve sequences of any length."""
 
     def __init__(self, settings: S5Settings, size: Size) -> None:
@@ -64,9 +64,9 @@ class JointStateSpace(nn.Module):
         self.log_dt = nn.Parameter(draw_log_dt(settings, pairs))
         self.log_decay = nn.Parameter(torch.full_like(frequency, math.log(0.5)))  # Re(Lambda) = -exp(log_decay)
         self.frequency = nn.Parameter(frequency)
-        # The public code draws B real and C with real and imaginary parts, each number of variance 1 / state (jax's
-        # lecun_normal takes the state for the inputs of both), and turns them into the basis of the eigenvectors, of
-        # which one of each pair is kept. That basis is unitary, so the result is complex normal.
+        # The public code draws a real B and a complex C, each number of variance 1 / state (jax's lecun_normal takes
+        # the state for the inputs of both). It transforms them to the basis of the eigenvectors and retains one of each
+        # pair. That basis is unitary, so the result is complex normal.
         b = torch.randn(pairs, size.width, dtype=torch.complex64) / math.sqrt(settings.state_size)
         c = torch.randn(size.width, pairs, dtype=torch.complex64) * math.sqrt(2 / settings.state_size)
         self.b, self.c = (nn.Parameter(torch.view_as_real(each)) for each in (b, c))
@@ -134,8 +134,8 @@ class JointSystems(kernels.Systems):
             states, last = diagonal_scan(diagonal, b[:, :, :block].flatten(1, 2), _pairs(state))
             states = states.unflatten(1, (blocks, block))
             # The queries of all blocks in one batch, each from the state at its block's end.
-            asked, _ = diagonal_scan(diagonal, b[:, :, block:].flatten(0, 1), states[:, :, -1].flatten(0, 1))
-            states = torch.cat((states, asked.unflatten(0, (-1, blocks))), 2)
+            answers, _ = diagonal_scan(diagonal, b[:, :, block:].flatten(0, 1), states[:, :, -1].flatten(0, 1))
+            states = torch.cat((states, answers.unflatten(0, (-1, blocks))), 2)
             return states.flatten(-2) @ output, last.flatten(-2)
 
     def _operators(self, layer: int) -> tuple[Tensor, ...]:

@@ -1,10 +1,10 @@
-"""Causal attention with learned absolute positions: by default the GPT of IRIS (Micheli et al. 2023, arXiv 2209.00588).
+"""Causal attention with learned absolute positions.
 
-With `heads = 8`, `ffn = 2`, `norm = "post"`, `activation = "relu"`, `attention_bias = false`, `embedding_norm = true`,
-`norm_eps = 1e-6` and `initialization = "torch"` it is the transformer of STORM (Zhang et al. 2023, arXiv 2310.09615),
-but for the dropout after the positions, which STORM does not have. With `heads = 8` and `activation = "gelu_tanh"` it
-is that of UniZero (Pu et al. 2024, arXiv 2406.10667), to which De Dios Allegue et al. (2025, arXiv 2511.06946) added a
-`prior`.
+The defaults are the GPT of IRIS (Micheli et al. 2023, arXiv 2209.00588). The transformer of STORM (Zhang et al. 2023,
+arXiv 2310.09615) has `heads = 8`, `ffn = 2`, `norm = "post"`, `activation = "relu"`, `attention_bias = false`,
+`embedding_norm = true`, `norm_eps = 1e-6` and `initialization = "torch"`. STORM has no dropout after the positions. The
+transformer of UniZero (Pu et al. 2024, arXiv 2406.10667) has `heads = 8` and `activation = "gelu_tanh"`. De Dios
+Allegue et al. (2025, arXiv 2511.06946) added a `prior` to it.
 
 Axes: B batch, T time (elements), D width, H heads, K width of a head, S slots of the key/value cache, N blocks, L
 elements of a block, Q queries, R offsets.
@@ -36,28 +36,28 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class TransformerSettings(BackboneSettings):
-    """What is particular to the transformer backbone."""
+    """Settings of the transformer backbone."""
 
     kind: Literal["transformer"] = "transformer"
     """Attention over learned positions (IRIS, STORM, UniZero)."""
     heads: int = Field(default=4, ge=1)
-    """Attention heads."""
+    """Attention heads. [heads]"""
     ffn: int = Field(default=4, ge=1)
-    """Width of the feed-forward layer, in multiples of the backbone's width."""
+    """Width of the feed-forward layer. [backbone widths]"""
     activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
-    """Of the feed-forward layer; gelu_tanh is the approximation of gelu by a tanh."""
+    """Activation of the feed-forward layer; gelu_tanh approximates gelu by a tanh."""
     norm: Literal["pre", "post"] = "pre"
-    """LayerNorm before each sublayer and once at the end, or after each sublayer's residual (then none at the end)."""
+    """LayerNorm before each sublayer and once at the end (pre), or after each sublayer's residual (post)."""
     norm_eps: float = Field(default=1e-5, gt=0)
-    """Added to the variance in each LayerNorm."""
+    """Constant added to the variance in each LayerNorm."""
     embedding_norm: bool = False
-    """Another LayerNorm once the positions are added, before the dropout."""
+    """Apply a LayerNorm after the positions are added, before the dropout."""
     attention_bias: bool = True
-    """Biases in the projections of the attention, in and out."""
+    """Use biases in the input and output projections of attention."""
     initialization: Literal["gpt", "torch"] = "gpt"
-    """Weights and positions normal with deviation 0.02 and biases zero, or torch's own defaults for each module."""
+    """Initialization: normal with deviation 0.02 and zero biases (gpt), or torch's defaults."""
     prior: AnyAttentionPrior = NoPriorSettings()
-    """What each head expects of distance."""
+    """Prior of each head over distances."""
 
     @property
     def width_step(self) -> int:
@@ -65,37 +65,37 @@ class TransformerSettings(BackboneSettings):
 
 
 class Cache(NamedTuple):
-    """The state: keys and values of fixed size, and how much of them is in use.
+    """The state: keys and values in slots of a fixed number, and how many of them are in use.
 
-    `filled` is known on the host, so that attention reads no more slots than needed and nothing waits for the device:
-    an upper bound of `length`, and equal to it in every row as long as `even`.
+    The host counts `filled`, so attention reads only the slots in use and nothing waits for the device. It is an upper
+    bound of `length`, and equals it in every row while `equal_lengths`.
     """
 
     layers: tuple[Tensor, ...]  # one (B, 2, H, max_length, K) per layer, keys first
     length: Tensor  # (B,) int64
     filled: int
-    even: bool
+    equal_lengths: bool
 
 
-# Puts the new keys and values (B, 2, H, T, K) of a layer into its part of the cache; returns those to attend to,
-# and the layer's new part.
+# Puts the new keys and values (B, 2, H, T, K) of a layer into its part of the cache. Returns the keys and values to
+# attend to, and the layer's new part.
 Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-# From a layer's queries (B, H, T, K), keys and values (B, H, S, K), and its row (H, R) of the prior's table where there
-# is one, to what it sees (B, H, T, K).
+# Maps a layer's queries (B, H, T, K), keys and values (B, H, S, K), and its row (H, R) of the prior's table, if any, to
+# the outputs of attention (B, H, T, K).
 Attend = Callable[..., Tensor]
 
 
 class Transformer(Backbone):
-    """The state is a `Cache` for at most `max_length` elements.
+    """Transformer whose state is a `Cache` for at most `max_length` elements.
 
-    With gradients on, every call makes a new cache and old ones stay valid. With gradients off the cache is written in
-    place behind what it holds: an old state may still be read (forked again, say), but of several continuations of one
-    state only the newest is valid, and a row's older states are void once the row was reset. Clone a state with
-    `map_state` to branch it.
+    With gradients on, every call makes a new cache and old ones stay valid. With gradients off, a call writes the cache
+    in place, behind its last element. An old state may still be read, for example by another fork. Of several
+    continuations of one state only the newest is valid. After a reset of a row, its older states are invalid. Clone a
+    state with `map_state` to branch it.
 
-    Too many elements raise ValueError. After a reset rows differ in length and only the device knows it: then it is
-    torch's index check that stops a row which grows past `max_length`.
+    Too many elements raise ValueError. After a reset rows differ in length, and only the device has the lengths: then
+    torch's index check stops a row that grows past `max_length`.
     """
 
     max_length: int
@@ -141,12 +141,12 @@ class Transformer(Backbone):
             places = torch.arange(count, device=x.device)
             attend = self._masked(None, places, places, whole=True) if self._needs_mask() else attention
             return self._run(x, places, attend)
-        slots, extend, seen = self._append(state, count)
+        slots, extend, used = self._append(state, count)
         attend = attention
-        if self._needs_mask() or not state.even:
-            places = torch.arange(seen, device=x.device)
+        if self._needs_mask() or not state.equal_lengths:
+            places = torch.arange(used, device=x.device)
             attend = self._masked(places <= slots[..., None], slots, places)  # (T, S) or (B, T, S)
-        return self._run(x, slots, attend, _grown(state, count, seen), extend)
+        return self._run(x, slots, attend, _grown(state, count, used), extend)
 
     def read(self, x: Tensor, state: Cache | None, reset: Tensor | None = None) -> tuple[Tensor, Cache | None]:
         if reset is None:
@@ -157,7 +157,7 @@ class Transformer(Backbone):
 
     def step(self, x: Tensor, state: Cache | None, reset: Tensor | None = None) -> tuple[Tensor, Cache | None]:
         if reset is not None and state is not None:
-            state = state._replace(length=state.length.masked_fill(reset, 0), even=False)
+            state = state._replace(length=state.length.masked_fill(reset, 0), equal_lengths=False)
         y, state = self.forward(x[:, None], state)
         return y[:, 0], state
 
@@ -172,27 +172,27 @@ class Transformer(Backbone):
         real = blocks * block
         if state is None:
             self._check(real + count, 0)
-            slots, extend, seen, cache = torch.arange(real, device=x.device), None, real, None
+            slots, extend, used, cache = torch.arange(real, device=x.device), None, real, None
         else:
-            if state.even:
+            if state.equal_lengths:
                 self._check(real + count, state.filled)
-            slots, extend, seen = self._append(state, real)
-            cache = _grown(state, real, seen)
-        # Each block's queries stand behind its last element and see what that element sees ...
+            slots, extend, used = self._append(state, real)
+            cache = _grown(state, real, used)
+        # Each block's queries follow its last element and attend to the same keys as that element ...
         ends = slots[..., block - 1 :: block, None]  # (N, 1) or (B, N, 1)
-        asked = (ends + 1 + torch.arange(count, device=x.device)).flatten(-2)  # (N Q,) or (B, N Q)
+        query_places = (ends + 1 + torch.arange(count, device=x.device)).flatten(-2)  # (N Q,) or (B, N Q)
         limit = torch.cat((slots, ends.expand(*ends.shape[:-1], count).flatten(-2)), -1)
-        places = torch.arange(seen, device=x.device)
+        places = torch.arange(used, device=x.device)
         stored = places <= limit[..., None]  # (T, S) or (B, T, S), T = N L + N Q
-        # ... and each other up to themselves.
+        # ... and, causally, to each other.
         among = torch.block_diag(*torch.ones(blocks, count, count, device=x.device).tril()).bool()
-        among = F.pad(among, (0, 0, real, 0)).expand(*stored.shape[:-1], -1)  # real elements see no query
-        positions = torch.cat((slots, asked), -1)
+        among = F.pad(among, (0, 0, real, 0)).expand(*stored.shape[:-1], -1)  # real elements attend to no query
+        positions = torch.cat((slots, query_places), -1)
         elements = torch.arange(real + blocks * count, device=x.device)
         y, cache = self._run(
             torch.cat((x.flatten(1, 2), queries.flatten(1, 2)), 1),
             positions,
-            self._masked(torch.cat((stored, among), -1), positions, places, asked),
+            self._masked(torch.cat((stored, among), -1), positions, places, query_places),
             cache,
             extend,
             torch.cat((elements[block - 1 : real : block], elements[real:])),
@@ -201,8 +201,10 @@ class Transformer(Backbone):
         return y, answers.unflatten(1, (blocks, count)), cache
 
     def replace_rows(self, state: Cache, rows: Tensor, fresh: Cache) -> Cache:
-        even = state.even and fresh.even and state.filled == fresh.filled
-        return replace_rows(state, rows, fresh)._replace(filled=max(state.filled, fresh.filled), even=even)
+        equal_lengths = state.equal_lengths and fresh.equal_lengths and state.filled == fresh.filled
+        return replace_rows(state, rows, fresh)._replace(
+            filled=max(state.filled, fresh.filled), equal_lengths=equal_lengths
+        )
 
     # -- the layers ----------------------------------------------------------------------------------------------------
 
@@ -213,9 +215,12 @@ class Transformer(Backbone):
         attend: Attend,
         cache: Cache | None = None,
         extend: Extend | None = None,
-        wanted: Tensor | None = None,
+        outputs: Tensor | None = None,
     ) -> tuple[Tensor, Cache | None]:
-        """All layers on x (B, T, D) at positions (T,) or (B, T); the outputs `wanted`, indices, of all T if None."""
+        """Run all layers on x (B, T, D) at positions (T,) or (B, T).
+
+        `outputs` are the indices of the elements to return; None returns all T.
+        """
         x = dropout(self.embedding_norm(x + self.positions(positions)), self.dropout, self.training)
         parts = []
         rows = () if self.prior is None else self.prior().unbind()  # made once for all layers
@@ -226,8 +231,8 @@ class Transformer(Backbone):
                 kv, part = extend(cache.layers[index], kv)
                 parts.append(part)
             y = attend(q, *kv.unbind(1), *rows[index : index + 1])
-            if wanted is not None and layer is self.layers[-1]:
-                x, y = x[:, wanted], y[:, :, wanted]
+            if outputs is not None and layer is self.layers[-1]:
+                x, y = x[:, outputs], y[:, :, outputs]
             x = layer.finish(x, y)
         return self.norm(x), None if cache is None else cache._replace(layers=tuple(parts))
 
@@ -238,14 +243,17 @@ class Transformer(Backbone):
         return self.prior is not None and self.prior.settings.leaks
 
     def _needs_mask(self) -> bool:
-        """Whether attention is more than `kernels.attention` does, which has neither dropout nor every prior."""
+        """Return whether `kernels.attention`, without dropout and without most priors, does not suffice."""
         return self._drops() or (self.prior is not None and not self.prior.by_distance)
 
     def _masked(self, mask: Tensor | None, queries: Tensor, *keys: Tensor, whole: bool = False) -> Attend:
-        """Attention under mask (T, S) or (B, T, S), True where seen; in training with dropout, None being causal.
+        """Return attention under a mask, with dropout in training.
 
-        queries (T,) or (B, T) and keys, S in all, (...,) or (B, ...) each, are their positions. whole: both are all the
-        elements of a sequence that starts fresh, in which a prior may leak.
+        Args:
+            mask: (T, S) or (B, T, S), True for visible keys; None is causal.
+            queries: Positions of the queries, (T,) or (B, T).
+            keys: Positions of the keys, S in all, each (...,) or (B, ...).
+            whole: Queries and keys are all elements of a fresh sequence, in which a prior may leak.
         """
         if self.prior is not None:
             places = torch.cat([part.expand(*queries.shape[:-1], -1) for part in keys], -1)
@@ -261,8 +269,17 @@ class Transformer(Backbone):
     def _attend_under_prior(
         self, q: Tensor, k: Tensor, v: Tensor, row: Tensor, offset: Tensor, mask: Tensor, leak: bool
     ) -> Tensor:
-        """An `Attend` with row (H, R) by offset, and offset and mask (T, S) or (B, T, S). leak: T = S, and a key behind
-        the query counts as one with score 0."""
+        """Attend under a prior, as an `Attend`.
+
+        Args:
+            q: (B, H, T, K).
+            k: (B, H, S, K).
+            v: (B, H, S, K).
+            row: The prior by offset, (H, R).
+            offset: (T, S) or (B, T, S).
+            mask: (T, S) or (B, T, S).
+            leak: Give keys after the query the score 0 instead of a mask; needs T = S.
+        """
         assert self.prior is not None
         drop = self.dropout if self._drops() else 0.0
         if mask.dim() == 3:
@@ -280,19 +297,22 @@ class Transformer(Backbone):
     # -- the cache -----------------------------------------------------------------------------------------------------
 
     def _append(self, state: Cache, count: int) -> tuple[Tensor, Extend, int]:
-        """For `count` new elements: their slots (T,) or (B, T), how to write them, and the number of slots then in use.
+        """Allot slots to `count` new elements.
 
-        Keys and values beyond `count`, those of queries, are attended to but not written.
+        Keys and values beyond `count` belong to queries. They take part in attention but are not written.
+
+        Returns:
+            Slots (T,) or (B, T), the function that writes them, and the number of slots in use afterwards.
         """
         steps = torch.arange(count, device=state.length.device)
-        if state.even:
+        if state.equal_lengths:
             self._check(count, state.filled)
             slots = steps + state.filled
         else:
             self._check(count, 0)
             slots = state.length[:, None] + steps
         rows = torch.arange(len(state.length), device=state.length.device)[:, None]
-        seen = min(state.filled + count, self.max_length)
+        used = min(state.filled + count, self.max_length)
 
         def extend(part: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
             new = kv[:, :, :, :count].to(part.dtype)
@@ -300,20 +320,20 @@ class Transformer(Backbone):
             in_place = in_place and part.is_inference() == torch.is_inference_mode_enabled()
             if not in_place:
                 part = part.clone()
-            if state.even:
-                part[:, :, :, state.filled : seen] = new
+            if state.equal_lengths:
+                part[:, :, :, state.filled : used] = new
             else:
                 # By index, since torch's scatter takes many times as long in bfloat16 on a CPU.
                 part[rows, :, :, slots] = new.permute(0, 3, 1, 2, 4)
-            held = part[:, :, :, :seen].to(kv.dtype)
-            return (held if count == kv.shape[3] else torch.cat((held, kv[:, :, :, count:]), 3)), part
+            stored = part[:, :, :, :used].to(kv.dtype)
+            return (stored if count == kv.shape[3] else torch.cat((stored, kv[:, :, :, count:]), 3)), part
 
-        return slots, extend, seen
+        return slots, extend, used
 
     def _forward_with_resets(
-        self, x: Tensor, state: Cache | None, reset: Tensor, wanted: Tensor | None = None
+        self, x: Tensor, state: Cache | None, reset: Tensor, outputs: Tensor | None = None
     ) -> tuple[Tensor, Cache | None]:
-        """The outputs `wanted`, indices, of all T if None."""
+        """Run `forward` with resets. `outputs` as in `_run`."""
         count = x.shape[1]
         self._check(count, 0)
         steps = torch.arange(count, device=x.device)
@@ -321,16 +341,17 @@ class Transformer(Backbone):
         length = torch.zeros(len(x), device=x.device, dtype=torch.int64) if state is None else state.length
         positions = torch.where(start < 0, length[:, None] + steps, steps - start)
         if state is None and not self._needs_mask():
-            return self._run(x, positions, partial(attention, reset=reset), wanted=wanted)
+            return self._run(x, positions, partial(attention, reset=reset), outputs=outputs)
         mask = (steps <= steps[:, None]) & (steps >= start[..., None])  # (B, T, T)
         if state is None:
-            return self._run(x, positions, self._masked(mask, positions, positions, whole=self.training), wanted=wanted)
+            attend = self._masked(mask, positions, positions, whole=self.training)
+            return self._run(x, positions, attend, outputs=outputs)
         slots = torch.arange(state.filled, device=x.device)
-        kept = (slots < length[:, None])[:, None] & (start < 0)[..., None]  # (B, T, S): the cache, until a reset
-        # The elements since the last reset stay and run to the end: slot s takes element s + T - (new length), if any.
+        stored = (slots < length[:, None])[:, None] & (start < 0)[..., None]  # (B, T, S): the cache, until a reset
+        # The cache retains the elements since the last reset: slot s takes element s + T - (new length), if any.
         length = positions[:, -1] + 1
-        seen = min(state.filled + count, self.max_length)
-        source = torch.arange(seen, device=x.device) + (count - length)[:, None]  # (B, seen)
+        used = min(state.filled + count, self.max_length)
+        source = torch.arange(used, device=x.device) + (count - length)[:, None]  # (B, used)
         stays = (source >= 0) & (source < count)
         source, rows = source.clamp(0, count - 1), torch.arange(len(x), device=x.device)[:, None]
 
@@ -338,12 +359,12 @@ class Transformer(Backbone):
             attended = torch.cat((part[:, :, :, : state.filled].to(kv.dtype), kv), 3)
             new = kv.to(part.dtype)[rows, :, :, source].permute(0, 2, 3, 1, 4)
             after = part.clone()
-            after[:, :, :, :seen] = torch.where(stays[:, None, None, :, None], new, part[:, :, :, :seen])
+            after[:, :, :, :used] = torch.where(stays[:, None, None, :, None], new, part[:, :, :, :used])
             return attended, after
 
-        cache = Cache(state.layers, length, seen, False)
-        attend = self._masked(torch.cat((kept, mask), -1), positions, slots, positions)
-        return self._run(x, positions, attend, cache, extend, wanted)
+        cache = Cache(state.layers, length, used, False)
+        attend = self._masked(torch.cat((stored, mask), -1), positions, slots, positions)
+        return self._run(x, positions, attend, cache, extend, outputs)
 
     def _check(self, count: int, filled: int) -> None:
         if filled + count > self.max_length:
@@ -358,10 +379,21 @@ def _grown(state: Cache, count: int, filled: int) -> Cache:
 
 
 def _attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, chance: float) -> Tensor:
-    """q (B, H, T, K), k, v (B, H, S, K), mask (..., T, S): True where seen, or added to the scores; None: causal."""
+    """Attend with dropout of the weights.
+
+    Args:
+        q: (B, H, T, K).
+        k: (B, H, S, K).
+        v: (B, H, S, K).
+        mask: (..., T, S), True for visible keys, or numbers added to the scores; None is causal.
+        chance: Probability of dropout.
+
+    Returns:
+        (B, H, T, K).
+    """
     if q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, mask, chance, is_causal=mask is None)
-    # torch's own with dropout multiplies in float32 there, whatever comes in, and draws a number for every weight.
+    # On a CPU torch's own attention with dropout always multiplies in float32 and draws a number for every weight.
     if mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
     with torch.autocast("cpu", enabled=False):
@@ -372,7 +404,7 @@ def _attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 
 
 class TransformerLayer(nn.Module):
-    """Causal self-attention and a feed-forward layer, each with a residual around and LayerNorm before or after it."""
+    """Causal self-attention and a feed-forward layer, each with a residual and a LayerNorm before or after it."""
 
     def __init__(self, settings: TransformerSettings, size: Size) -> None:
         super().__init__()
@@ -387,13 +419,13 @@ class TransformerLayer(nn.Module):
         self.down = nn.Linear(hidden, width)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (B, T, D) -> queries (B, H, T, K), keys and values (B, 2, H, T, K)."""
+        """Return queries (B, H, T, K), and keys and values (B, 2, H, T, K), of x (B, T, D)."""
         x = self.attention_norm(x) if self.norm_first else x
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(0, 2, 3, 1, 4)
         return qkv[:, 0], qkv[:, 1:]
 
     def finish(self, x: Tensor, y: Tensor) -> Tensor:
-        """What follows the attention y (B, H, T, K) of x (B, T, D)."""
+        """Apply the rest of the layer to x (B, T, D) and its attention y (B, H, T, K)."""
         x = x + self._drop(self.out(y.transpose(1, 2).flatten(2)))
         if self.norm_first:
             return x + self._feed_forward(self.ffn_norm(x))

@@ -5,17 +5,17 @@ and key j stand d = i - j apart; R_d is a sinusoid of that distance, u and v are
 
     score_ij = ((q_i + u) k_j + (q_i + v) W_r R_d) / sqrt(K)        0 <= d <= W
 
-With `segment = 0` the memory is a sliding window: in each layer an element sees the W = `memory` elements before it and
-itself, and a stack of layers reaches layers * memory elements back. Gradients flow as far; whoever wants none detaches
-the state with `map_state`.
+With `segment_length = 0` the memory is a sliding window. In each layer an element attends to itself and to the W =
+`memory_length` elements before it, so a stack of layers reaches layers * memory_length elements back. Gradients flow
+equally far; detach the state with `map_state` to stop them.
 
-With `segment = c` it is the paper's cache. A sequence is cut into segments of c elements, counted from the last reset,
-or from where the state began. In each layer an element sees its own segment up to itself and the last `memory` elements
-before that segment, so W = memory + c - 1. What a layer is given at those elements is a constant (the paper's SG): no
-gradient reaches the elements of an earlier segment, whereas W_k and W_v learn from their keys and values too. Of keys
-that a state carried over the end of a segment nothing learns.
+With `segment_length = c` it is the paper's cache. A sequence is cut into segments of c elements, counted from the last
+reset or from the first element of the state. In each layer an element attends to its own segment up to itself, and to
+the last `memory_length` elements before that segment, so W = memory_length + c - 1. The layer's inputs at those earlier
+elements are constants (the paper's SG). No gradient reaches them, but W_k and W_v still learn from their keys and
+values. Keys that a state carried over the end of a segment give no gradient at all.
 
-In both nothing depends on how a sequence is cut into calls.
+In both modes results do not depend on how a sequence is cut into calls.
 
 Axes: B batch, T time (elements), D width, H heads, K width of a head, W window, S keys, N blocks, L elements of a
 block, Q queries.
@@ -45,29 +45,29 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.
 
 
 class TransformerXLSettings(BackboneSettings):
-    """What is particular to the Transformer-XL backbone."""
+    """Settings of the Transformer-XL backbone."""
 
     kind: Literal["transformer-xl"] = "transformer-xl"
     """Attention with relative positions over a memory (TSSM-XL)."""
     heads: int = Field(default=8, ge=1)
-    """Attention heads."""
+    """Attention heads. [heads]"""
     head_width: int = Field(default=0, ge=0)
-    """Width of a head; 0 shares the backbone's width among the heads."""
+    """Width of a head; 0 divides the backbone's width among the heads. [features]"""
     ffn: int = Field(default=2, ge=1)
-    """Width of the feed-forward layer, in multiples of the backbone's width."""
+    """Width of the feed-forward layer. [backbone widths]"""
     activation: Literal["gelu", "relu"] = "gelu"
-    """Of the feed-forward layer."""
+    """Activation of the feed-forward layer."""
     memory_length: int = Field(default=128, ge=1)
-    """Elements before itself, or before its segment, that an element attends to, in each layer."""
+    """Earlier elements that each layer attends to, before the element or its segment. [elements]"""
     segment_length: int = Field(default=0, ge=0)
-    """Elements of a segment. What is before an element's segment is a constant to it, as in the paper; 0: the memory
-    slides along with the elements, and gradients flow through it."""
+    """Length of a segment, with earlier segments as constants (the paper); 0 slides the memory with gradients.
+    [elements]"""
     prior: AnyAttentionPrior = NoPriorSettings()
-    """What each head expects of distance, on top of what its scores make of it; in units of elements."""
+    """Prior of each head over distances, in addition to the relative scores."""
 
     @property
     def window(self) -> int:
-        """W: as many elements before itself may an element see."""
+        """W, the largest number of earlier elements that an element attends to."""
         return self.memory_length + max(self.segment_length - 1, 0)
 
     @property
@@ -80,21 +80,21 @@ class TransformerXLSettings(BackboneSettings):
 
 
 class Memory(NamedTuple):
-    """The state: what the next elements can see. The newest element stands last."""
+    """The state: keys and values that the next elements attend to, the newest last."""
 
     layers: tuple[Tensor, ...]  # one (B, 2, H, W, K) per layer, keys first
-    length: Tensor  # (B,) int64: elements since the last reset; the last W of them are held
+    length: Tensor  # (B,) int64: elements since the last reset; the last W of them are stored
 
 
-class View(NamedTuple):
-    """What T queries see of S keys, by the numbers of these: from `begin` to the query's own."""
+class KeyRange(NamedTuple):
+    """Keys visible to T queries, by index: from `begin` to the query's own."""
 
     begin: Tensor  # (B, T)
-    own: Tensor | None  # (B, T): the first key of the query's segment, those before are constants; None: no segments
+    own: Tensor | None  # (B, T): first key of the query's segment, with constants before it; None without segments
 
 
 class TransformerXL(Backbone):
-    """The state is a `Memory`. Nothing is written in place: old states always stay valid."""
+    """Transformer-XL whose state is a `Memory`. No call writes in place: old states always stay valid."""
 
     layers: Any  # nn.ModuleList of TransformerXLLayer
     prior: AttentionPrior | None
@@ -129,13 +129,13 @@ class TransformerXL(Backbone):
 
     def forward(self, x: Tensor, state: Memory | None, reset: Tensor | None = None) -> tuple[Tensor, Memory | None]:
         start = self._start(x, state, reset)
-        held = 0 if state is None else self.window
-        view = None if start is None else self._view(start, x.shape[1], held + x.shape[1])
+        stored = 0 if state is None else self.window
+        visible = None if start is None else self._visible(start, x.shape[1], stored + x.shape[1])
         table = self._table()
         after = []
         for index, (layer, row) in enumerate(zip(self.layers, self._rows(), strict=True)):
             q, kv, fixed = layer.project(x, None if state is None else state.layers[index])
-            x = layer.finish(x, layer.attend(q, kv, fixed, table, view, row))
+            x = layer.finish(x, layer.attend(q, kv, fixed, table, visible, row))
             after.append(kv)
         return self.norm(x), self._remember(state, after, start)
 
@@ -147,66 +147,67 @@ class TransformerXL(Backbone):
 
     def fork(self, x: Tensor, queries: Tensor, state: Memory | None) -> tuple[Tensor, Tensor, Memory | None]:
         (blocks, block), count = x.shape[1:3], queries.shape[-2]
-        asked = for_each_block(queries, x).flatten(0, 1)  # (B N, Q, D)
+        queries = for_each_block(queries, x).flatten(0, 1)  # (B N, Q, D)
         x = x.flatten(1, 2)
-        # Every block's end needs a full window before it, be it of unused slots.
+        # Every block's end needs a full window before it, of unused slots if necessary.
         before = self.initial_state(len(x)) if state is None else state
         start = self._start(x, before, None)
         assert start is not None
-        view = self._view(start, x.shape[1], self.window + x.shape[1])
-        # What the state is at the end of each block: the window of W keys that ends there. Its keys count from there.
+        visible = self._visible(start, x.shape[1], self.window + x.shape[1])
+        # The state at the end of each block is the window of W keys that ends there. Its keys count from there.
         ends = block * torch.arange(1, blocks + 1, device=x.device)
-        asked_view = self._view((start - ends).flatten()[:, None], count, self.window + count)
+        query_visible = self._visible((start - ends).flatten()[:, None], count, self.window + count)
         table = self._table()
         after = []
 
-        def behind_each_block(kv: Tensor, asked: Tensor) -> Tensor:
+        def behind_each_block(kv: Tensor, new: Tensor) -> Tensor:
             windows = kv[:, :, :, block:].unfold(3, self.window, block).permute(0, 3, 1, 2, 5, 4)  # (B, N, 2, H, W, K)
-            return torch.cat((windows, asked.unflatten(0, (-1, blocks))), 4).flatten(0, 1)
+            return torch.cat((windows, new.unflatten(0, (-1, blocks))), 4).flatten(0, 1)
 
         for old, layer, row in zip(before.layers, self.layers, self._rows(), strict=True):
             q, kv, fixed = layer.project(x, old)
-            asked_q, new, new_fixed = layer.project(asked)
-            asked_kv = behind_each_block(kv, new)
-            asked_fixed = asked_kv if fixed is kv else behind_each_block(fixed, new_fixed)
-            y = layer.attend(q, kv, fixed, table, view, row)
-            if layer is self.layers[-1]:  # what else stands in a block is not asked for
+            query_q, new, new_fixed = layer.project(queries)
+            query_kv = behind_each_block(kv, new)
+            query_fixed = query_kv if fixed is kv else behind_each_block(fixed, new_fixed)
+            y = layer.attend(q, kv, fixed, table, visible, row)
+            if layer is self.layers[-1]:  # other outputs of a block are not needed
                 x, y = x[:, block - 1 :: block], y[:, :, block - 1 :: block]
             x = layer.finish(x, y)
-            asked = layer.finish(asked, layer.attend(asked_q, asked_kv, asked_fixed, table, asked_view, row))
+            y = layer.attend(query_q, query_kv, query_fixed, table, query_visible, row)
+            queries = layer.finish(queries, y)
             after.append(kv)
-        answers = self.norm(asked).unflatten(0, (-1, blocks))
+        answers = self.norm(queries).unflatten(0, (-1, blocks))
         return self.norm(x), answers, self._remember(state, after, start)
 
     def _start(self, x: Tensor, state: Memory | None, reset: Tensor | None) -> Tensor | None:
-        """The number of the key at which each element's episode began, (B, T) or (B, 1).
+        """Return the index of the key at which each element's episode began, (B, T) or (B, 1).
 
-        Keys are those of the state, then those of x (B, T, D); what began before them has a negative number. None:
-        everything began with the first of x.
+        Keys are those of the state, then those of x (B, T, D). Episodes that began before them have negative indices.
+        None if every episode began with the first element of x.
         """
         start = None if state is None else self.window - state.length[:, None]
         if reset is None:
             return start
-        held = 0 if state is None else self.window
-        place = torch.arange(held, held + x.shape[1], device=x.device)
+        stored = 0 if state is None else self.window
+        place = torch.arange(stored, stored + x.shape[1], device=x.device)
         return torch.where(reset, place, 0 if start is None else start).cummax(1).values
 
-    def _view(self, start: Tensor, queries: int, keys: int) -> View:
-        """Of the last `queries` of the keys, which are those of elements whose episodes began at `start`."""
+    def _visible(self, start: Tensor, queries: int, keys: int) -> KeyRange:
+        """Return the keys visible to the elements of the last `queries` keys, whose episodes began at `start`."""
         start = start.expand(-1, queries)
         if not self.segment:
-            return View(start, None)
+            return KeyRange(start, None)
         place = torch.arange(keys - queries, keys, device=start.device)
         own = place - (place - start) % self.segment
-        return View(torch.maximum(start, own - self.memory), own)
+        return KeyRange(torch.maximum(start, own - self.memory), own)
 
     def _table(self) -> Tensor:
-        """The sinusoids of the distances W ... 0: (W + 1, D)."""
+        """Return the sinusoids of the distances W ... 0: (W + 1, D)."""
         weight = self.norm.weight
         return _sinusoids(self.window, self.width, weight.device, weight.dtype)
 
     def _rows(self) -> list[Tensor] | list[None]:
-        """Each layer's prior by distance, W ... 0 like the table: (H, W + 1); None where there is none."""
+        """Return each layer's prior by distance, W ... 0 like the table: (H, W + 1); None without a prior."""
         return [None] * len(self.layers) if self.prior is None else list(self.prior().flip(2))
 
     def _remember(self, state: Memory | None, after: list[Tensor], start: Tensor | None) -> Memory | None:
@@ -219,7 +220,7 @@ class TransformerXL(Backbone):
 
 
 class TransformerXLLayer(nn.Module):
-    """Relative attention and a feed-forward layer, each with LayerNorm before and a residual around."""
+    """Relative attention and a feed-forward layer, each with a LayerNorm before it and a residual."""
 
     def __init__(self, settings: TransformerXLSettings, size: Size, head_width: int) -> None:
         super().__init__()
@@ -231,7 +232,7 @@ class TransformerXLLayer(nn.Module):
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * inner, bias=False)  # query, key and value in one product
         self.distance = nn.Linear(width, inner, bias=False)  # W_r
-        # Biases of the heads, kept flat as biases are, so that weight decay leaves them alone.
+        # Biases of the heads, flat as biases are, so that weight decay skips them.
         self.u = nn.Parameter(torch.empty(inner).normal_(std=INIT_STD))
         self.v = nn.Parameter(torch.empty(inner).normal_(std=INIT_STD))
         self.out = nn.Linear(inner, width, bias=False)
@@ -240,10 +241,15 @@ class TransformerXLLayer(nn.Module):
         self.down = nn.Linear(hidden, width)
 
     def project(self, x: Tensor, old: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, D) -> queries (B, H, T, K), keys and values (B, 2, H, S, K) twice, behind the old (B, 2, H, W, K).
+        """Project x to queries, keys and values.
 
-        The second time they are what later segments see, the same numbers with x and old as constants. Where nothing
-        tells the two apart they are one tensor.
+        Args:
+            x: (B, T, D).
+            old: Keys and values of the state, (B, 2, H, W, K), or None.
+
+        Returns:
+            Queries (B, H, T, K); keys and values behind the old ones (B, 2, H, S, K); the same for later segments, with
+            x and `old` as constants. The last two are one tensor where their gradients do not differ.
         """
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(0, 2, 3, 1, 4)
         q, kv = qkv[:, 0], qkv[:, 1:]
@@ -256,13 +262,20 @@ class TransformerXLLayer(nn.Module):
         return q, kv, fixed if old is None else _behind(constant(old), fixed)
 
     def attend(
-        self, q: Tensor, kv: Tensor, fixed: Tensor, table: Tensor, view: View | None, row: Tensor | None = None
+        self, q: Tensor, kv: Tensor, fixed: Tensor, table: Tensor, visible: KeyRange | None, row: Tensor | None = None
     ) -> Tensor:
-        """Each q (B, H, T, K) attends to the W keys before it and its own, as far as it sees them.
+        """Attend to the W keys before each query and to its own, as far as they are visible.
 
-        kv (B, 2, H, S, K) are keys and values, the last T of them those of the queries, and `fixed` the same as
-        constants, or kv itself; table (W + 1, D); view None: there are T keys and everything began with the first;
-        row (H, W + 1) the prior, the farthest first, or None. Returns (B, H, T, K).
+        Args:
+            q: (B, H, T, K).
+            kv: Keys and values (B, 2, H, S, K). The last T belong to the queries.
+            fixed: `kv` as constants, or `kv` itself.
+            table: Sinusoids, (W + 1, D).
+            visible: Visible keys; None for T keys of episodes that began with the first key.
+            row: The prior (H, W + 1), the farthest distance first, or None.
+
+        Returns:
+            (B, H, T, K).
         """
         first = kv.shape[3] - q.shape[2]  # the key of the first query
         u, v = (bias.unflatten(0, (self.heads, 1, -1)) for bias in (self.u, self.v))
@@ -273,22 +286,22 @@ class TransformerXLLayer(nn.Module):
         drop = self.dropout if self.training else 0.0
         outputs = []
         q = (q + u).to(q.dtype)
-        for begin, end, low, own in self._parts(first, q.shape[2], view is None):
+        for begin, end, low, own in self._parts(first, q.shape[2], visible is None):
             part, last = q[:, :, begin:end], first + end
             near = kv[:, :, :, low:last]
             bias = band(scores[:, :, begin:end])[..., low - last :]  # (B, H, queries, keys)
             weight = None
             if row is not None and self.scales:
                 weight = band(row.expand(-1, end - begin, -1), 0.0)[..., low - last :]  # (H, queries, keys)
-            if view is not None:
+            if visible is not None:
                 key = torch.arange(low, last, device=q.device)
-                bias = bias.masked_fill((key < view.begin[:, begin:end, None])[:, None], -math.inf)
-            if view is None and fixed is not kv:
+                bias = bias.masked_fill((key < visible.begin[:, begin:end, None])[:, None], -math.inf)
+            if visible is None and fixed is not kv:
                 near = torch.cat((fixed[:, :, :, low:own], kv[:, :, :, own:last]), 3)
-            elif view is not None and view.own is not None and fixed is not kv:
-                # A key may be a constant to one query and not to the next: all are there as constants, and those that
-                # may be of a query's segment as what they are once more.
-                apart = (key < view.own[:, begin:end, None])[:, None]
+            elif visible is not None and visible.own is not None and fixed is not kv:
+                # A key may be a constant for one query and not for the next. So all keys occur as constants, and those
+                # that may be in a query's segment occur a second time as variables.
+                apart = (key < visible.own[:, begin:end, None])[:, None]
                 near = torch.cat((fixed[:, :, :, low:last], kv[:, :, :, own:last]), 3)
                 variable = bias.masked_fill(apart, -math.inf)[..., own - last :]
                 bias = torch.cat((bias.masked_fill(~apart, -math.inf), variable), 3)
@@ -301,29 +314,37 @@ class TransformerXLLayer(nn.Module):
                 outputs.append(masked_attention(part, near[:, 0], near[:, 1], bias))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
-    def _parts(self, first: int, count: int, even: bool) -> Iterator[tuple[int, int, int, int]]:
-        """Ranges of queries that are attended together: begin, end, the first key that any of them sees, and the first
-        that may be of a query's own segment. `even`: segments begin at the first key in every row."""
-        segment = self.segment if even and self.segment else max(count, 1)
+    def _parts(self, first: int, count: int, aligned: bool) -> Iterator[tuple[int, int, int, int]]:
+        """Yield ranges of queries that are attended together.
+
+        Args:
+            first: Index of the first query's key.
+            count: Number of queries.
+            aligned: Segments begin at the first key in every row.
+
+        Yields:
+            Begin and end of the queries, their first visible key, and the first key that may be in their own segment.
+        """
+        segment = self.segment if aligned and self.segment else max(count, 1)
         for start in range(0, count, segment):
             stop = min(start + segment, count)
             for begin in range(start, stop, CHUNK):
                 low, own = first + begin - self.window, first + begin - self.segment + 1
-                if even and self.segment:
+                if aligned and self.segment:
                     low, own = start - self.memory, start
                 yield begin, min(begin + CHUNK, stop), max(low, 0), max(own, 0)
 
     def finish(self, x: Tensor, y: Tensor) -> Tensor:
-        """What follows the attention y (B, H, T, K) of x (B, T, D)."""
+        """Apply the rest of the layer to x (B, T, D) and its attention y (B, H, T, K)."""
         x = x + self._drop(self.out(y.transpose(1, 2).flatten(2)))
         return x + self._drop(self.down(self.activation(self.up(self.ffn_norm(x)))))
 
     def _distance_scores(self, q: Tensor, table: Tensor) -> Tensor:
-        """q W_r R_d / sqrt(K) for q (B, H, T, K) and each distance of the table (distances, D)."""
+        """Return q W_r R_d / sqrt(K) for q (B, H, T, K) and each distance of the table (distances, D)."""
         weight = self.distance.weight.unflatten(0, (self.heads, -1))  # (H, K, D)
         (batch, _, count, k), (distances, width) = q.shape, table.shape
         q = q * k**-0.5
-        # A few queries (a step) go through W_r themselves; for many it is cheaper to take the table through it.
+        # For a few queries (a step) it is cheaper to multiply them by W_r, for many to multiply the table.
         if batch * count * width * (k + distances) < k * distances * (width + batch * count):
             return (q @ weight) @ table.T
         return q @ (weight @ table.T)
@@ -333,14 +354,14 @@ class TransformerXLLayer(nn.Module):
 
 
 def band(scores: Tensor, around: float = -math.inf) -> Tensor:
-    """Moves each row of scores one further to the right than the row above, and puts -inf, or `around`, all around.
+    """Shift each row of scores one column further right than the row above, and fill the rest with `around`.
 
     (..., T, W) -> (..., T, W - 1 + T): row i, column i + c of the result is row i, column c of the scores. So scores by
-    distance, the farthest first, become scores by key, and what lies outside of the window is masked. (The relative
-    shift of Transformer-XL.)
+    distance, the farthest first, become scores by key, masked outside the window. This is the relative shift of
+    Transformer-XL.
     """
     count, wide = scores.shape[-2], scores.shape[-1] - 1 + scores.shape[-2]
-    # Rows one longer than those wanted: read as rows of the length wanted, each starts one later than the last.
+    # Rows are padded to one more than the result's length. Read in rows of that length, each starts one column later.
     padded = F.pad(scores, (0, count), value=around).flatten(-2)
     return padded[..., : count * wide].unflatten(-1, (count, wide))
 
@@ -355,19 +376,19 @@ def _prior(settings: TransformerXLSettings, prior: PriorSettings, layers: int) -
 
 
 def _behind(old: Tensor, new: Tensor) -> Tensor:
-    """Keys and values (B, 2, H, T, K) behind those of the state (B, 2, H, W, K)."""
+    """Return keys and values (B, 2, H, T, K) appended to those of the state (B, 2, H, W, K)."""
     return torch.cat((old.to(new.dtype), new), 3)
 
 
 def constant(x: Tensor) -> Tensor:
-    """x without a gradient: what a segment sees of those before it. (Tests of derivatives put the identity here.)"""
+    """Return x without a gradient, as a segment's constant. Tests of derivatives replace it by the identity."""
     return x.detach()
 
 
 @functools.cache
 def _sinusoids(reach: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """(reach + 1, width): the distances reach ... 0, each as sines and then cosines of falling frequency."""
-    with torch.inference_mode(False):  # the first caller's mode must not stick to the table
+    """Return (reach + 1, width): for the distances reach ... 0, sines and then cosines of falling frequency."""
+    with torch.inference_mode(False):  # the cached table must not depend on the first caller's mode
         distance = torch.arange(reach, -1, -1, device=device, dtype=torch.float64)
         frequency = 10000.0 ** (-torch.arange(0, width, 2, device=device, dtype=torch.float64) / width)
         angle = distance[:, None] * frequency

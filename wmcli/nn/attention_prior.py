@@ -1,17 +1,18 @@
-"""Attention priors: how far back each head of each layer expects to find what matters, learned besides what it reads.
+"""Attention priors: a fixed or learned prior over distances for each head of each layer.
 
 With offset d = i - j of query i and key j, and score s_ij = q_i k_j / sqrt(K), one head has
 
     b(d) = -(d - mean)^2 / (2 deviation^2) + ln m(d)        each term as the kind has it
     additive: softmax_j(s_ij + b(d))        scale: softmax_j(s_ij e^b(d))
 
-where m is 1 within the span and 0 far beyond it. From "Learning to Focus" (De Dios Allegue, He, Oliehoek 2025, arXiv
-2511.06946), whose equations are the additive form and whose public code computes the other: there a key far away is not
-hidden but gets the weight of the score 0, and with `leak` so do keys behind the query. The ramp is that of adaptive
-spans (Sukhbaatar et al. 2019, arXiv 1905.07799). A prior depends on offsets only, so caches, windows and resets do not
-change it.
+where m is 1 within the span and 0 far beyond it. The equations of the paper are the additive form; its public code
+computes the other. In the scale form a distant key is not masked but gets the weight of the score 0. With `leak` keys
+after the query get it too. A prior depends on offsets only, so caches, windows and resets do not change it.
 
 Axes: B batch, H heads, T queries, S keys, K width of a head, R offsets.
+
+Sources: "Learning to Focus" (De Dios Allegue, He, Oliehoek 2025, arXiv 2511.06946); the ramp is that of adaptive spans
+(Sukhbaatar et al. 2019, arXiv 1905.07799).
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from wmcli.errors import UsageError
 from wmcli.nn.dropout import dropout
 
 SMALLEST_DEVIATION = 1e-3
-SLACK = 1e-4  # so that a hard span that begins at a whole number reaches that far, however softplus rounds it
+SLACK = 1e-4  # a hard span that is initially a whole number includes that offset despite the rounding of softplus
 
 
 class AttentionPriorSettings(Section):
     """Base of the attention priors, of each head of each layer."""
 
     kind: str
-    """Which prior."""
+    """Kind of prior."""
 
     @property
     def multiplies(self) -> bool:
@@ -45,7 +46,7 @@ class AttentionPriorSettings(Section):
 
     @property
     def leaks(self) -> bool:
-        """Whether keys behind the query get the weight of the score 0."""
+        """Whether keys after the query get the weight of the score 0."""
         return False
 
 
@@ -58,29 +59,29 @@ class PriorSettings(AttentionPriorSettings):
     """Base of all priors but `none`."""
 
     unit: Literal["token", "step"] = "token"
-    """What offsets count: elements, or blocks of elements (time steps of the environment)."""
+    """Unit of offsets: elements, or blocks of elements (environment steps)."""
 
 
 class LocalPriorSettings(PriorSettings):
     kind: Literal["local"] = "local"
-    """Attention sees a fixed window."""
+    """Fixed attention window."""
     window: int = Field(default=6, ge=0)
-    """Units before its own that an element attends to. [offsets]"""
+    """Largest offset that an element attends to. [offsets]"""
 
 
 class LearnedPriorSettings(PriorSettings):
     """Base of the priors with parameters."""
 
     form: Literal["additive", "scale"] = "additive"
-    """The prior's logarithm is added to the scores, or the prior multiplies them as in the paper's public code."""
+    """Add the prior's logarithm to the scores, or multiply them by the prior as in the paper's public code."""
     leak: bool = False
-    """Over whole sequences, keys behind the query get the weight of the score 0, as in the public code. With form
-    scale only, to reproduce its results."""
+    """Give keys after the query the weight of the score 0 over whole sequences, as in the public code. Form scale
+    only."""
 
     @model_validator(mode="after")
     def _leaks_only_where_it_multiplies(self) -> LearnedPriorSettings:
         if self.leak and self.form != "scale":
-            raise ValueError("leak = true is an artefact of form = 'scale': set that, or leak = false")
+            raise ValueError("leak = true exists with form = 'scale' only; set form = 'scale' or leak = false")
         return self
 
     @property
@@ -93,47 +94,47 @@ class LearnedPriorSettings(PriorSettings):
 
 
 class _Gaussian(Section):
-    """Keys of a learned mean and deviation."""
+    """Settings of a learned mean and deviation."""
 
     mean: float = Field(default=6.0, gt=0)
     """Initial offset of the Gaussian's mean. [offsets]"""
     deviation: float = Field(default=1.0, gt=SMALLEST_DEVIATION)
     """Initial standard deviation of the Gaussian. [offsets]"""
     mean_bound: Literal["sigmoid", "clamp"] = "sigmoid"
-    """How the mean stays within the offsets that there are: smoothly, or cut off there as in the public code."""
+    """Bound of the mean within the offsets: smooth (sigmoid), or a clamp as in the public code."""
 
 
 class _Span(Section):
-    """Keys of a learned span."""
+    """Settings of a learned span."""
 
     span: float = Field(default=6.0, gt=0)
     """Initial span. [offsets]"""
     span_mask: Literal["hard", "ramp", "triangle"] = "ramp"
-    """Weight beyond the span: none; falling to 0 over the ramp; or falling from 1 at the query over the whole span.
-    The hard mask gives the span no gradient."""
+    """Weight beyond the span: 0; falling to 0 over the ramp; or falling from 1 at the query over the whole span. The
+    hard mask has no gradient."""
     ramp: float = Field(default=3.0, gt=0)
-    """Distance beyond the span over which a ramp falls to 0. [offsets]"""
+    """Length of the ramp beyond the span. [offsets]"""
     regularizer: Literal["none", "l1", "l2", "max"] = "none"
-    """Of the spans: their sum or the sum of their squares is added to the loss, or none may exceed max_span."""
+    """Regularizer of the spans: their sum (l1), the sum of their squares (l2), or a limit of max_span (max)."""
     strength: float = Field(default=0.025, ge=0)
-    """Weight of l1 and l2 in the loss."""
+    """Weight of the regularizers l1 and l2 in the loss."""
     max_span: float = Field(default=6.0, gt=0)
     """Largest span, for the regularizer max. [offsets]"""
 
 
 class GaussianPriorSettings(_Gaussian, LearnedPriorSettings):
     kind: Literal["gaussian"] = "gaussian"
-    """Each head learns mean and deviation of a Gaussian over offsets."""
+    """Learned mean and deviation of a Gaussian over offsets, for each head."""
 
 
 class SpanPriorSettings(_Span, LearnedPriorSettings):
     kind: Literal["span"] = "span"
-    """Each head learns a span."""
+    """Learned span for each head."""
 
 
 class GaussianSpanPriorSettings(_Span, _Gaussian, LearnedPriorSettings):
     kind: Literal["gaussian_span"] = "gaussian_span"
-    """Each head learns a Gaussian over offsets and a span that cuts it off."""
+    """Learned Gaussian over offsets and learned span, for each head."""
 
 
 AnyAttentionPrior = Annotated[
@@ -144,33 +145,36 @@ AnyAttentionPrior = Annotated[
     | Annotated[GaussianSpanPriorSettings, Tag("gaussian_span")],
     chosen_by_kind("backbone.prior"),
 ]
-"""The settings of one prior."""
+"""Settings of one prior."""
 
 
 def warnings(settings: AttentionPriorSettings) -> list[str]:
-    """What whoever trains with these settings should know, a line each."""
-    found = []
+    """Return warnings about training with these settings, one line each."""
+    lines = []
     if settings.leaks:
-        found.append(
-            "prior.leak = true: in training attention sees the future, among it what it is to predict, and when acting "
-            "there is none. It reproduces a flaw of public code."
+        lines.append(
+            "prior.leak = true: in training attention includes future elements, the targets of prediction among them; "
+            "acting has none. It reproduces a flaw of public code."
         )
     if isinstance(settings, _Span) and settings.span_mask == "hard":
-        found.append("prior.span_mask = hard: it gives the spans no gradient; nothing but a regularizer moves them.")
-    return found
+        lines.append("prior.span_mask = hard: it gives the spans no gradient; only a regularizer changes them.")
+    return lines
 
 
 class AttentionPrior(nn.Module):
-    """The priors of all heads of all layers of one transformer, given to it once.
+    """Priors of all heads of all layers of one transformer.
 
-    The parameters are (layers, heads) each, as the kind has them, float32 (float64 in a float64 model).
+    The parameters are (layers, heads) each, float32 (float64 in a float64 model). The kind determines which exist.
 
     Args:
-        reach: R, how many offsets there are, in units: 0 ... R - 1.
-        key: of the settings, for messages.
+        settings: Settings of the prior.
+        layers: Number of layers.
+        heads: Heads of a layer.
+        reach: R, the number of offsets 0 ... R - 1, in units.
+        key: Key of the settings, for messages.
 
     Raises:
-        UsageError: the Gaussian begins beyond all offsets.
+        UsageError: The initial mean of the Gaussian exceeds all offsets.
     """
 
     offsets: Tensor
@@ -200,31 +204,31 @@ class AttentionPrior(nn.Module):
 
     @property
     def by_distance(self) -> bool:
-        """Whether it is a table of biases by distance in elements, as `kernels.attention` takes it."""
+        """Whether the prior is a table of biases by distance in elements, as `kernels.attention` takes it."""
         return not self.settings.multiplies and self.settings.unit == "token"
 
     def values(self) -> dict[str, Tensor]:
-        """`mean`, `deviation` and `span` in units, (layers, heads) each, as far as the kind has them."""
-        found = {}
+        """Return the `mean`, `deviation` and `span` of the kind, in units, (layers, heads) each."""
+        values = {}
         if isinstance(self.settings, _Gaussian):
             assert self.raw_mean is not None and self.raw_deviation is not None
             if self.settings.mean_bound == "sigmoid":
-                found["mean"] = self.reach * self.raw_mean.sigmoid()
+                values["mean"] = self.reach * self.raw_mean.sigmoid()
             else:
-                found["mean"] = F.softplus(self.raw_mean).clamp(max=self.reach - 1)
-            found["deviation"] = F.softplus(self.raw_deviation) + SMALLEST_DEVIATION
+                values["mean"] = F.softplus(self.raw_mean).clamp(max=self.reach - 1)
+            values["deviation"] = F.softplus(self.raw_deviation) + SMALLEST_DEVIATION
         if self.raw_span is not None:
-            found["span"] = F.softplus(self.raw_span)
-        return found
+            values["span"] = F.softplus(self.raw_span)
+        return values
 
     def forward(self) -> Tensor:
-        """What is added to the score of a key, or multiplies it, by its offset: (layers, heads, R), float32."""
+        """Return the summands or factors of scores by offset: (layers, heads, R), float32."""
         table = log_prior(self.settings, self.offsets, **self.values())
         table = table.exp() if self.settings.multiplies else table
         return table.expand(self.layers, self.heads, -1)
 
     def penalty(self) -> Tensor | None:
-        """The regularizer as a part of the loss, None where there is none. Strength times a sum over all heads."""
+        """Return the regularizer's summand of the loss: strength times a sum over all heads; None without one."""
         if not isinstance(self.settings, _Span) or self.settings.regularizer not in ("l1", "l2"):
             return None
         assert self.raw_span is not None
@@ -233,7 +237,7 @@ class AttentionPrior(nn.Module):
 
     @torch.no_grad()
     def project(self) -> None:
-        """Cut the spans down to max_span where that is the regularizer."""
+        """Clamp the spans to max_span if the regularizer is max."""
         if isinstance(self.settings, _Span) and self.settings.regularizer == "max":
             assert self.raw_span is not None
             self.raw_span.clamp_(max=_raw(self.settings.max_span))
@@ -246,9 +250,17 @@ def log_prior(
     deviation: Tensor | None = None,
     span: Tensor | None = None,
 ) -> Tensor:
-    """b at offsets (R,), none negative, for means, deviations and spans (...,): (..., R); (R,) for the kind local.
+    """Return the prior's logarithm b by offset.
 
-    -inf where nothing is seen, which is never so at offset 0.
+    Args:
+        settings: Settings of the prior.
+        offsets: (R,), not negative.
+        mean: (...,).
+        deviation: (...,).
+        span: (...,).
+
+    Returns:
+        (..., R), or (R,) for the kind local. -inf at masked offsets, never at offset 0.
     """
     if isinstance(settings, LocalPriorSettings):
         hidden = offsets > settings.window
@@ -266,32 +278,39 @@ def log_prior(
 
 
 def _log_span(settings: _Span, offsets: Tensor, span: Tensor) -> Tensor:
-    """ln m at offsets (R,) for spans (..., 1)."""
+    """Return ln m at offsets (R,) for spans (..., 1)."""
     if settings.span_mask == "hard":
         hidden = offsets > span + SLACK
         return torch.zeros(hidden.shape, dtype=span.dtype, device=span.device).masked_fill(hidden, -math.inf)
     if settings.span_mask == "ramp":
         share = (settings.ramp + span - offsets) / settings.ramp
     else:
-        share = 1 - offsets / span.clamp(min=SLACK)  # a span may come to underflow
+        share = 1 - offsets / span.clamp(min=SLACK)  # a span may underflow
     hidden = share <= 0
     return share.clamp(max=1).masked_fill(hidden, 1).log().masked_fill(hidden, -math.inf)  # ln 0 has no gradient
 
 
 def spread(row: Tensor, offset: Tensor) -> Tensor:
-    """A layer's row of the table (H, R) at offsets (T, S) or (B, T, S): (1, H, T, S) or (B, H, T, S).
+    """Return a layer's row of the table (H, R) at offsets (T, S) or (B, T, S): (1, H, T, S) or (B, H, T, S).
 
-    Negative offsets, those of keys behind the query, count as 0: what is not seen is for the caller to hide.
+    Negative offsets, of keys after the query, count as 0. The caller masks these keys.
     """
     values = row[:, offset.clamp(min=0)]
     return values[None] if offset.dim() == 2 else values.transpose(0, 1)
 
 
 def scaled_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, mask: Tensor, drop: float = 0.0) -> Tensor:
-    """softmax(s weight + mask) v with scores s of q (B, H, T, K) and k (B, H, S, K), in the dtype of v (B, H, S, K).
+    """Return softmax(s weight + mask) v with the scores s of q and k, (B, H, T, K) in the dtype of v.
 
-    weight (..., T, S); mask (..., T, S) is True where something is seen, or is added; drop is the chance of each share
-    of attention to be dropped. Scores are float32. Returns (B, H, T, K).
+    Scores are float32.
+
+    Args:
+        q: (B, H, T, K).
+        k: (B, H, S, K).
+        v: (B, H, S, K).
+        weight: (..., T, S).
+        mask: (..., T, S), True for visible keys, or numbers added to the scores.
+        drop: Probability of dropout of each attention weight.
     """
     with torch.autocast(q.device.type, enabled=False):
         score = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[3]) * weight
@@ -303,33 +322,35 @@ def scaled_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, mask: Tens
 
 
 def priors_of(module: nn.Module) -> list[AttentionPrior]:
-    """Those in `module` that learn: a frozen copy, such as a slow target network, does not."""
+    """Return the priors in `module` that require gradients. A frozen copy, such as a target network, has none."""
     priors = (each for each in module.modules() if isinstance(each, AttentionPrior))
     return [prior for prior in priors if any(parameter.requires_grad for parameter in prior.parameters())]
 
 
 def penalty(module: nn.Module) -> Tensor | None:
-    """What the regularizers of its priors add to the loss of `module`, a scalar; None where there are none."""
+    """Return the sum of the priors' regularizers in `module`, a scalar; None without any."""
     terms = [term for term in (prior.penalty() for prior in priors_of(module)) if term is not None]
     return torch.stack(terms).sum() if terms else None
 
 
 def project(module: nn.Module) -> None:
-    """Hold the priors in `module` to their limits. After each step of the optimizer."""
+    """Clamp the priors in `module` to their limits, after each step of the optimizer."""
     for prior in priors_of(module):
         prior.project()
 
 
 def learned(module: nn.Module) -> dict[str, Tensor]:
-    """What the priors in `module` are by now, in units, without gradient: `mean`, `deviation` and `span` as far as the
-    kind has them, (layers, heads) each. Those of several transformers stand below each other."""
-    found: dict[str, list[Tensor]] = {}
+    """Return the current `mean`, `deviation` and `span` of the priors in `module`, in units and without gradient.
+
+    Each is (layers, heads), with several transformers concatenated along layers.
+    """
+    parts: dict[str, list[Tensor]] = {}
     for prior in priors_of(module):
         for name, value in prior.values().items():
-            found.setdefault(name, []).append(value.detach())
-    return {name: torch.cat(values) for name, values in found.items()}
+            parts.setdefault(name, []).append(value.detach())
+    return {name: torch.cat(values) for name, values in parts.items()}
 
 
 def _raw(value: float) -> float:
-    """The number whose softplus is `value` > 0."""
+    """Return the number whose softplus is `value` > 0."""
     return value + math.log(-math.expm1(-value))

@@ -1,10 +1,12 @@
-"""Categorical distributions: sampling that never waits for the device, and latents drawn as one-hot vectors.
+"""Categorical distributions: sampling that never waits for the device, and one-hot samples of latents.
 
-A draw is a function of the distribution and of a number uniform in [0, 1). So the random numbers of a whole rollout can
-be drawn at once, and the rest of it is arithmetic.
+A sample is a function of the distribution and of a number uniform in [0, 1). So a rollout can draw all its uniforms at
+once.
 
-K variables of C classes each: distributions of latents are log-probabilities or probabilities (..., K, C), always
-float32 or float64, also under autocast (DreamerV2: Hafner et al. 2021, arXiv 2010.02193).
+Axes: K variables of C classes. Distributions of latents are log-probabilities or probabilities (..., K, C), always
+float32 or float64, also under autocast.
+
+Source: DreamerV2 (Hafner et al. 2021, arXiv 2010.02193).
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from torch import Tensor
 
 
 def uniform(shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-    """Numbers in [0, 1), float32, on `device`, from the device's global generator unless one is given.
+    """Draw numbers in [0, 1), float32, on `device`, from `generator` or the device's global generator.
 
-    A generator draws where it lives, the same for every device; from the CPU to a GPU that costs a copy, not a wait.
+    A generator draws on its own device, so the numbers do not depend on `device`. From a CPU generator to a GPU they
+    are copied without a wait.
     """
     if generator is None:
         return torch.rand(shape, device=device)
@@ -29,26 +32,26 @@ def uniform(shape: Sequence[int], device: torch.device, generator: torch.Generat
 
 
 def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw from probabilities over the last axis, (..., N) to (...) int64; they need not sum to 1.
+    """Draw indices (...) int64 from probabilities (..., N), which need not sum to 1.
 
-    `uniforms` (...) are uniform in [0, 1). By inverting the distribution function: one random number a draw instead of
-    N, which on a CPU is ten times as fast as `torch.multinomial` at N = 512; and nothing is checked on the host.
+    `uniforms` (...) are uniform in [0, 1). The inverse of the distribution function needs one random number per sample
+    instead of N. On a CPU it is ten times as fast as `torch.multinomial` at N = 512. The host checks nothing.
     """
     cumulative = probabilities.cumsum(-1)
-    # Rounding may leave the last sum a little off 1.
+    # By rounding the last sum may differ from 1.
     threshold = uniforms[..., None] * cumulative[..., -1:]
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=cumulative.shape[-1] - 1)
 
 
 def sample(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw from the softmax over the last axis, (..., N) to (...) int64; `uniforms` as in `draw`."""
+    """Draw indices (...) int64 from the softmax of logits (..., N); `uniforms` as in `draw`."""
     return draw(logits.float().softmax(-1), uniforms)
 
 
 def choose(logits: Tensor, temperature: float, generator: torch.Generator | None = None) -> Tensor:
-    """Draw from softmax(logits / temperature), (..., N) to (...) int64; at temperature 0 take the likeliest.
+    """Draw indices (...) int64 from softmax(logits / temperature) of logits (..., N), or the argmax at temperature 0.
 
-    `generator` as in `uniform`; nothing is drawn from it at temperature 0.
+    `generator` as in `uniform`. It is not used at temperature 0.
     """
     if temperature == 0:
         return logits.argmax(-1)
@@ -59,7 +62,7 @@ def choose(logits: Tensor, temperature: float, generator: torch.Generator | None
 
 
 def mixed_log_probabilities(logits: Tensor, unimix: float) -> Tensor:
-    """log((1 - unimix) softmax(logits) + unimix / C), so that no class is ever impossible."""
+    """Return log((1 - unimix) softmax(logits) + unimix / C), so that every class is possible."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     log_probabilities = logits.log_softmax(-1)
     if unimix == 0:
@@ -69,15 +72,18 @@ def mixed_log_probabilities(logits: Tensor, unimix: float) -> Tensor:
 
 
 def one_hot(index: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
-    """(...) int64 in 0..classes-1 to (..., classes). Torch's own goes through int64 and on a CPU checks the values."""
+    """Return one-hot vectors (..., classes) of indices (...) int64.
+
+    Torch's own converts from int64 and on a CPU checks the values.
+    """
     zeros = torch.zeros(*index.shape, classes, dtype=dtype, device=index.device)
     return zeros.scatter_(-1, index[..., None], 1)
 
 
 def draw_one_hot(probabilities: Tensor, uniforms: Tensor | None = None) -> Tensor:
-    """One-hot vectors (..., K, C) in the dtype of `probabilities`, exactly 0 and 1, without gradient.
+    """Draw one-hot vectors (..., K, C) in the dtype of `probabilities`, exactly 0 and 1, without gradient.
 
-    `uniforms` (..., K), uniform in [0, 1), decide; None: drawn with torch's global generator.
+    `uniforms` (..., K) are uniform in [0, 1). None draws them from torch's global generator.
     """
     if uniforms is None:
         uniforms = uniform(probabilities.shape[:-1], probabilities.device)
@@ -86,15 +92,15 @@ def draw_one_hot(probabilities: Tensor, uniforms: Tensor | None = None) -> Tenso
 
 
 def straight_through(probabilities: Tensor) -> Tensor:
-    """A draw whose gradient is that of the probabilities. Its value is exactly 0 and 1: what is added is exactly 0."""
+    """Draw one-hot vectors, exactly 0 and 1, whose gradient is that of the probabilities."""
     return draw_one_hot(probabilities) + (probabilities - probabilities.detach())
 
 
 def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p || q) of (..., K, C), summed over the K variables: (...) nats."""
+    """Return KL(p || q) of (..., K, C), summed over the K variables: (...) nats."""
     return (log_p.exp() * (log_p - log_q)).sum((-2, -1))
 
 
 def entropy(log_p: Tensor) -> Tensor:
-    """Entropy of (..., K, C), summed over the K variables: (...) nats."""
+    """Return the entropy of (..., K, C), summed over the K variables: (...) nats."""
     return -(log_p.exp() * log_p).sum((-2, -1))

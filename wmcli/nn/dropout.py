@@ -1,9 +1,9 @@
-"""Dropout whose random numbers cost little on a CPU.
+"""Dropout with cheap random numbers on a CPU.
 
-torch draws one number per element there and takes longer over it than over a matrix product of the same size; and
-however many threads there are, one of them draws. Here 8 random bits decide over an element, except where they equal
-the first 8 bits of the chance: there 8 more do, which 32 elements have in common. An element is dropped with the chance
-to 16 bits, and any two of them together with its square to 2^-18. Elsewhere, and in float64, it is torch's dropout.
+On a CPU torch draws one number per element, in a single thread, which takes longer than a matrix product of the same
+size. Here 8 random bits decide about an element, unless they equal the first 8 bits of the probability. Then 8 more
+bits decide, which 32 elements share. The probability of dropping an element is exact to 16 bits. That of dropping any
+two is its square to 2^-18. On other devices, and in float64, it is torch's dropout.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-LEVELS = 1 << 16  # of chances to drop an element
-SHARED = 32  # elements with the last 8 bits in common
-CHUNK = 1 << 20  # elements whose bits and factors stay in the processor's cache
+LEVELS = 1 << 16  # of the probability of dropping an element
+SHARED = 32  # elements that share the last 8 bits
+CHUNK = 1 << 20  # elements whose bits and factors fit into the processor's cache
 
 
 def dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """x with each element zero with chance `p` (to 1 in 65,536), the others larger by what keeps the mean exact.
+    """Set each element of x to zero with probability `p`, to 1 in 65,536, and scale the others to preserve the mean.
 
-    Draws from torch's global generator. Can be differentiated once.
+    The bits come from torch's global generator. First derivatives only.
     """
     levels = round(p * LEVELS)
     ours = training and x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32)
@@ -38,7 +38,7 @@ class _Dropout(torch.autograd.Function):
         x = x.contiguous()
         keep = torch.empty(x.numel(), dtype=torch.int8)
         for part in keep.split(CHUNK):
-            part.copy_(_kept(len(part), levels))
+            part.copy_(_keep_mask(len(part), levels))
         ctx.save_for_backward(keep)
         ctx.scale = LEVELS / (LEVELS - levels)
         return _masked(x, keep, ctx.scale)
@@ -50,8 +50,8 @@ class _Dropout(torch.autograd.Function):
         return _masked(gradient.contiguous(), keep, ctx.scale), None
 
 
-def _kept(count: int, levels: int) -> Tensor:
-    """1 or 0 for each of `count` elements, int8: 0 with chance `levels` / LEVELS."""
+def _keep_mask(count: int, levels: int) -> Tensor:
+    """Draw 1 or 0 for each of `count` elements, int8: 0 with probability `levels` / LEVELS."""
     columns = -(-count // (8 * SHARED)) * 8  # whole 64-bit numbers
     bits = torch.empty(SHARED + 1, columns // 8, dtype=torch.int64).random_(-(1 << 63), None).view(torch.int8)
     first, rest = divmod(levels, 256)
@@ -60,10 +60,10 @@ def _kept(count: int, levels: int) -> Tensor:
 
 
 def _masked(x: Tensor, keep: Tensor, scale: float) -> Tensor:
-    """scale * x where `keep`, else 0: x contiguous, keep flat."""
+    """Return scale * x where `keep`, else 0, for contiguous x and flat `keep`."""
     y = torch.empty_like(x)
     for source, target, factor in zip(*(each.view(-1).split(CHUNK) for each in (x, y, keep)), strict=True):
         torch.mul(source, scale, out=target)
-        # The bits of a bfloat16 times 1, or +0: faster than its value.
+        # Multiplication of a bfloat16's bits by 1 or 0 is faster than that of its value.
         (target.view(torch.int16) if x.dtype == torch.bfloat16 else target).mul_(factor)
     return y
