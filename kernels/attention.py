@@ -35,16 +35,16 @@ def reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, reset
     queries, places = q.shape[2], k.shape[2]
     place = torch.arange(places, device=q.device)
     distance = place[-queries:, None] - place  # (T, S)
-    seen = distance >= 0
+    visible = distance >= 0
     score = q @ k.mT / math.sqrt(q.shape[3])
     if bias is not None:
         reach = bias.shape[1]
-        seen = seen & (distance < reach)
+        visible = visible & (distance < reach)
         score = score + bias[:, distance.clamp(0, reach - 1)]
     if reset is not None:
         resets = reset.cumsum(1)  # (B, S), so far
-        seen = seen & (resets[:, None, -queries:, None] == resets[:, None, None, :])
-    return score.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+        visible = visible & (resets[:, None, -queries:, None] == resets[:, None, None, :])
+    return score.masked_fill(~visible, float("-inf")).softmax(-1) @ v
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, reset: Tensor | None = None) -> Tensor:
@@ -98,20 +98,20 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
 def _mask(q: Tensor, places: int, bias: Tensor | None, reset: Tensor | None) -> Tensor | None:
     """Return the mask of `attention`: added biases (1 or B, H, T, S), visibility (T, S) or (B, 1, T, S), or None."""
     queries = q.shape[2]
-    seen = None
+    visible = None
     if reset is not None:
         resets = reset.cumsum(1)
-        seen = resets[:, None, -queries:, None] == resets[:, None, None, :]
+        visible = resets[:, None, -queries:, None] == resets[:, None, None, :]
     if bias is not None:
         # Distances from S - 1 down to 1 - T; each query's row is a slice, one further left than the row before.
         line = F.pad(bias.flip(1), (places - bias.shape[1], queries - 1), value=float("-inf"))
         table = line.unfold(1, places, 1).flip(1)[None]  # of four axes: with three torch takes a slow path
         table = table.to(q.dtype)  # only here, so that the gradient of a bias is not summed up in bfloat16
-        return table if seen is None else table.masked_fill(~seen, float("-inf"))
+        return table if visible is None else table.masked_fill(~visible, float("-inf"))
     if queries == 1:
-        return seen
+        return visible
     causal = torch.ones(queries, places, dtype=torch.bool, device=q.device).tril(places - queries)
-    return causal if seen is None else seen & causal
+    return causal if visible is None else visible & causal
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def _store_rows(x, stride, row, rows, width, tile, W: tl.constexpr):
 
 
 @jit
-def _first_seen(since, row, queries, places, reach, HAS_RESET: tl.constexpr):
+def _first_visible(since, row, queries, places, reach, HAS_RESET: tl.constexpr):
     """Return the first visible position of each query; for rows beyond the last query the position after their own."""
     place = row + (places - queries)
     begin = place - reach + 1
@@ -148,12 +148,12 @@ def _first_seen(since, row, queries, places, reach, HAS_RESET: tl.constexpr):
 
 
 @jit
-def _scores(product, scale, bias, distance, seen, HAS_BIAS: tl.constexpr):
+def _scores(product, scale, bias, distance, visible, HAS_BIAS: tl.constexpr):
     """Return scores from products of queries and keys, -inf where hidden."""
     score = product * scale
     if HAS_BIAS:
-        score += tl.load(bias + distance, mask=seen, other=0.0).to(tl.float32) * 1.4426950408889634  # log2 e
-    return tl.where(seen, score, float("-inf"))
+        score += tl.load(bias + distance, mask=visible, other=0.0).to(tl.float32) * 1.4426950408889634  # log2 e
+    return tl.where(visible, score, float("-inf"))
 
 
 @jit
@@ -202,7 +202,7 @@ def _forward(
         0, M
     )  # rows with the most visible positions start first
     place = row + (places - queries)
-    begin = _first_seen(since, row, queries, places, reach, HAS_RESET)
+    begin = _first_visible(since, row, queries, places, reach, HAS_RESET)
     x = _rows(q, q_row, row, queries, width, W, DOT)
 
     highest = tl.full((M,), float("-inf"), tl.float32)
@@ -212,8 +212,8 @@ def _forward(
         column = start + tl.arange(0, N)
         keys = _rows(k, k_row, column, places, width, W, DOT)
         distance = place[:, None] - column[None, :]
-        seen = (distance >= 0) & (column[None, :] >= begin[:, None])
-        score = _scores(tl.dot(x, tl.trans(keys), input_precision="tf32x3"), scale, bias, distance, seen, HAS_BIAS)
+        visible = (distance >= 0) & (column[None, :] >= begin[:, None])
+        score = _scores(tl.dot(x, tl.trans(keys), input_precision="tf32x3"), scale, bias, distance, visible, HAS_BIAS)
         higher = tl.maximum(highest, tl.max(score, 1))
         level = tl.where(higher == float("-inf"), 0.0, higher)  # nothing visible yet: -inf - -inf would be NaN
         weight = tl.exp2(score - level[:, None])
@@ -286,13 +286,13 @@ def _backward_queries(
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     if BIAS_GRAD:
         partial += (pair * tl.num_programs(1) + tile) * reach
-    written = (batch * queries * heads + head) * width
+    offset = (batch * queries * heads + head) * width
     row = tile * M + tl.arange(0, M)
     place = row + (places - queries)
-    begin = _first_seen(since, row, queries, places, reach, HAS_RESET)
+    begin = _first_visible(since, row, queries, places, reach, HAS_RESET)
     x = _rows(q, q_row, row, queries, width, W, DOT)
-    y = _rows(out + written, heads * width, row, queries, width, W, DOT)
-    grad_y = _rows(gradient + written, heads * width, row, queries, width, W, DOT)
+    y = _rows(out + offset, heads * width, row, queries, width, W, DOT)
+    grad_y = _rows(gradient + offset, heads * width, row, queries, width, W, DOT)
     inner = tl.sum(y.to(tl.float32) * grad_y.to(tl.float32), 1)
     tl.store(delta + pair * queries + row, inner, mask=row < queries)
     level = tl.load(log_sum + pair * queries + row, mask=row < queries, other=0.0)
@@ -308,8 +308,8 @@ def _backward_queries(
         keys = _rows(k, k_row, column, places, width, W, DOT)
         values = _rows(v, v_row, column, places, width, W, DOT)
         distance = place[:, None] - column[None, :]
-        seen = (distance >= 0) & (column[None, :] >= begin[:, None])
-        score = _scores(tl.dot(x, tl.trans(keys), input_precision="tf32x3"), scale, bias, distance, seen, HAS_BIAS)
+        visible = (distance >= 0) & (column[None, :] >= begin[:, None])
+        score = _scores(tl.dot(x, tl.trans(keys), input_precision="tf32x3"), scale, bias, distance, visible, HAS_BIAS)
         weight = tl.exp2(score - level[:, None])
         grad_score = weight * (tl.dot(grad_y, tl.trans(values), input_precision="tf32x3") - inner[:, None])
         grad_x = tl.dot(grad_score.to(DOT), keys, grad_x, input_precision="tf32x3")
@@ -319,7 +319,7 @@ def _backward_queries(
             carried += tl.sum(tl.where(c[None, :] <= m, turned, 0.0), 0)
             tl.store(partial + bin, carried, mask=(bin >= 0) & (bin < reach))
             carried = tl.sum(tl.where(c[None, :] > m, turned, 0.0), 0)
-    _store_rows(grad_q + written, heads * width, row, queries, width, grad_x * grad_scale, W)
+    _store_rows(grad_q + offset, heads * width, row, queries, width, grad_x * grad_scale, W)
     if BIAS_GRAD:
         bin = first - stop + c
         tl.store(partial + bin, carried, mask=(bin >= 0) & (bin < reach))
@@ -383,21 +383,21 @@ def _backward_places(
     before = places - queries
     for start in range(tl.maximum(first - before, 0), tl.minimum(first + N - 1 + reach - before, queries), M):
         row = start + tl.arange(0, M)
-        begin = _first_seen(since, row, queries, places, reach, HAS_RESET)
+        begin = _first_visible(since, row, queries, places, reach, HAS_RESET)
         x = _rows(q, q_row, row, queries, width, W, DOT)
         grad_y = _rows(gradient, heads * width, row, queries, width, W, DOT)
         level = tl.load(log_sum + row, mask=row < queries, other=0.0)
         inner = tl.load(delta + row, mask=row < queries, other=0.0)
         distance = (row + before)[None, :] - column[:, None]
-        seen = (distance >= 0) & (column[:, None] >= begin[None, :])
-        score = _scores(tl.dot(keys, tl.trans(x), input_precision="tf32x3"), scale, bias, distance, seen, HAS_BIAS)
+        visible = (distance >= 0) & (column[:, None] >= begin[None, :])
+        score = _scores(tl.dot(keys, tl.trans(x), input_precision="tf32x3"), scale, bias, distance, visible, HAS_BIAS)
         weight = tl.exp2(score - level[None, :])
         grad_values = tl.dot(weight.to(DOT), grad_y, grad_values, input_precision="tf32x3")
         grad_score = weight * (tl.dot(values, tl.trans(grad_y), input_precision="tf32x3") - inner[None, :])
         grad_keys = tl.dot(grad_score.to(DOT), x, grad_keys, input_precision="tf32x3")
-    written = (batch * places * heads + head) * width
-    _store_rows(grad_k + written, heads * width, column, places, width, grad_keys * grad_scale, W)
-    _store_rows(grad_v + written, heads * width, column, places, width, grad_values, W)
+    offset = (batch * places * heads + head) * width
+    _store_rows(grad_k + offset, heads * width, column, places, width, grad_keys * grad_scale, W)
+    _store_rows(grad_v + offset, heads * width, column, places, width, grad_values, W)
 
 
 def tiles(queries: int, width: int, dtype: torch.dtype) -> dict[str, Any]:

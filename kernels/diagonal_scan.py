@@ -63,7 +63,7 @@ def diagonal_scan(
     wide = torch.promote_types(b.dtype, torch.float32)
     if state is None:
         state = b.new_zeros(len(b), *b.shape[2:], dtype=wide)
-    return _Scan.apply(*(each.to(wide).contiguous() for each in (a, b, state)), reset)
+    return _DiagonalScan.apply(*(each.to(wide).contiguous() for each in (a, b, state)), reset)
 
 
 def diagonal_scan_step(a: Tensor, b: Tensor, state: Tensor, reset: Tensor | None = None) -> Tensor:
@@ -100,7 +100,7 @@ def vandermonde(a: Tensor, weights: Tensor, length: int) -> Tensor:
         return (_numbers(far.conj()) @ _numbers(near).mT).flatten(-2)[..., :length]
 
 
-class _Scan(torch.autograd.Function):
+class _DiagonalScan(torch.autograd.Function):
     """The scan of a (P, 2), b (B, T, P, 2) and state (B, P, 2), contiguous, of one dtype."""
 
     @staticmethod

@@ -78,7 +78,7 @@ def _search(
     part = tl.program_id(1)
     channels = tl.arange(0, CHANNELS)
     best = tl.full((ROWS,), float("inf"), tl.float32)
-    found = tl.zeros((ROWS,), tl.int32) + part * share
+    index = tl.zeros((ROWS,), tl.int32) + part * share
     for start in range(part * share, min(size, (part + 1) * share), COLUMNS):
         code = start + tl.arange(0, COLUMNS)
         product = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -101,10 +101,10 @@ def _search(
         distance = tl.where(code[None, :] < size, norm[None, :] - 2 * product, float("inf"))
         lowest = tl.min(distance, 1)
         at = tl.argmin(distance, 1)  # the first among equals
-        found = tl.where(lowest < best, start + at, found)
+        index = tl.where(lowest < best, start + at, index)
         best = tl.minimum(lowest, best)
     tl.store(distances + part * vectors + row, best, mask=row < vectors)
-    tl.store(codes + part * vectors + row, found, mask=row < vectors)
+    tl.store(codes + part * vectors + row, index, mask=row < vectors)
 
 
 def _nearest_triton(h: Tensor, codebook: Tensor) -> Tensor:

@@ -166,11 +166,11 @@ def _scan(
     wide = torch.promote_types(x.dtype, torch.float32)
     state = x.new_zeros(len(x), *a.mT.shape, dtype=wide) if state is None else state
     with torch.autocast(x.device.type, enabled=False):
-        y, ends = _Scan.apply(*(operand.to(wide) for operand in (x, dt, a, b, c, state)), reset, block)
+        y, ends = _SelectiveScan.apply(*(operand.to(wide) for operand in (x, dt, a, b, c, state)), reset, block)
     return y.to(x.dtype), ends
 
 
-class _Scan(torch.autograd.Function):
+class _SelectiveScan(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

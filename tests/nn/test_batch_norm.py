@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from wmcli.nn import layers
 from wmcli.nn.layers import BatchNorm2d
 from wmcli.nn.residual_trunk import ResidualTrunk
-from wmcli.nn.strided_conv import Stack, StridedDecoder, StridedEncoder
+from wmcli.nn.strided_conv import ConvStack, StridedDecoder, StridedEncoder
 from wmcli.world_models.muzero import Dynamics
 
 FRAMES, SIDE = 256, 64  # a million pixels
@@ -178,12 +178,12 @@ def test_a_mean_far_above_the_deviation_costs_no_digits_of_the_variance() -> Non
 
 
 def encoder() -> tuple[nn.Module, nn.BatchNorm2d, tuple[int, ...]]:
-    model = StridedEncoder(Stack((2, 2), (1, 2), 3, False, "batch", "silu"))
+    model = StridedEncoder(ConvStack((2, 2), (1, 2), 3, False, "batch", "silu"))
     return model, model[1], (FRAMES, 3, SIDE, SIDE)
 
 
 def decoder() -> tuple[nn.Module, nn.BatchNorm2d, tuple[int, ...]]:
-    model = StridedDecoder(4, Stack((2, 2), (1, 2), 3, False, "batch", "silu"), SIDE)
+    model = StridedDecoder(4, ConvStack((2, 2), (1, 2), 3, False, "batch", "silu"), SIDE)
     return model, model.layers[3], (FRAMES, 4)
 
 

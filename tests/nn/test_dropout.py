@@ -35,12 +35,13 @@ def test_the_chance_is_exact_to_16_bits_and_elements_with_bits_in_common_are_ind
     torch.manual_seed(0)
     columns = 1 << 18
     for p in (6.3 / 256, 25.6 / 256, 250.7 / 256):  # between two values that 8 bits can have
-        kept = module._kept(module.SHARED * columns, round(p * module.LEVELS)).view(module.SHARED, columns).double()
-        deviation = math.sqrt(p * (1 - p) / kept.numel())
-        assert 5 * deviation < 0.3 / 256 and abs(kept.mean().item() - (1 - p)) < 5 * deviation
-        # The variance of the number kept in a column: a chance in common to its elements would add to it.
+        flat = module._keep_mask(module.SHARED * columns, round(p * module.LEVELS))
+        keep = flat.view(module.SHARED, columns).double()
+        deviation = math.sqrt(p * (1 - p) / keep.numel())
+        assert 5 * deviation < 0.3 / 256 and abs(keep.mean().item() - (1 - p)) < 5 * deviation
+        # Variance of the number of ones in a column. Dependent elements would increase it.
         expected = module.SHARED * p * (1 - p)
-        assert abs(kept.sum(0).var().item() / expected - 1) < 0.02
+        assert abs(keep.sum(0).var().item() / expected - 1) < 0.02
 
 
 @pytest.mark.parametrize("dtype", KINDS)

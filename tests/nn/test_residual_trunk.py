@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from wmcli.nn.residual_trunk import ACTIVATIONS, ResidualBlock, ResidualTrunk, side
+from wmcli.nn.residual_trunk import ACTIVATIONS, ResidualTrunk, TrunkBlock, side
 
 
 def count(module: nn.Module) -> int:
@@ -53,7 +53,7 @@ def test_it_is_its_definition(activation):
         scale = layer.weight / (layer.running_var + 1e-5).sqrt()
         return (y - layer.running_mean[:, None, None]) * scale[:, None, None] + layer.bias[:, None, None]
 
-    def run(layer: ResidualBlock, y: torch.Tensor, stride: int = 1) -> torch.Tensor:
+    def run(layer: TrunkBlock, y: torch.Tensor, stride: int = 1) -> torch.Tensor:
         skip = F.conv2d(y, layer.skip.weight, None, stride, 1) if stride == 2 else y
         inner = act(norm(layer.norm1, F.conv2d(y, layer.conv1.weight, None, stride, 1)))
         return act(skip + norm(layer.norm2, F.conv2d(inner, layer.conv2.weight, None, 1, 1)))

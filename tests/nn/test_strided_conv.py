@@ -10,16 +10,16 @@ from torch import nn
 from wmcli.errors import UsageError
 from wmcli.nn.mlp import ChannelRMSNorm
 from wmcli.nn.strided_conv import (
+    ConvStack,
     PatchConv2d,
     PatchTransposedConv2d,
-    Stack,
     StridedDecoder,
     StridedEncoder,
     TransposedConv2d,
 )
 
-DRAMA = Stack((16, 32, 48, 64, 64), (1, 2, 2, 2, 2), 5, True, "batch", "silu")
-STORM = Stack((32, 64, 128, 256), (2, 2, 2, 2), 4, False, "batch", "relu")
+DRAMA = ConvStack((16, 32, 48, 64, 64), (1, 2, 2, 2, 2), 5, True, "batch", "silu")
+STORM = ConvStack((32, 64, 128, 256), (2, 2, 2, 2), 4, False, "batch", "relu")
 
 
 def count(module) -> int:
@@ -43,7 +43,12 @@ def test_storm_flattens_to_4096():
 
 @pytest.mark.parametrize(
     "stack",
-    [DRAMA, STORM, Stack((8, 12), (4, 2), 4, True, "rms", "relu"), Stack((8,), (8,), 8, False, "layer", "silu")],
+    [
+        DRAMA,
+        STORM,
+        ConvStack((8, 12), (4, 2), 4, True, "rms", "relu"),
+        ConvStack((8,), (8,), 8, False, "layer", "silu"),
+    ],
 )
 @pytest.mark.parametrize("size", [32, 64])
 def test_the_decoder_ends_at_the_size_the_encoder_began_with(stack, size):
@@ -132,7 +137,7 @@ def test_a_size_that_cannot_be_shrunk_is_one_line():
 
 def test_kernels_as_large_as_their_stride_look_at_patches_and_at_nothing_else():
     """Each pixel belongs to one patch, on the way in and on the way out."""
-    stack = Stack((6, 7), (4, 2), 4, True, "rms", "silu")
+    stack = ConvStack((6, 7), (4, 2), 4, True, "rms", "silu")
     encoder, decoder = StridedEncoder(stack), StridedDecoder(10, stack, 16)
     image = torch.rand(1, 3, 16, 16, requires_grad=True)
     encoder[0](image)[0, :, 1, 2].sum().backward()
@@ -173,7 +178,7 @@ def test_convolutions_of_patches_are_torchs(kernel, bias):
 
 
 def test_layer_norm_is_over_the_channels_of_a_pixel_with_its_own_eps():
-    stack = Stack((6,), (2,), 4, False, "layer", "silu", 1e-3)
+    stack = ConvStack((6,), (2,), 4, False, "layer", "silu", 1e-3)
     norm = StridedEncoder(stack)[1]
     x = torch.randn(2, 6, 3, 5)
     want = (x - x.mean(1, keepdim=True)) / (x.var(1, correction=0, keepdim=True) + 1e-3).sqrt()

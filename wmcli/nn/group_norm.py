@@ -1,6 +1,10 @@
-"""GroupNorm for channels last on a CPU, where torch's own, backward, takes up to forty times as long as channels first.
+"""GroupNorm for channels last on a CPU.
 
-B batch, P pixels of a frame, C channels, G groups. Statistics and all arithmetic are float32 (float64 for float64).
+The backward pass of torch's own takes up to forty times as long there as with channels first. Statistics and all
+arithmetic are float32 (float64 for float64).
+
+Axes: B batch, P pixels of a frame, C channels, G groups.
+
 Source: Wu & He 2018, ECCV, arXiv 1803.08494.
 """
 
@@ -17,10 +21,10 @@ CHUNK = 1 << 19  # numbers whose float32 copy stays in the processor's cache fro
 
 
 class GroupNorm(nn.GroupNorm):
-    """(B, C, H, W) -> the same shape and dtype, each group of channels of a frame normalized together.
+    """Normalization of each group of channels of a frame, (B, C, H, W) -> the same shape and dtype.
 
-    On a CPU the result is channels last in memory, whatever x is, and can be differentiated once. Elsewhere this is
-    torch's norm.
+    On a CPU the result is channels last in memory for any layout of x, with first derivatives only. On other devices
+    this is torch's norm.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -32,14 +36,14 @@ class GroupNorm(nn.GroupNorm):
 
 
 class _GroupNorm(torch.autograd.Function):
-    """(B, P, C) -> the same: y = scale * x + shift, where scale and shift are (B, 1, C)."""
+    """y = scale * x + shift of x (B, P, C), where scale and shift are (B, 1, C)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         channel_mean, channel_variance = x.new_empty(2, len(x), 1, x.shape[2], dtype=dtype)
         for of_x, m, v in _parts(x, channel_mean, channel_variance):
-            of_x = of_x.to(dtype, copy=True)  # one array, worked on in place, is what stays in the cache
+            of_x = of_x.to(dtype, copy=True)  # one array, modified in place, stays in the cache
             torch.mean(of_x, 1, keepdim=True, out=m)
             torch.mean(of_x.sub_(m).square_(), 1, keepdim=True, out=v)
         mean = _group_mean(channel_mean, groups)
@@ -68,7 +72,7 @@ class _GroupNorm(torch.autograd.Function):
         dw = (dy_x - mean * db) * rstd
 
         # dx = rstd * (weight * dy - <weight * dy> - n * <weight * dy * n>), where n = (x - mean) * rstd and < > is the
-        # mean over a group; here sorted by what multiplies dy and what x.
+        # mean over a group; here the factors of dy and x are collected.
         pixels = x.shape[1]
         by_dy = weight * rstd
         by_x = _group_mean(weight * dw, ctx.groups) * rstd.square() / -pixels
@@ -81,12 +85,12 @@ class _GroupNorm(torch.autograd.Function):
 
 
 def _parts(x: Tensor, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same few frames of each tensor, as many as make a chunk of x."""
+    """Yield the same frames of each tensor, in parts of one chunk of x."""
     frames = max(1, CHUNK // (x.shape[1] * x.shape[2]))
     return zip(*(tensor.split(frames) for tensor in (x, *more)), strict=True)
 
 
 def _group_mean(x: Tensor, groups: int) -> Tensor:
-    """(B, 1, C) -> for each channel the mean over its group, (B, 1, C)."""
+    """Return for each channel of (B, 1, C) the mean over its group, (B, 1, C)."""
     grouped = x.unflatten(2, (groups, -1))
     return grouped.mean(-1, keepdim=True).expand_as(grouped).flatten(2)

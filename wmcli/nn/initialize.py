@@ -1,4 +1,4 @@
-"""Initializations that the papers state."""
+"""Initializations of the papers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import Literal
 
 from torch import nn
 
-TRUNCATION = 0.87962566  # standard deviation of a standard normal cut at +-2
+TRUNCATION = 0.87962566  # standard deviation of a standard normal truncated at +-2
 HIDDEN_GAIN = math.sqrt(2)
-LAST_GAIN = 0.001  # so that a new policy is nearly uniform and a new value nearly 0
+LAST_GAIN = 0.001  # a new policy is nearly uniform and a new value nearly 0
 
 Initialization = Literal["fan-average", "orthogonal", "torch"]
 
 
 def initialize(module: nn.Module, kind: Initialization) -> None:
-    """Draw the linear layers and convolutions of `module`; "torch" leaves them as they were built, at torch's
-    defaults."""
+    """Initialize the linear layers and convolutions of `module`; "torch" leaves torch's defaults."""
     if kind == "fan-average":
         fan_average(module)
     elif kind == "orthogonal":
@@ -24,10 +23,12 @@ def initialize(module: nn.Module, kind: Initialization) -> None:
 
 
 def fan_average(module: nn.Module) -> None:
-    """Every convolution and linear layer of `module`: truncated normal of variance 1 / mean(fan in, fan out), bias 0.
+    """Initialize every convolution and linear layer: truncated normal of variance 1 / mean(fan in, fan out), bias 0.
 
-    Cut at two standard deviations and widened so that the variance holds after the cut. Fans count the kernel's area.
-    As DreamerV3 (Hafner et al. 2023, arXiv 2301.04104) and its followers draw them.
+    Truncation is at two standard deviations, scaled so that the variance is exact after it. Fans include the kernel's
+    area.
+
+    Source: DreamerV3 (Hafner et al. 2023, arXiv 2301.04104).
     """
     for layer in module.modules():
         if isinstance(layer, nn.Linear | nn.Conv2d | nn.ConvTranspose2d):
@@ -40,9 +41,9 @@ def fan_average(module: nn.Module) -> None:
 
 
 def orthogonal(module: nn.Module) -> None:
-    """Every linear layer of `module`: orthogonal rows or columns of length sqrt(2), of the last layer 0.001; bias 0.
+    """Initialize every linear layer: orthogonal rows or columns of length sqrt(2), 0.001 in the last layer; bias 0.
 
-    As Drama's public code draws actor and critic (Wang et al. 2024, arXiv 2410.08893).
+    Source: actor and critic in Drama's public code (Wang et al. 2024, arXiv 2410.08893).
     """
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
     for layer in layers:

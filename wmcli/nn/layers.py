@@ -1,6 +1,6 @@
-"""Layers that replace torch's own where these lose precision or time: Float32Linear, Flatten, BatchNorm2d.
+"""Layers that are more precise or faster than torch's own: Float32Linear, Flatten, BatchNorm2d.
 
-B batch, C channels, R rows of pixels, W pixels in a row. Images are channels last in memory.
+Axes: B batch, C channels, R rows of pixels, W pixels in a row. Images are channels last in memory.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-FEW = 1 << 16  # pixels of a batch, that torch adds up with an error of 1e-5
-ROWS = 1 << 13  # rows of pixels, each pixel added to those above it, with an error of 1e-6
+FEW = 1 << 16  # pixels of a batch, which torch sums with an error of 1e-5
+ROWS = 1 << 13  # rows of pixels, summed along each column with an error of 1e-6
 CHUNK = 1 << 19  # numbers that stay in the processor's cache from one operation to the next
 
 
@@ -31,11 +31,11 @@ def at_least_float32(x: Tensor) -> Tensor:
 class Float32Linear(nn.Linear):
     """A Linear in the precision of its weights, float32 at least, also under autocast and in a frozen model.
 
-    For the last layer of a head whose logits are decoded to numbers that are compared. In bfloat16 a logit has 8 bits:
-    a search that rescales the values of siblings to [0, 1] would choose by rounding.
+    It is the last layer of heads whose logits are decoded to numbers and compared. In bfloat16 a logit has 8 bits. A
+    search that rescales the values of siblings to [0, 1] would choose by rounding errors.
     """
 
-    in_float32 = True  # `Machine.freeze` keeps the weights
+    in_float32 = True  # `Machine.freeze` does not convert the weights
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
@@ -43,10 +43,10 @@ class Float32Linear(nn.Linear):
 
 
 class Flatten(nn.Module):
-    """Flattens (B, C, H, W) to (B, C H W), in the order C, H, W.
+    """Flattening of (B, C, H, W) to (B, C H W), in the order C, H, W.
 
-    The gradient has the layout of the images. That of torch's own has the order of the flattened vector, and on a CPU
-    the backward of an activation over two layouts takes ten times as long as over one.
+    The gradient has the layout of the images. With torch's own it has the order of the flattened vector. On a CPU the
+    backward pass of an activation takes ten times as long over two layouts as over one.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,12 +66,12 @@ class _Flatten(torch.autograd.Function):
 
 
 class BatchNorm2d(nn.BatchNorm2d):
-    """Normalizes each channel of (B, C, H, W) over the batch, keeping shape and dtype.
+    """Normalization of each channel of (B, C, H, W) over the batch, with the same shape and dtype.
 
-    On a CPU torch's own adds up all pixels of all frames one by one in float32. Over a batch of Drama's, 2,048 frames
-    of 64 x 64, that makes the variance 1 % too small with one thread. Here the statistics of a large channels-last
-    batch, and the gradients through them, are exact to float32's rounding (float64 for float64). They can be
-    differentiated once.
+    On a CPU torch's own adds up all pixels of all frames one by one in float32. With one thread, over 2,048 frames of
+    64 x 64 (a batch of Drama's), the variance is then 1 % too small. Here the statistics of a large channels-last
+    batch, and the gradients through them, are exact to float32's rounding (float64 for float64). First derivatives
+    only.
 
     Sources: Ioffe & Szegedy 2015, ICML, arXiv 1502.03167; Chan et al. 1983, The American Statistician 37 (pooled
     variance).
@@ -91,10 +91,10 @@ class BatchNorm2d(nn.BatchNorm2d):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, pixels: int) -> None:
-        """Move the running statistics towards those of a batch, as torch does.
+        """Update the running statistics by those of a batch, as torch does.
 
-        Through `.data`, so that their version stays, as it does in torch's kernel: that has them saved in the graph of
-        a smaller batch that went through the same norm before.
+        Writes through `.data` preserve their version, as torch's kernel does. Torch saves the statistics in the graph
+        of an earlier smaller batch through the same norm.
         """
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
@@ -104,10 +104,10 @@ class BatchNorm2d(nn.BatchNorm2d):
 
 
 class _BatchNorm(torch.autograd.Function):
-    """(B, C, H, W) -> the same, normalized, with the mean (C,) and variance (C,) that it was normalized by.
+    """Normalized x (B, C, H, W), with its mean (C,) and variance (C,).
 
-    Torch's kernels do the sums, over parts of the batch and with each pixel of a row as a channel of its own: few
-    numbers to a sum, and many sums side by side, which is also faster.
+    Torch's kernels compute the sums over parts of the batch, with each pixel of a row as a separate channel. Each sum
+    has few terms and many sums run in parallel, which is also faster.
     """
 
     @staticmethod
@@ -142,7 +142,7 @@ class _BatchNorm(torch.autograd.Function):
         dw, db = (torch.stack(each).sum(0).unflatten(0, (width, -1)).sum(0) for each in zip(*sums, strict=True))
 
         # dx = weight * rstd * (dy - <dy> - n * <dy * n>), where n = (x - mean) * rstd and < > is the mean over the
-        # batch; here sorted by what multiplies dy and what x.
+        # batch; here the factors of dy and x are collected.
         pixels = x.numel() // x.shape[1]
         by_dy = rstd if weight is None else weight * rstd
         by_x = by_dy * dw * rstd / -pixels
@@ -156,5 +156,5 @@ class _BatchNorm(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(B, C, H, W), channels last -> (R, W * C), a view: its rows of pixels."""
+    """Return the rows of pixels of x (B, C, H, W), channels last, as a view (R, W * C)."""
     return x.permute(0, 2, 3, 1).flatten(2).flatten(0, 1)

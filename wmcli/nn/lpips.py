@@ -1,16 +1,20 @@
 """LPIPS: the perceptual distance of two images, from the features of a frozen VGG16.
 
-B batch, C channels, H height, W width. At five depths the features of both images are scaled to length one over
-channels; their squared difference is weighted channel by channel, averaged over positions, and summed over the depths.
+At five depths the features of both images are scaled to length one over channels. Their squared difference is weighted
+by channel, averaged over positions, and summed over the depths.
 
-Source: Zhang et al. 2018, CVPR, arXiv 1801.03924, in the form that the tokenizers of IRIS and REM train with (the LPIPS
-of CompVis/taming-transformers, weights `vgg.pth`). The weights are not part of this package. They come from one
-safetensors file, which `wm convert-lpips` writes; it holds two sets, under the names they have at their source:
+The weights are not part of this package. `wm convert-lpips` writes them to one safetensors file. It contains two sets,
+under the names of their sources:
 
 - VGG16 trained on ImageNet, convolutions only (torchvision's `vgg16`, without its `classifier.*`):
   `features.N.weight` (out, in, 3, 3) and `features.N.bias` (out,), N = 0 2 5 7 10 12 14 17 19 21 24 26 28.
 - The five learned channel weightings of `vgg.pth` (md5 `WEIGHTINGS_MD5`):
   `linN.model.1.weight` (1, C, 1, 1), N = 0 1 2 3 4, C = 64 128 256 512 512.
+
+Axes: B batch, C channels, H height, W width.
+
+Source: Zhang et al. 2018, CVPR, arXiv 1801.03924, in the form of the tokenizers of IRIS and REM (the LPIPS of
+CompVis/taming-transformers, weights `vgg.pth`).
 """
 
 from __future__ import annotations
@@ -25,8 +29,8 @@ from torch import Tensor, nn
 
 from wmcli.errors import UsageError
 
-# One row per depth: the convolutions up to the features that are compared, as (index in torchvision's vgg16, in, out).
-# Between rows stands a 2x2 max pooling.
+# One row per depth: the convolutions up to the compared features, as (index in torchvision's vgg16, in, out). Rows are
+# separated by a 2x2 max pooling.
 STAGES = (
     ((0, 3, 64), (2, 64, 64)),
     ((5, 64, 128), (7, 128, 128)),
@@ -46,7 +50,7 @@ WEIGHTS_NEEDED = (
 
 
 def weight_shapes() -> dict[str, tuple[int, ...]]:
-    """Name and shape of each tensor that the weights file must hold; 14,716,160 numbers in all."""
+    """Return name and shape of each tensor of the weights file, 14,716,160 numbers in all."""
     shapes: dict[str, tuple[int, ...]] = {}
     for depth, convolutions in enumerate(STAGES):
         for index, inputs, outputs in convolutions:
@@ -57,33 +61,39 @@ def weight_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The weights in `path` as float32. Raises UsageError when the file is absent, unreadable or does not fit."""
+    """Return the weights in `path` as float32.
+
+    Raises:
+        UsageError: The file is absent or unreadable, or its names or shapes are wrong.
+    """
     hint = "or train without the perceptual loss: --set tokenizer.perceptual=none"
     if not path.is_file():
         raise UsageError(f"tokenizer.lpips_weights: no file at {path}; give {WEIGHTS_NEEDED}, {hint}")
     try:
-        found = load_file(path)
+        weights = load_file(path)
     except (SafetensorError, OSError) as error:
         raise UsageError(f"tokenizer.lpips_weights: {path} is no readable safetensors file ({error}); {hint}") from None
-    wanted = weight_shapes()
-    problems = [f"missing {name}" for name in wanted if name not in found]
-    problems += [f"unexpected {name}" for name in found if name not in wanted]
+    shapes = weight_shapes()
+    problems = [f"missing {name}" for name in shapes if name not in weights]
+    problems += [f"unexpected {name}" for name in weights if name not in shapes]
     problems += [
-        f"{name} has shape {tuple(found[name].shape)}, not {shape}"
-        for name, shape in wanted.items()
-        if name in found and tuple(found[name].shape) != shape
+        f"{name} has shape {tuple(weights[name].shape)}, not {shape}"
+        for name, shape in shapes.items()
+        if name in weights and tuple(weights[name].shape) != shape
     ]
     if problems:
         raise UsageError(f"tokenizer.lpips_weights: {path} does not fit: {', '.join(problems)}; {hint}")
-    return {name: tensor.float() for name, tensor in found.items()}
+    return {name: tensor.float() for name, tensor in weights.items()}
 
 
 class LPIPS(nn.Module):
-    """Perceptual distance with frozen weights, which move with the module but belong to neither its parameters nor its
-    state_dict: they are the user's file, not something that was learned here.
+    """Perceptual distance with frozen weights.
 
-    `dropout`: drop half of the channel differences at random while in training mode, as the published trainers of IRIS
-    and REM do by accident (their whole model tree is in training mode); the expectation is the same, the loss noisier.
+    The weights move with the module but are neither parameters nor part of its state_dict, because they come from the
+    user's file.
+
+    `dropout` drops half of the channel differences in training mode. The published trainers of IRIS and REM do so by
+    accident, because their whole model is in training mode. The expectation is the same, the loss noisier.
     """
 
     shift: Tensor
@@ -98,9 +108,9 @@ class LPIPS(nn.Module):
         self.register_buffer("scale", torch.tensor(SCALE).view(1, 3, 1, 1), persistent=False)
 
     def features(self, image: Tensor) -> list[Tensor]:
-        """(B, 3, H, W) in [-1, 1] -> the features at five depths, scaled to length one over channels, float32."""
+        """Return float32 features of images (B, 3, H, W) in [-1, 1] at five depths, of length one over channels."""
         x = (image.float() - self.shift) / self.scale
-        found = []
+        features = []
         for depth, convolutions in enumerate(STAGES):
             if depth > 0:
                 x = F.max_pool2d(x, 2)
@@ -109,16 +119,16 @@ class LPIPS(nn.Module):
                 bias = self.get_buffer(_buffer_name(f"features.{index}.bias"))
                 x = F.relu(F.conv2d(x, weight, bias, padding=1))
             tall = x.float()  # float32 here even under bf16 autocast: the length is a small sum of squares
-            found.append(tall / (tall.square().sum(1, keepdim=True).sqrt() + 1e-10))
-        return found
+            features.append(tall / (tall.square().sum(1, keepdim=True).sqrt() + 1e-10))
+        return features
 
     def forward(self, image: Tensor, target: Tensor) -> Tensor:
-        """(B, 3, H, W) twice, in [-1, 1] -> (B,) distances. Gradients flow into `image` only."""
+        """Return the distances (B,) of two images (B, 3, H, W) in [-1, 1]. Gradients flow into `image` only."""
         with torch.no_grad():
-            wanted = self.features(target)
+            references = self.features(target)
         total = torch.zeros(image.shape[0], device=image.device)
-        for depth, (got, want) in enumerate(zip(self.features(image), wanted, strict=True)):
-            difference = F.dropout((got - want).square(), 0.5, self.dropout and self.training)
+        for depth, (features, reference) in enumerate(zip(self.features(image), references, strict=True)):
+            difference = F.dropout((features - reference).square(), 0.5, self.dropout and self.training)
             weighting = self.get_buffer(_buffer_name(f"lin{depth}.model.1.weight"))
             total = total + (difference * weighting).sum(1).mean((1, 2))  # channels, then positions
         return total

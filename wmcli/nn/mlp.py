@@ -1,6 +1,6 @@
 """Stacks of dense layers as in Dreamer's heads, and norms that compute in float32 under autocast.
 
-Torch's own norms would leave their fused form there, or sum in bfloat16.
+Under autocast torch's own norms are not fused, or sum in bfloat16.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class RMSNorm(nn.RMSNorm):
 
 
 class ChannelRMSNorm(RMSNorm):
-    """The same over the channels of each pixel of (B, C, H, W)."""
+    """RMSNorm over the channels of each pixel of (B, C, H, W)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 class LayerNorm(nn.LayerNorm):
-    """Torch's over the last axis, in float32 (float64 for float64), as autocast has it on a GPU.
+    """Torch's LayerNorm over the last axis, in float32 (float64 for float64), as under autocast on a GPU.
 
-    On a CPU torch's own sums the gradients of a bfloat16 input's weight and bias in bfloat16: over 65,536 rows a
-    quarter of one and nine tenths of the other is lost.
+    On a CPU torch sums the gradients of weight and bias in bfloat16 for a bfloat16 input. Over 65,536 rows the first
+    loses a quarter and the second nine tenths.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,14 +42,14 @@ class LayerNorm(nn.LayerNorm):
 
 
 class ChannelLayerNorm(LayerNorm):
-    """The same over the channels of each pixel of (B, C, H, W)."""
+    """LayerNorm over the channels of each pixel of (B, C, H, W)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 def norm(kind: Norm, width: int, eps: float = 0.0) -> nn.Module:
-    """RMSNorm (eps 1e-6 where none is given) or LayerNorm (1e-5) over the last axis."""
+    """Build an RMSNorm (default eps 1e-6) or LayerNorm (default eps 1e-5) over the last axis."""
     eps = eps or NORM_EPS[kind]
     return RMSNorm(width, eps) if kind == "rms" else LayerNorm(width, eps)
 
@@ -65,10 +65,10 @@ def mlp(
     eps: float = 0.0,
     last_layer: type[nn.Linear] = nn.Linear,
 ) -> nn.Sequential:
-    """(..., inputs) to (..., outputs): `layers` times Linear, norm, activation, then `last_layer`.
+    """Build a network (..., inputs) -> (..., outputs): `layers` times Linear, norm, activation, then `last_layer`.
 
-    A Linear before a LayerNorm has no bias, since the norm has one (STORM); before an RMSNorm it has (Drama). `eps` is
-    that of the norms, see `norm`. Weights have torch's own initialization.
+    A Linear before a LayerNorm has no bias, because the norm has one (STORM). Before an RMSNorm it has a bias (Drama).
+    `eps` is the norms', as in `norm`. Weights have torch's default initialization.
     """
     parts: list[nn.Module] = []
     for _ in range(layers):

@@ -1,11 +1,12 @@
-"""A tokenizer network that sees each square patch of a frame by itself: a patch, a token.
+"""A tokenizer network that encodes each square patch of a frame separately, one token per patch.
 
-B batch, C channels, h w grid of patches, S side of a patch in pixels. Convolutions with a wider view let one moving
-object change tokens all over a small frame, and the dynamics model has to predict every one of them. Here a token
-changes only when its patch does, and costs less; an object that lies over two patches takes a code in each.
+With larger receptive fields one moving object changes tokens all over a small frame, and the dynamics model has to
+predict all of them. Here a token changes only with its patch, at lower cost. An object across two patches takes a code
+in each. Encoder and decoder add a learned vector per position, so that a fixed background needs no codes.
 
-Both halves add a learned vector per place, so that a fixed background costs no codes. Not in any of the papers; the
-patches are those of vision transformers (Dosovitskiy et al. 2021, ICLR, arXiv 2010.11929).
+Axes: B batch, C channels, h w grid of patches, S side of a patch in pixels.
+
+Source: our own; the patches are those of vision transformers (Dosovitskiy et al. 2021, ICLR, arXiv 2010.11929).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 
 class PatchEncoder(nn.Module):
-    """(B, 3, h * S, w * S) -> (B, width, h, w), for a square grid of `grid` patches a side."""
+    """Encoder (B, 3, h * S, w * S) -> (B, width, h, w), for a square grid of `grid` patches a side."""
 
     def __init__(self, channels: int, patch: int, grid: int, width: int) -> None:
         super().__init__()
@@ -31,7 +32,7 @@ class PatchEncoder(nn.Module):
 
 
 class PatchDecoder(nn.Module):
-    """(B, width, h, w) -> (B, 3, h * S, w * S), meant to lie in [-1, 1] but not clamped."""
+    """Decoder (B, width, h, w) -> (B, 3, h * S, w * S), trained for [-1, 1] but not clamped."""
 
     def __init__(self, channels: int, patch: int, grid: int, width: int) -> None:
         super().__init__()

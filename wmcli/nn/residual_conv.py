@@ -1,8 +1,10 @@
 """The residual encoder and decoder with attention of IRIS's tokenizer.
 
-B batch, C channels, H height, W width. Every level has the same number of channels; the encoder has 2 residual blocks a
-level, the decoder 3. Self-attention (one head) stands after each residual block where the image is 16 or 8 pixels high,
-and between the two middle blocks. GroupNorm has 32 groups and eps 1e-6.
+Every level has the same number of channels. The encoder has 2 residual blocks per level, the decoder 3. Self-attention
+with one head follows each residual block on images 16 or 8 pixels high, and separates the two middle blocks. GroupNorm
+has 32 groups and eps 1e-6.
+
+Axes: B batch, C channels, H height, W width.
 
 Source: Micheli et al. 2023, ICLR, arXiv 2209.00588, after Esser et al. 2021, arXiv 2012.09841 (eloialonso/iris and
 CompVis/taming-transformers), with channel multipliers 1 at all levels and no dropout.
@@ -21,7 +23,11 @@ ATTENTION_HEIGHTS = (16, 8)
 
 
 def norm(channels: int) -> GroupNorm:
-    """GroupNorm of 32 groups. Raises UsageError unless `channels` is a multiple of 32."""
+    """Build a GroupNorm of 32 groups.
+
+    Raises:
+        UsageError: `channels` is not a multiple of 32.
+    """
     if channels % GROUPS:
         raise UsageError(
             f"tokenizer.channels = {channels}: the residual network normalizes in {GROUPS} groups and needs a multiple "
@@ -31,7 +37,7 @@ def norm(channels: int) -> GroupNorm:
 
 
 class ResidualBlock(nn.Module):
-    """(B, C, H, W) -> the same shape: x + conv(silu(norm(conv(silu(norm(x))))))."""
+    """Residual block x + conv(silu(norm(conv(silu(norm(x)))))) of x (B, C, H, W)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -46,7 +52,7 @@ class ResidualBlock(nn.Module):
 
 
 class Attention(nn.Module):
-    """(B, C, H, W) -> the same shape: x + self-attention over all H * W positions, one head of C channels."""
+    """Self-attention over all H * W positions of x (B, C, H, W), with one head of C channels and a residual."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -65,7 +71,7 @@ class Attention(nn.Module):
 
 
 class ShrinkConv(nn.Module):
-    """(B, C, H, W) -> (B, C, H/2, W/2) by a convolution of stride 2."""
+    """Convolution of stride 2, (B, C, H, W) -> (B, C, H/2, W/2)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -76,7 +82,7 @@ class ShrinkConv(nn.Module):
 
 
 class GrowConv(nn.Module):
-    """(B, C, H, W) -> (B, C, 2H, 2W): each pixel repeated, then a convolution."""
+    """Nearest upsampling and a convolution, (B, C, H, W) -> (B, C, 2H, 2W)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -100,9 +106,12 @@ def _middle(channels: int) -> list[nn.Module]:
 
 
 class ResidualEncoder(nn.Module):
-    """(B, 3, H, W) in [-1, 1] -> (B, width, H / 2^downsamples, W / 2^downsamples), for images `height` pixels high.
+    """Encoder of images (B, 3, H, W) in [-1, 1] -> (B, width, H / 2^downsamples, W / 2^downsamples).
 
-    Raises UsageError when `channels` is not a multiple of 32.
+    `height` is the height of the images in pixels.
+
+    Raises:
+        UsageError: `channels` is not a multiple of 32.
     """
 
     def __init__(self, channels: int, downsamples: int, width: int, height: int) -> None:
@@ -120,9 +129,12 @@ class ResidualEncoder(nn.Module):
 
 
 class ResidualDecoder(nn.Module):
-    """(B, width, h, w) -> (B, 3, h * 2^downsamples, w * 2^downsamples), for images `height` pixels high; not clamped.
+    """Decoder (B, width, h, w) -> (B, 3, h * 2^downsamples, w * 2^downsamples), not clamped.
 
-    Raises UsageError when `channels` is not a multiple of 32.
+    `height` is the height of the images in pixels.
+
+    Raises:
+        UsageError: `channels` is not a multiple of 32.
     """
 
     def __init__(self, channels: int, downsamples: int, width: int, height: int) -> None:

@@ -1,10 +1,12 @@
-"""The residual convolutions with batch norm that MuZero's descendants see frames through.
+"""The residual convolutions with batch norm that encode the frames of MuZero and its descendants.
 
-B batch, C channels, H height, W width; images are channels last in memory. Every convolution is 3 x 3 without bias.
-Height and width shrink eightfold, rounded up at each halving.
+Every convolution is 3 x 3 without bias. Height and width are halved three times, rounded up each time. Images are
+channels last in memory.
 
-Sources: MuZero (Schrittwieser et al. 2020, arXiv 1911.08265), as cut down for frames of 64 x 64 by LightZero (Niu et
-al. 2023, arXiv 2310.08348) and UniZero (Pu et al. 2024, arXiv 2406.10667).
+Axes: B batch, C channels, H height, W width.
+
+Sources: MuZero (Schrittwieser et al. 2020, arXiv 1911.08265), in the smaller form for frames of 64 x 64 by LightZero
+(Niu et al. 2023, arXiv 2310.08348) and UniZero (Pu et al. 2024, arXiv 2406.10667).
 """
 
 from __future__ import annotations
@@ -29,14 +31,15 @@ SHRINK = 8
 
 
 def conv(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
-    """3 x 3, that keeps height and width or, with stride 2, halves them."""
+    """Build a 3 x 3 convolution that preserves height and width or, with stride 2, halves them."""
     return nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
 
 
-class ResidualBlock(nn.Module):
-    """(B, inputs, H, W) -> (B, outputs, H / stride, W / stride): act(skip(x) + norm(conv(act(norm(conv(x)))))).
+class TrunkBlock(nn.Module):
+    """Residual block act(skip(x) + norm(conv(act(norm(conv(x)))))).
 
-    `skip` is a convolution of its own, without norm, where the stride is 2, and nothing else.
+    (B, inputs, H, W) -> (B, outputs, H / stride, W / stride). `skip` is a convolution without norm at stride 2, and the
+    identity at stride 1.
     """
 
     def __init__(self, inputs: int, outputs: int, activation: Activation, stride: int = 1) -> None:
@@ -54,10 +57,10 @@ class ResidualBlock(nn.Module):
 
 
 class ResidualTrunk(nn.Sequential):
-    """(B, inputs, H, W) to (B, channels[1], H / 8, W / 8).
+    """Trunk (B, inputs, H, W) -> (B, channels[1], H / 8, W / 8).
 
-    `channels` are those before and after the second halving. The third halving is an average over 3 x 3 pixels, the
-    zeros around the image counted.
+    `channels` are the channels before and after the second halving. The third halving is an average over 3 x 3 pixels,
+    zero padding included.
     """
 
     def __init__(self, inputs: int, channels: tuple[int, int], activation: Activation) -> None:
@@ -66,16 +69,16 @@ class ResidualTrunk(nn.Sequential):
             conv(inputs, narrow, stride=2),
             BatchNorm2d(narrow),
             ACTIVATIONS[activation](),
-            ResidualBlock(narrow, narrow, activation),
-            ResidualBlock(narrow, wide, activation, stride=2),
-            ResidualBlock(wide, wide, activation),
+            TrunkBlock(narrow, narrow, activation),
+            TrunkBlock(narrow, wide, activation, stride=2),
+            TrunkBlock(wide, wide, activation),
             nn.AvgPool2d(3, 2, 1),
-            ResidualBlock(wide, wide, activation),
-            ResidualBlock(wide, wide, activation),
+            TrunkBlock(wide, wide, activation),
+            TrunkBlock(wide, wide, activation),
         )
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def side(image_size: int) -> int:
-    """Height and width of what a `ResidualTrunk` makes of square images."""
+    """Return height and width of a `ResidualTrunk`'s output for square images."""
     return -(-image_size // SHRINK)

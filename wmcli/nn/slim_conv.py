@@ -1,11 +1,12 @@
 """The slim convolutional encoder and decoder of REM's tokenizer: no residual connections, no attention.
 
-B batch, C channels, H height, W width. One block halves (encoder) or doubles (decoder) height and width. All
-convolutions have a bias; GroupNorm has 8 groups and eps 1e-6.
+One block halves (encoder) or doubles (decoder) height and width. All convolutions have a bias. GroupNorm has 8 groups
+and eps 1e-6. The encoder starts with `channels` and doubles them at every block. The decoder starts with `width`
+channels and halves them at every block, down to `channels` at least, as in the last block of REM's 4x4 variant (32).
 
-Source: Cohen et al. 2024, ICML, arXiv 2402.05643, appendix; where paper and code differ, the code (leor-c/REM). Channel
-counts: the encoder doubles from `channels` at every block; the decoder starts at `width` and halves at every block, but
-never goes below `channels` (this is how REM's 4x4 variant keeps its last block at 32).
+Axes: B batch, C channels, H height, W width.
+
+Source: Cohen et al. 2024, ICML, arXiv 2402.05643, appendix; where paper and code differ, the code (leor-c/REM).
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ GROUPS = 8
 
 
 def norm(channels: int, setting: str) -> GroupNorm:
-    """GroupNorm of 8 groups. Raises UsageError, naming `setting`, unless `channels` is a multiple of 8."""
+    """Build a GroupNorm of 8 groups.
+
+    Raises:
+        UsageError: `channels`, from `setting`, is not a multiple of 8.
+    """
     if channels % GROUPS:
         raise UsageError(
             f"{setting} gives a layer of {channels} channels, but the slim network normalizes in {GROUPS} groups and "
@@ -30,7 +35,7 @@ def norm(channels: int, setting: str) -> GroupNorm:
 
 
 class Down(nn.Module):
-    """(B, C, H, W) -> (B, 2C, H/2, W/2)."""
+    """Encoder block (B, C, H, W) -> (B, 2C, H/2, W/2)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -44,7 +49,7 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """(B, C, H, W) -> (B, out, 2H, 2W), each pixel repeated before the convolutions."""
+    """Decoder block (B, C, H, W) -> (B, out, 2H, 2W), with nearest upsampling before the convolutions."""
 
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
@@ -58,9 +63,10 @@ class Up(nn.Module):
 
 
 class SlimEncoder(nn.Module):
-    """(B, 3, H, W) in [-1, 1] -> (B, width, H / 2^downsamples, W / 2^downsamples).
+    """Encoder of images (B, 3, H, W) in [-1, 1] -> (B, width, H / 2^downsamples, W / 2^downsamples).
 
-    Raises UsageError when `channels` is not a multiple of 8.
+    Raises:
+        UsageError: `channels` is not a multiple of 8.
     """
 
     def __init__(self, channels: int, downsamples: int, width: int) -> None:
@@ -77,9 +83,10 @@ class SlimEncoder(nn.Module):
 
 
 class SlimDecoder(nn.Module):
-    """(B, width, h, w) -> (B, 3, h * 2^downsamples, w * 2^downsamples), meant to lie in [-1, 1] but not clamped.
+    """Decoder (B, width, h, w) -> (B, 3, h * 2^downsamples, w * 2^downsamples), trained for [-1, 1] but not clamped.
 
-    Raises UsageError when `width` halves to something that is not a multiple of 8 before it reaches `channels`.
+    Raises:
+        UsageError: A layer between `width` and `channels` has no multiple of 8 channels.
     """
 
     def __init__(self, channels: int, downsamples: int, width: int) -> None:

@@ -1,7 +1,10 @@
 """A stack of strided convolutions from an image to a vector, and its mirror image.
 
-The autoencoder of Drama (Wang et al. 2024) and, with other numbers, of STORM (Zhang et al. 2023, arXiv 2310.09615).
-B batch, C channels, F length of the flattened output of the encoder. Images are (B, 3, H, W), channels last in memory.
+Axes: B batch, C channels, F length of the flattened output of the encoder. Images are (B, 3, H, W), channels last in
+memory.
+
+Sources: the autoencoder of Drama (Wang et al. 2024) and, with other sizes, of STORM (Zhang et al. 2023, arXiv
+2310.09615).
 """
 
 from __future__ import annotations
@@ -22,31 +25,35 @@ from wmcli.nn.mlp import ACTIVATIONS, NORM_EPS, Activation, ChannelLayerNorm, Ch
 
 Norm = Literal["batch", "rms", "layer"]
 
-FEW = 4  # output channels that a transposed convolution finds for four pixels at once
+FEW = 4  # output channels that a transposed convolution computes for four pixels at once
 
 
-class Stack(NamedTuple):
+class ConvStack(NamedTuple):
     """Shape of the encoder; the decoder mirrors it."""
 
     channels: tuple[int, ...]
     """Output channels of each convolution."""
     strides: tuple[int, ...]
-    """By how much each convolution shrinks height and width."""
+    """Stride of each convolution."""
     kernel: int
-    """Pixels."""
+    """Side of each kernel. [pixels]"""
     bias: bool
-    """Whether convolutions have one."""
+    """Use biases in convolutions."""
     norm: Norm
-    """After each convolution: over the batch, or RMSNorm or LayerNorm over the channels of each pixel."""
+    """Norm after each convolution: over the batch, or RMSNorm or LayerNorm over the channels of each pixel."""
     activation: Activation
-    """After each norm."""
+    """Activation after each norm."""
     eps: float = 0.0
-    """Of the norms over channels; 0 is 1e-6 for rms and 1e-5 for layer."""
+    """Constant of the norms over channels; 0 is 1e-6 for rms and 1e-5 for layer."""
     initialization: Initialization = "fan-average"
-    """First weights of all layers."""
+    """Initialization of all layers."""
 
     def side(self, image_size: int) -> int:
-        """Height and width of the encoder's output. Raises UsageError when the image cannot be shrunk that often."""
+        """Return height and width of the encoder's output.
+
+        Raises:
+            UsageError: The strides do not divide the image.
+        """
         shrink = math.prod(self.strides)
         if image_size % shrink:
             raise UsageError(
@@ -56,18 +63,18 @@ class Stack(NamedTuple):
         return image_size // shrink
 
     def padding(self, stride: int) -> int:
-        """Of a convolution: a kernel as large as its stride looks at patches, and needs none."""
+        """Return the padding of a convolution: 0 if the kernel is as large as the stride."""
         return 0 if stride == self.kernel else (self.kernel - 1) // 2
 
     def features(self, image_size: int) -> int:
-        """F."""
+        """Return F."""
         return self.channels[-1] * self.side(image_size) ** 2
 
 
 class StridedEncoder(nn.Sequential):
-    """(B, 3, H, W) to (B, F), flattened in the order C, H, W."""
+    """Encoder (B, 3, H, W) -> (B, F), flattened in the order C, H, W."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: ConvStack) -> None:
         layers: list[nn.Module] = []
         inputs = 3
         for outputs, stride in zip(stack.channels, stack.strides, strict=True):
@@ -81,12 +88,12 @@ class StridedEncoder(nn.Sequential):
 
 
 class StridedDecoder(nn.Module):
-    """(B, inputs) to (B, 3, H, W): a linear layer to the encoder's output shape, then its layers in reverse.
+    """Decoder (B, inputs) -> (B, 3, H, W): a linear layer to the encoder's output shape, then its layers in reverse.
 
     The last convolution has neither norm nor activation.
     """
 
-    def __init__(self, inputs: int, stack: Stack, image_size: int) -> None:
+    def __init__(self, inputs: int, stack: ConvStack, image_size: int) -> None:
         super().__init__()
         side, channels = stack.side(image_size), stack.channels
         self.shape = (channels[-1], side, side)
@@ -95,7 +102,7 @@ class StridedDecoder(nn.Module):
         for i in range(len(channels) - 1, -1, -1):
             stride, outputs = stack.strides[i], channels[i - 1] if i else 3
             padding = stack.padding(stride)
-            # What the rounding of the encoder's strided convolution swallowed.
+            # The encoder's strided convolution rounds down by this many pixels.
             missing = stride + 2 * padding - stack.kernel
             kind = PatchTransposedConv2d if stride == stack.kernel else TransposedConv2d
             layers.append(kind(channels[i], outputs, stack.kernel, stride, padding, missing, bias=stack.bias or not i))
@@ -111,18 +118,20 @@ class StridedDecoder(nn.Module):
 
 
 class PatchConv2d(nn.Conv2d):
-    """torch's own for a kernel as large as its stride: one matrix product over all patches, a multiple faster on a CPU
-    than the convolution, above all backwards."""
+    """Convolution with a kernel as large as its stride, as one matrix product over all patches.
+
+    On a CPU it is several times as fast as torch's convolution, especially in the backward pass.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.permute(0, 2, 3, 1)  # (outputs, kernel, kernel, inputs)
-        (high, wide), kept = self.kernel_size, x.permute(0, 2, 3, 1)
-        patches = kept.unflatten(2, (-1, wide)).unflatten(1, (-1, high)).transpose(2, 3)
+        (high, wide), pixels = self.kernel_size, x.permute(0, 2, 3, 1)
+        patches = pixels.unflatten(2, (-1, wide)).unflatten(1, (-1, high)).transpose(2, 3)
         return F.linear(patches.flatten(3), weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
 class PatchTransposedConv2d(nn.ConvTranspose2d):
-    """torch's own for a kernel as large as its stride: each pixel makes a patch by one matrix product."""
+    """Transposed convolution with a kernel as large as its stride, as one matrix product from pixels to patches."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # an output size has no use here
         weight = self.weight.permute(2, 3, 1, 0)  # (kernel, kernel, outputs, inputs)
@@ -132,7 +141,7 @@ class PatchTransposedConv2d(nn.ConvTranspose2d):
 
 
 class TransposedConv2d(nn.ConvTranspose2d):
-    """torch's own for one stride, padding and output padding each, faster on a CPU. Can be differentiated once."""
+    """Transposed convolution with equal sizes in both directions, faster on a CPU. First derivatives only."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # an output size has no use here
         weight, bias, device = self.weight, self.bias, x.device.type
@@ -143,8 +152,11 @@ class TransposedConv2d(nn.ConvTranspose2d):
 
 
 class _TransposedConv(torch.autograd.Function):
-    """Backward is the convolution of which this is the transpose. oneDNN takes two to three times as long over the
-    weight's gradient of a transposed convolution as over the same numbers from that convolution."""
+    """Transposed convolution whose gradients are those of the convolution it transposes.
+
+    In oneDNN the weight's gradient of a transposed convolution takes two to three times as long as the same numbers
+    from that convolution.
+    """
 
     @staticmethod
     def forward(
@@ -171,8 +183,10 @@ class _TransposedConv(torch.autograd.Function):
 
 
 def _by_squares(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A transposed convolution that keeps an even size, finding 2 x 2 pixels of a color as four channels: a vector has
-    room for 16 channels, and a few colors would leave most of it idle."""
+    """Compute a transposed convolution that preserves an even size, with 2 x 2 pixels of a color as four channels.
+
+    A vector register has room for 16 channels, most of which a few colors would leave idle.
+    """
     kernel = weight.transpose(0, 1).flip(2, 3)
     squares = torch.stack([F.pad(kernel, (j, 1 - j, i, 1 - i)) for i in (0, 1) for j in (0, 1)], 1).flatten(0, 1)
     squares = squares.contiguous(memory_format=torch.channels_last)
@@ -187,7 +201,7 @@ def _channels_last(module: nn.Module) -> None:
             layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
 
 
-def _norm_and_activation(stack: Stack, channels: int) -> list[nn.Module]:
+def _norm_and_activation(stack: ConvStack, channels: int) -> list[nn.Module]:
     if stack.norm == "batch":
         return [BatchNorm2d(channels), ACTIVATIONS[stack.activation]()]
     kind = ChannelRMSNorm if stack.norm == "rms" else ChannelLayerNorm

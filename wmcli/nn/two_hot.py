@@ -1,8 +1,10 @@
-"""Scalars of any size as distributions over fixed bins: symlog two-hot (Hafner et al. 2023, arXiv 2301.04104).
+"""Scalars of any size as distributions over fixed bins: symlog two-hot.
 
-A number is squashed by symlog and shared between the two nearest of N bins. The mean over the bins is taken in symlog
-space and stretched back, as in STORM and Drama (DreamerV3's newer code averages in the space of rewards instead).
-Everything here is float32 at least, also under autocast: in bfloat16 a value of 100 would be off by a percent.
+A number is transformed by symlog and divided between the two nearest of N bins. The mean over the bins is computed in
+symlog space and transformed back, as in STORM and Drama. DreamerV3's newer code averages in the space of rewards. All
+arithmetic is float32 at least, also under autocast: in bfloat16 a value of 100 has an error of one percent.
+
+Source: Hafner et al. 2023, arXiv 2301.04104.
 """
 
 from __future__ import annotations
@@ -19,19 +21,19 @@ WIDTH = REACH / MIDDLE  # between neighbors, in symlog space
 
 
 def symlog(x: Tensor) -> Tensor:
-    """sign(x) log(1 + |x|)."""
+    """Return sign(x) log(1 + |x|)."""
     return x.sign() * x.abs().log1p()
 
 
 def symexp(x: Tensor) -> Tensor:
-    """The inverse of `symlog`: sign(x) (exp(|x|) - 1)."""
+    """Return the inverse of `symlog`: sign(x) (exp(|x|) - 1)."""
     return x.sign() * x.abs().expm1()
 
 
 def encode(x: Tensor) -> Tensor:
-    """Numbers (...) to weights (..., BINS) of which at most two, neighbors, are not 0; they sum to 1.
+    """Return the two-hot weights (..., BINS) of numbers (...), which sum to 1.
 
-    Numbers beyond the outermost bins go to these.
+    Numbers beyond the outermost bins belong to these bins.
     """
     place = (symlog(at_least_float32(x)) / WIDTH).clamp(-MIDDLE, MIDDLE)  # from the middle: small numbers stay exact
     below = place.floor().clamp(max=MIDDLE - 1)
@@ -42,7 +44,7 @@ def encode(x: Tensor) -> Tensor:
 
 
 def decode(logits: Tensor) -> Tensor:
-    """Logits (..., BINS) to the numbers (...) they stand for."""
+    """Return the numbers (...) that logits (..., BINS) represent."""
     logits = at_least_float32(logits)
     with torch.autocast(logits.device.type, enabled=False):
         bins = torch.arange(-MIDDLE, MIDDLE + 1, device=logits.device, dtype=logits.dtype) * WIDTH
@@ -51,5 +53,8 @@ def decode(logits: Tensor) -> Tensor:
 
 
 def loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy (...) in nats of logits (..., BINS) against the two-hot code of `target` (...), a constant."""
+    """Return the cross entropy (...), in nats, of logits (..., BINS) and the two-hot weights of `target` (...).
+
+    `target` is a constant.
+    """
     return -(encode(target.detach()) * at_least_float32(logits).log_softmax(-1)).sum(-1)

@@ -1,10 +1,10 @@
-"""Scalars as distributions over whole numbers of a squashed space, as MuZero has its rewards and values.
+"""Scalars as distributions over integers in a transformed space, as for MuZero's rewards and values.
 
     h(x) = sign(x) (sqrt(|x| + 1) - 1) + 0.001 x        bins -b, -b + 1, ..., b in the space of h
 
-A number is squashed by h and shared between the two nearest of K = 2 b + 1 bins. The mean over the bins is taken in the
-space of h and stretched back: b = 50 reaches to +-2364, b = 300 to +-58706. Everything here is float32 at least, also
-under autocast.
+A number is transformed by h and divided between the two nearest of K = 2 b + 1 bins. The mean over the bins is computed
+in the space of h and transformed back: b = 50 reaches to +-2364, b = 300 to +-58706. All arithmetic is float32 at
+least, also under autocast.
 
 Sources: h of Pohlen et al. 2018 (arXiv 1805.11593); MuZero (Schrittwieser et al. 2020, arXiv 1911.08265), appendix F.
 """
@@ -20,15 +20,15 @@ EPS = 1e-3  # slope of h far out, which makes it invertible
 
 
 def squash(x: Tensor) -> Tensor:
-    """h(x), written so that small numbers lose nothing to rounding."""
+    """Return h(x), in a form that is exact for small numbers."""
     return x / ((x.abs() + 1).sqrt() + 1) + EPS * x
 
 
 def stretch(y: Tensor) -> Tensor:
-    """The inverse of `squash`.
+    """Return the inverse of `squash`.
 
-    With u = sqrt(|x| + 1), the root of EPS u^2 + u = |y| + 1 + EPS, it is x = sign(y) (u^2 - 1), and (u - 1)
-    (1 + EPS (u + 1)) = |y|: so nothing is subtracted that is nearly equal.
+    u = sqrt(|x| + 1) is the root of EPS u^2 + u = |y| + 1 + EPS, and x = sign(y) (u^2 - 1). From
+    (u - 1) (1 + EPS (u + 1)) = |y| follows a form without cancellation.
     """
     size = y.abs() + (1 + EPS)
     u = 2 * size / (1 + (1 + 4 * EPS * size).sqrt())
@@ -36,14 +36,14 @@ def stretch(y: Tensor) -> Tensor:
 
 
 def bins(bound: int) -> int:
-    """K, the number of bins that reach to +-`bound`."""
+    """Return K, the number of bins from -`bound` to `bound`."""
     return 2 * bound + 1
 
 
 def encode(x: Tensor, bound: int) -> Tensor:
-    """Numbers (...) to weights (..., K) of which at most two, neighbors, are not 0; they sum to 1.
+    """Return the two-hot weights (..., K) of numbers (...), which sum to 1.
 
-    Numbers beyond the outermost bins go to these.
+    Numbers beyond the outermost bins belong to these bins.
     """
     place = squash(at_least_float32(x)).clamp(-bound, bound)
     below = place.floor().clamp(max=bound - 1)
@@ -54,7 +54,7 @@ def encode(x: Tensor, bound: int) -> Tensor:
 
 
 def decode(logits: Tensor) -> Tensor:
-    """Logits (..., K) to the numbers (...) they stand for."""
+    """Return the numbers (...) that logits (..., K) represent."""
     logits = at_least_float32(logits)
     bound = _bound(logits)
     with torch.autocast(logits.device.type, enabled=False):
@@ -64,7 +64,10 @@ def decode(logits: Tensor) -> Tensor:
 
 
 def loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy (...) in nats of logits (..., K) against the code of the numbers `target` (...), a constant."""
+    """Return the cross entropy (...), in nats, of logits (..., K) and the two-hot weights of `target` (...).
+
+    `target` is a constant.
+    """
     return -(encode(target.detach(), _bound(logits)) * at_least_float32(logits).log_softmax(-1)).sum(-1)
 
 

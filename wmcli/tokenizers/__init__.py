@@ -1,4 +1,4 @@
-"""Tokenizers: observation to latent and back."""
+"""Tokenizers, which encode frames to latents and decode latents to frames."""
 
 from wmcli.tokenizers.vq import TokenizerSettings, VQTokenizer, perceptual_in_use
 

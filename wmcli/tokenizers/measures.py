@@ -1,6 +1,6 @@
-"""How well frames survive a tokenizer.
+"""Measures of a tokenizer's reconstructions.
 
-B batch, H height, W width, C colors (3).
+Axes: B batch, H height, W width, C colors (3).
 """
 
 from __future__ import annotations
@@ -8,35 +8,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-OBJECT_CONTRAST = 0.1  # of full scale; a pixel this far from the median frame belongs to an object
+OBJECT_CONTRAST = 0.1  # of full scale: smallest difference from the median frame of an object's pixel
 
 
 def median(observation: Tensor) -> Tensor:
-    """uint8 (B, ...) -> uint8 (...), the lower of two middle values.
+    """Return the median (...) uint8 of frames (B, ...) uint8, the lower of two middle values.
 
-    Found bit by bit, the largest value with less than half of all below it: on a CPU over ten times as fast as sorting,
-    and unlike torch.median deterministic on CUDA.
+    A search bit by bit for the largest value with less than half of all below it. On a CPU it is over ten times as fast
+    as sorting. Unlike torch.median it is deterministic on CUDA.
     """
     half = (len(observation) + 1) // 2
-    found = torch.zeros_like(observation[0])
+    value = torch.zeros_like(observation[0])
     for bit in (128, 64, 32, 16, 8, 4, 2, 1):
-        larger = found | bit
+        larger = value | bit
         below = (observation < larger).sum(0, dtype=torch.int32)
-        found = torch.where(below < half, larger, found)
-    return found
+        value = torch.where(below < half, larger, value)
+    return value
 
 
 def objects(observation: Tensor) -> Tensor:
-    """uint8 (B, H, W, C) -> bool (B, H, W): off the batch's median frame by over 10 % of full scale in a color."""
+    """Return the mask (B, H, W) bool of object pixels in frames (B, H, W, C) uint8.
+
+    An object pixel differs from the batch's median frame by over 10 % of full scale in a color.
+    """
     return ((observation.float() - median(observation).float()).abs() > 255 * OBJECT_CONTRAST).any(-1)
 
 
 def survival(observation: Tensor, reconstruction: Tensor) -> dict[str, float]:
-    """What is left of uint8 frames (B, H, W, C) in their reconstructions.
+    """Return the quality of reconstructions of frames (B, H, W, C) uint8.
 
-    - object_recall: among pixels that differ from the median frame of this batch by more than 10 % of full scale in
-      some color, the share whose reconstruction is nearer to the truth than to the median frame (sum of absolute
-      differences over colors). 1 = small objects survive, 0 = they vanish. 1 when no pixel differs.
+    - object_recall: share of object pixels (see `objects`) whose reconstruction is nearer to the truth than to the
+      median frame, by the sum of absolute differences over colors. 1 if small objects are reconstructed or absent, 0 if
+      they vanish.
     - l1: mean absolute error, as a share of full scale.
     """
     truth, guess = observation.float() / 255, reconstruction.float() / 255

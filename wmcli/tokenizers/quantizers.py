@@ -1,10 +1,10 @@
-"""Three ways to turn feature vectors into codes, each with the same four methods.
+"""Three quantizers of feature vectors with the same interface.
 
-M vectors, C channels of a vector before quantization, N codes, D width of a code's vector. A quantizer has `inputs`
-(C), `vectors()` (N, D), `tokens(h)` (M, C) -> (M,), and forward(h) -> Quantized. All arithmetic is float32, also under
-autocast: in bf16 the distances to two codes are often equal.
+A quantizer has `inputs` (C), `vectors()` (N, D), `tokens(h)` (M, C) -> (M,), and forward(h) -> Quantized. All
+arithmetic is float32, also under autocast: in bf16 the distances to two codes are often equal. In the forward pass
+`Quantized.vectors` is exactly the code's row. In the backward pass its gradient passes straight through to `h`.
 
-In the forward pass `vectors` is exactly the code's row; in the backward pass its gradient goes straight through to `h`.
+Axes: M vectors, C channels of a vector before quantization, N codes, D width of a code's vector.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from wmcli.nn.categorical import one_hot
 
 
 class Quantized(NamedTuple):
-    """What a quantizer makes of (M, C) features."""
+    """Quantized features (M, C)."""
 
     vectors: Tensor  # (M, D)
     tokens: Tensor  # (M,) int64
-    losses: dict[str, Tensor]  # scalars to add to the training loss; their weights are already in them
+    losses: dict[str, Tensor]  # scalar summands of the training loss, already weighted
 
 
 def straight_through(value: Tensor, gradient_to: Tensor) -> Tensor:
-    """`value` exactly, with the gradient handed to `gradient_to` unchanged (same shape)."""
+    """Return `value` exactly, with its gradient passed unchanged to `gradient_to` of the same shape."""
     return value.detach() + (gradient_to - gradient_to.detach())
 
 
 class VectorQuantizer(nn.Module):
-    """A codebook learned by gradient (van den Oord et al. 2017, arXiv 1711.00937), as in REM and IRIS: no moving
-    average, no restarts, no normalization; codebook drawn from U(-1/N, 1/N).
+    """A codebook trained by gradient, as in REM and IRIS.
+
+    It has no moving average, no restarts and no normalization. The codebook is initialized from U(-1/N, 1/N).
 
     Losses: `codebook` = mean |sg(h) - e|^2, `commitment` = commitment * mean |h - sg(e)|^2 (means over elements).
+
+    Source: van den Oord et al. 2017, arXiv 1711.00937.
     """
 
     def __init__(self, codes: int, width: int, commitment: float) -> None:
@@ -64,18 +67,20 @@ class VectorQuantizer(nn.Module):
 
 
 class AverageVectorQuantizer(nn.Module):
-    """A codebook of moving averages, whose dead codes start again at vectors that are badly served.
+    """A codebook of moving averages whose dead codes restart at vectors with a large quantization error.
 
-    Averages: van den Oord et al. 2017, arXiv 1711.00937, appendix A.1. Restarts: Dhariwal et al. 2020, arXiv
-    2005.00341, section 3.2, with two changes. A new place is drawn in proportion to a vector's squared distance from
-    its code (as k-means++ does), not uniformly: most vectors of a game frame are the same background. And a restarted
-    code counts as used averagely, so that it has time to find its vectors before it is judged again.
+    A code is dead when its average number of uses in a batch is below `restart_below` times M / N. All codes start
+    dead, so that the first batch places the whole codebook. `forward` updates the codebook in training mode. Codebook
+    and averages are buffers, and randomness comes from torch's global generator: a checkpoint of both resumes exactly.
 
-    A code is dead when its average number of uses in a batch is below `restart_below` times M / N. All start dead, so
-    that the first batch places the whole codebook. Updates happen in forward while in training mode. Codebook and
-    averages are buffers, randomness comes from torch's global generator: a checkpoint of both resumes exactly.
+    Two changes to the source: A restart draws vectors in proportion to their squared distance from their code, as
+    k-means++ does, because most vectors of a game frame are the same background. A restarted code counts as used M / N
+    times, so that its average has time to grow before the next test.
 
     Loss: `commitment` = commitment * mean |h - sg(e)|^2.
+
+    Sources: averages: van den Oord et al. 2017, arXiv 1711.00937, appendix A.1; restarts: Dhariwal et al. 2020, arXiv
+    2005.00341, section 3.2.
     """
 
     codebook: Tensor
@@ -109,15 +114,22 @@ class AverageVectorQuantizer(nn.Module):
 
     @torch.no_grad()
     def update(self, h: Tensor, tokens: Tensor, chosen: Tensor) -> None:
-        """One step of the averages with a batch: features (M, D), their codes (M,), the codes' vectors (M, D)."""
+        """Update the averages and the codebook by a batch.
+
+        Args:
+            h: Features, (M, D).
+            tokens: Their codes, (M,).
+            chosen: The codes' vectors, (M, D).
+        """
         codes = len(self.codebook)
         average_use = len(h) / codes
         with torch.autocast(h.device.type, enabled=False):
             member = one_hot(tokens, codes, torch.float32)  # (M, N); a product, because scattered additions are not
             uses = self.decay * self.uses + (1 - self.decay) * member.sum(0)  # deterministic on CUDA
             sums = self.decay * self.sums + (1 - self.decay) * (member.T @ h)
-            error = (h - chosen).square().sum(1) + 1e-12  # never all zero, which multinomial refuses
-        places = h[torch.multinomial(error, codes, replacement=True)]  # (N, D); drawn always: no wait for the device
+            error = (h - chosen).square().sum(1) + 1e-12  # multinomial rejects all zeros
+        # (N, D). Drawn also without dead codes, so that nothing waits for the device.
+        places = h[torch.multinomial(error, codes, replacement=True)]
         dead = (uses < self.restart_below * average_use)[:, None]
         self.codebook.copy_(torch.where(dead, places, sums / uses.clamp_min(1e-6)[:, None]))
         self.sums.copy_(torch.where(dead, places * average_use, sums))
@@ -125,16 +137,18 @@ class AverageVectorQuantizer(nn.Module):
 
 
 class ScalarQuantizer(nn.Module):
-    """Finite scalar quantization (Mentzer et al. 2023, arXiv 2309.15505): each of a few channels, squashed by tanh, is
-    rounded to the nearest of L evenly spaced levels in [-1, 1]; a code is one combination of levels.
+    """Finite scalar quantization: a code is one combination of levels of a few channels.
 
-    The boundaries between levels are the paper's; its shift of even L and its scale of codes are affine maps that the
-    layers before and after can learn. `project` takes codes to the width of an embedding.
-    Token = sum_i level_i * (L_1 * ... * L_(i-1)), the first channel running fastest.
+    Each channel, bounded by tanh, is rounded to the nearest of L evenly spaced levels in [-1, 1]. The boundaries
+    between levels are the paper's. Its shift of even L and its scale of codes are affine maps that the layers before
+    and after can learn. `project` maps codes to the width of an embedding.
+    Token = sum_i level_i * (L_1 * ... * L_(i-1)), the first channel varying fastest.
 
     Loss, when `spread` > 0: `spread` = spread * mean over channels of (mean_M h)^2 + (1 - std_M h)^2. It is not in the
-    paper. Where nearly all patches are the same background, the features of all of them drift together into the flat
-    part of tanh before the decoder has learned to read the few that differ; this keeps them over all levels.
+    paper. With nearly all patches the same background, all features would drift into the flat part of tanh before the
+    decoder learns the few that differ. The loss spreads them over all levels.
+
+    Source: Mentzer et al. 2023, arXiv 2309.15505.
     """
 
     in_float32 = True
@@ -152,12 +166,12 @@ class ScalarQuantizer(nn.Module):
         self.register_buffer("strides", torch.tensor(strides), persistent=False)
 
     def round(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """(M, C) -> where each channel lies on its levels, 0 .. L - 1: before and after rounding."""
+        """Return the level 0 .. L - 1 of each channel of h (M, C), before and after rounding."""
         place = (torch.tanh(h.float()) + 1) / 2 * self.steps
         return place, place.round()
 
     def combinations(self) -> Tensor:
-        """(N, C): the codes themselves, in [-1, 1], in the order of their tokens."""
+        """Return the codes (N, C), in [-1, 1], in the order of their tokens."""
         token = torch.arange(self.codes, device=self.strides.device)[:, None]
         level = token // self.strides % (self.steps.long() + 1)
         return level / self.steps * 2 - 1

@@ -1,11 +1,11 @@
-"""The discrete tokenizer: a frame becomes a small grid of code numbers, and code numbers become a frame again.
-
-B batch, H height, W width, C colors (3), K tokens of a frame (row by row over the grid), N codes, D width of a code's
-vector. Frames are uint8 (..., H, W, C) outside and (B, C, H, W) in [-1, 1], channels last in memory, inside.
+"""The discrete tokenizer: a small grid of codes for each frame.
 
     frame -> encoder -> pre_quant (1x1) -> quantizer -> post_quant (1x1) -> decoder -> frame
 
-Source: REM (Cohen et al. 2024, ICML, arXiv 2402.05643) with `network = "slim"`, IRIS (Micheli et al. 2023, ICLR,
+Axes: B batch, H height, W width, C colors (3), K tokens of a frame (row by row over the grid), N codes, D width of a
+code's vector. Frames are uint8 (..., H, W, C) outside and (B, C, H, W) in [-1, 1], channels last in memory, inside.
+
+Sources: REM (Cohen et al. 2024, ICML, arXiv 2402.05643) with `network = "slim"`, IRIS (Micheli et al. 2023, ICLR,
 arXiv 2209.00588) with `network = "residual"`; `network = "patch"` is our own, for small frames.
 """
 
@@ -33,55 +33,56 @@ MAX_CODES = 1 << 16
 
 
 class TokenizerSettings(Section):
-    """The tokenizer and its training. The defaults are REM's published code."""
+    """Settings of the discrete tokenizer and of its training. The defaults are REM's published code."""
 
     kind: Literal["vq"] = "vq"
-    """A frame becomes a grid of discrete codes; the other kind is categorical."""
+    """Grid of discrete codes for each frame; the other kind is categorical."""
     quantizer: Literal["vq", "vq-ema", "fsq"] = "vq"
-    """How features become codes: codebook by gradient, by moving averages with restarts, or finite scalar levels."""
+    """Quantizer: codebook by gradient, codebook of moving averages with restarts, or finite scalar levels."""
     codes: Annotated[int, Field(ge=2, le=MAX_CODES)] = 512
-    """Number of codes; with fsq it must be the product of fsq_levels."""
+    """Number of codes; with fsq the product of fsq_levels. [codes]"""
     fsq_levels: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1, strict=False)] = (8, 8, 8)
-    """Levels of each channel; used by fsq only."""
+    """Levels of each channel, for fsq only. [levels]"""
     fsq_spread: Annotated[float, Field(ge=0)] = 0.1
-    """Weight of the loss that keeps fsq's features spread over their levels; 0 is the plain fsq of the paper."""
+    """Weight of the loss that spreads fsq's features over their levels; 0 is the paper's fsq."""
     network: Literal["slim", "residual", "patch"] = "slim"
-    """Encoder and decoder: slim (REM; channels double at each downsampling), residual with attention (IRIS), or patch,
-    where a token is a patch of the frame and knows no other (for small frames)."""
+    """Encoder and decoder: slim (REM), residual with attention (IRIS), or patch for small frames, which encodes each
+    patch separately."""
     channels: Annotated[int, Field(ge=1)] = 32
-    """Channels of the first layer; a multiple of 8 for slim, of 32 for residual; all hidden layers of patch."""
+    """Channels of the first layer: a multiple of 8 for slim, of 32 for residual. Channels of all layers for patch.
+    [channels]"""
     downsamples: Annotated[int, Field(ge=1, le=8)] = 3
-    """How often height and width are halved; a frame has (size / 2^downsamples)^2 tokens."""
+    """Number of halvings of height and width; a frame has (size / 2^downsamples)^2 tokens. [halvings]"""
     width: Annotated[int, Field(ge=1)] = 256
-    """Numbers in the vector of a code; with shared embeddings it must be the backbone's width."""
+    """Width of a code's vector; with shared embeddings it must equal the backbone's width. [features]"""
     commitment: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of the loss that pulls features to their codes (vq and vq-ema)."""
+    """Weight of the commitment loss (vq and vq-ema)."""
     reconstruction: Literal["mse", "l1"] = "mse"
     """Pixel loss, a mean over frames scaled to [-1, 1]. REM's code has mse, IRIS and REM's paper l1."""
     object_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the pixel loss that is taken over pixels off the batch's median frame (moving objects) only."""
+    """Share of the pixel loss over pixels that differ from the batch's median frame (moving objects)."""
     perceptual: Literal["auto", "lpips", "none"] = "auto"
-    """Perceptual loss; auto is lpips when lpips_weights is set, else none (and scores not comparable to papers)."""
+    """Perceptual loss. With auto it is lpips if lpips_weights is set, else none (not comparable to papers)."""
     lpips_weights: str = ""
     """Path of a safetensors file with VGG16's and LPIPS's weights, as `wm convert-lpips` writes it."""
     lpips_dropout: bool = False
     """Drop half of LPIPS's channel differences during training, as the published trainers of REM and IRIS do."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] = 0.99
-    """How much of its moving averages vq-ema keeps at an update."""
+    """Decay of vq-ema's moving averages per update."""
     restart_below: Annotated[float, Field(ge=0, lt=1)] = 0.03
-    """vq-ema moves a code that is used less often than this share of the average code; 0 never moves one."""
+    """Threshold for restarts of vq-ema's codes, as a share of the average use of a code; 0 restarts none."""
     optimizer: Literal["adamw", "adam"] = "adamw"
     """Optimizer of all parameters."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
-    """Step size of the optimizer, constant."""
+    """Constant learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Decoupled weight decay of all parameters, the codebook included (adamw; adam has none)."""
     clip: Annotated[float, Field(gt=0)] = 10.0
     """Largest norm of the gradient."""
     batch: Annotated[int, Field(ge=1)] = 128
-    """Frames in an update."""
+    """Batch size of an update. [frames]"""
     updates: Annotated[int, Field(ge=0)] = 200
-    """Updates that one call of the training stage makes."""
+    """Updates of one call of `wm train-tokenizer`. [updates]"""
 
     @model_validator(mode="after")
     def _codes_are_levels(self) -> TokenizerSettings:
@@ -95,7 +96,7 @@ class TokenizerSettings(Section):
 
     @property
     def lacks_lpips(self) -> bool:
-        """Whether the perceptual loss is left out because no weights are named."""
+        """Whether the perceptual loss is omitted because `lpips_weights` is empty."""
         return self.perceptual == "auto" and not self.lpips_weights
 
     def build(self, size: int) -> VQTokenizer:
@@ -104,7 +105,11 @@ class TokenizerSettings(Section):
 
 
 def perceptual_in_use(settings: TokenizerSettings) -> Literal["lpips", "none"]:
-    """What `settings.perceptual` comes to. Raises UsageError when lpips is asked for and no weights are named."""
+    """Return the perceptual loss in use.
+
+    Raises:
+        UsageError: `perceptual` is lpips and `lpips_weights` is empty.
+    """
     if settings.perceptual == "lpips" and not settings.lpips_weights:
         raise UsageError(
             f"tokenizer.perceptual = 'lpips' needs tokenizer.lpips_weights, {lpips.WEIGHTS_NEEDED}; "
@@ -118,9 +123,12 @@ def perceptual_in_use(settings: TokenizerSettings) -> Literal["lpips", "none"]:
 class VQTokenizer(nn.Module):
     """Encoder, quantizer and decoder for square frames of `image_size` pixels.
 
-    `tokens` K, `grid` (rows, columns), `codes` N, `width` D. Nothing in it depends on training mode except vq-ema's
-    updates and LPIPS's dropout, both inside `loss`. Under autocast the convolutions run in bf16 and the quantizer, the
-    losses and the normalization of LPIPS in float32. Raises UsageError for sizes and channel counts that do not fit.
+    `tokens` is K, `grid` (rows, columns), `codes` N and `width` D. Only vq-ema's updates and LPIPS's dropout, both
+    inside `loss`, depend on training mode. Under autocast the convolutions run in bf16. The quantizer, the losses and
+    the normalization of LPIPS run in float32.
+
+    Raises:
+        UsageError: Image size and downsamplings or channels are incompatible.
     """
 
     def __init__(self, settings: TokenizerSettings, image_size: int) -> None:
@@ -146,50 +154,53 @@ class VQTokenizer(nn.Module):
         self.quantizer = _quantizer(settings)
         self.pre_quant = nn.Conv2d(settings.width, self.quantizer.inputs, 1)
         self.post_quant = nn.Conv2d(settings.width, settings.width, 1)
-        self.lpips: lpips.LPIPS | None = None  # read at the first loss: whoever only encodes needs no weights file
+        self.lpips: lpips.LPIPS | None = None  # loaded by the first `loss`: encoding needs no weights file
 
     # -- frames to tokens and back ------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def encode(self, observation: Tensor) -> Tensor:
-        """uint8 (..., H, W, C) -> tokens int64 (..., K)."""
+        """Encode frames (..., H, W, C) uint8 to tokens (..., K) int64."""
         lead = observation.shape[:-3]
         h = self._features(_scaled(observation.flatten(0, -4) if lead else observation[None]))
         return self.quantizer.tokens(h).view(*lead, self.tokens)
 
     def codebook(self) -> Tensor:
-        """(N, D): the vector of each code, what `embed` looks up. With fsq, every combination of levels, projected."""
+        """Return the vector of each code, (N, D). With fsq it is the projection of each combination of levels."""
         return self.quantizer.vectors()
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """int64 (..., K) -> the codes' vectors (..., K, D)."""
+        """Return the codes' vectors (..., K, D) of tokens (..., K) int64."""
         return F.embedding(tokens, self.codebook())
 
     @torch.no_grad()
     def decode(self, tokens: Tensor) -> Tensor:
-        """int64 (..., K) -> frames uint8 (..., H, W, C)."""
+        """Decode tokens (..., K) int64 to frames (..., H, W, C) uint8."""
         lead = tokens.shape[:-1]
         image = self._image(self.embed(tokens).view(-1, self.width))
         pixels = ((image.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
         return pixels.permute(0, 2, 3, 1).contiguous().view(*lead, self.image_size, self.image_size, 3)  # -> frames
 
     def _features(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> what the quantizer sees, (B * K, inputs)."""
+        """Return the inputs of the quantizer (B * K, inputs) for images (B, C, H, W)."""
         h = self.pre_quant(self.encoder(x))
         return h.permute(0, 2, 3, 1).reshape(-1, self.quantizer.inputs)
 
     def _image(self, vectors: Tensor) -> Tensor:
-        """(B * K, D) -> (B, C, H, W)."""
-        x = vectors.view(-1, *self.grid, self.width).permute(0, 3, 1, 2)  # channels last, as vectors lie in memory
+        """Return images (B, C, H, W) of vectors (B * K, D)."""
+        x = vectors.view(-1, *self.grid, self.width).permute(0, 3, 1, 2)  # channels last in memory, without a copy
         return self.decoder(self.post_quant(x))
 
     # -- training and its measures ------------------------------------------------------------------------------------
 
     def loss(self, observation: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """uint8 (B, H, W, C) -> the loss to minimize and its summands by name, detached.
+        """Return the loss of frames (B, H, W, C) uint8, and its summands by name, detached.
 
-        `reconstruction` always; `codebook` and `commitment` (vq), `commitment` (vq-ema), `spread` (fsq); `perceptual`
-        when LPIPS is in use. Raises UsageError when the weights of LPIPS cannot be read.
+        The summands are `reconstruction`; `codebook` and `commitment` (vq), `commitment` (vq-ema) or `spread` (fsq);
+        `perceptual` with LPIPS.
+
+        Raises:
+            UsageError: The weights of LPIPS cannot be read.
         """
         x = _scaled(observation)
         quantized = self.quantizer(self._features(x))
@@ -201,7 +212,10 @@ class VQTokenizer(nn.Module):
         return total, {name: value.detach() for name, value in losses.items()}
 
     def _reconstruction(self, image: Tensor, x: Tensor, observation: Tensor) -> Tensor:
-        """The pixel loss of (B, C, H, W): (1 - share) * mean over all pixels + share * mean over object pixels."""
+        """Return the pixel loss: (1 - share) * mean over all pixels + share * mean over object pixels.
+
+        `image` and `x` are (B, C, H, W), `observation` (B, H, W, C) uint8.
+        """
         error = (image - x).square() if self.settings.reconstruction == "mse" else (image - x).abs()
         loss = error.mean()
         share = self.settings.object_share
@@ -219,10 +233,10 @@ class VQTokenizer(nn.Module):
 
     @torch.no_grad()
     def usage(self, observation: Tensor) -> dict[str, float]:
-        """How well uint8 (B, H, W, C) survives encoding and decoding.
+        """Return measures of encoding and decoding for frames (B, H, W, C) uint8.
 
-        - codes_used: how many of the N codes occur.
-        - perplexity: exp of the entropy of code frequencies; 1 when one code does everything, N when all serve alike.
+        - codes_used: number of the N codes that occur.
+        - perplexity: exp of the entropy of code frequencies, from 1 (a single code) to N (uniform use).
         - object_recall and l1: see `measures.survival`.
         """
         tokens = self.encode(observation)
@@ -236,7 +250,7 @@ class VQTokenizer(nn.Module):
 
 
 def _scaled(observation: Tensor) -> Tensor:
-    """uint8 (B, H, W, C) -> float32 (B, C, H, W) in [-1, 1], channels last in memory."""
+    """Convert frames (B, H, W, C) uint8 to (B, C, H, W) float32 in [-1, 1], channels last in memory."""
     assert observation.dtype == torch.uint8 and observation.shape[-1] == 3, "frames are uint8 with three colors last"
     return observation.permute(0, 3, 1, 2).float() / 127.5 - 1
 

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from wmcli.nn import value_bins
 from wmcli.nn.categorical import one_hot
 from wmcli.nn.layers import BatchNorm2d, Flatten, Float32Linear
-from wmcli.nn.residual_trunk import ResidualBlock, ResidualTrunk, conv, side
+from wmcli.nn.residual_trunk import ResidualTrunk, TrunkBlock, conv, side
 from wmcli.world_models.base import Batch, ImaginedStep, Parts, Prediction, masked_mean
 from wmcli.world_models.planners import BootstrappedWorldModel, Channels, PlanningSettings, Size, part_of, policy_terms
 
@@ -129,7 +129,7 @@ class MuZero(BootstrappedWorldModel):
         self.feature_shape = (channels, pixels, pixels)
         self.representation = ResidualTrunk(settings.frame_stack, settings.channels, "relu")
         self.dynamics = Dynamics(channels, actions)
-        self.prediction = ResidualBlock(channels, channels, "relu")
+        self.prediction = TrunkBlock(channels, channels, "relu")
         self.reward_head = _head(settings, pixels, value_bins.bins(settings.bound))
         self.policy_head = _head(settings, pixels, actions)
         self.value_head = _head(settings, pixels, value_bins.bins(settings.bound))
@@ -342,7 +342,7 @@ class Dynamics(nn.Module):
         self.actions = actions
         self.conv = conv(channels + actions, channels)
         self.norm = BatchNorm2d(channels)
-        self.block = ResidualBlock(channels, channels, "relu")
+        self.block = TrunkBlock(channels, channels, "relu")
 
     def forward(self, state: Tensor, action: Tensor) -> Tensor:
         planes = one_hot(action, self.actions, state.dtype)[..., None, None].expand(-1, -1, *state.shape[2:])
