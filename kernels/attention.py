@@ -1,14 +1,14 @@
 """Causal softmax attention with a bias by distance, a window and resets.
 
-    y_i = sum_j softmax_j(q_i k_j / sqrt(K) + bias[p_i - j]) v_j     over the visible positions j; query i stands at p_i
+    y_i = sum_j softmax_j(q_i k_j / sqrt(K) + bias[p_i - j]) v_j     over the visible positions j; query i is at p_i
 
-The T queries stand at the last T of S positions. Each sees its own position and those before it. The table of biases
-limits how far back, and a reset hides everything before it. Attention priors (Gaussian, span) are such tables. The
-gradient of a table is exact and deterministic.
+The T queries are at the last T of S positions. Each attends to its own position and to earlier ones, down to the last
+reset and within the length of the table of biases. Attention priors (Gaussian, span) are such tables. The gradient of a
+table is exact and deterministic.
 
-`reference` is the definition. In PyTorch the operation is `scaled_dot_product_attention` with a mask, or plain products
-for a single query on a CPU. The Triton form never stores all T S scores. It skips positions that a window or a reset
-hides. Scores, weights and sums are float32; products of bfloat16 operands are bfloat16.
+`reference` is the definition. The PyTorch form is `scaled_dot_product_attention` with a mask, or plain products for a
+single query on a CPU. The Triton form never stores all T S scores. It skips positions that a window or a reset hides.
+Scores, weights and sums are float32; products of bfloat16 operands are bfloat16.
 
 Axes: B batch, H heads, T queries, S positions, K head width, R distances in the table of biases.
 
@@ -50,14 +50,14 @@ def reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, reset
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, reset: Tensor | None = None) -> Tensor:
     """Attend from all queries at once.
 
-    The Triton form can be differentiated once. The PyTorch form rounds the bias to the dtype of q.
+    The Triton form has first derivatives only. The PyTorch form rounds the bias to the dtype of q.
 
     Args:
         q: (B, H, T, K).
         k: (B, H, S, K), S >= T.
         v: (B, H, S, K).
         bias: (H, R), added to the scores: bias[h, d] for the position d before the query. Positions R or more before it
-            are hidden; -inf hides a distance. Each query must see at least one position. None: no bias, and no window.
+            are hidden; -inf hides a distance. Each query needs a visible position. None: no bias, and no window.
         reset: (B, S) bool. True hides all earlier positions from this one and all later ones.
 
     Returns:
@@ -96,7 +96,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
 
 
 def _mask(q: Tensor, places: int, bias: Tensor | None, reset: Tensor | None) -> Tensor | None:
-    """Return the mask of `attention`: added biases (1 or B, H, T, S), visibility (T, S) or (B, 1, T, S), or None."""
+    """Return the mask of `attention`: biases (1 or B, H, T, S), visibility (T, S) or (B, 1, T, S), or None."""
     queries = q.shape[2]
     visible = None
     if reset is not None:
@@ -106,7 +106,7 @@ def _mask(q: Tensor, places: int, bias: Tensor | None, reset: Tensor | None) -> 
         # Distances from S - 1 down to 1 - T; each query's row is a slice, one further left than the row before.
         line = F.pad(bias.flip(1), (places - bias.shape[1], queries - 1), value=float("-inf"))
         table = line.unfold(1, places, 1).flip(1)[None]  # of four axes: with three torch takes a slow path
-        table = table.to(q.dtype)  # only here, so that the gradient of a bias is not summed up in bfloat16
+        table = table.to(q.dtype)  # converted last, so that the gradient of a bias is not summed in bfloat16
         return table if visible is None else table.masked_fill(~visible, float("-inf"))
     if queries == 1:
         return visible
@@ -116,10 +116,10 @@ def _mask(q: Tensor, places: int, bias: Tensor | None, reset: Tensor | None) -> 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
 #
-# A program has one head of one batch row (a "pair") and a tile of M queries or N places, and walks over tiles of the
+# A program has one head of one batch row (a "pair") and a tile of M queries or N places, and iterates over tiles of the
 # other. Scores and the logarithms of their sums are in units of log 2: the GPU's exponential has base 2. `since` (B, S)
 # int32 is the place of the last reset at or before each place. Strides are numbers of elements, (batch, head, row);
-# channels have stride 1. What the kernels write is (B, T or S, H, K), the order that the next product of a layer reads.
+# channels have stride 1. Outputs of the kernels are (B, T or S, H, K), the order of the next product of a layer.
 
 
 @jit
@@ -187,7 +187,7 @@ def _forward(
     W: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Compute the output (B, T, H, K) of a tile of queries, and the log of each one's sum of weights (B, H, T)."""
+    """Compute the outputs (B, T, H, K) of a tile of queries, and the logs of their sums of weights (B, H, T)."""
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // heads, pair % heads
     q += batch * q_batch + head * q_head
@@ -266,13 +266,13 @@ def _backward_queries(
 ):
     """Compute the gradients of a tile of queries, and their parts of the gradient of the biases.
 
-    `delta` (B, H, T) is the inner product of each output with its gradient. The parts (B, H, tiles, R) must come in as
-    zeros.
+    `delta` (B, H, T) is the inner product of each output with its gradient. The parts (B, H, tiles, R) must be zeros
+    initially.
 
-    A part is a sum along the diagonals of each tile of score gradients. Row m is rotated by m, so column c holds the
-    entry m - c (mod N). Each column then holds two diagonals: distance first - start + c at or below the tile's main
-    diagonal, N less above it. The second one continues at or below the diagonal of the next tile, so it is carried
-    over.
+    A part is a sum along the diagonals of each tile of score gradients. Row m is rotated by m, so column c has the
+    entry m - c (mod N). Each column then has two diagonals. At or below the tile's main diagonal it is distance
+    first - start + c, above it N less. The second one continues at or below the diagonal of the next tile, so it is
+    carried over.
     """
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // heads, pair % heads

@@ -2,9 +2,9 @@
 
     y_t = bias + sum_k weight_k x_{t - W + 1 + k}        k = 0 ... W - 1, the oldest tap first
 
-`reference` is the definition, one element at a time. The state holds the last W - 1 inputs, newest last, with zeros
-where there were none. A reset clears the inputs that later taps would reach. The other forms add one tap after the
-other; in PyTorch for all elements at once. `causal_conv` can be differentiated once.
+`reference` is the definition, one element at a time. The state is the last W - 1 inputs, newest last, with zeros before
+the first. A reset clears the inputs that later taps would reach. The other forms add one tap after the other; in
+PyTorch for all elements at once. `causal_conv` has first derivatives only.
 
 States and sums are float32 (float64 for float64 operands), also under autocast.
 
@@ -37,9 +37,9 @@ def reference(
     for t in range(x.shape[1]):
         if reset is not None:
             state = state.masked_fill(reset[:, t, None, None], 0.0)
-        seen = torch.cat((state, x[:, t, :, None]), -1)  # (B, C, W)
-        outputs.append(torch.einsum("bcw,cw->bc", seen, weight) + bias)
-        state = seen[:, :, 1:]
+        window = torch.cat((state, x[:, t, :, None]), -1)  # (B, C, W)
+        outputs.append(torch.einsum("bcw,cw->bc", window, weight) + bias)
+        state = window[:, :, 1:]
     return torch.stack(outputs, 1), state
 
 
@@ -63,14 +63,16 @@ def causal_conv(
         return y[:, 0], state
     past, length = weight.shape[1] - 1, x.shape[1]
     padded = _behind(x, past, state)
-    seen = None
+    visible = None
     last = padded[:, length:]
     if reset is not None:
         segment = F.pad(reset.long().cumsum(1), (past, 0))  # (B, W - 1 + T): resets so far
         own = segment[:, past:]
-        seen = torch.stack([segment[:, tap : tap + length] == own for tap in range(past)]).to(padded.dtype)[..., None]
+        visible = torch.stack([segment[:, tap : tap + length] == own for tap in range(past)]).to(padded.dtype)[
+            ..., None
+        ]
         last = last.masked_fill((segment[:, length:] != segment[:, -1:])[..., None], 0.0)
-    y = _Taps.apply(padded, weight.to(padded.dtype), bias.to(padded.dtype), seen)
+    y = _Taps.apply(padded, weight.to(padded.dtype), bias.to(padded.dtype), visible)
     return y.to(x.dtype), last.mT
 
 
@@ -94,12 +96,12 @@ def causal_conv_step(
         return y[:, 0, 0], state
     if reset is not None:
         state = state.masked_fill(reset[:, None, None], 0.0)
-    seen = torch.cat((state.mT, x[:, None].to(state.dtype)), 1)  # (B, W, C)
+    window = torch.cat((state.mT, x[:, None].to(state.dtype)), 1)  # (B, W, C)
     taps = weight.mT.contiguous()
-    y = torch.addcmul(bias, seen[:, 0], taps[0])
+    y = torch.addcmul(bias, window[:, 0], taps[0])
     for tap in range(1, len(taps)):
-        y.addcmul_(seen[:, tap], taps[tap])
-    return y.to(x.dtype), seen[:, 1:].mT
+        y.addcmul_(window[:, tap], taps[tap])
+    return y.to(x.dtype), window[:, 1:].mT
 
 
 def causal_conv_fork(
@@ -107,7 +109,8 @@ def causal_conv_fork(
 ) -> tuple[Tensor, Tensor]:
     """Filter N blocks of which only the first `block` elements enter the state.
 
-    The other elements (queries) see everything before them in their block, and the past. They leave no trace.
+    The other elements (queries) depend on everything before them in their block and on the past, but do not enter the
+    state.
 
     Args:
         x: (B, N, L, C).
@@ -140,33 +143,33 @@ def _behind(x: Tensor, past: int, state: Tensor | None) -> Tensor:
 class _Taps(torch.autograd.Function):
     """Sum of taps: padded (B, W - 1 + T, C), weight (C, W), bias (C,) to (B, T, C).
 
-    `seen` (W - 1, B, T, 1) is 1 where a tap sees its input and 0 elsewhere; None: all do. Every tap adds to the same
-    output, because new memory costs a CPU more than the arithmetic.
+    `visible` (W - 1, B, T, 1) is 1 where a tap uses its input, else 0; None uses all. Every tap adds to one output,
+    because new memory costs a CPU more than the arithmetic.
     """
 
     @staticmethod
-    def forward(ctx: Any, padded: Tensor, weight: Tensor, bias: Tensor, seen: Tensor | None) -> Tensor:
+    def forward(ctx: Any, padded: Tensor, weight: Tensor, bias: Tensor, visible: Tensor | None) -> Tensor:
         taps = weight.mT.contiguous()
         past = len(taps) - 1
         length = padded.shape[1] - past
         y = torch.addcmul(bias, padded[:, past:], taps[past])
-        room = None if seen is None else torch.empty_like(y)
+        room = None if visible is None else torch.empty_like(y)
         for tap in range(past):
             x = padded[:, tap : tap + length]
-            y.addcmul_(x if seen is None else torch.mul(x, seen[tap], out=room), taps[tap])
-        ctx.save_for_backward(padded, taps, seen)
+            y.addcmul_(x if visible is None else torch.mul(x, visible[tap], out=room), taps[tap])
+        ctx.save_for_backward(padded, taps, visible)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        padded, taps, seen = ctx.saved_tensors
+        padded, taps, visible = ctx.saved_tensors
         length = grad_y.shape[1]
         grad_padded, grad_taps, room = torch.zeros_like(padded), torch.empty_like(taps), torch.empty_like(grad_y)
         for tap in range(len(taps)):
             at = slice(tap, tap + length)
-            masked = seen is not None and tap < len(seen)
-            grad = torch.mul(grad_y, seen[tap], out=room) if masked else grad_y
+            masked = visible is not None and tap < len(visible)
+            grad = torch.mul(grad_y, visible[tap], out=room) if masked else grad_y
             grad_padded[:, at].addcmul_(grad, taps[tap])
             grad_taps[tap] = torch.mul(padded[:, at], grad, out=room).sum((0, 1))
         return grad_padded, grad_taps.mT, grad_y.sum((0, 1)), None
@@ -174,9 +177,8 @@ class _Taps(torch.autograd.Function):
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
 #
-# The first `block` elements of all blocks, one block after the other, are the entered ones: element `at` of block n is
-# number n block + at of it, also where at < 0, which is an element of a block before. The state holds the numbers
-# 1 - W to -1.
+# The first `block` elements of all blocks enter the state, one block after the other. Element `at` of block n is
+# their number n block + at, also for at < 0, an element of an earlier block. The state has the numbers 1 - W to -1.
 
 
 @jit
@@ -189,17 +191,17 @@ def _flags(reset, row, inside):
 def _inputs(
     x, state, x_row, x_channel, sequence, n, at, channel, channels, blocks, size, block, inside, PAST: tl.constexpr
 ):
-    """Load the elements `at`, as seen from block n: (ROWS, C), zeros where not `inside` or without a state."""
+    """Load the elements `at`, from block n: (ROWS, C), zeros where not `inside` or without a state."""
     number = n * block + at
-    known = (at >= 0) | (number >= 0)
+    in_x = (at >= 0) | (number >= 0)
     entered = tl.maximum(number, 0)
     row = sequence * blocks * size + tl.where(at < 0, entered // block * size + entered % block, n * size + at)
-    value = tl.load(
-        x + row[:, None] * x_row + channel[None, :] * x_channel, mask=inside & known[:, None], other=0.0
-    ).to(tl.float32)
+    value = tl.load(x + row[:, None] * x_row + channel[None, :] * x_channel, mask=inside & in_x[:, None], other=0.0).to(
+        tl.float32
+    )
     if state is not None:
         cell = (sequence * channels + channel[None, :]) * PAST + PAST + number[:, None]
-        value += tl.load(state + cell, mask=inside & (known == 0)[:, None], other=0.0).to(tl.float32)
+        value += tl.load(state + cell, mask=inside & (in_x == 0)[:, None], other=0.0).to(tl.float32)
     return value
 
 
@@ -235,12 +237,12 @@ def _forward(
     channel = tl.program_id(2) * C + tl.arange(0, C)
     wide = channel < channels
     total = tl.zeros((ROWS, C), tl.float32) + tl.load(bias + channel, mask=wide, other=0.0).to(tl.float32)[None, :]
-    seen = at < size
-    inside = seen[:, None] & wide[None, :]
+    visible = at < size
+    inside = visible[:, None] & wide[None, :]
     for back in tl.static_range(W):
         if reset is not None and back > 0:
-            seen = seen & (_flags(reset, row - back + 1, seen & (at >= back - 1)) == 0)
-        met = seen[:, None] & wide[None, :]
+            visible = visible & (_flags(reset, row - back + 1, visible & (at >= back - 1)) == 0)
+        met = visible[:, None] & wide[None, :]
         met_value = _inputs(
             x, state, x_row, x_channel, sequence, n, at - back, channel, channels, blocks, size, block, met, W - 1
         )
@@ -251,13 +253,13 @@ def _forward(
         # The state holds the elements before the next block, if there were one.
         slot = tl.arange(0, PAST)
         exists = slot < W - 1
-        kept = exists
+        alive = exists
         for ahead in tl.static_range(1, W - 1):
             if reset is not None:
                 later = size - (W - 1) + slot + ahead
                 there = exists & (later >= 0) & (later < size)
-                kept = kept & (_flags(reset, sequence * size + later, there) == 0)
-        read = kept[:, None] & wide[None, :]
+                alive = alive & (_flags(reset, sequence * size + later, there) == 0)
+        read = alive[:, None] & wide[None, :]
         place = slot - (W - 1)
         value = _inputs(
             x, state, x_row, x_channel, sequence, blocks, place, channel, channels, blocks, size, block, read, W - 1
@@ -304,15 +306,15 @@ def _backward(
     value = _inputs(x, state, x_row, x_channel, sequence, n, at, channel, channels, blocks, size, block, inside, W - 1)
     grad = tl.zeros((ROWS, C), tl.float32)
     parts += (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (W + 1) * channels + channel
-    seen = exists
+    visible = exists
     for ahead in tl.static_range(W):
         if reset is not None and ahead > 0:
-            seen = seen & (_flags(reset, row + ahead, exists & (at + ahead >= 0) & (at + ahead < size)) == 0)
+            visible = visible & (_flags(reset, row + ahead, exists & (at + ahead >= 0) & (at + ahead < size)) == 0)
         tap = tl.load(weight + channel * W + W - 1 - ahead, mask=wide, other=0.0).to(tl.float32)
         part = tl.zeros((C,), tl.float32)
         for behind in tl.static_range(REACH + 1):
             place = at + ahead - behind * block  # of the filter in its block
-            read = seen & (place >= 0) & (place < size)
+            read = visible & (place >= 0) & (place < size)
             if behind > 0:
                 read = read & (at < tl.where(n + behind < blocks, block, 1 - W))
             out = (row + ahead + behind * (size - block))[:, None] * channels + channel[None, :]
@@ -324,8 +326,8 @@ def _backward(
         tl.store(parts + (W - 1 - ahead) * channels, part, mask=wide)
     slot = at + (n - blocks) * block + W - 1  # in the new state
     cell = (sequence * channels + channel[None, :]) * (W - 1) + slot[:, None]
-    kept = seen & (at < block) & (slot >= 0)
-    grad += tl.load(grad_last + cell, mask=kept[:, None] & wide[None, :], other=0.0).to(tl.float32)
+    alive = visible & (at < block) & (slot >= 0)
+    grad += tl.load(grad_last + cell, mask=alive[:, None] & wide[None, :], other=0.0).to(tl.float32)
     tl.store(grad_x + row[:, None] * channels + channel[None, :], grad, mask=inside & (at >= 0)[:, None])
     if state is not None:
         cell = (sequence * channels + channel[None, :]) * (W - 1) + at[:, None] + W - 1

@@ -1,14 +1,14 @@
 """A linear recurrence with a complex diagonal that is constant over time, as in S5.
 
-    x_t = a x_{t-1} + b_t         where an element is reset x_{t-1} counts as 0
+    x_t = a x_{t-1} + b_t         with x_{t-1} = 0 at a reset
 
 `reference` is the definition, one element at a time. PyTorch cuts time into chunks and runs all chunks at once from 0.
 The states between chunks follow the same recurrence, and powers of `a` carry them through their chunks. In Triton a
-program walks through one row, with a few components of the state in registers. The gradient is the same recurrence in
+program processes one row, with a few components of the state in registers. The gradient is the same recurrence in
 reverse; only the states are stored for it.
 
-A complex number is a pair (real, imaginary) on a last axis of its own. All is computed in float32 (float64 for float64
-operands), also under autocast. `diagonal_scan` can be differentiated once.
+A complex number is a pair (real, imaginary) on a separate last axis. All arithmetic is float32 (float64 for float64
+operands), also under autocast. `diagonal_scan` has first derivatives only.
 
 Axes: B batch, T time, P state components, H channels, M components per channel, J chunks, C elements of a chunk.
 
@@ -271,16 +271,16 @@ def _backward(
             there = first + i < length
             x_re = tl.where(first + i == 0, start_re, before_re[i])
             x_im = tl.where(first + i == 0, start_im, before_im[i])
-            kept = there & (clear[i] == 0)
+            passes = there & (clear[i] == 0)
             own = tl.where(there, inside, False)
             all_re, all_im = g_re + own_re[i], g_im + own_im[i]
             tl.store(grad_b + place + (first + i) * stride, all_re, mask=own)
             tl.store(grad_b + place + (first + i) * stride + 1, all_im, mask=own)
-            of_a_re += tl.where(kept, all_re * x_re + all_im * x_im, 0.0)
-            of_a_im += tl.where(kept, all_im * x_re - all_re * x_im, 0.0)
-            # Nothing happens after the end, and nothing passes a reset.
-            g_re = tl.where(there, tl.where(kept, a_re * all_re + a_im * all_im, 0.0), g_re)
-            g_im = tl.where(there, tl.where(kept, a_re * all_im - a_im * all_re, 0.0), g_im)
+            of_a_re += tl.where(passes, all_re * x_re + all_im * x_im, 0.0)
+            of_a_im += tl.where(passes, all_im * x_re - all_re * x_im, 0.0)
+            # The gradient is 0 after the end and does not pass a reset.
+            g_re = tl.where(there, tl.where(passes, a_re * all_re + a_im * all_im, 0.0), g_re)
+            g_im = tl.where(there, tl.where(passes, a_re * all_im - a_im * all_re, 0.0), g_im)
     tl.store(grad_start + border, g_re, mask=inside)
     tl.store(grad_start + border + 1, g_im, mask=inside)
     tl.store(grad_a + border, of_a_re, mask=inside)

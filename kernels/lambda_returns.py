@@ -1,6 +1,6 @@
 """Lambda-returns, computed from the last step back.
 
-`reference` is the definition and the PyTorch form: rollouts are short and have many rows, so a loop over time is cheap.
+`reference` is the definition and the PyTorch form. Rollouts are short and have many rows, so a loop over time is cheap.
 The Triton form runs that loop in one launch.
 
 Axes: B batch, n policy evaluations. Time: `value[:, t]` is the value of the observation at t. `reward[:, t]` and
@@ -60,10 +60,11 @@ def lambda_returns(
     With `bootstrap` "own", V[t] replaces V[t+1]. Published code differs: DreamerV3 uses "next"; STORM and Drama use
     "own". Drama's r[t] and d[t] belong to the step that led to t, so its G[t] counts from one step earlier.
 
-    Differentiable in `reward` and `value`, in Triton once. Sums are float32 for operands of any dtype.
+    It has gradients with respect to `reward` and `value`, in Triton first derivatives only. Sums are float32 for
+    operands of any dtype.
 
     Args:
-        reward: r, (B, n - 1) or (B, n). An n-th entry is ignored, since the last value already stands for it.
+        reward: r, (B, n - 1) or (B, n). An n-th entry is ignored, because the last value includes it.
         value: V, (B, n).
         terminated: d, bool, of the shape of `reward`.
         discount: gamma.

@@ -6,12 +6,12 @@ With a constant decay this is retention, without its normalizers. With a decay t
 state-space duality of Mamba-2. `reference` is the definition, one element at a time.
 
 The other functions compute in chunks: inside a chunk as masked attention, between chunks through the states. PyTorch
-computes the states of all chunks at once, as a product with a decay matrix. Triton walks from state to state in one
-launch and computes all chunks in parallel in a second; a single chunk takes one launch. Queries and keys may have one
-head that all value heads share (Mamba-2's single group); then q k^T is computed once.
+computes the states of all chunks at once, as a product with a decay matrix. Triton computes the states one after the
+other in one launch and all chunks in parallel in a second one. A single chunk takes one launch. All value heads may
+share one head of queries and keys (Mamba-2's single group). Then q k^T is computed once.
 
-Operands keep their dtype inside a chunk. Decays, states and their sums are float32 (float64 for float64 operands), also
-under autocast. The Triton form can be differentiated once.
+Inside a chunk operands are not converted. Decays, states and their sums are float32 (float64 for float64 operands),
+also under autocast. The Triton form has first derivatives only.
 
 Axes: B batch, H heads, G heads of queries and keys (H, or 1 shared by all), T time, N chunks or blocks, C elements of a
 chunk, K key width, V value width.
@@ -138,8 +138,8 @@ def linear_recurrence_fork(
 ) -> tuple[Tensor, Tensor]:
     """Run over N blocks of which only the first `block` elements enter the state.
 
-    The other elements (queries) see everything up to the end of their block's first part, and one another causally.
-    They leave no trace.
+    The other elements (queries) depend on everything up to the end of their block's first part, and on one another
+    causally. They do not enter the state.
 
     Args:
         q: (B, G, N, C, K).
@@ -210,8 +210,8 @@ def _states(
         return None, added[:, :, 0]
     state = torch.zeros_like(added[:, :, 0]) if state is None else state.to(added.dtype)
     if count == 1:
-        kept = total.exp() if segment is None else total.exp().masked_fill(segment[..., -1:] > 0, 0.0)
-        return state[:, :, None], torch.addcmul(added[:, :, 0], kept[:, :, 0, :, None], state)
+        remainder = total.exp() if segment is None else total.exp().masked_fill(segment[..., -1:] > 0, 0.0)
+        return state[:, :, None], torch.addcmul(added[:, :, 0], remainder[:, :, 0, :, None], state)
     # The states at the N + 1 borders are one decay matrix times (incoming state, added_1, ..., added_N).
     total = total.squeeze(-1).expand(-1, -1, count)
     border = torch.nn.functional.pad(total.cumsum(-1), (1, 0))  # (1 or B, H, N + 1)
@@ -226,11 +226,11 @@ def _states(
 def _decay_matrix(cumulative: Tensor, segment: Tensor | None) -> Tensor:
     """Return (..., C, C) from (..., C): exp(cumulative_i - cumulative_j) for j <= i in the same segment, else 0."""
     size = cumulative.shape[-1]
-    seen = torch.ones(size, size, dtype=torch.bool, device=cumulative.device).tril()
+    visible = torch.ones(size, size, dtype=torch.bool, device=cumulative.device).tril()
     if segment is not None:
-        seen = seen & (segment[..., :, None] == segment[..., None, :])
+        visible = visible & (segment[..., :, None] == segment[..., None, :])
     # Masked before the exponential: above the diagonal it could overflow, and 0 * inf is NaN in the gradient.
-    return (cumulative[..., :, None] - cumulative[..., None, :]).masked_fill(~seen, float("-inf")).exp()
+    return (cumulative[..., :, None] - cumulative[..., None, :]).masked_fill(~visible, float("-inf")).exp()
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class _Recurrence(torch.autograd.Function):
         size, block = ctx.size, ctx.block
         batch, heads, length, value_width = v.shape
         key_width, count = q.shape[3], -(-length // size)
-        asked = grad_y is not None
+        needs_q = grad_y is not None
         if grad_y is None:
             grad_y = torch.zeros_like(v)
         grad_y = grad_y.transpose(1, 2).contiguous()
@@ -357,7 +357,7 @@ class _Recurrence(torch.autograd.Function):
         if shared:
             grad_q, grad_k = grad_q.sum(2, keepdim=True).to(q.dtype), grad_k.sum(2, keepdim=True).to(k.dtype)
         grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in (grad_q, grad_k, grad_v))
-        return grad_q if asked else None, grad_k, grad_v, grad_decay, grad_state, None, None, None
+        return grad_q if needs_q else None, grad_k, grad_v, grad_decay, grad_state, None, None, None
 
 
 def _strides(q: Tensor, v: Tensor, log_decay: Tensor) -> tuple[int, ...]:
@@ -423,10 +423,10 @@ def _passed(log_decay, d_t, reset, at, valid):
 @jit
 def _left(decay, column_decay, resets, column_resets, row, column, reset):
     """Return the share of each column's element that remains at each row's: (rows, columns), 0 above the diagonal."""
-    seen = row[:, None] >= column[None, :]
+    visible = row[:, None] >= column[None, :]
     if reset is not None:
-        seen = seen & (resets[:, None] == column_resets[None, :])
-    return tl.exp(tl.where(seen, decay[:, None] - column_decay[None, :], float("-inf")))
+        visible = visible & (resets[:, None] == column_resets[None, :])
+    return tl.exp(tl.where(visible, decay[:, None] - column_decay[None, :], float("-inf")))
 
 
 @jit
@@ -511,14 +511,14 @@ def _forward_kernel(
         decay, _, resets, _ = _passed(log_decay, d_t, reset, at, valid)
         out = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
         for back in range(tile + 1):  # from the tile itself to the chunk's first
-            seen = at - back * BLOCK_T
-            decay_, total, resets_, cleared = _passed(log_decay, d_t, reset, seen, seen < end)
+            source = at - back * BLOCK_T
+            decay_, total, resets_, cleared = _passed(log_decay, d_t, reset, source, source < end)
             if back > 0:
                 decay += total
                 resets += cleared
-            scores = _product(q, q_t, at, k, q_t, seen, end, K, BLOCK_K, BLOCK_T, DOT, PRECISION)
-            scores *= _left(decay, decay_, resets, resets_, at, seen, reset)
-            values = _tile(v, v_t, seen, seen < end, value, V)
+            scores = _product(q, q_t, at, k, q_t, source, end, K, BLOCK_K, BLOCK_T, DOT, PRECISION)
+            scores *= _left(decay, decay_, resets, resets_, at, source, reset)
+            values = _tile(v, v_t, source, source < end, value, V)
             out = tl.dot(scores.to(DOT), values.to(DOT), out, input_precision=PRECISION)
         if before is not None:
             reach = tl.exp(decay)
@@ -603,23 +603,23 @@ def _backward_kernel(
         # The gradient of the log decay before each element, and of each element's contribution to the state.
         passing = tl.zeros((BLOCK_T,), tl.float32)
         entering = tl.zeros((BLOCK_T,), tl.float32)
-        kept = 0.0
+        crossing = 0.0
 
         # As rows, from the tile itself to the chunk's first.
         decay, resets = own, own_resets
         for back in range(tile + 1):
-            seen = at - back * BLOCK_T
-            decay_, total, resets_, cleared = _passed(log_decay, d_t, reset, seen, seen < end)
+            source = at - back * BLOCK_T
+            decay_, total, resets_, cleared = _passed(log_decay, d_t, reset, source, source < end)
             if back > 0:
                 decay += total
                 resets += cleared
-            pulls = _product(grad_y, y_t, at, v, v_t, seen, end, V, BLOCK_V, BLOCK_T, DOT, PRECISION)
-            pulls *= _left(decay, decay_, resets, resets_, at, seen, reset)
-            keys = _tile(k, q_t, seen, seen < end, key, K)
+            pulls = _product(grad_y, y_t, at, v, v_t, source, end, V, BLOCK_V, BLOCK_T, DOT, PRECISION)
+            pulls *= _left(decay, decay_, resets, resets_, at, source, reset)
+            keys = _tile(k, q_t, source, source < end, key, K)
             grad_queries = tl.dot(pulls.to(DOT), keys.to(DOT), grad_queries, input_precision=PRECISION)
             if sums is not None:
-                scores = _product(q, q_t, at, k, q_t, seen, end, K, BLOCK_K, BLOCK_T, DOT, PRECISION)
-                passing += tl.sum(tl.where(at[:, None] > seen[None, :], scores * pulls, 0.0), 1)
+                scores = _product(q, q_t, at, k, q_t, source, end, K, BLOCK_K, BLOCK_T, DOT, PRECISION)
+                passing += tl.sum(tl.where(at[:, None] > source[None, :], scores * pulls, 0.0), 1)
 
         # As columns, from the tile itself to the chunk's last.
         gap, entered, cleared = 0.0, 0.0, 0
@@ -665,11 +665,11 @@ def _backward_kernel(
                 states = _tile(grad_states + border, V, key, key < K, column, V)
                 pushed = tl.dot(values, tl.trans(states), pushed, input_precision=PRECISION)
                 if before is not None and sums is not None:
-                    kept += tl.sum(states * _tile(before + border, V, key, key < K, column, V))
+                    crossing += tl.sum(states * _tile(before + border, V, key, key < K, column, V))
             grad_keys += pushed
             if sums is not None:
                 entering = tl.sum(_tile(k, q_t, at, valid, key, K).to(tl.float32) * pushed, 1)
-                kept *= tl.where(cleared == 0, tl.exp(entered), 0.0)
+                crossing *= tl.where(cleared == 0, tl.exp(entered), 0.0)
             for start in range(0, K, BLOCK_K):
                 column = start + tl.arange(0, BLOCK_K)
                 keys = _tile(k, q_t, at, valid, column, K).to(tl.float32) * weight[:, None]
@@ -685,10 +685,10 @@ def _backward_kernel(
         if sums is not None:
             sums += (row * WIDE + slice_) * 2 * length
             tl.store(sums + at, passing, mask=valid)
-            # An element counts for the decays after it, the state before the chunk for all.
+            # An element contributes to the decays after it, the state before the chunk to all.
             tl.store(sums + length + at + 1, entering, mask=at + 1 < enters)
             if tile == 0:
-                tl.store(sums + length + chunk * size, kept)
+                tl.store(sums + length + chunk * size, crossing)
 
 
 @jit

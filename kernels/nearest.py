@@ -1,9 +1,9 @@
 """Nearest code of a codebook, the search of vector quantization.
 
 `reference` is the definition. The other forms minimize |e|^2 - 2 h e over the codes e. |h|^2 is equal for all codes and
-is left out: it would swallow the digits that tell codes apart. Neither form stores all (M, N) distances. In PyTorch
-some vectors at a time meet all codes, while their distances are in the cache; a Triton program keeps only its best code
-so far.
+omitted, because its rounding would hide small differences between codes. Neither form stores all (M, N) distances. The
+PyTorch form compares a few vectors at a time with all codes, while their distances are in the cache. A Triton program
+stores only its best code so far.
 
 All arithmetic is float32, also under autocast: in bfloat16 the distances to two codes are often equal.
 

@@ -5,18 +5,17 @@
     y = K * u,  K_l = 2 Re(C Abar^l Bbar)                            the same as a convolution
 
 Only one half of each conjugate pair is stored, and P^* x means 2 Re(sum conj(P) x). The half state is only real-linear.
-So states, and all matrices that act on them, are real, with (re, im) side by side: N numbers for M = N / 2 pairs. In
-these numbers A rotates and decays each pair, less twice an outer product p p^T. So Abar never lengthens a state.
+So states and their matrices are real, with (re, im) side by side: N numbers for M = N / 2 pairs. In these numbers A
+rotates and decays each pair, less twice an outer product p p^T. So Abar never lengthens a state.
 
 The learned parameter is not C but C~ = C (I - Abar^L) for one fixed kernel length L. Then the kernel's spectrum at the
-L-th roots of unity is a few Cauchy sums. `reference` is the definition and `kernel` the Cauchy form. `Systems` holds
-the systems of several layers and runs them over sequences, as a convolution or with a state. The Cauchy sums and the
-step have Triton forms; everything else on a GPU is a few large products. The skip connection (the paper's D) is left to
-the caller.
+L-th roots of unity is a few Cauchy sums. `reference` is the definition and `kernel` the Cauchy form. `Systems` runs the
+systems of several layers over sequences, as a convolution or with a state. The Cauchy sums and the step have Triton
+forms; all other work on a GPU is a few large products. The caller adds the skip connection (the paper's D).
 
-Everything is float32 (float64 for float64 parameters), also under autocast. Powers of Abar are float64, because decays
-are close to 1. The backward pass computes again what was prepared from the parameters, instead of storing it. All can
-be differentiated once.
+All arithmetic is float32 (float64 for float64 parameters), also under autocast. Powers of Abar are float64, because
+decays are close to 1. The backward pass recomputes the prepared operators instead of storing them. First derivatives
+only.
 
 Axes: S layers, B batch, T time, H channels, N state numbers, M pairs, J chunks, C elements of a chunk, R rows, F
 frequencies.
@@ -40,7 +39,7 @@ from wmcli.kernels.dispatch import jit, on_triton, tl, triton
 
 CHUNK = 64  # elements: the cost inside chunks grows with their length, that between chunks falls
 NEAR, PARTS = 16, 8  # with resets: elements of the smallest parts of a convolution, and parts of a whole
-KEPT_CHUNKS = 4  # chunk lengths whose operators are stored
+STORED_CHUNKS = 4  # chunk lengths whose operators are stored
 PREPARED_ELEMENTS = 1 << 23  # of the largest tensor while several layers are prepared together
 CACHED_ELEMENTS = 1 << 19  # of (H, M, F) at a time in the torch form of the Cauchy sums, for the processor's cache
 FREQUENCIES = 128  # per Triton program of the Cauchy sums
@@ -392,7 +391,7 @@ def chunk_operators(discrete: Discrete, c: Tensor, dtype: torch.dtype, size: int
 
     Let f_l = row . x_l be the feedback of the rank-one part. Then x_l is a sum of powers of the diagonal over earlier
     input and feedback. The feedback of a series is its value without feedback, filtered by the inverse of a lower
-    Toeplitz matrix: that of 1, row column, row diagonal column, and so on.
+    Toeplitz matrix. The matrix has the first column 1, row column, row diagonal column, and so on.
 
     Args:
         discrete: The system, float64.
@@ -487,7 +486,7 @@ def _turn(diagonal: Tensor) -> Tensor:
 
 
 def convolve(u: Tensor, kernel: Tensor) -> Tensor:
-    """Convolve by FFT in the kernel's dtype, y_t = sum_l kernel_l u_{t - l}: u (B, T, H), kernel (H, L), T <= L."""
+    """Return y_t = sum_l kernel_l u_{t - l} of u (B, T, H) and kernel (H, L), T <= L, by FFT in the kernel's dtype."""
     time = u.shape[1]
     assert time <= kernel.shape[1]
     with torch.autocast(u.device.type, enabled=False):
@@ -497,7 +496,7 @@ def convolve(u: Tensor, kernel: Tensor) -> Tensor:
 
 
 def convolve_segments(u: Tensor, kernel: Tensor, segments: Segments) -> Tensor:
-    """Convolve each segment of the rows u (H, R, C) with the kernel (H, C or longer); return y (H, R, C)."""
+    """Return y (H, R, C), each segment of the rows u (H, R, C) convolved with the kernel (H, C or longer)."""
     return _Segmented.apply(u.contiguous(), kernel[:, : u.shape[2]], segments)
 
 
@@ -552,7 +551,7 @@ class Segments:
 
     @cached_property
     def fresh(self) -> Tensor:
-        """Return (R, C) bool: a reset stands before the element, or at it."""
+        """Return (R, C) bool: a reset precedes the element, or is at it."""
         return self.number > 0
 
 
@@ -561,14 +560,14 @@ class Resets:
 
     def __init__(self, reset: Tensor) -> None:
         self.reset = reset
-        self._made: dict[Any, Segments] = {}
+        self._cache: dict[Any, Segments] = {}
 
     def segments(self, start: int, stop: int, size: int, dtype: torch.dtype) -> Segments:
         """Return the segments of the elements from `start` to `stop`, in rows of `size`."""
         key = start, stop, size, dtype
-        if key not in self._made:
-            self._made[key] = Segments(self.reset[:, start:stop].reshape(-1, size).long().cumsum(1), dtype)
-        return self._made[key]
+        if key not in self._cache:
+            self._cache[key] = Segments(self.reset[:, start:stop].reshape(-1, size).long().cumsum(1), dtype)
+        return self._cache[key]
 
 
 class _Segmented(torch.autograd.Function):
@@ -648,7 +647,7 @@ class Systems:
         *,
         graph: bool = True,
     ) -> None:
-        """Hold the parameters; nothing is computed yet.
+        """Store the parameters without computing anything.
 
         Args:
             build: Makes systems and C~ (S, H, M) of the stacked groups.
@@ -658,7 +657,7 @@ class Systems:
         """
         self.build, self.parameters, self.length = build, parameters, length
         self.graph = graph
-        self._made: dict[Any, list[tuple[Tensor, ...]]] = {}
+        self._cache: dict[Any, list[tuple[Tensor, ...]]] = {}
 
     def convolve(self, layer: int, u: Tensor, resets: Resets | None = None) -> Tensor:
         """Run from a zero state: u (B, T, H), T <= length, to y (B, T, H)."""
@@ -705,19 +704,19 @@ class Systems:
     def fork(self, layer: int, u: Tensor, block: int, state: Tensor) -> tuple[Tensor, Tensor]:
         """Run u (B, J, C, H), J blocks of which only the first `block` elements enter the state.
 
-        The other elements see everything up to the end of their block's first part, and one another causally. They
-        leave no trace. Return y (B, J, C, H) and the state after the last block.
+        The other elements depend on everything up to the end of their block's first part, and on one another causally.
+        They do not enter the state. Return y (B, J, C, H) and the state after the last block.
         """
-        asked = u.shape[2] - block
-        chunk = self.chunk_operators(layer, block, max(block, asked))
+        count = u.shape[2] - block
+        chunk = self.chunk_operators(layer, block, max(block, count))
         with torch.autocast(u.device.type, enabled=False):
             u = u.to(state.dtype).permute(3, 0, 1, 2).contiguous()  # (H, B, J, C)
             states = _states(chunk, u[..., :block], state.transpose(0, 1))
             borders, rows = torch.stack(states, 2), u.flatten(1, 2)
             before = (borders.flatten(1, 2) @ chunk.outputs).unflatten(1, borders.shape[1:3])  # (H, B, J + 1, reach)
-            before = torch.cat((before[:, :, :-1, :block], before[:, :, 1:, :asked]), 3)
+            before = torch.cat((before[:, :, :-1, :block], before[:, :, 1:, :count]), 3)
             own = rows[..., :block] @ chunk.inside[:, :block, :block]
-            others = rows[..., block:] @ chunk.inside[:, :asked, :asked]
+            others = rows[..., block:] @ chunk.inside[:, :count, :count]
             y = before + torch.cat((own, others), 2).view_as(before)
         return y.permute(1, 2, 3, 0), states[-1].transpose(0, 1)
 
@@ -728,30 +727,30 @@ class Systems:
     def chunk_operators(self, layer: int, size: int, reach: int, rest: int = 0) -> Chunk:
         """Return the operators of `run` and `fork`; see the function `chunk_operators`."""
         key = size, reach, rest
-        kept = [other for other in self._made if isinstance(other, tuple)]
-        if key not in kept and len(kept) == KEPT_CHUNKS:
-            self._made.pop(kept[0])
+        chunks = [other for other in self._cache if isinstance(other, tuple)]
+        if key not in chunks and len(chunks) == STORED_CHUNKS:
+            self._cache.pop(chunks[0])
         return Chunk(*self._prepared(key, partial(_chunk, size=size, reach=reach, rest=rest), reach)[layer])
 
     def _prepared(
         self, key: Any, function: Callable[..., tuple[Tensor, ...]], reach: int = 1
     ) -> list[tuple[Tensor, ...]]:
         """Return the results of `function` on systems, C~ and length, one tuple per layer."""
-        if key not in self._made:
+        if key not in self._cache:
             c = self.parameters[-1][0]
             elements = c.numel() * (2 if c.is_complex() else 1)  # H N
             count = max(1, PREPARED_ELEMENTS // (elements * max(elements // len(c), reach)))
             function = partial(_from_parameters, self.build, partial(function, length=self.length))
-            made: list[tuple[Tensor, ...]] = []
-            # Not in the first caller's modes: they must not stick to tensors that later callers use.
+            operators: list[tuple[Tensor, ...]] = []
+            # The results must not depend on the modes of the first caller, because later callers use them too.
             with torch.inference_mode(False), torch.set_grad_enabled(self.graph):
                 for start in range(0, len(self.parameters[0]), count):
                     groups = [group[start : start + count] for group in self.parameters]
                     layers = len(groups[0])
                     results = _Prepared.apply(function, layers, *(each for group in groups for each in group))
-                    made += [results[layer::layers] for layer in range(layers)]
-            self._made[key] = made
-        return self._made[key]
+                    operators += [results[layer::layers] for layer in range(layers)]
+            self._cache[key] = operators
+        return self._cache[key]
 
 
 class _Prepared(torch.autograd.Function):
@@ -774,14 +773,14 @@ class _Prepared(torch.autograd.Function):
         with torch.enable_grad():
             groups = [group.detach().requires_grad_() for group in ctx.groups]
             results = _by_layer(ctx.function(*groups))
-        asked = [pair for pair in zip(results, gradients, strict=True) if pair[1] is not None]
-        found = torch.autograd.grad(
-            [result for result, _ in asked], groups, [gradient for _, gradient in asked], allow_unused=True
+        pairs = [pair for pair in zip(results, gradients, strict=True) if pair[1] is not None]
+        grads = torch.autograd.grad(
+            [result for result, _ in pairs], groups, [gradient for _, gradient in pairs], allow_unused=True
         )
         return (
             None,
             None,
-            *(each for group in found for each in ([None] * ctx.layers if group is None else group.unbind())),
+            *(each for group in grads for each in ([None] * ctx.layers if group is None else group.unbind())),
         )
 
 
@@ -828,8 +827,8 @@ def _states(chunk: Chunk, u: Tensor, state: Tensor, segments: Segments | None = 
     added = (rows @ chunk.inputs).unflatten(1, u.shape[1:3])  # (H, B, J, N)
     states = [state]
     for j, own in enumerate(added.unbind(2)):
-        kept = states[-1] if segments is None else states[-1].masked_fill(cleared[:, j], 0.0)
-        states.append(torch.baddbmm(own, kept, chunk.power))
+        before = states[-1] if segments is None else states[-1].masked_fill(cleared[:, j], 0.0)
+        states.append(torch.baddbmm(own, before, chunk.power))
     return states
 
 

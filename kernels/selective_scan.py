@@ -3,8 +3,8 @@
     h_t[c, s] = exp(dt_t[c] a[c, s]) h_{t-1}[c, s] + dt_t[c] b_t[s] x_t[c]        y_t[c] = sum_s c_t[s] h_t[c, s]
 
 Step sizes and the weights of input and output depend on the data. `reference` is the definition, one element at a time.
-The other forms run the same loop but store only some states; the backward pass runs each chunk again from the state
-before it. No tensor (B, T, C, S) ever exists. They can be differentiated once.
+The other forms run the same loop but store only some states. The backward pass recomputes each chunk from the state
+before it. No tensor (B, T, C, S) ever exists. They have first derivatives only.
 
 The PyTorch form works on tiles that stay in the processor's cache. Its loop takes one operation per element. That is
 faster than scans in log(chunk) operations, which do more work. In Triton a program handles a sequence and a few
@@ -31,11 +31,11 @@ from torch.autograd.function import once_differentiable
 
 from wmcli.kernels.dispatch import jit, on_triton, tl, triton
 
-CHUNK = 16  # elements between two states that the form in torch keeps
+CHUNK = 16  # elements between two states that the form in torch stores
 CACHED = 2**19  # numbers in each of the two or three arrays it works on, for every thread: two megabytes
 LOG2E = 1 / math.log(2)
 
-TRITON_CHUNK = 8  # elements between two kept states; as many states are in a program's registers in the backward pass
+TRITON_CHUNK = 8  # elements between two stored states; as many states are in a program's registers in the backward pass
 CHANNELS = 16  # of a program
 CELLS = 128  # state components per warp
 
@@ -115,8 +115,8 @@ def selective_scan_fork(
 ) -> tuple[Tensor, Tensor]:
     """Scan N blocks of which only the first `block` elements enter the state.
 
-    The other elements (queries) see everything up to the end of their block's first part, and one another causally.
-    They leave no trace.
+    The other elements (queries) depend on everything up to the end of their block's first part, and on one another
+    causally. They do not enter the state.
 
     Args:
         x: (B, N, L, C).
@@ -138,16 +138,16 @@ def selective_scan_fork(
     y = y.unflatten(1, (blocks, block))
     if block < size:
         x_, dt_, b_, c_ = (operand[:, :, block:].flatten(0, 1) for operand in (x, dt, b, c))
-        asked, _ = _scan(x_, dt_, a, b_, c_, ends.flatten(0, 1), None, size - block)
-        y = torch.cat((y, asked.unflatten(0, (-1, blocks))), 2)
+        answers, _ = _scan(x_, dt_, a, b_, c_, ends.flatten(0, 1), None, size - block)
+        y = torch.cat((y, answers.unflatten(0, (-1, blocks))), 2)
     return y, _outer(ends[:, -1])
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------
 #
-# Here states are (..., S, C): the innermost loop of every operation runs over channels, of which there are many. On a
-# CPU memory that is new costs more than the arithmetic on it, which is why the arrays of a tile are used over and over,
-# and torch's exp2 can be several times as fast as its exp.
+# Here states are (..., S, C), so that the innermost loop of every operation runs over the many channels. On a CPU new
+# memory costs more than the arithmetic on it, so the arrays of a tile are reused. torch's exp2 can be several times as
+# fast as its exp.
 
 
 def _inner(state: Tensor | None) -> Tensor | None:
@@ -212,7 +212,7 @@ class _SelectiveScan(torch.autograd.Function):
         tiles, room = _tiles(x, rates, pieces, 3)
         with torch.autocast(x.device.type, enabled=False):
             for rows in tiles:
-                carried = grad_state[rows]  # becomes the gradient of the state before each piece, at last of the first
+                carried = grad_state[rows]  # becomes the gradient of the state before each piece, finally of the first
                 for index, piece in reversed(list(enumerate(pieces))):
                     if (index + 1) % every == 0:
                         carried += grad_ends[rows, index // every]
@@ -287,8 +287,8 @@ def _unroll(
         torch.addcmul(clear[..., None], dt_, rates, out=decay)
     decay.exp2_()
     torch.mul((dt * x)[:, :, None], b[..., None], out=h)
-    for kept, after in zip(decay.unbind(1), h.unbind(1), strict=True):
-        state = after.addcmul_(kept, state)
+    for share, after in zip(decay.unbind(1), h.unbind(1), strict=True):
+        state = after.addcmul_(share, state)
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def _forward(
     start,
     reset,
     y,
-    kept,
+    stored,
     x_row,
     dt_row,
     b_row,
@@ -351,7 +351,7 @@ def _forward(
     """Scan a sequence and a tile of channels.
 
     The sequence is `length` elements, from the `offset`-th on, of each of `blocks` blocks of `size` rows. x_row and the
-    like are strides of rows. `start` (rows, C, S) or None: sequence n starts with row (n + 1) step - 1. `kept`
+    like are strides of rows. `start` (rows, C, S) or None: sequence n starts with row (n + 1) step - 1. `stored`
     (sequences, P, C, S) receives the state after every piece of at most CHUNK elements.
     """
     sequence = tl.program_id(0).to(tl.int64)
@@ -378,7 +378,7 @@ def _forward(
             h = _decay(dt_[i], rate, reset_[i]) * h + (dt_[i] * x_[i])[:, None] * b_[i][None, :]
             written = tl.where(i < count, inside, False)
             tl.store(y + (row + i) * channels + channel, tl.sum(h * c_[i][None, :], 1), mask=written)
-        tl.store(kept + (sequence * blocks * pieces + piece) * channels * width + cell, h, mask=cells)
+        tl.store(stored + (sequence * blocks * pieces + piece) * channels * width + cell, h, mask=cells)
 
 
 @jit
@@ -390,7 +390,7 @@ def _backward(
     c,
     start,
     reset,
-    kept,
+    stored,
     grad_y,
     grad_ends,
     grad_last,
@@ -446,7 +446,7 @@ def _backward(
             g += tl.load(
                 grad_ends + block * states + cell, mask=tl.where(first + CHUNK >= length, cells, False), other=0.0
             )
-        border = kept + (sequence * blocks * pieces + piece - 1) * states
+        border = stored + (sequence * blocks * pieces + piece - 1) * states
         h = tl.load(border + cell, mask=tl.where(piece > 0, cells, False), other=0.0)
         if start is not None:
             border = start + ((sequence + 1) * step - 1) * states
@@ -527,8 +527,8 @@ def _launches(x: Tensor, block: int) -> list[_Launch]:
     batch, blocks, size, _ = x.shape
     first = _Launch(batch, blocks, size, 0, block, 1)
     # The queries of a block start from the last state stored for the block.
-    asked = _Launch(batch * blocks, 1, size, block, size - block, first.pieces)
-    return [first, asked] if block < size else [first]
+    queries = _Launch(batch * blocks, 1, size, block, size - block, first.pieces)
+    return [first, queries] if block < size else [first]
 
 
 def _tile(a: Tensor) -> tuple[int, int]:
@@ -561,20 +561,20 @@ class _TritonScan(torch.autograd.Function):
         start = None if state is None else state.contiguous()
         reset = None if reset is None else reset.contiguous()
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        kept: list[Tensor] = []
+        stored: list[Tensor] = []
         for launch in _launches(x, block):
             states = a.new_empty(launch.sequences, launch.blocks * launch.pieces, *a.shape, dtype=torch.float32)
-            launch.run(_forward, operands, [kept[0] if kept else start, reset, y, states])
-            kept.append(states)
-        ctx.save_for_backward(x, dt, a, b, c, start, reset, *kept)
+            launch.run(_forward, operands, [stored[0] if stored else start, reset, y, states])
+            stored.append(states)
+        ctx.save_for_backward(x, dt, a, b, c, start, reset, *stored)
         ctx.block = block
-        last = kept[0][:, -1]
-        return y, last if kept[0].shape[1] == 1 else last.clone()  # a view would keep all states alive
+        last = stored[0][:, -1]
+        return y, last if stored[0].shape[1] == 1 else last.clone()  # a view would keep all states alive
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
-        x, dt, a, b, c, start, reset, *kept = ctx.saved_tensors
+        x, dt, a, b, c, start, reset, *stored = ctx.saved_tensors
         operands = [_rows(x), _rows(dt), a.contiguous(), _rows(b), _rows(c)]
         launches = _launches(x, ctx.block)
         grad_y, grad_last = grad_y.contiguous(), grad_last.contiguous()
@@ -591,7 +591,7 @@ class _TritonScan(torch.autograd.Function):
                 _backward,
                 operands,
                 [
-                    *(kept[0] if index else start, reset, kept[index]),
+                    *(stored[0] if index else start, reset, stored[index]),
                     *(grad_y, grad_ends, None if index else grad_last),
                     *(grad_x, grad_dt, parts[index], grad_b, grad_c, grad_start),
                 ],

@@ -1,13 +1,13 @@
-"""Grow search trees over tensors: E trees in lock step, one new leaf each a simulation.
+"""Grow search trees over tensors: E trees in lock step, one new leaf each per simulation.
 
 `plant` makes the roots. `select` walks down every tree to the edge of its next leaf. `backup` adds the leaf and carries
-its value up. A `SearchRule` holds all that differs between algorithms. Shipped rules: `tree_search_mctx`,
+its value up. A `SearchRule` defines all differences between algorithms. Rules of this package: `tree_search_mctx`,
 `tree_search_lightzero`, `tree_search_gumbel`.
 
-Every node remembers its best action, so the way down is one lookup a level. A backup scores all nodes that it changed
-in one batch. The form in torch is the definition. The Triton form runs one program a tree each way.
+Every node stores its best action, so `select` takes one lookup per level. A backup scores all nodes that it changed in
+one batch. The form in torch is the definition. The Triton form runs one program per tree in each direction.
 
-Rewards and values behind a termination are 0.
+Rewards and values after a termination are 0.
 
 Axes: E trees, A actions, S simulations, R nodes in a batch, M = S + 2 blocks of E nodes. Node m E + e is tree e's.
 Block 0 is NOWHERE, the child of every edge without a node. Block 1 holds the roots. Simulation s adds block s + 2.
@@ -164,8 +164,8 @@ def _output_visits(roots: Nodes) -> PolicyOutput:
 class SearchRule:
     """The functions by which a search chooses.
 
-    `score` alone makes a rule. All functions work on batches of nodes in plain torch. They must not write to what they
-    are given, and must not wait for the device (no `.item()`, no `if` on a tensor). UCB1, for instance:
+    Only `score` is required. All functions work on batches of nodes in plain torch. They must not write to their
+    arguments and must not wait for the device (no `.item()`, no `if` on a tensor). UCB1, for instance:
 
         def ucb1(nodes: Nodes, q: Tensor) -> Tensor:
             bonus = (2 * nodes.visits.log() / nodes.children_visits).sqrt()
@@ -191,19 +191,19 @@ class SearchRule:
     draw_noise: Callable[[int, int, int, torch.Generator], SearchNoise] = _draw_nothing
     """(E, A, S, generator) -> noise on the generator's device, for searches that explore; others get None."""
     init_extra: Callable[[SearchTree, SearchNoise], Any] = _keep_nothing
-    """(tree of roots, noise) -> tensors of the rule's own, kept as `SearchTree.extra`."""
+    """(tree of roots, noise) -> the rule's own tensors, stored as `SearchTree.extra`."""
     update_extra: Callable[[SearchTree, Tensor, Tensor], None] | None = None
     """(tree, nodes (R,) on the paths just backed up, their q (R,)) -> None; writes `SearchTree.extra` in place. Leaves
     come last. Nodes below E pad shorter paths."""
     count_root_value: bool = True
-    """Back the model's value of the root up into it, too."""
+    """Include the model's value of the root in the root's value."""
     rescore_all: bool = False
-    """Choose anew at every node after a backup. False: only on the path, enough where scores depend on a node's own row
-    and its children."""
+    """Choose again at every node after a backup. False: only on the path, sufficient if scores depend on a node's own
+    row and its children."""
     output: Callable[[Nodes], PolicyOutput] = _output_visits
     """roots (E nodes) -> the result of the search."""
     fused: FusedRule | None = field(default=None, init=False)
-    """The same rule in Triton. None: it runs in torch on every device. A changed copy has none."""
+    """The same rule in Triton. None runs it in torch on every device. A modified copy has none."""
 
     def fuse(self, fused: FusedRule) -> SearchRule:
         """Return the rule with a Triton form."""
@@ -221,7 +221,7 @@ def plant(
     """Build trees of roots.
 
     Args:
-        rule: How they will grow.
+        rule: Rule of the searches.
         num_simulations: S, the calls of `select` and `backup` to make room for.
         discount: Gamma, in (0, 1].
         logits: (E, A), the model's policy at the roots.
@@ -263,9 +263,9 @@ def select(tree: SearchTree, rule: SearchRule, simulation: int) -> Selection:
     if rule.fused is not None and on_triton(tree.nodes):
         return rule.fused.select(tree)
     node, nowhere = tree.ids[ROOT], tree.ids[NOWHERE]
-    stop_early = node.device.type == "cpu"  # a GPU would have to be waited for
+    stop_early = node.device.type == "cpu"  # on a GPU the comparison would wait for the device
     path = [node]
-    for _ in range(simulation):  # the deepest that a tree can be
+    for _ in range(simulation):  # the largest depth of a tree
         node = tree.best_child.index_select(0, node)
         if stop_early and torch.equal(node, nowhere):
             break
@@ -335,13 +335,13 @@ def backup(
 
 
 def _choose(tree: SearchTree, rule: SearchRule, simulation: int, ids: Tensor, rows: Tensor) -> None:
-    """Choose an action at the nodes `ids` (R,), the E roots first; `rows` (6, R) are theirs of `SearchTree.nodes`."""
+    """Choose an action at the nodes `ids` (R,), the E roots first, with their `rows` (6, R) of `SearchTree.nodes`."""
     edges = tree.edges.index_select(1, ids).transpose(1, 2).contiguous()
     nodes = _nodes(tree, simulation, ids, rows, edges)
     scores = rule.score(nodes, rule.qtransform(nodes))
     if scores.shape != nodes.children_q.shape:
-        shape, want = tuple(scores.shape), tuple(nodes.children_q.shape)
-        raise ValueError(f"the search rule's scores have shape {shape}, not {want}: actions first, then nodes")
+        shape, expected = tuple(scores.shape), tuple(nodes.children_q.shape)
+        raise ValueError(f"the search rule's scores have shape {shape}, not {expected}: actions first, then nodes")
     action = rule.interior_action_selection_fn(nodes, scores)
     if rule.root_action_selection_fn is not None:
         trees = tree.num_trees
@@ -353,7 +353,7 @@ def _choose(tree: SearchTree, rule: SearchRule, simulation: int, ids: Tensor, ro
 
 
 def _nodes(tree: SearchTree, simulation: int, ids: Tensor, rows: Tensor, edges: Tensor) -> Nodes:
-    """Show a rule the nodes `ids` (R,), whose part of `tree.nodes` is `rows` (6, R), of `tree.edges` (3, A, R)."""
+    """Return the nodes `ids` (R,) with their `rows` (6, R) of `tree.nodes` and `edges` (3, A, R) of `tree.edges`."""
     visits, _, value_sum, _, _, raw_value = rows.unbind(0)
     return Nodes(tree, simulation, ids, visits, value_sum, raw_value, *edges.unbind(0))
 
@@ -366,12 +366,12 @@ def summarize(tree: SearchTree, rule: SearchRule) -> PolicyOutput:
 
 
 def sum_over_actions(x: Tensor) -> Tensor:
-    """Sum (A, R) to (R,), to the same bits whatever R is."""
+    """Sum (A, R) to (R,), with the same bits for any R."""
     return x.t().contiguous().sum(1)
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
-# One program a tree. It never reads again what it writes: its other threads might not see the write yet.
+# One program per tree. It never reads its own writes again, because they may not be visible to its other threads yet.
 
 
 @jit
@@ -514,7 +514,7 @@ def log_softmax(policy):
 
 
 def _select_triton(tree: SearchTree) -> Selection:
-    """Follow the remembered actions."""
+    """Follow the stored actions."""
     parent, action = torch.empty_like(tree.ids[:2])
     grid = (tree.num_trees,)
     _walk_down[grid](tree.best_action, tree.best_child, parent, action, tree.num_trees, num_warps=1)
@@ -522,7 +522,7 @@ def _select_triton(tree: SearchTree) -> Selection:
 
 
 class FusedRule(NamedTuple):
-    """A rule in Triton, for one tree a program. `prior`, `choose` and `track` are jit functions.
+    """A rule in Triton, for one tree per program. `prior`, `choose` and `track` are jit functions.
 
     Vectors are over actions, padded to a power of two.
     """
@@ -531,9 +531,9 @@ class FusedRule(NamedTuple):
     """Logits -> the prior of a node."""
     choose: Any = None
     """(arguments, offsets of the tree's row in tables (E, A), inside, at_root, visits, value, raw_value,
-    children_visits, children_q, children_prior) -> action int64. None: `select` does not follow remembered actions."""
+    children_visits, children_q, children_prior) -> action int64. None: `select` does not follow stored actions."""
     track: Any = None
-    """(arguments, tree, E, least q, largest q on the path). None: nothing to keep."""
+    """(arguments, tree, E, least q, largest q on the path). None tracks nothing."""
     arguments: Callable[[SearchTree, int], tuple[Any, ...]] = lambda tree, simulation: ()
     """(tree, the simulation to choose for) -> tensors and numbers for `choose` and `track`."""
     select: Callable[[SearchTree], Selection] = _select_triton

@@ -1,9 +1,9 @@
 """Gumbel MuZero's search rule.
 
 The score of a child is its prior logit + (maxvisit_init + largest N_a) value_scale q'. q' is q scaled to [0, 1] among
-siblings; children without a visit get a mix of the model's value and the visited siblings' q by their priors. The
-root searches among the best of a few actions, drawn without replacement, by sequential halving. Below, visits follow
-the improved policy, the softmax of the scores, which is also the target for learning.
+siblings. Children without a visit get a mix of the model's value and the visited siblings' q by their priors. The root
+searches among the best of a few actions, drawn without replacement, by sequential halving. At other nodes visits follow
+the improved policy, the softmax of the scores. It is also the target for learning.
 
 Source: Danihelka et al. 2022, ICLR; sequential halving: Karnin et al. 2013. Axes as in `tree_search`.
 """
@@ -29,12 +29,12 @@ from wmcli.kernels.tree_search import (
 )
 
 SMALLEST = 1e-8
-"""The narrowest range of values to divide by."""
+"""Smallest range of values in a division."""
 TINY = torch.finfo(torch.float32).tiny
 
 
 class GumbelExtra(NamedTuple):
-    """Tensors of the rule, and numbers known before the search."""
+    """Tensors and constants of the rule."""
 
     gumbel: Tensor
     """(E, A) float32: standard Gumbel noise of the root's logits."""
@@ -49,8 +49,8 @@ def gumbel_rule(
 
     Args:
         max_num_considered_actions: Actions that the root searches among.
-        maxvisit_init: Added to the visits of the most visited action, for the weight of q against logits.
-        value_scale: Times that sum, the weight.
+        maxvisit_init: Summand of the weight of q against logits, besides the visits of the most visited action.
+        value_scale: Factor of that weight.
     """
 
     def init_extra(tree: SearchTree, noise: Tensor | None) -> GumbelExtra:
@@ -97,7 +97,7 @@ def considered_visits(num_considered_actions: int, num_simulations: int) -> tupl
 
 
 def _draw_uniforms(num_trees: int, num_actions: int, num_simulations: int, generator: torch.Generator) -> Tensor:
-    """Draw uniforms (E, A), of which the Gumbel noise is made."""
+    """Draw the uniforms (E, A) of the Gumbel noise."""
     return torch.rand(num_trees, num_actions, generator=generator)
 
 

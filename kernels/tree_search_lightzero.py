@@ -1,11 +1,11 @@
-"""MuZero's search rule as opendilab/LightZero has it.
+"""MuZero's search rule as in opendilab/LightZero.
 
 The score of a child is q' + P f(N - 1) sqrt(N - 1) / (1 + N_a), with f as in `tree_search_mctx`. q' is q scaled to
-[0, 1] between the least and the largest r + gamma V that any backup of the tree gave, at least 0.01 apart. Children
-without a visit get a mean of their visited siblings' q and of the same mean one level up. Equal scores, to 1e-6, go to
-the largest of given uniforms. The model's value of the root does not count.
+[0, 1] by the range of r + gamma V over all backups of the tree, at least 0.01 wide. Children without a visit get a mean
+of their visited siblings' q and of the same mean one level up. Ties, to 1e-6, go to the largest of given uniforms. The
+root's value excludes the model's value of it.
 
-The range is the whole tree's, so every node is scored anew after a backup. Axes as in `tree_search`.
+The range is that of the whole tree, so every node is scored again after a backup. Axes as in `tree_search`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from wmcli.kernels.tree_search_mctx import (
 TIE = 1e-6
 """Scores closer than this are equal."""
 NARROWEST = 0.01
-"""The narrowest range of values that is stretched to [0, 1]."""
+"""Smallest range of values that is scaled to [0, 1]."""
 
 
 class LightZeroNoise(NamedTuple):
@@ -48,7 +48,7 @@ class LightZeroNoise(NamedTuple):
     dirichlet: Tensor
     """(E, A), mixed into the root's prior."""
     ties: Tensor | None = None
-    """(E, S + 1, A), uniform in [0, 1): which of equal children is taken at each node. None: the first."""
+    """(E, S + 1, A), uniform in [0, 1): of equal children the largest is chosen. None chooses the first."""
 
 
 class LightZeroExtra(NamedTuple):
@@ -57,9 +57,9 @@ class LightZeroExtra(NamedTuple):
     exploration: Tensor
     """(S + 2,) float32: f(N - 1) sqrt(N - 1) at N visits."""
     ties: Tensor
-    """(M E, A) float32: of equal children the one with the largest is taken."""
+    """(M E, A) float32: of equal children the one with the largest is chosen."""
     bounds: Tensor
-    """(2, E) float32: least and largest q that backups gave."""
+    """(2, E) float32: least and largest q of all backups."""
 
 
 def lightzero_rule(
@@ -107,7 +107,7 @@ def _mix_noise(logits: Tensor, noise: LightZeroNoise | None, fraction: float) ->
 
 
 def _widen_bounds(tree: SearchTree, nodes: Tensor, q: Tensor) -> None:
-    """Let the bounds hold q (R,) of `nodes` (R,), the leaves last."""
+    """Extend the bounds to include q (R,) of `nodes` (R,), the leaves last."""
     trees = tree.num_trees
     nodes, q = nodes.view(-1, trees), q.view(-1, trees)
     least, largest = torch.where(nodes < trees, q[-1], q).aminmax(dim=0)  # padding has no q of its own
@@ -125,7 +125,7 @@ def _qtransform_by_tree(nodes: Nodes) -> Tensor:
     count.clamp_min_(1)
     above = tree.parent_edge.index_select(0, nodes.ids).div_(actions, rounding_mode="floor")
     means = total.new_zeros(trees + len(total))  # with those of nowhere, which stay 0
-    mean, stop_early = means[trees:], total.device.type == "cpu"  # a GPU would have to be waited for
+    mean, stop_early = means[trees:], total.device.type == "cpu"  # on a GPU the comparison would wait for the device
     for _ in range(len(total) // trees):  # one level at a time
         next_mean = means.index_select(0, above).add_(total).div_(count)
         if stop_early and torch.equal(next_mean, mean):
@@ -148,7 +148,7 @@ def _take_highest(nodes: Nodes, scores: Tensor) -> Tensor:
 
 @jit
 def _widen_fused(arguments, tree, trees, least, largest):
-    """Let the bounds hold the path's q."""
+    """Extend the bounds to include the path's q."""
     (bounds,) = arguments
     tl.store(bounds + tree, tl.minimum(least, tl.load(bounds + tree)))
     tl.store(bounds + trees + tree, tl.maximum(largest, tl.load(bounds + trees + tree)))

@@ -1,4 +1,4 @@
-"""MuZero's search rule as google-deepmind/mctx has it.
+"""MuZero's search rule as in google-deepmind/mctx.
 
 The score of a child is q' + P f(N) sqrt(N) / (1 + N_a), with f(n) = pb_c_init + ln((n + pb_c_base + 1) / pb_c_base).
 q' is q scaled to [0, 1] between the least and the largest of V and the q of visited children. Other children get the
@@ -19,7 +19,7 @@ from wmcli.kernels.dispatch import jit, tl
 from wmcli.kernels.tree_search import FusedRule, Nodes, SearchRule, SearchTree, softmax
 
 SMALLEST = 1e-8
-"""The narrowest range of values to divide by."""
+"""Smallest range of values in a division."""
 FAR = 1e30
 """More than any difference of preferences, times the smallest difference of scores."""
 
@@ -89,7 +89,7 @@ def qtransform_by_siblings(nodes: Nodes) -> Tensor:
 
 
 def score_puct(nodes: Nodes, q: Tensor) -> Tensor:
-    """Add the bonus for exploration, which `SearchTree.extra` has as `exploration`."""
+    """Add the bonus for exploration, from `SearchTree.extra.exploration`."""
     weight = nodes.tree.extra.exploration.index_select(0, nodes.visits.long())
     return torch.addcdiv(q, nodes.children_prior * weight, nodes.children_visits + 1)
 
@@ -97,7 +97,7 @@ def score_puct(nodes: Nodes, q: Tensor) -> Tensor:
 def take_highest(scores: Tensor, preference: Tensor, tolerance: float = 0.0) -> Tensor:
     """Return the action (R,) with the highest score (A, R).
 
-    Of scores less than `tolerance` apart, the one with the largest `preference` (A, R) is taken, then the first.
+    Scores less than `tolerance` apart are ties. They go to the largest `preference` (A, R), then to the first.
     """
     behind = scores - scores.amax(0)  # 0 for the highest, negative for others
     if tolerance:

@@ -406,7 +406,7 @@ def test_only_a_few_lengths_of_chunks_are_kept():
     recurrence.step(torch.ones(1, 3, dtype=torch.float64), state)
     for time in range(1, 12):
         recurrence.run(torch.ones(1, time, 3, dtype=torch.float64), state)
-    assert list(recurrence.systems._made) == ["step", *((time, time, 0) for time in (8, 9, 10, 11))]
+    assert list(recurrence.systems._cache) == ["step", *((time, time, 0) for time in (8, 9, 10, 11))]
 
 
 # -- several layers ----------------------------------------------------------------------------------------------------
