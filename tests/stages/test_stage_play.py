@@ -199,7 +199,7 @@ class Dutiful(Controller):
     def initial_state(self, batch):
         return ()
 
-    def cleared(self, state, reset):
+    def clear_rows(self, state, reset):
         return state
 
     def follow(self, action, state):
