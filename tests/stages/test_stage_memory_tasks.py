@@ -255,7 +255,7 @@ def test_training_goes_on_from_the_last_weights_and_publishes_the_best(tmp_path:
 def test_an_episode_longer_than_a_row_is_refused(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
     with pytest.raises(
-        UsageError, match=r"dynamics.sequence_length = 40.*has\s+50 frames; set dynamics.sequence_length=50"
+        UsageError, match=r"dynamics.sequence_length = 40.*an episode of 50 frames.*set dynamics.sequence_length=50"
     ):
         train_dynamics(opened(run, "dynamics.sequence_length=40"))
 

@@ -133,7 +133,7 @@ def check_episode_fits(longest: int, length: int) -> None:
     if longest > length:
         raise UsageError(
             f"dynamics.sequence_length = {length}: an episode of {longest} frames does not fit into a row"
-            f" (dynamics.rows = episodes); set dynamics.sequence_length={longest}, or dynamics.rows=windows."
+            f" (dynamics.rows = episodes); set dynamics.sequence_length={longest}, or rows to windows or streams."
         )
 
 
