@@ -35,7 +35,7 @@ CHUNK = 16  # elements between two states that the form in torch stores
 CACHED = 2**19  # numbers in each of the two or three arrays it works on, for every thread: two megabytes
 LOG2E = 1 / math.log(2)
 
-TRITON_CHUNK = 8  # elements between two stored states; as many states are in a program's registers in the backward pass
+TRITON_CHUNK = 8  # elements between two stored states, and states in a program's registers in the backward pass
 CHANNELS = 16  # of a program
 CELLS = 128  # state components per warp
 

@@ -174,7 +174,7 @@ def test_it_equals_attention_written_out(make, backbone, prior):
     model, x, reset = make(backbone, prior), inputs(2, 7, D), torch.zeros(2, 7, dtype=torch.bool)
     reset[1, 3] = True
     settings, heads, width = model.prior.settings, 2, D // 2
-    learned = attention_prior.learned(model)
+    learned = attention_prior.prior_values(model)
     for row, start in ((0, 0), (1, 3)):
         h = x[row, start:]
         count = len(h)

@@ -20,9 +20,9 @@ from wmcli.errors import UsageError
 from wmcli.nn import attention_prior
 from wmcli.nn.attention_prior import (
     AttentionPrior,
-    learned,
     log_prior,
     penalty,
+    prior_values,
     priors_of,
     project,
     scaled_attention,
@@ -203,7 +203,7 @@ def test_gradients_of_scaled_attention_equal_finite_differences():
 def test_initial_values_are_those_of_the_settings(mean, deviation, span, mean_bound):
     each = prior(kind="gaussian_span", mean=mean, deviation=deviation, span=span, mean_bound=mean_bound)
     for name, want in (("mean", mean), ("deviation", deviation), ("span", span)):
-        assert_close(learned(each)[name], torch.full((2, 3), want), rtol=1e-6, atol=0)
+        assert_close(prior_values(each)[name], torch.full((2, 3), want), rtol=1e-6, atol=0)
     assert {parameter.dtype for parameter in each.parameters()} == {torch.float32}
     if mean_bound == "clamp":
         for value, raw in ((1.0, 0.541325), (2.0, 1.854587), (3.0, 2.948931), (6.0, 5.997518), (10.0, 9.999955)):
@@ -256,10 +256,10 @@ def test_the_max_norm_cuts_down_what_is_above_it_and_nothing_else():
         spans = each[1].raw_span
         with torch.no_grad():
             spans[0] = torch.tensor([1.0, 4.0, 30.0])
-        before = learned(each)
+        before = prior_values(each)
         project(each)
-        assert_close(learned(each)["span"], before["span"].clamp(max=limit))
-        assert_close(learned(each)["mean"], before["mean"])
+        assert_close(prior_values(each)["span"], before["span"].clamp(max=limit))
+        assert_close(prior_values(each)["mean"], before["mean"])
         assert spans.requires_grad and spans.grad_fn is None
         project(each)
 
@@ -269,13 +269,13 @@ def test_a_frozen_copy_does_not_count():
     both = nn.ModuleList([live, copy.deepcopy(live).requires_grad_(False)])
     assert priors_of(both) == [live[1]]
     assert penalty(both).item() == penalty(live).item()
-    assert {name: value.shape for name, value in learned(both).items()} == {
+    assert {name: value.shape for name, value in prior_values(both).items()} == {
         "mean": (2, 3),
         "deviation": (2, 3),
         "span": (2, 3),
     }
-    assert not any(value.requires_grad for value in learned(both).values())
-    assert learned(prior(kind="span")).keys() == {"span"} and learned(nn.Linear(2, 2)) == {}
+    assert not any(value.requires_grad for value in prior_values(both).values())
+    assert prior_values(prior(kind="span")).keys() == {"span"} and prior_values(nn.Linear(2, 2)) == {}
 
 
 def test_nothing_waits_for_the_device():
@@ -284,7 +284,7 @@ def test_nothing_waits_for_the_device():
         each[1]()
         penalty(each).backward()
         project(each)
-        learned(each)
+        prior_values(each)
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """RetNet (Sun et al. 2023, arXiv 2307.08621) as REM trains it (Cohen et al. 2024, arXiv 2402.05643).
 
-It differs from Sun et al. where REM's public code (leor-c/REM on fkodom/yet-another-retnet) does: log-spaced decays,
-rotation without a length scale, no normalizer but the GroupNorm per token, SiLU instead of GELU, no final LayerNorm.
+It has the differences of REM's public code (leor-c/REM on fkodom/yet-another-retnet) from Sun et al.: log-spaced
+decays, rotation without a length scale and SiLU instead of GELU. The only normalizer is the GroupNorm per token. There
+is no final LayerNorm.
 
 Positions. Queries and keys are rotated by their position, and only differences of positions matter. A state is stored
 relative to the next element, at position 0. A call with n elements rotates the state back by n and gives its elements

@@ -142,7 +142,7 @@ class StateSpaceStack(Backbone):
         state: S4State | None,
         systems: kernels.Systems,
         advance: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
-        wanted: slice | None = None,
+        outputs: slice | None = None,
     ) -> tuple[Tensor, S4State | None]:
         """Run all blocks with a state.
 
@@ -151,7 +151,7 @@ class StateSpaceStack(Backbone):
             state: The state before x; None starts from zeros.
             systems: The prepared systems.
             advance: From layer, u and the layer's state to the outputs of its systems and its new state.
-            wanted: As in `_run`.
+            outputs: As in `_run`.
 
         Returns:
             The outputs, and the new state; None if `state` is.
@@ -164,24 +164,24 @@ class StateSpaceStack(Backbone):
             after.append(new)
             return y
 
-        y = self._run(x, mix, wanted)
+        y = self._run(x, mix, outputs)
         return y, None if state is None else S4State(tuple(after), None if systems is self.frozen else systems)
 
-    def _run(self, x: Tensor, mix: Callable[[int, Tensor], Tensor], wanted: slice | None = None) -> Tensor:
+    def _run(self, x: Tensor, mix: Callable[[int, Tensor], Tensor], outputs: slice | None = None) -> Tensor:
         """Run all blocks.
 
         Args:
             x: (..., D).
             mix: From layer and u (..., D) to the outputs of its systems.
-            wanted: Elements of x (..., T, D) whose outputs are needed; after the last systems no others are computed.
+            outputs: Elements of x (..., T, D) whose outputs are needed; after the last systems no others are computed.
         """
         last = 2 * len(self.blocks) - 1
         for index, block in enumerate(self.blocks):
             for layer, module in enumerate(block.layers, 2 * index):
                 u = module.norm(x)
                 y = mix(layer, u)
-                if wanted is not None and layer == last:
-                    x, u, y = (part[..., wanted, :] for part in (x, u, y))
+                if outputs is not None and layer == last:
+                    x, u, y = (part[..., outputs, :] for part in (x, u, y))
                 x = module(x, u, y)
             x = block.feed_forward(x)
         return self.norm(x)

@@ -6,12 +6,12 @@ and key j stand d = i - j apart; R_d is a sinusoid of that distance, u and v are
     score_ij = ((q_i + u) k_j + (q_i + v) W_r R_d) / sqrt(K)        0 <= d <= W
 
 With `segment_length = 0` the memory is a sliding window. In each layer an element attends to itself and to the W =
-`memory_length` elements before it, so a stack of layers reaches layers * memory_length elements back. Gradients flow
+`memory_length` elements before it. A stack of layers reaches layers * memory_length elements back. Gradients flow
 equally far; detach the state with `map_state` to stop them.
 
 With `segment_length = c` it is the paper's cache. A sequence is cut into segments of c elements, counted from the last
 reset or from the first element of the state. In each layer an element attends to its own segment up to itself, and to
-the last `memory_length` elements before that segment, so W = memory_length + c - 1. The layer's inputs at those earlier
+the last `memory_length` elements before that segment: W = memory_length + c - 1. The layer's inputs at those earlier
 elements are constants (the paper's SG). No gradient reaches them, but W_k and W_v still learn from their keys and
 values. Keys that a state carried over the end of a segment give no gradient at all.
 

@@ -339,7 +339,7 @@ def project(module: nn.Module) -> None:
         prior.project()
 
 
-def learned(module: nn.Module) -> dict[str, Tensor]:
+def prior_values(module: nn.Module) -> dict[str, Tensor]:
     """Return the current `mean`, `deviation` and `span` of the priors in `module`, in units and without gradient.
 
     Each is (layers, heads), with several transformers concatenated along layers.

@@ -30,7 +30,7 @@ class GroupNorm(nn.GroupNorm):
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu":
             return super().forward(x)
-        pixels = x.permute(0, 2, 3, 1).flatten(1, 2)  # (B, P, C), no copy of what is channels last
+        pixels = x.permute(0, 2, 3, 1).flatten(1, 2)  # (B, P, C), no copy if channels last
         y = _GroupNorm.apply(pixels, self.weight, self.bias, self.num_groups, self.eps)
         return y.unflatten(1, x.shape[2:]).permute(0, 3, 1, 2)
 

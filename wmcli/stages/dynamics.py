@@ -101,7 +101,7 @@ def train_dynamics(
         world_model = trainer.world_model.eval()
         with context.machine.autocast():
             write_side_by_side(payload, imagined_beside_real(world_model, trainer.replay, settings.context))
-        if attention_prior.learned(world_model):
+        if attention_prior.prior_values(world_model):
             draw_priors([context.run], context.settings, payload / "priors.png")
 
     inside = settings.tokenizer_kind is not None and not settings.takes_tokenizer

@@ -58,12 +58,12 @@ class VectorQuantizer(nn.Module):
     def forward(self, h: Tensor) -> Quantized:
         h = h.float()
         tokens = self.tokens(h)
-        chosen = self.codebook[tokens]
+        vectors = self.codebook[tokens]
         losses = {
-            "codebook": F.mse_loss(chosen, h.detach()),
-            "commitment": self.commitment * F.mse_loss(h, chosen.detach()),
+            "codebook": F.mse_loss(vectors, h.detach()),
+            "commitment": self.commitment * F.mse_loss(h, vectors.detach()),
         }
-        return Quantized(straight_through(chosen, h), tokens, losses)
+        return Quantized(straight_through(vectors, h), tokens, losses)
 
 
 class AverageVectorQuantizer(nn.Module):
@@ -73,8 +73,8 @@ class AverageVectorQuantizer(nn.Module):
     dead, so that the first batch places the whole codebook. `forward` updates the codebook in training mode. Codebook
     and averages are buffers, and randomness comes from torch's global generator: a checkpoint of both resumes exactly.
 
-    Two changes to the source: A restart draws vectors in proportion to their squared distance from their code, as
-    k-means++ does, because most vectors of a game frame are the same background. A restarted code counts as used M / N
+    There are two changes to the source. A restart draws vectors in proportion to their squared distance from their
+    code, as in k-means++: most vectors of a game frame are the same background. A restarted code counts as used M / N
     times, so that its average has time to grow before the next test.
 
     Loss: `commitment` = commitment * mean |h - sg(e)|^2.
@@ -106,20 +106,20 @@ class AverageVectorQuantizer(nn.Module):
     def forward(self, h: Tensor) -> Quantized:
         h = h.float()
         tokens = self.tokens(h)
-        chosen = self.codebook[tokens]
-        losses = {"commitment": self.commitment * F.mse_loss(h, chosen)}
+        vectors = self.codebook[tokens]
+        losses = {"commitment": self.commitment * F.mse_loss(h, vectors)}
         if self.training:
-            self.update(h.detach(), tokens, chosen)
-        return Quantized(straight_through(chosen, h), tokens, losses)
+            self.update(h.detach(), tokens, vectors)
+        return Quantized(straight_through(vectors, h), tokens, losses)
 
     @torch.no_grad()
-    def update(self, h: Tensor, tokens: Tensor, chosen: Tensor) -> None:
+    def update(self, h: Tensor, tokens: Tensor, vectors: Tensor) -> None:
         """Update the averages and the codebook by a batch.
 
         Args:
             h: Features, (M, D).
             tokens: Their codes, (M,).
-            chosen: The codes' vectors, (M, D).
+            vectors: The codes' vectors, (M, D).
         """
         codes = len(self.codebook)
         average_use = len(h) / codes
@@ -127,7 +127,7 @@ class AverageVectorQuantizer(nn.Module):
             member = one_hot(tokens, codes, torch.float32)  # (M, N); a product, because scattered additions are not
             uses = self.decay * self.uses + (1 - self.decay) * member.sum(0)  # deterministic on CUDA
             sums = self.decay * self.sums + (1 - self.decay) * (member.T @ h)
-            error = (h - chosen).square().sum(1) + 1e-12  # multinomial rejects all zeros
+            error = (h - vectors).square().sum(1) + 1e-12  # multinomial rejects all zeros
         # (N, D). Drawn also without dead codes, so that nothing waits for the device.
         places = h[torch.multinomial(error, codes, replacement=True)]
         dead = (uses < self.restart_below * average_use)[:, None]

@@ -98,8 +98,8 @@ class DynamicsTrainer(Trainer):
 
     def status(self) -> dict[str, Any]:
         """Return learned attention priors and validation losses."""
-        learned = attention_prior.learned(self.world_model)
-        priors = {"priors": {name: value.tolist() for name, value in learned.items()}} if learned else {}
+        values = attention_prior.prior_values(self.world_model)
+        priors = {"priors": {name: value.tolist() for name, value in values.items()}} if values else {}
         return priors | ({} if self._best is None else self._best.metrics())
 
     def select_weights(self) -> None:
