@@ -214,7 +214,7 @@ def test_targets_are_those_of_the_newest_search_and_the_least_searched_come_firs
     rows, policy, value = np.array([1, 0, 6]), torch.eye(3), torch.tensor([1.0, 2.0, 3.0])
     targets.update(rows, policy, value)
     assert targets.due(8).tolist() == [2, 3, 0, 1, 4, 5, 7, 6]  # 0, 0, 1, 1, 1, 1, 1 and 2 searches
-    assert targets.found.tolist() == [True, True, False, False, True, True, True, True]
+    assert targets.is_searched.tolist() == [True, True, False, False, True, True, True, True]
     assert torch.equal(targets.policy[rows], policy) and torch.equal(targets.value[rows], value)
     assert replay.searched is not None and not replay.searched[2][:4].any(), "the experience stays as it was"
 
@@ -222,7 +222,7 @@ def test_targets_are_those_of_the_newest_search_and_the_least_searched_come_firs
     grown = SearchTargets(replay, 3)
     grown.continue_from(targets.state())
     assert grown.due(12).tolist() == [2, 3, 0, 1, 4, 5, 7, 8, 9, 10, 11, 6]
-    for name in ("policy", "value", "found"):
+    for name in ("policy", "value", "is_searched"):
         assert torch.equal(getattr(grown, name)[:8], getattr(targets, name))
     grown.update(np.array([6]), policy[:1], value[:1])
     once_more = SearchTargets(replay, 3)
@@ -232,7 +232,7 @@ def test_targets_are_those_of_the_newest_search_and_the_least_searched_come_firs
 
 def test_targets_of_experience_that_nobody_searched() -> None:
     targets = SearchTargets(filled([experience([[4]], [0])]), 3)
-    assert targets.policy.shape == (4, 3) and not targets.found.any()
+    assert targets.policy.shape == (4, 3) and not targets.is_searched.any()
     assert {name: len(value) for name, value in targets.state().items()} == {
         "rows": 0,
         "again": 0,

@@ -158,7 +158,7 @@ def test_a_uniform_batch_larger_than_there_are_windows_has_each_once_a_round() -
 
 
 def test_what_is_drawn_otherwise_is_refused() -> None:
-    with pytest.raises(AssertionError, match="dfs is not for this sampler"):
+    with pytest.raises(AssertionError, match="unknown sampling dfs"):
         sampler(sampling="dfs")
 
 
@@ -193,7 +193,7 @@ def test_seeds_matter() -> None:
 @pytest.mark.parametrize("lengths", [[], [2, 1, 2]])
 def test_no_window_is_an_error_that_says_what_to_do(lengths: list[int]) -> None:
     with pytest.raises(
-        UsageError, match=rf"3 frames in a row \(the longest has {max(lengths, default=0)}\).*wm collect"
+        UsageError, match=rf"no 3 consecutive frames \(the longest sequence has {max(lengths, default=0)}\).*wm collect"
     ):
         sampler(lengths=lengths)
 

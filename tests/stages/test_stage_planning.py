@@ -157,7 +157,7 @@ def test_the_policy_is_learned_only_where_something_searched(run: Path, monkeypa
     train_dynamics(opened(run, force=True), experience="experience@1", controller="none")
     train_dynamics(opened(run, force=True), controller="none")
     train_dynamics(opened(run, force=True))
-    assert [int(targets.found.sum()) for targets in seen] == [0, 60, 80]
+    assert [int(targets.is_searched.sum()) for targets in seen] == [0, 60, 80]
 
 
 def test_films_show_what_the_search_found(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

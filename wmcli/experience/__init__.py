@@ -1,9 +1,8 @@
-"""Experience: what was played, on disk (segments) and in memory, and how training windows are drawn from it.
+"""Experience on disk (segments) and in memory (the replay), and the sampling of training windows.
 
-The time convention, once: `action[t]` was taken after seeing `observation[t]`; `reward[t]`, `terminated[t]` and
-`truncated[t]` came of it. `first[t]`: `observation[t]` opens an episode. The frame that follows the last action of an
-episode is not kept. An episode may end with neither flag where its environment failed or could not be restored; in
-memory it is truncated.
+Time convention: `action[t]` follows `observation[t]`; `reward[t]`, `terminated[t]` and `truncated[t]` follow
+`action[t]`. `first[t]` marks the first observation of an episode. The observation after the last action of an episode
+is not stored. An episode whose environment failed may end with neither flag; the replay marks it as truncated.
 """
 
 from __future__ import annotations

@@ -20,23 +20,22 @@ if TYPE_CHECKING:
     import torch
 
 SEGMENT = "segment.zarr"
-"""The own segment of an experience artifact, without those before it."""
+"""Segment of an experience artifact. Earlier segments are in its inputs."""
 HELD_OUT = {"validation": "validation.zarr", "test": "test.zarr"}
-"""Segments of whole episodes that scripted and recorded experience holds beside it. They are never trained on."""
+"""Segments of held-out episodes in scripted and recorded experience."""
 DRAWN_AT_ONCE = 4096  # frames
 
 
 def load_experience(artifact: Artifact, device: torch.device | str, loaded: Replay | None = None) -> Replay:
-    """Load all experience up to an artifact.
+    """Load an experience artifact and all earlier segments.
 
     Args:
-        artifact: The newest segment. The segments before it are loaded as well.
-        device: Where the tensors go.
-        loaded: An earlier result. If the artifact continues it, only later segments are read, and it is extended in
-            place.
+        artifact: The newest segment.
+        device: Device of the tensors.
+        loaded: An earlier result. If the artifact continues it, it is extended in place by the newer segments.
 
     Returns:
-        `loaded` if it was extended, else a new memory.
+        `loaded` if it was extended, else a new replay.
 
     Raises:
         ArtifactError: A segment is missing, damaged or pruned.
@@ -57,15 +56,15 @@ def load_experience(artifact: Artifact, device: torch.device | str, loaded: Repl
 
 
 def load_held_out(artifact: Artifact, part: str, device: torch.device | str) -> Replay:
-    """Load the episodes that experience holds back.
+    """Load held-out episodes.
 
     Args:
         artifact: The experience.
         part: "validation" or "test".
-        device: Where the tensors go.
+        device: Device of the tensors.
 
     Raises:
-        ArtifactError: The artifact holds back no such episodes, or is damaged.
+        ArtifactError: The artifact has no such episodes, or is damaged.
     """
     if not (artifact.path / HELD_OUT[part]).exists():
         raise ArtifactError(
@@ -79,7 +78,7 @@ def load_held_out(artifact: Artifact, part: str, device: torch.device | str) -> 
 
 
 def lives_end_episodes(environment: Mapping[str, Any]) -> bool:
-    """Return whether a lost life ends a training episode, but not its game, by an environment's protocol block."""
+    """Return whether a lost life ends a training episode, but not its game, in an environment of a manifest."""
     return bool(environment["train"].get("life_loss_ends_episode", False))
 
 
@@ -92,7 +91,7 @@ def _empty(artifact: Artifact, device: torch.device | str) -> Replay:
 
 
 def _extend(replay: Replay, artifact: Artifact, part: str) -> None:
-    """Read the segment `part` into memory, block by block. Frames of compact states are drawn from them."""
+    """Append the segment `part` to the replay, block by block. Without frames, draw them from compact states."""
     folder = artifact.path / part
     arrays = read_segment(folder, frames=False)
     frames = read_frames(folder)
@@ -105,6 +104,6 @@ def _drawn(task: Task, sketch: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the frames of compact states (N, S) in blocks (n, H, W, 3)."""
     pieces = np.split(sketch, range(DRAWN_AT_ONCE, len(sketch), DRAWN_AT_ONCE))
     count = os.cpu_count() or 1
-    with ThreadPoolExecutor(count) as workers:  # NumPy lets go of the interpreter while it computes
+    with ThreadPoolExecutor(count) as workers:  # NumPy releases the interpreter lock
         for start in range(0, len(pieces), count):
             yield from workers.map(task.draw, pieces[start : start + count])

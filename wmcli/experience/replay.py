@@ -1,7 +1,7 @@
-"""All experience in memory, once: frames as uint8 on the training device.
+"""The replay: all experience in memory, with uint8 frames on the training device.
 
-N rows, H height, W width, C color channel. Rows stand as they arrived, streams interleaved. An *order*, position ->
-row, lists them episode by episode or stream by stream, so that a window of either is a run of positions.
+Axes: N rows, H height, W width, C color channel. Rows are in order of arrival, with streams interleaved. An *order*
+(position -> row) sorts them by episode or by stream, so that a window is a range of positions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Episodes(NamedTuple):
-    """Where each of E episodes, or streams, lies in its order."""
+    """Positions of E episodes, or streams, in an order."""
 
     start: np.ndarray  # int64 (E,): position of the first frame
     length: np.ndarray  # int64 (E,): frames
@@ -28,13 +28,12 @@ class Episodes(NamedTuple):
 class Replay:
     """A growing store of rows as tensors on one device.
 
-    `frames` uint8 (N, H, W, C); `action` int64, `reward` float32, `terminated`, `truncated`, `first` bool, each (N,).
-    Once a segment was played by a search: `policy` float32 (N, A) and `value` float32 (N,), what each search found, and
-    `found` bool (N,), False in the rows of other segments.
-    An *episode* is a run of rows of one stream from a row that opens one to the next; the last one of each stream may
-    be unfinished and goes on with the next segment. One that was cut, because its environment began anew without ending
-    it, is truncated. A *game* runs on over the lives that are lost in it where `lives_end_episodes`; elsewhere every
-    episode is a game. `upto`: digest of the newest artifact in it, set by the caller.
+    An *episode* is the rows of one stream from one with `first` to the next. The last one of each stream may be
+    unfinished and continues in the next segment. An episode that its environment abandoned is truncated. A *game*
+    continues after lost lives with `lives_end_episodes`; else every episode is a game.
+
+    Attributes:
+        upto: Digest of the newest artifact in the replay, set by the caller.
     """
 
     def __init__(self, device: torch.device | str, *, lives_end_episodes: bool = False) -> None:
@@ -55,8 +54,8 @@ class Replay:
         }
         self._columns: dict[str, torch.Tensor] = {}
         self._rows = 0
-        self._episode = np.zeros(0, np.int64)  # (N,): which episode a row belongs to
-        self._stream = np.zeros(0, np.int64)  # (N,): which stream a row belongs to
+        self._episode = np.zeros(0, np.int64)  # (N,): episode of each row
+        self._stream = np.zeros(0, np.int64)  # (N,): stream of each row
         self._left = np.zeros(0, np.int16)  # (N,): see `lives_left`
         self._running: dict[int, int] = {}  # stream -> its newest episode
         self._newest: dict[int, int] = {}  # stream -> its newest row
@@ -64,11 +63,11 @@ class Replay:
 
     @classmethod
     def empty(cls, device: torch.device | str, *, lives_end_episodes: bool = False) -> Replay:
-        """A memory without rows on `device`."""
+        """Return a replay without rows."""
         return cls(device, lives_end_episodes=lives_end_episodes)
 
     def __len__(self) -> int:
-        """Rows."""
+        """Return the number of rows N."""
         return self._rows
 
     @property
@@ -83,7 +82,7 @@ class Replay:
 
     @property
     def reward(self) -> torch.Tensor:
-        """float32 (N,), as the environment gave it."""
+        """float32 (N,), unclipped."""
         return self._column("reward")
 
     @property
@@ -103,7 +102,7 @@ class Replay:
 
     @property
     def opens_game(self) -> torch.Tensor:
-        """bool (N,): the frame opens a game, and not only its next life."""
+        """bool (N,): the frame is the first of a game, not only of a life."""
         return self._column("opens_game")
 
     @property
@@ -113,48 +112,57 @@ class Replay:
 
     @property
     def searched(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """policy, value, found; None where no row was played by a search."""
-        if "found" not in self._columns:
+        """Search results of the rows, None if no segment has any.
+
+        Policy float32 (N, A), value float32 (N,), and bool (N,): whether the row's segment was played by search.
+        """
+        if "is_searched" not in self._columns:
             return None
-        return self._column("policy"), self._column("value"), self._column("found")
+        return self._column("policy"), self._column("value"), self._column("is_searched")
 
     @property
     def order(self) -> np.ndarray:
-        """int64 (N,): position -> row, the episodes one after the other, each in the order of time."""
+        """int64 (N,): position -> row, episode after episode, each in order of time."""
         return self.runs(across_ends=False)[1]
 
     @property
     def episodes(self) -> Episodes:
-        """Where each episode lies in `order`, by the row of their first frame."""
+        """Positions of the episodes in `order`, sorted by the rows of their first frames."""
         return self.runs(across_ends=False)[0]
 
     def runs(self, across_ends: bool) -> tuple[Episodes, np.ndarray]:
-        """Runs of rows that follow each other in time, and the order, int64 (N,), in which they lie.
+        """Return runs of consecutive rows, and their order int64 (N,).
 
-        Each run is an episode or, `across_ends`, a whole stream: its episodes one after the other.
+        Args:
+            across_ends: Each run is a whole stream instead of an episode.
         """
         run = self._stream if across_ends else self._episode
         length = np.bincount(run)
-        length = length[length > 0]  # streams need not be numbered without gaps
+        length = length[length > 0]  # numbers of streams may have gaps
         return Episodes(np.cumsum(length) - length, length), np.argsort(run, kind="stable")
 
     def reserve(self, rows: int, frame: tuple[int, ...], actions: int | None = None) -> None:
-        """Make room for `rows` rows in all, of frames (H, W, C), so that growing does not copy; for what searches found
-        as well, if the number of `actions` is given.
+        """Allocate memory, so that growing does not copy.
 
-        Raises MachineError when the device has no room for them.
+        Args:
+            rows: Total number of rows.
+            frame: Shape (H, W, C) of a frame.
+            actions: Number of actions A, to allocate search results too.
+
+        Raises:
+            MachineError: The device has not enough memory.
         """
         import torch
 
         dtypes, axes = dict(self._dtypes), {"observation": frame}
         if actions is not None or "policy" in self._columns:
-            dtypes |= {"policy": torch.float32, "value": torch.float32, "found": torch.bool}
+            dtypes |= {"policy": torch.float32, "value": torch.float32, "is_searched": torch.bool}
             axes["policy"] = (actions or self._columns["policy"].shape[1],)
         try:
             for name, dtype in dtypes.items():
                 if name in self._columns and len(self._columns[name]) >= rows:
                     continue
-                allocate = torch.empty if name in self._dtypes else torch.zeros  # not every segment was searched
+                allocate = torch.empty if name in self._dtypes else torch.zeros  # some segments have no search results
                 grown = allocate((rows, *axes.get(name, ())), dtype=dtype, device=self.device)
                 if name in self._columns:
                     grown[: self._rows] = self._column(name)
@@ -167,11 +175,14 @@ class Replay:
             ) from error
 
     def extend(self, arrays: Mapping[str, np.ndarray], frames: Iterable[np.ndarray] | None = None) -> None:
-        """Add a segment's arrays (see `segment.FIELDS` and `segment.SEARCHED`) behind what is there. `frames`: the
-        observation in blocks (n, H, W, C), so that no more than one of them is in memory twice.
+        """Append a segment.
 
-        Raises ArtifactError when its frames have another shape, or when a stream starts in the middle of an episode
-        that this memory does not hold.
+        Args:
+            arrays: See `segment.FIELDS` and `segment.SEARCHED`.
+            frames: The observation in blocks (n, H, W, C), of which one at a time is in memory twice.
+
+        Raises:
+            ArtifactError: Frames have another shape, or a stream starts in the middle of an unknown episode.
         """
         import torch
 
@@ -179,8 +190,8 @@ class Replay:
         block = next(blocks)
         frame = block.shape[1:]
         if self._columns and frame != tuple(self._columns["observation"].shape[1:]):
-            held = tuple(self._columns["observation"].shape[1:])
-            raise ArtifactError(f"frames of shape {frame} cannot join experience with frames of shape {held}.")
+            shape = tuple(self._columns["observation"].shape[1:])
+            raise ArtifactError(f"frames of shape {frame} cannot join experience with frames of shape {shape}.")
         numbers = self._number_episodes(arrays["first"], arrays["stream"])
         before = self._rows_before(arrays["stream"])
         left = lives_left(arrays) if self._lives_end_episodes else np.full(len(numbers), -1, np.int16)
@@ -191,7 +202,7 @@ class Replay:
         rows = self._rows + len(numbers)
         room = len(self._columns["action"]) if self._columns else 0
         if rows > room:
-            room = max(rows, self._rows * 3 // 2)  # by halves: each row is copied a few times at most
+            room = max(rows, self._rows * 3 // 2)  # by halves, so that each row is copied a few times at most
         self.reserve(room, frame, arrays["policy"].shape[1] if "policy" in arrays else None)
 
         def put(name: str, begin: int, source: np.ndarray) -> int:
@@ -207,17 +218,17 @@ class Replay:
             end = put("observation", end, block)
         assert end == rows, f"{end - self._rows} frames for {rows - self._rows} rows"
         if "policy" in arrays:
-            self._columns["found"][self._rows : rows] = True
+            self._columns["is_searched"][self._rows : rows] = True
         self._episode = np.concatenate([self._episode, numbers])
         self._stream = np.concatenate([self._stream, arrays["stream"]])
         self._rows = rows
-        # An episode or game that another one follows is over, whatever its last row says.
+        # An episode or game is over when another one follows, whatever its last row has.
         closed = before[arrays["first"] & (before >= 0)]
         self._columns["truncated"][closed] |= ~self._columns["terminated"][closed]
         self._columns["ends_game"][before[opens & (before >= 0)]] = True
 
     def _rows_before(self, stream: np.ndarray) -> np.ndarray:
-        """The row before each new row in its stream, int64 (n,), -1 where there is none."""
+        """Return the row before each new row in its stream, int64 (n,), or -1."""
         before = np.empty(len(stream), np.int64)
         for s in np.unique(stream).tolist():
             places = np.flatnonzero(stream == s)
@@ -227,16 +238,18 @@ class Replay:
         return before
 
     def _number_episodes(self, first: np.ndarray, stream: np.ndarray) -> np.ndarray:
-        """The episode of each new row, int64 (n,). Episodes are numbered by the row of their first frame, so that the
-        numbers do not depend on how the rows were cut into segments."""
-        opened = self._count - 1 + np.cumsum(first)  # at rows that open one: its number
+        """Return the episode of each new row, int64 (n,).
+
+        Episodes are numbered by the rows of their first frames. So the numbers do not depend on the segments.
+        """
+        opened = self._count - 1 + np.cumsum(first)  # number of the episode at rows that open one
         numbers = np.empty(len(first), np.int64)
         running = dict(self._running)
         for s in np.unique(stream).tolist():
             rows = np.flatnonzero(stream == s)
             if not first[rows[0]] and s not in running:
                 raise ArtifactError(f"stream {s} starts in the middle of an episode: an earlier segment is missing.")
-            # each row takes the number of the newest opening row at or before it; numbers grow with the rows
+            # Each row has the number of the newest opening row at or before it. Numbers grow with the rows.
             numbers[rows] = np.maximum.accumulate(np.where(first[rows], opened[rows], running.get(s, -1)))
             running[s] = int(numbers[rows[-1]])
         self._running = running
@@ -244,5 +257,5 @@ class Replay:
         return numbers
 
     def _column(self, name: str) -> torch.Tensor:
-        assert self._columns, "nothing in memory yet"
+        assert self._columns, "the replay is empty"
         return self._columns[name][: self._rows]

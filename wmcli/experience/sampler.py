@@ -1,13 +1,12 @@
-"""Which windows of experience a batch is made of: index arithmetic alone, in numpy.
+"""Sampling of training windows: index arithmetic in numpy.
 
-B batch, L time (frames of a window), E runs (episodes or whole streams, see `Memory.runs`), W windows.
+Axes: B batch, L time (frames of a window), E runs (episodes or whole streams, see `Replay.runs`), W windows.
 
-Every window lies inside one run and has `length` frames. At the end of a run that falls short it is padded: right
-padding keeps the window's start, left padding its end, and at least `minimum` frames are real. So a run of n frames has
-max(0, n - minimum + 1) windows, and those shorter than `minimum` have none. Windows that run over the ends of episodes
-are those of streams, with `minimum` equal to `length`. The first `history` frames of a window stand before its place in
-the run, as far as the run reaches back; they count towards `length` and not towards `minimum`. With `whole` a run has
-one window alone, from its first frame on, padded right.
+A window has `length` frames of one run. It is padded at the end of a run: right padding keeps its start, left padding
+its end, and at least `minimum` frames are real. So a run of n frames has max(0, n - minimum + 1) windows. Windows
+across the ends of episodes are windows of streams, with `minimum` equal to `length`. The first `history` frames of a
+window precede its position in the run, as far as the run has them; they count towards `length` and not towards
+`minimum`. With `whole` a run has a single window, from its first frame on, padded right.
 """
 
 from __future__ import annotations
@@ -22,16 +21,17 @@ from wmcli.experience.replay import Episodes
 
 
 class Windows(NamedTuple):
-    """A batch of windows, as rows of the memory."""
+    """A batch of windows, as rows of the replay."""
 
     rows: np.ndarray  # int64 (B, L): where padded, the nearest real row of the window
     valid: np.ndarray  # bool (B, L): False where padded
 
 
 class WindowTable:
-    """All windows of some runs, numbered 0..W-1: run after run, and within a run in the order of time.
+    """All windows of some runs, numbered 0..W-1: run after run, each in order of time.
 
-    Raises UsageError when there is no window at all.
+    Raises:
+        UsageError: There is no window.
     """
 
     def __init__(
@@ -50,25 +50,25 @@ class WindowTable:
         if not usable.any():
             longest = int(runs.length.max(initial=0))
             raise UsageError(
-                f"no stretch of the experience has {minimum} frames in a row (the longest has {longest}); "
-                f"collect more with: wm collect"
+                f"the experience has no {minimum} consecutive frames (the longest sequence has {longest});"
+                " collect more with: wm collect"
             )
         self._order = order
         self._start = runs.start[usable]
         self._frames = runs.length[usable]
         self._length = length
-        # From a window's place in its run to where it begins.
+        # First frame of a window, relative to its position in the run.
         self._shift = -history if pad == "right" else minimum - length
-        # int64 (E,): windows of each run that has any
+        # int64 (E,): number of windows of each run with at least one
         self.counts = np.ones_like(self._frames) if whole else self._frames - minimum + 1
         self.before = np.cumsum(self.counts) - self.counts  # int64 (E,): number of the first window of each
 
     def __len__(self) -> int:
-        """W."""
+        """Return the number of windows W."""
         return int(self.counts.sum())
 
     def windows(self, numbers: np.ndarray) -> Windows:
-        """The windows with these numbers (B,)."""
+        """Return the windows with these numbers (B,)."""
         run, begin = self._locate(numbers)
         frame = begin[:, None] + np.arange(self._length)  # (B, L)
         last = self._frames[run][:, None] - 1
@@ -76,34 +76,40 @@ class WindowTable:
         return Windows(rows, (frame >= 0) & (frame <= last))
 
     def first_rows(self, numbers: np.ndarray) -> np.ndarray:
-        """int64 (B,): the row of the first real frame of each of these windows (B,)."""
+        """Return the row of the first real frame of each window (B,), int64 (B,)."""
         run, begin = self._locate(numbers)
         return self._order[self._start[run] + np.maximum(begin, 0)]
 
     def _locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The run of each window (B,), and the frame of it at which the window begins (B,): below 0 where padded."""
+        """Return the run of each window (B,), and its first frame in the run (B,), below 0 if padded."""
         run = np.searchsorted(self.before, numbers, side="right") - 1
         return run, numbers - self.before[run] + self._shift
 
 
 def in_rounds(windows: int, size: int) -> tuple[np.ndarray, int]:
-    """What a batch of distinct windows is made of when it may be larger than there are windows: the numbers of those
-    in it for sure, each window once per full round, and how many more are to be drawn."""
+    """Divide a batch that may be larger than the number of windows into full rounds and a rest.
+
+    Returns the numbers of the windows in full rounds, and how many more to sample.
+    """
     rounds, rest = divmod(size, windows)
     return np.tile(np.arange(windows), rounds), rest
 
 
 class WindowSampler:
-    """Draws batches of windows.
+    """Samples batches of windows.
 
-    `sampling` "windows" (REM, Cohen et al. 2024): uniform over all windows, without replacement until each was drawn
-    once, then anew; a batch that reaches over the end is filled from the next round, so every batch has the size asked
-    for. "episodes" (IRIS, Micheli et al. 2023): an episode uniformly, then a window of it uniformly, which favors the
-    windows of short episodes. "uniform" (Drama's ablation, Wang et al. 2024): each batch uniform over all windows and
-    distinct in itself, whatever was drawn before; one larger than there are windows has each once per full round.
+    Args:
+        runs: Positions of episodes or streams.
+        order: Position -> row, int64 (N,).
+        length, minimum, pad, history, whole: See the top of this file.
+        sampling: "windows" (REM, Cohen et al. 2024) is uniform without replacement; a batch at the end of a round takes
+            the rest from the next one. "episodes" (IRIS, Micheli et al. 2023) samples an episode and then a window of
+            it uniformly, so windows of short episodes are more likely. "uniform" (Drama's ablation, Wang et al. 2024)
+            is uniform and distinct within each batch.
+        rng: Random generator, owned by the sampler, which saves and restores its state.
 
-    `rng` belongs to the sampler from here on: its state is saved and restored with it. Raises UsageError when there is
-    no window at all.
+    Raises:
+        UsageError: There is no window.
     """
 
     def __init__(
@@ -119,23 +125,23 @@ class WindowSampler:
         sampling: Literal["windows", "episodes", "uniform"],
         rng: np.random.Generator,
     ) -> None:
-        assert sampling in ("windows", "episodes", "uniform"), f"{sampling} is not for this sampler"
+        assert sampling in ("windows", "episodes", "uniform"), f"unknown sampling {sampling}"
         self._table = WindowTable(runs, order, length=length, minimum=minimum, pad=pad, history=history, whole=whole)
         self._sampling = sampling
         self._rng = rng
-        self._round_start: Mapping[str, Any] = {}  # state of `rng` before the running round was shuffled
+        self._round_start: Mapping[str, Any] = {}  # state of `rng` before the shuffle of this round
         self._round = np.zeros(0, np.int64)
-        self._drawn = 0  # windows of this round that were given out
+        self._drawn = 0  # number of windows taken from this round
         if sampling == "windows":
             self._shuffle()
 
     @property
     def windows(self) -> int:
-        """How many different windows there are (W)."""
+        """Number of different windows W."""
         return len(self._table)
 
     def batch(self, size: int) -> Windows:
-        """The next `size` windows."""
+        """Sample `size` windows."""
         if self._sampling == "windows":
             numbers = self._next(size)
         elif self._sampling == "episodes":
@@ -147,12 +153,12 @@ class WindowSampler:
         return self._table.windows(numbers)
 
     def state(self) -> dict[str, Any]:
-        """All that the next batches depend on besides the experience itself; plain JSON values."""
+        """Return the state as plain JSON values."""
         rng = self._round_start if self._sampling == "windows" else self._rng.bit_generator.state
         return {"rng": dict(rng), "drawn": self._drawn, "windows": self.windows}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on where the sampler that gave `state` stood; it must have been made from the same experience."""
+        """Restore a state of a sampler over the same experience."""
         assert state["windows"] == self.windows, "the state is of a sampler over other experience"
         self._rng.bit_generator.state = state["rng"]
         if self._sampling == "windows":
@@ -160,7 +166,7 @@ class WindowSampler:
         self._drawn = state["drawn"]
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
-        """Training goes on with a sampler after the one that gave `state`: this one starts anew."""
+        """Start anew: this sampler takes nothing from an earlier training."""
 
     def _shuffle(self) -> None:
         self._round_start = self._rng.bit_generator.state
@@ -180,13 +186,22 @@ class WindowSampler:
 
 
 class StreamSampler:
-    """Walks through episodes: each batch has the next `length` frames of each of its streams, nothing between them.
+    """Reads episodes in order, for truncated backpropagation: each batch has the next `length` frames of B streams.
 
-    A stream takes an episode from its first frame to its last, then the next one; all episodes are taken once, by
-    whichever stream comes first, before any is taken again. The first episode of each stream begins at a random frame,
-    so that streams do not move in step (pydreamer's Memory Maze runs). For truncated backpropagation through time.
+    A stream reads an episode from its first frame to its last, then the next one. All episodes are read once, by any
+    stream, before one is read again. The first episode of each stream starts at a random frame, so that streams are not
+    synchronized.
 
-    `rng` belongs to the sampler from here on. Raises UsageError when there is no episode.
+    Args:
+        runs: Positions of the episodes.
+        order: Position -> row, int64 (N,).
+        length: Frames of each stream in a batch.
+        rng: Random generator, owned by the sampler, which saves and restores its state.
+
+    Raises:
+        UsageError: There is no episode.
+
+    Source: pydreamer's runs on Memory Maze.
     """
 
     def __init__(self, runs: Episodes, order: np.ndarray, *, length: int, rng: np.random.Generator) -> None:
@@ -196,21 +211,21 @@ class StreamSampler:
         self._order = order
         self._length = length
         self._rng = rng
-        self._queue = np.zeros(0, np.int64)  # episodes still to be taken in this round
-        self._episode = np.zeros(0, np.int64)  # (B,): the one that each stream is in
+        self._queue = np.zeros(0, np.int64)  # episodes left in this round
+        self._episode = np.zeros(0, np.int64)  # (B,): episode of each stream
         self._frame = np.zeros(0, np.int64)  # (B,): its next frame there
 
     def batch(self, size: int) -> Windows:
-        """The next frames of `size` streams, as many in every call: rows int64 (B, L), all valid."""
+        """Return the next frames of `size` streams, the same number in every call: rows int64 (B, L), all valid."""
         if not len(self._episode):
             self._episode = np.array([self._next() for _ in range(size)])
             self._frame = self._rng.integers(self._runs.length[self._episode])
-        assert len(self._episode) == size, f"{len(self._episode)} streams were begun, not {size}"
+        assert len(self._episode) == size, f"the first batch had {len(self._episode)} streams, not {size}"
         rows = np.stack([self._walk(stream) for stream in range(size)])
         return Windows(rows, np.ones(rows.shape, bool))
 
     def state(self) -> dict[str, Any]:
-        """Where each stream stands, which episodes are still to come, and the generator."""
+        """Return the position of each stream, the remaining episodes and the state of the generator."""
         return {
             "rng": dict(self._rng.bit_generator.state),
             "queue": self._queue,
@@ -219,14 +234,14 @@ class StreamSampler:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on where the sampler that gave `state` stood; it must have been made from the same experience."""
+        """Restore a state of a sampler over the same experience."""
         self._rng.bit_generator.state = state["rng"]
         self._queue, self._episode, self._frame = (
             state[name].astype(np.int64) for name in ("queue", "episode", "frame")
         )
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
-        """Training goes on with a sampler after the one that gave `state`: this one starts anew."""
+        """Start anew: this sampler takes nothing from an earlier training."""
 
     def _next(self) -> int:
         if not len(self._queue):

@@ -1,12 +1,12 @@
-"""A segment: the experience of one collection, written once as a zarr v3 group and never changed.
+"""A segment: the experience of one collection, an immutable zarr v3 group.
 
-N rows, H height, W width, C color channel. A row is one decision of one environment (one *stream*); rows of several
-streams stand interleaved, and within a stream they are in the order of time.
+Axes: N rows, H height, W width, C color channel. A row is one decision in one environment (a *stream*). Rows of several
+streams are interleaved; those of one stream are in order of time.
 
-Frames lie in chunks of 64 rows, zstd with checksum (without it zarr reads most flipped bits back without a word),
-inside shards. A segment is never appended to: an interrupted append leaves rows that read back as zeros. zarr also
-reads a missing shard as zeros, so every shard is written even if it is all zeros, and reading begins by looking for
-each file. That publishing is atomic and durable is the business of `wmcli.artifacts`.
+Frames are in chunks of 64 rows inside shards, compressed by zstd with checksum. Without the checksum zarr does not
+detect most flipped bits. A segment is never appended to, because an interrupted append leaves rows of zeros. zarr reads
+a missing shard as zeros, so every shard is written, and readers first check that each file exists. `wmcli.artifacts`
+makes publishing atomic and durable.
 """
 
 from __future__ import annotations
@@ -28,48 +28,51 @@ from wmcli.errors import ArtifactError
 FIELDS: dict[str, type[np.generic]] = {
     "observation": np.uint8,  # (N, H, W, C)
     "action": np.int32,  # (N,)
-    "reward": np.float32,  # (N,) as the environment gave it
+    "reward": np.float32,  # (N,) unclipped
     "terminated": np.bool_,  # (N,)
     "truncated": np.bool_,  # (N,)
-    "first": np.bool_,  # (N,) the frame opens an episode
-    "lives": np.int16,  # (N,) left after the step, -1 where unknown
-    "stream": np.int16,  # (N,) which of the environments side by side
+    "first": np.bool_,  # (N,) first frame of an episode
+    "lives": np.int16,  # (N,) after the step, -1 if unknown
+    "stream": np.int16,  # (N,) number of the environment
 }
 SEARCHED: dict[str, type[np.generic]] = {
-    "policy": np.float32,  # (N, A) shares of the actions in the search that chose the action
-    "value": np.float32,  # (N,) of the frame, by that search
+    "policy": np.float32,  # (N, A) shares of the actions in the search
+    "value": np.float32,  # (N,) of the frame, by the search
 }
-"""What a segment holds as well if it was played by a search."""
+"""Additional fields of a segment that was played by search."""
 SKETCH = {"sketch": np.uint8}  # (N, S)
-"""What a segment of a memory task holds: the bytes that frames are drawn from, in place of them, or beside them where
-they are recordings that none of ours look like."""
+"""Field of a segment of a memory task: compact states, S bytes each, from which frames are drawn. It replaces the
+frames, except for recordings, which have both."""
 AXES = {"observation": 4, "policy": 2, "sketch": 2}  # all others have one
 FORMAT = {"format": "wm-segment", "schema": 1}
-CHUNK = 64  # rows, about 0.8 MB of 64 x 64 frames: the smallest piece that is decoded
-SHARD = 256 * CHUNK  # rows, about 200 MB of 64 x 64 frames: the most that is held in memory twice while writing
+CHUNK = 64  # rows, about 0.8 MB of 64 x 64 frames: the smallest unit of decoding
+SHARD = 256 * CHUNK  # rows, about 200 MB of 64 x 64 frames: the most that writing has in memory twice
 
 
 def lives_left(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return int16 (N,): with how many lives the game goes on behind a step that ended an episode by losing one, -1
-    behind every other step. Only for environments where a lost life ends an episode."""
+    """Return the lives left after each step that ended an episode by losing one, int16 (N,), and -1 at other steps.
+
+    Only for environments in which a lost life ends an episode.
+    """
     lost = arrays["terminated"] & ~arrays["truncated"] & (arrays["lives"] > 0)
     return np.where(lost, arrays["lives"], -1).astype(np.int16)
 
 
 def opens_game(first: np.ndarray, lives: np.ndarray, left_before: np.ndarray) -> np.ndarray:
-    """Return bool (n,): which rows open a game, and not only its next life.
+    """Return whether each row is the first of a game, not only of a life, bool (n,).
 
-    More lives than were left belong to a new game: the one before was cut and could not be played again.
+    More lives than were left are those of a new game: the one before was abandoned.
 
     Args:
-        first: (n,) of the rows, as `lives`.
-        left_before: (n,) `lives_left` of the row before each in its stream, -1 where there is none.
+        first: (n,).
+        lives: (n,).
+        left_before: `lives_left` (n,) of the row before each in its stream, or -1.
     """
     return first & ((left_before < 0) | (lives > left_before))
 
 
 def _fields(*, searched: bool, sketched: bool = False, framed: bool = False) -> dict[str, type[np.generic]]:
-    """`framed`: holds frames although it is sketched."""
+    """Return the fields of a segment. `framed`: frames beside compact states."""
     fields = dict(FIELDS)
     if sketched and not framed:
         del fields["observation"]
@@ -79,20 +82,23 @@ def _fields(*, searched: bool, sketched: bool = False, framed: bool = False) -> 
 def write_segment(
     folder: Path, arrays: Mapping[str, np.ndarray], frames: Iterable[np.ndarray] | None = None, **about: Any
 ) -> None:
-    """Write `arrays`, all with the same N > 0, as a new zarr group at `folder`, which must not exist.
+    """Write a segment as a new zarr group.
 
-    They are those of FIELDS, with SKETCH for the observation where frames can be drawn anew, and perhaps of SEARCHED.
-    `frames`: the observation in blocks (n, H, W, C) of any lengths, where all of it is too much for memory; one shard
-    of it is held at a time. `about`: JSON values to keep beside them, such as the seeds of the episodes.
+    Args:
+        folder: The group, which must not exist.
+        arrays: Arrays of equal length N > 0: those of FIELDS, optionally of SEARCHED, and SKETCH instead of the
+            observation or beside it.
+        frames: The observation in blocks (n, H, W, C) of any lengths. One shard at a time is in memory.
+        about: JSON values to store as attributes, such as the seeds of the episodes.
     """
     rows = len(arrays["action"])
     assert rows > 0, "a segment has at least one row"
-    held = set(arrays) | ({"observation"} if frames is not None else set())
-    kinds = {"searched": "policy" in held, "sketched": "sketch" in held, "framed": {"sketch", "observation"} <= held}
+    names = set(arrays) | ({"observation"} if frames is not None else set())
+    kinds = {"searched": "policy" in names, "sketched": "sketch" in names, "framed": {"sketch", "observation"} <= names}
     fields = _fields(**kinds)
-    assert held == set(fields), f"a segment has the fields {', '.join(fields)}"
+    assert names == set(fields), f"a segment has the fields {', '.join(fields)}"
     assert all(array.ndim == AXES.get(name, 1) and len(array) == rows for name, array in arrays.items())
-    about = {**about, **FORMAT, "rows": rows} | {kind: True for kind, holds in kinds.items() if holds}
+    about = {**about, **FORMAT, "rows": rows} | {kind: True for kind, applies in kinds.items() if applies}
     group = zarr.create_group(store=folder, zarr_format=3, attributes=about)
     shard = min(ceil(rows / CHUNK) * CHUNK, SHARD)
     for name, dtype in fields.items():
@@ -118,39 +124,43 @@ def write_segment(
 
 
 def _regrouped(blocks: Iterable[np.ndarray], rows: int) -> Iterator[np.ndarray]:
-    """The same rows in blocks of so many, the last one of fewer."""
-    held: list[np.ndarray] = []
+    """Yield the same rows in blocks of `rows`, the last one possibly shorter."""
+    parts: list[np.ndarray] = []
     for block in blocks:
         while len(block):
-            part = block[: rows - sum(map(len, held))]
-            held.append(part)
+            part = block[: rows - sum(map(len, parts))]
+            parts.append(part)
             block = block[len(part) :]
-            if sum(map(len, held)) == rows:
-                yield np.concatenate(held)
-                held = []
-    if held:
-        yield np.concatenate(held)
+            if sum(map(len, parts)) == rows:
+                yield np.concatenate(parts)
+                parts = []
+    if parts:
+        yield np.concatenate(parts)
 
 
 def segment_about(folder: Path) -> dict[str, Any]:
-    """What was kept beside the arrays of a segment. Raises ArtifactError when the folder is no segment of ours."""
+    """Return the attributes of a segment. Raises ArtifactError if the folder is no segment."""
     try:
         attributes = json.loads((folder / "zarr.json").read_bytes())["attributes"]
-        found = {key: attributes[key] for key in ("rows", *FORMAT)}
+        form = {key: attributes[key] for key in ("rows", *FORMAT)}
     except (OSError, ValueError, KeyError, TypeError):
         raise ArtifactError(f"{folder}: no experience segment, or a damaged one; see: wm verify") from None
-    del found["rows"]
-    if found != FORMAT:
-        raise ArtifactError(f"{folder}: written as {found}, but this wm reads {FORMAT}; use the wm that wrote it.")
+    del form["rows"]
+    if form != FORMAT:
+        raise ArtifactError(f"{folder}: written as {form}, but this wm reads {FORMAT}; use the wm that wrote it.")
     return attributes
 
 
 def read_segment(folder: Path, *only: str, frames: bool = True) -> dict[str, np.ndarray]:
-    """The arrays of a segment: FIELDS, SKETCH beside or in place of the observation where it has them, and SEARCHED if
-    a search played it; or `only` those of these names; without `frames`, all but the observation.
+    """Read the arrays of a segment.
 
-    Raises ArtifactError when the folder is no segment, when a file of it is missing or does not decode, or when the
-    arrays do not fit together.
+    Args:
+        folder: The segment.
+        only: Names of the arrays to read; all by default.
+        frames: Read the observation.
+
+    Raises:
+        ArtifactError: The folder is no segment, a file is missing or damaged, or the arrays differ in length.
     """
     rows, fields = _contents(folder)
     arrays = {}
@@ -166,9 +176,10 @@ def read_segment(folder: Path, *only: str, frames: bool = True) -> dict[str, np.
 
 
 def read_frames(folder: Path) -> Iterator[np.ndarray] | None:
-    """The observation of a segment in blocks (n, H, W, C), one held at a time; None where it has but sketches.
+    """Return the observation of a segment in blocks (n, H, W, C), one in memory at a time; None without frames.
 
-    Raises ArtifactError as `read_segment` does, also between two blocks.
+    Raises:
+        ArtifactError: See `read_segment`. It may occur between two blocks.
     """
     rows, fields = _contents(folder)
     if "observation" not in fields:
@@ -190,7 +201,7 @@ def read_frames(folder: Path) -> Iterator[np.ndarray] | None:
 
 
 def _contents(folder: Path) -> tuple[int, dict[str, type[np.generic]]]:
-    """How many rows, and of which arrays."""
+    """Return the number of rows and the fields of a segment."""
     about = segment_about(folder)
     return about["rows"], _fields(**{kind: about.get(kind, False) for kind in ("searched", "sketched", "framed")})
 
@@ -203,7 +214,7 @@ def _opened(folder: Path) -> zarr.Array:
 
 @contextmanager
 def _damage(folder: Path) -> Iterator[None]:
-    """Tells what went wrong in one line."""
+    """Turn any error of reading into an ArtifactError of one line."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -216,7 +227,7 @@ def _misfit(folder: Path, array: np.ndarray | zarr.Array, rows: int) -> Artifact
 
 
 def _check_files(folder: Path, array: zarr.Array) -> None:
-    """Every file the array is made of is there: zarr itself takes a missing one for zeros."""
+    """Raise FileNotFoundError if a file of the array is missing, which zarr reads as zeros."""
     piece = array.shards or array.chunks
     counts = [ceil(size / step) for size, step in zip(array.shape, piece, strict=True)]
     for index in itertools.product(*(range(count) for count in counts)):
@@ -226,9 +237,13 @@ def _check_files(folder: Path, array: zarr.Array) -> None:
 
 
 class Recorder:
-    """Collects the rows of one segment in memory, step by step, from E streams with frames of shape `frame` (H, W, C).
+    """Collects the rows of one segment in memory, step by step.
 
-    `steps`: the most it can hold. `actions`: their number A, if what a search finds is recorded as well.
+    Args:
+        steps: Largest number of steps.
+        streams: Number of streams E.
+        frame: Shape (H, W, C) of a frame.
+        actions: Number of actions A, to record search results too.
     """
 
     def __init__(self, steps: int, streams: int, frame: tuple[int, ...], actions: int | None = None) -> None:
@@ -241,11 +256,11 @@ class Recorder:
         }
 
     def __len__(self) -> int:
-        """Rows so far."""
+        """Return the number of rows so far."""
         return self._rows
 
     def add(self, step: Mapping[str, np.ndarray]) -> None:
-        """One step of all streams: every field but `stream`, each (E, ...)."""
+        """Add one step of all streams: every field except `stream`, each (E, ...)."""
         assert set(step) == set(self._arrays) - {"stream"}
         rows = slice(self._rows, self._rows + self._streams)
         assert rows.stop <= len(self._arrays["action"]), "the recorder is full"
@@ -256,11 +271,11 @@ class Recorder:
         self._rows = rows.stop
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What was added so far, ready for `write_segment` (views, not copies)."""
+        """Return the arrays for `write_segment`, as views."""
         return {name: array[: self._rows] for name, array in self._arrays.items()}
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Begin with the rows of an earlier recorder's `arrays()`: how an interrupted collection goes on."""
+        """Restore the arrays of an earlier recorder, to resume an interrupted collection."""
         self._rows = len(arrays["action"])
         for name, array in arrays.items():
             self._arrays[name][: self._rows] = array

@@ -1,7 +1,9 @@
-"""What searches found at the frames of the experience: the targets of a model that learns a policy and a value.
+"""Search targets: policies and values by search, for models that learn a policy and a value.
 
-N rows of the memory, A actions, R rows searched anew. A row has what the search found that played it; a reanalysis
-(Schrittwieser et al. 2021, arXiv 2104.06294) searches again with a newer model and puts its findings in that place.
+Axes: N rows of the replay, A actions, R reanalyzed rows, B batch. A row starts with the result of the search that
+played it. Reanalysis searches it again with a newer model and replaces the result.
+
+Source: MuZero Reanalyze (Schrittwieser et al. 2021, arXiv 2104.06294).
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class SearchTargets:
-    """Policy (N, A) and value (N,) float32 and `found` (N,) bool for every row of a memory, on its device.
+    """Policy (N, A), value (N,) float32 and `is_searched` (N,) bool of every row of a replay, on its device.
 
-    What `update` puts in is its state, which a checkpoint keeps; what was collected is in the experience itself.
+    A checkpoint has the results of reanalysis only; the others are in the experience.
     """
 
     def __init__(self, replay: Replay, actions: int) -> None:
@@ -30,27 +32,27 @@ class SearchTargets:
         if replay.searched is None:
             self.policy = torch.zeros(rows, actions, device=device)
             self.value = torch.zeros(rows, device=device)
-            self.found = torch.zeros(rows, dtype=torch.bool, device=device)
+            self.is_searched = torch.zeros(rows, dtype=torch.bool, device=device)
         else:
-            self.policy, self.value, self.found = (column.clone() for column in replay.searched)
-        self._again = np.zeros(rows, np.int64)  # how often each row was searched anew
-        self._searches = self.found.cpu().numpy().astype(np.int64)  # how often each was searched at all
+            self.policy, self.value, self.is_searched = (column.clone() for column in replay.searched)
+        self._again = np.zeros(rows, np.int64)  # reanalyses of each row
+        self._searches = self.is_searched.cpu().numpy().astype(np.int64)  # searches of each row, the first included
 
     def due(self, count: int) -> np.ndarray:
-        """The `count` rows, int64, that were searched least, the oldest of those first; fewer if there are fewer."""
+        """Return the `count` rows with the fewest searches, int64, the oldest first, or all rows if there are fewer."""
         return np.argsort(self._searches, kind="stable")[:count]
 
     def update(self, rows: np.ndarray, policy: Tensor, value: Tensor) -> None:
-        """Put in what a search found at these rows (B,): policy (B, A), value (B,)."""
+        """Replace the results at rows (B,) by policy (B, A) and value (B,)."""
         import torch
 
         where = torch.from_numpy(rows).to(self.policy.device)
-        self.policy[where], self.value[where], self.found[where] = policy, value, True
+        self.policy[where], self.value[where], self.is_searched[where] = policy, value, True
         self._again[rows] += 1
         self._searches[rows] += 1
 
     def state(self) -> dict[str, Any]:
-        """The rows searched anew (R,), how often, and what was found there last."""
+        """Return the reanalyzed rows (R,), their counts and their newest results."""
         import torch
 
         rows = np.flatnonzero(self._again)
@@ -63,17 +65,17 @@ class SearchTargets:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what the one that gave `state` found. The memory may have grown since: its rows keep numbers."""
+        """Restore the results of reanalysis. The replay may have grown since: its rows keep their numbers."""
         import torch
 
         rows = state["rows"]
         where = torch.from_numpy(rows).to(self.policy.device)
         self.policy[where] = torch.from_numpy(state["policy"]).to(self.policy.device)
         self.value[where] = torch.from_numpy(state["value"]).to(self.value.device)
-        self.found[where] = True
+        self.is_searched[where] = True
         self._searches[rows] += state["again"] - self._again[rows]
         self._again[rows] = state["again"]
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
-        """The same: what was found stays found."""
+        """Keep the results of reanalysis."""
         self.load(state)

@@ -166,7 +166,7 @@ def gather(
         valid=valid,
         targets=None
         if targets is None
-        else Targets(targets.policy[rows], targets.value[rows], targets.found[rows] & valid),
+        else Targets(targets.policy[rows], targets.value[rows], targets.is_searched[rows] & valid),
         is_last=replay.ends_game[rows] & valid if across_ends else None,
     )
 
