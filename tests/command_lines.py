@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from wmcli.cli import main
 from wmcli.settings import Settings, resolve
-from wmcli.stages.context import DEFAULT_PRESET
+from wmcli.stages.opening import DEFAULT_PRESET
 
 PROGRAM: Any = typer.main.get_command(main.app)
 
@@ -120,7 +120,7 @@ def settings(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Setti
         raise _Reached
 
     # By its name in sys.modules, as the commands import it: other tests may have left the package another module.
-    monkeypatch.setattr(importlib.import_module("wmcli.stages.context"), "open_context", open_context)
+    monkeypatch.setattr(importlib.import_module("wmcli.stages.opening"), "open_context", open_context)
     with pytest.raises(_Reached):
         PROGRAM.main(args=list(arguments), prog_name="wm", standalone_mode=False)
     return found.settings

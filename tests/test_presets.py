@@ -19,12 +19,12 @@ from wmcli.envs.tasks import TASKS
 from wmcli.errors import UsageError
 from wmcli.settings import Settings, flatten, resolve
 from wmcli.stages.collect import collect
-from wmcli.stages.context import open_context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.grid_world import evaluate_grid_world
 from wmcli.stages.imagine import imagine
 from wmcli.stages.memory_tasks import evaluate_memory
+from wmcli.stages.opening import open_context
 from wmcli.stages.tokenizer import train_tokenizer
 
 PRESETS = preset_names()

@@ -193,7 +193,7 @@ ARTIFACT = SimpleNamespace(
 def recorder(monkeypatch):
     recorder = Recorder()
     context = SimpleNamespace(open_context=recorder.open_context)
-    monkeypatch.setitem(sys.modules, "wmcli.stages.context", context)
+    monkeypatch.setitem(sys.modules, "wmcli.stages.opening", context)
     for module, function, *_ in CASES:
         monkeypatch.setitem(
             sys.modules, f"wmcli.stages.{module}", SimpleNamespace(**{function: recorder.stage(module)})
@@ -223,9 +223,9 @@ def test_the_real_stages_take_these_arguments(module, function, line, opened, gi
 
 def test_the_real_context_takes_these_arguments(recorder):
     recorded = recorder.open_context
-    sys.modules.pop("wmcli.stages.context")
-    real = inspect.signature(importlib.import_module("wmcli.stages.context").open_context)
-    sys.modules["wmcli.stages.context"] = SimpleNamespace(open_context=recorded)  # type: ignore[assignment]
+    sys.modules.pop("wmcli.stages.opening")
+    real = inspect.signature(importlib.import_module("wmcli.stages.opening").open_context)
+    sys.modules["wmcli.stages.opening"] = SimpleNamespace(open_context=recorded)  # type: ignore[assignment]
     for _, _, line, _, _ in CASES:
         main.run(line)
     for call in recorder.opened:

@@ -8,7 +8,7 @@ import pytest
 from command_lines import COMMANDS, PROGRAM, settings, words
 
 from wmcli.settings import resolve
-from wmcli.stages.context import DEFAULT_PRESET
+from wmcli.stages.opening import DEFAULT_PRESET
 
 
 def examples(text: str) -> list[str]:

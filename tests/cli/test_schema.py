@@ -78,7 +78,7 @@ def test_four_commands_print_an_evaluation_in_one_form(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     evaluation = run.resolve(name, "evaluation")
-    monkeypatch.setattr("wmcli.stages.context.open_context", lambda *_, **__: None)
+    monkeypatch.setattr("wmcli.stages.opening.open_context", lambda *_, **__: None)
     monkeypatch.setattr("wmcli.stages.loop.run_loop", lambda _: evaluation)
     ran = answer(capsys, "run", "quickstart")
     check(ran, Evaluation)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from wmcli.stages.context import open_context
 from wmcli.stages.loop import run_loop
+from wmcli.stages.opening import open_context
 
 pytestmark = pytest.mark.learning
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from wmcli.artifacts import Artifact
 from wmcli.stages import train
 from wmcli.stages.collect import collect
-from wmcli.stages.context import Context, open_context
+from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.imagine import imagine
+from wmcli.stages.opening import open_context
 from wmcli.stages.tokenizer import train_tokenizer
 from wmcli.training.checkpoint import WEIGHTS, load_tensors
 

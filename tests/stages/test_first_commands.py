@@ -12,9 +12,9 @@ from wmcli.artifacts import Run
 from wmcli.errors import ArtifactError, DivergedError, UsageError
 from wmcli.stages import context as module
 from wmcli.stages.collect import collect
-from wmcli.stages.context import open_context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
+from wmcli.stages.opening import open_context
 from wmcli.stages.tokenizer import train_tokenizer
 
 

@@ -28,9 +28,10 @@ from wmcli.experience import Replay, Windows, WindowSampler, read_segment
 from wmcli.experience.load import SEGMENT
 from wmcli.stages import collect as stage
 from wmcli.stages.collect import collect, summary
-from wmcli.stages.context import Context, open_context
+from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.imagine import imagine
+from wmcli.stages.opening import open_context
 from wmcli.trainers.batches import gather
 from wmcli.training.device import Machine, derived_seed
 from wmcli.world_models.base import Batch

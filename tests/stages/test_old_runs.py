@@ -19,11 +19,12 @@ from wmcli.artifacts import KINDS, Run, check
 from wmcli.backbones import BACKBONES
 from wmcli.config import upgrade, validate
 from wmcli.settings import Settings, resolve
-from wmcli.stages.context import Context, open_context
+from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
 from wmcli.stages.loop import run_loop
+from wmcli.stages.opening import open_context
 from wmcli.stages.play import play
 
 OLD = Path(__file__).parents[1] / "old_runs" / "0.1.0-interrupted.tar.gz"

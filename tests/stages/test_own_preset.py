@@ -14,7 +14,7 @@ from wmcli.config import preset_header, preset_values
 from wmcli.errors import UsageError
 from wmcli.settings import resolve
 from wmcli.stages.collect import collect
-from wmcli.stages.context import open_context
+from wmcli.stages.opening import open_context
 
 MINE = """
 about = "Mine"

@@ -18,10 +18,10 @@ from wmcli.errors import ArtifactError, DivergedError, UsageError
 from wmcli.experience import WindowSampler
 from wmcli.settings import Settings, flatten
 from wmcli.stages.collect import collect
-from wmcli.stages.context import open_context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
+from wmcli.stages.opening import open_context
 from wmcli.stages.play import play
 from wmcli.stages.tokenizer import train_tokenizer
 from wmcli.training.checkpoint import load_tensors

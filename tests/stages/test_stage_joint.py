@@ -24,11 +24,12 @@ from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience.load import SEGMENT
 from wmcli.stages import dynamics as dynamics_stage
 from wmcli.stages.collect import collect
-from wmcli.stages.context import Context, open_context
+from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
 from wmcli.stages.loop import run_loop
+from wmcli.stages.opening import open_context
 from wmcli.stages.pictures import Dream
 from wmcli.stages.play import play
 from wmcli.stages.profile import profile

@@ -17,9 +17,10 @@ from wmcli.stages import collect as collect_stage
 from wmcli.stages import evaluate as evaluate_stage
 from wmcli.stages import loop as module
 from wmcli.stages.collect import collect
-from wmcli.stages.context import Context, open_context
+from wmcli.stages.context import Context
 from wmcli.stages.imagine import imagine
 from wmcli.stages.loop import run_loop
+from wmcli.stages.opening import open_context
 from wmcli.stages.play import play
 from wmcli.stages.tokenizer import train_tokenizer
 from wmcli.trainers import dynamics as dynamics_trainer

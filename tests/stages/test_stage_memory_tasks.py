@@ -28,10 +28,11 @@ from wmcli.settings import resolve
 from wmcli.stages import memory_tasks as stage
 from wmcli.stages.checks import check_rows
 from wmcli.stages.collect import collect
-from wmcli.stages.context import Context, open_context
+from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.loop import run_loop
 from wmcli.stages.memory_table import table
+from wmcli.stages.opening import open_context
 from wmcli.trainers.best_weights import BestWeights
 from wmcli.trainers.dynamics import update_world_model
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_tensors

@@ -19,11 +19,12 @@ from wmcli.experience import read_segment
 from wmcli.experience.load import SEGMENT
 from wmcli.stages.aggregate import Score, compare_priors
 from wmcli.stages.collect import collect
-from wmcli.stages.context import Context, open_context
+from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
 from wmcli.stages.loop import run_loop
+from wmcli.stages.opening import open_context
 from wmcli.stages.pictures import Film
 from wmcli.stages.play import play
 from wmcli.stages.tokenizer import train_tokenizer

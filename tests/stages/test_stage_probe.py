@@ -21,9 +21,10 @@ from wmcli.experience.load import HELD_OUT
 from wmcli.stages import memory_tasks as memory
 from wmcli.stages import probe
 from wmcli.stages.collect import collect
-from wmcli.stages.context import Context, open_context
+from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.memory_table import table
+from wmcli.stages.opening import open_context
 
 TASK = TASKS["wm/MazeSmall-v0"]
 CPU = torch.device("cpu")

@@ -23,8 +23,9 @@ from wmcli.experience.load import HELD_OUT, SEGMENT
 from wmcli.stages import memory_tasks as memory
 from wmcli.stages import probe, recorded
 from wmcli.stages.collect import collect
-from wmcli.stages.context import Context, open_context
+from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
+from wmcli.stages.opening import open_context
 from wmcli.stages.recorded import read_recording
 
 TASK = TASKS["wm/MazeSmall-v0"]

@@ -33,11 +33,11 @@ from wmcli.stages import collector as collector_module
 from wmcli.stages import dynamics as dynamics_stage
 from wmcli.stages.collect import collect
 from wmcli.stages.collector import Collector
-from wmcli.stages.context import open_context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
 from wmcli.stages.loop import run_loop
+from wmcli.stages.opening import open_context
 from wmcli.stages.play import play
 from wmcli.trainers import dynamics as dynamics_trainer
 from wmcli.training.checkpoint import TRAINING as TRAINED

@@ -15,10 +15,11 @@ import pytest
 from wmcli.artifacts import Artifact, Run
 from wmcli.artifacts.failpoint import failpoint
 from wmcli.config import names_kind
-from wmcli.stages.context import Context, open_context
+from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
+from wmcli.stages.opening import open_context
 from wmcli.stages.tokenizer import train_tokenizer
 
 # Sizes all differ, where they may, so that a swapped axis shows. What tests of memory tasks share:

@@ -12,7 +12,7 @@ from wmcli.artifacts import Artifact, Run, open_artifact
 from wmcli.dream import Reference
 from wmcli.errors import UsageError
 from wmcli.settings import Settings, resolve
-from wmcli.stages.context import Binding
+from wmcli.stages.binding import Binding
 
 Loaded = Experience | TokenizerModel | DynamicsModel | ControllerModel
 

@@ -65,7 +65,7 @@ def collect(
         wm collect --preset s4wm-3d --set collect.recordings=DIR --policy recorded
     """
     from wmcli.stages.collect import collect as stage
-    from wmcli.stages.context import open_context
+    from wmcli.stages.opening import open_context
 
     short = {"seed": seed, "training.device": device, "environment.id": environment}
     changes = overrides(settings, short | {"collect.policy": policy, "collect.episodes": episodes})

@@ -79,7 +79,7 @@ def evaluate(
             f"it scores one run: wm eval --run {shlex.quote(str(runs[0]))}; to compare runs:"
             f" wm compare {shlex.join(map(str, runs))}"
         )
-    from wmcli.stages.context import open_context
+    from wmcli.stages.opening import open_context
     from wmcli.stages.protocols import PROTOCOLS
 
     choice = PROTOCOLS[protocol]

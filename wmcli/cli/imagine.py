@@ -52,8 +52,8 @@ def imagine(
         wm imagine --run runs/catch --set controller.entropy_weight=0.01
     """
     refuse_both(more, force)
-    from wmcli.stages.context import open_context
     from wmcli.stages.imagine import imagine as stage
+    from wmcli.stages.opening import open_context
 
     changes = overrides(settings, {"seed": seed, "training.device": device, "controller.updates": updates})
     create = may_create(dynamics, experience)

@@ -81,8 +81,8 @@ def run(
     """
     if name and preset and name != preset:
         raise UsageError(f"two presets: {name} and --preset {preset}; give one of them.")
-    from wmcli.stages.context import open_context
     from wmcli.stages.loop import run_loop
+    from wmcli.stages.opening import open_context
 
     short = {"seed": seed, "training.device": device, "environment.id": environment, "backbone.kind": backbone}
     changes = overrides(settings, short)

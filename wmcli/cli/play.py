@@ -54,7 +54,7 @@ def play(
     """
     if context_frames is not None and not imagination:
         raise UsageError("--context is the number of real frames before imagined ones: add --imagination.")
-    from wmcli.stages.context import open_context
+    from wmcli.stages.opening import open_context
     from wmcli.stages.play import play as stage
 
     changes = overrides(settings, {"seed": seed, "training.device": device})

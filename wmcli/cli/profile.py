@@ -72,7 +72,7 @@ def profile(
         if not compare:
             raise UsageError("--lengths is for --compare backbones: give both.")
         arguments["lengths"] = _lengths(lengths)
-    from wmcli.stages.context import open_context
+    from wmcli.stages.opening import open_context
     from wmcli.stages.profile import profile as stage
 
     changes = overrides(settings, {"seed": seed, "training.device": device})

@@ -55,8 +55,8 @@ def train_dynamics(
         wm train-dynamics --run runs/catch --backbone mamba2
     """
     refuse_both(more, force)
-    from wmcli.stages.context import open_context
     from wmcli.stages.dynamics import train_dynamics as stage
+    from wmcli.stages.opening import open_context
 
     short = {"seed": seed, "training.device": device, "backbone.kind": backbone, "dynamics.updates": updates}
     create = may_create(tokenizer, experience)

@@ -48,7 +48,7 @@ def train_tokenizer(
         wm train-tokenizer --run runs/catch --updates 2000
     """
     refuse_both(more, force)
-    from wmcli.stages.context import open_context
+    from wmcli.stages.opening import open_context
     from wmcli.stages.tokenizer import train_tokenizer as stage
 
     changes = overrides(settings, {"seed": seed, "training.device": device, "tokenizer.updates": updates})

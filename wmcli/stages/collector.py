@@ -64,7 +64,7 @@ class Collector:
         if self._found is not None:
             return
         context.prepare(job)
-        self._began |= context.began
+        self._began |= context.is_new
         if self._other is None:
             self._other = self._start()
         references = {role: str(artifact.path) for role, artifact in inputs.items()}

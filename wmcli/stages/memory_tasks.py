@@ -36,8 +36,9 @@ from wmcli.report.files import check_target
 from wmcli.report.images import side_by_side, strip, write_gif, write_png
 from wmcli.settings import Measure, Settings
 from wmcli.stages.checks import check_held_back
-from wmcli.stages.context import Context, open_context
+from wmcli.stages.context import Context
 from wmcli.stages.memory_table import DISPLAYS, draw_curves, summarize, table, write_curves
+from wmcli.stages.opening import open_context
 from wmcli.stages.probe import probe
 from wmcli.stages.protocol import Protocol
 from wmcli.stages.scripted import task_of
