@@ -113,7 +113,7 @@ def test_arrays_of_ones_own_are_experience() -> None:
     assert not segments.is_first[:, 1:].any() and segments.is_first[:, 0].any()
     assert torch.equal(segments.action, experience.sample(40, 4, seed=1).action)
     assert not torch.equal(segments.action, experience.sample(40, 4, seed=2).action)
-    with pytest.raises(UsageError, match="6 frames in a row"):
+    with pytest.raises(UsageError, match="no 6 consecutive frames"):
         experience.sample(1, 6)
 
 

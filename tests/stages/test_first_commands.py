@@ -10,15 +10,16 @@ from tiny_run import TINY, copied, latest, opened
 
 from wmcli.artifacts import Run
 from wmcli.errors import ArtifactError, DivergedError, UsageError
-from wmcli.stages import context as module
+from wmcli.stages import opening as module
 from wmcli.stages.collect import collect
+from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.opening import open_context
 from wmcli.stages.tokenizer import train_tokenizer
 
 
-def new(folder: Path, *overrides: str, **given: object) -> module.Context:
+def new(folder: Path, *overrides: str, **given: object) -> Context:
     return open_context(folder, None, [*TINY, *overrides], create=True, quiet=True, **given)
 
 
@@ -78,7 +79,7 @@ def test_a_run_of_before_that_remembers_auto_goes_on_as_its_models(tiny: Path, t
 def test_bfloat16_that_must_be_emulated_is_told(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(module, "has_bfloat16", lambda device: False)
     new(tmp_path / "run", "training.precision=bfloat16")
-    assert "has to emulate" in capsys.readouterr().err
+    assert "emulates slowly" in capsys.readouterr().err
 
 
 # -- divergence -------------------------------------------------------------------------------------------------------

@@ -120,3 +120,9 @@ class RunSettings(Section):
     overlap: bool = False
     """Collect the next epoch's experience in a second process while the models train, with the controller of one epoch
     before. Results are as reproducible as without."""
+
+    @model_validator(mode="after")
+    def _check_kept_versions(self) -> RunSettings:
+        if self.overlap and self.keep < 2:
+            raise ValueError("overlap collects with the last controller but one, which keep = 1 removes: set keep = 2")
+        return self
