@@ -1,12 +1,12 @@
-"""What can go wrong for a user, each with the exit code a script can act on.
+"""Errors of users, each with an exit code for scripts.
 
-Every message is one line that says what is wrong, where, and what to run next. Anything that is not a `WmError` is a
-defect of ours and ends with exit code 1.
+Every message is one line with the fault, its place, and the next command. Any other exception is a defect of ours and
+ends with exit code 1.
 """
 
 
 class WmError(Exception):
-    """An error a user can cause or mend. `exit_code` is what the `wm` command returns."""
+    """An error that a user can cause or correct. The `wm` command ends with its `exit_code`."""
 
     exit_code = 1
 
@@ -18,7 +18,7 @@ class UsageError(WmError):
 
 
 class EnvironmentFault(UsageError):
-    """An environment raised an exception or returned what cannot be used."""
+    """An environment raised an exception or returned wrong values."""
 
 
 class ArtifactError(WmError):
@@ -28,7 +28,7 @@ class ArtifactError(WmError):
 
 
 class BusyError(WmError):
-    """Another process holds what this command wants to write."""
+    """Another process holds the lock that this command needs."""
 
     exit_code = 4
 
@@ -46,6 +46,6 @@ class MachineError(WmError):
 
 
 class Stopped(WmError):
-    """Stopped after a checkpoint; the same command goes on from there."""
+    """Stopped after a checkpoint; the same command resumes it."""
 
     exit_code = 75

@@ -1,7 +1,7 @@
-"""Stopping politely: the first SIGINT or SIGTERM asks for a checkpoint, the second ends the process at once.
+"""Signals: the first SIGINT or SIGTERM requests a checkpoint, the second one ends the process at once.
 
-Nobody waits for long: where no checkpoint is reached within `PATIENCE` seconds, because one update takes minutes or a
-model is still being built, the process ends without one. That loses no more than a kill would.
+If no checkpoint is reached within `PATIENCE` seconds, for example in a very long update, the process ends without one,
+as after a kill.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _FORMS = (  # of a bar, the first that fits: gap, with unit?, words, columns to 
 
 
 class _Screen:
-    """What nested talkers share: the bars that are open, what draws them on the terminal, and the warnings given."""
+    """State that nested instances share: the open bars, their drawing on the terminal, and the warnings so far."""
 
     def __init__(self) -> None:
         self.live: Live | None = None  # None off a terminal, and while there are no bars
@@ -50,7 +50,7 @@ class Progress:
         self._screen = _Screen()
 
     def inside(self) -> Progress:
-        """Return what work inside one of our bars talks to: its bars show below ours, its lines are left out."""
+        """Return the instance for work inside one of our bars. Its bars are below ours, and it prints no lines."""
         inner = Progress(self.quiet)
         inner._lines = False
         inner._screen = self._screen
@@ -69,9 +69,9 @@ class Progress:
 
     @contextmanager
     def bar(self, what: str, total: int, unit: str, start: int = 0) -> Iterator[Bar]:
-        """Show a bar for `total` units of work called `unit`, `start` of which were done before. Bars may be nested.
+        """Show a bar for `total` units of work, `start` of which are done. Bars may be nested.
 
-        Where the work ends a line stays: what was done, how fast, in what time.
+        At the end a line remains, with count, rate and time.
         """
         screen = self._screen
         outermost = screen.live is None and not self.quiet and _is_terminal()
@@ -110,7 +110,7 @@ class Bar:
         self._took: float | None = None  # seconds, once it is over
 
     def advance(self, n: int = 1) -> None:
-        """Count `n` more units as done. What was shown and expected before is drawn with them."""
+        """Count `n` more units as done, and draw the newest values and expectation."""
         self._done += n
         self._advanced = now = time.monotonic()
         if now - self._reported >= (LINE_SECONDS if self._progress._screen.live is None else REDRAW_SECONDS):
@@ -125,8 +125,7 @@ class Bar:
         self._values = values
 
     def expect(self, seconds: float | None) -> None:
-        """Take `seconds` as what is left from now on, None while that is unknown, instead of what the rate so far
-        suggests."""
+        """Set the seconds left from now on, instead of an estimate from the rate. None is unknown."""
         self._expects = seconds, time.monotonic()
 
     def _draw(self) -> None:
@@ -146,7 +145,7 @@ class Bar:
         return "  ".join([self._what, count, self._rate(), self._time(now, _WORDS), *_told(self._values)])
 
     def _time(self, now: float, words: tuple[str, str]) -> str:
-        """What it took or, while it runs, what is left."""
+        """Return the total time of finished work, or the time left."""
         if self._took is not None:
             return words[0] + _clock(self._took)
         return _clock(self._seconds_left(now)) + words[1]
@@ -161,7 +160,7 @@ class Bar:
         return f"{1 / rate:.0f} s each" if rate > 0.01 else f"{_clock(1 / rate)} each"
 
     def _seconds_left(self, now: float) -> float | None:
-        """Return what is left as told by `expect`, else by the rate so far; None where neither says anything."""
+        """Return the seconds left by `expect`, else by the rate so far; None if unknown."""
         if self._expects is not None:
             seconds, told = self._expects
             return None if seconds is None else max(seconds - (now - told), 0.0)
@@ -185,9 +184,9 @@ def _live(screen: _Screen) -> Live:
 
 
 def _table(bars: Sequence[Bar], width: int) -> Table:
-    """Lay out one row per bar: what, bar, count, rate, time left, then values where `width` has room for them.
+    """Lay out one row per bar: name, bar, count, rate, time left, then values if `width` allows.
 
-    In a narrow terminal gaps go first, then words, the unit, and the ends of names; the columns themselves never.
+    A narrow terminal first loses gaps, then words, the unit, and the ends of names. The columns stay.
     """
     from rich.progress_bar import ProgressBar
     from rich.table import Table

@@ -265,7 +265,7 @@ def test_asked_to_stop_it_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytes
         return act(self, observation, first)
 
     monkeypatch.setattr(UniformAgent, "act", signals)
-    with pytest.raises(Stopped, match=f"collect stopped after step {3 * step} of 30; the same command goes on"):
+    with pytest.raises(Stopped, match=f"collect stopped after step {3 * step} of 30; the same command resumes it"):
         collect(opened(tmp_path / "run", new=True), steps=30)
     assert Run.open(tmp_path / "run", create=False).versions("experience") == []
     artifact = collect(opened(tmp_path / "run"), steps=30)
@@ -292,7 +292,7 @@ def test_what_was_played_before_a_fault_is_kept_and_new_games_begin(tmp_path: Pa
     for kept in [33, 66] if before is None else [0, 33, 66]:
         with pytest.raises(EnvironmentFault, match="wm-test/Faulty-v0: step 12 after reset, .* reward nan") as error:
             collect(opened(tmp_path / "run"), steps=75)
-        assert (f"The {kept} of 75 steps before it are kept" in str(error.value)) == (kept > 0)
+        assert (f"The {kept} of 75 steps before it are saved" in str(error.value)) == (kept > 0)
     artifact = collect(opened(tmp_path / "run"), steps=75)
     artifacts = [artifact] if before is None else [before, artifact]
     for stream in time_line(*artifacts):
@@ -317,7 +317,7 @@ def test_an_environment_that_does_not_follow_its_seed_begins_new_episodes(
     )
     collect(opened(tmp_path / "run"), steps=18)
     (warning,) = capsys.readouterr().err.splitlines()
-    assert UNSEEDED in warning and "led elsewhere" in warning and "New episodes begin" in warning
+    assert UNSEEDED in warning and "gave other frames" in warning and "New episodes start" in warning
     run = Run.open(tmp_path / "run", create=False)
     first, second = run.get("experience", 1), run.get("experience", 2)
     for stream in time_line(first, second):

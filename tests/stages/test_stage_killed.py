@@ -168,7 +168,7 @@ def test_a_command_that_was_asked_to_stop_exits_with_75_and_goes_on(tiny: Path, 
     child.send_signal(signal.SIGTERM)
     out, talk = child.communicate(timeout=120)
     assert (child.returncode, out) == (75, "")
-    assert "train-dynamics stopped after update" in talk and "the same command goes on from there" in talk
+    assert "train-dynamics stopped after update" in talk and "the same command resumes it" in talk
     artifact, talk = finished(run, "dynamics", updates)
     assert "resuming at update" in talk
     assert content(artifact) == content(TRAINING["dynamics"](opened(whole, updates)))

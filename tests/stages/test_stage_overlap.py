@@ -157,7 +157,7 @@ class InTurn(Collector):
     def begin(self, context: Context, controller: Artifact | None, previous: Artifact | None) -> None:
         references = [None if artifact is None else str(artifact.path) for artifact in (controller, previous)]
         actor, before = references
-        self._found = collect(context, controller=actor or "random", previous=before, extend=False)
+        self._existing = collect(context, controller=actor or "random", previous=before, extend=False)
 
 
 @pytest.mark.slow
@@ -256,7 +256,7 @@ def test_a_failure_there_is_the_runs_own_one_line_and_exit_code(
     assert (child.returncode, out) == (EnvironmentFault.exit_code, ""), talk
     line = next(line for line in talk.splitlines() if line.startswith("wm run: "))
     assert "the game is damaged: 'cartridge'" in line and "run the same command again" in line
-    assert "The 9 of 60 steps before it are kept" in line
+    assert "The 9 of 60 steps before it are saved" in line
     assert "Traceback" not in talk
     assert names(tmp_path / "run")["experience"] == [1] and names(tmp_path / "run")["tokenizer"] == [1]
 

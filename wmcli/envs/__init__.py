@@ -1,7 +1,7 @@
-"""Environments: what `wm` plays, always as size x size x 3 uint8 frames with actions 0 .. n-1.
+"""Environments, with size x size x 3 uint8 frames and actions 0 .. n-1.
 
 Importing this package registers `wm/Catch-v0`, `wm/DelayedCopy-v0`, `wm/GridWorld-v0`, `wm/GridWorldGoal-v0`, the
-memory tasks (see tasks.py) and `wm/Dream-v0` (see `wmcli.dream`) with gymnasium. No torch in here.
+memory tasks (see tasks.py) and `wm/Dream-v0` (see `wmcli.dream`) with gymnasium. It imports no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Atari by named protocols: explicit, complete, recorded. Defaults of an environment id are never relied on.
+"""Atari by named protocols, which state every detail and never rely on defaults of an environment id.
 
 Protocol `rem` is the chain of REM (Cohen et al. 2024, arXiv 2402.05643) and IRIS (Micheli et al. 2023, arXiv
 2209.00588), as their public code runs it (leor-c/REM and eloialonso/iris, after openai/baselines), innermost first:
@@ -7,54 +7,52 @@ Protocol `rem` is the chain of REM (Cohen et al. 2024, arXiv 2402.05643) and IRI
 2. each 210 x 160 frame is resized to size x size with Pillow's bilinear filter, which is antialiased;
 3. a time limit, counted in emulator frames;
 4. after a reset of the game, a number of no-op frames;
-5. each action is repeated for 4 frames, rewards are summed, and what is seen is the elementwise maximum of the resized
-   frames 3 and 4;
+5. each action is repeated for 4 frames, rewards are summed, and the observation is the elementwise maximum of the
+   resized frames 3 and 4;
 6. in training the loss of a life ends the episode, and the reset after it plays one no-op action in the same game.
 
-Only frames 3 and 4 are resized here. That is exact: frames 1 and 2 never enter the maximum and resizing has no side
-effect. A game that ends inside the repeat leaves the maximum over what the two-frame buffer then holds, older frames
-included, as in the public code; the frame that follows the last action of an episode is no input to anything.
+Only frames 3 and 4 are resized here. That is exact, because frames 1 and 2 never enter the maximum. If a game ends
+inside the repeat, the maximum is over the present content of the two-frame buffer, older frames included, as in the
+public code. The frame after the last action of an episode is not used.
 
-One thing differs on purpose: a time limit is reported as truncation, where the public code calls it termination.
+One thing differs on purpose: a time limit is a truncation here and a termination in the public code.
 
 Protocol `drama` is the chain of Drama (Wang et al. 2024, arXiv 2410.08893), as its public code runs it
 (realwenlongwang/drama), innermost first:
 
 1. the bare emulator, as above;
-2. each action is repeated for 4 frames, rewards are summed, and what is seen is the elementwise maximum of the last two
-   frames played, or the first alone if the game ended with it;
+2. each action is repeated for 4 frames, rewards are summed, and the observation is the elementwise maximum of the last
+   two frames played, or the first alone if the game ended with it;
 3. that maximum is resized to size x size, each pixel the mean of the area it covers: OpenCV's INTER_AREA, equal to the
    bit at Drama's 64 x 64;
 4. a time limit of 108,000 emulator frames; no no-op frames and no action to begin with;
-5. in training the loss of a life is marked as a termination, and the game goes on with the very next frame: nothing is
-   played in between. To samplers of episodes that frame opens one; a model whose segments run over the ends of episodes
-   reads on until the game ends, as in the public code, which keeps no episodes.
+5. in training the loss of a life is a termination, and the game continues with the very next frame. For samplers of
+   episodes that frame is the first of one. A model whose segments cross the ends of episodes reads on until the game
+   ends, as in the public code, which has no episodes.
 
-Three things differ on purpose: each game has a seed of its own, where the public code gives every reset the same one;
-a life lost soon after one was won counts, where the public code never raises its count of lives; and 0 lives before a
-game is over are no end of their own, as under `rem`.
+Three things differ on purpose. Each game has a seed of its own; the public code gives every reset the same one. A life
+lost soon after one was won counts; the public code never raises its count of lives. 0 lives before the end of a game
+are no end of an episode, as under `rem`.
 
 Protocol `unizero` is the chain of UniZero (Pu et al. 2024, arXiv 2406.10667), as its public code runs it
 (opendilab/LightZero, after openai/baselines), innermost first:
 
 1. the bare emulator, as above;
 2. after a reset of the game, 1 to 30 no-op frames, in training and test alike; no FIRE to begin with;
-3. each action is repeated for 4 frames, rewards are summed, and what is seen is the elementwise maximum of the last two
-   frames played, as under `drama`;
+3. each action is repeated for 4 frames, rewards are summed, and the observation is the elementwise maximum of the last
+   two frames played, as under `drama`;
 4. in training the loss of a life ends the episode, and the reset after it plays one no-op action in the same game, as
    under `rem`;
 5. a time limit of 432,000 emulator frames, 108,000 decisions;
-6. what is seen is resized by the mean of areas, as under `drama`;
+6. the observation is resized by the mean of areas, as under `drama`;
 7. in training the reward is the sign of the sum; in test it is the sum.
 
-Protocol `unizero-sticky` is the same, but on each frame the emulator repeats the action of the frame before with
-probability 0.25: sticky actions, which Learning to Focus (De Dios Allegue et al. 2025) says it has. The public code,
-its own included, has none.
+Protocol `unizero-sticky` adds sticky actions: on each frame the emulator repeats the previous action with probability
+0.25. Learning to Focus (De Dios Allegue et al. 2025) states them; no public code has them.
 
-Three things differ on purpose: each game has a seed of its own; a time limit is truncation, as above; and the limit
-counts frames since the reset of the game, no-ops included, where the public code counts decisions since the episode
-began. In the public code, besides, the limit of the emulator's own comes first: its ids (`*NoFrameskip-v4`) end a game
-after 108,000 frames.
+Three things differ on purpose. Each game has a seed of its own. A time limit is a truncation, as above. The limit
+counts frames since the reset of the game, no-ops included; the public code counts decisions since the start of the
+episode, and its ids (`*NoFrameskip-v4`) end a game after 108,000 frames anyway.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ NOOP = 0  # index of the no-op in every minimal action set
 
 @dataclass(frozen=True)
 class Rules:
-    """What differs between training and test."""
+    """Rules that differ between training and test."""
 
     life_loss_ends_episode: bool
     no_ops_min: int  # emulator frames after a reset of the game, drawn uniformly, both ends included
@@ -249,7 +247,7 @@ class Atari(gymnasium.Env[np.ndarray, int]):
         return self._ale.game_over(with_truncation=False)
 
     def _look(self, frame: int) -> None:
-        """Take frame number `frame` of a repeat into what the maximum is over."""
+        """Put frame number `frame` of a repeat into the buffer of the maximum."""
         last = self._protocol.max_over_last
         if self._resized_first:
             slot = frame - (self._protocol.action_repeat - last)
@@ -318,7 +316,7 @@ def games() -> dict[str, str]:
 
 
 def game_of(identifier: str) -> str | None:
-    """`ALE/Pong-v5`, `PongNoFrameskip-v4`, `Pong-v0` and `Pong` -> `Pong`; None for what is no Atari game."""
+    """Return the game of an id: `Pong` for `ALE/Pong-v5`, `PongNoFrameskip-v4`, `Pong-v0` and `Pong`; else None."""
     known = games()
     match = re.fullmatch(r"(?:ale_py:)?(?:ALE/)?(\w+?)(?:NoFrameskip)?(?:-v\d+)?", identifier)
     spec = gymnasium.registry.get(identifier)

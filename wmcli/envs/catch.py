@@ -4,9 +4,11 @@ A board of 8 x 8 cells of 8 pixels. A ball of one cell starts in a random column
 step; a paddle two cells wide starts in the middle of the bottom row and moves one cell a step. The episode ends after 7
 steps, when the ball is in the bottom row: +1 if the paddle is under it, else -1; every reward before that is 0.
 
-A policy that does not look catches 2 of the 8 columns wherever its paddle ends, so its mean return is exactly
-2 * 2/8 - 1 = -0.5. From the middle every column is at most 3 moves away, so the best return is always +1. Cells of 8
-pixels stay whole when a frame is shrunk to 32 or 16. After Catch of bsuite (Osband et al. 2020, arXiv 1908.03568).
+A blind policy catches 2 of the 8 columns wherever its paddle ends, so its mean return is exactly 2 * 2/8 - 1 = -0.5.
+From the middle every column is at most 3 moves away, so the best return is always +1. Cells of 8 pixels stay whole when
+a frame is resized to 32 or 16.
+
+Source: Catch of bsuite (Osband et al. 2020, arXiv 1908.03568).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs the code of environments: what it prints goes to stderr, what it does wrong ends in one `EnvironmentFault`."""
+"""Calls of environments: their output goes to stderr, and any error becomes an `EnvironmentFault`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Checked(gymnasium.Wrapper[Any, Any, Any, Any]):
         )
 
     def close(self) -> None:
-        """Close the environment. What it does wrong there harms nothing: everything has been played."""
+        """Close the environment and ignore its errors."""
         try:
             run(self._where, self.env.close)
         except EnvironmentFault:

@@ -1,10 +1,9 @@
-"""`wm/DelayedCopy-v0`: a game that is memory alone. Do now what was shown three frames ago.
+"""`wm/DelayedCopy-v0`: a game of memory. The right action is the sign of three frames ago.
 
-Each frame shows one of three signs, drawn anew: a bar in the left, middle or right third. The action (0 left, 1 middle,
-2 right) that names the sign of 3 frames before earns 1, any other 0; in the first 3 frames there is nothing to earn. An
-episode is cut off after 20 actions, so the best return is 17. Signs do not depend on each other, so a policy that looks
-back on fewer frames, or does not look at all, has 17/3 = 5.67 whatever it does. What is done changes nothing but the
-reward of its own frame: the game asks for memory and for no foresight.
+Each frame shows one of three random signs: a bar in the left, middle or right third. The action (0 left, 1 middle,
+2 right) for the sign 3 frames before earns 1, any other 0; the first 3 frames earn nothing. An episode is truncated
+after 20 actions, so the best return is 17. Signs are independent, so any policy with a shorter memory has 17/3 = 5.67.
+Actions influence only the reward of their own frame: the game needs memory and no foresight.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Distracting Memory: is the square at the end of the hallway of the color that was seen at its beginning?
+"""Distracting Memory: choose the square at the end of the hallway that has the color at its beginning.
 
 The two-dimensional memory task of S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064, section 5.5, figure 2), after the
 Memory task of MiniGrid. A grid of W x 9 cells, x to the east and y to the south. A room in the west, x = 1 .. 3 and
@@ -6,17 +6,17 @@ y = 3 .. 5, holds the memory square at (3, 5). From it a hallway leads along y =
 x = s = W - 2, which has a target square at either end, (s, 2) and (s, 6), in two different colors of four. One of them
 is the memory square's. Each cell x = 4 .. W - 5 of the hallway is a colored square with probability 1/2, to distract.
 
-Whoever comes to (s, 3) or (s, 5) has chosen the target next to it, and earns 1 if its color is that of the memory
-square, else 0. That frame is the last. Squares can be walked on; the agent hides the one below it.
+An agent at (s, 3) or (s, 5) has chosen the target next to it, and earns 1 if its color is that of the memory square,
+else 0. That frame is the last. Agents walk over squares and hide the one below them.
 
 The script starts in the middle of the hallway, x = s / 2, and looks east. Context: to s, to x = 1 and back to where it
 started, 2 W - 1 frames. Query: to s again and to a target drawn uniformly, W / 2 + 1 frames.
 
 Geometry and lengths are those of the authors' video of an episode with W = 100, with 199 frames of context and 51 of
-query. Not told by one episode, and decided here: that the memory square is always at (3, 5); the distractors'
-probability and range; that all squares can be walked on.
+query. One episode leaves open, and this file decides: the memory square is always at (3, 5); the probability and range
+of the distractors; agents walk over all squares.
 
-E episodes side by side.
+Axes: E parallel episodes.
 """
 
 from __future__ import annotations

@@ -24,11 +24,16 @@ from wmcli.errors import EnvironmentFault, UsageError
 
 
 def make(settings: EnvironmentSettings, *, train: bool) -> gymnasium.Env:
-    """Open the environment: frames (size, size, 3) uint8, actions 0 .. n-1, seeded by `reset(seed=...)`.
+    """Open an environment with frames (size, size, 3) uint8 and actions 0 .. n-1, seeded by `reset(seed=...)`.
 
-    `train` chooses between the two halves of an Atari protocol; a plain environment is the same in both.
-    Raises UsageError, in one line, for an unknown id, a missing package, a protocol that does not fit, and for
-    observations or actions that wm cannot use; EnvironmentFault, also later, for what the environment does wrong.
+    Args:
+        settings: Of the environment.
+        train: Use the training rules of an Atari protocol, else its test rules.
+
+    Raises:
+        UsageError: The id is unknown, a package is missing, the protocol does not fit, or wm cannot use its
+            observations or actions.
+        EnvironmentFault: The environment fails, now or later.
     """
     game = atari.game_of(settings.id)
     if settings.protocol in atari.PROTOCOLS:
@@ -80,7 +85,7 @@ def protocol(settings: EnvironmentSettings) -> dict[str, Any]:
 
 
 def list_environments() -> list[dict[str, Any]]:
-    """What `wm envs` shows: id, the protocols it can be played with, and one line about it."""
+    """Return the rows of `wm envs`: id, protocols and description."""
     small = {
         CATCH_ID: "catch a falling ball: learns in minutes on a CPU",
         DELAYED_COPY_ID: "do now what was shown three frames ago: a test of memory",

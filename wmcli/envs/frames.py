@@ -16,10 +16,12 @@ from wmcli.errors import UsageError
 
 
 class Frames(gymnasium.Wrapper[np.ndarray, int, Any, Any]):
-    """Resizes what an environment shows, copies it, and counts its actions from 0.
+    """Resizes and copies observations, and numbers actions from 0.
 
-    Gray images (H, W) or (H, W, 1) are repeated into three equal channels. An image that is not square is stretched.
-    Raises UsageError when the environment does not show uint8 images or does not take discrete actions.
+    Gray images (H, W) or (H, W, 1) get three equal channels. Images that are not square are stretched.
+
+    Raises:
+        UsageError: Observations are no uint8 images, or actions are not discrete.
     """
 
     def __init__(self, env: gymnasium.Env, size: int) -> None:
@@ -61,10 +63,10 @@ class Frames(gymnasium.Wrapper[np.ndarray, int, Any, Any]):
 
 
 def resize_filter(height: int, width: int, size: int) -> Image.Resampling | None:
-    """The filter that brings (height, width) to (size, size), None if nothing is to do.
+    """Return the filter that resizes (height, width) to (size, size), or None for equal sizes.
 
-    Box where pixels merge by whole numbers (the mean of each area), nearest for pure enlarging (no colors that
-    were not there), else bilinear, which Pillow antialiases.
+    Box for integer reduction (the mean of each area), nearest for enlarging (no new colors), else Pillow's bilinear
+    filter, which is antialiased.
     """
     if height == width == size:
         return None

@@ -1,16 +1,15 @@
 """`wm/GridWorld-v0`: the long-sequence task of Drama (Wang et al. 2024, arXiv 2410.08893, table 2 and appendix A.6).
 
-A board of 5 x 5 cells: a wall all round, nine free cells inside. An agent and a goal stand in two different inner
-cells, drawn uniformly. The agent stays or moves one cell; against a wall it stays. Whoever reaches the goal earns 1,
-every other step 0, and the game goes on without end: in the frame that follows, agent and goal stand in two new cells
-(`wm/GridWorld-v0`, the paper), or only the goal is placed anew (`wm/GridWorldGoal-v0`, the rule of the public code that
-the paper builds on, alxndrTL/mamba.py). Under random play the goal is reached in 16 of 345 steps.
+A board of 5 x 5 cells: a wall around nine free cells. An agent and a goal start in two different random free cells. The
+agent stays or moves one cell; walls stop it. Reaching the goal earns 1, every other step 0, and the game never ends. In
+the frame after a hit, agent and goal have new random cells (`wm/GridWorld-v0`, the paper), or only the goal has one
+(`wm/GridWorldGoal-v0`, the rule of alxndrTL/mamba.py, on which the paper builds). Random play hits in 16 of 345 steps.
 
-A frame says all there is to know, and only what follows a hit is left to chance. So a model's frames can be checked by
-the rules, and its loss against the best one possible: see wmcli/metrics/grid_world.py.
+A frame shows the whole state, and only the frame after a hit is random. So the rules can check a model's frames, and
+its loss has a known minimum: see wmcli/metrics/grid_world.py.
 
-Cells are 8 pixels. A frame stays exact, one color a cell and all cells of one size, when `environment.size` is 10 or
-20 or any multiple of 5 from 40 on; at other sizes the colors of neighboring cells run into each other.
+Cells are 8 pixels. Frames stay exact, with one color per cell and equal cells, if `environment.size` is 10, 20 or a
+multiple of 5 from 40 on. At other sizes the colors of neighboring cells mix.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ Respawn = Literal["both", "goal"]
 class GridWorld(gymnasium.Env[np.ndarray, int]):
     """Frames (40, 40, 3) uint8; actions 0 stay, 1 north, 2 east, 3 south, 4 west. Episodes never end.
 
-    `respawn`: what is placed anew once the goal is reached, "both" agent and goal or the "goal" alone.
+    Args:
+        respawn: Parts with a new cell after a hit: "both" agent and goal, or the "goal" alone.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}
@@ -52,7 +52,7 @@ class GridWorld(gymnasium.Env[np.ndarray, int]):
         return ["STAY", "NORTH", "EAST", "SOUTH", "WEST"]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        """Agent and goal in new cells; what follows depends on the seed and the actions alone."""
+        """Put agent and goal in new cells. The seed and the actions determine everything that follows."""
         super().reset(seed=seed)
         self._place_agent()
         self._place_goal()
@@ -91,9 +91,9 @@ def _clamp(inner: int) -> int:
 
 
 def cells(frames: np.ndarray) -> np.ndarray:
-    """What each cell of a frame holds, row by row: frames (..., H, W, 3) uint8 to (..., 25) int64 in 0..3.
+    """Return the content of each cell, row by row: frames (..., H, W, 3) uint8 to (..., 25) int64 in 0..3.
 
-    The color nearest to that of the cell's middle pixel; for frames of any exact size.
+    It is that of the color nearest to the cell's middle pixel, for frames of any exact size.
     """
     assert frames.shape[-2] == frames.shape[-3] and frames.shape[-2] % SIDE == 0, f"frames {frames.shape}"
     cell = frames.shape[-2] // SIDE

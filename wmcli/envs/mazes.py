@@ -1,15 +1,16 @@
-"""Mazes that are new in every episode: what Memory Maze (Pasukonis, Lillicrap and Hafner 2022, arXiv 2210.13383) asks
-of representations, whether they know the walls and where each object is.
+"""Mazes with a new layout in every episode, for probes of walls and object positions as in Memory Maze.
 
-A maze is cells x cells, closed all round; cells at even rows and columns are its *nodes*. Rectangular rooms are put
-where there is space, at least as many as there are objects, so that walls of one cell are left between them. A random
-spanning tree joins all nodes, a few of the walls left between two nodes are opened besides, and dead ends are filled up
-again until there are none: what is left are rooms joined by corridors, with loops. Each of 3 x 3 blocks of the maze has
-a wall texture. Spheres, one of each color, lie on different free cells, in nobody's way.
+A maze is cells x cells, surrounded by walls; cells at even rows and columns are its *nodes*. Rectangular rooms are
+placed with walls of one cell between them, at least as many as there are objects. A random spanning tree joins all
+nodes, a few more walls between nodes are opened, and dead ends are filled until none is left. The result is rooms and
+corridors with loops. Each of 3 x 3 blocks of the maze has a wall texture. Spheres, one of each color, lie on different
+free cells and stop nobody.
 
-The script goes to the middles of random free cells, one after the other, along shortest paths from cell to cell; now
-and then an action is replaced by a random one. What Memory Maze's own script did is not public; this one is ours, and
-so is the layout. Motion, camera and colors are shared with rooms.py.
+The script walks to the middles of random free cells along shortest paths; some actions are replaced by random ones. The
+script of Memory Maze is not public; this one and the layout are ours. Motion, camera and colors are shared with
+rooms.py.
+
+Source: Memory Maze (Pasukonis, Lillicrap and Hafner 2022, arXiv 2210.13383).
 
 E episodes, T frames, K objects. Positions are cells, (x, y) with y to the south, from the corner of the outer wall, so
 that the maze is (1, cells + 1) wide; headings degrees from east to the left.
@@ -47,7 +48,7 @@ POSE = 12  # bytes of it in a sketch
 
 
 class View(NamedTuple):
-    """What sketches (..., S) say, as arrays."""
+    """The content of compact states (..., S), as arrays."""
 
     position: np.ndarray
     """float32 (..., 2): the agent's, cells."""
@@ -62,13 +63,13 @@ class View(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """What a frame's representation may know of the maze, for probes."""
+    """Labels of a frame for probes of its representation."""
 
     walls: np.ndarray
     """bool (..., cells * cells), row by row, without the outer walls: whether a cell is one."""
     pose: np.ndarray
-    """float32 (..., 4): where the agent is, (x, y) in half widths of the maze from its middle, so in [-1, 1]; and the
-    direction it looks in, (x, y) of length 1."""
+    """float32 (..., 4): position (x, y) in half widths of the maze from its middle, in [-1, 1], and direction of view
+    (x, y) of length 1."""
     objects: np.ndarray
     """float32 (..., K, 2): the way from the agent to each object, in cells ahead and to the right of its heading."""
 
@@ -112,7 +113,7 @@ class Maze(Task):
         return _Walk(self, seeds)
 
     def read(self, sketch: np.ndarray) -> View:
-        """What sketches (..., S) say."""
+        """Decode compact states (..., S)."""
         lead, area = sketch.shape[:-1], self.cells**2
         pose = np.ascontiguousarray(sketch[..., :POSE]).view(np.float32)
         ends = np.cumsum([POSE, (area + 7) // 8, BLOCKS**2])
@@ -144,7 +145,7 @@ class Maze(Task):
         return frames.reshape(*sketch.shape[:-1], *frames.shape[1:])
 
     def labels(self, sketch: np.ndarray) -> Labels:
-        """What there is to know of frames that are drawn from sketches (..., S)."""
+        """Return the labels of the frames of compact states (..., S)."""
         view = self.read(sketch)
         half = self.cells / 2
         forward, right = axes(view.heading)
@@ -290,8 +291,10 @@ def _neighbors(free: np.ndarray) -> np.ndarray:
 
 
 def _steps_to(walls: np.ndarray, goals: np.ndarray) -> np.ndarray:
-    """Steps from cell to cell to goals (E, G, 2) in mazes `walls` (E, rows, columns): int16 (E, G, rows, columns), more
-    than any way is long at walls."""
+    """Return the number of steps from each cell to goals (E, G, 2), int16 (E, G, rows, columns).
+
+    In mazes `walls` (E, rows, columns). Walls have a number above any path length.
+    """
     free = ~walls[:, None]
     reached = np.zeros((*goals.shape[:2], *walls.shape[1:]), bool)
     episode, which = np.indices(goals.shape[:2])

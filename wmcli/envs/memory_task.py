@@ -1,14 +1,13 @@
-"""Memory tasks: what an episode shows in its first phase decides what is right in its second one.
+"""Memory tasks: the first phase of an episode shows facts that its second phase needs.
 
-The tasks with which S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064) compares what world models remember. An episode
-is made anew from its seed, is deterministic from then on, and has C + Q frames: a scripted policy shows all of it in C
-frames of context and comes back to it in Q frames of query. To a player of its own the task is an environment like any
-other, cut off after C + Q frames.
+S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064) compares the memory of world models with them. An episode is determined
+by its seed and has C + Q frames: a scripted policy shows all of it in C frames of context and returns to it in Q frames
+of query. For other policies the task is an ordinary environment with a time limit of C + Q frames. The action in the
+last frame ends the episode and has no other effect.
 
-The last frame belongs to an episode like all before it: whatever is done there ends the episode and changes nothing.
+Frames are stored as *compact states* of a few bytes, from which they are drawn.
 
-A frame is kept as a *sketch*, the few bytes that it can be drawn from again. E episodes side by side, N frames, H
-height, W width, S bytes of a sketch.
+Axes: E parallel episodes, N frames, H height, W width, S bytes of a compact state.
 """
 
 from __future__ import annotations
@@ -34,18 +33,19 @@ class Episodes(ABC):
 
     @abstractmethod
     def script(self) -> np.ndarray:
-        """The actions of the scripted policy from the first frame on, int32 (E, C + Q), whatever was played so far; the
-        last one is taken in the last frame, where it counts for nothing."""
+        """Return the actions of the scripted policy from the first frame on, int32 (E, C + Q).
+
+        The last one is that of the last frame, where it has no effect.
+        """
 
 
 class Task(ABC):
-    """What all episodes of a task have in common. Its subclasses are frozen dataclasses of what makes sizes differ."""
+    """A memory task. Its subclasses are frozen dataclasses with the sizes of its variants."""
 
     meanings: ClassVar[tuple[str, ...]]
     """The name of each action."""
     padding: ClassVar[int | None] = None
-    """An action that the script takes only to fill a phase up: frames that it led to say nothing new, and are left out
-    of what is measured. None: there is none."""
+    """Action with which the script fills a phase up, if any. Measures skip the frames after it."""
 
     @property
     @abstractmethod

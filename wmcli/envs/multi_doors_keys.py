@@ -1,4 +1,4 @@
-"""Multi Doors Keys: which doors are open by now, and which keys are still at hand?
+"""Multi Doors Keys: remember the open doors and the unused keys.
 
 The two-dimensional task of S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064, section 5.6, figure 2) in which memory has
 to be kept up to date, drawn with the tiles of MiniGrid. K doors and K keys on a grid of 4 K + 1 x 9 cells, x to the
@@ -10,17 +10,17 @@ PICKUP takes the key in front, any number of them; they are not drawn. TOGGLE at
 key of its color, if there is one; open doors stay open. Opening a door earns 1: the paper has no reward here, and so
 the script earns K in every episode. An episode ends with its last frame and not before.
 
-The script travels along y = 4. Context: from a random x_i and heading it goes through all columns, the westernmost
-first, in each one step south, where the key comes into view, and back; then to where it started. Query: in random order
-it takes each key and then tries two different random doors; at last it tries all doors in random order. NOOP fills both
-phases up, to 14 K - 2 and 10 K^2 + 12 K + 50 frames: (40|176), (68|360) and (96|624) for 3, 5 and 7 keys. Every context
-fits. Fewer than 1 in 500 queries do not, and their orders are drawn again.
+The script walks along y = 4. Context: it starts at a random x_i and heading and visits all columns, the westernmost
+first. In each it takes one step south, where the key comes into view, and back. At the end it returns to its start.
+Query: in random order it takes each key and then tries two different random doors; at last it tries all doors in random
+order. NOOP fills both phases up, to 14 K - 2 and 10 K^2 + 12 K + 50 frames: (40|176), (68|360) and (96|624) for 3, 5
+and 7 keys. Every context fits. Fewer than 1 in 500 queries do not; their orders are sampled again.
 
-Rows and pitch are those of the paper's figure; its lengths, where it starts and how wide the corridor is are not known.
-Without its padding the script takes 14 K - 9 to 14 K - 6 actions of context, and of query on average 138, 289 and 482
-for 3, 5 and 7 keys.
+Rows and pitch are those of the paper's figure. The paper's lengths, its start and the width of its corridor are
+unknown. Without padding the script takes 14 K - 9 to 14 K - 6 actions of context, and on average 138, 289 and 482
+actions of query for 3, 5 and 7 keys.
 
-E episodes side by side, K doors, V visits of the script.
+Axes: E parallel episodes, K doors, V visits of the script.
 """
 
 from __future__ import annotations
@@ -152,8 +152,10 @@ def _draw_order(random: np.random.Generator, keys: int) -> np.ndarray:
 
 
 def _runs(columns: np.ndarray, visits: tuple[_Visit, ...], heading: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """From the first of these columns (E, 1 + V), looking to `heading` (E,), to the others: runs (E, R, 2) of an action
-    and how many times it is taken, and the last heading, (E,)."""
+    """Plan a walk from the first of these columns (E, 1 + V), with `heading` (E,), to the others.
+
+    Returns runs (E, R, 2) of an action and its number of repetitions, and the last heading (E,).
+    """
     runs: list[tuple[np.ndarray | int, np.ndarray | int]] = []
 
     def turn(there: np.ndarray | int) -> np.ndarray:

@@ -100,10 +100,14 @@ class RayCaster:
         spheres: np.ndarray,
         colors: np.ndarray,
     ) -> np.ndarray:
-        """What a camera sees, uint8 (N, H, W, 3), from `position` (N, 2) in open cells and `heading` (N,).
+        """Draw the view of a camera, uint8 (N, H, W, 3). A nearer sphere hides a farther one; spheres may not overlap.
 
-        `textures`: int (N, slots), of WALL_COLORS. `spheres`: (N, O, 2), their centres. `colors`: int (N, O), of
-        SPHERE_COLORS. A nearer sphere hides a farther one; spheres may not overlap.
+        Args:
+            position: (N, 2), in open cells.
+            heading: (N,), degrees.
+            textures: int (N, slots), of WALL_COLORS.
+            spheres: Centers (N, O, 2).
+            colors: int (N, O), of SPHERE_COLORS.
         """
         frames = np.empty((len(position), self._side, self._side, 3), np.uint8)
         chunk = max(1, CHUNK // self._side**2)
@@ -181,11 +185,10 @@ class RayCaster:
         depth: np.ndarray,
         pixels: np.ndarray,
     ) -> None:
-        """Paint onto `pixels` (H, R) what the floor and the walls, at `depth` (R,), leave to be seen of spheres.
+        """Paint the visible parts of spheres onto `pixels` (H, R). Walls are at `depth` (R,).
 
         A pixel's ray t * (1, x, s), forward, right and up of the eye, meets the sphere at (f, l, -EYE) where
-        a t^2 - 2 b t + c = 0 with a = 1 + x^2 + s^2, b = f + l x - EYE s, c = f^2 + l^2 + EYE^2 - RADIUS^2. Lists of
-        (frame, sphere), of their columns and of these columns' pixels follow from each other.
+        a t^2 - 2 b t + c = 0 with a = 1 + x^2 + s^2, b = f + l x - EYE s, c = f^2 + l^2 + EYE^2 - RADIUS^2.
         """
         side = self._side
         offset = spheres.astype(np.float32) - position[:, None]  # (N, O, 2)
@@ -243,9 +246,12 @@ def axes(heading: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cast(walls: np.ndarray, origin: np.ndarray, ray: np.ndarray, maze: np.ndarray | None = None) -> Hits:
-    """Follow rays from `origin` (R, 2), in open cells, along `ray` (R, 2), of any length, from cell to cell until the
-    next one is in `walls`, bool (rows, columns) (Amanatides and Woo 1987). With `maze`, int (R,), each ray is in one of
-    the mazes `walls` (M, rows, columns)."""
+    """Follow rays from cell to cell until they meet a wall.
+
+    `origin` (R, 2) lies in open cells; `ray` (R, 2) has any length; `walls` is bool (rows, columns). With `maze`, int
+    (R,), each ray is in one of the mazes `walls` (M, rows, columns).
+
+    Source: Amanatides and Woo 1987."""
     rows, columns = walls.shape[-2:]
     solid = walls.reshape(-1)
     ray = np.where(np.abs(ray) < 1e-9, ray.dtype.type(1e-9), ray)
@@ -336,7 +342,7 @@ def _palette() -> _Palette:
 
 
 def _wall_pattern(number: int) -> np.ndarray:
-    """What tells the textures apart besides color, (TEXELS, TEXELS), brighter where greater."""
+    """Return the brightness pattern of each texture (TEXELS, TEXELS)."""
     u, v = np.meshgrid(*[(np.arange(TEXELS) + 0.5) / TEXELS] * 2, indexing="ij")
     course = np.floor(v * 4)
     patterns = (

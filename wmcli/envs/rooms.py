@@ -1,20 +1,21 @@
 """Two, Four and Ten Rooms and their teleport versions: the 3D memory tasks of S4WM (arXiv 2307.02064).
 
-Rooms hang together by narrow corridors in a ring, seen from within as in Memory Maze (arXiv 2210.13383). The layout is
-always the same; what an episode has of its own are two colored spheres a room and the texture of each of a room's four
-walls. The script turns round in a random room, goes to a few places of it, and on to the next room, until it is back in
-the first: that is the context. The query goes the same round again, along other ways.
+Rooms in a ring are joined by narrow corridors and seen from within, as in Memory Maze (arXiv 2210.13383). The layout is
+fixed. An episode has two colored spheres per room and a texture for each of a room's four walls. In the context the
+script turns around in a random room, walks to a few points of it, and on to the next room, until it is back in the
+first one. In the query it makes the same round again on other paths.
 
-In a teleport version the script takes one more action, TELEPORT, in the context's last frame, C - 1. It brings back
-the state, with whatever motion is left in it, of frame tau, uniform in 0 .. C - 1 - R; then the script replays what it
-did from there. So frame C + j equals frame tau + j, for j = 0 .. R, and the query has R + 1 frames. A player of its own
-may teleport whenever it likes: to frame tau, or to frame 0 as long as tau has not come. The same seed makes the same
-episode with and without teleport up to frame C - 1.
+In a teleport version the script takes the action TELEPORT in the last frame of the context, C - 1. It restores the
+state, motion included, of frame tau, uniform in 0 .. C - 1 - R. Then the script repeats its actions from there. So
+frame C + j equals frame tau + j, for j = 0 .. R, and the query has R + 1 frames. Other policies may teleport at any
+time: to frame tau, or to frame 0 before frame tau. Up to frame C - 1 a seed gives the same episode with and without
+teleport.
 
-Sizes of rooms, lengths, the script and everything called a size are ours where the paper is silent; motion is Memory
-Maze's (walking.py). Spheres are in nobody's way.
+Room sizes, lengths and the script are ours where the paper is silent. Motion is Memory Maze's (walking.py). Spheres
+stop nobody.
 
-E episodes, P rooms, T steps. Positions are cells, (x, y) with y to the south, headings degrees from east to the left.
+Axes: E episodes, P rooms, T steps. Positions are cells, (x, y) with y to the south; headings are degrees from east to
+the left.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Budget(NamedTuple):
 
 @dataclass(frozen=True)
 class Size:
-    """What differs between tasks for a paper's comparison and tasks for a CPU."""
+    """Sizes of a task, for the paper's comparison or for a CPU."""
 
     room: int = 5
     """Cells along a room's wall."""
@@ -104,7 +105,7 @@ class Layout(NamedTuple):
 
 
 class View(NamedTuple):
-    """What sketches (..., S) say, as arrays; room p of a task is always the same one."""
+    """The content of compact states (..., S), as arrays. Room p of a task is always the same one."""
 
     position: np.ndarray
     """float32 (..., 2): the agent's, cells."""
@@ -163,7 +164,7 @@ class Rooms(Task):
         return _Walk(self, seeds)
 
     def read(self, sketch: np.ndarray) -> View:
-        """What sketches (..., S) say."""
+        """Decode compact states (..., S)."""
         lead = sketch.shape[:-1]
         pose = np.ascontiguousarray(sketch[..., :12]).view(np.float32)
         textures, objects = np.split(sketch[..., 12:], [self.rooms * 4], axis=-1)
@@ -249,11 +250,11 @@ class _Walk(Episodes):
         return np.concatenate([context, jump, replay, rest], 1)
 
     def _tour(self, visits: int) -> np.ndarray:
-        """What the script does during so many visits to rooms, and one NOOP, int32 (E, steps + 1).
+        """Return the script's actions during a number of visits to rooms, and one NOOP, int32 (E, steps + 1).
 
-        A visit begins in the middle of a room with one turn round. Then come the places drawn for it, one after the
-        other, as long as there is time for the next one and the way from there to the next room. In the next room's
-        middle the script looks left and right until the visit's time is over.
+        A visit starts in the middle of a room with one full turn. Then the script walks to random points while there is
+        time for the next one and the way to the next room. In the next room's middle it looks left and right until the
+        time of the visit is over.
         """
         task, layout, count = self._task, self._task.layout, len(self._begin)
         scan = math.ceil(360 / task.size.gait.turn)
@@ -367,8 +368,11 @@ def _choose(first: np.ndarray, one: State, other: State) -> State:
 
 
 def _ahead(size: Size, position: np.ndarray, here: np.ndarray, there: np.ndarray) -> np.ndarray:
-    """Where to steer for, (E, 2), on the way to the next room's middle: the cell in front of the corridor, then a point
-    that runs ahead along the line between the middles, by less the farther the agent is off that line."""
+    """Return the target points (E, 2) on the way to the next room's middle.
+
+    First the cell before the corridor, then a point ahead on the line between the middles. It is nearer the farther the
+    agent is off that line.
+    """
     line = there - here
     length = np.abs(line).sum(-1, keepdims=True)
     line = line / length

@@ -1,13 +1,13 @@
 """Worlds of colored tiles: the pictures, the view of 5 x 5 tiles around an agent, and how an agent walks.
 
-A tile is a code, one uint8. Pictures are drawn as MiniGrid draws them (Chevalier-Boisvert et al. 2023, arXiv
-2306.13831): shapes on three points a pixel in either direction, whose mean is cut down to a whole number. Squares fill
-their tile, as in S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064), and the agent hides what it stands on.
+A tile is a code, one uint8. Pictures are those of MiniGrid (Chevalier-Boisvert et al. 2023, arXiv 2306.13831): shapes
+on three points per pixel in either direction, whose mean is truncated to an integer. Squares fill their tile, as in
+S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064), and the agent hides the tile below it.
 
-The view is centered on the agent and never turned: north is up, and only the triangle shows where the agent looks.
-Beyond the edge of a board there is wall.
+The view is centered on the agent and never turned: north is up, and the triangle shows the agent's heading. Tiles
+beyond the board are walls.
 
-E boards side by side, H rows and W columns of tiles; headings are 0 east, 1 south, 2 west, 3 north.
+Axes: E boards, H rows and W columns of tiles. Headings are 0 east, 1 south, 2 west, 3 north.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Boards:
         self.heading = np.where(moving, (self.heading + turn) % 4, self.heading)
 
     def view(self) -> np.ndarray:
-        """What each agent sees, codes (E, 25), row by row."""
+        """Return the view of each agent, codes (E, 25), row by row."""
         codes = self.codes.take(self.agent[:, None] + self._around)
         codes[:, VIEW * VIEW // 2] = AGENT + self.heading
         return codes

@@ -1,12 +1,11 @@
-"""Environments stepped side by side, whose state can be saved and restored exactly.
+"""Parallel environments, whose state can be saved and restored exactly.
 
-E environments side by side (streams), H height, W width, C color channel.
+Axes: E environments (streams), H height, W width, C color channel.
 
-A *game* runs from one real reset to the next, an *episode* to the next end that the learner sees. They differ where a
-lost life ends an episode but not its game. Every game is reset with a seed of its own, derived from (seed, stream,
-number of the game), and what follows depends on the actions alone. So the state of a stream is the number of its game
-and the actions taken since its reset; restoring plays them again. Where that leads elsewhere, or after a fault, a new
-game begins.
+A *game* lasts from one real reset to the next, an *episode* to the next end that the learner sees. They differ if a
+lost life ends an episode but not its game. Every game has a seed derived from (seed, stream, number of the game). After
+the reset everything depends on the actions. So the state of a stream is the number of its game and the actions since
+its reset; restoring replays them. If the replay gives other frames, or after a fault, a new game starts.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SEED_CHECK_SECONDS = 1.0  # a slow environment is given fewer steps
 
 
 class Transition(NamedTuple):
-    """What one step brought, for each of the E environments."""
+    """The result of one step of E environments."""
 
     reward: np.ndarray  # float32 (E,), as the environment gives it
     terminated: np.ndarray  # bool (E,)
@@ -42,13 +41,13 @@ class Transition(NamedTuple):
 
 
 class Streams:
-    """`settings.count` environments side by side. An environment that ends an episode is reset within the same step.
+    """`settings.count` parallel environments. One that ends an episode is reset within the same step.
 
-    `observation` (E, H, W, C) uint8: the current frames, a new array after every step.
-    `first` (E,) bool: the current frame opens an episode.
-    `has_time_limit`: whether the environment ends every episode at some step at the latest.
-    `restarted` (E,) bool: restoring began a new game because playing the saved actions again led elsewhere.
-    `state` is what another Streams gave as its `state()`; without it every stream stands at the start of its game 0.
+    Attributes:
+        observation: Current frames (E, H, W, C) uint8, a new array after every step.
+        first: Whether the current frame is the first of an episode, (E,) bool.
+        has_time_limit: Whether every episode has a last step.
+        restarted: Whether restoring started a new game, because the replay gave other frames, (E,) bool.
     """
 
     def __init__(
@@ -106,9 +105,11 @@ class Streams:
         return np.array([len(played) for played in self._played]) - opened
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs: one integer and arrays. `game`, `length` (E,) int64: number and actions so far of each
-        running game; `action` int32: those actions, one game after the other; `frame` (E,) int64: CRC-32 of the current
-        frames, by which restoring proves itself."""
+        """Return the state for `restore`: the integer `seed` and arrays.
+
+        `game`, `length` (E,) int64 are number and actions so far of each unfinished game, `action` int32 these actions,
+        game after game, and `frame` (E,) int64 the CRC-32 of the current frames, to check the replay.
+        """
         return {
             "seed": self.seed,
             "game": np.array(self._games, np.int64),
@@ -118,9 +119,9 @@ class Streams:
         }
 
     def broken_state(self) -> dict[str, Any]:
-        """What `restore` needs after a fault: every stream begins its next game.
+        """Return the state for `restore` after a fault: every stream starts its next game.
 
-        All of them, since the environments before the faulty one have taken a step that the others have not.
+        That includes all streams, because the environments before the faulty one have taken one step more.
         """
         count = len(self._envs)
         return {

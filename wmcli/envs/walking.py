@@ -1,11 +1,10 @@
 """How agents move in a maze of cells: Memory Maze's actions and the motion measured in it (arXiv 2210.13383).
 
-Turning follows the same rule as walking: a step moves by its own command and by what is left of those before, so that n
-steps of turning come to n times the steady rate once they are over. Speed is kept along the heading; what walls stop
-keeps its speed.
+Turning follows the same rule as walking: a step moves by its own command and by the rest of earlier ones. In the end n
+steps of turning sum to n times the steady rate. Speed follows the heading; walls do not reduce it.
 
-E agents side by side, each for itself. Positions are cells, (x, y) with y to the south, headings degrees from east to
-the left, as in ray_caster.py. `walls` are bool (rows, columns), one maze for all, or (E, rows, columns), one for each.
+Axes: E independent agents. Positions are cells, (x, y) with y to the south; headings are degrees from east to the left,
+as in ray_caster.py. `walls` are bool (rows, columns), one maze for all, or (E, rows, columns), one for each.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ REACH = 0.4  # cells: nearer than this a script takes a place for reached
 
 @dataclass(frozen=True)
 class Gait:
-    """How far a step goes. Defaults: what was measured in Memory Maze at its 4 steps a second."""
+    """Lengths of steps. The defaults were measured in Memory Maze at its 4 steps per second."""
 
     walk: float = 0.25
     """Cells a step of steady walking."""
     glide: float = 0.138
     """Of these, cells owed to the speed at the step's beginning."""
     decay: float = 0.225
-    """What a step leaves of the difference between speed and command: the n-th step of walking, from 0, covers
+    """Factor of a step on the difference between speed and command: the n-th step of walking, from 0, covers
     walk - glide * decay^n cells."""
     turn: float = 18.4
     """Degrees a step of steady turning."""
@@ -108,8 +107,10 @@ def between(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def _slide(walls: np.ndarray, position: np.ndarray, way: np.ndarray) -> np.ndarray:
-    """Move squares of half a side BODY from `position` (E, 2) by `way` (E, 2), less than a cell, first in x and then in
-    y, each as far as walls let them."""
+    """Move squares of half a side BODY from `position` (E, 2) by `way` (E, 2), less than a cell, until a wall.
+
+    First in x, then in y.
+    """
     position = position.copy()
     maze = () if walls.ndim == 2 else (np.arange(len(position)),)
     for axis in (0, 1):

@@ -1,4 +1,4 @@
-"""`wm collect`: act in the environment and publish what was seen as one more segment of experience."""
+"""`wm collect`: act in the environment and publish a segment of experience."""
 
 from __future__ import annotations
 
@@ -40,16 +40,22 @@ def collect(
     previous: str | None = None,
     extend: bool = True,
 ) -> Artifact:
-    """Take `steps` decisions (default `collect.steps`) and publish the experience that now ends with them.
+    """Play the environment and publish the new experience.
 
-    `controller` is a reference, "random", or None for the run's newest controller if it has one. The environments go on
-    where `previous` left them (default: the newest experience, unless `extend` is off). With several environments the
-    steps are rounded up to a whole number for each. With `collect.policy` = "scripted" or "recorded" see
-    `collect_scripted` and `collect_recorded`.
+    For `collect.policy` "scripted" or "recorded" see `collect_scripted` and `collect_recorded`.
 
-    Raises ArtifactError when the previous experience is of another environment, scripted or recorded, UsageError when
-    whole episodes are asked for with steps or a controller, EnvironmentFault when the environment does something wrong,
-    Stopped after a signal. After these two the same call goes on.
+    Args:
+        context: Of the run.
+        controller: Reference, or "random". None is the newest controller of the run, or random play.
+        steps: Number of decisions, rounded up to a multiple of the environments. None is `collect.steps`.
+        previous: Reference of the experience to continue. None is the newest one.
+        extend: Continue the newest experience if `previous` is None.
+
+    Raises:
+        ArtifactError: The previous experience is of another environment or policy.
+        UsageError: `steps` or `controller` are given for whole episodes.
+        EnvironmentFault: The environment failed. The same call resumes.
+        Stopped: A signal arrived. The same call resumes.
     """
     settings, run = context.settings, context.run
     environment = context.environment
@@ -57,27 +63,27 @@ def collect(
     policy = settings.collect.policy
     if before is not None and (before.metrics.get("recorded", 0) > 0) != (policy == "recorded"):
         raise ArtifactError(
-            f"{before.name}: recordings and what is played here look different, and do not go into one experience;"
-            " collect into a run of its own"
+            f"{before.name}: recordings and frames played here look different and cannot be mixed; collect into another"
+            " --run"
         )
     if policy != "learned":
         if controller not in (None, "random") or steps:
-            raise UsageError(f"--policy {policy} adds whole episodes: leave out --controller and --steps.")
+            raise UsageError(f"--policy {policy} adds whole episodes: omit --controller and --steps.")
         return (collect_scripted if policy == "scripted" else collect_recorded)(context, before)
     if before is not None and not (before.path / STREAMS).exists():
         raise ArtifactError(
-            f"{before.name} was played by a script, and no environment stands where it ended: collect into a run of its"
-            " own, or use --policy scripted"
+            f"{before.name} was played by a script, so no environment can continue it: collect into another --run, or"
+            " use --policy scripted"
         )
     actor = _controller(context, controller)
     inputs = {"previous": before, "controller": actor}
-    given = {role: artifact for role, artifact in inputs.items() if artifact is not None}
-    for artifact in given.values():
+    present = {role: artifact for role, artifact in inputs.items() if artifact is not None}
+    for artifact in present.values():
         check_same_environment(environment, artifact)
     rounds = _rounds(context, steps)
-    job = collect_job(context, given, steps)
+    job = collect_job(context, present, steps)
     if existing := context.done(job):
-        context.progress.say(f"collect: {existing.name} is this very job, nothing to do")
+        context.progress.say(f"collect: {existing.name} is up to date, nothing to do")
         return existing
     with context.work(job) as work:
         who = actor.name if actor else "the uniformly random policy"
@@ -98,7 +104,7 @@ def collect(
 
 
 def collect_job(context: Context, inputs: dict[str, Artifact], steps: int | None = None) -> Job:
-    """What `collect` is asked to do; without inputs it is a run's very first collection."""
+    """Return the job of `collect`. Without inputs it is the first collection of a run."""
     if context.settings.collect.policy != "learned":
         job = scripted_job if context.settings.collect.policy == "scripted" else recorded_job
         return job(context, inputs.get("previous"))
@@ -109,7 +115,7 @@ def collect_job(context: Context, inputs: dict[str, Artifact], steps: int | None
 
 
 def _rounds(context: Context, steps: int | None) -> int:
-    """Steps of each environment."""
+    """Return the number of steps of each environment."""
     settings = context.settings
     assert isinstance(settings.collect, LearnedCollectSettings)
     return -(-(steps or settings.collect.steps) // settings.environment.count)
@@ -126,8 +132,10 @@ def _controller(context: Context, reference: str | None) -> Artifact | None:
 def _begin(
     context: Context, work: Work, before: Artifact | None, actor: Artifact | None, rounds: int
 ) -> tuple[Streams, Recorder, Actor, int]:
-    """Environments, rows so far, who acts, and in how many parts those rows lie in the work directory: from this job's
-    checkpoint, else from the experience before it, else new."""
+    """Restore the environments from this job's checkpoint, else from the previous experience, else start them.
+
+    Returns the environments, the recorder, the actor, and the number of files in the work directory with rows so far.
+    """
     settings = context.settings
     parts = 0
     checkpoint = work.path / CHECKPOINT
@@ -145,8 +153,8 @@ def _begin(
         streams = Streams(settings.environment, train=True, seed=derived_seed(settings.seed, "collect"))
     if streams.restarted.any():
         context.progress.warn(
-            f"collect: {settings.environment.id}: playing the saved actions again led elsewhere: it does not follow its"
-            " seed, or was changed. New episodes begin; those that were running count as truncated."
+            f"collect: {settings.environment.id}: replaying the saved actions gave other frames: it ignores its seed,"
+            " or was changed. New episodes start; unfinished ones count as truncated."
         )
     agent = _agent(context, actor, before.version if before else 0)
     actions = context.environment["actions"] if actor is not None and settings_of(actor).controller.searches else None
@@ -164,7 +172,7 @@ def _begin(
 
 
 def _check_seed(context: Context) -> None:
-    """Warn if the environment does not follow its seed."""
+    """Warn if the environment ignores its seed."""
     environment = context.settings.environment
     if not follows_seed(environment, context.environment["actions"]):
         context.progress.warn(
@@ -197,10 +205,9 @@ def _agent(context: Context, actor: Artifact | None, number: int) -> Actor:
 def _last_frames(
     before: Artifact, streams: Streams, length: int, *, across_ends: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The last `length` frames (E, T, H, W, C) of each running episode or, `across_ends`, game, actions (E, T) and
-    which of them are real.
+    """Read the last `length` frames of each unfinished episode or, with `across_ends`, game.
 
-    Read from the newest segments, no further back than they reach.
+    Returns frames (E, T, H, W, C), actions (E, T), and whether they are real (E, T).
     """
     count = len(streams.observation)
     frames = np.zeros((count, length, *streams.observation.shape[1:]), np.uint8)
@@ -227,8 +234,10 @@ def _last_frames(
 def _play(
     context: Context, work: Work, streams: Streams, recorder: Recorder, agent: Actor, rounds: int, parts: int
 ) -> None:
-    """Fill the recorder, with a checkpoint every `training.checkpoint_seconds`, on the first signal and after a fault
-    of an environment. What is resumed after a fault begins new episodes: the same actions would fail again."""
+    """Fill the recorder, with checkpoints every `training.checkpoint_seconds`, on a signal and after a fault.
+
+    After a fault new episodes start, because the same actions would fail again.
+    """
     count, total = context.settings.environment.count, rounds * context.settings.environment.count
     saved = len(recorder)
     saved_at = time.monotonic()
@@ -256,21 +265,21 @@ def _play(
                 if not saved:
                     raise
                 raise EnvironmentFault(
-                    f"{fault} The {saved} of {total} steps before it are kept; new episodes follow them."
+                    f"{fault} The {saved} of {total} steps before it are saved; new episodes follow them."
                 ) from fault
-            recorder.add(seen(observation, first, action, after) | agent.summarize_search())
+            recorder.add(step_fields(observation, first, action, after) | agent.summarize_search())
             bar.advance(count)
             due = time.monotonic() - saved_at >= context.settings.training.checkpoint_seconds
             if stop or (due and len(recorder) < total):
                 save(streams.state())
                 if stop:
-                    raise Stopped(
-                        f"collect stopped after step {saved} of {total}; the same command goes on from there."
-                    )
+                    raise Stopped(f"collect stopped after step {saved} of {total}; the same command resumes it.")
 
 
-def seen(observation: np.ndarray, first: np.ndarray, action: np.ndarray, after: Transition) -> dict[str, np.ndarray]:
-    """What a recorder is given of one step: the frames and whether they open an episode, the actions, what came."""
+def step_fields(
+    observation: np.ndarray, first: np.ndarray, action: np.ndarray, after: Transition
+) -> dict[str, np.ndarray]:
+    """Return the fields of one step for a `Recorder`."""
     return {
         "observation": observation,
         "action": action.astype(np.int32),
@@ -297,18 +306,18 @@ def _streams_from(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> di
 
 
 def summary(artifact: Artifact) -> str:
-    """Describe what was collected in one line: which version it is, and the returns of what was played whole."""
+    """Return an experience in one line: its version, and the returns of complete episodes and games."""
     metrics = artifact.metrics
-    told = [
-        f"{metrics[mean]:.3f} over {metrics[count]} {what}"
-        for mean, count, what in (("mean_return", "episodes", "episodes"), ("mean_game_return", "games", "whole games"))
+    returns = [
+        f"{metrics[mean]:.3f} over {metrics[count]} {unit}"
+        for mean, count, unit in (("mean_return", "episodes", "episodes"), ("mean_game_return", "games", "whole games"))
         if metrics.get(mean) is not None
     ]
-    return f"collect: published {artifact.name}" + (f": mean return {', '.join(told)}" if told else "")
+    return f"collect: published {artifact.name}" + (f": mean return {', '.join(returns)}" if returns else "")
 
 
 def _summary(arrays: dict[str, np.ndarray], at_start: np.ndarray | None) -> dict[str, Any]:
-    """Count steps, and average the returns of the episodes that lie in the segment whole, and of such games.
+    """Count steps, and average the returns of complete episodes and games.
 
     `at_start` (E,): the streams that stood at the start of a game before the segment; None where episodes are games.
     """

@@ -1,7 +1,7 @@
-"""Collecting in a process of its own, so that this one can train meanwhile.
+"""Collecting in a second process, while this one trains.
 
-A stage seeds torch's global generators and catches signals, so two at a time need two processes. This one stays for a
-whole run: it has imported torch once, and its environments stand where the segment before left them.
+A stage seeds torch's global generators and catches signals, so two stages at a time need two processes. The second one
+lasts for the whole run: it imports torch once and keeps its environments between segments.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from wmcli.settings import Settings
 from wmcli.stages.collect import collect, collect_job, summary
 from wmcli.stages.context import Context
 
-THREADS = 1  # acting on the frames of a few environments gains nothing from more, and training needs them
-POLL_SECONDS = 0.1  # how soon a signal is seen while waiting
+THREADS = 1  # acting on a few frames gains nothing from more, and training needs them
+POLL_SECONDS = 0.1  # interval of the checks for signals while waiting
 
 
 class _Other(NamedTuple):
@@ -47,9 +47,9 @@ class Collector:
         self._context = context
         self._other: _Other | None = None
         self._busy = False
-        self._began = False
+        self._is_new = False
         """This command bound a new run."""
-        self._found: Artifact | None = None
+        self._existing: Artifact | None = None
 
     def begin(self, context: Context, controller: Artifact | None, previous: Artifact | None) -> None:
         """Start to collect behind `previous` with `controller`, None for random play; found again if done before.
@@ -57,45 +57,48 @@ class Collector:
         `context` is that of the epoch which it is collected for.
         """
         assert not self._busy, "one segment at a time"
-        given = {"previous": previous, "controller": controller}
-        inputs = {role: artifact for role, artifact in given.items() if artifact is not None}
+        optional = {"previous": previous, "controller": controller}
+        inputs = {role: artifact for role, artifact in optional.items() if artifact is not None}
         job = collect_job(context, inputs)
-        self._found = job.done()
-        if self._found is not None:
+        self._existing = job.done()
+        if self._existing is not None:
             return
         context.prepare(job)
-        self._began |= context.is_new
+        self._is_new |= context.is_new
         if self._other is None:
             self._other = self._start()
         references = {role: str(artifact.path) for role, artifact in inputs.items()}
-        with suppress(OSError):  # it died: `result` will say so
+        with suppress(OSError):  # it ended: `result` reports that
             about = {"epoch": context.epoch, "settings": _on_few_threads(context.settings)}
             self._other.line.send((about, {"controller": "random", "previous": None} | references))
         self._busy = True
 
     def result(self) -> Artifact:
-        """Wait for what `begin` began.
+        """Wait for the segment of the last `begin`.
 
-        Raises what `collect` raised there, MachineError when the process died, Stopped after a signal.
+        Raises:
+            WmError: `collect` raised it in the other process.
+            MachineError: The other process ended.
+            Stopped: A signal arrived.
         """
-        if self._found is not None:
-            return self._found
+        if self._existing is not None:
+            return self._existing
         assert self._other is not None and self._busy
         process, line = self._other
-        progress, told = self._context.progress, False
+        progress, is_stopping = self._context.progress, False
         with stop_requests() as stop, progress.bar("collect", 1, "segments") as bar:
             while not line.poll(POLL_SECONDS):
-                if stop and not told:
+                if stop and not is_stopping:
                     process.terminate()
-                    told = True
-            stopped = Stopped("collect stopped; the same command goes on from there.")
+                    is_stopping = True
+            stopped = Stopped("collect stopped; the same command resumes it.")
             try:
                 reply = line.recv()
             except (EOFError, OSError):
                 reply = stopped if stop else _death(process.wait())
             self._busy = False
             if isinstance(reply, Exception):
-                if self._began:
+                if self._is_new:
                     self._context.run.unbind()
                 raise reply
             if stop:
@@ -158,7 +161,7 @@ def _death(code: int) -> MachineError:
 
 
 def serve(handle: int) -> None:
-    """Collect what is asked for over the connection `handle`; reply with paths of what was published, or exceptions."""
+    """Collect for each request over the connection `handle`. Reply with the path of the artifact, or the exception."""
     line = Connection(handle)
     requests: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_listen, args=(line, requests), daemon=True).start()
@@ -177,7 +180,7 @@ def serve(handle: int) -> None:
 
 
 def _listen(line: Connection, requests: SimpleQueue[Any]) -> None:
-    """Hand on the requests, and die with the process that makes them: nobody else would ever end this one."""
+    """Queue the requests, and exit when the requesting process ends."""
     try:
         while True:
             requests.put(line.recv())
@@ -186,7 +189,7 @@ def _listen(line: Connection, requests: SimpleQueue[Any]) -> None:
 
 
 def _portable(error: Exception) -> Exception:
-    """The exception, or its text where it cannot go to another process, with a note where it was raised."""
+    """Return the exception, or its text if it cannot be pickled, with its traceback as a note."""
     where = "".join(traceback.format_exception(error))
     try:
         error = pickle.loads(pickle.dumps(error))

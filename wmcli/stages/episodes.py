@@ -163,7 +163,7 @@ def play_episodes(
                 saved_at = time.monotonic()
             if stop:
                 raise Stopped(
-                    f"{name} stopped after {tally.ended} of {episodes} episodes; the same command goes on from there."
+                    f"{name} stopped after {tally.ended} of {episodes} episodes; the same command resumes it."
                 )
     streams.close()
     return PlayedEpisodes(tally.returns.tolist(), tally.lengths.tolist(), tally.film)

@@ -34,7 +34,7 @@ from wmcli.errors import MachineError, UsageError
 from wmcli.experience import Recorder, Replay
 from wmcli.metrics import grid_world as metrics
 from wmcli.settings import Settings
-from wmcli.stages.collect import seen
+from wmcli.stages.collect import step_fields
 from wmcli.stages.context import Context
 from wmcli.stages.protocol import Protocol
 from wmcli.training.device import Machine, derived_seed, isolated_randomness
@@ -191,7 +191,7 @@ def _play(context: Context, sequences: int, length: int) -> Replay:
             observation, first = streams.observation, streams.first
             action = agent.act(observation, first)
             after = streams.step(action)
-            recorder.add(seen(observation, first, action, after))
+            recorder.add(step_fields(observation, first, action, after))
             bar.advance(count)
     streams.close()
     replay = Replay.empty(context.machine.device)

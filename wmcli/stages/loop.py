@@ -1,10 +1,10 @@
 """`wm run`: the papers' loop of collect → tokenizer → dynamics → imagine, epoch after epoch.
 
-The loop keeps no state of its own. Every stage call is a job known by its settings and inputs; those already published
-are found again at once, an interrupted one is resumed, so running the loop from its first epoch is how it continues.
+The loop has no state of its own. Every stage is a job, identified by its settings and inputs. Finished jobs are
+recognized at once and interrupted ones resume, so the loop always starts at its first epoch.
 
-With `run.overlap` a second process collects epoch e + 1 while epoch e trains here. Who acts there is the newest
-controller when epoch e begins to train, that of epoch e - 1: which one it is does not hang on how fast anything is.
+With `run.overlap` a second process collects epoch e + 1 while this one trains epoch e. It acts with the controller of
+epoch e - 1, whatever the speed of the processes.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ MEASURE, EVALUATE = "measure", "eval"
 
 
 def run_loop(context: Context) -> Artifact:
-    """Run, or go on with, all epochs of `run.*`; return the last artifact, the final evaluation once a controller
-    exists.
+    """Run or resume all epochs of `run.*`.
 
-    Raises UsageError when the run holds experience that `wm run` did not collect, when its last epoch could not do what
-    it is to do, or when published work would be done again under other settings and `context.force` is off; everything
-    the stages raise passes through.
+    Returns:
+        The last artifact: the final evaluation if there is a controller.
+
+    Raises:
+        UsageError: The run has experience of another origin, the stages of its last epoch cannot run, or finished
+            training would be repeated under other settings (without `context.force`).
+        WmError: See the stages.
     """
     plan, progress = context.settings.run, context.progress
     inside = context.for_loop()
@@ -56,11 +59,11 @@ def run_loop(context: Context) -> Artifact:
                 newest, scores = _walk(context, inside, beside)
                 break
         except PrunedInputError as missing:
-            # With --force it is trained again, and so in turn is what that needs; what is done already is found again.
+            # With --force its job runs again, and so do the jobs of its inputs. Finished jobs are recognized.
             if not context.force or missing.artifact.digest in inside.again:
                 raise
             inside.again.add(missing.artifact.digest)
-    inside.bind()  # where no work was due, other settings of `run` are still to be kept
+    inside.bind()  # also if no job was due: settings of `run` may have changed
     for evaluation in scores:
         progress.say(PROTOCOLS[evaluation.metrics["protocol"]].summarize(evaluation))
     if "evaluation" in newest:
@@ -69,7 +72,7 @@ def run_loop(context: Context) -> Artifact:
 
 
 def _walk(context: Context, inside: Context, beside: Collector) -> tuple[dict[str, Artifact], list[Artifact]]:
-    """Go through all epochs. Returns the newest artifact of each kind, and the evaluations of the last epoch."""
+    """Run all epochs. Return the newest artifact of each kind, and the evaluations of the last epoch."""
     plan = context.settings.run
     newest: dict[str, Artifact] = {}
     own: dict[str, list[Artifact]] = {kind: [] for kind in MODELS}
@@ -94,9 +97,7 @@ def _walk(context: Context, inside: Context, beside: Collector) -> tuple[dict[st
                         left.took(stage, time.monotonic() - began)
                     began, worked = time.monotonic(), inside.worked
                     if stop:
-                        raise Stopped(
-                            f"run stopped in epoch {epoch} after {stage}; the same command goes on from there."
-                        )
+                        raise Stopped(f"run stopped in epoch {epoch} after {stage}; the same command resumes it.")
             except DivergedError as error:
                 raise DivergedError(
                     f"{error} Or change it from this epoch on: wm run --run {context.run} --from-epoch {epoch} --set"
@@ -111,22 +112,22 @@ def _walk(context: Context, inside: Context, beside: Collector) -> tuple[dict[st
 
 
 def _check_own(context: Context) -> None:
-    """The loop's first experience is its own, or it would go on beside a time line that is not its."""
+    """Raise UsageError if the first experience of the run was not collected by this loop."""
     versions = context.run.versions("experience")
     if not versions:
         return
     job = collect_job(context, {})
     if not job.made(context.run.get("experience", versions[0])):
-        why = context.otherwise(job)
+        reason = context.otherwise(job)
         raise UsageError(
             f"{context.run} holds experience that wm run did not collect with these settings"
-            + (f" ({why})" if why else "")
-            + "; give it a --run of its own."
+            + (f" ({reason})" if reason else "")
+            + "; give another --run."
         )
 
 
 def _check_last(settings: Settings) -> None:
-    """Raises UsageError before the first epoch for what the stages of the last one would refuse."""
+    """Raise UsageError, before the first epoch, if a stage of the last one cannot run."""
     stages = due(settings, settings.run.epochs)
     if DYNAMICS in stages:
         check_rows(settings)
@@ -137,7 +138,7 @@ def _check_last(settings: Settings) -> None:
 
 
 def _idle(context: Context) -> Iterator[str]:
-    """A warning for each model that the preset trains and this plan does not."""
+    """Yield a warning for each model that the preset trains and these settings do not."""
     plan, preset = context.settings.run, resolve(context.preset).run
     for stage, key in ((DYNAMICS, "dynamics_after"), (IMAGINE, "controller_after")):
         last_without = getattr(plan, key)
@@ -152,7 +153,7 @@ def due(settings: Settings, epoch: int) -> list[str]:
     """Name the stages of an epoch, in order."""
     plan, stages = settings.run, []
     last = epoch == plan.epochs
-    # A model that trains its tokenizer goes on with its own as soon as it has one.
+    # A model that trains its tokenizer continues with its own.
     with_dynamics = settings.dynamics.encoder == "dynamics" and epoch > plan.dynamics_after + 1
     if epoch <= plan.collect_epochs:
         stages.append(COLLECT)
@@ -169,7 +170,7 @@ def due(settings: Settings, epoch: int) -> list[str]:
 
 
 class _TimeLeft:
-    """What the epochs to come take, by what each stage took when it was last at work."""
+    """The time left, estimated from the last duration of each stage."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -182,7 +183,7 @@ class _TimeLeft:
         self._seconds[stage] = seconds
 
     def after(self, epoch: int) -> float | None:
-        """Seconds, without evaluations; None as long as a stage is to come that has not been at work."""
+        """Return the seconds left without evaluations. None if a future stage has no duration yet."""
         self._to_come.subtract(due(self._settings, epoch))
         beside = {MEASURE, EVALUATE} | ({COLLECT} if self._settings.run.overlap else set())
         trained = {stage: n for stage, n in self._to_come.items() if n > 0 and stage not in beside}
@@ -192,8 +193,7 @@ class _TimeLeft:
 
 
 def _epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) -> Iterator[tuple[str, Artifact]]:
-    """Each stage of the context's epoch and what it published, as soon as it is there, so that the next finds it in
-    `newest`."""
+    """Run the stages of an epoch. Yield each stage and its artifact, which the caller adds to `newest`."""
     plan, epoch = context.settings.run, context.epoch
     assert epoch is not None
     stages = due(context.settings, epoch)
@@ -216,7 +216,7 @@ def _epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) -> 
     if TOKENIZER in stages:
         yield TOKENIZER, train_tokenizer(context, experience=path("experience"), parent=path("tokenizer"))
     if DYNAMICS in stages:
-        # A model that trains its tokenizer goes on with its own, and begins with none but the loop's.
+        # A model that trains its tokenizer continues with its own. It may start from the loop's.
         start = path("tokenizer")
         if context.settings.dynamics.encoder == "dynamics" and (start is None or "dynamics" in newest):
             start = NONE
@@ -242,8 +242,10 @@ def _epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) -> 
 
 
 def _prune(context: Context, own: dict[str, list[Artifact]], keep: int) -> None:
-    """Remove the weights of this loop's older models: all but the newest `keep` of each kind, the best controller, and
-    what any version needs whose weights are kept, in this run or in another that was made from it."""
+    """Remove the weights of older models of this loop.
+
+    The newest `keep` of each kind and the best controller stay, and all that these or other runs need.
+    """
     run = context.run
     old = {kind: versions[:-keep] for kind, versions in own.items()}
     # A tokenizer that learns inside the dynamics model is published beside it.
@@ -253,18 +255,18 @@ def _prune(context: Context, own: dict[str, list[Artifact]], keep: int) -> None:
         for artifact in run.artifacts("tokenizer")
         if "dynamics" in artifact.inputs and artifact.inputs["dynamics"].digest in dynamics
     ]
-    doomed = {artifact.digest for versions in old.values() for artifact in versions}
-    kept = [artifact for kind in MODELS for artifact in run.artifacts(kind) if artifact.digest not in doomed]
-    kept += needed_elsewhere(run)
+    unused = {artifact.digest for versions in old.values() for artifact in versions}
+    in_use = [artifact for kind in MODELS for artifact in run.artifacts(kind) if artifact.digest not in unused]
+    in_use += needed_elsewhere(run)
     if (run.path / "controller" / BEST).exists():
-        kept.append(run.resolve(f"controller@{BEST}", "controller"))
-    doomed -= {artifact.digest for artifact in needed(kept)}
+        in_use.append(run.resolve(f"controller@{BEST}", "controller"))
+    unused -= {artifact.digest for artifact in needed(in_use)}
     for kind, versions in old.items():
-        run.prune(kind, {artifact.version for artifact in versions if artifact.digest in doomed})
+        run.prune(kind, {artifact.version for artifact in versions if artifact.digest in unused})
 
 
 def _headline(artifact: Artifact) -> dict[str, float]:
-    """The numbers of an artifact that the bar shows."""
+    """Return the metrics of an artifact for the progress bar."""
     metrics = {key: artifact.metrics.get(key) for key in KEY_METRICS[artifact.kind]}
     return {
         "return" if artifact.kind == "evaluation" else key: value for key, value in metrics.items() if value is not None

@@ -23,14 +23,14 @@ NAMED = 3  # problems that a message lists
 
 
 def convert_lpips(vgg16: Path, weightings: Path, out: Path, progress: Progress) -> Path:
-    """Write what `tokenizer.lpips_weights` takes and return `out`.
+    """Write the file for `tokenizer.lpips_weights` and return `out`.
 
     Files other than the published ones are converted if they fit, with a warning.
 
     Args:
         vgg16: State dict of torchvision's `vgg16` as torch.save wrote it; `classifier.*` is left out.
         weightings: The channel weightings of LPIPS 0.1 for VGG16, `vgg.pth`.
-        out: The safetensors file to write. One that is there is replaced.
+        out: The safetensors file to write. An existing one is replaced.
         progress: Takes the warnings.
 
     Raises:

@@ -1,8 +1,8 @@
 """The part of `wm profile` that writes, loads and reads experience as a run of the preset does.
 
-Frames are those of random play in the preset's environment, the first `PLAYED` of them over and over: chunks are
-compressed one by one, so that repeating them changes neither size nor speed. Files lie on the disk of the run. They are
-forced to it when written, and still in the system's cache when loaded.
+Frames are those of random play in the preset's environment. The first `PLAYED` of them repeat. Chunks are compressed
+separately, so repetition changes neither size nor speed. Files are on the disk of the run. They are synchronized to
+disk when written, and in the system's cache when loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from wmcli.envs import Streams
 from wmcli.errors import UsageError
 from wmcli.experience import Recorder, Replay, read_frames, read_segment, write_segment
 from wmcli.settings import LearnedCollectSettings
-from wmcli.stages.collect import seen
+from wmcli.stages.collect import step_fields
 from wmcli.stages.context import Context
 from wmcli.trainers.batches import build_sampler, gather
 from wmcli.training.measure import Bench, time_call
@@ -94,7 +94,7 @@ def _played(context: Context) -> dict[str, np.ndarray]:
             # the streams' own arrays, which the next step overwrites
             observation, first = streams.observation.copy(), streams.first.copy()
             action = agent.act(observation, first)
-            recorder.add(seen(observation, first, action, streams.step(action)))
+            recorder.add(step_fields(observation, first, action, streams.step(action)))
             bar.advance()
     streams.close()
     return recorder.arrays()

@@ -7,8 +7,8 @@ free; `agent_pos` (T, 2), cells; `agent_dir` (T, 2), of length 1; `targets_pos` 
 (T, K, 2), cells to the right and ahead of the agent. Positions are (x, y) from the inner corner in the south-west, and
 row 0 of the layout is the south; ours begin at the outer corner in the north-west. Actions are ours, in our order.
 
-A trajectory becomes an episode of the task with as many cells, objects and frames (wm/Maze-9-v0, wm/Maze-15-v0), whose
-sketches say where everything is; textures are not known, so frames are kept as they were recorded, besides.
+A trajectory becomes an episode of the task with as many cells, objects and frames (wm/Maze-9-v0, wm/Maze-15-v0). Its
+compact states have all positions. Textures are unknown, so the recorded frames are stored too.
 """
 
 from __future__ import annotations
@@ -52,15 +52,18 @@ class Recording(NamedTuple):
 
 
 def recorded_job(context: Context, before: Artifact | None) -> Job:
-    """What is asked for: the files' names and sizes, not where they lie. Raises UsageError, see `chosen`."""
+    """Return the job, identified by the names and sizes of the files. Raises UsageError, see `chosen`."""
     return _job(context, before, chosen(context, before))
 
 
 def collect_recorded(context: Context, before: Artifact | None) -> Artifact:
-    """Read `collect.episodes` trajectories that the experience `before` has not, and those held back, and publish them.
+    """Read `collect.episodes` new trajectories and the held-out ones, and publish them.
 
-    All are looked at before anything is written. Raises UsageError for a task that is no maze, see `chosen`, and for a
-    file that is damaged or does not hold what it should; ArtifactError when `before` is of another environment.
+    All files are checked before anything is written.
+
+    Raises:
+        UsageError: The task is no maze, files are missing (see `chosen`), or a file is damaged or has other arrays.
+        ArtifactError: The experience `before` is of another environment.
     """
     task = _maze(context)
     if before is not None:
@@ -89,11 +92,13 @@ def collect_recorded(context: Context, before: Artifact | None) -> Artifact:
 
 
 def chosen(context: Context, before: Artifact | None) -> dict[str, list[Path]]:
-    """The files of each part, in the order of their names: to train on the first that `before` does not hold, for
-    validation the last; for test the first of the folder `eval` or `test`, or where there is none, the last behind
-    those of validation.
+    """Return the files of each part, sorted by name.
 
-    Raises UsageError when there is no such folder, or fewer files than asked for.
+    Training takes the first files that `before` lacks, validation the last ones. Test takes the first of the folder
+    `eval` or `test`, or else the last ones after validation.
+
+    Raises:
+        UsageError: The folder is missing or has too few files.
     """
     collect = _settings(context)
     where = f"collect.recordings = '{collect.recordings}'"
@@ -122,8 +127,10 @@ def chosen(context: Context, before: Artifact | None) -> dict[str, list[Path]]:
 
 
 def read_recording(path: Path, task: Maze) -> Recording:
-    """What a file says besides its frames. Raises UsageError when it is damaged, lacks an array, or has one that the
-    task or the others do not agree with."""
+    """Read a file without its frames.
+
+    Raises:
+        UsageError: It is damaged, lacks an array, or contradicts the task."""
     time, cells = task.context + task.query, task.cells
     arrays = _arrays(
         path,

@@ -1,7 +1,8 @@
 """`wm collect --policy scripted`: whole episodes of a memory task, some held back, as one version of experience.
 
-What is kept of a frame is its sketch, which it is drawn from when the experience is loaded. E episodes, T frames each,
-N = E T rows, S bytes of a sketch.
+Frames are stored as compact states and drawn when the experience is loaded.
+
+Axes: E episodes, T frames each, N = E T rows, S bytes of a compact state.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def task_of(context: Context) -> Task:
 
 
 def scripted_job(context: Context, before: Artifact | None) -> Job:
-    """What is asked for."""
+    """Return the job."""
     collect = context.settings.collect
     identity = context.settings.identity("seed", "environment")
     identity |= {key: getattr(collect, key) for key in ("policy", "episodes", *HELD_OUT)}
@@ -130,8 +131,10 @@ def _play(task: Task, seeds: np.ndarray, workers: Executor, advance: Any) -> Pla
 def write_episodes(
     work: Work, part: str, played: Played, frames: Iterable[np.ndarray] | None = None, **about: Any
 ) -> dict[str, Any]:
-    """One segment, of the `part` "train" or one of HELD_OUT; what is told of that which is trained on. `frames`, where
-    sketches do not say all of them, and `about`: see `write_segment`."""
+    """Write the segment of a part, "train" or one of HELD_OUT. Return the metrics of the training part.
+
+    For `frames`, of recordings, and `about` see `write_segment`.
+    """
     episodes, time = played.action.shape
     first, last = (np.zeros((episodes, time), bool) for _ in range(2))
     first[:, 0] = last[:, -1] = True

@@ -69,7 +69,7 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
 
 
 def _draw_reconstructions(payload: Path, trainer: TokenizerTrainer) -> None:
-    """Write `reconstructions.png`: some frames of the experience above what is decoded of them."""
+    """Write `reconstructions.png`: frames of the experience above their reconstructions."""
     frames, machine = trainer.replay.frames, trainer.machine
     # Drawn, not spread evenly: that falls into step with the lengths of episodes.
     chosen = np.random.default_rng(0).choice(len(frames), min(PICTURED_FRAMES, len(frames)), replace=False)

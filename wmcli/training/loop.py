@@ -108,9 +108,7 @@ def fit(
                 failpoint("checkpoint")
                 saved_at = time.monotonic()
             if stop:
-                raise Stopped(
-                    f"{stage} stopped after update {state.update} of {updates}; the same command goes on from there."
-                )
+                raise Stopped(f"{stage} stopped after update {state.update} of {updates}; the same command resumes it.")
     return state.metrics
 
 
