@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 from typing import Any
 
@@ -55,11 +56,14 @@ class Faulty(Endless):
         return observation, reward if self.time != FAULT_AT else float("nan"), *rest
 
 
+RESETS = itertools.count(int.from_bytes(os.urandom(4)))  # a counter: two random numbers may be equal
+
+
 class Unseeded(Endless):
     """Episodes of 4 steps whose number does not follow the seed."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        return super().reset(seed=int.from_bytes(os.urandom(4)))
+        return super().reset(seed=next(RESETS))
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
         observation, reward, _, truncated, info = super().step(action)
