@@ -56,14 +56,16 @@ class Faulty(Endless):
         return observation, reward if self.time != FAULT_AT else float("nan"), *rest
 
 
-RESETS = itertools.count(int.from_bytes(os.urandom(4)))  # a counter: two random numbers may be equal
+RESETS = itertools.count(int.from_bytes(os.urandom(4)))  # random numbers may be equal by chance
 
 
 class Unseeded(Endless):
     """Episodes of 4 steps whose number does not follow the seed."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        return super().reset(seed=next(RESETS))
+        super().reset()
+        self.number = next(RESETS) % 256
+        return self.frame(), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
         observation, reward, _, truncated, info = super().step(action)
