@@ -28,6 +28,14 @@ def test_every_setting_is_described() -> None:
     assert not [row.key for row in rows if "typing." in row.type or "<" in row.type.replace("<=", "").replace("< ", "")]
 
 
+def test_whole_numbers_have_units() -> None:
+    """Except a seed, and a rank."""
+    whole = [row for row in settings_of_section() if row.type.startswith("int")]
+    assert len(whole) > 100
+    assert {row.key for row in whole if not row.unit} == {"seed", "backbone.dt_rank"}
+    assert not [row.key for row in whole if "[" in row.description]
+
+
 @pytest.mark.parametrize("preset", preset_names())
 def test_every_key_of_a_preset_is_explained(preset: str) -> None:
     settings = resolve(preset)

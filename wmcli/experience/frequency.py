@@ -21,7 +21,7 @@ from wmcli.experience.replay import Episodes
 from wmcli.experience.sampler import Windows, WindowTable, in_rounds
 
 
-class FrequencySettings(Protocol):
+class FrequencyParameters(Protocol):
     """Settings of the sampler; see the section `training.dfs`."""
 
     @property
@@ -99,7 +99,7 @@ class FrequencySampler:
         pad: Literal["left", "right"],
         history: int = 0,
         kind: Literal["dynamics", "imagination"],
-        settings: FrequencySettings,
+        settings: FrequencyParameters,
         ratio: float,
         trained: np.ndarray | None = None,
         rng: np.random.Generator,
