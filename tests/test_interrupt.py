@@ -74,7 +74,7 @@ def test_who_reaches_no_checkpoint_ends_without_one() -> None:
             began = time.monotonic()
             _, said = child.communicate(timeout=30)
             assert child.returncode == 75 and time.monotonic() - began < 10
-            assert "stopped without a new checkpoint; the same command goes on from the last one" in said
+            assert "stopped without a new checkpoint; the same command resumes from the last one" in said
         finally:
             child.kill()
 

@@ -69,5 +69,5 @@ def _leave() -> None:
     """End this process from another thread, whatever the first one is busy with."""
     if sys.stderr.isatty():
         os.write(2, _SHOW_CURSOR.encode())
-    os.write(2, b"wm: stopped without a new checkpoint; the same command goes on from the last one.\n")
+    os.write(2, b"wm: stopped without a new checkpoint; the same command resumes from the last one.\n")
     os._exit(Stopped.exit_code)

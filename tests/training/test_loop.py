@@ -291,7 +291,7 @@ def test_asked_to_stop_it_leaves_a_checkpoint_and_goes_on_from_there(
     tmp_path: Path, folder: Path, update: int, number: signal.Signals
 ) -> None:
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Stopped, match=f"stopped after update {update} of 5; the same command goes on"):
+    with pytest.raises(Stopped, match=f"stopped after update {update} of 5; the same command resumes it"):
         Process(folder, before=ask_to_stop_in(update, number)).run(5, checkpoint_seconds=3600.0)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     assert load_tensors(folder / CHECKPOINT)[1]["update"] == update
