@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from wmcli.backbones import Size, build, map_state
+from wmcli.backbones import BackboneSize, build, map_state
 from wmcli.backbones.dreamer_gru import DreamerGRU, DreamerGRUSettings
 from wmcli.backbones.gru import GRUSettings
 
@@ -19,7 +19,7 @@ def small(
 ) -> DreamerGRU:
     torch.manual_seed(0)
     settings = DreamerGRUSettings(input_width=inputs, norm_eps=0.05)
-    model = DreamerGRU(settings, Size(D, layers, dropout, 0, 3)).to(dtype).eval()
+    model = DreamerGRU(settings, BackboneSize(D, layers, dropout, 0, 3)).to(dtype).eval()
     with torch.no_grad():  # norms other than they begin
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -117,7 +117,7 @@ def test_parameter_counts(width, inputs, layers):
 
 def test_initialization():
     """As Dreamer's other layers: a truncated normal of variance 2 / (fan in + fan out)."""
-    cell = DreamerGRU(DreamerGRUSettings(input_width=100), Size(200, 1, 0.0, 0, 3)).cells[0]
+    cell = DreamerGRU(DreamerGRUSettings(input_width=100), BackboneSize(200, 1, 0.0, 0, 3)).cells[0]
     deviation = (2 / (300 + 600)) ** 0.5
     assert cell.gates.weight.std().item() == pytest.approx(deviation, rel=0.02)
     assert cell.gates.weight.abs().max() < 2.3 * deviation
@@ -140,7 +140,7 @@ def test_detached_chunks_give_the_values_of_one_pass_and_no_gradient_across():
 
 def test_under_autocast_only_products_are_rounded_and_no_error_builds_up():
     torch.manual_seed(0)
-    model = DreamerGRU(DreamerGRUSettings(input_width=24), Size(64, 1, 0.0, 0, 3))
+    model = DreamerGRU(DreamerGRUSettings(input_width=24), BackboneSize(64, 1, 0.0, 0, 3))
     x = torch.randn(4, 300, 24)
     want = model(x, None)[0]
     with torch.autocast("cpu", torch.bfloat16):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from wmcli.backbones import Size, build
+from wmcli.backbones import BackboneSize, build
 from wmcli.backbones.gru import GRU, GRUSettings
 from wmcli.backbones.residual import NORM_EPS
 
@@ -15,7 +15,7 @@ B, T, D, H = 3, 7, 8, 5
 
 def small(hidden: int = H, dtype: torch.dtype = torch.float64) -> GRU:
     torch.manual_seed(0)
-    model = GRU(GRUSettings(hidden_size=hidden), Size(D, 2, 0.0, 0, 3)).to(dtype).eval()
+    model = GRU(GRUSettings(hidden_size=hidden), BackboneSize(D, 2, 0.0, 0, 3)).to(dtype).eval()
     with torch.no_grad():  # norms and biases other than they begin
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -118,7 +118,7 @@ def test_evaluation_mode_keeps_the_backward_pass_of_cudnn():
 
 def test_dropout_falls_on_the_output_before_the_residual():
     torch.manual_seed(0)
-    model, x = GRU(GRUSettings(), Size(D, 1, 0.5, 0, 3)), torch.randn(B, T, D)
+    model, x = GRU(GRUSettings(), BackboneSize(D, 1, 0.5, 0, 3)), torch.randn(B, T, D)
     model.norm = torch.nn.Identity()
     dropped = model(x, None)[0] - x
     model.eval()

@@ -13,13 +13,13 @@ import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from wmcli.backbones import SECTIONS, Size, build, mamba1, mamba2, residual
+from wmcli.backbones import SECTIONS, BackboneSize, build, mamba1, mamba2, residual
 from wmcli.backbones.mamba1 import Mamba1, Mamba1Mixer, Mamba1Settings
 from wmcli.backbones.mamba2 import Mamba2, Mamba2Mixer, Mamba2Settings
 from wmcli.errors import UsageError
 
 NAMES = ["mamba1", "mamba2"]
-DRAMA = Size(512, 2, 0.0, 0, 1)
+DRAMA = BackboneSize(512, 2, 0.0, 0, 1)
 B, T, D, S, W = 2, 9, 6, 3, 4
 
 SMALL = {"mamba1": Mamba1Settings(state_size=4), "mamba2": Mamba2Settings(state_size=4, head_width=8, chunk_size=8)}
@@ -62,7 +62,7 @@ def convolved(x: list[torch.Tensor], t: int, taps: torch.Tensor, bias: torch.Ten
 
 def test_equations_of_mamba1():
     torch.manual_seed(0)
-    mixer = disturbed(Mamba1Mixer(Mamba1Settings(state_size=S, dt_rank=2), Size(D, 2, 0.0, 0, 1)).double())
+    mixer = disturbed(Mamba1Mixer(Mamba1Settings(state_size=S, dt_rank=2), BackboneSize(D, 2, 0.0, 0, 1)).double())
     channels, p = 2 * D, {name: value.detach() for name, value in mixer.named_parameters()}
     u = noise(B, T, D)
     got, state = mixer(u, None, None)
@@ -88,7 +88,7 @@ def test_equations_of_mamba2():
     heads, width = 3, 4
     torch.manual_seed(0)
     settings = Mamba2Settings(state_size=S, head_width=width, chunk_size=4)
-    mixer = disturbed(Mamba2Mixer(settings, Size(D, 2, 0.0, 0, 1)).double())
+    mixer = disturbed(Mamba2Mixer(settings, BackboneSize(D, 2, 0.0, 0, 1)).double())
     channels, p = heads * width, {name: value.detach() for name, value in mixer.named_parameters()}
     u = noise(B, T, D)
     got, state = mixer(u, None, None)
@@ -128,7 +128,7 @@ def test_equations_of_the_stack(name):
 
 def test_golden_gated_norm():
     """A mixer in which all is constant but the gate: the recurrence gives 1, 2, 3, 4, the gate is 0, 1, -1, 2."""
-    mixer = Mamba2Mixer(Mamba2Settings(state_size=1, expand=1, head_width=1), Size(4, 1, 0.0, 0, 1)).double()
+    mixer = Mamba2Mixer(Mamba2Settings(state_size=1, expand=1, head_width=1), BackboneSize(4, 1, 0.0, 0, 1)).double()
     with torch.no_grad():
         for parameter in (mixer.in_proj.weight, mixer.conv.weight, mixer.conv.bias):
             parameter.zero_()
@@ -318,7 +318,7 @@ def test_rank_of_the_step_sizes():
         (20, Mamba1Settings(), 2),
         (20, Mamba1Settings(dt_rank=7), 7),
     ]:
-        assert Mamba1(settings, Size(width, 1, 0.0, 0, 1)).layers[0].mixer.dt_proj.in_features == rank
+        assert Mamba1(settings, BackboneSize(width, 1, 0.0, 0, 1)).layers[0].mixer.dt_proj.in_features == rank
 
 
 @pytest.mark.parametrize("name", NAMES)

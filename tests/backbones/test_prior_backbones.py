@@ -17,7 +17,7 @@ from torch import nn
 from torch.testing import assert_close
 from watching import Replayable
 
-from wmcli.backbones import SECTIONS, Size, build, map_state
+from wmcli.backbones import SECTIONS, BackboneSize, build, map_state
 from wmcli.backbones.transformer import Transformer, TransformerSettings
 from wmcli.backbones.transformer_xl import TransformerXLSettings
 from wmcli.errors import UsageError
@@ -225,7 +225,7 @@ def shares(score: torch.Tensor, *, training: bool = False, dropout: float = 0.0,
     """What the Transformer's attention gives to each place, (T, T), for scores (T, T)."""
     count = len(score)
     settings = TransformerSettings(heads=1, prior=prior_settings(**prior))
-    model = Transformer(settings, Size(count, 1, dropout, count, 2)).train(training)
+    model = Transformer(settings, BackboneSize(count, 1, dropout, count, 2)).train(training)
     model.layers, model.norm = nn.ModuleList([Given(score)]), nn.Identity()
     return model(torch.zeros(1, count, count), None)[0][0]
 
@@ -407,7 +407,7 @@ def test_parameter_counts_of_unizero(kind, more):
 
 
 def test_gelu_tanh_is_its_formula():
-    layer = Transformer(TransformerSettings(heads=2, activation="gelu_tanh"), Size(D, 1, 0.0, T, L)).layers[0]
+    layer = Transformer(TransformerSettings(heads=2, activation="gelu_tanh"), BackboneSize(D, 1, 0.0, T, L)).layers[0]
     x = torch.linspace(-5, 5, 41)
     want = 0.5 * x * (1 + torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3)))
     assert_close(layer.activation(x), want)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from wmcli.backbones import Size, build, map_state
+from wmcli.backbones import BackboneSize, build, map_state
 from wmcli.backbones.retnet import RetNet, RetNetSettings, Rotations, head_decays
 from wmcli.errors import UsageError
 
@@ -15,7 +15,7 @@ K, BLOCKS = 3, 3  # observation elements of a block, blocks
 
 def golden_stack() -> tuple[RetNet, torch.Tensor, torch.Tensor]:
     """Two layers of width 16 with formula weights; inputs X (1, blocks, K + 1, 16), queries u (K, 16)."""
-    model = RetNet(RetNetSettings(heads=2, ffn=2), Size(16, 2, 0.0, 100, K + 1)).double().eval()
+    model = RetNet(RetNetSettings(heads=2, ffn=2), BackboneSize(16, 2, 0.0, 100, K + 1)).double().eval()
 
     def weight(inside: int, outside: int, seed: float) -> torch.Tensor:
         index = torch.arange(inside * outside, dtype=torch.float64).view(inside, outside)
@@ -154,7 +154,7 @@ def test_chunk_changes_no_result():
     outputs = []
     for chunk in (1, 7, 64, 130, 500):
         torch.manual_seed(1)
-        model = RetNet(RetNetSettings(heads=2, chunk_size=chunk), Size(8, 2, 0.0, 200, 5)).eval()
+        model = RetNet(RetNetSettings(heads=2, chunk_size=chunk), BackboneSize(8, 2, 0.0, 200, 5)).eval()
         outputs.append(model(x, None)[0])
     for other in outputs[1:]:
         assert_close(other, outputs[0], rtol=1e-5, atol=1e-5)

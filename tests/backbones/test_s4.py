@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from torch import nn
 from torch.testing import assert_close
 
-from wmcli.backbones import SECTIONS, Size, build, map_state, s4
+from wmcli.backbones import SECTIONS, BackboneSize, build, map_state, s4
 from wmcli.backbones.s4 import S4, S4Settings, StateSpace, StateSpaceStack, build_system, hippo_legs, legs_input
 from wmcli.errors import UsageError
 from wmcli.kernels import s4 as kernels
@@ -28,7 +28,7 @@ SYSTEM = {"log_dt", "log_decay", "frequency", "p", "b"}
 
 def small(length: int = LENGTH, **settings) -> S4:
     torch.manual_seed(0)
-    return S4(S4Settings(**{"state_size": 8, "ffn": 1, **settings}), Size(6, 2, 0.0, length, 1)).eval()
+    return S4(S4Settings(**{"state_size": 8, "ffn": 1, **settings}), BackboneSize(6, 2, 0.0, length, 1)).eval()
 
 
 KINDS = {
@@ -152,7 +152,7 @@ def test_parameter_counts_of_the_variants():
 def test_initialization():
     torch.manual_seed(0)
     length = 200
-    model = S4(S4Settings(), Size(512, 1, 0.0, length, 1))
+    model = S4(S4Settings(), BackboneSize(512, 1, 0.0, length, 1))
     layer = model.blocks[0].layers[0]
     system = layer.system
     log_dt = system.log_dt.detach()
@@ -491,7 +491,7 @@ def test_a_bfloat16_model_keeps_float32_systems(kind):
 
 
 def test_complex_parameters_are_pairs():
-    system = StateSpace(S4Settings(state_size=8), Size(6, 1, 0.0, LENGTH, 1))
+    system = StateSpace(S4Settings(state_size=8), BackboneSize(6, 1, 0.0, LENGTH, 1))
     assert all(parameter.is_floating_point() for parameter in system.parameters())
     assert system.c_tilde.shape == (6, 4, 2)
     with torch.no_grad():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from wmcli.backbones import Size, build
+from wmcli.backbones import BackboneSize, build
 from wmcli.backbones.s4 import hippo_legs, legs_input
 from wmcli.backbones.s4d import S4D, DiagonalSystems, S4DSettings, build_system
 from wmcli.errors import UsageError
@@ -23,7 +23,7 @@ METHODS = ("zoh", "bilinear")
 
 def small(length: int = 30, **settings) -> S4D:
     torch.manual_seed(0)
-    return S4D(S4DSettings(**{"state_size": 8, "ffn": 1, **settings}), Size(6, 2, 0.0, length, 1)).eval()
+    return S4D(S4DSettings(**{"state_size": 8, "ffn": 1, **settings}), BackboneSize(6, 2, 0.0, length, 1)).eval()
 
 
 def inputs(*shape: int, dtype=torch.float64) -> torch.Tensor:
@@ -123,7 +123,7 @@ def test_float32_kernels_are_accurate(method, initialization):
     """As initialized with 64 numbers and the shortest to the longest step sizes, for any length."""
     torch.manual_seed(0)
     settings = S4DSettings(discretization=method, initialization=initialization)
-    layer = S4D(settings, Size(5, 1, 0.0, 1000, 1)).blocks[0].layers[0].system
+    layer = S4D(settings, BackboneSize(5, 1, 0.0, 1000, 1)).blocks[0].layers[0].system
     with torch.no_grad():
         layer.log_dt.copy_(torch.linspace(math.log(1e-3), math.log(1e-1), 5))
     single = [each.detach() for each in layer.tensors()]
@@ -165,7 +165,7 @@ def test_parameter_counts():
 @pytest.mark.parametrize("initialization", ["lin", "legs"])
 def test_initialization(initialization, tied):
     torch.manual_seed(0)
-    model = S4D(S4DSettings(initialization=initialization, tied=tied), Size(512, 1, 0.0, 100, 1))
+    model = S4D(S4DSettings(initialization=initialization, tied=tied), BackboneSize(512, 1, 0.0, 100, 1))
     system = model.blocks[0].layers[1].system
     rows = 1 if tied else 512
     frequency, b = math.pi * torch.arange(32), torch.ones(32, dtype=torch.complex128)

@@ -12,7 +12,7 @@ import torch
 from draws import assert_deviation
 from torch.testing import assert_close
 
-from wmcli.backbones import Size, build
+from wmcli.backbones import BackboneSize, build
 from wmcli.backbones.s4 import hippo_legs
 from wmcli.backbones.s5 import S5, JointStateSpace, JointSystems, S5Settings, build_system
 from wmcli.errors import UsageError
@@ -21,7 +21,9 @@ from wmcli.kernels.s4 import Resets
 
 def small(length: int = 30, **settings) -> S5:
     torch.manual_seed(0)
-    return S5(S5Settings(**{"state_size": 8, "blocks": 2, "ffn": 1, **settings}), Size(6, 2, 0.0, length, 1)).eval()
+    return S5(
+        S5Settings(**{"state_size": 8, "blocks": 2, "ffn": 1, **settings}), BackboneSize(6, 2, 0.0, length, 1)
+    ).eval()
 
 
 def inputs(*shape: int) -> torch.Tensor:
@@ -95,7 +97,7 @@ def test_parameter_counts():
 
 def test_initialization():
     torch.manual_seed(0)
-    system = JointStateSpace(S5Settings(), Size(512, 1, 0.0, 100, 1))
+    system = JointStateSpace(S5Settings(), BackboneSize(512, 1, 0.0, 100, 1))
     assert_close(system.frequency.view(8, 16), hippo_legs(32)[0].imag.float().expand(8, 16))
     assert_close(system.log_decay.exp(), torch.full((128,), 0.5))
     log_dt = system.log_dt.detach()
@@ -107,7 +109,7 @@ def test_b_and_c_are_drawn_as_from_real_matrices_in_the_basis_of_the_eigenvector
     """All second moments over a row of B and a column of C, of a few thousand draws each."""
     torch.manual_seed(0)
     state, width = 8, 4000
-    system = JointStateSpace(S5Settings(state_size=state, blocks=1), Size(width, 1, 0.0, 100, 1))
+    system = JointStateSpace(S5Settings(state_size=state, blocks=1), BackboneSize(width, 1, 0.0, 100, 1))
     vectors = hippo_legs(state)[2]
     real = torch.randn(state, width, dtype=torch.float64)
     for drawn, other in (
@@ -123,7 +125,7 @@ def test_b_and_c_grow_with_no_width_and_shrink_with_the_state():
     """Means of |B|^2 and |C|^2: 1 / state and 2 / state, as lindermanlab/S5 draws them."""
     torch.manual_seed(0)
     for width, state in ((512, 256), (128, 512)):
-        system = JointStateSpace(S5Settings(state_size=state), Size(width, 1, 0.0, 100, 1))
+        system = JointStateSpace(S5Settings(state_size=state), BackboneSize(width, 1, 0.0, 100, 1))
         assert_deviation(system.b, math.sqrt(1 / (2 * state)))
         assert_deviation(system.c, math.sqrt(1 / state))
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from wmcli.backbones import Size, build
+from wmcli.backbones import BackboneSize, build
 from wmcli.backbones.transformer import Transformer, TransformerSettings, _attention_with_dropout
 from wmcli.errors import UsageError
 from wmcli.settings import resolve
@@ -17,7 +17,7 @@ LENGTH, D = 9, 8
 
 def small() -> Transformer:
     torch.manual_seed(0)
-    return Transformer(TransformerSettings(heads=2), Size(D, 2, 0.0, LENGTH, 3)).eval()
+    return Transformer(TransformerSettings(heads=2), BackboneSize(D, 2, 0.0, LENGTH, 3)).eval()
 
 
 def test_parameter_counts_and_initialization():
@@ -159,7 +159,7 @@ def test_parameter_counts_and_initialization_of_storm():
 def test_storm_equals_its_blocks_written_out():
     """LayerNorm behind the positions and behind each residual, none at the end; ReLU; no biases in the attention."""
     torch.manual_seed(0)
-    model = Transformer(STORM.model_copy(update={"heads": 2}), Size(D, 2, 0.0, LENGTH, 3)).double().eval()
+    model = Transformer(STORM.model_copy(update={"heads": 2}), BackboneSize(D, 2, 0.0, LENGTH, 3)).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -182,7 +182,7 @@ def test_storm_equals_its_blocks_written_out():
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_gpt_initialization_with_and_without_attention_biases(bias):
-    model = Transformer(TransformerSettings(heads=2, attention_bias=bias), Size(64, 1, 0.0, LENGTH, 3))
+    model = Transformer(TransformerSettings(heads=2, attention_bias=bias), BackboneSize(64, 1, 0.0, LENGTH, 3))
     assert model.layers[0].qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
     biases = [module.bias for module in model.modules() if isinstance(module, torch.nn.Linear)]
     assert [each is None for each in biases] == [not bias, not bias, False, False]

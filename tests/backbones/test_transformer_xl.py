@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from wmcli.backbones import Size, build, map_state, transformer_xl
+from wmcli.backbones import BackboneSize, build, map_state, transformer_xl
 from wmcli.backbones.transformer_xl import TransformerXL, TransformerXLSettings, band
 from wmcli.errors import UsageError
 
@@ -19,7 +19,7 @@ B, T, D, HEADS, K = 2, 9, 8, 2, 3
 def small(memory: int, layers: int = 2, **settings) -> TransformerXL:
     torch.manual_seed(0)
     settings = {"heads": HEADS, "head_width": K, "memory_length": memory, **settings}
-    model = TransformerXL(TransformerXLSettings(**settings), Size(D, layers, 0.0, 0, 3)).double().eval()
+    model = TransformerXL(TransformerXLSettings(**settings), BackboneSize(D, layers, 0.0, 0, 3)).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -315,9 +315,9 @@ def test_parameter_counts_and_initialization(head_width):
     assert not layer.up.bias.any() and model.max_length is None
     state = model.initial_state(3)
     assert [part.shape for part in state.layers] == [(3, 2, 8, 128, inner // 8)] * 2
-    longer = TransformerXL(settings.model_copy(update={"segment_length": 100}), Size(512, 2, 0.0, 10, 1)).initial_state(
-        3
-    )
+    longer = TransformerXL(
+        settings.model_copy(update={"segment_length": 100}), BackboneSize(512, 2, 0.0, 10, 1)
+    ).initial_state(3)
     assert [part.shape for part in longer.layers] == [(3, 2, 8, 227, inner // 8)] * 2
     assert {part.dtype for part in state.layers} == {torch.float32} and state.length.dtype == torch.int64
 
@@ -331,7 +331,7 @@ def test_dropout_falls_on_attention_weights_and_on_both_outputs(monkeypatch):
         return attention(q, k, v, mask, drop)
 
     monkeypatch.setattr(transformer_xl.F, "scaled_dot_product_attention", watched)
-    model = TransformerXL(TransformerXLSettings(heads=2), Size(D, 1, 0.5, 0, 3)).double()
+    model = TransformerXL(TransformerXLSettings(heads=2), BackboneSize(D, 1, 0.5, 0, 3)).double()
     x = inputs(B, T, D)
     layer = model.layers[0]
     torch.manual_seed(0)

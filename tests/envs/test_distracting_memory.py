@@ -24,22 +24,22 @@ def is_wall(x: int, y: int, width: int) -> bool:
 
 
 def play(width: int, seeds: np.ndarray, actions: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
-    """Actions (E, N), sketches (E, N, 25), rewards and ends (E, N); the script's where no actions are given."""
+    """Actions (E, N), compact_states (E, N, 25), rewards and ends (E, N); the script's where no actions are given."""
     episodes = DistractingMemory(width).begin(seeds)
     actions = episodes.script() if actions is None else actions
-    steps = [(episodes.sketch(), *episodes.step(action)) for action in actions.T]
+    steps = [(episodes.compact_state(), *episodes.step(action)) for action in actions.T]
     return actions, *(np.stack(parts, axis=1) for parts in zip(*steps, strict=True))
 
 
-def chart(width: int, actions: np.ndarray, sketches: np.ndarray) -> tuple[dict[tuple[int, int], int], list]:
+def chart(width: int, actions: np.ndarray, compact_states: np.ndarray) -> tuple[dict[tuple[int, int], int], list]:
     """From one episode's frames: what lies in each cell that was seen, checked against the layout, and the agent's
     (x, y, heading) in each frame, by rules of this test's own."""
     x, y, heading = (width - 2) // 2, 4, 0
     seen: dict[tuple[int, int], int] = {}
     poses = []
-    for action, sketch in zip(actions, sketches, strict=True):
+    for action, one in zip(actions, compact_states, strict=True):
         poses.append((x, y, heading))
-        for place, code in enumerate(sketch.tolist()):
+        for place, code in enumerate(one.tolist()):
             cell = (x + place % 5 - 2, y + place // 5 - 2)
             if place == 12:
                 assert code == AGENT + heading
@@ -61,19 +61,19 @@ def chart(width: int, actions: np.ndarray, sketches: np.ndarray) -> tuple[dict[t
 def test_a_script_is_as_long_as_published(width: int, context: int, query: int) -> None:
     task = DistractingMemory(width)
     assert (task.context, task.query, task.side, task.padding) == (context, query, 40, None)
-    actions, sketches, _, ends = play(width, np.arange(4))
+    actions, compact_states, _, ends = play(width, np.arange(4))
     assert actions.shape == (4, context + query)
     assert (ends == (np.arange(context + query) == context + query - 1)).all()
-    _, poses = chart(width, actions[0], sketches[0])
+    _, poses = chart(width, actions[0], compact_states[0])
     assert poses[0] == poses[context - 1] == ((width - 2) // 2, 4, 0) and poses[context][0] == (width - 2) // 2 + 1
     assert poses[-1][:2] in ((width - 2, 3), (width - 2, 5)) and poses[-2][:2] == (width - 2, 4)
     assert {pose[0] for pose in poses[:context]} == set(range(1, width - 1))
 
 
 def test_headings_follow_the_published_video() -> None:
-    _, sketches, _, _ = play(100, np.arange(20))
+    _, compact_states, _, _ = play(100, np.arange(20))
     runs = set()
-    for headings in sketches[:, :, 12] - AGENT:
+    for headings in compact_states[:, :, 12] - AGENT:
         runs.add(tuple((int(heading), len(list(run))) for heading, run in itertools.groupby(headings)))
     common = ((0, 50), (1, 1), (2, 98), (1, 1), (0, 98))
     assert runs == {(*common, (1, 2)), (*common, (3, 2))}
@@ -84,9 +84,9 @@ def test_what_is_seen_is_the_layout_whatever_is_played(width: int) -> None:
     seeds = np.arange(20)
     scripted = play(width, seeds)
     random = np.random.default_rng(0).choice(3, size=scripted[0].shape, p=[0.1, 0.2, 0.7])
-    for actions, sketches, *_ in (scripted, play(width, seeds, random)):
+    for actions, compact_states, *_ in (scripted, play(width, seeds, random)):
         for episode in range(len(seeds)):
-            seen, _ = chart(width, actions[episode], sketches[episode])
+            seen, _ = chart(width, actions[episode], compact_states[episode])
             squares = {cell for cell, code in seen.items() if SQUARE <= code < KEY}
             fixed = {(3, 5), (width - 2, 2), (width - 2, 6)}
             assert all(y == 4 and 4 <= x <= width - 5 for x, y in squares - fixed)
@@ -96,8 +96,8 @@ def test_what_is_seen_is_the_layout_whatever_is_played(width: int) -> None:
 
 def test_half_of_the_hallway_is_filled_in_four_colors_alike() -> None:
     width, seeds = 30, np.arange(200)
-    actions, sketches, _, _ = play(width, seeds)
-    charts = [chart(width, actions[episode], sketches[episode])[0] for episode in seeds]
+    actions, compact_states, _, _ = play(width, seeds)
+    charts = [chart(width, actions[episode], compact_states[episode])[0] for episode in seeds]
     cells = np.array([[found[x, 4] for x in range(4, width - 4)] for found in charts])
     filled = cells != EMPTY
     assert abs(filled.mean() - 0.5) < 4 * 0.5 / np.sqrt(cells.size)
@@ -112,11 +112,11 @@ def test_half_of_the_hallway_is_filled_in_four_colors_alike() -> None:
 
 def test_the_reward_says_whether_the_chosen_square_has_the_remembered_color() -> None:
     width, seeds = 12, np.arange(1000)
-    actions, sketches, rewards, _ = play(width, seeds)
+    actions, compact_states, rewards, _ = play(width, seeds)
     assert not rewards[:, :-2].any() and not rewards[:, -1].any()
     kinds = Counter()
     for episode in seeds:
-        seen, poses = chart(width, actions[episode], sketches[episode])
+        seen, poses = chart(width, actions[episode], compact_states[episode])
         south = poses[-1][1] == 5
         right = seen[3, 5] == seen[width - 2, 6 if south else 2]
         assert seen[3, 5] in (seen[width - 2, 2], seen[width - 2, 6])
@@ -138,9 +138,9 @@ def test_a_player_may_choose_at_once_and_the_episode_is_over_there(turn: int) ->
     seeds, way = np.arange(40), [FORWARD] * 5 + [turn, FORWARD]
     still = [FORWARD, LEFT, FORWARD, RIGHT, RIGHT, FORWARD]
     actions = np.tile(way + still, (len(seeds), 1))
-    _, sketches, rewards, ends = play(12, seeds, actions)
+    _, compact_states, rewards, ends = play(12, seeds, actions)
     assert (ends == (np.arange(actions.shape[1]) >= len(way))).all()
-    assert (sketches[:, len(way) :] == sketches[:, len(way) : len(way) + 1]).all()
+    assert (compact_states[:, len(way) :] == compact_states[:, len(way) : len(way) + 1]).all()
     assert 5 < rewards[:, len(way) - 1].sum() < 35 and not np.delete(rewards, len(way) - 1, axis=1).any()
     script, _, scripted, _ = play(12, seeds)
     same = script[:, -3] == turn

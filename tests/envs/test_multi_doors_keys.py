@@ -13,10 +13,10 @@ STEPS = ((1, 0), (0, 1), (-1, 0), (0, -1))  # (x, y) of east, south, west and no
 
 
 def play(keys: int, seeds: np.ndarray, actions: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
-    """Actions (E, N), sketches (E, N, 25), rewards and ends (E, N); the script's where no actions are given."""
+    """Actions (E, N), compact_states (E, N, 25), rewards and ends (E, N); the script's where no actions are given."""
     episodes = MultiDoorsKeys(keys).begin(seeds)
     actions = episodes.script() if actions is None else actions
-    steps = [(episodes.sketch(), *episodes.step(action)) for action in actions.T]
+    steps = [(episodes.compact_state(), *episodes.step(action)) for action in actions.T]
     return actions, *(np.stack(parts, axis=1) for parts in zip(*steps, strict=True))
 
 
@@ -68,14 +68,14 @@ class Replay:
         return 0
 
 
-def replay_of(keys: int, actions: np.ndarray, sketches: np.ndarray) -> Replay:
+def replay_of(keys: int, actions: np.ndarray, compact_states: np.ndarray) -> Replay:
     """The episode at its start, read off the frames of its context. The start is found by trying all of them."""
-    codes = sketches.tolist()
+    codes = compact_states.tolist()
     for place in range(keys):
         x, y, heading = 2 + 4 * place, 4, int(codes[0][12]) - AGENT
         start, seen = (x, heading), {}
-        for action, sketch in zip(actions[: 14 * keys - 2].tolist(), codes, strict=False):
-            for spot, code in enumerate(sketch):
+        for action, seen_codes in zip(actions[: 14 * keys - 2].tolist(), codes, strict=False):
+            for spot, code in enumerate(seen_codes):
                 seen.setdefault((x + spot % 5 - 2, y + spot // 5 - 2), code)
             if action == FORWARD:
                 x, y = x + STEPS[heading][0], y + STEPS[heading][1]
@@ -91,9 +91,9 @@ def replay_of(keys: int, actions: np.ndarray, sketches: np.ndarray) -> Replay:
 @pytest.mark.parametrize("keys", [2, 3, 5, 7])
 def test_a_replay_by_the_rules_shows_the_same_frames_and_every_key_is_consumed_by_a_door(keys: int) -> None:
     context = 14 * keys - 2
-    actions, sketches, rewards, _ = play(keys, np.arange(15))
+    actions, compact_states, rewards, _ = play(keys, np.arange(15))
     for episode in range(len(actions)):
-        replay = replay_of(keys, actions[episode], sketches[episode])
+        replay = replay_of(keys, actions[episode], compact_states[episode])
         colors = [code for code in replay.board.values() if code >= KEY]
         assert Counter(code - KEY for code in colors if code < LOCKED) == Counter(
             code - LOCKED for code in colors if code >= LOCKED
@@ -102,7 +102,7 @@ def test_a_replay_by_the_rules_shows_the_same_frames_and_every_key_is_consumed_b
         home = (replay.x, replay.y)
         visited: list[int] = []
         for frame, action in enumerate(actions[episode].tolist()):
-            assert sketches[episode, frame].tolist() == replay.view()
+            assert compact_states[episode, frame].tolist() == replay.view()
             if replay.y == 5 and frame < context and replay.x not in visited:
                 visited.append(replay.x)
             if frame == context - 1:
@@ -155,15 +155,19 @@ def test_every_script_fits_for_other_numbers_of_keys(keys: int) -> None:
 
 
 def test_padding_changes_nothing() -> None:
-    actions, sketches, rewards, _ = play(3, np.arange(50))
+    actions, compact_states, rewards, _ = play(3, np.arange(50))
     idle = actions[:, :-1] == NOOP
-    assert idle.any() and (sketches[:, 1:][idle] == sketches[:, :-1][idle]).all() and not rewards[:, :-1][idle].any()
+    assert (
+        idle.any()
+        and (compact_states[:, 1:][idle] == compact_states[:, :-1][idle]).all()
+        and not rewards[:, :-1][idle].any()
+    )
 
 
 @pytest.mark.parametrize("keys", [2, 3])
 def test_a_free_player_meets_the_same_rules(keys: int) -> None:
     random = np.random.default_rng(7)
-    script, sketches, _, _ = play(keys, np.arange(40))
+    script, compact_states, _, _ = play(keys, np.arange(40))
     noise = random.choice(6, size=script.shape, p=[0.2, 0.2, 0.3, 0.15, 0.15, 0])
     often = np.where(np.arange(40) % 2, 0.3, 0.01)[:, None]  # half of them get far from the script, half stay close
     actions = np.where(random.random(script.shape) < often, noise, script)
@@ -171,7 +175,7 @@ def test_a_free_player_meets_the_same_rules(keys: int) -> None:
     _, played, rewards, _ = play(keys, np.arange(40), actions)
     events: Counter[tuple[str, bool]] = Counter()
     for episode in range(len(actions)):
-        replay = replay_of(keys, script[episode], sketches[episode])
+        replay = replay_of(keys, script[episode], compact_states[episode])
         for frame, action in enumerate(actions[episode].tolist()):
             assert played[episode, frame].tolist() == replay.view()
             if frame < actions.shape[1] - 1:
@@ -184,10 +188,10 @@ def test_without_its_key_a_door_stays_locked_and_once_open_it_stays_open() -> No
     seeds = np.arange(60)
     north = [np.flatnonzero(play(2, seeds)[1][:, 0, 12] == AGENT + heading) for heading in range(4)][3]
     knock = np.tile([FORWARD, TOGGLE, TOGGLE], (len(north), 1))
-    _, sketches, rewards, _ = play(2, seeds[north], knock)
-    assert len(north) > 5 and not rewards.any() and (sketches[:, 1] == sketches[:, 2]).all()
-    assert (sketches[:, 1, 7] >= LOCKED).all() and (sketches[:, 1, 7] < OPEN).all()
-    actions, sketches, rewards, _ = play(3, seeds)
+    _, compact_states, rewards, _ = play(2, seeds[north], knock)
+    assert len(north) > 5 and not rewards.any() and (compact_states[:, 1] == compact_states[:, 2]).all()
+    assert (compact_states[:, 1, 7] >= LOCKED).all() and (compact_states[:, 1, 7] < OPEN).all()
+    actions, compact_states, rewards, _ = play(3, seeds)
     opening = np.argwhere(rewards)
     for episode, frame in opening:
         again = actions[episode].copy()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from wmcli.envs.memory_task import Episodes, MemoryEnv
+from wmcli.envs.memory_task import EpisodeBatch, MemoryEnv
 from wmcli.envs.ray_caster import EYE, RADIUS, SPHERE_COLORS, WALL_COLORS, axes, cast
 from wmcli.envs.rooms import FULL, SMALL, TELEPORT, Rooms, TeleportRooms
 from wmcli.envs.walking import BODY, FORWARD, FORWARD_LEFT, FORWARD_RIGHT, LEFT, NOOP, REACH, RIGHT, State
@@ -24,14 +24,14 @@ def name(task: Rooms) -> str:
     return f"{task.rooms}-{task.side}" + "-teleport" * isinstance(task, TeleportRooms)
 
 
-def play(episodes: Episodes, actions: np.ndarray) -> np.ndarray:
-    """Sketches (E, T, S) before each of the actions (E, T)."""
-    sketches = []
+def play(episodes: EpisodeBatch, actions: np.ndarray) -> np.ndarray:
+    """Compact states (E, T, S) before each of the actions (E, T)."""
+    compact_states = []
     for action in actions.T:
-        sketches.append(episodes.sketch())
+        compact_states.append(episodes.compact_state())
         reward, _ = episodes.step(action)
         assert reward.dtype == np.float32 and not reward.any()
-    return np.stack(sketches, 1)
+    return np.stack(compact_states, 1)
 
 
 def scripted(task: Rooms, seeds) -> np.ndarray:
@@ -39,23 +39,23 @@ def scripted(task: Rooms, seeds) -> np.ndarray:
     return play(episodes, episodes.script())
 
 
-def in_view(task: Rooms, sketches: np.ndarray) -> np.ndarray:
+def in_view(task: Rooms, compact_states: np.ndarray) -> np.ndarray:
     """Which spheres' middles are in the picture with nothing before them, bool (..., P, 2): by angles, by a ray through
     the walls, and by the distance of every other sphere from the line of sight."""
-    view = task.read(sketches.reshape(-1, sketches.shape[-1]))
-    forward, right = axes(view.heading)
-    way = view.objects.reshape(len(view.heading), -1, 2).astype(float) - view.position[:, None]
+    content = task.read(compact_states.reshape(-1, compact_states.shape[-1]))
+    forward, right = axes(content.heading)
+    way = content.objects.reshape(len(content.heading), -1, 2).astype(float) - content.position[:, None]
     ahead, aside = (way * forward[:, None]).sum(-1), (way * right[:, None]).sum(-1)
     seen = (ahead > 0) & (np.abs(aside) < SLOPE * ahead) & (ahead > EYE / SLOPE)
     frame, which = np.nonzero(seen)
     line = np.concatenate([way[frame, which], np.full((len(frame), 1), -EYE)], -1)
-    free = cast(task.layout.walls, view.position[frame].astype(float), line[:, :2]).depth > 1
+    free = cast(task.layout.walls, content.position[frame].astype(float), line[:, :2]).depth > 1
     for other in range(way.shape[1]):
         middle = np.concatenate([way[frame, other], np.full((len(frame), 1), -EYE)], -1)
         part = ((middle * line).sum(-1) / (line * line).sum(-1)).clip(0, 1)
         free &= (np.linalg.norm(middle - part[:, None] * line, axis=-1) > RADIUS) | (which == other)
     seen[frame, which] = free
-    return seen.reshape(*sketches.shape[:-1], task.rooms, 2)
+    return seen.reshape(*compact_states.shape[:-1], task.rooms, 2)
 
 
 def state_at(task: Rooms, x: float, y: float, heading: float) -> State:
@@ -134,25 +134,28 @@ def test_no_agent_is_ever_inside_a_wall(task) -> None:
 
 def test_what_is_random_follows_the_rules() -> None:
     task = Rooms(4)
-    view = task.read(task.begin(np.arange(400)).sketch())
-    shift = view.objects - task.layout.middles[:, None]
+    content = task.read(task.begin(np.arange(400)).compact_state())
+    shift = content.objects - task.layout.middles[:, None]
     assert (np.abs(shift).max(-1) <= 2).all() and (shift % 1 == 0).all() and shift.any(-1).all()
     assert (shift[:, :, 0] != shift[:, :, 1]).any(-1).all()
-    assert (view.colors[..., 0] != view.colors[..., 1]).all()
-    for values, kinds in ((view.colors, len(SPHERE_COLORS)), (view.textures, len(WALL_COLORS))):
+    assert (content.colors[..., 0] != content.colors[..., 1]).all()
+    for values, kinds in ((content.colors, len(SPHERE_COLORS)), (content.textures, len(WALL_COLORS))):
         share = np.bincount(values.reshape(-1), minlength=kinds) / values.size
         assert np.abs(share - 1 / kinds).max() < 4.5 * np.sqrt(1 / kinds / values.size)
-    begun = np.abs(view.position[:, None] - task.layout.middles).sum(-1) == 0
-    assert (begun.sum(1) == 1).all() and begun.sum(0).min() > 60 and set(view.heading) == {0, 90, 180, 270}
+    begun = np.abs(content.position[:, None] - task.layout.middles).sum(-1) == 0
+    assert (begun.sum(1) == 1).all() and begun.sum(0).min() > 60 and set(content.heading) == {0, 90, 180, 270}
 
 
 @pytest.mark.parametrize("task", ALL, ids=name)
 def test_the_script_goes_round_twice_in_the_same_order_and_in_time(task) -> None:
-    sketches = scripted(task, np.arange(3 if task.side == 64 else 40))
-    assert sketches.shape[1] == task.context + task.query
-    position, budget = task.read(sketches).position, task.budget
+    compact_states = scripted(task, np.arange(3 if task.side == 64 else 40))
+    assert compact_states.shape[1] == task.context + task.query
+    position, budget = task.read(compact_states).position, task.budget
     begun = (position[:, 0, None] == task.layout.middles).all(-1).argmax(-1)
-    arrivals = [*range(0, task.context, budget.context), *range(task.context - 1, sketches.shape[1], budget.query)]
+    arrivals = [
+        *range(0, task.context, budget.context),
+        *range(task.context - 1, compact_states.shape[1], budget.query),
+    ]
     for visit, frame in zip([*range(task.rooms + 1), *range(task.rooms + 1)], arrivals, strict=False):
         off = position[:, frame] - task.layout.middles[(begun + visit) % task.rooms]
         assert (np.hypot(*off.T) < REACH).all(), (visit, frame)
@@ -180,29 +183,29 @@ def test_the_context_shows_every_sphere(task) -> None:
 @pytest.mark.slow
 def test_what_a_sketch_says_is_what_its_frame_shows(task) -> None:
     """Where a sphere's middle is projected to, and on the wall ahead, frames have the colors that `read` names."""
-    sketches = np.concatenate(scripted(task, np.arange(8 if task.side == 64 else 40)))[::5]
-    view, frames, half = task.read(sketches), task.draw(sketches).astype(float), task.side / 2
+    compact_states = np.concatenate(scripted(task, np.arange(8 if task.side == 64 else 40)))[::5]
+    content, frames, half = task.read(compact_states), task.draw(compact_states).astype(float), task.side / 2
     light = frames / np.linalg.norm(frames, axis=-1, keepdims=True).clip(1)
-    frame, room, which = np.nonzero(in_view(task, sketches))
-    forward, right = axes(view.heading)
-    way = view.objects[frame, room, which] - view.position[frame]
+    frame, room, which = np.nonzero(in_view(task, compact_states))
+    forward, right = axes(content.heading)
+    way = content.objects[frame, room, which] - content.position[frame]
     ahead, aside = (way * forward[frame]).sum(-1), (way * right[frame]).sum(-1)
     column = np.floor(half * (1 + aside / ahead / SLOPE)).astype(int)
     row = np.floor(half * (1 + EYE / ahead / SLOPE)).astype(int)
     close = (row < task.side - 1) & (ahead < 2.5)  # a distant middle lies on its lower edge
-    colors = np.array(list(SPHERE_COLORS.values()), float)[view.colors[frame, room, which]]
+    colors = np.array(list(SPHERE_COLORS.values()), float)[content.colors[frame, room, which]]
     likeness = (light[frame, row - 1, column] * colors).sum(-1) / np.linalg.norm(colors, axis=-1)
     assert close.sum() > 50 and (likeness[close] > 0.995).all()
 
     ray = forward + 0.5 / half * SLOPE * right  # of the column right of the middle
-    towards = cast(task.layout.walls, view.position.astype(float), ray)
-    off = (view.position + towards.depth[:, None] * ray)[:, None] - task.layout.middles  # of the point ahead
+    towards = cast(task.layout.walls, content.position.astype(float), ray)
+    off = (content.position + towards.depth[:, None] * ray)[:, None] - task.layout.middles  # of the point ahead
     (along, across), edge = np.moveaxis(np.sort(np.abs(off), -1), -1, 0), task.size.room / 2
     on_wall = (np.abs(across - edge) < 1e-4) & (along > 0.5) & (along < edge)  # beside corridors
     inside, room = np.nonzero(on_wall & (towards.depth[:, None] < 4))
     east, south = (off[inside, room] / edge).round(3).T
     side = np.select([east == 1, south == 1, east == -1, south == -1], range(4))
-    named = view.textures[inside, room, side]
+    named = content.textures[inside, room, side]
     colors = np.array(list(WALL_COLORS.values()), float)[named]
     middle = int(half)
     shown = light[inside, middle - 1, middle]  # just above the horizon no sphere reaches
@@ -216,10 +219,10 @@ def test_after_a_teleport_frames_are_those_of_the_context_byte_by_byte(task) -> 
     count = 12
     episodes = task.begin(np.arange(count))
     script = episodes.script()
-    sketches = play(episodes, script)
+    compact_states = play(episodes, script)
     assert (script[:, : task.context - 1] != TELEPORT).all() and (script[:, task.context - 1] == TELEPORT).all()
     recall, found = task.budget.recall, []
-    for row in sketches:
+    for row in compact_states:
         context, query = row[: task.context], row[task.context :]
         starts = [t for t in range(task.context - recall) if (context[t : t + recall + 1] == query).all()]
         assert starts, "no stretch of the context comes back"
@@ -229,18 +232,18 @@ def test_after_a_teleport_frames_are_those_of_the_context_byte_by_byte(task) -> 
     assert len(set(found)) > count // 2 and min(found) < (task.context - recall) / 2 < max(found)
     plain = Rooms(task.rooms, task.size)
     assert (plain.begin(np.arange(count)).script()[:, : task.context - 1] == script[:, : task.context - 1]).all()
-    assert (scripted(plain, np.arange(count))[:, : task.context] == sketches[:, : task.context]).all()
+    assert (scripted(plain, np.arange(count))[:, : task.context] == compact_states[:, : task.context]).all()
 
 
 def test_whoever_teleports_before_its_time_comes_to_the_first_frame() -> None:
     task = TeleportRooms(2, SMALL)
     seeds = np.arange(60)
     actions = np.tile([FORWARD, LEFT, FORWARD, TELEPORT, RIGHT, TELEPORT], (60, 1))
-    sketches = play(task.begin(seeds), np.concatenate([actions, actions[:, :1]], 1))
-    first = (sketches[:, 4] == sketches[:, 0]).all(-1)
-    before = np.stack([(sketches[:, 4] == sketches[:, t]).all(-1) for t in range(4)])
+    compact_states = play(task.begin(seeds), np.concatenate([actions, actions[:, :1]], 1))
+    first = (compact_states[:, 4] == compact_states[:, 0]).all(-1)
+    before = np.stack([(compact_states[:, 4] == compact_states[:, t]).all(-1) for t in range(4)])
     assert before.any(0).all() and 0.8 < first.mean() < 1  # tau < 4 in about 4 of 31
-    assert (sketches[first, 6] == sketches[first, 0]).all(-1).mean() > 0.9
+    assert (compact_states[first, 6] == compact_states[first, 0]).all(-1).mean() > 0.9
 
 
 @pytest.mark.parametrize("task", [Rooms(2), TeleportRooms(4), Rooms(10, SMALL)], ids=name)
@@ -250,13 +253,13 @@ def test_episodes_side_by_side_are_the_episodes_alone(task) -> None:
     script = together.script()
     assert script.dtype == np.int32 and script.shape == (7, task.context + task.query)
     assert (script[0] == script[2]).all() and (script[0] != script[1]).any()
-    sketches = play(together, script)
-    assert sketches.dtype == np.uint8 and (together.script() == script).all()
+    compact_states = play(together, script)
+    assert compact_states.dtype == np.uint8 and (together.script() == script).all()
     for number in (1, 2, 4):
         alone = task.begin(seeds[number : number + 1])
         assert (alone.script() == script[number]).all()
-        assert (play(alone, script[number : number + 1]) == sketches[number]).all()
-    few = sketches[:, ::97]
+        assert (play(alone, script[number : number + 1]) == compact_states[number]).all()
+    few = compact_states[:, ::97]
     frames = task.draw(few)
     assert frames.shape == (*few.shape[:2], task.side, task.side, 3)
     assert (task.draw(few[2, 1]) == frames[2, 1]).all()
@@ -266,19 +269,19 @@ def test_an_episode_that_is_over_stands_still() -> None:
     task = TeleportRooms(2, SMALL)
     episodes = task.begin(np.arange(3))
     for number, action in enumerate(episodes.script().T):
-        last = episodes.sketch()
+        last = episodes.compact_state()
         _, over = episodes.step(action)
         assert (over == (number == task.context + task.query - 1)).all()
     for action in (FORWARD, TELEPORT):
-        assert episodes.step(np.full(3, action))[1].all() and (episodes.sketch() == last).all()
+        assert episodes.step(np.full(3, action))[1].all() and (episodes.compact_state() == last).all()
 
 
 def test_old_sketches_stay_as_they_were() -> None:
     episodes = Rooms(2).begin(np.arange(2))
-    before = episodes.sketch()
+    before = episodes.compact_state()
     kept = before.copy()
     episodes.step(np.array([FORWARD_LEFT, FORWARD_RIGHT]))
-    assert (before == kept).all() and (episodes.sketch() != kept).any()
+    assert (before == kept).all() and (episodes.compact_state() != kept).any()
 
 
 @pytest.mark.parametrize("task", [Rooms(2), TeleportRooms(2, SMALL)], ids=name)
@@ -307,5 +310,5 @@ def test_the_script_played_through_gymnasium_shows_the_same(task) -> None:
 def test_settings_are_values_and_describe_themselves() -> None:
     assert Rooms(4) == Rooms(4) != Rooms(4, SMALL) and hash(Rooms(4)) == hash(Rooms(4))
     quick = Rooms(2, dataclasses.replace(FULL, pixels=16))
-    assert quick.draw(quick.begin(np.arange(2)).sketch()).shape == (2, 16, 16, 3)
+    assert quick.draw(quick.begin(np.arange(2)).compact_state()).shape == (2, 16, 16, 3)
     assert "teleport" in TeleportRooms(4).about and "4 rooms" in Rooms(4).about

@@ -23,11 +23,11 @@ def cost(one: int, other: int) -> float:
 
 
 def play(task: Task, seeds: np.ndarray, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sketches (E, N, S), rewards and ends (E, N) of these actions (E, N)."""
+    """Compact states (E, N, S), rewards and ends (E, N) of these actions (E, N)."""
     episodes = task.begin(seeds)
-    steps = [(episodes.sketch(), *episodes.step(action)) for action in actions.T]
-    sketches, rewards, ends = (np.stack(parts, axis=1) for parts in zip(*steps, strict=True))
-    return sketches, rewards, ends
+    steps = [(episodes.compact_state(), *episodes.step(action)) for action in actions.T]
+    compact_states, rewards, ends = (np.stack(parts, axis=1) for parts in zip(*steps, strict=True))
+    return compact_states, rewards, ends
 
 
 def test_empty_floor_has_a_line_on_top_and_left_that_supersampling_makes_a_third_as_bright() -> None:
@@ -137,8 +137,8 @@ def test_gymnasium_accepts_the_task_and_shows_its_frames(task: Task) -> None:
     actions = task.begin(seeds).script()
     results = [env.step(int(action)) for action in actions[0]]
     frames += [result[0] for result in results]
-    sketches, rewards, ends = play(task, seeds, actions)
-    assert (np.stack(frames[:-1]) == task.draw(sketches)[0]).all() and (frames[-1] == frames[-2]).all()
+    compact_states, rewards, ends = play(task, seeds, actions)
+    assert (np.stack(frames[:-1]) == task.draw(compact_states)[0]).all() and (frames[-1] == frames[-2]).all()
     assert [result[1] for result in results] == rewards[0].tolist()
     assert [result[2] for result in results] == ends[0].tolist() == [False] * (len(results) - 1) + [True]
     assert env.get_action_meanings() == list(task.meanings)
@@ -148,7 +148,7 @@ def test_gymnasium_accepts_the_task_and_shows_its_frames(task: Task) -> None:
 def test_an_episode_is_cut_off_after_its_frames_and_stands_still_from_then_on(task: Task) -> None:
     frames = task.context + task.query
     turning = np.zeros((2, frames + 5), np.int64)
-    sketches, rewards, ends = play(task, np.arange(2), turning)
+    compact_states, rewards, ends = play(task, np.arange(2), turning)
     assert (ends == (np.arange(frames + 5) >= frames - 1)).all() and not rewards.any()
-    assert (sketches[:, frames - 1] != sketches[:, frames - 2]).any()
-    assert (sketches[:, frames:] == sketches[:, frames - 1 : frames]).all()
+    assert (compact_states[:, frames - 1] != compact_states[:, frames - 2]).any()
+    assert (compact_states[:, frames:] == compact_states[:, frames - 1 : frames]).all()

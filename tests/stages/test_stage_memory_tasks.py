@@ -101,7 +101,7 @@ def test_scripted_experience_holds_whole_episodes_and_what_they_are_drawn_from(m
     assert not arrays["truncated"].any()
     about = json.loads((experience.path / SEGMENT / "zarr.json").read_text())["attributes"]
     again = play(task, np.array(about["seeds"]))
-    assert np.array_equal(again.sketch.reshape(-1, 25), arrays["sketch"])
+    assert np.array_equal(again.compact_states.reshape(-1, 25), arrays["sketch"])
     memory = opened(memory_run).experience(experience)
     assert np.array_equal(memory.frames.numpy(), task.draw(arrays["sketch"]))
     assert experience.metrics["episodes"] == 6 and experience.metrics["test"] == 5
@@ -149,7 +149,7 @@ def test_the_script_through_gymnasium_shows_the_same_frames(memory_run: Path) ->
     words = np.random.SeedSequence((3, 0, 0)).generate_state(1)
     seed = np.random.Generator(np.random.PCG64(np.random.SeedSequence(int(words[0]) >> 1))).integers(2**31, size=1)
     played = play(task, seed)
-    frames = task.draw(played.sketch[0])
+    frames = task.draw(played.compact_states[0])
     for t, action in enumerate(played.action[0]):
         assert np.array_equal(streams.observation[0], frames[t])
         transition = streams.step(np.array([action]))
@@ -334,9 +334,9 @@ def test_doors_are_read_off_the_picture(tmp_path: Path, monkeypatch, picture: st
     run = begun(tmp_path / "run", *DOORS)
     train_dynamics(opened(run))
     context = opened(run)
-    sketch = read_segment(latest(run, "experience").path / HELD_OUT["test"])["sketch"].reshape(5, -1, 25)
+    compact_states = read_segment(latest(run, "experience").path / HELD_OUT["test"])["sketch"].reshape(5, -1, 25)
     task = TASKS["wm/MultiDoorsKeys-2-v0"]
-    codes = sketch[:, task.context :].copy()
+    codes = compact_states[:, task.context :].copy()
     doors = np.isin(codes, tiles.DOORS)
     colors = len(tiles.COLORS)
     shown = codes.copy()

@@ -78,25 +78,25 @@ def nothing(labels: Labels) -> Tensor:
 
 
 @functools.cache
-def sketches(first: int, last: int) -> np.ndarray:
+def states_of(first: int, last: int) -> np.ndarray:
     """Uint8 (E, T, S), of episodes with these seeds."""
-    return play(TASK, np.arange(first, last)).sketch
+    return play(TASK, np.arange(first, last)).compact_states
 
 
 def probed(features, updates: int) -> tuple[probe.Scores, probe.Scores]:
     """Scores of probes that learned from frames of 300 mazes, and of constants, in 40 others."""
-    sketch, other = sketches(0, 300), sketches(1000, 1040)
+    compact_states, other = states_of(0, 300), states_of(1000, 1040)
     rng = np.random.default_rng(0)
     torch.manual_seed(0)
 
     def some() -> tuple[Tensor, probe.Truth]:
-        labels = TASK.labels(sketch.reshape(-1, sketch.shape[-1])[rng.integers(300 * 120, size=256)])
+        labels = TASK.labels(compact_states.reshape(-1, compact_states.shape[-1])[rng.integers(300 * 120, size=256)])
         return features(labels), probe.truth_of(labels, CPU)
 
     probes = probe.fit(some, updates, lambda: None)
     labels = TASK.labels(other.reshape(-1, other.shape[-1]))
     predictions = probes.predict(features(labels), probe.truth_of(labels, CPU).pose)
-    constant = probe.constants(TASK, sketch)
+    constant = probe.constants(TASK, compact_states)
     return probe.scores(*predictions, labels), probe.scores(*constant, labels)
 
 
@@ -117,9 +117,9 @@ def test_probes_of_features_that_say_nothing_are_no_better_than_constants() -> N
 
 
 def test_constants_are_the_majority_and_the_mean() -> None:
-    sketch = sketches(0, 9)
-    walls, objects = probe.constants(TASK, sketch)
-    every = TASK.labels(sketch.reshape(-1, sketch.shape[-1]))
+    compact_states = states_of(0, 9)
+    walls, objects = probe.constants(TASK, compact_states)
+    every = TASK.labels(compact_states.reshape(-1, compact_states.shape[-1]))
     assert (walls == (2 * every.walls.sum(0) > len(every.walls))).all()
     assert np.allclose(objects, every.objects.mean(0), atol=1e-4)
     best = probe.scores(walls, objects, every)
@@ -166,10 +166,10 @@ def test_a_model_whose_state_holds_the_answer_is_probed_rightly(maze_run: Path, 
     context = opened(maze_run, "evaluation.probe_updates=120", force=True)
     experience = latest(maze_run, "experience")
     test = read_segment(experience.path / HELD_OUT["test"])["sketch"]
-    sketch = np.concatenate([probe._sketches(experience), test])
-    assert len(sketch) == (2 * 18 + 5) * 120
-    known = {frame.tobytes(): row for row, frame in enumerate(TASK.draw(sketch))}
-    features = answers(TASK.labels(sketch))
+    compact_states = np.concatenate([probe._compact_states(experience), test])
+    assert len(compact_states) == (2 * 18 + 5) * 120
+    known = {frame.tobytes(): row for row, frame in enumerate(TASK.draw(compact_states))}
+    features = answers(TASK.labels(compact_states))
 
     def look_up(model, frames: Tensor, action: Tensor) -> Tensor:
         rows = [known[frame.tobytes()] for frame in frames.flatten(0, 1).numpy()]
@@ -191,7 +191,7 @@ def test_from_a_model_to_a_table_and_twice_the_same(maze_run: Path) -> None:
 
     experience = latest(maze_run, "experience")
     query = read_segment(experience.path / HELD_OUT["test"])["sketch"].reshape(5, 120, -1)[:, 60:]
-    constant = probe.constants(TASK, probe._sketches(experience).reshape(36, 120, -1))
+    constant = probe.constants(TASK, probe._compact_states(experience).reshape(36, 120, -1))
     scores = probe.scores(*constant, TASK.labels(query))
     assert first.metrics["constant_walls"]["value"] == pytest.approx(scores.walls.mean())
     assert first.metrics["constant_objects"]["value"] == pytest.approx(scores.objects.mean())

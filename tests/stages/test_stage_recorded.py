@@ -52,8 +52,8 @@ SETTINGS = [
 def as_theirs(seed: int, task: Maze = TASK) -> dict[str, np.ndarray]:
     """What Memory Maze would have recorded of an episode of ours, by its own conventions."""
     played = play(task, np.array([seed]))
-    sketch = played.sketch[0]
-    view, labels, time = task.read(sketch), task.labels(sketch), len(sketch)
+    compact_states = played.compact_states[0]
+    content, labels, time = task.read(compact_states), task.labels(compact_states), len(compact_states)
     taken = np.zeros((time, 6))
     taken[np.arange(1, time), played.action[0, :-1]] = 1
 
@@ -61,15 +61,15 @@ def as_theirs(seed: int, task: Maze = TASK) -> dict[str, np.ndarray]:
         x, y = np.moveaxis(places.astype(float), -1, 0)
         return np.stack([x - 1, task.cells - (y - 1)], -1)
 
-    angle = np.deg2rad(view.heading.astype(float))
+    angle = np.deg2rad(content.heading.astype(float))
     return {
-        "image": task.draw(sketch),
+        "image": task.draw(compact_states),
         "action": taken,
         "reward": np.concatenate([[0], np.arange(1, time) % 7 == seed % 7]).astype(float),
-        "maze_layout": np.stack([np.flipud(~maze[1:-1, 1:-1]) for maze in view.walls]).astype(np.uint8),
-        "agent_pos": from_south_west(view.position),
+        "maze_layout": np.stack([np.flipud(~maze[1:-1, 1:-1]) for maze in content.walls]).astype(np.uint8),
+        "agent_pos": from_south_west(content.position),
         "agent_dir": np.stack([np.cos(angle), np.sin(angle)], -1),
-        "targets_pos": from_south_west(view.objects),
+        "targets_pos": from_south_west(content.objects),
         "targets_vec": labels.objects[..., ::-1].astype(float),
         "target_color": np.zeros((time, 3)),
     }
@@ -115,15 +115,15 @@ def test_what_our_script_played_comes_back_as_if_the_script_had_been_asked(maze_
         played = play(TASK, np.array(wanted[name]))
         rows = {key: array.reshape(len(wanted[name]), TIME, *array.shape[1:]) for key, array in arrays.items()}
         assert np.array_equal(rows["action"][:, :-1], played.action[:, :-1])
-        assert np.array_equal(rows["observation"], TASK.draw(played.sketch))
+        assert np.array_equal(rows["observation"], TASK.draw(played.compact_states))
         assert np.array_equal(rows["terminated"], played.over) and not rows["truncated"].any()
         assert rows["first"][:, 0].all() and rows["first"].sum() == len(wanted[name])
         steps = np.arange(1, TIME)
         for seed, earned in zip(wanted[name], rows["reward"], strict=True):
             assert np.array_equal(earned[:-1], steps % 7 == seed % 7) and earned[-1] == 0
-        for got, want in zip(TASK.labels(rows["sketch"]), TASK.labels(played.sketch), strict=True):
+        for got, want in zip(TASK.labels(rows["sketch"]), TASK.labels(played.compact_states), strict=True):
             assert np.allclose(got, want, atol=1e-5)
-        got, want = TASK.read(rows["sketch"]), TASK.read(played.sketch)
+        got, want = TASK.read(rows["sketch"]), TASK.read(played.compact_states)
         assert np.array_equal(got.position, want.position) and np.allclose(got.heading, want.heading, atol=1e-4)
         assert not got.textures.any()
 
@@ -182,7 +182,7 @@ def test_another_collect_reads_the_files_behind_and_in_the_end_says_that_there_a
     second = collect(opened(run, "collect.episodes=2"))
     played = play(TASK, np.array(TRAINING[3:5]))
     assert np.array_equal(read_segment(second.path / SEGMENT, "observation")["observation"].reshape(2, TIME, 32, 32, 3),
-                          TASK.draw(played.sketch))  # fmt: skip
+                          TASK.draw(played.compact_states))  # fmt: skip
     assert second.metrics["total_episodes"] == 5 and second.metrics["total_steps"] == 5 * TIME
     assert len(opened(run).experience(second)) == 5 * TIME
     with pytest.raises(UsageError, match=r": 0 of 7 trajectories in .*/train are left .* \(2 held back, 5 in the run"):
@@ -194,7 +194,7 @@ def test_without_folders_all_parts_are_cut_from_one(folder: Path, tmp_path: Path
     wanted = {SEGMENT: TRAINING[:3], "validation.zarr": TRAINING[3:5], "test.zarr": TRAINING[5:]}
     for name, arrays in parts_of(experience).items():
         assert np.array_equal(arrays["observation"].reshape(2 + (name == SEGMENT), TIME, 32, 32, 3),
-                              TASK.draw(play(TASK, np.array(wanted[name])).sketch))  # fmt: skip
+                              TASK.draw(play(TASK, np.array(wanted[name])).compact_states))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -340,8 +340,8 @@ def test_from_a_folder_to_a_table(maze_run: Path, tmp_path: Path, monkeypatch: p
     run = copied(maze_run, tmp_path / "run")
     assert train_dynamics(opened(run)).metrics["best_update"] in (1, 2)
     found = memory.evaluate_memory(opened(run), "probe").metrics
-    training = play(TASK, np.array(TRAINING[:3])).sketch
-    query = play(TASK, np.array(EVALUATION[:2])).sketch[:, TASK.context :]
+    training = play(TASK, np.array(TRAINING[:3])).compact_states
+    query = play(TASK, np.array(EVALUATION[:2])).compact_states[:, TASK.context :]
     scores = probe.scores(*probe.constants(TASK, training), TASK.labels(query))
     assert found["constant_walls"]["value"] == pytest.approx(scores.walls.mean())
     assert found["constant_objects"]["value"] == pytest.approx(scores.objects.mean(), rel=1e-5)
@@ -367,7 +367,7 @@ def test_what_memory_maze_itself_says_is_what_we_make_of_it(tmp_path: Path, monk
     np.savez_compressed(tmp_path / "one.npz", **arrays)
     found = read_recording(tmp_path / "one.npz", task)
     assert found.action.tolist() == [*actions, NOOP]
-    labels = task.labels(found.sketch)
+    labels = task.labels(found.compact_states)
     assert np.allclose(labels.objects[..., ::-1], arrays["targets_vec"], atol=1e-4)
     assert np.array_equal(labels.walls.reshape(-1, 9, 9)[:, ::-1], arrays["maze_layout"] == 0)
     assert np.allclose(labels.pose[:, :2] * [4.5, -4.5] + 4.5, arrays["agent_pos"], atol=1e-4)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import Tag
 
-from wmcli.backbones.base import Backbone, BackboneSettings, Size, State, map_state
+from wmcli.backbones.base import Backbone, BackboneSettings, BackboneSize, State, map_state
 from wmcli.backbones.dreamer_gru import DreamerGRU, DreamerGRUSettings
 from wmcli.backbones.gru import GRU, GRUSettings
 from wmcli.backbones.mamba1 import Mamba1, Mamba1Settings
@@ -25,13 +25,13 @@ __all__ = [
     "AnyBackbone",
     "Backbone",
     "BackboneSettings",
-    "Size",
+    "BackboneSize",
     "State",
     "build",
     "map_state",
 ]
 
-# Each constructor takes its own section and a Size.
+# Each constructor takes its own section and a BackboneSize.
 BACKBONES: dict[str, Any] = {
     "retnet": RetNet,
     "transformer": Transformer,
@@ -78,6 +78,6 @@ def build(settings: BackboneSettings, max_length: int, block: int) -> Backbone:
     Raises:
         UsageError: The settings do not fit together.
     """
-    size = Size(settings.width, settings.layers, settings.dropout, max_length, block)
+    size = BackboneSize(settings.width, settings.layers, settings.dropout, max_length, block)
     backbone: Backbone = BACKBONES[settings.kind](settings, size)
     return backbone

@@ -46,7 +46,7 @@ class BackboneSettings(Section):
         return self.model_copy(update={"layers": layers, "width": width})
 
 
-class Size(NamedTuple):
+class BackboneSize(NamedTuple):
     """Sizes that every kind of backbone is built from."""
 
     width: int  # D, of the input and the output

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, BackboneSettings, Size, cache_dtype, for_each_block
+from wmcli.backbones.base import Backbone, BackboneSettings, BackboneSize, cache_dtype, for_each_block
 from wmcli.nn.dropout import dropout
 from wmcli.nn.initialize import fan_average
 
@@ -49,7 +49,7 @@ class DreamerGRU(Backbone):
 
     cells: Any  # nn.ModuleList of DreamerCell
 
-    def __init__(self, settings: DreamerGRUSettings, size: Size) -> None:
+    def __init__(self, settings: DreamerGRUSettings, size: BackboneSize) -> None:
         super().__init__()
         self.width, self.max_length, self.dropout = size.width, None, size.dropout
         widths = [settings.input_width or size.width] + [size.width] * (size.layers - 1)

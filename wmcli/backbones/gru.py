@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import BackboneSettings, Size
+from wmcli.backbones.base import BackboneSettings, BackboneSize
 from wmcli.backbones.residual import Mixer, ResidualStack
 
 
@@ -38,7 +38,7 @@ class GRU(ResidualStack):
     The recurrence is computed in float32 (float64 in a float64 model), also under autocast.
     """
 
-    def __init__(self, settings: GRUSettings, size: Size) -> None:
+    def __init__(self, settings: GRUSettings, size: BackboneSize) -> None:
         super().__init__(size, lambda: GRUMixer(size.width, settings.hidden_size or size.width))
 
 

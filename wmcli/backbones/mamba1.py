@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import BackboneSettings, Size
+from wmcli.backbones.base import BackboneSettings, BackboneSize
 from wmcli.backbones.residual import MambaState, Mixer, ResidualStack, draw_step_bias
 from wmcli.kernels.causal_conv import causal_conv, causal_conv_fork, causal_conv_step
 from wmcli.kernels.selective_scan import selective_scan, selective_scan_fork, selective_scan_step
@@ -44,14 +44,14 @@ class Mamba1Settings(BackboneSettings):
 class Mamba1(ResidualStack):
     """Mamba-1 whose state is a tuple with one `MambaState` per layer. Old states always stay valid."""
 
-    def __init__(self, settings: Mamba1Settings, size: Size) -> None:
+    def __init__(self, settings: Mamba1Settings, size: BackboneSize) -> None:
         super().__init__(size, lambda: Mamba1Mixer(settings, size))
 
 
 class Mamba1Mixer(Mixer):
     """One Mamba-1 block without its norm and residual."""
 
-    def __init__(self, settings: Mamba1Settings, size: Size) -> None:
+    def __init__(self, settings: Mamba1Settings, size: BackboneSize) -> None:
         super().__init__()
         channels = settings.expand * size.width
         rank = settings.dt_rank or math.ceil(size.width / 16)

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import BackboneSettings, Size
+from wmcli.backbones.base import BackboneSettings, BackboneSize
 from wmcli.backbones.residual import NORM_EPS, MambaState, Mixer, ResidualStack, draw_step_bias
 from wmcli.errors import UsageError
 from wmcli.kernels.causal_conv import causal_conv, causal_conv_fork, causal_conv_step
@@ -60,7 +60,7 @@ class Mamba2Settings(BackboneSettings):
 class Mamba2(ResidualStack):
     """Mamba-2 whose state is a tuple with one `MambaState` per layer. Old states always stay valid."""
 
-    def __init__(self, settings: Mamba2Settings, size: Size) -> None:
+    def __init__(self, settings: Mamba2Settings, size: BackboneSize) -> None:
         if settings.expand * size.width % settings.head_width:
             raise UsageError(
                 f"backbone.head_width = {settings.head_width}: must divide backbone.expand * "
@@ -72,7 +72,7 @@ class Mamba2(ResidualStack):
 class Mamba2Mixer(Mixer):
     """One Mamba-2 block without its norm and residual."""
 
-    def __init__(self, settings: Mamba2Settings, size: Size) -> None:
+    def __init__(self, settings: Mamba2Settings, size: BackboneSize) -> None:
         super().__init__()
         channels, state = settings.expand * size.width, settings.state_size
         heads, mixed = channels // settings.head_width, channels + 2 * state

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from wmcli.backbones.base import Backbone, Size, State, for_each_block
+from wmcli.backbones.base import Backbone, BackboneSize, State, for_each_block
 from wmcli.nn.dropout import dropout
 
 NORM_EPS = 1e-5
@@ -53,7 +53,7 @@ class ResidualStack(Backbone):
 
     layers: Any  # nn.ModuleList of Layer
 
-    def __init__(self, size: Size, mixer: Callable[[], Mixer]) -> None:
+    def __init__(self, size: BackboneSize, mixer: Callable[[], Mixer]) -> None:
         super().__init__()
         self.width, self.max_length, self.dropout = size.width, None, size.dropout
         self.layers = nn.ModuleList(Layer(size.width, mixer()) for _ in range(size.layers))

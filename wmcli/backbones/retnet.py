@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, BackboneSettings, Size, for_each_block
+from wmcli.backbones.base import Backbone, BackboneSettings, BackboneSize, for_each_block
 from wmcli.errors import UsageError
 from wmcli.kernels.linear_recurrence import linear_recurrence, linear_recurrence_fork, linear_recurrence_step
 from wmcli.nn.dropout import dropout
@@ -67,7 +67,7 @@ class RetNet(Backbone):
 
     layers: Any  # nn.ModuleList of RetNetLayer
 
-    def __init__(self, settings: RetNetSettings, size: Size) -> None:
+    def __init__(self, settings: RetNetSettings, size: BackboneSize) -> None:
         super().__init__()
         if size.width % (2 * settings.heads):
             raise UsageError(
@@ -149,7 +149,7 @@ class RetNet(Backbone):
 class RetNetLayer(nn.Module):
     """Multi-scale retention and a feed-forward layer, each with a LayerNorm before it and a residual."""
 
-    def __init__(self, settings: RetNetSettings, size: Size) -> None:
+    def __init__(self, settings: RetNetSettings, size: BackboneSize) -> None:
         super().__init__()
         width, hidden = size.width, settings.ffn * size.width
         self.heads, self.dropout = settings.heads, size.dropout

@@ -23,7 +23,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, BackboneSettings, Size, for_each_block
+from wmcli.backbones.base import Backbone, BackboneSettings, BackboneSize, for_each_block
 from wmcli.errors import UsageError
 from wmcli.kernels import s4 as kernels
 from wmcli.nn.dropout import dropout
@@ -72,8 +72,8 @@ class S4State(NamedTuple):
 class StateSpaceStack(Backbone):
     """Blocks of two state-space layers and an MLP, and a last LayerNorm. The state is an `S4State`.
 
-    Kernels cover sequences of up to `Size.max_length` elements and are truncated for shorter ones. Longer sequences run
-    as recurrences, whose memory is unlimited.
+    Kernels cover sequences of up to `BackboneSize.max_length` elements and are truncated for shorter ones. Longer
+    sequences run as recurrences, whose memory is unlimited.
 
     Preparation of the systems costs more than a short call. A state carries them to the next call, so that a loss or a
     rollout prepares them once. A frozen stack prepares them once for all calls.
@@ -84,7 +84,7 @@ class StateSpaceStack(Backbone):
     def __init__(
         self,
         settings: StackSettings,
-        size: Size,
+        size: BackboneSize,
         system: Callable[[], nn.Module],
         prepare: Callable[..., kernels.Systems],
     ) -> None:
@@ -209,11 +209,11 @@ class StateSpaceStack(Backbone):
 class S4(StateSpaceStack):
     """The stack of S4 layers.
 
-    The kernels are learned for one length, `Size.max_length`, which is saved with the weights. A model of another
-    length does not load them (UsageError).
+    The kernels are learned for one length, `BackboneSize.max_length`, which is saved with the weights. A model of
+    another length does not load them (UsageError).
     """
 
-    def __init__(self, settings: S4Settings, size: Size) -> None:
+    def __init__(self, settings: S4Settings, size: BackboneSize) -> None:
         super().__init__(settings, size, lambda: StateSpace(settings, size), partial(kernels.Systems, build_system))
 
     def get_extra_state(self) -> Tensor:
@@ -233,7 +233,7 @@ class S4Block(nn.Module):
 
     layers: Any  # nn.ModuleList of S4Layer
 
-    def __init__(self, settings: StackSettings, size: Size, system: Callable[[], nn.Module]) -> None:
+    def __init__(self, settings: StackSettings, size: BackboneSize, system: Callable[[], nn.Module]) -> None:
         super().__init__()
         hidden = settings.ffn * size.width
         self.dropout = size.dropout
@@ -253,7 +253,7 @@ class S4Block(nn.Module):
 class S4Layer(nn.Module):
     """Systems over time, per channel (S5: one for all channels), then a mixture of channels per element."""
 
-    def __init__(self, settings: StackSettings, size: Size, system: nn.Module) -> None:
+    def __init__(self, settings: StackSettings, size: BackboneSize, system: nn.Module) -> None:
         super().__init__()
         self.glu, self.dropout = settings.glu, size.dropout
         self.norm = nn.LayerNorm(size.width, eps=settings.norm_eps)
@@ -277,7 +277,7 @@ class S4Layer(nn.Module):
 class StateSpace(nn.Module):
     """D linear systems, one per channel. Complex parameters are stored as (..., 2), real part first."""
 
-    def __init__(self, settings: S4Settings, size: Size) -> None:
+    def __init__(self, settings: S4Settings, size: BackboneSize) -> None:
         super().__init__()
         self.shape = size.width, settings.state_size
         poles, p, _ = hippo_legs(settings.state_size)

@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from wmcli.backbones.base import Size
+from wmcli.backbones.base import BackboneSize
 from wmcli.backbones.s4 import StackSettings, StateSpaceStack, draw_log_dt, hippo_legs, learn_slowly, legs_input, wide
 from wmcli.kernels import s4 as kernels
 from wmcli.kernels.diagonal_scan import diagonal_scan_step, vandermonde
@@ -44,7 +44,7 @@ class S4DSettings(StackSettings):
 class S4D(StateSpaceStack):
     """The stack of S4D layers. The weights serve sequences of any length."""
 
-    def __init__(self, settings: S4DSettings, size: Size) -> None:
+    def __init__(self, settings: S4DSettings, size: BackboneSize) -> None:
         build = partial(build_system, discretization=settings.discretization)
         super().__init__(settings, size, lambda: DiagonalStateSpace(settings, size), partial(DiagonalSystems, build))
 
@@ -52,7 +52,7 @@ class S4D(StateSpaceStack):
 class DiagonalStateSpace(nn.Module):
     """D linear systems, one per channel. Complex parameters are stored as (..., 2), real part first."""
 
-    def __init__(self, settings: S4DSettings, size: Size) -> None:
+    def __init__(self, settings: S4DSettings, size: BackboneSize) -> None:
         super().__init__()
         self.shape = size.width, settings.state_size
         pairs = settings.state_size // 2

@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from wmcli.backbones.base import Size
+from wmcli.backbones.base import BackboneSize
 from wmcli.backbones.s4 import StackSettings, StateSpaceStack, draw_log_dt, hippo_legs, learn_slowly, wide
 from wmcli.errors import UsageError
 from wmcli.kernels import s4 as kernels
@@ -40,7 +40,7 @@ class S5Settings(StackSettings):
 class S5(StateSpaceStack):
     """The stack of S5 layers. The weights serve sequences of any length."""
 
-    def __init__(self, settings: S5Settings, size: Size) -> None:
+    def __init__(self, settings: S5Settings, size: BackboneSize) -> None:
         if settings.state_size % (2 * settings.blocks):
             raise UsageError(
                 f"backbone.blocks = {settings.blocks}: twice that must divide backbone.state_size ="
@@ -56,7 +56,7 @@ class JointStateSpace(nn.Module):
     C_init, trunc_standard_normal.
     """
 
-    def __init__(self, settings: S5Settings, size: Size) -> None:
+    def __init__(self, settings: S5Settings, size: BackboneSize) -> None:
         super().__init__()
         self.shape = (settings.state_size,)
         pairs = settings.state_size // 2

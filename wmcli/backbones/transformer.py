@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, BackboneSettings, Size, cache_dtype, for_each_block, replace_rows
+from wmcli.backbones.base import Backbone, BackboneSettings, BackboneSize, cache_dtype, for_each_block, replace_rows
 from wmcli.errors import UsageError
 from wmcli.kernels.attention import attention, masked_attention
 from wmcli.nn.attention_prior import AnyAttentionPrior, AttentionPrior, NoPriorSettings, scaled_attention, spread
@@ -102,7 +102,7 @@ class Transformer(Backbone):
     layers: Any  # nn.ModuleList of TransformerLayer
     prior: AttentionPrior | None
 
-    def __init__(self, settings: TransformerSettings, size: Size) -> None:
+    def __init__(self, settings: TransformerSettings, size: BackboneSize) -> None:
         super().__init__()
         if size.width % settings.heads:
             raise UsageError(f"backbone.heads = {settings.heads}: must divide backbone.width = {size.width}.")
@@ -406,7 +406,7 @@ def _attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 class TransformerLayer(nn.Module):
     """Causal self-attention and a feed-forward layer, each with a residual and a LayerNorm before or after it."""
 
-    def __init__(self, settings: TransformerSettings, size: Size) -> None:
+    def __init__(self, settings: TransformerSettings, size: BackboneSize) -> None:
         super().__init__()
         width, hidden = size.width, settings.ffn * size.width
         self.heads, self.dropout = settings.heads, size.dropout

@@ -33,7 +33,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, BackboneSettings, Size, cache_dtype, for_each_block
+from wmcli.backbones.base import Backbone, BackboneSettings, BackboneSize, cache_dtype, for_each_block
 from wmcli.errors import UsageError
 from wmcli.kernels.attention import masked_attention
 from wmcli.nn.attention_prior import AnyAttentionPrior, AttentionPrior, NoPriorSettings, PriorSettings, scaled_attention
@@ -99,7 +99,7 @@ class TransformerXL(Backbone):
     layers: Any  # nn.ModuleList of TransformerXLLayer
     prior: AttentionPrior | None
 
-    def __init__(self, settings: TransformerXLSettings, size: Size) -> None:
+    def __init__(self, settings: TransformerXLSettings, size: BackboneSize) -> None:
         super().__init__()
         if not settings.head_width and size.width % settings.heads:
             raise UsageError(
@@ -222,7 +222,7 @@ class TransformerXL(Backbone):
 class TransformerXLLayer(nn.Module):
     """Relative attention and a feed-forward layer, each with a LayerNorm before it and a residual."""
 
-    def __init__(self, settings: TransformerXLSettings, size: Size, head_width: int) -> None:
+    def __init__(self, settings: TransformerXLSettings, size: BackboneSize, head_width: int) -> None:
         super().__init__()
         width, inner, hidden = size.width, settings.heads * head_width, settings.ffn * size.width
         self.heads, self.dropout = settings.heads, size.dropout

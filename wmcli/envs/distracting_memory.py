@@ -27,7 +27,7 @@ from typing import ClassVar
 import numpy as np
 
 from wmcli.envs import tiles
-from wmcli.envs.memory_task import Episodes
+from wmcli.envs.memory_task import EpisodeBatch
 from wmcli.envs.tiles import EAST, FORWARD, LEFT, RIGHT, Boards, TileTask
 from wmcli.errors import UsageError
 
@@ -67,12 +67,12 @@ class DistractingMemory(TileTask):
         """W / 2 + 1."""
         return self.width // 2 + 1
 
-    def begin(self, seeds: np.ndarray) -> Episodes:
+    def begin(self, seeds: np.ndarray) -> EpisodeBatch:
         """The episodes of these seeds, int64 (E,), at their first frames."""
-        return _Episodes(self, seeds)
+        return _DistractingEpisodes(self, seeds)
 
 
-class _Episodes(Episodes):
+class _DistractingEpisodes(EpisodeBatch):
     def __init__(self, task: DistractingMemory, seeds: np.ndarray) -> None:
         self._frames = task.context + task.query
         self._frame = 0  # of the episodes that are not over
@@ -98,7 +98,7 @@ class _Episodes(Episodes):
     def _arrived(self) -> np.ndarray:
         return (self._boards.agent == self._ends).any(axis=0)
 
-    def sketch(self) -> np.ndarray:
+    def compact_state(self) -> np.ndarray:
         return self._boards.view()
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -24,7 +24,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from wmcli.envs.memory_task import Episodes, Task
+from wmcli.envs.memory_task import EpisodeBatch, Task
 from wmcli.envs.ray_caster import SPHERE_COLORS, WALL_COLORS, RayCaster, axes
 from wmcli.envs.walking import (
     MEANINGS,
@@ -44,10 +44,10 @@ ATTEMPTS = 50  # at places for rooms
 NOISE = 0.1  # share of the script's actions that are random
 GOALS = 32  # free cells that the script has ready to go to, more than time allows, or else again from the first
 AROUND = np.array([(0, 1), (1, 0), (0, -1), (-1, 0)])  # rows and columns to the neighbors of a cell
-POSE = 12  # bytes of it in a sketch
+POSE = 12  # bytes of the pose in a compact state
 
 
-class View(NamedTuple):
+class MazeContent(NamedTuple):
     """The content of compact states (..., S), as arrays."""
 
     position: np.ndarray
@@ -109,18 +109,18 @@ class Maze(Task):
     def about(self) -> str:
         return f"a new maze each time, {self.cells} x {self.cells} cells with {self.objects} objects: known to probes"
 
-    def begin(self, seeds: np.ndarray) -> Episodes:
-        return _Walk(self, seeds)
+    def begin(self, seeds: np.ndarray) -> EpisodeBatch:
+        return _MazeWalk(self, seeds)
 
-    def read(self, sketch: np.ndarray) -> View:
+    def read(self, compact_states: np.ndarray) -> MazeContent:
         """Decode compact states (..., S)."""
-        lead, area = sketch.shape[:-1], self.cells**2
-        pose = np.ascontiguousarray(sketch[..., :POSE]).view(np.float32)
+        lead, area = compact_states.shape[:-1], self.cells**2
+        pose = np.ascontiguousarray(compact_states[..., :POSE]).view(np.float32)
         ends = np.cumsum([POSE, (area + 7) // 8, BLOCKS**2])
-        inner, textures, objects = np.split(sketch, ends, axis=-1)[1:]
+        inner, textures, objects = np.split(compact_states, ends, axis=-1)[1:]
         walls = np.ones((*lead, self.cells + 2, self.cells + 2), bool)
         walls[..., 1:-1, 1:-1] = np.unpackbits(inner, axis=-1, count=area).reshape(*lead, self.cells, self.cells)
-        return View(
+        return MazeContent(
             position=pose[..., :2],
             heading=pose[..., 2],
             walls=walls,
@@ -128,43 +128,43 @@ class Maze(Task):
             objects=objects.reshape(*lead, self.objects, 2) + np.float32(0.5),
         )
 
-    def write(self, view: View) -> np.ndarray:
-        """The sketches (..., S) that say this. Objects are put in the middles of the cells that they lie in."""
-        lead = view.heading.shape
-        pose = np.concatenate([view.position, view.heading[..., None]], -1).astype(np.float32)
-        inner = np.packbits(view.walls[..., 1:-1, 1:-1].reshape(*lead, -1), axis=-1)
-        cells = np.floor(view.objects).reshape(*lead, -1)
-        parts = pose.view(np.uint8), inner, view.textures, cells
+    def write(self, content: MazeContent) -> np.ndarray:
+        """Return the compact states (..., S) of a content. Objects move to the middles of their cells."""
+        lead = content.heading.shape
+        pose = np.concatenate([content.position, content.heading[..., None]], -1).astype(np.float32)
+        inner = np.packbits(content.walls[..., 1:-1, 1:-1].reshape(*lead, -1), axis=-1)
+        cells = np.floor(content.objects).reshape(*lead, -1)
+        parts = pose.view(np.uint8), inner, content.textures, cells
         return np.concatenate([part.astype(np.uint8) for part in parts], -1)
 
-    def draw(self, sketch: np.ndarray) -> np.ndarray:
-        view = self.read(sketch.reshape(-1, sketch.shape[-1]))
-        colors = np.broadcast_to(np.arange(self.objects), (len(view.heading), self.objects))
-        caster = RayCaster(view.walls, _slots(self.cells), self.side)
-        frames = caster.draw(view.position, view.heading, view.textures, view.objects, colors)
-        return frames.reshape(*sketch.shape[:-1], *frames.shape[1:])
+    def draw(self, compact_states: np.ndarray) -> np.ndarray:
+        content = self.read(compact_states.reshape(-1, compact_states.shape[-1]))
+        colors = np.broadcast_to(np.arange(self.objects), (len(content.heading), self.objects))
+        caster = RayCaster(content.walls, _slots(self.cells), self.side)
+        frames = caster.draw(content.position, content.heading, content.textures, content.objects, colors)
+        return frames.reshape(*compact_states.shape[:-1], *frames.shape[1:])
 
-    def labels(self, sketch: np.ndarray) -> Labels:
+    def labels(self, compact_states: np.ndarray) -> Labels:
         """Return the labels of the frames of compact states (..., S)."""
-        view = self.read(sketch)
+        content = self.read(compact_states)
         half = self.cells / 2
-        forward, right = axes(view.heading)
-        way = view.objects - view.position[..., None, :]
+        forward, right = axes(content.heading)
+        way = content.objects - content.position[..., None, :]
         ahead, aside = ((way * axis[..., None, :]).sum(-1) for axis in (forward, right))
         return Labels(
-            walls=view.walls[..., 1:-1, 1:-1].reshape(*sketch.shape[:-1], -1),
-            pose=np.concatenate([(view.position - 1 - half) / half, forward], -1).astype(np.float32),
+            walls=content.walls[..., 1:-1, 1:-1].reshape(*compact_states.shape[:-1], -1),
+            pose=np.concatenate([(content.position - 1 - half) / half, forward], -1).astype(np.float32),
             objects=np.stack([ahead, aside], -1).astype(np.float32),
         )
 
 
-class _Walk(Episodes):
+class _MazeWalk(EpisodeBatch):
     """E episodes, in step with each other."""
 
     def __init__(self, task: Maze, seeds: np.ndarray) -> None:
         self._task = task
         self._frame = 0
-        draws = [_Draw.of(task, int(seed)) for seed in seeds]
+        draws = [_RandomMaze.of(task, int(seed)) for seed in seeds]
         self._walls = np.stack([draw.walls for draw in draws])
         self._textures = np.stack([draw.textures for draw in draws])
         self._objects = np.stack([draw.objects for draw in draws])  # (E, K, 2)
@@ -174,9 +174,9 @@ class _Walk(Episodes):
         self._start = standing(np.stack([draw.begin for draw in draws]) + 0.5, heading)
         self._state = self._start
 
-    def sketch(self) -> np.ndarray:
+    def compact_state(self) -> np.ndarray:
         state = self._state
-        return self._task.write(View(state.position, state.heading, self._walls, self._textures, self._objects))
+        return self._task.write(MazeContent(state.position, state.heading, self._walls, self._textures, self._objects))
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         count, task = len(action), self._task
@@ -204,7 +204,7 @@ class _Walk(Episodes):
         return np.stack(actions, 1).astype(np.int32)
 
 
-class _Draw(NamedTuple):
+class _RandomMaze(NamedTuple):
     """All that is random in one episode, from its seed alone. Cells are (x, y)."""
 
     walls: np.ndarray  # bool (cells + 2, cells + 2)
@@ -216,7 +216,7 @@ class _Draw(NamedTuple):
     slips: np.ndarray  # int (T,): the action in the place of the script's, -1 where it has its way
 
     @staticmethod
-    def of(task: Maze, seed: int) -> _Draw:
+    def of(task: Maze, seed: int) -> _RandomMaze:
         generator = np.random.default_rng(seed)
         walls = np.ones((task.cells + 2, task.cells + 2), bool)
         walls[1:-1, 1:-1] = ~_passages(task, generator)
@@ -226,7 +226,7 @@ class _Draw(NamedTuple):
         begin, *goals = generator.choice(free, 1 + GOALS)
         time = task.context + task.query
         noisy = generator.random(time) < NOISE
-        return _Draw(
+        return _RandomMaze(
             walls=walls,
             textures=textures,
             objects=objects,

@@ -19,11 +19,11 @@ import gymnasium
 import numpy as np
 
 
-class Episodes(ABC):
+class EpisodeBatch(ABC):
     """E episodes of one task side by side, each deterministic once it has begun."""
 
     @abstractmethod
-    def sketch(self) -> np.ndarray:
+    def compact_state(self) -> np.ndarray:
         """The current frames as uint8 (E, S): a new array."""
 
     @abstractmethod
@@ -68,13 +68,13 @@ class Task(ABC):
         """Height and width of a frame (pixels)."""
 
     @abstractmethod
-    def begin(self, seeds: np.ndarray) -> Episodes:
+    def begin(self, seeds: np.ndarray) -> EpisodeBatch:
         """The episodes of these seeds, int64 (E,), at their first frames. A seed always makes the same episode,
         whichever stand beside it."""
 
     @abstractmethod
-    def draw(self, sketch: np.ndarray) -> np.ndarray:
-        """Sketches (..., S) uint8 to frames (..., H, W, 3) uint8."""
+    def draw(self, compact_states: np.ndarray) -> np.ndarray:
+        """Return the frames (..., H, W, 3) uint8 of compact states (..., S) uint8."""
 
 
 class MemoryEnv(gymnasium.Env[np.ndarray, int]):
@@ -89,7 +89,7 @@ class MemoryEnv(gymnasium.Env[np.ndarray, int]):
         self.task = task
         self.observation_space = gymnasium.spaces.Box(0, 255, (task.side, task.side, 3), np.uint8)
         self.action_space = gymnasium.spaces.Discrete(len(task.meanings))  # type: ignore[assignment]
-        self._episode: Episodes | None = None
+        self._episode: EpisodeBatch | None = None
 
     def get_action_meanings(self) -> list[str]:
         """The name of each action."""
@@ -109,13 +109,13 @@ class MemoryEnv(gymnasium.Env[np.ndarray, int]):
 
     def _frame(self) -> np.ndarray:
         assert self._episode is not None
-        return self.task.draw(self._episode.sketch())[0]
+        return self.task.draw(self._episode.compact_state())[0]
 
 
 class Played(NamedTuple):
     """Whole episodes of T = C + Q frames each, played by the script."""
 
-    sketch: np.ndarray
+    compact_states: np.ndarray
     """uint8 (E, T, S)."""
     action: np.ndarray
     """int32 (E, T), taken in each frame."""
@@ -131,7 +131,7 @@ def play(task: Task, seeds: np.ndarray) -> Played:
     action = episodes.script()
     frames, reward, over = [], [], []
     for column in action.T:
-        frames.append(episodes.sketch())
+        frames.append(episodes.compact_state())
         earned, ended = episodes.step(column)
         reward.append(earned)
         over.append(ended)

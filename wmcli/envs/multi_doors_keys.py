@@ -31,7 +31,7 @@ from typing import ClassVar
 import numpy as np
 
 from wmcli.envs import tiles
-from wmcli.envs.memory_task import Episodes
+from wmcli.envs.memory_task import EpisodeBatch
 from wmcli.envs.tiles import EAST, FORWARD, LEFT, NORTH, RIGHT, SOUTH, WEST, Boards, TileTask
 from wmcli.errors import UsageError
 
@@ -79,12 +79,12 @@ class MultiDoorsKeys(TileTask):
         """10 K^2 + 12 K + 50."""
         return 10 * self.keys**2 + 12 * self.keys + 50
 
-    def begin(self, seeds: np.ndarray) -> Episodes:
+    def begin(self, seeds: np.ndarray) -> EpisodeBatch:
         """The episodes of these seeds, int64 (E,), at their first frames."""
-        return _Episodes(self, seeds)
+        return _DoorsEpisodes(self, seeds)
 
 
-class _Episodes(Episodes):
+class _DoorsEpisodes(EpisodeBatch):
     def __init__(self, task: MultiDoorsKeys, seeds: np.ndarray) -> None:
         keys = task.keys
         self._frames = task.context + task.query
@@ -114,7 +114,7 @@ class _Episodes(Episodes):
         # An action leads to the next frame: the query's first one is taken in the context's last frame.
         self._script = np.concatenate([_fill(context, task.context - 1), _fill(query, task.query + 1)], axis=1)
 
-    def sketch(self) -> np.ndarray:
+    def compact_state(self) -> np.ndarray:
         return self._boards.view()
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -27,7 +27,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from wmcli.envs.memory_task import Episodes, Task
+from wmcli.envs.memory_task import EpisodeBatch, Task
 from wmcli.envs.ray_caster import SPHERE_COLORS, WALL_COLORS, RayCaster
 from wmcli.envs.walking import (
     COARSE,
@@ -68,7 +68,7 @@ class Budget(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Size:
+class RoomsSize:
     """Sizes of a task, for the paper's comparison or for a CPU."""
 
     room: int = 5
@@ -82,8 +82,8 @@ class Size:
     budgets: tuple[Budget, ...] = (Budget(2, 150, 100, 150), Budget(4, 125, 125, 250), Budget(10, 110, 90, 550))
 
 
-FULL = Size()
-SMALL = Size(
+FULL = RoomsSize()
+SMALL = RoomsSize(
     room=3,
     corridor=1,
     pixels=32,
@@ -104,7 +104,7 @@ class Layout(NamedTuple):
     """(P, 2): positions of the rooms' middles."""
 
 
-class View(NamedTuple):
+class RoomsContent(NamedTuple):
     """The content of compact states (..., S), as arrays. Room p of a task is always the same one."""
 
     position: np.ndarray
@@ -124,7 +124,7 @@ class Rooms(Task):
     """Rooms in a ring. Raises UsageError when `size` has no budget for that many rooms."""
 
     rooms: int = 2
-    size: Size = FULL
+    size: RoomsSize = FULL
     meanings: ClassVar[tuple[str, ...]] = MEANINGS
 
     def __post_init__(self) -> None:
@@ -160,16 +160,16 @@ class Rooms(Task):
         """The maze of every episode. Not to be written to."""
         return _layout(self.rooms, self.size.room, self.size.corridor)
 
-    def begin(self, seeds: np.ndarray) -> Episodes:
-        return _Walk(self, seeds)
+    def begin(self, seeds: np.ndarray) -> EpisodeBatch:
+        return _RoomsWalk(self, seeds)
 
-    def read(self, sketch: np.ndarray) -> View:
+    def read(self, compact_states: np.ndarray) -> RoomsContent:
         """Decode compact states (..., S)."""
-        lead = sketch.shape[:-1]
-        pose = np.ascontiguousarray(sketch[..., :12]).view(np.float32)
-        textures, objects = np.split(sketch[..., 12:], [self.rooms * 4], axis=-1)
+        lead = compact_states.shape[:-1]
+        pose = np.ascontiguousarray(compact_states[..., :12]).view(np.float32)
+        textures, objects = np.split(compact_states[..., 12:], [self.rooms * 4], axis=-1)
         objects = objects.reshape(*lead, self.rooms, OBJECTS, 3)
-        return View(
+        return RoomsContent(
             position=pose[..., :2],
             heading=pose[..., 2],
             textures=textures.reshape(*lead, self.rooms, 4),
@@ -177,15 +177,19 @@ class Rooms(Task):
             colors=objects[..., 2],
         )
 
-    def draw(self, sketch: np.ndarray) -> np.ndarray:
-        view = self.read(sketch.reshape(-1, sketch.shape[-1]))
-        count = len(view.heading)
+    def draw(self, compact_states: np.ndarray) -> np.ndarray:
+        content = self.read(compact_states.reshape(-1, compact_states.shape[-1]))
+        count = len(content.heading)
         walls = np.full((count, self.rooms * 4 + 1), CORRIDOR_TEXTURE, np.uint8)
-        walls[:, :-1] = view.textures.reshape(count, -1)
+        walls[:, :-1] = content.textures.reshape(count, -1)
         frames = _ray_caster(self.rooms, self.size.room, self.size.corridor, self.side).draw(
-            view.position, view.heading, walls, view.objects.reshape(count, -1, 2), view.colors.reshape(count, -1)
+            content.position,
+            content.heading,
+            walls,
+            content.objects.reshape(count, -1, 2),
+            content.colors.reshape(count, -1),
         )
-        return frames.reshape(*sketch.shape[:-1], *frames.shape[1:])
+        return frames.reshape(*compact_states.shape[:-1], *frames.shape[1:])
 
     def advance(self, state: State, action: np.ndarray) -> State:
         """The states after one step of the actions (E,), none of them TELEPORT."""
@@ -207,13 +211,13 @@ class TeleportRooms(Rooms):
         return self.budget.recall + 1
 
 
-class _Walk(Episodes):
+class _RoomsWalk(EpisodeBatch):
     """E episodes, in step with each other."""
 
     def __init__(self, task: Rooms, seeds: np.ndarray) -> None:
         self._task = task
         self._frame = 0
-        draws = [_Draw.of(task, int(seed)) for seed in seeds]
+        draws = [_RandomRooms.of(task, int(seed)) for seed in seeds]
         self._begin = np.array([draw.begin for draw in draws])
         self._return_to = np.array([draw.return_to for draw in draws])
         self._places = np.stack([draw.places for draw in draws])  # (E, 2 P, PLACES, 2)
@@ -225,7 +229,7 @@ class _Walk(Episodes):
         self._state = self._start
         self._remembered = self._start  # what TELEPORT brings back
 
-    def sketch(self) -> np.ndarray:
+    def compact_state(self) -> np.ndarray:
         pose = np.concatenate([self._state.position, self._state.heading[:, None]], -1).astype(np.float32)
         return np.concatenate([pose.view(np.uint8), self._fixed], -1)
 
@@ -287,10 +291,10 @@ class _Walk(Episodes):
         return np.stack(actions, 1).astype(np.int32)
 
 
-class _Draw(NamedTuple):
+class _RandomRooms(NamedTuple):
     """All that is random in one episode, from its seed alone."""
 
-    fixed: np.ndarray  # uint8 (10 P,): what a sketch says of walls and spheres
+    fixed: np.ndarray  # uint8 (10 P,): walls and spheres in a compact state
     begin: int  # the first room
     heading: float
     places: np.ndarray  # (2 P, PLACES, 2): where the script goes on each visit
@@ -299,7 +303,7 @@ class _Draw(NamedTuple):
     return_to: int  # frame tau
 
     @staticmethod
-    def of(task: Rooms, seed: int) -> _Draw:
+    def of(task: Rooms, seed: int) -> _RandomRooms:
         generator = np.random.default_rng(seed)
         rooms, room, budget = task.rooms, task.size.room, task.budget
         textures = generator.integers(len(WALL_COLORS), size=(rooms, 4))
@@ -316,7 +320,7 @@ class _Draw(NamedTuple):
         free = [np.setdiff1d(around, taken[number]) for number in visited]
         places = np.stack([shift[generator.choice(cells, PLACES, replace=False)] for cells in free])
         fidget = generator.integers(LEFT, RIGHT + 1, size=rooms * (budget.context + budget.query) + 1)
-        return _Draw(
+        return _RandomRooms(
             fixed=np.concatenate([textures.reshape(-1), objects.reshape(-1)]).astype(np.uint8),
             begin=begin,
             heading=heading,
@@ -367,7 +371,7 @@ def _choose(first: np.ndarray, one: State, other: State) -> State:
     return State(*(np.where(first.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(one, other, strict=True)))
 
 
-def _ahead(size: Size, position: np.ndarray, here: np.ndarray, there: np.ndarray) -> np.ndarray:
+def _ahead(size: RoomsSize, position: np.ndarray, here: np.ndarray, there: np.ndarray) -> np.ndarray:
     """Return the target points (E, 2) on the way to the next room's middle.
 
     First the cell before the corridor, then a point ahead on the line between the middles. It is nearer the farther the
@@ -381,7 +385,7 @@ def _ahead(size: Size, position: np.ndarray, here: np.ndarray, there: np.ndarray
     return here + line * np.clip(np.maximum(done + 1 - off, size.room // 2), None, length)
 
 
-def _duration(size: Size, state: State, places: np.ndarray, here: np.ndarray, there: np.ndarray) -> np.ndarray:
+def _duration(size: RoomsSize, state: State, places: np.ndarray, here: np.ndarray, there: np.ndarray) -> np.ndarray:
     """Steps that the way to each of `places` (E, n, 2) and on to the next room's middle will hardly exceed, (E, n)."""
     gait = size.gait
     line = (there - here) / np.abs(there - here).sum(-1, keepdims=True)

@@ -100,16 +100,16 @@ def draw(codes: np.ndarray) -> np.ndarray:
 
 
 class TileTask(Task):
-    """A memory task whose sketches are the 25 tiles that an agent sees."""
+    """A memory task whose compact states are the 25 tiles that an agent sees."""
 
     @property
     def side(self) -> int:
         """40 pixels."""
         return SIDE
 
-    def draw(self, sketch: np.ndarray) -> np.ndarray:
+    def draw(self, compact_states: np.ndarray) -> np.ndarray:
         """Tile codes (..., 25) uint8, row by row, to frames (..., 40, 40, 3) uint8."""
-        return draw(sketch)
+        return draw(compact_states)
 
 
 def _walkable() -> np.ndarray:

@@ -100,9 +100,9 @@ def _extend(replay: Replay, artifact: Artifact, part: str) -> None:
     replay.extend(arrays, frames)
 
 
-def _drawn(task: Task, sketch: np.ndarray) -> Iterator[np.ndarray]:
+def _drawn(task: Task, compact_states: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the frames of compact states (N, S) in blocks (n, H, W, 3)."""
-    pieces = np.split(sketch, range(DRAWN_AT_ONCE, len(sketch), DRAWN_AT_ONCE))
+    pieces = np.split(compact_states, range(DRAWN_AT_ONCE, len(compact_states), DRAWN_AT_ONCE))
     count = os.cpu_count() or 1
     with ThreadPoolExecutor(count) as workers:  # NumPy releases the interpreter lock
         for start in range(0, len(pieces), count):

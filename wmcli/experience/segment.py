@@ -40,7 +40,7 @@ SEARCHED: dict[str, type[np.generic]] = {
     "value": np.float32,  # (N,) of the frame, by the search
 }
 """Additional fields of a segment that was played by search."""
-SKETCH = {"sketch": np.uint8}  # (N, S)
+COMPACT = {"sketch": np.uint8}  # (N, S)
 """Field of a segment of a memory task: compact states, S bytes each, from which frames are drawn. It replaces the
 frames, except for recordings, which have both."""
 AXES = {"observation": 4, "policy": 2, "sketch": 2}  # all others have one
@@ -76,7 +76,7 @@ def _fields(*, searched: bool, sketched: bool = False, framed: bool = False) -> 
     fields = dict(FIELDS)
     if sketched and not framed:
         del fields["observation"]
-    return (SKETCH if sketched else {}) | fields | (SEARCHED if searched else {})
+    return (COMPACT if sketched else {}) | fields | (SEARCHED if searched else {})
 
 
 def write_segment(
@@ -86,7 +86,7 @@ def write_segment(
 
     Args:
         folder: The group, which must not exist.
-        arrays: Arrays of equal length N > 0: those of FIELDS, optionally of SEARCHED, and SKETCH instead of the
+        arrays: Arrays of equal length N > 0: those of FIELDS, optionally of SEARCHED, and COMPACT instead of the
             observation or beside it.
         frames: The observation in blocks (n, H, W, C) of any lengths. One shard at a time is in memory.
         about: JSON values to store as attributes, such as the seeds of the episodes.

@@ -62,7 +62,7 @@ class TaskEpisodes(NamedTuple):
     """(E, T) int64."""
     reward: np.ndarray
     """(E, T), of each action."""
-    sketch: np.ndarray
+    compact_states: np.ndarray
     """(E, T, S) uint8, compact states."""
     counts: np.ndarray
     """(E, T) bool: False for padding at the end of a phase."""
@@ -165,7 +165,7 @@ def check_measures(settings: Settings) -> None:
 
 def _episodes(context: Context, experience: Artifact, task: Task) -> TaskEpisodes:
     replay = context.held_out(experience, "test")
-    sketch = read_segment(experience.path / HELD_OUT["test"], "sketch")["sketch"]
+    compact_states = read_segment(experience.path / HELD_OUT["test"], "sketch")["sketch"]
     time = task.context + task.query
     count = min(len(replay) // time, context.settings.evaluation.episodes)
     shape, rows = (count, time), count * time  # whole episodes of one length, one after the other
@@ -177,7 +177,7 @@ def _episodes(context: Context, experience: Artifact, task: Task) -> TaskEpisode
         replay.frames[:rows].view(*shape, *replay.frames.shape[1:]),
         action,
         replay.reward[:rows].view(shape).cpu().numpy(),
-        sketch[:rows].reshape(*shape, -1),
+        compact_states[:rows].reshape(*shape, -1),
         counts,
     )
 
@@ -329,7 +329,7 @@ def _doors(context: Context, world_model: WorldModel, task: Task, episodes: Task
 
     def numbers(frames: Tensor, action: Tensor, which: slice) -> tuple[np.ndarray, np.ndarray]:
         features = roll_out(world_model, frames, action, task.context)[:, task.context :].flatten(0, 1)
-        codes = episodes.sketch[which, task.context :].reshape(len(features), -1)  # (N, 25)
+        codes = episodes.compact_states[which, task.context :].reshape(len(features), -1)  # (N, 25)
         here = np.isin(codes, tiles.DOORS) & episodes.counts[which, task.context :].reshape(-1, 1)
         pictures = torch.cat([world_model.images(some) for some in features.split(FRAMES)])
         tiled = pictures.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 3, 5, 1).flatten(1, 2)

@@ -101,26 +101,28 @@ def probe(context: Context, world_model: WorldModel, task: Task, episodes: TaskE
     assert isinstance(task, Maze)
     experience, device = work.job.inputs["experience"], context.machine.device
     replay, time = context.experience(experience), task.context + task.query
-    sketch = _sketches(experience).reshape(-1, time, episodes.sketch.shape[-1])
-    frames, action = (column.view(len(sketch), time, *column.shape[1:]) for column in (replay.frames, replay.action))
+    compact_states = _compact_states(experience).reshape(-1, time, episodes.compact_states.shape[-1])
+    frames, action = (
+        column.view(len(compact_states), time, *column.shape[1:]) for column in (replay.frames, replay.action)
+    )
 
     def sample() -> tuple[Tensor, Truth]:
-        which = torch.randperm(len(sketch))[:TOGETHER]
+        which = torch.randperm(len(compact_states))[:TOGETHER]
         features = observed_features(
             world_model, frames[which.to(frames.device)], action[which.to(action.device)]
         ).flatten(0, 1)
         rows = torch.randperm(len(features))[:FRAMES]
-        labels = task.labels(sketch[which.numpy()].reshape(len(features), -1)[rows.numpy()])
+        labels = task.labels(compact_states[which.numpy()].reshape(len(features), -1)[rows.numpy()])
         return features[rows.to(device)], truth_of(labels, device)
 
     with context.progress.bar("probe", context.settings.evaluation.probe_updates, "updates") as bar:
         probes = fit(sample, context.settings.evaluation.probe_updates, bar.advance)
-    constant = constants(task, sketch)
+    constant = constants(task, compact_states)
     results: list[list[np.ndarray]] = []
     for begin in range(0, len(episodes.action), TOGETHER):
         which = slice(begin, begin + TOGETHER)
         features = observed_features(world_model, episodes.frames[which], episodes.action[which])[:, task.context :]
-        query = episodes.sketch[which, task.context :]
+        query = episodes.compact_states[which, task.context :]
         labels = task.labels(query.reshape(-1, query.shape[-1]))
         with torch.autocast(device.type, enabled=False):
             predictions = probes.predict(features.flatten(0, 1), truth_of(labels, device).pose)
@@ -176,18 +178,18 @@ def fit(sample: Callable[[], tuple[Tensor, Truth]], updates: int, advance: Calla
     return probes
 
 
-def constants(task: Maze, sketch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def constants(task: Maze, compact_states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the best constant predictions on training episodes.
 
     Args:
         task: The maze.
-        sketch: (E, T, S), compact states.
+        compact_states: (E, T, S), compact states.
 
     Returns:
         bool (A,), cells that are walls in most episodes, and the mean places of the objects (K, 2).
     """
-    walls = task.labels(sketch[:, 0]).walls.mean(0) > 0.5  # the same in all of an episode's frames
-    means = [task.labels(episode).objects.mean(0, dtype=np.float64) for episode in sketch]
+    walls = task.labels(compact_states[:, 0]).walls.mean(0) > 0.5  # the same in all of an episode's frames
+    means = [task.labels(episode).objects.mean(0, dtype=np.float64) for episode in compact_states]
     return walls, np.mean(means, 0)
 
 
@@ -204,7 +206,7 @@ def truth_of(labels: Labels, device: torch.device) -> Truth:
     return Truth(*(torch.from_numpy(np.asarray(each, np.float32)).to(device) for each in labels))
 
 
-def _sketches(experience: Artifact) -> np.ndarray:
+def _compact_states(experience: Artifact) -> np.ndarray:
     """Return the compact states of all experience up to an artifact, in the order of the replay: uint8 (N, S)."""
     chain = [experience]
     while "previous" in chain[-1].inputs:

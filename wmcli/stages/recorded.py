@@ -23,7 +23,7 @@ import numpy as np
 
 from wmcli.artifacts import Artifact, Job
 from wmcli.artifacts.environment import check_same_environment
-from wmcli.envs.mazes import BLOCKS, Maze, View
+from wmcli.envs.mazes import BLOCKS, Maze, MazeContent
 from wmcli.envs.memory_task import Played
 from wmcli.envs.walking import NOOP
 from wmcli.errors import UsageError
@@ -43,7 +43,7 @@ Name = tuple[str, int]
 class Recording(NamedTuple):
     """One trajectory without its frames, as ours are."""
 
-    sketch: np.ndarray
+    compact_states: np.ndarray
     """uint8 (T, S), textures 0."""
     action: np.ndarray
     """int32 (T,), taken in each frame; none in the last."""
@@ -149,7 +149,7 @@ def read_recording(path: Path, task: Maze) -> Recording:
     walls[1:-1, 1:-1] = layout[0, ::-1] == 0
     position, objects = (_from_the_north(arrays[key], cells) for key in ("agent_pos", "targets_pos"))
     east, north = arrays["agent_dir"].astype(np.float64).T
-    view = View(
+    content = MazeContent(
         position=position,
         heading=np.rad2deg(np.arctan2(north, east)) % 360,
         walls=np.broadcast_to(walls, (time, *walls.shape)),
@@ -162,11 +162,11 @@ def read_recording(path: Path, task: Maze) -> Recording:
     _check(path, not _cell(walls, position).any(), "agent_pos lies where maze_layout has a wall")
     _check(path, not _cell(walls, objects).any(), "targets_pos lies where maze_layout has a wall")
     _check(path, np.abs(objects % 1 - 0.5).max() < CLOSE, "targets_pos is not in the middles of cells")
-    sketch = task.write(view)
-    agree = np.allclose(task.labels(sketch).objects[..., ::-1], arrays["targets_vec"], atol=2 * CLOSE)
+    compact_states = task.write(content)
+    agree = np.allclose(task.labels(compact_states).objects[..., ::-1], arrays["targets_vec"], atol=2 * CLOSE)
     _check(path, agree, "targets_vec is not where targets_pos is seen from agent_pos in the direction of agent_dir")
     return Recording(
-        sketch,
+        compact_states,
         np.append(taken.argmax(-1), NOOP).astype(np.int32),
         np.append(arrays["reward"][1:], 0).astype(np.float32),
     )
@@ -220,10 +220,10 @@ def _played(paths: list[Path], task: Maze, advance: Callable[[], None]) -> Playe
     for path in paths:
         recordings.append(read_recording(path, task))
         advance()
-    sketch, action, reward = (np.stack(arrays) for arrays in zip(*recordings, strict=True))
+    compact_states, action, reward = (np.stack(arrays) for arrays in zip(*recordings, strict=True))
     over = np.zeros(action.shape, bool)
     over[:, -1] = True
-    return Played(sketch, action, reward, over)
+    return Played(compact_states, action, reward, over)
 
 
 def _frames(paths: list[Path], task: Maze, advance: Callable[[], None]) -> Iterator[np.ndarray]:

@@ -139,7 +139,7 @@ def write_episodes(
     first, last = (np.zeros((episodes, time), bool) for _ in range(2))
     first[:, 0] = last[:, -1] = True
     arrays = {
-        "sketch": played.sketch,
+        "sketch": played.compact_states,
         "action": played.action,
         "reward": played.reward,
         "terminated": played.over,

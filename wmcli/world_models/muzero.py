@@ -28,7 +28,14 @@ from wmcli.nn.categorical import one_hot
 from wmcli.nn.layers import BatchNorm2d, Flatten, Float32Linear
 from wmcli.nn.residual_trunk import ResidualTrunk, TrunkBlock, conv, side
 from wmcli.world_models.base import Batch, ImaginedStep, Parts, Prediction, masked_mean
-from wmcli.world_models.planners import BootstrappedWorldModel, Channels, PlanningSettings, Size, part_of, policy_terms
+from wmcli.world_models.planners import (
+    BootstrappedWorldModel,
+    Channels,
+    PlanningSettings,
+    Positive,
+    part_of,
+    policy_terms,
+)
 
 LUMINANCE = (299, 587, 114)  # of red, green and blue, in thousandths (ITU-R BT.601)
 
@@ -79,7 +86,7 @@ class MuZeroSettings(PlanningSettings):
     """Step size of the optimizer."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum of sgd."""
-    decay_after: Annotated[tuple[Size, ...], Field(strict=False)] = (25_000, 50_000)
+    decay_after: Annotated[tuple[Positive, ...], Field(strict=False)] = (25_000, 50_000)
     """Updates after which the step size falls to a tenth, each time. [updates]"""
     clip: float = Field(10.0, gt=0)
     """Largest norm of the gradient of all parameters."""

@@ -23,8 +23,8 @@ from wmcli.backbones.base import map_state
 from wmcli.nn.layers import at_least_float32
 from wmcli.world_models.base import Batch, DynamicsSettings, PlanningWorldModel
 
-Size = Annotated[int, Field(ge=1)]
-Channels = Annotated[tuple[Size, Size], Field(strict=False)]
+Positive = Annotated[int, Field(ge=1)]
+Channels = Annotated[tuple[Positive, Positive], Field(strict=False)]
 
 
 class PlanningSettings(DynamicsSettings):
