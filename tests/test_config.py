@@ -100,7 +100,7 @@ def test_docstrings_describe_the_fields() -> None:
         (tomllib.loads("seed = 2020-01-01"), "seed = datetime.date(2020, 1, 1): Input should be a valid integer"),
     ],
 )
-def test_what_is_wrong_is_one_line_with_the_nearest_key(values: dict[str, Any], message: str) -> None:
+def test_errors_are_one_line_with_the_nearest_key(values: dict[str, Any], message: str) -> None:
     assert message in wrong(values)
 
 
@@ -210,7 +210,7 @@ def test_an_override_is_a_path_and_a_value(text: str, path: tuple[str, ...], val
 
 
 @pytest.mark.parametrize("text", ["", "a", "=1", "a.=1", ".a=1", "a..b=1", " =1", "a." * 10_000 + "a=1"])
-def test_what_is_no_override_is_shown_how(text: str) -> None:
+def test_a_malformed_override_is_answered_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match="write it as section.key=value"):
         parse_override(text)
 
@@ -255,7 +255,7 @@ def presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_preset_takes_what_its_base_states(presets: Path) -> None:
+def test_a_preset_inherits_the_settings_of_its_base(presets: Path) -> None:
     (presets / "quick.toml").write_text("base = 'rem'\nabout = 'b'\n[optimizer]\nclip = 3\n")
     (presets / "quicker.toml").write_text("base = 'quick'\nseed = 7\n")
     assert preset_names() == ["quick", "quicker", "rem"]
@@ -274,7 +274,7 @@ def test_a_preset_takes_what_its_base_states(presets: Path) -> None:
         ("base = ", "preset bad: not valid TOML"),
     ],
 )
-def test_what_is_wrong_with_a_base(presets: Path, text: str, message: str) -> None:
+def test_errors_in_a_base(presets: Path, text: str, message: str) -> None:
     (presets / "bad.toml").write_text(text)
     (presets / "other.toml").write_text("base = 'bad'")
     with pytest.raises(UsageError) as caught:

@@ -47,7 +47,7 @@ def test_command_lines_work(line, monkeypatch):
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
-def test_what_a_text_names_exists(path):
+def test_names_in_a_text_exist(path):
     without_python = re.sub(r"```python.*?```", "", path.read_text(), flags=re.DOTALL)  # a test runs those
     assert not wrong_mentions(without_python)
 

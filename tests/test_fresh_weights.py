@@ -185,7 +185,7 @@ def test_layers_begin_as_copies_of_the_first_under_their_setting(preset: str) ->
 
 
 @pytest.mark.parametrize("preset", TABLE)
-def test_what_differs_on_purpose_is_named_and_differs(preset: str) -> None:
+def test_intended_differences_are_named_and_real(preset: str) -> None:
     """A reason goes when it stands for no difference any more."""
     table = TABLE[preset]
     tensors = [source["tensors"] for source in table["sources"]]

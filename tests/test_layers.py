@@ -200,7 +200,7 @@ def test_a_world_model_knows_only_the_contract_of_backbones() -> None:
     assert mine and reaches(mine, "wmcli.backbones.base") == [str(each) for each in mine]
 
 
-def test_what_answers_at_once_imports_no_torch() -> None:
+def test_quick_commands_import_no_torch() -> None:
     light = [each for each in IMPORTS if each.room in NO_TORCH and each.when == "module"]
     assert reaches([each for each in IMPORTS if each.room == "stages"], "torch")  # the search finds it where it is
     heavy = reaches(light, "torch", "safetensors.torch")

@@ -31,7 +31,7 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_messages_name_what_exists(path):
+def test_messages_name_existing_things(path):
     found = [f"{path.name}:{line}: {each}" for line, text in texts(path.read_text()) for each in wrong_mentions(text)]
     assert not found
 
@@ -42,7 +42,7 @@ def test_the_command_that_makes_an_artifact_is_one(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_helps_a_damaged_artifact_can_be_typed(kind, tmp_path):
+def test_the_remedy_for_a_damaged_artifact_is_a_command(kind, tmp_path):
     (tmp_path / PRUNED).touch()
     with pytest.raises(ArtifactError) as error:
         Artifact(tmp_path, {"kind": kind, "version": 1}).verify_again()
@@ -62,7 +62,7 @@ def test_what_helps_a_damaged_artifact_can_be_typed(kind, tmp_path):
         ("use --policy scripted, or: wm presets show NAME --parameters --set training.threads=1", []),
     ],
 )
-def test_what_does_not_exist_is_found(text, wrong):
+def test_missing_names_are_detected(text, wrong):
     assert wrong_mentions(text) == wrong
 
 

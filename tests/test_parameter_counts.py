@@ -1,7 +1,7 @@
 """Exact numbers of parameters, by layer arithmetic from the papers' tables: a layer too wide or a bias too few shows.
 
 The public code of REM (leor-c/REM) keeps parameters that are never used; ours does not, see
-`test_what_the_public_layout_of_rem_adds`. A actions.
+`test_the_public_layout_of_rem_adds_parameters`. A actions.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_rem_dynamics(actions: int) -> None:
 
 
 @pytest.mark.parametrize("actions", ACTIONS)
-def test_what_the_public_layout_of_rem_adds(actions: int) -> None:
+def test_the_public_layout_of_rem_adds_parameters(actions: int) -> None:
     """leor-c/REM has an embedding table of 513 + A rows although observation tokens enter as the tokenizer's vectors:
     512 rows for them and one for padding, none of them ever used. And a 65th query, whose answer is thrown away."""
     unused = 513 * 256 + 1 * 256
@@ -102,7 +102,7 @@ def test_rem_controller_on_4x4_tokens() -> None:
     assert counts("rem-4x4", 4)["controller"] == 2_999_493
 
 
-def test_what_the_ablations_change() -> None:
+def test_ablations_change_parameter_counts() -> None:
     rem = counts("rem")
     assert rem["dynamics"] - counts("rem-no-pop")["dynamics"] == 64 * 256  # no queries
     assert "dynamics.queries" not in counts("rem-no-pop")
@@ -353,7 +353,7 @@ def test_unizero_by_its_parts() -> None:
         ("unizero-reference", [], 32),
     ],
 )
-def test_what_attention_priors_add(preset: str, overrides: list[str], more: int) -> None:
+def test_attention_priors_add_parameters(preset: str, overrides: list[str], more: int) -> None:
     plain, found = counts("unizero", 6), counts(preset, 6, *overrides)
     assert learning(found) - learning(plain) == found["dynamics.backbone"] - plain["dynamics.backbone"] == more
 

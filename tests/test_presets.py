@@ -441,7 +441,7 @@ def complaint(preset: str, *overrides: str) -> str:
     return message
 
 
-def test_a_preset_says_what_it_is() -> None:
+def test_a_preset_has_a_description() -> None:
     for name in PRESETS:
         header = preset_header(name)
         assert header["system"] in SYSTEMS, name
@@ -461,7 +461,7 @@ def test_the_presets_of_the_papers_are_there() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_resolves_and_says_what_it_is_and_where_it_is_from(name: str) -> None:
+def test_a_preset_resolves_with_description_and_source(name: str) -> None:
     assert isinstance(resolve(name), Settings)
     table = read_preset(name)
     for key in ("about", "paper"):
@@ -469,7 +469,7 @@ def test_a_preset_resolves_and_says_what_it_is_and_where_it_is_from(name: str) -
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_a_variant_states_only_what_differs(name: str) -> None:
+def test_a_variant_states_only_differing_settings(name: str) -> None:
     """A key that repeats its base hides what the variant is about."""
     above = flatten(Settings.model_validate(preset_values(read_preset(name)["base"])))
     stated = leaves({key: value for key, value in read_preset(name).items() if isinstance(value, dict)})
@@ -478,7 +478,7 @@ def test_a_variant_states_only_what_differs(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "base"), BASES.items())
-def test_an_ablation_changes_what_it_ablates_and_nothing_else(name: str, base: str) -> None:
+def test_an_ablation_changes_only_the_ablated_settings(name: str, base: str) -> None:
     assert changes(name, base) == (ABLATIONS | CODE | VARIANTS | MEMORY | CACHES)[name]
 
 
@@ -863,7 +863,7 @@ def test_both_kinds_of_unknown_key_name_the_nearest_of_their_own_kind() -> None:
     assert "dynamics.batch = 0" in complaint("drama", "dynamics.batch=0")
 
 
-def test_what_the_line_advises_works() -> None:
+def test_the_advised_command_works() -> None:
     assert resolve("rem", ["backbone.width=128", "dynamics.shared_embeddings=false"]).backbone.width == 128
     assert (
         resolve(

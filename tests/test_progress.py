@@ -67,7 +67,7 @@ def test_off_a_terminal_a_line_every_ten_seconds(clock: Clock, capsys: pytest.Ca
     ]
 
 
-def test_what_is_short_says_nothing_and_long_times_are_readable(
+def test_short_work_prints_nothing_and_long_times_are_readable(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     work(Progress(), clock, updates=3, seconds=0.5)
@@ -148,7 +148,7 @@ def test_a_finished_stage_stays_as_a_line_inside_a_loop_too(clock: Clock, monkey
 
 
 @pytest.mark.parametrize("on_terminal", [True, False])
-def test_what_was_shown_before_an_advance_is_drawn_with_it_and_the_last_values_at_the_end(
+def test_values_shown_before_an_advance_are_drawn_with_it_and_the_last_ones_at_the_end(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, on_terminal: bool
 ) -> None:
     terminal = open_terminal(monkeypatch, is_terminal=on_terminal)
@@ -163,7 +163,7 @@ def test_what_was_shown_before_an_advance_is_drawn_with_it_and_the_last_values_a
 
 
 @pytest.mark.parametrize("on_terminal", [True, False])
-def test_what_the_caller_expects_replaces_the_extrapolation(
+def test_an_estimate_of_the_caller_replaces_the_extrapolation(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, on_terminal: bool
 ) -> None:
     terminal = open_terminal(monkeypatch, is_terminal=on_terminal)

@@ -61,6 +61,6 @@ def test_the_command_answers(capfd: pytest.CaptureFixture[str]) -> None:
         (["backbone", "--kind", "mamba3"], "no setting backbone of kind mamba3"),
     ],
 )
-def test_what_there_is_not_is_one_line(arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_missing_items_are_one_line(arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert wm(["settings", *arguments]) == 2
     assert message in capfd.readouterr().err

@@ -26,7 +26,7 @@ def chain(run: Run) -> dict[str, Artifact]:
     return {each.kind: each for each in (experience, tokenizer, dynamics, controller)}
 
 
-def test_what_needs_a_pruned_input_cannot_be_used(run: Run, chain: dict[str, Artifact]) -> None:
+def test_versions_with_a_pruned_input_cannot_be_used(run: Run, chain: dict[str, Artifact]) -> None:
     run.prune("tokenizer", {1})
     assert states(run) == {
         "experience@1": "ok",
@@ -37,7 +37,7 @@ def test_what_needs_a_pruned_input_cannot_be_used(run: Run, chain: dict[str, Art
     assert "tokenizer@1" in examine(chain["dynamics"])[1] and "dynamics@1" in examine(chain["controller"])[1]
 
 
-def test_what_was_made_from_something_that_is_gone_is_intact(run: Run, chain: dict[str, Artifact]) -> None:
+def test_a_version_with_a_removed_input_is_intact(run: Run, chain: dict[str, Artifact]) -> None:
     shutil.rmtree(chain["experience"].path)
     found = {name: (state, detail) for name, state, detail in check(run)}
     assert {state for state, _ in found.values()} == {"ok"}
@@ -73,13 +73,13 @@ def test_a_version_behind_a_link_is_a_version(run: Run, chain: dict[str, Artifac
     assert states(run)["tokenizer@1"] == "damaged" and states(run)["dynamics@1"] == "unusable"
 
 
-def test_needed_is_what_using_reads(chain: dict[str, Artifact], run: Run) -> None:
+def test_needed_files_are_those_read_by_use(chain: dict[str, Artifact], run: Run) -> None:
     assert [each.kind for each in needed([chain["controller"]])] == ["controller", "dynamics", "tokenizer"]
     more = publish(run, "experience", 2, previous=chain["experience"])
     assert list(needed([more])) == [more, chain["experience"]]
 
 
-def test_another_run_keeps_what_it_was_made_from(run: Run, chain: dict[str, Artifact], tmp_path: Path) -> None:
+def test_inputs_of_another_run_are_kept(run: Run, chain: dict[str, Artifact], tmp_path: Path) -> None:
     other = Run.open(tmp_path / "other", create=True)
     assert list(needed_elsewhere(run)) == []
     run.note_use(chain["dynamics"].digest, other.path)

@@ -21,7 +21,7 @@ from wmcli.errors import ArtifactError
 DIGEST = "0" * 64
 
 
-def test_a_published_artifact_says_what_it_is(run: Run) -> None:
+def test_a_published_artifact_describes_itself(run: Run) -> None:
     run.bind("catch", SETTINGS)
     parent = publish(run, "tokenizer")
     artifact = publish(run, "dynamics", tokenizer=parent)

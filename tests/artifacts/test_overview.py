@@ -144,7 +144,7 @@ def test_nothing_is_written(run):
     assert sorted(run.path.rglob("*")) == before
 
 
-def test_a_pruned_version_takes_what_is_left_of_it(run):
+def test_a_pruned_version_counts_its_remaining_bytes(run):
     version = publish(run, "experience")
     whole = bytes_on_disk(version.path)
     run.prune("experience", {1})
@@ -164,7 +164,7 @@ def keys(rows):
     return [(row["key"], row["left"], row["right"]) for row in rows]
 
 
-def test_runs_differ_in_what_they_are_bound_to(run):
+def test_runs_differ_in_preset_seed_and_settings(run):
     second = other(run, "b", preset="rem", seed=4, run={"epochs": 2, "keep": 3})
     assert keys(differences(run.path, second.path)) == [
         ("preset", "quickstart", "rem"),
@@ -201,7 +201,7 @@ def test_artifacts_differ_in_more(run):
     assert differences(first.path / "manifest.json", second.path) == differences(first.path, second.path)
 
 
-def test_what_cannot_be_compared_says_so(run, tmp_path):
+def test_incomparable_inputs_are_named(run, tmp_path):
     version = publish(run, "dynamics")
     with pytest.raises(UsageError, match="two runs or two artifacts"):
         differences(run.path, version.path)

@@ -106,7 +106,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_missing_is_named_with_the_command_that_makes_it(
+def test_missing_artifacts_are_named_with_the_command_that_makes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -257,7 +257,7 @@ def test_a_half_written_checkpoint_is_none(run: Run) -> None:
         assert not work.resumed
 
 
-def test_what_cannot_be_published(run: Run) -> None:
+def test_unpublishable_work_is_refused(run: Run) -> None:
     def attempt(metrics: dict[str, object]) -> None:
         with run.job("dynamics", {}, {}).work() as work:
             (work.payload / "x").symlink_to("/etc/passwd") if not metrics else (work.payload / "x").touch()
@@ -306,7 +306,7 @@ def test_prune_keeps_manifests_and_lineage(run: Run) -> None:
     ]
 
 
-def test_lineage_shows_each_once_and_what_is_missing(run: Run) -> None:
+def test_lineage_shows_each_version_once_and_missing_ones(run: Run) -> None:
     gone = publish(run, "experience", 1)
     experience = publish(run, "experience", 2, previous=gone)
     tokenizer = publish(run, "tokenizer", experience=experience)
@@ -342,7 +342,7 @@ def test_lineage_of_a_long_run_is_neither_exponential_nor_recursive(run: Run) ->
 # -- metrics ----------------------------------------------------------------------------------------------------------
 
 
-def test_metrics_are_one_object_a_line_whatever_a_crash_left(run: Run) -> None:
+def test_metrics_are_one_object_a_line_after_a_crash(run: Run) -> None:
     assert run.history() == []
     run.log({"stage": "x", "loss": 0.5})
     with run.metrics.open("a") as file:

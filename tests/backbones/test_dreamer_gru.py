@@ -124,7 +124,7 @@ def test_initialization():
     assert (cell.norm.weight == 1).all() and not cell.norm.bias.any()
 
 
-def test_what_goes_into_other_backbones_is_as_wide_as_what_comes_out():
+def test_other_backbones_have_equal_input_and_output_widths():
     assert build(GRUSettings(width=24), 1, 1).inputs == 24
 
 

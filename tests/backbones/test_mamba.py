@@ -222,7 +222,7 @@ def test_large_steps_stay_finite(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_float32_under_autocast(name, monkeypatch):
+def test_float32_parts_under_autocast(name, monkeypatch):
     model, x = small(name, torch.float32), noise(B, 5, 16, dtype=torch.bfloat16)
     wide, low = torch.float32, torch.bfloat16
     module, kernel, want = {

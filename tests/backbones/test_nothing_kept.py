@@ -83,7 +83,7 @@ def test_new_weights_count_at_once(name: str, training: bool) -> None:
             assert (got - before).abs().max() > 1e-3
 
 
-def test_contents_sees_what_is_kept() -> None:
+def test_contents_detects_kept_tensors() -> None:
     model = nn.Linear(2, 2)
     model.notes = {"kept": [torch.zeros(2)]}
     before = contents(model)

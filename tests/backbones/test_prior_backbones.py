@@ -448,7 +448,7 @@ def test_states_are_those_of_any_transformer(make):
         ({"mean": 5.5}, r"backbone\.prior\.mean = 5\.5: the largest offset here is 5"),
     ],
 )
-def test_what_transformer_xl_cannot_have(prior, message):
+def test_options_that_transformer_xl_refuses(prior, message):
     values = {"width": D, "heads": 2, "memory_length": 5, "prior": {"kind": "gaussian", **prior}}
     with pytest.raises(UsageError, match=message):
         build(TransformerXLSettings.model_validate(values), 48, L)

@@ -48,7 +48,7 @@ def test_it_equals_attention_written_out():
     assert_close(model(x, None)[0], model.norm(h), rtol=1e-5, atol=1e-5)
 
 
-def test_what_does_not_fit_is_refused():
+def test_mismatches_are_refused():
     model, x = small(), torch.randn(1, 10, D)
     _, state = model(x[:, :9], model.initial_state(1))
     cases = (

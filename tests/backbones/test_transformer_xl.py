@@ -282,7 +282,7 @@ def test_the_memory_counts_since_the_last_reset_and_never_changes(segment):
 
 @torch.no_grad()
 @pytest.mark.parametrize("segment", [0, 4])
-def test_what_a_reset_left_behind_is_not_seen(segment):
+def test_steps_before_a_reset_are_not_attended_to(segment):
     """Slots that are not in use may hold anything, here numbers that would drown all others."""
     model, x = small(6, segment_length=segment), inputs(B, T, D)
     _, state = model(1e3 * x, model.initial_state(B))

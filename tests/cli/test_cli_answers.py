@@ -86,7 +86,7 @@ def test_artifacts(run, capsys):
     assert len(plain[0]) == 7
 
 
-def test_artifacts_shows_what_is_pruned_and_what_cannot_be_read(run, capsys):
+def test_artifacts_shows_pruned_and_unreadable_versions(run, capsys):
     run.prune("experience", {1})
     (run.path / "tokenizer" / "v0001" / "manifest.json").write_text("{}")
     shown = rows(["artifacts"], capsys)
@@ -144,7 +144,7 @@ def test_lineage(reference, run, capsys):
     ]
 
 
-def test_lineage_shows_what_is_gone(run, capsys):
+def test_lineage_shows_removed_versions(run, capsys):
     run.prune("experience", {1})
     (run.path / "tokenizer" / "v0001" / "manifest.json").unlink()
     states = {row["name"]: row["state"] for row in rows(["lineage", "dynamics"], capsys)}
@@ -272,7 +272,7 @@ def test_runs(tmp_path, terminal, capsys):
     assert rows(["runs", str(tmp_path / "empty")], capsys) == []
 
 
-def test_what_is_damaged_is_said_beside_the_table(tmp_path, monkeypatch, capsys):
+def test_damaged_versions_are_reported_beside_the_table(tmp_path, monkeypatch, capsys):
     (bound(tmp_path / "a").path / "run.toml").write_text("preset = ")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main.run(["runs", str(tmp_path)]) == 0
@@ -356,7 +356,7 @@ def test_a_terminal_shows_presets_below_their_system(terminal):
     assert any(line.startswith("Drama: Wang et al.: Drama: Mamba-Enabled") for line in terminal("presets", "--quick"))
 
 
-def test_presets_show_what_one_changes(capsys):
+def test_presets_show_lists_changed_settings(capsys):
     shown = rows(["presets", "show", "drama-s", "--changed"], capsys)
     assert (shown["base"], shown["system"]) == ("drama", "Drama")
     assert [(row["setting"], row["value"], row["base"]) for row in shown["changed"]] == [

@@ -206,7 +206,7 @@ def recorder(monkeypatch):
 
 
 @pytest.mark.parametrize(("module", "function", "line", "opened", "given"), CASES)
-def test_the_stage_gets_what_the_command_line_says(module, function, line, opened, given, recorder):
+def test_the_stage_gets_the_settings_of_the_command_line(module, function, line, opened, given, recorder):
     assert main.run(line) == 0
     want = {"run": Path("runs/default"), "preset": None, "overrides": [], "create": False, "quiet": False} | opened
     got = recorder.opened[0]
@@ -427,7 +427,7 @@ def test_the_names_of_protocols_are_those_of_the_registry(capsys):
         ("reward", "s4wm-2d", ["environment.id=wm/DistractingMemory-100-v0", "dynamics.reward=none"], "learn rewards"),
     ],
 )
-def test_a_protocol_says_from_settings_alone_what_it_cannot_score(protocol, preset, changes, reason):
+def test_a_protocol_refuses_from_settings_alone(protocol, preset, changes, reason):
     with pytest.raises(UsageError, match=f"--protocol {protocol}: .*{reason}"):
         PROTOCOLS[protocol].check(resolve(preset, changes))
 

@@ -218,7 +218,7 @@ def test_a_reloaded_policy_acts_the_same(variant, world, make_batch):
 
 
 @pytest.mark.parametrize("variant", ["v3", "dreamer"])
-def test_a_rollout_records_what_the_world_did(variant, world, make_batch):
+def test_a_rollout_records_the_steps_of_the_world_model(variant, world, make_batch):
     controller = small(**VARIANTS[variant])
     batch = make_batch((3, 6, 4), 6)
     rollout = imagine(controller, world, batch)

@@ -210,7 +210,7 @@ def test_a_controller_without_memory(world):
 
 
 @pytest.mark.parametrize("explore", [False, True])
-def test_what_a_search_finds_is_handed_on_and_explores_with_the_agents_generator(world, explore):
+def test_a_search_returns_its_result_and_explores_with_the_agents_generator(world, explore):
     class Searching(ActorCritic):
         """Says that it found its own policy, and how much noise it was given."""
 
@@ -235,7 +235,7 @@ def test_what_a_search_finds_is_handed_on_and_explores_with_the_agents_generator
     assert UniformAgent(3, 2, generator=seeded(0)).summarize_search() == {}
 
 
-def test_what_a_state_holds_does_not_change_later(world):
+def test_a_state_does_not_change_later(world):
     agent = Agent(world, controller_for(), 3, temperature=1, epsilon=0.1, generator=seeded(5))
     play(agent, torch.randint(50, (3, 2)), torch.zeros(3, 2, dtype=torch.bool))
     stored = agent.state()

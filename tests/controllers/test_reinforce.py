@@ -206,7 +206,7 @@ def test_padding_leaves_no_trace(world, make_batch):
     torch.testing.assert_close(imagine(controller, world, mixed), want, rtol=0, atol=0)
 
 
-def test_a_rollout_records_what_the_world_did(world, make_batch):
+def test_a_rollout_records_the_steps_of_the_world_model(world, make_batch):
     controller = small()
     batch = make_batch((3, 6, 4), 6)
     rollout = imagine(controller, world, batch)

@@ -168,7 +168,7 @@ class Talks(gymnasium.Env):
         raise RuntimeError("does not close")
 
 
-def test_what_an_environment_prints_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_an_environment_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     gymnasium.registry.pop("test/Talks-v0", None)
     gymnasium.register("test/Talks-v0", entry_point=Talks)
     settings = EnvironmentSettings(id="test/Talks-v0", size=8)

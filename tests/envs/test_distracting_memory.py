@@ -80,7 +80,7 @@ def test_headings_follow_the_published_video() -> None:
 
 
 @pytest.mark.parametrize("width", [12, 30])
-def test_what_is_seen_is_the_layout_whatever_is_played(width: int) -> None:
+def test_frames_show_the_same_layout_for_any_actions(width: int) -> None:
     seeds = np.arange(20)
     scripted = play(width, seeds)
     random = np.random.default_rng(0).choice(3, size=scripted[0].shape, p=[0.1, 0.2, 0.7])

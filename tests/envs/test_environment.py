@@ -104,7 +104,7 @@ def message(call) -> str:
         (GREY, spaces.MultiDiscrete([2, 2]), ["MultiDiscrete", "discrete actions"]),
     ],
 )
-def test_what_does_not_fit_is_told_in_one_line(observation, action, words: list[str]) -> None:
+def test_mismatches_end_in_one_line(observation, action, words: list[str]) -> None:
     text = message(lambda: opened(observation, action, frame=np.zeros(0)))
     assert all(word in text for word in ["test/Fake-v0", *words]), text
 

@@ -73,7 +73,7 @@ def test_after_a_hit_and_a_reset_all_boards_are_equally_likely(respawn) -> None:
         assert (np.abs(seen - rounds * share) <= 4.5 * np.sqrt(rounds * share)).all()
 
 
-def test_what_happens_depends_on_seed_and_actions_alone() -> None:
+def test_episodes_depend_on_seed_and_actions_alone() -> None:
     def play(env: gymnasium.Env, seed: int) -> list[bytes]:
         frames = [env.reset(seed=seed)[0]]
         for action in np.random.default_rng(1).integers(5, size=300):

@@ -77,7 +77,7 @@ def test_every_free_cell_is_connected_and_none_is_a_dead_end(task: Maze) -> None
 
 
 @on_every_maze
-def test_what_is_random_lies_on_free_cells(task: Maze) -> None:
+def test_random_objects_lie_on_free_cells(task: Maze) -> None:
     content = task.read(task.begin(np.arange(200)).compact_state())
     for places in (content.position[:, None], content.objects):
         column, row = np.moveaxis(np.floor(places).astype(int), -1, 0)
@@ -88,7 +88,7 @@ def test_what_is_random_lies_on_free_cells(task: Maze) -> None:
 
 
 @on_every_maze
-def test_what_sketches_say_can_be_written_again(task: Maze) -> None:
+def test_contents_round_trip_through_compact_states(task: Maze) -> None:
     compact_states = play(task, np.arange(3)).compact_states[:, ::13]
     content = task.read(compact_states)
     assert (task.write(content) == compact_states).all() and (
@@ -268,7 +268,7 @@ def test_an_episode_follows_from_its_seed_whichever_stand_beside_it(task: Maze) 
     assert together.over.sum() == 4 and together.over[:, -1].all() and not together.reward.any()
 
 
-def test_frames_from_sketches_are_the_environments() -> None:
+def test_frames_from_compact_states_are_the_environments() -> None:
     env = MemoryEnv(SMALL)
     seed = np.random.Generator(np.random.PCG64(np.random.SeedSequence(11))).integers(2**31, size=1)
     played = play(SMALL, seed)

@@ -133,7 +133,7 @@ def test_rays_meet_the_first_wall_of_a_dense_march() -> None:
         assert np.allclose(hits.along, np.where(east != 0, point[:, 1], point[:, 0]) % 1, atol=1e-9)
 
 
-def test_every_pixel_shows_what_is_nearest() -> None:
+def test_every_pixel_shows_the_nearest_surface() -> None:
     """Walls before spheres, spheres before walls, spheres before spheres, the floor before their lower halves."""
     rng = np.random.default_rng(1)
     side, colors = 24, np.array([[1, 2, 4]])

@@ -78,7 +78,7 @@ def test_grids_and_lengths_are_those_of_the_tasks() -> None:
         Rooms(3)
 
 
-def test_walking_covers_what_was_measured() -> None:
+def test_walking_covers_the_measured_distance() -> None:
     task = Rooms(10)
     state = state_at(task, 3.5, 3.5, 0.0)
     for n in range(8):
@@ -132,7 +132,7 @@ def test_no_agent_is_ever_inside_a_wall(task) -> None:
     assert position[:, -1].std(0).min() > 0.5  # they did get about
 
 
-def test_what_is_random_follows_the_rules() -> None:
+def test_random_layouts_follow_the_rules() -> None:
     task = Rooms(4)
     content = task.read(task.begin(np.arange(400)).compact_state())
     shift = content.objects - task.layout.middles[:, None]
@@ -181,7 +181,7 @@ def test_the_context_shows_every_sphere(task) -> None:
 
 @pytest.mark.parametrize("task", [Rooms(4), Rooms(2, SMALL)], ids=name)
 @pytest.mark.slow
-def test_what_a_sketch_says_is_what_its_frame_shows(task) -> None:
+def test_a_frame_shows_its_compact_state(task) -> None:
     """Where a sphere's middle is projected to, and on the wall ahead, frames have the colors that `read` names."""
     compact_states = np.concatenate(scripted(task, np.arange(8 if task.side == 64 else 40)))[::5]
     content, frames, half = task.read(compact_states), task.draw(compact_states).astype(float), task.side / 2
@@ -276,7 +276,7 @@ def test_an_episode_that_is_over_stands_still() -> None:
         assert episodes.step(np.full(3, action))[1].all() and (episodes.compact_state() == last).all()
 
 
-def test_old_sketches_stay_as_they_were() -> None:
+def test_returned_compact_states_do_not_change_later() -> None:
     episodes = Rooms(2).begin(np.arange(2))
     before = episodes.compact_state()
     kept = before.copy()

@@ -43,7 +43,7 @@ def test_walls_and_squares_fill_their_tile() -> None:
     assert (PICTURES[SQUARE : SQUARE + 4] == np.array(colors)[:, None, None]).all()
 
 
-def test_wrong_doors_cost_what_the_published_errors_are_made_of() -> None:
+def test_wrong_doors_cost_as_in_the_published_errors() -> None:
     _, blue, purple, yellow = range(4)
     pairs = list(itertools.combinations(range(4), 2))
     costs = {pair: cost(LOCKED + pair[0], LOCKED + pair[1]) for pair in pairs}

@@ -80,7 +80,7 @@ def test_two_are_drawn_one_after_the_other_without_replacement() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 16, 63, 64])
-def test_what_is_drawn_is_distinct(count: int) -> None:
+def test_samples_are_distinct(count: int) -> None:
     rng = np.random.default_rng(2)
     for _ in range(50):
         drawn = draw(dynamics_scores(rng.integers(1000, size=64), 10.0), count, rng)
@@ -211,7 +211,7 @@ def test_the_temperature_matters() -> None:
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.25])
-def test_imagination_prefers_what_was_trained_until_it_used_that_up(ratio: float) -> None:
+def test_imagination_prefers_trained_rows_until_they_are_used_up(ratio: float) -> None:
     """Rows with v = 0 are drawn once, those with v = 1 until ratio * b is above 1; then all are equal again."""
     _, order = table([12])
     trained = np.zeros(12, np.int32)
@@ -245,12 +245,12 @@ def test_windows_may_run_over_the_ends_of_episodes() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[], [2, 1, 2]])
-def test_no_window_is_an_error_that_says_what_to_do(lengths: list[int]) -> None:
+def test_no_window_is_an_error_with_a_remedy(lengths: list[int]) -> None:
     with pytest.raises(UsageError, match=r"no 3 consecutive frames .*wm collect"):
         sampler(lengths=lengths)
 
 
-def test_imagination_needs_what_was_trained_and_training_does_not() -> None:
+def test_imagination_needs_training_counts_and_dynamics_does_not() -> None:
     for kind, trained in [("imagination", None), ("dynamics", np.zeros(ROWS))]:
         with pytest.raises(AssertionError, match="imagination needs the counters"):
             sampler(kind=kind, trained=trained)

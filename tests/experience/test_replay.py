@@ -170,7 +170,7 @@ def test_windows_of_streams_run_over_the_ends_of_episodes() -> None:
     assert replay.first[windows.rows][:, 1:].any(1).sum() == 10 + 2 + 8  # those that an episode opens within
 
 
-def test_tensors_hold_what_was_given() -> None:
+def test_tensors_have_the_given_values() -> None:
     data = experience(LENGTHS, UNFINISHED)
     replay = filled([data])
     assert torch.equal(replay.frames, torch.from_numpy(data["observation"]))
@@ -187,7 +187,7 @@ def searched(data: dict[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("reserve", [False, True])
-def test_what_searches_found_stands_beside_the_rows_they_played(reserve: bool) -> None:
+def test_search_results_are_stored_with_their_rows(reserve: bool) -> None:
     plain = experience([[4]], [0])
     first, second = searched(plain, 0), searched(plain, 1)
     replay = Replay.empty("cpu")
@@ -281,7 +281,7 @@ def test_frames_in_blocks_are_as_good_as_all_at_once(cuts: list[int]) -> None:
         Replay.empty("cpu").extend(rest, iter([data["observation"][1:]]))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatches_are_refused() -> None:
     data = experience([[4], [5]], [3, 0])
     replay = filled([data])
     with pytest.raises(ArtifactError, match=r"\(5, 3, 2\) cannot join"):

@@ -63,7 +63,7 @@ def test_all_windows_and_no_others_are_drawn(pad: str, sampling: str, length: in
 
 
 @pytest.mark.parametrize("pad", ["left", "right"])
-def test_history_is_what_comes_before_the_window_drawn(pad: str) -> None:
+def test_history_is_the_steps_before_the_sampled_window(pad: str) -> None:
     """The same windows in the same order, each with two frames more in front: where the episode begins later, its first
     frame again."""
     episodes, order = table()
@@ -87,7 +87,7 @@ def test_history_is_what_comes_before_the_window_drawn(pad: str) -> None:
     assert not longer.valid[:, :2].all() and longer.valid[:, :2].any()
 
 
-def test_every_window_is_drawn_once_a_round_whatever_the_batch_size() -> None:
+def test_every_window_is_drawn_once_a_round_for_any_batch_size() -> None:
     drawer = sampler(pad="left")
     total = drawer.windows
     drawn = [window for _ in range(12 * total // 4) for window in located(drawer.batch(4))]
@@ -157,7 +157,7 @@ def test_a_uniform_batch_larger_than_there_are_windows_has_each_once_a_round() -
         assert counts.min() == size // total and counts.max() == -(-size // total)
 
 
-def test_what_is_drawn_otherwise_is_refused() -> None:
+def test_unknown_sampling_is_refused() -> None:
     with pytest.raises(AssertionError, match="unknown sampling dfs"):
         sampler(sampling="dfs")
 
@@ -191,7 +191,7 @@ def test_seeds_matter() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[], [2, 1, 2]])
-def test_no_window_is_an_error_that_says_what_to_do(lengths: list[int]) -> None:
+def test_no_window_is_an_error_with_a_remedy(lengths: list[int]) -> None:
     with pytest.raises(
         UsageError, match=rf"no 3 consecutive frames \(the longest sequence has {max(lengths, default=0)}\).*wm collect"
     ):

@@ -43,7 +43,7 @@ def test_round_trip_is_bit_exact(tmp_path, monkeypatch, rows: int, shards: int, 
 
 
 @pytest.mark.parametrize("framed", [False, True])
-def test_sketches_stand_for_frames_or_beside_them(tmp_path, framed: bool) -> None:
+def test_compact_states_replace_frames_or_accompany_them(tmp_path, framed: bool) -> None:
     want = {"sketch": np.random.default_rng(2).integers(256, size=(90, 7), dtype=np.uint8)} | arrays(90)
     if not framed:
         del want["observation"]

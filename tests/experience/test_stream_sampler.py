@@ -48,7 +48,7 @@ def test_every_episode_is_taken_before_any_comes_again() -> None:
     assert len({tuple(each) for each in rounds.tolist()}) > 5
 
 
-def test_chunks_have_nothing_between_them_whatever_their_length() -> None:
+def test_chunks_of_any_length_leave_no_gap() -> None:
     assert np.array_equal(walked(streams(6), 1, 10), walked(streams(5), 1, 12))
 
 

@@ -120,7 +120,7 @@ def test_bfloat16_operands(implementation):
 
 
 @BOTH
-def test_only_what_is_asked_for_gets_a_gradient(implementation):
+def test_only_requested_inputs_get_a_gradient(implementation):
     *floats, reset = operands(20, 30, 4, 12, True)
     with using(implementation):
         assert not attention(*floats, reset).requires_grad

@@ -67,7 +67,7 @@ def test_triton_lets_nothing_in_from_behind_an_end(bootstrap):
     assert_close(got[:, 3], reward[:, 3])
 
 
-def test_only_what_is_asked_for_gets_a_gradient():
+def test_only_requested_inputs_get_a_gradient():
     reward, value, terminated = rollout(3, 5, 4)
     gradients = []
     for implementation in ("torch", "triton"):

@@ -110,7 +110,7 @@ def two_state_rollout(steps: int, arrival: bool) -> tuple[torch.Tensor, torch.Te
 
 
 @pytest.mark.parametrize("form", ["v3", "drama", "storm"])
-def test_what_each_form_takes_as_the_value_of_a_state(form):
+def test_each_form_takes_its_own_value_of_a_state(form):
     """Solved by hand for two states in turn: G equals V exactly there, and nowhere else."""
     g, decay = 0.985, 0.95
     state, reward = two_state_rollout(6, arrival=form == "drama")

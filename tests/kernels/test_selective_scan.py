@@ -126,7 +126,7 @@ def test_large_steps_stay_finite():
     assert all(value.isfinite().all() for value in (y, after, *gradients))
 
 
-def test_what_is_kept_for_the_backward_pass():
+def test_tensors_saved_for_the_backward_pass():
     """Less than one state per element: the states at the ends of chunks, besides the arguments."""
     arguments = [operand.requires_grad_() for operand in operands(128)]
     kept = []

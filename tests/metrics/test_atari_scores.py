@@ -73,7 +73,7 @@ def test_reference_is_the_mean_of_the_published_runs():
         atari.reference("Pong", "DreamerV33")
 
 
-def test_what_a_caller_does_to_the_runs_does_not_change_the_data():
+def test_changing_the_returned_runs_does_not_change_the_data():
     atari.reference_runs("Pong", "IRIS").clear()
     assert len(atari.reference_runs("Pong", "IRIS")) == 5
 

@@ -45,7 +45,7 @@ def played(respawn: str, steps: int = 3000) -> tuple[np.ndarray, np.ndarray, np.
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_a_board() -> None:
+def test_detects_a_board() -> None:
     good = [board(GOOD), changed(c8=".", c12="A"), changed(c16="A", c8="G")]
     bad = [
         changed(c0="."),  # a hole in the wall

@@ -131,7 +131,7 @@ def test_unusable_scores_are_refused(scores):
         statistics.mean(scores)
 
 
-def test_performance_profile_counts_what_is_strictly_above():
+def test_performance_profile_counts_scores_strictly_above():
     profile = statistics.performance_profile([[0.0, 1.0], [2.0, 2.0, 3.0]], [-1.0, 0.0, 2.0, 3.0])
     np.testing.assert_allclose(profile.value, [1.0, 0.8, 0.2, 0.0])
     assert profile.low is None and profile.high is None

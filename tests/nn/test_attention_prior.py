@@ -78,7 +78,7 @@ def test_spans_by_offset():
 
 @pytest.mark.parametrize("span_mask", ["hard", "ramp", "triangle"])
 @pytest.mark.parametrize("raw", [-200.0, -9.0, 50.0])
-def test_the_own_key_is_seen_and_nothing_is_nan_whatever_the_span(span_mask, raw):
+def test_every_span_attends_to_its_own_key_without_nan(span_mask, raw):
     each = prior(kind="gaussian_span", span_mask=span_mask)
     nn.init.constant_(each.raw_span, raw)
     shares = each().softmax(-1)
@@ -250,7 +250,7 @@ def test_penalties_are_sums_over_heads_and_layers():
     assert penalty(model(regularizer="l1", strength=0.5)).item() == pytest.approx(0.5 * 6 * 6)
 
 
-def test_the_max_norm_cuts_down_what_is_above_it_and_nothing_else():
+def test_the_max_norm_scales_down_only_larger_gradients():
     for regularizer, limit in (("max", 5.0), ("l1", math.inf)):
         each = model(regularizer=regularizer, max_span=5.0, span=8.0)
         spans = each[1].raw_span

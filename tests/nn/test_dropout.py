@@ -55,7 +55,7 @@ def test_the_gradient_passes_where_the_value_did_and_grows_as_it(dtype: torch.dt
     assert ((gradient == 0) == (y == 0)).all()
 
 
-def test_what_is_not_contiguous_is_dropped_in_place_all_the_same() -> None:
+def test_noncontiguous_tensors_are_dropped_in_place() -> None:
     x = torch.randn(6, 35, 20, requires_grad=True)
     torch.manual_seed(3)
     y = dropout(x.transpose(1, 2), 0.3, True)

@@ -64,7 +64,7 @@ def test_it_is_its_definition(activation):
     assert_close(trunk(x), run(trunk[8], run(trunk[7], y)), rtol=1e-4, atol=1e-5)
 
 
-def test_weights_are_channels_last_and_so_is_what_comes_out():
+def test_weights_and_outputs_are_channels_last():
     trunk = ResidualTrunk(3, (4, 6), "relu")
     assert trunk[3].conv1.weight.is_contiguous(memory_format=torch.channels_last)
     y = trunk(torch.rand(2, 3, 32, 32).contiguous(memory_format=torch.channels_last))

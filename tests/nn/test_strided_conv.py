@@ -110,7 +110,7 @@ def test_first_weights(kind, check):
     assert len(drawn) == 8
 
 
-def test_weights_are_channels_last_and_so_is_what_comes_out():
+def test_weights_and_outputs_are_channels_last():
     encoder = StridedEncoder(STORM)
     x = torch.rand(2, 3, 64, 64).contiguous(memory_format=torch.channels_last)
     inside = torch.nn.Sequential(*list(encoder)[:6])(x)

@@ -49,7 +49,7 @@ def test_beside_an_artifact_there_is_room(artifact: Path) -> None:
     assert (artifact.parent.parent / "a.txt").read_text() == "x"
 
 
-def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_unwritable_values_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.png").mkdir()
     for name, problem in [
         ("a.txt", "must end in .png or .svg, not '.txt'"),

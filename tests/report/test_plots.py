@@ -22,7 +22,7 @@ def labels(axes):
     return [line.get_label() for line in axes.get_lines()]
 
 
-def test_what_a_job_did_again_replaces_what_it_did_before_from_there_on():
+def test_repeated_rows_of_a_job_replace_its_earlier_ones():
     killed = [record(u, 1.0, job="a") for u in (10, 20, 30, 40)]
     resumed = [record(u, 2.0, job="a") for u in (25, 35)]
     other = [record(30, 7.0, job="b"), record(30, 8.0, "imagine", job="a"), {"stage": "collect", "job": "a"}]

@@ -34,7 +34,7 @@ def test_csv_is_read_by_the_standard_reader():
     assert [row["mean_return"] for row in rows] == ["0.123456789", "-20.5", ""]
 
 
-def test_markdown_escapes_what_would_end_a_cell_or_mean_something():
+def test_markdown_escapes_special_characters():
     lines = FORMS["markdown"](ROWS, COLUMNS).split("\n")
     assert lines[:3] == [
         "| name | mean return | inputs | score |",

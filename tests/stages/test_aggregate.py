@@ -145,7 +145,7 @@ def test_one_run_does_not_count_twice(how: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_differs_is_said_in_a_line_each(
+def test_each_difference_has_one_line(
     one: dict[str, Any], other: dict[str, Any], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a = scored(tmp_path / "a", 1.0, **{"settings": {"seed": 1}} | one)
@@ -259,7 +259,7 @@ def test_environments_stand_beside_each_other_and_are_not_pooled(tmp_path: Path)
         compare_settings(runs, ["seed"])
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+def test_incomparable_runs_are_refused(tmp_path: Path) -> None:
     pong = scored(tmp_path / "pong", 1.0)
     known = scored(tmp_path / "known", 1.0, normalized=0.5)
     for other, words in [

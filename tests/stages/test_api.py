@@ -69,7 +69,7 @@ def test_a_run_and_its_artifacts_are_opened_by_path(tiny: Path) -> None:
         wmcli.DynamicsModel.load(tiny / "tokenizer" / "latest")
 
 
-def test_what_is_not_there_or_damaged_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_missing_or_damaged_files_are_refused(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="no run at"):
         wmcli.open_run(tmp_path / "none")
     run = copied(tiny, tmp_path / "run")
@@ -117,7 +117,7 @@ def test_arrays_of_ones_own_are_experience() -> None:
         experience.sample(1, 6)
 
 
-def test_what_was_collected_is_given_episode_by_episode(opened: Any) -> None:
+def test_collected_experience_is_returned_by_episode(opened: Any) -> None:
     experience = opened("rem").experience()
     rows = experience.rows()
     again = wmcli.Experience.from_arrays(
@@ -319,7 +319,7 @@ def test_weights_are_selected_by_held_out_episodes(opened: Any) -> None:
         opened("rem").experience(held_out="test")
 
 
-def test_what_does_not_fit_is_refused_before_training(opened: Any) -> None:
+def test_mismatches_are_refused_before_training(opened: Any) -> None:
     experience = wmcli.Experience.from_arrays(**arrays(), actions=3)
     rem, muzero = (wmcli.load_settings(name, "environment.size=16") for name in ("quickstart", "muzero-quick"))
     with pytest.raises(UsageError, match="'token' need a trained one: give tokenizer="):

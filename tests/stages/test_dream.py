@@ -63,7 +63,7 @@ def equal(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_vector_environment_shows_is_in_its_spaces_and_ends_at_the_horizon(kind: str, dynamics: Any) -> None:
+def test_a_vector_environment_stays_in_its_spaces_and_ends_at_the_horizon(kind: str, dynamics: Any) -> None:
     for observation in ("features", "pixels") if KINDS[kind] else ("features",):
         env = opened(dynamics(kind), observation=observation)
         assert env.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP

@@ -59,7 +59,7 @@ def test_a_stopped_first_command_keeps_its_settings(tmp_path: Path, monkeypatch:
     assert Run.open(tmp_path / "run", create=False).bound()["settings"]["seed"] == 9
 
 
-def test_a_run_remembers_what_auto_became(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_records_the_value_of_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     auto = [text for text in TINY if "precision" not in text]
     monkeypatch.setattr("wmcli.training.device.has_bfloat16", lambda device: False)
     collect(open_context(tmp_path / "run", None, auto, create=True, quiet=True))
@@ -112,7 +112,7 @@ def test_the_last_update_is_looked_at(
 # -- what a job needs -------------------------------------------------------------------------------------------------
 
 
-def test_what_was_pruned_is_said_before_the_work(run: Path) -> None:
+def test_pruned_inputs_are_reported_before_the_work(run: Path) -> None:
     Run.open(run, create=False).prune("tokenizer", {1})
     with pytest.raises(ArtifactError, match="tokenizer@1 .*removed to save space"):
         train_dynamics(opened(run, "dynamics.updates=1"))

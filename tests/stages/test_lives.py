@@ -146,7 +146,7 @@ def test_windows_to_train_on_and_to_imagine_from_are_cut_where_games_are(
 
 @pytest.mark.parametrize("act_window", [0, 4])
 @pytest.mark.slow
-def test_collecting_carries_over_a_lost_life_what_evaluation_carries(
+def test_collecting_and_evaluation_carry_the_same_state_over_a_lost_life(
     run: Path, monkeypatch: pytest.MonkeyPatch, act_window: int
 ) -> None:
     """The same frames and actions, once as `wm collect` hands them to the agent, once as `wm eval` does."""

@@ -72,7 +72,7 @@ def test_models_of_one_name_are_told_apart_by_their_settings() -> None:
     assert list(rows[0])[:6] == ["task", "model", "with", "parameters", "updates", "runs"]
 
 
-def test_what_differs_in_much_is_told_in_part() -> None:
+def test_many_differences_are_reported_in_part() -> None:
     changes = [
         "dynamics.batch=3",
         "dynamics.updates=7",

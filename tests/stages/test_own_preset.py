@@ -35,7 +35,7 @@ def mine(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_it_states_what_differs_from_its_base(mine: str) -> None:
+def test_it_states_differences_from_its_base(mine: str) -> None:
     settings = resolve(mine)
     assert settings.dynamics.batch == 7 and settings.tokenizer == resolve("quickstart").tokenizer
     assert preset_header(mine)["about"] == "Mine" and preset_header(mine)["system"] == "REM"
@@ -68,7 +68,7 @@ def test_a_base_is_relative_to_the_file_that_names_it(mine: str, tmp_path: Path)
         ("[dynamics", "not valid TOML"),
     ],
 )
-def test_what_is_wrong_with_it_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_its_errors_are_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UsageError) as caught:

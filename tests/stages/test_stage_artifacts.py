@@ -61,7 +61,7 @@ def test_an_artifact_holds_the_files_that_the_documents_promise(tiny: Path, kind
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_a_manifest_says_what_it_is_and_of_what_it_was_made(tiny: Path, kind: str) -> None:
+def test_a_manifest_names_its_kind_and_inputs(tiny: Path, kind: str) -> None:
     manifest = latest(tiny, kind).manifest
     bound = Run.open(tiny, create=False).bound()
     assert (manifest["kind"], manifest["version"], manifest["preset"]) == (kind, 1, bound["preset"])
@@ -95,7 +95,7 @@ def test_everything_verifies(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", TRAINING)
-def test_a_training_stage_counts_its_updates_and_keeps_what_training_further_needs(tiny: Path, kind: str) -> None:
+def test_a_training_stage_counts_updates_and_saves_the_state_for_further_training(tiny: Path, kind: str) -> None:
     artifact = latest(tiny, kind)
     assert artifact.metrics["updates"] == UPDATES[kind]
     assert artifact.metrics["loss"] > 0 and artifact.metrics["gradient_norm"] > 0

@@ -286,7 +286,7 @@ def test_interrupted_and_published_work_leaves_nothing_behind(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("steps_before", [0, 33])  # the 12th step of a game fails: then none is played before it
-def test_what_was_played_before_a_fault_is_kept_and_new_games_begin(tmp_path: Path, steps_before: int) -> None:
+def test_steps_before_a_fault_are_kept_and_new_games_begin(tmp_path: Path, steps_before: int) -> None:
     context = opened(tmp_path / "run", f"environment.id={FAULTY}", new=True)
     before = collect(context, steps=steps_before) if steps_before else None
     for kept in [33, 66] if before is None else [0, 33, 66]:

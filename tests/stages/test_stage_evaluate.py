@@ -81,7 +81,7 @@ def test_an_episode_that_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch) -
     assert played(3, 2, environment="wm-test/Limited-v0").lengths == [60] * 3
 
 
-def test_what_an_environment_does_wrong_is_told() -> None:
+def test_faults_of_an_environment_are_reported() -> None:
     with pytest.raises(EnvironmentFault, match=f"{FAULTY}: step 12 after reset, action .*: .* reward nan"):
         played(3, 2, environment=FAULTY)
 

@@ -161,7 +161,7 @@ def test_sequences_do_not_overlap_and_too_few_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_training_step_costs() -> None:
+def test_cost_of_a_training_step() -> None:
     settings = CellsSettings(batch=64, sequence_length=8)
     backbone = RetNetSettings(width=16, layers=1)
     cost = stage.time_and_memory(settings, backbone, CPU, repeats=3)

@@ -367,7 +367,7 @@ def test_frequencies_are_counted_and_go_on_from_stage_to_stage(run: Path) -> Non
     assert later[90:].sum() > 0  # new rows, never trained on, are likelier
 
 
-def test_imagination_is_drawn_against_what_the_dynamics_trained_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imagination_samples_by_the_counts_of_dynamics_training(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from wmcli.experience import frequency
 
     seen: list[np.ndarray] = []

@@ -70,7 +70,7 @@ def test_kept_tokens_are_those_of_each_frame(longer: Path) -> None:
     assert (tokens == alone).float().mean() > 0.99  # other sizes of a batch may round otherwise
 
 
-def test_what_was_added_is_encoded_as_if_from_the_beginning(longer: Path) -> None:
+def test_added_rows_are_encoded_like_earlier_ones(longer: Path) -> None:
     """The bits of a frame may depend on the batch that it is encoded in, so the batches must be the same."""
     growing, model = opened(longer), Counting()
     for version, sizes in [(1, [20] * 4 + [10]), (2, [20, 2]), (3, [8])]:

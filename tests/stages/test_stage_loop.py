@@ -129,7 +129,7 @@ def test_each_goes_on_from_the_one_before(whole: Path) -> None:
             assert inputs(artifact).get("parent") == (f"{kind}@{version - 1}" if version > 1 else None)
 
 
-def test_each_reads_what_is_newest_in_its_epoch(whole: Path) -> None:
+def test_each_stage_reads_the_newest_inputs_of_its_epoch(whole: Path) -> None:
     run = Run.open(whole, create=False)
     for epoch in range(1, 6):
         experience = f"experience@{min(epoch, 4)}"
@@ -347,7 +347,7 @@ def test_another_precision_is_another_setting(finished: Path) -> None:
         run_loop(bound(finished, "training.precision=bfloat16"))
 
 
-def test_what_does_not_change_results_may_change(finished: Path) -> None:
+def test_settings_without_effect_on_results_may_change(finished: Path) -> None:
     before = results(finished)
     run_loop(bound(finished, "training.checkpoint_seconds=77.0", "training.log_every=3"))
     assert results(finished) == before
@@ -404,7 +404,7 @@ def test_one_that_diverged_goes_on_with_another_learning_rate(tmp_path: Path) ->
 # -- what is removed --------------------------------------------------------------------------------------------------
 
 
-def test_models_trained_by_hand_and_what_they_need_are_not_removed(finished: Path) -> None:
+def test_models_trained_by_hand_and_their_inputs_are_not_removed(finished: Path) -> None:
     """As `wm train-tokenizer --more` twice, and then `wm run`."""
     for _ in range(2):
         train_tokenizer(opened(finished, more=True))
@@ -415,7 +415,7 @@ def test_models_trained_by_hand_and_what_they_need_are_not_removed(finished: Pat
 
 
 @pytest.mark.slow
-def test_what_another_run_was_made_from_is_not_removed(tmp_path: Path) -> None:
+def test_inputs_of_another_run_are_not_removed(tmp_path: Path) -> None:
     short = [text for text in LOOP if "run.epochs" not in text]
     opened(tmp_path / "run", *short, "run.epochs=5", "run.keep=1", "evaluation.episodes=2", new=True)
     run_loop(bound(tmp_path / "run", "run.epochs=2"))
@@ -453,7 +453,7 @@ def test_a_plan_that_ends_before_a_model_is_trained_says_so(tmp_path: Path, caps
     assert "train-dynamics begins in epoch 2" in said and "run.epochs=2" in said
 
 
-def test_time_left_counts_what_is_to_come(tmp_path: Path) -> None:
+def test_time_left_counts_remaining_work(tmp_path: Path) -> None:
     left = module._TimeLeft(opened(tmp_path / "run", *LOOP, new=True).settings)  # dynamics in 4 epochs, controller in 3
     left.took("collect", 1.0), left.took("train-tokenizer", 10.0)
     assert left.after(1) is None  # of an epoch in which all train nothing is known yet

@@ -90,7 +90,7 @@ def memory_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- collecting by the script -----------------------------------------------------------------------------------------
 
 
-def test_scripted_experience_holds_whole_episodes_and_what_they_are_drawn_from(memory_run: Path) -> None:
+def test_scripted_experience_has_whole_episodes_and_compact_states(memory_run: Path) -> None:
     experience = latest(memory_run, "experience")
     task = TASKS["wm/DistractingMemory-20-v0"]
     arrays = read_segment(experience.path / SEGMENT)
@@ -164,7 +164,7 @@ def test_the_script_through_gymnasium_shows_the_same_frames(memory_run: Path) ->
         (["environment.size=64"], "environment.size=40"),
     ],
 )
-def test_what_has_no_script_is_refused(tmp_path: Path, overrides: list[str], line: str) -> None:
+def test_environments_without_a_script_are_refused(tmp_path: Path, overrides: list[str], line: str) -> None:
     with pytest.raises(UsageError, match=line):
         begun(tmp_path / "run", *overrides)
 
@@ -428,7 +428,7 @@ def test_every_preset_of_a_memory_task_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize(("preset", "task"), [(name, task) for name, tasks in ADVERTISED.items() for task in tasks])
-def test_presets_measure_what_fits_each_task_that_they_are_for(preset: str, task: str) -> None:
+def test_presets_measure_with_protocols_that_fit_their_tasks(preset: str, task: str) -> None:
     """And an episode that is longer than a row is refused with the setting that makes it fit."""
     settings = resolve(preset, [f"environment.id={task}"])
     frames = TASKS[task].context + TASKS[task].query
@@ -484,9 +484,7 @@ def test_a_preset_of_the_paper_runs_on_another_task_of_its_own(
         (["dynamics.sequence_length=49"], "dynamics.sequence_length = 49: .*set dynamics.sequence_length=50"),
     ],
 )
-def test_what_would_fail_after_training_is_refused_before_anything_is_done(
-    tmp_path: Path, overrides: list[str], line: str
-) -> None:
+def test_failures_after_training_are_refused_before_it(tmp_path: Path, overrides: list[str], line: str) -> None:
     given = with_kinds(SMALL, 'evaluation.measures=["generation", "reward"]', *overrides)
     context = open_context(tmp_path / "run", "memory-small", given, create=True, quiet=True, bind=True)
     with pytest.raises(UsageError, match=line) as caught:

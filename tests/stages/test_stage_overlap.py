@@ -101,7 +101,7 @@ def test_who_collects_is_one_epoch_older_and_each_epoch_trains_on_its_own(whole:
 
 
 @pytest.mark.slow
-def test_it_is_what_the_same_jobs_make_one_after_the_other(whole: Path, tmp_path: Path) -> None:
+def test_it_equals_the_same_jobs_in_sequence(whole: Path, tmp_path: Path) -> None:
     context = opened(tmp_path / "run", *OVERLAP, new=True)
     experience = collect(context, controller="random")
     models: dict[str, str] = {}

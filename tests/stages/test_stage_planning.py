@@ -95,7 +95,7 @@ def version(folder: Path, kind: str, number: int) -> Artifact:
 
 
 @pytest.mark.slow
-def test_who_plays_by_search_records_what_it_found(played: Path) -> None:
+def test_a_searching_agent_records_its_search(played: Path) -> None:
     at_random, searched = (read_segment(version(played, "experience", n).path / SEGMENT) for n in (1, 2))
     assert "policy" not in at_random and "value" not in at_random
     assert searched["policy"].shape == (60, 3) and searched["value"].shape == (60,)
@@ -123,7 +123,7 @@ def test_reanalysis_searches_the_least_searched_rows_and_dynamics_learn_from_it(
     assert due["again"].tolist() == [2] * 5 + [1] * 55
 
 
-def test_without_reanalysis_only_what_played_is_learned_from(run: Path) -> None:
+def test_without_reanalysis_only_played_searches_are_learned_from(run: Path) -> None:
     """`none` as controller, or one that searched nothing again: the targets are those of the experience."""
     assert "controller" not in train_dynamics(opened(run, force=True), controller="none").inputs
     published = imagine(opened(run, "controller.updates=0", force=True))
@@ -161,7 +161,7 @@ def test_the_policy_is_learned_only_where_something_searched(run: Path, monkeypa
     assert [int(targets.is_searched.sum()) for targets in seen] == [0, 60, 80]
 
 
-def test_films_show_what_the_search_found(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_films_show_the_search(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Film] = []
     original = Film.drawn
 
@@ -266,7 +266,7 @@ def test_search_settings_of_now_go_before_those_of_training(run: Path) -> None:
     assert (as_now.settings.simulations, as_trained.settings.simulations) == (9, 3)
 
 
-def test_what_has_no_place_here_is_one_clear_line(run: Path, tmp_path: Path) -> None:
+def test_misplaced_options_end_in_one_clear_line(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="encodes frames itself and has no tokenizer; go on with: wm train-dynamics"):
         train_tokenizer(opened(run))
     with pytest.raises(UsageError, match="plans in latents that no picture is made of"):

@@ -261,7 +261,7 @@ def test_a_dream_without_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dream.imagined.with_captions(None)[1][-1] == "cut after 3 frames\nreturn so far 2.5"
 
 
-def test_a_film_has_what_was_found_for_the_game_that_it_shows() -> None:
+def test_a_film_shows_the_search_of_its_own_game() -> None:
     film = Film()
     frame, found = np.zeros((4, 4, 3), np.uint8), {"policy": np.array([[0.25, 0.75], [1, 0]]), "value": np.arange(2)}
     film.add(frame, 1, 0.5, found)
@@ -283,7 +283,7 @@ def newest_episodes(tiny: Path) -> tuple:
     return load_world_model(latest(tiny, "dynamics"), CPU), context.experience(latest(tiny, "experience"))
 
 
-def test_the_left_side_is_what_happened_and_the_right_begins_as_its_reconstruction(newest_episodes: tuple) -> None:
+def test_the_left_side_is_real_and_the_right_begins_as_its_reconstruction(newest_episodes: tuple) -> None:
     world_model, memory = newest_episodes
     pictures = imagined_beside_real(world_model, memory, 2)
     assert pictures.real.shape == pictures.imagined.shape == (7, 3 * 16, 16, 3)  # 3 episodes under each other

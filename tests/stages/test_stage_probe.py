@@ -147,7 +147,7 @@ def test_the_walls_are_told_from_the_pose_as_well_and_the_objects_are_not() -> N
 # -- the stage --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_seen_is_the_state_of_inference(maze_run: Path) -> None:
+def test_observing_gives_the_state_of_inference(maze_run: Path) -> None:
     """That which the other measures go on from, every frame known."""
     context = opened(maze_run)
     model = load_world_model(latest(maze_run, "dynamics"), context.machine)

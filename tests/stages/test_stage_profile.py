@@ -325,7 +325,7 @@ def test_experience_is_written_loaded_and_read(run: Path, monkeypatch: pytest.Mo
     assert [path.name for path in (run / "profile").iterdir() if path.is_dir() and not path.is_symlink()] == ["v0001"]
 
 
-def test_what_was_loaded_is_there_before_the_clock_is_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_ends_before_the_clock_is_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile_experience, "PLAYED", 40)
     monkeypatch.setattr(profile_experience, "LENGTH", 10)
     order: list[str] = []
@@ -450,7 +450,7 @@ def test_the_recurrence_is_checked_in_the_form_that_is_timed(
 
 
 @pytest.mark.usefixtures("few_backbones")
-def test_what_is_too_slow_is_said_to_be_and_not_tried_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_cases_are_reported_and_not_retried(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patient = compare.time_call
     slow = iter([False, True, True])  # it is asked twice, in case it was only compiled
     monkeypatch.setattr(compare, "time_call", lambda job, device: 99.0 if next(slow, False) else patient(job, device))
@@ -467,7 +467,7 @@ def test_what_is_too_slow_is_said_to_be_and_not_tried_again(run: Path, monkeypat
 
 
 @pytest.mark.usefixtures("few_backbones")
-def test_what_does_not_fit_into_memory_is_said_not_to(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_beyond_memory_are_reported(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: GRU, *_: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
 

@@ -109,7 +109,7 @@ def parts_of(experience: Artifact) -> dict[str, dict[str, np.ndarray]]:
 # -- what is kept -----------------------------------------------------------------------------------------------------
 
 
-def test_what_our_script_played_comes_back_as_if_the_script_had_been_asked(maze_run: Path) -> None:
+def test_recordings_of_our_script_equal_playing_it(maze_run: Path) -> None:
     wanted = {SEGMENT: TRAINING[:3], "validation.zarr": TRAINING[-2:], "test.zarr": EVALUATION[:2]}
     for name, arrays in parts_of(latest(maze_run, "experience")).items():
         played = play(TASK, np.array(wanted[name]))
@@ -210,7 +210,7 @@ def test_without_folders_all_parts_are_cut_from_one(folder: Path, tmp_path: Path
         (["collect.recordings="], r"set collect.recordings=FOLDER"),
     ],
 )
-def test_what_cannot_be_is_told_in_one_line(folder: Path, tmp_path: Path, overrides: list[str], line: str) -> None:
+def test_impossible_requests_end_in_one_line(folder: Path, tmp_path: Path, overrides: list[str], line: str) -> None:
     with pytest.raises(UsageError, match=line) as error:
         collect(opened(tmp_path / "run", *overrides, source=folder))
     assert "\n" not in str(error.value)
@@ -221,7 +221,7 @@ def test_a_folder_without_recordings_is_refused(tmp_path: Path) -> None:
         collect(opened(tmp_path / "run", source=tmp_path))
 
 
-def test_recordings_and_what_is_played_do_not_mix(maze_run: Path, folder: Path, tmp_path: Path) -> None:
+def test_recorded_and_played_experience_do_not_mix(maze_run: Path, folder: Path, tmp_path: Path) -> None:
     run = copied(maze_run, tmp_path / "run")
     for policy in ("scripted", "learned"):
         with pytest.raises(ArtifactError, match="look different"):
@@ -275,7 +275,7 @@ def at(index: tuple, value: float) -> Callable[[np.ndarray], np.ndarray]:
         (changed("targets_vec", lambda way: way[..., ::-1]), "targets_vec is not where"),
     ],
 )
-def test_a_file_that_does_not_hold_what_it_should_is_named(
+def test_a_file_without_the_expected_content_is_named(
     folder: Path, tmp_path: Path, arrays: dict[str, np.ndarray], line: str
 ) -> None:
     """And nothing of the others is published."""
@@ -348,7 +348,7 @@ def test_from_a_folder_to_a_table(maze_run: Path, tmp_path: Path, monkeypatch: p
     assert 0 <= found["walls"]["value"] <= 1 and found["episodes"] == 2
 
 
-def test_what_memory_maze_itself_says_is_what_we_make_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_mazes_own_labels_equal_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An episode played in its package (extra `oracle`), by its gym wrapper and without rendering."""
     monkeypatch.setenv("MUJOCO_GL", "disabled")
     pytest.importorskip("memory_maze")

@@ -104,7 +104,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize(("name", "kind"), LOSSES)
-def test_what_is_costly_is_computed_in_the_chosen_precision(
+def test_costly_parts_run_in_the_chosen_precision(
     make: Make, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
     run, lower = make(name, trained=kind == "controller"), dict[str, list[bool]]()
@@ -258,7 +258,7 @@ def test_each_way_of_sampling_draws_its_own_rows(make: Make, kind: str) -> None:
 
 
 @pytest.mark.parametrize("grown", [False, True])
-def test_imagination_uses_up_what_the_dynamics_trained_on_at_the_rate_of_the_batches(make: Make, grown: bool) -> None:
+def test_imagination_uses_trained_rows_up_at_the_rate_of_the_batches(make: Make, grown: bool) -> None:
     """The dynamics model drew each of six windows twice. Imagination draws three times as many of all windows each
     time, so one use of a window counts a third there: for 6 updates nothing is ahead of the six, which are in every
     batch, at any other ratio they are not. The same rows count when the experience has grown behind them."""
@@ -282,7 +282,7 @@ ALL_ROWS = ["controller.batch=60", "controller.updates=1"]
 
 
 @pytest.mark.parametrize("name", ["unizero", "muzero"])
-def test_what_searches_found_is_learned_from(make: Make, name: str) -> None:
+def test_training_learns_from_search_results(make: Make, name: str) -> None:
     """A fresh policy is uniform, and its cross entropy against any shares of three actions ln 3."""
     run = make(name, trained=True)
     _, (without,) = learn(run, "dynamics", "dynamics.updates=1")
@@ -320,7 +320,7 @@ def test_a_row_is_searched_again_as_if_it_were_just_played(make: Make, name: str
 
 
 @pytest.mark.parametrize("name", ["rem", "drama", "cells"])
-def test_what_a_process_keeps_makes_no_difference(
+def test_caches_of_a_process_make_no_difference(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Experience and latents stay in memory: grown by what was collected, anew when what encodes them has changed."""

@@ -397,9 +397,7 @@ def test_reanalysis_explores(planner: Path) -> None:
     assert (found[0]["policy"] != found[1]["policy"]).any()
 
 
-def test_reanalysis_finds_what_playing_these_frames_would_and_dynamics_learn_it(
-    planner: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reanalysis_equals_playing_and_dynamics_learn_from_it(planner: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without noise. All rows are searched, each with the frames of its episode before it."""
     controller = imagine(opened(planner, *noise(0.0), "controller.updates=12", force=True))
     policy, value = found_by_playing_again(controller, rows_of(latest(planner, "experience")), {})

@@ -59,7 +59,7 @@ def test_the_latent_is_the_unimixed_posterior():
 
 
 @pytest.mark.parametrize("output", ["sigmoid", "linear"])
-def test_what_is_decoded_is_the_likeliest_classes(output):
+def test_decoding_takes_the_likeliest_classes(output):
     tokenizer = make(output=output).eval()
     latent = torch.rand(4, K, C)
     likeliest = torch.nn.functional.one_hot(latent.argmax(-1), C).float()

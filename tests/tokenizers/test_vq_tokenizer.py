@@ -277,7 +277,7 @@ def test_dropout_makes_the_perceptual_loss_of_training_alone_noisy(tmp_path: Pat
     assert len({one, *twice()}) == (3 if dropout else 1)
 
 
-def test_what_perceptual_comes_to() -> None:
+def test_perceptual_loss_in_use() -> None:
     assert perceptual_in_use(SMALL) == "none"
     assert perceptual_in_use(SMALL.model_copy(update={"perceptual": "none", "lpips_weights": "x"})) == "none"
     with pytest.raises(UsageError, match=r"lpips_weights.*VGG16.*channel weightings.*tokenizer\.perceptual=none"):

@@ -62,7 +62,7 @@ def complaint(path: Path) -> str:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_saved_comes_back(path: Path) -> None:
+def test_saved_values_load_unchanged(path: Path) -> None:
     tensors, about = load_tensors(path)
     assert about == ABOUT
     assert tensors.keys() == TENSORS.keys()
@@ -155,7 +155,7 @@ def test_modules_are_told_apart_by_their_whole_name() -> None:
             assert torch.equal(others[name].state_dict()[key], value)
 
 
-def test_what_does_not_fit_is_named_together_and_nothing_is_loaded() -> None:
+def test_mismatches_are_named_together_and_nothing_is_loaded() -> None:
     found = module_tensors({"net": nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4, bias=False), nn.Linear(1, 1))})
     net = nn.Sequential(nn.Linear(2, 5), nn.Linear(3, 4))
     before = {key: value.clone() for key, value in net.state_dict().items()}

@@ -37,7 +37,7 @@ def choose(**settings: Any) -> Machine:
 # -- the machine ------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_asked_for_is_chosen_and_told() -> None:
+def test_the_requested_device_is_chosen_and_reported() -> None:
     machine = choose(device="cpu", precision="bfloat16", threads=1)
     assert (machine.device, machine.precision, machine.threads) == (CPU, "bfloat16", 1)
     assert torch.get_num_threads() == 1

@@ -52,7 +52,7 @@ def arguments(device: str, seed: int) -> tuple[Pair, Tensor]:
     return Pair(*(part.to(device) for part in pair)), torch.randn(5, generator=generator).to(device)
 
 
-def test_it_gives_what_the_function_gives(device: str) -> None:
+def test_it_equals_the_function(device: str) -> None:
     linear, run = model(device)
     recorded = RecordedFunction(run)
     all_given = [arguments(device, seed) for seed in range(4)]
@@ -68,7 +68,7 @@ def test_it_gives_what_the_function_gives(device: str) -> None:
     assert_close(tree_leaves(all_given), kept, rtol=0, atol=0)
 
 
-def test_the_next_call_writes_over_what_the_last_one_gave(device: str) -> None:
+def test_the_next_call_overwrites_the_last_output(device: str) -> None:
     _, run = model(device)
     recorded = RecordedFunction(run)
     first = recorded(*arguments(device, 0))

@@ -115,7 +115,7 @@ def test_a_finished_process_is_not_taken_again(folder: Path) -> None:
     assert again.log == []
 
 
-def test_training_further_takes_over_what_was_learned_and_adds_up(tmp_path: Path, folder: Path) -> None:
+def test_further_training_continues_weights_and_counters(tmp_path: Path, folder: Path) -> None:
     first = Process(folder)
     first.run(4)
     (tmp_path / "more").mkdir()

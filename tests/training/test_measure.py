@@ -89,7 +89,7 @@ def test_products_convolutions_and_attention_are_counted() -> None:
     assert count_operations(lambda: a.exp() + a) == 0
 
 
-def test_memory_is_what_a_call_needs_at_its_peak_and_not_what_is_held() -> None:
+def test_memory_is_the_peak_of_a_call_without_memory_held_before() -> None:
     held = torch.ones(SEVERAL, dtype=torch.uint8)
 
     def job() -> None:

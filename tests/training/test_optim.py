@@ -119,7 +119,7 @@ def test_schedules_and_optimizers_of_settings() -> None:
 
 
 @pytest.mark.parametrize("groups", [False, True])
-def test_adam_decays_nothing_whatever_the_groups_say(groups: bool) -> None:
+def test_adam_has_no_weight_decay_even_with_groups(groups: bool) -> None:
     weight = parameter()
     given = [{"params": [weight], "weight_decay": 0.5}] if groups else [weight]
     optimizer = build_optimizer("adam", given, 0.1, 0.5)
@@ -250,7 +250,7 @@ def test_laprop_golden() -> None:
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 8])
-def test_the_first_step_is_the_sign_of_the_gradient_whatever_its_size(warmup: int) -> None:
+def test_the_first_step_is_the_sign_of_a_gradient_of_any_size(warmup: int) -> None:
     gradient = torch.tensor([1e-12, -1e-6, 1.0, -1e6, 0.0])
     weight = nn.Parameter(torch.zeros(5))
     stepped(build_optimizer("laprop", [weight], 0.5, 0.0, warmup=warmup), [weight], [gradient])

@@ -192,7 +192,7 @@ def test_padding_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_teacher_frames_are_the_likeliest_given_what_really_came_before(backbone: str) -> None:
+def test_teacher_forced_frames_are_the_likeliest_given_real_history(backbone: str) -> None:
     model = make(backbone)
     torch.nn.init.normal_(model.embedding.weight)  # far from the uniform
     latent, action = segment()
@@ -236,7 +236,7 @@ def test_decay_spares_the_table() -> None:
 
 @pytest.mark.parametrize("context", [1, 2])
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_imagination_draws_token_by_token_from_what_was_seen(backbone: str, context: int) -> None:
+def test_imagination_samples_token_by_token_from_the_context(backbone: str, context: int) -> None:
     model = make(backbone, context=context, sequence_length=5)
     torch.nn.init.normal_(model.embedding.weight)
     latent, action = segment(4)
@@ -263,7 +263,7 @@ def test_imagination_draws_token_by_token_from_what_was_seen(backbone: str, cont
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_what_comes_before_a_reset_leaves_no_trace(backbone: str) -> None:
+def test_steps_before_a_reset_leave_no_trace(backbone: str) -> None:
     model = make(backbone, context=2)
     latent, action = segment()
     other, _ = segment(seed=9)

@@ -188,7 +188,7 @@ def _logged(model, batch):
     return model.loss(batch)[1]
 
 
-def test_what_comes_after_an_end_is_not_predicted_and_does_not_remember():
+def test_steps_after_an_end_are_not_predicted_and_start_without_memory():
     model = make().eval()
     batch = segment(is_first=resets((0, 0), (1, 0), (2, 0), (1, 4)))
     changed = batch._replace(action=batch.action.clone())
@@ -404,7 +404,7 @@ def play(model, steps, reset, seed=0):
 
 @pytest.mark.parametrize("backbone", NAMES)
 @pytest.mark.parametrize("window", [0, 4])
-def test_acting_sees_what_observing_sees(backbone, window):
+def test_acting_and_observing_give_the_same_features(backbone, window):
     """The summary after each frame is that of the frames before it in the episode, at most `window` of them."""
     model = certain(make(backbone, unimix=0.0, act_on="posterior", act_window=window))
     reset = resets((0, 0), (1, 0), (2, 0), (1, 4))

@@ -155,7 +155,7 @@ def test_the_loss_is_its_definition(posterior):
 
 
 @pytest.mark.parametrize(("first_frame", "heads_read"), [(True, "state"), (False, "past")])
-def test_what_the_settings_add(first_frame, heads_read):
+def test_the_settings_add_loss_terms(first_frame, heads_read):
     model = make(certain=True, first_frame=first_frame, heads_read=heads_read, predict_termination=True).eval()
     batch = segment(terminated=flags((0, 3), (2, 6)))
     _, log = model.loss(batch)
@@ -245,7 +245,7 @@ def test_chunks_that_are_carried_equal_one_long_row(backbone, posterior):
     assert_close(past.float(), want["past"], rtol=0, atol=1e-4)
 
 
-def test_a_carried_loss_counts_what_crosses_the_chunks():
+def test_a_loss_carried_over_chunks_counts_terms_across_their_borders():
     """Two chunks have the terms of one row: means over frames, so that they agree when weighted by their counts."""
     model = make("gru", certain=True, rows="streams").eval()
     batch = segment(6)
@@ -307,7 +307,7 @@ def test_imagination_with_the_posterior_forced_has_the_pasts_of_training(backbon
 
 
 @pytest.mark.parametrize("posterior", POSTERIORS)
-def test_acting_perceives_what_training_reads(posterior):
+def test_acting_and_training_encode_frames_alike(posterior):
     model = make("mamba2", posterior=posterior, certain=True).eval()
     batch = segment(is_first=flags((0, 0), (1, 0), (2, 0), (1, 4)))
     want = by_hand(model, batch)

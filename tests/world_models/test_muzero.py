@@ -167,7 +167,7 @@ def test_a_stack_of_one_frame_has_no_history():
     assert_close(torch.stack([state.state for state in states], 1), features)
 
 
-def test_a_window_left_padded_leaves_no_trace_of_what_is_before():
+def test_a_left_padded_window_ignores_earlier_steps():
     model = make().eval()
     shades = to_gray(frames(B, 4))
     reset = torch.tensor([[False, False, True, False]] * B)

@@ -126,7 +126,7 @@ def test_sequential_predicts_each_token_from_the_one_before(backbone, burn_in):
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("backbone", NAMES)
-def test_the_present_changes_only_what_comes_after_it(backbone, prediction):
+def test_the_present_changes_only_later_steps(backbone, prediction):
     model = make(backbone, prediction=prediction, observation_burn_in=1)
     tokens, action = segment()
     before = model.predict(tokens, action)
@@ -190,7 +190,7 @@ def test_imagination_has_the_distribution_of_training(backbone, prediction, cont
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("backbone", NAMES)
-def test_what_lies_before_a_reset_leaves_no_trace(backbone, prediction):
+def test_rows_before_a_reset_leave_no_trace(backbone, prediction):
     """Row b of the batch has b frames of padding on the left, up to all but its last frame."""
     model = make(backbone, prediction=prediction, context=3)
     tokens, action = segment(5)
@@ -351,7 +351,7 @@ def test_initialization_like_gpt_reaches_tables_and_heads():
 @pytest.mark.parametrize("truncation", [False, True])
 @pytest.mark.parametrize(("observation_burn_in", "reward_burn_in"), [(0, 0), (2, 1), (1, 3)])
 @pytest.mark.parametrize("prediction", PREDICTIONS)
-def test_loss_is_the_mean_over_what_is_scored(prediction, observation_burn_in, reward_burn_in, truncation):
+def test_loss_is_the_mean_over_scored_elements(prediction, observation_burn_in, reward_burn_in, truncation):
     """Against a loop over rows, blocks and tokens."""
     model = make(
         prediction=prediction,

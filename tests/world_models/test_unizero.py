@@ -515,7 +515,7 @@ def latents(*lead: int, seed: int = 3) -> Tensor:
 
 @pytest.mark.parametrize("backbone", NAMES)
 @torch.no_grad()
-def test_rows_of_different_length_are_what_they_would_be_alone(backbone):
+def test_rows_of_different_lengths_equal_each_row_alone(backbone):
     """Windows of 1, 3, 5 and 7 elements in one batch: features, predictions and imagined steps."""
     model = make(backbone, predict_termination=True).eval()
     z, action = latents(B, 6), torch.randint(A, (B, 6))
