@@ -6,6 +6,7 @@ Breakout as Drama plays it: after a lost life the game goes on with the very nex
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from tiny_run import latest
 
 from wmcli.artifacts import Artifact, Run
 from wmcli.assemble import load_controller, load_world_model
-from wmcli.cli.artifacts import describe
+from wmcli.cli import main
 from wmcli.controllers.actor_critic import ActorCritic
 from wmcli.controllers.agent import Agent
 from wmcli.controllers.base import episode_starts
@@ -238,7 +239,7 @@ def test_a_new_agent_is_warmed_up_with_the_running_game(
 
 
 @pytest.mark.slow
-def test_returns_of_games_stand_beside_those_of_episodes(run: Path) -> None:
+def test_returns_of_games_stand_beside_those_of_episodes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only what lies in a segment whole counts. The first segment ends right behind a life that stream 0 lost, so that
     the second begins with an episode, amid a game."""
     context, rows = opened(run), rows_of(latest(run, "experience"))
@@ -266,5 +267,8 @@ def test_returns_of_games_stand_beside_those_of_episodes(run: Path) -> None:
     )
     logged = [record for record in Run.open(run, create=False).history() if record["stage"] == "collect"]
     assert logged[-1]["mean_game_return"] == told["mean_game_return"] and logged[-1]["games"] == told["games"]
-    listed = describe(Run.open(run, create=False), "experience", artifact.version)
+    capsys.readouterr()
+    assert main.run(["artifacts", "experience", "--run", str(run), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)[-1]
+    assert listed["name"] == artifact.name
     assert listed["metric"] == f"mean_return {told['mean_return']:.4g}, mean_game_return {told['mean_game_return']:.4g}"
