@@ -402,7 +402,7 @@ def _own_experience(dynamics: Artifact, machine: Machine) -> Replay:
         ) from None
 
 
-def _horizon(world_model: WorldModel, wanted: int | None) -> int:
+def _horizon(world_model: WorldModel, horizon: int | None) -> int:
     """Return the imagined steps of an episode.
 
     Raises:
@@ -410,18 +410,18 @@ def _horizon(world_model: WorldModel, wanted: int | None) -> int:
     """
     settings = world_model.settings
     longest = settings.longest_imagination
-    if wanted is not None and wanted < 1:
-        raise UsageError(f"horizon = {wanted}: an episode has at least one step.")
+    if horizon is not None and horizon < 1:
+        raise UsageError(f"horizon = {horizon}: an episode has at least one step.")
     if longest is None:
-        return wanted or UNLIMITED_HORIZON
+        return horizon or UNLIMITED_HORIZON
     most = longest - settings.context
     limited = world_model.backbone.max_length is not None  # type: ignore[union-attr]
-    if wanted is not None and limited and wanted > most:
+    if horizon is not None and limited and horizon > most:
         raise UsageError(
-            f"horizon = {wanted}: this backbone has learned {longest} frames (dynamics.sequence_length), of which"
+            f"horizon = {horizon}: this backbone has learned {longest} frames (dynamics.sequence_length), of which"
             f" {settings.context} are real; use horizon={most} or less, or train with a longer sequence."
         )
-    return wanted or most
+    return horizon or most
 
 
 def _check_render_mode(dreams: Dreams, mode: str | None) -> None:

@@ -25,10 +25,10 @@ class StopRequest:
     """True once the user or the scheduler asked this process to stop."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
 
     def __bool__(self) -> bool:
-        return self.asked
+        return self.requested
 
 
 _current: StopRequest | None = None
@@ -49,10 +49,10 @@ def stop_requests() -> Iterator[StopRequest]:
     deadline.daemon = True
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if request.asked:
+        if request.requested:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        request.asked = True
+        request.requested = True
         deadline.start()
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

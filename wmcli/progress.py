@@ -106,7 +106,7 @@ class Bar:
         self._start = self._done = start
         self._values: dict[str, float] = {}
         self._began = self._advanced = self._reported = time.monotonic()
-        self._expects: tuple[float | None, float] | None = None  # seconds left, as of when; None: never told
+        self._expects: tuple[float | None, float] | None = None  # seconds left, as of when; None: never given
         self._took: float | None = None  # seconds, once it is over
 
     def advance(self, n: int = 1) -> None:
@@ -142,7 +142,7 @@ class Bar:
 
     def _line(self, now: float) -> str:
         count = f"{self._done}/{self._total} {self._unit}"
-        return "  ".join([self._what, count, self._rate(), self._time(now, _WORDS), *_told(self._values)])
+        return "  ".join([self._what, count, self._rate(), self._time(now, _WORDS), *_texts(self._values)])
 
     def _time(self, now: float, words: tuple[str, str]) -> str:
         """Return the total time of finished work, or the time left."""
@@ -162,8 +162,8 @@ class Bar:
     def _seconds_left(self, now: float) -> float | None:
         """Return the seconds left by `expect`, else by the rate so far; None if unknown."""
         if self._expects is not None:
-            seconds, told = self._expects
-            return None if seconds is None else max(seconds - (now - told), 0.0)
+            seconds, since = self._expects
+            return None if seconds is None else max(seconds - (now - since), 0.0)
         if (left := self._total - self._done) <= 0:
             return 0.0
         if self._done == self._start:
@@ -208,31 +208,31 @@ def _table(bars: Sequence[Bar], width: int) -> Table:
         if room >= what + SHORTEST_BAR + for_values:
             break
     what = max(min(what, room - SHORTEST_BAR), 1)
-    drawn = max(min(room - what, width // 8), SHORTEST_BAR)
-    spare = room - what - drawn - gap
+    length = max(min(room - what, width // 8), SHORTEST_BAR)
+    spare = room - what - length - gap
     table = Table.grid(padding=(0, gap, 0, 0), pad_edge=False)
     table.add_column(width=what, no_wrap=True, overflow="ellipsis")
-    table.add_column(width=drawn)
+    table.add_column(width=length)
     for size in rest:
         table.add_column(width=size, no_wrap=True, justify="right")
     for bar, (name, *texts) in zip(bars, cells, strict=True):
         values = _fitting(bar._values, spare)
-        progress = ProgressBar(total=bar._total, completed=bar._done, width=drawn)
+        progress = ProgressBar(total=bar._total, completed=bar._done, width=length)
         table.add_row(Text(name), progress, *map(Text, [*texts, values] if values else texts))
     return table
 
 
 def _fitting(values: Mapping[str, float], room: int) -> str:
     """As many whole values as `room` columns hold, and an ellipsis for those left out: a number cut short is false."""
-    told = _told(values)
-    for count in range(min(len(told), MOST_VALUES), 0, -1):
-        text = "  ".join(told[:count] + ["…"] * (count < len(told)))
+    texts = _texts(values)
+    for count in range(min(len(texts), MOST_VALUES), 0, -1):
+        text = "  ".join(texts[:count] + ["…"] * (count < len(texts)))
         if len(text) <= room:
             return text
     return ""
 
 
-def _told(values: Mapping[str, float]) -> list[str]:
+def _texts(values: Mapping[str, float]) -> list[str]:
     return [f"{name} {value:.4g}" for name, value in values.items()]
 
 

@@ -324,7 +324,7 @@ def test_mismatches_are_refused_before_training(opened: Any) -> None:
     rem, muzero = (wmcli.load_settings(name, "environment.size=16") for name in ("quickstart", "muzero-quick"))
     with pytest.raises(UsageError, match="'token' need a trained one: give tokenizer="):
         wmcli.train_dynamics(rem, experience, device="cpu")
-    with pytest.raises(UsageError, match="'muzero' take none: leave it out"):
+    with pytest.raises(UsageError, match="'muzero' take none: omit it"):
         wmcli.train_dynamics(muzero, experience, tokenizer=opened("rem").tokenizer(), device="cpu")
     with pytest.raises(UsageError, match="frames of 16 pixels, but environment.size = 32"):
         wmcli.train_tokenizer(wmcli.load_settings("quickstart"), experience, device="cpu")

@@ -163,7 +163,7 @@ def test_more_goes_on_with_the_tokenizer_inside(run: Path) -> None:
 
 def test_more_takes_no_other_tokenizer(run: Path) -> None:
     train_dynamics(opened(run))
-    with pytest.raises(UsageError, match="--tokenizer tokenizer: dynamics@1 goes on with the tokenizer it has trained"):
+    with pytest.raises(UsageError, match="--tokenizer tokenizer: dynamics@1 continues with its own tokenizer"):
         train_dynamics(opened(run, more=True), tokenizer="tokenizer")
 
 

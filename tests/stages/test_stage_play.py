@@ -247,7 +247,7 @@ def test_the_real_episode_may_be_over_first(length: int) -> None:
     assert (dream.real.ended, len(dream.real.frames)) == ("time limit", length)
     assert numbers([dream.real.outcome]) == [length + 1]
     assert dream.imagined.ended == "terminated" and len(dream.imagined.frames) > length
-    movie = dream.drawn(None)
+    movie = dream.render(None)
     left = movie[:, 20:212, :192]
     assert (left[length:] == length + 1).all(), "it stands still"
     heads = movie[:, :20, :192]
@@ -267,9 +267,9 @@ def test_a_film_shows_the_search_of_its_own_game() -> None:
     film.add(frame, 1, 0.5, found)
     assert film.policies[0].tolist() == [0.25, 0.75] and film.values == [0.0]
     assert film.actions == [1] and film.rewards == [0.5]
-    alone = film.drawn(None)
+    alone = film.render(None)
     film.end(frame, "time limit")
-    ended = film.drawn(None)
+    ended = film.render(None)
     assert (ended[0] == alone[0]).all() and len(ended) == 1 + HOLD
     assert film.with_captions(None)[1][-1] == "time limit\nreturn 0.5"
 

@@ -91,11 +91,11 @@ class Experience:
         Raises:
             UsageError: The arrays do not fit together.
         """
-        given = {"action": action, "reward": reward, "terminated": terminated, "truncated": truncated}
+        columns = {"action": action, "reward": reward, "terminated": terminated, "truncated": truncated}
         rows = len(frames)
         if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or frames.shape[1] != frames.shape[2]:
             raise UsageError(f"frames: {frames.dtype} {frames.shape}, but (N, H, H, 3) uint8 is needed.")
-        for name, values in given.items():
+        for name, values in columns.items():
             if np.shape(values) != (rows,):
                 raise UsageError(f"{name}: shape {np.shape(values)}, but there are {rows} frames.")
         if not rows or np.min(action) < 0 or np.max(action) >= actions:
@@ -152,10 +152,10 @@ class Experience:
 
 def check_fits(experience: Experience, settings: Settings, machine: Machine) -> None:
     """Raise UsageError if experience has frames of another size than the settings, or lies on another device."""
-    size, wanted = experience.replay.frames.shape[1], settings.environment.size
-    if size != wanted:
+    size, expected = experience.replay.frames.shape[1], settings.environment.size
+    if size != expected:
         raise UsageError(
-            f"the experience has frames of {size} pixels, but environment.size = {wanted}: make them equal."
+            f"the experience has frames of {size} pixels, but environment.size = {expected}: make them equal."
         )
     if experience.replay.device.type != machine.device.type:
         raise UsageError(

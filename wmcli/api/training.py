@@ -76,7 +76,7 @@ def train_dynamics(
     dynamics, machine = settings.dynamics, _training_machine(settings, device)
     check_fits(experience, settings, machine)
     if dynamics.takes_tokenizer != (tokenizer is not None):
-        need = "need a trained one: give tokenizer=" if tokenizer is None else "take none: leave it out"
+        need = "need a trained one: give tokenizer=" if tokenizer is None else "take none: omit it"
         raise UsageError(f"tokenizer: dynamics of kind '{dynamics.kind}' {need}.")
     if dynamics.needs_validation and validation is None:
         raise UsageError("validation: dynamics.validate_every selects weights on held-out episodes: give some, or 0.")

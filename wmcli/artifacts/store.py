@@ -155,10 +155,10 @@ class Run:
         if changes:
             values["changes"] = [dict(each) for each in changes]
         text = "# Settings of this run. `wm run --set` changes them; --set of others counts for one command.\n\n"
-        wanted = read_toml(to_toml(values), BINDING)
+        binding = read_toml(to_toml(values), BINDING)
         with disk_errors(self.path), exclusive(self.path, str(self)):
             before = self.bound()
-            if before == {"changes": [], **{key: value for key, value in wanted.items() if key != "schema"}}:
+            if before == {"changes": [], **{key: value for key, value in binding.items() if key != "schema"}}:
                 return
             if before != expected:
                 raise UsageError(

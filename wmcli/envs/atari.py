@@ -317,12 +317,12 @@ def games() -> dict[str, str]:
 
 def game_of(identifier: str) -> str | None:
     """Return the game of an id: `Pong` for `ALE/Pong-v5`, `PongNoFrameskip-v4`, `Pong-v0` and `Pong`; else None."""
-    known = games()
+    names = games()
     match = re.fullmatch(r"(?:ale_py:)?(?:ALE/)?(\w+?)(?:NoFrameskip)?(?:-v\d+)?", identifier)
     spec = gymnasium.registry.get(identifier)
     if spec is not None and not str(spec.entry_point).startswith("ale_py"):
         return None  # another package's environment that happens to bear a game's name
-    return match[1] if match and match[1] in known else None
+    return match[1] if match and match[1] in names else None
 
 
 def describe(game: str, protocol: str) -> dict[str, Any]:

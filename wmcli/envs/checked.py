@@ -94,11 +94,11 @@ class Checked(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _fault(self, what: str) -> EnvironmentFault:
         return EnvironmentFault(f"{self._where()} {what}. {REMEDY}")
 
-    def _values(self, result: Any, wanted: str, count: int) -> Any:
+    def _values(self, result: Any, expected: str, count: int) -> Any:
         if isinstance(result, tuple | list) and len(result) == count:
             return result
-        found = f"{len(result)} values" if isinstance(result, tuple | list) else f"one {type(result).__name__}"
-        raise self._fault(f"returned {found}; it must return {wanted}")
+        returned = f"{len(result)} values" if isinstance(result, tuple | list) else f"one {type(result).__name__}"
+        raise self._fault(f"returned {returned}; it must return {expected}")
 
     def _observation(self, observation: Any) -> np.ndarray:
         if isinstance(observation, np.ndarray) and observation.shape == self._shape and observation.dtype == np.uint8:
@@ -138,13 +138,14 @@ def _raised(error: BaseException) -> str:
     """Describe an exception: its type, its text, and where it was raised."""
     text = one_line(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    told = f"raised {type(error).__name__}{f': {text}' if text else ''} ({Path(frame.filename).name}:{frame.lineno})."
-    if isinstance(error, ValueError) and "values to unpack" in text:  # by a wrapper of gymnasium's around it
-        told += (
+    place = f"{Path(frame.filename).name}:{frame.lineno}"
+    fault = f"raised {type(error).__name__}{f': {text}' if text else ''} ({place})."
+    if isinstance(error, ValueError) and "values to unpack" in text:  # raised by a wrapper of gymnasium
+        fault += (
             " reset() must return (observation, info) and step() (observation, reward, terminated, truncated, info);"
             " environments for the older gym return fewer."
         )
-    return told
+    return fault
 
 
 def _number(reward: Any) -> float | None:

@@ -142,5 +142,5 @@ def _import(identifier: str, module: str) -> None:
         raise
 
 
-def _near(word: str, known: list[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.7)), None)
+def _near(word: str, names: list[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(word, names, n=1, cutoff=0.7)), None)

@@ -265,12 +265,12 @@ def _rooms(task: Maze, generator: np.random.Generator, nodes: int) -> list[tuple
     """Rows and columns of the nodes of rooms that have none in common."""
     extent = generator.integers(task.smallest, task.largest, endpoint=True, size=(ATTEMPTS, 2))
     corner = generator.integers(nodes - extent, endpoint=True)
-    taken = np.zeros((nodes, nodes), bool)
+    occupied = np.zeros((nodes, nodes), bool)
     rooms: list[tuple[slice, slice]] = []
     for (top, left), (bottom, right) in zip(corner.tolist(), (corner + extent).tolist(), strict=True):
         room = slice(top, bottom), slice(left, right)
-        if len(rooms) < task.rooms and not taken[room].any():
-            taken[room] = True
+        if len(rooms) < task.rooms and not occupied[room].any():
+            occupied[room] = True
             rooms.append(room)
     return rooms
 

@@ -121,13 +121,13 @@ class _DoorsEpisodes(EpisodeBatch):
         last = np.full(len(action), self._frame == self._frames - 1)
         self._frame = min(self._frame + 1, self._frames - 1)
         codes, held, ahead = self._boards.codes, self._held, self._boards.ahead()
-        found = codes[ahead].astype(np.intp)
-        takes = ~last & (action == PICKUP) & (found >= tiles.KEY) & (found < tiles.LOCKED)
-        held[takes, found[takes] - tiles.KEY] += 1
+        tile = codes[ahead].astype(np.intp)
+        takes = ~last & (action == PICKUP) & (tile >= tiles.KEY) & (tile < tiles.LOCKED)
+        held[takes, tile[takes] - tiles.KEY] += 1
         codes[ahead[takes]] = tiles.EMPTY
-        opens = ~last & (action == TOGGLE) & (found >= tiles.LOCKED) & (found < tiles.OPEN)
-        opens[opens] = held[opens, found[opens] - tiles.LOCKED] > 0
-        held[opens, found[opens] - tiles.LOCKED] -= 1
+        opens = ~last & (action == TOGGLE) & (tile >= tiles.LOCKED) & (tile < tiles.OPEN)
+        opens[opens] = held[opens, tile[opens] - tiles.LOCKED] > 0
+        held[opens, tile[opens] - tiles.LOCKED] -= 1
         codes[ahead[opens]] += tiles.OPEN - tiles.LOCKED
         self._boards.walk(action, ~last)
         return opens.astype(np.float32), last

@@ -213,9 +213,9 @@ class RayCaster:
         under = along * along - flat * (squared - np.float32(RADIUS**2))
         near = (along - np.sqrt(np.maximum(under, 0))) / flat
         ray = frame[item] * side + column
-        kept = (under > 0) & (near + np.sqrt(np.maximum(under, 0)) * 2 / flat > 0) & (near < depth[ray])
+        visible = (under > 0) & (near + np.sqrt(np.maximum(under, 0)) * 2 / flat > 0) & (near < depth[ray])
         item, column, ray, x, along, squared, flat, near = (
-            values[kept] for values in (item, column, ray, x, along, squared, flat, near)
+            values[visible] for values in (item, column, ray, x, along, squared, flat, near)
         )
 
         lowest = np.maximum(near, np.float32(1e-3))  # the bottom of what the floor leaves: EYE below, this deep or more
@@ -230,8 +230,8 @@ class RayCaster:
         root = np.sqrt(np.maximum(under, 0))
         t = (b - root) / a
         height = np.float32(EYE) + s * t
-        kept = (under > 0) & (t > 0) & (height > 0) & (t < depth[ray[part]])
-        part, row, root, a, height = (values[kept] for values in (part, row, root, a, height))
+        visible = (under > 0) & (t > 0) & (height > 0) & (t < depth[ray[part]])
+        part, row, root, a, height = (values[visible] for values in (part, row, root, a, height))
         facing = root / (np.float32(RADIUS) * np.sqrt(a))  # cosine between the surface's normal and the way back
         light = np.float32(0.4) + np.float32(0.4) * facing + np.float32(0.2 / RADIUS) * height
         tone = (np.minimum(light, 1) * (TONES - 1) + np.float32(0.5)).astype(np.int32)
@@ -262,7 +262,7 @@ def cast(walls: np.ndarray, origin: np.ndarray, ray: np.ndarray, maze: np.ndarra
     cell = (corner[:, 1] * columns + corner[:, 0]).astype(np.int64)
     if maze is not None:
         cell += maze * (rows * columns)
-    found = Hits(np.empty(len(ray), ray.dtype), np.empty_like(cell), np.empty_like(cell), np.empty(len(ray), ray.dtype))
+    hits = Hits(np.empty(len(ray), ray.dtype), np.empty_like(cell), np.empty_like(cell), np.empty(len(ray), ray.dtype))
     pending = np.arange(len(ray))
     (x, y), (pace_x, pace_y), (stride_x, stride_y) = (
         np.ascontiguousarray(pair.T) for pair in (next_line, pace, stride)
@@ -274,9 +274,9 @@ def cast(walls: np.ndarray, origin: np.ndarray, ray: np.ndarray, maze: np.ndarra
         hit = solid[beyond]
         if hit.any():
             at = pending[hit]
-            found.depth[at] = depth[hit]
-            found.cell[at] = cell[hit]
-            found.side[at] = np.where(vertical[hit], 0, 1)
+            hits.depth[at] = depth[hit]
+            hits.cell[at] = cell[hit]
+            hits.side[at] = np.where(vertical[hit], 0, 1)
             go_on = ~hit
             pending, beyond, vertical, x, y, pace_x, pace_y, stride_x, stride_y = (
                 values[go_on] for values in (pending, beyond, vertical, x, y, pace_x, pace_y, stride_x, stride_y)
@@ -285,14 +285,14 @@ def cast(walls: np.ndarray, origin: np.ndarray, ray: np.ndarray, maze: np.ndarra
         x = x + pace_x * vertical
         y = y + pace_y * ~vertical
     if maze is not None:
-        np.subtract(found.cell, maze * (rows * columns), out=found.cell)
-    other = 1 - found.side
+        np.subtract(hits.cell, maze * (rows * columns), out=hits.cell)
+    other = 1 - hits.side
     every = np.arange(len(ray))
-    point = origin[every, other] + found.depth * ray[every, other]
-    np.subtract(point, np.floor(point), out=found.along)
-    np.minimum(found.along, np.nextafter(ray.dtype.type(1), ray.dtype.type(0)), out=found.along)
-    found.side[ray[every, found.side] < 0] += 2
-    return found
+    point = origin[every, other] + hits.depth * ray[every, other]
+    np.subtract(point, np.floor(point), out=hits.along)
+    np.minimum(hits.along, np.nextafter(ray.dtype.type(1), ray.dtype.type(0)), out=hits.along)
+    hits.side[ray[every, hits.side] < 0] += 2
+    return hits
 
 
 def texture(name: str) -> np.ndarray:

@@ -128,10 +128,10 @@ class Rooms(Task):
     meanings: ClassVar[tuple[str, ...]] = MEANINGS
 
     def __post_init__(self) -> None:
-        known = [budget.rooms for budget in self.size.budgets]
-        if self.rooms not in known:
+        numbers = [budget.rooms for budget in self.size.budgets]
+        if self.rooms not in numbers:
             raise UsageError(
-                f"rooms = {self.rooms}: there is none but {', '.join(map(str, known))}; take one of these."
+                f"rooms = {self.rooms}: there is none but {', '.join(map(str, numbers))}; take one of these."
             )
 
     @property
@@ -309,15 +309,15 @@ class _RandomRooms(NamedTuple):
         textures = generator.integers(len(WALL_COLORS), size=(rooms, 4))
         shift = np.stack(np.divmod(np.arange(room**2), room)[::-1], -1) - room // 2  # cells from a room's middle
         around = np.flatnonzero(shift.any(-1))
-        taken = np.stack([_pair(generator, shift, around) for _ in range(rooms)])  # (P, 2)
+        occupied = np.stack([_pair(generator, shift, around) for _ in range(rooms)])  # (P, 2)
         colors = np.stack([generator.choice(len(SPHERE_COLORS), OBJECTS, replace=False) for _ in range(rooms)])
-        cells = np.floor(task.layout.middles)[:, None] + shift[taken]
+        cells = np.floor(task.layout.middles)[:, None] + shift[occupied]
         objects = np.concatenate([cells, colors[..., None]], -1)
         begin = int(generator.integers(rooms))
         heading = 90.0 * generator.integers(4)
         turns = generator.integers(LEFT, RIGHT + 1, size=2 * rooms)
         visited = (begin + np.arange(2 * rooms)) % rooms
-        free = [np.setdiff1d(around, taken[number]) for number in visited]
+        free = [np.setdiff1d(around, occupied[number]) for number in visited]
         places = np.stack([shift[generator.choice(cells, PLACES, replace=False)] for cells in free])
         fidget = generator.integers(LEFT, RIGHT + 1, size=rooms * (budget.context + budget.query) + 1)
         return _RandomRooms(

@@ -115,10 +115,10 @@ def _slide(walls: np.ndarray, position: np.ndarray, way: np.ndarray) -> np.ndarr
     maze = () if walls.ndim == 2 else (np.arange(len(position)),)
     for axis in (0, 1):
         sign = np.sign(way[:, axis])
-        wanted = position[:, axis] + way[:, axis]
-        front = np.floor(wanted + sign * BODY).astype(np.int64)
+        target = position[:, axis] + way[:, axis]
+        front = np.floor(target + sign * BODY).astype(np.int64)
         flanks = [np.floor(position[:, 1 - axis] + side).astype(np.int64) for side in (-BODY, BODY)]
         met = [walls[(*maze, flank, front) if axis == 0 else (*maze, front, flank)] for flank in flanks]
         edge = front + (sign < 0) - sign * (BODY + 1e-6)  # a little off, so that the wall is not touched
-        position[:, axis] = np.where(met[0] | met[1], edge, wanted)
+        position[:, axis] = np.where(met[0] | met[1], edge, target)
     return position

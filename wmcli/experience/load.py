@@ -96,11 +96,11 @@ def _extend(replay: Replay, artifact: Artifact, part: str) -> None:
     arrays = read_segment(folder, frames=False)
     frames = read_frames(folder)
     if frames is None:
-        frames = _drawn(TASKS[artifact.manifest["environment"]["id"]], arrays["sketch"])
+        frames = _draw(TASKS[artifact.manifest["environment"]["id"]], arrays["sketch"])
     replay.extend(arrays, frames)
 
 
-def _drawn(task: Task, compact_states: np.ndarray) -> Iterator[np.ndarray]:
+def _draw(task: Task, compact_states: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the frames of compact states (N, S) in blocks (n, H, W, 3)."""
     pieces = np.split(compact_states, range(DRAWN_AT_ONCE, len(compact_states), DRAWN_AT_ONCE))
     count = os.cpu_count() or 1

@@ -319,12 +319,12 @@ def cost_by_length(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float
         raise UsageError("no costs to draw; measure some with: wm profile --compare backbones")
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     styles = dict(zip(names, _styles(len(names)), strict=True))
-    figure, drawn = _figure(3.6 * len(panels) + 1.2, 3.4), {}
+    figure, handles = _figure(3.6 * len(panels) + 1.2, 3.4), {}
     for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         _style(axes)
         for name, points in lines.items():
             lengths, costs = zip(*points, strict=True)
-            (drawn[name],) = axes.plot(lengths, costs, **styles[name], label=name)
+            (handles[name],) = axes.plot(lengths, costs, **styles[name], label=name)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(sorted({length for points in lines.values() for length, _ in points}))
@@ -335,7 +335,7 @@ def cost_by_length(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float
         axes.set_title(title, loc="left", fontsize=9, color=_INK)
         axes.set_xlabel("elements", color=_INK)
     figure.legend(
-        [drawn[name] for name in names],
+        [handles[name] for name in names],
         names,
         loc="outside right center",
         handlelength=3.2,

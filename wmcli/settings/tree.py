@@ -98,10 +98,10 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _check_sections(self) -> Settings:
-        wanted = self.dynamics.tokenizer_kind
-        if wanted is not None and self.tokenizer.kind != wanted:
+        kind = self.dynamics.tokenizer_kind
+        if kind is not None and self.tokenizer.kind != kind:
             raise ValueError(
-                f"dynamics.kind = '{self.dynamics.kind}' works on a tokenizer of kind '{wanted}', but tokenizer.kind is"
+                f"dynamics.kind = '{self.dynamics.kind}' works on a tokenizer of kind '{kind}', but tokenizer.kind is"
                 f" '{self.tokenizer.kind}'"
             )
         self.dynamics.check(self.tokenizer, self.backbone)

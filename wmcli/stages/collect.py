@@ -331,8 +331,8 @@ def _summary(arrays: dict[str, np.ndarray], at_start: np.ndarray | None) -> dict
         if at_start is not None:
             before = np.append(-1 if at_start[stream] else MOST_LIVES, left[rows][:-1])
             games += _returns(reward, opens_game(first, arrays["lives"][rows], before), (ended & (left < 0))[rows])
-    found: dict[str, Any] = {"steps": len(arrays["action"])} | _mean("episodes", "mean_return", episodes)
-    return found if at_start is None else found | _mean("games", "mean_game_return", games)
+    metrics: dict[str, Any] = {"steps": len(arrays["action"])} | _mean("episodes", "mean_return", episodes)
+    return metrics if at_start is None else metrics | _mean("games", "mean_game_return", games)
 
 
 def _returns(reward: np.ndarray, opens: np.ndarray, ended: np.ndarray) -> list[float]:

@@ -128,13 +128,9 @@ def _tokenizer(context: Context, reference: str | None, parent: Artifact | None)
         fitted = context.run.resolve(reference or "tokenizer", "tokenizer")
     elif reference not in (None, NONE):
         if not settings.trains_tokenizer:
-            raise UsageError(
-                f"--tokenizer {reference}: dynamics of kind '{settings.kind}' have no use for one; leave it out."
-            )
+            raise UsageError(f"--tokenizer {reference}: dynamics of kind '{settings.kind}' take none; omit it.")
         if parent is not None:
-            raise UsageError(
-                f"--tokenizer {reference}: {parent.name} goes on with the tokenizer it has trained; leave it out."
-            )
+            raise UsageError(f"--tokenizer {reference}: {parent.name} continues with its own tokenizer; omit it.")
         fitted = context.run.resolve(reference, "tokenizer")
     elif settings.trains_tokenizer and parent is None and reference is None:
         fitted = newest_fitted_alone(context)
@@ -157,7 +153,7 @@ def _reanalysis(context: Context, reference: str | None) -> Artifact | None:
 def _publish_tokenizer(context: Context, dynamics: Artifact) -> None:
     """Publish the tokenizer inside `dynamics`, unless it was before.
 
-    It is a function of the dynamics. So a death between the two publications is made good by the next call.
+    If the process ends between the two publications, the next call makes this one.
     """
     job = context.run.job("tokenizer", {"of": "dynamics"}, {"dynamics": dynamics})
     if job.done() or dynamics.pruned:

@@ -96,7 +96,7 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
         }
         logged = {"mean_return": metrics["mean"], "median_return": metrics["median"], "stderr": metrics["stderr"]}
         context.log(job, metrics["total_steps"], {"stage": "eval", **logged, "episodes": episodes})
-        write_gif(work.payload / "episode.gif", result.film.drawn(environment.get("action_meanings")), fps=10)
+        write_gif(work.payload / "episode.gif", result.film.render(environment.get("action_meanings")), fps=10)
         write_side_by_side(work.payload, pictures)
         _write_plots(work.payload, run, actor, metrics)
         artifact = context.publish(work, metrics)

@@ -39,8 +39,8 @@ def convert_lpips(vgg16: Path, weightings: Path, out: Path, progress: Progress) 
     shapes = weight_shapes()
     tensors: dict[str, Tensor] = {}
     for path, what, prefix in ((vgg16, "torchvision's vgg16", "features."), (weightings, "LPIPS for VGG16", "lin")):
-        wanted = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
-        tensors |= _fitting(_state_dict(path), wanted, path, what)
+        expected = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
+        tensors |= _fitting(_state_dict(path), expected, path, what)
     _warn_unless_published(vgg16, "sha256", VGG16_SHA256, progress)
     _warn_unless_published(weightings, "md5", WEIGHTINGS_MD5, progress)
     write_whole(out, lambda draft: save_file(tensors, draft))
@@ -53,19 +53,19 @@ def _state_dict(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None
     with file, suppress(OSError, RuntimeError, ValueError, LookupError, EOFError, pickle.UnpicklingError):
-        found = torch.load(file, map_location="cpu", weights_only=True)
-        if isinstance(found, Mapping):
-            return found
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
+        if isinstance(tensors, Mapping):
+            return tensors
     raise UsageError(f"{path}: holds no tensors by name as torch.save writes them.")
 
 
 def _fitting(
-    found: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]], path: Path, what: str
+    tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], path: Path, model: str
 ) -> dict[str, Tensor]:
-    """The wanted tensors as float32."""
+    """Return the tensors of these names and shapes as float32."""
     problems = []
-    for name, shape in wanted.items():
-        tensor = found.get(name)
+    for name, shape in shapes.items():
+        tensor = tensors.get(name)
         if not isinstance(tensor, Tensor):
             problems.append(f"{name} is missing")
         elif tensor.shape != shape:
@@ -74,15 +74,15 @@ def _fitting(
             problems.append(f"{name} is not finite")
     if problems:
         more = f" and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
-        raise UsageError(f"{path}: does not hold the weights of {what}: {', '.join(problems[:NAMED])}{more}.")
-    return {name: found[name].float().contiguous() for name in wanted}
+        raise UsageError(f"{path}: does not hold the weights of {model}: {', '.join(problems[:NAMED])}{more}.")
+    return {name: tensors[name].float().contiguous() for name in shapes}
 
 
-def _warn_unless_published(path: Path, algorithm: str, wanted: str, progress: Progress) -> None:
+def _warn_unless_published(path: Path, algorithm: str, published: str, progress: Progress) -> None:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, algorithm).hexdigest()
-    if not digest.startswith(wanted):
+    if not digest.startswith(published):
         progress.warn(
-            f"{path}: fits, but is not the published file: its {algorithm} is {digest[: len(wanted)]}, not {wanted}; a"
-            " tokenizer trained with it is not comparable with published ones."
+            f"{path}: fits, but is not the published file: its {algorithm} is {digest[: len(published)]}, not"
+            f" {published}; a tokenizer trained with it is not comparable with published ones."
         )

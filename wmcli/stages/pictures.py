@@ -114,7 +114,7 @@ class Film:
         so_far = " so far" if self.ended == "cut" else ""
         return [*self.frames, self.outcome], [*captions, f"{how}\nreturn{so_far} {short_number(self.total)}"]
 
-    def drawn(self, meanings: Sequence[str] | None) -> np.ndarray:
+    def render(self, meanings: Sequence[str] | None) -> np.ndarray:
         """Draw the film (T, H', W', 3) uint8, captions below the frames; the outcome is held for `HOLD` frames."""
         shown, captions = self.with_captions(meanings)
         frames = np.stack(shown)
@@ -134,7 +134,7 @@ class Dream:
     """As long as the imagined episode, or shorter if it ended before."""
     imagined: Film = field(default_factory=Film)
 
-    def drawn(self, meanings: Sequence[str] | None) -> np.ndarray:
+    def render(self, meanings: Sequence[str] | None) -> np.ndarray:
         """Draw the film (T, H', W', 3) uint8: real left, imagined right. An episode that has ended stands still."""
         real, left = self.real.with_captions(meanings)
         imagined, right = self.imagined.with_captions(meanings)

@@ -61,7 +61,7 @@ def play(
         ArtifactError: There is no controller, or it is of another environment.
     """
     check_animation(out)
-    given = [] if actions is None else _numbers(actions, context.environment)
+    first = [] if actions is None else _numbers(actions, context.environment)
     settings = context.settings
     actor = context.run.resolve(controller or "controller", "controller")
     check_same_environment(context.environment, actor)
@@ -82,12 +82,12 @@ def play(
             generator=torch.Generator().manual_seed(derived_seed(seed, "play actions")),
         )
         if source == "real":
-            film = _real(streams, agent, given)
-            movie, about = film.drawn(meanings), _described(film)
+            film = _real(streams, agent, first)
+            movie, about = film.render(meanings), _described(film)
         else:
             context_frames = context_frames or world_model.context
-            dream = _imagined(streams, agent, given, context_frames)
-            film, movie = dream.imagined, dream.drawn(meanings)
+            dream = _imagined(streams, agent, first, context_frames)
+            film, movie = dream.imagined, dream.render(meanings)
             if dream.context < context_frames:
                 context.progress.say(
                     f"play: the real episode was over after {dream.context} of the {context_frames} frames before"
@@ -101,12 +101,12 @@ def play(
     return Filmed(out, len(film.frames), film.total, film.ended)
 
 
-def _real(streams: Streams, agent: Agent, given: list[int]) -> Film:
+def _real(streams: Streams, agent: Agent, first: list[int]) -> Film:
     film = Film()
     while film.ended is None:
         frame = streams.observation[0]
         agent.perceive(streams.observation, streams.first)
-        action = agent.decide(_next(given, len(film.frames)))
+        action = agent.decide(_next(first, len(film.frames)))
         after = streams.step(action)
         film.add(frame, action[0], after.reward[0], agent.summarize_search())
         how = ending(after) or ("cut" if len(film.frames) == STEPS else None)
@@ -115,7 +115,7 @@ def _real(streams: Streams, agent: Agent, given: list[int]) -> Film:
     return film
 
 
-def _imagined(streams: Streams, agent: Agent, given: list[int], context: int) -> Dream:
+def _imagined(streams: Streams, agent: Agent, first: list[int], context: int) -> Dream:
     """Imagine from frame `context` on, or from the end of the real episode if it comes earlier."""
     dream = Dream(context=0)
     real, imagined = dream.real, dream.imagined
@@ -124,7 +124,7 @@ def _imagined(streams: Streams, agent: Agent, given: list[int], context: int) ->
             agent.perceive(streams.observation, streams.first)
             dream.context += 1
         shown = agent.frame()[0]
-        action = agent.decide(_next(given, len(imagined.frames)))
+        action = agent.decide(_next(first, len(imagined.frames)))
         if real.ended is None:
             frame = streams.observation[0]
             after = streams.step(action)
@@ -146,9 +146,9 @@ def _imagined(streams: Streams, agent: Agent, given: list[int], context: int) ->
     return dream
 
 
-def _next(given: list[int], frame: int) -> np.ndarray | None:
+def _next(first: list[int], frame: int) -> np.ndarray | None:
     """Return the given action of a frame, (1,) int64, None where the controller decides."""
-    return np.array([given[frame]]) if frame < len(given) else None
+    return np.array([first[frame]]) if frame < len(first) else None
 
 
 def _numbers(actions: str, environment: dict[str, Any]) -> list[int]:

@@ -57,7 +57,7 @@ class Case(NamedTuple):
     """Axis of independent rows of each operand, if it has one. The result has that of the first operand."""
     call: Callable[..., Tensor]
     reference: Callable[..., Tensor]
-    seen: Callable[..., Tensor] = lambda result, *operands: result
+    compared: Callable[..., Tensor] = lambda result, *operands: result
     """From a result and the operands to the numbers that are compared."""
     rows: int = 2
     """Rows that are compared: most references go element by element and keep all for their gradients."""
@@ -143,10 +143,10 @@ def check(case: Case, implementation: Implementation) -> float:
     Raises:
         WmError: It is more than `ALLOWED` for the lowest precision among the operands.
     """
-    wanted = _results(case, case.reference, tuple(map(_wide, _first_of_each(case, case.operands))))
+    expected = _results(case, case.reference, tuple(map(_wide, _first_of_each(case, case.operands))))
     with using(implementation):
         got = _results(case, case.call, case.operands)
-    differences = [_difference(*each) for each in zip(got, wanted, strict=True)]
+    differences = [_difference(*each) for each in zip(got, expected, strict=True)]
     error = math.nan if any(map(math.isnan, differences)) else max(differences)  # max alone may pass over a NaN
     low = any(operand.dtype == torch.bfloat16 for operand in case.operands)
     allowed = case.loose * ALLOWED["bfloat16" if low else "float32"]
@@ -162,7 +162,7 @@ def _results(case: Case, function: Callable[..., Tensor], operands: tuple[Tensor
     """Return the first rows of the result, and of the gradients of its sum weighted by signs, exact in any dtype."""
     operands, inputs = _leaves(case, operands)
     y = function(*operands)
-    result = case.seen(_first(case, y.detach(), case.axes[0]), *_first_of_each(case, operands))
+    result = case.compared(_first(case, y.detach(), case.axes[0]), *_first_of_each(case, operands))
     if not case.backward:
         return [result]
     weight = torch.zeros_like(y)
@@ -376,7 +376,7 @@ def _nearest(settings: Settings, make: RandomOperands, tokens: int) -> Case:
         (0, None),
         nearest,
         nearest_reference,
-        seen=distances,
+        compared=distances,
         rows=64,
         backward=False,
     )

@@ -37,7 +37,7 @@ HELD_BACK = ("eval", "test")  # folders that test trajectories may lie in
 CLOSE = 0.05  # cells that places may differ from each other and be the same, since files may have rounded them
 
 Name = tuple[str, int]
-"""Of a file, and its size in bytes: what it is known by wherever it lies."""
+"""Name of a file and its size in bytes, which identify it in any folder."""
 
 
 class Recording(NamedTuple):
@@ -76,8 +76,8 @@ def collect_recorded(context: Context, before: Artifact | None) -> Artifact:
     counts = {part: len(paths) for part, paths in files.items()}
     total = sum(counts.values())
     with context.work(job, fresh=True) as work:
-        told = ", ".join(f"{count} {part}" for part, count in counts.items())
-        context.progress.say(f"collect: trajectories from {_settings(context).recordings}: {told}")
+        counted = ", ".join(f"{count} {part}" for part, count in counts.items())
+        context.progress.say(f"collect: trajectories from {_settings(context).recordings}: {counted}")
         played: dict[str, Played] = {}
         with context.progress.bar("collect labels", total, "trajectories") as bar:
             for part, paths in files.items():
@@ -110,14 +110,14 @@ def chosen(context: Context, before: Artifact | None) -> dict[str, list[Path]]:
     pool = _recordings(training)
     if not pool:
         raise UsageError(f"{where}: no npz files in {training}; see docs/artifacts.md for how they may lie.")
-    known = _read_before(before)
+    earlier = _read_before(before)
     behind = collect.validation + (0 if evaluation else collect.test)
-    free = [path for path in pool[: max(0, len(pool) - behind)] if _name(path) not in known]
+    free = [path for path in pool[: max(0, len(pool) - behind)] if _name(path) not in earlier]
     tests = _recordings(evaluation) if evaluation else pool[len(pool) - collect.test :]
     if len(free) < collect.episodes:
         raise UsageError(
             f"{where}: {len(free)} of {len(pool)} trajectories in {training} are left to train on ({behind} held"
-            f" back, {len(known)} in the run already), but collect.episodes = {collect.episodes}."
+            f" back, {len(earlier)} in the run already), but collect.episodes = {collect.episodes}."
         )
     if len(tests) < collect.test:
         raise UsageError(f"{where}: {len(tests)} trajectories in {evaluation}, but collect.test = {collect.test}.")
@@ -207,11 +207,11 @@ def _name(path: Path) -> Name:
 
 def _read_before(before: Artifact | None) -> set[Name]:
     """The files that were trained on up to `before`."""
-    known: set[Name] = set()
+    earlier: set[Name] = set()
     while before is not None:
-        known |= {(name, size) for name, size in segment_about(before.path / SEGMENT)["files"]}
+        earlier |= {(name, size) for name, size in segment_about(before.path / SEGMENT)["files"]}
         before = before.input("previous") if "previous" in before.inputs else None
-    return known
+    return earlier
 
 
 def _played(paths: list[Path], task: Maze, advance: Callable[[], None]) -> Played:
@@ -246,9 +246,9 @@ def _arrays(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndar
         reason = " ".join(str(error).split())[:200]
         raise UsageError(f"{path}: damaged, or no trajectory of Memory Maze: {reason}") from error
     for key, shape in shapes.items():
-        found = arrays[key]
-        _check(path, found.shape == shape, f"{key} is {found.shape}, but this task's is {shape}")
-        _check(path, found.dtype.kind in "biuf" and np.isfinite(found).all(), f"{key} is not made of finite numbers")
+        array = arrays[key]
+        _check(path, array.shape == shape, f"{key} is {array.shape}, but this task's is {shape}")
+        _check(path, array.dtype.kind in "biuf" and np.isfinite(array).all(), f"{key} is not made of finite numbers")
     return arrays
 
 

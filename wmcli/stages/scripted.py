@@ -72,8 +72,8 @@ def collect_scripted(context: Context, before: Artifact | None) -> Artifact:
     counts = {"train": settings.collect.episodes} | {part: getattr(settings.collect, part) for part in HELD_OUT}
     played = before.metrics.get("total_episodes", 0) if before else 0
     with context.work(job, fresh=True) as work:
-        told = ", ".join(f"{count} {part}" for part, count in counts.items())
-        context.progress.say(f"collect: episodes of {settings.environment.id} by its script: {told}")
+        counted = ", ".join(f"{count} {part}" for part, count in counts.items())
+        context.progress.say(f"collect: episodes of {settings.environment.id} by its script: {counted}")
         frames = sum(counts.values()) * (task.context + task.query)
         with context.progress.bar("collect", sum(counts.values()), "episodes") as bar, _workers(frames) as workers:
             summary: dict[str, Any] = {}
