@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 REDRAW_SECONDS = 0.1  # on a terminal
 LINE_SECONDS = 10.0  # elsewhere: a log must not fill with progress
-SHORTEST_SECONDS = 2.0  # off a terminal, what took less than this says nothing
+SHORTEST_SECONDS = 2.0  # off a terminal, shorter work prints nothing
 SHORTEST_BAR = 4  # columns
 MOST_VALUES = 3  # behind a bar; there is room for more in a log
-_WORDS, _NO_WORDS = ("in ", " left"), ("", "")  # before what it took, behind what is left
+_WORDS, _NO_WORDS = ("in ", " left"), ("", "")  # before the time taken, after the time left
 _FORMS = (  # of a bar, the first that fits: gap, with unit?, words, columns to leave to bar and values
     (2, True, _WORDS, 30),
     (1, True, _WORDS, 20),
@@ -68,7 +68,7 @@ class Progress:
             self._write(f"warning: {line}")
 
     @contextmanager
-    def bar(self, what: str, total: int, unit: str, start: int = 0) -> Iterator[Bar]:
+    def bar(self, label: str, total: int, unit: str, start: int = 0) -> Iterator[Bar]:
         """Show a bar for `total` units of work, `start` of which are done. Bars may be nested.
 
         At the end a line remains, with count, rate and time.
@@ -78,7 +78,7 @@ class Progress:
         if outermost:
             screen.live = _live(screen)
             screen.live.start()
-        bar = Bar(self, what, total, unit, start)
+        bar = Bar(self, label, total, unit, start)
         screen.bars.append(bar)
         bar._draw()
         try:
@@ -101,8 +101,8 @@ class Progress:
 class Bar:
     """One bar. Counting costs a clock reading; drawing happens every tenth of a second, in the caller's thread."""
 
-    def __init__(self, progress: Progress, what: str, total: int, unit: str, start: int) -> None:
-        self._progress, self._what, self._total, self._unit = progress, what, total, unit
+    def __init__(self, progress: Progress, label: str, total: int, unit: str, start: int) -> None:
+        self._progress, self._label, self._total, self._unit = progress, label, total, unit
         self._start = self._done = start
         self._values: dict[str, float] = {}
         self._began = self._advanced = self._reported = time.monotonic()
@@ -117,7 +117,7 @@ class Bar:
             self._reported = now
             if self._progress._screen.live is not None:
                 self._draw()
-            elif not self._progress.quiet and self._done < self._total:  # the last line says what it took
+            elif not self._progress.quiet and self._done < self._total:  # the last line has the time taken
                 self._progress._write(self._line(now))
 
     def show(self, **values: float) -> None:
@@ -142,7 +142,7 @@ class Bar:
 
     def _line(self, now: float) -> str:
         count = f"{self._done}/{self._total} {self._unit}"
-        return "  ".join([self._what, count, self._rate(), self._time(now, _WORDS), *_texts(self._values)])
+        return "  ".join([self._label, count, self._rate(), self._time(now, _WORDS), *_texts(self._values)])
 
     def _time(self, now: float, words: tuple[str, str]) -> str:
         """Return the total time of finished work, or the time left."""
@@ -196,22 +196,22 @@ def _table(bars: Sequence[Bar], width: int) -> Table:
     for gap, unit, words, for_values in _FORMS:
         cells = [
             (
-                bar._what,
+                bar._label,
                 f"{bar._done}/{bar._total}",
                 f"{bar._unit} {bar._rate()}" if unit else bar._rate(),
                 bar._time(now, words),
             )
             for bar in bars
         ]
-        what, *rest = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        room = width - sum(rest) - 4 * gap  # for what and bar
-        if room >= what + SHORTEST_BAR + for_values:
+        label, *rest = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        room = width - sum(rest) - 4 * gap  # for label and bar
+        if room >= label + SHORTEST_BAR + for_values:
             break
-    what = max(min(what, room - SHORTEST_BAR), 1)
-    length = max(min(room - what, width // 8), SHORTEST_BAR)
-    spare = room - what - length - gap
+    label = max(min(label, room - SHORTEST_BAR), 1)
+    length = max(min(room - label, width // 8), SHORTEST_BAR)
+    spare = room - label - length - gap
     table = Table.grid(padding=(0, gap, 0, 0), pad_edge=False)
-    table.add_column(width=what, no_wrap=True, overflow="ellipsis")
+    table.add_column(width=label, no_wrap=True, overflow="ellipsis")
     table.add_column(width=length)
     for size in rest:
         table.add_column(width=size, no_wrap=True, justify="right")

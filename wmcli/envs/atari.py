@@ -174,8 +174,8 @@ class Atari(gymnasium.Env[np.ndarray, int]):
         self._actions = self._emulator._action_set
         self._resized_first = self._protocol.resize == "pillow bilinear, before the maximum"
         shape = (size, size) if self._resized_first else self._ale.getScreenDims()
-        self._recent = np.zeros((self._protocol.max_over_last, *shape, 3), np.uint8)  # what the maximum is over
-        self._frame = np.zeros((size, size, 3), np.uint8)  # what was seen last
+        self._recent = np.zeros((self._protocol.max_over_last, *shape, 3), np.uint8)  # frames under the maximum
+        self._frame = np.zeros((size, size, 3), np.uint8)  # the last observation
         self._elapsed = 0  # emulator frames since the reset of the game
         self._game_over = True
         self._lives = 0

@@ -91,8 +91,8 @@ class Checked(gymnasium.Wrapper[Any, Any, Any, Any]):
             return f"{self._name}: {self._call}"
         return f"{self._name}: step {self._steps} after reset, action {self._action}: step()"
 
-    def _fault(self, what: str) -> EnvironmentFault:
-        return EnvironmentFault(f"{self._where()} {what}. {REMEDY}")
+    def _fault(self, fault: str) -> EnvironmentFault:
+        return EnvironmentFault(f"{self._where()} {fault}. {REMEDY}")
 
     def _values(self, result: Any, expected: str, count: int) -> Any:
         if isinstance(result, tuple | list) and len(result) == count:

@@ -88,7 +88,7 @@ def list_environments() -> list[dict[str, Any]]:
     """Return the rows of `wm envs`: id, protocols and description."""
     small = {
         CATCH_ID: "catch a falling ball: learns in minutes on a CPU",
-        DELAYED_COPY_ID: "do now what was shown three frames ago: a test of memory",
+        DELAYED_COPY_ID: "repeat the cue of three frames ago: a test of memory",
         GRID_WORLD_ID: "reach the goal in a room of 5 x 5 cells, without end: a test of long sequences",
         GRID_WORLD_GOAL_ID: "the same, but only the goal is placed anew when it is reached",
     }

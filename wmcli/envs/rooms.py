@@ -227,7 +227,7 @@ class _RoomsWalk(EpisodeBatch):
         heading = np.array([draw.heading for draw in draws])
         self._start = standing(task.layout.middles[self._begin], heading)
         self._state = self._start
-        self._remembered = self._start  # what TELEPORT brings back
+        self._remembered = self._start  # TELEPORT returns here
 
     def compact_state(self) -> np.ndarray:
         pose = np.concatenate([self._state.position, self._state.heading[:, None]], -1).astype(np.float32)

@@ -133,7 +133,7 @@ class Collector:
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # an environment may be a user's module
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # ours is for what the command publishes
+                stdout=subprocess.DEVNULL,  # stdout carries the command's results only
                 start_new_session=True,  # Ctrl-C goes to a whole process group; here we pass it on, once
             )
         with suppress(OSError):

@@ -269,11 +269,11 @@ def _timed(
     bench: Bench,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each backbone. `cell` holds the columns that they share."""
-    what, shape = cell.args
+    label, shape = cell.args
     length = cell.keywords["length"]
-    times = bench.time_jobs(f"{what}, {length} elements", jobs) if jobs else {}
+    times = bench.time_jobs(f"{label}, {length} elements", jobs) if jobs else {}
     peaks = {}
-    with bench.progress.bar(f"profile {what}, {length} elements, memory", len(jobs), "calls") as bar:
+    with bench.progress.bar(f"profile {label}, {length} elements, memory", len(jobs), "calls") as bar:
         for name, job in jobs.items():
             peaks[name] = peak_memory(job, bench.device)
             bar.advance()
@@ -288,7 +288,7 @@ def _timed(
             times_as_long=against and statistics.median(a / b for a, b in zip(each, against, strict=True)),
         )
     for name, why in skipped.items():
-        yield {"what": what, "shape": shape, "backbone": name, "length": length, "skipped": why}
+        yield {"what": label, "shape": shape, "backbone": name, "length": length, "skipped": why}
 
 
 def _chunked_and_sequential(
@@ -303,18 +303,18 @@ def _chunked_and_sequential(
         return lambda: torch.autograd.grad(function(*operands).float().sum(), operands)
 
     forms = {"in chunks": case.call, "element by element": _element_by_element}
-    what = "recurrence of Mamba-2"
+    label = "recurrence of Mamba-2"
     factories = {form: partial(job, each) for form, each in forms.items()}
-    jobs, skipped = _select_jobs(factories, f"{what}, {length} elements", bench)
+    jobs, skipped = _select_jobs(factories, f"{label}, {length} elements", bench)
     error = None if skipped else check(case, "triton" if on_triton(*case.operands) else "torch")
-    times = bench.time_jobs(f"{what}, {length} elements", jobs)
+    times = bench.time_jobs(f"{label}, {length} elements", jobs)
     for form, each in times.items():
-        row = partial(bench.row, f"{what}, {form}", case.shape, each, count=rows * length, unit="elements")
+        row = partial(bench.row, f"{label}, {form}", case.shape, each, count=rows * length, unit="elements")
         yield row(length=length, error=error)
     for form, why in skipped.items():
-        yield {"what": f"{what}, {form}", "shape": case.shape, "length": length, "skipped": why}
+        yield {"what": f"{label}, {form}", "shape": case.shape, "length": length, "skipped": why}
     if len(times) == 2:
-        yield ratio(f"{what}, element by element over in chunks", case.shape, *reversed(times.values())) | {
+        yield ratio(f"{label}, element by element over in chunks", case.shape, *reversed(times.values())) | {
             "length": length
         }
 

@@ -38,9 +38,9 @@ def convert_lpips(vgg16: Path, weightings: Path, out: Path, progress: Progress) 
     """
     shapes = weight_shapes()
     tensors: dict[str, Tensor] = {}
-    for path, what, prefix in ((vgg16, "torchvision's vgg16", "features."), (weightings, "LPIPS for VGG16", "lin")):
+    for path, model, prefix in ((vgg16, "torchvision's vgg16", "features."), (weightings, "LPIPS for VGG16", "lin")):
         expected = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
-        tensors |= _fitting(_state_dict(path), expected, path, what)
+        tensors |= _fitting(_state_dict(path), expected, path, model)
     _warn_unless_published(vgg16, "sha256", VGG16_SHA256, progress)
     _warn_unless_published(weightings, "md5", WEIGHTINGS_MD5, progress)
     write_whole(out, lambda draft: save_file(tensors, draft))

@@ -98,7 +98,7 @@ def profile(
 class Stage(NamedTuple):
     """One call of a stage, and the work that it does."""
 
-    what: str
+    label: str
     shape: str
     done: int
     unit: str
@@ -113,10 +113,10 @@ def _stages(context: Context, bench: Bench, traces: Path | None) -> tuple[list[d
     """Return the rows of all stages, and the operators that their time goes to."""
     rows, where = [_collection(context, bench)], []
     for group in _groups(context):
-        times = bench.time_jobs(", ".join(stage.what for stage in group), {stage.what: stage.call for stage in group})
+        times = bench.time_jobs(", ".join(stage.label for stage in group), {stage.label: stage.call for stage in group})
         for stage in group:
-            file = None if traces is None else traces / f"{re.sub('[^a-z]+', '-', stage.what).strip('-')}.json.gz"
-            with bench.progress.bar(f"profile {stage.what}, what it takes", 3, "calls") as bar:
+            file = None if traces is None else traces / f"{re.sub('[^a-z]+', '-', stage.label).strip('-')}.json.gz"
+            with bench.progress.bar(f"profile {stage.label}, cost", 3, "calls") as bar:
                 # Counted on the torch forms: operations inside other kernels are not visible.
                 with using("torch"):
                     operations = count_operations(stage.unrecorded or stage.call)
@@ -126,9 +126,9 @@ def _stages(context: Context, bench: Bench, traces: Path | None) -> tuple[list[d
                 spent = profile_operators(stage.call, bench.device, bench.arithmetic, file)
                 bar.advance()
             row = bench.row(
-                stage.what,
+                stage.label,
                 stage.shape,
-                times[stage.what],
+                times[stage.label],
                 count=stage.done,
                 unit=stage.unit,
                 operations=operations,
@@ -136,7 +136,7 @@ def _stages(context: Context, bench: Bench, traces: Path | None) -> tuple[list[d
                 in_epoch=stage.in_epoch,
             )
             rows.append(row)
-            where += [{"what": stage.what, **each} for each in spent]
+            where += [{"what": stage.label, **each} for each in spent]
         if {PARALLEL, SEQUENTIAL} == set(times):
             rows.append(ratio("imagination, sequential over pop", group[0].shape, times[SEQUENTIAL], times[PARALLEL]))
     return _with_shares(rows), where
@@ -164,12 +164,12 @@ def _collection(context: Context, bench: Bench) -> dict[str, Any]:
         for _ in range(rounds):
             streams.step(agent.act(streams.observation, streams.first))
 
-    what = "collect, random policy"
-    times = bench.time_jobs(what, {what: some_steps})[what]
+    label = "collect, random policy"
+    times = bench.time_jobs(label, {label: some_steps})[label]
     streams.close()
     shape = f"{steps} steps, {settings.count} × {settings.id}"
     in_epoch = _steps_in_epoch(context.settings) / steps
-    return bench.row(what, shape, times, count=steps, unit="steps", in_epoch=in_epoch)
+    return bench.row(label, shape, times, count=steps, unit="steps", in_epoch=in_epoch)
 
 
 def _steps_in_epoch(settings: Settings) -> int:
@@ -240,12 +240,12 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
 
     rollouts, horizon = learns.batch, learns.imagination_horizon
     shape = f"{rollouts} rollouts of {horizon} steps, {settings.backbone.kind}"
-    what, updates = "imagine (controller update)", learns.updates
+    label, updates = "imagine (controller update)", learns.updates
     imagine = partial(controller.imagine, world_model)
     call, unrecorded = (
         partial(train_controller, each.wrap_repeated(imagine)) for each in (machine, replace(machine, cuda_graph=False))
     )
-    yield [Stage(what, shape, rollouts * horizon, "frames", call, updates, unrecorded)]
+    yield [Stage(label, shape, rollouts * horizon, "frames", call, updates, unrecorded)]
     yield list(_imagination(context, world_model, windows))
 
 
@@ -307,12 +307,12 @@ def _imagination(context: Context, world_model: WorldModel, windows: Batch) -> I
     if "prediction" in type(settings.dynamics).model_fields:
         tokenizer: Any = world_model.tokenizer
         models = {}
-        for what, prediction in ((PARALLEL, "pop"), (SEQUENTIAL, "sequential")):
+        for label, prediction in ((PARALLEL, "pop"), (SEQUENTIAL, "sequential")):
             dynamics = settings.dynamics.model_copy(update={"prediction": prediction})
             changed = settings.model_copy(update={"dynamics": dynamics})
-            models[what] = machine.freeze(build_world_model(changed, tokenizer, world_model.actions))
+            models[label] = machine.freeze(build_world_model(changed, tokenizer, world_model.actions))
 
-    def stage(what: str, model: WorldModel) -> Stage:
+    def stage(label: str, model: WorldModel) -> Stage:
         with machine.autocast():
             _, state = model.observe(windows.inputs, windows.action, windows.is_first)
 
@@ -320,10 +320,10 @@ def _imagination(context: Context, world_model: WorldModel, windows: Batch) -> I
             with machine.autocast(), torch.no_grad():
                 model.imagine(state, windows.action[:, -1])
 
-        return Stage(what, shape, batch, "frames", imagine)
+        return Stage(label, shape, batch, "frames", imagine)
 
-    for what, model in models.items():
-        yield stage(what, model)
+    for label, model in models.items():
+        yield stage(label, model)
 
 
 def _random_batch(source: torch.Tensor, rows: int, length: int, actions: int) -> Batch:

@@ -76,8 +76,8 @@ def profile_experience(context: Context, bench: Bench, frames: int, folder: Path
         shutil.rmtree(folder, ignore_errors=True)
     about = {"frames": len(memory), "bytes_of_frames": size * len(segments), "bytes_on_disk": stored}
 
-    def row(what: str, times: list[float]) -> dict[str, Any]:
-        return bench.row(what, shape, times, count=rows, unit="frames", moved=size, seconds_in_all=sum(times), **about)
+    def row(label: str, times: list[float]) -> dict[str, Any]:
+        return bench.row(label, shape, times, count=rows, unit="frames", moved=size, seconds_in_all=sum(times), **about)
 
     return [row("write experience", written), row("load experience", loaded), _windows(context, bench, memory)]
 
@@ -117,8 +117,8 @@ def _windows(context: Context, bench: Bench, memory: Replay) -> dict[str, Any]:
     def draw() -> None:
         gather(memory, memory.frames, sampler.batch(WINDOWS))
 
-    what = "draw random windows"
+    label = "draw random windows"
     frame = memory.frames[0].numel()
     shape = f"{WINDOWS} windows of {LENGTH} frames, from {len(memory)}"
-    times = bench.time_jobs(what, {what: draw})[what]
-    return bench.row(what, shape, times, count=WINDOWS, unit="windows", moved=2 * WINDOWS * LENGTH * frame)
+    times = bench.time_jobs(label, {label: draw})[label]
+    return bench.row(label, shape, times, count=WINDOWS, unit="windows", moved=2 * WINDOWS * LENGTH * frame)

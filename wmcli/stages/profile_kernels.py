@@ -110,10 +110,10 @@ def profile_kernel(case: Case, bench: Bench) -> Iterator[dict[str, Any]]:
     read, learned, written = _bytes(*operands), _bytes(*inputs), _bytes(y)
     moved = {False: read + written, True: 2 * read + learned + 2 * written}
     for backward in (False, True) if case.backward else (False,):
-        what = f"{case.name}, {'forward and backward' if backward else 'forward'}"
-        times = bench.time_jobs(what, {each: job(backward, each) for each in implementations})
+        label = f"{case.name}, {'forward and backward' if backward else 'forward'}"
+        times = bench.time_jobs(label, {each: job(backward, each) for each in implementations})
         peaks = {}
-        with bench.progress.bar(f"profile {what}, what it takes", 1 + len(implementations), "calls") as bar:
+        with bench.progress.bar(f"profile {label}, cost", 1 + len(implementations), "calls") as bar:
             operations = count_operations(job(backward, "torch"))  # other forms cannot be counted
             bar.advance()
             for each in implementations:
@@ -121,7 +121,7 @@ def profile_kernel(case: Case, bench: Bench) -> Iterator[dict[str, Any]]:
                 bar.advance()
         for each in implementations:
             yield bench.row(
-                what,
+                label,
                 case.shape,
                 times[each],
                 operations=operations,
@@ -131,7 +131,7 @@ def profile_kernel(case: Case, bench: Bench) -> Iterator[dict[str, Any]]:
                 error=errors[each],
             )
         if len(times) == 2:
-            yield ratio(f"{what}, torch over triton", case.shape, times["torch"], times["triton"])
+            yield ratio(f"{label}, torch over triton", case.shape, times["torch"], times["triton"])
 
 
 def check(case: Case, implementation: Implementation) -> float:

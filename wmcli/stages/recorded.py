@@ -252,9 +252,9 @@ def _arrays(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndar
     return arrays
 
 
-def _check(path: Path, fine: Any, what: str) -> None:
+def _check(path: Path, fine: Any, problem: str) -> None:
     if not fine:
-        raise UsageError(f"{path}: {what}.")
+        raise UsageError(f"{path}: {problem}.")
 
 
 def _from_the_north(places: np.ndarray, cells: int) -> np.ndarray:

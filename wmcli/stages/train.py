@@ -167,7 +167,7 @@ def _draw_curves(work: Work, stage: str) -> None:
         jobs.insert(0, ancestor.manifest["job"])
         try:
             ancestor = ancestor.input("parent") if "parent" in ancestor.inputs else None
-        except ArtifactError:  # it is gone, and so is what was before it
+        except ArtifactError:  # removed, and so are earlier ones
             break
     records = along(work.job.run.history(), jobs)
     write_figure(work.payload / "curves.png", learning_curves(records, stages=[stage]))
