@@ -478,7 +478,7 @@ def test_the_bar_shows_the_numbers_of_the_epoch_it_counts(tmp_path: Path, monkey
     drawn = []
     original = Bar.advance
     monkeypatch.setattr(
-        Bar, "advance", lambda bar, n=1: (drawn.append((bar._what, dict(bar._values))), original(bar, n))
+        Bar, "advance", lambda bar, n=1: (drawn.append((bar._label, dict(bar._values))), original(bar, n))
     )
     context = opened(tmp_path / "run", *LOOP, "run.epochs=2", new=True)
     run_loop(context)

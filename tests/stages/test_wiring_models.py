@@ -361,6 +361,6 @@ def test_the_update_that_is_profiled_is_that_of_the_stage(make: Make, monkeypatc
     with pytest.raises(Reached):
         learn(run, "dynamics")
     groups = profile._groups(opened(run))
-    measured = next(stage for group in groups for stage in group if stage.what == "train-dynamics")
+    measured = next(stage for group in groups for stage in group if stage.label == "train-dynamics")
     with pytest.raises(Reached):
         measured.call()
