@@ -18,7 +18,7 @@ DEFAULT_RUN = Path("runs/default")
 
 RUN_PANEL = "Run and settings"
 INPUT_PANEL = "Inputs"
-REPEAT_PANEL = "When it was done before"
+REPEAT_PANEL = "Repeating work"
 OUTPUT_PANEL = "Output"
 
 
@@ -96,7 +96,7 @@ def _reference(flag: str, purpose: str) -> Any:
     return typer.Option(
         flag,
         metavar="REF",
-        help=f"{purpose}: {flag[2:]}@7, or the path of another run's. Default: the newest of this run.",
+        help=f"{purpose}: {flag[2:]}@7, or the path of one in another run. Default: the newest of this run.",
         rich_help_panel=INPUT_PANEL,
         autocompletion=_complete_kind_of(flag[2:]),
     )
@@ -180,7 +180,7 @@ Dynamics = Annotated[str | None, _reference("--dynamics", "Dynamics model to ima
 Controller = Annotated[str | None, _reference("--controller", "Controller that acts")]
 Teacher = Annotated[
     str | None,
-    _reference("--controller", "For planning: controller whose searches of the experience to learn from, or none"),
+    _reference("--controller", "For planning: controller whose reanalysis gives the targets, or none"),
 ]
 
 Fresh = Annotated[
@@ -189,11 +189,11 @@ Fresh = Annotated[
 ]
 More = Annotated[
     bool,
-    typer.Option("--more", help="Train the existing version one further.", rich_help_panel=REPEAT_PANEL),
+    typer.Option("--more", help="Train the newest version further.", rich_help_panel=REPEAT_PANEL),
 ]
 Force = Annotated[
     bool,
-    typer.Option("--force", help="Make another version from the start.", rich_help_panel=REPEAT_PANEL),
+    typer.Option("--force", help="Make another version, even if one exists.", rich_help_panel=REPEAT_PANEL),
 ]
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.", rich_help_panel=OUTPUT_PANEL)]
