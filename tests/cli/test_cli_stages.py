@@ -161,20 +161,24 @@ class Recorder:
         self.aggregated.append(([score.run for score in scores], [score.run for score in against]))
         return dict(AGGREGATE)
 
-    def many_runs(self) -> Any:
-        """In place of wmcli.stages.aggregate."""
+    def modules_of_compare(self) -> dict[str, Any]:
+        """In place of the modules behind `wm compare`."""
         grouped = [{"backbone.kind": "gru", "runs": 2, "mean": 0.5, "low": 0.25, "high": None, "unit": "return"}]
-        return SimpleNamespace(
-            ALL="all",
+        scores = SimpleNamespace(
             read_scores=lambda runs, *_: [SimpleNamespace(run=run, evaluation=ARTIFACT) for run in runs],
-            compare_priors=None,
             NORMALIZED="human-normalized score",
-            aggregate=self.aggregate,
-            compare_settings=lambda *_: grouped,
+        )
+        aggregate = SimpleNamespace(ALL="all", aggregate=self.aggregate, compare_settings=lambda *_: grouped)
+        pictures = SimpleNamespace(
+            compare_priors=None,
             draw_returns=lambda scores, keys, out, _: self.aggregated.append(
                 ([each.run for each in scores], keys, out)
             ),
+            draw_profiles=lambda scores, against, keys, out: self.aggregated.append(
+                ([each.run for each in scores], [each.run for each in against], keys, out)
+            ),
         )
+        return {"scores": scores, "aggregate": aggregate, "score_pictures": pictures}
 
 
 ARTIFACT = SimpleNamespace(
@@ -200,7 +204,8 @@ def recorder(monkeypatch):
         )
     protocols = {name: replace(protocol, evaluate=recorder.protocol(name)) for name, protocol in PROTOCOLS.items()}
     monkeypatch.setitem(sys.modules, "wmcli.stages.protocols", SimpleNamespace(PROTOCOLS=protocols))
-    monkeypatch.setitem(sys.modules, "wmcli.stages.aggregate", recorder.many_runs())
+    for name, module in recorder.modules_of_compare().items():
+        monkeypatch.setitem(sys.modules, f"wmcli.stages.{name}", module)
     monkeypatch.delenv("WM_RUN", raising=False)
     return recorder
 
@@ -393,6 +398,13 @@ def test_a_narrow_terminal_gets_fewer_columns_and_whole_lines(width, recorder, c
 def test_curves_of_returns(recorder):
     assert main.run(["compare", "runs/a", "runs/b", "--by", "backbone.kind", "--curves", "x.png"]) == 0
     assert recorder.aggregated == [([Path("runs/a"), Path("runs/b")], ["backbone.kind"], Path("x.png"))]
+
+
+def test_profiles_of_two_sides(recorder):
+    line = ["compare", "runs/a", "--against", "runs/b", "--profiles", "x.png"]
+    assert main.run(line) == 0
+    sides = [Path("runs/a")], [Path("runs/b")]
+    assert recorder.aggregated == [(*sides, (), Path("x.png")), sides]
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,11 @@ from wmcli.errors import ArtifactError, UsageError
 from wmcli.metrics import atari
 from wmcli.progress import Progress
 from wmcli.stages import aggregate as stage
-from wmcli.stages.aggregate import read_scores
+from wmcli.stages import score_pictures as pictures
 from wmcli.stages.collect import collect
 from wmcli.stages.evaluate import evaluate, score
 from wmcli.stages.imagine import imagine
+from wmcli.stages.scores import read_scores
 
 QUIET = Progress(quiet=True)
 
@@ -62,7 +63,7 @@ def compare_settings(runs: list[Path], keys: list[str]) -> list[dict[str, Any]]:
 
 
 def draw_returns(runs: list[Path], keys: list[str], out: Path) -> None:
-    stage.draw_returns(read_scores(runs, "returns", QUIET), keys, out, QUIET)
+    pictures.draw_returns(read_scores(runs, "returns", QUIET), keys, out, QUIET)
 
 
 def damage(folder: Path, version: int) -> None:
@@ -192,7 +193,7 @@ def test_runs_of_one_environment_are_pooled_as_returns(run: Path, tiny: Path) ->
     assert result["mean"]["value"] == pytest.approx(np.mean(scores))
     for name in ("mean", "median", "iqm"):
         assert set(result[name]) == {"value", "low", "high"}
-    assert "optimality_gap" not in result  # 1 is no goal of raw returns
+    assert not {"optimality_gap", "superhuman"} & set(result)  # 1 is no goal of raw returns
     profile = result["performance_profile"]
     assert len(profile["threshold"]) == len(profile["share"]) == 21 and profile["share"][-1] == 0
     assert "probability_of_improvement" not in result
@@ -211,6 +212,7 @@ def test_games_with_reference_scores_are_pooled_as_human_normalized_scores(tmp_p
     assert result["mean"]["value"] == pytest.approx(2.0)  # of the two games' means
     assert result["optimality_gap"]["value"] == pytest.approx((0.5 + 0 + 0) / 3)
     assert result["mean"]["low"] < 2.0 < result["mean"]["high"]
+    assert result["superhuman"] == 2
 
 
 def test_one_set_of_runs_against_another(tmp_path: Path) -> None:
@@ -292,7 +294,8 @@ def test_the_table_has_runs_aggregates_and_published_scores(tmp_path: Path) -> N
         (str(runs[2]), 20.0, None, 1),
     ]
     ours = {row["statistic"]: row for row in rows if row["name"] == "all"}
-    assert list(ours) == ["mean", "median", "iqm", "optimality_gap"]
+    assert list(ours) == ["mean", "median", "iqm", "optimality_gap", "superhuman"]
+    assert (ours["superhuman"]["score"], ours["superhuman"]["unit"]) == (2, "games")
     assert ours["mean"]["score"] == 2.0 and ours["mean"]["low"] < 2.0 < ours["mean"]["high"]
     rem = {(row["environment"], row["statistic"]): row["score"] for row in rows if row["name"] == "REM"}
     pong, breakout = (atari.reference(game, "REM") for game in ("Pong", "Breakout"))
@@ -302,6 +305,7 @@ def test_the_table_has_runs_aggregates_and_published_scores(tmp_path: Path) -> N
         ("ALE/Breakout-v5", "mean"): breakout,
         ("all", "mean"): pytest.approx(np.mean(normalized)),
         ("all", "median"): pytest.approx(np.mean(normalized)),
+        ("all", "superhuman"): sum(score >= 1 for score in normalized),
     }
 
 
@@ -318,10 +322,10 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is handed to the plot."""
     calls: list[Any] = []
     monkeypatch.setattr(
-        "wmcli.stages.aggregate.returns_over_steps",
+        "wmcli.stages.score_pictures.returns_over_steps",
         lambda groups, references, title: calls.append((groups, references, title)),
     )
-    monkeypatch.setattr("wmcli.stages.aggregate.write_figure", lambda *_: None)
+    monkeypatch.setattr("wmcli.stages.score_pictures.write_figure", lambda *_: None)
     return calls
 
 
@@ -378,3 +382,51 @@ def test_other_protocols_of_a_run_are_named(tmp_path: Path) -> None:
     run = scored(scored(tmp_path / "run", 1.0, kind="recall"), 2.0, kind="generation")
     with pytest.raises(ArtifactError, match=r"--protocol returns \(it has some of --protocol generation, recall\)"):
         read_scores([run], "returns", QUIET)
+
+
+@pytest.fixture
+def profiles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[np.ndarray, dict[str, Any], str]]:
+    """Arguments of the plot of performance profiles."""
+    calls: list[Any] = []
+    monkeypatch.setattr(
+        pictures, "performance_profiles", lambda taus, bands, *, xlabel: calls.append((taus, bands, xlabel))
+    )
+    monkeypatch.setattr(pictures, "write_figure", lambda *_: None)
+    return calls
+
+
+def draw_profiles(runs: list[Path], against: list[Path], keys: list[str], out: Path) -> None:
+    scores = read_scores([*runs, *against], "returns", QUIET)
+    pictures.draw_profiles(scores[: len(runs)], scores[len(runs) :], keys, out)
+
+
+def test_profiles_have_a_line_for_each_group(tmp_path: Path, profiles: list[Any]) -> None:
+    def run(name: str, mean: float, seed: int, kind: str) -> Path:
+        return scored(tmp_path / name, mean, settings={"seed": seed, "backbone": {"kind": kind}})
+
+    runs = [run("a", 1.0, 1, "gru"), run("b", 3.0, 2, "gru"), run("c", 2.0, 1, "s4"), run("d", 5.0, 2, "s4")]
+    draw_profiles(runs, [], ["backbone.kind"], tmp_path / "x.png")
+    draw_profiles(runs[:2], runs[2:], [], tmp_path / "x.png")
+    draw_profiles(runs[:2], [], [], tmp_path / "x.png")
+    grouped, sides, together = profiles
+    assert list(grouped[1]) == ["backbone.kind=gru", "backbone.kind=s4"]
+    assert list(sides[1]) == ["RUN", "--against"] and list(together[1]) == ["all runs"]
+    for taus, bands, xlabel in (grouped, sides):
+        assert (taus[0], taus[-1], xlabel) == (pytest.approx(0.8), pytest.approx(5.2), "return τ")
+        for (share, low, high), means in zip(bands.values(), ([1.0, 3.0], [2.0, 5.0]), strict=True):
+            assert np.array_equal(share, [np.mean(np.array(means) > tau) for tau in taus])
+            assert (low <= share).all() and (share <= high).all() and (low < high).any()
+
+
+def test_profiles_of_different_environments_are_refused(tmp_path: Path) -> None:
+    pong = scored(tmp_path / "pong", 1.0, normalized=0.5)
+    breakout = scored(tmp_path / "breakout", 1.0, "ALE/Breakout-v5", normalized=0.5)
+    with pytest.raises(UsageError, match="the same environments in each group: RUN lacks ALE/Breakout-v5"):
+        draw_profiles([pong], [breakout], [], tmp_path / "x.png")
+
+
+def test_profiles_are_written(tmp_path: Path) -> None:
+    runs = [scored(tmp_path / f"run {mean}", mean, settings={"seed": int(mean)}) for mean in (1.0, 2.0, 4.0)]
+    draw_profiles(runs, [], [], tmp_path / "profiles.png")
+    with Image.open(tmp_path / "profiles.png") as picture:
+        assert picture.format == "PNG" and min(picture.size) > 400

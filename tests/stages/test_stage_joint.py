@@ -432,12 +432,12 @@ def test_pictures_films_and_profiles(run: Path, tmp_path: Path) -> None:
 def test_a_model_that_decodes_from_its_state_dreams_too(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn = Dream.drawn
+    drawn = Dream.render
     state = ["dynamics.decoder_reads=state", "dynamics.act_window=0"]
     train_dynamics(opened(run, *state))
     imagine(opened(run, *state))
     kept = []
-    monkeypatch.setattr(Dream, "drawn", lambda dream, _: [kept.append(dream), drawn(dream, None)][1])
+    monkeypatch.setattr(Dream, "render", lambda dream, _: [kept.append(dream), drawn(dream, None)][1])
     for known in (None, 5, 30):
         film = play(
             opened(run, *state),

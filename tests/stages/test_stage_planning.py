@@ -17,7 +17,6 @@ from wmcli.assemble import load_controller
 from wmcli.errors import UsageError
 from wmcli.experience import read_segment
 from wmcli.experience.load import SEGMENT
-from wmcli.stages.aggregate import Score, compare_priors
 from wmcli.stages.collect import collect
 from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
@@ -27,6 +26,8 @@ from wmcli.stages.loop import run_loop
 from wmcli.stages.opening import open_context
 from wmcli.stages.pictures import Film
 from wmcli.stages.play import play
+from wmcli.stages.score_pictures import compare_priors
+from wmcli.stages.scores import Score
 from wmcli.stages.tokenizer import train_tokenizer
 from wmcli.training.checkpoint import TRAINING, read_part
 from wmcli.training.device import Machine
@@ -163,13 +164,13 @@ def test_the_policy_is_learned_only_where_something_searched(run: Path, monkeypa
 
 def test_films_show_the_search(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Film] = []
-    original = Film.drawn
+    original = Film.render
 
     def watched(film: Film, meanings: list[str] | None) -> np.ndarray:
         drawn.append(film)
         return original(film, meanings)
 
-    monkeypatch.setattr(Film, "drawn", watched)
+    monkeypatch.setattr(Film, "render", watched)
     evaluation = evaluate(opened(run, pictures=True))
     play(opened(run), source="real", out=tmp_path / "x.gif", controller=None, seed=1)
     assert len(drawn) == 2

@@ -38,11 +38,11 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[Film | Dream]:
     kept: list[Film | Dream] = []
     for kind in (Film, Dream):
 
-        def watched(film, meanings, original=kind.drawn):
+        def watched(film, meanings, original=kind.render):
             kept.append(film)
             return original(film, meanings)
 
-        monkeypatch.setattr(kind, "drawn", watched)
+        monkeypatch.setattr(kind, "render", watched)
     return kept
 
 

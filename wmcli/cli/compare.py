@@ -18,8 +18,8 @@ from wmcli.errors import UsageError
 from wmcli.progress import Progress
 
 if TYPE_CHECKING:
-    from wmcli.stages.aggregate import Score
     from wmcli.stages.protocol import Protocol
+    from wmcli.stages.scores import Score
 
 PICTURES = "Pictures"
 
@@ -53,6 +53,15 @@ def compare(
             rich_help_panel=PICTURES,
         ),
     ] = None,
+    profiles: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw performance profiles (.png): the share of runs above each score, with a line for each value of"
+            " --by, or for RUN... and --against.",
+            rich_help_panel=PICTURES,
+        ),
+    ] = None,
     priors: Annotated[
         Path | None,
         typer.Option(
@@ -80,15 +89,15 @@ def compare(
         wm compare runs/mamba2 runs/gru --protocol gridworld
     """
     refuse_both_forms(as_json, form)
-    from wmcli.stages.aggregate import read_scores
     from wmcli.stages.protocols import PROTOCOLS
+    from wmcli.stages.scores import read_scores
 
     choice = PROTOCOLS[protocol]
-    _check(choice, against=against, by=by, curves=curves, priors=priors, strips=strips)
+    _check(choice, against=against, by=by, curves=curves, profiles=profiles, priors=priors, strips=strips)
     progress = Progress(quiet)
     every = read_scores([*runs, *(against or ())], protocol, progress)
     scores, others = every[: len(runs)], every[len(runs) :]
-    _draw(scores, choice, by or (), progress, curves=curves, priors=priors, strips=strips)
+    _draw(scores, others, choice, by or (), progress, curves=curves, profiles=profiles, priors=priors, strips=strips)
     rows, statistics = _compare(scores, others, choice, by, progress)
     if as_json:
         emit_json(describe_comparison(protocol, scores, others, rows, statistics))
@@ -106,37 +115,42 @@ def _check(
     against: list[Path] | None,
     by: list[str] | None,
     curves: Path | None,
+    profiles: Path | None,
     priors: Path | None,
     strips: Path | None,
 ) -> None:
     """Refuse options that exclude each other, and pictures that cannot be written."""
     if against and (by or curves):
-        raise UsageError("--against compares two sets of runs: leave out --by and --curves.")
-    if protocol.needs == "dynamics" and (against or by or priors):
-        raise UsageError(f"--protocol {protocol.name} scores dynamics: leave out --against, --by and --priors.")
+        raise UsageError("--against compares two sets of runs: omit --by and --curves.")
+    if protocol.needs == "dynamics" and (against or by or priors or profiles):
+        raise UsageError(f"--protocol {protocol.name} scores dynamics: omit --against, --by, --priors and --profiles.")
     if curves and protocol.needs == "dynamics" and protocol.draw_curves is None:
-        raise UsageError(f"--protocol {protocol.name} has no curves: leave out --curves.")
+        raise UsageError(f"--protocol {protocol.name} has no curves: omit --curves.")
     if strips and protocol.draw_strips is None:
         raise UsageError(f"--protocol {protocol.name} has no strips: add --protocol generation.")
     from wmcli.report.files import check_target
 
-    for picture in filter(None, (curves, priors, strips)):
+    for picture in filter(None, (curves, profiles, priors, strips)):
         check_target(picture, (".png", ".svg", ".pdf"))
 
 
 def _draw(
     scores: Sequence[Score],
+    against: Sequence[Score],
     protocol: Protocol,
     by: Sequence[str],
     progress: Progress,
     *,
     curves: Path | None,
+    profiles: Path | None,
     priors: Path | None,
     strips: Path | None,
 ) -> None:
     """Draw the pictures that have a file."""
-    from wmcli.stages.aggregate import compare_priors, draw_returns
+    from wmcli.stages.score_pictures import compare_priors, draw_profiles, draw_returns
 
+    if profiles:
+        draw_profiles(scores, against, by, profiles)
     if priors:
         compare_priors(scores, priors)
     if strips and protocol.draw_strips:
@@ -193,7 +207,8 @@ def _part(row: Row) -> str:
 
 def _readable(row: Row) -> dict[str, Any]:
     """Return a row of `aggregate` in fewer columns, each number with its error."""
-    from wmcli.stages.aggregate import ALL, NORMALIZED
+    from wmcli.stages.aggregate import ALL
+    from wmcli.stages.scores import NORMALIZED
 
     cells = {key: row[key] for key in ("name", "episodes", "steps", "runs")}
     cells["environment"] = re.sub(r"^(ALE|wm)/|-v\d+$", "", row["environment"])

@@ -99,7 +99,7 @@ def evaluate(
 def _check_inputs(protocol: Protocol, *, controller: str | None, dynamics: str | None, experience: str | None) -> None:
     """Refuse inputs that the protocol does not read."""
     if controller and protocol.needs != "controller":
-        raise UsageError(f"--protocol {protocol.name} scores dynamics: leave out --controller.")
+        raise UsageError(f"--protocol {protocol.name} scores dynamics: omit --controller.")
     if dynamics and protocol.needs != "dynamics":
         raise UsageError("--dynamics is for protocols that score dynamics: give --controller instead.")
     if experience and not protocol.reads_experience:

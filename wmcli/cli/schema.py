@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
     from wmcli.artifacts import Artifact
-    from wmcli.stages.aggregate import Score
+    from wmcli.stages.scores import Score
 
 
 class Published(TypedDict):

@@ -2,7 +2,7 @@
 
 Everything is measured in cells. A wall cell is a box as wide as a cell and WALL high; the camera looks level from EYE
 above the floor. Numbers are those of Memory Maze (Pasukonis, Lillicrap and Hafner 2022, arXiv 2210.13383), where a
-cell is 2 units wide: walls 1.5 units, spheres of radius 0.6 with their centres in the floor, a vertical field of view
+cell is 2 units wide: walls 1.5 units, spheres of radius 0.6 with their centers in the floor, a vertical field of view
 of 80 degrees. Textures are drawn by formulas and have the mean colors of its own. Light comes from the camera and, on
 spheres, from above; walls that look east or west lie in a little shade, so that corners show.
 
@@ -348,7 +348,7 @@ def _wall_pattern(number: int) -> np.ndarray:
     patterns = (
         lambda: -1.0 * ((v * 4 % 1 < 0.25) | ((u * 2 + course / 2) % 1 < 0.125)),  # bricks
         lambda: np.sin(2 * np.pi * 4 * u),  # pillars
-        lambda: 1.0 * ((np.floor(u * 4) + course) % 2),  # chequers
+        lambda: 1.0 * ((np.floor(u * 4) + course) % 2),  # checkers
         lambda: -np.abs((np.abs(u - 0.5) + np.abs(v - 0.5)) * 4 % 2 - 1),  # diamonds
         lambda: np.sin(2 * np.pi * 4 * v),  # planks
         lambda: 1.0 * (((u + v) * 4) % 1 < 0.5),  # slanting stripes

@@ -62,27 +62,6 @@ def median(scores: Scores) -> float:
     return float(_median(by_task(scores)))
 
 
-def iqm(scores: Scores) -> float:
-    """Return the interquartile mean: the mean of the middle half of all runs of all tasks.
-
-    It leaves out floor(N / 4) values at each end. A task with more runs has more weight.
-    """
-    return float(_iqm(by_task(scores)))
-
-
-def optimality_gap(scores: Scores, target: float = 1.0) -> float:
-    """Return target - mean over all runs of min(score, target). Lower is better."""
-    return float(_optimality_gap(by_task(scores), target))
-
-
-def probability_of_improvement(ours: Scores, theirs: Scores) -> float:
-    """Return the probability that a run of ours beats one of theirs: mean over tasks of P(X > Y) + P(X = Y) / 2.
-
-    Per task this is the Mann-Whitney U statistic divided by the number of pairs. Both sides have the same tasks.
-    """
-    return float(_probability_of_improvement(*_pair(ours, theirs)))
-
-
 def performance_profile(
     scores: Scores,
     thresholds: ArrayLike,
@@ -156,7 +135,11 @@ def bootstrap_improvement(
     repetitions: int = REPETITIONS,
     confidence: float = 0.95,
 ) -> Estimate:
-    """Return `probability_of_improvement` with its interval. Both sides are resampled within their tasks."""
+    """Return the probability that a run of ours beats one of theirs: mean over tasks of P(X > Y) + P(X = Y) / 2.
+
+    Per task this is the Mann-Whitney U statistic divided by the number of pairs. Both sides have the same tasks and are
+    resampled within them.
+    """
     x, y = _pair(ours, theirs)
     value = float(_probability_of_improvement(x, y))
     if not (_varies(x) or _varies(y)):
@@ -204,13 +187,18 @@ def _median(tasks: list[np.ndarray]) -> np.ndarray:
 
 
 def _iqm(tasks: list[np.ndarray]) -> np.ndarray:
+    """Return the interquartile mean: the mean of the middle half of all runs of all tasks.
+
+    It leaves out floor(N / 4) values at each end. A task with more runs has more weight.
+    """
     pooled = np.sort(np.concatenate(tasks, axis=-1), axis=-1)  # (..., N)
     drop = pooled.shape[-1] // 4
     return pooled[..., drop : pooled.shape[-1] - drop].mean(axis=-1)
 
 
-def _optimality_gap(tasks: list[np.ndarray], target: float = 1.0) -> np.ndarray:
-    return target - np.minimum(np.concatenate(tasks, axis=-1), target).mean(axis=-1)
+def _optimality_gap(tasks: list[np.ndarray]) -> np.ndarray:
+    """Return 1 - mean over all runs of min(score, 1). Lower is better."""
+    return 1.0 - np.minimum(np.concatenate(tasks, axis=-1), 1.0).mean(axis=-1)
 
 
 def _probability_of_improvement(ours: list[np.ndarray], theirs: list[np.ndarray]) -> np.ndarray:

@@ -448,11 +448,6 @@ def write_figure(path: Path, figure: Figure) -> None:
     write_whole(path, lambda draft: draft.write_bytes(_rendered(figure, suffix)))
 
 
-def png_bytes(figure: Figure) -> bytes:
-    """Return a figure as PNG."""
-    return _rendered(figure, ".png")
-
-
 def _rendered(figure: Figure, suffix: str) -> bytes:
     import matplotlib
 

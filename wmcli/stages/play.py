@@ -57,7 +57,7 @@ def play(
         context_frames: Real frames before imagination begins; None is as many as in training.
 
     Raises:
-        UsageError: An uncontext_frames action, a file that cannot be written, or a model that decodes nothing.
+        UsageError: An unknown action, a file that cannot be written, or a model that decodes nothing.
         ArtifactError: There is no controller, or it is of another environment.
     """
     check_animation(out)
@@ -67,7 +67,7 @@ def play(
     check_same_environment(context.environment, actor)
     world_model, policy = load_controller(actor, context.machine, settings.acting)
     if source == "imagination" and not world_model.decodes:
-        raise UsageError(f"{actor.name} plans in latents that no picture is made of; leave out --imagination")
+        raise UsageError(f"{actor.name} plans in latents that no picture is made of; omit --imagination")
     meanings = context.environment.get("action_meanings")
     with isolated_randomness(derived_seed(seed, "play"), context.machine.device), context.machine.autocast():
         streams = Streams(

@@ -1,0 +1,122 @@
+"""`wm compare`: pictures of the scores of several runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from wmcli.artifacts import Run
+from wmcli.assemble import settings_of
+from wmcli.errors import ArtifactError, UsageError
+from wmcli.metrics import atari, statistics
+from wmcli.progress import Progress
+from wmcli.report.plots import performance_profiles, returns_over_steps, write_figure
+from wmcli.stages.evaluate import PROTOCOL
+from wmcli.stages.pictures import draw_priors
+from wmcli.stages.scores import Score, differences, label_groups, pool_scores, pooled_unit
+
+PROFILE_POINTS = 200  # thresholds in a picture
+
+
+def draw_returns(scores: Sequence[Score], keys: Sequence[str], out: Path, progress: Progress) -> None:
+    """Draw the mean returns of several runs over environment steps in one picture.
+
+    The points of a run are the evaluations of its newest controller and its ancestors, the newest at equal steps.
+
+    Args:
+        scores: One per run, all of one environment.
+        keys: Settings (`section.key`) that make groups of runs. Without any, each run is a line.
+        out: A .png, .svg or .pdf.
+        progress: Gets a warning for each evaluation that cannot be read.
+
+    Raises:
+        UsageError: The runs are of different environments, a key is unknown, or the picture cannot be written.
+    """
+    environments = sorted({score.environment for score in scores})
+    if len(environments) > 1:
+        raise UsageError(f"curves are drawn of one environment: these runs are of {', '.join(environments)}.")
+    groups = label_groups(scores, keys) if keys else {str(score.run): [score] for score in scores}
+    differences(list(groups.values()), keys)  # raises; the table lists the differences
+    lines = {label: [_curve(score, progress) for score in members] for label, members in groups.items()}
+    references = {"random": float(np.mean([score.metrics["random_mean"] for score in scores]))}
+    human = atari.reference(environments[0], "human")
+    references |= {} if human is None else {"human": human}
+    write_figure(out, returns_over_steps(lines, references=references, title=environments[0]))
+
+
+def draw_profiles(scores: Sequence[Score], against: Sequence[Score], keys: Sequence[str], out: Path) -> None:
+    """Draw performance profiles: for each group of runs, the share with a score above each threshold.
+
+    Bands are 95 % stratified bootstrap intervals.
+
+    Args:
+        scores: One per run.
+        against: Of other runs, a line of their own; may be empty.
+        keys: Settings (`section.key`) that make groups of `scores`. Without any, all runs are one line.
+        out: A .png, .svg or .pdf.
+
+    Raises:
+        UsageError: The scores cannot be pooled, the groups have different environments, a key is unknown, or the
+            picture cannot be written.
+
+    Source: Agarwal et al. (2021, arXiv 2108.13264).
+    """
+    groups = label_groups(scores, keys) if keys else {"RUN" if against else "all runs": list(scores)}
+    groups |= {"--against": list(against)} if against else {}
+    differences(list(groups.values()), keys)  # raises; the table lists the differences
+    unit = pooled_unit([*scores, *against])
+    tasks = {label: pool_scores(members, unit) for label, members in groups.items()}
+    every = set().union(*tasks.values())
+    for label, table in tasks.items():
+        if lacking := sorted(every - set(table)):
+            raise UsageError(
+                f"--profiles needs the same environments in each group: {label} lacks {', '.join(lacking)}."
+            )
+    values = np.concatenate([runs for table in tasks.values() for runs in table.values()])
+    margin = 0.05 * np.ptp(values)  # shows the lines at 100 % and at 0
+    thresholds = np.linspace(values.min() - margin, values.max() + margin, PROFILE_POINTS)
+    rng = np.random.default_rng(0)
+    profiles = {label: statistics.performance_profile(table, thresholds, rng)[1:] for label, table in tasks.items()}
+    write_figure(out, performance_profiles(thresholds, profiles, xlabel=f"{unit} τ"))
+
+
+def _curve(score: Score, progress: Progress) -> list[tuple[float, float]]:
+    """Return (environment step, mean return) of each evaluation on a run's line of controllers, by step."""
+    run, lineage = Run.open(score.run, create=False), _lineage(score, progress)
+    points: dict[int, float] = {}
+    for version in run.versions("evaluation"):
+        try:
+            evaluation = run.get("evaluation", version)
+        except ArtifactError as error:
+            progress.warn(f"left out of the curve of {score.run}: {error}")
+            continue
+        controller = evaluation.inputs.get("controller")
+        if evaluation.metrics["protocol"] == PROTOCOL and controller is not None and controller.digest in lineage:
+            points[evaluation.metrics["total_steps"]] = evaluation.metrics["mean"]
+    return sorted(points.items())
+
+
+def _lineage(score: Score, progress: Progress) -> set[str]:
+    """Return the digests of a run's newest controller, or else the scored one, and of its ancestors."""
+    controller = Run.open(score.run, create=False).latest("controller") or score.evaluation.input("controller")
+    digests = {controller.digest}
+    while "parent" in controller.inputs:
+        digests.add(controller.inputs["parent"].digest)
+        try:
+            controller = controller.input("parent")
+        except ArtifactError as error:
+            progress.warn(f"the curve of {score.run} begins late: {error}")
+            break
+    return digests
+
+
+def compare_priors(scores: Sequence[Score], out: Path) -> None:
+    """Draw the attention priors that runs learned.
+
+    Raises:
+        UsageError: They learned none, or priors that do not match.
+    """
+    runs = [Run.open(score.run, create=False) for score in scores]
+    draw_priors(runs, settings_of(scores[0].evaluation), out)

@@ -1,0 +1,262 @@
+"""Scores of several runs: which evaluation represents each run, and which scores are comparable."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from wmcli.artifacts import Artifact, Run
+from wmcli.assemble import settings_of
+from wmcli.config import canonical_json, did_you_mean
+from wmcli.errors import ArtifactError, UsageError
+from wmcli.progress import Progress
+from wmcli.settings import flatten
+from wmcli.stages.evaluate import PROTOCOL
+
+NORMALIZED, RETURN, GAMES = "human-normalized score", "return", "games"
+"""Units of scores."""
+
+
+class Score(NamedTuple):
+    """The evaluation that represents a run."""
+
+    run: Path
+    """As the user wrote it."""
+    evaluation: Artifact
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        return self.evaluation.metrics
+
+    @property
+    def environment(self) -> str:
+        return str(self.metrics["environment"])
+
+
+# -- choice of evaluations --------------------------------------------------------------------------------------------
+
+
+def read_scores(runs: Sequence[Path], protocol: str, progress: Progress) -> list[Score]:
+    """Find the evaluation that represents each run under a protocol.
+
+    It is the newest final one, or else the newest interim one, with a warning. Evaluations of `wm run` before its last
+    epoch are interim, by the epoch in the manifest. Without an epoch an evaluation is final.
+
+    Args:
+        runs: Run directories.
+        protocol: Name of the protocol.
+        progress: Gets the warnings.
+
+    Raises:
+        ArtifactError: A run has no such evaluation, or a damaged one that may be the newest.
+        UsageError: Two runs are one, by the same path, a link or a copy.
+    """
+    scores = [Score(path, _choose_evaluation(path, protocol, progress)) for path in runs]
+    paths: dict[str, Path] = {}
+    for path, evaluation in scores:
+        if evaluation.digest in paths:
+            raise UsageError(
+                f"{paths[evaluation.digest]} and {path} hold the very same {evaluation.name}, which would count twice:"
+                " leave one out."
+            )
+        paths[evaluation.digest] = path
+    return scores
+
+
+def _choose_evaluation(path: Path, protocol: str, progress: Progress) -> Artifact:
+    run, interim, others = Run.open(path, create=False), None, set()
+    command = f"wm eval --run {shlex.quote(str(path))}" + (f" --protocol {protocol}" if protocol != PROTOCOL else "")
+    for version in reversed(run.versions("evaluation")):
+        try:
+            evaluation = run.get("evaluation", version)
+        except ArtifactError as error:
+            if interim is not None:
+                continue
+            raise ArtifactError(
+                f"the newest evaluation of {path} cannot be read ({error}); make another with: {command} --force"
+            ) from None
+        if evaluation.metrics["protocol"] == protocol:
+            if not _is_interim(evaluation):
+                return evaluation
+            interim = interim or evaluation
+        else:
+            others.add(evaluation.metrics["protocol"])
+    if interim is None:
+        choices = f" (it has some of --protocol {', '.join(sorted(others))})" if others else ""
+        raise ArtifactError(f"{path} has no evaluation of --protocol {protocol}{choices}; make one with: {command}")
+    progress.warn(
+        f"{path} has no final evaluation: taking {interim.name}, of epoch {interim.manifest['extra']['epoch']} of"
+        f" {settings_of(interim).run.epochs}."
+    )
+    return interim
+
+
+def _is_interim(evaluation: Artifact) -> bool:
+    """Return whether `wm run` made an evaluation before its last epoch."""
+    epoch = evaluation.manifest["extra"].get("epoch")
+    return epoch is not None and epoch < settings_of(evaluation).run.epochs
+
+
+# -- comparability ----------------------------------------------------------------------------------------------------
+
+_SAME_TASK = ("protocol", "test")  # keys of the environment that must agree
+_NOT_COMPARED = ("id", "action_meanings", "versions")  # keys of the environment
+_NOT_LEARNING = (
+    "seed",
+    "environment.id",
+    "environment.protocol",
+    "environment.size",
+    "evaluation.",
+    "run.keep",
+    "run.evaluate_",
+    "training.device",
+    "training.precision",
+    "training.kernels",
+    "training.cuda_graph",
+    "training.threads",
+    "training.checkpoint_seconds",
+    "training.log_every",
+)
+"""Settings in which runs of one system may differ: seeds, tasks, and settings without influence on the weights."""
+_NAMED = 3  # runs or settings in a warning
+
+
+def differences(groups: Sequence[Sequence[Score]], by: Sequence[str] = ()) -> list[str]:
+    """List the differences between the scores of several runs, one line each.
+
+    Over all groups: episodes, environment steps, temperature of the policy, shared settings of acting. For each
+    environment: the size of frames and the rest of its manifest block.
+    Within a group: other settings that learning depends on, and runs that agree even in their seed.
+    Not compared: versions of packages, device, precision, the number of parallel environments in evaluation.
+
+    Args:
+        groups: The scores, in groups that are pooled.
+        by: Settings (`section.key`) that make the groups, and are not listed.
+
+    Raises:
+        UsageError: The tasks differ: the protocol of the environment, or lives and time limits of test episodes.
+    """
+    scores = [score for group in groups for score in group]
+    blocks = [score.evaluation.manifest["environment"] for score in scores]
+    protocols = {block["protocol"] for block in blocks}
+    if len(protocols) > 1:
+        raise UsageError(
+            f"these runs have different protocols of play ({', '.join(sorted(protocols))}); compare runs of one."
+        )
+    lines = []
+    for environment in dict.fromkeys(score.environment for score in scores):
+        alike = [(score.run, block) for score, block in zip(scores, blocks, strict=True) if block["id"] == environment]
+        for key in dict.fromkeys(key for _, block in alike for key in block if key not in _NOT_COMPARED):
+            line = _differ(f"{environment} {key}", [(run, block[key]) for run, block in alike if key in block])
+            if line and key in _SAME_TASK:
+                raise UsageError(f"these runs have different test episodes: {line}; compare runs with the same.")
+            lines.append(line)
+    conditions = [(score.run, _conditions(score)) for score in scores]
+    for key in dict.fromkeys(key for _, values in conditions for key in values if key not in by):
+        lines.append(_differ(key, [(run, values[key]) for run, values in conditions if key in values]))
+    for group in groups:
+        lines += _differ_in_learning(group, by)
+    return [line for line in lines if line]
+
+
+def _conditions(score: Score) -> dict[str, Any]:
+    """Return the conditions of a score besides environment and weights, by name."""
+    settings, metrics = settings_of(score.evaluation), score.metrics
+    acting = settings.acting
+    section = "controller" if acting["controller"] else "dynamics"
+    values = acting[section]
+    return {
+        "episodes": metrics["episodes"],
+        "environment steps": metrics.get("total_steps"),
+        "evaluation.temperature": settings.evaluation.temperature,
+        **{f"{section}.{key}": value for key, value in values.items()},
+    }
+
+
+def _differ(name: str, values: Sequence[tuple[Path, Any]]) -> str | None:
+    """Return `episodes differ: 3 (runs/a), 5 (runs/b, runs/c)`, or None if there is one value."""
+    runs: dict[str, list[str]] = {}
+    for run, value in values:
+        runs.setdefault(value if isinstance(value, str) else canonical_json(value), []).append(str(run))
+    if len(runs) < 2:
+        return None
+    return f"{name} differ: " + ", ".join(f"{value} ({_first(names)})" for value, names in runs.items())
+
+
+def _differ_in_learning(group: Sequence[Score], by: Sequence[str]) -> list[str]:
+    every = [flatten(settings_of(score.evaluation)) for score in group]
+    acting = {key for score in group for key in _conditions(score)}
+    keys = [key for key in dict.fromkeys(key for each in every for key in each) if not key.startswith(_NOT_LEARNING)]
+    # Keys that only some kinds have differ with the kind.
+    shared = [key for key in keys if key not in acting and all(key in each for each in every)]
+    other = [key for key in shared if len({str(each[key]) for each in every}) > 1]
+    lines = []
+    if other:
+        runs = _first([str(score.run) for score in group])
+        lines.append(
+            f"runs of different settings are pooled into one number: {_first(other)} ({runs}); group them with: --by"
+            f" {other[0]}"
+        )
+    same: dict[str, list[str]] = {}
+    for score, each in zip(group, every, strict=True):
+        alike = {key: each[key] for key in ("seed", "environment.id", *keys) if key in each}
+        same.setdefault(str(alike), []).append(str(score.run))
+    lines += [
+        f"{_first(names)} have the same settings and the same seed, so they are no independent samples."
+        for names in same.values()
+        if len(names) > 1
+    ]
+    return lines
+
+
+def _first(names: Sequence[str]) -> str:
+    """Return the first names and the number of the others."""
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+# -- pooling ---------------------------------------------------------------------------------------------------------
+
+
+def pooled_unit(scores: Sequence[Score]) -> str:
+    """Return the unit of pooled scores. Returns of different environments raise UsageError."""
+    if all(score.metrics["human_normalized"] is not None for score in scores):
+        return NORMALIZED
+    if len({score.environment for score in scores}) > 1:
+        raise UsageError(
+            "returns of different environments cannot be pooled without reference scores; give runs of one, or add:"
+            " --by environment.id"
+        )
+    return RETURN
+
+
+def pool_scores(scores: Sequence[Score], unit: str) -> dict[str, np.ndarray]:
+    """Return the scores of each environment in a unit, (R,) for R runs."""
+    key = "human_normalized" if unit == NORMALIZED else "mean"
+    table: dict[str, list[float]] = {}
+    for score in scores:
+        table.setdefault(score.environment, []).append(score.metrics[key])
+    return {task: np.array(values) for task, values in table.items()}
+
+
+def group_scores(scores: Sequence[Score], keys: Sequence[str]) -> dict[tuple[str, ...], list[Score]]:
+    """Group scores by the values of some settings, "-" where the kind of a section has no such key."""
+    tables = [flatten(settings_of(score.evaluation)) for score in scores]
+    groups: dict[tuple[str, ...], list[Score]] = {}
+    for key in keys:
+        if not any(key in table for table in tables):
+            raise UsageError(f"--by {key}: no such setting; {did_you_mean(key, tables[0])}")
+    for score, table in zip(scores, tables, strict=True):
+        groups.setdefault(tuple(str(table.get(key, "-")) for key in keys), []).append(score)
+    return groups
+
+
+def label_groups(scores: Sequence[Score], keys: Sequence[str]) -> dict[str, list[Score]]:
+    """Group scores by the values of some settings, under names such as `backbone.kind=gru, seed=1`."""
+    return {
+        ", ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True)): members
+        for values, members in group_scores(scores, keys).items()
+    }
