@@ -114,9 +114,17 @@ def test_help_fits_80_columns(name, capsys, monkeypatch):
             assert re.search(rf"\b{choice}\b", out), f"{choice} is not in the help, or not whole"
 
 
-def test_usage_leaves_out_hidden_arguments(capsys):
-    assert main.run(["eval", "--help"]) == 0
-    assert "Usage: wm eval [OPTIONS]" in [line.strip() for line in capsys.readouterr().out.splitlines()]
+@pytest.mark.parametrize(
+    ("line", "usage"),
+    [
+        (["eval"], "wm eval [OPTIONS]"),  # without its hidden argument
+        ([], "wm [OPTIONS] COMMAND [ARGS]..."),
+        (["presets"], "wm presets [OPTIONS] COMMAND [ARGS]..."),
+    ],
+)
+def test_usage_names_commands_and_no_hidden_arguments(line, usage, capsys):
+    assert main.run([*line, "--help"]) == 0
+    assert f"Usage: {usage}" in [line.strip() for line in capsys.readouterr().out.splitlines()]
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -139,7 +139,7 @@ def test_the_same_job_is_not_done_twice(run: Path, kind: str, capsys: pytest.Cap
     assert EVERY_STAGE[kind](context).digest == latest(run, kind).digest
     assert versions(run) == before
     assert Run.open(run, create=False).history() == lines
-    assert f"{kind}@1 is this very job, nothing to do" in capsys.readouterr().err
+    assert f"{kind}@1 is up to date, nothing to do" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", TRAINING)

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny_run import Killed, copied, kill_at, latest, opened, sha256
@@ -13,6 +14,7 @@ from tiny_run import Killed, copied, kill_at, latest, opened, sha256
 from wmcli.artifacts import Artifact, Run, check
 from wmcli.errors import DivergedError, Stopped, UsageError
 from wmcli.progress import Bar
+from wmcli.settings import resolve
 from wmcli.stages import collect as collect_stage
 from wmcli.stages import evaluate as evaluate_stage
 from wmcli.stages import loop as module
@@ -451,6 +453,24 @@ def test_a_plan_that_ends_before_a_model_is_trained_says_so(tmp_path: Path, caps
     run_loop(opened(tmp_path / "run", *LOOP, "run.epochs=1", "run.dynamics_after=1", new=True))
     said = capsys.readouterr().err
     assert "train-dynamics begins in epoch 2" in said and "run.epochs=2" in said
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "warned"),
+    [
+        ("rem", ["run.epochs=40"], ["imagine begins in epoch 51"]),
+        ("rem", ["run.epochs=40", "controller.kind=none"], []),
+        ("rem", ["run.epochs=51"], []),
+        ("s4wm-2d", [], []),
+        ("s4wm-2d", ["controller.kind=actor-critic"], ["imagine begins in epoch 2"]),
+        ("gridworld", [], []),
+    ],
+)
+def test_a_controller_without_an_epoch_of_training_is_reported(
+    preset: str, overrides: list[str], warned: list[str], tmp_path: Path
+) -> None:
+    context = SimpleNamespace(preset=preset, settings=resolve(preset, overrides))
+    assert [line.partition(",")[0] for line in module._idle(context)] == warned
 
 
 def test_time_left_counts_remaining_work(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def train_tokenizer(
         quiet: Show no progress on stderr.
 
     Raises:
-        UsageError: The experience does not fit.
+        UsageError: The settings have no tokenizer, or the experience does not fit.
         DivergedError: A loss or weight is not finite.
     """
     machine = _training_machine(settings, device)
@@ -45,8 +45,7 @@ def train_tokenizer(
             tokenizer, experience.replay, settings.tokenizer, settings.training, machine=machine, rng=rng
         )
 
-    updates = getattr(settings.tokenizer, "updates", 0)  # of kind none, which `build` refuses
-    trainer, metrics = _fit(build, settings, machine, "train-tokenizer", updates, quiet)
+    trainer, metrics = _fit(build, settings, machine, "train-tokenizer", settings.tokenizer.updates, quiet)
     return TokenizerModel(trainer.tokenizer.eval().requires_grad_(False), settings, machine, metrics)
 
 
@@ -115,7 +114,8 @@ def train_controller(
         quiet: Show no progress on stderr.
 
     Raises:
-        UsageError: The world model has learned no rewards, or the experience does not fit.
+        UsageError: The settings have no controller, the world model has learned no rewards, or the experience does not
+            fit.
         DivergedError: A loss or weight is not finite.
     """
     machine, world_model = dynamics.machine, dynamics.world_model

@@ -30,14 +30,14 @@ class _Plain:
                 each.metavar = ""
         return params
 
-    def collect_usage_pieces(self, context: Any) -> list[str]:
-        # Typer shows hidden arguments here.
-        parts = [param.get_usage_pieces(context) for param in self.get_params(context) if not param.hidden]
-        return [self.options_metavar, *(piece for part in parts for piece in part)]  # type: ignore[attr-defined]
-
 
 class Command(_Plain, TyperCommand):
     """A command."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        # Typer shows hidden arguments here.
+        parts = [param.get_usage_pieces(ctx) for param in self.get_params(ctx) if not getattr(param, "hidden", False)]
+        return [self.options_metavar or "", *(piece for part in parts for piece in part)]
 
 
 class Group(_Plain, TyperGroup):

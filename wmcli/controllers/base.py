@@ -80,7 +80,7 @@ class NoControllerSettings(ControllerSettings):
     kind: Literal["none"] = "none"
     """No controller: only a world model is trained."""
 
-    def build(self, world_model: WorldModel, size: int, repeated: Callable[[Callable], Callable]) -> Controller:
+    def build(self, world_model: WorldModel, size: int, wrap_repeated: Callable[[Callable], Callable]) -> Controller:
         raise UsageError(NO_CONTROLLER)
 
 

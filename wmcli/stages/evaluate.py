@@ -67,7 +67,7 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
     identity |= settings.acting_identity()
     job = run.job("evaluation", identity, {"controller": actor})
     if existing := context.done(job):
-        context.progress.say(f"eval: {existing.name} is this very job, nothing to do (--force plays again)")
+        context.progress.say(f"eval: {existing.name} is up to date, nothing to do (--force plays again)")
         return existing
     with context.work(job) as work:
         context.progress.say(f"eval: {episodes} episodes of {environment['id']} by {actor.name} on {context.machine}")

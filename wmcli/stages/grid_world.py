@@ -88,7 +88,7 @@ def evaluate_grid_world(context: Context, *, dynamics: str | None = None) -> Art
     identity |= {"precision": machine.precision, "device": str(machine.device), "threads": machine.threads}
     job = run.job("evaluation", identity, {"dynamics": model})
     if existing := context.done(job):
-        context.progress.say(f"eval: {existing.name} is this very job, nothing to do (--force measures again)")
+        context.progress.say(f"eval: {existing.name} is up to date, nothing to do (--force measures again)")
         return existing
     with context.work(job) as work:
         context.progress.say(f"eval: {sequences} sequences of {dynamics_settings.sequence_length} frames on {machine}")

@@ -138,14 +138,17 @@ def _check_last(settings: Settings) -> None:
 
 
 def _idle(context: Context) -> Iterator[str]:
-    """Yield a warning for each model that the preset trains and these settings do not."""
-    plan, preset = context.settings.run, resolve(context.preset).run
+    """Yield a warning for each model that the preset or a chosen kind wants trained, and that no epoch trains."""
+    settings, preset = context.settings, resolve(context.preset)
+    wanted = {DYNAMICS: DYNAMICS in due(preset, preset.run.epochs)}
+    if settings.controller.acts:
+        wanted[IMAGINE] = IMAGINE in due(preset, preset.run.epochs) or not preset.controller.acts
     for stage, key in ((DYNAMICS, "dynamics_after"), (IMAGINE, "controller_after")):
-        last_without = getattr(plan, key)
-        if plan.epochs <= last_without and getattr(preset, key) < preset.epochs:
+        if wanted.get(stage) and stage not in due(settings, settings.run.epochs):
+            first = getattr(settings.run, key) + 1
             yield (
-                f"{stage} begins in epoch {last_without + 1}, and run.epochs = {plan.epochs} ends before: it trains"
-                f" nothing. Set run.epochs={last_without + 1} or more, or run.{key} lower."
+                f"{stage} begins in epoch {first}, and run.epochs = {settings.run.epochs} ends before: it trains"
+                f" nothing. Set run.epochs={first} or more, or run.{key} lower."
             )
 
 

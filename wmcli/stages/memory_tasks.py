@@ -98,7 +98,7 @@ def evaluate_memory(
     identity |= {key: getattr(settings.evaluation, key) for key in _MEASURES[measure].settings}
     job = run.job("evaluation", identity, {"dynamics": model, "experience": source})
     if existing := context.done(job):
-        context.progress.say(f"eval: {existing.name} is this very job, nothing to do (--force measures again)")
+        context.progress.say(f"eval: {existing.name} is up to date, nothing to do (--force measures again)")
         return existing
     with context.work(job) as work:
         world_model = load_world_model(model, machine)

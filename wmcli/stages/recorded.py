@@ -71,7 +71,7 @@ def collect_recorded(context: Context, before: Artifact | None) -> Artifact:
     files = chosen(context, before)
     job = _job(context, before, files)
     if existing := context.done(job):
-        context.progress.say(f"collect: {existing.name} is this very job, nothing to do")
+        context.progress.say(f"collect: {existing.name} is up to date, nothing to do")
         return existing
     counts = {part: len(paths) for part, paths in files.items()}
     total = sum(counts.values())

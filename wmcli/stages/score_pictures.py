@@ -15,7 +15,7 @@ from wmcli.progress import Progress
 from wmcli.report.plots import performance_profiles, returns_over_steps, write_figure
 from wmcli.stages.evaluate import PROTOCOL
 from wmcli.stages.pictures import draw_priors
-from wmcli.stages.scores import Score, differences, label_groups, pool_scores, pooled_unit
+from wmcli.stages.scores import Score, check_same_tasks, label_groups, pool_scores, pooled_unit
 
 PROFILE_POINTS = 200  # thresholds in a picture
 
@@ -38,7 +38,7 @@ def draw_returns(scores: Sequence[Score], keys: Sequence[str], out: Path, progre
     if len(environments) > 1:
         raise UsageError(f"curves are drawn of one environment: these runs are of {', '.join(environments)}.")
     groups = label_groups(scores, keys) if keys else {str(score.run): [score] for score in scores}
-    differences(list(groups.values()), keys)  # raises; the table lists the differences
+    check_same_tasks(scores)
     lines = {label: [_curve(score, progress) for score in members] for label, members in groups.items()}
     references = {"random": float(np.mean([score.metrics["random_mean"] for score in scores]))}
     human = atari.reference(environments[0], "human")
@@ -65,7 +65,7 @@ def draw_profiles(scores: Sequence[Score], against: Sequence[Score], keys: Seque
     """
     groups = label_groups(scores, keys) if keys else {"RUN" if against else "all runs": list(scores)}
     groups |= {"--against": list(against)} if against else {}
-    differences(list(groups.values()), keys)  # raises; the table lists the differences
+    check_same_tasks([*scores, *against])
     unit = pooled_unit([*scores, *against])
     tasks = {label: pool_scores(members, unit) for label, members in groups.items()}
     every = set().union(*tasks.values())

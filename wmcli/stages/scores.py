@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,7 +103,6 @@ def _is_interim(evaluation: Artifact) -> bool:
 
 # -- comparability ----------------------------------------------------------------------------------------------------
 
-_SAME_TASK = ("protocol", "test")  # keys of the environment that must agree
 _NOT_COMPARED = ("id", "action_meanings", "versions")  # keys of the environment
 _NOT_LEARNING = (
     "seed",
@@ -138,29 +137,40 @@ def differences(groups: Sequence[Sequence[Score]], by: Sequence[str] = ()) -> li
         by: Settings (`section.key`) that make the groups, and are not listed.
 
     Raises:
-        UsageError: The tasks differ: the protocol of the environment, or lives and time limits of test episodes.
+        UsageError: See `check_same_tasks`.
     """
     scores = [score for group in groups for score in group]
-    blocks = [score.evaluation.manifest["environment"] for score in scores]
-    protocols = {block["protocol"] for block in blocks}
+    check_same_tasks(scores)
+    lines = [line for _, line in _differ_in_environment(scores)]
+    conditions = [(score.run, _conditions(score)) for score in scores]
+    for key in dict.fromkeys(key for _, values in conditions for key in values if key not in by):
+        if line := _differ(key, [(run, values[key]) for run, values in conditions if key in values]):
+            lines.append(line)
+    for group in groups:
+        lines += _differ_in_learning(group)
+    return lines
+
+
+def check_same_tasks(scores: Sequence[Score]) -> None:
+    """Raise UsageError if the environments have different protocols, or lives and time limits of test episodes."""
+    protocols = {score.evaluation.manifest["environment"]["protocol"] for score in scores}
     if len(protocols) > 1:
         raise UsageError(
             f"these runs have different protocols of play ({', '.join(sorted(protocols))}); compare runs of one."
         )
-    lines = []
-    for environment in dict.fromkeys(score.environment for score in scores):
-        alike = [(score.run, block) for score, block in zip(scores, blocks, strict=True) if block["id"] == environment]
+    for key, line in _differ_in_environment(scores):
+        if key == "test":
+            raise UsageError(f"these runs have different test episodes: {line}; compare runs with the same.")
+
+
+def _differ_in_environment(scores: Sequence[Score]) -> Iterator[tuple[str, str]]:
+    """Yield the differing keys of the manifests' blocks of one environment, each with its line."""
+    blocks = [(score.run, score.evaluation.manifest["environment"]) for score in scores]
+    for environment in dict.fromkeys(block["id"] for _, block in blocks):
+        alike = [(run, block) for run, block in blocks if block["id"] == environment]
         for key in dict.fromkeys(key for _, block in alike for key in block if key not in _NOT_COMPARED):
-            line = _differ(f"{environment} {key}", [(run, block[key]) for run, block in alike if key in block])
-            if line and key in _SAME_TASK:
-                raise UsageError(f"these runs have different test episodes: {line}; compare runs with the same.")
-            lines.append(line)
-    conditions = [(score.run, _conditions(score)) for score in scores]
-    for key in dict.fromkeys(key for _, values in conditions for key in values if key not in by):
-        lines.append(_differ(key, [(run, values[key]) for run, values in conditions if key in values]))
-    for group in groups:
-        lines += _differ_in_learning(group, by)
-    return [line for line in lines if line]
+            if line := _differ(f"{environment} {key}", [(run, block[key]) for run, block in alike if key in block]):
+                yield key, line
 
 
 def _conditions(score: Score) -> dict[str, Any]:
@@ -187,7 +197,7 @@ def _differ(name: str, values: Sequence[tuple[Path, Any]]) -> str | None:
     return f"{name} differ: " + ", ".join(f"{value} ({_first(names)})" for value, names in runs.items())
 
 
-def _differ_in_learning(group: Sequence[Score], by: Sequence[str]) -> list[str]:
+def _differ_in_learning(group: Sequence[Score]) -> list[str]:
     every = [flatten(settings_of(score.evaluation)) for score in group]
     acting = {key for score in group for key in _conditions(score)}
     keys = [key for key in dict.fromkeys(key for each in every for key in each) if not key.startswith(_NOT_LEARNING)]
@@ -227,8 +237,8 @@ def pooled_unit(scores: Sequence[Score]) -> str:
         return NORMALIZED
     if len({score.environment for score in scores}) > 1:
         raise UsageError(
-            "returns of different environments cannot be pooled without reference scores; give runs of one, or add:"
-            " --by environment.id"
+            "returns of different environments cannot be pooled without reference scores; give runs of one environment,"
+            " or a table alone with --by environment.id"
         )
     return RETURN
 

@@ -67,7 +67,7 @@ def collect_scripted(context: Context, before: Artifact | None) -> Artifact:
         check_same_environment(context.environment, before)
     job = scripted_job(context, before)
     if existing := context.done(job):
-        context.progress.say(f"collect: {existing.name} is this very job, nothing to do")
+        context.progress.say(f"collect: {existing.name} is up to date, nothing to do")
         return existing
     counts = {"train": settings.collect.episodes} | {part: getattr(settings.collect, part) for part in HELD_OUT}
     played = before.metrics.get("total_episodes", 0) if before else 0

@@ -123,7 +123,7 @@ def train(
     job = context.run.job(kind, identity, inputs)
     if existing := context.done(job):
         progress.say(
-            f"{stage}: {existing.name} is this very job, nothing to do (--more trains further, --force makes another)"
+            f"{stage}: {existing.name} is up to date, nothing to do (--more trains further, --force makes another)"
         )
         return existing
     with context.work(job) as work:

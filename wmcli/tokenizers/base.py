@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from wmcli.config import Section
 from wmcli.errors import UsageError
 
-NO_TOKENIZER = "tokenizer.kind = 'none': this world model encodes frames itself and has no tokenizer to train"
-
 
 class NoTokenizerSettings(Section):
+    updates: ClassVar[int] = 0
+
     kind: Literal["none"] = "none"
     """No tokenizer: the world model encodes frames itself (MuZero, UniZero)."""
 
     def build(self, size: int) -> Any:
         """Raise UsageError."""
-        raise UsageError(NO_TOKENIZER)
+        raise UsageError(
+            "tokenizer.kind = 'none': this world model encodes frames itself and has no tokenizer to train"
+        )
