@@ -36,11 +36,12 @@ def settings(
     every = settings_of_section()
     rows = [each for each in settings_of_section(section) if kind in (None, *each.kind.split())]
     if not rows:
-        names = [*dict.fromkeys(each.key.partition(".")[0] for each in every), *(each.key for each in every)]
+        sections = {each.key.partition(".")[0] for each in every}
+        keys = {each.key for each in every if each.key.startswith(str(section).partition(".")[0] + ".")}
         raise UsageError(
             f"no setting {section or ''} of kind {kind}."
             if kind
-            else f"no setting or section '{section}'; {did_you_mean(str(section), names)}"
+            else f"no setting or section '{section}'; {did_you_mean(str(section), keys or sections)}"
         )
     if as_json:
         emit_json([each._asdict() for each in rows])
