@@ -46,6 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "normalize_inputs": False,
     },
     "prior-and-weights": {"weigh_by_continuation": True, "returns": "drama"},
+    "small-rewards": {"least_range": 0.05},
 }
 
 
@@ -352,7 +353,7 @@ def loss_with_the_graph_kept(controller: ActorCritic, world, batch) -> tuple[tor
             if settings.weigh_by_continuation:
                 weight = settings.discount**t * (not any(ended[k][row] for k in range(t + 1)))
             uneven.add(weight)
-            advantage = (targets[row][t] - float(values[t][row])) / max(1.0, high - low)
+            advantage = (targets[row][t] - float(values[t][row])) / max(settings.least_range, high - low)
             log_bins = logits[t][row].log_softmax(-1)
             code, slow_code = (
                 two_hot.encode(torch.tensor(goal[row][t], dtype=torch.float64)) for goal in (targets, slow_targets)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from wmcli.config import validate
 from wmcli.controllers.reinforce import RecurrentRollout, ReinforceController, ReinforceSettings
 from wmcli.errors import UsageError
+from wmcli.nn import two_hot
 from wmcli.nn.categorical import sample
 from wmcli.world_models.base import ImaginedStep
 
@@ -35,6 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pixels-and-actions": {"input": "pixels"},
     "no-burn-in": {"burn_in": 0},
     "until-the-end": {"learn_after_end": False},
+    "unimix": {"action_unimix": 0.2},
 }
 
 
@@ -319,6 +321,59 @@ def test_two_phases_give_the_gradient_of_one(variant, world, make_batch):
     assert not any(metric.requires_grad for metric in metrics.values())
     if controller.settings.learn_after_end:
         assert float(metrics["imagined_reward"]) == pytest.approx(float(rollout.reward.mean()))
+
+
+def policy_gradient(controller: ReinforceController, rollout: RecurrentRollout) -> torch.Tensor:
+    """The gradient of the policy's head, to which only the policy loss contributes where entropy has no weight."""
+    total, _ = controller.loss(rollout)
+    return torch.autograd.grad(total, controller.policy_head.weight)[0]
+
+
+@pytest.mark.parametrize(("least", "divisor"), [(0.01, "the range"), (50.0, 50.0)])
+def test_normalized_advantages_are_divided_by_the_range_of_the_returns(world, make_batch, least, divisor):
+    plain = small(entropy_weight=0.0).train()
+    normalized = small(entropy_weight=0.0, normalize_advantages=True, least_range=least).train()
+    rollout = imagine(plain, world, make_batch((3, 6, 4), 6))
+    assert normalized.return_range is not None
+    normalized.return_range.high.fill_(3.0)
+    normalized.eval()
+    policy_gradient(normalized, rollout)
+    assert float(normalized.return_range()) == 3.0, "only training moves the range"
+    normalized.train()
+    gradient = policy_gradient(normalized, rollout)
+    assert float(normalized.return_range()) != 3.0
+    scale = float(normalized.return_range()) if divisor == "the range" else divisor
+    torch.testing.assert_close(gradient * scale, policy_gradient(plain, rollout))
+
+
+def test_the_entropy_of_a_mixed_policy_is_bounded(world, make_batch):
+    controller = small(action_unimix=0.2)
+    torch.nn.init.constant_(controller.policy_head.bias, 0)
+    with torch.no_grad():
+        controller.policy_head.bias[2] = 1e3
+    observation = world._features(torch.randint(97, (3,)))
+    logits, _, _ = controller.policy(observation, controller.initial_state(3))
+    want = torch.tensor([0.05, 0.05, 0.85, 0.05], dtype=torch.float64).expand(3, 4)
+    torch.testing.assert_close(logits.softmax(-1), want)
+
+
+def test_two_hot_values_start_at_zero_and_learn_the_return(world, make_batch):
+    """The loss is the cross entropy of the distribution; its mean, the value, comes to the return of any size."""
+    controller = small(value="two-hot", entropy_weight=0.0, discount=0.0)
+    batch = make_batch((3, 6, 4), 6)
+    rollout = imagine(controller, world, batch)._replace(
+        reward=torch.full((3, controller.settings.imagination_horizon), -30.0, dtype=torch.float64)
+    )
+    _, first = controller.loss(rollout)
+    assert float(first["value_mean"]) == pytest.approx(0)
+    assert float(first["value_loss"]) == pytest.approx(math.log(two_hot.BINS))
+    optimizer = torch.optim.Adam([controller.value_head.weight, controller.value_head.bias], lr=0.3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        total, last = controller.loss(rollout)
+        total.backward()
+        optimizer.step()
+    assert float(last["value_mean"]) == pytest.approx(-30, rel=0.02)
 
 
 def test_float32_and_bfloat16(world, make_batch):

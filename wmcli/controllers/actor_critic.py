@@ -8,7 +8,7 @@ B batch, T time (frames), A actions, F features of a frame, flattened.
 
 The controller has no state between frames: the world model's features summarize the past. The critic predicts the value
 as a distribution over bins (`wmcli.nn.two_hot`). A slow copy of itself regularizes it against divergence. Advantages
-are divided by the range of the returns where that is above 1.
+are divided by the range of the returns where that is above `least_range`.
 
 A rollout of h imagined actions visits n = h + 1 states; the last one only supplies the value that the returns bootstrap
 from.
@@ -79,6 +79,9 @@ class ActorCriticSettings(ControllerSettings):
     """Target of the slow loss: "returns" computed with the slow critic (Drama, STORM), or its "values" (DreamerV3)."""
     slow_weight: float = Field(1.0, ge=0)
     """Weight of the slow loss."""
+    least_range: float = Field(1.0, gt=0)
+    """Smallest range of the returns that advantages are divided by. With a small one, small rewards count as much as
+    large ones, and errors of the value as much as rewards. [rewards]"""
     action_unimix: float = Field(0.0, ge=0, lt=1)
     """Share of the uniform distribution in the policy: 0.01 in DreamerV3."""
     weigh_by_continuation: bool = False
@@ -276,7 +279,7 @@ class ActorCritic(Learner):
         log_probability = log_policy.gather(-1, imagined.action[..., None]).squeeze(-1)
         weight = self._weights(imagined, value.dtype)
 
-        policy_loss = -(weight * log_probability * (target - value) / scale.clamp(min=1)).mean()
+        policy_loss = -(weight * log_probability * (target - value) / scale.clamp(min=settings.least_range)).mean()
         value_loss = (weight * two_hot.loss(value_logits, target)).mean()
         slow_loss = (weight * two_hot.loss(value_logits, slow_target)).mean()
         entropy = -(weight * (log_policy.exp() * log_policy).sum(-1)).mean()

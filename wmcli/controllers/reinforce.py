@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from wmcli.controllers.base import ControllerSettings, Learner, State, Uniforms, episode_starts, rollout_uniforms
 from wmcli.errors import UsageError
 from wmcli.kernels.lambda_returns import lambda_returns
-from wmcli.nn.categorical import sample
+from wmcli.nn import two_hot
+from wmcli.nn.categorical import mixed_log_probabilities, sample
 from wmcli.nn.layers import Flatten, Float32Linear
+from wmcli.nn.running import RunningRange
 from wmcli.world_models.base import Batch, WorldModel
 
 LSTMState = tuple[Tensor, Tensor]
@@ -60,6 +62,16 @@ class ReinforceSettings(ControllerSettings):
     """Lambda of the lambda-returns: 0 uses the next value, 1 only the imagined rewards and the last value."""
     entropy_weight: float = Field(0.001, ge=0)
     """Weight of the entropy bonus in the loss."""
+    value: Literal["mse", "two-hot"] = "mse"
+    """Value and its loss: a number and the squared error (REM, IRIS), or a distribution over 255 bins and the cross
+    entropy (DreamerV3)."""
+    normalize_advantages: bool = False
+    """Divide advantages by the range of the returns, as DreamerV3 does."""
+    least_range: float = Field(1.0, gt=0)
+    """Smallest range that advantages are divided by. With a small one, small rewards count as much as large ones, and
+    errors of the value as much as rewards. [rewards]"""
+    action_unimix: float = Field(0.0, ge=0, lt=1)
+    """Share of the uniform distribution in the policy, which keeps its entropy above a bound: 0.01 in DreamerV3."""
     learn_after_end: bool = True
     """Learn from the steps after an imagined termination as well (REM, IRIS). False suits short episodes: many steps
     lie there, and the world model has no data for them."""
@@ -136,7 +148,11 @@ class ReinforceController(Learner):
         self.action_embedding = nn.Embedding(actions, inputs) if settings.action_inputs else None
         self.lstm = nn.LSTMCell(inputs, settings.width)
         self.policy_head = Float32Linear(settings.width, actions)
-        self.value_head = Float32Linear(settings.width, 1)
+        self.value_head = Float32Linear(settings.width, two_hot.BINS if settings.value == "two-hot" else 1)
+        if settings.value == "two-hot":  # else the outermost bins, 20 orders of magnitude apart, are the first values
+            nn.init.zeros_(self.value_head.weight)
+            nn.init.zeros_(self.value_head.bias)
+        self.return_range = RunningRange() if settings.normalize_advantages else None
 
     # -- one frame at a time ---
 
@@ -154,7 +170,7 @@ class ReinforceController(Learner):
         """Read one observation (B, ...): return logits (B, A), value (B,), and the next state."""
         state = self._advance(self._encode(observation), state)
         logits, value = self._heads(state[0])
-        return logits, value, state
+        return logits, self._expected_value(value), state
 
     def follow(self, action: Tensor, state: LSTMState) -> LSTMState:
         """Update the LSTM by the action (B,); return the same state if `action_inputs` is off."""
@@ -270,11 +286,13 @@ class ReinforceController(Learner):
 
             (V - [G])^2  -  log pi(a) [G - V]  -  entropy weight * H(pi)
 
-        Steps after an imagined termination count as well unless `learn_after_end` is off.
+        A two-hot value has its cross entropy in place of the square. Normalized advantages are [G - V] divided by the
+        running range of G. Steps after an imagined termination count as well unless `learn_after_end` is off.
         """
         settings = self.settings
         hidden, _ = self.unroll(imagined.observation, imagined.action, imagined.start)
-        logits, values = self._heads(hidden)  # (B, n, A), (B, n)
+        logits, value_outputs = self._heads(hidden)  # (B, n, A), (B, n, 1 or bins)
+        values = self._expected_value(value_outputs)  # (B, n)
         target = lambda_returns(
             imagined.reward, values.detach(), imagined.terminated, settings.discount, settings.trace_decay
         )[:, :-1]
@@ -290,8 +308,13 @@ class ReinforceController(Learner):
         def mean(x: Tensor) -> Tensor:
             return (x * mask).sum() / mask.sum()
 
-        value_loss = mean((value - target).square())
-        policy_loss = -mean(log_probability * (target - value.detach()))
+        value_loss = mean(self._value_losses(value_outputs[:, :-1], target))
+        advantage = target - value.detach()
+        if self.return_range is not None:
+            if self.training:
+                self.return_range.update(target)
+            advantage = advantage / self.return_range().clamp(min=settings.least_range)
+        policy_loss = -mean(log_probability * advantage)
         entropy = -mean((log_policy.exp() * log_policy).sum(-1))
         total = value_loss + policy_loss - settings.entropy_weight * entropy
         metrics = {
@@ -324,8 +347,21 @@ class ReinforceController(Learner):
             return self.lstm(inputs, state)
 
     def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits (..., A) and values (...) for LSTM outputs (..., width)."""
-        return self.policy_head(hidden), self.value_head(hidden).squeeze(-1)
+        """Return logits (..., A), and outputs of the value (..., 1 or bins), for LSTM outputs (..., width)."""
+        logits = self.policy_head(hidden)
+        if self.settings.action_unimix:
+            logits = mixed_log_probabilities(logits, self.settings.action_unimix)
+        return logits, self.value_head(hidden)
+
+    def _expected_value(self, outputs: Tensor) -> Tensor:
+        """Return the values (...) of outputs (..., 1 or bins)."""
+        return two_hot.decode(outputs) if self.settings.value == "two-hot" else outputs.squeeze(-1)
+
+    def _value_losses(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the loss (...) of outputs (..., 1 or bins) against returns (...), which are constants."""
+        if self.settings.value == "two-hot":
+            return two_hot.loss(outputs, target)
+        return (outputs.squeeze(-1) - target).square()
 
 
 def _latent_encoder(feature_shape: tuple[int, ...], channels: tuple[int, ...], width: int) -> tuple[nn.Sequential, int]:
