@@ -136,17 +136,18 @@ def test_reproducible_and_apart_from_the_global_randomness(world):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("played", [0, 7])
-def test_resume_is_exact(world, played):
+def test_resume_is_exact(world, played, hold):
     controller = controller_for()
     numbers, first = torch.randint(50, (3, 15)), torch.rand(3, 15) < 0.2
-    agent = Agent(world, controller, 3, temperature=1, epsilon=0.1, generator=seeded(5))
+    agent = Agent(world, controller, 3, temperature=1, epsilon=0.1, hold=hold, generator=seeded(5))
     for t in range(played):
         agent.act(frames_of(numbers[:, t]), first[:, t])
     stored = load(save(agent.state()))
     want = play(agent, numbers[:, played:], first[:, played:])
 
-    other = Agent(world, controller, 3, temperature=1, epsilon=0.1, generator=seeded(99))
+    other = Agent(world, controller, 3, temperature=1, epsilon=0.1, hold=hold, generator=seeded(99))
     other.load(stored)
     np.testing.assert_array_equal(play(other, numbers[:, played:], first[:, played:]), want)
     torch.testing.assert_close(other._state, agent._state, rtol=0, atol=0)

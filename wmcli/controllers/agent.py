@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from wmcli.controllers.base import Controller, SearchSummary, State
+from wmcli.controllers.random_actions import HeldActions
 from wmcli.errors import ArtifactError
 from wmcli.nn.categorical import choose
 from wmcli.world_models.base import ImaginedStep, WorldModel
@@ -32,6 +33,8 @@ class Agent:
         environments: E.
         temperature: Actions are sampled from softmax(logits / temperature); at 0 the likeliest is taken.
         epsilon: Probability of replacing the action by a uniformly random one.
+        hold: Hold such an action for several decisions. Then `epsilon` is the probability that a hold begins, at each
+            decision outside of one. A hold ends where an episode opens.
         explore: Let a search explore as well.
         feed_executed_action: Update the controller by the executed action, as the world model always is. Else by its
             choice before the replacement, as in the public code leor-c/REM.
@@ -46,6 +49,7 @@ class Agent:
         *,
         temperature: float,
         epsilon: float,
+        hold: bool = False,
         explore: bool = False,
         feed_executed_action: bool = True,
         generator: torch.Generator,
@@ -69,6 +73,7 @@ class Agent:
         self._is_first = torch.ones(environments, dtype=torch.bool, device=self.device)
         self._frame_shape: tuple[int, ...] = ()
         self._search_summary: SearchSummary | None = None
+        self._held = HeldActions(environments) if hold else None
 
     def act(self, observation: np.ndarray | Tensor, is_first: np.ndarray | Tensor) -> np.ndarray:
         """Return actions (E,) int64 for frames (E, H, W, C) uint8; rows with `is_first` (E,) True have no past."""
@@ -78,6 +83,8 @@ class Agent:
     @torch.no_grad()
     def perceive(self, observation: np.ndarray | Tensor, is_first: np.ndarray | Tensor) -> None:
         """Read the current frames, as `act` does, before `decide`."""
+        if self._held is not None:
+            self._held.end(torch.as_tensor(is_first).cpu())
         self._perceive(self._put(observation), self._put(is_first) | self._is_first)
         self._is_first = torch.zeros_like(self._is_first)
 
@@ -89,7 +96,9 @@ class Agent:
         self._search_summary = self.controller.summarize_search(state)
         choice = choose(logits.cpu(), self.temperature, self.generator)
         executed_action = choice
-        if self.epsilon > 0:
+        if self._held is not None:
+            executed_action = self._held.replace(choice, self.epsilon, logits.shape[1], self.generator)
+        elif self.epsilon > 0:
             uniform = torch.randint(logits.shape[1], choice.shape, generator=self.generator)
             executed_action = torch.where(
                 torch.rand(choice.shape, generator=self.generator) < self.epsilon, uniform, choice
@@ -145,6 +154,8 @@ class Agent:
     def reset_rows(self, rows: np.ndarray | Tensor) -> None:
         """Clear the rows (E,) marked True: the next frame opens an episode there."""
         self._is_first = self._is_first | self._put(rows)
+        if self._held is not None:
+            self._held.end(torch.as_tensor(rows).cpu())
 
     def state(self) -> dict[str, Tensor]:
         """Return everything that changes while playing, the generator included, as flat tensors for a checkpoint."""
@@ -157,6 +168,8 @@ class Agent:
         if self._world_state is not None:
             tensors["frame_shape"] = torch.tensor(self._frame_shape)
             tensors |= {f"world_model/{index}": leaf for index, leaf in enumerate(_leaves(self._world_state))}
+        if self._held is not None:
+            tensors |= self._held.state()
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
     @torch.no_grad()
@@ -182,6 +195,8 @@ class Agent:
                 generator=torch.Generator(),  # its samples are not used
             )
             self._world_state = self._rebuild(template, state, "world_model")
+        if self._held is not None:
+            self._held.load(state)
         self.generator.set_state(state["generator"].cpu())
 
     def _perceive(self, observation: Tensor, reset: Tensor) -> None:
@@ -211,19 +226,31 @@ class Agent:
 
 
 class UniformAgent:
-    """Plays uniformly random actions; satisfies `wmcli.controllers.base.Actor`. The generator is on the CPU."""
+    """Plays uniformly random actions; satisfies `wmcli.controllers.base.Actor`.
+
+    Args:
+        actions: Number of actions.
+        environments: E.
+        hold: Hold each action for several decisions, at most to the end of the episode.
+        generator: On the CPU.
+    """
 
     across_ends = False
 
-    def __init__(self, actions: int, environments: int, *, generator: torch.Generator) -> None:
+    def __init__(self, actions: int, environments: int, *, hold: bool = False, generator: torch.Generator) -> None:
         assert generator.device.type == "cpu"
         self.actions = actions
         self.environments = environments
         self.generator = generator
+        self._held = HeldActions(environments) if hold else None
 
     def act(self, observation: np.ndarray | Tensor, is_first: np.ndarray | Tensor) -> np.ndarray:
         """Return random actions (E,) int64, whatever the frames."""
-        return torch.randint(self.actions, (self.environments,), generator=self.generator).numpy()
+        if self._held is None:
+            return torch.randint(self.actions, (self.environments,), generator=self.generator).numpy()
+        self.reset_rows(is_first)
+        none = torch.zeros(self.environments, dtype=torch.int64)
+        return self._held.replace(none, 1.0, self.actions, self.generator).numpy()
 
     def summarize_search(self) -> dict[str, np.ndarray]:
         """Return nothing: there is no search."""
@@ -232,17 +259,23 @@ class UniformAgent:
     def burn_in(
         self, observation: np.ndarray | Tensor, action: np.ndarray | Tensor, valid: np.ndarray | Tensor
     ) -> None:
-        """Do nothing: it has no state."""
+        """End all holds; there is no other state."""
+        self.reset_rows(torch.ones(self.environments, dtype=torch.bool))
 
     def reset_rows(self, rows: np.ndarray | Tensor) -> None:
-        """Do nothing: it has no state."""
+        """End the holds in the rows (E,) marked True."""
+        if self._held is not None:
+            self._held.end(torch.as_tensor(rows).cpu())
 
     def state(self) -> dict[str, Tensor]:
-        """Return the generator's state."""
-        return {"generator": self.generator.get_state()}
+        """Return the generator's state and the holds."""
+        held = {} if self._held is None else self._held.state()
+        return {"generator": self.generator.get_state(), **held}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Resume exactly where `state` was returned."""
+        if self._held is not None:
+            self._held.load(state)
         self.generator.set_state(state["generator"].cpu())
 
 

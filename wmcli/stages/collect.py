@@ -185,17 +185,19 @@ def _agent(context: Context, actor: Artifact | None, number: int) -> Actor:
     settings = context.settings
     generator = torch.Generator().manual_seed(derived_seed(settings.seed, "collect actions", number))
     count = settings.environment.count
-    if actor is None:
-        return UniformAgent(context.environment["actions"], count, generator=generator)
-    world_model, controller = load_controller(actor, context.machine, settings.acting)
     collecting = settings.collect
     assert isinstance(collecting, LearnedCollectSettings)
+    hold = collecting.random_actions == "held"
+    if actor is None:
+        return UniformAgent(context.environment["actions"], count, hold=hold, generator=generator)
+    world_model, controller = load_controller(actor, context.machine, settings.acting)
     return Agent(
         world_model,
         controller,
         count,
         temperature=collecting.temperature,
         epsilon=collecting.epsilon,
+        hold=hold,
         explore=True,
         feed_executed_action=collecting.feed_executed_action,
         generator=generator,
