@@ -23,7 +23,7 @@ def lengths(actions: list[int]) -> list[int]:
 
 def test_the_lengths_follow_the_zeta_distribution():
     drawn = draw_lengths(200_000, seeded(0))
-    assert 1 <= int(drawn.min()) and int(drawn.max()) <= LONGEST
+    assert int(drawn.min()) >= 1 and int(drawn.max()) <= LONGEST
     weights = np.arange(1, LONGEST + 1) ** -2.0
     want = weights / weights.sum()
     found = np.bincount(drawn, minlength=LONGEST + 1)[1:] / len(drawn)

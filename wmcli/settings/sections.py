@@ -34,9 +34,9 @@ class LearnedCollectSettings(CollectSettings):
     epsilon: float = Field(0.01, ge=0, le=1)
     """Probability of replacing the action by a uniformly random one."""
     random_actions: Literal["independent", "held"] = "independent"
-    """Uniformly random actions, of epsilon and before there is a controller: each drawn anew, or held for n decisions,
-    P(n) proportional to n^-2 up to 128. A hold begins with probability epsilon at each decision outside of one, and ends
-    with the episode and the collect."""
+    """Uniformly random actions, before there is a controller and of epsilon: each drawn anew, or held for n decisions,
+    P(n) proportional to n^-2, n at most 128. Epsilon is then the probability that a hold begins. A hold ends with the
+    episode and with the collect."""
     feed_executed_action: bool = True
     """Feed the executed action to the controller; false feeds the one before epsilon (public code of REM)."""
 
