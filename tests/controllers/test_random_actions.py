@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from wmcli.controllers.agent import UniformAgent
+from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.controllers.random_actions import LONGEST, HeldActions, draw_lengths
+from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings
 from wmcli.stages.opening import open_context
 
 
@@ -49,6 +50,19 @@ def test_a_new_episode_ends_a_hold_in_its_row_alone():
             break
     after = agent.act(frames, np.array([True, False]))
     assert after[0] != before[0] and after[1] == before[1]
+
+
+def test_a_new_episode_ends_an_agents_hold(world):
+    torch.manual_seed(3)
+    settings = ReinforceSettings(width=7, latent_channels=(6,))
+    controller = ReinforceController(settings, (5, 2, 3), image_size=8, actions=4)
+    agent = Agent(world, controller, 2, temperature=1, epsilon=1.0, hold=True, generator=seeded(5))
+    assert agent._held is not None
+    frames = np.zeros((2, 8, 8, 3), np.uint8)
+    agent.perceive(frames, np.ones(2, bool))
+    agent._held._left.fill_(9)
+    agent.perceive(frames, np.array([True, False]))
+    assert agent._held._left.tolist() == [0, 9]
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.05, 1.0])
