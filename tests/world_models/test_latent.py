@@ -135,6 +135,22 @@ def test_the_loss_is_its_definition():
     assert_close(total, parts, rtol=1e-4, atol=0)  # 0.7 + 0.3 of the same number
 
 
+def test_the_loss_weighs_object_pixels():
+    """`tokenizer.object_share` is a share of the world model's reconstruction as well."""
+    plain, weighing = make(), make()
+    weighing.load_state_dict(plain.state_dict())
+    weighing.tokenizer.settings = weighing.tokenizer.settings.model_copy(update={"object_share": 0.5})
+    observation = torch.full((B, T, SIZE, SIZE, 3), 10, dtype=torch.uint8)
+    observation[0, :3, 0, 0] = 255
+    batch = segment(inputs=observation)
+    logs = []
+    for model in (plain.eval(), weighing.eval()):
+        torch.manual_seed(0)
+        logs.append({name: float(value) for name, value in model.loss(batch)[1].items()})
+    assert logs[1].pop("reconstruction") != pytest.approx(logs[0].pop("reconstruction"))
+    assert logs[0] == logs[1]
+
+
 def test_free_nats_of_the_mean_silence_both_kl_gradients():
     model = make(free_nats=1000.0)
     total, _ = model.loss(segment())

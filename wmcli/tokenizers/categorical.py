@@ -27,7 +27,7 @@ from wmcli.nn.initialize import initialize
 from wmcli.nn.layers import scaled
 from wmcli.nn.mlp import Activation, mlp
 from wmcli.nn.strided_conv import ConvStack, Norm, StridedDecoder, StridedEncoder
-from wmcli.tokenizers.measures import survival
+from wmcli.tokenizers.measures import object_weights, survival
 
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, strict=False)]
 
@@ -65,6 +65,9 @@ class CategoricalTokenizerSettings(Section):
     output: Literal["sigmoid", "linear", "centered"] = "sigmoid"
     """Output of the decoder. With centered, pixels of encoder and decoder are in [-0.5, 0.5] (DreamerV3), else in
     [0, 1]."""
+    object_share: float = Field(0.0, ge=0, lt=1)
+    """Share of the squared error over pixels that differ from the batch's median frame (moving objects). Without it
+    small objects may be lost."""
     posterior_layers: int = Field(0, ge=0)
     """Hidden layers of the posterior, each a Linear without bias, LayerNorm and activation (Dreamer: 1). [layers]"""
     posterior_width: int = Field(512, ge=1)
@@ -242,12 +245,19 @@ class CategoricalTokenizer(nn.Module):
         """
         return squared_error(self._decoded(z, past), self._pixels(observation))
 
+    def reconstruction_loss(self, z: Tensor, past: Tensor | None, observation: Tensor) -> Tensor:
+        """Return `reconstruction_error` with the pixels weighed by `object_share`, (B,) float32."""
+        if not self.settings.object_share:
+            return self.reconstruction_error(z, past, observation)
+        root = object_weights(observation, self.settings.object_share).sqrt_()[:, None]
+        return squared_error(self._decoded(z, past) * root, self._pixels(observation).mul_(root))
+
     # -- training by reconstruction, and its measures -----------------------------------------------------------------
 
     def loss(self, observation: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of frames (B, H, W, 3) uint8 and its metrics; `reconstruction` is summed over pixels."""
         log_posterior = self.posterior(observation)
-        loss = self.reconstruction_error(straight_through(log_posterior.exp()), None, observation).mean()
+        loss = self.reconstruction_loss(straight_through(log_posterior.exp()), None, observation).mean()
         return loss, {"reconstruction": loss.detach(), "posterior_entropy": entropy(log_posterior).mean().detach()}
 
     @torch.no_grad()

@@ -34,6 +34,16 @@ def objects(observation: Tensor) -> Tensor:
     return ((observation.float() - median(observation).float()).abs() > 255 * OBJECT_CONTRAST).any(-1)
 
 
+def object_weights(observation: Tensor, share: float) -> Tensor:
+    """Return weights (B, H, W) float32 of the pixels of frames (B, H, W, C) uint8, so that objects have a share.
+
+    The mean over all pixels has the weight 1 - share, that over object pixels (see `objects`) the weight `share`. At
+    least one object pixel is counted per frame, so a lone one weighs no more than a frame.
+    """
+    mask = objects(observation).float()
+    return (1 - share) + share * mask * (mask.numel() / mask.sum().clamp_min(len(mask)))
+
+
 def survival(observation: Tensor, reconstruction: Tensor) -> dict[str, float]:
     """Return the quality of reconstructions of frames (B, H, W, C) uint8.
 

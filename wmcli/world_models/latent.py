@@ -436,9 +436,10 @@ class LatentWorldModel(WorldModel):
         """Sum reconstruction, reward, termination, and weighted dynamics and representation losses.
 
         See Drama, section 3, and S4WM, equations 8 and 9, with weights alpha and 1 - alpha. `batch.inputs` holds
-        frames. Reconstruction is the squared error summed over a frame's pixels. `settings.reward` selects the reward
-        loss. The termination loss is a binary cross entropy. With p the posterior of the next frame, q the prior, and
-        [x] constant: dynamics = max(free, KL([p] || q)), representation = max(free, KL(p || [q])).
+        frames. Reconstruction is the squared error summed over a frame's pixels, weighed by `tokenizer.object_share`.
+        `settings.reward` selects the reward loss. The termination loss is a binary cross entropy. With p the posterior
+        of the next frame, q the prior, and [x] constant: dynamics = max(free, KL([p] || q)), representation = max(free,
+        KL(p || [q])).
 
         The metrics are `reconstruction`, `reward_loss`, `termination_loss`, `observation_loss` (the KL itself, nats a
         frame), `posterior_entropy` and `prior_entropy` (nats a frame).
@@ -477,10 +478,10 @@ class LatentWorldModel(WorldModel):
             past = outputs
         past = past.masked_fill(is_first[..., None], 0)
         is_scored = valid if settings.first_frame else valid & ~batch.is_first
-        error = self.tokenizer.reconstruction_error(
+        losses = self.tokenizer.reconstruction_loss(
             z.flatten(0, 1), self._decoder_past(past.flatten(0, 1)), frames.flatten(0, 1)
         )
-        reconstruction = masked_mean(error.view(valid.shape), is_scored)
+        reconstruction = masked_mean(losses.view(valid.shape), is_scored)
         reward_loss, termination_loss = self._outcome_losses(batch, carry, outputs, z, is_first)
 
         start = 0 if carry is not None else 1
