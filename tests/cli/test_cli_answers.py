@@ -337,6 +337,7 @@ def test_presets_of_a_system_and_quick_ones(capsys):
     assert {"quickstart", "muzero-quick"} <= {row["name"] for row in quick}
     assert "drama" not in [row["name"] for row in quick]
     assert [row["name"] for row in rows(["presets", "--system", "drama", "--quick"], capsys)] == [
+        "drama-atari",
         "drama-pong-small",
         "drama-quick",
     ]
