@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from wrong_steps import UNSEEDED
 from wmcli.artifacts import Run
 from wmcli.controllers.agent import UniformAgent
 from wmcli.envs import EnvironmentSettings, Streams
-from wmcli.errors import Stopped, UsageError
+from wmcli.errors import ArtifactError, Stopped, UsageError
 from wmcli.progress import Progress
 from wmcli.settings import MAX_EPISODES
 from wmcli.stages import evaluate as module
@@ -132,6 +133,29 @@ def test_best_is_the_controller_with_the_highest_mean(run: Path, monkeypatch: py
         assert best.version == min(version, 3)
     assert (run / "controller" / "best").readlink() == Path("v0003")
     assert evaluate(opened(run), controller="controller@best", episodes=2).inputs["controller"].version == 3
+
+
+def test_more_episodes_of_the_same_controller_replace_fewer(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lucky evaluation of few episodes does not make a controller the best once it has more."""
+    shutil.rmtree(run / "evaluation")
+    means = iter([9.0, 5.0, 3.0, 8.0])
+    monkeypatch.setattr(module, "score", lambda returns: score(returns) | {"mean": next(means)})
+
+    def best(version: int, episodes: int) -> int:
+        evaluate(opened(run), controller=f"controller@{version}", episodes=episodes)
+        return Run.open(run, create=False).resolve("best", "controller").version
+
+    imagine(opened(run, more=True))
+    assert best(1, episodes=1) == 1
+    assert best(2, episodes=2) == 1
+    assert best(1, episodes=4) == 2
+    assert best(1, episodes=3) == 2, "three episodes say less than the four before"
+
+
+def test_without_an_evaluation_there_is_no_best(run: Path) -> None:
+    (run / "controller" / "best").unlink()
+    with pytest.raises(ArtifactError, match="no controller of .* was evaluated yet; do so with: wm eval --run"):
+        evaluate(opened(run), controller="best", episodes=2)
 
 
 def test_an_evaluation_that_could_not_be_read_again_is_refused_before_it_is_played(run: Path) -> None:

@@ -13,7 +13,7 @@ from tiny_run import Killed, copied, kill_at, latest, opened, sha256
 
 from wmcli.artifacts import Artifact, Run, check
 from wmcli.errors import DivergedError, Stopped, UsageError
-from wmcli.progress import Bar
+from wmcli.progress import Bar, Progress
 from wmcli.settings import resolve
 from wmcli.stages import collect as collect_stage
 from wmcli.stages import evaluate as evaluate_stage
@@ -433,14 +433,20 @@ def test_inputs_of_another_run_are_not_removed(tmp_path: Path) -> None:
     assert {state for _, state, _ in check(Run.open(tmp_path / "other", create=False))} == {"ok"}
 
 
-def test_the_best_controller_is_kept_with_its_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_controller_is_kept_with_its_models_and_offered_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     scores = iter([0.75, 0.5, 0.25, 0.125])
     original = evaluate_stage.score
     monkeypatch.setattr(evaluate_stage, "score", lambda returns: original(returns) | {"mean": next(scores)})
-    run_loop(opened(tmp_path / "run", *LOOP, "run.epochs=6", "run.evaluate_every=1", "run.keep=1", new=True))
+    context = opened(tmp_path / "run", *LOOP, "run.epochs=6", "run.evaluate_every=1", "run.keep=1", new=True)
+    context.progress = Progress()
+    run_loop(context)
     run = Run.open(tmp_path / "run", create=False)
-    best = run.resolve("controller@best", "controller")
+    best = run.resolve("best", "controller")
     assert best.version == 1 and (run.path / "controller" / "best").readlink() == Path("v0001")
+    said = capsys.readouterr().err
+    assert "controller@1 scored better: 0.750 over" in said and f"wm eval --run {run} --controller best" in said
     states = {name: state for name, state, _ in check(run)}
     assert [states[f"controller@{version}"] for version in (1, 2, 3, 4)] == ["ok", "pruned", "pruned", "ok"]
     assert states[best.input("dynamics").name] == states[best.input("dynamics").input("tokenizer").name] == "ok"

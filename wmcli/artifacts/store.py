@@ -232,14 +232,16 @@ class Run:
         """Open the artifact of a reference.
 
         Args:
-            reference: `kind`, `kind@7`, `7`, `controller@best`, or the path of a version or of its manifest.
+            reference: `kind`, `kind@7`, `7`, `controller@best` or `best`, or the path of a version or of its manifest.
             kind: Kind that is needed.
 
         Raises:
             ArtifactError: It is missing, damaged or of another kind. The message has the command that makes one.
         """
-        if reference == f"{kind}@{BEST}":
+        if kind == "controller" and reference in (BEST, f"controller@{BEST}"):
             reference = str(self.path / kind / BEST)
+            if not Path(reference).exists():
+                raise ArtifactError(f"no controller of {self} was evaluated yet; do so with: wm eval --run {self}")
         match = re.fullmatch(rf"({'|'.join(KINDS)})(?:@(?:latest|([0-9]{{1,9}})))?|([0-9]{{1,9}})", reference)
         if match is None:
             artifact = self._at_path(reference, kind)

@@ -121,15 +121,35 @@ def _play(context: Context, work: Work, agent: Actor, episodes: int, name: str) 
     )
 
 
-def _point_best(run: Run) -> None:
-    """Point `controller/best` to the controller of this run with the highest mean return, the newer of equals."""
-    evaluations = [each for each in run.artifacts("evaluation") if each.metrics["protocol"] == PROTOCOL]
-    for evaluation in sorted(evaluations, key=lambda each: (each.metrics["mean"], each.version), reverse=True):
+def best_evaluation(run: Run) -> Artifact | None:
+    """Return the evaluation of the run's best controller: the one with the highest mean return.
+
+    Of a controller's evaluations the one with the most episodes counts, the newest of equals. Of equal means, more
+    episodes and then the newer evaluation win. None if no controller of the run was evaluated.
+    """
+    of_controller: dict[str, Artifact] = {}
+    for evaluation in run.artifacts("evaluation"):
+        if evaluation.metrics["protocol"] != PROTOCOL:
+            continue
+        digest = evaluation.inputs["controller"].digest
+        if digest not in of_controller or evaluation.metrics["episodes"] >= of_controller[digest].metrics["episodes"]:
+            of_controller[digest] = evaluation
+    ranked = sorted(
+        of_controller.values(), key=lambda each: (each.metrics["mean"], each.metrics["episodes"], each.version)
+    )
+    for evaluation in reversed(ranked):
         controller = evaluation.inputs["controller"]
         with suppress(ArtifactError):
             if run.get("controller", controller.version).digest == controller.digest:
-                run.point("controller", BEST, controller.version)
-                return
+                return evaluation
+    return None
+
+
+def _point_best(run: Run) -> None:
+    """Point `controller/best` to the controller of `best_evaluation`."""
+    evaluation = best_evaluation(run)
+    if evaluation is not None:
+        run.point("controller", BEST, evaluation.inputs["controller"].version)
 
 
 def summary(artifact: Artifact) -> str:

@@ -24,7 +24,7 @@ from wmcli.stages.collect import collect, collect_job
 from wmcli.stages.collector import Collector
 from wmcli.stages.context import Context, PrunedInputError
 from wmcli.stages.dynamics import NONE, train_dynamics
-from wmcli.stages.evaluate import RETURNS, evaluate
+from wmcli.stages.evaluate import RETURNS, best_evaluation, evaluate
 from wmcli.stages.imagine import imagine
 from wmcli.stages.memory_tasks import check_measures, measures_of
 from wmcli.stages.protocols import PROTOCOLS
@@ -66,6 +66,12 @@ def run_loop(context: Context) -> Artifact:
     inside.bind()  # also if no job was due: settings of `run` may have changed
     for evaluation in scores:
         progress.say(PROTOCOLS[evaluation.metrics["protocol"]].summarize(evaluation))
+    best = best_evaluation(inside.run) if "controller" in newest else None
+    if best is not None and best.inputs["controller"].digest != newest["controller"].digest:
+        progress.say(
+            f"controller@{best.inputs['controller'].version} scored better: {best.metrics['mean']:.3f} over"
+            f" {best.metrics['episodes']} episodes; score it in full with: wm eval --run {inside.run} --controller best"
+        )
     if "evaluation" in newest:
         return newest["evaluation"]
     return newest[next(kind for kind in reversed(("experience", *MODELS)) if kind in newest)]
