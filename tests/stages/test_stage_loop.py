@@ -150,6 +150,17 @@ def test_each_stage_reads_the_newest_inputs_of_its_epoch(whole: Path) -> None:
     ]
 
 
+def test_a_controller_is_calibrated_on_the_experience_that_its_parent_played(whole: Path) -> None:
+    """Controller 2 goes on from controller 1, which played experience 4; later there is no newer experience."""
+    run = Run.open(whole, create=False)
+    found = {version: run.get("controller", version).metrics for version in run.versions("controller")}
+    calibrated = {version: metrics for version, metrics in found.items() if "fresh_real_return" in metrics}
+    assert set(calibrated) == {2}
+    logged = [line for line in run.history() if "fresh_real_return" in line]
+    assert {line["epoch"] for line in logged} == {4}
+    assert {line["fresh_imagined_return"] for line in logged} == {calibrated[2]["fresh_imagined_return"]}
+
+
 def test_evaluations_on_the_way_are_short_and_the_last_is_whole(whole: Path) -> None:
     run = Run.open(whole, create=False)
     evaluations = [run.get("evaluation", version) for version in (1, 2)]

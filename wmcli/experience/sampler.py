@@ -80,6 +80,11 @@ class WindowTable:
         run, begin = self._locate(numbers)
         return self._order[self._start[run] + np.maximum(begin, 0)]
 
+    def last_rows(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the row of the last real frame of each window (B,), int64 (B,)."""
+        run, begin = self._locate(numbers)
+        return self._order[self._start[run] + np.minimum(begin + self._length, self._frames[run]) - 1]
+
     def _locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the run of each window (B,), and its first frame in the run (B,), below 0 if padded."""
         run = np.searchsorted(self.before, numbers, side="right") - 1

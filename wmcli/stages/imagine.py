@@ -20,7 +20,9 @@ from wmcli.stages.context import Context
 from wmcli.stages.pictures import imagined_beside_real, write_side_by_side
 from wmcli.stages.train import check_descent, latents_of, parent_of, train
 from wmcli.trainers import ImaginationTrainer, ReanalysisTrainer
+from wmcli.trainers.calibration import calibrate
 from wmcli.training.checkpoint import TRAINING, read_part
+from wmcli.training.device import derived_seed
 
 
 def imagine(
@@ -62,7 +64,11 @@ def imagine(
     if context.settings.controller.searches:
         return publish(build=partial(_reanalysis, context, frames, model))
     encoder = _encoder(model, inputs.get("parent"))
-    return publish(build=partial(_imagination, context, frames, model, encoder), draw=_draw_imagination)
+    return publish(
+        build=partial(_imagination, context, frames, model, encoder),
+        measure_parent=partial(_calibrate, context, frames, inputs.get("parent")),
+        draw=_draw_imagination,
+    )
 
 
 def _encoder(model: Artifact, parent: Artifact | None) -> Artifact | None:
@@ -108,6 +114,14 @@ def _imagination(
         counts=_counts(context, model, frames) if settings.training.sampling == "dfs" else None,
         ratio=settings_of(model).dynamics.batch / settings.controller.batch,
     )
+
+
+def _calibrate(context: Context, frames: Artifact, parent: Artifact | None, trainer: ImaginationTrainer) -> None:
+    """Calibrate the parent on the newest experience, if that is its own."""
+    player = frames.inputs.get("controller")
+    if parent is not None and player is not None and player.digest == parent.digest:
+        seed = derived_seed(context.settings.seed, "calibration", trainer.state.trained)
+        trainer.calibration = calibrate(trainer, int(frames.metrics["steps"]), seed)
 
 
 def _draw_imagination(payload: Path, trainer: ImaginationTrainer) -> None:

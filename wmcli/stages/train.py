@@ -17,7 +17,7 @@ from wmcli.experience import Replay
 from wmcli.report.plots import along, learning_curves, write_figure
 from wmcli.stages.context import Context
 from wmcli.trainers.batches import encode_frames
-from wmcli.training.checkpoint import CHECKPOINT, TRAINING, WEIGHTS, module_tensors, save_tensors
+from wmcli.training.checkpoint import TRAINING, WEIGHTS, module_tensors, save_tensors
 from wmcli.training.device import derived_seed, isolated_randomness
 from wmcli.training.loop import Trainer, fit
 from wmcli.world_models.base import WorldModel
@@ -94,6 +94,7 @@ def train(
     inputs: dict[str, Artifact],
     updates: int,
     build: Callable[[np.random.Generator], T],
+    measure_parent: Callable[[T], None] = lambda trainer: None,
     draw: Callable[[Path, T], None] = lambda payload, trainer: None,
 ) -> Artifact:
     """Run a training stage to its published artifact: the existing one, a resumed one or a new one.
@@ -106,6 +107,7 @@ def train(
         inputs: Artifacts that it is made from; `parent` is the version to train further.
         updates: Updates to do.
         build: Loads models and data and returns the trainer; torch's global generator is seeded around it.
+        measure_parent: Called with the weights of the version to train further, before the first update.
         draw: Writes pictures into the payload.
 
     Raises:
@@ -135,8 +137,9 @@ def train(
         with isolated_randomness(derived_seed(settings.seed, stage, trained), context.machine.device) as rng:
             trainer = build(rng)
             state = trainer.state
-            if "parent" in inputs and not (work.path / CHECKPOINT).exists():
+            if "parent" in inputs:  # a checkpoint replaces it in `fit`
                 state.continue_from(inputs["parent"].file(TRAINING))
+                measure_parent(trainer)
             losses = fit(
                 trainer,
                 updates,

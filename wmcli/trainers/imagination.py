@@ -60,7 +60,7 @@ class ImaginationTrainer(Trainer):
         self.replay = replay
         self.settings = settings
         self.machine = machine
-        self._latents = encode_frames(world_model, replay.frames, machine) if latents is None else latents
+        self.latents = encode_frames(world_model, replay.frames, machine) if latents is None else latents
         if training.sampling == "dfs" and counts is None:
             counts = np.zeros(0, np.int64)
         self._sampler = build_sampler(
@@ -76,15 +76,21 @@ class ImaginationTrainer(Trainer):
         )
         self._optimizer = optimizer_for(settings, controller.parameter_groups())
         self._rollout = machine.wrap_repeated(partial(controller.imagine, world_model))
+        self.calibration: dict[str, float] = {}
+        """Returns of the version that is trained further, if it was calibrated."""
         self.state = TrainState({"controller": controller}, self._optimizer, rng, {"sampler": self._sampler})
 
     def update(self) -> Mapping[str, Tensor]:
         """Learn from a batch of rollouts."""
         windows = self._sampler.batch(self.settings.batch)
-        batch = gather(self.replay, self._latents, windows, across_ends=self.world_model.across_ends)
+        batch = gather(self.replay, self.latents, windows, across_ends=self.world_model.across_ends)
         return update_controller(
             self.machine, self.world_model, self.controller, self._optimizer, batch, self.settings.clip, self._rollout
         )
+
+    def status(self) -> dict[str, float]:
+        """Return the calibration."""
+        return self.calibration
 
 
 def update_controller(

@@ -264,6 +264,10 @@ class WorldModel(nn.Module, ABC):
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss to minimize, a float32 scalar, and named scalars without gradient for the log."""
 
+    def learned_reward(self, reward: Tensor) -> Tensor:
+        """Return what the model learns and imagines of real rewards (...), float32: the rewards themselves."""
+        return reward
+
     def initial_carry(self, rows: int) -> State:
         """Return the carry of `carried_loss` at the beginning of streams. Only for a model that learns from streams."""
         raise NotImplementedError

@@ -240,6 +240,10 @@ class TokenWorldModel(WorldModel):
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
+    def learned_reward(self, reward: Tensor) -> Tensor:
+        """Return the signs of rewards (...)."""
+        return reward.sign()
+
     def predict(self, latent: Tensor, action: Tensor) -> SegmentLogits:
         """Return logits for a segment without a past, all blocks at once, from tokens (B, T, K) and actions (B, T).
 
@@ -301,7 +305,7 @@ class TokenWorldModel(WorldModel):
 
         start = self.settings.reward_burn_in
         valid = valid[:, start:]
-        sign = batch.reward[:, start:].sign().long() + 1
+        sign = self.learned_reward(batch.reward[:, start:]).long() + 1
         terminations = (batch.terminated | batch.truncated) if self.settings.end_on_truncation else batch.terminated
         reward_logits, termination_logits = logits.reward[:, start:], logits.termination[:, start:]
         reward_loss = _cross_entropy(reward_logits, sign, valid)
