@@ -466,6 +466,48 @@ def test_the_best_controller_is_kept_with_its_models_and_offered_at_the_end(
 # -- what it says -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("means", "ends_after", "best"), [([0.5, 0.75, 0.25, 0.75], 6, 4), ([0.25, 0.5, 0.5, 0.75, 0.0], None, 4)]
+)
+def test_patience_ends_the_run_and_scores_the_best_controller(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    means: list[float],
+    ends_after: int | None,
+    best: int,
+) -> None:
+    """Evaluations begin in epoch 3. An equal mean is no better, but its controller is the newer one."""
+    scores = iter([*means, 0.125])  # the last is of evaluation.episodes
+    original = evaluate_stage.score
+    monkeypatch.setattr(evaluate_stage, "score", lambda returns: original(returns) | {"mean": next(scores)})
+    patient = [*LOOP, "run.epochs=8", "run.evaluate_every=1", "run.keep=1", "run.patience=2"]
+    context = opened(tmp_path / "run", *patient, new=True)
+    context.progress = Progress()
+    last = run_loop(context)
+    run = Run.open(tmp_path / "run", create=False)
+    assert last.metrics["episodes"] == 3 and last.metrics["mean"] == 0.125
+    said = capsys.readouterr().err
+    if ends_after is None:
+        assert "run: ends after" not in said and len(run.versions("controller")) == 6
+        assert last.inputs["controller"].version == 6 and f"controller@{best} scored better" in said
+        return
+    assert f"run: ends after epoch {ends_after} of 8: none of the last 2 evaluations" in said
+    assert last.inputs["controller"].version == best and f"that of controller@{best}" in said
+    assert len(run.versions("controller")) == ends_after - 2 and len(run.versions("experience")) == 4
+    assert run_loop(opened(tmp_path / "run")).digest == last.digest  # nothing is played again
+    scores = iter([0.0] * 3)
+    assert run_loop(bound(tmp_path / "run", "run.patience=0")).inputs["controller"].version == 6
+
+
+def test_training_draws_its_pictures_at_intervals_and_they_are_kept(tmp_path: Path) -> None:
+    run_loop(opened(tmp_path / "run", *LOOP, "run.pictures_every=2", "run.keep=1", new=True))
+    drawn = {path.parent.name for path in (tmp_path / "run" / "dynamics").glob("v*/imagination.gif")}
+    assert drawn == {"v0001", "v0003", "v0004"}  # of epochs 2, 4 and 5
+    states = {name: state for name, state, _ in check(Run.open(tmp_path / "run", create=False))}
+    assert states["dynamics@1"] == "pruned" and states["dynamics@4"] == "ok"
+
+
 def test_a_plan_that_ends_before_a_model_is_trained_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_loop(opened(tmp_path / "run", *LOOP, "run.epochs=1", "run.dynamics_after=1", new=True))
     said = capsys.readouterr().err

@@ -11,8 +11,8 @@ from wmcli.errors import ArtifactError
 State = tuple[str, str]
 """State and its reason in one line.
 
-States are "ok", "pruned" (only the manifest remains), "damaged" (files differ from the manifest), "damaged pictures"
-(still usable) and "unusable" (an input that it needs is not usable)."""
+States are "ok", "pruned" (only manifest and pictures remain), "damaged" (files differ from the manifest), "damaged
+pictures" (still usable) and "unusable" (an input that it needs is not usable)."""
 
 
 def needs(artifact: Artifact) -> list[str]:
@@ -105,7 +105,7 @@ def _needed_inputs(artifact: Artifact) -> list[Artifact | str]:
 
 def _state(artifact: Artifact, inputs: list[Artifact | str], states: dict[str, State]) -> State:
     if artifact.pruned:
-        return "pruned", "only its manifest remains"
+        return "pruned", "only manifest and pictures remain"
     try:
         artifact.verify_again()
     except ArtifactError as error:

@@ -25,7 +25,7 @@ from wmcli.config import Section, canonical_json, check_schema, digest, problem,
 from wmcli.errors import ArtifactError, MachineError, UsageError
 
 MANIFEST = "manifest.json"
-PRUNED = "pruned"  # marker file: only the manifest remains, to save space
+PRUNED = "pruned"  # marker file: only manifest and pictures remain, to save space
 MANIFEST_SCHEMA = 2
 """1 (wm 0.1.0) has no `settings_schema`."""
 MAX_MANIFEST_BYTES = 2 << 20  # 50,000 episodes of an evaluation, or 15,000 files; hostile JSON takes a second
@@ -201,7 +201,7 @@ class Artifact:
 
     @property
     def pruned(self) -> bool:
-        """Whether only the manifest remains."""
+        """Whether only manifest and pictures remain."""
         return (self.path / PRUNED).exists()
 
     def __str__(self) -> str:
@@ -238,7 +238,7 @@ class Artifact:
     def _problem(self, *, pictures: bool) -> str | None:
         """Return a message about damage in the pictures or in all other files, or None."""
         if self.pruned:
-            return f"{self} was pruned: only its manifest remains. {self._remedy()}"
+            return f"{self} was pruned: only manifest and pictures remain. {self._remedy()}"
         try:
             return self._compare(regular_files(self.path, str(self)), pictures)
         except ArtifactError as error:

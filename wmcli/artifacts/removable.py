@@ -58,7 +58,7 @@ def find_removable(run: Run) -> list[Removable]:
         for artifact in run.artifacts(kind):
             if artifact.digest not in digests:
                 remove = partial(run.prune, kind, {artifact.version})
-                description = "unused weights; the manifest stays"
+                description = "unused weights; manifest and pictures stay"
                 removable.append(Removable(artifact.name, description, *_size_and_time(artifact.path), remove))
     return removable
 

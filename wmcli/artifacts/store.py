@@ -22,6 +22,7 @@ from wmcli.artifacts.lock import LOCK, exclusive
 from wmcli.artifacts.manifest import (
     KINDS,
     MANIFEST,
+    PICTURES,
     PRUNED,
     VERSION_NAME,
     Artifact,
@@ -352,7 +353,7 @@ class Run:
         return Job(self, kind, identity if isinstance(identity, Identity) else Identity(identity), inputs)
 
     def prune(self, kind: str, versions: Collection[int]) -> list[int]:
-        """Remove the files of some versions, without their manifests.
+        """Remove the files of some versions, without their manifests and pictures.
 
         Returns the versions that were not pruned before.
 
@@ -366,11 +367,12 @@ class Run:
         with disk_errors(self.path), exclusive(self.path / kind, f"{kind} in {self}"):
             for version in versions:
                 folder = self.path / kind / version_name(version)
-                payload = [entry for entry in folder.iterdir() if entry.name not in (MANIFEST, PRUNED)]
+                kept = (MANIFEST, PRUNED)
+                payload = [e for e in folder.iterdir() if e.name not in kept and e.suffix not in PICTURES]
                 if payload:
                     pruned.append(version)
                     # The marker first: with it, files that a crash leaves do not count as damage.
-                    write_durable(folder / PRUNED, b"Files removed by wm to save space; the manifest was kept.\n")
+                    write_durable(folder / PRUNED, b"Removed by wm to save space; manifest and pictures were kept.\n")
                 for entry in payload:
                     failpoint("prune-file")
                     if entry.is_dir() and not entry.is_symlink():

@@ -27,7 +27,7 @@ def artifacts(
 ) -> None:
     """List every version of every artifact in the run.
 
-    The size is that on disk now. A pruned version has its manifest only.
+    The size is that on disk now. A pruned version has manifest and pictures only.
 
     Examples:
         wm artifacts dynamics --run runs/catch

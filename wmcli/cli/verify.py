@@ -23,7 +23,7 @@ def verify(
 ) -> None:
     """Check every file of the run's artifacts against its recorded sha256.
 
-    States: ok; pruned (only the manifest remains); damaged (files differ from
+    States: ok; pruned (only manifest and pictures remain); damaged (files differ from
     the manifest); damaged pictures (still usable); unusable (an input is
     damaged).
 

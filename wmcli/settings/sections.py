@@ -119,8 +119,14 @@ class RunSettings(Section):
     """Interval of evaluations during the run; 0 evaluates at its end only. [epochs]"""
     evaluate_episodes: int = Field(16, ge=1)
     """Episodes of an evaluation during the run; the last one takes evaluation.episodes. [episodes]"""
+    patience: int = Field(0, ge=0)
+    """End the run when so many evaluations in a row do not exceed the best one before, and score that controller; 0
+    never does. [evaluations]"""
+    pictures_every: int = Field(0, ge=0)
+    """Interval at which training writes its pictures, such as a film of imagination; 0 writes them in the last epoch
+    only. [epochs]"""
     keep: int = Field(2, ge=1)
-    """Newest versions of each model that keep their weights; older ones keep the manifest alone. [versions]"""
+    """Newest versions of each model that keep their weights; older ones keep manifest and pictures. [versions]"""
     overlap: bool = False
     """Collect the next epoch's experience in a second process while the models train, with the controller of one epoch
     before. Results are as reproducible as without."""
@@ -129,4 +135,10 @@ class RunSettings(Section):
     def _check_kept_versions(self) -> RunSettings:
         if self.overlap and self.keep < 2:
             raise ValueError("overlap collects with the last controller but one, which keep = 1 removes: set keep = 2")
+        return self
+
+    @model_validator(mode="after")
+    def _check_evaluations(self) -> RunSettings:
+        if self.patience and not self.evaluate_every:
+            raise ValueError("patience counts evaluations, and evaluate_every = 0 makes none: set evaluate_every = 1")
         return self

@@ -67,7 +67,7 @@ def run_loop(context: Context) -> Artifact:
     for evaluation in scores:
         progress.say(PROTOCOLS[evaluation.metrics["protocol"]].summarize(evaluation))
     best = best_evaluation(inside.run) if "controller" in newest else None
-    if best is not None and best.inputs["controller"].digest != newest["controller"].digest:
+    if best is not None and best.inputs["controller"].digest != newest["evaluation"].inputs["controller"].digest:
         progress.say(
             f"controller@{best.inputs['controller'].version} scored better: {best.metrics['mean']:.3f} over"
             f" {best.metrics['episodes']} episodes; score it in full with: wm eval --run {inside.run} --controller best"
@@ -78,17 +78,21 @@ def run_loop(context: Context) -> Artifact:
 
 
 def _walk(context: Context, inside: Context, beside: Collector) -> tuple[dict[str, Artifact], list[Artifact]]:
-    """Run all epochs. Return the newest artifact of each kind, and the evaluations of the last epoch."""
+    """Run all epochs, or up to the end of `run.patience`.
+
+    Returns the newest artifact of each kind, and the evaluations of the last epoch.
+    """
     plan = context.settings.run
     newest: dict[str, Artifact] = {}
     own: dict[str, list[Artifact]] = {kind: [] for kind in MODELS}
     scores: list[Artifact] = []
+    on_the_way: list[Artifact] = []
     shown: dict[str, float] = {}
     left = _TimeLeft(context.settings)
     with stop_requests() as stop, context.progress.bar("run", plan.epochs, "epochs") as bar:
         for epoch in range(1, plan.epochs + 1):
             inside = inside.at(epoch)
-            inside.pictures = epoch == plan.epochs
+            inside.pictures = epoch == plan.epochs or _is_due(plan.pictures_every, epoch)
             before = worked = inside.worked
             began = time.monotonic()
             try:
@@ -97,8 +101,8 @@ def _walk(context: Context, inside: Context, beside: Collector) -> tuple[dict[st
                     shown |= _headline(artifact)
                     if artifact.kind in own:
                         own[artifact.kind].append(artifact)
-                    if artifact.kind == "evaluation" and epoch == plan.epochs:
-                        scores.append(artifact)
+                    if artifact.kind == "evaluation":
+                        (scores if epoch == plan.epochs else on_the_way).append(artifact)
                     if inside.worked > worked:
                         left.took(stage, time.monotonic() - began)
                     began, worked = time.monotonic(), inside.worked
@@ -114,7 +118,27 @@ def _walk(context: Context, inside: Context, beside: Collector) -> tuple[dict[st
             bar.advance()
             if inside.worked > before or epoch == plan.epochs:
                 _prune(inside, own, plan.keep)
+            if epoch < plan.epochs and (best := _stalled(on_the_way, plan.patience)) is not None:
+                context.progress.say(
+                    f"run: ends after epoch {epoch} of {plan.epochs}: none of the last {plan.patience} evaluations"
+                    f" exceeds that of controller@{best.version}"
+                )
+                scores = list(_measure(inside, newest))
+                scores.append(evaluate(inside, controller=str(best.path)))
+                newest["evaluation"] = scores[-1]
+                break
     return newest, scores
+
+
+def _stalled(evaluations: list[Artifact], patience: int) -> Artifact | None:
+    """Return the best controller of some evaluations, the newest of equals, if none of the last `patience` is better.
+
+    None if one is.
+    """
+    means = [evaluation.metrics["mean"] for evaluation in evaluations]
+    if not patience or not means or len(means) - 1 - means.index(max(means)) < patience:
+        return None
+    return next(each for each in reversed(evaluations) if each.metrics["mean"] == max(means)).input("controller")
 
 
 def _check_own(context: Context) -> None:
@@ -173,9 +197,14 @@ def due(settings: Settings, epoch: int) -> list[str]:
         stages += [MEASURE] * (last and bool(measures_of(settings)))
     if settings.controller.acts and epoch > plan.controller_after:
         stages.append(IMAGINE)
-        if last or (plan.evaluate_every and epoch % plan.evaluate_every == 0):
+        if last or _is_due(plan.evaluate_every, epoch):
             stages.append(EVALUATE)
     return stages
+
+
+def _is_due(interval: int, epoch: int) -> bool:
+    """Return whether something with this interval in epochs, 0 for never, is due."""
+    return interval > 0 and epoch % interval == 0
 
 
 class _TimeLeft:
@@ -240,14 +269,20 @@ def _epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) -> 
             ),
         )
         if last:
-            for measure in measures_of(context.settings):
-                yield MEASURE, PROTOCOLS[measure].evaluate(context, dynamics=path("dynamics"))
+            for measured in _measure(context, newest):
+                yield MEASURE, measured
     if IMAGINE in stages:
         models = {"experience": path("experience"), "dynamics": path("dynamics")}
         yield IMAGINE, imagine(context, **models, parent=path("controller"))
         if EVALUATE in stages:
             episodes = None if last else plan.evaluate_episodes
             yield EVALUATE, evaluate(context, controller=path("controller"), episodes=episodes)
+
+
+def _measure(context: Context, newest: dict[str, Artifact]) -> Iterator[Artifact]:
+    """Yield each measure of the newest dynamics model that the settings name."""
+    for measure in measures_of(context.settings):
+        yield PROTOCOLS[measure].evaluate(context, dynamics=str(newest["dynamics"].path))
 
 
 def _prune(context: Context, own: dict[str, list[Artifact]], keep: int) -> None:
