@@ -54,6 +54,8 @@ class TokenWorldModelSettings(DynamicsSettings):
     reward_burn_in: int = Field(1, ge=0)
     """Blocks at a segment's start without reward and termination loss. The public code uses 2, which never trains the
     first imagined reward. [blocks]"""
+    reward_weight: float = Field(1.0, ge=0)
+    """Weight of the reward loss, which is a mean over blocks. Above 1, rare rewards are learned sooner."""
     end_on_truncation: bool = False
     """Learn time limits as terminations, as the public code of REM and IRIS does."""
     batch: int = Field(64, ge=1)
@@ -283,7 +285,7 @@ class TokenWorldModel(WorldModel):
         return before[:, self.settings.observation_burn_in :, :-1], y[:, length - 1 :: length]
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum three mean cross entropies: observation tokens, sign of the reward, termination.
+        """Sum three mean cross entropies: observation tokens, sign of the reward (with its weight), termination.
 
         Padding and burn-in are left out of each. The metrics are `observation_loss`, `reward_loss`, `termination_loss`
         (nats), and shares:
@@ -322,7 +324,7 @@ class TokenWorldModel(WorldModel):
                 "nonzero_rewards": masked_mean(nonzero, valid),
                 "nonzero_rewards_hit": masked_mean(nonzero & (reward_logits.argmax(-1) == sign), valid),
             }
-        return observation_loss + reward_loss + termination_loss, log
+        return observation_loss + self.settings.reward_weight * reward_loss + termination_loss, log
 
     # -- imagination --------------------------------------------------------------------------------------------------
 
