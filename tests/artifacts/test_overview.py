@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from wmcli.artifacts import Run
 from wmcli.artifacts.lock import HOLDER, exclusive
-from wmcli.artifacts.overview import COLUMNS, bytes_on_disk, describe_run, differences, find_runs
+from wmcli.artifacts.overview import (
+    COLUMNS,
+    bytes_on_disk,
+    describe_run,
+    differences,
+    find_runs,
+    seconds_of_work,
+)
 from wmcli.errors import ArtifactError, UsageError
 
 SETTINGS = {
@@ -212,3 +220,27 @@ def test_incomparable_inputs_are_named(run, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ArtifactError, match="has no run.toml"):
         differences(run.path, tmp_path / "empty")
+
+
+# -- time of work -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "until", "want"),
+    [
+        ([(0, 10), (0, 40)], 40, 40),
+        ([(0, 10), (0, 40)], 20, 10),  # the line of second 40 comes later
+        ([(0, 10), (100, 130)], 200, 10 + 30),  # interrupted for 90 seconds
+        ([(0, 10), (5, 12), (0, 30), (5, 35)], 40, 35),  # a second process collects
+        ([(None, 10), (None, 40), (100, 130)], 200, 30 + 30),  # begun by an older version
+        ([], 10, 0),
+    ],
+)
+def test_pauses_between_processes_are_no_work(lines, until, want):
+    start = datetime(2026, 1, 1, tzinfo=UTC)
+
+    def moment(second):
+        return (start + timedelta(seconds=second)).isoformat()
+
+    records = [{"time": moment(time)} | ({} if began is None else {"began": moment(began)}) for began, time in lines]
+    assert seconds_of_work(records, start + timedelta(seconds=until)) == want

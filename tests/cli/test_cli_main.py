@@ -176,6 +176,7 @@ def test_examples_name_presets_that_exist():
             "wm compare: --protocol recall has no",
         ),
         (["compare", "runs/a", "--curves", "x.txt"], "wm compare: "),
+        (["compare", "runs/a", "--over", "minutes"], "wm compare: --over minutes is for curves of returns: add"),
         (
             ["compare", "runs/a", "--protocol", "gridworld", "--priors", "p.png"],
             "wm compare: --protocol gridworld",

@@ -171,8 +171,8 @@ class Recorder:
         aggregate = SimpleNamespace(ALL="all", aggregate=self.aggregate, compare_settings=lambda *_: grouped)
         pictures = SimpleNamespace(
             compare_priors=None,
-            draw_returns=lambda scores, keys, out, _: self.aggregated.append(
-                ([each.run for each in scores], keys, out)
+            draw_returns=lambda scores, keys, out, _, over: self.aggregated.append(
+                ([each.run for each in scores], keys, out, *([over] if over != "steps" else []))
             ),
             draw_profiles=lambda scores, against, keys, out: self.aggregated.append(
                 ([each.run for each in scores], [each.run for each in against], keys, out)

@@ -282,8 +282,8 @@ def named(axes):
     return {line.get_label(): line for line in axes.get_lines() if not line.get_label().startswith("_")}
 
 
-def test_returns_over_steps_are_a_line_for_one_run_and_mean_and_shade_for_several():
-    figure = plots.returns_over_steps(
+def test_returns_over_are_a_line_for_one_run_and_mean_and_shade_for_several():
+    figure = plots.returns_over(
         {
             "gru": [[(2000, 4.0), (0, 0.0), (1000, 3.0)]],
             "s4": [[(0, 0.0), (1000, 2.0)], [(0, 4.0), (500, 6.0), (2000, 0.0)]],
@@ -307,21 +307,21 @@ def test_returns_over_steps_are_a_line_for_one_run_and_mean_and_shade_for_severa
     assert axes.get_xlabel() == "environment steps" and axes.get_xlim()[0] == 0
 
 
-def test_returns_over_steps_take_the_last_of_a_step_and_runs_of_one_point_or_none_in_common():
-    (axes,) = plots.returns_over_steps({"a": [[(100, 1.0), (100, 2.0), (200, float("nan"))]]}).axes
+def test_returns_over_take_the_last_of_a_step_and_runs_of_one_point_or_none_in_common():
+    (axes,) = plots.returns_over({"a": [[(100, 1.0), (100, 2.0), (200, float("nan"))]]}).axes
     np.testing.assert_array_equal(named(axes)["a"].get_xydata(), [[100, 2]])
     assert named(axes)["a"].get_marker() == "o", "one point is seen"
-    (axes,) = plots.returns_over_steps({"a": [[(100, 1.0)], [(100, 3.0)]]}).axes
+    (axes,) = plots.returns_over({"a": [[(100, 1.0)], [(100, 3.0)]]}).axes
     np.testing.assert_array_equal(named(axes)["a (2 runs)"].get_xydata(), [[100, 2]])
-    (axes,) = plots.returns_over_steps({"a": [[(100, 1.0)], [(200, 3.0)]]}).axes
+    (axes,) = plots.returns_over({"a": [[(100, 1.0)], [(200, 3.0)]]}).axes
     assert len(named(axes)["a (2 runs)"].get_xdata()) == 0 and len(axes.get_lines()) == 3
     assert all(line.get_marker() for line in axes.get_lines())
 
 
-def test_returns_over_steps_without_returns_are_user_errors():
+def test_returns_over_without_returns_are_user_errors():
     for groups in ({}, {"gru": []}, {"gru": [[(1, 2.0)], []]}, {"gru": [[(1, float("nan"))]]}):
         with pytest.raises(UsageError, match="wm eval"):
-            plots.returns_over_steps(groups)
+            plots.returns_over(groups)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_returns_over_steps_without_returns_are_user_errors():
         pytest.param(lambda: plots.returns_histogram([1, 1, -1], references={"random": -0.6}), id="histogram"),
         pytest.param(lambda: plots.return_curve([evaluation(50, 0.5, 0.1), evaluation(9, 0, episodes=3)]), id="curve"),
         pytest.param(
-            lambda: plots.returns_over_steps({f"dynamics.backbone={n}": [[(0, 1.0), (9, 2.0)]] for n in range(9)}),
+            lambda: plots.returns_over({f"dynamics.backbone={n}": [[(0, 1.0), (9, 2.0)]] for n in range(9)}),
             id="over steps",
         ),
         pytest.param(

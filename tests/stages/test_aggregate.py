@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from PIL import Image
 from tiny_run import copied, latest, opened
 
 from wmcli.artifacts import Run
+from wmcli.artifacts.overview import seconds_of_work
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.metrics import atari
 from wmcli.progress import Progress
@@ -62,8 +64,8 @@ def compare_settings(runs: list[Path], keys: list[str]) -> list[dict[str, Any]]:
     return stage.compare_settings(read_scores(runs, "returns", QUIET), keys, QUIET)
 
 
-def draw_returns(runs: list[Path], keys: list[str], out: Path) -> None:
-    pictures.draw_returns(read_scores(runs, "returns", QUIET), keys, out, QUIET)
+def draw_returns(runs: list[Path], keys: list[str], out: Path, over: pictures.Over = "steps") -> None:
+    pictures.draw_returns(read_scores(runs, "returns", QUIET), keys, out, QUIET, over)
 
 
 def damage(folder: Path, version: int) -> None:
@@ -322,8 +324,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is handed to the plot."""
     calls: list[Any] = []
     monkeypatch.setattr(
-        "wmcli.stages.score_pictures.returns_over_steps",
-        lambda groups, references, title: calls.append((groups, references, title)),
+        "wmcli.stages.score_pictures.returns_over",
+        lambda groups, x_label, references, title: calls.append((groups, references, title, x_label)),
     )
     monkeypatch.setattr("wmcli.stages.score_pictures.write_figure", lambda *_: None)
     return calls
@@ -338,9 +340,16 @@ def test_curves_follow_the_newest_controller_and_its_parents(run: Path, tmp_path
     means = [latest(run, "evaluation").metrics["mean"]]
     means.append(Run.open(run, create=False).get("evaluation", 2).metrics["mean"])
     draw_returns([run], [], tmp_path / "x.png")
-    groups, references, title = drawn[0]
+    groups, references, title, x_label = drawn[0]
     assert groups == {str(run): [[(90, means[0]), (180, means[1])]]}  # not evaluation@1, of controller@1
-    assert set(references) == {"random"} and title == "wm/Catch-v0"
+    assert set(references) == {"random"} and title == "wm/Catch-v0" and x_label == "environment steps"
+    draw_returns([run], [], tmp_path / "x.png", "minutes")
+    ((points,),) = drawn[1][0].values()
+    history = Run.open(run, create=False).history()
+    controllers = [Run.open(run, create=False).get("controller", version) for version in (2, 3)]
+    trained = [datetime.fromisoformat(each.manifest["created"]) + timedelta(seconds=1) for each in controllers]
+    assert points == list(zip([seconds_of_work(history, each) / 60 for each in trained], means, strict=True))
+    assert points[0][0] < points[1][0] and drawn[1][3] == "minutes of work"
 
 
 def test_curves_of_seeds_stand_together(tiny: Path, tmp_path: Path, drawn: list[Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -230,3 +230,24 @@ def _manifest_parts(path: Path) -> dict[str, dict[str, Any]]:
         "machine": flat(manifest["machine"]),
         "inputs": inputs,
     }
+
+
+def seconds_of_work(records: Iterable[Mapping[str, Any]], until: datetime) -> float:
+    """Return how long processes worked on a run up to a moment. Pauses between processes do not count.
+
+    Args:
+        records: Of its metrics.jsonl. Lines without `began`, of older versions, count as of one process.
+        until: The moment.
+    """
+    spans: dict[datetime | None, tuple[datetime, datetime]] = {}
+    for record in records:
+        time = datetime.fromisoformat(record["time"])
+        if time <= until:
+            key = datetime.fromisoformat(record["began"]) if "began" in record else None
+            began = spans[key][0] if key in spans else key or time
+            spans[key] = began, time
+    total, reached = 0.0, datetime.min.replace(tzinfo=UTC)
+    for began, ended in sorted(spans.values()):  # of two processes at a time, one counts
+        total += max(0.0, (ended - max(began, reached)).total_seconds())
+        reached = max(reached, ended)
+    return total

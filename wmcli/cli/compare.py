@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,6 +19,7 @@ from wmcli.progress import Progress
 
 if TYPE_CHECKING:
     from wmcli.stages.protocol import Protocol
+    from wmcli.stages.score_pictures import Over
     from wmcli.stages.scores import Score
 
 PICTURES = "Pictures"
@@ -53,6 +54,13 @@ def compare(
             rich_help_panel=PICTURES,
         ),
     ] = None,
+    over: Annotated[
+        Literal["steps", "minutes"],
+        typer.Option(
+            help="Horizontal axis of --curves for returns: environment steps, or minutes of work on the run.",
+            rich_help_panel=PICTURES,
+        ),
+    ] = "steps",
     profiles: Annotated[
         Path | None,
         typer.Option(
@@ -94,10 +102,13 @@ def compare(
 
     choice = PROTOCOLS[protocol]
     _check(choice, against=against, by=by, curves=curves, profiles=profiles, priors=priors, strips=strips)
+    if over != "steps" and (curves is None or choice.needs == "dynamics"):
+        raise UsageError(f"--over {over} is for curves of returns: add --curves FILE.")
     progress = Progress(quiet)
     every = read_scores([*runs, *(against or ())], protocol, progress)
     scores, others = every[: len(runs)], every[len(runs) :]
-    _draw(scores, others, choice, by or (), progress, curves=curves, profiles=profiles, priors=priors, strips=strips)
+    pictures = {"curves": curves, "profiles": profiles, "priors": priors, "strips": strips}
+    _draw(scores, others, choice, by or (), progress, over, **pictures)
     rows, statistics = _compare(scores, others, choice, by, progress)
     if as_json:
         emit_json(describe_comparison(protocol, scores, others, rows, statistics))
@@ -140,6 +151,7 @@ def _draw(
     protocol: Protocol,
     by: Sequence[str],
     progress: Progress,
+    over: Over,
     *,
     curves: Path | None,
     profiles: Path | None,
@@ -158,7 +170,7 @@ def _draw(
     if curves and protocol.draw_curves:
         protocol.draw_curves([score.evaluation for score in scores], curves)
     elif curves:
-        draw_returns(scores, by, curves, progress)
+        draw_returns(scores, by, curves, progress, over)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

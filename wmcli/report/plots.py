@@ -28,7 +28,8 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*")
 _THIN = {"linewidth": 0.7, "alpha": 0.5, "marker": ".", "markersize": 3}
 _INK, _GREY, _GRID = "#222222", "#777777", "#e6e6e6"
-_NOT_METRICS = ("time", "stage", "job", "version", "epoch", "environment_step", "update")
+_NOT_METRICS = ("time", "began", "stage", "job", "version", "epoch", "environment_step", "update")
+STEPS = "environment steps"
 _SMOOTH_FROM = 60  # points from which a smoothed line is laid over the raw one
 _POINTS = 2000  # drawn per line at most
 _FILE_METADATA: dict[str, dict[str, None]] = {
@@ -188,20 +189,22 @@ def return_curve(
     return figure
 
 
-def returns_over_steps(
+def returns_over(
     groups: Mapping[str, Sequence[Sequence[tuple[float, float]]]],
     *,
+    x_label: str = STEPS,
     references: Mapping[str, float] | None = None,
     title: str = "",
 ) -> Figure:
-    """Draw mean returns of several runs against environment steps, one color per group of runs.
+    """Draw mean returns of several runs against environment steps or time, one color per group of runs.
 
     One run is one line. Several runs are thin lines with a thick one for their mean, and a band from the lowest to the
     highest run. The mean covers the steps that all runs of the group reach; runs are interpolated linearly.
 
     Args:
-        groups: name -> one sequence per run of (environment step, mean return) in any order. Of several returns at one
+        groups: name -> one sequence per run of (step or time, mean return) in any order. Of several returns at one
             step the last counts.
+        x_label: Of the horizontal axis.
         references: name -> return, drawn as dashed lines with their names.
         title: Title of the plot.
 
@@ -230,7 +233,7 @@ def returns_over_steps(
         axes.fill_between(common, curves.min(0), curves.max(0), color=style["color"], alpha=0.15, linewidth=0)
         if len(common) == 1:  # a band has no width there
             axes.vlines(common, curves.min(0), curves.max(0), color=style["color"], linewidth=1.2)
-    _finish_returns(figure, axes, references or {}, title)
+    _finish_returns(figure, axes, references or {}, title, x_label)
     return figure
 
 
@@ -513,8 +516,10 @@ def _by_step(points: Iterable[tuple[float, float]]) -> tuple[np.ndarray, np.ndar
     return np.array(steps), np.array([last[step] for step in steps])
 
 
-def _finish_returns(figure: Figure, axes: Axes, references: Mapping[str, float], title: str) -> None:
-    """Finish a plot of returns: axes from step 0, dashed references with their names, the legend below."""
+def _finish_returns(
+    figure: Figure, axes: Axes, references: Mapping[str, float], title: str, x_label: str = STEPS
+) -> None:
+    """Finish a plot of returns: axes from 0, dashed references with their names, the legend below."""
     for value in references.values():
         axes.axhline(value, color=_GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
     axes.margins(x=0.04, y=0.08)
@@ -522,7 +527,7 @@ def _finish_returns(figure: Figure, axes: Axes, references: Mapping[str, float],
     _name_lines(axes, references)
     axes.locator_params(axis="x", nbins=7)
     axes.xaxis.set_major_formatter(_count)
-    axes.set_xlabel("environment steps", color=_INK)
+    axes.set_xlabel(x_label, color=_INK)
     axes.set_ylabel("mean return", color=_INK)
     axes.set_title(title, loc="left", fontsize=10, color=_INK)
     _legend_below(figure, axes)

@@ -79,6 +79,8 @@ class Context:
     """Latents of all frames in `replay`, by the digest of their encoder (at most one entry)."""
     streams: tuple[str, Streams] | None = None
     """Digest of an experience and its environments, which the next collect continues without restoring them."""
+    began: datetime = field(default_factory=lambda: datetime.now(UTC))
+    """When this process began to work."""
     machine: Machine = field(init=False)
     events: EventLog = field(init=False)
 
@@ -99,6 +101,7 @@ class Context:
             guarded=not self.force,
             binding=self.binding,
             to_bind=self.to_bind,
+            began=self.began,
         )
 
     def at(self, epoch: int) -> Context:
@@ -242,6 +245,7 @@ class Context:
         about = {"job": job.digest, "version": job.run.next_version(job.kind), "environment_step": environment_step}
         if self.epoch is not None:
             about["epoch"] = self.epoch
-        whole = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **about, **record}
+        now, began = (moment.isoformat(timespec="milliseconds") for moment in (datetime.now(UTC), self.began))
+        whole = {"time": now, "began": began, **about, **record}
         self.run.log(whole)
         self.events.add(whole)

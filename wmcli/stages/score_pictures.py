@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from wmcli.artifacts import Run
+from wmcli.artifacts.overview import seconds_of_work
 from wmcli.assemble import settings_of
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.metrics import atari, statistics
 from wmcli.progress import Progress
-from wmcli.report.plots import performance_profiles, returns_over_steps, write_figure
+from wmcli.report.plots import STEPS, performance_profiles, returns_over, write_figure
 from wmcli.stages.evaluate import PROTOCOL
 from wmcli.stages.pictures import draw_priors
 from wmcli.stages.scores import Score, check_same_tasks, label_groups, pool_scores, pooled_unit
 
 PROFILE_POINTS = 200  # thresholds in a picture
+_LABELS = {"steps": STEPS, "minutes": "minutes of work"}
 
 
-def draw_returns(scores: Sequence[Score], keys: Sequence[str], out: Path, progress: Progress) -> None:
-    """Draw the mean returns of several runs over environment steps in one picture.
+Over = Literal["steps", "minutes"]
+"""Horizontal axis of curves."""
+
+
+def draw_returns(
+    scores: Sequence[Score], keys: Sequence[str], out: Path, progress: Progress, over: Over = "steps"
+) -> None:
+    """Draw the mean returns of several runs over environment steps, or over minutes of work, in one picture.
 
     The points of a run are the evaluations of its newest controller and its ancestors, the newest at equal steps.
 
@@ -30,6 +40,7 @@ def draw_returns(scores: Sequence[Score], keys: Sequence[str], out: Path, progre
         keys: Settings (`section.key`) that make groups of runs. Without any, each run is a line.
         out: A .png, .svg or .pdf.
         progress: Gets a warning for each evaluation that cannot be read.
+        over: "minutes" counts all work in the run's directory until a controller was trained, evaluations included.
 
     Raises:
         UsageError: The runs are of different environments, a key is unknown, or the picture cannot be written.
@@ -39,11 +50,11 @@ def draw_returns(scores: Sequence[Score], keys: Sequence[str], out: Path, progre
         raise UsageError(f"curves are drawn of one environment: these runs are of {', '.join(environments)}.")
     groups = label_groups(scores, keys) if keys else {str(score.run): [score] for score in scores}
     check_same_tasks(scores)
-    lines = {label: [_curve(score, progress) for score in members] for label, members in groups.items()}
+    lines = {label: [_curve(score, progress, over) for score in members] for label, members in groups.items()}
     references = {"random": float(np.mean([score.metrics["random_mean"] for score in scores]))}
     human = atari.reference(environments[0], "human")
     references |= {} if human is None else {"human": human}
-    write_figure(out, returns_over_steps(lines, references=references, title=environments[0]))
+    write_figure(out, returns_over(lines, x_label=_LABELS[over], references=references, title=environments[0]))
 
 
 def draw_profiles(scores: Sequence[Score], against: Sequence[Score], keys: Sequence[str], out: Path) -> None:
@@ -82,19 +93,25 @@ def draw_profiles(scores: Sequence[Score], against: Sequence[Score], keys: Seque
     write_figure(out, performance_profiles(thresholds, profiles, xlabel=f"{unit} τ"))
 
 
-def _curve(score: Score, progress: Progress) -> list[tuple[float, float]]:
-    """Return (environment step, mean return) of each evaluation on a run's line of controllers, by step."""
+def _curve(score: Score, progress: Progress, over: Over) -> list[tuple[float, float]]:
+    """Return (step or minute, mean return) of each evaluation on a run's line of controllers, in order."""
     run, lineage = Run.open(score.run, create=False), _lineage(score, progress)
-    points: dict[int, float] = {}
+    history = run.history() if over == "minutes" else []
+    points: dict[float, float] = {}
     for version in run.versions("evaluation"):
         try:
             evaluation = run.get("evaluation", version)
+            controller = evaluation.inputs.get("controller")
+            if evaluation.metrics["protocol"] != PROTOCOL or controller is None or controller.digest not in lineage:
+                continue
+            x = evaluation.metrics["total_steps"]
+            if over == "minutes":
+                trained = datetime.fromisoformat(evaluation.input("controller").manifest["created"])
+                x = seconds_of_work(history, trained + timedelta(seconds=1)) / 60  # the manifest's time has no fraction
         except ArtifactError as error:
             progress.warn(f"left out of the curve of {score.run}: {error}")
             continue
-        controller = evaluation.inputs.get("controller")
-        if evaluation.metrics["protocol"] == PROTOCOL and controller is not None and controller.digest in lineage:
-            points[evaluation.metrics["total_steps"]] = evaluation.metrics["mean"]
+        points[x] = evaluation.metrics["mean"]
     return sorted(points.items())
 
 
