@@ -50,6 +50,13 @@ TINY: dict[str, dict] = {
         "embedding_norm": True,
         "initialization": "torch",
     },
+    "transformer, rotary": {"heads": 2, "ffn": 2, "positions": "rotary"},
+    "transformer, rotary, a prior": {
+        "heads": 2,
+        "ffn": 2,
+        "positions": "rotary",
+        "prior": {"kind": "gaussian", "mean": 2.0, "deviation": 2.0},
+    },
     "transformer, a prior by token": {
         "heads": 2,
         "ffn": 2,

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from wmcli.backbones import BackboneSize, build
 from wmcli.backbones.transformer import Transformer, TransformerSettings, _attention_with_dropout
 from wmcli.errors import UsageError
+from wmcli.kernels.attention import attention
 from wmcli.settings import resolve
 
 LENGTH, D = 9, 8
@@ -46,6 +47,42 @@ def test_it_equals_attention_written_out():
         inner = layer.up(layer.ffn_norm(h))
         h = h + layer.down(inner * 0.5 * (1 + torch.erf(inner / 2**0.5)))
     assert_close(model(x, None)[0], model.norm(h), rtol=1e-5, atol=1e-5)
+
+
+def rotary():
+    torch.manual_seed(0)
+    model = Transformer(TransformerSettings(heads=2, positions="rotary"), BackboneSize(D, 2, 0.0, LENGTH, 3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def test_rotary_positions_turn_queries_and_keys():
+    """As complex numbers: features i and i + K / 2 are multiplied by exp(1j * position / 10000^(2 i / K))."""
+    model, x = rotary(), torch.randn(2, 5, D)
+    assert not any("positions" in name for name, _ in model.named_parameters())
+    h, width = x, D // 2
+    angle = torch.arange(5)[:, None] / 10_000 ** (torch.arange(0, width, 2) / width)
+    for layer in model.layers:
+        q, k, v = (p.unflatten(-1, (2, width)).transpose(1, 2) for p in layer.qkv(layer.attention_norm(h)).chunk(3, -1))
+        q, k = (torch.complex(*p.chunk(2, -1)) * torch.exp(1j * angle) for p in (q, k))
+        score = (q @ k.mH).real / width**0.5
+        weight = score.masked_fill(~torch.ones(5, 5).tril().bool(), float("-inf")).softmax(-1)
+        h = h + layer.out((weight @ v).transpose(1, 2).flatten(2))
+        h = h + layer.down(torch.nn.functional.gelu(layer.up(layer.ffn_norm(h))))
+    assert_close(model(x, None)[0], model.norm(h), rtol=1e-5, atol=1e-5)
+
+
+def test_rotary_attention_depends_on_distances_alone():
+    model, x, places = rotary(), torch.randn(1, 6, D), torch.arange(6)
+    far, _ = model._run(x, places + 7, attention)
+    assert_close(far, model(x, None)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_rotary_heads_have_an_even_width():
+    with pytest.raises(UsageError, match="must be even"):
+        Transformer(TransformerSettings(heads=2, positions="rotary"), BackboneSize(6, 1, 0.0, LENGTH, 3))
 
 
 def test_mismatches_are_refused():

@@ -1,4 +1,4 @@
-"""Causal attention with learned absolute positions.
+"""Causal attention with learned absolute positions, or with rotary ones (Su et al. 2021, arXiv 2104.09864).
 
 The defaults are the GPT of IRIS (Micheli et al. 2023, arXiv 2209.00588). The transformer of STORM (Zhang et al. 2023,
 arXiv 2310.09615) has `heads = 8`, `ffn = 2`, `norm = "post"`, `activation = "relu"`, `attention_bias = false`,
@@ -39,9 +39,12 @@ class TransformerSettings(BackboneSettings):
     """Settings of the transformer backbone."""
 
     kind: Literal["transformer"] = "transformer"
-    """Attention over learned positions (IRIS, STORM, UniZero)."""
+    """Attention over learned or rotary positions (IRIS, STORM, UniZero)."""
     heads: int = Field(default=4, ge=1)
     """Attention heads. [heads]"""
+    positions: Literal["learned", "rotary"] = "learned"
+    """Add a learned vector to each element, or rotate queries and keys by angles that grow with the position, so that
+    attention depends on distances alone."""
     ffn: int = Field(default=4, ge=1)
     """Width of the feed-forward layer. [backbone widths]"""
     activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
@@ -108,7 +111,11 @@ class Transformer(Backbone):
             raise UsageError(f"backbone.heads = {settings.heads}: must divide backbone.width = {size.width}.")
         self.width, self.max_length = size.width, size.max_length
         self.heads, self.dropout = settings.heads, size.dropout
-        self.positions = nn.Embedding(size.max_length, size.width)
+        self.positions = nn.Embedding(size.max_length, size.width) if settings.positions == "learned" else None
+        if self.positions is None and (size.width // settings.heads) % 2:
+            raise UsageError(
+                f"backbone.positions = 'rotary': the width of a head, {size.width} / {settings.heads}, must be even."
+            )
         self.layers = nn.ModuleList(TransformerLayer(settings, size) for _ in range(size.layers))
         norm_eps = settings.norm_eps
         self.embedding_norm = nn.LayerNorm(size.width, norm_eps) if settings.embedding_norm else nn.Identity()
@@ -126,7 +133,7 @@ class Transformer(Backbone):
                     nn.init.zeros_(module.bias)
 
     def initial_state(self, batch: int) -> Cache:
-        weight = self.positions.weight
+        weight = self.layers[0].qkv.weight
         shape = (batch, 2, self.heads, self.max_length, self.width // self.heads)
         # Zeros, not empty: an unused slot has weight 0 in attention, but 0 * NaN would be NaN.
         layers = tuple(torch.zeros(shape, device=weight.device, dtype=cache_dtype(weight)) for _ in self.layers)
@@ -221,11 +228,16 @@ class Transformer(Backbone):
 
         `outputs` are the indices of the elements to return; None returns all T.
         """
-        x = dropout(self.embedding_norm(x + self.positions(positions)), self.dropout, self.training)
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        turn = None if self.positions is not None else _turn(positions, self.width // self.heads)
+        x = dropout(self.embedding_norm(x), self.dropout, self.training)
         parts = []
         rows = () if self.prior is None else self.prior().unbind()  # made once for all layers
         for index, layer in enumerate(self.layers):
             q, kv = layer.project(x)
+            if turn is not None:
+                q, kv = _rotate(q, turn), torch.stack((_rotate(kv[:, 0], turn), kv[:, 1]), 1)
             if cache is not None:
                 assert extend is not None
                 kv, part = extend(cache.layers[index], kv)
@@ -372,6 +384,20 @@ class Transformer(Backbone):
                 f"{count} elements (queries included) after {filled} do not fit: this transformer was built for "
                 f"max_length = {self.max_length}."
             )
+
+
+def _turn(positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (1, T, K / 2) or (B, 1, T, K / 2) of the angles at positions (T,) or (B, T)."""
+    rate = 10_000.0 ** -(torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
+    angle = positions[..., None, :, None] * rate
+    return angle.cos(), angle.sin()
+
+
+def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate each pair of features (i, i + K / 2) of x (B, H, T, K) by its angle, at least in float32."""
+    cos, sin = turn
+    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), -1).to(x.dtype)
 
 
 def _grown(state: Cache, count: int, filled: int) -> Cache:
