@@ -227,7 +227,7 @@ def test_a_rollout_records_the_steps_of_the_world_model(variant, world, make_bat
     features, state = world.observe(batch.inputs, batch.action, starts)
     if variant == "v3":
         imagined, state = world.imagine(state, batch.action[:, -1])
-        torch.testing.assert_close((rollout.reward[:, 0], rollout.terminated[:, 0]), imagined[1:])
+        torch.testing.assert_close((rollout.reward[:, 0], rollout.terminated[:, 0]), imagined[1:3])
         assert rollout.reward[:, 0].any()
     else:
         torch.testing.assert_close(rollout.feature[:, 0], features[:, -1].flatten(1))
@@ -440,6 +440,7 @@ def test_values_are_not_rounded_under_autocast():
         torch.zeros(4, 5, dtype=torch.long),
         torch.zeros(4, 6),
         torch.zeros(4, 6).bool(),
+        torch.zeros(4, 6),
         torch.ones(4).bool(),
     )
     with torch.no_grad():
@@ -600,3 +601,28 @@ def test_rollouts_begin_behind_a_lost_life_but_not_behind_the_end_of_a_game(worl
     terminated[1:, -1] = last[2, -1] = True
     rollout = imagine(small(start=start), world, batch._replace(terminated=terminated, is_last=last))
     assert rollout.valid.tolist() == [True, True, start == "posterior"]
+
+
+def test_curiosity_adds_the_disagreement_to_the_rewards_that_are_learned_from(world, make_batch, monkeypatch):
+    """And not to the recorded rewards."""
+    plain_step = world.imagine
+
+    def curious_step(state, action, uniforms=None):
+        step, state = plain_step(state, action, uniforms)
+        return step._replace(disagreement=1.0 + action), state
+
+    batch = make_batch((3, 6, 4), 6)
+    monkeypatch.setattr(world, "imagine", curious_step)
+    controller = small(curiosity=0.25)
+    rollout = imagine(controller, world, batch)
+    monkeypatch.undo()
+    plain = imagine(small(), world, batch)
+    assert torch.equal(rollout.reward, plain.reward) and not plain.bonus.any()
+    torch.testing.assert_close(
+        rollout.bonus[:, -plain.action.shape[1] :], 0.25 * (1.0 + rollout.action), check_dtype=False
+    )
+    total, metrics = controller.eval().loss(rollout)
+    same, others = controller.loss(rollout._replace(reward=rollout.reward + rollout.bonus, bonus=0 * rollout.bonus))
+    torch.testing.assert_close((total, metrics["imagined_return"]), (same, others["imagined_return"]))
+    without = controller.loss(rollout._replace(bonus=0 * rollout.bonus))[1]
+    assert metrics["imagined_return"] > without["imagined_return"]

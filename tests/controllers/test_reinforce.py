@@ -425,3 +425,28 @@ def test_reinforce_finds_the_good_arm(world, make_batch):
         reward.append(float(metrics["imagined_reward"]))
     assert sum(reward[:10]) / 10 < 0.5
     assert sum(reward[-20:]) / 20 > 0.95
+
+
+def test_curiosity_adds_the_disagreement_to_the_rewards_that_are_learned_from(world, make_batch, monkeypatch):
+    """And not to the recorded rewards."""
+    plain_step = world.imagine
+
+    def curious_step(state, action, uniforms=None):
+        step, state = plain_step(state, action, uniforms)
+        return step._replace(disagreement=1.0 + action), state
+
+    batch = make_batch((3, 6, 4), 6)
+    monkeypatch.setattr(world, "imagine", curious_step)
+    controller = small(curiosity=0.25)
+    rollout = imagine(controller, world, batch)
+    monkeypatch.undo()
+    plain = imagine(small(), world, batch)
+    assert torch.equal(rollout.reward, plain.reward) and not plain.bonus.any()
+    torch.testing.assert_close(
+        rollout.bonus[:, -plain.action.shape[1] :], 0.25 * (1.0 + rollout.action), check_dtype=False
+    )
+    total, metrics = controller.eval().loss(rollout)
+    same, others = controller.loss(rollout._replace(reward=rollout.reward + rollout.bonus, bonus=0 * rollout.bonus))
+    torch.testing.assert_close((total, metrics["imagined_return"]), (same, others["imagined_return"]))
+    without = controller.loss(rollout._replace(bonus=0 * rollout.bonus))[1]
+    assert metrics["imagined_return"] > without["imagined_return"]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from wmcli.assemble import build_controller, build_tokenizer, build_world_model
+from wmcli.errors import UsageError
 from wmcli.experience import Replay
 from wmcli.settings import Settings, resolve
 from wmcli.trainers import DynamicsTrainer, ImaginationTrainer, ReanalysisTrainer, TokenizerTrainer
@@ -174,3 +175,19 @@ def _watch(trainer: Trainer, after: Callable[[], None]) -> None:
         return metrics
 
     trainer.update = watched  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("name", ["rem", "drama"])
+def test_curiosity_rewards_the_disagreement_of_the_ensemble(name: str) -> None:
+    curious = ["dynamics.ensemble=2", "controller.curiosity=0.5"]
+    with isolated_randomness(5, CPU.device) as rng:
+        trainer = trainer_of(name, "controller", rng, *curious)
+        metrics = fit(trainer, 1)
+    assert metrics["imagined_bonus"] > 0
+    _, plain, _ = trained(name, "controller", 1)
+    assert "imagined_bonus" not in plain
+    with pytest.raises(UsageError, match=r"these dynamics have none: set dynamics.ensemble = 5"):
+        settings_of(name, "controller.curiosity=0.5")
+    with isolated_randomness(5, CPU.device) as rng, pytest.raises(UsageError, match="was trained without an ensemble"):
+        model = trainer_of(name, "controller", rng).world_model  # type: ignore[attr-defined]
+        build_controller(settings_of(name, *curious), model)

@@ -556,3 +556,31 @@ def test_a_moving_square_is_learned_and_imagined():
         error = (model.decode(imagined.latent).float() - batch.inputs[:, t + 1].float()).abs().mean((1, 2, 3))
         assert (error < 20).float().mean() > 0.9, t
         assert ((imagined.reward - batch.reward[:, t]).abs() < 0.2).float().mean() > 0.9, t
+
+
+def test_an_ensemble_adds_its_loss_and_leaves_the_rest_alone():
+    model = make(ensemble=3)
+    rest = {name: parameter for name, parameter in model.named_parameters() if not name.startswith("ensemble.")}
+
+    def learn():
+        torch.manual_seed(3)  # latents are sampled
+        total, log = model.loss(segment())
+        return total, log, torch.autograd.grad(total, rest.values(), allow_unused=True)
+
+    total, log, gradients = learn()
+    model.ensemble = None
+    without, others, same = learn()
+    assert_close(total, without + log.pop("ensemble_loss"))
+    assert log == others and all(torch.equal(a, b) for a, b in zip(gradients, same, strict=True) if a is not None)
+
+
+def test_an_imagined_step_has_the_disagreement_of_the_ensemble():
+    model = make(ensemble=3).eval()
+    assert model.has_ensemble and not make().has_ensemble
+    batch = segment()
+    _, state = model.observe(model.encode(batch.inputs), batch.action, batch.is_first)
+    step, state = model.imagine(state, batch.action[:, -1])
+    assert step.disagreement.shape == (B,) and (step.disagreement > 0).all()
+    assert_close(step.disagreement, model.ensemble.disagreement(state.deterministic))
+    model.ensemble = None
+    assert model.imagine(state, batch.action[:, -1])[0].disagreement is None

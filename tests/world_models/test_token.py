@@ -163,7 +163,7 @@ def follow(model, state, tokens, action):
             seen.append(logits)
             return dictated[:, first : first + logits.shape[1]]
 
-        reward, termination, state = model.advance(state, action[:, t], choose)
+        reward, termination, _, state = model.advance(state, action[:, t], choose)
         assert_close(state.latent, tokens[:, t])
         steps.append((reward, termination, torch.cat(seen, 1)))
     return [torch.stack(part, 1) for part in zip(*steps, strict=True)]
@@ -224,7 +224,7 @@ def test_imagination_starts_again_from_the_last_frame_when_positions_run_out(pre
     got, lengths = [], []
     for t in range(7):
         fresh = model.advance(TokenState(None, state.latent, 0, 0), action[:, t], likeliest)
-        reward, _, state = model.advance(state, action[:, t], likeliest)
+        reward, _, _, state = model.advance(state, action[:, t], likeliest)
         got.append(torch.allclose(reward, fresh[0], atol=1e-6))
         lengths.append(state.length)
     assert got == [t == fit for t in range(7)]
@@ -523,3 +523,33 @@ def test_a_dot_moved_by_hidden_actions_cannot_be_learned():
     """The same frames with the actions in another order: even a perfect model of them is left with doubt."""
     _, log = train("pop", shuffled=True, updates=100)
     assert log["observation_loss"] > 0.3
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_an_ensemble_reads_what_predicts_the_tokens(prediction):
+    model = make(prediction=prediction, ensemble=3, dropout=0.0)
+    batch = experience()
+    rest = {name: parameter for name, parameter in model.named_parameters() if not name.startswith("ensemble.")}
+    total, log = model.loss(batch)
+    gradients = torch.autograd.grad(total, rest.values())
+    logits = model.predict(batch.inputs, batch.action)
+    assert_close(model.observation_head(logits.at_tokens), logits.observation)
+
+    _, state = model.observe(batch.inputs, batch.action, batch.is_first)
+    seen = []
+
+    def choose(of_tokens, start):
+        seen.append(of_tokens)
+        return of_tokens.argmax(-1)
+
+    _, _, at_tokens, _ = model.advance(state, batch.action[:, -1], choose)
+    assert_close(model.observation_head(at_tokens), torch.cat(seen, 1))
+    _, state = model.observe(batch.inputs, batch.action, batch.is_first)
+    step, _ = model.imagine(state, batch.action[:, -1], torch.full((B, model.uniforms_per_step), 0.5))
+    assert step.disagreement.shape == (B,) and (step.disagreement > 0).all()
+
+    ensemble, model.ensemble = model.ensemble, None
+    without, others = model.loss(batch)
+    assert_close(total, without + log.pop("ensemble_loss")) and log == others
+    assert all(torch.equal(a, b) for a, b in zip(gradients, torch.autograd.grad(without, rest.values()), strict=True))
+    assert model.has_ensemble and ensemble is not None

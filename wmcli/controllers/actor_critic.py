@@ -25,7 +25,16 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from wmcli.controllers.base import ControllerSettings, Learner, State, Uniforms, episode_starts, rollout_uniforms
+from wmcli.controllers.base import (
+    ControllerSettings,
+    Learner,
+    State,
+    Uniforms,
+    check_curiosity,
+    curiosity_bonus,
+    episode_starts,
+    rollout_uniforms,
+)
 from wmcli.errors import UsageError
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn import two_hot
@@ -82,6 +91,8 @@ class ActorCriticSettings(ControllerSettings):
     least_range: float = Field(1.0, gt=0)
     """Smallest range of the returns that advantages are divided by. With a small one, small rewards count as much as
     large ones, and errors of the value as much as rewards. [rewards]"""
+    curiosity: float = Field(0.0, ge=0)
+    """Weight of the disagreement of the world model's ensemble, which is added to the imagined rewards."""
     action_unimix: float = Field(0.0, ge=0, lt=1)
     """Share of the uniform distribution in the policy: 0.01 in DreamerV3."""
     weigh_by_continuation: bool = False
@@ -119,6 +130,7 @@ class ActorCriticSettings(ControllerSettings):
         return self.imagination_horizon + (self.start == "prior")
 
     def build(self, world_model: WorldModel, size: int, wrap_repeated: Callable[[Callable], Callable]) -> ActorCritic:
+        check_curiosity(self.curiosity, world_model)
         features = world_model.feature_shape
         if self.input == "frame":
             if world_model.frame_features is None:
@@ -149,6 +161,8 @@ class FeatureRollout(NamedTuple):
     where the rollout starts at a real frame."""
     terminated: Tensor
     """(B, n) bool, of the step that led to each state: the task ended."""
+    bonus: Tensor
+    """(B, n) float32, for curiosity, of the step that led to each state."""
     valid: Tensor
     """(B,) bool: False where the first state would follow a real end, see `WorldModel.find_ends`."""
 
@@ -229,14 +243,14 @@ class ActorCritic(Learner):
         _, state = world_model.observe(batch.inputs, batch.action, episode_starts(batch), uniforms.start)
         rows, horizon = batch.action.shape[0], self.settings.imagination_horizon
         action = batch.action.new_empty(rows, horizon, dtype=torch.int64)
-        reward = batch.reward.new_zeros(rows, horizon + 1)
+        reward, bonus = batch.reward.new_zeros(2, rows, horizon + 1)
         terminated = batch.terminated.new_zeros(rows, horizon + 1)
         valid = batch.valid[:, -1]
         steps = iter(uniforms.world)
         if self.settings.start == "prior":
             valid = valid & ~world_model.find_ends(batch)[:, -1]
             imagined, state = world_model.imagine(state, batch.action[:, -1], next(steps))
-            reward[:, 0] = imagined.reward
+            reward[:, 0], bonus[:, 0] = imagined.reward, curiosity_bonus(self.settings.curiosity, imagined)
             terminated[:, 0] = imagined.terminated
         first = self._read_features(world_model, state)
         feature = first.new_empty(rows, horizon + 1, first.shape[1])
@@ -244,10 +258,10 @@ class ActorCritic(Learner):
         for t in range(horizon):
             action[:, t] = sample(self.policy(feature[:, t]), uniforms.action[t])
             imagined, state = world_model.imagine(state, action[:, t], next(steps))
-            reward[:, t + 1] = imagined.reward
+            reward[:, t + 1], bonus[:, t + 1] = imagined.reward, curiosity_bonus(self.settings.curiosity, imagined)
             terminated[:, t + 1] = imagined.terminated
             feature[:, t + 1] = self._read_features(world_model, state)
-        return FeatureRollout(feature, action, reward, terminated, valid)
+        return FeatureRollout(feature, action, reward, terminated, bonus, valid)
 
     def loss(self, imagined: FeatureRollout) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum the policy, value, slow and entropy losses, and recompute the rollout's decisions in one batch.
@@ -297,6 +311,8 @@ class ActorCritic(Learner):
             "imagined_terminations": imagined.terminated[:, 1:].float().mean(),
             "return_scale": scale,
         }
+        if settings.curiosity:
+            metrics["imagined_bonus"] = imagined.bonus[:, 1:].mean()
         return total, {name: metric.detach() for name, metric in metrics.items()}
 
     @torch.no_grad()
@@ -325,7 +341,7 @@ class ActorCritic(Learner):
         # Drama's code takes reward and termination at the index of the value: those that lead to the state.
         steps = slice(None, -1) if settings.returns == "drama" else slice(1, None)
         return lambda_returns(
-            rollout.reward[:, steps],
+            (rollout.reward + rollout.bonus)[:, steps],
             value,
             rollout.terminated[:, steps],
             settings.discount,

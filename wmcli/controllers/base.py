@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from wmcli.config import Section
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import uniform
-from wmcli.world_models.base import Batch, WorldModel
+from wmcli.world_models.base import Batch, ImaginedStep, WorldModel
 
 State = Any
 """A nested tuple, list or dict of tensors (B, ...)."""
@@ -177,6 +177,20 @@ class Learner(Controller):
 
     def after_update(self) -> None:  # noqa: B027 (most controllers have nothing to do)
         """Update quantities that follow the weights, such as a slow copy. Called after each step of the optimizer."""
+
+
+def check_curiosity(weight: float, world_model: WorldModel) -> None:
+    """Raise UsageError if a reward for disagreement is wanted of a world model without an ensemble."""
+    if weight and not world_model.has_ensemble:
+        raise UsageError(
+            f"controller.curiosity = {weight}: this dynamics model was trained without an ensemble; train one with"
+            " dynamics.ensemble=5, or set controller.curiosity=0."
+        )
+
+
+def curiosity_bonus(weight: float, step: ImaginedStep) -> Tensor | float:
+    """Return the weighted disagreement (B,) of an imagined step; 0 for a weight of 0."""
+    return weight * step.disagreement if weight else 0.0  # type: ignore[operator]
 
 
 def rollout_uniforms(world_model: WorldModel, batch: Batch, actions: int, steps: int) -> Uniforms:

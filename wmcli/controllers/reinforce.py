@@ -21,7 +21,16 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from wmcli.controllers.base import ControllerSettings, Learner, State, Uniforms, episode_starts, rollout_uniforms
+from wmcli.controllers.base import (
+    ControllerSettings,
+    Learner,
+    State,
+    Uniforms,
+    check_curiosity,
+    curiosity_bonus,
+    episode_starts,
+    rollout_uniforms,
+)
 from wmcli.errors import UsageError
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn import two_hot
@@ -70,6 +79,8 @@ class ReinforceSettings(ControllerSettings):
     least_range: float = Field(1.0, gt=0)
     """Smallest range that advantages are divided by. With a small one, small rewards count as much as large ones, and
     errors of the value as much as rewards. [rewards]"""
+    curiosity: float = Field(0.0, ge=0)
+    """Weight of the disagreement of the world model's ensemble, which is added to the imagined rewards."""
     action_unimix: float = Field(0.0, ge=0, lt=1)
     """Share of the uniform distribution in the policy, which keeps its entropy above a bound: 0.01 in DreamerV3."""
     learn_after_end: bool = True
@@ -99,6 +110,7 @@ class ReinforceSettings(ControllerSettings):
     def build(
         self, world_model: WorldModel, size: int, wrap_repeated: Callable[[Callable], Callable]
     ) -> ReinforceController:
+        check_curiosity(self.curiosity, world_model)
         return ReinforceController(self, world_model.feature_shape, size, world_model.actions)
 
 
@@ -115,6 +127,8 @@ class RecurrentRollout(NamedTuple):
     """(B, n - 1) float32."""
     terminated: Tensor
     """(B, n - 1) bool."""
+    bonus: Tensor
+    """(B, n - 1) float32, for curiosity."""
 
 
 class ReinforceController(Learner):
@@ -262,7 +276,7 @@ class ReinforceController(Learner):
 
         observation = window.new_empty(rows, settings.imagination_horizon + 1, *window.shape[2:])
         action = batch.action.new_empty(rows, settings.imagination_horizon, dtype=torch.int64)
-        reward = batch.reward.new_empty(rows, settings.imagination_horizon)
+        reward, bonus = batch.reward.new_empty(2, rows, settings.imagination_horizon)
         terminated = batch.terminated.new_empty(rows, settings.imagination_horizon)
         observation[:, 0] = window[:, -1]
         for t in range(settings.imagination_horizon):
@@ -270,10 +284,10 @@ class ReinforceController(Learner):
             action[:, t] = sample(logits, uniforms.action[t])
             state = self.follow(action[:, t], state)
             imagined, world_state = world_model.imagine(world_state, action[:, t], uniforms.world[t])
-            reward[:, t] = imagined.reward
+            reward[:, t], bonus[:, t] = imagined.reward, curiosity_bonus(settings.curiosity, imagined)
             terminated[:, t] = imagined.terminated
             observation[:, t + 1] = self.view(world_model, world_state)
-        return RecurrentRollout(start, observation, action, reward, terminated)
+        return RecurrentRollout(start, observation, action, reward, terminated, bonus)
 
     def loss(self, imagined: RecurrentRollout) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum the value, policy and entropy losses, and recompute the rollout's decisions in one batch.
@@ -294,7 +308,11 @@ class ReinforceController(Learner):
         logits, value_outputs = self._heads(hidden)  # (B, n, A), (B, n, 1 or bins)
         values = self._expected_value(value_outputs)  # (B, n)
         target = lambda_returns(
-            imagined.reward, values.detach(), imagined.terminated, settings.discount, settings.trace_decay
+            imagined.reward + imagined.bonus,
+            values.detach(),
+            imagined.terminated,
+            settings.discount,
+            settings.trace_decay,
         )[:, :-1]
         value = values[:, :-1]
         log_policy = logits[:, :-1].log_softmax(-1)
@@ -326,6 +344,8 @@ class ReinforceController(Learner):
             "imagined_reward": mean(imagined.reward),
             "imagined_terminations": mean(imagined.terminated.float()),
         }
+        if settings.curiosity:
+            metrics["imagined_bonus"] = mean(imagined.bonus)
         return total, {name: metric.detach() for name, metric in metrics.items()}
 
     def parameter_groups(self) -> list[dict[str, Any]]:

@@ -122,6 +122,12 @@ class Settings(Section):
                 f"controller.input = 'pixels' takes imagined frames, and dynamics of kind '{self.dynamics.kind}'"
                 " make none: set controller.input = 'latent'"
             )
+        curiosity = getattr(self.controller, "curiosity", 0.0)
+        if curiosity and getattr(self.dynamics, "ensemble", 0) < 2:
+            raise ValueError(
+                f"controller.curiosity = {curiosity} rewards the disagreement of an ensemble, and these"
+                " dynamics have none: set dynamics.ensemble = 5 (kinds token and latent), or curiosity to 0"
+            )
         if self.collect.policy != "learned" and self.run.overlap:
             raise ValueError(
                 f"run.overlap = true collects while models train, and {self.collect.policy} episodes are all"

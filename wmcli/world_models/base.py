@@ -141,6 +141,8 @@ class ImaginedStep(NamedTuple):
     """(B,) float32."""
     terminated: Tensor
     """(B,) bool. Imagination may continue after a termination, but the results have no meaning."""
+    disagreement: Tensor | None = None
+    """(B,) float32, of the model's ensemble on the next frame; None without one."""
 
 
 class Targets(NamedTuple):
@@ -237,6 +239,8 @@ class WorldModel(nn.Module, ABC):
     """Elements of the backbone for a frame and its action; 0 without a backbone."""
     learns_rewards: bool = True
     """False: imagined rewards are all 0, so a controller cannot learn."""
+    has_ensemble: bool = False
+    """True: imagined steps have a `disagreement`."""
     learns_from_search: bool = False
     """True: `loss` takes `Batch.targets`."""
     uniforms_per_step: int

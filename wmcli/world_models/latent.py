@@ -36,6 +36,7 @@ from wmcli.backbones.base import Backbone, flat_state, replace_rows, state_tenso
 from wmcli.errors import UsageError
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import draw_one_hot, entropy, kl_divergence, one_hot, straight_through, uniform
+from wmcli.nn.ensemble import Ensemble
 from wmcli.nn.initialize import initialize
 from wmcli.nn.mlp import Activation, Norm, mlp, norm
 from wmcli.tokenizers.categorical import CategoricalTokenizer
@@ -85,6 +86,9 @@ class LatentWorldModelSettings(DynamicsSettings):
     """Reward loss: two-hot over 255 bins; Bernoulli for rewards of 0 and 1; squared error; or none."""
     predict_termination: bool = True
     """Learn terminations; else an imagined episode never ends."""
+    ensemble: int = Field(0, ge=0)
+    """Further heads that predict the next latent, for `controller.curiosity`. No gradient of theirs reaches the rest of
+    the model. 0 for none. [heads]"""
     first_frame: bool = True
     """Reconstruct the frame that opens an episode as well. S4WM, which has no prior of it, does not."""
     sequence_length: int = Field(128, ge=2)
@@ -319,6 +323,8 @@ class LatentWorldModel(WorldModel):
             self.reward_head = self._head(head_inputs, two_hot.BINS if settings.reward == "two-hot" else 1)
         if settings.predict_termination:
             self.termination_head = self._head(head_inputs, 1)
+        self.ensemble = Ensemble(settings.ensemble, width, variables, classes) if settings.ensemble else None
+        self.has_ensemble = self.ensemble is not None
 
     @staticmethod
     def tokenizer_reads(settings: LatentWorldModelSettings, features: int, width: int) -> dict[str, int]:
@@ -442,7 +448,7 @@ class LatentWorldModel(WorldModel):
         KL(p || [q])).
 
         The metrics are `reconstruction`, `reward_loss`, `termination_loss`, `observation_loss` (the KL itself, nats a
-        frame), `posterior_entropy` and `prior_entropy` (nats a frame).
+        frame), `posterior_entropy` and `prior_entropy` (nats a frame), and `ensemble_loss` where there is one.
         """
         total, log, _ = self.carried_loss(batch, None)
         return total, log
@@ -495,8 +501,13 @@ class LatentWorldModel(WorldModel):
         total = settings.reconstruction_weight * reconstruction + settings.reward_weight * reward_loss
         total = total + termination_loss + settings.dynamics_weight * dynamics
         total = total + settings.representation_weight * representation
+        of_ensemble = {}
+        if self.ensemble is not None:
+            losses = self.ensemble.loss(past[:, start:], log_posterior.exp())
+            of_ensemble["ensemble_loss"] = masked_mean(losses, follows)
+            total = total + of_ensemble["ensemble_loss"]
         with torch.no_grad():
-            log = {
+            log = of_ensemble | {
                 "reconstruction": reconstruction,
                 "reward_loss": reward_loss,
                 "termination_loss": termination_loss,
@@ -722,7 +733,8 @@ class LatentWorldModel(WorldModel):
             terminated = self.termination_head(reading).squeeze(-1) > 0
         # The public code adds and subtracts the probabilities in float32 and stores the result as integers.
         dynamics_latent = ((z + prior) - prior).long().to(z.dtype) if self.settings.truncate_latents else z
-        return ImaginedStep(z, reward, terminated), LatentState(
+        disagreement = None if self.ensemble is None else self.ensemble.disagreement(deterministic)
+        return ImaginedStep(z, reward, terminated, disagreement), LatentState(
             backbone_state, None, deterministic.to(z.dtype), dynamics_latent, z, length
         )
 

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from wmcli.backbones.base import Backbone, BackboneSettings, replace_rows
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample, uniform
+from wmcli.nn.ensemble import Ensemble
 from wmcli.world_models.base import Batch, DynamicsSettings, ImaginedStep, Parts, WorldModel, masked_mean
 from wmcli.world_models.recent import RecentFrames, append_frame
 
@@ -45,6 +46,9 @@ class TokenWorldModelSettings(DynamicsSettings):
     initialization: Literal["torch", "gpt"] = "torch"
     """Initialization of tables and heads: "torch" N(0, 1) and torch's Linear (REM), "gpt" N(0, 0.02), biases 0 (IRIS).
     """
+    ensemble: int = Field(0, ge=0)
+    """Further heads that predict the next frame's tokens, for `controller.curiosity`. No gradient of theirs reaches the
+    rest of the model. 0 for none. [heads]"""
     sequence_length: int = Field(10, ge=2)
     """Training sequence length. [blocks]"""
     context: int = Field(2, ge=1)
@@ -147,6 +151,8 @@ class SegmentLogits(NamedTuple):
     """(B, T, 3): negative, zero, positive."""
     termination: Tensor
     """(B, T, 2): continues, terminates."""
+    at_tokens: Tensor
+    """(B, T - b, K, D): the outputs behind the observation logits."""
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, mask: Tensor) -> Tensor:
@@ -200,6 +206,8 @@ class TokenWorldModel(WorldModel):
         self.observation_head = _head(width, codes)
         self.reward_head = _head(width, 3)
         self.termination_head = _head(width, 2)
+        self.ensemble = Ensemble(settings.ensemble, width, 1, codes) if settings.ensemble else None
+        self.has_ensemble = self.ensemble is not None
         if settings.initialization == "gpt":
             self._initialize_like_gpt()
 
@@ -256,7 +264,7 @@ class TokenWorldModel(WorldModel):
         answer = self._segment_pop if self.queries is not None else self._segment_sequential
         at_tokens, at_action = answer(self._blocks(latent, action))
         return SegmentLogits(
-            self.observation_head(at_tokens), self.reward_head(at_action), self.termination_head(at_action)
+            self.observation_head(at_tokens), self.reward_head(at_action), self.termination_head(at_action), at_tokens
         )
 
     def _segment_pop(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -324,7 +332,11 @@ class TokenWorldModel(WorldModel):
                 "nonzero_rewards": masked_mean(nonzero, valid),
                 "nonzero_rewards_hit": masked_mean(nonzero & (reward_logits.argmax(-1) == sign), valid),
             }
-        return observation_loss + self.settings.reward_weight * reward_loss + termination_loss, log
+        total = observation_loss + self.settings.reward_weight * reward_loss + termination_loss
+        if self.ensemble is not None:
+            ensemble_loss = masked_mean(self.ensemble.loss(logits.at_tokens, target[..., None]), scored)
+            total, log["ensemble_loss"] = total + ensemble_loss, ensemble_loss.detach()
+        return total, log
 
     # -- imagination --------------------------------------------------------------------------------------------------
 
@@ -365,15 +377,16 @@ class TokenWorldModel(WorldModel):
         if uniforms is None:
             uniforms = uniform((len(action), self.uniforms_per_step), action.device)
         of_tokens, of_reward, of_termination = uniforms.split((self.uniforms_per_step - 2, 1, 1), -1)
-        reward, termination, state = self.advance(
+        reward, termination, at_tokens, state = self.advance(
             state, action, lambda logits, start: sample(logits, of_tokens[:, start : start + logits.shape[1]])
         )
         reward, termination = sample(reward[:, None], of_reward), sample(termination[:, None], of_termination)
-        return ImaginedStep(state.latent, reward[:, 0].float() - 1, termination[:, 0].bool()), state
+        disagreement = None if self.ensemble is None else self.ensemble.disagreement(at_tokens).mean(-1)
+        return ImaginedStep(state.latent, reward[:, 0].float() - 1, termination[:, 0].bool(), disagreement), state
 
     def advance(
         self, state: TokenState, action: Tensor, choose: Callable[[Tensor, int], Tensor]
-    ) -> tuple[Tensor, Tensor, TokenState]:
+    ) -> tuple[Tensor, Tensor, Tensor, TokenState]:
         """Take one step whose tokens are picked by `choose`.
 
         Args:
@@ -383,7 +396,8 @@ class TokenWorldModel(WorldModel):
                 all K tokens of "pop", and K times for one token of "sequential".
 
         Returns:
-            The logits of reward (B, 3) and termination (B, 2), and the state at the next frame.
+            The logits of reward (B, 3) and termination (B, 2), the outputs that predict the tokens (B, K, D), and the
+                state at the next frame.
         """
         if state.recent is not None:
             state = self._read(state.recent.latent, state.recent.action, state.recent.reset)
@@ -399,17 +413,20 @@ class TokenWorldModel(WorldModel):
             # One call: the queries predict the next frame while the block becomes part of the past.
             y, answers, backbone_state = self.backbone.fork(block[:, None], self.queries.weight, backbone_state)
             at_action, tokens_read = y[:, 0], 0
-            latent = choose(self.observation_head(answers[:, 0]), 0)
+            at_tokens = answers[:, 0]
+            latent = choose(self.observation_head(at_tokens), 0)
         else:
             y, backbone_state = self.backbone(block, backbone_state)
             at_action, tokens_read = y[:, -1], tokens - 1
-            choices = [choose(self.observation_head(at_action)[:, None], 0)]
+            choices, outputs = [choose(self.observation_head(at_action)[:, None], 0)], [at_action]
             for token in range(1, tokens):
                 y, backbone_state = self.backbone.step(self._embed(choices[-1])[:, 0], backbone_state)
+                outputs.append(y)
                 choices.append(choose(self.observation_head(y)[:, None], token))
+            at_tokens = torch.stack(outputs, dim=1)
             latent, length = torch.cat(choices, dim=1), length + tokens_read
         state = TokenState(backbone_state, latent, tokens_read, length)
-        return self.reward_head(at_action), self.termination_head(at_action), state
+        return self.reward_head(at_action), self.termination_head(at_action), at_tokens, state
 
     @torch.no_grad()
     def replace_rows(self, state: TokenState, rows: Tensor, fresh: TokenState) -> TokenState:
