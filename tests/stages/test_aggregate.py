@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from datetime import datetime, timedelta
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -334,6 +335,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_curves_follow_the_newest_controller_and_its_parents(run: Path, tmp_path: Path, drawn: list[Any]) -> None:
     imagine(opened(run, force=True))  # another beginning
     collect(opened(run))
+    sleep(1)  # points at the same second are one
     imagine(opened(run, more=True))
     evaluate(opened(run), episodes=3)
     evaluate(opened(run), controller="controller@2", episodes=2)

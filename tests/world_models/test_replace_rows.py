@@ -63,7 +63,7 @@ def _imagined(model: WorldModel, state: State, action: Tensor, numbers: Tensor) 
     for step in range(action.shape[1]):
         imagined, state = model.imagine(state, action[:, step], numbers[:, step])
         steps.append({**imagined._asdict(), "features": model.features(state)})
-    return {name: torch.stack([each[name] for each in steps], 1) for name in steps[0]}
+    return {name: torch.stack([each[name] for each in steps], 1) for name, part in steps[0].items() if part is not None}
 
 
 def _same(got: Tensor, want: Tensor) -> None:

@@ -188,9 +188,9 @@ def check_curiosity(weight: float, world_model: WorldModel) -> None:
         )
 
 
-def curiosity_bonus(weight: float, step: ImaginedStep) -> Tensor | float:
-    """Return the weighted disagreement (B,) of an imagined step; 0 for a weight of 0."""
-    return weight * step.disagreement if weight else 0.0  # type: ignore[operator]
+def curiosity_bonus(weight: float, step: ImaginedStep) -> Tensor:
+    """Return the weighted disagreement (B,) of an imagined step; zeros for a weight of 0."""
+    return weight * step.disagreement if weight else torch.zeros_like(step.reward)  # type: ignore[operator]
 
 
 def rollout_uniforms(world_model: WorldModel, batch: Batch, actions: int, steps: int) -> Uniforms:
