@@ -190,7 +190,10 @@ def check_curiosity(weight: float, world_model: WorldModel) -> None:
 
 def curiosity_bonus(weight: float, step: ImaginedStep) -> Tensor:
     """Return the weighted disagreement (B,) of an imagined step; zeros for a weight of 0."""
-    return weight * step.disagreement if weight else torch.zeros_like(step.reward)  # type: ignore[operator]
+    if not weight:
+        return torch.zeros_like(step.reward)
+    assert step.disagreement is not None, "a world model without an ensemble"
+    return weight * step.disagreement
 
 
 def rollout_uniforms(world_model: WorldModel, batch: Batch, actions: int, steps: int) -> Uniforms:
