@@ -40,6 +40,8 @@ class GumbelExtra(NamedTuple):
     """(E, A) float32: standard Gumbel noise of the root's logits."""
     considered_visits: tuple[int, ...]
     """At each simulation, the visits of the root's actions to choose from."""
+    explores: bool
+    """Whether there is noise."""
 
 
 def gumbel_rule(
@@ -59,10 +61,10 @@ def gumbel_rule(
         else:
             gumbel = -(-noise.clamp_min(TINY).log()).log()
         considered = min(tree.num_actions, max_num_considered_actions)
-        return GumbelExtra(gumbel, considered_visits(considered, tree.num_simulations))
+        return GumbelExtra(gumbel, considered_visits(considered, tree.num_simulations), noise is not None)
 
     def arguments(tree: SearchTree, simulation: int) -> tuple[Tensor, int, float, float, float, float]:
-        gumbel, visits = tree.extra
+        gumbel, visits, _ = tree.extra
         return gumbel, visits[simulation], maxvisit_init, value_scale, SMALLEST, TINY
 
     score = partial(_score, maxvisit_init=maxvisit_init, value_scale=value_scale)
@@ -131,18 +133,24 @@ def _follow_policy(nodes: Nodes, scores: Tensor) -> Tensor:
 
 def _halve(roots: Nodes, scores: Tensor) -> Tensor:
     """Choose the best action among those of the current round."""
-    gumbel, visits = roots.tree.extra
+    gumbel, visits, _ = roots.tree.extra
     others = roots.children_visits != visits[roots.simulation]
     return (gumbel.t() + scores).masked_fill_(others, -math.inf).max(0).indices
 
 
 def _output(roots: Nodes, score: partial[Tensor]) -> PolicyOutput:
-    """Return the improved policy, and the best of the most visited actions."""
+    """Return the improved policy, and what to act by.
+
+    With noise that is the best of the most visited actions at any temperature, for it is a sample of the improved
+    policy. Without noise it is the improved policy itself, in which that action is raised to the likeliest.
+    """
     scores = score(roots, _qtransform_by_mixed_value(roots))
     most_visited = roots.children_visits == roots.children_visits.amax(0)
     action = (roots.tree.extra.gumbel.t() + scores).masked_fill(~most_visited, -math.inf).argmax(0)
     visits = roots.children_visits.t()
-    logits = torch.full_like(visits, -torch.inf).scatter(1, action[:, None], 0)
+    others = torch.full_like(visits, -torch.inf) if roots.tree.extra.explores else scores.t()
+    best = scores.amax(0)
+    logits = others.scatter(1, action[:, None], torch.nextafter(best, best + 1)[:, None])
     return PolicyOutput(visits, roots.value, scores.t().softmax(-1), logits)
 
 
