@@ -248,10 +248,26 @@ def test_streams_go_on_with_the_state_of_the_batch_before(make: Make, monkeypatc
 @pytest.mark.parametrize("kind", STAGES)
 def test_each_way_of_sampling_draws_its_own_rows(make: Make, kind: str) -> None:
     run, losses = make("rem", trained=kind == "controller"), set()
-    for sampling in ("windows", "episodes", "uniform", "dfs"):
+    for sampling in ("windows", "episodes", "uniform", "dfs", "prioritized"):
         _, (update,) = learn(run, kind, f"training.sampling={sampling}", f"{kind}.updates=1")
         losses.add(update.metrics["loss"])
-    assert len(losses) == 4
+    assert len(losses) == (5 if kind == "dynamics" else 4)  # imagination takes "prioritized" for "uniform"
+
+
+@pytest.mark.parametrize("name", ["rem", "drama", "unizero", "muzero"])
+def test_prioritized_replay_learns_the_losses_of_what_it_draws(make: Make, name: str) -> None:
+    """A row's loss is the gradient of its weight. Training further begins with what is new."""
+    run = make(name)
+    one = ["training.sampling=prioritized", "training.priority.share=1", "training.priority.temperature=1e-3"]
+    one += ["dynamics.batch=1", "dynamics.updates=3", *(["dynamics.free_nats=0"] if name == "drama" else [])]
+    kept: list[np.ndarray] = []
+    for more in (False, True):
+        artifact, updates = learn(run, "dynamics", *one, more=more)
+        found = read_part(artifact.file(TRAINING), "sampler")
+        kept.append(found["losses"][np.isfinite(found["losses"])])
+        assert len(kept[-1]) == (6 if more else 3) <= found["windows"]
+        for update in updates:
+            assert np.isclose(kept[-1], update.metrics["loss"], rtol=1e-5).any()
 
 
 # -- frequencies ------------------------------------------------------------------------------------------------------

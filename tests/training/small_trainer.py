@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wmcli.experience import Episodes, FrequencySampler, WindowSampler
+from wmcli.experience import Episodes, FrequencySampler, PrioritySampler, WindowSampler
 from wmcli.training.checkpoint import TrainState, generator_state, module_tensors, optimizer_tensors
 from wmcli.training.device import Machine, isolated_randomness
 from wmcli.training.loop import Trainer, fit
@@ -59,11 +59,14 @@ class SmallTrainer(Trainer):
     ) -> None:
         net = Net()
         windows_of: dict[str, Any] = {"length": 4, "minimum": 2, "pad": "right", "rng": rng}
-        sampler: WindowSampler | FrequencySampler
+        sampler: WindowSampler | FrequencySampler | PrioritySampler
         if sampling == "dfs":
             sampler = FrequencySampler(
                 EPISODES, np.arange(23), kind="dynamics", settings=FREQUENCIES, ratio=1.0, **windows_of
             )
+        elif sampling == "prioritized":
+            del windows_of["pad"]
+            sampler = PrioritySampler(EPISODES, np.arange(23), share=0.5, temperature=1.0, **windows_of)
         else:
             sampler = WindowSampler(EPISODES, np.arange(23), sampling=sampling, **windows_of)
         self.net, self.sampler, self.before, self.more = net, sampler, before, more
@@ -76,6 +79,8 @@ class SmallTrainer(Trainer):
         windows = self.sampler.batch(7)
         x = DATA[torch.from_numpy(windows.rows)]  # (B, L, 4)
         squares = (self.net(x) * torch.from_numpy(windows.valid)[..., None]).square()
+        if isinstance(self.sampler, PrioritySampler):
+            self.sampler.learn(squares.detach().mean((1, 2)).numpy())
         loss = squares.mean() + self.state.rng.random() * 1e-3
         metrics = {name: torch.tensor(value) for name, value in self.more(done).items()}
         return {"loss": loss, "gradient_norm": update(self.optimizer, loss, 1.0), **metrics}
@@ -118,7 +123,9 @@ class Process:
         sampler = self.state.parts["sampler"].state()
         return {name: tensor.tolist() for name, tensor in tensors.items()} | {
             "rng": generator_state(self.state.rng),
-            "sampler": {key: value.tolist() if key == "counts" else value for key, value in sampler.items()},
+            "sampler": {
+                key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in sampler.items()
+            },
             "update": self.state.update,
             "trained": self.state.trained,
         }

@@ -61,7 +61,7 @@ def whole(tmp_path: Path, updates: int, **how: str) -> Process:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "laprop"])
-@pytest.mark.parametrize("sampling", ["windows", "episodes", "uniform", "dfs"])
+@pytest.mark.parametrize("sampling", ["windows", "episodes", "uniform", "dfs", "prioritized"])
 def test_killed_after_any_update_it_ends_in_the_same_bits(
     tmp_path: Path, folder: Path, sampling: str, optimizer: str
 ) -> None:

@@ -8,6 +8,7 @@ is not stored. An episode whose environment failed may end with neither flag; th
 from __future__ import annotations
 
 from wmcli.experience.frequency import FrequencySampler
+from wmcli.experience.priority import PrioritySampler
 from wmcli.experience.replay import Episodes, Replay
 from wmcli.experience.sampler import StreamSampler, Windows, WindowSampler
 from wmcli.experience.segment import Recorder, read_frames, read_segment, segment_about, write_segment
@@ -16,6 +17,7 @@ from wmcli.experience.targets import SearchTargets
 __all__ = [
     "Episodes",
     "FrequencySampler",
+    "PrioritySampler",
     "Replay",
     "Recorder",
     "SearchTargets",

@@ -43,9 +43,10 @@ def resolve(preset: str, overrides: Sequence[str] = (), base: Mapping[str, Any] 
 def _ignored(settings: Settings) -> str | None:
     """Describe a setting without effect. None if there is none; runs of 0.1.0 may have one and stay usable."""
     rows = getattr(settings.dynamics, "rows", "windows")
-    if settings.training.sampling == "dfs" and rows != "windows":
+    sampling = settings.training.sampling
+    if sampling in ("dfs", "prioritized") and rows != "windows":
         return (
-            f"training.sampling = 'dfs' favors windows of less use, but dynamics.rows = '{rows}' takes all"
+            f"training.sampling = '{sampling}' favors some windows, but dynamics.rows = '{rows}' takes all"
             " episodes in turn: set training.sampling=windows, or dynamics.rows=windows"
         )
     return None

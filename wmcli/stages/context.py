@@ -190,7 +190,7 @@ class Context:
         if (other := job.otherwise()) is None:
             return None
         then, now = flatten(other.settings), flatten(self.settings)
-        sections = (*job.sections, "training.sampling", "training.dfs")
+        sections = (*job.sections, "training.sampling", "training.dfs", "training.priority")
         changed = [
             f"{key} {then[key]} -> {now[key]}"
             for key in now

@@ -122,6 +122,8 @@ def train(
     if settings.training.sampling == "dfs":
         of_imagination = () if kind == "controller" else ("imagination_temperature", "alpha", "beta")
         identity |= Identity.of_part("dfs", settings.training.dfs, without=of_imagination)
+    elif settings.training.sampling == "prioritized" and kind == "dynamics":
+        identity |= Identity.of_part("priority", settings.training.priority)
     job = context.run.job(kind, identity, inputs)
     if existing := context.done(job):
         progress.say(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from wmcli.errors import UsageError
 from wmcli.experience.frequency import FrequencySampler
+from wmcli.experience.priority import PrioritySampler
 from wmcli.experience.replay import Replay
 from wmcli.experience.sampler import StreamSampler, Windows, WindowSampler
 from wmcli.experience.targets import SearchTargets
@@ -22,6 +23,7 @@ from wmcli.training.settings import TrainingSettings
 from wmcli.world_models.base import Batch, Targets, WorldModel
 
 Sampler = WindowSampler | FrequencySampler
+SegmentSampler = Sampler | PrioritySampler | StreamSampler
 
 ENCODE_BATCH = 256  # frames encoded at a time
 
@@ -39,7 +41,7 @@ def build_sampler(
     counts: np.ndarray | None = None,
     ratio: float = 1.0,
 ) -> Sampler:
-    """Build the sampler of windows that `training.sampling` names.
+    """Build the sampler of windows that `training.sampling` names; "prioritized" is uniform here.
 
     Args:
         training: Names the sampling and has the settings of dynamic frequency sampling.
@@ -61,8 +63,9 @@ def build_sampler(
     if across_ends:
         minimum = length
     if training.sampling != "dfs":
+        sampling = "uniform" if training.sampling == "prioritized" else training.sampling
         return WindowSampler(
-            runs, order, length=length, minimum=minimum, pad=pad, history=history, sampling=training.sampling, rng=rng
+            runs, order, length=length, minimum=minimum, pad=pad, history=history, sampling=sampling, rng=rng
         )
     return FrequencySampler(
         runs,
@@ -84,7 +87,7 @@ def build_segment_sampler(
     replay: Replay,
     world_model: WorldModel,
     rng: np.random.Generator,
-) -> Sampler | StreamSampler:
+) -> SegmentSampler:
     """Build the sampler of segments that a world model learns from.
 
     Args:
@@ -96,6 +99,16 @@ def build_segment_sampler(
     Raises:
         UsageError: There is nothing to sample, or an episode is longer than its row.
     """
+    if world_model.rows == "windows" and training.sampling == "prioritized":
+        return PrioritySampler(
+            *replay.runs(world_model.across_ends),
+            length=world_model.segment,
+            minimum=world_model.segment if world_model.across_ends else world_model.min_segment,
+            history=world_model.history,
+            share=training.priority.share,
+            temperature=training.priority.temperature,
+            rng=rng,
+        )
     if world_model.rows == "windows":
         return build_sampler(
             training,

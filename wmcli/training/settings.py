@@ -28,6 +28,19 @@ class FrequencySettings(Section):
     """Share of v beyond b that is ignored. With alpha 1 and beta 1, more training than imagination is no advantage."""
 
 
+class PrioritySettings(Section):
+    """Prioritized replay for the dynamics model: windows that it predicts badly, and new ones, more often.
+
+    Source: Simulus (Cohen et al. 2025); the share is that of its public code.
+    """
+
+    share: float = Field(0.3, gt=0, le=1)
+    """Share of a batch that is sampled by priority. The rest is uniform."""
+    temperature: float = Field(1.0, gt=0)
+    """Probabilities are proportional to exp(z / temperature), where z is a window's last loss in standard deviations
+    from the mean, and 10 for a new window."""
+
+
 class TrainingSettings(Section):
     device: str = "auto"
     """Device of all tensors: auto (a CUDA device if there is one), cpu, cuda, cuda:1, ..."""
@@ -46,7 +59,9 @@ class TrainingSettings(Section):
     [seconds]"""
     log_every: int = Field(50, ge=1)
     """Interval of lines in metrics.jsonl. [updates]"""
-    sampling: Literal["windows", "episodes", "uniform", "dfs"] = "windows"
+    sampling: Literal["windows", "episodes", "uniform", "dfs", "prioritized"] = "windows"
     """Order of training windows: each equally often (REM); an episode, then a start in it (IRIS); uniform in every
-    batch; or the less used ones first, dfs (Drama). Only for dynamics with rows of windows."""
+    batch; the less used ones first, dfs (Drama); or, for the dynamics model, those with a high loss first, prioritized
+    (Simulus), and uniform for the rest. Only for dynamics with rows of windows."""
     dfs: FrequencySettings = FrequencySettings()
+    priority: PrioritySettings = PrioritySettings()

@@ -192,6 +192,9 @@ class Batch(NamedTuple):
     is_last: Tensor | None = None
     """(B, T) bool: this frame is the last of its game, for a model with `across_ends`. None: `terminated` and
     `truncated` mark the last frames."""
+    weight: Tensor | None = None
+    """(B, T) float32: weight of a row in the loss, the same in all its frames. None weighs all rows alike. The gradient
+    with respect to it is what each row contributes to the loss."""
 
 
 class WorldModel(nn.Module, ABC):
@@ -451,6 +454,17 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of `values` where `mask`, which has the same shape; 0 if it is nowhere True."""
-    return (values * mask).sum() / mask.sum().clamp(min=1)
+def masked_mean(values: Tensor, mask: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Return the mean of `values` where `mask`, which has the same shape; 0 if it is nowhere True.
+
+    Args:
+        values: (B, ...).
+        mask: The same shape, bool.
+        weight: (B, T), `Batch.weight`: factors of the rows' values, which leave the number of values as it is.
+    """
+    return weighed(values * mask, weight).sum() / mask.sum().clamp(min=1)
+
+
+def weighed(values: Tensor, weight: Tensor | None) -> Tensor:
+    """Multiply the rows of `values` (B, ...) by a `Batch.weight` (B, T), if there is one."""
+    return values if weight is None else values * weight[:, 0].view(-1, *[1] * (values.ndim - 1))

@@ -199,7 +199,7 @@ class CellsWorldModel(WorldModel):
                 "action_loss": masked_mean(losses, scored & ~is_cell),
                 "cell_accuracy": masked_mean(logits.argmax(-1) == target, scored & is_cell),
             }
-        return masked_mean(losses, scored), log
+        return masked_mean(losses, scored, batch.weight), log
 
     @torch.no_grad()
     def predict_frames(self, latent: Tensor, action: Tensor) -> Tensor:

@@ -487,7 +487,7 @@ class LatentWorldModel(WorldModel):
         losses = self.tokenizer.reconstruction_loss(
             z.flatten(0, 1), self._decoder_past(past.flatten(0, 1)), frames.flatten(0, 1)
         )
-        reconstruction = masked_mean(losses.view(valid.shape), is_scored)
+        reconstruction = masked_mean(losses.view(valid.shape), is_scored, batch.weight)
         reward_loss, termination_loss = self._outcome_losses(batch, carry, outputs, z, is_first)
 
         start = 0 if carry is not None else 1
@@ -495,8 +495,8 @@ class LatentWorldModel(WorldModel):
         if carry is not None:
             follows = torch.cat((follows[:, :1] & carry.is_valid[:, None], follows[:, 1:]), 1)
         log_posterior, log_prior = log_posterior[:, start:], self._prior(past[:, start:])
-        dynamics = self._with_free_nats(kl_divergence(log_posterior.detach(), log_prior), follows)
-        representation = self._with_free_nats(kl_divergence(log_posterior, log_prior.detach()), follows)
+        dynamics = self._with_free_nats(kl_divergence(log_posterior.detach(), log_prior), follows, batch.weight)
+        representation = self._with_free_nats(kl_divergence(log_posterior, log_prior.detach()), follows, batch.weight)
 
         total = settings.reconstruction_weight * reconstruction + settings.reward_weight * reward_loss
         total = total + termination_loss + settings.dynamics_weight * dynamics
@@ -504,7 +504,7 @@ class LatentWorldModel(WorldModel):
         of_ensemble = {}
         if self.ensemble is not None:
             losses = self.ensemble.loss(past[:, start:], log_posterior.exp())
-            of_ensemble["ensemble_loss"] = masked_mean(losses, follows)
+            of_ensemble["ensemble_loss"] = masked_mean(losses, follows, batch.weight)
             total = total + of_ensemble["ensemble_loss"]
         with torch.no_grad():
             log = of_ensemble | {
@@ -626,11 +626,13 @@ class LatentWorldModel(WorldModel):
         reading = self._reading(outputs, z if settings.heads_read == "state" else None)
         reward_loss = termination_loss = torch.zeros((), device=outputs.device)
         if settings.reward != "none":
-            reward_loss = masked_mean(self._reward_loss(self.reward_head(reading), reward), counts)
+            reward_loss = masked_mean(self._reward_loss(self.reward_head(reading), reward), counts, batch.weight)
         if settings.predict_termination:
             termination = self.termination_head(reading).float().squeeze(-1)
             termination_loss = masked_mean(
-                F.binary_cross_entropy_with_logits(termination, terminations.float(), reduction="none"), counts
+                F.binary_cross_entropy_with_logits(termination, terminations.float(), reduction="none"),
+                counts,
+                batch.weight,
             )
         return reward_loss, termination_loss
 
@@ -654,11 +656,11 @@ class LatentWorldModel(WorldModel):
         output = output.float().squeeze(-1)
         return output.sigmoid() if kind == "bernoulli" else output
 
-    def _with_free_nats(self, kl: Tensor, mask: Tensor) -> Tensor:
+    def _with_free_nats(self, kl: Tensor, mask: Tensor, weight: Tensor | None) -> Tensor:
         free = self.settings.free_nats
         if self.settings.free_nats_of == "each":
-            return masked_mean(kl.clamp(min=free), mask)
-        return masked_mean(kl, mask).clamp(min=free)
+            return masked_mean(kl.clamp(min=free), mask, weight)
+        return masked_mean(kl, mask, weight).clamp(min=free)
 
     # -- imagination --------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from wmcli.nn import value_bins
 from wmcli.nn.categorical import one_hot
 from wmcli.nn.layers import BatchNorm2d, Flatten, Float32Linear
 from wmcli.nn.residual_trunk import ResidualTrunk, TrunkBlock, conv, side
-from wmcli.world_models.base import Batch, ImaginedStep, Parts, Prediction, masked_mean
+from wmcli.world_models.base import Batch, ImaginedStep, Parts, Prediction, masked_mean, weighed
 from wmcli.world_models.planners import (
     BootstrappedWorldModel,
     Channels,
@@ -234,7 +234,9 @@ class MuZero(BootstrappedWorldModel):
         if self.termination_head is not None:
             logit = self.termination_head(predicted).unflatten(0, before.shape)
             terms["termination_loss"] = (1.0, self._termination_losses(logit, self._ended(part)[:, :-1]), before)
-        total = torch.stack([weight * (losses * mask).sum() for weight, losses, mask in terms.values()]).sum()
+        total = torch.stack(
+            [weight * weighed(losses * mask, batch.weight).sum() for weight, losses, mask in terms.values()]
+        ).sum()
         log = {name: masked_mean(losses, mask) for name, (_, losses, mask) in terms.items()}
         log["policy_entropy"] = masked_mean(policy.entropy, valid)
         log["value_mean"] = masked_mean(value_bins.decode(value), valid)

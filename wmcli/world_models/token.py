@@ -155,10 +155,10 @@ class SegmentLogits(NamedTuple):
     """(B, T - b, K, D): the outputs behind the observation logits."""
 
 
-def _cross_entropy(logits: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean cross entropy of (..., N) against (...) where `mask`, in nats, in float32."""
+def _cross_entropy(logits: Tensor, target: Tensor, mask: Tensor, weight: Tensor | None) -> Tensor:
+    """Return the mean cross entropy of (B, ..., N) against (B, ...) where `mask`, in nats, in float32."""
     losses = F.cross_entropy(logits.flatten(0, -2).float(), target.flatten(), reduction="none")
-    return masked_mean(losses, mask.flatten())
+    return masked_mean(losses.view(target.shape), mask, weight)
 
 
 def _head(width: int, outputs: int) -> nn.Sequential:
@@ -311,15 +311,15 @@ class TokenWorldModel(WorldModel):
         if start == 0:
             scored = scored.clone()
             scored[:, 0, 0] = False  # no element precedes it
-        observation_loss = _cross_entropy(logits.observation, target, scored)
+        observation_loss = _cross_entropy(logits.observation, target, scored, batch.weight)
 
         start = self.settings.reward_burn_in
         valid = valid[:, start:]
         sign = self.learned_reward(batch.reward[:, start:]).long() + 1
         terminations = (batch.terminated | batch.truncated) if self.settings.end_on_truncation else batch.terminated
         reward_logits, termination_logits = logits.reward[:, start:], logits.termination[:, start:]
-        reward_loss = _cross_entropy(reward_logits, sign, valid)
-        termination_loss = _cross_entropy(termination_logits, terminations[:, start:].long(), valid)
+        reward_loss = _cross_entropy(reward_logits, sign, valid, batch.weight)
+        termination_loss = _cross_entropy(termination_logits, terminations[:, start:].long(), valid, batch.weight)
 
         with torch.no_grad():
             nonzero = sign != 1
@@ -334,7 +334,8 @@ class TokenWorldModel(WorldModel):
             }
         total = observation_loss + self.settings.reward_weight * reward_loss + termination_loss
         if self.ensemble is not None:
-            ensemble_loss = masked_mean(self.ensemble.loss(logits.at_tokens, target[..., None]), scored)
+            ensemble_losses = self.ensemble.loss(logits.at_tokens, target[..., None])
+            ensemble_loss = masked_mean(ensemble_losses, scored, batch.weight)
             total, log["ensemble_loss"] = total + ensemble_loss, ensemble_loss.detach()
         return total, log
 

@@ -211,7 +211,7 @@ class UniZero(BootstrappedWorldModel):
         """
         s = self.settings
         part = part_of(batch, slice(s.sequence_length))
-        valid = part.valid
+        valid, weight = part.valid, batch.weight
         z = self.encoder(part.inputs)
         y, x = self._read_pairs(z, part.action, self.action_embedding, self.backbone)
         value_target, has_return = self._value_targets(
@@ -220,13 +220,13 @@ class UniZero(BootstrappedWorldModel):
         label = self._labels(part.inputs)  # after the values: it moves the statistics that these use
 
         latent_losses = divergence(label[:, 1:], self._next_latent(x[:, :-1]), s.group)
-        latent_loss = masked_mean(latent_losses, valid[:, 1:])
-        reward_loss = masked_mean(value_bins.loss(self.reward_head(x), part.reward), valid)
+        latent_loss = masked_mean(latent_losses, valid[:, 1:], weight)
+        reward_loss = masked_mean(value_bins.loss(self.reward_head(x), part.reward), valid, weight)
         value = self.value_head(y)
-        value_loss = masked_mean(value_bins.loss(value, value_target), has_return)
+        value_loss = masked_mean(value_bins.loss(value, value_target), has_return, weight)
         policy = policy_terms(self.policy_head(y), part)
-        policy_loss = masked_mean(policy.loss, policy.mask)
-        entropy = masked_mean(policy.entropy, policy.mask)
+        policy_loss = masked_mean(policy.loss, policy.mask, weight)
+        entropy = masked_mean(policy.entropy, policy.mask, weight)
 
         total = s.latent_weight * latent_loss + s.reward_weight * reward_loss + s.value_weight * value_loss
         total = total + s.policy_weight * (policy_loss - s.entropy_weight * entropy)
@@ -240,7 +240,7 @@ class UniZero(BootstrappedWorldModel):
         }
         if self.termination_head is not None:
             termination_losses = self._termination_losses(self.termination_head(x), self._ended(part))
-            log["termination_loss"] = masked_mean(termination_losses, valid)
+            log["termination_loss"] = masked_mean(termination_losses, valid, weight)
             total = total + log["termination_loss"]
         return total, {name: each.detach() for name, each in log.items()}
 
