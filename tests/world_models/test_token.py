@@ -19,6 +19,7 @@ from wmcli.backbones.retnet import RetNetSettings
 from wmcli.backbones.transformer import TransformerSettings
 from wmcli.config import validate
 from wmcli.errors import UsageError
+from wmcli.nn import two_hot
 from wmcli.world_models.base import Batch
 from wmcli.world_models.token import TokenState, TokenWorldModel, TokenWorldModelSettings
 
@@ -408,6 +409,33 @@ def test_logged_accuracies_by_hand():
     assert_close(log["nonzero_rewards"], nonzero.float().mean())
     assert_close(log["nonzero_rewards_hit"], (right & nonzero).float().mean())
     assert not any(value.requires_grad for value in log.values())
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_rewards_by_value(prediction):
+    """The distribution over bins is learned from the reward as it is, and its mean is imagined, whatever is drawn."""
+    batch = experience()
+    signs, values = make(prediction=prediction), make(prediction=prediction, reward="two-hot")
+    assert torch.equal(signs.learned_reward(batch.reward), batch.reward.sign())
+    assert torch.equal(values.learned_reward(batch.reward), batch.reward)
+    logits, valid = values.predict(batch.inputs, batch.action).reward[:, 1:], batch.valid[:, 1:]
+    total, log = values.loss(batch)
+    assert_close(log["reward_loss"], two_hot.loss(logits, batch.reward[:, 1:])[valid].mean())
+    assert_close(total, log["observation_loss"] + log["reward_loss"] + log["termination_loss"])
+
+    optimizer = torch.optim.Adam(values.reward_head.parameters(), 1e-2)
+    for _ in range(300):
+        optimizer.zero_grad()
+        total, log = values.loss(batch)
+        total.backward()
+        optimizer.step()
+    assert log["nonzero_rewards_hit"] > 0.9 * log["nonzero_rewards"] > 0
+
+    _, state = values.observe(batch.inputs[:, :2], batch.action[:, :2], torch.zeros(B, 2, dtype=torch.bool))
+    drawn = [values.imagine(state, batch.action[:, 1])[0].reward for _ in range(2)]
+    assert torch.equal(*drawn) and drawn[0].dtype == torch.float32
+    want = two_hot.decode(values.predict(batch.inputs, batch.action).reward[:, 1])
+    assert_close(drawn[0], want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("initialization", ["torch", "gpt"])

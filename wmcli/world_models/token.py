@@ -8,7 +8,7 @@ termination. Backbone, tokenizer and kind of prediction combine freely:
 tokens after a block predict all K tokens of the next frame at once. They leave the state unchanged.
 - prediction "sequential" (IRIS: Micheli et al. 2023, ICLR, arXiv 2209.00588): every token predicts the token after it.
 
-Reward and termination are read at the action token. Rewards are learned and imagined as signs: -1, 0, 1.
+Reward and termination are read at the action token. Rewards are learned and imagined as signs, -1, 0, 1, or by value.
 
 Axes: B batch, T time (frames, blocks), K tokens of a frame, L = K + 1 tokens of a block, N codes of the tokenizer, D
 width of the backbone, A actions, H W C image, h w grid of tokens (h * w = K, raster order). Time: see base.py.
@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from wmcli.backbones.base import Backbone, BackboneSettings, replace_rows
 from wmcli.errors import UsageError
+from wmcli.nn import two_hot
 from wmcli.nn.categorical import sample, uniform
 from wmcli.nn.ensemble import Ensemble
 from wmcli.world_models.base import Batch, DynamicsSettings, ImaginedStep, Parts, WorldModel, masked_mean
@@ -58,6 +59,9 @@ class TokenWorldModelSettings(DynamicsSettings):
     reward_burn_in: int = Field(1, ge=0)
     """Blocks at a segment's start without reward and termination loss. The public code uses 2, which never trains the
     first imagined reward. [blocks]"""
+    reward: Literal["sign", "two-hot"] = "sign"
+    """What is learned of the reward: its sign, sampled in imagination (REM, IRIS); or its value, as a distribution over
+    255 bins whose mean is imagined (Simulus)."""
     reward_weight: float = Field(1.0, ge=0)
     """Weight of the reward loss, which is a mean over blocks. Above 1, rare rewards are learned sooner."""
     end_on_truncation: bool = False
@@ -148,7 +152,7 @@ class SegmentLogits(NamedTuple):
     observation: Tensor
     """(B, T - b, K, N), for the tokens of blocks b..T-1, given everything before their block ("pop") or token."""
     reward: Tensor
-    """(B, T, 3): negative, zero, positive."""
+    """(B, T, 3): negative, zero, positive; or (B, T, 255), the bins of `two_hot`."""
     termination: Tensor
     """(B, T, 2): continues, terminates."""
     at_tokens: Tensor
@@ -166,7 +170,7 @@ def _head(width: int, outputs: int) -> nn.Sequential:
 
 
 class TokenWorldModel(WorldModel):
-    """Predicts the tokens of the next frame, the sign of the reward, and termination.
+    """Predicts the tokens of the next frame, the reward or its sign, and termination.
 
     The tokenizer is used and never trained. It is an artifact of its own: not among this module's parameters, not in
     its `state_dict`, and not moved by `.to()`.
@@ -204,7 +208,7 @@ class TokenWorldModel(WorldModel):
         self.token_embedding = None if settings.shared_embeddings else nn.Embedding(codes, width)
         self.queries = nn.Embedding(tokens, width) if settings.prediction == "pop" else None
         self.observation_head = _head(width, codes)
-        self.reward_head = _head(width, 3)
+        self.reward_head = _head(width, 3 if settings.reward == "sign" else two_hot.BINS)
         self.termination_head = _head(width, 2)
         self.ensemble = Ensemble(settings.ensemble, width, 1, codes) if settings.ensemble else None
         self.has_ensemble = self.ensemble is not None
@@ -251,8 +255,8 @@ class TokenWorldModel(WorldModel):
     # -- learning -----------------------------------------------------------------------------------------------------
 
     def learned_reward(self, reward: Tensor) -> Tensor:
-        """Return the signs of rewards (...)."""
-        return reward.sign()
+        """Return the signs of rewards (...), or the rewards themselves."""
+        return reward.sign() if self.settings.reward == "sign" else reward
 
     def predict(self, latent: Tensor, action: Tensor) -> SegmentLogits:
         """Return logits for a segment without a past, all blocks at once, from tokens (B, T, K) and actions (B, T).
@@ -293,15 +297,15 @@ class TokenWorldModel(WorldModel):
         return before[:, self.settings.observation_burn_in :, :-1], y[:, length - 1 :: length]
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum three mean cross entropies: observation tokens, sign of the reward (with its weight), termination.
+        """Sum three mean cross entropies: observation tokens, reward (with its weight), termination.
 
         Padding and burn-in are left out of each. The metrics are `observation_loss`, `reward_loss`, `termination_loss`
         (nats), and shares:
 
         - `observation_accuracy`: tokens whose likeliest value is correct, of all scored tokens.
         - `nonzero_rewards`: rewards other than 0, of all scored steps.
-        - `nonzero_rewards_hit`: those among them whose sign is the likeliest, of all scored steps. The ratio of the
-        averages of these two is the recall.
+        - `nonzero_rewards_hit`: those among them whose sign is the likeliest, or, of "two-hot", from which the mean is
+        less than half the reward away; of all scored steps. The ratio of the averages of these two is the recall.
         """
         tokens, valid = batch.inputs, batch.valid
         logits = self.predict(tokens, batch.action)
@@ -315,14 +319,20 @@ class TokenWorldModel(WorldModel):
 
         start = self.settings.reward_burn_in
         valid = valid[:, start:]
-        sign = self.learned_reward(batch.reward[:, start:]).long() + 1
+        reward = self.learned_reward(batch.reward[:, start:])
         terminations = (batch.terminated | batch.truncated) if self.settings.end_on_truncation else batch.terminated
         reward_logits, termination_logits = logits.reward[:, start:], logits.termination[:, start:]
-        reward_loss = _cross_entropy(reward_logits, sign, valid, batch.weight)
+        if self.settings.reward == "sign":
+            reward_loss = _cross_entropy(reward_logits, reward.long() + 1, valid, batch.weight)
+        else:
+            reward_loss = masked_mean(two_hot.loss(reward_logits, reward), valid, batch.weight)
         termination_loss = _cross_entropy(termination_logits, terminations[:, start:].long(), valid, batch.weight)
 
         with torch.no_grad():
-            nonzero = sign != 1
+            nonzero = reward != 0
+            by_sign = self.settings.reward == "sign"
+            predicted = reward_logits.argmax(-1) - 1 if by_sign else two_hot.decode(reward_logits)
+            hit = nonzero & (2 * (predicted - reward).abs() < reward.abs())
             likeliest = logits.observation.max(-1).indices  # argmax, five times as fast in bfloat16 on a CPU
             log = {
                 "observation_loss": observation_loss.detach(),
@@ -330,7 +340,7 @@ class TokenWorldModel(WorldModel):
                 "termination_loss": termination_loss.detach(),
                 "observation_accuracy": masked_mean(likeliest == target, scored),
                 "nonzero_rewards": masked_mean(nonzero, valid),
-                "nonzero_rewards_hit": masked_mean(nonzero & (reward_logits.argmax(-1) == sign), valid),
+                "nonzero_rewards_hit": masked_mean(hit, valid),
             }
         total = observation_loss + self.settings.reward_weight * reward_loss + termination_loss
         if self.ensemble is not None:
@@ -381,9 +391,13 @@ class TokenWorldModel(WorldModel):
         reward, termination, at_tokens, state = self.advance(
             state, action, lambda logits, start: sample(logits, of_tokens[:, start : start + logits.shape[1]])
         )
-        reward, termination = sample(reward[:, None], of_reward), sample(termination[:, None], of_termination)
+        if self.settings.reward == "sign":
+            reward = sample(reward[:, None], of_reward)[:, 0].float() - 1
+        else:
+            reward = two_hot.decode(reward)
+        termination = sample(termination[:, None], of_termination)[:, 0].bool()
         disagreement = None if self.ensemble is None else self.ensemble.disagreement(at_tokens).mean(-1)
-        return ImaginedStep(state.latent, reward[:, 0].float() - 1, termination[:, 0].bool(), disagreement), state
+        return ImaginedStep(state.latent, reward, termination, disagreement), state
 
     def advance(
         self, state: TokenState, action: Tensor, choose: Callable[[Tensor, int], Tensor]
@@ -397,8 +411,8 @@ class TokenWorldModel(WorldModel):
                 all K tokens of "pop", and K times for one token of "sequential".
 
         Returns:
-            The logits of reward (B, 3) and termination (B, 2), the outputs that predict the tokens (B, K, D), and the
-                state at the next frame.
+            The logits of reward (B, 3 or 255) and termination (B, 2), the outputs that predict the tokens (B, K, D),
+                and the state at the next frame.
         """
         if state.recent is not None:
             state = self._read(state.recent.latent, state.recent.action, state.recent.reset)
