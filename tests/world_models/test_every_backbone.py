@@ -33,7 +33,8 @@ STEPS = 7  # more than the backbones with a limited number of positions have roo
 
 
 def _latent(backbone: str) -> tuple[WorldModel, Batch]:
-    return test_latent.make(backbone, dropout=0.1, free_nats=0.0), test_latent.segment()
+    settings = {"dropout": 0.1, "free_nats": 0.0, "imagined_termination": "sampled"}
+    return test_latent.make(backbone, **settings), test_latent.segment()
 
 
 def _token(prediction: str) -> Callable[[str], tuple[WorldModel, Batch]]:

@@ -293,6 +293,28 @@ def test_observe_then_imagine_is_the_backbone_step_by_step(backbone):
     assert (imagined.latent.sum(-1) == 1).all()
 
 
+@torch.no_grad()
+def test_terminations_are_sampled_or_the_likelier():
+    """A risk below one half ends some imagined episodes, or none. Latents and rewards are the same either way."""
+    likelier, sampled = make("gru"), make("gru", imagined_termination="sampled")
+    for model in (likelier, sampled):
+        model.termination_head[-1].bias.fill_(-2.0)
+    rows = 4000
+    z, action = drawn(1, 2).expand(rows, -1, -1, -1), torch.zeros(rows, 2, dtype=torch.int64)
+    _, state = likelier.observe(z, action, torch.zeros(rows, 2, dtype=torch.bool))
+    numbers = torch.rand(rows, sampled.uniforms_per_step)
+    assert sampled.uniforms_per_step == likelier.uniforms_per_step + 1
+    plain, after = likelier.imagine(state, action[:, 0], numbers[:, :-1])
+    risky, _ = sampled.imagine(state, action[:, 0], numbers)
+    assert torch.equal(plain.latent, risky.latent) and torch.equal(plain.reward, risky.reward)
+    share = likelier.termination_head(after.deterministic[0]).sigmoid()
+    assert 0.05 < share < 0.3 and not plain.terminated.any()
+    assert torch.equal(risky.terminated, numbers[:, -1] < share)
+    of_itself, _ = sampled.imagine(state, action[:, 0])
+    assert abs(of_itself.terminated.float().mean() - share) < 0.03
+    assert not sampled.imagine(state, action[:, 0], likeliest=True)[0].terminated.any()
+
+
 @pytest.mark.parametrize("window", [0, T])
 @pytest.mark.parametrize("backbone", NAMES)
 @torch.no_grad()

@@ -86,6 +86,9 @@ class LatentWorldModelSettings(DynamicsSettings):
     """Reward loss: two-hot over 255 bins; Bernoulli for rewards of 0 and 1; squared error; or none."""
     predict_termination: bool = True
     """Learn terminations; else an imagined episode never ends."""
+    imagined_termination: Literal["likelier", "sampled"] = "likelier"
+    """Whether an imagined episode ends: the likelier of the two (STORM, Drama), or sampled. The likelier forgets every
+    risk below one half, such as most lost lives."""
     ensemble: int = Field(0, ge=0)
     """Further heads that predict the next latent, for `controller.curiosity`. No gradient of theirs reaches the rest of
     the model. 0 for none. [heads]"""
@@ -311,6 +314,9 @@ class LatentWorldModel(WorldModel):
         flat = flat_state(backbone.initial_state(1))
         self.memory_features = None if flat is None else flat.shape[1]
         self.uniforms_per_step = self.uniforms_per_frame = variables
+        self._samples_termination = settings.predict_termination and settings.imagined_termination == "sampled"
+        if self._samples_termination:
+            self.uniforms_per_step += 1
         self.tokenizer = tokenizer
         self.stem = _stem(settings, variables * classes + actions, backbone.inputs)
         self.backbone = backbone
@@ -687,7 +693,7 @@ class LatentWorldModel(WorldModel):
         deterministic = torch.zeros(rows, time, self.backbone.width, device=action.device)
         if self.settings.posterior == "recurrent":
             if uniforms is None:
-                uniforms = uniform((rows, time, self.uniforms_per_step), action.device)
+                uniforms = uniform((rows, time, self.uniforms_per_frame), action.device)
             samples: list[Tensor] = []
             for t in range(time):
                 if t:
@@ -720,19 +726,25 @@ class LatentWorldModel(WorldModel):
     def imagine(
         self, state: LatentState, action: Tensor, uniforms: Tensor | None = None, *, likeliest: bool = False
     ) -> tuple[ImaginedStep, LatentState]:
-        """Take one step, with the expected reward and the likelier termination. See `WorldModel.imagine`.
+        """Take one step, with the expected reward and the termination of the settings. See `WorldModel.imagine`.
 
-        With `likeliest` the likeliest latent replaces a sample. A backbone with a limited number of positions restarts
-        from the current frame alone once they are used up.
+        With `likeliest` the likeliest latent and termination replace samples. A backbone with a limited number of
+        positions restarts from the current frame alone once they are used up.
         """
         deterministic, backbone_state, length = self._step(state, action)
         prior = self._prior(deterministic).exp()
+        of_termination = None
+        if self._samples_termination and not likeliest:
+            if uniforms is None:
+                uniforms = uniform((len(action), self.uniforms_per_step), action.device)
+            uniforms, of_termination = uniforms[:, :-1], uniforms[:, -1]
         z = (_take_likeliest if likeliest else draw_one_hot)(prior, uniforms)
         reading = self._reading(deterministic, z)
         reward = self._reward(reading)
         terminated = torch.zeros_like(reward, dtype=torch.bool)
         if self.settings.predict_termination:
-            terminated = self.termination_head(reading).squeeze(-1) > 0
+            logit = self.termination_head(reading).squeeze(-1)
+            terminated = logit > 0 if of_termination is None else of_termination < logit.float().sigmoid()
         # The public code adds and subtracts the probabilities in float32 and stores the result as integers.
         dynamics_latent = ((z + prior) - prior).long().to(z.dtype) if self.settings.truncate_latents else z
         disagreement = None if self.ensemble is None else self.ensemble.disagreement(deterministic)
