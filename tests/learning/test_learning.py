@@ -25,7 +25,7 @@ def test_catch_is_learned(tmp_path, preset, seed):
 
 TWO_ROUNDS = ["run.epochs=2", "run.collect_epochs=2"]
 PARTS = {
-    "quickstart": [],
+    "quickstart": ["dynamics.updates=1000", "controller.updates=300"],
     "s4wm-quick": TWO_ROUNDS,
     "drama-quick": TWO_ROUNDS,
     "muzero-quick": [],
