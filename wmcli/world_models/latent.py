@@ -662,7 +662,7 @@ class LatentWorldModel(WorldModel):
         output = output.float().squeeze(-1)
         return output.sigmoid() if kind == "bernoulli" else output
 
-    def _with_free_nats(self, kl: Tensor, mask: Tensor, weight: Tensor | None) -> Tensor:
+    def _with_free_nats(self, kl: Tensor, mask: Tensor, weight: Tensor | None = None) -> Tensor:
         free = self.settings.free_nats
         if self.settings.free_nats_of == "each":
             return masked_mean(kl.clamp(min=free), mask, weight)
