@@ -730,13 +730,15 @@ def test_measures_are_a_list_or_auto() -> None:
     ("preset", "overrides", "rows"),
     [
         ("s4wm-2d", ["training.sampling=dfs"], "episodes"),
+        ("s4wm-2d", ["training.sampling=prioritized"], "episodes"),
         ("rssm-tbtt-3d", ["training.sampling=dfs"], "streams"),
         ("drama", ["dynamics.rows=episodes", "dynamics.across_ends=false"], "episodes"),
     ],
 )
 def test_frequency_sampling_is_of_windows(preset: str, overrides: list[str], rows: str) -> None:
     message = complaint(preset, *overrides)
-    words = ["training.sampling = 'dfs'", f"dynamics.rows = '{rows}'", "training.sampling=windows"]
+    named = "prioritized" if "training.sampling=prioritized" in overrides else "dfs"
+    words = [f"training.sampling = '{named}'", f"dynamics.rows = '{rows}'", "training.sampling=windows"]
     assert all(word in message for word in words), message
     for sampling in ("windows", "episodes", "uniform"):
         assert resolve(preset, [*overrides, f"training.sampling={sampling}"]).training.sampling == sampling

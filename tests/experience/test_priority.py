@@ -9,12 +9,13 @@ import pytest
 from test_frequency import ROWS, beginnings, names, table
 
 from wmcli.errors import UsageError
-from wmcli.experience import PrioritySampler, WindowSampler
+from wmcli.experience import PrioritySampler, WindowSampler, WindowTable
 
 
 def sampler(seed: int = 1, **how: Any) -> PrioritySampler:
-    defaults = {"length": 5, "minimum": 3, "share": 0.3, "temperature": 1.0}
-    return PrioritySampler(*table(), rng=np.random.default_rng(seed), **{**defaults, **how})
+    how = {"length": 5, "minimum": 3, "share": 0.3, "temperature": 1.0} | how
+    windows = WindowTable(*table(), length=how.pop("length"), minimum=how.pop("minimum"), pad="right")
+    return PrioritySampler(windows, rng=np.random.default_rng(seed), **how)
 
 
 @pytest.mark.parametrize(("length", "minimum"), [(1, 1), (5, 3), (5, 5), (12, 3)])

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wmcli.experience import Episodes, FrequencySampler, PrioritySampler, WindowSampler
+from wmcli.experience import Episodes, FrequencySampler, PrioritySampler, WindowSampler, WindowTable
 from wmcli.training.checkpoint import TrainState, generator_state, module_tensors, optimizer_tensors
 from wmcli.training.device import Machine, isolated_randomness
 from wmcli.training.loop import Trainer, fit
@@ -65,8 +65,9 @@ class SmallTrainer(Trainer):
                 EPISODES, np.arange(23), kind="dynamics", settings=FREQUENCIES, ratio=1.0, **windows_of
             )
         elif sampling == "prioritized":
-            del windows_of["pad"]
-            sampler = PrioritySampler(EPISODES, np.arange(23), share=0.5, temperature=1.0, **windows_of)
+            del windows_of["rng"]
+            table = WindowTable(EPISODES, np.arange(23), **windows_of)
+            sampler = PrioritySampler(table, share=0.5, temperature=1.0, rng=rng)
         else:
             sampler = WindowSampler(EPISODES, np.arange(23), sampling=sampling, **windows_of)
         self.net, self.sampler, self.before, self.more = net, sampler, before, more

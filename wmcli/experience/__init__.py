@@ -10,7 +10,7 @@ from __future__ import annotations
 from wmcli.experience.frequency import FrequencySampler
 from wmcli.experience.priority import PrioritySampler
 from wmcli.experience.replay import Episodes, Replay
-from wmcli.experience.sampler import StreamSampler, Windows, WindowSampler
+from wmcli.experience.sampler import StreamSampler, Windows, WindowSampler, WindowTable
 from wmcli.experience.segment import Recorder, read_frames, read_segment, segment_about, write_segment
 from wmcli.experience.targets import SearchTargets
 
@@ -23,6 +23,7 @@ __all__ = [
     "SearchTargets",
     "StreamSampler",
     "WindowSampler",
+    "WindowTable",
     "Windows",
     "read_frames",
     "read_segment",

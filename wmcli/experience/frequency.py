@@ -12,13 +12,12 @@ Source: Drama (Wang et al. 2024, arXiv 2410.08893).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
 from wmcli.experience.replay import Episodes
-from wmcli.experience.sampler import Windows, WindowTable, in_rounds
+from wmcli.experience.sampler import RowMemorySampler, Windows, WindowTable, for_rows, in_rounds
 
 
 class FrequencyParameters(Protocol):
@@ -71,7 +70,7 @@ def draw(scores: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray
     return np.concatenate([every, chosen[np.argsort(keys[chosen])]])  # sorted: partitions differ between processors
 
 
-class FrequencySampler:
+class FrequencySampler(RowMemorySampler):
     """Samples batches of distinct windows by the counters of their first real frames.
 
     Each sampled window adds 1 to the counter of the row of its first real frame.
@@ -88,6 +87,9 @@ class FrequencySampler:
     Raises:
         UsageError: There is no window.
     """
+
+    KEPT = "counts"
+    EMPTY = np.int64(0)
 
     def __init__(
         self,
@@ -106,43 +108,20 @@ class FrequencySampler:
     ) -> None:
         assert kind in ("dynamics", "imagination")
         assert (trained is not None) == (kind == "imagination"), "imagination needs the counters of training"
-        self._table = WindowTable(runs, order, length=length, minimum=minimum, pad=pad, history=history)
-        self._rows = self._table.first_rows(np.arange(len(self._table)))  # (W,): row that counts each window
-        self._counts = np.zeros(len(order), np.int64)  # (N,)
-        self._trained = None if trained is None else _for_rows(trained, len(order))
+        table = WindowTable(runs, order, length=length, minimum=minimum, pad=pad, history=history)
+        super().__init__(table, rng)
+        self._trained = None if trained is None else for_rows(trained, len(order), self.EMPTY)
         self._settings = settings
         self._ratio = ratio
-        self._rng = rng
-
-    @property
-    def windows(self) -> int:
-        """Number of different windows W."""
-        return len(self._table)
 
     def batch(self, size: int) -> Windows:
         """Sample `size` windows and count them."""
         numbers = draw(self._scores(), size, self._rng)
-        np.add.at(self._counts, self._rows[numbers], 1)  # windows that are padded on the left share rows
+        np.add.at(self._kept, self._rows[numbers], 1)  # windows that are padded on the left share rows
         return self._table.windows(numbers)
 
-    def state(self) -> dict[str, Any]:
-        """Return the state: plain JSON values, and `counts`, a copy of the counters int64 (N,)."""
-        return {"rng": dict(self._rng.bit_generator.state), "windows": self.windows, "counts": self._counts.copy()}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of a sampler over the same experience."""
-        same = state["windows"] == self.windows and len(state["counts"]) == len(self._counts)
-        assert same, "the state is of a sampler over other experience"
-        self._rng.bit_generator.state = state["rng"]
-        self._counts = state["counts"].astype(np.int64)
-
-    def continue_from(self, state: Mapping[str, Any]) -> None:
-        """Copy the counters of an earlier training, if it had any. Newer rows count 0."""
-        if "counts" in state:
-            self._counts = _for_rows(state["counts"], len(self._counts))
-
     def _scores(self) -> np.ndarray:
-        settings, counts = self._settings, self._counts[self._rows]
+        settings, counts = self._settings, self._kept[self._rows]
         if self._trained is None:
             return dynamics_scores(counts, settings.temperature)
         return imagination_scores(
@@ -153,9 +132,3 @@ class FrequencySampler:
             settings.beta,
             settings.imagination_temperature,
         )
-
-
-def _for_rows(counts: np.ndarray, rows: int) -> np.ndarray:
-    """Return counters int64 (rows,). A growing replay does not renumber its rows; new rows count 0."""
-    old = counts[:rows].astype(np.int64)
-    return np.concatenate([old, np.zeros(rows - len(old), np.int64)])

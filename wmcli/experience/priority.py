@@ -15,14 +15,11 @@ Source: Simulus (Cohen et al. 2025, arXiv 2502.11537), after Curious Replay (Kau
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from wmcli.experience.frequency import draw
-from wmcli.experience.replay import Episodes
-from wmcli.experience.sampler import Windows, WindowTable, in_rounds
+from wmcli.experience.sampler import RowMemorySampler, Windows, WindowTable, in_rounds
 
 NEW = 10.0
 """z of a window without a loss."""
@@ -30,46 +27,24 @@ SMALLEST = 1e-8
 """Smallest deviation that losses are divided by."""
 
 
-class PrioritySampler:
+class PrioritySampler(RowMemorySampler):
     """Samples batches of distinct windows, a share of them by their last losses.
 
-    The loss of a window is kept with the row of its first frame.
-
     Args:
-        runs, order, length, minimum, history: See `WindowSampler`. Windows are padded on the right.
+        table: The windows, padded on the right: padded on the left they would share first frames.
         share: Share of a batch that is sampled by priority, rounded up to whole windows.
         temperature: See above.
         rng: Random generator, owned by the sampler, which saves and restores its state.
-
-    Raises:
-        UsageError: There is no window.
     """
 
-    def __init__(
-        self,
-        runs: Episodes,
-        order: np.ndarray,
-        *,
-        length: int,
-        minimum: int,
-        history: int = 0,
-        share: float,
-        temperature: float,
-        rng: np.random.Generator,
-    ) -> None:
-        # Windows that are padded on the left would share first frames.
-        self._table = WindowTable(runs, order, length=length, minimum=minimum, pad="right", history=history)
-        self._rows = self._table.first_rows(np.arange(len(self._table)))  # (W,): row that holds each window's loss
-        self._losses = np.full(len(order), np.inf, np.float32)  # (N,): infinite where there is none
+    KEPT = "losses"
+    EMPTY = np.float32(np.inf)
+
+    def __init__(self, table: WindowTable, *, share: float, temperature: float, rng: np.random.Generator) -> None:
+        super().__init__(table, rng)
         self._share = share
         self._temperature = temperature
-        self._rng = rng
         self._last = np.zeros(0, np.int64)  # numbers of the windows of the last batch
-
-    @property
-    def windows(self) -> int:
-        """Number of different windows W."""
-        return len(self._table)
 
     def batch(self, size: int) -> Windows:
         """Sample `size` windows, distinct if there are as many."""
@@ -82,27 +57,10 @@ class PrioritySampler:
 
     def learn(self, losses: np.ndarray) -> None:
         """Store the losses (B,) of the last batch."""
-        self._losses[self._rows[self._last]] = losses
-
-    def state(self) -> dict[str, Any]:
-        """Return the state: plain JSON values, and `losses`, a copy, float32 (N,)."""
-        return {"rng": dict(self._rng.bit_generator.state), "windows": self.windows, "losses": self._losses.copy()}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of a sampler over the same experience."""
-        same = state["windows"] == self.windows and len(state["losses"]) == len(self._losses)
-        assert same, "the state is of a sampler over other experience"
-        self._rng.bit_generator.state = state["rng"]
-        self._losses = state["losses"].astype(np.float32)
-
-    def continue_from(self, state: Mapping[str, Any]) -> None:
-        """Copy the losses of an earlier training, if it had any. Newer rows have none."""
-        if "losses" in state:
-            rows = min(len(state["losses"]), len(self._losses))
-            self._losses[:rows] = state["losses"][:rows]
+        self._kept[self._rows[self._last]] = losses
 
     def _scores(self) -> np.ndarray:
-        losses = self._losses[self._rows].astype(np.float64)
+        losses = self._kept[self._rows].astype(np.float64)
         is_new = np.isinf(losses)
         known = losses[~is_new]
         if len(known):

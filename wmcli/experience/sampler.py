@@ -12,7 +12,7 @@ window precede its position in the run, as far as the run has them; they count t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -53,6 +53,7 @@ class WindowTable:
                 f"the experience has no {minimum} consecutive frames (the longest sequence has {longest});"
                 " collect more with: wm collect"
             )
+        self.replay_rows = len(order)  # N
         self._order = order
         self._start = runs.start[usable]
         self._frames = runs.length[usable]
@@ -188,6 +189,53 @@ class WindowSampler:
             size -= len(part)
             parts.append(part)
         return np.concatenate(parts)
+
+
+class RowMemorySampler:
+    """What samplers have in common that keep a number for every window, with the row of its first real frame.
+
+    Args:
+        table: The windows.
+        rng: Random generator, owned by the sampler, which saves and restores its state.
+    """
+
+    KEPT: ClassVar[str]
+    """Name of the numbers in the state."""
+    EMPTY: ClassVar[np.generic]
+    """The number of a row that was never sampled; its dtype is theirs."""
+
+    def __init__(self, table: WindowTable, rng: np.random.Generator) -> None:
+        self._table = table
+        self._rows = table.first_rows(np.arange(len(table)))  # (W,): row that keeps each window's number
+        self._kept = np.full(table.replay_rows, self.EMPTY)  # (N,)
+        self._rng = rng
+
+    @property
+    def windows(self) -> int:
+        """Number of different windows W."""
+        return len(self._table)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state: plain JSON values, and a copy of the numbers (N,)."""
+        return {"rng": dict(self._rng.bit_generator.state), "windows": self.windows, self.KEPT: self._kept.copy()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore a state of a sampler over the same experience."""
+        same = state["windows"] == self.windows and len(state[self.KEPT]) == len(self._kept)
+        assert same, "the state is of a sampler over other experience"
+        self._rng.bit_generator.state = state["rng"]
+        self._kept = state[self.KEPT].astype(self.EMPTY.dtype)
+
+    def continue_from(self, state: Mapping[str, Any]) -> None:
+        """Copy the numbers of an earlier training, if it had any. Newer rows are as never sampled."""
+        if self.KEPT in state:
+            self._kept = for_rows(state[self.KEPT], len(self._kept), self.EMPTY)
+
+
+def for_rows(kept: np.ndarray, rows: int, empty: np.generic) -> np.ndarray:
+    """Return numbers of earlier rows for `rows` (N,): a growing replay does not renumber its rows."""
+    old = kept[:rows].astype(empty.dtype)
+    return np.concatenate([old, np.full(rows - len(old), empty)])
 
 
 class StreamSampler:

@@ -15,7 +15,7 @@ from wmcli.errors import UsageError
 from wmcli.experience.frequency import FrequencySampler
 from wmcli.experience.priority import PrioritySampler
 from wmcli.experience.replay import Replay
-from wmcli.experience.sampler import StreamSampler, Windows, WindowSampler
+from wmcli.experience.sampler import StreamSampler, Windows, WindowSampler, WindowTable
 from wmcli.experience.targets import SearchTargets
 from wmcli.progress import Progress
 from wmcli.training.device import Machine
@@ -100,15 +100,16 @@ def build_segment_sampler(
         UsageError: There is nothing to sample, or an episode is longer than its row.
     """
     if world_model.rows == "windows" and training.sampling == "prioritized":
-        return PrioritySampler(
-            *replay.runs(world_model.across_ends),
+        runs, order = replay.runs(world_model.across_ends)
+        table = WindowTable(
+            runs,
+            order,
             length=world_model.segment,
             minimum=world_model.segment if world_model.across_ends else world_model.min_segment,
+            pad="right",
             history=world_model.history,
-            share=training.priority.share,
-            temperature=training.priority.temperature,
-            rng=rng,
         )
+        return PrioritySampler(table, share=training.priority.share, temperature=training.priority.temperature, rng=rng)
     if world_model.rows == "windows":
         return build_sampler(
             training,

@@ -88,16 +88,17 @@ class DynamicsTrainer(Trainer):
         self._schedule.apply(self._optimizer, done, trained)
         windows = self._sampler.batch(self.settings.batch)
         batch = gather(self.replay, self._frames, windows, self._targets, across_ends=self.world_model.across_ends)
-        weight = None
-        if isinstance(self._sampler, PrioritySampler):  # the gradient of the weights tells the rows' losses
+        prioritized = self._sampler if isinstance(self._sampler, PrioritySampler) else None
+        weight: Tensor | None = None
+        if prioritized is not None:  # the gradient of the weights tells the rows' losses
             weight = torch.ones(len(batch.valid), 1, device=batch.valid.device, requires_grad=True)
             batch = batch._replace(weight=weight.expand_as(batch.valid))
         metrics = update_world_model(
             self.machine, self.world_model, self._optimizer, batch, self.settings.clip, loss=self._loss
         )
-        if weight is not None:
-            assert isinstance(self._sampler, PrioritySampler) and weight.grad is not None
-            self._sampler.learn(weight.grad[:, 0].cpu().numpy())
+        if prioritized is not None:
+            assert weight is not None and weight.grad is not None
+            prioritized.learn(weight.grad[:, 0].cpu().numpy())
         done += 1
         if self._best is not None and (done % self.settings.validate_every == 0 or done == self.settings.updates):
             self._best.validate(trained + done)

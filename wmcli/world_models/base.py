@@ -193,8 +193,8 @@ class Batch(NamedTuple):
     """(B, T) bool: this frame is the last of its game, for a model with `across_ends`. None: `terminated` and
     `truncated` mark the last frames."""
     weight: Tensor | None = None
-    """(B, T) float32: weight of a row in the loss, the same in all its frames. None weighs all rows alike. The gradient
-    with respect to it is what each row contributes to the loss."""
+    """(B, T) float32: weight of a row in the loss, the same in all its frames; over time so that it is cut like the
+    rest. None weighs all rows alike. The gradient with respect to it is what each row contributes to the loss."""
 
 
 class WorldModel(nn.Module, ABC):

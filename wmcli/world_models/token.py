@@ -322,7 +322,8 @@ class TokenWorldModel(WorldModel):
         reward = self.learned_reward(batch.reward[:, start:])
         terminations = (batch.terminated | batch.truncated) if self.settings.end_on_truncation else batch.terminated
         reward_logits, termination_logits = logits.reward[:, start:], logits.termination[:, start:]
-        if self.settings.reward == "sign":
+        by_sign = self.settings.reward == "sign"
+        if by_sign:
             reward_loss = _cross_entropy(reward_logits, reward.long() + 1, valid, batch.weight)
         else:
             reward_loss = masked_mean(two_hot.loss(reward_logits, reward), valid, batch.weight)
@@ -330,7 +331,6 @@ class TokenWorldModel(WorldModel):
 
         with torch.no_grad():
             nonzero = reward != 0
-            by_sign = self.settings.reward == "sign"
             predicted = reward_logits.argmax(-1) - 1 if by_sign else two_hot.decode(reward_logits)
             hit = nonzero & (2 * (predicted - reward).abs() < reward.abs())
             likeliest = logits.observation.max(-1).indices  # argmax, five times as fast in bfloat16 on a CPU
