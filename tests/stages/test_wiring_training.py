@@ -165,9 +165,10 @@ def test_the_rate_falls_by_the_updates_of_all_versions(make: Make) -> None:
             torch.testing.assert_close(update.after[name], want, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_schedule_is_that_of_one_call(make: Make) -> None:
+@pytest.mark.parametrize("preset", ["drama", "rem"])
+def test_a_schedule_is_that_of_one_call(make: Make, preset: str) -> None:
     """Two updates of warm-up, then half a cosine to 0 with the last; training further begins it anew."""
-    run = make("drama")
+    run = make(preset)
     change = ["optimizer=adam", "schedule=cosine", "warmup=2", "updates=6", f"learning_rate={RATE}"]
     shares = [0.5, 1, 1, (1 + math.cos(math.pi / 4)) / 2, 0.5, (1 - math.cos(math.pi / 4)) / 2]
     for more in (False, True):

@@ -73,7 +73,11 @@ class TokenWorldModelSettings(DynamicsSettings):
     optimizer: Literal["adamw", "adam"] = "adamw"
     """Optimizer: adamw decays weights, adam does not."""
     learning_rate: float = Field(2e-4, gt=0)
-    """Step size of the optimizer."""
+    """Step size of the optimizer after the warm-up."""
+    warmup: int = Field(0, ge=0)
+    """Updates over which the step size rises linearly. [updates]"""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Step size after the warm-up: constant, or falling to 0 at the last update as half a cosine."""
     weight_decay: float = Field(0.05, ge=0)
     """Decoupled weight decay of matrices; biases, norms and embedding tables have none."""
     clip: float = Field(100.0, gt=0)
