@@ -31,8 +31,7 @@ PARTS = {
     "muzero-quick": [],
 }
 """Of a preset, enough for this game with room to spare, since processors round differently: on one, 800 updates in
-smaller batches had learned nothing where they had been enough on another. The planners and
-quickstart need all."""
+smaller batches had learned nothing where they had been enough on another. Quickstart and the planners need all."""
 
 
 @pytest.mark.parametrize("preset", PARTS)

@@ -26,7 +26,7 @@ _GAME = ["environment.size=16", "environment.count=3", "collect.steps=60", *_MAC
 _PLANNING = ["dynamics.td_steps=2", "dynamics.channels=[6, 8]", "dynamics.batch=4"]
 _SEARCH = ["controller.simulations=3", "controller.batch=5", "controller.updates=2"]
 SYSTEMS: dict[str, tuple[str, list[str]]] = {
-    "rem": ("quickstart", [*TINY, "collect.steps=60", "training.log_every=1"]),
+    "rem": ("quickstart", [*TINY, "collect.steps=60", "dynamics.warmup=0", "training.log_every=1"]),
     "drama": (
         "drama-quick",
         [
