@@ -103,7 +103,7 @@ def test_collect_holds_actions_and_this_is_another_job(tmp_path):
 
     mean, digests = {}, {}
     for kind in ("independent", "held"):
-        sets = [f"collect.random_actions={kind}", "collect.steps=400", "environment.count=2", "environment.size=8"]
+        sets = [f"collect.random_actions={kind}", "collect.steps=400", "environment.count=2", "environment.size=16"]
         context = open_context(tmp_path / kind, "quickstart", sets, create=True)
         segment = collect(context, controller="random")
         arrays = read_segment(segment.path / SEGMENT)

@@ -31,8 +31,8 @@ STAGES: dict[str, Callable[..., object]] = {
 }
 NOW = ["training.device=cpu", "training.precision=float32"]
 
-CHANGED = {"rssm-quick", "rssm-tbtt-2d", "rssm-tbtt-3d", "storm"}
-"""Presets whose values were corrected since."""
+CHANGED = {"quickstart", "rssm-quick", "rssm-tbtt-2d", "rssm-tbtt-3d", "storm"}
+"""Presets whose values were changed since."""
 
 
 class Reached(Exception):  # noqa: N818 (it ends a stage, as wanted)
