@@ -1,7 +1,7 @@
 """Gumbel MuZero's search rule.
 
-The score of a child is its prior logit + (maxvisit_init + largest N_a) value_scale q'. q' is q scaled to [0, 1] among
-siblings. Children without a visit get a mix of the model's value and the visited siblings' q by their priors. The root
+The score of a child is its prior logit + (maxvisit_init + largest N_a) value_scale q'. q' is q less its minimum among
+siblings, divided by its range among them, or by `least_range` where that is larger. Children without a visit get a mix of the model's value and the visited siblings' q by their priors. The root
 searches among the best of a few actions, drawn without replacement, by sequential halving. At other nodes visits follow
 the improved policy, the softmax of the scores. It is also the target for learning.
 
@@ -28,8 +28,6 @@ from wmcli.kernels.tree_search import (
     sum_over_actions,
 )
 
-SMALLEST = 1e-8
-"""Smallest range of values in a division."""
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -45,7 +43,10 @@ class GumbelExtra(NamedTuple):
 
 
 def gumbel_rule(
-    max_num_considered_actions: int = 16, maxvisit_init: float = 50.0, value_scale: float = 0.1
+    max_num_considered_actions: int = 16,
+    maxvisit_init: float = 50.0,
+    value_scale: float = 0.1,
+    least_range: float = 1e-8,
 ) -> SearchRule:
     """Build the rule.
 
@@ -53,6 +54,7 @@ def gumbel_rule(
         max_num_considered_actions: Actions that the root searches among.
         maxvisit_init: Summand of the weight of q against logits, besides the visits of the most visited action.
         value_scale: Factor of that weight.
+        least_range: Smallest range among siblings that q is divided by, positive.
     """
 
     def init_extra(tree: SearchTree, noise: Tensor | None) -> GumbelExtra:
@@ -65,18 +67,19 @@ def gumbel_rule(
 
     def arguments(tree: SearchTree, simulation: int) -> tuple[Tensor, int, float, float, float, float]:
         gumbel, visits, _ = tree.extra
-        return gumbel, visits[simulation], maxvisit_init, value_scale, SMALLEST, TINY
+        return gumbel, visits[simulation], maxvisit_init, value_scale, least_range, TINY
 
+    qtransform = partial(_qtransform_by_mixed_value, least_range=least_range)
     score = partial(_score, maxvisit_init=maxvisit_init, value_scale=value_scale)
     return SearchRule(
         score=score,
-        qtransform=_qtransform_by_mixed_value,
+        qtransform=qtransform,
         interior_action_selection_fn=_follow_policy,
         root_action_selection_fn=_halve,
         prior=_log_prior,
         draw_noise=_draw_uniforms,
         init_extra=init_extra,
-        output=partial(_output, score=score),
+        output=partial(_output, qtransform=qtransform, score=score),
     ).fuse(FusedRule(log_softmax, _choose_fused, arguments=arguments))
 
 
@@ -107,15 +110,15 @@ def _log_prior(logits: Tensor) -> Tensor:
     return logits.float().log_softmax(-1)
 
 
-def _qtransform_by_mixed_value(nodes: Nodes) -> Tensor:
-    """Complete q by the mixed value and scale it to [0, 1] among siblings."""
+def _qtransform_by_mixed_value(nodes: Nodes, least_range: float) -> Tensor:
+    """Complete q by the mixed value and scale it among siblings, to [0, 1] where its range is at least `least_range`."""
     visited = nodes.children_visits.clamp_max(1)
     weights = nodes.children_prior.exp().clamp_min_(TINY).mul_(visited)
     mean = sum_over_actions(weights * nodes.children_q).div_(sum_over_actions(weights).clamp_min_(TINY))
     mixed = torch.addcmul(nodes.raw_value, nodes.visits - 1, mean).div_(nodes.visits)
     completed = torch.lerp(mixed, nodes.children_q, visited)
     low, high = completed.amin(0), completed.amax(0)
-    return completed.sub_(low).div_(high.sub_(low).clamp_min_(SMALLEST))
+    return completed.sub_(low).div_(high.sub_(low).clamp_min_(least_range))
 
 
 def _score(nodes: Nodes, q: Tensor, maxvisit_init: float, value_scale: float) -> Tensor:
@@ -138,13 +141,13 @@ def _halve(roots: Nodes, scores: Tensor) -> Tensor:
     return (gumbel.t() + scores).masked_fill_(others, -math.inf).max(0).indices
 
 
-def _output(roots: Nodes, score: partial[Tensor]) -> PolicyOutput:
+def _output(roots: Nodes, qtransform: partial[Tensor], score: partial[Tensor]) -> PolicyOutput:
     """Return the improved policy, and what to act by.
 
     With noise that is the best of the most visited actions at any temperature, for it is a sample of the improved
     policy. Without noise it is the improved policy itself, in which that action is raised to the likeliest.
     """
-    scores = score(roots, _qtransform_by_mixed_value(roots))
+    scores = score(roots, qtransform(roots))
     most_visited = roots.children_visits == roots.children_visits.amax(0)
     action = (roots.tree.extra.gumbel.t() + scores).masked_fill(~most_visited, -math.inf).argmax(0)
     visits = roots.children_visits.t()
@@ -159,7 +162,7 @@ def _choose_fused(
     arguments, offsets, inside, at_root, visits, value, raw_value, children_visits, children_q, children_prior
 ):
     """Choose the action at a node."""
-    gumbel, considered, maxvisit_init, value_scale, smallest, tiny = arguments
+    gumbel, considered, maxvisit_init, value_scale, least_range, tiny = arguments
     unvisited = children_visits == 0
     weights = tl.where(unvisited, 0.0, tl.maximum(tl.exp(children_prior), tiny))
     mean = tl.sum(weights * children_q, 0) / tl.maximum(tl.sum(weights, 0), tiny)
@@ -167,7 +170,7 @@ def _choose_fused(
     low = tl.min(tl.where(inside, completed, float("inf")), 0)
     high = tl.max(tl.where(inside, completed, float("-inf")), 0)
     scale = (tl.max(children_visits, 0) + maxvisit_init) * value_scale
-    score = children_prior + (completed - low) / tl.maximum(high - low, smallest) * scale
+    score = children_prior + (completed - low) / tl.maximum(high - low, least_range) * scale
     score = tl.where(inside, score, float("-inf"))
     policy = tl.exp(score - tl.max(score, 0))
     preference = policy / tl.sum(policy, 0) - children_visits / visits

@@ -194,9 +194,10 @@ class PlainTree:
         mixed = (node.guess + visits * weighted) / (1 + visits)
         completed = [known.get(a, mixed) for a in actions]
         low, high = min(completed), max(completed)
+        divisor = max(high - low, self.settings.least_range)
         most = max([child.visits for child in node.children.values()], default=0)
         weight = (self.settings.maxvisit_init + most) * self.settings.value_scale
-        return [math.log(node.prior[a]) + weight * (completed[a] - low) / max(high - low, 1e-8) for a in actions]
+        return [math.log(node.prior[a]) + weight * (completed[a] - low) / divisor for a in actions]
 
     def halving(self) -> list[int]:
         """For every simulation, the visits of the actions that it may choose from."""
@@ -222,10 +223,10 @@ def softmax(logits: list[float]) -> list[float]:
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("explore", [False, True])
 @pytest.mark.parametrize(
-    ("seed", "actions", "simulations", "peaked", "values"),
-    [(0, 3, 40, 1, 1), (1, 9, 50, 0.3, 1), (2, 18, 30, 3, 1), (3, 2, 40, 1, 10)],
+    ("seed", "actions", "simulations", "peaked", "values", "least_range"),
+    [(0, 3, 40, 1, 1, 1e-8), (1, 9, 50, 0.3, 1, 1.5), (2, 18, 30, 3, 1, 1e-8), (3, 2, 40, 1, 10, 1e-8)],
 )
-def test_equals_a_plain_tree(rules, explore, seed, actions, simulations, peaked, values):
+def test_equals_a_plain_tree(rules, explore, seed, actions, simulations, peaked, values, least_range):
     world, trees = tables(seed, actions, peaked=peaked, values=values), 6
     settings = MCTSSettings(
         rule=rules,
@@ -236,6 +237,7 @@ def test_equals_a_plain_tree(rules, explore, seed, actions, simulations, peaked,
         max_num_considered_actions=7,
         maxvisit_init=40,
         value_scale=0.12,
+        least_range=least_range,
     )
     place = torch.arange(trees)
     noise = draw_noise(settings, trees, actions, seed) if explore else None

@@ -32,7 +32,11 @@ from wmcli.kernels.tree_search_mctx import mctx_rule
 
 pytestmark = pytest.mark.matrix
 
-RULES = {"mctx": mctx_rule(), "lightzero": lightzero_rule(), "gumbel": gumbel_rule(max_num_considered_actions=6)}
+RULES = {
+    "mctx": mctx_rule(),
+    "lightzero": lightzero_rule(),
+    "gumbel": gumbel_rule(max_num_considered_actions=6, least_range=0.5),
+}
 SHAPES = [(3, 5, 12), (1, 9, 12), (2, 1, 4), (2, 17, 7), (3, 2, 17)]
 
 

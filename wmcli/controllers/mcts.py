@@ -56,6 +56,9 @@ class MCTSSettings(ControllerSettings):
     """Constant added to the most visited action's visits in the weight of values against logits (gumbel)."""
     value_scale: float = Field(0.1, gt=0)
     """Factor of the weight of values against logits (gumbel)."""
+    least_range: float = Field(1e-8, gt=0)
+    """Smallest range of values among the actions of a node that they are divided by (gumbel). With a tiny one, the best
+    action is as much better than the worst where all are worth the same as where one wins. [rewards]"""
     batch: int = Field(32, ge=1)
     """Frames searched in an update of reanalysis. [frames]"""
     updates: int = Field(0, ge=0)
@@ -77,7 +80,7 @@ def build_rule(settings: MCTSSettings) -> SearchRule:
 RULES: dict[str, Callable[[MCTSSettings], SearchRule]] = {
     "mctx": lambda s: mctx_rule(s.pb_c_init, s.pb_c_base, s.dirichlet_alpha, s.dirichlet_fraction),
     "lightzero": lambda s: lightzero_rule(s.pb_c_init, s.pb_c_base, s.dirichlet_alpha, s.dirichlet_fraction),
-    "gumbel": lambda s: gumbel_rule(s.max_num_considered_actions, s.maxvisit_init, s.value_scale),
+    "gumbel": lambda s: gumbel_rule(s.max_num_considered_actions, s.maxvisit_init, s.value_scale, s.least_range),
 }
 
 
