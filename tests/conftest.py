@@ -22,14 +22,25 @@ SAMPLE = 6
 """Cases of a test marked `matrix` that are not slow. The sample of a test is always the same."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part", default="0/1", metavar="K/N", help="every Nth slow case of each large matrix, from the Kth"
+    )
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all but a sample of each large matrix as slow."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark all but a sample of each large matrix as slow, and leave out those that are not in `--part`."""
+    first, step = map(int, config.getoption("part").split("/"))
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker("matrix"):
             cases[item.nodeid.partition("[")[0]].append(item)
+    left_out: set[pytest.Item] = set()
     for name, matrix in cases.items():
-        rest = max(0, len(matrix) - SAMPLE)
-        for item in random.Random(name).sample(matrix, rest):
+        rest = random.Random(name).sample(matrix, max(0, len(matrix) - SAMPLE))
+        for item in rest:
             item.add_marker(pytest.mark.slow)
+        left_out |= set(rest) - set(rest[first::step])
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
