@@ -1,9 +1,10 @@
 """Gumbel MuZero's search rule.
 
 The score of a child is its prior logit + (maxvisit_init + largest N_a) value_scale q'. q' is q less its minimum among
-siblings, divided by its range among them, or by `least_range` where that is larger. Children without a visit get a mix of the model's value and the visited siblings' q by their priors. The root
-searches among the best of a few actions, drawn without replacement, by sequential halving. At other nodes visits follow
-the improved policy, the softmax of the scores. It is also the target for learning.
+siblings, divided by its range among them, or by `least_range` where that is larger. Children without a visit get a mix
+of the model's value and the visited siblings' q by their priors. The root searches among the best of a few actions,
+drawn without replacement, by sequential halving. At other nodes visits follow the improved policy, the softmax of the
+scores. It is also the target for learning.
 
 Source: Danihelka et al. 2022, ICLR; sequential halving: Karnin et al. 2013. Axes as in `tree_search`.
 """
@@ -111,7 +112,7 @@ def _log_prior(logits: Tensor) -> Tensor:
 
 
 def _qtransform_by_mixed_value(nodes: Nodes, least_range: float) -> Tensor:
-    """Complete q by the mixed value and scale it among siblings, to [0, 1] where its range is at least `least_range`."""
+    """Complete q by the mixed value, and scale it by its range among siblings or by `least_range`."""
     visited = nodes.children_visits.clamp_max(1)
     weights = nodes.children_prior.exp().clamp_min_(TINY).mul_(visited)
     mean = sum_over_actions(weights * nodes.children_q).div_(sum_over_actions(weights).clamp_min_(TINY))
