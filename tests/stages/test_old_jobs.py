@@ -31,7 +31,7 @@ STAGES: dict[str, Callable[..., object]] = {
 }
 NOW = ["training.device=cpu", "training.precision=float32"]
 
-CHANGED = {"quickstart", "rssm-quick", "rssm-tbtt-2d", "rssm-tbtt-3d", "storm"}
+CHANGED = {"muzero-quick", "quickstart", "rssm-quick", "rssm-tbtt-2d", "rssm-tbtt-3d", "storm"}
 """Presets whose values were changed since."""
 
 
