@@ -112,7 +112,7 @@ def _log_prior(logits: Tensor) -> Tensor:
 
 
 def _qtransform_by_mixed_value(nodes: Nodes, least_range: float) -> Tensor:
-    """Complete q by the mixed value, and scale it by its range among siblings or by `least_range`."""
+    """Complete q by the mixed value, and divide it by its range among siblings, at least `least_range`."""
     visited = nodes.children_visits.clamp_max(1)
     weights = nodes.children_prior.exp().clamp_min_(TINY).mul_(visited)
     mean = sum_over_actions(weights * nodes.children_q).div_(sum_over_actions(weights).clamp_min_(TINY))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections import defaultdict
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -24,14 +25,17 @@ SAMPLE = 6
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--part", default="0/1", metavar="K/N", help="every Nth slow case of each large matrix, from the Kth"
+        "--part", default="0/1", metavar="K/N", help="every Nth slow case of each large matrix, K from 0 to N - 1"
     )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark all but a sample of each large matrix as slow, and leave out those that are not in `--part`."""
-    first, step = map(int, config.getoption("part").split("/"))
+    part = config.getoption("part")
+    first, step = map(int, part.split("/")) if re.fullmatch(r"\d+/\d+", part) else (0, 0)
+    if first >= step:
+        raise pytest.UsageError(f"--part {part}: K/N is needed, K from 0 to N - 1, such as --part 0/3.")
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker("matrix"):

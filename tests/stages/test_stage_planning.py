@@ -61,6 +61,7 @@ UNIZERO = [
     "backbone.prior.kind=gaussian_span",
     "backbone.prior.regularizer=l1",
 ]
+# By shares of visits, which the tests can recognize.
 MUZERO = ["dynamics.unroll_steps=2", "dynamics.frame_stack=3", "controller.rule=mctx"]
 EVERY = {"unizero-quick": UNIZERO, "muzero-quick": MUZERO}
 EAGER = "training.checkpoint_seconds=0"

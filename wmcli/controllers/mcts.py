@@ -57,8 +57,8 @@ class MCTSSettings(ControllerSettings):
     value_scale: float = Field(0.1, gt=0)
     """Factor of the weight of values against logits (gumbel)."""
     least_range: float = Field(1e-8, gt=0)
-    """Smallest range of values among the actions of a node that they are divided by (gumbel). With a tiny one, the best
-    action is as much better than the worst where all are worth the same as where one wins. [rewards]"""
+    """Smallest range that the values of a node's actions are divided by (gumbel). With a tiny one, errors of the values
+    count as much where all actions are worth the same as rewards do elsewhere. [rewards]"""
     batch: int = Field(32, ge=1)
     """Frames searched in an update of reanalysis. [frames]"""
     updates: int = Field(0, ge=0)
