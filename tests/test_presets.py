@@ -612,9 +612,11 @@ def test_the_models_of_a_preset_can_be_built(name: str) -> None:
 
 
 def quickly(name: str, *more: str) -> list[str]:
-    """Return overrides for one update of each model that a preset has."""
-    models = {part for part in ("tokenizer", "controller") if getattr(resolve(name), part).kind == "none"}
-    return [*(each for each in QUICK if each.partition(".")[0] not in models), *more]
+    """Return overrides for one update of each model that a preset has, on a backbone of at most two layers."""
+    settings = resolve(name)
+    models = {part for part in ("tokenizer", "controller") if getattr(settings, part).kind == "none"}
+    layers = ["backbone.layers=2"] if settings.backbone.layers > 2 else []
+    return [*(each for each in QUICK if each.partition(".")[0] not in models), *layers, *more]
 
 
 def one_update_of_everything(name: str, folder: Path, *overrides: str) -> None:

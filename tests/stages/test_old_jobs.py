@@ -31,7 +31,10 @@ STAGES: dict[str, Callable[..., object]] = {
 }
 NOW = ["training.device=cpu", "training.precision=float32"]
 
-CHANGED = {"muzero-quick", "quickstart", "rssm-quick", "rssm-tbtt-2d", "rssm-tbtt-3d", "storm"}
+CHANGED = {
+    *("drama-quick", "muzero-quick", "unizero-quick", "quickstart"),
+    *("rssm-quick", "rssm-tbtt-2d", "rssm-tbtt-3d", "storm"),
+}
 """Presets whose values were changed since."""
 
 

@@ -85,7 +85,7 @@ def test_keys_that_only_other_kinds_have_are_set_aside_and_still_name_the_jobs()
     assert upgrade(upgraded, 2) == upgraded
     settings = validate(Settings, upgraded, "here")
     (earlier,) = settings.identity("collect", "backbone").earlier
-    assert earlier["collect"] == SECTIONS["CollectSettings"] | {"episodes": 7, "steps": 2000, "epsilon": 0.0}
+    assert earlier["collect"] == SECTIONS["CollectSettings"] | {"episodes": 7, "steps": 6000, "epsilon": 0.0}
     assert earlier["backbone"]["transformer"]["prior"]["mean"] == 2.0
     assert earlier["backbone"]["transformer"]["prior"]["span"] == 6.0
     assert (

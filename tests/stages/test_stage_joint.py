@@ -186,7 +186,7 @@ def test_the_settings_of_the_run_hold_for_a_tokenizer_fitted_with_others(run: Pa
     dynamics = train_dynamics(opened(run))
     imagine(opened(run))
     world_model = load_world_model(dynamics, CPU)
-    assert world_model.get_submodule("tokenizer").settings.unimix == 0.01
+    assert world_model.get_submodule("tokenizer").settings.unimix == opened(run).settings.tokenizer.unimix != 0.2
     train_tokenizer(opened(run, "tokenizer.classes=8"))
     with pytest.raises(ArtifactError, match="weights of the tokenizer do not fit its settings"):
         train_dynamics(opened(run))

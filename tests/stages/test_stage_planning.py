@@ -41,6 +41,7 @@ COMMON = [
     "dynamics.channels=[6, 8]",
     "dynamics.batch=4",
     "dynamics.updates=3",
+    "controller.rule=mctx",  # shares of visits, which the tests can recognize
     "controller.simulations=3",
     "controller.batch=5",
     "controller.updates=4",
@@ -61,8 +62,7 @@ UNIZERO = [
     "backbone.prior.kind=gaussian_span",
     "backbone.prior.regularizer=l1",
 ]
-# By shares of visits, which the tests can recognize.
-MUZERO = ["dynamics.unroll_steps=2", "dynamics.frame_stack=3", "controller.rule=mctx"]
+MUZERO = ["dynamics.unroll_steps=2", "dynamics.frame_stack=3"]
 EVERY = {"unizero-quick": UNIZERO, "muzero-quick": MUZERO}
 EAGER = "training.checkpoint_seconds=0"
 
