@@ -47,6 +47,7 @@ COMMON = [
     "controller.updates=4",
     "evaluation.episodes=3",
     "evaluation.environments=2",
+    "evaluation.temperature=0",
     "training.device=cpu",
     "training.precision=float32",
     "training.threads=1",
