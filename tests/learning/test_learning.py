@@ -27,7 +27,7 @@ TWO_ROUNDS = ["run.epochs=2", "run.collect_epochs=2"]
 PARTS = {
     "quickstart": ["seed=3"],  # of five seeds on one thread, the first ends nearest to the bound (0.92)
     "s4wm-quick": TWO_ROUNDS,
-    "drama-quick": ["run.epochs=1", "run.collect_epochs=1"],  # of one, the next round's games have 0.97
+    "drama-quick": ["run.epochs=1", "run.collect_epochs=1"],  # games collected after it have 0.97
     "muzero-quick": TWO_ROUNDS,
 }
 """Of a preset, enough for this game with room to spare, since processors round differently: on one, 800 updates in
