@@ -5,7 +5,7 @@
 # Each run uses one thread: choose -j by the number of cores. The same command resumes what was stopped.
 # Evaluations on the way leave files as the last one does, so make asks `wm run` what is done.
 R := runs/atari
-PRESETS := drama-atari storm-atari rem-atari unizero-atari muzero-atari
+PRESETS := drama-atari storm-atari rem-atari unizero-atari muzero-atari wm-best
 GAMES := Boxing CrazyClimber RoadRunner Freeway Breakout Pong
 SEEDS := 1
 SET :=
