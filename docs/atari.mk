@@ -1,4 +1,4 @@
-# Returns of the Atari presets on two CPU cores (docs/atari.md). Each run takes half an hour to an hour.
+# Returns of the Atari presets on two CPU cores (docs/atari.md). Each run takes a quarter of an hour to an hour.
 #   make -j2 -f docs/atari.mk        every preset on the six games that settings were chosen on
 #   make -j2 -f docs/atari.mk PRESETS=drama-atari GAMES="Boxing CrazyClimber" SEEDS="2 3"   further seeds of one preset
 #   make -j2 -f docs/atari.mk PRESETS=drama-atari SET="dynamics.reward_weight=1" R=runs/ablation   a change, kept apart

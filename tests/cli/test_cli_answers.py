@@ -340,6 +340,7 @@ def test_presets_of_a_system_and_quick_ones(capsys):
         "drama-atari",
         "drama-pong-small",
         "drama-quick",
+        "wm-best",
     ]
     assert main.run(["presets", "--system", "strom"]) == 2
     assert "did you mean 'storm'?" in capsys.readouterr().err
