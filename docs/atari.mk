@@ -3,6 +3,7 @@
 #   make -j2 -f docs/atari.mk PRESETS=drama-atari GAMES="Boxing CrazyClimber" SEEDS="2 3"   further seeds of one preset
 #   make -j2 -f docs/atari.mk PRESETS=drama-atari SET="dynamics.reward_weight=1" R=runs/ablation   a change, kept apart
 # Each run uses one thread: choose -j by the number of cores. The same command resumes what was stopped.
+# docs/atari_scores.py adds finished runs to the tables and curves of docs/atari.md: its head shows how.
 # Evaluations on the way leave files as the last one does, so make asks `wm run` what is done.
 R := runs/atari
 PRESETS := drama-atari storm-atari rem-atari unizero-atari muzero-atari wm-best

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -58,3 +59,15 @@ def test_a_wrong_command_line_is_found(monkeypatch):
     with pytest.raises(UsageError, match="controller.lr"):
         settings(words(first), monkeypatch)
     assert words(second) == ["collect", "--fresh"]
+
+
+def test_tables_of_atari_scores_are_those_of_the_file() -> None:
+    """As `python docs/atari_scores.py` writes them."""
+    spec = importlib.util.spec_from_file_location("atari_scores", ROOT / "docs" / "atari_scores.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    scores, page = module.read(module.SCORES), module.PAGE.read_text()
+    for lines in (module.table(scores), module.table_of_others(scores)):
+        assert "\n".join(lines) + "\n\n" in page
+    assert module.read(module.CURVES), "the picture's points"
