@@ -119,21 +119,22 @@ def renewed(page: str, lines: list[str]) -> str:
 
 
 def draw(scores: list[Row], curves: list[Row]) -> None:
-    games = [game for game in GAMES if any(row["game"] == game for row in curves)]
-    figure, axes = plt.subplots(1, len(games), figsize=(3.4 * len(games), 3.2), layout="constrained", squeeze=False)
-    labels = {}
-    for panel, game in zip(axes[0], games, strict=True):
+    figure, axes = plt.subplots(2, 3, figsize=(10.5, 6.2), layout="constrained")
+    lines = {}
+    for panel, game in zip(axes.flat, GAMES, strict=True):
         random = next(float(row["mean"]) for row in scores if (row["preset"], row["game"]) == ("random", game))
         for color, preset in enumerate(PRESETS):
             points = [row for row in curves if (row["preset"], row["game"], str(row["seed"])) == (preset, game, "1")]
             if points:
                 minutes = [0.0, *(float(row["minutes"]) for row in points)]
                 means = [random, *(float(row["mean"]) for row in points)]
-                [labels[preset]] = panel.plot(minutes, means, marker="o", markersize=3, color=f"C{color}")
+                [lines[preset]] = panel.plot(minutes, means, marker="o", markersize=3, color=f"C{color}")
         panel.axhline(random, color="0.6", linestyle=":", linewidth=1)
         panel.set(title=game, xlabel="minutes")
     axes[0][0].set_ylabel("mean return")
-    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=len(PRESETS), frameon=False)
+    axes[1][0].set_ylabel("mean return")
+    drawn = [preset for preset in PRESETS if preset in lines]
+    figure.legend([lines[preset] for preset in drawn], drawn, loc="outside lower center", ncols=6, frameon=False)
     figure.savefig(PICTURE, dpi=90)
 
 
