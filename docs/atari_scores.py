@@ -131,10 +131,12 @@ def draw(scores: list[Row], curves: list[Row]) -> None:
                 [lines[preset]] = panel.plot(minutes, means, marker="o", markersize=3, color=f"C{color}")
         panel.axhline(random, color="0.6", linestyle=":", linewidth=1)
         panel.set(title=game, xlabel="minutes")
-    axes[0][0].set_ylabel("mean return")
-    axes[1][0].set_ylabel("mean return")
+    for row in axes:
+        row[0].set_ylabel("mean return")
     drawn = [preset for preset in PRESETS if preset in lines]
-    figure.legend([lines[preset] for preset in drawn], drawn, loc="outside lower center", ncols=6, frameon=False)
+    figure.legend(
+        [lines[preset] for preset in drawn], drawn, loc="outside lower center", ncols=len(drawn), frameon=False
+    )
     figure.savefig(PICTURE, dpi=90)
 
 
@@ -149,6 +151,9 @@ def main() -> None:
     for pair in options.runs:
         name, _, run = pair.rpartition("=")
         score, curve = rows_of(name, Path(run), options.commit)
+        key = [name, score["game"], str(score["seed"])]
+        if key in [[row["preset"], row["game"], row["seed"]] for row in scores]:
+            parser.error(f"{SCORES} has a row of {', '.join(key)}: name what differed, there and in {CURVES}, or here")
         scores.append(score)
         curves += curve
     write(SCORES, scores)
