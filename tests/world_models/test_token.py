@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from small_backbones import NAMES, small
@@ -19,6 +20,7 @@ from wmcli.backbones.retnet import RetNetSettings
 from wmcli.backbones.transformer import TransformerSettings
 from wmcli.config import validate
 from wmcli.errors import UsageError
+from wmcli.experience import Episodes, WindowTable
 from wmcli.nn import two_hot
 from wmcli.world_models.base import Batch
 from wmcli.world_models.token import TokenState, TokenWorldModel, TokenWorldModelSettings
@@ -305,6 +307,18 @@ def test_shared_embeddings_of_another_width_are_refused():
 def test_settings_that_leave_nothing_of_the_horizon_are_refused(key):
     with pytest.raises(UsageError, match=f"dynamics: {key} = 4 must be less than sequence_length = 4"):
         validate(TokenWorldModelSettings, {"sequence_length": 4, key: 4}, "dynamics")
+
+
+@pytest.mark.parametrize(("context", "burn_in", "learned"), [(1, 0, True), (2, 1, True), (3, 1, True), (2, 2, False)])
+def test_the_first_imagined_reward_is_learned_at_an_episodes_end(context, burn_in, learned):
+    """A dream may start at the last frame. Only a reward burn-in as long as the context leaves its reward unknown."""
+    model = make(context=context, reward_burn_in=burn_in)
+    table = WindowTable(
+        Episodes(np.array([0]), np.array([7])), np.arange(7), length=model.segment, minimum=model.min_segment, pad="right"
+    )
+    rows, valid = table.windows(np.arange(len(table)))
+    assert valid[:, burn_in].all(), "each segment has a reward to learn from"
+    assert ((rows == 6) & valid & (np.arange(T) >= burn_in))[:, context - 1].any() == learned
 
 
 @pytest.mark.parametrize("actions", [4, 18])

@@ -202,7 +202,10 @@ class TokenWorldModel(WorldModel):
         self.actions = actions
         self.context = settings.context
         self.segment = settings.sequence_length
-        self.min_segment = self.min_context = settings.context + 1
+        # Imagination may start at an episode's last frame, so its first reward must have been learned there. The public
+        # code's segments have at least context + 1 frames.
+        self.min_segment = max(settings.context, settings.reward_burn_in + 1)
+        self.min_context = settings.context + 1
         self.elements = block
         self.feature_shape = (tokenizer.width, *tokenizer.grid)
         self.uniforms_per_step = tokens + 2  # the tokens, the reward and the termination
