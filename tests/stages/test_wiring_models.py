@@ -179,7 +179,7 @@ def batches(run: Path, patch: pytest.MonkeyPatch, kind: str, *overrides: str) ->
 
 @pytest.mark.parametrize(
     ("name", "fewest", "frames", "history"),
-    [("rem", 3, 6, 0), ("unizero", 1, 6, 0), ("muzero", 1, 7, 2), ("cells", 2, 4, 0)],
+    [("rem", 2, 6, 0), ("unizero", 1, 6, 0), ("muzero", 1, 7, 2), ("cells", 2, 4, 0)],
 )
 def test_segments_lie_within_episodes_and_have_as_many_frames_as_imagination_starts_from(
     make: Make, monkeypatch: pytest.MonkeyPatch, name: str, fewest: int, frames: int, history: int
