@@ -32,7 +32,7 @@ STAGES: dict[str, Callable[..., object]] = {
 NOW = ["training.device=cpu", "training.precision=float32"]
 
 CHANGED = {
-    *("drama-quick", "muzero-quick", "unizero-quick", "quickstart", "rem-quick", "rem-pong-small"),
+    *("drama-quick", "muzero-quick", "unizero-quick", "quickstart"),
     *("rssm-quick", "rssm-tbtt-2d", "rssm-tbtt-3d", "storm"),
 }
 """Presets whose values were changed since."""

@@ -303,7 +303,7 @@ def test_shared_embeddings_of_another_width_are_refused():
         make(tokenizer=FakeTokenizer(width=5))
 
 
-@pytest.mark.parametrize("key", ["context", "fewest_frames", "observation_burn_in", "reward_burn_in"])
+@pytest.mark.parametrize("key", ["context", "min_segment", "observation_burn_in", "reward_burn_in"])
 def test_settings_that_leave_nothing_of_the_horizon_are_refused(key):
     with pytest.raises(UsageError, match=f"dynamics: {key} = 4 must be less than sequence_length = 4"):
         validate(TokenWorldModelSettings, {"sequence_length": 4, key: 4}, "dynamics")
@@ -313,7 +313,7 @@ def test_settings_that_leave_nothing_of_the_horizon_are_refused(key):
 @pytest.mark.parametrize("learned", [True, False])
 def test_segments_may_end_where_imagination_starts(context, learned):
     """Else the first imagined reward is unknown at an episode's last frame."""
-    model = make(context=context, reward_burn_in=0, fewest_frames=context if learned else 0)
+    model = make(context=context, reward_burn_in=0, min_segment=context if learned else 0)
     table = WindowTable(
         Episodes(np.array([0]), np.array([7])),
         np.arange(7),

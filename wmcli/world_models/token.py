@@ -52,12 +52,12 @@ class TokenWorldModelSettings(DynamicsSettings):
     rest of the model. 0 for none. [heads]"""
     sequence_length: int = Field(10, ge=2)
     """Training sequence length. [blocks]"""
-    fewest_frames: int = Field(0, ge=0)
-    """Fewest frames of an episode in a training segment; 0: `context` + 1, as in the public code. With that the first
-    imagined reward and termination are not learned at an episode's last frame, where imagination may start; with
-    `context` they are. [frames]"""
     context: int = Field(2, ge=1)
     """Real frames that imagination starts from. [frames]"""
+    min_segment: int = Field(0, ge=0)
+    """Fewest frames of an episode in a training segment; 0: `context` + 1, as in the public code. Then a dream from an
+    episode's last frame has a first reward and termination that were never learned. Equal to `context`, with a shorter
+    `reward_burn_in`, they are. [frames]"""
     observation_burn_in: int = Field(2, ge=0)
     """Blocks at a segment's start whose observation tokens have no loss (IRIS: 0). [blocks]"""
     reward_burn_in: int = Field(1, ge=0)
@@ -89,7 +89,7 @@ class TokenWorldModelSettings(DynamicsSettings):
 
     @model_validator(mode="after")
     def _check_lengths(self) -> TokenWorldModelSettings:
-        for key in ("context", "fewest_frames", "observation_burn_in", "reward_burn_in"):
+        for key in ("context", "min_segment", "observation_burn_in", "reward_burn_in"):
             if getattr(self, key) >= self.sequence_length:
                 raise ValueError(
                     f"{key} = {getattr(self, key)} must be less than sequence_length = {self.sequence_length} blocks."
@@ -206,7 +206,7 @@ class TokenWorldModel(WorldModel):
         self.actions = actions
         self.context = settings.context
         self.segment = settings.sequence_length
-        self.min_segment = settings.fewest_frames or settings.context + 1
+        self.min_segment = settings.min_segment or settings.context + 1
         self.min_context = settings.context + 1
         self.elements = block
         self.feature_shape = (tokenizer.width, *tokenizer.grid)
