@@ -325,6 +325,22 @@ def test_segments_may_end_where_imagination_starts(context, learned):
     assert ((rows == 6) & valid)[:, context - 1].any() == learned
 
 
+@pytest.mark.parametrize("context", [1, 2, 3])
+@pytest.mark.parametrize("earlier", [True, False])
+def test_dreams_begin_where_segments_are_long_enough(context, earlier):
+    """With `min_segment` = `context`, from the first frame on that has a whole context; else one frame later."""
+    model = make(context=context, reward_burn_in=0, min_segment=context if earlier else 0)
+    window = 5
+    table = WindowTable(
+        Episodes(np.array([0]), np.array([7])),
+        np.arange(7),
+        length=window,
+        minimum=min(model.min_context, window),
+        pad="left",
+    )
+    assert table.last_rows(np.arange(len(table))).min() == (context - 1 if earlier else context)
+
+
 @pytest.mark.parametrize("actions", [4, 18])
 def test_parameter_counts_of_rem_and_iris(actions):
     with torch.device("meta"):

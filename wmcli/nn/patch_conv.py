@@ -27,8 +27,12 @@ class PatchEncoder(nn.Module):
         self.conv_out = nn.Conv2d(channels, width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.silu(self.cut(x) + self.place)
-        return self.conv_out(F.silu(self.conv(x)))
+        side = self.cut.stride[0]
+        x = x.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (B, 3, h, S, w, S)
+        x = x.permute(0, 2, 4, 1, 3, 5).flatten(3)  # (B, h, w, 3 S S)
+        x = F.silu(_per_patch(self.cut, x) + self.place.permute(1, 2, 0))
+        x = F.silu(_per_patch(self.conv, x))
+        return _per_patch(self.conv_out, x).permute(0, 3, 1, 2)
 
 
 class PatchDecoder(nn.Module):
@@ -43,5 +47,15 @@ class PatchDecoder(nn.Module):
         self.patch = patch
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.silu(self.conv_in(x) + self.place)
-        return F.pixel_shuffle(self.conv_out(F.silu(self.conv(x))), self.patch)
+        x = F.silu(_per_patch(self.conv_in, x.permute(0, 2, 3, 1)) + self.place.permute(1, 2, 0))
+        x = F.silu(_per_patch(self.conv, x))
+        x = _per_patch(self.conv_out, x).unflatten(3, (3, self.patch, self.patch))  # (B, h, w, 3, S, S)
+        return x.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+
+
+def _per_patch(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """Apply a convolution whose kernel covers one patch: (..., channels in) -> (..., channels out).
+
+    As a matrix product it takes about half the time in bfloat16 on a CPU.
+    """
+    return F.linear(x, conv.weight.flatten(1), conv.bias)

@@ -55,9 +55,9 @@ class TokenWorldModelSettings(DynamicsSettings):
     context: int = Field(2, ge=1)
     """Real frames that imagination starts from. [frames]"""
     min_segment: int = Field(0, ge=0)
-    """Fewest frames of an episode in a training segment; 0: `context` + 1, as in the public code. Then a dream from an
-    episode's last frame has a first reward and termination that were never learned. Equal to `context`, with a shorter
-    `reward_burn_in`, they are. [frames]"""
+    """Fewest frames of an episode in a training segment, and before a dream; 0: `context` + 1, as in the public code.
+    Then no dream begins at an episode's first frames, and one from its last frame has a first reward and termination
+    that were never learned. Equal to `context`, with a shorter `reward_burn_in`, both are mended. [frames]"""
     observation_burn_in: int = Field(2, ge=0)
     """Blocks at a segment's start whose observation tokens have no loss (IRIS: 0). [blocks]"""
     reward_burn_in: int = Field(1, ge=0)
@@ -206,8 +206,7 @@ class TokenWorldModel(WorldModel):
         self.actions = actions
         self.context = settings.context
         self.segment = settings.sequence_length
-        self.min_segment = settings.min_segment or settings.context + 1
-        self.min_context = settings.context + 1
+        self.min_segment = self.min_context = settings.min_segment or settings.context + 1
         self.elements = block
         self.feature_shape = (tokenizer.width, *tokenizer.grid)
         self.uniforms_per_step = tokens + 2  # the tokens, the reward and the termination
