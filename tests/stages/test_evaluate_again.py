@@ -152,6 +152,19 @@ def test_more_episodes_of_the_same_controller_replace_fewer(run: Path, monkeypat
     assert best(1, episodes=3) == 2, "three episodes say less than the four before"
 
 
+def test_a_controller_without_weights_is_not_the_best(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More games may lower the score of the best below that of one that was pruned for it."""
+    means = iter([7.0, 8.0, 1.0, 6.0])
+    monkeypatch.setattr(module, "score", lambda returns: score(returns) | {"mean": next(means)})
+    for _ in (2, 3, 4):
+        imagine(opened(run, more=True))
+        evaluate(opened(run))
+    opened_run = Run.open(run, create=False)
+    opened_run.prune("controller", {2})
+    evaluate(opened(run), controller="best", episodes=9)
+    assert opened_run.resolve("best", "controller").version == 3
+
+
 def test_without_an_evaluation_there_is_no_best(run: Path) -> None:
     (run / "controller" / "best").unlink()
     with pytest.raises(ArtifactError, match="no controller of .* was evaluated yet; do so with: wm eval --run"):

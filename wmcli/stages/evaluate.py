@@ -122,10 +122,10 @@ def _play(context: Context, work: Work, agent: Actor, episodes: int, name: str) 
 
 
 def best_evaluation(run: Run) -> Artifact | None:
-    """Return the evaluation of the run's best controller: the one with the highest mean return.
+    """Return the evaluation of the run's best controller: the one with the highest mean return that has its weights.
 
     Of a controller's evaluations the one with the most episodes counts, the newest of equals. Of equal means, more
-    episodes and then the newer evaluation win. None if no controller of the run was evaluated.
+    episodes and then the newer evaluation win. None if no such controller was evaluated.
     """
     of_controller: dict[str, Artifact] = {}
     for evaluation in run.artifacts("evaluation"):
@@ -140,7 +140,8 @@ def best_evaluation(run: Run) -> Artifact | None:
     for evaluation in reversed(ranked):
         controller = evaluation.inputs["controller"]
         with suppress(ArtifactError):
-            if run.get("controller", controller.version).digest == controller.digest:
+            published = run.get("controller", controller.version)
+            if published.digest == controller.digest and not published.pruned:
                 return evaluation
     return None
 
