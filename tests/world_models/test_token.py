@@ -309,6 +309,11 @@ def test_settings_that_leave_nothing_of_the_horizon_are_refused(key):
         validate(TokenWorldModelSettings, {"sequence_length": 4, key: 4}, "dynamics")
 
 
+def test_segments_shorter_than_the_context_are_refused():
+    with pytest.raises(UsageError, match="min_segment = 2 must be at least context = 3.*set min_segment = 3"):
+        validate(TokenWorldModelSettings, {"context": 3, "min_segment": 2}, "dynamics")
+
+
 @pytest.mark.parametrize("context", [1, 2, 3])
 @pytest.mark.parametrize("learned", [True, False])
 def test_segments_may_end_where_imagination_starts(context, learned):

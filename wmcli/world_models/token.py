@@ -94,6 +94,11 @@ class TokenWorldModelSettings(DynamicsSettings):
                 raise ValueError(
                     f"{key} = {getattr(self, key)} must be less than sequence_length = {self.sequence_length} blocks."
                 )
+        if 0 < self.min_segment < self.context:
+            raise ValueError(
+                f"min_segment = {self.min_segment} must be at least context = {self.context} frames, or 0: a dream reads"
+                f" that many; set min_segment = {self.context}"
+            )
         return self
 
     @property
