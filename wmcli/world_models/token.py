@@ -96,8 +96,8 @@ class TokenWorldModelSettings(DynamicsSettings):
                 )
         if 0 < self.min_segment < self.context:
             raise ValueError(
-                f"min_segment = {self.min_segment} must be at least context = {self.context} frames, or 0: a dream reads"
-                f" that many; set min_segment = {self.context}"
+                f"min_segment = {self.min_segment} must be at least context = {self.context} frames, or 0: a dream"
+                f" reads that many; set min_segment = {self.context}"
             )
         return self
 
