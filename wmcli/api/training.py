@@ -123,7 +123,7 @@ def train_controller(
     if isinstance(settings.controller, NoControllerSettings):
         raise UsageError(NO_CONTROLLER)
     if settings.controller.searches:
-        controller = build_controller(settings, world_model, machine)
+        controller = build_controller(settings, world_model, machine).to(machine.device)
         return ControllerModel(machine.freeze(controller), dynamics, settings, machine)
     if not world_model.learns_rewards:
         raise UsageError(
