@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map
-from watching import Replayable, capture_without_a_graph
+from watching import Replayable, record_without_a_graph
 
 from wmcli.controllers.mcts import MCTS, MCTSSettings, build_rule, search
 from wmcli.kernels.dispatch import using
@@ -24,7 +24,6 @@ from wmcli.kernels.tree_search import Nodes, PolicyOutput, SearchNoise, SearchRu
 from wmcli.kernels.tree_search_gumbel import gumbel_rule
 from wmcli.kernels.tree_search_lightzero import lightzero_rule
 from wmcli.kernels.tree_search_mctx import mctx_rule
-from wmcli.training import graph
 from wmcli.training.graph import RecordedFunction
 from wmcli.world_models.base import ImaginedStep, PlanningWorldModel, Prediction
 
@@ -721,11 +720,11 @@ def test_acts_by_a_users_rule():
 @pytest.mark.parametrize("rule", [mctx_rule(), lightzero_rule(), gumbel_rule(), UCB1])
 def test_a_search_can_be_recorded_and_replayed(rule, monkeypatch):
     """It is a function of tensors alone, and never overwrites the output of an earlier search."""
-    monkeypatch.setattr(graph, "capture", capture_without_a_graph)
+    record_without_a_graph(monkeypatch)
     world, settings = Memory(), MCTSSettings(simulations=9)
     plain, recorded = MCTS(settings, 4, rule), MCTS(settings, 4, rule, wrap_repeated=RecordedFunction)
     earlier = []
-    for seed in range(3):
+    for seed in range(5):
         history, (hidden, (table, age)) = world.start(5)
         start = history, (hidden * (1 + seed), (table * (1 + seed), age))
         decisions = [

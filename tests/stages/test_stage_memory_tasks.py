@@ -34,7 +34,7 @@ from wmcli.stages.loop import run_loop
 from wmcli.stages.memory_table import table
 from wmcli.stages.opening import open_context
 from wmcli.trainers.best_weights import BestWeights
-from wmcli.trainers.dynamics import update_world_model
+from wmcli.trainers.dynamics import world_model_update
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_tensors
 
 SMALL = [
@@ -211,11 +211,11 @@ def test_killed_at_every_checkpoint_it_has_the_same_weights(
 def test_the_optimizer_has_the_eps_of_the_settings(tmp_path: Path, monkeypatch, overrides: list, eps: float) -> None:
     found: list[float] = []
 
-    def update(machine, world_model, optimizer, *rest, **how):
+    def build(machine, world_model, optimizer, *rest, **how):
         found.extend(group["eps"] for group in optimizer.param_groups)
-        return update_world_model(machine, world_model, optimizer, *rest, **how)
+        return world_model_update(machine, world_model, optimizer, *rest, **how)
 
-    monkeypatch.setattr("wmcli.trainers.dynamics.update_world_model", update)
+    monkeypatch.setattr("wmcli.trainers.dynamics.world_model_update", build)
     train_dynamics(opened(begun(tmp_path / "run", *overrides, "dynamics.updates=1")))
     assert len(found) > 1 and set(found) == {eps}
 

@@ -407,15 +407,16 @@ def test_reanalysis_equals_playing_and_dynamics_learn_from_it(planner: Path, mon
     np.testing.assert_allclose(targets["value"], value, rtol=1e-5)
 
     drawn, learned = [], []
-    gather, update = dynamics_trainer.gather, dynamics_trainer.update_world_model
+    gather, build = dynamics_trainer.gather, dynamics_trainer.world_model_update
+
+    def recording(*given, **named):
+        update = build(*given, **named)
+        return lambda batch: learned.append(batch.targets) or update(batch)
+
     monkeypatch.setattr(
         dynamics_trainer, "gather", lambda *given, **named: drawn.append(given[2]) or gather(*given, **named)
     )
-    monkeypatch.setattr(
-        dynamics_trainer,
-        "update_world_model",
-        lambda *given, **named: learned.append(given[3].targets) or update(*given, **named),
-    )
+    monkeypatch.setattr(dynamics_trainer, "world_model_update", recording)
     train_dynamics(opened(planner, "dynamics.updates=3", more=True))
     assert len(learned) == len(drawn) == 3
     for windows, batch in zip(drawn, learned, strict=True):

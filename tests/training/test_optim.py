@@ -358,7 +358,7 @@ def test_laprop_reads_nothing_from_the_device() -> None:
     optimizer = build_optimizer("laprop", [{"params": weights, "weight_decay": 0.1}], 0.1, 0.0, warmup=3)
     for _ in range(5):
         stepped(optimizer, weights, [torch.ones_like(weight) for weight in weights])
-    assert all(optimizer.state[weight]["step"].tolist() == 5 for weight in weights)
+    assert len({id(optimizer.state[weight]["step"]) for weight in weights}) == 1
 
 
 def test_tiny_and_vanishing_gradients_stay_finite() -> None:

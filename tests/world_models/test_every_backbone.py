@@ -14,15 +14,14 @@ from small_backbones import NAMES
 from torch import nn
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
-from watching import DEVICES, Replayable, capture_without_a_graph
+from watching import DEVICES, Replayable, record_without_a_graph
 
 from wmcli.backbones import BACKBONES, map_state
 from wmcli.controllers.actor_critic import ActorCritic, ActorCriticSettings
 from wmcli.controllers.base import Uniforms
 from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings
 from wmcli.kernels.dispatch import using
-from wmcli.training import graph
-from wmcli.training.graph import RecordedFunction
+from wmcli.training.graph import WARM_UPS, RecordedFunction
 from wmcli.training.optim import build_optimizer, update
 from wmcli.world_models.base import Batch, WorldModel
 from wmcli.world_models.token import TokenWorldModel
@@ -138,12 +137,12 @@ def test_a_recorded_rollout_is_the_rollout(
     backbone: str, kind: str, controller: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
-        monkeypatch.setattr(graph, "capture", capture_without_a_graph)
+        record_without_a_graph(monkeypatch)
     model, window = _window(backbone, kind, device)
     player = CONTROLLERS[controller](model).to(device)
     for kernels in ("torch", "triton") if device == "cuda" else ("torch",):
         recorded = RecordedFunction(partial(player.imagine, model))
-        for _ in range(3):
+        for _ in range(WARM_UPS + 2):
             with using(kernels):
                 uniforms = player.draw_uniforms(model, window)
                 want = player.imagine(model, window, uniforms)

@@ -318,8 +318,8 @@ class ActorCritic(Learner):
     @torch.no_grad()
     def after_update(self) -> None:
         """Move the slow critic towards the critic: slow <- (1 - rate) slow + rate critic."""
-        for slow, current in zip(self.slow_critic.parameters(), self.critic.parameters(), strict=True):
-            slow.lerp_(current, self.settings.slow_rate)
+        slow: list[Tensor] = list(self.slow_critic.parameters())
+        torch._foreach_lerp_(slow, list[Tensor](self.critic.parameters()), self.settings.slow_rate)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return one group, actor and critic. The slow critic gets no gradient."""

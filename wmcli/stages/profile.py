@@ -22,10 +22,10 @@ from wmcli.stages.compare import LENGTHS, compare_backbones, draw_comparison
 from wmcli.stages.context import Context
 from wmcli.stages.profile_experience import profile_experience
 from wmcli.stages.profile_kernels import profile_kernels
-from wmcli.trainers.dynamics import update_world_model
-from wmcli.trainers.imagination import update_controller
-from wmcli.trainers.tokenizer import update_tokenizer
-from wmcli.training.device import derived_seed, isolated_randomness
+from wmcli.trainers.dynamics import world_model_update
+from wmcli.trainers.imagination import controller_update
+from wmcli.trainers.tokenizer import tokenizer_update
+from wmcli.training.device import Machine, derived_seed, isolated_randomness
 from wmcli.training.measure import Bench, Job, count_operations, peak_memory, profile_operators, ratio
 from wmcli.training.optim import optimizer_for
 from wmcli.world_models.base import Batch, WorldModel
@@ -212,15 +212,17 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
     segments = _random_batch(latents if world_model.frozen_encoder else some, batch, length, actions)
     optimizer = optimizer_for(settings.dynamics, world_model.parameter_groups())
 
-    def train_dynamics() -> None:
-        update_world_model(machine, world_model, optimizer, segments, settings.dynamics.clip)
-
+    train_dynamics, unrecorded_dynamics = (
+        partial(world_model_update(each, world_model, optimizer, settings.dynamics.clip), segments)
+        for each in _recorded_and_not(machine)
+    )
     elements = max(1, world_model.elements)
     unit = "frames" if elements == 1 else f"frames of {elements} tokens"
     shape = f"{batch} × {length} {unit}, {_name(settings, world_model)}"
     count = batch * length * elements
     unit = "frames" if elements == 1 else "tokens"
-    yield [Stage("train-dynamics", shape, count, unit, train_dynamics, settings.dynamics.updates)]
+    updates = settings.dynamics.updates
+    yield [Stage("train-dynamics", shape, count, unit, train_dynamics, updates, unrecorded_dynamics)]
 
     world_model = machine.freeze(world_model)
     if not settings.controller.acts:
@@ -235,18 +237,20 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
     windows = _random_batch(latents, learns.batch, controller.window, actions)
     learner = optimizer_for(learns, controller.parameter_groups())
 
-    def train_controller(rollout: Callable[..., Any]) -> None:
-        update_controller(machine, world_model, controller, learner, windows, learns.clip, rollout)
-
     rollouts, horizon = learns.batch, learns.imagination_horizon
     shape = f"{rollouts} rollouts of {horizon} steps, {settings.backbone.kind}"
     label, updates = "imagine (controller update)", learns.updates
-    imagine = partial(controller.imagine, world_model)
     call, unrecorded = (
-        partial(train_controller, each.wrap_repeated(imagine)) for each in (machine, replace(machine, cuda_graph=False))
+        partial(controller_update(each, world_model, controller, learner, learns.clip), windows)
+        for each in _recorded_and_not(machine)
     )
     yield [Stage(label, shape, rollouts * horizon, "frames", call, updates, unrecorded)]
     yield list(_imagination(context, world_model, windows))
+
+
+def _recorded_and_not(machine: Machine) -> tuple[Machine, Machine]:
+    """Return the machine, and the same without recorded graphs, whose operations cannot be counted."""
+    return machine, replace(machine, cuda_graph=False)
 
 
 def _tokenizer_stages(
@@ -258,8 +262,10 @@ def _tokenizer_stages(
     frames = random_frames(tokenizer.batch)
     optimizer = optimizer_for(tokenizer, learning.parameters())
 
-    def train() -> None:
-        update_tokenizer(machine, learning, optimizer, frames, tokenizer.clip)
+    train, unrecorded = (
+        partial(tokenizer_update(each, learning, optimizer, tokenizer.clip), frames)
+        for each in _recorded_and_not(machine)
+    )
 
     def encode() -> None:
         with machine.autocast(), torch.no_grad():
@@ -267,7 +273,8 @@ def _tokenizer_stages(
 
     shape = f"{len(frames)} frames of {frames.shape[1]}×{frames.shape[2]}"
     alone = settings.run.tokenizer_epochs > 0  # else it learns inside the dynamics model
-    yield Stage("train-tokenizer", shape, len(frames), "frames", train, tokenizer.updates if alone else 0)
+    updates = tokenizer.updates if alone else 0
+    yield Stage("train-tokenizer", shape, len(frames), "frames", train, updates, unrecorded)
     yield Stage("encode", shape, len(frames), "frames", encode)
 
 

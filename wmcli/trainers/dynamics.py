@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,11 @@ from wmcli.trainers.batches import build_segment_sampler, encode_frames, gather
 from wmcli.trainers.best_weights import BestWeights, validation_loss
 from wmcli.trainers.streams import StreamState
 from wmcli.training.checkpoint import Resumable, TrainState
-from wmcli.training.device import Machine
+from wmcli.training.device import Machine, Metrics
 from wmcli.training.loop import Trainer
 from wmcli.training.optim import Schedule, optimizer_for, update
 from wmcli.training.settings import TrainingSettings
 from wmcli.world_models.base import Batch, WorldModel
-
-Loss = Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
-"""Maps a batch to the loss, a scalar, and detached metrics."""
 
 
 class DynamicsTrainer(Trainer):
@@ -64,10 +61,9 @@ class DynamicsTrainer(Trainer):
         self.machine = machine
         self._sampler = build_segment_sampler(training, replay, world_model, rng)
         parts: dict[str, Resumable] = {"sampler": self._sampler}
-        self._loss: Loss = world_model.loss
+        streams: StreamState | None = None
         if world_model.rows == "streams":
-            stream_state = parts["carried"] = StreamState(world_model, settings.batch)
-            self._loss = stream_state.loss
+            streams = parts["carried"] = StreamState(world_model, settings.batch)
         self._best: BestWeights | None = None
         if held_out is not None:
             measure = validation_loss(world_model, held_out, rows=settings.batch, machine=machine, seed=validation_seed)
@@ -80,25 +76,24 @@ class DynamicsTrainer(Trainer):
         self._targets = targets
         self._optimizer = optimizer_for(settings, world_model.parameter_groups())
         self._schedule = Schedule.of(settings)
+        self._update = world_model_update(
+            machine,
+            world_model,
+            self._optimizer,
+            settings.clip,
+            streams=streams,
+            learn_rows=self._sampler.learn if isinstance(self._sampler, PrioritySampler) else None,
+        )
         self.state = TrainState({"dynamics": world_model}, self._optimizer, rng, parts)
 
-    def update(self) -> Mapping[str, Tensor]:
+    def update(self) -> Metrics:
         """Learn from a batch of segments; validate every `validate_every` updates and after the last."""
         done, trained = self.state.update, self.state.trained
         self._schedule.apply(self._optimizer, done, trained)
         windows = self._sampler.batch(self.settings.batch)
-        batch = gather(self.replay, self._frames, windows, self._targets, across_ends=self.world_model.across_ends)
-        prioritized = self._sampler if isinstance(self._sampler, PrioritySampler) else None
-        weight: Tensor | None = None
-        if prioritized is not None:  # the gradient of the weights tells the rows' losses
-            weight = torch.ones(len(batch.valid), 1, device=batch.valid.device, requires_grad=True)
-            batch = batch._replace(weight=weight.expand_as(batch.valid))
-        metrics = update_world_model(
-            self.machine, self.world_model, self._optimizer, batch, self.settings.clip, loss=self._loss
+        metrics = self._update(
+            gather(self.replay, self._frames, windows, self._targets, across_ends=self.world_model.across_ends)
         )
-        if prioritized is not None:
-            assert weight is not None and weight.grad is not None
-            prioritized.learn(weight.grad[:, 0].cpu().numpy())
         done += 1
         if self._best is not None and (done % self.settings.validate_every == 0 or done == self.settings.updates):
             self._best.validate(trained + done)
@@ -116,35 +111,58 @@ class DynamicsTrainer(Trainer):
             self._best.restore()
 
 
-def update_world_model(
+def world_model_update(
     machine: Machine,
     world_model: WorldModel,
     optimizer: torch.optim.Optimizer,
-    batch: Batch,
     clip: float,
-    loss: Loss | None = None,
-) -> dict[str, Tensor]:
-    """Do one update on a batch of segments.
+    *,
+    streams: StreamState | None = None,
+    learn_rows: Callable[[np.ndarray], None] | None = None,
+) -> Callable[[Batch], Metrics]:
+    """Build the update of a world model on a batch of segments.
 
     Attention priors are penalized and projected. Quantities that follow the weights, such as a target network, are
-    updated.
+    updated. With `training.cuda_graph` the whole update but the last is one graph.
 
     Args:
         machine: Determines the precision.
         world_model: In training mode.
         optimizer: Holds its parameters.
-        batch: Segments to learn from.
         clip: Largest norm of the gradient.
-        loss: Replaces the model's own, where state is carried from batch to batch.
+        streams: State to carry from batch to batch; None where each batch stands alone.
+        learn_rows: Takes what each row contributed to the loss, float32 (B,), after every update, which waits for it.
 
     Returns:
-        The loss, its parts and the gradient norm before clipping, scalars on the device.
+        From a batch to the loss, its parts and the gradient norm before clipping.
     """
-    with machine.autocast():
-        total, metrics = (loss or world_model.loss)(batch)
-    if (penalty := attention_prior.penalty(world_model)) is not None:
-        total, metrics = total + penalty, metrics | {"prior_penalty": penalty.detach()}
-    norm = update(optimizer, total, clip)
-    attention_prior.project(world_model)
-    world_model.after_update()
-    return {"loss": total, **metrics, "gradient_norm": norm}
+
+    def learn(batch: Batch, carried: list[Tensor]) -> tuple[Metrics, tuple[Tensor | None, list[Tensor]]]:
+        weight: Tensor | None = None
+        if learn_rows is not None:  # the gradient of the weights tells the rows' losses
+            weight = torch.ones(len(batch.valid), 1, device=batch.valid.device, requires_grad=True)
+            batch = batch._replace(weight=weight.expand_as(batch.valid))
+        with machine.autocast():
+            if streams is None:
+                total, metrics = world_model.loss(batch)
+            else:
+                total, metrics, carried = streams.loss(batch, carried)
+        if (penalty := attention_prior.penalty(world_model)) is not None:
+            total, metrics = total + penalty, metrics | {"prior_penalty": penalty.detach()}
+        norm = update(optimizer, total, clip)
+        attention_prior.project(world_model)
+        rows = None if weight is None or weight.grad is None else weight.grad[:, 0]
+        return {"loss": total.detach(), **metrics, "gradient_norm": norm}, (rows, carried)
+
+    learn_or_replay = machine.wrap_update(learn)
+
+    def learn_from(batch: Batch) -> Metrics:
+        metrics, (rows, carried) = learn_or_replay(batch, [] if streams is None else streams.tensors)
+        if streams is not None:
+            streams.tensors = carried
+        if learn_rows is not None and rows is not None:
+            learn_rows(rows.cpu().numpy())
+        world_model.after_update()
+        return metrics
+
+    return learn_from

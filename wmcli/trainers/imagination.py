@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from wmcli.controllers.base import Learner
 from wmcli.experience import Replay
 from wmcli.trainers.batches import build_sampler, encode_frames, gather
 from wmcli.training.checkpoint import TrainState
-from wmcli.training.device import Machine
+from wmcli.training.device import Machine, Metrics
 from wmcli.training.loop import Trainer
 from wmcli.training.optim import optimizer_for, update
 from wmcli.training.settings import TrainingSettings
@@ -75,50 +74,56 @@ class ImaginationTrainer(Trainer):
             ratio=ratio,
         )
         self._optimizer = optimizer_for(settings, controller.parameter_groups())
-        self._rollout = machine.wrap_repeated(partial(controller.imagine, world_model))
+        self._update = controller_update(machine, world_model, controller, self._optimizer, settings.clip)
         self.calibration: dict[str, float] = {}
         """Returns of the version that is trained further, if it was calibrated."""
         self.state = TrainState({"controller": controller}, self._optimizer, rng, {"sampler": self._sampler})
 
-    def update(self) -> Mapping[str, Tensor]:
+    def update(self) -> Metrics:
         """Learn from a batch of rollouts."""
         windows = self._sampler.batch(self.settings.batch)
-        batch = gather(self.replay, self.latents, windows, across_ends=self.world_model.across_ends)
-        return update_controller(
-            self.machine, self.world_model, self.controller, self._optimizer, batch, self.settings.clip, self._rollout
-        )
+        return self._update(gather(self.replay, self.latents, windows, across_ends=self.world_model.across_ends))
 
     def status(self) -> dict[str, float]:
         """Return the calibration."""
         return self.calibration
 
 
-def update_controller(
+def controller_update(
     machine: Machine,
     world_model: WorldModel,
     controller: Learner,
     optimizer: torch.optim.Optimizer,
-    batch: Batch,
     clip: float,
-    rollout: Callable[..., Any],
-) -> dict[str, Tensor]:
-    """Imagine rollouts from a batch of windows and do one update on them.
+) -> Callable[[Batch], Metrics]:
+    """Build the update of a controller on rollouts imagined from a batch of windows.
+
+    With `training.cuda_graph` the whole update is one graph, rollouts included.
 
     Args:
         machine: Determines the precision.
         world_model: Frozen, in eval mode.
         controller: In training mode.
         optimizer: Holds its parameters.
-        batch: Windows of latents to imagine from.
         clip: Largest norm of the gradient.
-        rollout: The controller's `imagine` in this world model, from batch and uniforms; possibly a recorded graph.
 
     Returns:
-        The loss, its parts and the gradient norm before clipping, scalars on the device.
+        From windows of latents to the loss, its parts and the gradient norm before clipping.
     """
-    imagined = rollout(batch, controller.draw_uniforms(world_model, batch))
-    with machine.autocast():
-        loss, metrics = controller.loss(imagined)
-    norm = update(optimizer, loss, clip)
-    controller.after_update()
-    return {"loss": loss, **metrics, "gradient_norm": norm}
+
+    def learn(batch: Batch, uniforms: Any) -> tuple[Metrics, None]:
+        with machine.autocast(), torch.no_grad():
+            imagined = controller.imagine(world_model, batch, uniforms)
+        with machine.autocast():  # anew: the first kept copies of the weights that know no gradient
+            loss, metrics = controller.loss(imagined)
+        norm = update(optimizer, loss, clip)
+        return {"loss": loss.detach(), **metrics, "gradient_norm": norm}, None
+
+    learn_or_replay = machine.wrap_update(learn)
+
+    def learn_from(batch: Batch) -> Metrics:
+        metrics, _ = learn_or_replay(batch, controller.draw_uniforms(world_model, batch))
+        controller.after_update()
+        return metrics
+
+    return learn_from

@@ -19,23 +19,30 @@ class StreamState:
     def __init__(self, world_model: WorldModel, streams: int) -> None:
         self._world_model = world_model
         self._carry = world_model.initial_carry(streams)
+        self.tensors = state_tensors(self._carry)
+        """The tensors of the carry, in its order."""
 
-    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the model's loss of the next chunk of each stream, and carry the state after it."""
-        total, metrics, self._carry = self._world_model.carried_loss(batch, self._carry)
-        return total, metrics
+    def loss(self, batch: Batch, tensors: list[Tensor]) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
+        """Compute the model's loss of the next chunk of each stream.
+
+        Args:
+            batch: The chunks.
+            tensors: The carry before them.
+
+        Returns:
+            The loss, its parts, and the carry after the chunks.
+        """
+        total, metrics, carry = self._world_model.carried_loss(batch, with_tensors(self._carry, tensors))
+        return total, metrics, state_tensors(carry)
 
     def state(self) -> dict[str, Any]:
         """Return the tensors of the carry, numbered in its order."""
-        return {str(index): tensor.float().cpu().numpy() for index, tensor in enumerate(state_tensors(self._carry))}
+        return {str(index): tensor.float().cpu().numpy() for index, tensor in enumerate(self.tensors)}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Resume from a result of `state`."""
         saved = [torch.from_numpy(np.array(state[str(index)])) for index in range(len(state))]
-        current = state_tensors(self._carry)
-        self._carry = with_tensors(
-            self._carry, [tensor.to(like.device, like.dtype) for tensor, like in zip(saved, current, strict=True)]
-        )
+        self.tensors = [tensor.to(like.device, like.dtype) for tensor, like in zip(saved, self.tensors, strict=True)]
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
         """Begin new streams: those of a finished stage have ended."""

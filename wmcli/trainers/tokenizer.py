@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from wmcli.experience import Replay
 from wmcli.trainers.batches import build_sampler
 from wmcli.training.checkpoint import TrainState
-from wmcli.training.device import Machine
+from wmcli.training.device import Machine, Metrics
 from wmcli.training.loop import Trainer
 from wmcli.training.optim import optimizer_for, update
 from wmcli.training.settings import TrainingSettings
@@ -51,15 +51,14 @@ class TokenizerTrainer(Trainer):
         self.machine = machine
         self._sampler = build_sampler(training, replay, rng, length=1, minimum=1, pad="right")
         self._optimizer = optimizer_for(settings, tokenizer.parameters())
+        self._update = tokenizer_update(machine, tokenizer, self._optimizer, settings.clip)
         self.state = TrainState({"tokenizer": tokenizer}, self._optimizer, rng, {"sampler": self._sampler})
 
-    def update(self) -> Mapping[str, Tensor]:
+    def update(self) -> Metrics:
         """Learn from a batch of frames."""
         windows = self._sampler.batch(self.settings.batch)
         rows = torch.from_numpy(windows.rows[:, 0]).to(self.machine.device)
-        return update_tokenizer(
-            self.machine, self.tokenizer, self._optimizer, self.replay.frames[rows], self.settings.clip
-        )
+        return self._update(self.replay.frames[rows])
 
     def measure(self) -> dict[str, Any]:
         """Measure the usage of codes over frames spread evenly."""
@@ -70,14 +69,20 @@ class TokenizerTrainer(Trainer):
             return self.tokenizer.usage(self.replay.frames[rows])
 
 
-def update_tokenizer(
-    machine: Machine, tokenizer: Any, optimizer: torch.optim.Optimizer, frames: Tensor, clip: float
-) -> dict[str, Tensor]:
-    """Do one update on frames (B, H, W, C) uint8.
+def tokenizer_update(
+    machine: Machine, tokenizer: Any, optimizer: torch.optim.Optimizer, clip: float
+) -> Callable[[Tensor], Metrics]:
+    """Build the update of a tokenizer in training mode: from frames (B, H, W, C) uint8 to metrics.
 
-    Returns:
-        The loss, its parts and the gradient norm before clipping, scalars on the device.
+    Metrics are the loss, its parts and the gradient norm before clipping. With `training.cuda_graph` the whole update
+    is one graph.
     """
-    with machine.autocast():
-        loss, metrics = tokenizer.loss(frames)
-    return {"loss": loss, **metrics, "gradient_norm": update(optimizer, loss, clip)}
+
+    def learn(frames: Tensor) -> tuple[Metrics, None]:
+        with machine.autocast():
+            loss, metrics = tokenizer.loss(frames)
+        norm = update(optimizer, loss, clip)
+        return {"loss": loss.detach(), **metrics, "gradient_norm": norm}, None
+
+    learn_or_replay = machine.wrap_update(learn)
+    return lambda frames: learn_or_replay(frames)[0]

@@ -213,7 +213,11 @@ def load_modules(modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return moments and step counts of every parameter as `optimizer/<index>/<name>`."""
     state = optimizer.state_dict()["state"]
-    return {f"optimizer/{index}/{name}": value for index, moments in state.items() for name, value in moments.items()}
+    return {
+        f"optimizer/{index}/{name}": value if value.dim() else value.clone()  # parameters may share a count
+        for index, moments in state.items()
+        for name, value in moments.items()
+    }
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +23,9 @@ from wmcli.training.settings import TrainingSettings
 M = TypeVar("M", bound=nn.Module)
 R = TypeVar("R")
 
+Metrics = dict[str, torch.Tensor]
+"""Scalars of an update, on the device."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -37,8 +41,8 @@ class Machine:
     def choose(cls, settings: TrainingSettings) -> Machine:
         """Choose the machine that the settings describe.
 
-        This sets kernels, the use of memory and, on a GPU, float32 without TF32 for the whole process. There is no
-        silent fallback.
+        This sets kernels, the use of memory and, on a GPU, float32 without TF32 and determinism for the whole process.
+        There is no silent fallback.
 
         Raises:
             UsageError: The requested device or kernels are not available.
@@ -60,6 +64,7 @@ class Machine:
         else:
             # cuDNN uses TF32 by default. Operations that stay in float32 beside bfloat16 need its precision, too.
             torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+            _choose_determinism(settings.deterministic)
             if device.index is not None:
                 torch.cuda.set_device(device)  # Triton launches kernels on the current device
         return cls(device, precision, torch.get_num_threads(), kernels, settings.cuda_graph)
@@ -69,17 +74,34 @@ class Machine:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
     def wrap_repeated(self, function: Callable[..., R]) -> Callable[..., R]:
-        """Return `function` under `autocast`, for repeated calls.
+        """Return `function` under `autocast` and without gradient, for repeated calls.
 
-        With `training.cuda_graph` it is recorded at the first call and replayed afterwards. `wmcli.training.graph`
-        states the conditions.
+        With `training.cuda_graph` it is recorded and replayed. `RecordedFunction` states the conditions.
         """
 
+        @torch.no_grad()
         def run(*arguments: Any) -> R:
             with self.autocast():
                 return function(*arguments)
 
         return RecordedFunction(run) if self.cuda_graph else run
+
+    def wrap_update(self, update: Callable[..., tuple[Metrics, R]]) -> Callable[..., tuple[Metrics, R]]:
+        """Return `update`, which changes weights and returns metrics and more tensors, for repeated calls.
+
+        With `training.cuda_graph` it is recorded and replayed as a whole. `RecordedFunction` states the conditions. The
+        metrics are copies, the rest is overwritten by the next call.
+        """
+        if not self.cuda_graph:
+            return update
+        recorded = RecordedFunction(update)
+
+        def run(*arguments: Any) -> tuple[Metrics, R]:
+            metrics, rest = recorded(*arguments)
+            copies = torch.stack([value.detach().float() for value in metrics.values()])
+            return dict(zip(metrics, copies, strict=True)), rest
+
+        return run
 
     def freeze(self, module: M) -> M:
         """Return `module` on the device, for use without training under `autocast`.
@@ -116,7 +138,7 @@ class Machine:
 
     def __str__(self) -> str:
         threads = f"{self.threads} thread{'s' if self.threads != 1 else ''}"
-        graph = ", rollouts as a CUDA graph" if self.cuda_graph else ""
+        graph = ", recorded as CUDA graphs" if self.cuda_graph else ""
         return f"{self.device}, {self.precision}, {threads}, kernels in {self.kernels}{graph}"
 
 
@@ -141,6 +163,14 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"training.device = '{name}' is not supported; use auto, cpu or cuda.")
     return device
+
+
+def _choose_determinism(wanted: bool) -> None:
+    """Let operations on a GPU give the same bits every time, or take the fastest way."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.backends.cudnn.deterministic = wanted
+    torch.use_deterministic_algorithms(wanted, warn_only=True)  # warns of operations that have no such form
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it costs a pass
 
 
 def _kernels(name: Literal["auto", "torch", "triton"], device: torch.device) -> Literal["torch", "triton"]:

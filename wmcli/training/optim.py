@@ -31,8 +31,8 @@ class LaProp(torch.optim.Optimizer):
     changed lr takes effect at once.
 
     As in torch's optimizers, each parameter counts its own gradients, and one without a gradient does not change. The
-    moments have its type and device. The count stays on the host, where it gives a_n in closed form without waiting for
-    the device.
+    moments have its type and device. The count is on the device, too, so that a CUDA graph can hold a step. Parameters
+    of a group that have had equally many gradients share one.
 
     Source: Ziyin et al. 2020, arXiv 2002.04839.
     """
@@ -56,46 +56,70 @@ class LaProp(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not used
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            by_count: dict[int, list[Tensor]] = {}  # nearly always a single count
+            fresh: Tensor | None = None
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    by_count.setdefault(self._count(parameter), []).append(parameter)
-            for count, parameters in by_count.items():
-                self._step(parameters, group, count)
+                if parameter.grad is not None and parameter not in self.state:
+                    fresh = torch.zeros((), dtype=torch.int64, device=parameter.device) if fresh is None else fresh
+                    self.state[parameter] = {
+                        "step": fresh,
+                        "square": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                        LAPROP_MOMENT: torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    }
+            sharing: dict[int, list[Tensor]] = {}  # nearly always a single count
+            for parameter in group["params"]:
+                if parameter in self.state:
+                    sharing.setdefault(id(self.state[parameter]["step"]), []).append(parameter)
+            for parameters in sharing.values():
+                self._step(parameters, group)
 
-    def _count(self, parameter: Tensor) -> int:
-        """Count a gradient of the parameter and return its number, from 1."""
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.int64)
-            state["square"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state[LAPROP_MOMENT] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        state["step"] += 1
-        return int(state["step"])  # on the host
-
-    def _step(self, parameters: list[Tensor], group: dict[str, Any], count: int) -> None:
-        (b1, b2), warmup = group["betas"], max(1, group["warmup"])
+    def _step(self, sharing: list[Tensor], group: dict[str, Any]) -> None:
+        """Update those of some parameters with one count that have a gradient."""
+        parameters = [parameter for parameter in sharing if parameter.grad is not None]
+        if not parameters:
+            return
+        count = self.state[parameters[0]]["step"]
+        if len(parameters) < len(sharing):
+            count = count.clone()
+            for parameter in parameters:
+                self.state[parameter]["step"] = count
+        count += 1
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]  # all have one
         squares = [self.state[parameter]["square"] for parameter in parameters]
         momenta = [self.state[parameter][LAPROP_MOMENT] for parameter in parameters]
-        share = min(1.0, count / warmup)
+
+        # Scalars on the device, in float64 until they are used. Only products take them there without waiting.
+        (b1, b2), warmup, n = group["betas"], max(1, group["warmup"]), count.double()
+        share = (n / warmup).clamp(max=1.0)
         rate = group["lr"] * share
+        kind = parameters[0].dtype
 
         torch._foreach_mul_(squares, b2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - b2)
         sizes = torch._foreach_sqrt(squares)
-        torch._foreach_div_(sizes, math.sqrt(1 - b2**count))
+        torch._foreach_mul_(sizes, (1 - b2**n).rsqrt().to(kind))
         torch._foreach_add_(sizes, group["eps"])
+        torch._foreach_mul_(sizes, (1 / ((1 - b1) * share)).to(kind))
         torch._foreach_mul_(momenta, b1)
-        torch._foreach_addcdiv_(momenta, gradients, sizes, (1 - b1) * share)
+        torch._foreach_addcdiv_(momenta, gradients, sizes)
         if group["weight_decay"]:
-            torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
-        torch._foreach_add_(parameters, momenta, alpha=-rate / _average_share(count, warmup, b1))
+            torch._foreach_mul_(parameters, (1 - rate * group["weight_decay"]).to(kind))
+        step = rate / _average_share(n, warmup, b1)
+        torch._foreach_sub_(parameters, torch._foreach_mul(momenta, step.to(kind)))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load moments and counts, and let parameters of a group share equal counts again."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            counts: dict[int, Tensor] = {}
+            for parameter in group["params"]:
+                if parameter in self.state:
+                    count = self.state[parameter]["step"].to(parameter.device, torch.int64)
+                    self.state[parameter]["step"] = counts.setdefault(int(count), count)
 
 
-def _average_share(count: int, warmup: int, decay: float) -> float:
+def _average_share(count: Tensor, warmup: int, decay: float) -> Tensor:
     """Return a_n for n = `count`: the average of min(1, k / warmup), k = 1..n, with `decay`, started at 0."""
-    rising = min(count, warmup)
+    rising = count.clamp(max=warmup)
     average = (rising - decay * (1 - decay**rising) / (1 - decay)) / warmup
     return 1 - decay ** (count - rising) * (1 - average)
 
@@ -113,8 +137,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build an optimizer: AdamW or LaProp (decoupled decay), Adam without decay, or SGD (decay added to the gradient).
 
-    All but LaProp run as one fused kernel per step. A parameter marked with `_learning_rate_limit` is trained with at
-    most that rate.
+    All but LaProp run as one fused kernel per step. On a GPU learning rates are tensors, so that a CUDA graph can hold
+    a step and a schedule can still change them. A parameter marked with `_learning_rate_limit` is trained with at most
+    that rate.
 
     Args:
         name: Kind of optimizer.
@@ -128,14 +153,17 @@ def build_optimizer(
     """
     assert warmup == 0 or name == "laprop", "only LaProp warms up"
     groups = list(_groups_by_rate(parameters, learning_rate))
+    on_cuda = groups[0]["params"][0].is_cuda
+    for group in groups if on_cuda else ():
+        group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)
     eps, betas = EPS[name] if eps is None else eps, (0.9, beta2)
     if name == "laprop":
         return LaProp(groups, learning_rate, betas=betas, eps=eps, weight_decay=weight_decay, warmup=warmup)
     if name == "adamw":
-        return torch.optim.AdamW(groups, learning_rate, betas, eps, weight_decay, fused=True)
+        return torch.optim.AdamW(groups, learning_rate, betas, eps, weight_decay, fused=True, capturable=on_cuda)
     if name == "sgd":
         return torch.optim.SGD(groups, learning_rate, momentum, weight_decay=weight_decay, fused=True)
-    optimizer = torch.optim.Adam(groups, learning_rate, betas, eps, fused=True)
+    optimizer = torch.optim.Adam(groups, learning_rate, betas, eps, fused=True, capturable=on_cuda)
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.0  # Adam would add the groups' own decay to the gradient
     return optimizer
@@ -212,7 +240,11 @@ class Schedule(NamedTuple):
             share = (1 + math.cos(math.pi * (update - self.warmup) / max(1, self.cosine - self.warmup))) / 2
         share *= DECAY ** sum(trained + update >= each for each in self.decay_after)
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * share
+            rate = group["initial_lr"] * share
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
 
 def update(optimizer: torch.optim.Optimizer, loss: Tensor, clip: float) -> Tensor:

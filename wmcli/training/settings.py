@@ -50,8 +50,11 @@ class TrainingSettings(Section):
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of wmcli.kernels: triton (on a GPU), torch, or auto, triton where it can run."""
     cuda_graph: bool = False
-    """Record a rollout in imagination as one CUDA graph and replay it at every update. Results are the same, without
-    the cost of launching single kernels."""
+    """Record each training update, rollouts included, and each search as one CUDA graph and replay it. Results are the
+    same, without the cost of launching single kernels."""
+    deterministic: bool = True
+    """Take only operations on a GPU that give the same bits in every run, so that a resumed run equals an uninterrupted
+    one. Those that have no such form warn. A CPU is always deterministic."""
     threads: int = Field(0, ge=0)
     """CPU threads; 0 keeps torch's choice. Results are bit-exact for one number of threads only. [threads]"""
     checkpoint_seconds: float = Field(30.0, ge=0)
