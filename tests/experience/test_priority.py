@@ -61,7 +61,7 @@ def test_probabilities_are_exponentials_of_standardized_losses() -> None:
 
 
 def test_the_rest_of_a_batch_is_uniform() -> None:
-    drawer = sampler(share=0.25, temperature=0.01, length=1, minimum=1)
+    drawer = sampler(share=0.25, temperature=0.005, length=1, minimum=1)
     everything = drawer.batch(drawer.windows)
     drawer.learn(beginnings(everything))
     counts = np.zeros(ROWS)

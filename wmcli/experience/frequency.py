@@ -12,7 +12,8 @@ Source: Drama (Wang et al. 2024, arXiv 2410.08893).
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -62,10 +63,13 @@ def draw(scores: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray
 
     If there are fewer candidates, each occurs once per full round and only the rest is sampled.
 
-    Source: the Gumbel top-k trick (Kool et al. 2019, arXiv 1903.06059), which is exact and needs no exponentials.
+    Source: the Gumbel top-k trick (Kool et al. 2019, arXiv 1903.06059), which is exact and needs no exponentials. The
+    negative logarithm of an exponential variate is a Gumbel variate, and drawn faster.
     """
     every, rest = in_rounds(len(scores), count)
-    keys = -(scores + rng.gumbel(size=len(scores)))
+    keys = rng.standard_exponential(len(scores))
+    np.log(keys, out=keys)
+    keys -= scores
     chosen = np.argpartition(keys, rest)[:rest]
     return np.concatenate([every, chosen[np.argsort(keys[chosen])]])  # sorted: partitions differ between processors
 
@@ -113,19 +117,34 @@ class FrequencySampler(RowMemorySampler):
         self._trained = None if trained is None else for_rows(trained, len(order), self.EMPTY)
         self._settings = settings
         self._ratio = ratio
+        self._scores: np.ndarray | None = None  # (N,) of the rows; None until they are needed
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore a state of a sampler over the same experience."""
+        super().load(state)
+        self._scores = None
+
+    def continue_from(self, state: Mapping[str, Any]) -> None:
+        """Copy the numbers of an earlier training, if it had any. Newer rows are as never sampled."""
+        super().continue_from(state)
+        self._scores = None
 
     def batch(self, size: int) -> Windows:
         """Sample `size` windows and count them."""
-        numbers = draw(self._scores(), size, self._rng)
-        np.add.at(self._kept, self._rows[numbers], 1)  # windows that are padded on the left share rows
+        if self._scores is None:
+            self._scores = self._score(np.arange(len(self._kept)))
+        numbers = draw(self._scores[self._rows], size, self._rng)
+        rows = self._rows[numbers]
+        np.add.at(self._kept, rows, 1)  # windows that are padded on the left share rows
+        self._scores[rows] = self._score(rows)  # the others stay as they are
         return self._table.windows(numbers)
 
-    def _scores(self) -> np.ndarray:
-        settings, counts = self._settings, self._kept[self._rows]
+    def _score(self, rows: np.ndarray) -> np.ndarray:
+        settings, counts = self._settings, self._kept[rows]
         if self._trained is None:
             return dynamics_scores(counts, settings.temperature)
         return imagination_scores(
-            self._trained[self._rows],
+            self._trained[rows],
             counts,
             self._ratio,
             settings.alpha,
