@@ -44,6 +44,21 @@ SYSTEMS: dict[str, tuple[str, list[str]]] = {
             *("backbone.head_width=8", "controller.imagination_horizon=2", "controller.batch=4"),
         ],
     ),
+    "rssm": (
+        "rssm-quick",
+        [
+            *GAME,
+            *(
+                "tokenizer.categoricals=4",
+                "tokenizer.classes=5",
+                "tokenizer.channels=[6, 8]",
+                "tokenizer.strides=[2, 2]",
+            ),
+            *("tokenizer.batch=5", "dynamics.rows=streams", "dynamics.across_ends=false", "dynamics.sequence_length=8"),
+            *("dynamics.context=4", "training.sampling=windows"),
+            *("controller.imagination_horizon=2", "controller.batch=4"),
+        ],
+    ),
     "unizero": (
         "unizero-quick",
         [*GAME, *PLANNER, "dynamics.sequence_length=4", "dynamics.context=2", "backbone.heads=2"],

@@ -52,7 +52,16 @@ class _Recording(Generic[R]):
     def __init__(self, function: Callable[..., R], leaves: list[Tensor | None], tree: pytree.TreeSpec) -> None:
         places = [None if leaf is None else leaf.detach().clone() for leaf in leaves]
         self._inputs = [place for place in places if place is not None]
-        self._run = lambda: function(*pytree.tree_unflatten(places, tree))
+        own = {place.untyped_storage().data_ptr() for place in self._inputs}
+
+        def run() -> R:
+            result = function(*pytree.tree_unflatten(places, tree))
+            # The next arguments, which may be parts of this result, replace the inputs and all views of them.
+            return pytree.tree_map_only(
+                Tensor, lambda each: each.clone() if each.untyped_storage().data_ptr() in own else each, result
+            )
+
+        self._run = run
         self._calls = 0
         self._replay: Callable[[], R] | None = None
 
