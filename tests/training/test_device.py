@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 from typing import Any
 
@@ -18,16 +19,6 @@ from wmcli.training.settings import TrainingSettings
 
 CPU = torch.device("cpu")
 TF32: Any = (torch.backends.cudnn, torch.backends.cuda.matmul)  # each has a flag `allow_tf32`
-
-
-@pytest.fixture(autouse=True)
-def same_choices():
-    threads, tf32 = torch.get_num_threads(), [each.allow_tf32 for each in TF32]
-    yield
-    torch.set_num_threads(threads)
-    for each, allowed in zip(TF32, tf32, strict=True):
-        each.allow_tf32 = allowed
-    dispatch.use("auto")
 
 
 def choose(**settings: Any) -> Machine:
@@ -164,6 +155,20 @@ def test_float32_is_never_tf32_on_a_gpu(monkeypatch: pytest.MonkeyPatch, precisi
     assert [each.allow_tf32 for each in TF32] == [False, False]
     with torch.backends.cudnn.flags(allow_tf32=False):
         pass  # torch refuses to read a state that was written through both of its interfaces
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_operations_on_a_gpu_are_deterministic(monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
+    """Attention that sums its gradients in any order is off as well: torch would only warn of it."""
+    choose(device="cpu")
+    assert not torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.deterministic
+    monkeypatch.setattr("wmcli.training.device._device", torch.device)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    choose(device="cuda", kernels="torch", precision="bfloat16", deterministic=deterministic)
+    assert torch.are_deterministic_algorithms_enabled() == torch.backends.cudnn.deterministic == deterministic
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.backends.cuda.mem_efficient_sdp_enabled() == torch.backends.cuda.cudnn_sdp_enabled() != deterministic
+    assert torch.backends.cuda.flash_sdp_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 def test_kernels_asked_for_are_there_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ class Machine:
         else:
             # cuDNN uses TF32 by default. Operations that stay in float32 beside bfloat16 need its precision, too.
             torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-            _choose_determinism(settings.deterministic)
+            choose_determinism(settings.deterministic)
             if device.index is not None:
                 torch.cuda.set_device(device)  # Triton launches kernels on the current device
         return cls(device, precision, torch.get_num_threads(), kernels, settings.cuda_graph)
@@ -165,11 +165,16 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _choose_determinism(wanted: bool) -> None:
+def choose_determinism(wanted: bool) -> None:
     """Let operations on a GPU give the same bits every time, or take the fastest way."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.backends.cudnn.deterministic = wanted
     torch.use_deterministic_algorithms(wanted, warn_only=True)  # warns of operations that have no such form
+    # These two sum gradients of attention in any order. The form by plain products, which then serves where flash
+    # attention does not (a mask, float32), is to keep bfloat16, as on a CPU.
+    torch.backends.cuda.enable_mem_efficient_sdp(not wanted)
+    torch.backends.cuda.enable_cudnn_sdp(not wanted)
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(wanted)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it costs a pass
 
 
