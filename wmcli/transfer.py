@@ -34,11 +34,17 @@ def take_rows(source: Tensor, rows: np.ndarray, device: torch.device) -> Tensor:
         rows: int64.
         device: Of the result. Rows of a tensor on the host are gathered there, in pinned memory.
     """
-    import torch
 
     if source.device.type == device.type:
         return source[to_device(rows, device)]
     pinned = device.type == "cuda"
+    return _gather(source, rows, pinned).to(device, non_blocking=pinned)
+
+
+def _gather(source: Tensor, rows: np.ndarray, pinned: bool) -> Tensor:
+    """Return rows of a tensor on the host in new memory, in parallel where torch has several threads."""
+    import torch
+
     gathered = torch.empty(rows.size, *source.shape[1:], dtype=source.dtype, pin_memory=pinned)
     torch.index_select(source, 0, torch.from_numpy(rows.reshape(-1)), out=gathered)
-    return gathered.view(*rows.shape, *source.shape[1:]).to(device, non_blocking=pinned)
+    return gathered.view(*rows.shape, *source.shape[1:])
