@@ -17,6 +17,7 @@ FLOOR = {
     "config",
     "interrupt",
     "progress",
+    "transfer",
 }  # anyone may import them; `wmcli` itself imports only `api`, late
 
 # Room -> the other rooms it may import. A room is a folder or a file directly in wmcli/.
@@ -83,12 +84,14 @@ MAY = {
     "config": {"presets"},
     "interrupt": set(),
     "progress": set(),
+    "transfer": set(),
 }
 NO_TORCH = {
     "errors",
     "config",
     "interrupt",
     "progress",
+    "transfer",
     "artifacts",
     "envs",
     "metrics",

@@ -33,12 +33,19 @@ def build_world_model(settings: Settings, tokenizer: Tokenizer | None, actions: 
     """Build a freshly initialized world model.
 
     Args:
-        settings: Sections `dynamics`, `backbone`, `tokenizer` and `environment` count.
+        settings: Sections `dynamics`, `backbone`, `tokenizer`, `environment` and `training` count.
         tokenizer: Tokenizer to use or to train; None for a model without, see `DynamicsSettings.encoder`.
         actions: Number of actions A.
     """
     new_backbone = partial(build_backbone, settings.backbone)
-    parts = Parts(settings.environment.size, actions, new_backbone, settings.tokenizer, tokenizer)
+    parts = Parts(
+        settings.environment.size,
+        actions,
+        new_backbone,
+        settings.tokenizer,
+        tokenizer,
+        settings.training.frames_at_once,
+    )
     return settings.dynamics.build(parts)
 
 

@@ -8,6 +8,9 @@ import torch
 
 from wmcli.errors import ArtifactError, MachineError
 from wmcli.experience import Replay, SearchTargets, WindowSampler
+from wmcli.experience.replay import FramesOn
+from wmcli.experience.sampler import Windows
+from wmcli.trainers.batches import gather
 
 
 def experience(lengths: list[list[int]], unfinished: list[int], seed: int = 0) -> dict[str, np.ndarray]:
@@ -291,3 +294,34 @@ def test_mismatches_are_refused() -> None:
     assert len(replay) == len(data["action"])
     with pytest.raises(MachineError, match="do not fit in the memory of cpu"):
         Replay.empty("cpu").reserve(1 << 44, (64, 64, 3))
+
+
+def test_frames_on_the_host_and_the_rest_on_the_device() -> None:
+    """On a device that holds no numbers and takes part in no operation of the host's."""
+    data = experience(LENGTHS, UNFINISHED)
+    replay = Replay.empty("meta", frames_on="host")
+    for _ in range(2):  # the second grows the columns
+        replay.extend(data)
+    assert replay.frames_on_host and torch.equal(
+        replay.frames, torch.from_numpy(data["observation"]).repeat(2, 1, 1, 1)
+    )
+    windows = Windows(np.arange(12).reshape(3, 4), np.ones((3, 4), bool))
+    batch = gather(replay, replay.frames, windows)
+    assert {column.device.type for column in batch if column is not None} == {"meta"}
+    assert batch.inputs.shape == (3, 4, 4, 3, 2) and batch.inputs.dtype == torch.uint8
+    everything = Replay.empty("meta")
+    everything.extend(data)
+    assert everything.frames.device.type == "meta" and not everything.frames_on_host
+
+
+def test_many_frames_go_to_the_host_by_themselves(monkeypatch) -> None:
+    """Where they take more than half of the device's free memory, and what torch holds without use counts as free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10)
+
+    def place(size: int, frames_on: FramesOn) -> str:
+        return Replay.empty("cuda", frames_on=frames_on)._place_frames(size).type
+
+    assert [place(size, "auto") for size in (40, 41)] == ["cuda", "cpu"]
+    assert [place(41, frames_on) for frames_on in ("device", "host")] == ["cuda", "cpu"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from tiny_run import latest, opened
 from wmcli.artifacts import Run
 from wmcli.assemble import load_world_model
 from wmcli.experience import Windows
+from wmcli.progress import Progress
 from wmcli.stages.collect import collect
 from wmcli.stages.context import Context
 from wmcli.stages.train import latents_of
@@ -127,3 +129,17 @@ def test_a_batch_holds_the_rows_of_its_windows(longer: Path) -> None:
     batch = gather(memory, latents, windows, across_ends=True)
     assert batch.is_first.tolist() == [[False, True, False], [True, False, False]]
     assert batch.is_last is not None and batch.is_last.tolist() == [[False, False, True], [False, False, False]]
+
+
+@pytest.mark.parametrize("where", ["auto", "device", "host"])
+def test_frames_are_kept_where_the_setting_says_and_a_line_tells(longer: Path, where: str, capsys) -> None:
+    """On a device that holds no numbers: what is on the host still has them."""
+    context = opened(longer, f"training.replay={where}")
+    context.progress = Progress()
+    context.machine = replace(context.machine, device=torch.device("meta"))
+    told = "108 frames (0.0 GB) stay in host memory (training.replay = host)"
+    memory = context.experience(latest(longer, "experience"))
+    assert memory.frames_on_host == (where == "host") and memory.action.device.type == "meta"
+    assert (told in capsys.readouterr().err) == (where == "host")
+    assert context.experience(latest(longer, "experience")) is memory
+    assert told not in capsys.readouterr().err

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from wmcli.artifacts import Artifact
@@ -18,6 +17,7 @@ from wmcli.experience.load import load_experience, load_held_out
 from wmcli.experience.sampler import WindowTable
 from wmcli.settings import Settings
 from wmcli.training.device import Machine
+from wmcli.transfer import take_rows
 
 HeldOut = Literal["validation", "test"]
 """Episodes of scripted and recorded experience that are not trained on."""
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Experience:
-    """Experience in memory, on one device."""
+    """Experience in memory, on one device. Many frames may be in host memory (`training.replay`)."""
 
     replay: Replay
     actions: int
@@ -58,11 +58,12 @@ class Experience:
             ArtifactError: See `load`; or no such episodes were held back.
         """
         artifact = open_kind(reference, "experience")
-        machine = machine_for(settings_of(artifact).training, device)
+        training = settings_of(artifact).training
+        machine = machine_for(training, device)
         if held_out is None:
-            replay = load_experience(artifact, machine.device)
+            replay = load_experience(artifact, machine.device, frames_on=training.replay)
         else:
-            replay = load_held_out(artifact, held_out, machine.device)
+            replay = load_held_out(artifact, held_out, machine.device, frames_on=training.replay)
         return cls(replay, artifact.manifest["environment"]["actions"], artifact)
 
     @classmethod
@@ -145,9 +146,9 @@ class Experience:
         return self._at(table.windows(np.random.default_rng(seed).integers(len(table), size=size)).rows)
 
     def _at(self, rows: np.ndarray) -> Rows:
-        where, replay = torch.from_numpy(rows).to(self.replay.device), self.replay
+        replay = self.replay
         columns = replay.frames, replay.action, replay.reward, replay.terminated, replay.truncated, replay.first
-        return Rows(*(column[where] for column in columns))
+        return Rows(*(take_rows(column, rows, replay.device) for column in columns))
 
 
 def check_fits(experience: Experience, settings: Settings, machine: Machine) -> None:

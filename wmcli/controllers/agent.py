@@ -21,6 +21,7 @@ from wmcli.controllers.base import Controller, SearchSummary, State
 from wmcli.controllers.random_actions import HeldActions
 from wmcli.errors import ArtifactError
 from wmcli.nn.categorical import choose
+from wmcli.transfer import to_device
 from wmcli.world_models.base import ImaginedStep, WorldModel
 
 
@@ -208,10 +209,7 @@ class Agent:
         self._state = self.controller.clear_rows(self._state, reset)
 
     def _put(self, values: np.ndarray | Tensor) -> Tensor:
-        tensor = torch.as_tensor(values)
-        if self.device.type == "cuda" and tensor.device.type == "cpu":
-            tensor = tensor.pin_memory()  # a copy from pageable memory waits for the device
-        return tensor.to(self.device, non_blocking=True)
+        return to_device(values, self.device)
 
     def _rebuild(self, template: State, saved: dict[str, Tensor], name: str) -> State:
         count = sum(key.startswith(f"{name}/") for key in saved)

@@ -17,13 +17,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from wmcli.controllers.base import Controller, ControllerSettings, SearchSummary, State
 from wmcli.kernels.tree_search import ROOT, PolicyOutput, SearchNoise, SearchRule, backup, plant, select, summarize
 from wmcli.kernels.tree_search_gumbel import gumbel_rule
 from wmcli.kernels.tree_search_lightzero import lightzero_rule
 from wmcli.kernels.tree_search_mctx import mctx_rule
+from wmcli.transfer import to_device
 from wmcli.world_models.base import PlanningWorldModel, Prediction, WorldModel
 
 Expand = Callable[[State, Tensor], tuple[Tensor, Tensor, Prediction, State]]
@@ -196,7 +197,7 @@ class MCTS(Controller):
         if generator is not None:
             device, trees = state.value.device, len(state.value)
             noise = self.rule.draw_noise(trees, self.actions, self.settings.simulations, generator)
-            noise = tree_map(partial(_put, device=device), noise)
+            noise = tree_map_only(Tensor, partial(to_device, device=device), noise)
         if self._search is None or self._search[0] is not world_model:
             self._search = world_model, self._wrap_repeated(partial(self._search_in, world_model))
         output = self._search[1](root, noise)
@@ -224,10 +225,3 @@ class MCTS(Controller):
     ) -> SearchSummary:
         """Return `state`, which does not depend on past frames."""
         return state
-
-
-def _put(noise: Tensor | None, device: torch.device) -> Tensor | None:
-    """Copy to the device without waiting for it."""
-    if noise is None or device.type != "cuda":
-        return noise
-    return noise.pin_memory().to(device, non_blocking=True)  # a copy from pageable memory would wait

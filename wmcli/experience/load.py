@@ -13,7 +13,7 @@ from wmcli.artifacts import Artifact
 from wmcli.envs.memory_task import Task
 from wmcli.envs.tasks import TASKS
 from wmcli.errors import ArtifactError
-from wmcli.experience.replay import Replay
+from wmcli.experience.replay import FramesOn, Replay
 from wmcli.experience.segment import read_frames, read_segment
 
 if TYPE_CHECKING:
@@ -26,13 +26,16 @@ HELD_OUT = {"validation": "validation.zarr", "test": "test.zarr"}
 DRAWN_AT_ONCE = 4096  # frames
 
 
-def load_experience(artifact: Artifact, device: torch.device | str, loaded: Replay | None = None) -> Replay:
+def load_experience(
+    artifact: Artifact, device: torch.device | str, loaded: Replay | None = None, *, frames_on: FramesOn = "auto"
+) -> Replay:
     """Load an experience artifact and all earlier segments.
 
     Args:
         artifact: The newest segment.
         device: Device of the tensors.
         loaded: An earlier result. If the artifact continues it, it is extended in place by the newer segments.
+        frames_on: Where the frames of a new replay go.
 
     Returns:
         `loaded` if it was extended, else a new replay.
@@ -47,7 +50,7 @@ def load_experience(artifact: Artifact, device: torch.device | str, loaded: Repl
         replay = loaded
         chain.pop()
     else:
-        replay = _empty(artifact, device)
+        replay = _empty(artifact, device, frames_on)
     for segment in reversed(chain):
         segment.verify()
         _extend(replay, segment, SEGMENT)
@@ -55,13 +58,14 @@ def load_experience(artifact: Artifact, device: torch.device | str, loaded: Repl
     return replay
 
 
-def load_held_out(artifact: Artifact, part: str, device: torch.device | str) -> Replay:
+def load_held_out(artifact: Artifact, part: str, device: torch.device | str, *, frames_on: FramesOn = "auto") -> Replay:
     """Load held-out episodes.
 
     Args:
         artifact: The experience.
         part: "validation" or "test".
         device: Device of the tensors.
+        frames_on: Where the frames go.
 
     Raises:
         ArtifactError: The artifact has no such episodes, or is damaged.
@@ -72,7 +76,7 @@ def load_held_out(artifact: Artifact, part: str, device: torch.device | str) -> 
             f" collect.{part}=100"
         )
     artifact.verify()
-    replay = _empty(artifact, device)
+    replay = _empty(artifact, device, frames_on)
     _extend(replay, artifact, HELD_OUT[part])
     return replay
 
@@ -86,8 +90,9 @@ def _ends_with(replay: Replay | None, artifact: Artifact) -> bool:
     return replay is not None and replay.upto == artifact.digest
 
 
-def _empty(artifact: Artifact, device: torch.device | str) -> Replay:
-    return Replay.empty(device, lives_end_episodes=lives_end_episodes(artifact.manifest["environment"]))
+def _empty(artifact: Artifact, device: torch.device | str, frames_on: FramesOn) -> Replay:
+    lives = lives_end_episodes(artifact.manifest["environment"])
+    return Replay.empty(device, lives_end_episodes=lives, frames_on=frames_on)
 
 
 def _extend(replay: Replay, artifact: Artifact, part: str) -> None:

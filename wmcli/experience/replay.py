@@ -1,4 +1,4 @@
-"""The replay: all experience in memory, with uint8 frames on the training device.
+"""The replay: all experience in memory, on the training device. Many uint8 frames may be on the host instead.
 
 Axes: N rows, H height, W width, C color channel. Rows are in order of arrival, with streams interleaved. An *order*
 (position -> row) sorts them by episode or by stream, so that a window is a range of positions.
@@ -7,7 +7,7 @@ Axes: N rows, H height, W width, C color channel. Rows are in order of arrival, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,10 @@ from wmcli.experience.segment import lives_left, opens_game
 
 if TYPE_CHECKING:
     import torch
+
+FramesOn = Literal["auto", "device", "host"]
+"""Where a replay keeps its frames. See `TrainingSettings.replay`."""
+SHARE = 0.5  # of the device's free memory: larger frames go to the host with "auto"
 
 
 class Episodes(NamedTuple):
@@ -26,7 +30,7 @@ class Episodes(NamedTuple):
 
 
 class Replay:
-    """A growing store of rows as tensors on one device.
+    """A growing store of rows as tensors on one device, or with the frames on the host.
 
     An *episode* is the rows of one stream from one with `first` to the next. The last one of each stream may be
     unfinished and continues in the next segment. An episode that its environment abandoned is truncated. A *game*
@@ -34,13 +38,17 @@ class Replay:
 
     Attributes:
         upto: Digest of the newest artifact in the replay, set by the caller.
+        device: Device of the rows, and of the frames that are taken with `wmcli.transfer.take_rows`.
     """
 
-    def __init__(self, device: torch.device | str, *, lives_end_episodes: bool = False) -> None:
+    def __init__(
+        self, device: torch.device | str, *, lives_end_episodes: bool = False, frames_on: FramesOn = "auto"
+    ) -> None:
         import torch
 
         self.upto: str | None = None
         self.device = torch.device(device)
+        self._frames_on = frames_on
         self._lives_end_episodes = lives_end_episodes
         self._dtypes = {
             "observation": torch.uint8,
@@ -62,9 +70,11 @@ class Replay:
         self._count = 0  # episodes
 
     @classmethod
-    def empty(cls, device: torch.device | str, *, lives_end_episodes: bool = False) -> Replay:
+    def empty(
+        cls, device: torch.device | str, *, lives_end_episodes: bool = False, frames_on: FramesOn = "auto"
+    ) -> Replay:
         """Return a replay without rows."""
-        return cls(device, lives_end_episodes=lives_end_episodes)
+        return cls(device, lives_end_episodes=lives_end_episodes, frames_on=frames_on)
 
     def __len__(self) -> int:
         """Return the number of rows N."""
@@ -72,8 +82,13 @@ class Replay:
 
     @property
     def frames(self) -> torch.Tensor:
-        """uint8 (N, H, W, C)."""
+        """uint8 (N, H, W, C), on the device or on the host."""
         return self._column("observation")
+
+    @property
+    def frames_on_host(self) -> bool:
+        """Whether the frames are on the host, and the rows are not."""
+        return self._rows > 0 and self.frames.device.type != self.device.type
 
     @property
     def action(self) -> torch.Tensor:
@@ -150,7 +165,7 @@ class Replay:
             actions: Number of actions A, to allocate search results too.
 
         Raises:
-            MachineError: The device has not enough memory.
+            MachineError: The device, or the host for frames kept there, has not enough memory.
         """
         import torch
 
@@ -158,21 +173,37 @@ class Replay:
         if actions is not None or "policy" in self._columns:
             dtypes |= {"policy": torch.float32, "value": torch.float32, "is_searched": torch.bool}
             axes["policy"] = (actions or self._columns["policy"].shape[1],)
+        device = self.device
         try:
             for name, dtype in dtypes.items():
                 if name in self._columns and len(self._columns[name]) >= rows:
                     continue
                 allocate = torch.empty if name in self._dtypes else torch.zeros  # some segments have no search results
-                grown = allocate((rows, *axes.get(name, ())), dtype=dtype, device=self.device)
+                device = self._place_frames(rows * int(np.prod(frame))) if name == "observation" else self.device
+                grown = allocate((rows, *axes.get(name, ())), dtype=dtype, device=device)
                 if name in self._columns:
                     grown[: self._rows] = self._column(name)
                 self._columns[name] = grown
         except (RuntimeError, MemoryError) as error:
             size = rows * int(np.prod(frame)) / 1e9
+            remedy = "" if device.type == "cpu" else "; to keep them in host memory: --set training.replay=host"
             raise MachineError(
-                f"{rows} frames of experience ({size:.1f} GB) do not fit in the memory of {self.device}: "
-                f"{str(error).splitlines()[0] if str(error) else 'out of memory'}"
+                f"{rows} frames of experience ({size:.1f} GB) do not fit in the memory of {device}: "
+                f"{str(error).splitlines()[0] if str(error) else 'out of memory'}{remedy}"
             ) from error
+
+    def _place_frames(self, size: int) -> torch.device:
+        """Return the device for frames of `size` bytes. Frames on the host stay there."""
+        import torch
+
+        host = torch.device("cpu")
+        if self._frames_on == "host" or self.frames_on_host:
+            return host
+        if self._frames_on == "device" or self.device.type != "cuda":
+            return self.device
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        free = torch.cuda.mem_get_info(self.device)[0] + unused
+        return host if size > SHARE * free else self.device
 
     def extend(self, arrays: Mapping[str, np.ndarray], frames: Iterable[np.ndarray] | None = None) -> None:
         """Append a segment.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wmcli.experience.replay import Replay
+from wmcli.transfer import to_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,19 +45,15 @@ class SearchTargets:
 
     def update(self, rows: np.ndarray, policy: Tensor, value: Tensor) -> None:
         """Replace the results at rows (B,) by policy (B, A) and value (B,)."""
-        import torch
-
-        where = torch.from_numpy(rows).to(self.policy.device)
+        where = to_device(rows, self.policy.device)
         self.policy[where], self.value[where], self.is_searched[where] = policy, value, True
         self._again[rows] += 1
         self._searches[rows] += 1
 
     def state(self) -> dict[str, Any]:
         """Return the reanalyzed rows (R,), their counts and their newest results."""
-        import torch
-
         rows = np.flatnonzero(self._again)
-        where = torch.from_numpy(rows).to(self.policy.device)
+        where = to_device(rows, self.policy.device)
         return {
             "rows": rows,
             "again": self._again[rows],
@@ -66,12 +63,10 @@ class SearchTargets:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore the results of reanalysis. The replay may have grown since: its rows keep their numbers."""
-        import torch
-
         rows = state["rows"]
-        where = torch.from_numpy(rows).to(self.policy.device)
-        self.policy[where] = torch.from_numpy(state["policy"]).to(self.policy.device)
-        self.value[where] = torch.from_numpy(state["value"]).to(self.value.device)
+        where = to_device(rows, self.policy.device)
+        self.policy[where] = to_device(state["policy"], self.policy.device)
+        self.value[where] = to_device(state["value"], self.value.device)
         self.is_searched[where] = True
         self._searches[rows] += state["again"] - self._again[rows]
         self._again[rows] = state["again"]

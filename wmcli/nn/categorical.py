@@ -17,6 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from wmcli.transfer import to_device
+
 
 def uniform(shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None) -> Tensor:
     """Draw numbers in [0, 1), float32, on `device`, from `generator` or the device's global generator.
@@ -26,9 +28,7 @@ def uniform(shape: Sequence[int], device: torch.device, generator: torch.Generat
     """
     if generator is None:
         return torch.rand(shape, device=device)
-    pinned = device.type == "cuda" and generator.device.type == "cpu"  # a copy from other memory may wait
-    uniforms = torch.rand(shape, device=generator.device, generator=generator, pin_memory=pinned)
-    return uniforms.to(device, non_blocking=True)
+    return to_device(torch.rand(shape, device=generator.device, generator=generator), device)
 
 
 def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:

@@ -17,19 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from wmcli.nn.low_precision import group_norm
+
 CHUNK = 1 << 19  # numbers whose float32 copy stays in the processor's cache from one operation to the next
 
 
 class GroupNorm(nn.GroupNorm):
     """Normalization of each group of channels of a frame, (B, C, H, W) -> the same shape and dtype.
 
-    On a CPU the result is channels last in memory for any layout of x, with first derivatives only. On other devices
-    this is torch's norm.
+    First derivatives only. On a CPU the result is channels last in memory for any layout of x. On other devices this is
+    torch's norm.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu":
-            return super().forward(x)
+            return group_norm(x, self.weight, self.bias, self.num_groups, self.eps)
         pixels = x.permute(0, 2, 3, 1).flatten(1, 2)  # (B, P, C), no copy if channels last
         y = _GroupNorm.apply(pixels, self.weight, self.bias, self.num_groups, self.eps)
         return y.unflatten(1, x.shape[2:]).permute(0, 3, 1, 2)

@@ -9,6 +9,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from wmcli.nn.low_precision import layer_norm
+
 Norm = Literal["rms", "layer"]
 Activation = Literal["silu", "relu", "elu"]
 
@@ -42,10 +44,10 @@ class LayerNorm(nn.LayerNorm):
 
 
 class ChannelLayerNorm(LayerNorm):
-    """LayerNorm over the channels of each pixel of (B, C, H, W)."""
+    """LayerNorm over the channels of each pixel of (B, C, H, W), computed in float32 and returned as x is."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return layer_norm(x.permute(0, 2, 3, 1), self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
 
 
 def norm(kind: Norm, width: int, eps: float = 0.0) -> nn.Module:

@@ -41,13 +41,23 @@ def resolve(preset: str, overrides: Sequence[str] = (), base: Mapping[str, Any] 
 
 
 def _ignored(settings: Settings) -> str | None:
-    """Describe a setting without effect. None if there is none; runs of 0.1.0 may have one and stay usable."""
+    """Describe a setting that cannot have its effect. None if there is none; old runs may have one and stay usable."""
     rows = getattr(settings.dynamics, "rows", "windows")
     sampling = settings.training.sampling
     if sampling in ("dfs", "prioritized") and rows != "windows":
         return (
             f"training.sampling = '{sampling}' favors some windows, but dynamics.rows = '{rows}' takes all"
             " episodes in turn: set training.sampling=windows, or dynamics.rows=windows"
+        )
+    if (at_once := settings.training.frames_at_once) and not settings.dynamics.learns_in_parts:
+        return (
+            f"training.frames_at_once = {at_once} has no effect on dynamics of kind '{settings.dynamics.kind}':"
+            " set training.frames_at_once=0"
+        )
+    if at_once and getattr(settings.tokenizer, "norm", None) == "batch":
+        return (
+            f"training.frames_at_once = {at_once} would change the statistics of tokenizer.norm = 'batch', which are"
+            " those of a whole batch: set training.frames_at_once=0, or another tokenizer.norm"
         )
     return None
 

@@ -224,15 +224,22 @@ class Context:
 
     def experience(self, artifact: Artifact) -> Replay:
         """Load an experience artifact and all earlier segments, each segment once."""
-        replay = load_experience(artifact, self.machine.device, self.replay)
+        before = self.replay is not None and self.replay.frames_on_host
+        frames_on = self.settings.training.replay
+        replay = load_experience(artifact, self.machine.device, self.replay, frames_on=frames_on)
         if replay is not self.replay:
-            self.latents = {}  # those of other frames
+            self.latents, before = {}, False  # the latents are those of other frames
         self.replay = replay
+        if replay.frames_on_host and not before:
+            self.progress.say(
+                f"{artifact.name}: {len(replay)} frames ({replay.frames.nbytes / 1e9:.1f} GB) stay in host memory"
+                f" (training.replay = {frames_on})"
+            )
         return replay
 
     def held_out(self, artifact: Artifact, part: str) -> Replay:
         """Load held-out episodes; `part` is "validation" or "test". Raises ArtifactError without any."""
-        return load_held_out(artifact, part, self.machine.device)
+        return load_held_out(artifact, part, self.machine.device, frames_on=self.settings.training.replay)
 
     def log(self, job: Job, environment_step: int, record: dict[str, Any]) -> None:
         """Write one line to metrics.jsonl, and the same numbers as TensorBoard events.

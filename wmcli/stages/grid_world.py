@@ -39,6 +39,7 @@ from wmcli.stages.context import Context
 from wmcli.stages.protocol import Protocol
 from wmcli.training.device import Machine, derived_seed, isolated_randomness
 from wmcli.training.optim import build_optimizer, update
+from wmcli.transfer import take_rows
 from wmcli.world_models.base import Batch
 from wmcli.world_models.cells import KINDS, MOVES, TOKENS, CellsSettings, CellsWorldModel
 from wmcli.world_models.open_loop import open_loop
@@ -241,8 +242,8 @@ def grid_world_scores(
     parts = []
     with isolated_randomness(seed, replay.device) as rng:
         for rows in np.split(_cut(replay, length, sequences, rng), range(batch, sequences, batch)):
-            index = torch.from_numpy(rows).to(replay.device)
-            cells, action = world_model.encode(replay.frames[index]), replay.action[index]
+            frames, action = (take_rows(column, rows, replay.device) for column in (replay.frames, replay.action))
+            cells = world_model.encode(frames)
             loss, _ = world_model.loss(_batch_of(cells, action))
             teacher = world_model.predict_frames(cells, action)
             random = torch.from_numpy(rng.integers(len(MOVES), size=(len(rows), length - 2))).to(replay.device)

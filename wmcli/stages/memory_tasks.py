@@ -43,6 +43,7 @@ from wmcli.stages.probe import probe
 from wmcli.stages.protocol import Protocol
 from wmcli.stages.scripted import task_of
 from wmcli.training.device import derived_seed, isolated_randomness
+from wmcli.transfer import to_device
 from wmcli.world_models.base import WorldModel
 from wmcli.world_models.open_loop import open_loop
 
@@ -226,7 +227,8 @@ def _map_batches(
     with context.progress.bar(name, total, "episodes") as bar:
         for begin in range(0, total, BATCH):
             which = slice(begin, min(begin + BATCH, total))
-            results.append(function(episodes.frames[which], episodes.action[which], which))
+            frames = to_device(episodes.frames[which], context.machine.device)
+            results.append(function(frames, episodes.action[which], which))
             bar.advance(which.stop - which.start)
     return results
 
@@ -437,7 +439,7 @@ def draw_strips(runs: Sequence[Path], path: Path) -> None:
             raise UsageError(f"{folder}: --strips {reason}.")
         world_model, task = load_world_model(model, context.machine), task_of(context)
         episodes = _episodes(context, model.input("experience"), task)
-        frames, action = episodes.frames[:1], episodes.action[:1]
+        frames, action = to_device(episodes.frames[:1], context.machine.device), episodes.action[:1]
         real = frames[0].cpu().numpy()
         if not np.array_equal(rows.setdefault("real", real), real):
             raise UsageError(f"{folder} and {runs[0]} have different test episodes: give runs of one task.")

@@ -26,6 +26,7 @@ from wmcli.report.images import (
 )
 from wmcli.report.plots import learned_priors, write_figure
 from wmcli.settings import Settings
+from wmcli.transfer import take_rows
 from wmcli.world_models.base import WorldModel
 from wmcli.world_models.open_loop import open_loop
 
@@ -175,8 +176,9 @@ def imagined_beside_real(world_model: WorldModel, replay: Replay, context: int) 
         return None
     chosen = longest[np.argsort(lengths[longest], kind="stable")[-EPISODES:]]
     length = int(min(context + STEPS, lengths[chosen].min()))
-    rows = torch.from_numpy(replay.order[starts[chosen][:, None] + np.arange(length)]).to(replay.device)
-    return beside(world_model, replay.frames[rows], replay.action[rows], context)
+    rows = replay.order[starts[chosen][:, None] + np.arange(length)]
+    frames, action = (take_rows(column, rows, replay.device) for column in (replay.frames, replay.action))
+    return beside(world_model, frames, action, context)
 
 
 @torch.no_grad()

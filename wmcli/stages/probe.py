@@ -28,6 +28,7 @@ from wmcli.metrics import memory_tasks as metrics
 from wmcli.nn.mlp import mlp
 from wmcli.stages.context import Context
 from wmcli.training.optim import build_optimizer
+from wmcli.transfer import take_rows, to_device
 from wmcli.world_models.base import WorldModel
 from wmcli.world_models.open_loop import open_loop
 
@@ -109,7 +110,7 @@ def probe(context: Context, world_model: WorldModel, task: Task, episodes: TaskE
     def sample() -> tuple[Tensor, Truth]:
         which = torch.randperm(len(compact_states))[:TOGETHER]
         features = observed_features(
-            world_model, frames[which.to(frames.device)], action[which.to(action.device)]
+            world_model, *(take_rows(column, which.numpy(), device) for column in (frames, action))
         ).flatten(0, 1)
         rows = torch.randperm(len(features))[:FRAMES]
         labels = task.labels(compact_states[which.numpy()].reshape(len(features), -1)[rows.numpy()])
@@ -121,7 +122,8 @@ def probe(context: Context, world_model: WorldModel, task: Task, episodes: TaskE
     results: list[list[np.ndarray]] = []
     for begin in range(0, len(episodes.action), TOGETHER):
         which = slice(begin, begin + TOGETHER)
-        features = observed_features(world_model, episodes.frames[which], episodes.action[which])[:, task.context :]
+        frames = to_device(episodes.frames[which], device)
+        features = observed_features(world_model, frames, episodes.action[which])[:, task.context :]
         query = episodes.compact_states[which, task.context :]
         labels = task.labels(query.reshape(-1, query.shape[-1]))
         with torch.autocast(device.type, enabled=False):

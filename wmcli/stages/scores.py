@@ -116,6 +116,8 @@ _NOT_LEARNING = (
     "training.precision",
     "training.kernels",
     "training.cuda_graph",
+    "training.replay",
+    "training.frames_at_once",
     "training.threads",
     "training.checkpoint_seconds",
     "training.log_every",

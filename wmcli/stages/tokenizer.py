@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from wmcli.artifacts import Artifact
 from wmcli.artifacts.environment import check_same_environment
@@ -16,6 +15,7 @@ from wmcli.stages.context import Context
 from wmcli.stages.train import newest_fitted_alone, parent_of, train
 from wmcli.tokenizers.base import NoTokenizerSettings
 from wmcli.trainers import TokenizerTrainer
+from wmcli.transfer import take_rows
 
 PICTURED_FRAMES = 8
 
@@ -73,7 +73,7 @@ def _draw_reconstructions(payload: Path, trainer: TokenizerTrainer) -> None:
     frames, machine = trainer.replay.frames, trainer.machine
     # Drawn, not spread evenly: that falls into step with the lengths of episodes.
     chosen = np.random.default_rng(0).choice(len(frames), min(PICTURED_FRAMES, len(frames)), replace=False)
-    real = frames[torch.from_numpy(np.sort(chosen)).to(machine.device)]
+    real = take_rows(frames, np.sort(chosen), machine.device)
     with machine.autocast():
         decoded = trainer.tokenizer.decode(trainer.tokenizer.encode(real))
     write_png(payload / "reconstructions.png", grid(real.cpu().numpy(), decoded.cpu().numpy()))

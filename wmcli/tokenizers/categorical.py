@@ -26,6 +26,7 @@ from wmcli.nn.categorical import draw_one_hot, entropy, mixed_log_probabilities,
 from wmcli.nn.initialize import initialize
 from wmcli.nn.layers import scaled
 from wmcli.nn.mlp import Activation, mlp
+from wmcli.nn.parts import in_parts
 from wmcli.nn.strided_conv import ConvStack, Norm, StridedDecoder, StridedEncoder
 from wmcli.tokenizers.measures import object_weights, survival
 
@@ -176,11 +177,17 @@ class CategoricalTokenizer(nn.Module):
         """Return log-probabilities (..., K, C) of logits (..., K * C), of this or a predicting head."""
         return mixed_log_probabilities(logits.unflatten(-1, self.shape), self.settings.unimix)
 
-    def embed(self, observation: Tensor) -> Tensor:
-        """Return the encoder's output (..., F) for frames (..., H, W, 3) uint8, with gradient."""
+    def embed(self, observation: Tensor, frames_at_once: int = 0) -> Tensor:
+        """Return the encoder's output (..., F) for frames (..., H, W, 3) uint8, with gradient.
+
+        With `frames_at_once` that many frames are encoded at a time, see `in_parts`.
+        """
         lead = observation.shape[:-3]
-        pixels = self._pixels(observation.flatten(0, -4) if lead else observation[None])
-        return self.encoder(pixels).view(*lead, self.features)
+        frames = observation.flatten(0, -4) if lead else observation[None]
+        return in_parts(self._embed, frames_at_once, frames).view(*lead, self.features)
+
+    def _embed(self, frames: Tensor) -> Tensor:
+        return self.encoder(self._pixels(frames))
 
     def _pixels(self, observation: Tensor) -> Tensor:
         """Convert frames (B, H, W, 3) uint8 to the range of encoder and decoder, (B, 3, H, W) float32."""
@@ -245,11 +252,20 @@ class CategoricalTokenizer(nn.Module):
         """
         return squared_error(self._decoded(z, past), self._pixels(observation))
 
-    def reconstruction_loss(self, z: Tensor, past: Tensor | None, observation: Tensor) -> Tensor:
-        """Return `reconstruction_error` with the pixels weighed by `object_share`, (B,) float32."""
-        if not self.settings.object_share:
+    def reconstruction_loss(
+        self, z: Tensor, past: Tensor | None, observation: Tensor, frames_at_once: int = 0
+    ) -> Tensor:
+        """Return `reconstruction_error` with the pixels weighed by `object_share`, (B,) float32.
+
+        With `frames_at_once` that many frames are decoded at a time, see `in_parts`.
+        """
+        share = self.settings.object_share
+        root = object_weights(observation, share).sqrt_()[:, None] if share else None
+        return in_parts(self._weighed_error, frames_at_once, z, past, observation, root)
+
+    def _weighed_error(self, z: Tensor, past: Tensor | None, observation: Tensor, root: Tensor | None) -> Tensor:
+        if root is None:
             return self.reconstruction_error(z, past, observation)
-        root = object_weights(observation, self.settings.object_share).sqrt_()[:, None]
         return squared_error(self._decoded(z, past) * root, self._pixels(observation).mul_(root))
 
     # -- training by reconstruction, and its measures -----------------------------------------------------------------

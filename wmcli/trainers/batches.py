@@ -20,6 +20,7 @@ from wmcli.experience.targets import SearchTargets
 from wmcli.progress import Progress
 from wmcli.training.device import Machine
 from wmcli.training.settings import TrainingSettings
+from wmcli.transfer import take_rows, to_device
 from wmcli.world_models.base import Batch, Targets, WorldModel
 
 Sampler = WindowSampler | FrequencySampler
@@ -163,15 +164,15 @@ def gather(
 
     Args:
         replay: The experience.
-        latents: Latents or frames (N, ...) of all rows.
+        latents: Latents or frames (N, ...) of all rows, on the replay's device or on the host.
         windows: Rows (B, T).
         targets: Search results, for a model that learns from them.
         across_ends: `is_first` and `is_last` mark games instead of episodes.
     """
-    rows = torch.from_numpy(windows.rows).to(latents.device)
-    valid = torch.from_numpy(windows.valid).to(latents.device)
+    device = replay.device
+    rows, valid = to_device(windows.rows, device), to_device(windows.valid, device)
     return Batch(
-        inputs=latents[rows],
+        inputs=take_rows(latents, windows.rows, device),
         action=replay.action[rows],
         reward=replay.reward[rows],
         terminated=replay.terminated[rows],
@@ -200,8 +201,8 @@ def encode_frames(
 
     Args:
         world_model: Its encoder is frozen.
-        frames: (N, H, W, C) uint8.
-        machine: Determines the precision.
+        frames: (N, H, W, C) uint8, on the machine's device or on the host.
+        machine: Device and precision.
         encoded: Latents of the first rows, from an earlier call.
         progress: Display of progress; None is quiet.
 
@@ -215,7 +216,7 @@ def encode_frames(
         progress = progress or Progress(quiet=True)
         with machine.autocast(), progress.bar("encode", total, "frames", start) as bar:
             for begin in range(start, total, ENCODE_BATCH):
-                chunk = frames[begin : begin + ENCODE_BATCH]
+                chunk = to_device(frames[begin : begin + ENCODE_BATCH], machine.device)
                 parts.append(world_model.encode(chunk[None])[0])
                 bar.advance(len(chunk))
     return torch.cat(parts)

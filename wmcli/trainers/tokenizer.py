@@ -16,6 +16,7 @@ from wmcli.training.device import Machine, Metrics
 from wmcli.training.loop import Trainer
 from wmcli.training.optim import optimizer_for, update
 from wmcli.training.settings import TrainingSettings
+from wmcli.transfer import take_rows
 
 REPORT_FRAMES = 512  # frames for the measurement of code usage
 
@@ -57,16 +58,15 @@ class TokenizerTrainer(Trainer):
     def update(self) -> Metrics:
         """Learn from a batch of frames."""
         windows = self._sampler.batch(self.settings.batch)
-        rows = torch.from_numpy(windows.rows[:, 0]).to(self.machine.device)
-        return self._update(self.replay.frames[rows])
+        return self._update(take_rows(self.replay.frames, windows.rows[:, 0], self.machine.device))
 
     def measure(self) -> dict[str, Any]:
         """Measure the usage of codes over frames spread evenly."""
         self.tokenizer.eval()
         count = len(self.replay)
-        rows = torch.linspace(0, count - 1, min(REPORT_FRAMES, count), device=self.machine.device).long()
+        rows = torch.linspace(0, count - 1, min(REPORT_FRAMES, count)).long().numpy()
         with self.machine.autocast():
-            return self.tokenizer.usage(self.replay.frames[rows])
+            return self.tokenizer.usage(take_rows(self.replay.frames, rows, self.machine.device))
 
 
 def tokenizer_update(

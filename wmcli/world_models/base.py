@@ -38,6 +38,8 @@ class Parts(NamedTuple):
     tokenizer: Any
     """The tokenizer to use or to train; None for a world model without a tokenizer, or with one that it builds itself.
     """
+    frames_at_once: int = 0
+    """Frames that are encoded and decoded at a time in training; 0 for all."""
 
     def square_backbone(self, max_length: int, block: int) -> Backbone:
         """Build a backbone whose elements are as wide as its outputs.
@@ -74,6 +76,8 @@ class DynamicsSettings(Section):
     """Its world model has `images`, `frame_error` and `arrival_reward`, which the memory measures need."""
     predicts_cells: ClassVar[bool] = False
     """Its latents are the cells of the grid world."""
+    learns_in_parts: ClassVar[bool] = False
+    """It follows `training.frames_at_once`."""
     acting_keys: ClassVar[tuple[str, ...]] = ()
     """Keys that matter when the model acts, and not when it is trained."""
 

@@ -49,6 +49,7 @@ class LatentWorldModelSettings(DynamicsSettings):
     tokenizer_kind: ClassVar[str] = "categorical"
     reads_burn_in: ClassVar[bool] = True
     scores_frames: ClassVar[bool] = True
+    learns_in_parts: ClassVar[bool] = True
     acting_keys: ClassVar[tuple[str, ...]] = ("act_on", "act_window")
 
     kind: Literal["latent"] = "latent"
@@ -203,7 +204,9 @@ class LatentWorldModelSettings(DynamicsSettings):
             features = parts.tokenizer_settings.stack.features(parts.size)
             reads = LatentWorldModel.tokenizer_reads(self, features, backbone.width)
             tokenizer = CategoricalTokenizer(parts.tokenizer_settings, parts.size, **reads)
-        return LatentWorldModel(self, backbone, tokenizer, parts.actions, posterior_encoder)
+        model = LatentWorldModel(self, backbone, tokenizer, parts.actions, posterior_encoder)
+        model.frames_at_once = parts.frames_at_once
+        return model
 
 
 class ActingWindow(NamedTuple):
@@ -267,6 +270,7 @@ class LatentWorldModel(WorldModel):
 
     frozen_encoder = False
     min_segment = 2
+    frames_at_once = 0  # encoded and decoded by `loss`, see `TrainingSettings`
 
     @property
     def lookback(self) -> int:
@@ -482,7 +486,7 @@ class LatentWorldModel(WorldModel):
         """
         settings, frames, valid = self.settings, batch.inputs, batch.valid
         is_first = batch.is_first if settings.reset_at_ends else torch.zeros_like(batch.is_first)
-        features = self.tokenizer.embed(frames)
+        features = self.tokenizer.embed(frames, self.frames_at_once)
         log_posterior, z, outputs, after = self._read(features, batch, is_first, carry)
         if carry is None:  # the first frame has no past
             past = torch.cat((torch.zeros_like(outputs[:, :1]), outputs[:, : valid.shape[1] - 1]), 1)
@@ -491,7 +495,7 @@ class LatentWorldModel(WorldModel):
         past = past.masked_fill(is_first[..., None], 0)
         is_scored = valid if settings.first_frame else valid & ~batch.is_first
         losses = self.tokenizer.reconstruction_loss(
-            z.flatten(0, 1), self._decoder_past(past.flatten(0, 1)), frames.flatten(0, 1)
+            z.flatten(0, 1), self._decoder_past(past.flatten(0, 1)), frames.flatten(0, 1), self.frames_at_once
         )
         reconstruction = masked_mean(losses.view(valid.shape), is_scored, batch.weight)
         reward_loss, termination_loss = self._outcome_losses(batch, carry, outputs, z, is_first)

@@ -1,0 +1,50 @@
+"""Copies from the host to a device that never wait for the device.
+
+A copy out of ordinary (pageable) memory waits until the device has done all earlier work. A copy out of pinned memory
+is queued like any other work. Torch keeps pinned memory until the copies out of it are done, so it may be released at
+once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+def to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """Return values of the host on a device. On the CPU, and where they are there already, they are not copied."""
+    import torch
+
+    tensor = torch.as_tensor(values)
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def take_rows(source: Tensor, rows: np.ndarray, device: torch.device) -> Tensor:
+    """Return rows (...) of a tensor (N, ...) on a device.
+
+    Args:
+        source: On the device or on the host.
+        rows: int64.
+        device: Of the result. Rows of a tensor on the host are gathered there, in pinned memory.
+    """
+
+    if source.device.type == device.type:
+        return source[to_device(rows, device)]
+    pinned = device.type == "cuda"
+    return _gather(source, rows, pinned).to(device, non_blocking=pinned)
+
+
+def _gather(source: Tensor, rows: np.ndarray, pinned: bool) -> Tensor:
+    """Return rows of a tensor on the host in new memory, in parallel where torch has several threads."""
+    import torch
+
+    gathered = torch.empty(rows.size, *source.shape[1:], dtype=source.dtype, pin_memory=pinned)
+    torch.index_select(source, 0, torch.from_numpy(rows.reshape(-1)), out=gathered)
+    return gathered.view(*rows.shape, *source.shape[1:])
