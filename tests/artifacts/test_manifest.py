@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -14,7 +15,8 @@ import pytest
 from small_stage import SETTINGS, publish
 
 from wmcli.artifacts import Artifact, Run, check, open_artifact
-from wmcli.artifacts.manifest import render
+from wmcli.artifacts import manifest as module
+from wmcli.artifacts.manifest import MANIFEST, render
 from wmcli.config import digest
 from wmcli.errors import ArtifactError
 
@@ -135,6 +137,48 @@ def test_verified_once_is_not_read_again(run: Run) -> None:
     open_artifact(artifact.path).verify()
     with pytest.raises(ArtifactError):
         artifact.verify_again()
+
+
+def test_what_this_process_published_is_not_read_again_but_by_wm_verify(run: Run) -> None:
+    with run.job("profile", {}, {}).work() as work:
+        (work.payload / "a").write_bytes(b"content")
+        artifact = work.publish(settings={}, metrics={}, environment=None, machine={})
+    (artifact.path / "a").write_bytes(b"changed")
+    open_artifact(artifact.path).verify()
+    assert [state for _, state, _ in check(run)] == ["damaged"]
+
+
+def test_a_version_pruned_since_it_was_verified_is_refused(run: Run) -> None:
+    artifact = publish(run, "tokenizer")
+    artifact.verify()
+    run.prune("tokenizer", {1})
+    with pytest.raises(ArtifactError, match="was pruned"):
+        artifact.file("model.safetensors")
+
+
+def test_the_digest_that_a_writer_knows_is_taken_and_the_others_are_computed(run: Run) -> None:
+    with run.job("profile", {}, {}).work() as work:
+        for name in ("a", "b"):
+            (work.payload / name).write_bytes(b"content")
+        artifact = work.publish(settings={}, metrics={}, environment=None, machine={}, sha256={"a": "0" * 64})
+    found = {entry["path"]: entry["sha256"] for entry in artifact.manifest["files"]}
+    assert found == {"a": "0" * 64, "b": hashlib.sha256(b"content").hexdigest()}
+    assert check(run)[0][2].startswith("profile@1 (") and "'a' is damaged" in check(run)[0][2]
+
+
+def test_a_manifest_is_parsed_once_as_long_as_it_does_not_change(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    artifact = publish(run, "tokenizer")
+    manifest = artifact.path / MANIFEST
+    for _ in range(2):  # it may change again within a tick of the clock
+        assert open_artifact(artifact.path) is not open_artifact(artifact.path)
+    os.utime(manifest, (1, 1))
+    monkeypatch.setattr(module, "CLOCK_TICK", 0)
+    time.sleep(0.02)  # the time of the change of its time stamp
+    known = open_artifact(artifact.path)
+    assert open_artifact(artifact.path) is known and known == artifact
+    manifest.write_bytes(manifest.read_bytes().replace(b"1.25", b"1.26"))
+    with pytest.raises(ArtifactError, match="was changed after publication"):
+        open_artifact(artifact.path)
 
 
 def test_hidden_files_of_a_file_manager_do_no_harm(run: Run) -> None:

@@ -103,8 +103,7 @@ def test_a_training_stage_counts_updates_and_saves_the_state_for_further_trainin
     assert about == {"kind": kind}
     training, about = load_tensors(artifact.file("training.safetensors"))
     assert (about["update"], about["trained"]) == (UPDATES[kind], 0)
-    assert {name for name in training if name.startswith("model/")} == set(weights)
-    assert all((training[name] == tensor).all() for name, tensor in weights.items())
+    assert set(weights) and not any(name.startswith("model/") for name in training), "weights are written once"
     assert {"optimizer/0/exp_avg", "optimizer/0/exp_avg_sq", "random/torch"} <= set(training)
 
 

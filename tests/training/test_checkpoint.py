@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import pickle
@@ -12,12 +13,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import nn
 
 from wmcli.artifacts.files import disk_errors
+from wmcli.config import canonical_json
 from wmcli.errors import ArtifactError, MachineError
 from wmcli.training.checkpoint import (
+    DTYPES,
+    TRAINING,
+    WEIGHTS,
+    TrainState,
     generator_state,
     load_generator,
     load_modules,
@@ -40,6 +46,7 @@ TENSORS = {
     "counts": torch.tensor([1 << 60, -3]),
     "nothing": torch.zeros(0, 4, dtype=torch.int32),
     "scalar": torch.tensor(1.5),
+    "one": torch.zeros(1, 1, dtype=torch.int32).as_strided((1, 1), (0, 0)),
     "turned": torch.arange(6).view(2, 3).T,
 }
 ABOUT = {"update": 3, "big": 1 << 127, "names": ["ä", "b"], "metrics": {"loss": 0.1}, "none": None}
@@ -141,6 +148,20 @@ def test_a_full_disk_keeps_the_checkpoint_before(path: Path, monkeypatch: pytest
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
+def test_the_digest_is_that_of_the_file(path: Path) -> None:
+    digest = save_tensors(path, TENSORS, ABOUT)
+    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_the_bytes_are_those_of_the_public_writer(path: Path) -> None:
+    tensors = (
+        TENSORS | {f"{dtype}": torch.arange(12).view(3, 4).to(dtype) for dtype in DTYPES} | {'"ä\n': torch.ones(2)}
+    )
+    save_tensors(path, tensors, ABOUT)
+    dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    assert path.read_bytes() == save(dense, {"wm": canonical_json(ABOUT)})
+
+
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +234,30 @@ def test_an_optimizer_goes_on_from_its_moments_with_the_settings_of_now(name, tm
     _, slower = made(1e-5)
     load_optimizer(slower, tensors)
     assert slower.param_groups[0]["lr"] == 1e-5
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_training_continues_from_weights_in_the_file_or_beside_it(tmp_path: Path, inside: bool) -> None:
+    def state() -> TrainState:
+        net = nn.Linear(2, 3)
+        optimizer = build_optimizer("adamw", net.parameters(), 1e-2, 0.1)
+        update(optimizer, net(torch.randn(4, 2)).square().sum(), 1e9)
+        return TrainState({"net": net}, optimizer, np.random.default_rng(0), update=7, trained=2)
+
+    saved, further = state(), state()
+    weights = module_tensors(saved.modules)
+    save_tensors(tmp_path / WEIGHTS, {name: torch.zeros_like(each) for name, each in weights.items()}, {})
+    if not inside:
+        save_tensors(tmp_path / WEIGHTS, weights, {})
+    saved.save(tmp_path / TRAINING, torch.device("cpu"), weights=inside)
+    further.continue_from(tmp_path / TRAINING)
+    assert further.trained == 9 and further.update == 7
+    for name, tensor in module_tensors(further.modules).items():
+        assert torch.equal(tensor, weights[name])
+    assert torch.equal(
+        optimizer_tensors(further.optimizer)["optimizer/0/exp_avg"],
+        optimizer_tensors(saved.optimizer)["optimizer/0/exp_avg"],
+    )
 
 
 def test_parts_are_split_into_tensors_and_plain_values_and_put_together_again() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -66,12 +68,23 @@ def make_folder(folder: Path) -> None:
         sync_folder(each.parent)
 
 
-def write_durable(path: Path, data: bytes) -> None:
-    """Write a file atomically and durably: after a crash it has the old bytes or the new ones."""
+def write_durable(path: Path, data: Iterable[bytes | memoryview]) -> str:
+    """Write a file atomically and durably: after a crash it has the old bytes or the new ones.
+
+    Args:
+        path: The file.
+        data: Its content in parts, which must not change meanwhile.
+
+    Returns:
+        The content's sha256. Another thread computes it while this one writes.
+    """
     draft = path.with_name(f".{path.name}.partial")
+    sha256 = hashlib.sha256()
     try:
-        with draft.open("wb") as file:
-            file.write(data)
+        with draft.open("wb") as file, ThreadPoolExecutor(1) as hashing:
+            for part in data:
+                hashing.submit(sha256.update, part)
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())
     except OSError:
@@ -80,6 +93,7 @@ def write_durable(path: Path, data: bytes) -> None:
     failpoint("write-synced")
     draft.replace(path)
     sync_folder(path.parent)
+    return sha256.hexdigest()
 
 
 def discard(folder: Path) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -47,6 +48,9 @@ jobs then run again."""
 PAYLOAD = "payload"
 WORK = ".work-"
 """Prefix of the names of work folders."""
+
+SEALED_AT_ONCE = 16
+"""Files that are synchronized to disk at the same time."""
 
 # Errors of a rename onto an existing file or folder.
 _EXISTS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -185,10 +189,19 @@ class Work:
         environment: dict[str, Any] | None,
         machine: dict[str, Any],
         extra: dict[str, Any] | None = None,
+        sha256: Mapping[str, str] | None = None,
     ) -> Artifact:
         """Publish the payload as the next version, atomically and durably, and remove the work directory.
 
         The version appears by one rename. After the return it survives a power cut.
+
+        Args:
+            settings: See `Artifact`.
+            metrics: All finite.
+            environment: None where there is none.
+            machine: Hardware and arithmetic.
+            extra: More values for the manifest.
+            sha256: Of files in the payload whose writer knows it. The others are read.
 
         Raises:
             DivergedError: A metric is not finite. Nothing is published.
@@ -215,7 +228,7 @@ class Work:
             body["preset"] = bound["preset"]
         with disk_errors(self.path):
             failpoint("publish-start")
-            body["files"] = _seal(self.payload)
+            body["files"] = _seal(self.payload, sha256 or {})
             failpoint("publish-sealed")
             target = self._claim(body)
             failpoint("publish-renamed")
@@ -226,7 +239,9 @@ class Work:
             failpoint("publish-linked")
             discard(self.path)
             failpoint("publish-done")
-        return open_artifact(target)
+        artifact = open_artifact(target)
+        artifact.mark_verified()
+        return artifact
 
     def _claim(self, body: dict[str, Any]) -> Path:
         """Rename the payload to the first free version. A rename onto an existing version fails."""
@@ -244,18 +259,27 @@ class Work:
                 return target
 
 
-def _seal(payload: Path) -> list[dict[str, Any]]:
-    """Synchronize every file and folder to disk. Return the manifest's list of files."""
-    files = []
+def _seal(payload: Path, sha256: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Synchronize every file and folder to disk. Return the manifest's list of files, with the known `sha256`.
+
+    Many at once: a file system writes its journal once for all that wait for it.
+    """
     sizes = regular_files(payload, "the payload")
     assert not {MANIFEST, PRUNED} & sizes.keys(), "reserved names"
-    for name, size in sizes.items():
+
+    def seal(name: str) -> dict[str, Any]:
         with (payload / name).open("rb") as file:
-            files.append({"path": name, "size": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()})
+            digest = sha256.get(name) or hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
-        failpoint("publish-file")
-    for folder, _, _ in os.walk(payload, topdown=False):
-        sync_folder(Path(folder))
+        return {"path": name, "size": sizes[name], "sha256": digest}
+
+    files = []
+    with ThreadPoolExecutor(SEALED_AT_ONCE) as workers:
+        for entry in workers.map(seal, sizes):
+            files.append(entry)
+            failpoint("publish-file")
+        for _ in workers.map(sync_folder, [Path(folder) for folder, _, _ in os.walk(payload)]):
+            pass
     return files
 
 

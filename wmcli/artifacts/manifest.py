@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import stat
+import time
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
@@ -150,7 +151,13 @@ def write_manifest(folder: Path, body: dict[str, Any]) -> dict[str, Any]:
 
 # -- the artifact -----------------------------------------------------------------------------------------------------
 
+CLOCK_TICK = 2_000_000_000
+"""A file that changed within so many nanoseconds may change again under the same time stamp."""
+
 _verified: set[tuple[Path, str]] = set()
+_opened: dict[Path, tuple[tuple[int, ...], Artifact]] = {}
+"""Manifests that this process has read, by the path that they were opened by, with the file's state then. `wm run`
+looks through all versions of a run at every stage, and an epoch has several."""
 
 
 @dataclass(frozen=True)
@@ -221,10 +228,13 @@ class Artifact:
         Raises:
             ArtifactError: A file is damaged; the message names the first one.
         """
-        key = (self.path, self.digest)
-        if key not in _verified:
+        if (self.path, self.digest) not in _verified or self.pruned:
             self.verify_again()
-            _verified.add(key)
+            self.mark_verified()
+
+    def mark_verified(self) -> None:
+        """Take the files to be as in the manifest for the rest of this process, which has just read or written them."""
+        _verified.add((self.path, self.digest))
 
     def verify_again(self) -> None:
         """Check the files as `verify` does, also if this process has checked them before."""
@@ -300,14 +310,29 @@ def open_artifact(path: Path | str) -> Artifact:
     path = Path(path)
     if path.name == MANIFEST and not path.is_dir():
         path = path.parent
+    state = _state(path)
+    if state is not None and (known := _opened.get(path)) is not None and state == known[0] == _state(known[1].path):
+        return known[1]
     where = f"{shown(path)}/{MANIFEST}"
     try:
-        path = _place(path)
-        data = _read_limited(path / MANIFEST)
+        place = _place(path)
+        data = _read_limited(place / MANIFEST)
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
         raise ArtifactError(f"{where}: {reason}; list artifacts with: wm artifacts") from None
-    return Artifact(path, _parse(data, where))
+    artifact = Artifact(place, _parse(data, where))
+    if state is not None and time.time_ns() - max(state[-2:]) > CLOCK_TICK and state == _state(place):
+        _opened[path] = state, artifact
+    return artifact
+
+
+def _state(folder: Path) -> tuple[int, ...] | None:
+    """Return numbers that change when the manifest in a folder changes; None without a manifest."""
+    try:
+        status = (folder / MANIFEST).stat()
+    except (OSError, ValueError):
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _place(path: Path) -> Path:

@@ -166,7 +166,7 @@ class Run:
                     f"{self} is bound to preset {before['preset'] if before else None}; give another --run for other"
                     " settings."
                 )
-            write_durable(self.path / BINDING, (text + to_toml(values)).encode())
+            write_durable(self.path / BINDING, [(text + to_toml(values)).encode()])
 
     def unbind(self) -> None:
         """Undo `bind` in a run without artifacts: remove run.toml, and the folders if they are empty."""
@@ -203,7 +203,7 @@ class Run:
 
     def versions(self, kind: str) -> list[int]:
         """Return the numbers of all published versions, ascending, including pruned ones and links."""
-        return sorted(number for number, folder in self._numbered(kind) if folder.is_dir() or folder.is_symlink())
+        return sorted(number for number, entry in self._numbered(kind) if entry.is_symlink() or entry.is_dir())
 
     def next_version(self, kind: str) -> int:
         """Return the number after the highest one in use."""
@@ -269,12 +269,13 @@ class Run:
             f" {make_command(kind, self.path)}"
         )
 
-    def _numbered(self, kind: str) -> list[tuple[int, Path]]:
+    def _numbered(self, kind: str) -> list[tuple[int, os.DirEntry[str]]]:
         assert kind in KINDS, kind
         folder = self.path / kind
         if not folder.is_dir():
             return []
-        matches = [(VERSION_NAME.fullmatch(entry.name), entry) for entry in folder.iterdir()]
+        with os.scandir(folder) as entries:
+            matches = [(VERSION_NAME.fullmatch(entry.name), entry) for entry in entries]
         return [
             (int(match[1]), entry) for match, entry in matches if match and version_name(int(match[1])) == entry.name
         ]
@@ -319,7 +320,7 @@ class Run:
         with disk_errors(self.path), exclusive(self.path, str(self)):
             notes = self._notes()
             if note not in notes:
-                write_durable(self.path / USED_BY, "".join(f"{line}\n" for line in [*notes, note]).encode())
+                write_durable(self.path / USED_BY, [f"{line}\n".encode() for line in [*notes, note]])
 
     def uses(self) -> list[tuple[str, Run]]:
         """Return `(digest of one of our artifacts, run that uses it)` for existing runs."""
@@ -372,7 +373,7 @@ class Run:
                 if payload:
                     pruned.append(version)
                     # The marker first: with it, files that a crash leaves do not count as damage.
-                    write_durable(folder / PRUNED, b"Removed by wm to save space; manifest and pictures were kept.\n")
+                    write_durable(folder / PRUNED, [b"Removed by wm to save space; manifest and pictures were kept.\n"])
                 for entry in payload:
                     failpoint("prune-file")
                     if entry.is_dir() and not entry.is_symlink():

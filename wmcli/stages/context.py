@@ -175,14 +175,24 @@ class Context:
                     self.run.unbind()
                 raise
 
-    def publish(self, work: Work, metrics: dict[str, Any], settings: Mapping[str, Any] | None = None) -> Artifact:
-        """Publish a payload with its metrics, and the settings, environment, machine and epoch of this context."""
+    def publish(
+        self,
+        work: Work,
+        metrics: dict[str, Any],
+        settings: Mapping[str, Any] | None = None,
+        sha256: Mapping[str, str] | None = None,
+    ) -> Artifact:
+        """Publish a payload with its metrics, and the settings, environment, machine and epoch of this context.
+
+        For `sha256` see `Work.publish`.
+        """
         return work.publish(
             settings=self.settings.plain() if settings is None else dict(settings),
             metrics=metrics,
             environment=self.environment,
             machine=self.machine.describe(),
             extra={"epoch": self.epoch},
+            sha256=sha256,
         )
 
     def otherwise(self, job: Job) -> str | None:

@@ -115,6 +115,7 @@ def train_dynamics(
         updates=settings.updates,
         build=build,
         draw=draw,
+        selects_weights=settings.needs_validation,
     )
     if settings.trains_tokenizer:
         _publish_tokenizer(context, artifact)
@@ -159,14 +160,9 @@ def _publish_tokenizer(context: Context, dynamics: Artifact) -> None:
     if job.done() or dynamics.pruned:
         return
     with context.work(job, fresh=True) as work:
-        dynamics.verify()
-        weights, _ = load_tensors(dynamics.file(WEIGHTS))
-        tokenizer = {
-            f"model/tokenizer/{name.removeprefix(JOINT)}": tensor
-            for name, tensor in weights.items()
-            if name.startswith(JOINT)
-        }
-        save_tensors(work.payload / WEIGHTS, tokenizer, {"kind": "tokenizer"})
+        weights, _ = load_tensors(dynamics.file(WEIGHTS), JOINT)
+        tokenizer = {f"model/tokenizer/{name.removeprefix(JOINT)}": tensor for name, tensor in weights.items()}
+        sha256 = {WEIGHTS: save_tensors(work.payload / WEIGHTS, tokenizer, {"kind": "tokenizer"})}
         metrics = {name: dynamics.metrics.get(name) for name in ("reconstruction", "updates")}
-        artifact = context.publish(work, metrics, settings=dynamics.settings)
+        artifact = context.publish(work, metrics, settings=dynamics.settings, sha256=sha256)
     context.progress.say(f"train-dynamics: published {artifact.name}, the tokenizer of {dynamics.name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -96,6 +97,7 @@ def train(
     build: Callable[[np.random.Generator], T],
     measure_parent: Callable[[T], None] = lambda trainer: None,
     draw: Callable[[Path, T], None] = lambda payload, trainer: None,
+    selects_weights: bool = False,
 ) -> Artifact:
     """Run a training stage to its published artifact: the existing one, a resumed one or a new one.
 
@@ -109,6 +111,7 @@ def train(
         build: Loads models and data and returns the trainer; torch's global generator is seeded around it.
         measure_parent: Called with the weights of the version to train further, before the first update.
         draw: Writes pictures into the payload.
+        selects_weights: Publish the weights that `trainer.select_weights` loads, not the last ones.
 
     Raises:
         DivergedError: A loss or weight is not finite.
@@ -148,19 +151,26 @@ def train(
                 stage=stage,
                 settings=settings.training,
                 folder=work.path,
+                keep_last=False,
                 progress=progress,
                 log=partial(context.log, job, steps),
             )
-            state.save(work.payload / TRAINING, context.machine.device)  # training continues from the last weights
-            trainer.select_weights()
-            save_tensors(work.payload / WEIGHTS, module_tensors(state.modules), {"kind": kind})
+            with ThreadPoolExecutor(1) as writer:  # both files at once
+                training = writer.submit(
+                    state.save, work.payload / TRAINING, context.machine.device, weights=selects_weights
+                )
+                if selects_weights:
+                    training.result()  # training continues from the last weights
+                    trainer.select_weights()
+                weights = save_tensors(work.payload / WEIGHTS, module_tensors(state.modules), {"kind": kind})
+                sha256 = {TRAINING: training.result(), WEIGHTS: weights}
             metrics: dict[str, Any] = {**losses, **trainer.measure(), **trainer.status()}
             metrics["updates"] = state.trained + state.update
             if context.pictures:
                 draw(work.payload, trainer)
                 if updates:
                     _draw_curves(work, stage)
-        artifact = context.publish(work, metrics)
+        artifact = context.publish(work, metrics, sha256=sha256)
     progress.say(f"{stage}: published {artifact.name}")
     return artifact
 

@@ -9,7 +9,7 @@ saves.)
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from wmcli.artifacts.files import write_durable
@@ -28,7 +27,8 @@ from wmcli.training.optim import LAPROP_MOMENT, LaProp
 CHECKPOINT = "checkpoint.safetensors"
 """The file that an unfinished job resumes from."""
 TRAINING = "training.safetensors"
-"""The file beside the weights of a model that training continues from: optimizer, generators, counters."""
+"""The file beside the weights of a model that training continues from: optimizer, generators, counters. It has weights
+only if they are others than those beside it."""
 WEIGHTS = "model.safetensors"
 """The file of a model's weights inside its artifact."""
 
@@ -64,8 +64,17 @@ class TrainState:
     unlogged: list[Mapping[str, Tensor]] = field(default_factory=list)
     """Metrics of each update since then."""
 
-    def save(self, path: Path, device: torch.device) -> None:
-        """Write everything, with the state of torch's generators on `device`."""
+    def save(self, path: Path, device: torch.device, *, weights: bool = True) -> str:
+        """Write everything, with the state of torch's generators on `device`.
+
+        Args:
+            path: The file.
+            device: Device of training.
+            weights: False leaves out the weights, for `continue_from` where they stand in `WEIGHTS` beside the file.
+
+        Returns:
+            The file's sha256.
+        """
         tensors, parts = part_tensors({name: part.state() for name, part in self.parts.items()})
         metadata = {
             "update": self.update,
@@ -75,12 +84,14 @@ class TrainState:
             "rng": generator_state(self.rng),
             "parts": parts,
         }
-        tensors |= module_tensors(self.modules) | random_tensors(device)
+        tensors |= random_tensors(device)
+        if weights:
+            tensors |= module_tensors(self.modules)
         if self.optimizer is not None:
             tensors |= optimizer_tensors(self.optimizer)
         if self.unlogged:
             tensors["unlogged"] = stack_metrics(self.unlogged)
-        save_tensors(path, tensors, metadata)
+        return save_tensors(path, tensors, metadata)
 
     def load(self, path: Path, device: torch.device) -> None:
         """Resume exactly where `save` was called.
@@ -88,7 +99,8 @@ class TrainState:
         Raises:
             ArtifactError: The file is damaged or of another model.
         """
-        tensors, metadata = self._load_learned(path)
+        tensors, metadata = load_tensors(path)
+        self._load_learned(tensors, str(path))
         load_random(tensors, device)
         self.update, self.trained, self.metrics = metadata["update"], metadata["trained"], metadata["metrics"]
         if metadata["unlogged"]:
@@ -105,19 +117,20 @@ class TrainState:
         Raises:
             ArtifactError: The file is damaged or of another model.
         """
-        tensors, metadata = self._load_learned(path)
+        tensors, metadata = load_tensors(path)
+        if not any(name.startswith(MODEL) for name in tensors):
+            tensors |= load_tensors(path.with_name(WEIGHTS), MODEL)[0]
+        self._load_learned(tensors, str(path))
         self.trained = metadata["trained"] + metadata["update"]
         states = part_states(tensors, metadata["parts"])
         for name, part in self.parts.items():
             if name in states:
                 part.continue_from(states[name])
 
-    def _load_learned(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors, metadata = load_tensors(path)
-        load_modules(self.modules, tensors, str(path))
+    def _load_learned(self, tensors: Mapping[str, Tensor], where: str) -> None:
+        load_modules(self.modules, tensors, where)
         if self.optimizer is not None:
             load_optimizer(self.optimizer, tensors)
-        return tensors, metadata
 
 
 def read_part(path: Path, part: str) -> dict[str, Any]:
@@ -142,12 +155,51 @@ def stack_metrics(records: list[Mapping[str, Tensor]]) -> Tensor:
 # -- tensors in a file ------------------------------------------------------------------------------------------------
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Any) -> None:
-    """Write tensors and JSON values `metadata` atomically and durably: an interrupted write leaves the old file."""
-    data = save(
-        {key: value.detach().cpu().contiguous() for key, value in tensors.items()}, {"wm": canonical_json(metadata)}
-    )
-    write_durable(path, data)
+DTYPES = {
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The format's names of dtypes, in the order of tensors in a file."""
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Any) -> str:
+    """Write tensors and JSON values `metadata` atomically and durably: an interrupted write leaves the old file.
+
+    The bytes are those of `safetensors.torch.save`, which would copy all tensors to one place first.
+
+    Returns:
+        The file's sha256.
+    """
+    return write_durable(path, _safetensors(tensors, {"wm": canonical_json(metadata)}))
+
+
+def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """Yield the parts of a safetensors file: the length of the header, the header, and each tensor."""
+    order = list(DTYPES)
+    names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name in names:
+        start, end = end, end + tensors[name].nbytes
+        dtype, shape = DTYPES[tensors[name].dtype], list(tensors[name].shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        dense = tensors[name].detach().cpu().contiguous()
+        yield dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def load_tensors(path: Path, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
@@ -183,10 +235,14 @@ def _current_name(name: str) -> str:
     return name
 
 
+MODEL = "model/"
+"""Prefix of the names of weights."""
+
+
 def module_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Return parameters and buffers of some modules as `model/<module>/<name>`."""
     return {
-        f"model/{name}/{key}": value for name, module in modules.items() for key, value in module.state_dict().items()
+        f"{MODEL}{name}/{key}": value for name, module in modules.items() for key, value in module.state_dict().items()
     }
 
 
@@ -197,7 +253,7 @@ def load_modules(modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
         ArtifactError: Some are missing, unexpected or of another shape; the message names all of them.
     """
     for name, module in modules.items():
-        prefix = f"model/{name}/"
+        prefix = f"{MODEL}{name}/"
         weights = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         expected = module.state_dict()
         missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())

@@ -51,6 +51,7 @@ def fit(
     stage: str = "train",
     settings: TrainingSettings | None = None,
     folder: Path | None = None,
+    keep_last: bool = True,
     progress: Progress | None = None,
     log: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> dict[str, float]:
@@ -65,6 +66,7 @@ def fit(
         stage: Name for messages and log records.
         settings: Intervals of logging and of checkpoints; None takes the defaults.
         folder: Folder of the checkpoint.
+        keep_last: Write a checkpoint after the last update, too.
         progress: Display of progress; None is quiet.
         log: Called with a record every `settings.log_every` updates and after the last.
 
@@ -89,7 +91,7 @@ def fit(
             state.unlogged.append(trainer.update())
             state.update += 1
             finished = state.update == updates
-            due = time.monotonic() - saved_at >= settings.checkpoint_seconds or bool(stop) or finished
+            due = time.monotonic() - saved_at >= settings.checkpoint_seconds or bool(stop) or (finished and keep_last)
             due = due and checkpoint is not None
             logged = state.update % settings.log_every == 0 or finished
             if logged or due:
