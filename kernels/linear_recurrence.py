@@ -408,7 +408,7 @@ def _backward_tiles(q: Tensor, k: Tensor, v: Tensor, size: int) -> list[Tile]:
     """Return tiles of elements of a chunk, the default first."""
     if size <= 16:
         return [_tile_of(16, 4)]
-    return [_tile_of(32, 8), _tile_of(32, 4)] if _low(q, k, v) else [_tile_of(16, 4), _tile_of(16, 8)]
+    return [_tile_of(32, 8), _tile_of(16, 4)] if _low(q, k, v) else [_tile_of(16, 8)]
 
 
 def _tile_of(rows: int, warps: int) -> Tile:
@@ -441,11 +441,12 @@ def _product(
 @jit
 def _passed(log_decay, d_t, reset, at, valid):
     """Return log decays and resets since the beginning of a tile: through each element, and of the whole tile."""
-    decay = tl.load(log_decay + at.to(tl.int64) * d_t, mask=valid, other=0.0).to(tl.float32)
+    place = at.to(tl.int64)
+    decay = tl.load(log_decay + place * d_t, mask=valid, other=0.0).to(tl.float32)
     if reset is None:
         resets = tl.zeros_like(at)
     else:
-        resets = tl.load(reset + at, mask=valid, other=0).to(tl.int32)
+        resets = tl.load(reset + place, mask=valid, other=0).to(tl.int32)
     return tl.cumsum(decay), tl.sum(decay), tl.cumsum(resets), tl.sum(resets)
 
 
@@ -560,8 +561,8 @@ def _forward_kernel(
                 queries = _tile(q, q_t, at, valid, key, K).to(tl.float32) * reach[:, None]
                 out = tl.dot(queries, states, out, input_precision=PRECISION)
         mask = valid[:, None] & (value < V)[None, :]
-        place = at[:, None].to(tl.int64) * heads * V + value[None, :]
-        tl.store(y + place, out.to(y.dtype.element_ty), mask=mask)
+        element = at[:, None].to(tl.int64) * heads * V
+        tl.store(y + element + value[None, :], out.to(y.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -714,18 +715,18 @@ def _backward_kernel(
         tl.store(grad_k + out_k, grad_keys.to(grad_k.dtype.element_ty), mask=valid_k)
         tl.store(grad_v + out_v, grad_values.to(grad_v.dtype.element_ty), mask=valid_v)
         if sums is not None:
-            sums += (row * WIDE + slice_) * 2 * length
-            tl.store(sums + at, passing, mask=valid)
+            line = (row * WIDE + slice_) * 2 * length
+            tl.store(sums + (line + at), passing, mask=valid)
             # An element contributes to the decays after it, the state before the chunk to all.
-            tl.store(sums + length + at + 1, entering, mask=at + 1 < enters)
+            tl.store(sums + (line + length + at + 1), entering, mask=at + 1 < enters)
             if tile == 0:
-                tl.store(sums + length + chunk.to(tl.int64) * size, crossing)
+                tl.store(sums + (line + length + chunk * size), crossing)
 
 
 @jit
 def _decay_kernel(sums, grad_decay, length, count, size, block, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Compute the gradient of one chunk's log decays: sums over the elements from each on, and over those before it."""
-    row, chunk = (tl.program_id(0) // count).to(tl.int64), tl.program_id(0) % count
+    row, chunk = (tl.program_id(0) // count).to(tl.int64), (tl.program_id(0) % count).to(tl.int64)
     offset = tl.arange(0, BLOCK)
     at = chunk * size + offset
     valid = (offset < size) & (at < length)

@@ -658,6 +658,7 @@ class Systems:
         self.build, self.parameters, self.length = build, parameters, length
         self.graph = graph
         self._cache: dict[Any, list[tuple[Tensor, ...]]] = {}
+        self._recorded: set[Any] = set()  # keys that a recorded CUDA graph reads at every replay
 
     def convolve(self, layer: int, u: Tensor, resets: Resets | None = None) -> Tensor:
         """Run from a zero state: u (B, T, H), T <= length, to y (B, T, H)."""
@@ -727,8 +728,10 @@ class Systems:
     def chunk_operators(self, layer: int, size: int, reach: int, rest: int = 0) -> Chunk:
         """Return the operators of `run` and `fork`; see the function `chunk_operators`."""
         key = size, reach, rest
-        chunks = [other for other in self._cache if isinstance(other, tuple)]
-        if key not in chunks and len(chunks) == STORED_CHUNKS:
+        if _recording():
+            self._recorded.add(key)
+        chunks = [other for other in self._cache if isinstance(other, tuple) and other not in self._recorded]
+        if key not in self._cache and len(chunks) >= STORED_CHUNKS:
             self._cache.pop(chunks[0])
         return Chunk(*self._prepared(key, partial(_chunk, size=size, reach=reach, rest=rest), reach)[layer])
 
@@ -751,6 +754,11 @@ class Systems:
                     operators += [results[layer::layers] for layer in range(layers)]
             self._cache[key] = operators
         return self._cache[key]
+
+
+def _recording() -> bool:
+    """Return whether a CUDA graph is being recorded."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class _Prepared(torch.autograd.Function):

@@ -430,7 +430,7 @@ def _backward(
     cell = channel[:, None].to(tl.int64) * width + unit[None, :]
     cells = inside[:, None] & narrow[None, :]
     states = channels * width
-    rows = tl.num_programs(0) * blocks * size
+    rows = tl.num_programs(0).to(tl.int64) * blocks * size
     rate = tl.load(a + cell, mask=cells, other=0.0).to(tl.float32)
     g = tl.zeros((C, S), tl.float32)  # the gradient of the state
     if grad_last is not None:

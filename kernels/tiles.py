@@ -42,8 +42,7 @@ def choose(kernel: str, device: torch.device, shape: Sequence[object], tiles: Se
         return tiles[0]
     key = " ".join(map(str, (torch.cuda.get_device_name(device), kernel, *shape)))
     _asked[key] = tiles
-    tile = _stored().get(key)
-    return tile if tile in tiles else tiles[0]
+    return next((tile for tile in tiles if tile == _stored().get(key)), tiles[0])
 
 
 @contextmanager

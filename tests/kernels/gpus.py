@@ -101,7 +101,7 @@ def _rounded_products(ir: str) -> int:
 
 
 def _narrow_offsets(ir: str) -> list[str]:
-    """Return products of two variables in 32 bits that are added to an address: an index times a stride overflows."""
+    """Return products in 32 bits, of an index and a stride or size, that are added to an address: they could overflow."""
     made, found = {}, []
     for line in ir.splitlines():
         if match := re.match(r"\s*(%\w+) = ([\w.]+) (.*)", line):
@@ -112,9 +112,13 @@ def _narrow_offsets(ir: str) -> list[str]:
         operation, operands, _ = made.get(name, ("", [], ""))
         return operation == "arith.constant" or (operation in SHAPING and constant(operands[0]))
 
+    def argument(name: str) -> bool:
+        operation, operands, _ = made.get(name, ("argument", [], ""))
+        return operation == "argument" or (operation == "arith.muli" and all(map(argument, operands)))
+
     def products(name: str) -> Iterator[str]:
         operation, operands, line = made.get(name, ("", [], ""))
-        if operation == "arith.muli" and not any(map(constant, operands)):
+        if operation == "arith.muli" and not any(map(constant, operands)) and not all(map(argument, operands)):
             yield line
         elif operation in (*SHAPING, "arith.addi", "arith.subi", "arith.muli"):
             for operand in operands:

@@ -47,19 +47,22 @@ class Case(NamedTuple):
 
 
 class Make:
-    """Makes random operands on a device, with `rows` rows and `time` elements at most."""
+    """Makes random operands on a device; `small` ones have one row and few elements, heads and channels."""
 
-    def __init__(
-        self, device: torch.device | str, dtype: torch.dtype, rows: int = 1 << 30, time: int = 1 << 30
-    ) -> None:
-        self.device, self.dtype = torch.device(device), dtype
-        self._rows, self._time = rows, time
+    def __init__(self, device: torch.device | str, dtype: torch.dtype, small: bool = False) -> None:
+        self.device, self.dtype, self.small = torch.device(device), dtype, small
 
     def rows(self, count: int) -> int:
-        return min(count, self._rows)
+        return 1 if self.small else count
 
     def time(self, length: int) -> int:
-        return min(length, self._time)
+        return min(length, 10) if self.small else length
+
+    def heads(self, count: int) -> int:
+        return 2 if self.small else count
+
+    def channels(self, count: int) -> int:
+        return min(count, 20) if self.small else count
 
     def low(self, *shape: int, scale: float = 1.0) -> Tensor:
         """Draw normal numbers in the dtype of the run's matrix products."""
@@ -88,13 +91,18 @@ def cases(make: Make) -> Iterator[Case]:
 
 def _recurrences(make: Make) -> Iterator[Case]:
     case = partial(Case, "linear_recurrence")
-    decays = torch.tensor([1 - 1 / 32, 1 - 1 / 80, 1 - 1 / 200, 1 - 1 / 512], device=make.device).log()
+    heads, blocks = make.heads(4), 2 if make.small else 10
+    decays = torch.tensor([1 - 1 / 32, 1 - 1 / 80, 1 - 1 / 200, 1 - 1 / 512][:heads], device=make.device).log()
 
     def retention(rows: int, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
         """q and k are parts of one copy, v of the layer's product (B, T, 4 D)."""
         length = torch.Size(shape).numel()
-        q, k = make.low(2, make.rows(rows), 4, *shape, 64, scale=64**-0.25).unbind()
-        v = make.low(make.rows(rows), length, 4 * 256)[..., 512:768].unflatten(-1, (4, 64)).transpose(1, 2)
+        q, k = make.low(2, make.rows(rows), heads, *shape, 64, scale=64**-0.25).unbind()
+        v = (
+            make.low(make.rows(rows), length, 4 * 256)[..., 512 : 512 + heads * 64]
+            .unflatten(-1, (heads, 64))
+            .transpose(1, 2)
+        )
         return q, k, v.unflatten(2, shape)
 
     def fork(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None) -> Any:
@@ -108,8 +116,8 @@ def _recurrences(make: Make) -> Iterator[Case]:
         return linear_recurrence_step(*(x[:, :, 0] for x in (q, k, v)), decays.to(state.dtype), state)
 
     block = make.time(65)
-    yield case("rem, dynamics", retention(64, min(10, make.time(10)), 2 * block - 1), fork)
-    state = make.wide(make.rows(128), 4, 64, 64)
+    yield case("rem, dynamics", retention(64, blocks, 2 * block - 1), fork)
+    state = make.wide(make.rows(128), heads, 64, 64)
     yield case("rem, imagined frame", (*retention(128, 1, 2 * block - 1), state), fork)
     yield case("rem-no-pop, dynamics", retention(64, make.time(650)), chunks)
     yield case("rem-no-pop, step", (*retention(128, 1), state), step, backward=False)
@@ -119,13 +127,38 @@ def _recurrences(make: Make) -> Iterator[Case]:
         rows, length = make.rows(rows), make.time(length)
         mixed = make.low(rows, length, 1024 + 2 * keys)
         c, b = (mixed[:, None, :, first : first + keys] for first in (1024, 1024 + keys))
-        v = make.low(rows, length, 16, 64, scale=0.1).movedim(-2, 1)
-        return c, b, v, -make.wide(rows, length, 16, scale=0.1).abs().movedim(-1, 1)
+        v = make.low(make.rows(rows), length, 4, heads, 64)[:, :, 2].transpose(1, 2)
+        return q, k, v.unflatten(2, shape)
 
-    reset = make.resets(make.rows(16), make.time(128))
+    def fork(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None) -> Any:
+        return linear_recurrence_fork(q, k, v, decays.to(torch.promote_types(q.dtype, torch.float32)), block, state)
+
+    def chunks(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        decay = decays.to(torch.promote_types(q.dtype, torch.float32))
+        return linear_recurrence(q, k, v, decay, None, None, 128)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Any:
+        return linear_recurrence_step(*(x[:, :, 0] for x in (q, k, v)), decays.to(state.dtype), state)
+
+    block = make.time(65)
+    yield case("rem, dynamics", retention(64, blocks, 2 * block - 1), fork)
+    state = make.wide(make.rows(128), heads, 64, 64)
+    yield case("rem, imagined frame", (*retention(128, 1, 2 * block - 1), state), fork)
+    yield case("rem-no-pop, dynamics", retention(64, make.time(650)), chunks)
+    yield case("rem-no-pop, step", (*retention(128, 1), state), step, backward=False)
+
+    def duality(rows: int, length: int, keys: int) -> tuple[Tensor, ...]:
+        """c and b are parts of the convolution's result (B, T, C); values have heads behind time."""
+        rows, length = make.rows(rows), make.time(length)
+        mixed = make.low(rows, length, 1024 + 2 * keys)
+        c, b = (mixed[:, None, :, first : first + keys] for first in (1024, 1024 + keys))
+        v = make.low(rows, length, many, 64, scale=0.1).movedim(-2, 1)
+        return c, b, v, -make.wide(rows, length, many, scale=0.1).abs().movedim(-1, 1)
+
+    many, reset = make.heads(16), make.resets(make.rows(16), make.time(128))
     for preset, keys in (("drama", 16), ("drama-s", 32)):
         yield case(f"{preset}, dynamics", duality(16, 128, keys), partial(_recur, reset=reset))
-        state = make.wide(make.rows(1024), 16, keys, 64)
+        state = make.wide(make.rows(1024), many, keys, 64)
         yield case(
             f"{preset}, imagined step",
             (*duality(1024, 1, keys), state),
@@ -143,7 +176,8 @@ def _convolutions(make: Make) -> Iterator[Case]:
     rows, length = make.rows(16), make.time(128)
     reset = make.resets(rows, length)
     for preset, channels, product in (("drama", 1056, 2096), ("drama-mamba1", 1024, 2048)):
-        first = product - channels - (16 if preset == "drama" else 0)
+        first = 1024 if preset == "drama" else 0
+        channels = make.channels(channels)
         taps, bias = make.wide(channels, 4, scale=0.5), make.wide(channels)
 
         def part(x: Tensor, first: int = first, channels: int = channels) -> Tensor:
@@ -161,10 +195,11 @@ def _convolutions(make: Make) -> Iterator[Case]:
             lambda x, taps, bias, state, part=part: causal_conv_step(part(x), taps, bias, state),
             backward=False,
         )
-    block = make.time(65)
+    block, blocks, channels = make.time(65), 2 if make.small else 10, make.channels(544)
+    taps, bias = make.wide(channels, 4, scale=0.5), make.wide(channels)
     yield case(
         "rem with mamba2, dynamics",
-        (make.low(make.rows(64), make.time(10), 2 * block - 1, 544), make.wide(544, 4, scale=0.5), make.wide(544)),
+        (make.low(make.rows(64), blocks, 2 * block - 1, channels), taps, bias),
         lambda *x: causal_conv_fork(*x, block),
     )
 
@@ -173,24 +208,25 @@ def _scans(make: Make) -> Iterator[Case]:
     case = partial(Case, "selective_scan")
     rows, length = make.rows(16), make.time(128)
     reset = make.resets(rows, length)
-    rates = -torch.arange(1.0, 17, device=make.device).repeat(1024, 1)
+    channels = make.channels(1024)
+    rates = -torch.arange(1.0, 17, device=make.device).repeat(channels, 1)
 
     def operands(rows: int, *shape: int) -> tuple[Tensor, ...]:
         b, c = make.low(rows, *shape, 64)[..., 32:].split(16, -1)  # parts of the product that also gives step sizes
-        return make.low(rows, *shape, 1024), make.wide(rows, *shape, 1024, scale=0.01).abs(), rates, b, c
+        return make.low(rows, *shape, channels), make.wide(rows, *shape, channels, scale=0.01).abs(), rates, b, c
 
     yield case("drama-mamba1, dynamics", operands(rows, length), lambda *x: selective_scan(*x, None, reset))
     many = make.rows(1024)
     yield case(
         "drama-mamba1, imagined step",
-        (*operands(many), make.wide(many, 1024, 16)),
+        (*operands(many), make.wide(many, channels, 16)),
         selective_scan_step,
         backward=False,
     )
     block = make.time(65)
     yield case(
         "rem with mamba1, dynamics",
-        operands(make.rows(16), make.time(10), 2 * block - 1),
+        operands(make.rows(16), 2 if make.small else 10, 2 * block - 1),
         lambda *x: selective_scan_fork(*x, block),
     )
 
@@ -200,6 +236,8 @@ def _attentions(make: Make) -> Iterator[Case]:
 
     def operands(rows: int, heads: int, queries: int, places: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries are parts of the layer's product (B, T, 3 D), keys and values parts of it, or of a cache."""
+        rows, heads = make.rows(rows), make.heads(heads)
+        queries, places = make.time(queries), make.time(places)
         qkv = make.low(rows, queries, 3, heads, width).permute(0, 2, 3, 1, 4)
         if queries == places:
             return qkv[:, 0], qkv[:, 1], qkv[:, 2]
@@ -209,26 +247,22 @@ def _attentions(make: Make) -> Iterator[Case]:
     def with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         return attention(q, k, v, bias)
 
-    length = make.time(340)
-    yield case("iris, whole sequence", operands(make.rows(64), 4, length, length, 64), attention)
-    yield case("iris, imagined token", operands(make.rows(64), 4, 1, length, 64), attention, backward=False)
-    yield case("storm, imagined step", operands(make.rows(1024), 8, 1, 24, 64), attention, backward=False)
-    reset, length = make.resets(make.rows(16), make.time(64)), make.time(64)
-    yield case(
-        "storm, segment with resets",
-        operands(make.rows(16), 8, length, length, 64),
-        lambda q, k, v: attention(q, k, v, None, reset),
-    )
-    yield case("unizero, whole sequence", operands(make.rows(64), 8, 20, 20, 96), attention)
-    yield case("unizero, window of a search", operands(make.rows(32), 8, 8, 8, 96), attention, backward=False)
-    bias = make.wide(8, 20)
-    yield case("unizero-gaussian, whole sequence", (*operands(make.rows(64), 8, 20, 20, 96), bias), with_bias)
+    yield case("iris, whole sequence", operands(64, 4, 340, 340, 64), attention)
+    yield case("iris, imagined token", operands(64, 4, 1, 340, 64), attention, backward=False)
+    yield case("storm, imagined step", operands(1024, 8, 1, 24, 64), attention, backward=False)
+    reset = make.resets(make.rows(16), make.time(64))
+    segment = operands(16, 8, 64, 64, 64)
+    yield case("storm, segment with resets", segment, lambda q, k, v: attention(q, k, v, None, reset))
+    yield case("unizero, whole sequence", operands(64, 8, 20, 20, 96), attention)
+    yield case("unizero, window of a search", operands(32, 8, 8, 8, 96), attention, backward=False)
+    bias = make.wide(make.heads(8), 20)
+    yield case("unizero-gaussian, whole sequence", (*operands(64, 8, 20, 20, 96), bias), with_bias)
 
 
 def _state_spaces(make: Make) -> Iterator[Case]:
     for preset, layers, channels, length in (("s4wm-2d", 4, 256, 250), ("s4wm-3d", 8, 512, 1001)):
-        nodes = make.time(length) // 2 + 1
-        systems = min(layers * channels, make.rows(1 << 20) * 8)
+        channels = make.channels(channels)
+        nodes, systems = make.time(length) // 2 + 1, 3 if make.small else layers * channels
         half = torch.arange(nodes, dtype=torch.float64, device=make.device) * (torch.pi / make.time(length))
         cos, sin = half.cos(), half.sin()
         w = torch.complex(-make.wide(systems, 32).abs() - 0.1, make.wide(systems, 32, scale=3.0))
@@ -238,7 +272,6 @@ def _state_spaces(make: Make) -> Iterator[Case]:
 
         operands = make.wide(systems, 8, 32), w.real.contiguous(), w.abs().square()
         yield Case("s4", f"{preset}, kernel", operands, sums, tolerance=1e-4)
-        channels = min(channels, systems)
         yield Case(
             "s4",
             f"{preset}, imagined step",
@@ -252,21 +285,22 @@ def _state_spaces(make: Make) -> Iterator[Case]:
             backward=False,
         )
     length = make.time(1001)
-    a = make.wide(128, 2)
+    width = make.channels(128)
+    a = make.wide(width, 2)
     a = 0.999 * a / a.norm(dim=1, keepdim=True)
     rows = make.rows(8)
     reset = make.resets(rows, length)
     yield Case(
         "diagonal_scan",
         "s5wm, dynamics",
-        (a, make.wide(rows, length, 128, 2), make.wide(rows, 128, 2)),
+        (a, make.wide(rows, length, width, 2), make.wide(rows, width, 2)),
         lambda a, b, state: diagonal_scan(a, b, state, reset),
         tolerance=1e-4,
     )
     yield Case(
         "diagonal_scan",
         "s5wm, imagined step",
-        (a, make.wide(rows, 128, 2), make.wide(rows, 128, 2)),
+        (a, make.wide(rows, width, 2), make.wide(rows, width, 2)),
         lambda a, b, state: diagonal_scan_step(a, b, state),
         backward=False,
     )
@@ -281,7 +315,7 @@ def _others(make: Make) -> Iterator[Case]:
         yield Case(
             "nearest",
             f"{preset}, tokenizer",
-            (make.wide(make.rows(vectors), width), make.wide(512, width)),
+            (make.wide(make.rows(vectors), width), make.wide(make.channels(512), width)),
             _distances,
             backward=False,
         )
@@ -295,7 +329,7 @@ def _others(make: Make) -> Iterator[Case]:
             lambda reward, value, ended=ended, own=own: lambda_returns(reward, value, ended, 0.985, 0.95, own),
         )
     for preset, rule in (("unizero", mctx_rule()), ("unizero-reference", lightzero_rule()), ("gumbel", gumbel_rule())):
-        trees, actions, simulations = make.rows(32), 6, min(50, make.time(50), 10)
+        trees, actions, simulations = make.rows(32), 6, make.time(50)
         operands = tuple(make.wide(simulations + 1, trees, *rest) for rest in ((actions,), (), ()))
         yield Case(
             "tree_search",

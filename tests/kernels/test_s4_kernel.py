@@ -409,6 +409,16 @@ def test_only_a_few_lengths_of_chunks_are_kept():
     assert list(recurrence.systems._cache) == ["step", *((time, time, 0) for time in (8, 9, 10, 11))]
 
 
+def test_what_a_recorded_graph_reads_is_kept(monkeypatch):
+    recurrence, _, _ = made()
+    state = torch.zeros(1, 3, 6, dtype=torch.float64)
+    for recording, times in ((False, [5]), (True, [3, 5]), (False, range(6, 12))):
+        monkeypatch.setattr(s4, "_recording", lambda recording=recording: recording)
+        for time in times:
+            recurrence.run(torch.ones(1, time, 3, dtype=torch.float64), state)
+    assert list(recurrence.systems._cache) == [(time, time, 0) for time in (5, 3, 8, 9, 10, 11)]
+
+
 # -- several layers ----------------------------------------------------------------------------------------------------
 
 
