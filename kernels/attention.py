@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from wmcli.kernels.dispatch import INTERPRETED, jit, on_triton, tl
+from wmcli.kernels.tiles import Tile, choose
 
 LOG2E = math.log2(math.e)
 
@@ -127,14 +128,15 @@ def _rows(x, stride, row, rows, width, W: tl.constexpr, DOT: tl.constexpr):
     """Load rows of x as a tile (rows, W) of type DOT, with zeros beyond its edges."""
     channel = tl.arange(0, W)
     inside = (row[:, None] < rows) & (channel[None, :] < width)
-    return tl.load(x + row[:, None] * stride + channel[None, :], mask=inside, other=0.0).to(DOT)
+    place = row[:, None].to(tl.int64) * stride + channel[None, :]
+    return tl.load(x + place, mask=inside, other=0.0).to(DOT)
 
 
 @jit
 def _store_rows(x, stride, row, rows, width, tile, W: tl.constexpr):
     channel = tl.arange(0, W)
     inside = (row[:, None] < rows) & (channel[None, :] < width)
-    tl.store(x + row[:, None] * stride + channel[None, :], tile, mask=inside)
+    tl.store(x + row[:, None].to(tl.int64) * stride + channel[None, :], tile, mask=inside)
 
 
 @jit
@@ -198,9 +200,8 @@ def _forward(
     if HAS_RESET:
         since += batch * places
     out += (batch * queries * heads + head) * width
-    row = (tl.num_programs(1) - 1 - tl.program_id(1)) * M + tl.arange(
-        0, M
-    )  # rows with the most visible positions start first
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # rows with the most visible positions start first
+    row = tile * M + tl.arange(0, M)
     place = row + (places - queries)
     begin = _first_visible(since, row, queries, places, reach, HAS_RESET)
     x = _rows(q, q_row, row, queries, width, W, DOT)
@@ -400,13 +401,28 @@ def _backward_places(
     _store_rows(grad_v + offset, heads * width, column, places, width, grad_values, W)
 
 
-def tiles(queries: int, width: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the tile sizes of the kernels: M queries, N positions (M <= N), W channels, and the dtype of products."""
-    low = dtype == torch.bfloat16
-    w = max(16, 1 << (width - 1).bit_length())
-    n = (64 if w <= 128 else 32) if low else (32 if w <= 128 else 16)  # more would not fit into the registers
-    m = min(n, max(16, 1 << (queries - 1).bit_length()))
-    return {"M": m, "N": n, "W": w, "DOT": tl.bfloat16 if low and not INTERPRETED else tl.float32}
+def _forward_tiles(queries: int, width: int, dtype: torch.dtype) -> list[Tile]:
+    """Return tiles of M queries and N positions, M <= N, the default first; more would not fit the registers."""
+    if dtype == torch.bfloat16:
+        n = 64 if width <= 128 else 32
+        return [_tile(queries, n, n, 4, 3), _tile(queries, n, n, 8, 2)]
+    if width <= 64:
+        return [_tile(queries, 32, 32, 4, 3), _tile(queries, 32, 32, 8, 2)]
+    return [_tile(queries, 16, 32 if width <= 128 else 16, 4, 2)]
+
+
+def _backward_tiles(queries: int, width: int, dtype: torch.dtype) -> list[Tile]:
+    """Return tiles as `_forward_tiles`."""
+    if dtype == torch.bfloat16:
+        n = 64 if width <= 128 else 32
+        return [_tile(queries, n, n, 8, 2), _tile(queries, 32, 32, 4, 2)]
+    n = 32 if width <= 64 else 16
+    return [_tile(queries, n, n, 8, 2)]
+
+
+def _tile(queries: int, m: int, n: int, warps: int, stages: int) -> Tile:
+    m = min(m, max(16, 1 << (queries - 1).bit_length()))
+    return {"M": m, "N": n, "num_warps": warps, "num_stages": stages}
 
 
 class _Attention(torch.autograd.Function):
@@ -423,14 +439,19 @@ class _Attention(torch.autograd.Function):
         out = q.new_empty(batch, queries, heads, width)
         log_sum = q.new_empty(batch, heads, queries, dtype=torch.float32)
         ctx.sizes = (heads, queries, places, width, places if bias is None else bias.shape[1])
-        ctx.tiles = {"HAS_BIAS": bias is not None, "HAS_RESET": reset is not None, "num_warps": 4}
-        ctx.tiles |= tiles(queries, width, q.dtype)
-        _forward[(batch * heads, -(-queries // ctx.tiles["M"]))](
+        ctx.constants = {"HAS_BIAS": bias is not None, "HAS_RESET": reset is not None}
+        ctx.constants["W"] = max(16, 1 << (width - 1).bit_length())
+        ctx.constants["DOT"] = tl.bfloat16 if q.dtype == torch.bfloat16 and not INTERPRETED else tl.float32
+        shape = batch, *ctx.sizes, q.dtype
+        tile = choose("attention", q.device, shape, _forward_tiles(queries, width, q.dtype))
+        ctx.tile = choose("attention, backward", q.device, shape, _backward_tiles(queries, width, q.dtype))
+        _forward[(batch * heads, -(-queries // tile["M"]))](
             *(q, k, v, bias, since, out, log_sum),
             *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
             *ctx.sizes,
             LOG2E / math.sqrt(width),
-            **ctx.tiles,
+            **ctx.constants,
+            **tile,
         )
         ctx.save_for_backward(q, k, v, bias, since, out, log_sum)
         return out.transpose(1, 2)
@@ -445,7 +466,7 @@ class _Attention(torch.autograd.Function):
         delta = torch.empty_like(log_sum)
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
         scales = (LOG2E / math.sqrt(width), 1 / math.sqrt(width))
-        cut = -(-queries // ctx.tiles["M"])
+        cut = -(-queries // ctx.tile["M"])
         partial = None
         if ctx.needs_input_grad[3]:
             partial = log_sum.new_zeros(len(q), heads, cut, reach)
@@ -455,14 +476,16 @@ class _Attention(torch.autograd.Function):
             *ctx.sizes,
             *scales,
             BIAS_GRAD=partial is not None,
-            **ctx.tiles,
+            **ctx.constants,
+            **ctx.tile,
         )
-        _backward_places[(len(q) * heads, -(-places // ctx.tiles["N"]))](
+        _backward_places[(len(q) * heads, -(-places // ctx.tile["N"]))](
             *(q, k, v, bias, since, log_sum, gradient, delta, grad_k, grad_v),
             *strides,
             *ctx.sizes,
             *scales,
-            **ctx.tiles,
+            **ctx.constants,
+            **ctx.tile,
         )
         grad_bias = None if partial is None else partial.sum((0, 2)).to(bias.dtype)
         return *(x.transpose(1, 2) for x in (grad_q, grad_k, grad_v)), grad_bias, None

@@ -196,9 +196,8 @@ def _inputs(
     in_x = (at >= 0) | (number >= 0)
     entered = tl.maximum(number, 0)
     row = sequence * blocks * size + tl.where(at < 0, entered // block * size + entered % block, n * size + at)
-    value = tl.load(x + row[:, None] * x_row + channel[None, :] * x_channel, mask=inside & in_x[:, None], other=0.0).to(
-        tl.float32
-    )
+    place = row[:, None] * x_row + channel[None, :].to(tl.int64) * x_channel
+    value = tl.load(x + place, mask=inside & in_x[:, None], other=0.0).to(tl.float32)
     if state is not None:
         cell = (sequence * channels + channel[None, :]) * PAST + PAST + number[:, None]
         value += tl.load(state + cell, mask=inside & (in_x == 0)[:, None], other=0.0).to(tl.float32)

@@ -223,7 +223,7 @@ def _forward(a, b, start, reset, states, length, width, CHUNK: tl.constexpr, LAN
     a_re, a_im = tl.load(a + 2 * lane, mask=inside, other=0.0), tl.load(a + 2 * lane + 1, mask=inside, other=0.0)
     x_re = tl.load(start + 2 * (row * width + lane), mask=inside, other=0.0)
     x_im = tl.load(start + 2 * (row * width + lane) + 1, mask=inside, other=0.0)
-    place, stride = 2 * (row * length * width + lane), 2 * width
+    place, stride = 2 * (row * length * width + lane), 2 * tl.cast(width, tl.int64)
     if reset is not None:
         reset += row * length
     for first in range(0, length, CHUNK):
@@ -256,7 +256,7 @@ def _backward(
     g_re = tl.load(grad_last + border, mask=inside, other=0.0)
     g_im = tl.load(grad_last + border + 1, mask=inside, other=0.0)
     of_a_re, of_a_im = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
-    place, stride = 2 * (row * length * width + lane), 2 * width
+    place, stride = 2 * (row * length * width + lane), 2 * tl.cast(width, tl.int64)
     if reset is not None:
         reset += row * length
     chunks = tl.cdiv(length, CHUNK)

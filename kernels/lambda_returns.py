@@ -110,6 +110,8 @@ def _forward(
     value += row * value_row
     terminated += row * end_row
     returns += row * steps
+    reward_step, value_step = tl.cast(reward_step, tl.int64), tl.cast(value_step, tl.int64)
+    end_step = tl.cast(end_step, tl.int64)
     total = tl.load(value + (steps - 1) * value_step, mask=inside, other=0.0).to(tl.float32)
     tl.store(returns + steps - 1, total, mask=inside)
     for back in range(1, steps):
@@ -151,6 +153,7 @@ def _backward(
     terminated += row * end_row
     grad_reward += row * rewards
     grad_value += row * steps
+    gradient_step, end_step = tl.cast(gradient_step, tl.int64), tl.cast(end_step, tl.int64)
     total = tl.load(gradient, mask=inside, other=0.0).to(tl.float32)  # of the return at t
     before = tl.zeros((TILE,), tl.float32)  # the part of the return at t - 1 in the value at t
     for t in range(steps - 1):

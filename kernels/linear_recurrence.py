@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from wmcli.kernels.dispatch import INTERPRETED, jit, on_triton, tl, triton
+from wmcli.kernels.tiles import Tile, choose
 
 NUMBERS = 1 << 19  # state numbers that a step updates and reads at a time, while they are in the processor's cache
 
@@ -287,9 +288,10 @@ class _Recurrence(torch.autograd.Function):
                 q, k, v, log_decay, reset, state, y, after, *strides, heads, **widths, num_warps=4
             )
         else:
-            tiles = _tiles(q, k, v, size)
+            products = _products(q, k, v)
+            tile = choose("linear_recurrence", q.device, _shape(q, v, size), _forward_tiles(q, k, v, size))
             scans = triton.cdiv(key_width, widths["BLOCK_K"]) * across
-            outputs = count * triton.cdiv(size, tiles["BLOCK_T"]) * across
+            outputs = count * triton.cdiv(size, tile["BLOCK_T"]) * across
             launches = [(0, scans + outputs)]
             if count > 1:
                 before = after.new_empty(batch, heads, count, key_width, value_width)
@@ -297,8 +299,7 @@ class _Recurrence(torch.autograd.Function):
             for first, parts in launches:
                 _forward_kernel[(batch * heads * parts,)](
                     q, k, v, log_decay, reset, state, before, y, after, *strides,
-                    heads, length, count, size, block, first, parts, **widths, **tiles,
-                    MANY=count > 1, num_warps=4, num_stages=2,
+                    heads, length, count, size, block, first, parts, **widths, **products, **tile, MANY=count > 1,
                 )  # fmt: skip
         ctx.save_for_backward(q, k, v, log_decay, reset, before)
         ctx.size, ctx.block = size, block
@@ -323,7 +324,9 @@ class _Recurrence(torch.autograd.Function):
             x.new_empty(batch, length, heads, key_width, dtype=torch.float32 if shared else None) for x in (q, k)
         )
         grad_v = v.new_empty(batch, length, heads, value_width)
-        widths, tiles = _widths(q, v), _tiles(q, k, v, size)
+        widths, products = _widths(q, v), _products(q, k, v)
+        shape = _shape(q, v, size)
+        tile = choose("linear_recurrence, backward", q.device, shape, _backward_tiles(q, k, v, size))
         down, across = triton.cdiv(key_width, widths["BLOCK_K"]), triton.cdiv(value_width, widths["BLOCK_V"])
         wide = max(down, across)
         grad_state = grad_decay = sums = None
@@ -331,7 +334,7 @@ class _Recurrence(torch.autograd.Function):
             grad_state = v.new_empty(batch, heads, key_width, value_width, dtype=torch.float32)
         if ctx.needs_input_grad[3]:
             sums = v.new_empty(batch * heads, wide, 2, length, dtype=torch.float32)
-        scans, inner = down * across, count * triton.cdiv(size, tiles["BLOCK_T"]) * wide
+        scans, inner = down * across, count * triton.cdiv(size, tile["BLOCK_T"]) * wide
         if count > 1:  # the gradient of the state after each chunk
             grad_states = v.new_empty(batch, heads, count, key_width, value_width, dtype=torch.float32)
             launches = [(0, scans), (scans, inner)]
@@ -342,8 +345,8 @@ class _Recurrence(torch.autograd.Function):
             _backward_kernel[(batch * heads * parts,)](
                 q, k, v, log_decay, reset, before, grad_y, grad_after, grad_states,
                 grad_q, grad_k, grad_v, grad_state, sums, *_strides(q, v, log_decay),
-                heads, length, count, size, block, first, parts, **widths, **tiles,
-                MANY=count > 1, WIDE=wide, num_warps=4 if tiles["BLOCK_T"] == 16 else 8, num_stages=2,
+                heads, length, count, size, block, first, parts, **widths, **products, **tile,
+                MANY=count > 1, WIDE=wide,
             )  # fmt: skip
         if sums is not None:
             grad_decay = v.new_empty(batch, heads, length, dtype=torch.float32)
@@ -374,23 +377,49 @@ def _widths(q: Tensor, v: Tensor) -> dict[str, int]:
     return {"K": k_width, "V": v_width, "BLOCK_K": block_k, "BLOCK_V": block_v}
 
 
-def _tiles(q: Tensor, k: Tensor, v: Tensor, size: int) -> dict[str, Any]:
-    """Return elements per tile of time, the operands' dtype in products, and the precision of float32 products."""
-    low = all(x.dtype == torch.bfloat16 for x in (q, k, v))
-    # 64 where they do not pad a chunk more than 32 do; in float32 they would not fit the registers.
-    rows = 16 if size <= 16 else 64 if low and not 1 <= size % 64 <= 32 else 32
+def _products(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+    """Return the operands' dtype in products, and the precision of float32 products."""
+    low = _low(q, k, v)
     return {
-        "BLOCK_T": rows,
         "DOT": tl.bfloat16 if low and not INTERPRETED else tl.float32,
         "PRECISION": "tf32" if low else "tf32x3",  # tf32 has more digits than bfloat16, tf32x3 nearly those of float32
     }
+
+
+def _low(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return all(x.dtype == torch.bfloat16 for x in (q, k, v))
+
+
+def _shape(q: Tensor, v: Tensor, size: int) -> tuple[object, ...]:
+    """Return what the time of a launch depends on."""
+    return *v.shape, q.shape[1], q.shape[3], size, q.dtype
+
+
+def _forward_tiles(q: Tensor, k: Tensor, v: Tensor, size: int) -> list[Tile]:
+    """Return tiles of elements of a chunk, the default first."""
+    if size <= 16:
+        return [_tile_of(16, 4)]
+    # In float32 larger ones would not fit the registers. 64 pad some chunks more than 32 do.
+    larger = _low(q, k, v) and not 1 <= size % 64 <= 32
+    return [_tile_of(32, 4), *([_tile_of(64, 4), _tile_of(64, 8)] if larger else [])]
+
+
+def _backward_tiles(q: Tensor, k: Tensor, v: Tensor, size: int) -> list[Tile]:
+    """Return tiles of elements of a chunk, the default first."""
+    if size <= 16:
+        return [_tile_of(16, 4)]
+    return [_tile_of(32, 8), _tile_of(16, 4)] if _low(q, k, v) else [_tile_of(16, 8)]
+
+
+def _tile_of(rows: int, warps: int) -> Tile:
+    return {"BLOCK_T": rows, "num_warps": warps, "num_stages": 2}
 
 
 @jit
 def _tile(x, stride, at, valid, column, WIDTH: tl.constexpr):
     """Load the elements `at` of x and some of their columns, with zeros elsewhere."""
     mask = valid[:, None] & (column < WIDTH)[None, :]
-    return tl.load(x + at[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    return tl.load(x + at[:, None].to(tl.int64) * stride + column[None, :], mask=mask, other=0.0)
 
 
 @jit
@@ -412,11 +441,12 @@ def _product(
 @jit
 def _passed(log_decay, d_t, reset, at, valid):
     """Return log decays and resets since the beginning of a tile: through each element, and of the whole tile."""
-    decay = tl.load(log_decay + at * d_t, mask=valid, other=0.0).to(tl.float32)
+    place = at.to(tl.int64)
+    decay = tl.load(log_decay + place * d_t, mask=valid, other=0.0).to(tl.float32)
     if reset is None:
         resets = tl.zeros_like(at)
     else:
-        resets = tl.load(reset + at, mask=valid, other=0).to(tl.int32)
+        resets = tl.load(reset + place, mask=valid, other=0).to(tl.int32)
     return tl.cumsum(decay), tl.sum(decay), tl.cumsum(resets), tl.sum(resets)
 
 
@@ -531,7 +561,8 @@ def _forward_kernel(
                 queries = _tile(q, q_t, at, valid, key, K).to(tl.float32) * reach[:, None]
                 out = tl.dot(queries, states, out, input_precision=PRECISION)
         mask = valid[:, None] & (value < V)[None, :]
-        tl.store(y + at[:, None] * heads * V + value[None, :], out.to(y.dtype.element_ty), mask=mask)
+        element = at[:, None].to(tl.int64) * heads * V
+        tl.store(y + element + value[None, :], out.to(y.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -676,25 +707,26 @@ def _backward_kernel(
                 states = _tile(grad_states + border, V, column, column < K, value, V)
                 grad_values = tl.dot(keys, states, grad_values, input_precision=PRECISION)
 
-        out_k = (b * length * heads + h) * K + at[:, None] * heads * K + key[None, :]
-        out_v = at[:, None] * y_t + value[None, :]
+        element = at[:, None].to(tl.int64) * heads
+        out_k = (b * length * heads + h + element) * K + key[None, :]
+        out_v = element * V + value[None, :]
         valid_k, valid_v = valid[:, None] & (key < K)[None, :], valid[:, None] & (value < V)[None, :]
         tl.store(grad_q + out_k, grad_queries.to(grad_q.dtype.element_ty), mask=valid_k)
         tl.store(grad_k + out_k, grad_keys.to(grad_k.dtype.element_ty), mask=valid_k)
         tl.store(grad_v + out_v, grad_values.to(grad_v.dtype.element_ty), mask=valid_v)
         if sums is not None:
-            sums += (row * WIDE + slice_) * 2 * length
-            tl.store(sums + at, passing, mask=valid)
+            line = (row * WIDE + slice_) * 2 * length
+            tl.store(sums + (line + at), passing, mask=valid)
             # An element contributes to the decays after it, the state before the chunk to all.
-            tl.store(sums + length + at + 1, entering, mask=at + 1 < enters)
+            tl.store(sums + (line + length + at + 1), entering, mask=at + 1 < enters)
             if tile == 0:
-                tl.store(sums + length + chunk * size, crossing)
+                tl.store(sums + (line + length + chunk * size), crossing)
 
 
 @jit
 def _decay_kernel(sums, grad_decay, length, count, size, block, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Compute the gradient of one chunk's log decays: sums over the elements from each on, and over those before it."""
-    row, chunk = (tl.program_id(0) // count).to(tl.int64), tl.program_id(0) % count
+    row, chunk = (tl.program_id(0) // count).to(tl.int64), (tl.program_id(0) % count).to(tl.int64)
     offset = tl.arange(0, BLOCK)
     at = chunk * size + offset
     valid = (offset < size) & (at < length)

@@ -87,12 +87,12 @@ def _search(
             channel = first + channels
             inside = channel[None, :] < width
             x = tl.load(
-                h + row[:, None] * h_row + channel[None, :] * h_channel,
+                h + row[:, None] * h_row + channel[None, :].to(tl.int64) * h_channel,
                 mask=(row[:, None] < vectors) & inside,
                 other=0.0,
             ).to(tl.float32)
             e = tl.load(
-                codebook + code[:, None] * codebook_row + channel[None, :] * codebook_channel,
+                codebook + code[:, None].to(tl.int64) * codebook_row + channel[None, :].to(tl.int64) * codebook_channel,
                 mask=(code[:, None] < size) & inside,
                 other=0.0,
             ).to(tl.float32)
@@ -103,8 +103,9 @@ def _search(
         at = tl.argmin(distance, 1)  # the first among equals
         index = tl.where(lowest < best, start + at, index)
         best = tl.minimum(lowest, best)
-    tl.store(distances + part * vectors + row, best, mask=row < vectors)
-    tl.store(codes + part * vectors + row, index, mask=row < vectors)
+    place = part.to(tl.int64) * vectors + row
+    tl.store(distances + place, best, mask=row < vectors)
+    tl.store(codes + place, index, mask=row < vectors)
 
 
 def _nearest_triton(h: Tensor, codebook: Tensor) -> Tensor:

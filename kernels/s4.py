@@ -257,7 +257,7 @@ def _cauchy_backward(
     real_ = tl.load(real + channel * pairs + pair, mask=valid, other=-1.0)[:, None]
     size_ = tl.load(size + channel * pairs + pair, mask=valid, other=1.0)[:, None]
     row = tl.arange(0, 8)  # of the weights
-    place = channel * 8 * pairs + row[:, None] * pairs + pair[None, :]
+    place = (channel * 8 + row[:, None]) * pairs + pair[None, :]
     of_weights = tl.zeros((8, PAIRS), tl.float32)
     of_real, of_size = tl.zeros((PAIRS,), tl.float32), tl.zeros((PAIRS,), tl.float32)
     for start in range(0, nodes, TILE):
@@ -658,6 +658,7 @@ class Systems:
         self.build, self.parameters, self.length = build, parameters, length
         self.graph = graph
         self._cache: dict[Any, list[tuple[Tensor, ...]]] = {}
+        self._recorded: set[Any] = set()  # keys that a recorded CUDA graph reads at every replay
 
     def convolve(self, layer: int, u: Tensor, resets: Resets | None = None) -> Tensor:
         """Run from a zero state: u (B, T, H), T <= length, to y (B, T, H)."""
@@ -727,8 +728,10 @@ class Systems:
     def chunk_operators(self, layer: int, size: int, reach: int, rest: int = 0) -> Chunk:
         """Return the operators of `run` and `fork`; see the function `chunk_operators`."""
         key = size, reach, rest
-        chunks = [other for other in self._cache if isinstance(other, tuple)]
-        if key not in chunks and len(chunks) == STORED_CHUNKS:
+        if _recording():
+            self._recorded.add(key)
+        chunks = [other for other in self._cache if isinstance(other, tuple) and other not in self._recorded]
+        if key not in self._cache and len(chunks) >= STORED_CHUNKS:
             self._cache.pop(chunks[0])
         return Chunk(*self._prepared(key, partial(_chunk, size=size, reach=reach, rest=rest), reach)[layer])
 
@@ -751,6 +754,11 @@ class Systems:
                     operators += [results[layer::layers] for layer in range(layers)]
             self._cache[key] = operators
         return self._cache[key]
+
+
+def _recording() -> bool:
+    """Return whether a CUDA graph is being recorded."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class _Prepared(torch.autograd.Function):
@@ -898,7 +906,7 @@ def _step_forward(
     channel, pair = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, PAIRS)
     there = channel < channels
     inside = there[:, None] & (pair < pairs)[None, :]
-    re = (channel * 2 * pairs)[:, None] + (2 * pair)[None, :]
+    re = (channel.to(tl.int64) * 2 * pairs)[:, None] + (2 * pair)[None, :]
     im = re + 1
     diagonal_re = tl.load(diagonal + re, mask=inside, other=0.0)
     diagonal_im = tl.load(diagonal + im, mask=inside, other=0.0)
@@ -915,7 +923,8 @@ def _step_forward(
         if reset is not None:  # chosen, not multiplied: 0 * inf would be NaN
             cleared = tl.load(reset + b) != 0
             x_re, x_im = tl.where(cleared, 0.0, x_re), tl.where(cleared, 0.0, x_im)
-        driven = tl.load(u + b * u_row + channel * u_channel, mask=there, other=0.0).to(tl.float32)[:, None]
+        driving = tl.load(u + b * u_row + channel.to(tl.int64) * u_channel, mask=there, other=0.0)
+        driven = driving.to(tl.float32)[:, None]
         fed_back = tl.sum(row_re * x_re + row_im * x_im, 1)[:, None]
         new_re = diagonal_re * x_re - diagonal_im * x_im - column_re * fed_back + into_re * driven
         new_im = diagonal_re * x_im + diagonal_im * x_re - column_im * fed_back + into_im * driven

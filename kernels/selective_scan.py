@@ -30,14 +30,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from wmcli.kernels.dispatch import jit, on_triton, tl, triton
+from wmcli.kernels.tiles import Tile, choose
 
 CHUNK = 16  # elements between two states that the form in torch stores
 CACHED = 2**19  # numbers in each of the two or three arrays it works on, for every thread: two megabytes
 LOG2E = 1 / math.log(2)
 
-TRITON_CHUNK = 8  # elements between two stored states, and states in a program's registers in the backward pass
-CHANNELS = 16  # of a program
-CELLS = 128  # state components per warp
+TILES = ((8, 16, 64), (8, 16, 128), (4, 16, 64))
+"""Elements between two stored states, as many of which a program has in registers in the backward pass; channels of a
+program; state components per warp. The first is the default."""
 
 
 def reference(
@@ -358,7 +359,7 @@ def _forward(
     channel = tl.program_id(1) * C + tl.arange(0, C)
     unit = tl.arange(0, S)
     inside, narrow = channel < channels, unit < width
-    cell = channel[:, None] * width + unit[None, :]
+    cell = channel[:, None].to(tl.int64) * width + unit[None, :]
     cells = inside[:, None] & narrow[None, :]
     rate = tl.load(a + cell, mask=cells, other=0.0).to(tl.float32)
     h = tl.zeros((C, S), tl.float32)
@@ -422,14 +423,14 @@ def _backward(
     C, S), grad_b and grad_c (tiles of channels, rows, S).
     """
     sequence = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    channel = tile * C + tl.arange(0, C)
+    tile = tl.program_id(1).to(tl.int64)
+    channel = tl.program_id(1) * C + tl.arange(0, C)
     unit = tl.arange(0, S)
     inside, narrow = channel < channels, unit < width
-    cell = channel[:, None] * width + unit[None, :]
+    cell = channel[:, None].to(tl.int64) * width + unit[None, :]
     cells = inside[:, None] & narrow[None, :]
     states = channels * width
-    rows = tl.num_programs(0) * blocks * size
+    rows = tl.num_programs(0).to(tl.int64) * blocks * size
     rate = tl.load(a + cell, mask=cells, other=0.0).to(tl.float32)
     g = tl.zeros((C, S), tl.float32)  # the gradient of the state
     if grad_last is not None:
@@ -491,10 +492,11 @@ class _Launch(NamedTuple):
     offset: int  # of its first element
     length: int  # elements of a block
     step: int  # between the rows of `start` that sequences start from
+    tile: Tile
 
     @property
     def chunk(self) -> int:
-        return min(TRITON_CHUNK, self.length)
+        return min(self.tile["CHUNK"], self.length)
 
     @property
     def pieces(self) -> int:
@@ -504,8 +506,7 @@ class _Launch(NamedTuple):
     def run(self, kernel: Any, operands: list[Tensor], others: list[Tensor | None]) -> None:
         x, dt, a, b, c = operands
         channels, width = a.shape
-        tile, padded = _tile(a)
-        kernel[(self.sequences, -(-channels // tile))](
+        kernel[(self.sequences, -(-channels // self.tile["C"]))](
             *operands,
             *others,
             *(operand.stride(0) for operand in (x, dt, b, c)),
@@ -516,25 +517,26 @@ class _Launch(NamedTuple):
             self.offset,
             self.length,
             self.step,
-            CHUNK=self.chunk,
-            C=tile,
-            S=padded,
-            num_warps=min(16, max(1, tile * padded // CELLS)),
+            **self.tile | {"CHUNK": self.chunk},
         )
 
 
-def _launches(x: Tensor, block: int) -> list[_Launch]:
+def _launches(x: Tensor, block: int, tile: Tile) -> list[_Launch]:
     batch, blocks, size, _ = x.shape
-    first = _Launch(batch, blocks, size, 0, block, 1)
+    first = _Launch(batch, blocks, size, 0, block, 1, tile)
     # The queries of a block start from the last state stored for the block.
-    queries = _Launch(batch * blocks, 1, size, block, size - block, first.pieces)
+    queries = _Launch(batch * blocks, 1, size, block, size - block, first.pieces, tile)
     return [first, queries] if block < size else [first]
 
 
-def _tile(a: Tensor) -> tuple[int, int]:
-    """Return the channels of a program and the state components of each, as powers of two."""
+def _tile(x: Tensor, a: Tensor, block: int) -> Tile:
+    """Return the elements of a piece, the channels of a program and the state components of each: powers of two."""
     channels, width = (triton.next_power_of_2(size) for size in a.shape)
-    return min(channels, CHANNELS), width
+    tiles: list[Tile] = []
+    for chunk, most, cells in TILES:
+        c = min(channels, most)
+        tiles.append({"CHUNK": chunk, "C": c, "S": width, "num_warps": min(16, max(1, c * width // cells))})
+    return choose("selective_scan", x.device, (*x.shape, width, block, x.dtype), tiles)
 
 
 def _rows(operand: Tensor) -> Tensor:
@@ -562,7 +564,8 @@ class _TritonScan(torch.autograd.Function):
         reset = None if reset is None else reset.contiguous()
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         stored: list[Tensor] = []
-        for launch in _launches(x, block):
+        ctx.tile = _tile(x, a, block)
+        for launch in _launches(x, block, ctx.tile):
             states = a.new_empty(launch.sequences, launch.blocks * launch.pieces, *a.shape, dtype=torch.float32)
             launch.run(_forward, operands, [stored[0] if stored else start, reset, y, states])
             stored.append(states)
@@ -576,10 +579,10 @@ class _TritonScan(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
         x, dt, a, b, c, start, reset, *stored = ctx.saved_tensors
         operands = [_rows(x), _rows(dt), a.contiguous(), _rows(b), _rows(c)]
-        launches = _launches(x, ctx.block)
+        launches = _launches(x, ctx.block, ctx.tile)
         grad_y, grad_last = grad_y.contiguous(), grad_last.contiguous()
         grad_x, grad_dt = (torch.empty_like(operand, memory_format=torch.contiguous_format) for operand in (x, dt))
-        tiles = -(-len(a) // _tile(a)[0])
+        tiles = -(-len(a) // ctx.tile["C"])
         room = partial(torch.empty, dtype=torch.float32, device=x.device)
         grad_b, grad_c = room(tiles, *b.shape), room(tiles, *c.shape)
         grad_a = room(sum(launch.sequences for launch in launches), *a.shape)

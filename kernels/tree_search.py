@@ -421,6 +421,7 @@ def _walk_up(
     tree = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < actions
+    count = tl.cast(count, tl.int64)
     own = tl.load(parent + tree)
     taken = tl.load(action + tree)
     leaf = block * trees + tree

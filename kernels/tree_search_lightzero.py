@@ -173,6 +173,7 @@ def _walk_down_fused(
 ):
     """`select` for one tree: score on the way down. `count` is the number of all nodes. WIDTH: `padded` actions."""
     tree = tl.program_id(0).to(tl.int64)
+    count = tl.cast(count, tl.int64)
     node = tree + trees
     column = tl.arange(0, WIDTH)
     inside = column < actions

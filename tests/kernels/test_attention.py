@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpus import DEVICE, compile_for_gpus
+from gpus import DEVICE
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from wmcli.kernels import attention as module
 from wmcli.kernels.attention import attention, masked_attention, reference
 from wmcli.kernels.dispatch import using
 
@@ -189,31 +188,6 @@ def test_golden_gradients_of_a_prior(implementation):
     mean = (weights(implementation, gaussian(4, mu, sigma), 4)[3].cpu() * torch.arange(3, -1, -1)).sum()
     got = torch.stack((mean, *torch.autograd.grad(mean, (mu, sigma))))
     assert_close(got, torch.tensor([1.115258, 0.733780, 0.374926]), rtol=0, atol=2e-6)
-
-
-def compile_cases():
-    integers = [f"{x}_{axis}" for x in ("q", "k", "v") for axis in ("batch", "head", "row")]
-    integers += ["heads", "queries", "places", "width", "reach"]
-    pointers = ("q", "k", "v", "out", "gradient", "grad_q", "grad_k", "grad_v")
-    cases = [  # operands, width, a bias and resets, sizes that are compiled in because they are 1
-        (torch.float32, 32, True, {}),
-        (torch.bfloat16, 64, False, {"heads": 1, "queries": 1}),
-    ]
-    for dtype, width, extras, ones in cases:
-        element = "*bf16" if dtype == torch.bfloat16 else "*fp32"
-        types = dict.fromkeys(pointers, element) | dict.fromkeys(integers, "i32")
-        types |= dict.fromkeys(("log_sum", "delta", "partial", "bias"), "*fp32") | {"since": "*i32"}
-        types |= {"scale": "fp32", "grad_scale": "fp32"}
-        constants = module.tiles(64, width, dtype) | {"HAS_BIAS": extras, "HAS_RESET": extras} | ones
-        for kernel in (module._forward, module._backward_queries, module._backward_places):
-            more = {"BIAS_GRAD": extras} if kernel is module._backward_queries else {}
-            used = {name: kind for name, kind in types.items() if name in kernel.arg_names}
-            yield kernel, used, constants | more
-
-
-@pytest.mark.slow
-def test_the_kernels_compile():
-    compile_for_gpus(__file__)
 
 
 @pytest.mark.parametrize("kind", ["none", "seen", "added"])

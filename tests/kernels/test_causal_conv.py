@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpus import DEVICE, compile_for_gpus
+from gpus import DEVICE
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -220,21 +220,3 @@ def test_both_forms_give_gradients_of_the_same_dtypes_to_the_same_arguments(want
     for got, want in zip(results[1], results[0], strict=True):
         assert got.dtype == want.dtype
         assert_close(got, want, rtol=2e-2, atol=2e-2 * want.abs().max().item())
-
-
-def compile_cases():
-    optional = {"state": "*fp32", "reset": "*i1", "grad_state": "*fp32"}
-    for element, given in (("*fp32", ("state", "grad_state")), ("*bf16", ("reset",))):
-        for kernel in (module._forward, module._backward):
-            constants = {"REACH": 1, "W": W, "PAST": 4, "ROWS": 8, "C": 32}  # a large tile only says more of the same
-            constants |= {name: None for name in optional if name not in given}
-            constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-            types = {name: "*fp32" for name in kernel.arg_names if name not in constants}
-            types |= dict.fromkeys(("x", "y", "grad_y", "grad_x"), element) | optional
-            types |= dict.fromkeys(("x_row", "x_channel", "channels", "blocks", "size", "block"), "i32")
-            yield kernel, {name: types[name] for name in kernel.arg_names if name not in constants}, constants
-
-
-@pytest.mark.slow
-def test_the_kernels_compile():
-    compile_for_gpus(__file__)

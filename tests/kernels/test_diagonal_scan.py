@@ -10,7 +10,7 @@ import random
 
 import pytest
 import torch
-from gpus import DEVICE, compile_for_gpus
+from gpus import DEVICE
 from torch.testing import assert_close
 
 from wmcli.kernels import diagonal_scan as module
@@ -217,15 +217,3 @@ def test_a_reset_takes_everything_away_in_triton(small):
         grad_b, grad_state = torch.autograd.grad(states[:, 4:].square().sum(), leaves[1:])
     assert_close(states[:, 4:], reference(a, b[:, 4:])[0], rtol=1e-5, atol=1e-5)
     assert grad_b.isfinite().all() and not grad_b[:, :4].any() and not grad_state.any()
-
-
-def compile_cases():
-    constants = {"CHUNK": 2, "LANES": module.LANES}  # a long chunk only says the same more often
-    for kernel, given in ((module._forward, constants | {"reset": None}), (module._backward, constants)):
-        types = dict.fromkeys(kernel.arg_names, "*fp32") | {"length": "i32", "width": "i32", "reset": "*u8"}
-        yield kernel, {name: kind for name, kind in types.items() if name not in given}, given
-
-
-@pytest.mark.slow
-def test_the_kernels_compile():
-    compile_for_gpus(__file__)

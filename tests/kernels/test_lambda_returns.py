@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpus import DEVICE, compile_for_gpus
+from gpus import DEVICE
 from torch.testing import assert_close
 
-from wmcli.kernels import lambda_returns as module
 from wmcli.kernels.dispatch import using
 from wmcli.kernels.lambda_returns import lambda_returns, reference
 
@@ -78,20 +77,3 @@ def test_only_requested_inputs_get_a_gradient():
         assert reward.grad is None
         gradients.append(value.grad)
     assert_close(gradients[1], gradients[0])
-
-
-def compile_cases():
-    integers = [f"{operand}_{axis}" for operand in ("reward", "value", "end", "gradient") for axis in ("row", "step")]
-    integers += ["rows", "steps", "rewards"]
-    for element, own in (("*fp32", True), ("*bf16", False)):
-        pointers = ("reward", "value", "returns", "gradient", "grad_reward", "grad_value")
-        types = dict.fromkeys(pointers, element) | dict.fromkeys(integers, "i32")
-        types |= {"terminated": "*i1", "discount": "fp32", "trace_decay": "fp32"}
-        for kernel in (module._forward, module._backward):
-            used = {name: kind for name, kind in types.items() if name in kernel.arg_names}
-            yield kernel, used, {"OWN": own, "TILE": module.TILE}
-
-
-@pytest.mark.slow
-def test_the_kernels_compile():
-    compile_for_gpus(__file__)

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from gpus import DEVICE, compile_for_gpus
+from gpus import DEVICE
 from torch.testing import assert_close
 
 from wmcli.kernels import linear_recurrence as module
@@ -389,34 +389,3 @@ def test_triton_strong_decay_stays_finite():
     q, k, v, log_decay, state = triton_operands(1, 1, True, 96, 4, 4, False)
     log_decay = torch.where(torch.arange(96, device=DEVICE) % 3 == 0, log_decay.detach(), -160.0).requires_grad_()
     agree(lambda *x: linear_recurrence(*x[:4], chunk=48), lambda *x: reference(*x[:4]), [q, k, v, log_decay], 1e-3)
-
-
-# -- compiled ----------------------------------------------------------------------------------------------------------
-
-
-def compile_cases():
-    import triton.language as tl
-
-    operands = ("q", "k", "v", "y", "grad_y", "grad_q", "grad_k", "grad_v")
-    floats = ("log_decay", "after", "grad_decay")
-    options = ("state", "before", "grad_after", "grad_states", "grad_state", "sums")
-    integers = ("q_b", "q_h", "q_t", "v_b", "v_h", "v_t", "d_b", "d_h", "d_t")
-    integers += ("heads", "length", "count", "size", "block", "first", "parts")
-    types = dict.fromkeys((*floats, *options), "*fp32") | dict.fromkeys(integers, "i32") | {"reset": "*u8"}
-    tiles = {"BLOCK_K": 64, "BLOCK_V": 64, "BLOCK": 64}
-    low = tiles | {"K": 128, "V": 64, "WIDE": 2, "BLOCK_T": 64, "DOT": tl.bfloat16, "PRECISION": "tf32", "MANY": True}
-    high = tiles | {"K": 64, "V": 64, "WIDE": 1, "BLOCK_T": 32, "DOT": tl.float32, "PRECISION": "tf32x3", "MANY": False}
-    large, small = (module._forward_kernel, module._backward_kernel), (module._step_kernel, module._decay_kernel)
-    for kernels, element, constants in (
-        (large + small, "*bf16", low),  # with all there is
-        (large, "*fp32", high | dict.fromkeys((*options, "reset"))),  # without what there need not be
-        (small, "*fp32", high),
-    ):
-        for kernel in kernels:
-            needed = {name: value for name, value in constants.items() if name in kernel.arg_names}
-            yield kernel, types | dict.fromkeys(operands, element), needed
-
-
-@pytest.mark.slow
-def test_the_kernels_compile():
-    compile_for_gpus(__file__)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpus import DEVICE, compile_for_gpus
+from gpus import DEVICE
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -102,16 +102,3 @@ def test_the_distances_never_exist_as_a_whole(form, monkeypatch):
     h, codebook = operands(200, 100, 4)
     with _NoMatrix(4000):
         nearest(h, codebook)
-
-
-def compile_cases():
-    integers = ("vectors", "size", "width", "share", "h_row", "h_channel", "codebook_row", "codebook_channel")
-    for element in ("*fp32", "*bf16"):
-        types = {"h": element, "codebook": "*fp32", "distances": "*fp32", "codes": "*i64"}
-        tile = {"ROWS": module.ROWS, "COLUMNS": module.COLUMNS, "CHANNELS": module.CHANNELS}
-        yield module._search, types | dict.fromkeys(integers, "i32"), tile
-
-
-@pytest.mark.slow
-def test_the_kernel_compiles():
-    compile_for_gpus(__file__)

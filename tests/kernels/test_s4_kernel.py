@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from gpus import DEVICE, compile_for_gpus
+from gpus import DEVICE
 from torch.testing import assert_close
 
 from wmcli.backbones.s4 import hippo_legs
@@ -409,6 +409,16 @@ def test_only_a_few_lengths_of_chunks_are_kept():
     assert list(recurrence.systems._cache) == ["step", *((time, time, 0) for time in (8, 9, 10, 11))]
 
 
+def test_what_a_recorded_graph_reads_is_kept(monkeypatch):
+    recurrence, _, _ = made()
+    state = torch.zeros(1, 3, 6, dtype=torch.float64)
+    for recording, times in ((False, [5]), (True, [3, 5]), (False, range(6, 12))):
+        monkeypatch.setattr(s4, "_recording", lambda recording=recording: recording)
+        for time in times:
+            recurrence.run(torch.ones(1, time, 3, dtype=torch.float64), state)
+    assert list(recurrence.systems._cache) == [(time, time, 0) for time in (5, 3, 8, 9, 10, 11)]
+
+
 # -- several layers ----------------------------------------------------------------------------------------------------
 
 
@@ -535,22 +545,3 @@ def test_the_step_can_be_differentiated(implementation):
         y, after = Recurrence(System(*leaves[2:6]), leaves[6], 20).step(*leaves[:2])
         gradients = torch.autograd.grad(y.sum() + after.square().sum(), leaves)
     assert all(gradient.abs().max() > 0 for gradient in gradients)
-
-
-def compile_cases():
-    operands = dict.fromkeys(("weights", "real", "size", "cos", "sin"), "*fp32") | {"pairs": "i32", "nodes": "i32"}
-    yield s4._cauchy_forward, operands | {"sums": "*fp32"}, {"TILE": s4.FREQUENCIES}
-    gradients = dict.fromkeys(("gradient", "grad_weights", "grad_real", "grad_size"), "*fp32")
-    yield s4._cauchy_backward, operands | gradients, {"PAIRS": s4.PAIRS, "TILE": s4.PAIR_FREQUENCIES}
-    names = ("diagonal", "column", "row", "into", "output", "state", "y", "after")
-    types = dict.fromkeys(names, "*fp32") | dict.fromkeys(
-        ("rows", "channels", "pairs", "u_row", "u_channel", "each"), "i32"
-    )
-    for element, reset in (("*fp32", {"reset": "*u8"}), ("*bf16", {})):
-        constants = {"CHANNELS": s4.STEP_CHANNELS, "PAIRS": 32} | ({} if reset else {"reset": None})
-        yield s4._step_forward, types | {"u": element} | reset, constants
-
-
-@pytest.mark.slow
-def test_the_kernels_compile():
-    compile_for_gpus(__file__)

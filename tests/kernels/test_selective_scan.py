@@ -9,10 +9,11 @@ import math
 
 import pytest
 import torch
-from gpus import DEVICE, compile_for_gpus
+from gpus import DEVICE
 from torch.testing import assert_close
 
 from wmcli.kernels import selective_scan as module
+from wmcli.kernels import tiles
 from wmcli.kernels.dispatch import using
 from wmcli.kernels.selective_scan import (
     CHUNK,
@@ -188,8 +189,7 @@ def in_triton(form, arguments):
 @pytest.fixture
 def small(monkeypatch):
     """Short pieces and few channels to a program: few elements, and a quick test, see the borders of both."""
-    monkeypatch.setattr(module, "TRITON_CHUNK", 3)
-    monkeypatch.setattr(module, "CHANNELS", 4)
+    monkeypatch.setattr(module, "TILES", ((3, 4, 64),))
 
 
 def wide_operands(length: int, channels: int = 5, width: int = 3):
@@ -219,8 +219,11 @@ def test_triton_equals_the_definition(length, with_state, with_reset, small):
     check_triton(length, with_state, with_reset)
 
 
-def test_triton_equals_the_definition_in_programs_of_their_true_size():
-    check_triton(module.TRITON_CHUNK + 1, True, False, channels=module.CHANNELS + 1, width=16)
+@pytest.mark.parametrize("tile", range(len(module.TILES)))
+def test_triton_equals_the_definition_in_programs_of_their_true_size(tile):
+    chunk, channels, _ = module.TILES[tile]
+    with tiles.using(tile):
+        check_triton(chunk + 1, True, False, channels=channels + 1, width=16)
 
 
 @pytest.mark.parametrize(("block", "queries"), [(1, 0), (1, 2), (4, 0), (4, 1), (2, 4)])
@@ -291,22 +294,3 @@ def test_large_steps_stay_finite_in_triton():
     x, _, _, b, c, state = operands(9)
     arguments = [x, torch.full_like(x, 10.0), torch.full((C, S), -16.0), b, c, state]
     assert all(value.isfinite().all() for value in in_triton(selective_scan, arguments))
-
-
-def compile_cases():
-    integers = ("x_row", "dt_row", "b_row", "c_row", "channels", "width", "blocks", "size", "offset", "length", "step")
-    optional = {"start": "*fp32", "reset": "*i1", "grad_ends": "*fp32", "grad_last": "*fp32"}
-    for element, given in (("*fp32", ("start", "grad_ends")), ("*bf16", ("start", "reset", "grad_last"))):
-        for kernel in (module._forward, module._backward):
-            constants = {"CHUNK": 2, "C": module.CHANNELS, "S": 16}  # a long chunk only says the same more often
-            types = {name: "*fp32" for name in kernel.arg_names if name not in constants}
-            types |= dict.fromkeys(integers, "i32") | dict.fromkeys(("x", "b", "c", "y", "grad_y", "grad_x"), element)
-            types |= optional
-            missing = dict.fromkeys(name for name in optional if name not in given)
-            constants |= {name: None for name in missing if name in kernel.arg_names}
-            yield kernel, {name: types[name] for name in kernel.arg_names if name not in constants}, constants
-
-
-@pytest.mark.slow
-def test_the_kernels_compile():
-    compile_for_gpus(__file__)

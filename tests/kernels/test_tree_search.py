@@ -9,10 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpus import DEVICE, compile_for_gpus
+from gpus import DEVICE
 from torch.testing import assert_close
 
-from wmcli.kernels import tree_search, tree_search_lightzero
 from wmcli.kernels.dispatch import using
 from wmcli.kernels.tree_search import (
     PRIOR,
@@ -161,26 +160,3 @@ def test_gumbel_takes_the_best_of_the_most_visited():
     assert output.action.tolist() == [1]
     # all q are known: the logits are 0, and (50 + 2) / 10 times q scaled to [0, 1]
     assert_close(output.policy, torch.tensor([[0.0, 1.04, 5.2]]).softmax(1))
-
-
-def compile_cases():
-    types = dict.fromkeys(("nodes", "edges", "ties", "bounds", "exploration"), "*fp32")
-    types |= dict.fromkeys(("children", "parent_edge", "best_action", "best_child", "parent", "action"), "*i64")
-    types |= dict.fromkeys(("trees", "actions", "count", "block", "logits_row", "logits_action"), "i32")
-    types |= dict.fromkeys(("tie", "narrowest"), "fp32")
-    types |= {"ends": "*i1"}
-    yield tree_search._walk_down, {name: types[name] for name in tree_search._walk_down.arg_names}, {}
-    walk_down = tree_search_lightzero._walk_down_fused
-    yield walk_down, {name: types[name] for name in walk_down.arg_names if name != "WIDTH"}, {"WIDTH": 16}
-    table, number = "*fp32", "fp32"
-    operands = [(table, number), (table,), (table, "i32", number, number, number, number)]
-    for rule, arguments, element in zip(RULES.values(), operands, ("*fp32", "*bf16", "*fp32"), strict=True):
-        used = types | dict.fromkeys(("rewards", "logits", "values"), element) | {"arguments": arguments}
-        constants = {"PRIOR": rule.fused.prior, "CHOOSE": rule.fused.choose, "TRACK": rule.fused.track, "WIDTH": 16}
-        names = [name for name in tree_search._walk_up.arg_names if name not in constants]
-        yield tree_search._walk_up, {name: used[name] for name in names}, constants
-
-
-@pytest.mark.slow
-def test_the_kernels_compile():
-    compile_for_gpus(__file__)
