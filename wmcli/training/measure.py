@@ -11,6 +11,9 @@ numbers counts as one of real numbers, a quarter of its cost.
 Memory is a call's peak above the use between two calls: weights, gradients, optimizer state and data. On CUDA it is the
 most bytes that torch had allocated. On a CPU it is the peak of the resident set, libraries and allocators included.
 Only Linux with the GNU C library reports the latter.
+
+Launches are calls of the host that start work on a CUDA device, device operations what the device then runs: a replayed
+graph is one launch of many. A wait is a call during which the host waits for the device.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import math
 import os
 import statistics
 import time
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,8 +34,11 @@ import torch
 from torch.autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from wmcli.kernels.dispatch import on_triton
+from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.progress import Progress
 from wmcli.training.device import Machine
+from wmcli.training.graph import capture
 
 REPEATS = 5
 SAMPLE_SECONDS = 0.01  # calls shorter than this are timed several in a row
@@ -39,6 +46,7 @@ MOST_CALLS = 1000  # of a job in a row
 CEILING_SECONDS = 0.05  # of a call with operands that exceed any cache
 MATMUL_SIZES = (1024, 16384)  # of a square matrix: the first and the largest
 COPY_BYTES = (1 << 26, 1 << 31)
+RECORDED_OPERATIONS = 1000  # of the graph whose replay is timed
 RECORDINGS = 3  # the fastest counts: some calls wait for pages that the profiler allocates
 OPERATORS = 6  # rows of the table of operators, beside those of matrix products
 OTHERS, BETWEEN, PRODUCTS = "(other operators)", "(between operators)", "(all matrix products)"
@@ -96,6 +104,11 @@ class Ceiling(NamedTuple):
     per_call: float
     """Operations or bytes of a call."""
 
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> Ceiling:
+        """Return the ceiling that a row of `Bench.ceilings` describes."""
+        return cls(row["what"], row["shape"], [row["seconds_low"]], row["operations"] or row["bytes_moved"])
+
     @property
     def rate(self) -> float:
         """Operations or bytes per second, in the fastest sample."""
@@ -144,6 +157,36 @@ def _large(make: Callable[[int], Job], sizes: tuple[int, int], device: torch.dev
         if size >= largest or time_call(job, device) >= CEILING_SECONDS:
             return size, job
         size *= 2
+
+
+def launch_times(device: torch.device, progress: Progress) -> dict[str, list[float]]:
+    """Time operations on one number: launched in a row, each waited for, and on CUDA in Triton and in replayed graphs.
+
+    Returns:
+        Seconds of one operation, by what is timed.
+    """
+    number = torch.zeros(1, device=device)
+    reward, value = torch.zeros(2, 1, 2, device=device)
+    terminated = torch.zeros(1, 2, dtype=torch.bool, device=device)
+
+    def add() -> None:
+        number.add_(1)
+
+    def add_many() -> None:
+        for _ in range(RECORDED_OPERATIONS):
+            number.add_(1)
+
+    jobs: dict[str, Job] = {"an operation": add, "an operation and a wait": lambda: number.add_(1).item()}
+    if device.type == "cuda":
+        jobs["replay of a graph of one operation"] = capture(add)[1]
+        jobs[f"replay of a graph of {RECORDED_OPERATIONS:,} operations"] = many = capture(add_many)[1]
+    if on_triton(reward):
+        jobs["a Triton kernel"] = lambda: lambda_returns(reward, value, terminated, 0.99, 0.95)
+    times = time_jobs(jobs, device, progress, "launches")
+    if device.type == "cuda":
+        replay = times.pop(next(name for name, job in jobs.items() if job is many))
+        times["an operation in a replayed graph"] = [seconds / RECORDED_OPERATIONS for seconds in replay]
+    return times
 
 
 # -- arithmetic and memory --------------------------------------------------------------------------------------------
@@ -199,6 +242,38 @@ def peak_memory(job: Job, device: torch.device) -> int | None:
 def _resident(kind: str) -> int:
     line = next(line for line in (_PROC / "status").read_text().splitlines() if line.startswith(f"{kind}:"))
     return int(line.split()[1]) * 1024
+
+
+# -- launches and waits -----------------------------------------------------------------------------------------------
+
+
+def count_launches(job: Job, device: torch.device) -> tuple[int, int] | None:
+    """Count the launches of one call, and the operations of the device; None on a CPU, where nothing is launched."""
+    if device.type != "cuda":
+        return None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recording:
+        time_call(job, device)
+    events = recording.events() or []
+    on_device = sum(each.device_type == DeviceType.CUDA and not each.is_user_annotation for each in events)
+    return sum(any(name in each.name for name in _LAUNCHES) for each in events), on_device
+
+
+_LAUNCHES = ("LaunchKernel", "GraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")  # calls into CUDA
+
+
+def count_waits(job: Job, device: torch.device) -> int | None:
+    """Count how often the host waits for the device in one call; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            job()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum("synchronizing CUDA operation" in str(each.message) for each in caught)
 
 
 # -- time by operator -------------------------------------------------------------------------------------------------
@@ -312,15 +387,25 @@ def _own_time(
 
 
 class Bench:
-    """Times calls on one machine, whose ceilings it measures first, and makes a row of each result."""
+    """Times calls on one machine, and makes a row of each result.
 
-    def __init__(self, machine: Machine, progress: Progress) -> None:
+    Args:
+        machine: The machine.
+        progress: Display of progress.
+        ceilings: The rows `ceilings` of an earlier bench on this machine; None measures the ceilings first.
+    """
+
+    def __init__(self, machine: Machine, progress: Progress, ceilings: Sequence[dict[str, Any]] | None = None) -> None:
         self.device, self.progress = machine.device, progress
-        matmul = {name: measure_matmul(name, self.device, progress) for name in ("float32", "bfloat16")}
-        copy = measure_copy(self.device, progress)
-        self.arithmetic, self.copying = matmul[machine.precision].rate, copy.rate
-        self.ceilings = [
-            *(self.row(each.name, each.shape, each.times, operations=each.per_call) for each in matmul.values()),
+        if ceilings is None:
+            products = [measure_matmul(name, self.device, progress) for name in ("float32", "bfloat16")]
+            copy = measure_copy(self.device, progress)
+        else:
+            *products, copy = map(Ceiling.of_row, ceilings)
+        self.arithmetic = next(each.rate for each in products if each.name.endswith(machine.precision))
+        self.copying = copy.rate
+        self.ceilings = list(ceilings or ()) or [
+            *(self.row(each.name, each.shape, each.times, operations=each.per_call) for each in products),
             self.row(copy.name, copy.shape, copy.times, moved=copy.per_call),
         ]
 
