@@ -14,7 +14,7 @@ import torch
 from wmcli.artifacts import Artifact
 from wmcli.assemble import build_controller, build_tokenizer, build_world_model
 from wmcli.controllers.agent import UniformAgent
-from wmcli.controllers.base import Learner
+from wmcli.controllers.base import Actor, Learner
 from wmcli.envs import Streams
 from wmcli.kernels.dispatch import using
 from wmcli.settings import LearnedCollectSettings, Settings
@@ -126,7 +126,8 @@ def profile_stages(
 
     A call that replays a recorded graph has a row of the same call without it beside, `EAGER`.
     """
-    rows, where = [_collection(context, bench)], []
+    collected, steps = collect_randomly(context, bench)
+    rows, where = [collected | {"in_epoch": _steps_in_epoch(context.settings) / steps}], []
     for group in _groups(context):
         forms = [each for stage in group for each in _forms(stage)]
         times = bench.time_jobs(", ".join(stage.label for stage in group), {each.label: each.call for each in forms})
@@ -180,24 +181,31 @@ def _with_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _collection(context: Context, bench: Bench) -> dict[str, Any]:
-    """Time collecting with a random policy."""
+def collect_randomly(context: Context, bench: Bench) -> tuple[dict[str, Any], int]:
+    """Time collecting with a random policy; see `time_collecting`."""
+    count, generator = context.settings.environment.count, torch.Generator().manual_seed(0)
+    agent = UniformAgent(context.environment["actions"], count, generator=generator)
+    return time_collecting(context, bench, "collect, random policy", agent)
+
+
+def time_collecting(context: Context, bench: Bench, label: str, agent: Actor) -> tuple[dict[str, Any], int]:
+    """Time collecting with an agent; return the row, and the steps of a call."""
     settings = context.settings.environment
     streams = Streams(settings, train=True, seed=0)
-    agent = UniformAgent(context.environment["actions"], settings.count, generator=torch.Generator().manual_seed(0))
-    rounds = -(-COLLECT_STEPS // settings.count)
+    rounds = 2 if bench.quick else -(-COLLECT_STEPS // settings.count)
     steps = rounds * settings.count
 
     def some_steps() -> None:
         for _ in range(rounds):
-            streams.step(agent.act(streams.observation, streams.first))
+            with context.machine.autocast():
+                action = agent.act(streams.observation, streams.age(agent.across_ends) == 0)
+            streams.step(action)
+            agent.summarize_search()
 
-    label = "collect, random policy"
     times = bench.time_jobs(label, {label: some_steps})[label]
     streams.close()
     shape = f"{steps} steps, {settings.count} × {settings.id}"
-    in_epoch = _steps_in_epoch(context.settings) / steps
-    return bench.row(label, shape, times, count=steps, unit="steps", in_epoch=in_epoch)
+    return bench.row(label, shape, times, count=steps, unit="steps"), steps
 
 
 def _steps_in_epoch(settings: Settings) -> int:
@@ -205,7 +213,7 @@ def _steps_in_epoch(settings: Settings) -> int:
     return settings.collect.steps if isinstance(settings.collect, LearnedCollectSettings) else 0
 
 
-def _has_tokenizer(settings: Settings) -> bool:
+def has_tokenizer(settings: Settings) -> bool:
     """Return whether the dynamics take or train a tokenizer."""
     return settings.dynamics.takes_tokenizer or settings.dynamics.trains_tokenizer
 
@@ -214,7 +222,7 @@ def elements_of(context: Context) -> int:
     """Return the elements of the backbone that a frame and its action take, 0 without a backbone."""
     settings = context.settings
     with torch.device("meta"):
-        tokenizer = build_tokenizer(settings) if _has_tokenizer(settings) else None
+        tokenizer = build_tokenizer(settings) if has_tokenizer(settings) else None
         return build_world_model(settings, tokenizer, context.environment["actions"]).elements
 
 
@@ -227,7 +235,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
         return torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, device=device)
 
     tokenizer = None
-    if _has_tokenizer(settings):
+    if has_tokenizer(settings):
         learning, frozen = build_tokenizer(settings).to(device), machine.freeze(build_tokenizer(settings))
         yield list(_tokenizer_stages(context, learning, frozen, random_frames))
         tokenizer = frozen if settings.dynamics.takes_tokenizer else learning

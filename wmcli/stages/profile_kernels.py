@@ -11,7 +11,7 @@ B batch, T time (elements of a training segment), other axes as in the kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
@@ -74,8 +74,6 @@ class Case(NamedTuple):
     """Whether it has gradients of all operands that are real or complex."""
     loose: float = 1.0
     """Factor on the allowed error: more than 1 where the problem is ill-conditioned."""
-    backbone: str | None = None
-    """Kind of the backbone that it belongs to, if it belongs to one."""
     constant: tuple[int, ...] = ()
     """Operands without a gradient that could have one."""
     state_bytes: int = 0
@@ -278,37 +276,47 @@ def _bytes(*tensors: Tensor) -> int:
 # -- the kernels ------------------------------------------------------------------------------------------------------
 
 
-def kernel_cases(settings: Settings, machine: Machine, elements: int) -> Iterator[Case]:
+def kernel_cases(
+    settings: Settings, machine: Machine, elements: int, kinds: Collection[str | None] | None = None
+) -> Iterator[Case]:
     """Yield every kernel with random operands; those that come from a matrix product have the run's precision.
 
     Args:
         settings: Of the preset.
         machine: Device and precision.
         elements: Of the backbone that a frame and its action take; 0 without a backbone.
+        kinds: Kinds of backbones whose kernels are wanted, None among them for those of no backbone; None is all.
     """
     if not elements:
         return  # convolutions only
-    make, dynamics = RandomOperands(machine), cast(Any, settings.dynamics)
-    batch, width, time = dynamics.batch, settings.backbone.width, dynamics.sequence_length * elements
-    learns = settings.controller.acts and not settings.controller.searches
-    rows = cast(Any, settings.controller).batch if learns else batch
-    yield _retention(settings, make, (batch, time, width), elements)
+    make, dynamics, controller = RandomOperands(machine), cast(Any, settings.dynamics), cast(Any, settings.controller)
+    batch, width = dynamics.batch, settings.backbone.width
+    learns = controller.acts and not controller.searches
+    segment = (batch, dynamics.sequence_length * elements, width)
+    step = (controller.batch if learns else batch, 1, width)
+    makers: list[tuple[str | None, Callable[..., Case], tuple[Any, ...]]] = [
+        ("retnet", _retention, (segment, elements)),
+        ("retnet", _retention_step, (step, elements)),
+        ("mamba2", state_space_duality, (segment,)),
+        ("mamba2", _state_space_duality_step, (step,)),
+        ("mamba1", _selective_scan, (segment,)),
+        ("mamba1", _selective_scan_step, (step,)),
+        ("mamba2", _causal_conv, (segment,)),
+        ("mamba2", _causal_conv_step, (step,)),
+        ("s4", _state_space, (segment,)),
+        ("s5", _diagonal_scan, (segment,)),
+        ("transformer", _attention, (segment,)),
+    ]
     if elements > 1:
-        yield _retention_fork(settings, make, (batch, dynamics.sequence_length - 1, width), elements)
-    yield _retention_step(settings, make, (rows, 1, width), elements)
-    yield state_space_duality(settings, make, (batch, time, width))
-    yield _state_space_duality_step(settings, make, (rows, 1, width))
-    yield _selective_scan(settings, make, (batch, time, width))
-    yield _selective_scan_step(settings, make, (rows, 1, width))
-    yield _causal_conv(settings, make, (batch, time, width))
-    yield _causal_conv_step(settings, make, (rows, 1, width))
-    yield _state_space(settings, make, (batch, time, width))
-    yield _diagonal_scan(settings, make, (batch, time, width))
-    yield _attention(settings, make, (batch, time, width))
-    if settings.dynamics.takes_tokenizer:
-        yield _nearest(settings, make, elements - 1)
+        blocks = (batch, dynamics.sequence_length - 1, width)
+        makers.insert(1, ("retnet", _retention_fork, (blocks, elements)))
+    if dynamics.takes_tokenizer:
+        makers.append((None, _nearest, (elements - 1,)))
     if learns:
-        yield _lambda_returns(settings.controller, make)
+        makers.append((None, _lambda_returns, ()))
+    for kind, build, shape in makers:
+        if kinds is None or kind in kinds:
+            yield build(settings, make, *shape)
 
 
 Shape = tuple[int, int, int]  # B, T (or blocks), width of the backbone
@@ -342,7 +350,6 @@ def _retention(settings: Settings, make: RandomOperands, shape: Shape, block: in
         (0, 0, 0, None),
         lambda q, k, v, log_decay: linear_recurrence(q, k, v, log_decay, chunk=retnet.chunk_size)[0],
         lambda *operands: linear_recurrence_reference(*operands)[0],
-        backbone="retnet",
         constant=(3,),
     )
 
@@ -369,7 +376,6 @@ def _retention_fork(settings: Settings, make: RandomOperands, shape: Shape, bloc
         (0, 0, 0, None),
         lambda q, k, v, log_decay: linear_recurrence_fork(q, k, v, log_decay, block)[0],
         reference,
-        backbone="retnet",
         constant=(3,),
     )
 
@@ -419,7 +425,6 @@ def state_space_duality(settings: Settings, make: RandomOperands, shape: Shape) 
         (0, 0, 0, 0),
         lambda q, k, v, log_decay: linear_recurrence(q, k, v, log_decay, chunk=mamba2.chunk_size)[0],
         lambda *operands: linear_recurrence_reference(*operands)[0],
-        backbone="mamba2",
     )
 
 
@@ -435,7 +440,6 @@ def _selective_scan(settings: Settings, make: RandomOperands, shape: Shape) -> C
         (0, 0, None, 0, 0),
         lambda *operands: selective_scan(*operands)[0],
         lambda *operands: selective_scan_reference(*operands)[0],
-        backbone="mamba1",
     )
 
 
@@ -468,7 +472,6 @@ def _causal_conv(settings: Settings, make: RandomOperands, shape: Shape) -> Case
         (0, None, None),
         lambda *operands: causal_conv(*operands)[0],
         lambda *operands: causal_conv_reference(*operands)[0],
-        backbone="mamba2",
     )
 
 
@@ -516,7 +519,6 @@ def _state_space(settings: Settings, make: RandomOperands, shape: Shape) -> Case
         call,
         reference,
         loose=10,  # Abar^T of the slowest channels is close to I
-        backbone="s4",
     )
 
 
@@ -530,7 +532,6 @@ def _diagonal_scan(settings: Settings, make: RandomOperands, shape: Shape) -> Ca
         (0, None),
         lambda b, a: diagonal_scan(a, b)[0],
         lambda b, a: diagonal_scan_reference(a, b)[0],
-        backbone="s5",
     )
 
 
@@ -549,7 +550,6 @@ def _attention(settings: Settings, make: RandomOperands, shape: Shape) -> Case:
         (0, 0, 0),
         attention,
         attention_reference,
-        backbone="transformer",
     )
 
 
@@ -574,7 +574,8 @@ def _nearest(settings: Settings, make: RandomOperands, tokens: int) -> Case:
     )
 
 
-def _lambda_returns(controller: Any, make: RandomOperands) -> Case:
+def _lambda_returns(settings: Settings, make: RandomOperands) -> Case:
+    controller = cast(Any, settings.controller)
     batch, steps = controller.batch, controller.imagination_horizon + 1
     reward, value = (make.normal(batch, steps).float() for _ in range(2))
     terminated = torch.rand(batch, steps, device=make.device) < 0.05

@@ -45,7 +45,7 @@ SAMPLE_SECONDS = 0.01  # calls shorter than this are timed several in a row
 MOST_CALLS = 1000  # of a job in a row
 CEILING_SECONDS = 0.05  # of a call with operands that exceed any cache
 MATMUL_SIZES = (1024, 16384)  # of a square matrix: the first and the largest
-COPY_BYTES = (1 << 26, 1 << 31)
+COPY_BYTES = (1 << 26, 1 << 31)  # of the array that is copied, likewise
 RECORDED_OPERATIONS = 1000  # of the graph whose replay is timed
 RECORDINGS = 3  # the fastest counts: some calls wait for pages that the profiler allocates
 OPERATORS = 6  # rows of the table of operators, beside those of matrix products
@@ -69,18 +69,28 @@ def time_call(job: Job, device: torch.device, calls: int = 1) -> float:
     return (time.perf_counter() - started) / calls
 
 
-def time_jobs(jobs: Mapping[str, Job], device: torch.device, progress: Progress, name: str) -> dict[str, list[float]]:
-    """Time each job: return the seconds of a call, `REPEATS` samples, taken in turn after a warm-up."""
-    calls = {}
+def time_jobs(
+    jobs: Mapping[str, Job], device: torch.device, progress: Progress, name: str, *, quick: bool = False
+) -> dict[str, list[float]]:
+    """Time each job: return the seconds of a call, `REPEATS` samples, taken in turn after a warm-up.
+
+    Args:
+        jobs: The jobs by name.
+        device: Their device.
+        progress: Display of progress.
+        name: Of all of them, for the display.
+        quick: Take one sample of one call, to try jobs out.
+    """
+    calls, repeats = {}, 1 if quick else REPEATS
     times: dict[str, list[float]] = {name: [] for name in jobs}
-    with progress.bar(f"profile {name}", 1 + REPEATS, "rounds") as bar:
+    with progress.bar(f"profile {name}", 1 + repeats, "rounds") as bar:
         for key, job in jobs.items():
             once = time_call(job, device)
-            if once < 1:  # a second call measures short jobs better
+            if once < 1 and not quick:  # a second call measures short jobs better
                 once = time_call(job, device)
-            calls[key] = min(math.ceil(SAMPLE_SECONDS / max(once, 1e-9)), MOST_CALLS)
+            calls[key] = 1 if quick else min(math.ceil(SAMPLE_SECONDS / max(once, 1e-9)), MOST_CALLS)
         bar.advance()
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             for key, job in jobs.items():
                 times[key].append(time_call(job, device, calls[key]))
             bar.advance()
@@ -115,13 +125,14 @@ class Ceiling(NamedTuple):
         return self.per_call / min(self.times)
 
 
-def measure_matmul(precision: str, device: torch.device, progress: Progress) -> Ceiling:
+def measure_matmul(precision: str, device: torch.device, progress: Progress, *, quick: bool = False) -> Ceiling:
     """Time a product of two square matrices, large enough to be limited by arithmetic.
 
     Args:
         precision: float32 or bfloat16.
         device: Of the matrices.
         progress: Display of progress.
+        quick: Take small ones.
     """
     dtype = getattr(torch, precision)
 
@@ -130,27 +141,30 @@ def measure_matmul(precision: str, device: torch.device, progress: Progress) -> 
         out = torch.empty_like(a)
         return lambda: torch.mm(a, b, out=out)
 
-    size, job = _large(product, MATMUL_SIZES, device)
+    size, job = _large(product, MATMUL_SIZES, device, quick)
     name = f"matmul {precision}"
-    times = time_jobs({name: job}, device, progress, name)[name]
+    times = time_jobs({name: job}, device, progress, name, quick=quick)[name]
     return Ceiling(name, f"{size} × {size} × {size}", times, 2.0 * size**3)
 
 
-def measure_copy(device: torch.device, progress: Progress) -> Ceiling:
+def measure_copy(device: torch.device, progress: Progress, *, quick: bool = False) -> Ceiling:
     """Time a copy from memory to memory, counted as one read and one write."""
 
     def copy(size: int) -> Job:
         source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
         return lambda: target.copy_(source)
 
-    size, job = _large(copy, COPY_BYTES, device)
-    times = time_jobs({"copy": job}, device, progress, "copy")["copy"]
+    size, job = _large(copy, COPY_BYTES, device, quick)
+    times = time_jobs({"copy": job}, device, progress, "copy", quick=quick)["copy"]
     return Ceiling("copy", f"{size >> 20} MiB", times, 2.0 * size)
 
 
-def _large(make: Callable[[int], Job], sizes: tuple[int, int], device: torch.device) -> tuple[int, Job]:
-    """Return the job of the first size, doubled until a call takes `CEILING_SECONDS` or the size is the largest."""
-    size, largest = sizes
+def _large(make: Callable[[int], Job], sizes: tuple[int, int], device: torch.device, quick: bool) -> tuple[int, Job]:
+    """Return the job of the first size, doubled until a call takes `CEILING_SECONDS` or the size is the largest.
+
+    If `quick` the first size is the largest.
+    """
+    size, largest = sizes[0], sizes[0 if quick else 1]
     while True:
         job = make(size)
         job()
@@ -159,34 +173,35 @@ def _large(make: Callable[[int], Job], sizes: tuple[int, int], device: torch.dev
         size *= 2
 
 
-def launch_times(device: torch.device, progress: Progress) -> dict[str, list[float]]:
-    """Time operations on one number: launched in a row, each waited for, and on CUDA in Triton and in replayed graphs.
+def launch_jobs(device: torch.device) -> dict[str, tuple[Job, int]]:
+    """Return operations on one number, so small that launching them is what they cost.
+
+    They are launched in a row, each waited for, and on CUDA in Triton and in replayed graphs.
 
     Returns:
-        Seconds of one operation, by what is timed.
+        By what a call does: the call, and the number of operations in it.
     """
     number = torch.zeros(1, device=device)
     reward, value = torch.zeros(2, 1, 2, device=device)
     terminated = torch.zeros(1, 2, dtype=torch.bool, device=device)
 
-    def add() -> None:
-        number.add_(1)
+    def add(count: int) -> Job:
+        def run() -> None:
+            for _ in range(count):
+                number.add_(1)
 
-    def add_many() -> None:
-        for _ in range(RECORDED_OPERATIONS):
-            number.add_(1)
+        return run
 
-    jobs: dict[str, Job] = {"an operation": add, "an operation and a wait": lambda: number.add_(1).item()}
-    if device.type == "cuda":
-        jobs["replay of a graph of one operation"] = capture(add)[1]
-        jobs[f"replay of a graph of {RECORDED_OPERATIONS:,} operations"] = many = capture(add_many)[1]
+    jobs: dict[str, tuple[Job, int]] = {
+        "launch of an operation": (add(1), 1),
+        "operation and a wait for its result": (lambda: number.add_(1).item(), 1),
+    }
     if on_triton(reward):
-        jobs["a Triton kernel"] = lambda: lambda_returns(reward, value, terminated, 0.99, 0.95)
-    times = time_jobs(jobs, device, progress, "launches")
+        jobs["launch of a Triton kernel"] = lambda: lambda_returns(reward, value, terminated, 0.99, 0.95), 1
     if device.type == "cuda":
-        replay = times.pop(next(name for name, job in jobs.items() if job is many))
-        times["an operation in a replayed graph"] = [seconds / RECORDED_OPERATIONS for seconds in replay]
-    return times
+        jobs["replay of a graph of one operation"] = capture(add(1))[1], 1
+        jobs["operation in a replayed graph"] = capture(add(RECORDED_OPERATIONS))[1], RECORDED_OPERATIONS
+    return jobs
 
 
 # -- arithmetic and memory --------------------------------------------------------------------------------------------
@@ -393,13 +408,21 @@ class Bench:
         machine: The machine.
         progress: Display of progress.
         ceilings: The rows `ceilings` of an earlier bench on this machine; None measures the ceilings first.
+        quick: Take one sample of everything, to try it out.
     """
 
-    def __init__(self, machine: Machine, progress: Progress, ceilings: Sequence[dict[str, Any]] | None = None) -> None:
-        self.device, self.progress = machine.device, progress
+    def __init__(
+        self,
+        machine: Machine,
+        progress: Progress,
+        ceilings: Sequence[dict[str, Any]] | None = None,
+        *,
+        quick: bool = False,
+    ) -> None:
+        self.device, self.progress, self.quick = machine.device, progress, quick
         if ceilings is None:
-            products = [measure_matmul(name, self.device, progress) for name in ("float32", "bfloat16")]
-            copy = measure_copy(self.device, progress)
+            products = [measure_matmul(name, self.device, progress, quick=quick) for name in ("float32", "bfloat16")]
+            copy = measure_copy(self.device, progress, quick=quick)
         else:
             *products, copy = map(Ceiling.of_row, ceilings)
         self.arithmetic = next(each.rate for each in products if each.name.endswith(machine.precision))
@@ -411,7 +434,16 @@ class Bench:
 
     def time_jobs(self, name: str, jobs: Mapping[str, Job]) -> dict[str, list[float]]:
         """Call `time_jobs` of this module on the machine's device."""
-        return time_jobs(jobs, self.device, self.progress, name)
+        return time_jobs(jobs, self.device, self.progress, name, quick=self.quick)
+
+    def time_launches(self) -> list[dict[str, Any]]:
+        """Time `launch_jobs` and return a row of each, in seconds of an operation."""
+        jobs = launch_jobs(self.device)
+        times = self.time_jobs("launches", {name: job for name, (job, _) in jobs.items()})
+        return [
+            self.row(name, f"{count} in a call", [seconds / count for seconds in times[name]])
+            for name, (_, count) in jobs.items()
+        ]
 
     def row(
         self,
