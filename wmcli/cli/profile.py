@@ -11,7 +11,6 @@ import typer
 from wmcli.cli.options import DEFAULT_RUN, Device, Force, Json, Preset, Quiet, RunFolder, Seed, Set, overrides
 from wmcli.cli.output import Row, draw_beside, emit_json, line, published
 from wmcli.errors import UsageError
-from wmcli.report.profile_tables import arithmetic, duration, megabytes, short_number
 
 if TYPE_CHECKING:
     from wmcli.artifacts import Artifact
@@ -140,77 +139,19 @@ def _lengths(text: str) -> list[int]:
 
 def show_profile(artifact: Artifact) -> None:
     """Draw the tables of a profile on the terminal."""
+    from wmcli.report.profile_tables import by_length, operator_share, readable
+
     metrics = artifact.metrics
     tables: dict[str, Sequence[Row]] = {
-        "ceilings": [_readable(row) for row in metrics["ceilings"]],
+        "ceilings": [readable(row) for row in metrics["ceilings"]],
         "backbones of about one size": [{name: row[name] for name in SIZE} for row in metrics.get("backbones", [])],
-        "elements a second, and how many times as long as the preset's backbone": _by_length(metrics["rows"]),
+        "elements a second, and how many times as long as the preset's backbone": by_length(metrics["rows"]),
     }
     for row in metrics["rows"]:
         if "backbone" not in row:
-            tables[row["part"]] = [*tables.get(row["part"], []), _readable(row)]
-    tables["where the time goes"] = [_share(row) for row in metrics.get("operators", [])]
+            tables[row["part"]] = [*tables.get(row["part"], []), readable(row)]
+    tables["where the time goes"] = [operator_share(row) for row in metrics.get("operators", [])]
     for title, rows in tables.items():
         columns = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None)
         if rows:
             draw_beside(rows, list(columns), f"{artifact.name}: {title}")
-
-
-def _readable(row: Row) -> Row:
-    """Return a row in fewer columns, with units."""
-    shown: dict[str, Any] = {"what": row["what"], "shape": row["shape"], "in": row.get("implementation")}
-    if "skipped" in row:
-        return shown | {"time": f"skipped: {row['skipped']}"}
-    if "ratio" in row:
-        return shown | {"time": f"{row['ratio']:.3g} times ({row['ratio_low']:.3g} to {row['ratio_high']:.3g})"}
-    shown["time"] = duration(row["seconds"], row["seconds_low"], row["seconds_high"])
-    if row["rate"] is not None:
-        shown["rate"] = f"{short_number(row['rate'])} {row['unit']}"
-    if row["operations_per_second"]:  # 0 where nothing was counted
-        shown["arithmetic"] = arithmetic(row)
-    if row["bytes_per_second"] is not None:
-        shown["traffic"] = f"{short_number(row['bytes_per_second'] / 1e9)} GB/s, {100 * row['of_copy']:.3g} %"
-    if row["peak_bytes"] is not None:
-        shown["peak"] = megabytes(row["peak_bytes"])
-    if "seconds_in_all" in row:
-        shown["in all"] = f"{short_number(row['seconds_in_all'])} s, {megabytes(row['bytes_on_disk'])} on disk"
-    if "epoch_share" in row:
-        shown["epoch"] = f"{short_number(row['epoch_seconds'])} s, {100 * row['epoch_share']:.3g} %"
-    if row.get("launches") is not None:
-        shown["launches"] = f"{row['launches']:,}, {row['waits']} waits"
-    if row.get("error") is not None:
-        shown["error"] = f"{row['error']:.1g}"
-    return shown
-
-
-def _by_length(rows: Sequence[Row]) -> list[Row]:
-    """Return a row for each length and backbone, training and imagination side by side."""
-    shown: dict[tuple[int, str], dict[str, Any]] = {}
-    for row in rows:
-        if "backbone" in row:
-            cell = shown.setdefault(
-                (row["length"], row["backbone"]), {"length": row["length"], "backbone": row["backbone"]}
-            )
-            if "skipped" in row:
-                cell[row["what"]] = f"skipped: {row['skipped']}"
-                continue
-            times = "" if row["times_as_long"] is None else f", {row['times_as_long']:.3g} times"
-            cell[row["what"]] = f"{short_number(row['rate'])}/s{times}"
-            if "state_bytes" in row:
-                cell["state"] = megabytes(row["state_bytes"])
-            elif row["peak_bytes"] is not None:
-                cell["peak"] = megabytes(row["peak_bytes"])
-    return list(shown.values())
-
-
-def _share(row: Row) -> Row:
-    shown = {
-        "what": row["what"],
-        "operator": row["operator"],
-        "share": f"{100 * row['share']:.1f} %",
-        "calls": row["calls"],
-    }
-    if row["operations_per_second"]:
-        shown["GFLOP"] = short_number(row["operations"] / 1e9)
-        shown["arithmetic"] = arithmetic(row)
-    return shown

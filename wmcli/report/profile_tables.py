@@ -1,4 +1,4 @@
-"""The page of tables of `wm profile --suite`, and how measured numbers are written.
+"""Measurements for people: rows of a profile, and the page of tables of `wm profile --suite`.
 
 A row is one of `wmcli.training.measure.Bench`.
 """
@@ -39,6 +39,73 @@ def megabytes(value: float) -> str:
     return f"{short_number(value / 1e6)} MB"
 
 
+# -- rows for people --------------------------------------------------------------------------------------------------
+
+
+def readable(row: Row) -> Row:
+    """Return a row in fewer columns, with units."""
+    shown: dict[str, Any] = {"what": row["what"], "shape": row["shape"], "in": row.get("implementation")}
+    if "skipped" in row:
+        return shown | {"time": f"skipped: {row['skipped']}"}
+    if "ratio" in row:
+        return shown | {"time": f"{row['ratio']:.3g} times ({row['ratio_low']:.3g} to {row['ratio_high']:.3g})"}
+    shown["time"] = duration(row["seconds"], row["seconds_low"], row["seconds_high"])
+    if row["rate"] is not None:
+        shown["rate"] = f"{short_number(row['rate'])} {row['unit']}"
+    if row["operations_per_second"]:  # 0 where nothing was counted
+        shown["arithmetic"] = arithmetic(row)
+    if row["bytes_per_second"] is not None:
+        shown["traffic"] = f"{short_number(row['bytes_per_second'] / 1e9)} GB/s, {100 * row['of_copy']:.3g} %"
+    if row["peak_bytes"] is not None:
+        shown["peak"] = megabytes(row["peak_bytes"])
+    if "seconds_in_all" in row:
+        shown["in all"] = f"{short_number(row['seconds_in_all'])} s, {megabytes(row['bytes_on_disk'])} on disk"
+    if "epoch_share" in row:
+        shown["epoch"] = f"{short_number(row['epoch_seconds'])} s, {100 * row['epoch_share']:.3g} %"
+    if row.get("launches") is not None:
+        shown["launches"] = f"{row['launches']:,}, {row['waits']} waits"
+    if row.get("error") is not None:
+        shown["error"] = f"{row['error']:.1g}"
+    return shown
+
+
+def by_length(rows: Sequence[Row]) -> list[Row]:
+    """Return a row for each length and backbone, training and imagination side by side."""
+    shown: dict[tuple[int, str], dict[str, Any]] = {}
+    for row in rows:
+        if "backbone" in row:
+            cell = shown.setdefault(
+                (row["length"], row["backbone"]), {"length": row["length"], "backbone": row["backbone"]}
+            )
+            if "skipped" in row:
+                cell[row["what"]] = f"skipped: {row['skipped']}"
+                continue
+            times = "" if row["times_as_long"] is None else f", {row['times_as_long']:.3g} times"
+            cell[row["what"]] = f"{short_number(row['rate'])}/s{times}"
+            if "state_bytes" in row:
+                cell["state"] = megabytes(row["state_bytes"])
+            elif row["peak_bytes"] is not None:
+                cell["peak"] = megabytes(row["peak_bytes"])
+    return list(shown.values())
+
+
+def operator_share(row: Row) -> Row:
+    """Return the row of an operator in fewer columns, with units."""
+    shown = {
+        "what": row["what"],
+        "operator": row["operator"],
+        "share": f"{100 * row['share']:.1f} %",
+        "calls": row["calls"],
+    }
+    if row["operations_per_second"]:
+        shown["GFLOP"] = short_number(row["operations"] / 1e9)
+        shown["arithmetic"] = arithmetic(row)
+    return shown
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.{1 if share < 0.1 else 0}f} %"
 
@@ -51,9 +118,6 @@ def _time(row: Row) -> str:
 
 def _minutes(seconds: float) -> str:
     return f"{short_number(seconds / 60)} min"
-
-
-# -- the page ---------------------------------------------------------------------------------------------------------
 
 
 def suite_page(document: Mapping[str, Any], goals: Mapping[str, float]) -> str:

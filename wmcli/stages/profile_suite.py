@@ -280,26 +280,23 @@ def _processor() -> str:
 
 def _driver() -> str | None:
     """Return the version of NVIDIA's driver, None if nothing tells it."""
-    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    told = re.search(r"Driver Version\s*:\s*(\S+)", _output("nvidia-smi", "-q") or "")
+    return told and told[1]
 
 
 def _commit() -> str | None:
     """Return the commit of a source checkout, with `+` if files differ from it; None elsewhere."""
     root = Path(wmcli.__file__).parent.parent
-    if not (root / ".git").exists():
-        return None
-    commit = _output("git", "-C", str(root), "rev-parse", "--short", "HEAD")
-    changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    return commit and commit + ("+" if changed else "")
+    commit = _output("git", "-C", str(root), "rev-parse", "HEAD") if (root / ".git").exists() else None
+    return commit and commit[:7] + ("+" if _output("git", "-C", str(root), "status", "-s", "-uno") else "")
 
 
 def _output(*command: str) -> str | None:
-    """Return the first line that a command prints, None if it is missing or fails."""
+    """Return what a command prints, None if it is missing or fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return next(iter(done.stdout.splitlines()), "")
 
 
 def _kernels(context: Context, bench: Bench, folder: Path) -> dict[str, Any]:
