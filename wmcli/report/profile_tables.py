@@ -195,9 +195,9 @@ def _kernels(parts: Mapping[str, Any]) -> Iterator[str]:
     rows: list[Row] = []
     for preset, part in parts.items():
         cells: dict[tuple[str, str], dict[str, Any]] = {}
-        fastest = {
+        ours = {  # the last is the form that a run takes
             row["what"]: row["seconds"] for row in part["rows"] if row.get("implementation") in ("torch", "triton")
-        }  # ours that the run takes: Triton's comes last
+        }
         for row in part["rows"]:
             if "implementation" not in row:
                 continue
@@ -217,7 +217,7 @@ def _kernels(parts: Mapping[str, Any]) -> Iterator[str]:
                 cell.setdefault("forward", row["skipped"])
                 continue
             cell[column] = _time(row)
-            cell[against] = f"{row['seconds'] / fastest[row['what']]:.3g}"
+            cell[against] = f"{row['seconds'] / ours[row['what']]:.3g}"
             traffic = "traffic, both" if both else "traffic"
             cell[traffic] = _percent(row["of_copy"])
             cell["difference"] = f"{row['error']:.1g}"

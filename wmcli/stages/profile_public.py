@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+LONGEST = 120  # characters of a message
 PACKAGES = {
     "fla": ("fla-core", "flash-linear-attention"),
     "mamba_ssm": ("mamba-ssm",),
@@ -55,8 +56,13 @@ def why_not(error: Exception) -> str:
     """Return in one line why a public kernel is not timed."""
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in PACKAGES:
         return "not installed"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'without a message'}"
+    return first_line(error)
+
+
+def first_line(error: Exception) -> str:
+    """Return the kind of an error and the first line of its message, at most `LONGEST` characters of it."""
+    line = next(iter(str(error).strip().splitlines()), "without a message")
+    return f"{type(error).__name__}: {line if len(line) <= LONGEST else f'{line[: LONGEST - 1]}…'}"
 
 
 # -- linear recurrences -----------------------------------------------------------------------------------------------
@@ -192,6 +198,7 @@ def _scaled_dot_product_attention() -> Public:
 def _flex_attention() -> Public:
     from torch.nn.attention.flex_attention import flex_attention
 
+    torch.compiler.reset()  # it compiles one function a few times only, and every shape is another
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from wmcli.stages.context import Context
 from wmcli.stages.profile import elements_of, profile_stages
 from wmcli.stages.profile_cycle import profile_cycle
 from wmcli.stages.profile_kernels import kernel_cases, profile_kernel
-from wmcli.stages.profile_public import versions
+from wmcli.stages.profile_public import first_line, versions
 from wmcli.training.device import Machine, derived_seed, isolated_randomness
 from wmcli.training.measure import Bench
 
@@ -48,7 +48,7 @@ OTHER_BACKBONES = ("drama-mamba1", "s5wm")
 GOALS = {"drama": 20.0, "rem": 60.0, "unizero": 20.0}
 """Minutes that a run of 100,000 steps should take on one H100 or H200."""
 QUICK = {
-    "collect.steps": 128,
+    "collect.steps": 64,
     "tokenizer.batch": 2,
     "dynamics.batch": 2,
     "dynamics.sequence_length": 20,
@@ -122,7 +122,7 @@ def profile_suite(
             except Stopped:
                 raise
             except Exception as error:  # whatever it is, the other parts are measured
-                result = {"error": _line(error)}
+                result = {"error": str(error) if isinstance(error, WmError) else first_line(error)}
                 progress.warn(f"profile: {part.name} failed: {result['error']}")
             about = {"key": keys[part.name], "finished": datetime.now(UTC).isoformat(timespec="seconds")}
             measured[part.name] = about | {"duration": time.monotonic() - began} | result
@@ -187,12 +187,6 @@ def _code() -> str:
         for file in sorted((*folder.rglob("*.py"), *folder.rglob("*.toml"))):
             content.update(f"{name}/{file.relative_to(folder)}\0".encode() + file.read_bytes())
     return content.hexdigest()[:12]
-
-
-def _line(error: Exception) -> str:
-    """Return an error in one line."""
-    lines = str(error).strip().splitlines() or ["no message"]
-    return lines[0] if isinstance(error, WmError) else f"{type(error).__name__}: {lines[0]}"
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------

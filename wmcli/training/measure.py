@@ -266,11 +266,17 @@ def count_launches(job: Job, device: torch.device) -> tuple[int, int] | None:
     """Count the launches of one call, and the operations of the device; None on a CPU, where nothing is launched."""
     if device.type != "cuda":
         return None
+    _hush_profiler()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recording:
         time_call(job, device)
     events = recording.events() or []
     on_device = sum(each.device_type == DeviceType.CUDA and not each.is_user_annotation for each in events)
     return sum(any(name in each.name for name in _LAUNCHES) for each in events), on_device
+
+
+def _hush_profiler() -> None:
+    """Keep the profiler's messages from stderr."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 _LAUNCHES = ("LaunchKernel", "GraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")  # calls into CUDA
@@ -316,7 +322,7 @@ def profile_operators(
             precision.
         trace: File (.json.gz) for a trace that Perfetto or chrome://tracing displays.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no messages on stderr
+    _hush_profiler()
     counted = _count_by_operator(job)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
