@@ -121,6 +121,12 @@ def settings(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Setti
 
     # By its name in sys.modules, as the commands import it: other tests may have left the package another module.
     monkeypatch.setattr(importlib.import_module("wmcli.stages.opening"), "open_context", open_context)
+    if given.get("suite"):  # of no run
+
+        def profile_suite(_file: Any, *, presets: Sequence[str] | None, overrides: Sequence[str], **_: Any) -> None:
+            open_context(None, presets and presets[0], overrides)
+
+        monkeypatch.setattr(importlib.import_module("wmcli.stages.profile_suite"), "profile_suite", profile_suite)
     with pytest.raises(_Reached):
         PROGRAM.main(args=list(arguments), prog_name="wm", standalone_mode=False)
     return found.settings

@@ -323,10 +323,32 @@ def test_a_person_gets_a_table_beside_the_path(line, expected, recorder, capsys,
     ["--compare", "backbones", "--lengths", "long"],
     ["--compare", "backbones", "--lengths", ""],
     ["--compare", "tokenizers"],
+    ["--quick"],
+    ["--suite", "a.json", "--part", "kernels"],
+    ["--suite", "a.json", "--frames", "5"],
+    ["--suite", "a.json", "--trace"],
+    ["--suite", "a.json", "--compare", "backbones"],
+    ["--suite", "a.json", "--lengths", "64"],
 ])  # fmt: skip
 def test_a_profile_of_two_things_or_of_none_is_refused(line, recorder, capsys):
     assert main.run(["profile", *line]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+    assert recorder.opened == []
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_suite_needs_no_run(as_json, recorder, capsys, monkeypatch):
+    given = []
+    module = SimpleNamespace(profile_suite=lambda *rest, **more: (given.append((rest, more)), {"parts": {}})[1])
+    monkeypatch.setitem(sys.modules, "wmcli.stages.profile_suite", module)
+    line = ["profile", "--suite", "a.json", "--preset", "rem", "--device", "cuda", "--quick", "--force"]
+    assert main.run([*line, *(["--json"] if as_json else [])]) == 0
+    out = capsys.readouterr().out
+    assert json.loads(out) == {"parts": {}} if as_json else out == "a.json\na.md\n"
+    ((rest, more),) = given
+    progress = more.pop("progress")
+    assert rest == (Path("a.json"),) and not progress.quiet
+    assert more == {"presets": ["rem"], "overrides": ["training.device=cuda"], "quick": True, "force": True}
     assert recorder.opened == []
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_systems import Make
 from tiny_run import opened
 
 from wmcli.backbones import BACKBONES, SECTIONS
@@ -160,6 +161,24 @@ def test_arithmetic_in_a_replayed_graph_is_counted(run: Path, monkeypatch: pytes
     monkeypatch.setattr(graph, "capture", lambda run: (run(), lambda: None))  # a replay does nothing that is seen
     context.machine = replace(context.machine, cuda_graph=True)
     assert operations() == plain
+    rows = {row["what"]: row for row in profile(context, parts=("stages",)).metrics["rows"]}
+    recorded, eager = (rows[f"imagine (controller update){form}"] for form in ("", ", without the graph"))
+    assert recorded["shape"] == eager["shape"] and recorded["operations"] == eager["operations"]
+    assert recorded["epoch_seconds"] > 0 and "epoch_seconds" not in eager
+
+
+def test_a_search_of_each_number_of_roots_is_recorded_by_itself(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller keeps one recording, which has the shapes of its first call."""
+    recorded: list[Any] = []
+    monkeypatch.setattr(graph, "capture", lambda run: (recorded.append(1), (run(), lambda: None))[1])
+    context = opened(make("unizero", trained=False))
+    context.machine = replace(context.machine, cuda_graph=True)
+    searches = [stage for group in profile_module._groups(context) for stage in group if "search" in stage.label]
+    for stage in searches:
+        stage.call()
+        assert stage.unrecorded is not None
+        stage.unrecorded()
+    assert len(searches) == len(recorded) == 3  # 3 environments, 5 reanalyzed frames, many
 
 
 @pytest.mark.parametrize("part", ["stages", "kernels"])
@@ -183,11 +202,13 @@ def test_a_bar_is_there_whenever_a_job_runs(part: Any, run: Path, monkeypatch: p
 
 def test_every_kernel_is_checked_and_timed_forward_and_backward(run: Path) -> None:
     rows = profile(opened(run), parts=("kernels",)).metrics["rows"]
-    assert all(measured(row) and row["implementation"] == "torch" and row["bytes_moved"] > 0 for row in rows)
-    assert all(0 <= row["error"] < 1e-3 for row in rows)
+    timed = [row for row in rows if "skipped" not in row]
+    assert all(measured(row) and row["bytes_moved"] > 0 and 0 <= row["error"] < 1e-3 for row in timed)
+    rows = [row for row in timed if row["implementation"] == "torch"]
     names = Counter(row["what"].partition(", forward")[0] for row in rows)
-    assert names.pop("nearest code") == 1  # it has no gradient
-    assert set(names.values()) == {2} and {"attention", "lambda-returns"} < set(names)
+    once = {name for name, count in names.items() if count == 1}  # they have no gradient
+    assert once == {"nearest code", *(name for name in names if name.endswith(", step"))} and len(once) == 5
+    assert {names[name] for name in names.keys() - once} == {2} and {"attention", "lambda-returns"} < names.keys()
     assert {row["part"] for row in rows} == {"kernels"}
     attention = {row["what"]: row for row in rows if row["what"].startswith("attention")}
     forward, both = attention["attention, forward"], attention["attention, forward and backward"]
@@ -232,7 +253,7 @@ def test_a_wrong_result_is_refused(name: str) -> None:
 def test_a_wrong_gradient_of_any_operand_is_refused(name: str) -> None:
     case = cases()[name]
     numbers = [i for i, operand in enumerate(case.operands) if operand.is_floating_point() or operand.is_complex()]
-    for index in numbers:
+    for index in set(numbers) - set(case.constant):
 
         def wrong(*operands: torch.Tensor, index: int = index) -> torch.Tensor:
             held = operands[index]
@@ -292,6 +313,20 @@ def test_both_forms_are_checked_and_timed_in_turn() -> None:
 
         with pytest.raises(WmError, match="lambda-returns in triton"):
             list(profile_kernel(case._replace(call=wrong_in_triton), bench))
+
+
+def test_the_bytes_of_a_step_include_its_new_state() -> None:
+    case = cases()["linear recurrence of Mamba-2, step"]
+    (row,) = (row for row in profile_kernel(case, Bench(CPU, Progress(quiet=True))) if row["implementation"] == "torch")
+    operands = sum(4 * operand.numel() for operand in case.operands)
+    assert row["bytes_moved"] == operands + 4 * case.operands[2].numel() + 4 * case.operands[-1].numel()
+
+
+def test_kernels_of_some_backbones_only() -> None:
+    settings = resolve("quickstart")
+    names = [case.name for case in kernel_cases(settings, CPU, 17, {"transformer", None})]
+    assert names == ["attention", "nearest code", "lambda-returns"]
+    assert "linear recurrence of RetNet, fork" not in [case.name for case in kernel_cases(settings, CPU, 1, {"retnet"})]
 
 
 def test_a_wrong_kernel_is_not_timed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

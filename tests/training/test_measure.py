@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -254,6 +255,84 @@ def test_ceilings_grow_until_a_call_takes_long_enough(monkeypatch: pytest.Monkey
     ceiling = measure.measure_copy(CPU, QUIET)
     assert ceiling.shape == "4 MiB" and ceiling.per_call == 2 << 22
     assert ceiling.rate == ceiling.per_call / min(ceiling.times)
+
+
+def test_ceilings_of_an_earlier_bench_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "MATMUL_SIZES", (64, 64))
+    monkeypatch.setattr(measure, "COPY_BYTES", (1 << 16, 1 << 16))
+    machine = Machine(CPU, "bfloat16", 1)
+    first = Bench(machine, QUIET)
+    monkeypatch.setattr(measure, "measure_matmul", None)
+    again = Bench(machine, QUIET, json.loads(json.dumps(first.ceilings)))
+    assert (again.ceilings, again.arithmetic, again.copying) == (first.ceilings, first.arithmetic, first.copying)
+    assert again.arithmetic == first.ceilings[1]["operations"] / first.ceilings[1]["seconds_low"]
+
+
+def test_a_quick_bench_takes_one_sample_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    times = time_jobs({"a": clock.job("a", 0.003), "b": clock.job("b", 2.0)}, CPU, QUIET, "jobs", quick=True)
+    assert clock.order == ["a", "b", "a", "b"]
+    assert times == {"a": [pytest.approx(0.003)], "b": [2.0]}
+
+
+def test_launches_are_timed_by_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "MATMUL_SIZES", (64, 64))
+    monkeypatch.setattr(measure, "COPY_BYTES", (1 << 16, 1 << 16))
+    bench = Bench(Machine(CPU, "float32", 1), QUIET, quick=True)
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(
+        measure, "launch_jobs", lambda device: {"one": (clock.job("a", 2.0), 1), "ten": (clock.job("b", 5.0), 10)}
+    )
+    assert {row["what"]: row["seconds"] for row in bench.time_launches()} == {"one": 2.0, "ten": 0.5}
+
+
+def test_launch_jobs_on_a_cpu_run() -> None:
+    jobs = measure.launch_jobs(CPU)
+    assert [count for _, count in jobs.values()] == [1, 1]
+    for job, _ in jobs.values():
+        job()
+
+
+def test_launches_and_operations_of_the_device_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def event(name: str, kind: Any = DeviceType.CPU, annotation: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(name=name, device_type=kind, is_user_annotation=annotation)
+
+    events = [
+        event("cudaLaunchKernel"),
+        event("cuLaunchKernelEx"),  # Triton's
+        event("cudaGraphLaunch"),
+        event("cudaMemcpyAsync"),
+        event("cudaStreamSynchronize"),
+        *(event(f"kernel {i}", DeviceType.CUDA) for i in range(9)),
+        event("an annotation", DeviceType.CUDA, annotation=True),
+    ]
+
+    @contextmanager
+    def recording(activities: list[Any]) -> Iterator[SimpleNamespace]:
+        assert activities == [torch.profiler.ProfilerActivity.CUDA]
+        yield SimpleNamespace(events=lambda: events)
+
+    monkeypatch.setattr(torch.profiler, "profile", recording)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    ran: list[int] = []
+    assert measure.count_launches(lambda: ran.append(1), torch.device("cuda")) == (4, 9)
+    assert ran == [1]
+    assert measure.count_launches(lambda: 1 / 0, CPU) is None
+
+
+def test_waits_of_the_host_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def job() -> None:
+        for _ in range(3):  # from one line, which Python would tell once
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally at here.cpp:1.)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    assert measure.count_waits(job, torch.device("cuda")) == 3
+    assert modes == ["warn", 0]
+    assert measure.count_waits(lambda: 1 / 0, CPU) is None
 
 
 def test_a_row_holds_a_call_against_the_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:

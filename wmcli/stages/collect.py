@@ -13,7 +13,7 @@ from wmcli.artifacts.environment import check_same_environment
 from wmcli.artifacts.failpoint import failpoint
 from wmcli.assemble import load_controller, settings_of
 from wmcli.controllers.agent import Agent, UniformAgent
-from wmcli.controllers.base import Actor
+from wmcli.controllers.base import Actor, Controller
 from wmcli.envs import Streams, Transition, follows_seed
 from wmcli.envs.vector import MOST_LIVES
 from wmcli.errors import ArtifactError, EnvironmentFault, Stopped, UsageError
@@ -21,12 +21,13 @@ from wmcli.experience import Recorder, read_segment, write_segment
 from wmcli.experience.load import SEGMENT, lives_end_episodes
 from wmcli.experience.segment import lives_left, opens_game
 from wmcli.interrupt import stop_requests
-from wmcli.settings import LearnedCollectSettings
+from wmcli.settings import LearnedCollectSettings, Settings
 from wmcli.stages.context import Context
 from wmcli.stages.recorded import collect_recorded, recorded_job
 from wmcli.stages.scripted import collect_scripted, scripted_job
 from wmcli.training.checkpoint import load_tensors, save_tensors
 from wmcli.training.device import derived_seed
+from wmcli.world_models.base import WorldModel
 
 STREAMS = "streams.safetensors"  # where the environments stand at the segment's end: the next collect goes on there
 CHECKPOINT = "checkpoint.safetensors"
@@ -187,17 +188,25 @@ def _agent(context: Context, actor: Artifact | None, number: int) -> Actor:
     count = settings.environment.count
     collecting = settings.collect
     assert isinstance(collecting, LearnedCollectSettings)
-    hold = collecting.random_actions == "held"
     if actor is None:
+        hold = collecting.random_actions == "held"
         return UniformAgent(context.environment["actions"], count, hold=hold, generator=generator)
-    world_model, controller = load_controller(actor, context.machine, settings.acting)
+    return build_agent(settings, *load_controller(actor, context.machine, settings.acting), generator=generator)
+
+
+def build_agent(
+    settings: Settings, world_model: WorldModel, controller: Controller, *, generator: torch.Generator
+) -> Agent:
+    """Build the agent that collects with a controller, both models frozen."""
+    collecting = settings.collect
+    assert isinstance(collecting, LearnedCollectSettings)
     return Agent(
         world_model,
         controller,
-        count,
+        settings.environment.count,
         temperature=collecting.temperature,
         epsilon=collecting.epsilon,
-        hold=hold,
+        hold=collecting.random_actions == "held",
         explore=True,
         feed_executed_action=collecting.feed_executed_action,
         generator=generator,

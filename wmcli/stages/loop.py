@@ -96,7 +96,7 @@ def _walk(context: Context, inside: Context, beside: Collector) -> tuple[dict[st
             before = worked = inside.worked
             began = time.monotonic()
             try:
-                for stage, artifact in _epoch(inside, beside, newest):
+                for stage, artifact in run_epoch(inside, beside, newest):
                     newest[artifact.kind] = artifact
                     shown |= _headline(artifact)
                     if artifact.kind in own:
@@ -230,7 +230,7 @@ class _TimeLeft:
         return sum(n * self._seconds[stage] for stage, n in trained.items())
 
 
-def _epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) -> Iterator[tuple[str, Artifact]]:
+def run_epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) -> Iterator[tuple[str, Artifact]]:
     """Run the stages of an epoch. Yield each stage and its artifact, which the caller adds to `newest`."""
     plan, epoch = context.settings.run, context.epoch
     assert epoch is not None

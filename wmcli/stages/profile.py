@@ -14,7 +14,7 @@ import torch
 from wmcli.artifacts import Artifact
 from wmcli.assemble import build_controller, build_tokenizer, build_world_model
 from wmcli.controllers.agent import UniformAgent
-from wmcli.controllers.base import Controller, Learner
+from wmcli.controllers.base import Actor, Learner
 from wmcli.envs import Streams
 from wmcli.kernels.dispatch import using
 from wmcli.settings import LearnedCollectSettings, Settings
@@ -26,7 +26,16 @@ from wmcli.trainers.dynamics import world_model_update
 from wmcli.trainers.imagination import controller_update
 from wmcli.trainers.tokenizer import tokenizer_update
 from wmcli.training.device import Machine, derived_seed, isolated_randomness
-from wmcli.training.measure import Bench, Job, count_operations, peak_memory, profile_operators, ratio
+from wmcli.training.measure import (
+    Bench,
+    Job,
+    count_launches,
+    count_operations,
+    count_waits,
+    peak_memory,
+    profile_operators,
+    ratio,
+)
 from wmcli.training.optim import optimizer_for
 from wmcli.world_models.base import Batch, WorldModel
 
@@ -38,6 +47,7 @@ COLLECT_STEPS = 400
 MANY_ROOTS = 128  # as a search over stored frames may have at once
 SOME_FRAMES = 64  # different frames in random segments
 PARALLEL, SEQUENTIAL = "imagination, pop", "imagination, sequential"
+EAGER = ", without the graph"
 
 
 def profile(
@@ -81,9 +91,9 @@ def profile(
         else:
             if "stages" in parts:
                 traces = work.payload / "traces" if trace else None
-                rows["stages"], metrics["operators"] = _stages(context, bench, traces)
+                rows["stages"], metrics["operators"] = profile_stages(context, bench, traces)
             if "kernels" in parts:
-                rows["kernels"] = profile_kernels(settings, machine, bench, _elements(context))
+                rows["kernels"] = profile_kernels(settings, machine, bench, elements_of(context))
             if "experience" in parts:
                 rows["experience"] = profile_experience(context, bench, frames, work.path / "experience")
         metrics["rows"] = [{"part": part, **row} for part, some in rows.items() for row in some]
@@ -106,22 +116,31 @@ class Stage(NamedTuple):
     in_epoch: float = 0
     """Calls in an epoch of `wm run` in which every stage is due."""
     unrecorded: Job | None = None
-    """The same without a replayed graph, whose operations cannot be counted; None if `call` has none."""
+    """The same without the graph that `call` replays, whose operations cannot be counted; None if it replays none."""
 
 
-def _stages(context: Context, bench: Bench, traces: Path | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the rows of all stages, and the operators that their time goes to."""
-    rows, where = [_collection(context, bench)], []
+def profile_stages(
+    context: Context, bench: Bench, traces: Path | None = None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows of all stages, and the operators that their time goes to. Traces go into a folder, if given.
+
+    A call that replays a recorded graph has a row of the same call without it beside, `EAGER`.
+    """
+    collected, steps = collect_randomly(context, bench)
+    rows, where = [collected | {"in_epoch": _steps_in_epoch(context.settings) / steps}], []
     for group in _groups(context):
-        times = bench.time_jobs(", ".join(stage.label for stage in group), {stage.label: stage.call for stage in group})
-        for stage in group:
+        forms = [each for stage in group for each in _forms(stage)]
+        times = bench.time_jobs(", ".join(stage.label for stage in group), {each.label: each.call for each in forms})
+        for stage in forms:
             file = None if traces is None else traces / f"{re.sub('[^a-z]+', '-', stage.label).strip('-')}.json.gz"
-            with bench.progress.bar(f"profile {stage.label}, cost", 3, "calls") as bar:
+            with bench.progress.bar(f"profile {stage.label}, cost", 4, "calls") as bar:
                 # Counted on the torch forms: operations inside other kernels are not visible.
                 with using("torch"):
                     operations = count_operations(stage.unrecorded or stage.call)
                 bar.advance()
-                memory = peak_memory(stage.call, bench.device)
+                memory = peak_memory(stage.unrecorded or stage.call, bench.device)  # a graph has all of its memory before
+                bar.advance()
+                launches, waits = count_launches(stage.call, bench.device), count_waits(stage.call, bench.device)
                 bar.advance()
                 spent = profile_operators(stage.call, bench.device, bench.arithmetic, file)
                 bar.advance()
@@ -134,12 +153,22 @@ def _stages(context: Context, bench: Bench, traces: Path | None) -> tuple[list[d
                 operations=operations,
                 memory=memory,
                 in_epoch=stage.in_epoch,
+                launches=launches and launches[0],
+                device_operations=launches and launches[1],
+                waits=waits,
             )
             rows.append(row)
             where += [{"what": stage.label, **each} for each in spent]
         if {PARALLEL, SEQUENTIAL} == set(times):
             rows.append(ratio("imagination, sequential over pop", group[0].shape, times[SEQUENTIAL], times[PARALLEL]))
     return _with_shares(rows), where
+
+
+def _forms(stage: Stage) -> list[Stage]:
+    """Return a stage and, if it replays a graph, the same without."""
+    if stage.unrecorded is None:
+        return [stage]
+    return [stage, stage._replace(label=stage.label + EAGER, call=stage.unrecorded, in_epoch=0)]
 
 
 def _with_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -152,24 +181,31 @@ def _with_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _collection(context: Context, bench: Bench) -> dict[str, Any]:
-    """Time collecting with a random policy."""
+def collect_randomly(context: Context, bench: Bench) -> tuple[dict[str, Any], int]:
+    """Time collecting with a random policy; see `time_collecting`."""
+    count, generator = context.settings.environment.count, torch.Generator().manual_seed(0)
+    agent = UniformAgent(context.environment["actions"], count, generator=generator)
+    return time_collecting(context, bench, "collect, random policy", agent)
+
+
+def time_collecting(context: Context, bench: Bench, label: str, agent: Actor) -> tuple[dict[str, Any], int]:
+    """Time collecting with an agent; return the row, and the steps of a call."""
     settings = context.settings.environment
     streams = Streams(settings, train=True, seed=0)
-    agent = UniformAgent(context.environment["actions"], settings.count, generator=torch.Generator().manual_seed(0))
-    rounds = -(-COLLECT_STEPS // settings.count)
+    rounds = 2 if bench.quick else -(-COLLECT_STEPS // settings.count)
     steps = rounds * settings.count
 
     def some_steps() -> None:
         for _ in range(rounds):
-            streams.step(agent.act(streams.observation, streams.first))
+            with context.machine.autocast():
+                action = agent.act(streams.observation, streams.age(agent.across_ends) == 0)
+            streams.step(action)
+            agent.summarize_search()
 
-    label = "collect, random policy"
     times = bench.time_jobs(label, {label: some_steps})[label]
     streams.close()
     shape = f"{steps} steps, {settings.count} × {settings.id}"
-    in_epoch = _steps_in_epoch(context.settings) / steps
-    return bench.row(label, shape, times, count=steps, unit="steps", in_epoch=in_epoch)
+    return bench.row(label, shape, times, count=steps, unit="steps"), steps
 
 
 def _steps_in_epoch(settings: Settings) -> int:
@@ -177,16 +213,16 @@ def _steps_in_epoch(settings: Settings) -> int:
     return settings.collect.steps if isinstance(settings.collect, LearnedCollectSettings) else 0
 
 
-def _has_tokenizer(settings: Settings) -> bool:
+def has_tokenizer(settings: Settings) -> bool:
     """Return whether the dynamics take or train a tokenizer."""
     return settings.dynamics.takes_tokenizer or settings.dynamics.trains_tokenizer
 
 
-def _elements(context: Context) -> int:
+def elements_of(context: Context) -> int:
     """Return the elements of the backbone that a frame and its action take, 0 without a backbone."""
     settings = context.settings
     with torch.device("meta"):
-        tokenizer = build_tokenizer(settings) if _has_tokenizer(settings) else None
+        tokenizer = build_tokenizer(settings) if has_tokenizer(settings) else None
         return build_world_model(settings, tokenizer, context.environment["actions"]).elements
 
 
@@ -199,7 +235,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
         return torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, device=device)
 
     tokenizer = None
-    if _has_tokenizer(settings):
+    if has_tokenizer(settings):
         learning, frozen = build_tokenizer(settings).to(device), machine.freeze(build_tokenizer(settings))
         yield list(_tokenizer_stages(context, learning, frozen, random_frames))
         tokenizer = frozen if settings.dynamics.takes_tokenizer else learning
@@ -212,17 +248,17 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
     segments = _random_batch(latents if world_model.frozen_encoder else some, batch, length, actions)
     optimizer = optimizer_for(settings.dynamics, world_model.parameter_groups())
 
-    train_dynamics, unrecorded_dynamics = (
-        partial(world_model_update(each, world_model, optimizer, settings.dynamics.clip), segments)
-        for each in _recorded_and_not(machine)
-    )
+    def train_dynamics(machine: Machine) -> Job:
+        return partial(world_model_update(machine, world_model, optimizer, settings.dynamics.clip), segments)
+
     elements = max(1, world_model.elements)
     unit = "frames" if elements == 1 else f"frames of {elements} tokens"
     shape = f"{batch} × {length} {unit}, {_name(settings, world_model)}"
     count = batch * length * elements
     unit = "frames" if elements == 1 else "tokens"
     updates = settings.dynamics.updates
-    yield [Stage("train-dynamics", shape, count, unit, train_dynamics, updates, unrecorded_dynamics)]
+    unrecorded = _unrecorded(machine, train_dynamics)
+    yield [Stage("train-dynamics", shape, count, unit, train_dynamics(machine), updates, unrecorded)]
 
     world_model = machine.freeze(world_model)
     if not settings.controller.acts:
@@ -230,7 +266,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
         return
     controller = build_controller(settings, world_model, machine).to(device)
     if settings.controller.searches:
-        yield list(_searches(context, world_model, controller, some))
+        yield list(_searches(context, world_model, some))
         return
     assert isinstance(controller, Learner)
     learns: Any = settings.controller
@@ -240,17 +276,13 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
     rollouts, horizon = learns.batch, learns.imagination_horizon
     shape = f"{rollouts} rollouts of {horizon} steps, {settings.backbone.kind}"
     label, updates = "imagine (controller update)", learns.updates
-    call, unrecorded = (
-        partial(controller_update(each, world_model, controller, learner, learns.clip), windows)
-        for each in _recorded_and_not(machine)
-    )
-    yield [Stage(label, shape, rollouts * horizon, "frames", call, updates, unrecorded)]
+
+    def train(machine: Machine) -> Job:
+        return partial(controller_update(machine, world_model, controller, learner, learns.clip), windows)
+
+    unrecorded = _unrecorded(machine, train)
+    yield [Stage(label, shape, rollouts * horizon, "frames", train(machine), updates, unrecorded)]
     yield list(_imagination(context, world_model, windows))
-
-
-def _recorded_and_not(machine: Machine) -> tuple[Machine, Machine]:
-    """Return the machine, and the same without recorded graphs, whose operations cannot be counted."""
-    return machine, replace(machine, cuda_graph=False)
 
 
 def _tokenizer_stages(
@@ -262,10 +294,8 @@ def _tokenizer_stages(
     frames = random_frames(tokenizer.batch)
     optimizer = optimizer_for(tokenizer, learning.parameters())
 
-    train, unrecorded = (
-        partial(tokenizer_update(each, learning, optimizer, tokenizer.clip), frames)
-        for each in _recorded_and_not(machine)
-    )
+    def train(machine: Machine) -> Job:
+        return partial(tokenizer_update(machine, learning, optimizer, tokenizer.clip), frames)
 
     def encode() -> None:
         with machine.autocast(), torch.no_grad():
@@ -274,30 +304,40 @@ def _tokenizer_stages(
     shape = f"{len(frames)} frames of {frames.shape[1]}×{frames.shape[2]}"
     alone = settings.run.tokenizer_epochs > 0  # else it learns inside the dynamics model
     updates = tokenizer.updates if alone else 0
-    yield Stage("train-tokenizer", shape, len(frames), "frames", train, updates, unrecorded)
+    unrecorded = _unrecorded(machine, train)
+    yield Stage("train-tokenizer", shape, len(frames), "frames", train(machine), updates, unrecorded)
     yield Stage("encode", shape, len(frames), "frames", encode)
 
 
-def _searches(
-    context: Context, world_model: WorldModel, controller: Controller, frames: torch.Tensor
-) -> Iterator[Stage]:
+def _searches(context: Context, world_model: WorldModel, frames: torch.Tensor) -> Iterator[Stage]:
     """Yield searches from as many frames as there are environments, from a batch of reanalysis and from many."""
     settings, machine = context.settings, context.machine
     search: Any = settings.controller
-    generator = torch.Generator().manual_seed(0)
     acted, again = settings.environment.count, search.batch
     for roots in sorted({acted, again, MANY_ROOTS}):
         windows = _random_batch(frames, roots, world_model.context, world_model.actions)
         with machine.autocast(), torch.no_grad():
             _, state = world_model.observe(world_model.encode(windows.inputs), windows.action, windows.is_first)
 
-        def plan(state: Any = state, roots: int = roots) -> None:
-            with machine.autocast(), torch.no_grad():
-                controller.decide(world_model, state, controller.initial_state(roots), generator)
+        def plan(machine: Machine, state: Any = state, roots: int = roots) -> Job:
+            controller = build_controller(settings, world_model, machine).to(machine.device)  # records its first shape
+            generator = torch.Generator().manual_seed(0)
+
+            def decide() -> None:
+                with machine.autocast(), torch.no_grad():
+                    controller.decide(world_model, state, controller.initial_state(roots), generator)
+
+            return decide
 
         in_epoch = (roots == acted) * _steps_in_epoch(settings) / roots + (roots == again) * search.updates
         shape = f"{roots} roots × {search.simulations} simulations, {_name(settings, world_model)}"
-        yield Stage(f"search, {roots} roots", shape, roots * search.simulations, "simulations", plan, in_epoch)
+        label, unrecorded = f"search, {roots} roots", _unrecorded(machine, plan)
+        yield Stage(label, shape, roots * search.simulations, "simulations", plan(machine), in_epoch, unrecorded)
+
+
+def _unrecorded(machine: Machine, make: Callable[[Machine], Job]) -> Job | None:
+    """Return the job that `make` makes for a machine without graphs; None if this one records none either."""
+    return make(replace(machine, cuda_graph=False)) if machine.cuda_graph else None
 
 
 def _name(settings: Settings, world_model: WorldModel) -> str:

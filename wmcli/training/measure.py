@@ -11,6 +11,9 @@ numbers counts as one of real numbers, a quarter of its cost.
 Memory is a call's peak above the use between two calls: weights, gradients, optimizer state and data. On CUDA it is the
 most bytes that torch had allocated. On a CPU it is the peak of the resident set, libraries and allocators included.
 Only Linux with the GNU C library reports the latter.
+
+Launches are calls of the host that start work on a CUDA device, device operations what the device then runs: a replayed
+graph is one launch of many. A wait is a call during which the host waits for the device.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import math
 import os
 import statistics
 import time
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,15 +34,20 @@ import torch
 from torch.autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from wmcli.kernels.dispatch import on_triton
+from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.progress import Progress
 from wmcli.training.device import Machine
+from wmcli.training.graph import WARM_UPS
+from wmcli.training.graph import capture
 
 REPEATS = 5
 SAMPLE_SECONDS = 0.01  # calls shorter than this are timed several in a row
 MOST_CALLS = 1000  # of a job in a row
 CEILING_SECONDS = 0.05  # of a call with operands that exceed any cache
 MATMUL_SIZES = (1024, 16384)  # of a square matrix: the first and the largest
-COPY_BYTES = (1 << 26, 1 << 31)
+COPY_BYTES = (1 << 26, 1 << 31)  # of the array that is copied, likewise
+RECORDED_OPERATIONS = 1000  # of the graph whose replay is timed
 RECORDINGS = 3  # the fastest counts: some calls wait for pages that the profiler allocates
 OPERATORS = 6  # rows of the table of operators, beside those of matrix products
 OTHERS, BETWEEN, PRODUCTS = "(other operators)", "(between operators)", "(all matrix products)"
@@ -61,18 +70,30 @@ def time_call(job: Job, device: torch.device, calls: int = 1) -> float:
     return (time.perf_counter() - started) / calls
 
 
-def time_jobs(jobs: Mapping[str, Job], device: torch.device, progress: Progress, name: str) -> dict[str, list[float]]:
-    """Time each job: return the seconds of a call, `REPEATS` samples, taken in turn after a warm-up."""
-    calls = {}
+def time_jobs(
+    jobs: Mapping[str, Job], device: torch.device, progress: Progress, name: str, *, quick: bool = False
+) -> dict[str, list[float]]:
+    """Time each job: return the seconds of a call, `REPEATS` samples, taken in turn after a warm-up.
+
+    Args:
+        jobs: The jobs by name.
+        device: Their device.
+        progress: Display of progress.
+        name: Of all of them, for the display.
+        quick: Take one sample of one call, to try jobs out.
+    """
+    calls, repeats = {}, 1 if quick else REPEATS
     times: dict[str, list[float]] = {name: [] for name in jobs}
-    with progress.bar(f"profile {name}", 1 + REPEATS, "rounds") as bar:
+    with progress.bar(f"profile {name}", 1 + repeats, "rounds") as bar:
         for key, job in jobs.items():
+            for _ in range(WARM_UPS if device.type == "cuda" else 0):
+                job()  # the next call may record a graph
             once = time_call(job, device)
-            if once < 1:  # a second call measures short jobs better
+            if once < 1 and not quick:  # a second call measures short jobs better
                 once = time_call(job, device)
-            calls[key] = min(math.ceil(SAMPLE_SECONDS / max(once, 1e-9)), MOST_CALLS)
+            calls[key] = 1 if quick else min(math.ceil(SAMPLE_SECONDS / max(once, 1e-9)), MOST_CALLS)
         bar.advance()
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             for key, job in jobs.items():
                 times[key].append(time_call(job, device, calls[key]))
             bar.advance()
@@ -96,19 +117,25 @@ class Ceiling(NamedTuple):
     per_call: float
     """Operations or bytes of a call."""
 
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> Ceiling:
+        """Return the ceiling that a row of `Bench.ceilings` describes."""
+        return cls(row["what"], row["shape"], [row["seconds_low"]], row["operations"] or row["bytes_moved"])
+
     @property
     def rate(self) -> float:
         """Operations or bytes per second, in the fastest sample."""
         return self.per_call / min(self.times)
 
 
-def measure_matmul(precision: str, device: torch.device, progress: Progress) -> Ceiling:
+def measure_matmul(precision: str, device: torch.device, progress: Progress, *, quick: bool = False) -> Ceiling:
     """Time a product of two square matrices, large enough to be limited by arithmetic.
 
     Args:
         precision: float32 or bfloat16.
         device: Of the matrices.
         progress: Display of progress.
+        quick: Take small ones.
     """
     dtype = getattr(torch, precision)
 
@@ -117,33 +144,67 @@ def measure_matmul(precision: str, device: torch.device, progress: Progress) -> 
         out = torch.empty_like(a)
         return lambda: torch.mm(a, b, out=out)
 
-    size, job = _large(product, MATMUL_SIZES, device)
+    size, job = _large(product, MATMUL_SIZES, device, quick)
     name = f"matmul {precision}"
-    times = time_jobs({name: job}, device, progress, name)[name]
+    times = time_jobs({name: job}, device, progress, name, quick=quick)[name]
     return Ceiling(name, f"{size} × {size} × {size}", times, 2.0 * size**3)
 
 
-def measure_copy(device: torch.device, progress: Progress) -> Ceiling:
+def measure_copy(device: torch.device, progress: Progress, *, quick: bool = False) -> Ceiling:
     """Time a copy from memory to memory, counted as one read and one write."""
 
     def copy(size: int) -> Job:
         source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
         return lambda: target.copy_(source)
 
-    size, job = _large(copy, COPY_BYTES, device)
-    times = time_jobs({"copy": job}, device, progress, "copy")["copy"]
+    size, job = _large(copy, COPY_BYTES, device, quick)
+    times = time_jobs({"copy": job}, device, progress, "copy", quick=quick)["copy"]
     return Ceiling("copy", f"{size >> 20} MiB", times, 2.0 * size)
 
 
-def _large(make: Callable[[int], Job], sizes: tuple[int, int], device: torch.device) -> tuple[int, Job]:
-    """Return the job of the first size, doubled until a call takes `CEILING_SECONDS` or the size is the largest."""
-    size, largest = sizes
+def _large(make: Callable[[int], Job], sizes: tuple[int, int], device: torch.device, quick: bool) -> tuple[int, Job]:
+    """Return the job of the first size, doubled until a call takes `CEILING_SECONDS` or the size is the largest.
+
+    If `quick` the first size is the largest.
+    """
+    size, largest = sizes[0], sizes[0 if quick else 1]
     while True:
         job = make(size)
         job()
         if size >= largest or time_call(job, device) >= CEILING_SECONDS:
             return size, job
         size *= 2
+
+
+def launch_jobs(device: torch.device) -> dict[str, tuple[Job, int]]:
+    """Return operations on one number, so small that launching them is what they cost.
+
+    They are launched in a row, each waited for, and on CUDA in Triton and in replayed graphs.
+
+    Returns:
+        By what a call does: the call, and the number of operations in it.
+    """
+    number = torch.zeros(1, device=device)
+    reward, value = torch.zeros(2, 1, 2, device=device)
+    terminated = torch.zeros(1, 2, dtype=torch.bool, device=device)
+
+    def add(count: int) -> Job:
+        def run() -> None:
+            for _ in range(count):
+                number.add_(1)
+
+        return run
+
+    jobs: dict[str, tuple[Job, int]] = {
+        "launch of an operation": (add(1), 1),
+        "operation and a wait for its result": (lambda: number.add_(1).item(), 1),
+    }
+    if on_triton(reward):
+        jobs["launch of a Triton kernel"] = lambda: lambda_returns(reward, value, terminated, 0.99, 0.95), 1
+    if device.type == "cuda":
+        jobs["replay of a graph of one operation"] = capture(add(1))[1], 1
+        jobs["operation in a replayed graph"] = capture(add(RECORDED_OPERATIONS))[1], RECORDED_OPERATIONS
+    return jobs
 
 
 # -- arithmetic and memory --------------------------------------------------------------------------------------------
@@ -201,6 +262,44 @@ def _resident(kind: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+# -- launches and waits -----------------------------------------------------------------------------------------------
+
+
+def count_launches(job: Job, device: torch.device) -> tuple[int, int] | None:
+    """Count the launches of one call, and the operations of the device; None on a CPU, where nothing is launched."""
+    if device.type != "cuda":
+        return None
+    _hush_profiler()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recording:
+        time_call(job, device)
+    events = recording.events() or []
+    on_device = sum(each.device_type == DeviceType.CUDA and not each.is_user_annotation for each in events)
+    return sum(any(name in each.name for name in _LAUNCHES) for each in events), on_device
+
+
+def _hush_profiler() -> None:
+    """Keep the profiler's messages from stderr."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
+_LAUNCHES = ("LaunchKernel", "GraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")  # calls into CUDA
+
+
+def count_waits(job: Job, device: torch.device) -> int | None:
+    """Count how often the host waits for the device in one call; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            job()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum("synchronizing CUDA operation" in str(each.message) for each in caught)
+
+
 # -- time by operator -------------------------------------------------------------------------------------------------
 
 
@@ -226,7 +325,7 @@ def profile_operators(
             precision.
         trace: File (.json.gz) for a trace that Perfetto or chrome://tracing displays.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no messages on stderr
+    _hush_profiler()
     counted = _count_by_operator(job)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -312,21 +411,48 @@ def _own_time(
 
 
 class Bench:
-    """Times calls on one machine, whose ceilings it measures first, and makes a row of each result."""
+    """Times calls on one machine, and makes a row of each result.
 
-    def __init__(self, machine: Machine, progress: Progress) -> None:
-        self.device, self.progress = machine.device, progress
-        matmul = {name: measure_matmul(name, self.device, progress) for name in ("float32", "bfloat16")}
-        copy = measure_copy(self.device, progress)
-        self.arithmetic, self.copying = matmul[machine.precision].rate, copy.rate
-        self.ceilings = [
-            *(self.row(each.name, each.shape, each.times, operations=each.per_call) for each in matmul.values()),
+    Args:
+        machine: The machine.
+        progress: Display of progress.
+        ceilings: The rows `ceilings` of an earlier bench on this machine; None measures the ceilings first.
+        quick: Take one sample of everything, to try it out.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        progress: Progress,
+        ceilings: Sequence[dict[str, Any]] | None = None,
+        *,
+        quick: bool = False,
+    ) -> None:
+        self.device, self.progress, self.quick = machine.device, progress, quick
+        if ceilings is None:
+            products = [measure_matmul(name, self.device, progress, quick=quick) for name in ("float32", "bfloat16")]
+            copy = measure_copy(self.device, progress, quick=quick)
+        else:
+            *products, copy = map(Ceiling.of_row, ceilings)
+        self.arithmetic = next(each.rate for each in products if each.name.endswith(machine.precision))
+        self.copying = copy.rate
+        self.ceilings = list(ceilings or ()) or [
+            *(self.row(each.name, each.shape, each.times, operations=each.per_call) for each in products),
             self.row(copy.name, copy.shape, copy.times, moved=copy.per_call),
         ]
 
     def time_jobs(self, name: str, jobs: Mapping[str, Job]) -> dict[str, list[float]]:
         """Call `time_jobs` of this module on the machine's device."""
-        return time_jobs(jobs, self.device, self.progress, name)
+        return time_jobs(jobs, self.device, self.progress, name, quick=self.quick)
+
+    def time_launches(self) -> list[dict[str, Any]]:
+        """Time `launch_jobs` and return a row of each, in seconds of an operation."""
+        jobs = launch_jobs(self.device)
+        times = self.time_jobs("launches", {name: job for name, (job, _) in jobs.items()})
+        return [
+            self.row(name, f"{count} in a call", [seconds / count for seconds in times[name]])
+            for name, (_, count) in jobs.items()
+        ]
 
     def row(
         self,
