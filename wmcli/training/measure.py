@@ -202,8 +202,8 @@ def launch_jobs(device: torch.device) -> dict[str, tuple[Job, int]]:
     if on_triton(reward):
         jobs["launch of a Triton kernel"] = lambda: lambda_returns(reward, value, terminated, 0.99, 0.95), 1
     if device.type == "cuda":
-        jobs["replay of a graph of one operation"] = capture(add(1))[1], 1
-        jobs["operation in a replayed graph"] = capture(add(RECORDED_OPERATIONS))[1], RECORDED_OPERATIONS
+        jobs["replay of a graph of one operation"] = capture(add(1)), 1
+        jobs["operation in a replayed graph"] = capture(add(RECORDED_OPERATIONS)), RECORDED_OPERATIONS
     return jobs
 
 
