@@ -83,10 +83,11 @@ def dynamics_update(preset: str, *overrides: str) -> Memory:
             valid=~flag,
         )
         optimizer = optimizer_for(settings.dynamics, model.parameter_groups())
-        for _ in range(2):  # the first makes gradients and moments
-            update_world_model(machine, model, optimizer, batch, settings.dynamics.clip)
+        update_world_model(machine, model, optimizer, batch, settings.dynamics.clip)
         moments = [each for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
-        return Memory(sum(p.nbytes for p in model.parameters()), sum(each.nbytes for each in moments), alive.peak)
+        # The moments are made after the backward pass of the first update, and are there in that of every later one.
+        held = sum(each.nbytes for each in moments)
+        return Memory(sum(p.nbytes for p in model.parameters()), held, alive.peak + held)
 
 
 if __name__ == "__main__":

@@ -241,7 +241,8 @@ class Context:
             self.latents, before = {}, False  # the latents are those of other frames
         self.replay = replay
         if replay.frames_on_host and not before:
-            self.progress.say(
+            tell = self.progress.warn if frames_on == "auto" else self.progress.say
+            tell(
                 f"{artifact.name}: {len(replay)} frames ({replay.frames.nbytes / 1e9:.1f} GB) stay in host memory"
                 f" (training.replay = {frames_on})"
             )
