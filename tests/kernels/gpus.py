@@ -101,7 +101,7 @@ def _rounded_products(ir: str) -> int:
 
 
 def _narrow_offsets(ir: str) -> list[str]:
-    """Return products in 32 bits, of an index and a stride or size, that are added to an address: they could overflow."""
+    """Return products of an index and a stride or size in 32 bits that are added to an address: they could overflow."""
     made, found = {}, []
     for line in ir.splitlines():
         if match := re.match(r"\s*(%\w+) = ([\w.]+) (.*)", line):

@@ -98,35 +98,6 @@ def _recurrences(make: Make) -> Iterator[Case]:
         """q and k are parts of one copy, v of the layer's product (B, T, 4 D)."""
         length = torch.Size(shape).numel()
         q, k = make.low(2, make.rows(rows), heads, *shape, 64, scale=64**-0.25).unbind()
-        v = (
-            make.low(make.rows(rows), length, 4 * 256)[..., 512 : 512 + heads * 64]
-            .unflatten(-1, (heads, 64))
-            .transpose(1, 2)
-        )
-        return q, k, v.unflatten(2, shape)
-
-    def fork(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None) -> Any:
-        return linear_recurrence_fork(q, k, v, decays.to(torch.promote_types(q.dtype, torch.float32)), block, state)
-
-    def chunks(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        decay = decays.to(torch.promote_types(q.dtype, torch.float32))
-        return linear_recurrence(q, k, v, decay, None, None, 128)
-
-    def step(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Any:
-        return linear_recurrence_step(*(x[:, :, 0] for x in (q, k, v)), decays.to(state.dtype), state)
-
-    block = make.time(65)
-    yield case("rem, dynamics", retention(64, blocks, 2 * block - 1), fork)
-    state = make.wide(make.rows(128), heads, 64, 64)
-    yield case("rem, imagined frame", (*retention(128, 1, 2 * block - 1), state), fork)
-    yield case("rem-no-pop, dynamics", retention(64, make.time(650)), chunks)
-    yield case("rem-no-pop, step", (*retention(128, 1), state), step, backward=False)
-
-    def duality(rows: int, length: int, keys: int) -> tuple[Tensor, ...]:
-        """c and b are parts of the convolution's result (B, T, C); values have heads behind time."""
-        rows, length = make.rows(rows), make.time(length)
-        mixed = make.low(rows, length, 1024 + 2 * keys)
-        c, b = (mixed[:, None, :, first : first + keys] for first in (1024, 1024 + keys))
         v = make.low(make.rows(rows), length, 4, heads, 64)[:, :, 2].transpose(1, 2)
         return q, k, v.unflatten(2, shape)
 
