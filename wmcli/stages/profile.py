@@ -138,7 +138,9 @@ def profile_stages(
                 with using("torch"):
                     operations = count_operations(stage.unrecorded or stage.call)
                 bar.advance()
-                memory = peak_memory(stage.unrecorded or stage.call, bench.device)  # a graph has all of its memory before
+                memory = peak_memory(
+                    stage.unrecorded or stage.call, bench.device
+                )  # a graph has all of its memory before
                 bar.advance()
                 launches, waits = count_launches(stage.call, bench.device), count_waits(stage.call, bench.device)
                 bar.advance()

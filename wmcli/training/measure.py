@@ -38,8 +38,7 @@ from wmcli.kernels.dispatch import on_triton
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.progress import Progress
 from wmcli.training.device import Machine
-from wmcli.training.graph import WARM_UPS
-from wmcli.training.graph import capture
+from wmcli.training.graph import WARM_UPS, capture
 
 REPEATS = 5
 SAMPLE_SECONDS = 0.01  # calls shorter than this are timed several in a row
