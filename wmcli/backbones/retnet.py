@@ -29,6 +29,7 @@ from wmcli.backbones.base import Backbone, BackboneSettings, BackboneSize, for_e
 from wmcli.errors import UsageError
 from wmcli.kernels.linear_recurrence import linear_recurrence, linear_recurrence_fork, linear_recurrence_step
 from wmcli.nn.dropout import dropout
+from wmcli.transfer import to_device
 
 NORM_EPS = 1e-6
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}
@@ -264,7 +265,7 @@ def _rotations(head_width: int, reach: int, device: torch.device, dtype: torch.d
 @functools.cache
 def _constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(values, device=device, dtype=dtype)
+        return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 def _log_spaced(first: float, last: float, count: int) -> list[float]:
