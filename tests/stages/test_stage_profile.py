@@ -150,6 +150,20 @@ def test_models_are_frozen_where_a_run_freezes_them(run: Path, monkeypatch: pyte
     assert seen == {"encode": {(True, False)}, "imagine": {(True, False)}, "loss": {(False, True)}}
 
 
+def record_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Let functions be recorded without a GPU; a replay does nothing that is seen. Return what was recorded."""
+    recorded: list[Any] = []
+
+    def capture(run: Any) -> Any:
+        recorded.append(run)
+        result = run()
+        return lambda: result
+
+    monkeypatch.setattr(graph, "warm_up", lambda run: run())
+    monkeypatch.setattr(graph, "capture", capture)
+    return recorded
+
+
 @pytest.mark.slow
 def test_arithmetic_in_a_replayed_graph_is_counted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def operations() -> float:
@@ -158,7 +172,7 @@ def test_arithmetic_in_a_replayed_graph_is_counted(run: Path, monkeypatch: pytes
 
     context = opened(run)
     plain = operations()
-    monkeypatch.setattr(graph, "capture", lambda run: (run(), lambda: None))  # a replay does nothing that is seen
+    record_on_a_cpu(monkeypatch)
     context.machine = replace(context.machine, cuda_graph=True)
     assert operations() == plain
     rows = {row["what"]: row for row in profile(context, parts=("stages",)).metrics["rows"]}
@@ -167,18 +181,24 @@ def test_arithmetic_in_a_replayed_graph_is_counted(run: Path, monkeypatch: pytes
     assert recorded["epoch_seconds"] > 0 and "epoch_seconds" not in eager
 
 
-def test_a_search_of_each_number_of_roots_is_recorded_by_itself(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A controller keeps one recording, which has the shapes of its first call."""
-    recorded: list[Any] = []
-    monkeypatch.setattr(graph, "capture", lambda run: (recorded.append(1), (run(), lambda: None))[1])
+def test_graphs_are_recorded_before_they_are_timed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = record_on_a_cpu(monkeypatch)
     context = opened(make("unizero", trained=False))
     context.machine = replace(context.machine, cuda_graph=True)
-    searches = [stage for group in profile_module._groups(context) for stage in group if "search" in stage.label]
-    for stage in searches:
-        stage.call()
-        assert stage.unrecorded is not None
-        stage.unrecorded()
-    assert len(searches) == len(recorded) == 3  # 3 environments, 5 reanalyzed frames, many
+    bench = Bench(context.machine, Progress(quiet=True), quick=True)
+    time_jobs, timed = measure.time_jobs, []
+
+    def watched(jobs: Any, *rest: Any, **more: Any) -> Any:
+        before = len(recorded)
+        times = time_jobs(jobs, *rest, **more)
+        timed.append((list(jobs), before, len(recorded)))
+        return times
+
+    monkeypatch.setattr(measure, "time_jobs", watched)
+    profile_module.profile_stages(context, bench)
+    # then an update, and searches from 3 environments, 5 reanalyzed frames and many
+    assert [(before, after) for _, before, after in timed] == [(0, 0), (1, 1), (4, 4)]
+    assert all(f"{name}, without the graph" in timed[2][0] for name in timed[2][0][::2])
 
 
 @pytest.mark.parametrize("part", ["stages", "kernels"])

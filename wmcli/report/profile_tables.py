@@ -167,7 +167,7 @@ def _machine(part: Mapping[str, Any] | None) -> Iterator[str]:
         f"wm {about['wm']}" + (f" at {about['commit']}" if about["commit"] else f", source {part['key']['code']}"),
         f"{about['precision']}",
         f"kernels in {about['kernels']}",
-        "rollouts and searches as CUDA graphs" if about["cuda_graph"] else "",
+        "updates and searches as CUDA graphs" if about["cuda_graph"] else "",
         part["finished"][:10],
     ]
     yield ", ".join(filter(None, facts)) + "."

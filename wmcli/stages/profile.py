@@ -138,9 +138,7 @@ def profile_stages(
                 with using("torch"):
                     operations = count_operations(stage.unrecorded or stage.call)
                 bar.advance()
-                memory = peak_memory(
-                    stage.unrecorded or stage.call, bench.device
-                )  # a graph has all of its memory before
+                memory = peak_memory(stage.unrecorded or stage.call, bench.device)  # a graph keeps its memory
                 bar.advance()
                 launches, waits = count_launches(stage.call, bench.device), count_waits(stage.call, bench.device)
                 bar.advance()
@@ -322,7 +320,7 @@ def _searches(context: Context, world_model: WorldModel, frames: torch.Tensor) -
             _, state = world_model.observe(world_model.encode(windows.inputs), windows.action, windows.is_first)
 
         def plan(machine: Machine, state: Any = state, roots: int = roots) -> Job:
-            controller = build_controller(settings, world_model, machine).to(machine.device)  # records its first shape
+            controller = build_controller(settings, world_model, machine).to(machine.device)
             generator = torch.Generator().manual_seed(0)
 
             def decide() -> None:

@@ -2,7 +2,7 @@
 
 Updates are those of the trainers, with the sampling and gathering of their batches, on random experience of half the
 run's size. Around its work each stage also starts, saves and publishes. That is the rest of a stage of `wm run` in a
-small run, whose every stage makes one update.
+small run, whose stages make as few updates as a graph takes until it is replayed.
 
 Evaluation is counted and not projected: it takes as long as the episodes are.
 """
@@ -36,6 +36,7 @@ from wmcli.stages.profile import collect_randomly, has_tokenizer, time_collectin
 from wmcli.trainers import DynamicsTrainer, ImaginationTrainer, ReanalysisTrainer, TokenizerTrainer
 from wmcli.trainers.batches import ENCODE_BATCH, encode_frames
 from wmcli.training.device import derived_seed, isolated_randomness
+from wmcli.training.graph import WARM_UPS
 from wmcli.training.measure import Bench, Job
 
 RANDOM, ACTING, ENCODE = "collect, random policy", "collect, acting", "encode"
@@ -174,11 +175,14 @@ def profile_cycle(context: Context, bench: Bench, folder: Path) -> dict[str, Any
             times = bench.time_jobs(what, {what: job})[what]
             measured[what] = per_unit(bench.row(what, shape, times), count)
         measured[ACTING] = per_unit(*time_collecting(context, bench, ACTING, _agent(context)))
-    for stage, seconds in _stages_of_small_run(context, folder).items():
-        if stage == COLLECT:
-            own = measured[ACTING]["seconds"] * steps_in_epoch(settings)
-        else:
-            own = measured[stage]["seconds"] if stage in measured else 0.0  # of one update
+    small = _small_settings(context)
+    made = count_work(small)
+    for stage, seconds in _stages_of_small_run(context, small, folder).items():
+        own = (
+            measured[ACTING]["seconds"] * steps_in_epoch(settings)
+            if stage == COLLECT
+            else measured.get(stage, {"seconds": 0.0})["seconds"] * made[stage] / made[around(stage)]
+        )
         measured[around(stage)] = per_unit(bench.row(around(stage), "a small run", [max(seconds - own, 0.0)]), 1)
     return project(settings, measured)
 
@@ -196,7 +200,7 @@ def random_experience(context: Context, rows: int) -> Replay:
     settings, rng = context.settings.environment, np.random.default_rng(0)
     time = np.arange(rows) // settings.count
     end = (time + 1) % EPISODE == 0
-    replay = Replay.empty(context.machine.device)
+    replay = Replay.empty(context.machine.device, frames_on=context.settings.training.replay)
     replay.extend(
         {
             "observation": rng.integers(0, 256, (rows, settings.size, settings.size, 3), dtype=np.uint8),
@@ -258,11 +262,10 @@ def _agent(context: Context) -> Agent:
     return build_agent(settings, world_model, controller, generator=torch.Generator().manual_seed(0))
 
 
-def _stages_of_small_run(context: Context, folder: Path) -> dict[str, float]:
-    """Return the seconds of each stage in the last epoch of a small run, with the loop of `wm run`.
+def _small_settings(context: Context) -> Settings:
+    """Return the settings of the small run: every stage is due in every epoch and makes few updates, if any.
 
-    Every stage is due in every epoch and makes one update, if it makes any. A collect takes as many steps as in the
-    whole run.
+    A collect takes as many steps as in the whole run.
     """
     settings = context.settings
     changes = {"run.collect_epochs": EPOCHS + 1, "run.epochs": EPOCHS + 1}  # one more: the last evaluates
@@ -270,11 +273,16 @@ def _stages_of_small_run(context: Context, folder: Path) -> dict[str, float]:
     changes |= {"run.evaluate_every": 0, "run.patience": 0}
     if settings.run.tokenizer_epochs:
         changes["run.tokenizer_epochs"] = EPOCHS + 1
+    fewest = WARM_UPS + 2 if context.machine.cuda_graph else 1
     for name in ("tokenizer", "dynamics", "controller"):
-        if getattr(getattr(settings, name), "updates", 0):
-            changes[f"{name}.updates"] = 1
+        if updates := getattr(getattr(settings, name), "updates", 0):
+            changes[f"{name}.updates"] = min(updates, fewest)
     overrides = [*(f"{key}={value}" for key, value in changes.items()), "run.overlap=false"]
-    small = resolve(context.preset, overrides, base=settings.plain())
+    return resolve(context.preset, overrides, base=settings.plain())
+
+
+def _stages_of_small_run(context: Context, small: Settings, folder: Path) -> dict[str, float]:
+    """Return the seconds of each stage in the last epoch of a small run, with the loop of `wm run`."""
     inside = Context(Run.open(folder, create=True), context.preset, small, Progress(quiet=True))
     inside.binding, inside.to_bind, inside.pictures = Binding(context.preset, small.plain()), True, False
     newest: dict[str, Artifact] = {}

@@ -428,6 +428,7 @@ class Bench:
         quick: bool = False,
     ) -> None:
         self.device, self.progress, self.quick = machine.device, progress, quick
+        self._first_calls = WARM_UPS + 1 if machine.cuda_graph else 0  # of a function until its graph is recorded
         if ceilings is None:
             products = [measure_matmul(name, self.device, progress, quick=quick) for name in ("float32", "bfloat16")]
             copy = measure_copy(self.device, progress, quick=quick)
@@ -441,7 +442,13 @@ class Bench:
         ]
 
     def time_jobs(self, name: str, jobs: Mapping[str, Job]) -> dict[str, list[float]]:
-        """Call `time_jobs` of this module on the machine's device."""
+        """Call `time_jobs` of this module on the machine's device, with all graphs recorded before."""
+        if self._first_calls:
+            with self.progress.bar(f"profile {name}, recording", len(jobs), "jobs") as bar:
+                for job in jobs.values():
+                    for _ in range(self._first_calls):
+                        job()
+                    bar.advance()
         return time_jobs(jobs, self.device, self.progress, name, quick=self.quick)
 
     def time_launches(self) -> list[dict[str, Any]]:
