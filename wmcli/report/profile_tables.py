@@ -117,7 +117,7 @@ def _time(row: Row) -> str:
 
 
 def _minutes(seconds: float) -> str:
-    return f"{short_number(seconds / 60)} min"
+    return f"{seconds / 60:,.1f} min"
 
 
 def suite_page(document: Mapping[str, Any], goals: Mapping[str, float]) -> str:

@@ -256,7 +256,7 @@ def _updates(context: Context, replay: Replay, work: Mapping[str, int]) -> Itera
 def _agent(context: Context) -> Agent:
     """Return a fresh agent, which costs as much as a trained one."""
     settings, machine = context.settings, context.machine
-    tokenizer = build_tokenizer(settings) if has_tokenizer(settings) else None
+    tokenizer = machine.freeze(build_tokenizer(settings)) if has_tokenizer(settings) else None
     world_model = machine.freeze(build_world_model(settings, tokenizer, context.environment["actions"]))
     controller = machine.freeze(build_controller(settings, world_model, machine))
     return build_agent(settings, world_model, controller, generator=torch.Generator().manual_seed(0))
