@@ -288,7 +288,7 @@ def _runs(parts: Mapping[str, Any], goals: Mapping[str, float]) -> Iterator[str]
                 "steps": f"{part['steps']:,}",
                 "a step": _time(_exact(part["seconds_per_step"])),
                 "run": _minutes(part["seconds"]),
-                "goal": f"{goals[preset]:.3g} min" if preset in goals else None,
+                "goal": f"{goals[preset]:.3g} min" if preset in goals and not part["key"]["quick"] else None,
                 "evaluated besides": f"{part['evaluation_episodes']:,} episodes",
             }
             for preset, part in parts.items()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LONGEST = 120  # characters of a message
+LONGEST = 80  # characters of a message
 PACKAGES = {
     "fla": ("fla-core", "flash-linear-attention"),
     "mamba_ssm": ("mamba-ssm",),
