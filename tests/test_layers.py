@@ -64,7 +64,7 @@ MAY = {
         "artifacts",
     },
     "trainers": {"controllers", "world_models", "tokenizers", "backbones", "nn", "training", "experience"},
-    "assemble": {"settings", "controllers", "world_models", "tokenizers", "backbones", "training", "artifacts"},
+    "assemble": {"settings", "controllers", "world_models", "tokenizers", "backbones", "nn", "training", "artifacts"},
     "settings": {"controllers", "world_models", "tokenizers", "backbones", "nn", "training", "envs"},
     "controllers": {"world_models", "nn", "kernels"},
     "world_models": {"tokenizers", "backbones", "nn"},

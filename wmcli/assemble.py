@@ -13,6 +13,7 @@ from wmcli.artifacts import Artifact
 from wmcli.backbones import build as build_backbone
 from wmcli.config import validate
 from wmcli.controllers.base import Controller
+from wmcli.nn.initialize import without_initialization
 from wmcli.settings import Settings
 from wmcli.tokenizers.categorical import CategoricalTokenizer
 from wmcli.tokenizers.vq import VQTokenizer
@@ -93,7 +94,8 @@ def load_controller(
         machine: Device of both.
         acting: Settings to act with, see `Settings.acting`. They replace those of training where the kind is the same.
     """
-    world_model = load_world_model(artifact.input("dynamics"), machine)
+    with without_initialization():
+        world_model = load_world_model(artifact.input("dynamics"), machine)
     settings = settings_of(artifact)
     changed = {key: value for key, value in acting.get("dynamics", {}).items() if key in settings.dynamics.acting_keys}
     if changed:
@@ -102,7 +104,9 @@ def load_controller(
         key: value for key, value in acting.get("controller", {}).items() if key in settings.controller.acting_keys
     }
     settings = settings.model_copy(update={"controller": settings.controller.model_copy(update=changed)})
-    return world_model, _frozen(build_controller(settings, world_model, machine), "controller", artifact, machine)
+    with without_initialization():
+        controller = build_controller(settings, world_model, machine)
+    return world_model, _frozen(controller, "controller", artifact, machine)
 
 
 def _frozen(module: M, name: str, artifact: Artifact, machine: Machine) -> M:

@@ -1,15 +1,30 @@
-"""Initializations of the papers."""
+"""Initializations of the papers, and none for modules whose weights are loaded."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 TRUNCATION = 0.87962566  # standard deviation of a standard normal truncated at +-2
 HIDDEN_GAIN = math.sqrt(2)
 LAST_GAIN = 0.001  # a new policy is nearly uniform and a new value nearly 0
+
+DRAWING = (
+    "uniform_",
+    "normal_",
+    "trunc_normal_",
+    "xavier_uniform_",
+    "xavier_normal_",
+    "kaiming_uniform_",
+    "kaiming_normal_",
+    "orthogonal_",
+)
+"""Functions of `torch.nn.init` that draw."""
 
 Initialization = Literal["fan-average", "orthogonal", "torch"]
 
@@ -50,3 +65,24 @@ def orthogonal(module: nn.Module) -> None:
         nn.init.orthogonal_(layer.weight, LAST_GAIN if layer is layers[-1] else HIDDEN_GAIN)
         if layer.bias is not None:
             nn.init.zeros_(layer.bias)
+
+
+@contextmanager
+def without_initialization() -> Iterator[None]:
+    """Build modules inside the `with` block without drawing weights: all of them are to be loaded afterwards.
+
+    Constants that constructors compute are as ever, and so is torch's generator afterwards.
+    """
+    drawing = {name: getattr(nn.init, name) for name in DRAWING}
+    try:
+        for name in DRAWING:
+            setattr(nn.init, name, _keep)
+        with torch.random.fork_rng([]):
+            yield
+    finally:
+        for name, function in drawing.items():
+            setattr(nn.init, name, function)
+
+
+def _keep(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+    return tensor
