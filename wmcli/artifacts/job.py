@@ -14,6 +14,7 @@ import errno
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -47,6 +48,9 @@ jobs then run again."""
 PAYLOAD = "payload"
 WORK = ".work-"
 """Prefix of the names of work folders."""
+
+SEALED_AT_ONCE = 16
+"""Files that are synchronized to disk at the same time."""
 
 # Errors of a rename onto an existing file or folder.
 _EXISTS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -256,18 +260,26 @@ class Work:
 
 
 def _seal(payload: Path, sha256: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Synchronize every file and folder to disk. Return the manifest's list of files, with the known `sha256`."""
-    files = []
+    """Synchronize every file and folder to disk. Return the manifest's list of files, with the known `sha256`.
+
+    Many at once: a file system writes its journal once for all that wait for it.
+    """
     sizes = regular_files(payload, "the payload")
     assert not {MANIFEST, PRUNED} & sizes.keys(), "reserved names"
-    for name, size in sizes.items():
+
+    def seal(name: str) -> dict[str, Any]:
         with (payload / name).open("rb") as file:
             digest = sha256.get(name) or hashlib.file_digest(file, "sha256").hexdigest()
-            files.append({"path": name, "size": size, "sha256": digest})
             os.fsync(file.fileno())
-        failpoint("publish-file")
-    for folder, _, _ in os.walk(payload, topdown=False):
-        sync_folder(Path(folder))
+        return {"path": name, "size": sizes[name], "sha256": digest}
+
+    files = []
+    with ThreadPoolExecutor(SEALED_AT_ONCE) as workers:
+        for entry in workers.map(seal, sizes):
+            files.append(entry)
+            failpoint("publish-file")
+        for _ in workers.map(sync_folder, [Path(folder) for folder, _, _ in os.walk(payload)]):
+            pass
     return files
 
 
