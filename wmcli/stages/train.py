@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -154,11 +155,15 @@ def train(
                 progress=progress,
                 log=partial(context.log, job, steps),
             )
-            # Training continues from the last weights.
-            sha256 = {TRAINING: state.save(work.payload / TRAINING, context.machine.device, weights=selects_weights)}
-            if selects_weights:
-                trainer.select_weights()
-            sha256[WEIGHTS] = save_tensors(work.payload / WEIGHTS, module_tensors(state.modules), {"kind": kind})
+            with ThreadPoolExecutor(1) as writer:  # both files at once
+                training = writer.submit(
+                    state.save, work.payload / TRAINING, context.machine.device, weights=selects_weights
+                )
+                if selects_weights:
+                    training.result()  # training continues from the last weights
+                    trainer.select_weights()
+                weights = save_tensors(work.payload / WEIGHTS, module_tensors(state.modules), {"kind": kind})
+                sha256 = {TRAINING: training.result(), WEIGHTS: weights}
             metrics: dict[str, Any] = {**losses, **trainer.measure(), **trainer.status()}
             metrics["updates"] = state.trained + state.update
             if context.pictures:
