@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from odd_lengths import ODD_LENGTHS
 from tiny_run import EVERY_STAGE, TRAINING, copied, latest, opened, sha256
 
 from wmcli.artifacts import KINDS, Run, check, make_command
+from wmcli.assemble import load_controller
 from wmcli.config import digest
 from wmcli.envs import protocol
 from wmcli.errors import ArtifactError, DivergedError, UsageError
@@ -105,6 +107,12 @@ def test_a_training_stage_counts_updates_and_saves_the_state_for_further_trainin
     assert (about["update"], about["trained"]) == (UPDATES[kind], 0)
     assert set(weights) and not any(name.startswith("model/") for name in training), "weights are written once"
     assert {"optimizer/0/exp_avg", "optimizer/0/exp_avg_sq", "random/torch"} <= set(training)
+
+
+def test_loading_a_controller_draws_no_random_numbers(tiny: Path) -> None:
+    before = torch.get_rng_state()
+    load_controller(latest(tiny, "controller"), opened(tiny).machine, {})
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 EVERY_LOGGED = ("collect", "train-tokenizer", "train-dynamics", "imagine", "eval")

@@ -1,6 +1,6 @@
 """The run directory: `<run>/run.toml`, `<run>/metrics.jsonl`, and `<run>/<kind>/v0007/` for every published version.
 
-Readers need no lock, because a version appears by one rename. A `Run` has no cache: every method reads the disk.
+Readers need no lock, because a version appears by one rename. A `Run` has no cache: every method looks at the disk.
 """
 
 from __future__ import annotations
