@@ -75,20 +75,26 @@ def settings_of(artifact: Artifact) -> Settings:
 
 
 def load_tokenizer(artifact: Artifact, machine: Machine) -> Tokenizer:
-    """Load a published tokenizer, frozen. Raises ArtifactError if a file is damaged or does not fit its settings."""
-    return _frozen(build_tokenizer(settings_of(artifact)), "tokenizer", artifact, machine)
+    """Load a published tokenizer, frozen. Raises ArtifactError if a file is damaged or does not fit its settings.
+
+    This and the other functions that load draw no random numbers.
+    """
+    return _frozen(lambda: build_tokenizer(settings_of(artifact)), "tokenizer", artifact, machine)
 
 
 def load_world_model(artifact: Artifact, machine: Machine) -> WorldModel:
     """Load a published dynamics model with its tokenizer, both frozen."""
     settings = settings_of(artifact)
-    tokenizer = None
-    if settings.dynamics.encoder == "tokenizer":
-        tokenizer = load_tokenizer(artifact.input("tokenizer"), machine)
-    elif settings.dynamics.encoder == "dynamics":
-        tokenizer = build_tokenizer(settings)
-    model = build_world_model(settings, tokenizer, artifact.manifest["environment"]["actions"])
-    return _frozen(model, "dynamics", artifact, machine)
+
+    def build() -> WorldModel:
+        tokenizer = None
+        if settings.dynamics.encoder == "tokenizer":
+            tokenizer = load_tokenizer(artifact.input("tokenizer"), machine)
+        elif settings.dynamics.encoder == "dynamics":
+            tokenizer = build_tokenizer(settings)
+        return build_world_model(settings, tokenizer, artifact.manifest["environment"]["actions"])
+
+    return _frozen(build, "dynamics", artifact, machine)
 
 
 def load_controller(
@@ -111,13 +117,14 @@ def load_controller(
         key: value for key, value in acting.get("controller", {}).items() if key in settings.controller.acting_keys
     }
     settings = settings.model_copy(update={"controller": settings.controller.model_copy(update=changed)})
-    with without_initialization():
-        controller = build_controller(settings, world_model, machine)
-    return world_model, _frozen(controller, "controller", artifact, machine)
+    controller = _frozen(lambda: build_controller(settings, world_model, machine), "controller", artifact, machine)
+    return world_model, controller
 
 
-def _frozen(module: M, name: str, artifact: Artifact, machine: Machine) -> M:
+def _frozen(build: Callable[[], M], name: str, artifact: Artifact, machine: Machine) -> M:
     artifact.verify()
+    with without_initialization():
+        module = build()
     load_modules({name: module}, load_tensors(artifact.file(WEIGHTS))[0], artifact.name)
     return machine.freeze(module)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from wmcli.artifacts import Artifact, InputRef, Work
 from wmcli.config import Identity
 from wmcli.errors import ArtifactError
 from wmcli.experience import Replay
+from wmcli.nn.initialize import without_initialization
 from wmcli.report.plots import along, learning_curves, write_figure
 from wmcli.stages.context import Context
 from wmcli.trainers.batches import encode_frames
@@ -140,7 +142,8 @@ def train(
         trained = inputs["parent"].metrics["updates"] if "parent" in inputs else 0
         steps = int(inputs["experience"].metrics["total_steps"])
         with isolated_randomness(derived_seed(settings.seed, stage, trained), context.machine.device) as rng:
-            trainer = build(rng)
+            with without_initialization() if "parent" in inputs else nullcontext():
+                trainer = build(rng)
             state = trainer.state
             if "parent" in inputs:  # a checkpoint replaces it in `fit`
                 state.continue_from(inputs["parent"].file(TRAINING))

@@ -85,8 +85,6 @@ def time_jobs(
     times: dict[str, list[float]] = {name: [] for name in jobs}
     with progress.bar(f"profile {name}", 1 + repeats, "rounds") as bar:
         for key, job in jobs.items():
-            for _ in range(WARM_UPS if device.type == "cuda" else 0):
-                job()  # the next call may record a graph
             once = time_call(job, device)
             if once < 1 and not quick:  # a second call measures short jobs better
                 once = time_call(job, device)
