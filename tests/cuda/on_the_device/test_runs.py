@@ -1,0 +1,127 @@
+"""`wm run --device cuda` of every system: every stage ends, waits for nothing in an update, and can be recorded."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pretended_cuda.device import DEVICE, Wait
+from systems import SYSTEMS
+from test_stage_loop import results
+from tiny_run import Killed, kill_at, settings
+
+from wmcli.artifacts import Run
+from wmcli.cli.main import run as wm
+from wmcli.controllers.agent import Agent
+from wmcli.trainers import DynamicsTrainer, ImaginationTrainer, ReanalysisTrainer, TokenizerTrainer
+
+UPDATE, ACT = "update", "act"
+
+Ran = tuple[Path, Counter[Wait], list[str]]
+"""The folder of a run, its waits, and what CUDA would have refused."""
+
+# The quickest ones stand for the rest by default.
+CASES = [name if name in ("rem", "drama", "unizero") else pytest.param(name, marks=pytest.mark.slow) for name in SYSTEMS]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def named() -> Iterator[None]:
+    """Name what waits for the device: updates, and choosing actions."""
+
+    def during(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def within(*arguments: Any, **named: Any) -> Any:
+            with DEVICE.during(name):
+                return call(*arguments, **named)
+
+        return within
+
+    with pytest.MonkeyPatch.context() as patch:
+        for trainer in (DynamicsTrainer, ImaginationTrainer, ReanalysisTrainer, TokenizerTrainer):
+            patch.setattr(trainer, "update", during(UPDATE, trainer.update))
+        for method in ("act", "summarize_search"):
+            patch.setattr(Agent, method, during(ACT, getattr(Agent, method)))
+        yield
+
+
+def run(name: str, folder: Path, *overrides: str) -> None:
+    preset, tiny = SYSTEMS[name]
+    chosen = settings(*tiny, *([] if any("kernels" in each for each in overrides) else ["training.kernels=torch"]))
+    line = ["run", preset, "--device", "cuda", "--run", str(folder), "--quiet", *chosen, *settings(*overrides)]
+    assert wm(line) == 0, DEVICE.report()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ran]:
+    """`whole(name)`: a run of the system, undisturbed and without graphs."""
+    made: dict[str, Ran] = {}
+
+    def ran(name: str) -> Ran:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("whole") / name
+            run(name, folder)
+            made[name] = folder, Counter(DEVICE.waits), list(DEVICE.errors)
+        return made[name]
+
+    return ran
+
+
+def places(waits: Counter[Wait], during: str) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for wait, count in waits.items():
+        if wait.during == during:
+            found[f"{wait.reason} at {wait.place.name}"] += count
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_stage_runs(whole: Callable[[str], Ran], name: str) -> None:
+    folder, _, errors = whole(name)
+    made = Run.open(folder, create=False)
+    for kind in ("experience", "dynamics", "controller", "evaluation"):
+        artifact = made.latest(kind)
+        assert artifact is not None and artifact.manifest["machine"]["device"] == "cuda"
+        artifact.verify()
+    assert errors == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_update_waits_for_the_device(whole: Callable[[str], Ran], name: str) -> None:
+    assert places(whole(name)[1], UPDATE) == {}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_acting_waits_for_what_the_host_needs(whole: Callable[[str], Ran], name: str) -> None:
+    """Logits; to collect with a search, its policy and value as well."""
+    waits = places(whole(name)[1], ACT)
+    decisions = waits.pop("copy to the host at wmcli/controllers/agent.py Agent.decide")
+    searches = waits.pop("copy to the host at wmcli/controllers/agent.py Agent.summarize_search.<locals>.<dictcomp>", 0)
+    assert decisions > 0 and not waits, waits
+    assert (0 < searches <= 2 * decisions) if name in ("unizero", "muzero") else searches == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_recorded_and_killed_it_has_the_same_bits(whole: Callable[[str], Ran], tmp_path: Path, name: str) -> None:
+    """With graphs, killed at every eleventh checkpoint: each life resumes the update of another one."""
+    overrides = ["training.cuda_graph=true", "training.checkpoint_seconds=0"]
+    for lives in range(1, 99):
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                kill_at(patch, "checkpoint", 11)
+                run(name, tmp_path / "run", *overrides)
+            break
+        except Killed:
+            pass
+    assert lives > 2 and DEVICE.recorded > 0 and DEVICE.replayed > DEVICE.recorded
+    assert results(tmp_path / "run") == results(whole(name)[0])
+    assert DEVICE.errors == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rem", "drama"])
+def test_triton_kernels_are_recorded(tmp_path: Path, name: str) -> None:
+    run(name, tmp_path / "run", "training.cuda_graph=true", "training.kernels=auto")
+    assert DEVICE.operations["launch"] > 0 and DEVICE.replayed > 0 and DEVICE.errors == []
