@@ -62,7 +62,9 @@ def stages(preset: str) -> list[str]:
 def settings_of(preset: str, tiny: bool, *overrides: str) -> Settings:
     sizes = ["environment.size=16", *PRESETS[preset]] if tiny else []
     settings = resolve(preset, [*sizes, *overrides])
-    batches = [f"{section}.batch={size}" for section, size in BATCHES.items() if hasattr(getattr(settings, section), "batch")]
+    batches = [
+        f"{section}.batch={size}" for section, size in BATCHES.items() if hasattr(getattr(settings, section), "batch")
+    ]
     return resolve(preset, [*sizes, *batches, *overrides])
 
 
@@ -152,11 +154,10 @@ class SameSamples:
 
     @contextmanager
     def __call__(self, second: bool) -> Iterator[None]:
-        samples = iter(self._samples)
-        rand, search = torch.rand, torch.searchsorted
+        samples, search = iter(self._samples), torch.searchsorted
 
-        def on_the_host(*shape: Any, device: Any = None, **how: Any) -> Tensor:
-            return rand(*shape, **how).to("cpu" if device is None else device)
+        def on_the_host(draw: Any) -> Any:
+            return lambda *given, device=None, **how: draw(*given, **how).to("cpu" if device is None else device)
 
         def search_once(*operands: Any, **how: Any) -> Tensor:
             found = search(*operands, **how)
@@ -168,6 +169,7 @@ class SameSamples:
             return first.to(found.device)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "rand", on_the_host)
+            for name in ("rand", "randn", "randint"):
+                patch.setattr(torch, name, on_the_host(getattr(torch, name)))
             patch.setattr(torch, "searchsorted", search_once)
             yield

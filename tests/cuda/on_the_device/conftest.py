@@ -1,4 +1,4 @@
-"""Tests that run on the pretended device: `-p pretended_cuda.plugin`, in a process of their own (see the folder above)."""
+"""Tests on the pretended device. They run with `-p pretended_cuda.plugin`, in processes of their own."""
 
 from __future__ import annotations
 

@@ -300,11 +300,12 @@ def test_what_cannot_be_recorded_is_refused(ask: Callable[[Tensor], object]) -> 
 
 def test_memory_that_a_graph_reads_must_live() -> None:
     x, y = (torch.zeros(3, device="cuda") for _ in range(2))
-    (result,), graph = recorded(lambda: (x[1:] + y[1:],))
+    memory = {"x": x}
+    (result,), graph = recorded(lambda: (memory["x"][1:] + y[1:],))
     graph.replay()
     assert result.tolist() == [0, 0]
     kept = x[:1]  # the same memory
-    del x
+    del x, memory["x"]
     graph.replay()
     del kept
     with pytest.raises(RuntimeError, match="12 bytes that were freed"):

@@ -137,7 +137,9 @@ class Device:
 
     def report(self) -> str:
         """Return waits, errors and recordings as text for people."""
-        lines = [f"{count:7d} x {wait.reason} at {wait.place} {wait.during}" for wait, count in self.waits.most_common()]
+        lines = [
+            f"{count:7d} x {wait.reason} at {wait.place} {wait.during}" for wait, count in self.waits.most_common()
+        ]
         lines += [f"error: {error}" for error in self.errors]
         return "\n".join([*lines, f"recordings {self.recorded}, replays {self.replayed}"])
 

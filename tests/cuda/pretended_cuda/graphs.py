@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pretended_cuda.device import DEVICE, fill_with_garbage
-from pretended_cuda.tensors import _map, perform, tensors
+from pretended_cuda.tensors import map_tensors, perform, tensors
 
 
 class Recording:
@@ -97,7 +97,7 @@ class Recording:
             self._kept[key] = self._kept.get(key, 0) + 1
             return tensor.detach()
 
-        return _map(tree, kept)
+        return map_tensors(tree, kept)
 
 
 class CUDAGraph:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pretended_cuda import graphs
 from pretended_cuda.device import DEVICE, TOTAL_MEMORY
-from pretended_cuda.tensors import CudaTensor, PretendMode, carry_marks, tensors, unwrapped
+from pretended_cuda.tensors import CudaTensor, PretendMode, carry_marks, map_tensors, tensors, unwrap
 
 
 def install(library: ctypes.CDLL) -> None:
@@ -98,7 +98,12 @@ def _functions() -> dict[str, Any]:
         "get_device_name": lambda device=None: "pretended",
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: SimpleNamespace(
-            name="pretended", major=9, minor=0, total_memory=TOTAL_MEMORY, multi_processor_count=132, L2_cache_size=50 << 20
+            name="pretended",
+            major=9,
+            minor=0,
+            total_memory=TOTAL_MEMORY,
+            multi_processor_count=132,
+            L2_cache_size=50 << 20,
         ),
         "is_bf16_supported": lambda including_emulation=True: True,
         "synchronize": lambda device=None: DEVICE.wait("synchronize"),
@@ -199,7 +204,7 @@ def _launch_on_the_host() -> None:
         for operand in tensors((args, kwargs)):
             if not isinstance(operand, CudaTensor):
                 DEVICE.refuse("Pointer argument cannot be accessed from Triton (cpu tensor?)")
-        args, kwargs = unwrapped((args, kwargs))
+        args, kwargs = map_tensors((args, kwargs), unwrap)
         with _disable_current_modes():
             if DEVICE.recording is None:
                 call(self, *args, **kwargs)

@@ -101,8 +101,9 @@ class PretendMode(TorchDispatchMode):
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Do an operation on the device, or on the CPU if none of its tensors is or comes there."""
     name = func.overloadpacket.__name__
-    operands = list(tensors((args, kwargs)))
-    on_device = any(isinstance(operand, CudaTensor) for operand in operands)
+    operands: list[Tensor] = []
+    host_args, host_kwargs = _unwrap(args, operands), _unwrap(kwargs, operands) if kwargs else kwargs
+    on_device = any(type(operand) is CudaTensor for operand in operands)
     if name == "_pin_memory" or kwargs.get("pin_memory"):
         return _pinned(func, name, args, kwargs, on_device)
     if name == "is_pinned":
@@ -110,7 +111,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     to_device = on_device
     if kwargs.get("device") is not None:
         to_device = torch.device(kwargs["device"]).type == "cuda"
-        kwargs = kwargs | {"device": torch.device("cpu")}
+        host_kwargs = host_kwargs | {"device": torch.device("cpu")}
     if not (on_device or to_device):
         return func(*args, **kwargs)
 
@@ -119,14 +120,13 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     _count_waits(name, args)
     late = _check_copies(name, args, kwargs, to_device) if name in COPIES else []
     recording = DEVICE.recording if DEVICE.recording is not None and DEVICE.recording.takes_this_thread() else None
-    host_args, host_kwargs = _map((args, kwargs), unwrap if recording is None else _frozen)
     if recording is not None:
         recording.touch(operand.host for operand in operands if isinstance(operand, CudaTensor))
     result = perform(func, host_args, host_kwargs)
     if isinstance(result, Tensor) and (result.is_conj() or result.is_neg()):
         result = result.resolve_conj().resolve_neg()
     if recording is not None:
-        recording.add(func, host_args, host_kwargs, result)
+        recording.add(func, *map_tensors((args, kwargs | host_kwargs), _frozen), result)
     for target in late:
         DEVICE.copy_to_host(result if target is None else target)
     if not to_device:
@@ -137,7 +137,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def wrap(tensor: Tensor) -> Tensor:
         return known[id(tensor)] if id(tensor) in known else CudaTensor(tensor)
 
-    result = _map(result, wrap)
+    result = map_tensors(result, wrap)
     if torch.Tag.inplace_view in func.tags:
         return return_and_correct_aliasing(func, args, kwargs, result)
     return result
@@ -251,13 +251,26 @@ def tensors(tree: Any) -> Iterator[Tensor]:
         yield from tensors(list(tree.values()))
 
 
-def _map(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return nested tuples, lists and dicts with every tensor changed."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, tuple | list):
-        return type(tree)([_map(each, change) for each in tree])
+        return type(tree)([map_tensors(each, change) for each in tree])
     if isinstance(tree, dict):
-        return {key: _map(each, change) for key, each in tree.items()}
+        return {key: map_tensors(each, change) for key, each in tree.items()}
+    return tree
+
+
+def _unwrap(tree: Any, operands: list[Tensor]) -> Any:
+    """Return a tree with the tensors of the CPU behind those of the device, and append all its tensors to a list."""
+    if isinstance(tree, Tensor):
+        operands.append(tree)
+        return unwrap(tree)
+    if isinstance(tree, tuple | list):
+        return type(tree)([_unwrap(each, operands) for each in tree])
+    if isinstance(tree, dict):
+        return {key: _unwrap(each, operands) for key, each in tree.items()}
     return tree
 
 
@@ -269,11 +282,6 @@ def unwrap(tensor: Tensor) -> Tensor:
 def _frozen(tensor: Tensor) -> Tensor:
     """Unwrap, for a recording: numbers of the CPU keep the value that they have now."""
     return tensor.host if isinstance(tensor, CudaTensor) else tensor.clone()
-
-
-def unwrapped(tree: Any) -> Any:
-    """Return a tree with the tensors of the CPU behind those of the device."""
-    return _map(tree, unwrap)
 
 
 def carry_marks(old: Tensor, new: Tensor) -> Tensor:
