@@ -26,8 +26,6 @@ CASES = [("rem", name) for name in COMMANDS]
 CASES += [pytest.param("drama", name, marks=pytest.mark.slow) for name in COMMANDS]
 CASES += [pytest.param("muzero", name, marks=pytest.mark.slow) for name in ("eval", "play", "profile")]
 ONE_RECORDING = pytest.mark.xfail(reason="MCTS keeps one recording, whatever the number of roots", strict=True)
-    reason="MCTS keeps one recording per model, and is profiled with several numbers of roots"
-)
 CASES += [pytest.param("muzero", "profile of graphs", marks=[pytest.mark.slow, ONE_RECORDING])]
 
 

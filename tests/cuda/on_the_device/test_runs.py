@@ -115,18 +115,21 @@ def test_acting_waits_for_what_the_host_needs(whole: Callable[[str], Ran], name:
 
 @pytest.mark.parametrize("name", CASES)
 def test_recorded_and_killed_it_has_the_same_bits(whole: Callable[[str], Ran], tmp_path: Path, name: str) -> None:
-    """With graphs, killed at every eleventh checkpoint: each life resumes the update of another one."""
+    """With graphs, killed at the same number of checkpoints in every life: it resumes the update of another one."""
+    often = 3 if name in ("cells", "memory") else 11
     overrides = ["training.cuda_graph=true", "training.checkpoint_seconds=0"]
     deaths, ended = 0, False
     while not ended:
         try:
             with pytest.MonkeyPatch.context() as patch:
-                kill_at(patch, "checkpoint", 11)
+                kill_at(patch, "checkpoint", often)
                 run(name, tmp_path / "run", *overrides)
             ended = True
         except Killed:
             deaths += 1
             assert deaths < 20, "does not move on"
-    assert deaths > 0 and DEVICE.recorded > 0 and DEVICE.replayed > DEVICE.recorded
+    assert deaths > 0
+    if name != "memory":  # nothing is imagined
+        assert DEVICE.recorded > 0 and DEVICE.replayed > DEVICE.recorded
     assert results(tmp_path / "run") == results(whole(name)[0])
     assert DEVICE.errors == []
