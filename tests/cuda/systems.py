@@ -52,16 +52,9 @@ SYSTEMS: dict[str, tuple[str, list[str]]] = {
     "cells": (
         "gridworld",
         [
-            *(
-                "environment.count=3",
-                "collect.steps=60",
-                "run.epochs=1",
-                "dynamics.sequence_length=4",
-                "dynamics.batch=3",
-            ),
-            *("dynamics.updates=4", "backbone.width=16", "backbone.layers=1", "backbone.dropout=0.25"),
-            *("controller.imagination_horizon=2", "controller.width=8", "controller.latent_channels=[4]"),
-            *("controller.burn_in=2", "controller.batch=3", "controller.updates=4", *_RUN[-4:]),
+            *("environment.count=3", "collect.steps=60", "run.epochs=1", "dynamics.sequence_length=4"),
+            *("dynamics.batch=3", "dynamics.updates=4", "backbone.width=16", "backbone.layers=1"),
+            *("backbone.dropout=0.25", "evaluation.episodes=1", *_RUN[-4:]),
         ],
     ),
     "memory": (
