@@ -54,7 +54,7 @@ SYSTEMS: dict[str, tuple[str, list[str]]] = {
         [
             *("environment.count=3", "collect.steps=60", "run.epochs=1", "dynamics.sequence_length=4"),
             *("dynamics.batch=3", "dynamics.updates=4", "backbone.width=16", "backbone.layers=1"),
-            *("backbone.dropout=0.25", "evaluation.episodes=1", *_RUN[-4:]),
+            *("backbone.dropout=0.25", "controller.imagination_horizon=2", "evaluation.episodes=1", *_RUN[-4:]),
         ],
     ),
     "memory": (

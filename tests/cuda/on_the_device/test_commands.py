@@ -22,9 +22,10 @@ COMMANDS = {
     "profile": ["profile", "--part", "stages"],
     "profile of graphs": ["profile", "--part", "stages", "--set", "training.cuda_graph=true"],
 }
-CASES = [("rem", name) for name in COMMANDS]
-CASES += [pytest.param("drama", name, marks=pytest.mark.slow) for name in COMMANDS]
-CASES += [pytest.param("muzero", name, marks=pytest.mark.slow) for name in ("eval", "play", "profile")]
+CASES = [("rem", name) for name in ("eval", "play in imagination")]
+MORE = [("rem", name) for name in ("play", "profile", "profile of graphs")]
+MORE += [("drama", name) for name in COMMANDS] + [("muzero", name) for name in ("eval", "play", "profile")]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 ONE_RECORDING = pytest.mark.xfail(reason="MCTS keeps one recording, whatever the number of roots", strict=True)
 CASES += [pytest.param("muzero", "profile of graphs", marks=[pytest.mark.slow, ONE_RECORDING])]
 

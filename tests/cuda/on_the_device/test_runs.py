@@ -32,10 +32,8 @@ WITHOUT_CONTROLLER = ("cells", "memory")
 Ran = tuple[Path, Counter[Wait], list[str]]
 """The folder of a run, its waits, and what CUDA would have refused."""
 
-# The quickest ones stand for the rest by default.
-CASES = [
-    name if name in ("rem", "drama", "unizero") else pytest.param(name, marks=pytest.mark.slow) for name in SYSTEMS
-]
+# Two stand for the rest by default: a controller that learns, and a search.
+CASES = [name if name in ("drama", "unizero") else pytest.param(name, marks=pytest.mark.slow) for name in SYSTEMS]
 
 
 @pytest.fixture(autouse=True, scope="module")
