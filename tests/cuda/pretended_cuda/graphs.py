@@ -50,7 +50,10 @@ class Recording:
             storage = made.untyped_storage()
             if storage._cdata not in self._outside:
                 self._inside.setdefault(storage._cdata, made)
-        if func.is_view or torch.Tag.inplace_view in func.tags:
+        given = {operand.untyped_storage()._cdata for operand in tensors((args, kwargs))}
+        is_view = func.is_view or torch.Tag.inplace_view in func.tags
+        # The conjugate, a view for torch, was made a copy.
+        if is_view and all(made.untyped_storage()._cdata in given for made in tensors(result)):
             return
         # Detached, since operations such as transpose_ change the object.
         args, kwargs, result = self._keep((args, kwargs, result))
