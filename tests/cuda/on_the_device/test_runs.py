@@ -114,7 +114,6 @@ def test_every_stage_runs(whole: Callable[[str], Ran], name: str) -> None:
     assert errors == []
 
 
-@pytest.mark.xfail(reason="batches are copied from pageable memory", strict=True)
 @pytest.mark.parametrize("name", CASES)
 def test_no_update_waits_for_the_device(whole: Callable[[str], Ran], name: str) -> None:
     waits = places(whole(name)[1], UPDATE)

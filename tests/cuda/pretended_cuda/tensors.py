@@ -126,7 +126,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if isinstance(result, Tensor) and (result.is_conj() or result.is_neg()):
         result = result.resolve_conj().resolve_neg()
     if recording is not None:
-        recording.add(func, *map_tensors((args, kwargs | host_kwargs), _frozen), result)
+        on_host = {"device": torch.device("cpu")} if kwargs.get("device") is not None else {}
+        recording.add(func, *map_tensors((args, kwargs | on_host), _frozen), result)
     for target in late:
         DEVICE.copy_to_host(result if target is None else target)
     if not to_device:
