@@ -49,6 +49,7 @@ PRESETS: dict[str, list[str]] = {
 """What makes each tiny."""
 
 BATCHES = {"tokenizer": 8, "dynamics": 4, "controller": 8}  # at the papers' sizes, so that the CPU keeps up
+LONG = ("s4wm-3d", "tssm-xl-3d")  # episodes of 1,001 frames, of which one is enough
 DROPOUT = ("backbone.dropout=0",)
 
 
@@ -62,10 +63,9 @@ def stages(preset: str) -> list[str]:
 def settings_of(preset: str, tiny: bool, *overrides: str) -> Settings:
     sizes = ["environment.size=16", *PRESETS[preset]] if tiny else []
     settings = resolve(preset, [*sizes, *overrides])
-    batches = [
-        f"{section}.batch={size}" for section, size in BATCHES.items() if hasattr(getattr(settings, section), "batch")
-    ]
-    return resolve(preset, [*sizes, *batches, *overrides])
+    batches = BATCHES | ({"dynamics": 1} if preset in LONG and not tiny else {})
+    small = [f"{key}.batch={size}" for key, size in batches.items() if hasattr(getattr(settings, key), "batch")]
+    return resolve(preset, [*sizes, *small, *overrides])
 
 
 def machine_of(device: str, kernels: str = "torch", *, cuda_graph: bool = False) -> Machine:

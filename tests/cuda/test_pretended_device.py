@@ -19,10 +19,10 @@ MARKED_GPU = ["tests/training/test_graph.py", "tests/nn/test_categorical.py"]
 def run(*arguments: str) -> None:
     """Run pytest where there is a pretended device; all of its tests pass, and there are some.
 
-    Where there can be none it is skipped, but not in CI, where the environment variable CI is set.
+    Where there can be none it is skipped. In CI, where the environment variable CI is set, a compiler must be there.
     """
     if (reason := missing()) is not None:
-        assert not os.environ.get("CI"), f"CI needs it: {reason}"
+        assert not (os.environ.get("CI") and "compiler" in reason), f"CI needs it: {reason}"
         pytest.skip(reason)
     path = os.pathsep.join([str(HERE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     own = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
