@@ -128,7 +128,9 @@ class Agent:
         """Return policy (E, A) and value (E,) of the search behind the last `act`; empty without a search."""
         if self._search_summary is None:
             return {}
-        return {name: value.cpu().numpy() for name, value in self._search_summary._asdict().items()}
+        policy, value = self._search_summary
+        both = torch.cat((policy, value[:, None]), 1).cpu().numpy()  # one copy waits once
+        return {"policy": both[:, :-1], "value": both[:, -1]}
 
     @torch.no_grad()
     def burn_in(

@@ -116,14 +116,22 @@ def fit(
 
 def _check_finite(state: TrainState, stage: str) -> None:
     """Raise DivergedError if the last update left unusable weights, which no later loss would reveal."""
-    for name, module in state.modules.items():
-        for key, value in module.state_dict().items():
-            # A norm that float32 cannot hold would be infinite in the next forward pass.
-            if value.is_floating_point() and not bool(torch.isfinite(value.float().norm())):
-                raise DivergedError(
-                    f"{stage} diverged: {key} of the {name} is not finite, or too large, after update {state.update};"
-                    " lower the learning rate with --set, since the same command would diverge again."
-                )
+    values = {
+        (name, key): value
+        for name, module in state.modules.items()
+        for key, value in module.state_dict().items()
+        if value.is_floating_point()
+    }
+    if not values:
+        return
+    # A norm that float32 cannot hold would be infinite in the next forward pass.
+    finite = torch.isfinite(torch.stack([value.float().norm() for value in values.values()])).tolist()
+    if not all(finite):
+        name, key = list(values)[finite.index(False)]
+        raise DivergedError(
+            f"{stage} diverged: {key} of the {name} is not finite, or too large, after update {state.update};"
+            " lower the learning rate with --set, since the same command would diverge again."
+        )
 
 
 def _means(records: list[Mapping[str, Tensor]], stage: str, update: int) -> dict[str, float]:

@@ -13,6 +13,8 @@ from pretended_cuda.device import DEVICE
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from wmcli.training.optim import build_optimizer
+
 # B rows, F features.
 B, F = 4, 5
 
@@ -227,6 +229,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, torch.tensor(0.01).cuda(), fused=True, capturable=True, weight_decay=0.1),
     "adam of many operations": lambda p: torch.optim.Adam(p, torch.tensor(0.01).cuda(), foreach=True, capturable=True),
     "sgd": lambda p: torch.optim.SGD(p, torch.tensor(0.01).cuda(), momentum=0.9, fused=True),
+    "laprop": lambda p: build_optimizer("laprop", p, 0.01, 0.1, warmup=3),
 }
 
 

@@ -23,8 +23,6 @@ UPDATE, ACT = "update", "act"
 ALLOWED = (
     # Validation compares losses, once in `dynamics.validate_every` updates.
     "wmcli/trainers/best_weights.py validation_loss.<locals>.measure",
-    # A constant is copied at the first use of its shape, and kept.
-    "wmcli/backbones/retnet.py _constant",
 )
 
 WITHOUT_CONTROLLER = ("cells", "memory")
@@ -122,14 +120,14 @@ def test_no_update_waits_for_the_device(whole: Callable[[str], Ran], name: str) 
 
 @pytest.mark.parametrize("name", CASES)
 def test_acting_waits_for_what_the_host_needs(whole: Callable[[str], Ran], name: str) -> None:
-    """Logits; to collect with a search, its policy and value as well."""
+    """Logits; to collect with a search, its policy and value as well, in one copy."""
     if name in WITHOUT_CONTROLLER:
         return  # a script acts
     waits = places(whole(name)[1], ACT)
     decisions = waits.pop("copy to the host at wmcli/controllers/agent.py Agent.decide")
-    searches = waits.pop("copy to the host at wmcli/controllers/agent.py Agent.summarize_search.<locals>.<dictcomp>", 0)
+    searches = waits.pop("copy to the host at wmcli/controllers/agent.py Agent.summarize_search", 0)
     assert decisions > 0 and not waits
-    assert (0 < searches <= 2 * decisions) if name in ("unizero", "muzero") else searches == 0
+    assert (0 < searches <= decisions) if name in ("unizero", "muzero") else searches == 0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -148,7 +146,6 @@ def test_recorded_and_killed_it_has_the_same_bits(whole: Callable[[str], Ran], t
             deaths += 1
             assert deaths < 20, "does not move on"
     assert deaths > 0
-    if name not in WITHOUT_CONTROLLER:  # nothing is imagined
-        assert DEVICE.recorded > 0 and DEVICE.replayed > DEVICE.recorded
+    assert 0 < DEVICE.recorded <= DEVICE.replayed
     assert contents(tmp_path / "run") == contents(whole(name)[0])
     assert DEVICE.errors == []
