@@ -133,7 +133,7 @@ def _draw_imagination(payload: Path, trainer: ImaginationTrainer) -> None:
 def _reanalysis(context: Context, frames: Artifact, model: Artifact, rng: np.random.Generator) -> ReanalysisTrainer:
     """Load the world model and build the search in it."""
     replay, world_model = context.experience(frames), load_world_model(model, context.machine)
-    controller = build_controller(context.settings, world_model, context.machine)
+    controller = build_controller(context.settings, world_model, context.machine).to(context.machine.device)
     return ReanalysisTrainer(
         world_model, controller, replay, context.settings.controller, machine=context.machine, rng=rng
     )
