@@ -720,7 +720,7 @@ def _backward_kernel(
             # An element contributes to the decays after it, the state before the chunk to all.
             tl.store(sums + (line + length + at + 1), entering, mask=at + 1 < enters)
             if tile == 0:
-                tl.store(sums + (line + length + chunk * size), crossing)
+                tl.store(sums + (line + length + chunk.to(tl.int64) * size), crossing)
 
 
 @jit

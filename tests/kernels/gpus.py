@@ -92,15 +92,15 @@ def _row(function: Any, kernel: Any, capability: int) -> Row:
     row = {"function": function.fn.__name__, "gpu": f"sm_{capability}", **_resources(kernel)}
     row |= {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps, "stages": kernel.metadata.num_stages}
     row["products"] = products if "tt.dot" in ir else ""
-    return row | {"tf32": _rounded_products(ir), "narrow": _narrow_offsets(ir), "hash": kernel.hash}
+    return row | {"tf32": rounded_products(ir), "narrow": narrow_offsets(ir), "hash": kernel.hash}
 
 
-def _rounded_products(ir: str) -> int:
+def rounded_products(ir: str) -> int:
     """Return the number of products of float32 numbers that are rounded to TF32."""
     return len(re.findall(r"tt\.dot .*inputPrecision = tf32\b.*: tensor<\w+xf32>", ir))
 
 
-def _narrow_offsets(ir: str) -> list[str]:
+def narrow_offsets(ir: str) -> list[str]:
     """Return products of an index and a stride or size in 32 bits that are added to an address: they could overflow."""
     made, found = {}, []
     for line in ir.splitlines():
