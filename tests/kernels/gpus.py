@@ -91,8 +91,17 @@ def _row(function: Any, kernel: Any, capability: int) -> Row:
     products = next((name for name, pattern in INSTRUCTIONS.items() if re.search(pattern, ptx)), "FMA")
     row = {"function": function.fn.__name__, "gpu": f"sm_{capability}", **_resources(kernel)}
     row |= {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps, "stages": kernel.metadata.num_stages}
+    row["occupancy"] = occupancy(row)
     row["products"] = products if "tt.dot" in ir else ""
     return row | {"tf32": rounded_products(ir), "narrow": narrow_offsets(ir), "hash": kernel.hash}
+
+
+def occupancy(row: Row) -> int:
+    """Return the percentage of a multiprocessor's 64 warps that run at a time."""
+    registers = -(-row["registers"] // 8) * 8 * 32 * row["warps"]
+    memory = 164 if row["gpu"] == "sm_80" else 228  # kB, of which each block takes one more
+    blocks = min(65536 // registers, memory * 1024 // (row["shared"] + 1024), 64 // row["warps"], 32)
+    return 100 * blocks * row["warps"] // 64
 
 
 def rounded_products(ir: str) -> int:
