@@ -35,13 +35,14 @@ TILES = 3  # the most that a kernel offers
 Row = dict[str, Any]
 
 
-def compile_for_gpus(*kernels: str, capabilities: tuple[int, ...] = CAPABILITIES) -> list[Row]:
+def compile_for_gpus(*kernels: str, capabilities: tuple[int, ...], tiles: int) -> list[Row]:
     """Return the table of these kernels; fails with the compiler's message."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "table.json"
-        command = [sys.executable, __file__, "--out", str(out), "--for", ",".join(map(str, capabilities)), *kernels]
+        selection = ["--for", ",".join(map(str, capabilities)), "--tiles", str(tiles)]
+        command = [sys.executable, __file__, "--out", str(out), *selection, *kernels]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(out.read_text())
@@ -176,7 +177,7 @@ class Driver:
         return GPUTarget("cuda", self.capability, 32)
 
 
-def table(kernels: list[str], capabilities: tuple[int, ...]) -> list[Row]:
+def table(kernels: list[str], capabilities: tuple[int, ...], count: int) -> list[Row]:
     from paper_shapes import Case, Make, cases
     from triton.runtime import driver
 
@@ -193,7 +194,7 @@ def table(kernels: list[str], capabilities: tuple[int, ...]) -> list[Row]:
             torch.autograd.grad(results, operands, [torch.ones_like(each) for each in results], allow_unused=True)
 
     rows: dict[tuple[Any, ...], Row] = {}
-    for tile, dtype in itertools.product(range(TILES), (torch.bfloat16, torch.float32)):
+    for tile, dtype in itertools.product(range(count), (torch.bfloat16, torch.float32)):
         for case in cases(Make("meta", dtype)):
             if kernels and case.kernel not in kernels:
                 continue
@@ -211,9 +212,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--for", dest="capabilities", default=",".join(map(str, CAPABILITIES)))
+    parser.add_argument("--tiles", type=int, default=TILES)
     parser.add_argument("kernels", nargs="*")
     asked = parser.parse_args()
-    rows = table(asked.kernels, tuple(map(int, asked.capabilities.split(","))))
+    rows = table(asked.kernels, tuple(map(int, asked.capabilities.split(","))), asked.tiles)
     if asked.out is not None and asked.out.suffix == ".json":
         asked.out.write_text(json.dumps(rows))
         return
