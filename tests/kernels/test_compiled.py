@@ -22,9 +22,8 @@ MOST_SPILLED = (0, 16, 16)
 def test_registers_memory_and_precision(kernel: str, request: pytest.FixtureRequest) -> None:
     """Of every tile for every GPU; with `--part K/N` of the first tiles for every Nth GPU."""
     part, parts = map(int, request.config.getoption("part").split("/"))
-    rows = compile_for_gpus(
-        kernel, capabilities=CAPABILITIES[part % len(CAPABILITIES) :: parts], tiles=TILES if parts == 1 else 1
-    )
+    gpus, tiles = CAPABILITIES[part % len(CAPABILITIES) :: parts], TILES if parts == 1 else 1
+    rows = compile_for_gpus(kernel, capabilities=gpus, tiles=tiles)
     assert rows
     for row in rows:
         allowed = SPILLED.get((row["kernel"], row["shape"], row["dtype"]), MOST_SPILLED[row["tile"]])
