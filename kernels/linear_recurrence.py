@@ -408,11 +408,14 @@ def _backward_tiles(q: Tensor, k: Tensor, v: Tensor, size: int) -> list[Tile]:
     """Return tiles of elements of a chunk, the default first."""
     if size <= 16:
         return [_tile_of(16, 4)]
-    return [_tile_of(32, 8), _tile_of(16, 4)] if _low(q, k, v) else [_tile_of(16, 8)]
+    if not _low(q, k, v):
+        return [_tile_of(16, 8)]
+    # More stages take half again as many registers at REM's widths, so that half as many programs run at a time.
+    return [_tile_of(32, 8, stages=1), _tile_of(32, 8), _tile_of(16, 4)]
 
 
-def _tile_of(rows: int, warps: int) -> Tile:
-    return {"BLOCK_T": rows, "num_warps": warps, "num_stages": 2}
+def _tile_of(rows: int, warps: int, stages: int = 2) -> Tile:
+    return {"BLOCK_T": rows, "num_warps": warps, "num_stages": stages}
 
 
 @jit
@@ -720,7 +723,7 @@ def _backward_kernel(
             # An element contributes to the decays after it, the state before the chunk to all.
             tl.store(sums + (line + length + at + 1), entering, mask=at + 1 < enters)
             if tile == 0:
-                tl.store(sums + (line + length + chunk * size), crossing)
+                tl.store(sums + (line + length + chunk.to(tl.int64) * size), crossing)
 
 
 @jit

@@ -35,13 +35,14 @@ TILES = 3  # the most that a kernel offers
 Row = dict[str, Any]
 
 
-def compile_for_gpus(*kernels: str, capabilities: tuple[int, ...] = CAPABILITIES) -> list[Row]:
+def compile_for_gpus(*kernels: str, capabilities: tuple[int, ...], tiles: int) -> list[Row]:
     """Return the table of these kernels; fails with the compiler's message."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "table.json"
-        command = [sys.executable, __file__, "--out", str(out), "--for", ",".join(map(str, capabilities)), *kernels]
+        selection = ["--for", ",".join(map(str, capabilities)), "--tiles", str(tiles)]
+        command = [sys.executable, __file__, "--out", str(out), *selection, *kernels]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(out.read_text())
@@ -91,16 +92,25 @@ def _row(function: Any, kernel: Any, capability: int) -> Row:
     products = next((name for name, pattern in INSTRUCTIONS.items() if re.search(pattern, ptx)), "FMA")
     row = {"function": function.fn.__name__, "gpu": f"sm_{capability}", **_resources(kernel)}
     row |= {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps, "stages": kernel.metadata.num_stages}
+    row["occupancy"] = occupancy(row)
     row["products"] = products if "tt.dot" in ir else ""
-    return row | {"tf32": _rounded_products(ir), "narrow": _narrow_offsets(ir), "hash": kernel.hash}
+    return row | {"tf32": rounded_products(ir), "narrow": narrow_offsets(ir), "hash": kernel.hash}
 
 
-def _rounded_products(ir: str) -> int:
+def occupancy(row: Row) -> int:
+    """Return the percentage of a multiprocessor's 64 warps that run at a time."""
+    registers = -(-row["registers"] // 8) * 8 * 32 * row["warps"]
+    memory = 164 if row["gpu"] == "sm_80" else 228  # kB, of which each block takes one more
+    blocks = min(65536 // registers, memory * 1024 // (row["shared"] + 1024), 64 // row["warps"], 32)
+    return 100 * blocks * row["warps"] // 64
+
+
+def rounded_products(ir: str) -> int:
     """Return the number of products of float32 numbers that are rounded to TF32."""
     return len(re.findall(r"tt\.dot .*inputPrecision = tf32\b.*: tensor<\w+xf32>", ir))
 
 
-def _narrow_offsets(ir: str) -> list[str]:
+def narrow_offsets(ir: str) -> list[str]:
     """Return products of an index and a stride or size in 32 bits that are added to an address: they could overflow."""
     made, found = {}, []
     for line in ir.splitlines():
@@ -167,7 +177,7 @@ class Driver:
         return GPUTarget("cuda", self.capability, 32)
 
 
-def table(kernels: list[str], capabilities: tuple[int, ...]) -> list[Row]:
+def table(kernels: list[str], capabilities: tuple[int, ...], count: int) -> list[Row]:
     from paper_shapes import Case, Make, cases
     from triton.runtime import driver
 
@@ -184,7 +194,7 @@ def table(kernels: list[str], capabilities: tuple[int, ...]) -> list[Row]:
             torch.autograd.grad(results, operands, [torch.ones_like(each) for each in results], allow_unused=True)
 
     rows: dict[tuple[Any, ...], Row] = {}
-    for tile, dtype in itertools.product(range(TILES), (torch.bfloat16, torch.float32)):
+    for tile, dtype in itertools.product(range(count), (torch.bfloat16, torch.float32)):
         for case in cases(Make("meta", dtype)):
             if kernels and case.kernel not in kernels:
                 continue
@@ -202,9 +212,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--for", dest="capabilities", default=",".join(map(str, CAPABILITIES)))
+    parser.add_argument("--tiles", type=int, default=TILES)
     parser.add_argument("kernels", nargs="*")
     asked = parser.parse_args()
-    rows = table(asked.kernels, tuple(map(int, asked.capabilities.split(","))))
+    rows = table(asked.kernels, tuple(map(int, asked.capabilities.split(","))), asked.tiles)
     if asked.out is not None and asked.out.suffix == ".json":
         asked.out.write_text(json.dumps(rows))
         return

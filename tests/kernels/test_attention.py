@@ -11,6 +11,7 @@ from gpus import DEVICE
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from wmcli.kernels import tiles
 from wmcli.kernels.attention import attention, masked_attention, reference
 from wmcli.kernels.dispatch import using
 
@@ -106,12 +107,12 @@ def test_scores_of_any_size(implementation):
     assert_close(got[0].double(), want[0], rtol=1e-3, atol=1e-3)
 
 
-@BOTH
-def test_bfloat16_operands(implementation):
+@pytest.mark.parametrize(("implementation", "tile"), [("torch", 0), ("triton", 0), ("triton", 1)])
+def test_bfloat16_operands(implementation, tile):
     """Results in bfloat16, and as near as those of float32 operands with the same numbers once rounded."""
     arguments = operands(40, 90, 16, 30, True, torch.bfloat16)
     want = with_gradients(reference, *(x.double() for x in arguments[:4]), arguments[4])
-    with using(implementation):
+    with using(implementation), tiles.using(tile):
         got = with_gradients(attention, *arguments)
     assert {x.dtype for x in got} == {torch.bfloat16}
     for x, y in zip(got, want, strict=True):

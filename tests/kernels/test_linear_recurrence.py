@@ -13,6 +13,7 @@ from gpus import DEVICE
 from torch.testing import assert_close
 
 from wmcli.kernels import linear_recurrence as module
+from wmcli.kernels import tiles
 from wmcli.kernels.dispatch import using
 from wmcli.kernels.linear_recurrence import (
     linear_recurrence,
@@ -366,9 +367,10 @@ def test_triton_takes_operands_as_they_lie():
 
 
 @pytest.mark.parametrize("chunk", [40, 64])
-def test_triton_with_bfloat16_operands(chunk):
+@pytest.mark.parametrize("tile", range(3))
+def test_triton_with_bfloat16_operands(chunk, tile):
     operands = triton_operands(1, 2, True, 64, 20, 18, False, torch.bfloat16)
-    with torch.autocast(DEVICE.type, torch.bfloat16):
+    with tiles.using(tile), torch.autocast(DEVICE.type, torch.bfloat16):
         agree(lambda *x: linear_recurrence(*x, chunk=chunk), reference, operands, 2e-2)
 
 
