@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from wmcli.assemble import build_tokenizer, build_world_model
 from wmcli.settings import resolve
-from wmcli.trainers.dynamics import update_world_model
+from wmcli.trainers.dynamics import world_model_update
 from wmcli.training.device import Machine
 from wmcli.training.optim import optimizer_for
 from wmcli.world_models.base import Batch
@@ -83,7 +83,7 @@ def dynamics_update(preset: str, *overrides: str) -> Memory:
             valid=~flag,
         )
         optimizer = optimizer_for(settings.dynamics, model.parameter_groups())
-        update_world_model(machine, model, optimizer, batch, settings.dynamics.clip)
+        world_model_update(machine, model, optimizer, settings.dynamics.clip)(batch)
         moments = [each for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
         # The moments are made after the backward pass of the first update, and are there in that of every later one.
         held = sum(each.nbytes for each in moments)
