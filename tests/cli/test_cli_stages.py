@@ -329,6 +329,9 @@ def test_a_person_gets_a_table_beside_the_path(line, expected, recorder, capsys,
     ["--suite", "a.json", "--trace"],
     ["--suite", "a.json", "--compare", "backbones"],
     ["--suite", "a.json", "--lengths", "64"],
+    ["--suite", "a.json", "--tune"],
+    ["--tune", "--part", "kernels"],
+    ["--tune", "--force"],
 ])  # fmt: skip
 def test_a_profile_of_two_things_or_of_none_is_refused(line, recorder, capsys):
     assert main.run(["profile", *line]) == 2

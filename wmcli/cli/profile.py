@@ -53,6 +53,14 @@ def profile(
             metavar="N,N,...", help="Lengths in elements. Default: 64,256,1024,4096.", rich_help_panel=COMPARE_PANEL
         ),
     ] = None,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Time the tiles of each kernel in the stages of the settings, and store the fastest for all later"
+            " commands on this GPU. A run that is resumed afterwards is no longer equal in every bit.",
+        ),
+    ] = False,
     suite: Annotated[
         Path | None,
         typer.Option(
@@ -77,16 +85,21 @@ def profile(
         wm profile --run runs/catch --device cuda
         wm profile --compare backbones --lengths 64,1024
         wm profile --suite h100.json --device cuda
+        wm profile --preset rem --tune --device cuda
     """
     changes = overrides(settings, {"seed": seed, "training.device": device})
     if quick and not suite:
         raise UsageError("--quick is for --suite: give both.")
     if suite:
-        if part or frames or trace or compare or lengths:
-            raise UsageError("--suite measures everything: omit --part, --frames, --trace, --compare and --lengths.")
+        if part or frames or trace or compare or lengths or tune:
+            raise UsageError(
+                "--suite measures everything: omit --part, --frames, --trace, --compare, --lengths and --tune."
+            )
         _profile_suite(suite, preset, changes, quick, force, as_json, quiet)
         return
     arguments: dict[str, Any] = {"parts": part and [part], "frames": frames, "trace": trace or None, "compare": compare}
+    if tune and (part or frames or trace or compare or lengths or force):
+        raise UsageError("--tune measures nothing else: omit --part, --frames, --trace, --compare, --lengths, --force.")
     if compare and (part or frames or trace):
         raise UsageError("--compare measures backbones only: omit --part, --frames and --trace.")
     if trace and part not in (None, "stages"):
@@ -101,10 +114,27 @@ def profile(
     from wmcli.stages.profile import profile as stage
 
     context = open_context(run, preset, changes, create=True, quiet=quiet, force=force)
+    if tune:
+        from wmcli.stages.profile import tune_kernels
+
+        _show_tiles(tune_kernels(context), as_json)
+        return
     artifact = stage(context, **{name: value for name, value in arguments.items() if value is not None})
     if not (as_json or quiet):
         show_profile(artifact)
     published(artifact, as_json)
+
+
+def _show_tiles(rows: list[dict[str, Any]], as_json: bool) -> None:
+    from wmcli.kernels.tiles import path
+
+    if as_json:
+        emit_json({"file": str(path()), "chosen": rows})
+        return
+    if rows:
+        shown = [row | {"tile": ", ".join(f"{key} {value}" for key, value in row["tile"].items())} for row in rows]
+        draw_beside(shown, list(rows[0]), "fastest tiles")
+    line(str(path()))
 
 
 def _profile_suite(

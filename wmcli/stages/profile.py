@@ -16,6 +16,8 @@ from wmcli.assemble import build_controller, build_tokenizer, build_world_model
 from wmcli.controllers.agent import UniformAgent
 from wmcli.controllers.base import Actor, Learner
 from wmcli.envs import Streams
+from wmcli.errors import UsageError
+from wmcli.kernels import tiles
 from wmcli.kernels.dispatch import using
 from wmcli.settings import LearnedCollectSettings, Settings
 from wmcli.stages.compare import LENGTHS, compare_backbones, draw_comparison
@@ -100,6 +102,31 @@ def profile(
         artifact = context.publish(work, metrics)
     context.progress.say(f"profile: published {artifact.name}")
     return artifact
+
+
+def tune_kernels(context: Context) -> list[dict[str, Any]]:
+    """Time the tiles of every kernel within the stages that launch it, and store the fastest for all later processes.
+
+    Returns:
+        A row for each choice that is new: the stage in which it was timed, the kernel with its shape, and the tile.
+
+    Raises:
+        UsageError: The settings do not run Triton's kernels on a GPU.
+    """
+    machine = context.machine
+    if machine.device.type != "cuda" or machine.kernels != "triton":
+        raise UsageError(
+            f"--tune times Triton's kernels on a GPU, not kernels in {machine.kernels} on {machine.device}: give"
+            " --device cuda, and training.kernels=auto."
+        )
+    rows: list[dict[str, Any]] = []
+    with isolated_randomness(derived_seed(context.settings.seed, "profile"), machine.device):
+        for group in _groups(context):
+            for stage in group:
+                context.progress.say(f"profile: tiles of the kernels in {stage.label}")
+                chosen = tiles.tune(stage.unrecorded or stage.call)
+                rows += [{"stage": stage.label, "kernel": key, "tile": tile} for key, tile in chosen.items()]
+    return rows
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +56,28 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return made[name]
 
     return ran
+
+
+def test_tiles_are_timed_in_every_stage(
+    trained: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where kernels are Triton's: nothing is launched here."""
+    calls = []
+
+    def tune(call: Callable[[], object]) -> dict[str, dict[str, int]]:
+        calls.append(call)
+        return {f"A GPU scan {len(calls)}": {"ROWS": 16}} if len(calls) < 3 else {}
+
+    monkeypatch.setattr("wmcli.kernels.tiles.tune", tune)
+    line = ["profile", "--tune", "--run", str(trained("rem")), "--device", "cuda"]
+    assert wm([*line, "--set", "training.kernels=torch"]) == 2 and not calls
+    assert "not kernels in torch on cuda" in capsys.readouterr().err
+    assert wm([*line, "--set", "training.kernels=triton", "--json"]) == 0 and DEVICE.errors == []
+    found = json.loads(capsys.readouterr().out)
+    assert [row["kernel"] for row in found["chosen"]] == ["A GPU scan 1", "A GPU scan 2"]
+    assert [row["stage"] for row in found["chosen"]] == ["train-tokenizer", "encode"]
+    assert found["file"].endswith("wm-tiles.json") and len(calls) == 6
+    assert Run.open(trained("rem"), create=False).latest("profile") is None
 
 
 @pytest.mark.parametrize(("system", "name"), CASES)
