@@ -125,16 +125,14 @@ def profile(
     published(artifact, as_json)
 
 
-def _show_tiles(rows: list[dict[str, Any]], as_json: bool) -> None:
-    from wmcli.kernels.tiles import path
-
+def _show_tiles(tuned: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        emit_json({"file": str(path()), "chosen": rows})
+        emit_json(tuned)
         return
-    if rows:
+    if rows := tuned["chosen"]:
         shown = [row | {"tile": ", ".join(f"{key} {value}" for key, value in row["tile"].items())} for row in rows]
         draw_beside(shown, list(rows[0]), "fastest tiles")
-    line(str(path()))
+    line(tuned["file"])
 
 
 def _profile_suite(

@@ -104,11 +104,12 @@ def profile(
     return artifact
 
 
-def tune_kernels(context: Context) -> list[dict[str, Any]]:
+def tune_kernels(context: Context) -> dict[str, Any]:
     """Time the tiles of every kernel within the stages that launch it, and store the fastest for all later processes.
 
     Returns:
-        A row for each choice that is new: the stage in which it was timed, the kernel with its shape, and the tile.
+        The `file` of all choices, and a row for each that is new (`chosen`): the stage in which it was timed, the kernel
+        with its shape, and the tile.
 
     Raises:
         UsageError: The settings do not run Triton's kernels on a GPU.
@@ -126,7 +127,7 @@ def tune_kernels(context: Context) -> list[dict[str, Any]]:
                 context.progress.say(f"profile: tiles of the kernels in {stage.label}")
                 chosen = tiles.tune(stage.unrecorded or stage.call)
                 rows += [{"stage": stage.label, "kernel": key, "tile": tile} for key, tile in chosen.items()]
-    return rows
+    return {"file": str(tiles.path()), "chosen": rows}
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------
