@@ -108,8 +108,8 @@ def tune_kernels(context: Context) -> dict[str, Any]:
     """Time the tiles of every kernel within the stages that launch it, and store the fastest for all later processes.
 
     Returns:
-        The `file` of all choices, and a row for each that is new (`chosen`): the stage in which it was timed, the kernel
-        with its shape, and the tile.
+        The `file` of all choices, and a row for each that is new (`chosen`): the stage in which it was timed, the
+        kernel with its shape, and the tile.
 
     Raises:
         UsageError: The settings do not run Triton's kernels on a GPU.
