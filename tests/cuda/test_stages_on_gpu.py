@@ -112,6 +112,21 @@ def test_with_graphs_it_has_the_same_bits(name: str, kind: str, device: str) -> 
     assert_close(after, weights, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("device", GPU)
+@pytest.mark.parametrize(
+    ("name", "kind"), [("rem", "tokenizer"), ("rem", "controller"), ("drama", "dynamics"), ("muzero", "controller")]
+)
+def test_frames_in_host_memory_give_the_same_bits(name: str, kind: str, device: str) -> None:
+    made = []
+    for where in ("device", "host"):
+        trainer = trainer_of(settings_of(name, TINY, f"training.replay={where}"), kind, machine_of(device, KERNELS))
+        assert trainer.replay.frames_on_host == (where == "host")
+        made.append((updates(trainer, 2), tensors_of(trainer)))
+    (metrics, weights), (of_host, after) = made
+    assert of_host == metrics
+    assert_close(after, weights, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layer", [nn.Conv2d(64, 64, 3), nn.ConvTranspose2d(64, 64, 4, 2), nn.Linear(512, 512)])
 def test_float32_is_float32(layer: nn.Module, device: str) -> None:
