@@ -50,5 +50,7 @@ def test_what_needs_a_gpu() -> None:
 
 
 @pytest.mark.slow
-def test_all_that_needs_a_gpu() -> None:
-    run("-m", "gpu and slow", str(HERE / "test_stages_on_gpu.py"))
+def test_all_that_needs_a_gpu(request: pytest.FixtureRequest) -> None:
+    """Or the part of it that `--part` names."""
+    part = request.config.getoption("part")
+    run("-m", "gpu and slow", "--part", part, str(HERE / "test_stages_on_gpu.py"))
