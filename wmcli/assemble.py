@@ -107,8 +107,7 @@ def load_controller(
         machine: Device of both.
         acting: Settings to act with, see `Settings.acting`. They replace those of training where the kind is the same.
     """
-    with without_initialization():
-        world_model = load_world_model(artifact.input("dynamics"), machine)
+    world_model = load_world_model(artifact.input("dynamics"), machine)
     settings = settings_of(artifact)
     changed = {key: value for key, value in acting.get("dynamics", {}).items() if key in settings.dynamics.acting_keys}
     if changed:

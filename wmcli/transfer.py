@@ -34,7 +34,6 @@ def take_rows(source: Tensor, rows: np.ndarray, device: torch.device) -> Tensor:
         rows: int64.
         device: Of the result. Rows of a tensor on the host are gathered there, in pinned memory.
     """
-
     if source.device.type == device.type:
         return source[to_device(rows, device)]
     pinned = device.type == "cuda"

@@ -18,8 +18,10 @@ from wmcli.artifacts.overview import seconds_of_work
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.metrics import atari
 from wmcli.progress import Progress
+from wmcli.settings import flatten, resolve
 from wmcli.stages import aggregate as stage
 from wmcli.stages import score_pictures as pictures
+from wmcli.stages import scores as pooled
 from wmcli.stages.collect import collect
 from wmcli.stages.evaluate import evaluate, score
 from wmcli.stages.imagine import imagine
@@ -226,6 +228,15 @@ def test_one_set_of_runs_against_another(tmp_path: Path) -> None:
     assert result["scores"] == {"ALE/Pong-v5": [1.0, 3.0]}
     assert result["runs"] == 2
     assert aggregate(theirs, ours)["probability_of_improvement"]["value"] == pytest.approx(1 / 4)
+
+
+def test_of_the_settings_of_training_only_sampling_is_a_difference() -> None:
+    """A new key belongs to one side or the other."""
+    keys = {key for key in flatten(resolve("rem")) if key.startswith("training.")}
+    learning = {key for key in keys if not key.startswith(pooled._NOT_LEARNING)}
+    assert learning == {
+        key for key in keys if key.startswith(("training.sampling", "training.dfs", "training.priority"))
+    }
 
 
 def test_runs_are_grouped_by_the_settings_in_which_they_differ(tmp_path: Path) -> None:

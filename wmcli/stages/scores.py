@@ -116,6 +116,7 @@ _NOT_LEARNING = (
     "training.precision",
     "training.kernels",
     "training.cuda_graph",
+    "training.deterministic",
     "training.replay",
     "training.frames_at_once",
     "training.threads",
