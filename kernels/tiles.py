@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from wmcli.errors import UsageError
 from wmcli.kernels.dispatch import triton
 
 Tile = dict[str, int]
@@ -35,6 +36,9 @@ def choose(kernel: str, device: torch.device, shape: Sequence[object], tiles: Se
         device: Of its operands.
         shape: Everything that the time of the launch depends on.
         tiles: All that the kernel offers for the shape.
+
+    Raises:
+        UsageError: The file of stored tiles is damaged.
     """
     if _index is not None:
         return tiles[min(_index, len(tiles) - 1)]
@@ -93,7 +97,12 @@ def path() -> Path:
 
 @cache
 def _stored() -> dict[str, Any]:
-    return json.loads(path().read_text(encoding="utf-8")) if path().exists() else {}
+    if not path().exists():
+        return {}
+    try:
+        return dict(json.loads(path().read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise UsageError(f"{path()}: stored tiles of kernels are damaged; remove the file.") from None
 
 
 def _seconds(call: Callable[[], object]) -> float:

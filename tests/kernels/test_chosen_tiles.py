@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from wmcli.errors import UsageError
 from wmcli.kernels import tiles
 
 pytest.importorskip("triton")
@@ -62,6 +63,14 @@ def test_a_stored_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SECONDS, 64, 0.1)
     assert tune() == {}
     assert tiles.choose("scan", CUDA, (4, 5), OFFERED) == {"ROWS": 16}
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "3"])
+def test_a_damaged_file_is_named(stored: Path, content: str) -> None:
+    stored.parent.mkdir()
+    stored.write_text(content)
+    with pytest.raises(UsageError, match=r"tiles\.json: stored tiles of kernels are damaged; remove the file"):
+        tiles.choose("scan", CUDA, (4, 5), OFFERED)
 
 
 def test_a_tile_by_its_index() -> None:
