@@ -15,6 +15,7 @@ from wmcli.config import validate
 from wmcli.controllers.base import Controller
 from wmcli.nn.initialize import without_initialization
 from wmcli.settings import Settings
+from wmcli.spaces import Spaces
 from wmcli.tokenizers.categorical import CategoricalTokenizer
 from wmcli.tokenizers.vq import VQTokenizer
 from wmcli.training.checkpoint import WEIGHTS, load_modules, load_tensors
@@ -25,23 +26,23 @@ M = TypeVar("M", bound=nn.Module)
 Tokenizer = VQTokenizer | CategoricalTokenizer
 
 
-def build_tokenizer(settings: Settings) -> Tokenizer:
-    """Build a freshly initialized tokenizer for the environment's frames."""
-    return settings.tokenizer.build(settings.environment.size)
+def build_tokenizer(settings: Settings, spaces: Spaces) -> Tokenizer:
+    """Build a freshly initialized tokenizer for what the environment shows."""
+    return settings.tokenizer.build(spaces.observation)
 
 
-def build_world_model(settings: Settings, tokenizer: Tokenizer | None, actions: int) -> WorldModel:
+def build_world_model(settings: Settings, tokenizer: Tokenizer | None, spaces: Spaces) -> WorldModel:
     """Build a freshly initialized world model.
 
     Args:
-        settings: Sections `dynamics`, `backbone`, `tokenizer`, `environment` and `training` count.
+        settings: Sections `dynamics`, `backbone`, `tokenizer` and `training` count.
         tokenizer: Tokenizer to use or to train; None for a model without, see `DynamicsSettings.encoder`.
-        actions: Number of actions A.
+        spaces: Of the environment.
     """
     new_backbone = partial(build_backbone, settings.backbone)
     parts = Parts(
-        settings.environment.size,
-        actions,
+        spaces.observation,
+        spaces.action,
         new_backbone,
         settings.tokenizer,
         tokenizer,
@@ -54,7 +55,7 @@ def build_controller(settings: Settings, world_model: WorldModel, machine: Machi
     """Build a freshly initialized controller.
 
     Args:
-        settings: Sections `controller` and `environment` count.
+        settings: The section `controller` counts.
         world_model: World model whose features it takes.
         machine: Device that may record a search as a CUDA graph; None records nothing.
 
@@ -62,7 +63,7 @@ def build_controller(settings: Settings, world_model: WorldModel, machine: Machi
         UsageError: The settings have no controller, or the world model lacks what it needs.
     """
     wrap_repeated = machine.wrap_repeated if machine is not None else _as_it_is
-    return settings.controller.build(world_model, settings.environment.size, wrap_repeated)
+    return settings.controller.build(world_model, wrap_repeated)
 
 
 def _as_it_is(function: Callable) -> Callable:
@@ -74,12 +75,17 @@ def settings_of(artifact: Artifact) -> Settings:
     return validate(Settings, artifact.settings, f"settings of {artifact.name}")
 
 
+def spaces_of(artifact: Artifact) -> Spaces:
+    """Return the spaces of the environment that an artifact was made in."""
+    return Spaces.of(artifact.manifest["environment"])
+
+
 def load_tokenizer(artifact: Artifact, machine: Machine) -> Tokenizer:
     """Load a published tokenizer, frozen. Raises ArtifactError if a file is damaged or does not fit its settings.
 
     This and the other functions that load draw no random numbers.
     """
-    return _frozen(lambda: build_tokenizer(settings_of(artifact)), "tokenizer", artifact, machine)
+    return _frozen(lambda: build_tokenizer(settings_of(artifact), spaces_of(artifact)), "tokenizer", artifact, machine)
 
 
 def load_world_model(artifact: Artifact, machine: Machine) -> WorldModel:
@@ -91,8 +97,8 @@ def load_world_model(artifact: Artifact, machine: Machine) -> WorldModel:
         if settings.dynamics.encoder == "tokenizer":
             tokenizer = load_tokenizer(artifact.input("tokenizer"), machine)
         elif settings.dynamics.encoder == "dynamics":
-            tokenizer = build_tokenizer(settings)
-        return build_world_model(settings, tokenizer, artifact.manifest["environment"]["actions"])
+            tokenizer = build_tokenizer(settings, spaces_of(artifact))
+        return build_world_model(settings, tokenizer, spaces_of(artifact))
 
     return _frozen(build, "dynamics", artifact, machine)
 
@@ -133,15 +139,17 @@ def count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def parameter_counts(settings: Settings, actions: int) -> dict[str, int]:
+def parameter_counts(settings: Settings, spaces: Spaces) -> dict[str, int]:
     """Count the parameters of each model and its parts, as `model` and `model.part`.
 
     Both the dynamics model and a tokenizer inside it count the tokenizer. Models are built on torch's meta device,
     without memory.
     """
     with torch.device("meta"):
-        tokenizer = build_tokenizer(settings) if settings.dynamics.encoder in ("tokenizer", "dynamics") else None
-        world_model = build_world_model(settings, tokenizer, actions)
+        tokenizer = (
+            build_tokenizer(settings, spaces) if settings.dynamics.encoder in ("tokenizer", "dynamics") else None
+        )
+        world_model = build_world_model(settings, tokenizer, spaces)
         controller = build_controller(settings, world_model) if settings.controller.acts else None
     counts: dict[str, int] = {}
     models = {"tokenizer": tokenizer, "dynamics": world_model, "controller": controller}

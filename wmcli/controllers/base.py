@@ -1,6 +1,7 @@
 """The interface of controllers: acting and learning, on any world model.
 
-B batch (rows: imagined rollouts, or parallel environments), A actions.
+B batch (rows: imagined rollouts, or parallel environments), A actions, P parameters of a policy. An action has the axes
+of its space behind those given here, and an observation the parts of its space (`wmcli.spaces`).
 
 A controller uses a world model only through `wmcli.world_models.base.WorldModel`. Its state between frames goes into
 and comes out of every call: a tree of tensors with the batch first. The controller stores none.
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from wmcli.config import Section
+from wmcli.controllers.policies import Policy
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import uniform
 from wmcli.world_models.base import Batch, ImaginedStep, WorldModel
@@ -60,12 +62,11 @@ class ControllerSettings(Section):
         """Largest number of imagined frames of a rollout."""
         return 0
 
-    def build(self, world_model: WorldModel, size: int, wrap_repeated: Callable[[Callable], Callable]) -> Controller:
+    def build(self, world_model: WorldModel, wrap_repeated: Callable[[Callable], Callable]) -> Controller:
         """Build the controller, freshly initialized.
 
         Args:
-            world_model: The world model that it acts on.
-            size: Height and width of a frame, in pixels.
+            world_model: The world model that it acts on. It knows the spaces of the environment.
             wrap_repeated: Wraps a function of tensors that is called repeatedly, so that calls may replay a recording.
 
         Raises:
@@ -80,7 +81,7 @@ class NoControllerSettings(ControllerSettings):
     kind: Literal["none"] = "none"
     """No controller: only a world model is trained."""
 
-    def build(self, world_model: WorldModel, size: int, wrap_repeated: Callable[[Callable], Callable]) -> Controller:
+    def build(self, world_model: WorldModel, wrap_repeated: Callable[[Callable], Callable]) -> Controller:
         raise UsageError(NO_CONTROLLER)
 
 
@@ -90,7 +91,7 @@ class Uniforms(NamedTuple):
     start: Tensor
     """(B, T, uniforms_per_frame), for `observe` of the real frames."""
     action: Tensor
-    """(h, B)."""
+    """(h, B, U), U for each action."""
     world: Tensor
     """(s, B, uniforms_per_step)."""
 
@@ -99,9 +100,11 @@ class SearchSummary(NamedTuple):
     """Policy and value of a search at the current frames: targets of the world model."""
 
     policy: Tensor
-    """(B, A) float32: probabilities of the actions."""
+    """(B, A) float32: probabilities of the actions, or of the sampled ones."""
     value: Tensor
     """(B,) float32."""
+    sampled: Tensor | None = None
+    """(B, A, ...): the actions among which the search chose, where it chose among samples."""
 
 
 class Controller(nn.Module, ABC):
@@ -112,6 +115,9 @@ class Controller(nn.Module, ABC):
 
     lookback: int = 0
     """Frames before the current one that it reads when it starts in the middle of an episode."""
+
+    distribution: Policy
+    """Gives meaning to the parameters of the policy that `decide` returns."""
 
     # -- acting on one frame, batched over rows ---
 
@@ -127,7 +133,7 @@ class Controller(nn.Module, ABC):
     def decide(
         self, world_model: WorldModel, world_state: State, state: State, generator: torch.Generator | None = None
     ) -> tuple[Tensor, State]:
-        """Return logits (B, A) float32 of the next action, and the state after the current frame.
+        """Return the policy's parameters (B, P) float32 for the next action, and the state after the current frame.
 
         Args:
             world_model: A search may imagine in it.
@@ -135,6 +141,19 @@ class Controller(nn.Module, ABC):
             state: Of the controller.
             generator: CPU generator of a search's exploration; None does not explore.
         """
+
+    def choose(
+        self, parameters: Tensor, state: State, temperature: float, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Draw the next actions (B, ...), on the host, from the results of `decide`.
+
+        Args:
+            parameters: (B, P).
+            state: Of the controller, as `decide` returned it.
+            temperature: 0 takes the likeliest.
+            generator: On the CPU.
+        """
+        return self.distribution.choose(parameters.cpu(), temperature, generator)
 
     def summarize_search(self, state: State) -> SearchSummary | None:
         """Return policy and value of the search in the last `decide`. None if it did not search."""
@@ -155,13 +174,18 @@ class Learner(Controller):
     window: int
     """Frames in each row of the batch of `imagine`, left-padded where an episode is shorter."""
 
+    differentiates: bool = False
+    """True: `loss` needs the gradient of `imagine` with respect to the controller's weights."""
+
     @abstractmethod
     def draw_uniforms(self, world_model: WorldModel, batch: Batch) -> Uniforms:
         """Draw random numbers for `imagine` from such a batch, with torch's global generator."""
 
     @abstractmethod
     def imagine(self, world_model: WorldModel, batch: Batch, uniforms: Uniforms) -> Any:
-        """Imagine training data from windows of experience: a tuple of tensors (B, ...) without gradient.
+        """Imagine training data from windows of experience: a tuple of tensors (B, ...).
+
+        They have no gradient unless `differentiates`; the caller sees to it.
 
         It is a function of the weights and its arguments. It draws nothing, changes nothing and never waits for the
         device. It can therefore be recorded and replayed (`wmcli.training.graph`). The world model is in eval mode.
@@ -196,23 +220,24 @@ def curiosity_bonus(weight: float, step: ImaginedStep) -> Tensor:
     return weight * step.disagreement
 
 
-def rollout_uniforms(world_model: WorldModel, batch: Batch, actions: int, steps: int) -> Uniforms:
+def rollout_uniforms(world_model: WorldModel, batch: Batch, policy: Policy, actions: int, steps: int) -> Uniforms:
     """Draw the random numbers of a rollout with torch's global generator, in one call.
 
     Args:
         world_model: Of the rollout.
         batch: The windows that it starts from.
+        policy: Of the actions.
         actions: Number of actions, h.
         steps: Number of imagined steps, s.
     """
-    rows, frames = batch.action.shape
+    rows, frames = batch.valid.shape
     shapes = (
         (rows, frames, world_model.uniforms_per_frame),
-        (actions, rows),
+        (actions, rows, policy.uniforms),
         (steps, rows, world_model.uniforms_per_step),
     )
     counts = [math.prod(shape) for shape in shapes]
-    parts = uniform((sum(counts),), batch.action.device).split(counts)
+    parts = uniform((sum(counts),), batch.valid.device).split(counts)
     return Uniforms(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
 
 
@@ -232,7 +257,7 @@ class Actor(Protocol):
     `burn_in` follow it."""
 
     def act(self, observation: np.ndarray | Tensor, is_first: np.ndarray | Tensor) -> np.ndarray:
-        """Return actions (E,) int64 for frames (E, H, W, C) uint8; `is_first` (E,) marks those that open an episode, or
+        """Return actions (E, ...) for observations (E, ...); `is_first` (E,) marks those that open an episode, or
         game."""
 
     def summarize_search(self) -> dict[str, np.ndarray]:

@@ -1,6 +1,10 @@
 """The interface of world models to controllers, trainers and stages.
 
-Axes: B batch, T time (frames), A actions, H W C image height, width and channels.
+Axes: B batch, T time (frames), A length of an encoded action, H W C image height, width and channels.
+
+An observation is a tree of parts, see `wmcli.spaces`: one tensor (B, T, *part), or a dict of such tensors. What is said
+of frames (B, T, H, W, C) holds for each part with its own axes. An action has the axes of its space behind (B, T): none
+for `Discrete`, one for `Categories` (int64) and `Continuous` (float32, -1 to 1).
 
 Time convention, everywhere: `action[t]` is taken after `observation[t]`. `reward[t]` and `terminated[t]` result from
 it. `observation[t + 1]` follows. One call of `imagine` with the action of frame t therefore yields reward and
@@ -19,6 +23,7 @@ from torch import Tensor, nn
 from wmcli.backbones.base import Backbone, BackboneSettings, replace_rows
 from wmcli.config import Section
 from wmcli.errors import UsageError
+from wmcli.spaces import ActionSpace, Image, ObservationSpace
 
 State = Any
 """The state that a world model carries through time. Opaque to callers, who pass it from one call to the next."""
@@ -27,10 +32,10 @@ State = Any
 class Parts(NamedTuple):
     """The parts that a world model is built from, and the sizes that its own settings do not hold."""
 
-    size: int
-    """Height and width of a frame, in pixels."""
-    actions: int
-    """Number of actions A."""
+    observation_space: ObservationSpace
+    """What the environment shows."""
+    action_space: ActionSpace
+    """How it is acted on."""
     new_backbone: Callable[[int, int], Backbone]
     """Builds a backbone from the longest sequence in elements and the elements of a time step."""
     tokenizer_settings: Any
@@ -40,6 +45,20 @@ class Parts(NamedTuple):
     """
     frames_at_once: int = 0
     """Frames that are encoded and decoded at a time in training; 0 for all."""
+
+    def image_size(self, kind: str) -> int:
+        """Return the side of the images, for a model that takes square images in three colors alone.
+
+        Raises:
+            UsageError: The environment shows something else.
+        """
+        match self.observation_space:
+            case Image(height, width, 3) if height == width:
+                return height
+        raise UsageError(
+            f"dynamics.kind = '{kind}' takes square images in three colors, and this environment shows something else:"
+            " choose another kind, as in --set dynamics.kind=latent"
+        )
 
     def square_backbone(self, max_length: int, block: int) -> Backbone:
         """Build a backbone whose elements are as wide as its outputs.
@@ -153,11 +172,13 @@ class Targets(NamedTuple):
     """Results of a search at each frame of a batch, for a model that learns a policy and a value."""
 
     policy: Tensor
-    """(B, T, A) float32: share of the search's visits to each action; zeros without a search."""
+    """(B, T, A) float32: share of the search's visits to each action, or each sampled one; zeros without a search."""
     value: Tensor
     """(B, T) float32: value of the frame according to the search."""
     is_searched: Tensor
     """(B, T) bool: False without a search, as in random play."""
+    sampled: Tensor | None = None
+    """(B, T, A, ...): the actions that the shares belong to, where a search chose among samples."""
 
 
 class Prediction(NamedTuple):
@@ -180,7 +201,7 @@ class Batch(NamedTuple):
     """Latents (B, T, ...) from `encode`, or frames (B, T, H, W, C) uint8 for a model whose `loss` trains its encoder.
     """
     action: Tensor
-    """(B, T) int64 in 0..A-1."""
+    """(B, T, ...): int64, or float32 where actions are continuous."""
     reward: Tensor
     """(B, T) float32, as given by the environment."""
     terminated: Tensor
@@ -199,6 +220,9 @@ class Batch(NamedTuple):
     weight: Tensor | None = None
     """(B, T) float32: weight of a row in the loss, the same in all its frames; over time so that it is cut like the
     rest. None weighs all rows alike. The gradient with respect to it is what each row contributes to the loss."""
+    is_closing: Tensor | None = None
+    """(B, T) bool: this observation closes an episode. No action was taken in it, so its `action` and `reward` mean
+    nothing; `terminated` and `truncated` repeat those of the row before. None: the batch has no such rows."""
 
 
 class WorldModel(nn.Module, ABC):
@@ -209,8 +233,10 @@ class WorldModel(nn.Module, ABC):
 
     settings: Any
     """The section of the settings that it was built from."""
-    actions: int
-    """Number of actions A."""
+    observation_space: ObservationSpace
+    """What the environment shows."""
+    action_space: ActionSpace
+    """How it is acted on."""
     frozen_encoder: bool
     """True: frames are encoded before training and the encoder gets no gradient. False: `loss` takes frames."""
     across_ends: bool
