@@ -17,6 +17,7 @@ FLOOR = {
     "config",
     "interrupt",
     "progress",
+    "spaces",
     "transfer",
 }  # anyone may import them; `wmcli` itself imports only `api`, late
 
@@ -55,6 +56,7 @@ MAY = {
         "envs",
     },
     "dream": {
+        "report",
         "trainers",
         "assemble",
         "controllers",

@@ -106,7 +106,7 @@ def _experience(settings: Settings, device: torch.device) -> Replay:
     length = segment if getattr(dynamics, "rows", None) == "episodes" else max(20, segment)
     rows, size = EPISODES * length, settings.environment.size
     rng, first = np.random.default_rng(0), np.arange(rows) % length == 0
-    held = Replay.empty(device, frames_on=settings.training.replay)
+    held = Replay(device, frames_on=settings.training.replay)
     arrays: dict[str, np.ndarray] = {
         "observation": rng.integers(0, 256, (rows, size, size, 3), dtype=np.uint8),
         "action": rng.integers(ACTIONS, size=rows).astype(np.int32),

@@ -80,7 +80,7 @@ def settings_of(name: str, *overrides: str) -> Settings:
 def replay(seed: int = 0) -> Replay:
     """Three episodes of random frames."""
     rng, first = np.random.default_rng(seed), np.arange(ROWS) % EPISODE == 0
-    held = Replay.empty(CPU.device)
+    held = Replay(CPU.device)
     held.extend(
         {
             "observation": rng.integers(0, 256, (ROWS, SIZE, SIZE, 3), dtype=np.uint8),

@@ -256,16 +256,14 @@ class Actor(Protocol):
     """True: its state is cleared where a game opens. False: with every episode. `is_first` and the arguments of
     `burn_in` follow it."""
 
-    def act(self, observation: np.ndarray | Tensor, is_first: np.ndarray | Tensor) -> np.ndarray:
+    def act(self, observation: Any, is_first: np.ndarray | Tensor) -> np.ndarray:
         """Return actions (E, ...) for observations (E, ...); `is_first` (E,) marks those that open an episode, or
         game."""
 
     def summarize_search(self) -> dict[str, np.ndarray]:
-        """Return policy (E, A) and value (E,) of the search in the last `act`. Empty if it did not search."""
+        """Return the columns of the search in the last `act`, see `segment.SEARCHED`. Empty if it did not search."""
 
-    def burn_in(
-        self, observation: np.ndarray | Tensor, action: np.ndarray | Tensor, valid: np.ndarray | Tensor
-    ) -> None:
+    def burn_in(self, observation: Any, action: np.ndarray | Tensor, valid: np.ndarray | Tensor) -> None:
         """Restart from the last frames (E, T, ...) of running episodes, left-padded where `valid` is False."""
 
     def reset_rows(self, rows: np.ndarray | Tensor) -> None:

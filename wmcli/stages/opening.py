@@ -11,6 +11,7 @@ from wmcli.envs import protocol
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.progress import Progress
 from wmcli.settings import Settings, resolve
+from wmcli.spaces import Spaces
 from wmcli.stages.binding import (
     Binding,
     change_settings,
@@ -91,4 +92,4 @@ def open_context(
 def _check(settings: Settings) -> None:
     """Raise UsageError if this machine or the environment does not support the settings."""
     Machine.choose(settings.training)
-    parameter_counts(settings, protocol(settings.environment)["actions"])
+    parameter_counts(settings, Spaces.of(protocol(settings.environment)))

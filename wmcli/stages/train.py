@@ -79,7 +79,7 @@ def latents_of(context: Context, world_model: WorldModel, encoder: str, replay: 
     """
     latents = encode_frames(
         world_model,
-        replay.frames,
+        replay.observation,
         context.machine,
         encoded=context.latents.get(encoder),
         progress=context.progress,

@@ -59,7 +59,9 @@ class ReanalysisTrainer(Trainer):
     def update(self) -> Mapping[str, Tensor]:
         """Search at a batch of frames and store policy and value. Random numbers come from torch's global generator."""
         rows = self.targets.due(self.settings.batch)
-        batch = gather(self.replay, self.replay.frames, self._windows.windows(self._window_of_row[rows]), self.targets)
+        batch = gather(
+            self.replay, self.replay.observation, self._windows.windows(self._window_of_row[rows]), self.targets
+        )
         with self.machine.autocast():
             latent = self.world_model.encode(batch.inputs)
             _, world_state = self.world_model.observe(latent, batch.action, episode_starts(batch))

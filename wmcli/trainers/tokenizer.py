@@ -58,7 +58,7 @@ class TokenizerTrainer(Trainer):
     def update(self) -> Metrics:
         """Learn from a batch of frames."""
         windows = self._sampler.batch(self.settings.batch)
-        return self._update(take_rows(self.replay.frames, windows.rows[:, 0], self.machine.device))
+        return self._update(take_rows(self.replay.observation, windows.rows[:, 0], self.machine.device))
 
     def measure(self) -> dict[str, Any]:
         """Measure the usage of codes over frames spread evenly."""
@@ -66,7 +66,7 @@ class TokenizerTrainer(Trainer):
         count = len(self.replay)
         rows = torch.linspace(0, count - 1, min(REPORT_FRAMES, count)).long().numpy()
         with self.machine.autocast():
-            return self.tokenizer.usage(take_rows(self.replay.frames, rows, self.machine.device))
+            return self.tokenizer.usage(take_rows(self.replay.observation, rows, self.machine.device))
 
 
 def tokenizer_update(
