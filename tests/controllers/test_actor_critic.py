@@ -239,7 +239,7 @@ def test_a_rollout_records_the_steps_of_the_world_model(variant, world, make_bat
         torch.testing.assert_close(rollout.terminated[:, t + 1], imagined.terminated)
     torch.testing.assert_close(rollout.feature[:, 5], world.features(state).reshape(3, 30))
     assert rollout.action.shape == (3, 5) and rollout.feature.shape == (3, 6, 30)
-    assert not any(tensor.requires_grad for tensor in rollout)
+    assert not any(tensor.requires_grad for tensor in rollout if tensor is not None)
     assert rollout.terminated.any(), "the test wants a termination inside a rollout"
 
 
@@ -318,7 +318,7 @@ def loss_with_the_graph_kept(controller: ActorCritic, world, batch) -> tuple[tor
         slow.append(controller.slow_critic(feature).detach())
         if t < horizon:
             policies.append(Categorical(logits=controller.policy(feature)))
-            actions.append(sample(policies[-1].logits.detach(), uniforms.action[t]))
+            actions.append(sample(policies[-1].logits.detach(), uniforms.action[t, :, 0]))
             imagined, state = world.imagine(state, actions[-1])
             reward.append(imagined.reward)
             ended.append(imagined.terminated)
