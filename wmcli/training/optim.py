@@ -281,7 +281,7 @@ def clip_adaptively(parameters: Iterable[nn.Parameter], limit: float) -> None:
         return
     gradients = [parameter.grad for parameter in learning if parameter.grad is not None]  # all have one
     factors = [
-        (limit * size.clamp(min=LEAST_NORM) / norm).clamp(max=1.0)  # 0 / 0 is nowhere: a norm of 0 gives infinity
+        (limit * size.clamp(min=LEAST_NORM) / norm).clamp(max=1.0)  # 1 where the gradient is 0
         for size, norm in zip(torch._foreach_norm(list[Tensor](learning)), torch._foreach_norm(gradients), strict=True)
     ]
     torch._foreach_mul_(gradients, factors)
