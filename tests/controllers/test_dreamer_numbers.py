@@ -1,5 +1,4 @@
-"""What DreamerV3's public code gave for weights and inputs that formulas make: core, losses of actor and critic, two-hot
-values, optimizer.
+"""What DreamerV3's public code gave for weights and inputs that formulas make: core, losses, two-hot values, optimizer.
 
 danijar/dreamerv3 (Hafner et al. 2023, arXiv 2301.04104), commit e3f0224, computed in float32. That code's percentiles
 interpolate between returns and its learning rate rises from 0, so both stand still here.
