@@ -70,12 +70,14 @@ class CategoricalTokenizerSettings(Section):
     """Share of the squared error over pixels that differ from the batch's median frame (moving objects). Without it
     small objects may be lost."""
     posterior_layers: int = Field(0, ge=0)
-    """Hidden layers of the posterior, each a Linear without bias, LayerNorm and activation (Dreamer: 1). [layers]"""
+    """Hidden layers of the posterior, each with norm and activation (Dreamer: 1). [layers]"""
     posterior_width: int = Field(512, ge=1)
     """Width of the posterior's hidden layers. [features]"""
-    initialization: Literal["fan-average", "torch"] = "fan-average"
-    """Initialization: truncated normal by the average fan (Dreamer, Drama), or torch's defaults (STORM). A posterior
-    without hidden layers always has torch's."""
+    posterior_norm: Literal["layer", "rms"] = "layer"
+    """Norm of the posterior's hidden layers: "layer", without bias (Dreamer), or "rms", with bias (DreamerV3)."""
+    initialization: Literal["fan-average", "fan-in", "torch"] = "fan-average"
+    """Initialization: truncated normal by the average fan (Dreamer, Drama) or by the inputs (DreamerV3), or torch's
+    defaults (STORM). A posterior without hidden layers always has torch's."""
     optimizer: Literal["laprop", "adamw", "adam"] = "laprop"
     """Optimizer of `wm train-tokenizer`; joint training has its own under dynamics."""
     learning_rate: float = Field(1e-4, gt=0)
@@ -164,7 +166,7 @@ class CategoricalTokenizer(nn.Module):
                 s.posterior_width,
                 s.posterior_layers,
                 latent,
-                norm_kind="layer",
+                norm_kind=s.posterior_norm,
                 activation=s.activation,
                 eps=s.norm_eps,
             )
