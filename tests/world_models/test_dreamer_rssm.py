@@ -249,8 +249,12 @@ def test_imagined_rewards_have_the_gradient_of_actions():
     assert_close(step.latent.detach().sort(-1).values, torch.tensor([0.0, 0, 1]).expand(B, 2, 3), rtol=0, atol=0)
     later, _ = model.imagine(state, moves[:, 1], uniforms[1])
     (of_first,) = torch.autograd.grad(step.reward.sum(), first, retain_graph=True)
-    (of_later,) = torch.autograd.grad(later.reward.sum(), first)
+    (of_later,) = torch.autograd.grad(later.reward.sum(), first, retain_graph=True)
     assert of_first.all() and of_later.all()
+    weights = numbers(B, 2, 3, phase=9).float()
+    (of_sample,) = torch.autograd.grad((step.latent * weights).sum(), first, retain_graph=True)
+    prior = model._prior(model._step(start, first)[0]).exp()
+    assert_close(of_sample, torch.autograd.grad((prior * weights).sum(), first)[0])
     with torch.no_grad():
         plain, _ = model.imagine(start, first, uniforms[0])
     assert_close(plain.reward, step.reward.detach())
