@@ -80,11 +80,11 @@ class StridedEncoder(nn.Sequential):
         for outputs, stride in zip(stack.channels, stack.strides, strict=True):
             kind = PatchConv2d if stride == stack.kernel else nn.Conv2d
             layers.append(kind(inputs, outputs, stack.kernel, stride, stack.padding(stride), bias=stack.bias))
-            layers += _norm_and_activation(stack, outputs)
+            layers += norm_and_activation(stack, outputs)
             inputs = outputs
         super().__init__(*layers, Flatten())
         initialize(self, stack.initialization)
-        _channels_last(self)
+        to_channels_last(self)
 
 
 class StridedDecoder(nn.Module):
@@ -98,7 +98,7 @@ class StridedDecoder(nn.Module):
         side, channels = stack.side(image_size), stack.channels
         self.shape = (channels[-1], side, side)
         self.linear = nn.Linear(inputs, math.prod(self.shape), bias=stack.bias)
-        layers = _norm_and_activation(stack, channels[-1])
+        layers = norm_and_activation(stack, channels[-1])
         for i in range(len(channels) - 1, -1, -1):
             stride, outputs = stack.strides[i], channels[i - 1] if i else 3
             padding = stack.padding(stride)
@@ -107,10 +107,10 @@ class StridedDecoder(nn.Module):
             kind = PatchTransposedConv2d if stride == stack.kernel else TransposedConv2d
             layers.append(kind(channels[i], outputs, stack.kernel, stride, padding, missing, bias=stack.bias or not i))
             if i:
-                layers += _norm_and_activation(stack, outputs)
+                layers += norm_and_activation(stack, outputs)
         self.layers = nn.Sequential(*layers)
         initialize(self, stack.initialization)
-        _channels_last(self)
+        to_channels_last(self)
 
     def forward(self, z: Tensor) -> Tensor:
         x = self.linear(z).unflatten(-1, self.shape).contiguous(memory_format=torch.channels_last)
@@ -194,14 +194,14 @@ def _by_squares(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.pixel_shuffle(F.conv2d(x, squares, bias, 2, kernel.shape[2] // 2), 2)
 
 
-def _channels_last(module: nn.Module) -> None:
+def to_channels_last(module: nn.Module) -> None:
     """Store the kernels of all convolutions channels last, as the frames are."""
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
             layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
 
 
-def _norm_and_activation(stack: ConvStack, channels: int) -> list[nn.Module]:
+def norm_and_activation(stack: ConvStack, channels: int) -> list[nn.Module]:
     if stack.norm == "batch":
         return [BatchNorm2d(channels), ACTIVATIONS[stack.activation]()]
     kind = ChannelRMSNorm if stack.norm == "rms" else ChannelLayerNorm

@@ -27,6 +27,7 @@ from wmcli.nn.initialize import initialize
 from wmcli.nn.layers import scaled
 from wmcli.nn.mlp import Activation, mlp
 from wmcli.nn.parts import in_parts
+from wmcli.nn.pooled_conv import PooledDecoder, PooledEncoder
 from wmcli.nn.strided_conv import ConvStack, Norm, StridedDecoder, StridedEncoder
 from wmcli.tokenizers.measures import object_weights, survival
 
@@ -49,6 +50,13 @@ class CategoricalTokenizerSettings(Section):
     """Classes C of each variable. [classes]"""
     unimix: float = Field(0.01, ge=0, lt=1)
     """Share of the uniform distribution in each posterior and predicted distribution."""
+    network: Literal["strided", "pooled"] = "strided"
+    """Convolutions with strides and their transposes; or, pooled, convolutions with max-pools, nearest neighbors in the
+    decoder, which reads the past in blocks and needs dynamics.decoder_reads = "state" (DreamerV3)."""
+    decoder_blocks: int = Field(8, ge=1)
+    """Blocks of the past that a pooled decoder's first layer reads. [blocks]"""
+    decoder_width: int = Field(512, ge=1)
+    """Hidden width of a pooled decoder's network on the latent. [features]"""
     channels: Sizes = (16, 32, 48, 64, 64)
     """Output channels of the encoder's convolutions; the decoder mirrors them. [channels]"""
     strides: Sizes = (1, 2, 2, 2, 2)
@@ -158,7 +166,7 @@ class CategoricalTokenizer(nn.Module):
         stack = s.stack
         latent = s.categoricals * s.classes
         self.features = stack.features(image_size)
-        self.encoder = StridedEncoder(stack)
+        self.encoder = (PooledEncoder if s.network == "pooled" else StridedEncoder)(stack)
         inputs = posterior_inputs or self.features
         if s.posterior_layers:
             self.posterior_head = mlp(
@@ -173,7 +181,12 @@ class CategoricalTokenizer(nn.Module):
             initialize(self.posterior_head, s.initialization)
         else:
             self.posterior_head = nn.Linear(inputs, latent)
-        self.decoder = StridedDecoder(latent + past, stack, image_size)
+        if s.network == "pooled":
+            self.decoder: nn.Module = PooledDecoder(
+                latent, past, stack, image_size, blocks=s.decoder_blocks, width=s.decoder_width
+            )
+        else:
+            self.decoder = StridedDecoder(latent + past, stack, image_size)
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
         """Return log-probabilities (..., K, C) of logits (..., K * C), of this or a predicting head."""
