@@ -283,3 +283,31 @@ def test_what_an_opening_needs():
         validate(LatentWorldModelSettings, {"opening": "learned"}, "here")
     with pytest.raises(UsageError, match="context = 5 must be less than"):
         validate(LatentWorldModelSettings, SETTINGS | {"opening": "zeros"}, "here")
+
+
+@pytest.mark.parametrize("changes", [{"heads_read": "past"}, {}, {"across_ends": False, "rows": "streams"}])
+def test_closing_frames_have_no_outcome(changes, monkeypatch):
+    """Their reward and termination change nothing; those of the step that leads to them count."""
+    monkeypatch.setattr(latent, "straight_through", take_likeliest)
+    model, batch = small(closing=True, **changes), segments()
+    assert model.settings.reads_closing and not small().settings.reads_closing
+    closing = torch.zeros(B, T, dtype=torch.bool)
+    closing[1, 2] = True
+
+    def losses() -> list[float]:
+        each = batch._replace(is_closing=closing)
+        if model.settings.rows == "streams":
+            parts = [Batch(*(None if x is None else x[:, some] for x in each)) for some in (slice(3), slice(3, T))]
+            _, _, carry = model.carried_loss(parts[0], model.initial_carry(B))
+            log = model.carried_loss(parts[1], carry)[1]
+        else:
+            log = model.loss(each)[1]
+        return [float(log[name]) for name in ("reward_loss", "termination_loss")]
+
+    want = losses()
+    batch.reward[1, 2] += 5
+    batch.terminated[1, 2] ^= True
+    assert losses() == want
+    batch.reward[1, 3] += 5
+    batch.terminated[1, 3] ^= True
+    assert all(got != before for got, before in zip(losses(), want, strict=True))

@@ -68,7 +68,7 @@ class LatentWorldModelSettings(DynamicsSettings):
     """Input of the decoder: the latent alone, or latent and past (S4WM)."""
     heads_read: Literal["past", "state"] = "past"
     """Input of reward and termination heads: the past that ends with the action, or also the latent of the next frame
-    (S4WM). The latter needs episodes that include their last frame."""
+    (S4WM). The latter needs episodes that include their last frame, as in memory tasks, or `closing`."""
     prior_layers: int = Field(0, ge=0)
     """Hidden layers of the prior's head, each with norm and SiLU (Dreamer: 1, DreamerV3: 2). [layers]"""
     prior_width: int = Field(512, ge=1)
@@ -122,6 +122,9 @@ class LatentWorldModelSettings(DynamicsSettings):
     nothing across. The public code does neither."""
     end_on_truncation: bool = False
     """Learn time limits as terminations."""
+    closing: bool = False
+    """Learn the observation that closes an episode as well, in which no action is taken. With heads_read = "state"
+    rewards and terminations of last steps are learned from it alone (DreamerV3)."""
     reconstruction_weight: float = Field(1.0, ge=0)
     """Weight of the squared error of a frame (0.5 makes it the likelihood of a unit Gaussian)."""
     reward_weight: float = Field(1.0, ge=0)
@@ -194,6 +197,10 @@ class LatentWorldModelSettings(DynamicsSettings):
     @property
     def encoder(self) -> Literal["dynamics", "itself"]:
         return "itself" if self.decodes_state else "dynamics"
+
+    @property
+    def reads_closing(self) -> bool:
+        return self.closing
 
     @property
     def learns_rewards(self) -> bool:
@@ -279,7 +286,7 @@ class Carry(NamedTuple):
     is_first: Tensor
     """(B,) bool."""
     is_valid: Tensor
-    """(B,) bool: False before the first frame."""
+    """(B,) bool: False before the first frame, and if no action was taken in it."""
 
 
 class LatentWorldModel(WorldModel):
@@ -637,7 +644,7 @@ class LatentWorldModel(WorldModel):
             batch.reward[:, -1],
             self._find_terminations(batch)[:, -1],
             is_first[:, -1],
-            torch.ones_like(carry.is_valid),
+            _has_action(batch)[:, -1],
         )
         return log_posterior, z, outputs, _detach(self.initial_carry(len(z)), after)
 
@@ -686,7 +693,7 @@ class LatentWorldModel(WorldModel):
     ) -> tuple[Tensor, Tensor]:
         """Return the reward and termination losses of the elements with backbone outputs `outputs` (B, T, D)."""
         settings = self.settings
-        reward, terminations, counts = batch.reward, self._find_terminations(batch), batch.valid
+        reward, terminations, counts = batch.reward, self._find_terminations(batch), batch.valid & _has_action(batch)
         if carry is not None:  # for the carried frame and all but the last
             reward = torch.cat((carry.reward[:, None], reward[:, :-1]), 1)
             terminations = torch.cat((carry.terminated[:, None], terminations[:, :-1]), 1)
@@ -1035,6 +1042,11 @@ class LatentWorldModel(WorldModel):
         is_first = length == 0
         deterministic = y[:, -1].to(latent.dtype).masked_fill(is_first[:, None], 0)
         return backbone_state, is_first, deterministic, window, ActingWindow(frames, actions, length, latent)
+
+
+def _has_action(batch: Batch) -> Tensor:
+    """Return (B, T) bool: whether an action was taken in the frame."""
+    return torch.ones_like(batch.valid) if batch.is_closing is None else ~batch.is_closing
 
 
 def _take_likeliest(probabilities: Tensor, uniforms: Tensor | None = None) -> Tensor:
