@@ -29,6 +29,7 @@ from wmcli.nn.mlp import Activation, mlp
 from wmcli.nn.parts import in_parts
 from wmcli.nn.pooled_conv import PooledDecoder, PooledEncoder
 from wmcli.nn.strided_conv import ConvStack, Norm, StridedDecoder, StridedEncoder
+from wmcli.spaces import Image, ObservationSpace, to_observation_space
 from wmcli.tokenizers.measures import object_weights, survival
 
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, strict=False)]
@@ -128,9 +129,9 @@ class CategoricalTokenizerSettings(Section):
             self.initialization,
         )
 
-    def build(self, size: int) -> CategoricalTokenizer:
-        """Build a fresh tokenizer for frames of `size` pixels."""
-        return CategoricalTokenizer(self, size)
+    def build(self, observation_space: ObservationSpace) -> CategoricalTokenizer:
+        """Build a fresh tokenizer for what the environment shows."""
+        return CategoricalTokenizer(self, observation_space)
 
 
 class CategoricalTokenizer(nn.Module):
@@ -141,7 +142,7 @@ class CategoricalTokenizer(nn.Module):
 
     Args:
         settings: Settings of the tokenizer.
-        image_size: Side of the frames. [pixels]
+        observation_space: Square images in three colors, or their side. [pixels]
         posterior_inputs: Width of the posterior's inputs; None for the encoder's output.
         past: Additional inputs of the decoder besides the latent.
 
@@ -154,14 +155,16 @@ class CategoricalTokenizer(nn.Module):
     def __init__(
         self,
         settings: CategoricalTokenizerSettings,
-        image_size: int,
+        observation_space: ObservationSpace | int,
         *,
         posterior_inputs: int | None = None,
         past: int = 0,
     ) -> None:
         super().__init__()
         s = self.settings = settings
-        self.image_size = image_size
+        space = to_observation_space(observation_space)
+        assert isinstance(space, Image) and space == Image(space.height, space.height), space
+        self.image_size = image_size = space.height
         self.shape = (s.categoricals, s.classes)
         stack = s.stack
         latent = s.categoricals * s.classes
