@@ -21,6 +21,7 @@ from wmcli.errors import UsageError
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import sample
 from wmcli.spaces import ActionSpace, Categories, Continuous, Discrete
+from wmcli.training.optim import build_optimizer, update
 from wmcli.world_models.base import Batch, ImaginedStep
 
 FEATURES = 30
@@ -1018,3 +1019,14 @@ def test_dreamers_first_weights():
     assert float(controller.actor[0].weight.std()) * 300**0.5 == pytest.approx(1, abs=0.03)
     assert float(controller.actor[-1].weight.std()) * 256**0.5 == pytest.approx(0.01, abs=0.001)
     assert {layer.eps for layer in controller.actor if hasattr(layer, "eps")} == {1e-4}
+
+
+@pytest.mark.parametrize("changes", [{"replay_weight": 0.4}, {"gradient": "reparameterized", "replay_weight": 0.4}])
+def test_the_device_is_not_waited_for_by_dreamers_losses_either(changes):
+    space = SPACES["continuous"]
+    controller, model = of_many(space, 4, **changes)
+    batch = windows(space, 3, 6)
+    optimizer = build_optimizer("laprop", controller.parameter_groups(), 1e-3, 0.0, agc=0.3)
+    with NoWaiting():
+        update(optimizer, learn(controller.train(), model, batch)[0], 1e9)
+        controller.after_update()
