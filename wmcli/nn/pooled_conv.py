@@ -3,7 +3,7 @@
 The decoder's first layer reads the past in blocks, as the block GRU does, and adds a network on the latent.
 
 Axes: B batch, C channels, F length of the flattened output of the encoder, K C numbers of a latent, D width of the
-backbone. Images are (B, 3, H, W), channels last in memory.
+backbone. Images are (B, C, H, W), with three colors or any other number of channels, channels last in memory.
 
 Source: the public code of DreamerV3 since 2024, and Hafner et al. 2025, Nature 640.
 """
@@ -20,12 +20,13 @@ from wmcli.nn.initialize import initialize
 from wmcli.nn.layers import Flatten
 from wmcli.nn.mlp import mlp
 from wmcli.nn.strided_conv import ConvStack, norm_and_activation, to_channels_last
+from wmcli.spaces import Image
 
 CENTER = 0.5  # pixel value that is zero for the encoder
 
 
 class PooledEncoder(nn.Sequential):
-    """Encoder (B, 3, H, W) in [0, 1] -> (B, F), flattened in the order C, H, W.
+    """Encoder (B, colors, H, W) in [0, 1] -> (B, F), flattened in the order C, H, W.
 
     Each layer is a convolution, a max-pool, norm and activation.
 
@@ -33,10 +34,10 @@ class PooledEncoder(nn.Sequential):
         UsageError: The kernel is even, or the norm is over the batch.
     """
 
-    def __init__(self, stack: ConvStack) -> None:
+    def __init__(self, stack: ConvStack, colors: int = 3) -> None:
         _check(stack)
         layers: list[nn.Module] = []
-        inputs = 3
+        inputs = colors
         for outputs, stride in zip(stack.channels, stack.strides, strict=True):
             layers.append(nn.Conv2d(inputs, outputs, stack.kernel, padding=stack.kernel // 2, bias=stack.bias))
             layers += [nn.MaxPool2d(stride), *norm_and_activation(stack, outputs)]
@@ -50,7 +51,7 @@ class PooledEncoder(nn.Sequential):
 
 
 class PooledDecoder(nn.Module):
-    """Decoder (B, K C + D) -> (B, 3, H, W): two readings of latent and past, then upsampling and convolutions.
+    """Decoder (B, K C + D) -> (B, colors, H, W): two readings of latent and past, then upsampling and convolutions.
 
     The last convolution has neither norm nor activation.
 
@@ -58,7 +59,7 @@ class PooledDecoder(nn.Module):
         latent: Numbers of a latent, K C.
         past: D.
         stack: Of the encoder.
-        image_size: Side of the image. [pixels]
+        image: The image, or the side of a square one in three colors. [pixels]
         blocks: Blocks in which the past is read, which divide it and the encoder's channels.
         width: Hidden width of the network on the latent.
 
@@ -66,10 +67,12 @@ class PooledDecoder(nn.Module):
         UsageError: There is no past, or the blocks do not fit.
     """
 
-    def __init__(self, latent: int, past: int, stack: ConvStack, image_size: int, *, blocks: int, width: int) -> None:
+    def __init__(
+        self, latent: int, past: int, stack: ConvStack, image: Image | int, *, blocks: int, width: int
+    ) -> None:
         super().__init__()
         _check(stack)
-        side, channels = stack.side(image_size), stack.channels
+        channels, colors = stack.channels, 3 if isinstance(image, int) else image.channels
         if not past:
             raise UsageError(
                 "tokenizer.network = pooled: its decoder reads the past as well; set dynamics.decoder_reads=state."
@@ -79,14 +82,15 @@ class PooledDecoder(nn.Module):
                 f"tokenizer.decoder_blocks = {blocks} must divide backbone.width = {past} and the last of"
                 f" tokenizer.channels = {channels[-1]}: set it to a divisor of both."
             )
-        self.sizes, self.shape = (latent, past), (side, side, channels[-1])
+        _, *sides = stack.shape(image)
+        self.sizes, self.shape = (latent, past), (*sides, channels[-1])
         size = math.prod(self.shape)
         self.of_past = BlockLinear(past, size, blocks)
         self.of_latent = mlp(latent, width, 1, size, activation=stack.activation, eps=stack.eps)
         self.first = nn.Sequential(*norm_and_activation(stack, channels[-1]))
         layers: list[nn.Module] = []
         for i in range(len(channels) - 1, -1, -1):
-            outputs = channels[i - 1] if i else 3
+            outputs = channels[i - 1] if i else colors
             layers.append(nn.Upsample(scale_factor=float(stack.strides[i]), mode="nearest"))
             layers.append(nn.Conv2d(channels[i], outputs, stack.kernel, padding=stack.kernel // 2))
             if i:
@@ -97,10 +101,9 @@ class PooledDecoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         latent, past = x.split(self.sizes, -1)
-        side, _, channels = self.shape
         # Each block yields some channels of all pixels.
-        blocks = self.of_past(past).view(len(x), self.of_past.blocks, side, side, -1)
-        image = blocks.permute(0, 2, 3, 1, 4).flatten(3) + self.of_latent(latent).view(len(x), side, side, channels)
+        blocks = self.of_past(past).view(len(x), self.of_past.blocks, *self.shape[:2], -1)
+        image = blocks.permute(0, 2, 3, 1, 4).flatten(3) + self.of_latent(latent).view(len(x), *self.shape)
         return self.layers(self.first(image.permute(0, 3, 1, 2)))
 
 

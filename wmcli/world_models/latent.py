@@ -17,10 +17,11 @@ state of the frame that they lead to. The posterior reads, besides its frame,
 Sources: Drama (Wang et al. 2024, arXiv 2410.08893) and its public code; STORM (Zhang et al. 2023, arXiv 2310.09615);
 S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064), equations 3 to 23.
 
-B batch, T time (frames), K variables, C classes, D width of the backbone, F length of the encoder's output for a frame,
-A actions, W frames of the acting window, H W C image. `encode` returns a latent's probabilities (..., K, C) float32. If
-the posterior reads more than the frame, it returns the encoder's output (..., F). A sampled latent is one-hot. Time:
-see base.py.
+B batch, T time (frames), K variables, C classes, D width of the backbone, F length of the encoders' outputs for a
+frame, A length of an encoded action, W frames of the acting window. A frame has the parts (..., *part) of the
+observation space, an action (..., *axes) those of the action space. `encode` returns a latent's probabilities (..., K,
+C) float32. If the posterior reads more than the frame, it returns the encoders' outputs (..., F). A sampled latent is
+one-hot. Time: see base.py.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from wmcli.nn.ensemble import Ensemble
 from wmcli.nn.initialize import initialize, scale_last
 from wmcli.nn.mlp import Activation, Norm, mlp, norm
 from wmcli.nn.two_hot import TwoHot
-from wmcli.spaces import ActionSpace, Image, to_action_space
-from wmcli.tokenizers.categorical import CategoricalTokenizer
+from wmcli.spaces import ActionSpace, map_parts, to_action_space
+from wmcli.tokenizers.categorical import CategoricalTokenizer, of_parts, summed
 from wmcli.world_models.base import Batch, DynamicsSettings, ImaginedStep, Parts, WorldModel, masked_mean
 
 
@@ -126,7 +127,7 @@ class LatentWorldModelSettings(DynamicsSettings):
     """Learn the observation that closes an episode as well, in which no action is taken. With heads_read = "state"
     rewards and terminations of last steps are learned from it alone (DreamerV3)."""
     reconstruction_weight: float = Field(1.0, ge=0)
-    """Weight of the squared error of a frame (0.5 makes it the likelihood of a unit Gaussian)."""
+    """Weight of the reconstruction loss of a frame (0.5 makes squared errors the likelihood of a unit Gaussian)."""
     reward_weight: float = Field(1.0, ge=0)
     """Weight of the reward loss, which is a mean over frames."""
     dynamics_weight: float = Field(1.0, ge=0)
@@ -225,9 +226,9 @@ class LatentWorldModelSettings(DynamicsSettings):
             posterior_encoder = parts.new_backbone(self.sequence_length, 1)
         tokenizer = parts.tokenizer
         if self.decodes_state:
-            features = parts.tokenizer_settings.stack.features(parts.image_size(self.kind))
+            features = parts.tokenizer_settings.features(parts.observation_space)
             reads = LatentWorldModel.tokenizer_reads(self, features, backbone.width)
-            tokenizer = CategoricalTokenizer(parts.tokenizer_settings, parts.image_size(self.kind), **reads)
+            tokenizer = CategoricalTokenizer(parts.tokenizer_settings, parts.observation_space, **reads)
         model = LatentWorldModel(self, backbone, tokenizer, parts.action_space, posterior_encoder)
         model.frames_at_once = parts.frames_at_once
         return model
@@ -239,7 +240,7 @@ class ActingWindow(NamedTuple):
     latent: Tensor
     """(B, W, K, C)."""
     action: Tensor
-    """(B, W) int64, taken in those frames."""
+    """(B, W, *axes), taken in those frames."""
     length: Tensor
     """(B,) int64: number of them that belong to the episode."""
     current: Tensor
@@ -278,7 +279,7 @@ class Carry(NamedTuple):
     latent: Tensor
     """(B, K, C) sampled."""
     action: Tensor
-    """(B,) int64. This field and those below belong to the frame's row of experience."""
+    """(B, *axes). This field and those below belong to the frame's row of experience."""
     reward: Tensor
     """(B,) float32."""
     terminated: Tensor
@@ -334,7 +335,7 @@ class LatentWorldModel(WorldModel):
             )
         self.settings = settings
         self.action_space = to_action_space(actions)
-        self.observation_space = Image(tokenizer.image_size, tokenizer.image_size)
+        self.observation_space = tokenizer.observation_space
         self.across_ends = settings.across_ends
         self.context = settings.context
         self.segment = settings.sequence_length
@@ -411,10 +412,10 @@ class LatentWorldModel(WorldModel):
     # -- the parts, on any leading axes -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def encode(self, observation: Tensor) -> Tensor:
-        """Encode frames (B, T, H, W, C) uint8 as probabilities of latents (B, T, K, C).
+    def encode(self, observation: Any) -> Tensor:
+        """Encode frames (B, T, *part) as probabilities of latents (B, T, K, C).
 
-        If the posterior reads more than a frame, return the encoder's output (B, T, F) instead.
+        If the posterior reads more than a frame, return the encoders' outputs (B, T, F) instead.
         """
         if self.settings.posterior == "factorized":
             return self.tokenizer.encode(observation)
@@ -469,7 +470,7 @@ class LatentWorldModel(WorldModel):
 
         Args:
             features: (B, T, F).
-            previous: (B, T, A), the actions that led to the frames, one-hot, zeros where there was none.
+            previous: (B, T, A), the actions that led to the frames, encoded, zeros where there was none.
             reset: (B, T) bool or None.
             state: State of the posterior's backbone before the frames.
 
@@ -481,12 +482,12 @@ class LatentWorldModel(WorldModel):
         return self.tokenizer.posterior_of(y), state
 
     def _previous(self, action: Tensor, is_first: Tensor, before: Tensor | None = None) -> Tensor:
-        """Return the actions that led to frames, one-hot (B, T, A): those of the frames before them.
+        """Return the actions that led to frames, encoded (B, T, A): those of the frames before them.
 
         Args:
-            action: (B, T).
+            action: (B, T, *axes).
             is_first: (B, T) bool: the frame has no predecessor.
-            before: (B,), the action of the frame before all; None if there was none.
+            before: (B, *axes), the action of the frame before all; None if there was none.
         """
         earlier = encode_action(self.action_space, action[:, :-1], torch.float32)
         if before is None:
@@ -517,13 +518,16 @@ class LatentWorldModel(WorldModel):
         """Sum reconstruction, reward, termination, and weighted dynamics and representation losses.
 
         See Drama, section 3, and S4WM, equations 8 and 9, with weights alpha and 1 - alpha. `batch.inputs` holds
-        frames. Reconstruction is the squared error summed over a frame's pixels, weighed by `tokenizer.object_share`.
-        `settings.reward` selects the reward loss. The termination loss is a binary cross entropy. With p the posterior
-        of the next frame, q the prior, and [x] constant: dynamics = max(free, KL([p] || q)), representation = max(free,
-        KL(p || [q])).
+        frames. Reconstruction is that of the tokenizer, summed over a frame's parts: the squared error of all pixels,
+        weighed by `tokenizer.object_share`, and the losses of vectors and categories. `settings.reward` selects the
+        reward loss. The termination loss is a binary cross entropy. With p the posterior of the next frame, q the
+        prior, and [x] constant: dynamics = max(free, KL([p] || q)), representation = max(free, KL(p || [q])).
 
-        The metrics are `reconstruction`, `reward_loss`, `termination_loss`, `observation_loss` (the KL itself, nats a
-        frame), `posterior_entropy` and `prior_entropy` (nats a frame), and `ensemble_loss` where there is one.
+        A frame that closes an episode is learned like any other. Nothing is learned of what follows it.
+
+        The metrics are `reconstruction` (of several parts also `reconstruction.NAME` each), `reward_loss`,
+        `termination_loss`, `observation_loss` (the KL itself, nats a frame), `posterior_entropy` and `prior_entropy`
+        (nats a frame), and `ensemble_loss` where there is one.
         """
         total, log, _ = self.carried_loss(batch, None)
         return total, log
@@ -548,9 +552,9 @@ class LatentWorldModel(WorldModel):
 
         A `carry` of None stands for rows without a past, and nothing is carried on.
         """
-        settings, frames, valid = self.settings, batch.inputs, batch.valid
+        settings, valid = self.settings, batch.valid
         is_first = batch.is_first if settings.reset_at_ends else torch.zeros_like(batch.is_first)
-        features = self.tokenizer.embed(frames, self.frames_at_once)
+        features = self.tokenizer.embed(batch.inputs, self.frames_at_once)
         log_posterior, z, outputs, after = self._read(features, batch, is_first, carry)
         opening = self._opening(len(valid))[0]
         if carry is None:  # the first frame has no past
@@ -559,20 +563,23 @@ class LatentWorldModel(WorldModel):
             past = outputs
         past = where_rows(is_first, opening[:, None].to(past.dtype), past)
         is_scored = valid if settings.first_frame else valid & ~batch.is_first
-        losses = self.tokenizer.reconstruction_loss(
-            z.flatten(0, 1), self._decoder_past(past.flatten(0, 1)), frames.flatten(0, 1), self.frames_at_once
+        frames = map_parts(lambda part: part.flatten(0, 1), batch.inputs)
+        losses = self.tokenizer.reconstruction_losses(
+            z.flatten(0, 1), self._decoder_past(past.flatten(0, 1)), frames, self.frames_at_once
         )
-        reconstruction = masked_mean(losses.view(valid.shape), is_scored, batch.weight)
+        reconstructions = {
+            name: masked_mean(loss.view(valid.shape), is_scored, batch.weight) for name, loss in losses.items()
+        }
+        reconstruction = summed(reconstructions)
         reward_loss, termination_loss = self._outcome_losses(batch, carry, outputs, z, is_first)
 
         learns_opening = settings.opening == "learned"
         start = 0 if carry is not None or learns_opening else 1
-        follows = (valid & ~is_first)[:, start:]
-        if start == 0:
-            has_past = torch.zeros_like(follows[:, 0]) if carry is None else carry.is_valid
-            follows = torch.cat((follows[:, :1] & has_past[:, None], follows[:, 1:]), 1)
+        has_past = torch.zeros_like(valid[:, 0]) if carry is None else carry.is_valid
+        follows = valid & ~is_first & torch.cat((has_past[:, None], _has_action(batch)[:, :-1]), 1)
         if learns_opening:
             follows = follows | (valid & is_first)
+        follows = follows[:, start:]
         log_posterior, log_prior = log_posterior[:, start:], self._prior(past[:, start:])
         dynamics = self._with_free_nats(kl_divergence(log_posterior.detach(), log_prior), follows, batch.weight)
         representation = self._with_free_nats(kl_divergence(log_posterior, log_prior.detach()), follows, batch.weight)
@@ -582,12 +589,13 @@ class LatentWorldModel(WorldModel):
         total = total + settings.representation_weight * representation
         of_ensemble = {}
         if self.ensemble is not None:
-            losses = self.ensemble.loss(past[:, start:], log_posterior.exp())
-            of_ensemble["ensemble_loss"] = masked_mean(losses, follows, batch.weight)
+            errors = self.ensemble.loss(past[:, start:], log_posterior.exp())
+            of_ensemble["ensemble_loss"] = masked_mean(errors, follows, batch.weight)
             total = total + of_ensemble["ensemble_loss"]
         with torch.no_grad():
             log = of_ensemble | {
                 "reconstruction": reconstruction,
+                **of_parts("reconstruction", reconstructions),
                 "reward_loss": reward_loss,
                 "termination_loss": termination_loss,
                 "observation_loss": masked_mean(kl_divergence(log_posterior, log_prior), follows),
@@ -676,7 +684,7 @@ class LatentWorldModel(WorldModel):
         return torch.stack(posteriors, 1), torch.stack(samples, 1), torch.stack(outputs, 1), backbone_state
 
     def _advance(self, z: Tensor, action: Tensor, backbone_state: Any, reset: Tensor | None) -> tuple[Tensor, Any]:
-        """Read one frame (B, K, C) and action (B,): return the past (B, D) float32 and the state, with gradient.
+        """Read one frame (B, K, C) and action (B, *axes): return the past (B, D) float32 and the state, with gradient.
 
         `Backbone.step` is not used: it may write in place.
         """
@@ -701,7 +709,7 @@ class LatentWorldModel(WorldModel):
         if settings.heads_read == "state":  # for frames whose successor is of the same episode
             if carry is None:
                 outputs, z, reward, terminations = outputs[:, :-1], z[:, 1:], reward[:, :-1], terminations[:, :-1]
-                counts, is_first = batch.valid[:, 1:], is_first[:, 1:]
+                counts, is_first = batch.valid[:, 1:] & counts[:, :-1], is_first[:, 1:]
             counts = counts & ~is_first
         reading = self._reading(outputs, z if settings.heads_read == "state" else None)
         reward_loss = termination_loss = torch.zeros((), device=outputs.device)
@@ -869,7 +877,7 @@ class LatentWorldModel(WorldModel):
         )
 
     def _step(self, state: LatentState, action: Tensor) -> tuple[Tensor, Any, int]:
-        """Return the deterministic state (B, D) after the frame and its action (B,), the backbone's state and its
+        """Return the deterministic state (B, D) after the frame and its action (B, *axes), the backbone's state and its
         length."""
         backbone_state, is_first, length, limit = (
             state.backbone_state,
@@ -923,17 +931,20 @@ class LatentWorldModel(WorldModel):
 
     @torch.no_grad()
     def images(self, features: Tensor) -> Tensor:
-        """Decode features (N, K * C + D), sampled latents included, to images (N, 3, H, W) float32."""
+        """Decode features (N, K * C + D), sampled latents included, to images (N, C, H, W) float32.
+
+        This and `frame_error` are for a model whose frames are one image.
+        """
         z, past = self._latents_and_past(features)
         return self.tokenizer.reconstruct(z, self._decoder_past(past))
 
     @torch.no_grad()
     def frame_error(self, features: Tensor, frames: Tensor) -> Tensor:
-        """Return the squared error of decoded features, summed over pixels, (N,).
+        """Return the squared error of decoded features, summed over an image's pixels, (N,).
 
         Args:
             features: (N, K * C + D), sampled latents included.
-            frames: (N, H, W, 3) uint8.
+            frames: (N, H, W, C) uint8.
         """
         z, past = self._latents_and_past(features)
         return self.tokenizer.reconstruction_error(z, self._decoder_past(past), frames)
@@ -943,8 +954,8 @@ class LatentWorldModel(WorldModel):
         """Return the reward of the step that led to a frame, from its features (..., K * C + D): (...) float32."""
         return self._reward(features if self.settings.heads_read == "state" else features[..., self.frame_features :])
 
-    def decode(self, latent: Tensor) -> Tensor:
-        """Decode to frames (..., H, W, C) uint8.
+    def decode(self, latent: Tensor) -> Any:
+        """Decode to frames (..., *part).
 
         Args:
             latent: (..., K, C), or features (..., K * C + D) for a model that decodes those.
@@ -965,7 +976,7 @@ class LatentWorldModel(WorldModel):
     def perceive(
         self,
         state: LatentState | None,
-        observation: Tensor,
+        observation: Any,
         previous_action: Tensor,
         reset: Tensor,
         generator: torch.Generator | None = None,
