@@ -220,8 +220,10 @@ def curiosity_bonus(weight: float, step: ImaginedStep) -> Tensor:
     return weight * step.disagreement
 
 
-def rollout_uniforms(world_model: WorldModel, batch: Batch, policy: Policy, actions: int, steps: int) -> Uniforms:
-    """Draw the random numbers of a rollout with torch's global generator, in one call.
+def rollout_uniforms(
+    world_model: WorldModel, batch: Batch, policy: Policy, actions: int, steps: int, starts: int = 1
+) -> Uniforms:
+    """Draw the random numbers of rollouts with torch's global generator, in one call.
 
     Args:
         world_model: Of the rollout.
@@ -229,12 +231,13 @@ def rollout_uniforms(world_model: WorldModel, batch: Batch, policy: Policy, acti
         policy: Of the actions.
         actions: Number of actions, h.
         steps: Number of imagined steps, s.
+        starts: Number of rollouts from each window.
     """
     rows, frames = batch.valid.shape
     shapes = (
         (rows, frames, world_model.uniforms_per_frame),
-        (actions, rows, policy.uniforms),
-        (steps, rows, world_model.uniforms_per_step),
+        (actions, rows * starts, policy.uniforms),
+        (steps, rows * starts, world_model.uniforms_per_step),
     )
     counts = [math.prod(shape) for shape in shapes]
     parts = uniform((sum(counts),), batch.valid.device).split(counts)
