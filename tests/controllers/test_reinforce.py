@@ -43,7 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def small(dtype=torch.float64, **changes) -> ReinforceController:
     torch.manual_seed(3)
     settings = ReinforceSettings(**(SMALL | changes))
-    return ReinforceController(settings, (5, 2, 3), image_size=8, actions=4).to(dtype)
+    return ReinforceController(settings, (5, 2, 3), 8, 4).to(dtype)
 
 
 def parameters(controller: ReinforceController) -> int:
@@ -90,7 +90,7 @@ def test_an_input_that_does_not_fit():
 
 def test_it_starts_nearly_uniform():
     torch.manual_seed(0)
-    controller = ReinforceController(ReinforceSettings(width=64), (16, 4, 4), 64, actions=6)
+    controller = ReinforceController(ReinforceSettings(width=64), (16, 4, 4), 64, 6)
     logits, _, _ = controller.policy(torch.randn(50, 16, 4, 4), controller.initial_state(50))
     entropy = Categorical(logits=logits.detach()).entropy()
     assert float((entropy - math.log(6)).abs().max()) < 0.03
@@ -244,7 +244,7 @@ def test_flat_features(world, make_batch):
 
     flat, batch = Flat(), make_batch((3, 6, 4), 6)
     torch.manual_seed(3)
-    controller = ReinforceController(ReinforceSettings(**SMALL), (30,), image_size=8, actions=4)
+    controller = ReinforceController(ReinforceSettings(**SMALL), (30,), 8, 4)
     rollout = imagine(controller, flat, batch)
     assert rollout.observation.shape == (3, 5, 30)
     total, _ = controller.loss(rollout)
@@ -414,7 +414,7 @@ def test_reinforce_finds_the_good_arm(world, make_batch):
     bandit = Bandit(actions=3)
     torch.manual_seed(0)
     settings = ReinforceSettings(width=16, latent_channels=(4,), burn_in=0, imagination_horizon=4, entropy_weight=0.01)
-    controller = ReinforceController(settings, bandit.feature_shape, 8, bandit.actions)
+    controller = ReinforceController(settings, bandit.feature_shape, 8, bandit.action_space)
     optimizer = torch.optim.AdamW(controller.parameter_groups(), lr=1e-2)
     reward = []
     for seed in range(200):

@@ -28,7 +28,7 @@ def test_residual_networks_undo_each_others_shapes() -> None:
 @torch.no_grad()
 def test_patch_networks_keep_patches_apart_and_know_their_places() -> None:
     torch.manual_seed(0)
-    encoder, decoder = PatchEncoder(16, 8, 3, 12), PatchDecoder(16, 8, 3, 12)
+    encoder, decoder = PatchEncoder(16, 8, (3, 3), 12), PatchDecoder(16, 8, (3, 3), 12)
     x = torch.randn(1, 3, 24, 24)
     h = encoder(x)
     image = decoder(h)
