@@ -213,7 +213,7 @@ class ReinforceController(Learner):
         """Update the LSTM by the action (B, ...); return the same state if `action_inputs` is off."""
         if self.action_embedding is None:
             return state
-        return self._advance(self.action_embedding(action), state)
+        return self._advance(self._embed_action(action), state)
 
     def view(self, world_model: WorldModel, world_state: State) -> Tensor:
         """Return the controller's input in a world state: features, or images (B, H, W, C) uint8."""
@@ -252,7 +252,7 @@ class ReinforceController(Learner):
         inputs = self._encode(observation.flatten(0, 1)).unflatten(0, observation.shape[:2])  # (B, T, I)
         num_actions = 0
         if self.action_embedding is not None and action is not None:
-            actions = self.action_embedding(action)  # (B, T or T - 1, I)
+            actions = self._embed_action(action)  # (B, T or T - 1, I)
             num_actions = actions.shape[1]
         outputs = []
         for t in range(inputs.shape[1]):
@@ -384,6 +384,12 @@ class ReinforceController(Learner):
             # B H W C -> B C H W, bytes -> [-1, 1]
             observation = observation.permute(0, 3, 1, 2).to(weight_type) / 255 * 2 - 1
         return self.encoder(observation.to(weight_type)).to(weight_type)
+
+    def _embed_action(self, action: Tensor) -> Tensor:
+        """Embed actions (..., *axes) as LSTM inputs (..., I)."""
+        assert self.action_embedding is not None
+        with torch.autocast(action.device.type, enabled=False):
+            return self.action_embedding(action)
 
     def _advance(self, inputs: Tensor, state: LSTMState) -> LSTMState:
         with torch.autocast(inputs.device.type, enabled=False):
