@@ -227,6 +227,19 @@ def test_the_ensemble_knows_the_ranges(prediction):
     assert_close(log["ensemble_loss"], torch.stack(losses).mean().detach())
     assert all(parameter.grad.isfinite().all() for parameter in model.ensemble.parameters())
 
+    _, state = model.observe(batch.inputs, batch.action, batch.is_first)
+    _, _, at_tokens, _ = model.advance(state, batch.action[:, -1], lambda logits, start: logits.argmax(-1))
+    _, state = model.observe(batch.inputs, batch.action, batch.is_first)
+    with torch.no_grad():
+        model.observation_head[2].weight.mul_(1e6)  # so certain that samples are the likeliest tokens as well
+        model.observation_head[2].bias.mul_(1e6)
+    got = model.imagine(state, batch.action[:, -1])[0].disagreement
+    want = []
+    for place, (first, stop) in enumerate(model.tokenizer.ranges):
+        p = torch.stack([head(at_tokens[:, place])[:, first:stop].softmax(-1) for head in model.ensemble.heads])
+        want.append((p * (p / p.mean(0)).log()).sum(-1).mean(0))
+    assert_close(got, torch.stack(want).mean(0).detach(), rtol=1e-3, atol=1e-6)
+
 
 # -- embeddings -------------------------------------------------------------------------------------------------------
 
