@@ -125,4 +125,4 @@ class _ContinuousEmbedding(nn.Linear):
     """Linear in the numbers, which act like the nearest bound outside of [-1, 1]."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.clamp(-1, 1))
+        return super().forward(input.clamp(-1, 1).to(self.weight.dtype))

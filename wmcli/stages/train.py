@@ -171,7 +171,7 @@ def train(
             metrics["updates"] = state.trained + state.update
             if context.pictures:
                 draw(work.payload, trainer)
-                if updates:
+                if state.update:
                     _draw_curves(work, stage)
         artifact = context.publish(work, metrics, sha256=sha256)
     progress.say(f"{stage}: published {artifact.name}")

@@ -148,6 +148,11 @@ class DynamicsSettings(Section):
         return False
 
     @property
+    def reads_closing(self) -> bool:
+        """Whether it learns from the observation that closes an episode."""
+        return False
+
+    @property
     def longest_episode(self) -> int | None:
         """Largest number of frames of an episode if each row of a batch holds a whole one; None without a limit."""
         return None
