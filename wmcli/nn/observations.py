@@ -44,7 +44,7 @@ def count_numbers(space: ObservationSpace) -> int:
 
 
 def as_input(space: PartSpace, part: Tensor) -> Tensor:
-    """Return an image as (..., C, H, W) uint8, a vector as its symlog (..., N), categories as one-hot vectors (..., N)."""
+    """Return an image (..., H, W, C) as (..., C, H, W), and other parts as numbers (..., N): symlog, or one-hot."""
     if isinstance(space, Image):
         assert part.dtype == torch.uint8 and part.shape[-3:] == space.shape, "images are uint8 with the channels last"
         return part.movedim(-1, -3)

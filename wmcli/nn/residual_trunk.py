@@ -1,7 +1,7 @@
 """The residual convolutions with batch norm that encode the frames of MuZero and its descendants.
 
-Every convolution of the trunk is 3 x 3 without bias. Height and width are halved three times, rounded up each time. Images are
-channels last in memory.
+Every convolution of the trunk is 3 x 3 without bias. Height and width are halved three times, rounded up each time.
+Images are channels last in memory.
 
 Axes: B batch, C channels, H height, W width.
 

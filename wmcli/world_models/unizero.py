@@ -249,8 +249,8 @@ class UniZero(BootstrappedWorldModel):
         """Sum the weighted losses of next latent, reward, policy, value and termination, each a mean over real frames.
 
         The target encodes the label of a next latent, from the same frames and with their batch statistics. The policy
-        is learned only in frames with a search. The frame that closes an episode counts as a next frame, and for the value
-        to which a return leads.
+        is learned only in frames with a search. The frame that closes an episode counts as a next frame, and for the
+        value to which a return leads.
 
         Fresh weights predict uniform latents. `latent_loss` therefore begins at ln `group` less the entropy of the
         labels. This is 0.7 to 1 at the paper's size, as in the public code.
