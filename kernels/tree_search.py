@@ -7,7 +7,8 @@ its value up. A `SearchRule` defines all differences between algorithms. Rules o
 Every node stores its best action, so `select` takes one lookup per level. A backup scores all nodes that it changed in
 one batch. The form in torch is the definition. The Triton form runs one program per tree in each direction.
 
-Rewards and values after a termination are 0.
+Rewards and values after a termination are 0. An action with a logit of minus infinity has no prior, and the rules of
+this package do not choose it.
 
 Axes: E trees, A actions, S simulations, R nodes in a batch, M = S + 2 blocks of E nodes. Node m E + e is tree e's.
 Block 0 is NOWHERE, the child of every edge without a node. Block 1 holds the roots. Simulation s adds block s + 2.

@@ -136,9 +136,14 @@ def _follow_policy(nodes: Nodes, scores: Tensor) -> Tensor:
 
 
 def _halve(roots: Nodes, scores: Tensor) -> Tensor:
-    """Choose the best action among those of the current round."""
+    """Choose the best action among those of the current round.
+
+    With fewer possible actions than a round has, it goes on with those whose visits are nearest to the round's.
+    """
     gumbel, visits, _ = roots.tree.extra
-    others = roots.children_visits != visits[roots.simulation]
+    away = (roots.children_visits - visits[roots.simulation]).abs_()
+    away.masked_fill_(roots.children_prior == -math.inf, math.inf)
+    others = away != away.amin(0)
     return (gumbel.t() + scores).masked_fill_(others, -math.inf).max(0).indices
 
 
@@ -176,6 +181,7 @@ def _choose_fused(
     policy = tl.exp(score - tl.max(score, 0))
     preference = policy / tl.sum(policy, 0) - children_visits / visits
     noise = tl.load(gumbel + offsets, mask=inside, other=0.0)
-    at_considered = tl.where(children_visits == considered, score + noise, float("-inf"))
+    away = tl.where(inside & (children_prior > float("-inf")), tl.abs(children_visits - considered), float("inf"))
+    at_considered = tl.where(away == tl.min(away, 0), score + noise, float("-inf"))
     preference = tl.where(at_root, at_considered, preference)
     return tl.argmax(tl.where(inside, preference, float("-inf")), 0).to(tl.int64)

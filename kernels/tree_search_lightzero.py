@@ -140,6 +140,7 @@ def _qtransform_by_tree(nodes: Nodes) -> Tensor:
 
 def _take_highest(nodes: Nodes, scores: Tensor) -> Tensor:
     trees = nodes.tree.num_trees
+    scores = scores.masked_fill(nodes.children_prior == 0, -math.inf)
     return take_highest(scores, nodes.tree.extra.ties[trees : trees + len(nodes.ids)].t(), TIE)
 
 
@@ -197,7 +198,7 @@ def _walk_down_fused(
         mean = (mean + tl.sum(children_q, 0)) / tl.maximum(means, 1.0)
         score = (children_q + (1 - visited) * mean - low) / span
         score = tl.minimum(tl.maximum(score, 0.0), 1.0) + prior * weight / (children_visits + 1)
-        score = tl.where(inside, score, float("-inf"))
+        score = tl.where(inside & (prior > 0), score, float("-inf"))
         tied = score - tl.max(score, 0) + tie >= 0
         taken = tl.argmax(tl.where(tied, preference, float("-inf")), 0).to(tl.int64)
         next_node = tl.load(children + node * actions + taken)

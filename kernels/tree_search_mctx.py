@@ -9,6 +9,7 @@ Source: Schrittwieser et al. 2020, Nature 588, arXiv 1911.08265, appendix B. Axe
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from wmcli.kernels.tree_search import FusedRule, Nodes, SearchRule, SearchTree, 
 
 SMALLEST = 1e-8
 """Smallest range of values in a division."""
+TINY = torch.finfo(torch.float32).tiny
 FAR = 1e30
 """More than any difference of preferences, times the smallest difference of scores."""
 
@@ -75,9 +77,14 @@ def _draw_noise(
 
 
 def mix_dirichlet(logits: Tensor, noise: Tensor | None, fraction: float) -> Tensor:
-    """Return the probabilities of `logits` (E, A) with a share of `noise` (E, A)."""
+    """Return the probabilities of `logits` (E, A) with a share of `noise` (E, A). Impossible actions get none of it."""
     prior = logits.float().softmax(-1)
-    return prior if noise is None else prior.lerp_(noise, fraction)
+    if noise is None:
+        return prior
+    possible = logits > -math.inf
+    rest = noise * possible
+    rest /= rest.sum(-1, keepdim=True).clamp_min_(TINY)
+    return prior.lerp_(torch.where(possible.all(-1, keepdim=True), noise, rest), fraction)
 
 
 def qtransform_by_siblings(nodes: Nodes) -> Tensor:

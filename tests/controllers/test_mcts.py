@@ -18,12 +18,14 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 from watching import Replayable, record_without_a_graph
 
-from wmcli.controllers.mcts import MCTS, MCTSSettings, build_rule, search
+from wmcli.controllers.mcts import MCTS, MCTSSettings, build_rule, draw_candidates, search
 from wmcli.kernels.dispatch import using
 from wmcli.kernels.tree_search import Nodes, PolicyOutput, SearchNoise, SearchRule
 from wmcli.kernels.tree_search_gumbel import gumbel_rule
 from wmcli.kernels.tree_search_lightzero import lightzero_rule
-from wmcli.kernels.tree_search_mctx import mctx_rule
+from wmcli.kernels.tree_search_mctx import mctx_rule, mix_dirichlet
+from wmcli.nn.policies import DiscretePolicy, Policy, build_policy
+from wmcli.spaces import ActionSpace, Categories, Continuous
 from wmcli.training.graph import RecordedFunction
 from wmcli.world_models.base import ImaginedStep, PlanningWorldModel, Prediction
 
@@ -511,6 +513,53 @@ def test_noise_at_the_root():
     assert_close(shares, torch.full((3,), 1 / 3), atol=0.03, rtol=0)
 
 
+# -- impossible actions ---
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_impossible_actions_are_as_if_they_were_not_there(rules):
+    """Those with a logit of minus infinity, in between the others and different at every place."""
+    few, places = tables(5, 4), 60
+    at = torch.rand(places, 6, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :4].sort(1).values
+
+    def spread(part: Tensor, rest: float) -> Tensor:
+        return torch.full((places, 6), rest, dtype=part.dtype).scatter(1, at, part)
+
+    rows = [spread(part, rest) for part, rest in zip(few[:4], (0, 9.0, False, -math.inf), strict=True)]
+    many = Tables(*rows, few.value)
+    settings = MCTSSettings(rule=rules, simulations=30, max_num_considered_actions=4)
+    place = torch.arange(20)
+    want, got = few.search(place, settings), many.search(place, settings)
+    assert torch.equal(got.visits.gather(1, at[:20]), want.visits)
+    assert_close(got.value, want.value)
+    assert_close(got.policy.gather(1, at[:20]), want.policy)
+    assert (got.policy > 0).sum() == (got.policy.gather(1, at[:20]) > 0).sum()
+    noise = draw_noise(settings, 20, 6, seed=1)
+    exploring = many.search(place, settings, noise)
+    assert not torch.equal(exploring.visits, got.visits)
+    assert torch.equal(exploring.visits.gather(1, at[:20]).sum(1), torch.full((20,), 30.0))
+    assert torch.isfinite(exploring.logits.gather(1, exploring.action[:, None])).all()
+
+
+def test_noise_at_the_root_goes_to_possible_actions_alone():
+    logits = torch.tensor([[0.0, -math.inf, 0.0], [1.0, 2.0, 3.0]])
+    noise = torch.tensor([[0.1, 0.6, 0.3], [0.2, 0.3, 0.5]])
+    got = mix_dirichlet(logits, noise, 0.4)
+    assert_close(got[0], 0.6 * torch.tensor([0.5, 0, 0.5]) + 0.4 * torch.tensor([0.25, 0, 0.75]))
+    assert torch.equal(got[1], logits[1].softmax(0).lerp(noise[1], 0.4))
+
+
+def test_gumbel_among_fewer_actions_than_a_round_has():
+    """Three of twenty: visited by turns, and the best one is taken."""
+    (root, state, expand), q, _ = bandits(100, 20)
+    possible = torch.arange(20) < 3
+    root = root._replace(policy=torch.zeros(100, 20).masked_fill(~possible, -math.inf))
+    output = search(root, state, expand, gumbel_rule(), 50, 1.0)
+    assert set(output.visits[:, :3].flatten().tolist()) == {16.0, 17.0} and not output.visits[:, 3:].any()
+    clear = q[:, :3].topk(2).values.diff().squeeze(1).neg() > 0.1
+    assert torch.equal(output.action[clear], q[clear, :3].argmax(1))
+
+
 # -- rules of a user's own ---
 
 
@@ -698,7 +747,8 @@ def test_acts_on_an_opaque_state(rules):
     assert world.steps == 12
     assert logits.shape == (6, 4) and logits.dtype == torch.float32
     summary, before = controller.summarize_search(after), controller.summarize_search(state)
-    assert [part.shape for part in summary] == [part.shape for part in before] == [(6, 4), (6,)]
+    assert [part.shape for part in summary[:2]] == [part.shape for part in before[:2]] == [(6, 4), (6,)]
+    assert summary.sampled is before.sampled is None
     assert_close(summary.policy.sum(1), torch.ones(6))
     assert_close(logits.softmax(1), summary.policy)
     again, _ = controller.decide(world, world.start(6), after)
@@ -781,4 +831,214 @@ def test_its_state_is_policy_and_value_of_the_search():
     assert torch.equal(cleared.policy[1], state.policy[1]) and not cleared.policy[::2].any()
     assert torch.equal(cleared.value != 0, torch.tensor([False, True, False]))
     fresh = controller.initial_state(3)
-    assert all(torch.equal(a[::2], b[::2]) for a, b in zip(cleared, fresh, strict=True))
+    assert all(torch.equal(a[::2], b[::2]) for a, b in zip(cleared[:2], fresh[:2], strict=True))
+
+
+# -- candidates ---
+
+
+def test_candidates_are_samples_and_their_priors_shares_of_the_samples():
+    generator = torch.Generator().manual_seed(0)
+    logits, value = torch.randn(7, 5, generator=generator), torch.randn(7, generator=generator)
+    uniforms = torch.rand(7, 12, 1, generator=generator)
+    prediction, candidates = draw_candidates(Prediction(logits, value), DiscretePolicy(5), uniforms)
+    assert torch.equal(prediction.value, value) and prediction.policy.shape == candidates.shape == (7, 12)
+    for row in range(7):
+        shares = prediction.policy[row].softmax(0)
+        drawn = candidates[row].tolist()
+        for k, action in enumerate(drawn):
+            want = drawn.count(action) / 12 if drawn.index(action) == k else 0.0
+            assert float(shares[k]) == pytest.approx(want, abs=1e-6)
+    whole, _ = draw_candidates(Prediction(logits, value), DiscretePolicy(5), torch.rand(7, 4000, 1))
+    frequent, drawn = draw_candidates(Prediction(logits[:1], value[:1]), DiscretePolicy(5), torch.rand(1, 4000, 1))
+    assert whole.policy.exp().sum() == pytest.approx(7 * 4000)
+    for action, share in enumerate(logits[0].softmax(0).tolist()):
+        assert float(frequent.policy.softmax(1)[drawn == action].sum()) == pytest.approx(share, abs=0.03)
+
+
+@pytest.mark.parametrize(("sizes", "same"), [((2, 3), True), ((40, 50), False)])
+def test_actions_of_several_numbers_are_equal_if_all_numbers_are(sizes, same):
+    policy = build_policy(Categories(sizes))
+    prediction = Prediction(torch.zeros(3, policy.outputs), torch.zeros(3))
+    uniforms = torch.rand(3, 20, 2, generator=torch.Generator().manual_seed(0))
+    prediction, candidates = draw_candidates(prediction, policy, uniforms)
+    for row in range(3):
+        distinct = {tuple(each) for each in candidates[row].tolist()}
+        assert int((prediction.policy[row] > -math.inf).sum()) == len(distinct)
+        assert (len(distinct) <= 6) == same
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("count", [5, 9])
+def test_a_sampled_search_is_a_plain_one_with_the_shares_for_policy(rules, count):
+    """With five candidates all actions once, in any order; with nine some more often, and some not at all."""
+    world, places, place = tables(4, 5), 60, torch.arange(12)
+    settings = MCTSSettings(rule=rules, simulations=30, max_num_considered_actions=2)
+    generator = torch.Generator().manual_seed(count)
+    uniforms = torch.rand(places, count, 1, generator=generator)
+    if count == 5:  # the middle of each action's interval, in any order
+        cumulative = world.logits.softmax(1).cumsum(1)
+        middle = cumulative - world.logits.softmax(1) / 2
+        uniforms = middle.gather(1, torch.rand(places, 5, generator=generator).argsort(1))[..., None]
+
+    def predict(place: Tensor) -> tuple[Prediction, Tensor]:
+        return draw_candidates(world.predict(place), DiscretePolicy(5), uniforms[place])
+
+    def expand(state, index):
+        place, candidates = state
+        action = candidates[torch.arange(len(index)), index]
+        after = world.next[place, action]
+        prediction, candidates = predict(after)
+        return world.reward[place, action], world.terminated[place, action], prediction, (after, candidates)
+
+    prediction, candidates = predict(place)
+    got = search(prediction, (place, candidates), expand, build_rule(settings), 30, 0.97)
+
+    # The same actions in the order in which they were drawn, since the first of equals is taken; then the absent ones.
+    drawn = predict(torch.arange(places))[1].tolist()
+    order = torch.tensor([[*dict.fromkeys(row), *(set(range(5)) - set(row))] for row in drawn])
+    shares = torch.tensor([[row.count(action) for action in range(5)] for row in drawn]).gather(1, order)
+    assert (shares == 1).all() == (count == 5) and (shares == 0).any() == (count > 5)
+    named = (part.gather(1, order) for part in world[:3])
+    want = Tables(*named, shares.log(), world.value).search(place, settings)
+    visits = torch.zeros(12, 5).scatter_add(1, candidates, got.visits).gather(1, order[:12])
+    assert torch.equal(visits, want.visits)
+    assert_close(got.value, want.value)
+    best = want.action[:, None]
+    assert torch.equal(candidates.gather(1, got.action[:, None]), order[:12].gather(1, best))
+
+
+class Archery(PlanningWorldModel):
+    """Some shots, whose reward is less the farther they are from the target.
+
+    The state holds the target (B, N) and the number of shots so far."""
+
+    frozen_encoder = True
+    across_ends = False
+    feature_shape = (3,)
+    uniforms_per_step = 0
+    discount = 0.9
+
+    def __init__(self, space: ActionSpace, shots: int = 1) -> None:
+        super().__init__()
+        self.shots = shots
+        self.action_space = space
+        self.distribution: Policy = build_policy(space)
+        self.eval()
+
+    def root(self, state):
+        return state
+
+    def score(self, target: Tensor, action: Tensor) -> Tensor:
+        high = torch.tensor(self.action_space.sizes) - 1 if isinstance(self.action_space, Categories) else 1
+        return -(action.float().clamp(-1) / high - target).square().sum(-1)
+
+    def imagine(self, state, action, uniforms=None):
+        target, shots = state
+        assert action.shape == (len(target), *self.action_space.shape)
+        return ImaginedStep(target, self.score(target, action), shots + 1 >= self.shots), (target, shots + 1)
+
+    def predict(self, state) -> Prediction:
+        rows = len(state[0])
+        return Prediction(torch.zeros(rows, self.distribution.outputs), torch.zeros(rows))
+
+    def start(self, rows: int):
+        numbers = self.action_space.shape[0]
+        target = torch.rand(rows, numbers, generator=torch.Generator().manual_seed(3))
+        return target, torch.zeros(rows, dtype=torch.int64)
+
+    def encode(self, observation):
+        raise NotImplementedError
+
+    loss = parameter_groups = observe = features = perceive = latent = encode
+
+
+SPACES = [Continuous((-1.0, -1.0), (1.0, 1.0)), Categories((7, 9))]
+
+
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize(("rules", "simulations"), [("mctx", 300), ("lightzero", 100), ("gumbel", 60)])
+def test_a_search_among_samples_shoots_better_than_the_policy(rules, simulations, space):
+    world = Archery(space)
+    settings = MCTSSettings(rule=rules, simulations=simulations, sampled_actions=12)
+    controller, rows = MCTS(settings, space), 40
+    start = world.start(rows)
+    logits, state = controller.decide(world, start, controller.initial_state(rows))
+    assert logits.shape == state.policy.shape == (rows, 12) and state.sampled.shape == (rows, 12, *space.shape)
+    assert_close(state.policy.sum(1), torch.ones(rows))
+    action = controller.choose(logits, state, 0.0)
+    assert action.shape == (rows, *space.shape) and action.dtype == state.sampled.dtype
+    index = logits.argmax(1)
+    assert torch.equal(action, state.sampled[torch.arange(rows), index])
+    scores = world.score(start[0][:, None], state.sampled)
+    taken, best = scores.gather(1, index[:, None]).squeeze(1), scores.amax(1)
+    assert float((best - taken).mean()) < 0.1 * float((best - scores.mean(1)).mean())
+    by_policy = (state.policy * scores).sum(1)
+    assert float((by_policy - scores.mean(1)).mean()) > 0.3 * float((best - scores.mean(1)).mean())
+    assert (taken > scores.mean(1)).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_candidates_come_from_the_generator_or_are_fixed(rules):
+    world, rows = Archery(SPACES[0], shots=3), 5
+    controller = MCTS(MCTSSettings(rule=rules, simulations=9, sampled_actions=6), SPACES[0])
+    start, fresh = world.start(rows), controller.initial_state(rows)
+
+    def decide(start=start, fresh=fresh, seed=None):
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        return controller.decide(world, start, fresh, generator)
+
+    before = torch.get_rng_state()
+    assert_close(decide(seed=1), decide(seed=1), rtol=0, atol=0)
+    assert_close(decide(), decide(), rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(decide(seed=1)[1].sampled, decide(seed=2)[1].sampled)
+    logits, state = decide()
+    assert len(state.sampled.unique(dim=0)) == 1, "rows do not depend on each other"
+    alone = tree_map(lambda each: each[2:3], start)
+    assert_close(decide(alone, controller.initial_state(1))[0], logits[2:3])
+    parts = controller.rule.draw_noise(rows, 6, 9, torch.Generator().manual_seed(1))
+    uniforms = torch.rand(rows, 10, 6, 2)
+    with Replayable(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "equal", lambda *_: False)
+        output, (candidates,) = controller._search_in(world, start, parts, uniforms)
+    again, _ = controller._search_in(world, start, parts, uniforms)
+    assert_close(output, again, rtol=0, atol=0)
+    assert torch.equal(
+        candidates, world.distribution.sample(world.distribution.parameters(torch.zeros(1, 1, 4)), uniforms[:, 0])
+    )
+    other = uniforms.clone()
+    other[:, 1:] = torch.rand(rows, 9, 6, 2)
+    deeper, (same,) = controller._search_in(world, start, parts, other)
+    assert torch.equal(same, candidates) and not torch.equal(deeper.value, output.value), "each node has its own"
+
+
+def test_a_search_among_samples_can_be_recorded_and_replayed(monkeypatch):
+    record_without_a_graph(monkeypatch)
+    world, settings = Archery(SPACES[0], shots=3), MCTSSettings(simulations=7, sampled_actions=5)
+    plain, recorded = MCTS(settings, SPACES[0]), MCTS(settings, SPACES[0], wrap_repeated=RecordedFunction)
+    earlier = []
+    for seed in range(5):
+        start = world.start(4)[0] + seed / 10, world.start(4)[1]
+        earlier.append(
+            [
+                player.decide(world, start, player.initial_state(4), torch.Generator().manual_seed(seed))
+                for player in (plain, recorded)
+            ]
+        )
+    for of_plain, of_recorded in earlier:
+        assert_close(of_recorded, of_plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_candidates_are_part_of_the_state(space):
+    world, controller = Archery(space), MCTS(MCTSSettings(simulations=3, sampled_actions=4), space)
+    fresh = controller.initial_state(3)
+    logits, state = controller.decide(world, world.start(3), fresh)
+    assert [(each.shape, each.dtype) for each in state] == [(each.shape, each.dtype) for each in fresh]
+    cleared = controller.clear_rows(state, torch.tensor([True, False, True]))
+    assert torch.equal(cleared.sampled[1], state.sampled[1]) and not cleared.sampled[::2].any()
+    assert controller.summarize_search(state) is state
+    drawn = [controller.choose(logits, state, 1.0, torch.Generator().manual_seed(seed)) for seed in range(20)]
+    assert len({str(each.tolist()) for each in drawn}) > 1
+    assert all((each[:, None] == state.sampled).all(-1).any(1).all() for each in drawn)

@@ -40,26 +40,41 @@ SHAPES = [(3, 5, 12), (1, 9, 12), (2, 1, 4), (2, 17, 7), (3, 2, 17)]
 
 
 def grow(
-    rule: SearchRule, trees: int, actions: int, simulations: int, dtype=torch.float32, strided: bool = False
+    rule: SearchRule,
+    trees: int,
+    actions: int,
+    simulations: int,
+    dtype=torch.float32,
+    strided: bool = False,
+    impossible: bool = False,
 ) -> tuple[SearchTree, torch.Tensor]:
-    """Return a tree after all simulations of a random model, and the edges (S, 2, E) where it grew."""
+    """Return a tree after all simulations of a random model, and the edges (S, 2, E) where it grew.
+
+    With `impossible` every third action has no prior.
+    """
     generator = torch.Generator().manual_seed(actions)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
+    def policy() -> torch.Tensor:
+        return normal(trees, actions).masked_fill(lost, -torch.inf)
+
+    lost = (
+        torch.arange(actions, device=DEVICE) % 3 == 1 if impossible else torch.zeros(1, dtype=torch.bool, device=DEVICE)
+    )
     noise = rule.draw_noise(trees, actions, simulations, generator)
     if isinstance(noise, LightZeroNoise):
         noise = LightZeroNoise(*(part.to(DEVICE) for part in noise))
     elif noise is not None:
         noise = noise.to(DEVICE)
-    tree = plant(rule, simulations, 0.9, normal(trees, actions), normal(trees), noise)
+    tree = plant(rule, simulations, 0.9, policy(), normal(trees), noise)
     places = []
     for simulation in range(simulations):
         selection = select(tree, rule, simulation)
         places.append(torch.stack([selection.parent, selection.action]))
         reward, terminated = normal(trees), (torch.rand(trees, generator=generator) < 0.2).to(DEVICE)
-        logits, value = normal(trees, actions), 5 * normal(trees)
+        logits, value = policy(), 5 * normal(trees)
         if strided:
             logits, value = logits.T.contiguous().T, value.repeat_interleave(2)[::2]
             reward, terminated = reward.repeat_interleave(2)[::2], terminated.repeat_interleave(2)[::2]
@@ -68,18 +83,20 @@ def grow(
 
 
 @pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("impossible", [False, True])
 @pytest.mark.parametrize(("trees", "actions", "simulations"), SHAPES)
 @pytest.mark.slow
-def test_triton_equals_the_form_in_torch(name, trees, actions, simulations):
+def test_triton_equals_the_form_in_torch(name, trees, actions, simulations, impossible):
     """The same growth, and the same numbers in the end."""
     rule = RULES[name]
     assert rule.fused is not None
     results = []
     for implementation in ("torch", "triton"):
         with using(implementation):
-            results.append(grow(rule, trees, actions, simulations))
+            results.append(grow(rule, trees, actions, simulations, impossible=impossible))
     (want, places), (got, other_places) = results
     assert torch.equal(other_places, places)
+    assert not impossible or not (places[:, 1] % 3 == 1).any()
     assert torch.equal(got.children, want.children)
     real = slice(trees, None)
     assert torch.equal(got.parent_edge[real], want.parent_edge[real])

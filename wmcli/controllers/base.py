@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from wmcli.config import Section
-from wmcli.controllers.policies import Policy
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import uniform
+from wmcli.nn.policies import Policy
 from wmcli.world_models.base import Batch, ImaginedStep, WorldModel
 
 State = Any

@@ -3,9 +3,13 @@
 All trees grow in lockstep by one node per simulation. The model steps E nodes at once, and all shapes are fixed. Random
 numbers are drawn beforehand: a search is a function of its arguments.
 
-Axes: E frames searched in parallel, A actions, S simulations.
+Where actions are not `Discrete`, each node draws K of them from the policy. These are its candidates, among which the
+search chooses by their numbers. They lie beside the state of the node, so the trees do not know them.
 
-Source: MuZero (Schrittwieser et al. 2020, Nature 588, arXiv 1911.08265), Gumbel MuZero (Danihelka et al. 2022, ICLR).
+Axes: E frames searched in parallel, A actions or candidates, K candidates, U uniforms of an action, S simulations.
+
+Source: MuZero (Schrittwieser et al. 2020, Nature 588, arXiv 1911.08265), Gumbel MuZero (Danihelka et al. 2022, ICLR),
+Sampled MuZero (Hubert et al. 2021, arXiv 2104.06303).
 """
 
 from __future__ import annotations
@@ -24,6 +28,10 @@ from wmcli.kernels.tree_search import ROOT, PolicyOutput, SearchNoise, SearchRul
 from wmcli.kernels.tree_search_gumbel import gumbel_rule
 from wmcli.kernels.tree_search_lightzero import lightzero_rule
 from wmcli.kernels.tree_search_mctx import mctx_rule
+from wmcli.nn.actions import no_action
+from wmcli.nn.categorical import uniform
+from wmcli.nn.policies import DiscretePolicy, Policy
+from wmcli.spaces import ActionSpace, Discrete, to_action_space
 from wmcli.transfer import to_device
 from wmcli.world_models.base import PlanningWorldModel, Prediction, WorldModel
 
@@ -40,6 +48,8 @@ class MCTSSettings(ControllerSettings):
     """Monte Carlo tree search (MuZero, UniZero)."""
     simulations: int = Field(50, ge=1)
     """Nodes that a search adds to its tree, one world-model step each. [simulations]"""
+    sampled_actions: int = Field(20, ge=1)
+    """Actions that each node draws from the policy and chooses among, where they are not discrete. [actions]"""
     rule: Literal["mctx", "lightzero", "gumbel"] = "mctx"
     """Selection rule: MuZero's as in google-deepmind/mctx or as in opendilab/LightZero, or Gumbel MuZero's, which
     improves the policy with few simulations."""
@@ -69,8 +79,8 @@ class MCTSSettings(ControllerSettings):
     def acting_keys(self) -> tuple[str, ...]:
         return tuple(key for key in type(self).model_fields if key not in ("batch", "updates"))
 
-    def build(self, world_model: WorldModel, size: int, wrap_repeated: Callable[[Callable], Callable]) -> MCTS:
-        return MCTS(self, world_model.actions, wrap_repeated=wrap_repeated)
+    def build(self, world_model: WorldModel, wrap_repeated: Callable[[Callable], Callable]) -> MCTS:
+        return MCTS(self, world_model.action_space, wrap_repeated=wrap_repeated)
 
 
 def build_rule(settings: MCTSSettings) -> SearchRule:
@@ -125,10 +135,33 @@ def search(
     return summarize(tree, rule)
 
 
+def draw_candidates(prediction: Prediction, policy: Policy, uniforms: Tensor) -> tuple[Prediction, Tensor]:
+    """Draw candidates from the policies of nodes.
+
+    The prior of a candidate is its share of the samples, as section 5 of Sampled MuZero has it for samples of the
+    policy itself. Of equal samples the first one has their whole share, and the others have no prior.
+
+    Args:
+        prediction: Of E nodes.
+        policy: Gives meaning to its policy.
+        uniforms: (E, K, U).
+
+    Returns:
+        The prediction with logits (E, K) of the candidates, and the candidates (E, K, ...).
+    """
+    parameters = policy.parameters(prediction.policy)
+    candidates = policy.sample(parameters[:, None].expand(-1, uniforms.shape[1], -1), uniforms)
+    flat = candidates.reshape(*uniforms.shape[:2], -1)
+    same = (flat[:, :, None] == flat[:, None]).all(-1)
+    repeats = same.tril(-1).any(-1)
+    return Prediction(same.sum(-1).log().masked_fill(repeats, -torch.inf), prediction.value), candidates
+
+
 class MCTS(Controller):
     """Acts by searching in a `PlanningWorldModel`, whose policy and value learn from the searches.
 
-    It has no parameters. Its state is the policy and value of the last search.
+    It has no parameters. Its state is the policy and value of the last search, and the candidates where it has drawn
+    any. It draws those with fixed numbers where it does not explore.
 
     A custom rule is a `SearchRule`, one function or more on batches of nodes:
 
@@ -141,35 +174,40 @@ class MCTS(Controller):
     def __init__(
         self,
         settings: MCTSSettings,
-        actions: int,
+        actions: ActionSpace | int,
         rule: SearchRule | None = None,
-        wrap_repeated: Callable[[Callable[..., PolicyOutput]], Callable[..., PolicyOutput]] = lambda search: search,
+        wrap_repeated: Callable[[Callable], Callable] = lambda search: search,
     ) -> None:
         """Build the controller.
 
         Args:
             settings: Number of simulations, and the name and constants of a built-in rule.
-            actions: A.
+            actions: The actions, or the number of discrete ones.
             rule: Selection rule. None takes the rule that the settings name.
             wrap_repeated: Wraps a function of tensors for many calls with the same shapes, such as a recorded graph. A
                 whole search is one call of it.
         """
         super().__init__()
         self.settings = settings
-        self.actions = actions
+        self.action_space = space = to_action_space(actions)
+        self.candidates = None if isinstance(space, Discrete) else settings.sampled_actions
+        """K; None where the search chooses among all actions."""
+        self.distribution = DiscretePolicy(space.count if isinstance(space, Discrete) else settings.sampled_actions)
         self.rule = build_rule(settings) if rule is None else rule
         self._wrap_repeated = wrap_repeated
-        self._search: tuple[WorldModel, Callable[..., PolicyOutput]] | None = None  # with the model of the function
+        self._search: tuple[WorldModel, Callable] | None = None  # with the model of the function
         self.register_buffer("place", torch.empty(0), persistent=False)  # on the controller's device
 
     def initial_state(self, batch: int) -> SearchSummary:
         """Return zeros."""
         place: Any = self.place
-        return SearchSummary(place.new_zeros(batch, self.actions), place.new_zeros(batch))
+        shape = batch, self.distribution.outputs
+        sampled = None if self.candidates is None else no_action(self.action_space, shape, place.device)
+        return SearchSummary(place.new_zeros(shape), place.new_zeros(batch), sampled)
 
     def clear_rows(self, state: SearchSummary, reset: Tensor) -> SearchSummary:
         """Return `state` with zeros in the rows where `reset` (B,) is True."""
-        return SearchSummary(state.policy.masked_fill(reset[:, None], 0), state.value.masked_fill(reset, 0))
+        return tree_map_only(Tensor, lambda part: part.masked_fill(reset.view(-1, *[1] * (part.ndim - 1)), 0), state)
 
     def decide(
         self,
@@ -187,33 +225,69 @@ class MCTS(Controller):
             generator: On the CPU. With it the search explores.
 
         Returns:
-            Logits (B, A) of the next action, as the rule defines them, and the new state. For the visits N as policy,
-                softmax at temperature T gives N^(1/T).
+            Logits (B, A) of the next action, or of the candidates, as the rule defines them, and the new state. For the
+                visits N as policy, softmax at temperature T gives N^(1/T).
         """
         assert isinstance(world_model, PlanningWorldModel), type(world_model)
         assert world_model.uniforms_per_step == 0, "a search is a function of its arguments"
         root = world_model.root(world_state)
-        noise = None
+        device, trees, simulations = state.value.device, len(state.value), self.settings.simulations
+        noise = uniforms = None
         if generator is not None:
-            device, trees = state.value.device, len(state.value)
-            noise = self.rule.draw_noise(trees, self.actions, self.settings.simulations, generator)
+            noise = self.rule.draw_noise(trees, self.distribution.outputs, simulations, generator)
             noise = tree_map_only(Tensor, partial(to_device, device=device), noise)
+        if self.candidates is not None:
+            each = simulations + 1, self.candidates, world_model.distribution.uniforms
+            if generator is None:
+                uniforms = uniform(each, device, torch.Generator().manual_seed(0)).expand(trees, *each)
+            else:
+                uniforms = uniform((trees, *each), device, generator)
         if self._search is None or self._search[0] is not world_model:
             self._search = world_model, self._wrap_repeated(partial(self._search_in, world_model))
-        output = self._search[1](root, noise)
+        output, candidates = self._search[1](root, noise, uniforms)
         # The next search may overwrite its output.
-        return output.logits.clone(), SearchSummary(output.policy.clone(), output.value.clone())
+        summary = SearchSummary(output.policy.clone(), output.value.clone(), *(each.clone() for each in candidates))
+        return output.logits.clone(), summary
 
-    def _search_in(self, world_model: PlanningWorldModel, root: State, noise: SearchNoise) -> PolicyOutput:
+    def _search_in(
+        self, world_model: PlanningWorldModel, root: State, noise: SearchNoise, uniforms: Tensor | None
+    ) -> tuple[PolicyOutput, tuple[Tensor, ...]]:
+        """Return the result of a search, and its candidates (E, K, ...), if any.
+
+        Args:
+            world_model: To search in.
+            root: Its state at the frames.
+            noise: Of the rule.
+            uniforms: (E, S + 1, K, U) to draw the candidates of each node with; None without candidates.
+        """
+        of_nodes = iter(() if uniforms is None else uniforms.unbind(1))
+
+        def predict(state: State) -> tuple[Prediction, tuple[Tensor, ...]]:
+            prediction = world_model.predict(state)
+            if uniforms is None:
+                return prediction, ()
+            prediction, candidates = draw_candidates(prediction, world_model.distribution, next(of_nodes))
+            return prediction, (candidates,)
+
         def expand(node: State, action: Tensor) -> tuple[Tensor, Tensor, Prediction, State]:
-            imagined, after = world_model.imagine(node, action)
-            return imagined.reward, imagined.terminated, world_model.predict(after), after
+            state, candidates = node
+            imagined, after = world_model.imagine(state, _take(candidates[0], action) if candidates else action)
+            prediction, candidates = predict(after)
+            return imagined.reward, imagined.terminated, prediction, (after, candidates)
 
-        prediction, simulations = world_model.predict(root), self.settings.simulations
-        return search(prediction, root, expand, self.rule, simulations, world_model.discount, noise)
+        prediction, candidates = predict(root)
+        simulations, discount = self.settings.simulations, world_model.discount
+        return search(prediction, (root, candidates), expand, self.rule, simulations, discount, noise), candidates
+
+    def choose(
+        self, parameters: Tensor, state: SearchSummary, temperature: float, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Draw actions, or candidates, by the logits of the search. See `Controller.choose`."""
+        action = super().choose(parameters, state, temperature, generator)
+        return action if state.sampled is None else _take(state.sampled.cpu(), action)
 
     def summarize_search(self, state: SearchSummary) -> SearchSummary:
-        """Return policy and value of the last search, which are the state."""
+        """Return the results of the last search, which are the state."""
         return state
 
     def follow(self, action: Tensor, state: SearchSummary) -> SearchSummary:
@@ -225,3 +299,8 @@ class MCTS(Controller):
     ) -> SearchSummary:
         """Return `state`, which does not depend on past frames."""
         return state
+
+
+def _take(candidates: Tensor, index: Tensor) -> Tensor:
+    """Return the candidates (E, ...) of (E, K, ...) that `index` (E,) names."""
+    return candidates[torch.arange(len(index), device=index.device), index]

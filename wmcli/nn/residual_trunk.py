@@ -1,7 +1,7 @@
 """The residual convolutions with batch norm that encode the frames of MuZero and its descendants.
 
-Every convolution is 3 x 3 without bias. Height and width are halved three times, rounded up each time. Images are
-channels last in memory.
+Every convolution of the trunk is 3 x 3 without bias. Height and width are halved three times, rounded up each time.
+Images are channels last in memory.
 
 Axes: B batch, C channels, H height, W width.
 
@@ -30,25 +30,25 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 SHRINK = 8
 
 
-def conv(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
-    """Build a 3 x 3 convolution that preserves height and width or, with stride 2, halves them."""
-    return nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+def conv(inputs: int, outputs: int, stride: int = 1, size: int = 3) -> nn.Conv2d:
+    """Build a convolution that preserves height and width or, with stride 2, halves them; `size` 1 or 3."""
+    return nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
 
 
 class TrunkBlock(nn.Module):
     """Residual block act(skip(x) + norm(conv(act(norm(conv(x)))))).
 
     (B, inputs, H, W) -> (B, outputs, H / stride, W / stride). `skip` is a convolution without norm at stride 2, and the
-    identity at stride 1.
+    identity at stride 1. The convolutions are `size` x `size`.
     """
 
-    def __init__(self, inputs: int, outputs: int, activation: Activation, stride: int = 1) -> None:
+    def __init__(self, inputs: int, outputs: int, activation: Activation, stride: int = 1, size: int = 3) -> None:
         super().__init__()
-        self.conv1 = conv(inputs, outputs, stride)
+        self.conv1 = conv(inputs, outputs, stride, size)
         self.norm1 = BatchNorm2d(outputs)
-        self.conv2 = conv(outputs, outputs)
+        self.conv2 = conv(outputs, outputs, size=size)
         self.norm2 = BatchNorm2d(outputs)
-        self.skip = conv(inputs, outputs, stride) if stride > 1 else nn.Identity()
+        self.skip = conv(inputs, outputs, stride, size) if stride > 1 else nn.Identity()
         self.activation = ACTIVATIONS[activation]()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,6 +79,6 @@ class ResidualTrunk(nn.Sequential):
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def side(image_size: int) -> int:
-    """Return height and width of a `ResidualTrunk`'s output for square images."""
-    return -(-image_size // SHRINK)
+def side(image_side: int) -> int:
+    """Return the height, or width, of a `ResidualTrunk`'s output for images of that height, or width."""
+    return -(-image_side // SHRINK)

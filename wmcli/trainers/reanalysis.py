@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wmcli.backbones.base import map_state
 from wmcli.controllers.base import Controller, episode_starts
 from wmcli.experience import Replay, SearchTargets
 from wmcli.experience.sampler import WindowTable
@@ -49,7 +50,7 @@ class ReanalysisTrainer(Trainer):
         self.replay = replay
         self.settings = settings
         self.machine = machine
-        self.targets = SearchTargets(replay, world_model.actions)
+        self.targets = SearchTargets(replay, world_model.action_space)
         runs, order = replay.runs(across_ends=False)
         self._windows = WindowTable(runs, order, length=world_model.context, minimum=1, pad="left")
         self._window_of_row = np.argsort(order)  # index of the window that ends with each row
@@ -57,7 +58,7 @@ class ReanalysisTrainer(Trainer):
 
     @torch.no_grad()
     def update(self) -> Mapping[str, Tensor]:
-        """Search at a batch of frames and store policy and value. Random numbers come from torch's global generator."""
+        """Search at a batch of frames and store the results. Random numbers come from torch's global generator."""
         rows = self.targets.due(self.settings.batch)
         batch = gather(
             self.replay, self.replay.observation, self._windows.windows(self._window_of_row[rows]), self.targets
@@ -69,15 +70,13 @@ class ReanalysisTrainer(Trainer):
             _, state = self.controller.decide(self.world_model, world_state, state, torch.default_generator)
         summary = self.controller.summarize_search(state)
         assert summary is not None and batch.targets is not None
-        self.targets.update(rows, summary.policy, summary.value)
-        policy, value, is_searched = (
-            batch.targets.policy[:, -1],
-            batch.targets.value[:, -1],
-            batch.targets.is_searched[:, -1],
-        )
-        return {
+        self.targets.update(rows, *summary)
+        before = map_state(lambda each: each[:, -1], batch.targets)
+        metrics = {
             "search_value": summary.value.mean(),
             "search_entropy": -torch.xlogy(summary.policy, summary.policy).sum(-1).mean(),
-            "policy_change": masked_mean((summary.policy - policy).abs().sum(-1) / 2, is_searched),
-            "value_change": masked_mean((summary.value - value).abs(), is_searched),
         }
+        if summary.sampled is None:  # else the two policies are over different actions
+            change = (summary.policy - before.policy).abs().sum(-1) / 2
+            metrics["policy_change"] = masked_mean(change, before.is_searched)
+        return metrics | {"value_change": masked_mean((summary.value - before.value).abs(), before.is_searched)}

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from wmcli.backbones.base import Backbone, BackboneSettings, replace_rows
 from wmcli.config import Section
 from wmcli.errors import UsageError
+from wmcli.nn.policies import Policy
 from wmcli.spaces import ActionSpace, Image, ObservationSpace
 
 State = Any
@@ -128,6 +129,11 @@ class DynamicsSettings(Section):
         return self.encoder != "rules"
 
     @property
+    def reads_closing(self) -> bool:
+        """Whether it learns from the observation that closes an episode."""
+        return False
+
+    @property
     def learns_rewards(self) -> bool:
         """Whether rewards are predicted."""
         return True
@@ -192,7 +198,7 @@ class Prediction(NamedTuple):
     """Policy and value of the current frame, from a model that has learned them."""
 
     policy: Tensor
-    """(B, A) float32, logits."""
+    """(B, P) float32: logits, or the outputs that `PlanningWorldModel.distribution` gives meaning to."""
     value: Tensor
     """(B,) float32, discounted reward from here on."""
 
@@ -479,6 +485,8 @@ class PlanningWorldModel(WorldModel):
     learns_from_search = True
     discount: float
     """Discount of a reward one step later, in the learned value."""
+    distribution: Policy
+    """Gives meaning to `Prediction.policy`."""
 
     @abstractmethod
     def root(self, state: State) -> State:

@@ -3,9 +3,11 @@
 The policy learns from the visits of a search, the value from n-step returns. These end in a value of the *target*, a
 slow copy of the model.
 
-Sources: MuZero (Schrittwieser et al. 2020, arXiv 1911.08265); UniZero (Pu et al. 2024, arXiv 2406.10667).
+Sources: MuZero (Schrittwieser et al. 2020, arXiv 1911.08265); UniZero (Pu et al. 2024, arXiv 2406.10667); Sampled
+MuZero (Hubert et al. 2021, arXiv 2104.06303) for policies that learn from samples.
 
-B batch, T time (frames), F first frames that are learned from, A actions. Time: see base.py.
+B batch, T time (frames), F first frames that are learned from, A actions, or sampled ones, P parameters of a policy.
+Time: see base.py.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wmcli.backbones.base import map_state
-from wmcli.nn.layers import at_least_float32
+from wmcli.nn.policies import ContinuousKind, Policy
 from wmcli.world_models.base import Batch, DynamicsSettings, PlanningWorldModel
 
 Positive = Annotated[int, Field(ge=1)]
@@ -42,12 +44,21 @@ class PlanningSettings(DynamicsSettings):
     """
     end_on_truncation: bool = False
     """Learn time limits as terminations, as the public code does; else returns end before them."""
+    closing_frames: bool = False
+    """Learn from the observation that closes an episode as well; segments of earlier versions have none."""
     predict_termination: bool = False
     """Learn terminations, so that a search stops at the end of an episode. The papers' models do not."""
+    continuous: ContinuousKind = "normal"
+    """Policy of continuous actions: normal with a mean in (-1, 1), the same cut off at -1 and 1, or evenly spaced bins.
+    """
     updates: int = Field(200, ge=0)
     """Updates in one call of the stage. [updates]"""
     weight_decay: float = Field(1e-4, ge=0)
     """Weight decay. unizero applies it to parameters with two or more axes, embeddings included, muzero to all."""
+
+    @property
+    def reads_closing(self) -> bool:
+        return self.closing_frames
 
 
 # -- targets ----------------------------------------------------------------------------------------------------------
@@ -58,17 +69,22 @@ def part_of(batch: Batch, span: slice) -> Batch:
     return map_state(lambda each: each[:, span], batch)
 
 
+def acted_in(batch: Batch) -> Tensor:
+    """Return (B, T) bool: the frame is real and an action was taken in it, as in all that close no episode."""
+    return batch.valid if batch.is_closing is None else batch.valid & ~batch.is_closing
+
+
 def bootstrap_frames(valid: Tensor, frames: int, steps: int) -> Tensor:
     """Return the frame whose value continues the return of each of the first `frames`, (B, frames) int64.
 
-    It lies `steps` later, or is the last real frame of the row.
+    It lies `steps` later, or is the last real frame of the row, or the first one of a row without any.
 
     Args:
         valid: (B, T) bool, True in the first frames of each row.
         frames: F.
         steps: Real rewards in a return.
     """
-    last = valid.sum(1, keepdim=True) - 1
+    last = (valid.sum(1, keepdim=True) - 1).clamp(min=0)
     return torch.minimum(torch.arange(steps, steps + frames, device=valid.device), last)
 
 
@@ -113,21 +129,25 @@ class PolicyTerms(NamedTuple):
     """The terms of a policy's loss, each (B, T)."""
 
     loss: Tensor
-    """Cross entropy against the search, nats, float32."""
+    """Cross entropy against the search, nats, float32. With continuous actions it has densities for probabilities."""
     entropy: Tensor
     """Entropy of the policy, nats, float32."""
     mask: Tensor
-    """bool: the frame is real and has a search."""
+    """bool: an action was taken in the frame, after a search."""
 
 
-def policy_terms(logits: Tensor, batch: Batch) -> PolicyTerms:
-    """Compute the terms of the policy loss from logits (B, T, A) at the frames of `batch`."""
-    log_policy = at_least_float32(logits).log_softmax(-1)
-    entropy = -(log_policy.exp() * log_policy).sum(-1)
-    if batch.targets is None:
+def policy_terms(outputs: Tensor, batch: Batch, distribution: Policy) -> PolicyTerms:
+    """Compute the terms of the policy loss from a network's outputs (B, T, P) at the frames of `batch`."""
+    parameters = distribution.parameters(outputs)
+    entropy = distribution.entropy(parameters)
+    targets = batch.targets
+    if targets is None:
         return PolicyTerms(torch.zeros_like(entropy), entropy, torch.zeros_like(batch.valid))
-    loss = -(batch.targets.policy * log_policy).sum(-1)
-    return PolicyTerms(loss, entropy, batch.valid & batch.targets.is_searched)
+    each = parameters  # the log-probabilities of all actions
+    if targets.sampled is not None:
+        each = parameters[..., None, :].expand(*targets.policy.shape, -1)
+        each = distribution.log_probability(each, targets.sampled)
+    return PolicyTerms(-(targets.policy * each).sum(-1), entropy, acted_in(batch) & targets.is_searched)
 
 
 # -- the base class ---------------------------------------------------------------------------------------------------
@@ -182,11 +202,14 @@ class BootstrappedWorldModel(PlanningWorldModel):
             target_values: From frame numbers (B, F) to the target's values (B, F) of these frames.
         """
         s, targets = self.settings, batch.targets
-        where = bootstrap_frames(batch.valid, frames, s.td_steps)
+        valid, ended = batch.valid, self._ended(batch)
+        if batch.is_closing is not None:  # nothing is earned behind an end
+            valid, ended = valid & ~(batch.is_closing & ended), ended & ~batch.is_closing
+        where = bootstrap_frames(valid, frames, s.td_steps)
         value = target_values(where)
         if s.bootstrap == "search" and targets is not None:
             value = torch.where(targets.is_searched.gather(1, where), targets.value.gather(1, where), value)
-        return n_step_returns(batch.reward, self._ended(batch), batch.valid, value, s.td_steps, s.discount)
+        return n_step_returns(batch.reward, ended, valid, value, s.td_steps, s.discount)
 
     def _termination_losses(self, logit: Tensor, ended: Tensor) -> Tensor:
         """Return the binary cross entropy (B, T) of logits (B, T, 1)."""

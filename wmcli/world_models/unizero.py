@@ -6,11 +6,12 @@ outcome. Its output at a latent gives the policy and the value:
     z_t = SimNorm(encoder(o_t))        y_0, x_0, y_1, x_1, ... = backbone(z_0, a_0, z_1, a_1, ...)
     next latent z_{t+1}, reward r_t = heads(x_t)        policy, value = heads(y_t)
 
-Nothing is decoded to pixels.
+The encoder joins convolutions of the images with an MLP of all other parts. Nothing is decoded.
 
 Source: UniZero (Pu et al. 2024, arXiv 2406.10667) and its public code opendilab/LightZero.
 
-B batch, T time (frames), D width of the backbone, A actions, K bins of a scalar, H W C image. Time: see base.py.
+B batch, T time (frames), D width of the backbone, P outputs of the policy, K bins of a scalar. An observation is a tree
+of parts, here called a frame. Time: see base.py.
 """
 
 from __future__ import annotations
@@ -25,11 +26,23 @@ from torch.nn import functional as F
 from wmcli.backbones.base import Backbone, cache_dtype, state_tensors, with_tensors
 from wmcli.errors import UsageError
 from wmcli.nn import value_bins
-from wmcli.nn.layers import Flatten, Float32Linear, at_least_float32, scaled
-from wmcli.nn.residual_trunk import Activation, ResidualTrunk, side
+from wmcli.nn.actions import action_embedding
+from wmcli.nn.layers import Flatten, Float32Linear, at_least_float32
+from wmcli.nn.mlp import LayerNorm
+from wmcli.nn.observations import as_input, count_numbers, joint_image, split_parts
+from wmcli.nn.policies import build_policy
+from wmcli.nn.residual_trunk import ACTIVATIONS, Activation, ResidualTrunk, side
 from wmcli.nn.simnorm import divergence, simnorm
+from wmcli.spaces import ActionSpace, ObservationSpace, map_parts, to_action_space, to_observation_space
 from wmcli.world_models.base import Batch, ImaginedStep, Parts, Prediction, masked_mean
-from wmcli.world_models.planners import BootstrappedWorldModel, Channels, PlanningSettings, part_of, policy_terms
+from wmcli.world_models.planners import (
+    BootstrappedWorldModel,
+    Channels,
+    PlanningSettings,
+    acted_in,
+    part_of,
+    policy_terms,
+)
 
 INIT_STD = 0.02
 
@@ -85,28 +98,55 @@ class UniZeroSettings(PlanningSettings):
 
     def build(self, parts: Parts) -> UniZero:
         backbone = parts.square_backbone(2 * self.sequence_length, 2)
-        return UniZero(self, backbone, parts.actions, parts.size)
+        return UniZero(self, backbone, parts.action_space, parts.observation_space)
 
 
 class FrameEncoder(nn.Sequential):
-    """Encodes frames (..., H, W, 3) uint8 as latents (..., D) float32, whose groups of `group` neighbors sum to 1."""
+    """Encodes frames, trees of (..., *part), as latents (..., D) float32, whose groups of `group` neighbors sum to 1.
 
-    def __init__(self, settings: UniZeroSettings, width: int, size: int) -> None:
-        super().__init__(
-            ResidualTrunk(3, settings.channels, settings.activation),
-            Flatten(),
-            nn.Linear(settings.channels[1] * side(size) ** 2, width, bias=False),
-        )
+    Its first three modules are the trunk of all images, its flattening, and the last layer. The last layer also reads
+    `numbers`, an MLP of all other parts.
+    """
+
+    numbers: nn.Module | None
+
+    def __init__(self, settings: UniZeroSettings, width: int, space: ObservationSpace) -> None:
+        image, count = joint_image(space, settings.kind), count_numbers(space)
+        trunk: nn.Module = nn.Identity()
+        features = 0
+        if image is not None:
+            trunk = ResidualTrunk(image.channels, settings.channels, settings.activation)
+            features = settings.channels[1] * side(image.height) * side(image.width)
+        super().__init__(trunk, Flatten(), nn.Linear(features + (width if count else 0), width, bias=False))
+        self.space = space
         self.group = settings.group
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=INIT_STD)
+        self.numbers = _numbers(count, width, settings.activation) if count else None
 
-    def forward(self, observation: Tensor) -> Tensor:
-        z = super().forward(scaled(observation.flatten(0, -4)))
-        return simnorm(z, self.group).unflatten(0, observation.shape[:-3])
+    def forward(self, observation: Any) -> Tensor:
+        images, numbers = split_parts(self.space, map_parts(as_input, self.space, observation))
+        lead = images[0].shape[:-3] if images else numbers[0].shape[:-1]
+        trunk, flatten, last = list(self)[:3]
+        features = []
+        if images:
+            pixels = torch.cat(images, -3).flatten(0, -4).contiguous(memory_format=torch.channels_last)
+            features.append(flatten(trunk(pixels.float().div_(255))))
+        if self.numbers is not None:
+            features.append(self.numbers(torch.cat(numbers, -1).flatten(0, -2)))
+        return simnorm(last(torch.cat(features, -1)), self.group).unflatten(0, lead)
+
+
+def _numbers(inputs: int, width: int, activation: Activation) -> nn.Sequential:
+    """Build an MLP (B, inputs) -> (B, width) of two layers, each with norm and activation."""
+    layers: list[nn.Module] = []
+    for _ in range(2):
+        layers += [nn.Linear(inputs, width, bias=False), LayerNorm(width), ACTIVATIONS[activation]()]
+        inputs = width
+    return nn.Sequential(*layers)
 
 
 class UniZeroState(NamedTuple):
@@ -123,19 +163,31 @@ class UniZeroState(NamedTuple):
 
 
 class UniZero(BootstrappedWorldModel):
-    """Learns latents, their transitions, rewards, a policy and a value, for frames of `size` pixels.
+    """Learns latents, their transitions, rewards, a policy and a value.
 
     A latent depends on at most 2 * context - 1 elements, itself included. Beyond that the oldest frame is dropped. A
     backbone with learned positions (`max_length`) rereads the remaining elements at every imagined step, at positions
     from 0 on. This is exact. Any other backbone carries its state from node to node without a limit.
 
+    Args:
+        settings: Of the section `dynamics`.
+        backbone: Of elements as wide as its outputs.
+        actions: The actions, or the number of discrete ones.
+        observation: What the environment shows, or the side of a square image in three colors.
+
     Raises:
-        UsageError: The backbone's width is no multiple of the latent's groups.
+        UsageError: The backbone's width is no multiple of the latent's groups, or images differ in size.
     """
 
     backbone: Any  # a Backbone; mypy takes attributes of modules for tensors
 
-    def __init__(self, settings: UniZeroSettings, backbone: Backbone, actions: int, size: int) -> None:
+    def __init__(
+        self,
+        settings: UniZeroSettings,
+        backbone: Backbone,
+        actions: ActionSpace | int,
+        observation: ObservationSpace | int,
+    ) -> None:
         super().__init__()
         width = backbone.width
         if width % settings.group:
@@ -145,7 +197,9 @@ class UniZero(BootstrappedWorldModel):
             )
         assert backbone.max_length is None or backbone.max_length >= 2 * settings.sequence_length
         self.settings = settings
-        self.actions = actions
+        self.observation_space = to_observation_space(observation)
+        self.action_space = to_action_space(actions)
+        self.distribution = build_policy(self.action_space, settings.continuous)
         self.discount = settings.discount
         self.context = settings.context
         self.segment = settings.sequence_length + settings.td_steps
@@ -155,13 +209,13 @@ class UniZero(BootstrappedWorldModel):
         self.rereads = backbone.max_length is not None
         # The tree of a state's tensors.
         self._form = None if self.rereads else backbone.initial_state(0)
-        self.encoder = FrameEncoder(settings, width, size)
-        self.action_embedding = nn.Embedding(actions, width)
+        self.encoder = FrameEncoder(settings, width, self.observation_space)
+        self.action_embedding = action_embedding(self.action_space, width)
         self.backbone = backbone
         # Not in float32: its output is an element of the backbone, which autocast rounds anyway.
         self.latent_head = _head(width, width, nn.Linear)
         self.reward_head = _head(width, value_bins.bins(settings.bound))
-        self.policy_head = _head(width, actions)
+        self.policy_head = _head(width, self.distribution.outputs)
         self.value_head = _head(width, value_bins.bins(settings.bound))
         self.termination_head = _head(width, 1) if settings.predict_termination else None
         nn.init.normal_(self.action_embedding.weight, std=INIT_STD)
@@ -181,8 +235,8 @@ class UniZero(BootstrappedWorldModel):
     # -- the parts ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def encode(self, observation: Tensor) -> Tensor:
-        """Encode frames (B, T, H, W, C) uint8 as latents (B, T, D)."""
+    def encode(self, observation: Any) -> Tensor:
+        """Encode frames, a tree of (B, T, *part), as latents (B, T, D)."""
         return self.encoder(observation)
 
     def _next_latent(self, x: Tensor) -> Tensor:
@@ -195,13 +249,14 @@ class UniZero(BootstrappedWorldModel):
         """Sum the weighted losses of next latent, reward, policy, value and termination, each a mean over real frames.
 
         The target encodes the label of a next latent, from the same frames and with their batch statistics. The policy
-        is learned only in frames with a search.
+        is learned only in frames with a search. The frame that closes an episode counts as a next frame, and for the
+        value to which a return leads.
 
         Fresh weights predict uniform latents. `latent_loss` therefore begins at ln `group` less the entropy of the
         labels. This is 0.7 to 1 at the paper's size, as in the public code.
 
         Args:
-            batch: Its `inputs` hold frames (B, sequence_length + td_steps, H, W, C). It learns from the first
+            batch: Its `inputs` hold frames (B, sequence_length + td_steps, *part). It learns from the first
                 `sequence_length`.
 
         Returns:
@@ -211,7 +266,7 @@ class UniZero(BootstrappedWorldModel):
         """
         s = self.settings
         part = part_of(batch, slice(s.sequence_length))
-        valid, weight = part.valid, batch.weight
+        valid, acted, weight = part.valid, acted_in(part), batch.weight
         z = self.encoder(part.inputs)
         y, x = self._read_pairs(z, part.action, self.action_embedding, self.backbone)
         value_target, has_return = self._value_targets(
@@ -221,10 +276,10 @@ class UniZero(BootstrappedWorldModel):
 
         latent_losses = divergence(label[:, 1:], self._next_latent(x[:, :-1]), s.group)
         latent_loss = masked_mean(latent_losses, valid[:, 1:], weight)
-        reward_loss = masked_mean(value_bins.loss(self.reward_head(x), part.reward), valid, weight)
+        reward_loss = masked_mean(value_bins.loss(self.reward_head(x), part.reward), acted, weight)
         value = self.value_head(y)
         value_loss = masked_mean(value_bins.loss(value, value_target), has_return, weight)
-        policy = policy_terms(self.policy_head(y), part)
+        policy = policy_terms(self.policy_head(y), part, self.distribution)
         policy_loss = masked_mean(policy.loss, policy.mask, weight)
         entropy = masked_mean(policy.entropy, policy.mask, weight)
 
@@ -235,12 +290,12 @@ class UniZero(BootstrappedWorldModel):
             "reward_loss": reward_loss,
             "policy_loss": policy_loss,
             "value_loss": value_loss,
-            "policy_entropy": masked_mean(policy.entropy, valid),
-            "value_mean": masked_mean(value_bins.decode(value), valid),
+            "policy_entropy": masked_mean(policy.entropy, acted),
+            "value_mean": masked_mean(value_bins.decode(value), acted),
         }
         if self.termination_head is not None:
             termination_losses = self._termination_losses(self.termination_head(x), self._ended(part))
-            log["termination_loss"] = masked_mean(termination_losses, valid, weight)
+            log["termination_loss"] = masked_mean(termination_losses, acted, weight)
             total = total + log["termination_loss"]
         return total, {name: each.detach() for name, each in log.items()}
 
@@ -250,8 +305,8 @@ class UniZero(BootstrappedWorldModel):
 
         Args:
             z: Latents (B, T, D).
-            action: (B, T) int64.
-            embedding: The table of actions.
+            action: (B, T, ...).
+            embedding: Of actions.
             backbone: The model's or the target's.
         """
         pairs, _ = backbone(torch.stack((z, embedding(action)), 2).flatten(1, 2), None)
@@ -259,8 +314,8 @@ class UniZero(BootstrappedWorldModel):
         return y, x
 
     @torch.no_grad()
-    def _labels(self, frames: Tensor) -> Tensor:
-        """Return the target's latents of frames (B, T, H, W, C), in training with their batch statistics."""
+    def _labels(self, frames: Any) -> Tensor:
+        """Return the target's latents of frames (B, T, *part), in training with their batch statistics."""
         encoder = self.target["encoder"].train(self.training)
         label = encoder(frames)
         encoder.eval()
@@ -274,7 +329,8 @@ class UniZero(BootstrappedWorldModel):
         frames = where[:, :1] + torch.arange(where.shape[1], device=where.device)
         rows = torch.arange(len(where), device=where.device)[:, None]
         encoder, embedding, backbone, head = self.target.values()
-        y, _ = self._read_pairs(encoder(batch.inputs[rows, frames]), batch.action[rows, frames], embedding, backbone)
+        z = encoder(map_parts(lambda part: part[rows, frames], batch.inputs))
+        y, _ = self._read_pairs(z, batch.action[rows, frames], embedding, backbone)
         return value_bins.decode(head(y)).gather(1, where - where[:, :1])
 
     # -- imagination --------------------------------------------------------------------------------------------------
@@ -284,7 +340,7 @@ class UniZero(BootstrappedWorldModel):
         self, latent: Tensor, action: Tensor, reset: Tensor, uniforms: Tensor | None = None
     ) -> tuple[Tensor, UniZeroState]:
         """Read every frame with as much of its past as acting would have. See `WorldModel.observe`."""
-        rows, time = action.shape
+        rows, time = reset.shape
         window = 2 * self.context - 1
         tokens = torch.stack((self._token(latent), self._token(self.action_embedding(action))), 2).flatten(1, 2)
         windows = F.pad(tokens, (0, 0, window - 1, 0)).unfold(1, window, 2).mT  # (B, T, window, D)
@@ -302,7 +358,7 @@ class UniZero(BootstrappedWorldModel):
         """Take one deterministic step: expected reward and next latent, and the likelier termination."""
         act = self._token(self.action_embedding(action))
         if self.rereads:
-            backbone_state = self.backbone.initial_state(len(action))
+            backbone_state = self.backbone.initial_state(len(act))
             x, backbone_state = self._read(torch.cat((state.tokens, act[:, None]), 1), state.length + 1, backbone_state)
         else:
             x, backbone_state = self.backbone.step(
@@ -317,11 +373,12 @@ class UniZero(BootstrappedWorldModel):
             () if self.rereads else tuple(state_tensors(backbone_state)),
             at_least_float32(output),
         )
+        reward = value_bins.decode(self.reward_head(x))
         if self.termination_head is None:
-            terminated = torch.zeros_like(action, dtype=torch.bool)
+            terminated = torch.zeros_like(reward, dtype=torch.bool)
         else:
             terminated = self.termination_head(x).squeeze(-1) > 0
-        return ImaginedStep(self.latent(after), value_bins.decode(self.reward_head(x)), terminated), after
+        return ImaginedStep(self.latent(after), reward, terminated), after
 
     def root(self, state: UniZeroState) -> UniZeroState:
         """Drop the elements that the backbone's state already includes, all but the current latent."""
@@ -331,7 +388,7 @@ class UniZero(BootstrappedWorldModel):
 
     @torch.no_grad()
     def predict(self, state: UniZeroState) -> Prediction:
-        """Predict policy logits (B, A) and value (B,) of the current frame."""
+        """Predict outputs of the policy (B, P) and value (B,) of the current frame."""
         return Prediction(
             at_least_float32(self.policy_head(state.output)), value_bins.decode(self.value_head(state.output))
         )
@@ -350,16 +407,16 @@ class UniZero(BootstrappedWorldModel):
     def perceive(
         self,
         state: UniZeroState | None,
-        observation: Tensor,
+        observation: Any,
         previous_action: Tensor,
         reset: Tensor,
         generator: torch.Generator | None = None,
     ) -> UniZeroState:
         """Read one real frame by rereading the last `context` frames of the episode."""
-        z = self._token(self.encode(observation[:, None]))
+        z = self._token(self.encode(map_parts(lambda part: part[:, None], observation)))
         if state is None:
             tokens = z.new_zeros(len(z), self.past_elements, z.shape[2])
-            length = torch.ones_like(previous_action)
+            length = torch.ones_like(reset, dtype=torch.int64)
         else:
             tokens = state.tokens
             length = (state.length + 2).masked_fill(reset, 1)
