@@ -209,7 +209,9 @@ def test_a_controller_sees_the_same_in_its_rollouts(kind: str, dynamics: Any) ->
 
     dreams.seed(6)
     windows = dreams._starts.windows(dreams._host.integers(len(dreams._starts), size=rows))
-    batch = gather(dreams.replay, model.encode(dreams.replay.observation[None])[0], windows, across_ends=model.across_ends)
+    batch = gather(
+        dreams.replay, model.encode(dreams.replay.observation[None])[0], windows, across_ends=model.across_ends
+    )
     draw = dreams._uniforms
     start = torch.rand(*batch.action.shape, model.uniforms_per_frame, generator=draw)
     world = torch.stack([torch.rand(rows, model.uniforms_per_step, generator=draw) for _ in range(steps)])

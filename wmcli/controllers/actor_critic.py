@@ -41,13 +41,13 @@ from wmcli.controllers.base import (
     episode_starts,
     rollout_uniforms,
 )
-from wmcli.controllers.policies import ContinuousKind, NormalPolicy, build_policy
 from wmcli.errors import UsageError
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn import two_hot
 from wmcli.nn.initialize import initialize, scale_last
 from wmcli.nn.layers import Float32Linear
 from wmcli.nn.mlp import Activation, Norm, mlp
+from wmcli.nn.policies import ContinuousKind, NormalPolicy, build_policy
 from wmcli.nn.running import RunningNormalizer, RunningRange
 from wmcli.nn.two_hot import TwoHot
 from wmcli.spaces import ActionSpace, to_action_space

@@ -33,12 +33,12 @@ from wmcli.controllers.base import (
     episode_starts,
     rollout_uniforms,
 )
-from wmcli.controllers.policies import ContinuousKind, NormalPolicy, build_policy
 from wmcli.errors import UsageError
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn import two_hot
 from wmcli.nn.actions import action_embedding, no_action
 from wmcli.nn.layers import Flatten, Float32Linear
+from wmcli.nn.policies import ContinuousKind, NormalPolicy, build_policy
 from wmcli.nn.running import RunningRange
 from wmcli.spaces import (
     ActionSpace,

@@ -82,7 +82,7 @@ def train_dynamics(
         if settings.needs_validation:
             held_out = context.held_out(frames, "validation")
         if planner is not None:
-            targets = SearchTargets(replay, world_model.actions)
+            targets = SearchTargets(replay, world_model.action_space)
             targets.load(read_part(planner.file(TRAINING), "targets"))
         return DynamicsTrainer(
             world_model,

@@ -72,7 +72,7 @@ class DynamicsTrainer(Trainer):
             latents = encode_frames(world_model, replay.observation, machine)
         self._frames = replay.observation if latents is None else latents
         if targets is None and world_model.learns_from_search:
-            targets = SearchTargets(replay, world_model.actions)
+            targets = SearchTargets(replay, world_model.action_space)
         self._targets = targets
         self._optimizer = optimizer_for(settings, world_model.parameter_groups())
         self._schedule = Schedule.of(settings)

@@ -129,11 +129,6 @@ class DynamicsSettings(Section):
         return self.encoder != "rules"
 
     @property
-    def reads_closing(self) -> bool:
-        """Whether it learns from the observation that closes an episode."""
-        return False
-
-    @property
     def learns_rewards(self) -> bool:
         """Whether rewards are predicted."""
         return True

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal
 
-from wmcli.controllers.policies import BinsPolicy, CategoriesPolicy, DiscretePolicy, NormalPolicy, Policy, build_policy
 from wmcli.nn.categorical import choose, mixed_log_probabilities
 from wmcli.nn.categorical import sample as sample_category
+from wmcli.nn.policies import BinsPolicy, CategoriesPolicy, DiscretePolicy, NormalPolicy, Policy, build_policy
 from wmcli.spaces import ActionSpace, Categories, Continuous, Discrete
 
 TWO_NUMBERS = Continuous((-2.0, 0.0), (2.0, 5.0))
