@@ -201,7 +201,7 @@ def _action_of(reader: Reader, notes: list[str]) -> ActionSpace:
         if (lowest < 0).any() or (largest >= MOST_ACTIONS).any():
             raise refuse(where, f"actions from {lowest.min():g} to {largest.max():g} are no numbers of actions")
         counts = tuple(int(each) + 1 for each in largest)
-        notes.append(f"the largest action is {', '.join(str(each - 1) for each in counts)}: {counts} actions are taken")
+        notes.append(f"numbers of actions are counted from the data: {', '.join(map(str, counts))}")
         return Categories(counts) if is_vector and width > 1 else Discrete(counts[0])
     if not np.isfinite([lowest, largest]).all():
         raise refuse(where, "actions are not finite")

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import csv
 import re
+import subprocess
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
+from wmcli.errors import MachineError
 from wmcli.exchange.convert import Raw, Stated
 from wmcli.exchange.safe import MAX_ARRAY, damage, files_in, load_library, refuse, regular
 
 TABLE = "actions.csv"
 LOSSY = "video (mp4)"
 MAX_TABLE = 256 << 20
-MAX_SIDE = 8192
+MAX_PIXELS = 1 << 26
 
 
 class Video:
@@ -117,43 +120,63 @@ def decode(path: Path, *, most: int, start: float = 0.0) -> np.ndarray:
     Raises:
         UsageError: It is damaged or no MP4 file.
     """
-    library = load_library("imageio_ffmpeg", "data", f"{path}: reading a video")
-    # The demuxer is named, so that no playlist under this name opens other files.
     seek = ["-ss", f"{start:.6f}"] if start > 0 else []
-    reader = library.read_frames(
-        path, input_params=["-f", "mp4", *seek], output_params=["-frames:v", str(most), "-fps_mode", "passthrough"]
-    )
+    # The demuxer is named, so that no playlist under this name opens other files.
+    source = ["-max_pixels", str(MAX_PIXELS), "-f", "mp4", *seek, "-i", str(path.absolute())]
+    sink = ["-map", "0:v:0", "-frames:v", str(most), "-fps_mode", "passthrough", "-f", "image2pipe", "-c:v", "ppm", "-"]
     frames: list[np.ndarray] = []
-    with damage(path):
+    with (
+        damage(path),
+        subprocess.Popen(
+            [_ffmpeg(f"{path}: reading a video"), *source, *sink],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        ) as process,
+    ):
         try:
-            width, height = next(reader)["size"]
-            if not (0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE) or most * width * height * 3 > MAX_ARRAY:
-                raise refuse(path, f"{most} frames of {width} x {height} pixels are too many for one episode")
-            frames = [np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in reader]
-        except StopIteration:
-            pass
+            assert process.stdout is not None
+            while (frame := _read_ppm(process.stdout)) is not None:
+                if most * frame.size > MAX_ARRAY:
+                    raise refuse(path, f"{most} frames of {frame.shape} are too many for one episode")
+                frames.append(frame)
         finally:
-            reader.close()
-    if not frames:
-        raise refuse(path, "has no frames, or is no MP4 video")
+            process.kill()
+    if not frames or len({frame.shape for frame in frames}) > 1:
+        raise refuse(path, "has no frames of one size, or is no MP4 video")
     return np.stack(frames)
+
+
+def _ffmpeg(purpose: str) -> str:
+    executable: str = load_library("imageio_ffmpeg", "data", purpose).get_ffmpeg_exe()
+    return executable
+
+
+def _read_ppm(file: IO[bytes]) -> np.ndarray | None:
+    """Read an image (H, W, 3) in ffmpeg's form of PPM; None at the end."""
+    kind, sides, largest = file.readline(16), file.readline(32), file.readline(16)
+    if kind != b"P6\n" or largest != b"255\n":
+        return None
+    width, height = map(int, sides.split())
+    data = file.read(width * height * 3)
+    return np.frombuffer(data, np.uint8).reshape(height, width, 3) if len(data) == width * height * 3 else None
 
 
 def encode(path: Path, frames: Iterator[np.ndarray], size: tuple[int, int], fps: int) -> None:
     """Write frames, each uint8 (H, W, 3) with `size` = (H, W), as H.264, with loss."""
-    library = load_library("imageio_ffmpeg", "data", "writing a video")
     even = size[0] % 2 == 0 and size[1] % 2 == 0
-    writer = library.write_frames(
-        str(path),
-        (size[1], size[0]),
-        fps=fps,
-        codec="libx264",
-        pix_fmt_out="yuv420p" if even else "yuv444p",
-        macro_block_size=1,
-        quality=None,
-        output_params=["-crf", "18", "-g", "2", "-bf", "0", "-threads", "1"],
-    )
-    writer.send(None)
-    for frame in frames:
-        writer.send(np.ascontiguousarray(frame))
-    writer.close()
+    source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{size[1]}x{size[0]}", "-r", str(fps), "-i", "-"]
+    pixels = "yuv420p" if even else "yuv444p"
+    codec = ["-c:v", "libx264", "-pix_fmt", pixels, "-crf", "18", "-g", "2", "-bf", "0", "-threads", "1"]
+    with subprocess.Popen(
+        [_ffmpeg("writing a video"), "-loglevel", "error", "-y", *source, *codec, str(path.absolute())],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # the exit code says so
+            for frame in frames:
+                process.stdin.write(np.ascontiguousarray(frame).data)
+            process.stdin.close()
+    if process.returncode:
+        raise MachineError(f"{path}: ffmpeg could not write the video (exit code {process.returncode}).")

@@ -113,9 +113,9 @@ class Segment:
         seen = {name: [piece[name] for piece in pieces] for name in pieces[0]}
         ended = self._closing_rows[last.segment]
         if ended is not None and (row := ended.get(int(last.rows[-1]))) is not None:
-            closing = parts_of(from_columns(CLOSING, self._arrays(last.segment)))
+            closing = self._parts(last.segment, CLOSING, np.array([row]))
             for name in seen:
-                seen[name].append(closing[name][row : row + 1])
+                seen[name].append(closing[name])
         rows = {name: self._joined(name, parts) for name in ("action", "reward", "terminated", "truncated")}
         return Raw({name: np.concatenate(each) for name, each in seen.items()}, **rows)
 
@@ -166,11 +166,14 @@ class Segment:
             if self._draw is None:
                 raise refuse(self.folders[part.segment], "holds compact states of a memory task, and no frames")
             return {"": self._draw(arrays[SKETCH][part.rows])}
-        folder = self.folders[part.segment]
-        columns = {
-            name: arrays[name][part.rows] if name in arrays else _take(folder / name, part.rows) for name in seen
-        }
-        return parts_of(from_columns("observation", columns))
+        return self._parts(part.segment, "observation", part.rows)
+
+    def _parts(self, segment: int, column: str, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return rows of all parts of a column."""
+        arrays, folder = self._arrays(segment), self.folders[segment]
+        names = [name for name in self._about[segment]["columns"] if kind_of(name) == column]
+        columns = {name: arrays[name][rows] if name in arrays else _take(folder / name, rows) for name in names}
+        return parts_of(from_columns(column, columns))
 
 
 _SMALL = ("action", "reward", "terminated", "truncated", "first", "stream")

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from wmcli.artifacts import Artifact, Job, Run, Work
+from wmcli.artifacts.environment import is_recorded, recorded_environment
 from wmcli.artifacts.job import REVISIONS
 from wmcli.artifacts.manifest import MAKERS
 from wmcli.envs import Streams, protocol
@@ -231,6 +232,8 @@ class Context:
     @functools.cached_property
     def environment(self) -> dict[str, Any]:
         """`environment` of this run's manifests."""
+        if is_recorded(self.settings.environment.id):
+            return recorded_environment(self.run)
         return protocol(self.settings.environment)
 
     @property

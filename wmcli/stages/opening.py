@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wmcli.artifacts import Run
+from wmcli.artifacts.environment import is_recorded
 from wmcli.assemble import parameter_counts
 from wmcli.envs import protocol
 from wmcli.errors import ArtifactError, UsageError
@@ -92,4 +93,5 @@ def open_context(
 def _check(settings: Settings) -> None:
     """Raise UsageError if this machine or the environment does not support the settings."""
     Machine.choose(settings.training)
-    parameter_counts(settings, Spaces.of(protocol(settings.environment)))
+    if not is_recorded(settings.environment.id):  # `import_experience` checks those
+        parameter_counts(settings, Spaces.of(protocol(settings.environment)))
