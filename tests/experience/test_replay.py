@@ -114,7 +114,7 @@ def test_segment_by_segment_equals_all_at_once(cuts: list[int]) -> None:
     assert (replay.order == whole.order).all()
     assert (replay.episodes.start == whole.episodes.start).all()
     assert (replay.episodes.length == whole.episodes.length).all()
-    for name in ("frames", "action", "reward", "terminated", "truncated", "first"):
+    for name in ("observation", "action", "reward", "terminated", "truncated", "first"):
         got, want = getattr(replay, name), getattr(whole, name)
         assert got.dtype == want.dtype and torch.equal(got, want)
 
@@ -195,7 +195,7 @@ def test_search_results_are_stored_with_their_rows(reserve: bool) -> None:
     first, second = searched(plain, 0), searched(plain, 1)
     replay = Replay("cpu")
     if reserve:
-        replay.reserve(20, (4, 3, 2))
+        replay.reserve(20, experience([[1]], [0]))
     replay.extend(plain)
     assert replay.searched is None
     for part in (first, plain, second, plain):
@@ -247,7 +247,7 @@ def test_targets_of_experience_that_nobody_searched() -> None:
 def test_reserved_room_is_not_copied_again() -> None:
     data = experience([[4]], [0])
     replay = Replay("cpu")
-    replay.reserve(12, (4, 3, 2))
+    replay.reserve(12, data)
     replay.extend(data)
     place = replay.observation.data_ptr()
     replay.extend(data)
@@ -293,7 +293,7 @@ def test_mismatches_are_refused() -> None:
         replay.extend({**data, "stream": np.full(len(data["action"]), 7, np.int16), "first": data["first"] & False})
     assert len(replay) == len(data["action"])
     with pytest.raises(MachineError, match="do not fit in the memory of cpu"):
-        Replay("cpu").reserve(1 << 44, (64, 64, 3))
+        Replay("cpu").reserve(1 << 44, data)
 
 
 def test_frames_on_the_host_and_the_rest_on_the_device() -> None:
@@ -311,7 +311,7 @@ def test_frames_on_the_host_and_the_rest_on_the_device() -> None:
     assert batch.inputs.shape == (3, 4, 4, 3, 2) and batch.inputs.dtype == torch.uint8
     everything = Replay("meta")
     everything.extend(data)
-    assert everything.frames.device.type == "meta" and not everything.frames_on_host
+    assert everything.observation.device.type == "meta" and not everything.frames_on_host
 
 
 def test_many_frames_go_to_the_host_by_themselves(monkeypatch) -> None:

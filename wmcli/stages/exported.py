@@ -58,7 +58,9 @@ def recording_in(experience: Artifact, held_out: HeldOut | None = None) -> Recor
     for artifact in chain:
         artifact.verify()
     task = TASKS.get(environment["id"])
-    reader = Segment(folders, environment["id"].removeprefix(RECORDED), spaces_of(experience), None if task is None else task.draw)
+    reader = Segment(
+        folders, environment["id"].removeprefix(RECORDED), spaces_of(experience), None if task is None else task.draw
+    )
     recording = recording_of(reader)
     lossy = experience.metrics.get("lossy")
     source = experience.metrics.get("source", {}) | ({"lossy": lossy} if lossy else {})
