@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import wmcli.envs  # noqa: F401  registers wm/Catch-v0
+from wmcli.envs.adapter import Adapted
 from wmcli.envs.catch import BACKGROUND, BALL_COLOR, CELL, CELLS, PADDLE_COLOR, Catch
-from wmcli.envs.frames import Frames
 
 
 def places(frame: np.ndarray) -> tuple[tuple[int, int], list[int]]:
@@ -50,7 +50,7 @@ def test_a_blind_policy_earns_minus_one_half(weights: tuple[int, ...]) -> None:
 
 
 def test_frames_stay_clean_when_shrunk_and_two_episodes_of_one_seed_are_equal() -> None:
-    env = Frames(gymnasium.make("wm/Catch-v0"), 32)
+    env = Adapted(gymnasium.make("wm/Catch-v0"), 32)
     assert env.resizing == "box"
     frame, _ = env.reset(seed=5)
     again, _ = env.reset(seed=5)

@@ -11,14 +11,14 @@ from gymnasium.utils.env_checker import check_env
 from scripted_players import PLAYERS, Player, random_player, returns
 from small_games import DEVELOPMENT, GAMES, REFERENCES, UNSEEN, Game
 
-from wmcli.envs.frames import Frames
+from wmcli.envs.adapter import Adapted
 
 every_game = pytest.mark.parametrize("name", GAMES)
 
 
 def steps(name: str, player: Player, count: int) -> Iterator[tuple[Game, np.ndarray, float, bool]]:
     """`count` steps of a game, with a frame of 32 x 32, the reward and whether the step ended an episode."""
-    env = Frames(gymnasium.make(f"small_games:{name}-v0", disable_env_checker=True), 32)
+    env = Adapted(gymnasium.make(f"small_games:{name}-v0", disable_env_checker=True), 32)
     game = env.unwrapped
     assert isinstance(game, Game)
     env.reset(seed=0)

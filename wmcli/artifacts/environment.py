@@ -31,6 +31,10 @@ def recorded_environment(run: Run) -> dict[str, Any]:
     return environment
 
 
+ALWAYS = ("id", "protocol", "size", "actions")
+SOMETIMES = ("observation", "kwargs", "observe", "wrappers", "time_limit", "action_repeat")
+
+
 def check_same_environment(ours: Mapping[str, Any], artifact: Artifact) -> None:
     """Check that an artifact was made in the environment `ours`.
 
@@ -42,9 +46,9 @@ def check_same_environment(ours: Mapping[str, Any], artifact: Artifact) -> None:
         ArtifactError: It was made in another one. The message names both.
     """
     theirs = artifact.manifest["environment"]
-    for key in ("id", "protocol", "size", "actions"):
-        if ours[key] != theirs[key]:
+    for key in (*ALWAYS, *SOMETIMES):
+        if ours.get(key) != theirs.get(key):
             raise ArtifactError(
-                f"{artifact.name} was made with environment {key} = {theirs[key]}, but this needs {ours[key]};"
+                f"{artifact.name} was made with environment {key} = {theirs.get(key)}, but this needs {ours.get(key)};"
                 f" make one there, or give another reference (environments: {theirs['id']} and {ours['id']})."
             )

@@ -70,6 +70,7 @@ import numpy as np
 from PIL import Image
 
 from wmcli.errors import UsageError
+from wmcli.spaces import Spaces
 
 CONTINUES = "wm/continues"  # info key: this episode is over, but reset() without a seed goes on with the same game
 NOOP = 0  # index of the no-op in every minimal action set
@@ -181,6 +182,7 @@ class Atari(gymnasium.Env[np.ndarray, int]):
         self._lives = 0
         self.observation_space = gymnasium.spaces.Box(0, 255, (size, size, 3), np.uint8)
         self.action_space = gymnasium.spaces.Discrete(len(self._actions))  # type: ignore[assignment]
+        self.spaces = Spaces.of_images(size, len(self._actions))
 
     def get_action_meanings(self) -> list[str]:
         """The name of each action."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import gymnasium
 import numpy as np
+from gymnasium import spaces as gym
 
 from wmcli.errors import EnvironmentFault, WmError
 
 T = TypeVar("T")
 
-LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are stored as float32
+LARGEST = float(np.finfo(np.float32).max)  # rewards and vectors are stored as float32
 REMEDY = "Fix the environment, then run the same command again."
 
 
@@ -42,28 +43,30 @@ def run(where: Callable[[], str], function: Callable[..., T], *args: Any, **kwar
 class Checked(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Holds an environment to gymnasium's contract, so that nothing else reaches whoever plays it.
 
-    `reset` returns a uint8 array of the shape that the observation space promises, and a dict. `step` returns such an
-    array, a finite float, two bools and a dict; rewards and flags may come as arrays of one element. Anything else is
-    an EnvironmentFault that names the environment, the step since the last reset and the action.
+    `reset` returns an observation as its space promises it, and a dict. `step` returns such an observation, a finite
+    float, two bools and a dict; rewards and flags may come as arrays of one element. Numbers of an observation are
+    finite and fit float32; whether they are within their bounds is not checked. Anything else is an EnvironmentFault
+    that names the environment, the step since the last reset and the action.
     """
 
     def __init__(self, env: gymnasium.Env, name: str) -> None:
         super().__init__(env)
+        self.spaces = getattr(env, "spaces", None)
+        """Of an environment that has wm's own form already."""
         self._name = name
-        self._shape = env.observation_space.shape
         self._call = "reset()"  # the one in progress, for messages
         self._steps = 0  # since the last reset
         self._action: Any = None
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict]:
         """Return the first observation and info."""
         self._call = "reset()" if seed is None else f"reset(seed={seed})"
         self._steps = 0
         result = run(self._where, self.env.reset, seed=seed, options=options)
         observation, info = self._values(result, "(observation, info)", 2)
-        return self._observation(observation), self._info(info)
+        return self._observation(self.observation_space, observation), self._info(info)
 
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
         """Return observation, reward, terminated, truncated and info."""
         self._call = "step()"
         self._steps += 1
@@ -72,7 +75,7 @@ class Checked(gymnasium.Wrapper[Any, Any, Any, Any]):
         values = self._values(result, "(observation, reward, terminated, truncated, info)", 5)
         observation, reward, terminated, truncated, info = values
         return (
-            self._observation(observation),
+            self._observation(self.observation_space, observation),
             self._reward(reward),
             self._flag("terminated", terminated),
             self._flag("truncated", truncated),
@@ -100,18 +103,46 @@ class Checked(gymnasium.Wrapper[Any, Any, Any, Any]):
         returned = f"{len(result)} values" if isinstance(result, tuple | list) else f"one {type(result).__name__}"
         raise self._fault(f"returned {returned}; it must return {expected}")
 
-    def _observation(self, observation: Any) -> np.ndarray:
-        if isinstance(observation, np.ndarray) and observation.shape == self._shape and observation.dtype == np.uint8:
-            return observation
-        kind = getattr(observation, "dtype", type(observation).__name__)
-        shape = getattr(observation, "shape", "")
+    def _observation(self, space: gymnasium.Space, value: Any, name: str = "") -> Any:
+        """Check a value of a space, or of a part of it called `name`, and return it."""
+        if isinstance(space, gym.Dict):
+            missing = [key for key in space.spaces if not isinstance(value, Mapping) or key not in value]
+            if missing:
+                raise self._fault(f"returned an observation{name} without {', '.join(map(str, missing))}")
+            return {key: self._observation(each, value[key], f"{name} {key}") for key, each in space.spaces.items()}
+        if isinstance(space, gym.Tuple):
+            if not isinstance(value, tuple | list) or len(value) != len(space.spaces):
+                raise self._fault(f"returned an observation{name} that is no tuple of {len(space.spaces)}")
+            return tuple(
+                self._observation(each, value[index], f"{name} {index}") for index, each in enumerate(space.spaces)
+            )
+        if isinstance(space, gym.Box) and space.dtype == np.uint8:
+            if isinstance(value, np.ndarray) and value.shape == space.shape and value.dtype == np.uint8:
+                return value
+        elif isinstance(space, gym.Box):
+            if (array := _array(value, space.shape, "biuf")) is not None:
+                if not (np.abs(array) <= LARGEST).all():  # NaN is not <= anything
+                    raise self._fault(f"returned an observation{name} with a number that is not finite (float32)")
+                return array
+        elif isinstance(space, gym.Discrete | gym.MultiDiscrete | gym.MultiBinary):
+            if (array := _array(value, space.shape or (), "biu")) is not None:
+                low: Any = 0 if isinstance(space, gym.MultiBinary) else space.start
+                count: Any = 2 if isinstance(space, gym.MultiBinary) else getattr(space, "nvec", getattr(space, "n", 0))
+                if (array < low).any() or (array >= low + count).any():
+                    raise self._fault(f"returned an observation{name} with {_shown(value)}, which is not in {space}")
+                return array
+        else:
+            return value  # no part that wm takes
+        kind = getattr(value, "dtype", type(value).__name__)
+        shape = getattr(value, "shape", "")
         raise self._fault(
-            f"returned an observation that is {kind} {shape}; its observation space is uint8 {self._shape}"
+            f"returned an observation{name} that is {kind} {shape}; its observation space is {space.dtype}"
+            f" {space.shape}"
         )
 
     def _reward(self, reward: Any) -> float:
         value = reward if type(reward) is float else _number(reward)
-        if value is None or not abs(value) <= LARGEST_REWARD:  # NaN is not <= anything
+        if value is None or not abs(value) <= LARGEST:  # NaN is not <= anything
             raise self._fault(f"returned the reward {_shown(reward)}; it must be one finite number (float32)")
         return value
 
@@ -127,6 +158,15 @@ class Checked(gymnasium.Wrapper[Any, Any, Any, Any]):
         if not isinstance(info, dict):
             raise self._fault(f"returned info = {_shown(info)}; it must be a dict")
         return info
+
+
+def _array(value: Any, shape: tuple[int, ...], kinds: str) -> np.ndarray | None:
+    """Return a value as an array of a shape, None if it is not one of numbers of these kinds."""
+    try:
+        array = np.asarray(value)
+    except Exception:  # a ragged list, or an object of the user's
+        return None
+    return array if array.shape == shape and array.dtype.kind in kinds else None
 
 
 def one_line(text: object) -> str:

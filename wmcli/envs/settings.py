@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -18,7 +18,17 @@ class EnvironmentSettings(Section):
     size: int = Field(default=64, ge=8, le=1024)
     """Height and width of a frame, which is size x size x 3, uint8. [pixels]"""
     protocol: Literal["plain", "rem", "drama", "unizero", "unizero-sticky"] = "plain"
-    """Protocol: `plain` for any gymnasium environment with images; for Atari `rem` (REM, IRIS), `drama`, `unizero`, or
+    """Protocol: `plain` for any gymnasium environment; for Atari `rem` (REM, IRIS), `drama`, `unizero`, or
     `unizero-sticky`, with sticky actions."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments of the environment, as in `--set environment.kwargs.map_name=8x8` (plain)."""
+    observe: Literal["observation", "render", "both"] = "observation"
+    """What is observed: the environment's observation, the picture that it renders, or a dict of both (plain)."""
+    wrappers: tuple[str, ...] = Field(default=(), strict=False)
+    """Wrappers around the environment, the innermost first: of gymnasium.wrappers, or `module:Class` (plain)."""
+    time_limit: int = Field(default=0, ge=0)
+    """Decisions after which an episode is cut off; 0 is the environment's own limit (plain). [decisions]"""
+    action_repeat: int = Field(default=1, ge=1)
+    """Steps of the environment that each action is repeated for, with rewards summed (plain). [steps]"""
     count: int = Field(default=1, ge=1, le=1024)
     """Parallel environments. [environments]"""

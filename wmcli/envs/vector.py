@@ -1,6 +1,7 @@
 """Parallel environments, whose state can be saved and restored exactly.
 
-Axes: E environments (streams), H height, W width, C color channel.
+Axes: E environments (streams). Observations are trees of parts, and actions have the axes of their space, see
+`wmcli.spaces`.
 
 A *game* lasts from one real reset to the next, an *episode* to the next end that the learner sees. They differ if a
 lost life ends an episode but not its game. Every game has a seed derived from (seed, stream, number of the game). After
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +23,7 @@ from wmcli.envs.atari import CONTINUES, Atari
 from wmcli.envs.environment import make
 from wmcli.envs.settings import EnvironmentSettings
 from wmcli.errors import ArtifactError, EnvironmentFault
+from wmcli.spaces import ActionSpace, Spaces, draw_actions, map_parts, parts_of
 
 NO_LIVES = -1  # `lives` of an environment that does not tell
 MOST_LIVES = np.iinfo(np.int16).max
@@ -37,15 +40,16 @@ class Transition(NamedTuple):
     truncated: np.ndarray  # bool (E,)
     lives: np.ndarray  # int16 (E,), left after the step, before any reset; -1 where the environment does not tell
     game_over: np.ndarray  # bool (E,): the game ended, not only a life
-    final: dict[int, np.ndarray]  # by environment, of those whose episode ended: the frame that its last action led to
+    final: dict[int, Any]  # by environment, of those whose episode ended: the observation that its last action led to
 
 
 class Streams:
     """`settings.count` parallel environments. One that ends an episode is reset within the same step.
 
     Attributes:
-        observation: Current frames (E, H, W, C) uint8, a new array after every step.
-        first: Whether the current frame is the first of an episode, (E,) bool.
+        spaces: Of observations and actions.
+        observation: Current observations, arrays (E, *part), new ones after every step.
+        first: Whether the current observation is the first of an episode, (E,) bool.
         has_time_limit: Whether every episode has a last step.
         restarted: Whether restoring started a new game, because the replay gave other frames, (E,) bool.
     """
@@ -54,17 +58,19 @@ class Streams:
         self, settings: EnvironmentSettings, *, train: bool, seed: int, state: dict[str, Any] | None = None
     ) -> None:
         self.seed = seed
-        self.observation = np.zeros((settings.count, settings.size, settings.size, 3), np.uint8)
         self.first = np.ones(settings.count, bool)
         self.restarted = np.zeros(settings.count, bool)
         self._id = settings.id
-        self._envs = [make(settings, train=train) for _ in range(settings.count)]
+        self._envs: list[Any] = [make(settings, train=train) for _ in range(settings.count)]
+        self.spaces: Spaces = self._envs[0].spaces
+        self.observation = self._empty()
         spec = self._envs[0].spec
-        self.has_time_limit = settings.protocol != "plain" or (spec is not None and bool(spec.max_episode_steps))
+        limited = settings.time_limit > 0 or (spec is not None and bool(spec.max_episode_steps))
+        self.has_time_limit = settings.protocol != "plain" or limited
         self._games = [0] * settings.count  # number of the running game
-        self._played: list[list[int]] = [[] for _ in self._envs]  # actions since its reset
+        self._played: list[list[np.ndarray]] = [[] for _ in self._envs]  # actions since its reset
         self._opened = [0] * settings.count  # how many of them the running episode came after
-        self._final: dict[int, np.ndarray] = {}
+        self._final: dict[int, Any] = {}
         if state is None:
             for stream in range(settings.count):
                 self._start_game(stream)
@@ -81,21 +87,21 @@ class Streams:
         return cls(settings, train=train, seed=state["seed"], state=state)
 
     def step(self, action: np.ndarray) -> Transition:
-        """Take one action in every environment. action (E,) integer. Afterwards `observation` is the next frame: the
+        """Take one action (E, ...) in every environment. Afterwards `observation` is the next frame: the
         first one of the next episode where this one ended.
 
         Raises EnvironmentFault for whatever an environment does wrong. Then only `broken_state` and `close` are left.
         """
         count = len(self._envs)
-        assert action.shape == (count,), f"{action.shape} actions for {count} environments"
-        self.observation = np.empty_like(self.observation)
+        assert len(action) == count, f"{len(action)} actions for {count} environments"
+        self.observation = self._empty()
         self.first = np.zeros(count, bool)
         reward = np.zeros(count, np.float32)
         terminated, truncated, game_over = (np.zeros(count, bool) for _ in range(3))
         lives = np.zeros(count, np.int16)
         self._final = {}
         for i in range(count):
-            reward[i], terminated[i], truncated[i], lives[i], game_over[i] = self._step_one(i, int(action[i]))
+            reward[i], terminated[i], truncated[i], lives[i], game_over[i] = self._step_one(i, action[i])
         return Transition(reward, terminated, truncated, lives, game_over, self._final)
 
     def age(self, across_ends: bool) -> np.ndarray:
@@ -107,15 +113,16 @@ class Streams:
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`: the integer `seed` and arrays.
 
-        `game`, `length` (E,) int64 are number and actions so far of each unfinished game, `action` int32 these actions,
-        game after game, and `frame` (E,) int64 the CRC-32 of the current frames, to check the replay.
+        `game`, `length` (E,) int64 are number and actions so far of each unfinished game, `action` (n, ...) int32 or
+        float32 these actions, game after game, and `frame` (E,) int64 the CRC-32 of the current observations, to check
+        the replay.
         """
         return {
             "seed": self.seed,
             "game": np.array(self._games, np.int64),
             "length": np.array([len(played) for played in self._played], np.int64),
-            "action": np.array([action for played in self._played for action in played], np.int32),
-            "frame": np.array([zlib.crc32(frame.tobytes()) for frame in self.observation], np.int64),
+            "action": self._actions(action for played in self._played for action in played),
+            "frame": np.array([self._checksum(stream) for stream in range(len(self._envs))], np.int64),
         }
 
     def broken_state(self) -> dict[str, Any]:
@@ -128,7 +135,7 @@ class Streams:
             "seed": self.seed,
             "game": np.array(self._games, np.int64),
             "length": np.zeros(count, np.int64),
-            "action": np.zeros(0, np.int32),
+            "action": self._actions(()),
             "frame": np.full(count, BROKEN, np.int64),
         }
 
@@ -137,25 +144,45 @@ class Streams:
         for env in self._envs:
             env.close()
 
+    def _empty(self) -> Any:
+        """Return new arrays for the observations of all streams."""
+        count = len(self._envs)
+        return map_parts(lambda part: np.zeros((count, *part.shape), part.dtype), self.spaces.observation)
+
+    def _show(self, stream: int, observation: Any) -> None:
+        for name, part in parts_of(observation).items():
+            parts_of(self.observation)[name][stream] = part
+
+    def _actions(self, actions: Iterable[np.ndarray]) -> np.ndarray:
+        space = self.spaces.action
+        return np.array([*actions], space.dtype).reshape(-1, *space.shape)
+
+    def _checksum(self, stream: int) -> int:
+        """Return the CRC-32 of the current observation of a stream."""
+        total = 0
+        for part in parts_of(self.observation).values():
+            total = zlib.crc32(part[stream].tobytes(), total)
+        return total
+
     def _start_game(self, stream: int) -> None:
         words = np.random.SeedSequence((self.seed, stream, self._games[stream])).generate_state(1)
         seed = int(words[0]) >> 1  # some environments hand it to libraries that take 31 bits
-        self.observation[stream], _ = self._envs[stream].reset(seed=seed)
+        self._show(stream, self._envs[stream].reset(seed=seed)[0])
         self._played[stream], self._opened[stream] = [], 0
         self.first[stream] = True
 
-    def _step_one(self, stream: int, action: int) -> tuple[float, bool, bool, int, bool]:
+    def _step_one(self, stream: int, action: np.ndarray) -> tuple[float, bool, bool, int, bool]:
         env = self._envs[stream]
         frame, reward, terminated, truncated, info = env.step(action)
-        self._played[stream].append(action)
+        self._played[stream].append(np.array(action))
         ended = terminated or truncated
         if ended:
-            self._final[stream] = np.array(frame)
+            self._final[stream] = map_parts(np.array, frame)
             self._opened[stream] = len(self._played[stream])
         continues = ended and info.get(CONTINUES, False)
         if continues:  # this reset is a consequence of the actions, so it is not part of the state
             frame, _ = env.reset()
-        self.observation[stream] = frame
+        self._show(stream, frame)
         self.first[stream] = ended
         if ended and not continues:
             self._games[stream] += 1
@@ -188,7 +215,7 @@ class Streams:
             for i, action in enumerate(actions):
                 if isinstance(env, Atari):
                     env.drawing = i == len(actions) - 1
-                self._step_one(stream, int(action))
+                self._step_one(stream, action)
                 if self._games[stream] != game:
                     return False
         except EnvironmentFault:  # these actions did no harm when they were taken first
@@ -196,15 +223,15 @@ class Streams:
         finally:
             if isinstance(env, Atari):
                 env.drawing = True
-        return zlib.crc32(self.observation[stream].tobytes()) == frame
+        return self._checksum(stream) == frame
 
 
-def follows_seed(settings: EnvironmentSettings, actions: int) -> bool:
+def follows_seed(settings: EnvironmentSettings, space: ActionSpace) -> bool:
     """Return whether the environment shows the same twice under the same seeds and the same few random actions.
 
     A fault counts as following its seed: whoever plays the environment will meet it.
     """
-    choices = np.random.default_rng(0).integers(actions, size=(SEED_CHECK_STEPS, 1))
+    choices = draw_actions(space, (SEED_CHECK_STEPS, 1), np.random.default_rng(0))
     try:
         once = _shown(settings, choices, SEED_CHECK_SECONDS)
         return _shown(settings, choices[: len(once) - 1], math.inf) == once
@@ -213,13 +240,13 @@ def follows_seed(settings: EnvironmentSettings, actions: int) -> bool:
 
 
 def _shown(settings: EnvironmentSettings, actions: np.ndarray, seconds: float) -> list[list[bytes]]:
-    """Return all that one stream shows at its beginning and after each of the actions (T, 1), for so long at most."""
+    """Return all that one stream shows at its beginning and after each action (T, 1, ...), for so long at most."""
     until = time.monotonic() + seconds
     streams = Streams(settings.model_copy(update={"count": 1}), train=True, seed=0)
-    shown = [[streams.observation.tobytes()]]
+    shown = [[part.tobytes() for part in parts_of(streams.observation).values()]]
     for action in actions:
         after = streams.step(action)
-        shown.append([column.tobytes() for column in (streams.observation, *after[:-1])])
+        shown.append([column.tobytes() for column in (*parts_of(streams.observation).values(), *after[:-1])])
         if time.monotonic() > until:
             break
     streams.close()

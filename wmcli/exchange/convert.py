@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from PIL import Image as Picture
 
-from wmcli.envs.frames import resize_filter
+from wmcli.envs.adapter import resize_filter
 from wmcli.exchange.episode import Episode, Recording
 from wmcli.exchange.safe import MAX_EPISODES, refuse
 from wmcli.spaces import (
