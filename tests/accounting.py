@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from wmcli.assemble import build_tokenizer, build_world_model
 from wmcli.settings import resolve
+from wmcli.spaces import Spaces
 from wmcli.trainers.dynamics import world_model_update
 from wmcli.training.device import Machine
 from wmcli.training.optim import optimizer_for
@@ -68,9 +69,10 @@ class Alive(TorchDispatchMode):
 def dynamics_update(preset: str, *overrides: str) -> Memory:
     """Account for an update of a preset's world model that learns from whole frames."""
     settings = resolve(preset, overrides)
+    spaces = Spaces.of_images(settings.environment.size, 6)
     machine = Machine(torch.device("cpu"), "bfloat16", 1)
     with FakeTensorMode(allow_non_fake_inputs=True), Alive() as alive:
-        model = build_world_model(settings, build_tokenizer(settings), actions=6).train()
+        model = build_world_model(settings, build_tokenizer(settings, spaces), spaces).train()
         shape, size = (settings.dynamics.batch, model.segment), settings.environment.size
         flag = torch.zeros(shape, dtype=torch.bool)
         batch = Batch(

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from wmcli.assemble import build_controller, build_tokenizer, build_world_model
 from wmcli.settings import resolve
+from wmcli.spaces import Spaces
 
 TABLE: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("fresh_weights.json").read_text("utf-8"))
 ERRORS = 5  # standard errors of this model and of the table's together
@@ -92,8 +93,9 @@ def keys(name: str) -> list[str]:
 def build(preset: str, *overrides: str) -> Model:
     torch.manual_seed(0)
     settings = resolve(preset, overrides)
-    tokenizer = build_tokenizer(settings) if settings.dynamics.encoder in ("tokenizer", "dynamics") else None
-    world_model = build_world_model(settings, tokenizer, TABLE[preset]["actions"])
+    spaces = Spaces.of_images(settings.environment.size, TABLE[preset]["actions"])
+    tokenizer = build_tokenizer(settings, spaces) if settings.dynamics.encoder in ("tokenizer", "dynamics") else None
+    world_model = build_world_model(settings, tokenizer, spaces)
     modules = {"dynamics": world_model}
     if settings.controller.acts:
         modules["controller"] = build_controller(settings, world_model)

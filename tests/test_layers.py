@@ -17,13 +17,14 @@ FLOOR = {
     "config",
     "interrupt",
     "progress",
+    "spaces",
     "transfer",
 }  # anyone may import them; `wmcli` itself imports only `api`, late
 
 # Room -> the other rooms it may import. A room is a folder or a file directly in wmcli/.
 MAY = {
     "__main__": {"cli"},
-    "cli": {"stages", "assemble", "settings", "artifacts", "experience", "envs", "metrics", "report"},
+    "cli": {"stages", "assemble", "settings", "artifacts", "exchange", "experience", "envs", "metrics", "report"},
     "stages": {
         "assemble",
         "settings",
@@ -35,6 +36,7 @@ MAY = {
         "nn",
         "kernels",
         "training",
+        "exchange",
         "experience",
         "artifacts",
         "envs",
@@ -55,6 +57,7 @@ MAY = {
         "envs",
     },
     "dream": {
+        "report",
         "trainers",
         "assemble",
         "controllers",
@@ -74,6 +77,7 @@ MAY = {
     "nn": {"kernels"},
     "kernels": set(),
     "training": {"artifacts", "kernels"},
+    "exchange": {"experience", "envs"},
     "experience": {"artifacts", "envs"},
     "artifacts": set(),
     "envs": set(),
@@ -99,6 +103,7 @@ NO_TORCH = {
     "cli",
     "presets",
     "experience",
+    "exchange",
 }
 
 

@@ -13,14 +13,16 @@ from wmcli.config import preset_names
 from wmcli.controllers.base import Controller
 from wmcli.nn.initialize import DRAWING, without_initialization
 from wmcli.settings import Settings, resolve
+from wmcli.spaces import Spaces
 
 ACTIONS = 5
 
 
 def build(settings: Settings) -> dict[str, nn.Module]:
     """Return tokenizer, world model and controller, as far as a preset has them."""
-    tokenizer = build_tokenizer(settings) if settings.dynamics.encoder in ("tokenizer", "dynamics") else None
-    world_model = build_world_model(settings, tokenizer, ACTIONS)
+    spaces = Spaces.of_images(settings.environment.size, ACTIONS)
+    tokenizer = build_tokenizer(settings, spaces) if settings.dynamics.encoder in ("tokenizer", "dynamics") else None
+    world_model = build_world_model(settings, tokenizer, spaces)
     models: dict[str, nn.Module] = {"dynamics": world_model}
     if tokenizer is not None:
         models["tokenizer"] = tokenizer

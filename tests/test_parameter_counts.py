@@ -12,12 +12,14 @@ import torch
 from wmcli.assemble import build_tokenizer, build_world_model, count, parameter_counts
 from wmcli.backbones import BACKBONES
 from wmcli.settings import resolve
+from wmcli.spaces import Spaces
 
 ACTIONS = [3, 4, 18]
 
 
 def counts(preset: str, actions: int = 4, *overrides: str) -> dict[str, int]:
-    return parameter_counts(resolve(preset, overrides), actions)
+    settings = resolve(preset, overrides)
+    return parameter_counts(settings, Spaces.of_images(settings.environment.size, actions))
 
 
 def linear(inputs: int, outputs: int) -> int:
@@ -77,8 +79,8 @@ def test_the_public_layout_of_rem_adds_parameters(actions: int) -> None:
 
 def test_a_layer_of_rems_retnet() -> None:
     with torch.device("meta"):
-        settings = resolve("rem")
-        backbone = build_world_model(settings, build_tokenizer(settings), 4).backbone
+        settings, spaces = resolve("rem"), Spaces.of_images(64, 4)
+        backbone = build_world_model(settings, build_tokenizer(settings, spaces), spaces).backbone
     layer = backbone.layers[0]
     parts = {name: count(child) for name, child in layer.named_children()}
     norms = sum(count(module) for module in layer.modules() if isinstance(module, torch.nn.LayerNorm))
@@ -323,7 +325,8 @@ def test_unizero(actions: int, total: int) -> None:
 def test_unizero_can_be_sized_on_every_backbone(backbone: str) -> None:
     """Without allocating anything, as a new run is."""
     found = counts("unizero-quick", 3, f"backbone.kind={backbone}")
-    learned = build_world_model(resolve("unizero-quick", [f"backbone.kind={backbone}"]), None, 3)
+    settings = resolve("unizero-quick", [f"backbone.kind={backbone}"])
+    learned = build_world_model(settings, None, Spaces.of_images(settings.environment.size, 3))
     assert found["dynamics"] == count(learned) and found["dynamics.backbone"] > 0
 
 

@@ -18,6 +18,7 @@ from wmcli.config import flat, preset_header, preset_names, preset_values, read_
 from wmcli.envs.tasks import TASKS
 from wmcli.errors import UsageError
 from wmcli.settings import Settings, flatten, resolve
+from wmcli.spaces import Spaces
 from wmcli.stages.collect import collect
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
@@ -411,6 +412,10 @@ OF_ENCODER = {  # and by what encodes frames
 TRAINED = {"rules": ["dynamics"], "itself": ["dynamics", "controller"]}  # else all three
 
 
+def counts(settings: Settings, actions: int) -> dict[str, int]:
+    return parameter_counts(settings, Spaces.of_images(settings.environment.size, actions))
+
+
 def changes(preset: str, base: str, *overrides: str) -> dict[str, Any]:
     """What `preset` with overrides has otherwise than `base`."""
     ours, theirs = flatten(resolve(preset, overrides)), flatten(resolve(base))
@@ -521,8 +526,8 @@ def test_overrides_of_a_kind_and_of_its_keys_come_in_any_order() -> None:
 def test_storm_starts_with_torchs_defaults() -> None:
     """As its public code does: no module there is initialized by hand."""
     torch.manual_seed(0)
-    settings = resolve("storm")
-    world_model = build_world_model(settings, build_tokenizer(settings), 6)
+    settings, spaces = resolve("storm"), Spaces.of_images(64, 6)
+    world_model = build_world_model(settings, build_tokenizer(settings, spaces), spaces)
     controller = build_controller(settings, world_model)
     layers = [layer for model in (world_model, controller) for layer in model.modules()]
     assert sum(isinstance(layer, nn.Linear) for layer in layers) == 28
@@ -595,17 +600,17 @@ def test_the_papers_ablations_are_overrides(name: str, delta: dict[str, Any]) ->
     changed = {key: value for key, value in changes(name, name, *overrides).items() if key in before and key in after}
     assert changed == {key: value for key, value in wanted.items() if key in before and value != before[key]}
     assert {key: after[key] for key in wanted} == wanted
-    assert parameter_counts(resolve(name, overrides), actions=5)["dynamics"] > 0  # and it can be built
+    assert counts(resolve(name, overrides), 5)["dynamics"] > 0  # and it can be built
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_models_of_a_preset_can_be_built(name: str) -> None:
     settings = resolve(name)
-    counts = parameter_counts(settings, actions=5)
+    counted = counts(settings, 5)
     models = {"dynamics"} | ({"controller"} if settings.controller.acts else set())
     models |= {"tokenizer"} if settings.dynamics.encoder in ("tokenizer", "dynamics") else set()
-    assert {name for name in counts if "." not in name} == models
-    assert all((counts[model] > 0) == (model != "controller" or not settings.controller.searches) for model in models)
+    assert {name for name in counted if "." not in name} == models
+    assert all((counted[model] > 0) == (model != "controller" or not settings.controller.searches) for model in models)
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -786,7 +791,7 @@ def test_planning_that_cannot_work_is_one_line(preset: str, overrides: list[str]
 )
 def test_planning_whose_model_cannot_be_built_is_one_line(preset: str, overrides: list[str], words: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
-        parameter_counts(resolve(preset, overrides), actions=5)
+        counts(resolve(preset, overrides), 5)
     message = str(caught.value)
     assert "\n" not in message and all(word in message for word in words), message
 
@@ -810,7 +815,7 @@ def test_planning_whose_model_cannot_be_built_is_one_line(preset: str, overrides
 )
 def test_models_that_cannot_be_built_are_one_line(preset: str, overrides: list[str], words: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
-        parameter_counts(resolve(preset, overrides), actions=3)
+        counts(resolve(preset, overrides), 3)
     assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words)
 
 

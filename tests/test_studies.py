@@ -13,6 +13,7 @@ import pytest
 from wmcli.assemble import parameter_counts
 from wmcli.envs import make
 from wmcli.settings import resolve
+from wmcli.spaces import Spaces
 from wmcli.stages.checks import check_rows
 from wmcli.stages.memory_tasks import check_measures
 
@@ -51,7 +52,7 @@ def test_every_run_of_a_study_is_one_that_can_be_built(study: Path, given: str) 
     for preset, overrides in found:
         settings = resolve(preset, overrides)
         make(settings.environment, train=False).close()
-        assert parameter_counts(settings, actions=ACTIONS)
+        assert parameter_counts(settings, Spaces.of_images(settings.environment.size, ACTIONS))
         check_rows(settings)
         check_measures(settings)
 
@@ -60,7 +61,9 @@ def test_memory_is_compared_at_equal_size() -> None:
     """Within a tenth of S4WM's."""
     counts: dict[str, list[int]] = {}
     for preset, overrides in commands(DOCS / "memory.mk"):
-        counts.setdefault(preset, []).append(parameter_counts(resolve(preset, overrides), actions=ACTIONS)["dynamics"])
+        settings = resolve(preset, overrides)
+        counted = parameter_counts(settings, Spaces.of_images(settings.environment.size, ACTIONS))
+        counts.setdefault(preset, []).append(counted["dynamics"])
     assert len(counts) == 2
     for sizes in counts.values():
         assert len(sizes) == 10 and all(abs(size / sizes[0] - 1) < 0.1 for size in sizes)

@@ -7,7 +7,8 @@ An episode starts from real frames and continues in imagination:
 All environments of a batch are one state of the world model on its device. A step is one call of the model. When
 episodes end, new ones are read into their rows. The host waits for the device once a step, for the flags.
 
-E environments side by side, k of them that start, T real frames, A actions, H W C image.
+E environments side by side, k of them that start, T real frames. Observations are those of `wmcli.spaces`: of one part,
+or a dict. Continuous actions are from -1 to 1.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience import Replay
 from wmcli.experience.load import load_experience
 from wmcli.experience.sampler import WindowTable
+from wmcli.nn.actions import no_action
 from wmcli.nn.categorical import uniform
+from wmcli.report.observations import draw_observations
+from wmcli.spaces import ActionSpace, Categories, Continuous, Discrete, Image, PartSpace, map_parts, row_of
 from wmcli.trainers.batches import gather
 from wmcli.training.device import Machine
 from wmcli.training.settings import TrainingSettings
@@ -79,7 +83,6 @@ class Dreams:
         self.num_envs, self.observation = num_envs, observation
         self.kind = world_model.settings.kind
         self.horizon = _horizon(world_model, horizon)
-        self.size = replay.frames.shape[1]
         if not world_model.learns_rewards:
             raise UsageError(
                 "this dynamics model has learned no rewards (dynamics.reward = none), so there is nothing to gain in"
@@ -98,10 +101,11 @@ class Dreams:
         self._uniforms = torch.Generator()
 
     @property
-    def space(self) -> gymnasium.spaces.Box:
+    def space(self) -> gymnasium.Space:
         """The observation space of one environment."""
         if self.observation == "pixels":
-            return gymnasium.spaces.Box(0, 255, (self.size, self.size, 3), np.uint8)
+            space = map_parts(_gymnasium_space, self.world_model.observation_space)
+            return gymnasium.spaces.Dict(space) if isinstance(space, dict) else space
         return gymnasium.spaces.Box(-np.inf, np.inf, self.world_model.feature_shape, np.float32)
 
     def check_decodes(self, purpose: str) -> None:
@@ -118,12 +122,12 @@ class Dreams:
         self._uniforms.manual_seed(int(self._host.integers(2**63)))
 
     @torch.no_grad()
-    def start(self, rows: np.ndarray) -> Tensor:
+    def start(self, rows: np.ndarray) -> Any:
         """Start new episodes from real frames in some rows (k,). Returns their first observations (k, ...)."""
         model, device = self.world_model, self.machine.device
         windows = self._starts.windows(self._host.integers(len(self._starts), size=len(rows)))
-        batch = gather(self.replay, self.replay.frames, windows, across_ends=model.across_ends)
-        uniforms = uniform((*batch.action.shape, model.uniforms_per_frame), device, self._uniforms)
+        batch = gather(self.replay, self.replay.observation, windows, across_ends=model.across_ends)
+        uniforms = uniform((*batch.valid.shape, model.uniforms_per_frame), device, self._uniforms)
         with self.machine.autocast():
             _, fresh = model.observe(model.encode(batch.inputs), batch.action, episode_starts(batch), uniforms)
             if len(rows) == self.num_envs:
@@ -135,7 +139,7 @@ class Dreams:
 
     @torch.no_grad()
     def step(self, action: Tensor) -> ImaginedStep:
-        """Imagine one step under the actions (E,) int64, and move on to the next frames."""
+        """Imagine one step under the actions (E, ...), and move on to the next frames."""
         uniforms = uniform((self.num_envs, self.world_model.uniforms_per_step), self.machine.device, self._uniforms)
         with self.machine.autocast():
             imagined, self._state = self.world_model.imagine(self._state, action, uniforms)
@@ -143,18 +147,19 @@ class Dreams:
         return imagined
 
     @torch.no_grad()
-    def observe(self) -> Tensor:
-        """Return the observations of the current frames: (E, H, W, C) uint8 or features (E, ...) float32."""
+    def observe(self) -> Any:
+        """Return the current observations as they are decoded, (E, *part), or features (E, ...) float32."""
         with self.machine.autocast():
             return self._view(self._state)
 
     @torch.no_grad()
-    def frames(self) -> Tensor:
-        """Return the current frames as the world model decodes them, (E, H, W, C) uint8."""
+    def pictures(self) -> np.ndarray:
+        """Return pictures of the current observations as the world model decodes them, (E, H, W, 3) uint8."""
         with self.machine.autocast():
-            return self.world_model.frame(self._state)
+            frame = map_parts(lambda part: part.cpu().numpy(), self.world_model.frame(self._state))
+        return draw_observations(self.world_model.observation_space, frame)
 
-    def _view(self, state: State) -> Tensor:
+    def _view(self, state: State) -> Any:
         if self.observation == "pixels":
             return self.world_model.frame(state)
         return self.world_model.features(state).float()
@@ -192,7 +197,7 @@ class DreamVectorEnv(VectorEnv[Any, Any, Any]):
         _check_render_mode(dreams, render_mode)
         self.dreams, self.num_envs, self.render_mode, self._output = dreams, dreams.num_envs, render_mode, output
         self.single_observation_space = self.dreams.space
-        self.single_action_space = gymnasium.spaces.Discrete(self.dreams.world_model.actions)
+        self.single_action_space = _gymnasium_space(self.dreams.world_model.action_space)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
 
@@ -205,11 +210,12 @@ class DreamVectorEnv(VectorEnv[Any, Any, Any]):
         return self._out(self.dreams.start(np.arange(self.num_envs))), {}
 
     def step(self, actions: np.ndarray | Tensor) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Take one action (E,) in every environment; see the class for the ends of episodes."""
+        """Take one action (E, ...) in every environment; see the class for the ends of episodes."""
         dreams = self.dreams
         if self._np_random is None:
             raise gymnasium.error.ResetNeeded("no imagined episode has begun: call reset() first")
-        action = torch.as_tensor(actions).to(dreams.machine.device, torch.int64)
+        like = no_action(dreams.world_model.action_space, (0,))
+        action = torch.as_tensor(actions).to(dreams.machine.device, like.dtype)
         imagined = dreams.step(action)
         observation = dreams.observe()
         terminated = imagined.terminated.cpu().numpy()
@@ -220,7 +226,10 @@ class DreamVectorEnv(VectorEnv[Any, Any, Any]):
             info = {"final_obs": self._final(observation, ended), "_final_obs": ended}
             info |= {"final_info": {}, "_final_info": ended.copy()}
             rows = np.flatnonzero(ended)
-            observation = observation.index_copy(0, torch.from_numpy(rows).to(action.device), dreams.start(rows))
+            where = torch.from_numpy(rows).to(action.device)
+            observation = map_parts(
+                lambda part, fresh: part.index_copy(0, where, fresh), observation, dreams.start(rows)
+            )
         if self._output == "torch":
             return (
                 observation,
@@ -232,24 +241,25 @@ class DreamVectorEnv(VectorEnv[Any, Any, Any]):
         return self._out(observation), self._out(imagined.reward), terminated, truncated, info
 
     def render(self) -> tuple[np.ndarray, ...] | None:
-        """Return the current frame (H, W, C) uint8 of each environment, None without `render_mode`."""
-        return None if self.render_mode is None else tuple(self.dreams.frames().cpu().numpy())
+        """Return a picture of the current frame (H, W, 3) uint8 of each environment, None without `render_mode`."""
+        return None if self.render_mode is None else tuple(self.dreams.pictures())
 
-    def _out(self, values: Tensor) -> Any:
-        return values if self._output == "torch" else values.cpu().numpy()
+    def _out(self, values: Any) -> Any:
+        return values if self._output == "torch" else map_parts(lambda part: part.cpu().numpy(), values)
 
-    def _final(self, observation: Tensor, ended: np.ndarray) -> Any:
+    def _final(self, observation: Any, ended: np.ndarray) -> Any:
         """Return the last observations of the episodes that ended, in gymnasium's form for NumPy."""
         if self._output == "torch":
             return observation
         rows = np.flatnonzero(ended)
         final = np.full(self.num_envs, None, dtype=object)
-        for row, last in zip(rows, observation[torch.from_numpy(rows)].cpu().numpy(), strict=True):
-            final[row] = last
+        lasts = map_parts(lambda part: part[torch.from_numpy(rows)].cpu().numpy(), observation)
+        for place, row in enumerate(rows):
+            final[row] = row_of(lasts, place)
         return final
 
 
-class DreamEnv(gymnasium.Env[np.ndarray, Any]):
+class DreamEnv(gymnasium.Env[Any, Any]):
     """`wm/Dream-v0` for `gymnasium.make`: one imagined episode, which is reset by hand.
 
     Args:
@@ -267,34 +277,32 @@ class DreamEnv(gymnasium.Env[np.ndarray, Any]):
         _check_render_mode(dreams, render_mode)
         self.dreams, self.render_mode = dreams, render_mode
         self.observation_space = self.dreams.space
-        self.action_space = gymnasium.spaces.Discrete(self.dreams.world_model.actions)
+        self.action_space = _gymnasium_space(self.dreams.world_model.action_space)
         self._over = True
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start an episode. A `seed` makes everything from here on reproducible; `options` are not used."""
         first = self._np_random is None
         super().reset(seed=seed)
         if seed is not None or first:
             self.dreams.seed(int(self.np_random.integers(2**63)))
         self._over = False
-        return self.dreams.start(np.arange(1))[0].cpu().numpy(), {}
+        return map_parts(lambda part: part[0].cpu().numpy(), self.dreams.start(np.arange(1))), {}
 
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Take one action."""
         if self._over:
             raise gymnasium.error.ResetNeeded("the imagined episode is over: call reset() first")
-        imagined = self.dreams.step(torch.tensor([int(action)], device=self.dreams.machine.device))
+        imagined = self.dreams.step(_one_action(self.dreams, action))
         terminated = bool(imagined.terminated)
         truncated = not terminated and bool(self.dreams.ages[0] >= self.dreams.horizon)
         self._over = terminated or truncated
-        observation = self.dreams.observe()[0].cpu().numpy()
+        observation = map_parts(lambda part: part[0].cpu().numpy(), self.dreams.observe())
         return observation, float(imagined.reward), terminated, truncated, {}
 
     def render(self) -> np.ndarray | None:
-        """Return the current frame (H, W, C) uint8, None without `render_mode`."""
-        return None if self.render_mode is None else self.dreams.frames()[0].cpu().numpy()
+        """Return a picture of the current frame (H, W, 3) uint8, None without `render_mode`."""
+        return None if self.render_mode is None else self.dreams.pictures()[0]
 
 
 def make_vec(
@@ -429,3 +437,20 @@ def _check_render_mode(dreams: Dreams, mode: str | None) -> None:
         raise UsageError(f"render_mode = {mode!r}: use 'rgb_array' or None.")
     if mode is not None:
         dreams.check_decodes("render_mode = 'rgb_array'")
+
+
+def _one_action(dreams: Dreams, action: Any) -> Tensor:
+    like = no_action(dreams.world_model.action_space, (0,))
+    return torch.as_tensor(np.asarray(action)).to(dreams.machine.device, like.dtype)[None]
+
+
+def _gymnasium_space(space: PartSpace | ActionSpace) -> gymnasium.Space:
+    """Return the space of gymnasium whose values are those of `wmcli.spaces`."""
+    if isinstance(space, Discrete):
+        return gymnasium.spaces.Discrete(space.count)
+    if isinstance(space, Categories):
+        return gymnasium.spaces.MultiDiscrete(list(space.sizes))
+    if isinstance(space, Image):
+        return gymnasium.spaces.Box(0, 255, space.shape, np.uint8)
+    bound = 1.0 if isinstance(space, Continuous) else np.inf
+    return gymnasium.spaces.Box(-bound, bound, space.shape, np.float32)

@@ -17,7 +17,7 @@ Integers are int32 on disk and int64 in tensors. This file imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -183,7 +183,7 @@ def _plain(space: PartSpace | ActionSpace) -> dict[str, Any]:
 
 def _space(values: Mapping[str, Any]) -> Any:
     arguments = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return KINDS[arguments.pop("kind")](**arguments)
+    return KINDS[str(arguments.pop("kind"))](**arguments)
 
 
 # -- trees of parts ----------------------------------------------------------------------------------------------------
@@ -206,9 +206,24 @@ def map_parts(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     return {name: function(part, *(other[name] for other in others)) for name, part in tree.items()}
 
 
+def stack_parts(trees: Sequence[Any]) -> Any:
+    """Stack observations (T of them, arrays) into one tree of (T, ...)."""
+    return map_parts(lambda *parts: np.stack(parts), *trees)
+
+
+def row_of(tree: Any, row: int = 0) -> Any:
+    """Return one row of an observation of (B, ...)."""
+    return map_parts(lambda part: part[row], tree)
+
+
 def first_part(tree: Any) -> Any:
     """Return the first part, for what all parts have in common, such as batch axes and device."""
     return next(iter(parts_of(tree).values()))
+
+
+def bytes_of(tree: Any) -> int:
+    """Return the memory of all parts. [bytes]"""
+    return sum(part.nbytes for part in parts_of(tree).values())
 
 
 def column_names(column: str, tree: Any) -> dict[str, Any]:
@@ -234,6 +249,25 @@ def from_columns(column: str, columns: Mapping[str, Any]) -> Any:
 def images_of(space: ObservationSpace) -> dict[str, Image]:
     """Return the images among the parts, by name."""
     return {name: part for name, part in parts_of(space).items() if isinstance(part, Image)}
+
+
+def draw_part(space: PartSpace, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Draw random values (count, *space.shape) of an observation's part."""
+    if isinstance(space, Vector):
+        return rng.standard_normal((count, *space.shape), np.float32)
+    high = 256 if isinstance(space, Image) else np.array(space.sizes)
+    return rng.integers(0, high, (count, *space.shape), dtype=space.dtype)
+
+
+def describe_parts(space: ObservationSpace) -> str:
+    """Return an observation space in a few words, such as `64×64 + 12 numbers`."""
+
+    def one(part: PartSpace) -> str:
+        if isinstance(part, Image):
+            return f"{part.height}×{part.width}" + (f"×{part.channels}" if part.channels != 3 else "")
+        return f"{part.shape[0]} {'numbers' if isinstance(part, Vector) else 'categories'}"
+
+    return " + ".join(one(part) for part in parts_of(space).values())
 
 
 # -- actions -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,18 +26,25 @@ def to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def take_rows(source: Tensor, rows: np.ndarray, device: torch.device) -> Tensor:
-    """Return rows (...) of a tensor (N, ...) on a device.
+def take_rows(source: Any, rows: np.ndarray, device: torch.device) -> Any:
+    """Return rows (...) of a tensor (N, ...), or of each tensor of a tree, on a device.
 
     Args:
         source: On the device or on the host.
         rows: int64.
         device: Of the result. Rows of a tensor on the host are gathered there, in pinned memory.
     """
-    if source.device.type == device.type:
-        return source[to_device(rows, device)]
-    pinned = device.type == "cuda"
-    return _gather(source, rows, pinned).to(device, non_blocking=pinned)
+    from torch.utils._pytree import tree_map
+
+    where = to_device(rows, device)  # once for all parts
+
+    def take(column: Tensor) -> Tensor:
+        if column.device.type == device.type:
+            return column[where]
+        pinned = device.type == "cuda"
+        return _gather(column, rows, pinned).to(device, non_blocking=pinned)
+
+    return tree_map(take, source)
 
 
 def _gather(source: Tensor, rows: np.ndarray, pinned: bool) -> Tensor:

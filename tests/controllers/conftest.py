@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from wmcli.spaces import Image, to_action_space
 from wmcli.world_models.base import Batch, ImaginedStep, WorldModel
 
 
@@ -29,7 +30,7 @@ class CountingModel(WorldModel):
 
     def __init__(self, actions: int = 4, size: int = 8) -> None:
         super().__init__()
-        self.actions = actions
+        self.action_space, self.observation_space = to_action_space(actions), Image(size, size)
         self.size = size
         self.told: list[Tensor] = []  # previous actions, as perceive heard them
         self.eval()

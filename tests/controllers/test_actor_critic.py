@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from draws import assert_torchs_default
 from rollouts import imagine, learn
 from safetensors.torch import load, save
+from torch import Tensor
 from torch.distributions import Categorical
 from watching import NoWaiting
 
@@ -19,7 +20,9 @@ from wmcli.controllers.actor_critic import ActorCritic, ActorCriticSettings, Fea
 from wmcli.errors import UsageError
 from wmcli.nn import two_hot
 from wmcli.nn.categorical import sample
-from wmcli.world_models.base import ImaginedStep
+from wmcli.spaces import ActionSpace, Categories, Continuous, Discrete
+from wmcli.training.optim import build_optimizer, update
+from wmcli.world_models.base import Batch, ImaginedStep
 
 FEATURES = 30
 SMALL: dict[str, Any] = {
@@ -239,7 +242,7 @@ def test_a_rollout_records_the_steps_of_the_world_model(variant, world, make_bat
         torch.testing.assert_close(rollout.terminated[:, t + 1], imagined.terminated)
     torch.testing.assert_close(rollout.feature[:, 5], world.features(state).reshape(3, 30))
     assert rollout.action.shape == (3, 5) and rollout.feature.shape == (3, 6, 30)
-    assert not any(tensor.requires_grad for tensor in rollout)
+    assert not any(tensor.requires_grad for tensor in rollout if tensor is not None)
     assert rollout.terminated.any(), "the test wants a termination inside a rollout"
 
 
@@ -318,7 +321,7 @@ def loss_with_the_graph_kept(controller: ActorCritic, world, batch) -> tuple[tor
         slow.append(controller.slow_critic(feature).detach())
         if t < horizon:
             policies.append(Categorical(logits=controller.policy(feature)))
-            actions.append(sample(policies[-1].logits.detach(), uniforms.action[t]))
+            actions.append(sample(policies[-1].logits.detach(), uniforms.action[t, :, 0]))
             imagined, state = world.imagine(state, actions[-1])
             reward.append(imagined.reward)
             ended.append(imagined.terminated)
@@ -626,3 +629,404 @@ def test_curiosity_adds_the_disagreement_to_the_rewards_that_are_learned_from(wo
     torch.testing.assert_close((total, metrics["imagined_return"]), (same, others["imagined_return"]))
     without = controller.loss(rollout._replace(bonus=0 * rollout.bonus))[1]
     assert metrics["imagined_return"] > without["imagined_return"]
+
+
+# -- any action space, and the gradient of the returns through the world model ---
+
+SPACES: dict[str, ActionSpace] = {
+    "discrete": Discrete(3),
+    "categories": Categories((2, 3)),
+    "continuous": Continuous((-1.0, 0.0), (1.0, 3.0)),
+}
+
+
+class Numbers(NamedTuple):
+    x: Tensor
+    """(B, 3)"""
+
+
+class SmoothModel:
+    """Three numbers that the action moves smoothly. `observe` reads the last frame; nothing is sampled."""
+
+    settings = None
+    feature_shape = (3,)
+    frame_features = memory_features = None
+    uniforms_per_frame = uniforms_per_step = 0
+    context = 1
+    training = False
+    has_ensemble = False
+    differentiable = True
+    starts_anywhere = True
+
+    def __init__(self, action_space: ActionSpace, dtype: torch.dtype = torch.float64) -> None:
+        self.action_space = action_space
+        self.dtype = dtype
+        generator = torch.Generator().manual_seed(4)
+        self.by_state = torch.randn(3, 3, generator=generator, dtype=dtype)
+        self.by_action = torch.randn(8, 3, generator=generator, dtype=dtype)
+
+    def _features(self, latent: Tensor) -> Tensor:
+        return torch.sin(latent[..., None] * torch.arange(1, 4)).to(self.dtype)
+
+    def observe(self, latent, action, reset, uniforms=None):
+        features = self._features(latent)
+        return features, Numbers(features[:, -1])
+
+    def observe_each(self, latent, action, reset, uniforms=None, last=1):
+        features = self._features(latent)
+        return features, Numbers(features[:, -last:].flatten(0, 1))
+
+    def imagine(self, state, action, uniforms=None):
+        moved = action.reshape(len(action), -1).to(self.dtype)
+        x = torch.tanh(state.x @ self.by_state + moved @ self.by_action[: moved.shape[1]])
+        reward = (x * torch.tensor([1.0, -0.5, 0.7])).sum(1)
+        continuation = torch.sigmoid(2 + x[:, 0])
+        return ImaginedStep(x, reward, x[:, 0].detach() > 0.9, continuation=continuation), Numbers(x)
+
+    def features(self, state):
+        return state.x
+
+    def find_ends(self, batch):
+        return batch.terminated
+
+
+def windows(space: ActionSpace, rows: int, frames: int, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    never = torch.zeros(rows, frames, dtype=torch.bool)
+    return Batch(
+        torch.randint(50, (rows, frames), generator=generator),
+        torch.zeros(rows, frames, *space.shape, dtype=torch.float32 if isinstance(space, Continuous) else torch.int64),
+        torch.randn(rows, frames, generator=generator, dtype=torch.float64),
+        never,
+        never,
+        never,
+        ~never,
+    )
+
+
+def of(space: ActionSpace, world_model: Any = None, **changes) -> ActorCritic:
+    """A small actor-critic that starts at real frames, built as the settings build it."""
+    torch.manual_seed(3)
+    world_model = world_model or SmoothModel(space)
+    values = SMALL | {"start": "posterior", "normalize_inputs": False} | changes
+    controller = ActorCriticSettings(**values).build(world_model, lambda function: function)
+    for network in (controller.actor, controller.critic, controller.slow_critic):
+        torch.nn.init.normal_(network[-1].weight, std=0.5)
+    return controller.double()
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_rollouts_of_any_actions(space):
+    action_space = SPACES[space]
+    controller, model = of(action_space), SmoothModel(action_space)
+    batch = windows(action_space, 7, 1)
+    uniforms = controller.draw_uniforms(model, batch)
+    rollout = controller.imagine(model, batch, uniforms)
+    assert rollout.action.shape == (7, 5, *action_space.shape)
+    state = model.observe(batch.inputs, None, None)[1]
+    for t in range(5):
+        parameters = controller.policy(rollout.feature[:, t])
+        want = controller.distribution.sample(parameters, uniforms.action[t])
+        torch.testing.assert_close(rollout.action[:, t], want, rtol=0, atol=0)
+        step, state = model.imagine(state, want)
+        torch.testing.assert_close(rollout.feature[:, t + 1], state.x)
+        torch.testing.assert_close(rollout.reward[:, t + 1], step.reward)
+    decided, _ = controller.decide(model, Numbers(rollout.feature[:, 0]), ())
+    assert controller.choose(decided, (), 0.0).shape == (7, *action_space.shape)
+
+
+@pytest.mark.parametrize("continuous", ["normal", "truncated-normal", "bins"])
+@pytest.mark.parametrize("space", SPACES)
+def test_the_loss_of_any_actions_by_its_formula(space, continuous):
+    """-log pi(a) (G - V) / S - entropy weight H(pi), over the recorded actions."""
+    action_space = SPACES[space]
+    controller, model = of(action_space, continuous=continuous).eval(), SmoothModel(action_space)
+    rollout = imagine(controller, model, windows(action_space, 7, 1))
+    total, _ = controller.loss(rollout)
+    gradients = torch.autograd.grad(total, list(controller.actor.parameters()))
+
+    parameters = controller.policy(rollout.feature[:, :-1])
+    value = two_hot.decode(controller.critic(rollout.feature)).detach()
+    target = value[:, -1]
+    want = torch.zeros((), dtype=torch.float64)
+    for t in reversed(range(5)):
+        future = 0.3 * value[:, t + 1] + 0.7 * target
+        target = rollout.reward[:, t + 1] + 0.9 * future.masked_fill(rollout.terminated[:, t + 1], 0)
+        log_probability = controller.distribution.log_probability(parameters[:, t], rollout.action[:, t])
+        entropy = controller.distribution.entropy(parameters[:, t])
+        want = want - (log_probability * (target - value[:, t]) + 0.3 * entropy).sum() / (7 * 5)
+    torch.testing.assert_close(gradients, torch.autograd.grad(want, list(controller.actor.parameters())))
+
+
+@pytest.mark.parametrize("continuous", ["normal", "truncated-normal"])
+@pytest.mark.parametrize("changes", [{}, {"weigh_by_continuation": True, "expected_continuation": True}])
+def test_the_reparameterized_gradient_is_that_of_finite_differences(continuous, changes):
+    """Of the mean weighted return over the range, with the random numbers and the weights of the steps fixed."""
+    space = SPACES["continuous"]
+    changes = changes | {"continuous": continuous, "gradient": "reparameterized", "entropy_weight": 0.0}
+    controller, model = of(space, **changes).eval(), SmoothModel(space)
+    controller.return_range.high.fill_(3.0)
+    batch = windows(space, 6, 1)
+    uniforms = controller.draw_uniforms(model, batch)
+    assert controller.differentiates
+
+    def policy_loss(weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        rollout = controller.imagine(model, batch, uniforms)
+        with torch.no_grad():
+            value = two_hot.decode(controller.critic(rollout.feature))
+            returns = controller._returns(rollout, value)
+            weights = controller._weights(rollout, value.dtype) if weights is None else weights
+        total, metrics = controller.loss(rollout)
+        torch.testing.assert_close(
+            metrics["policy_loss"], -(controller._weights(rollout, value.dtype) * returns).mean() / 3
+        )
+        return -(weights * returns).mean() / 3, total
+
+    _, total = policy_loss()
+    with torch.no_grad():
+        weights = controller._weights(controller.imagine(model, batch, uniforms), torch.float64)
+    gradients = torch.autograd.grad(total, list(controller.actor.parameters()), retain_graph=True)
+    assert all(bool(gradient.any()) for gradient in gradients)
+    for parameter, gradient in zip(controller.actor.parameters(), gradients, strict=True):
+        for index in (0, parameter.numel() - 1):
+            numbers = []
+            for step in (1e-5, -1e-5):
+                parameter.data.view(-1)[index] += step
+                numbers.append(float(policy_loss(weights)[0]))
+                parameter.data.view(-1)[index] -= step
+            want = (numbers[0] - numbers[1]) / 2e-5
+            assert float(gradient.view(-1)[index]) == pytest.approx(want, rel=1e-5, abs=1e-8)
+
+    # The critic learns from the value and slow losses alone.
+    of_critic = torch.autograd.grad(total, list(controller.critic.parameters()))
+    plain = of(space, **(changes | {"gradient": "reinforce"})).eval()
+    plain.load_state_dict(controller.state_dict())
+    with torch.no_grad():
+        constant = controller.imagine(model, batch, uniforms)
+    want = torch.autograd.grad(plain.loss(constant)[0], list(plain.critic.parameters()))
+    torch.testing.assert_close(of_critic, want)
+
+
+def test_a_rollout_has_a_gradient_only_where_it_is_needed():
+    space = SPACES["continuous"]
+    model, batch = SmoothModel(space), windows(space, 3, 1)
+    assert not imagine(of(space), model, batch).reward.requires_grad
+    controller = of(space, gradient="reparameterized")
+    assert imagine(controller, model, batch).reward.requires_grad
+    with torch.no_grad():
+        assert not imagine(controller, model, batch).reward.requires_grad
+
+
+def test_what_cannot_be_differentiated_is_refused():
+    with pytest.raises(UsageError, match="needs continuous actions and a normal policy"):
+        of(SPACES["discrete"], gradient="reparameterized")
+    with pytest.raises(UsageError, match="needs continuous actions and a normal policy"):
+        of(SPACES["continuous"], gradient="reparameterized", continuous="bins")
+    model = SmoothModel(SPACES["continuous"])
+    model.differentiable = False
+    with pytest.raises(UsageError, match="imagination of this dynamics model has no gradient"):
+        of(SPACES["continuous"], model, gradient="reparameterized")
+
+
+@pytest.mark.parametrize(
+    ("gradient", "continuous"),
+    [
+        ("reinforce", "normal"),
+        ("reinforce", "bins"),
+        ("reparameterized", "normal"),
+        ("reparameterized", "truncated-normal"),
+    ],
+)
+def test_it_finds_the_right_number(gradient, continuous):
+    """The reward is the negative squared distance of the action to a number that the frame shows."""
+
+    class Target(SmoothModel):
+        def imagine(self, state, action, uniforms=None):
+            reward = -(action[:, 0] - 0.8 * state.x[:, 0]).square()
+            x = self._features(torch.randint(50, reward.shape))
+            return ImaginedStep(x, reward, torch.zeros_like(reward, dtype=torch.bool)), Numbers(x)
+
+    model = Target(Continuous((-1.0,), (1.0,)))
+    changes = {"gradient": gradient, "continuous": continuous, "actor_width": 32, "critic_width": 32}
+    controller = of(model.action_space, model, **changes, entropy_weight=1e-3, discount=0.5, least_range=0.1)
+    optimizer = torch.optim.Adam(controller.parameter_groups(), lr=1e-2)
+    reward = []
+    for seed in range(150):
+        total, metrics = learn(controller, model, windows(model.action_space, 64, 1, seed=seed))
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        controller.after_update()
+        reward.append(float(metrics["imagined_reward"]))
+    assert sum(reward[:5]) / 5 < -0.3
+    assert sum(reward[-20:]) / 20 > -0.15
+
+
+# -- rollouts from many frames, and values of real frames ---
+
+DREAMER: dict[str, Any] = {
+    "slow_target": "values",
+    "weigh_by_continuation": True,
+    "expected_continuation": True,
+    "two_hot": "symexp",
+    "slow_weight": 1.0,
+}
+
+
+def of_many(space: ActionSpace, starts: int, **changes) -> tuple[ActorCritic, SmoothModel]:
+    model = SmoothModel(space)
+    model.context = 6
+    return of(space, model, starts=starts, **(DREAMER | changes)).eval(), model
+
+
+def test_rollouts_start_from_each_of_the_last_frames():
+    space = SPACES["discrete"]
+    controller, model = of_many(space, 4)
+    batch = windows(space, 3, 6)
+    uniforms = controller.draw_uniforms(model, batch)
+    rollout = controller.imagine(model, batch, uniforms)
+    assert rollout.feature.shape == (12, 6, 3) and rollout.valid.shape == (12,)
+    alone, model.context = of(space, **DREAMER).eval(), 6
+    alone.window = 6
+    alone.load_state_dict(controller.state_dict())
+    for k in range(4):
+        cut = batch._replace(inputs=batch.inputs.roll(3 - k, 1))  # the last frame is the k-th start
+        rows = torch.arange(3) * 4 + k
+        part = uniforms._replace(action=uniforms.action[:, rows], world=uniforms.world[:, rows])
+        want = alone.imagine(model, cut, part)
+        for got, each in zip(rollout[:6], want[:6], strict=True):
+            torch.testing.assert_close(got[rows], each)
+
+
+def lambda_returns_of_dreamer(last, term, rew, boot, discount, trace) -> list[float]:
+    """DreamerV3's recursion for one row: flags and rewards belong to the frames that they lead to."""
+    mixed, returns = boot[-1], []
+    for t in reversed(range(len(rew) - 1)):
+        live = (1 - term[t + 1]) * discount
+        go_on = (1 - last[t + 1]) * trace
+        mixed = rew[t + 1] + (1 - go_on) * live * boot[t + 1] + live * go_on * mixed
+        returns.append(mixed)
+    return returns[::-1]
+
+
+def test_values_of_real_frames_are_those_of_dreamer():
+    """Two episodes with their closing frames in one window: one terminates, one is cut off."""
+    space = SPACES["discrete"]
+    controller, model = of_many(space, 6, replay_weight=0.4)
+    batch = windows(space, 2, 6)
+    flags = torch.zeros(4, 2, 6, dtype=torch.bool)
+    first, terminated, truncated, closing = flags
+    first[:, 0] = first[:, 4] = True
+    closing[:, 3] = True
+    terminated[0, 2:4] = truncated[1, 2:4] = True
+    batch = batch._replace(is_first=first, terminated=terminated, truncated=truncated, is_closing=closing)
+    rollout = imagine(controller, model, batch)
+    assert rollout.valid.view(2, 6).tolist() == [[True, True, True, False, True, True], [True] * 6]
+    _, metrics = controller.loss(rollout)
+
+    value = two_hot.decode(controller.critic(rollout.feature), "symexp").detach()
+    boot = controller._returns(rollout, value)[:, 0].view(2, 6)
+    logits = controller.critic(rollout.feature[:, 0]).detach().view(2, 6, -1)
+    slow = two_hot.decode(controller.slow_critic(rollout.feature[:, 0]), "symexp").detach().view(2, 6)
+    want = 0.0
+    for row in range(2):
+        # DreamerV3 has rewards and terminations at the frame that they lead to, and `last` at the closing frame.
+        rew = [0.0, *batch.reward[row, :-1].tolist()]
+        term = [0.0, *terminated[row, :-1].double().tolist()]
+        term = [each * float(closing[row, t]) for t, each in enumerate(term)]
+        last = closing[row].double().tolist()
+        returns = lambda_returns_of_dreamer(last, term, rew, boot[row].tolist(), 0.9, 0.7)
+        for t in range(5):
+            targets = [torch.tensor(returns[t], dtype=torch.float64), slow[row, t]]
+            want += (
+                (1 - last[t]) * sum(float(two_hot.loss(logits[row, t], target, "symexp")) for target in targets) / 10
+            )
+    assert float(metrics["replay_loss"]) == pytest.approx(want)
+    parts = {"replay_loss": 0.4, "policy_loss": 1, "value_loss": 1, "slow_loss": 1, "entropy": -0.3}
+    total = sum(weight * float(metrics[name]) for name, weight in parts.items())
+    assert float(controller.loss(rollout)[0].detach()) == pytest.approx(total)
+
+
+def test_nothing_is_learned_of_a_real_frame_whose_successor_is_unknown():
+    """A cut episode without its closing frame, and padding. A termination needs no successor."""
+    space = SPACES["discrete"]
+    controller, model = of_many(space, 6, replay_weight=0.4)
+    batch = windows(space, 2, 6)
+    first, terminated, truncated, valid = torch.zeros(4, 2, 6, dtype=torch.bool)
+    first[0, 2] = first[0, 4] = first[1, 3] = True
+    terminated[0, 1] = truncated[0, 3] = True
+    valid[0], valid[1, 3:] = True, True
+    batch = batch._replace(is_first=first, terminated=terminated, truncated=truncated, valid=valid)
+    replayed = imagine(controller, model, batch).replayed
+    assert replayed.is_known.tolist() == [[True, True, True, False, True, False], [False] * 3 + [True, True, False]]
+    got = []
+    for row, t in [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 2), (1, 4), (1, 5)]:
+        changed = batch.reward.clone()
+        changed[row, t] += 3
+        losses = []
+        for reward in (batch.reward, changed):
+            torch.manual_seed(0)
+            losses.append(float(controller.loss(imagine(controller, model, batch._replace(reward=reward)))[0].detach()))
+        got.append(losses[0] != losses[1])
+    assert got == [True, True, True, False, True, False, True, False]
+
+
+def test_expected_continuations_in_returns_and_weights():
+    space = SPACES["discrete"]
+    controller, model = of_many(space, 1)
+    controller.window = 1
+    rollout = imagine(controller, model, windows(space, 4, 1))
+    value = torch.randn(4, 6, dtype=torch.float64)
+    assert rollout.continuation is not None and not rollout.continuation[:, 1:].eq(1).any()
+    got, weights = controller._returns(rollout, value), controller._weights(rollout, torch.float64)
+    for row in range(4):
+        mixed = value[row, -1]
+        for t in reversed(range(5)):
+            live = 0.9 * rollout.continuation[row, t + 1]
+            mixed = rollout.reward[row, t + 1] + live * (0.3 * value[row, t + 1] + 0.7 * mixed)
+            torch.testing.assert_close(got[row, t], mixed)
+            want = 0.9**t * float(rollout.continuation[row, : t + 1].prod())
+            assert float(weights[row, t]) == pytest.approx(want)
+    plain = rollout._replace(continuation=None)
+    same = rollout._replace(continuation=(~rollout.terminated).double())
+    torch.testing.assert_close(controller._returns(same, value), controller._returns(plain, value))
+    torch.testing.assert_close(controller._weights(same, value.dtype), controller._weights(plain, value.dtype))
+
+
+def test_settings_of_many_starts():
+    with pytest.raises(UsageError, match="starts = 3 needs start = 'posterior'"):
+        validate(ActorCriticSettings, {"starts": 3}, "here")
+    with pytest.raises(UsageError, match=r"replay_weight = 0.3 needs starts of at least 2"):
+        validate(ActorCriticSettings, {"replay_weight": 0.3}, "here")
+    with pytest.raises(UsageError, match="expected_continuation = true needs"):
+        validate(ActorCriticSettings, {"expected_continuation": True}, "here")
+    with pytest.raises(UsageError, match=r"controller.starts = 3: windows have dynamics.context = 1 frames"):
+        of(SPACES["discrete"], starts=3)
+    model = SmoothModel(SPACES["discrete"])
+    model.context, model.starts_anywhere = 4, False
+    with pytest.raises(UsageError, match="imagines from the last frame of a window alone"):
+        of(SPACES["discrete"], model, starts=3)
+
+
+def test_dreamers_first_weights():
+    """A nearly uniform policy, and a value of exactly 0."""
+    torch.manual_seed(0)
+    settings = ActorCriticSettings(initialization="fan-in", two_hot="symexp", norm_eps=1e-4, normalize_inputs=False)
+    controller = ActorCritic(settings, (300,), actions=6, window=8)
+    feature = torch.randn(10, 300)
+    assert not two_hot.decode(controller.critic(feature), "symexp").any()
+    assert float((controller.policy(feature) + math.log(6)).abs().max()) < 0.1
+    assert float(controller.actor[0].weight.std()) * 300**0.5 == pytest.approx(1, abs=0.03)
+    assert float(controller.actor[-1].weight.std()) * 256**0.5 == pytest.approx(0.01, abs=0.001)
+    assert {layer.eps for layer in controller.actor if hasattr(layer, "eps")} == {1e-4}
+
+
+@pytest.mark.parametrize("changes", [{"replay_weight": 0.4}, {"gradient": "reparameterized", "replay_weight": 0.4}])
+def test_the_device_is_not_waited_for_by_dreamers_losses_either(changes):
+    space = SPACES["continuous"]
+    controller, model = of_many(space, 4, **changes)
+    batch = windows(space, 3, 6)
+    optimizer = build_optimizer("laprop", controller.parameter_groups(), 1e-3, 0.0, agc=0.3)
+    with NoWaiting():
+        update(optimizer, learn(controller.train(), model, batch)[0], 1e9)
+        controller.after_update()

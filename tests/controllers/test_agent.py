@@ -22,7 +22,7 @@ def seeded(seed: int) -> torch.Generator:
 def controller_for(**changes) -> ReinforceController:
     torch.manual_seed(3)
     settings = ReinforceSettings(**({"width": 7, "latent_channels": (6,), "pixel_channels": (3,)} | changes))
-    return ReinforceController(settings, (5, 2, 3), image_size=8, actions=4)
+    return ReinforceController(settings, (5, 2, 3), 8, 4)
 
 
 def frames_of(numbers: torch.Tensor) -> np.ndarray:

@@ -55,7 +55,7 @@ def test_a_new_episode_ends_a_hold_in_its_row_alone():
 def test_a_new_episode_ends_an_agents_hold(world):
     torch.manual_seed(3)
     settings = ReinforceSettings(width=7, latent_channels=(6,))
-    controller = ReinforceController(settings, (5, 2, 3), image_size=8, actions=4)
+    controller = ReinforceController(settings, (5, 2, 3), 8, 4)
     agent = Agent(world, controller, 2, temperature=1, epsilon=1.0, hold=True, generator=seeded(5))
     assert agent._held is not None
     frames = np.zeros((2, 8, 8, 3), np.uint8)

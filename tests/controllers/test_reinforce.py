@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 from rollouts import imagine, learn
-from torch.distributions import Categorical
+from torch import Tensor
+from torch.distributions import Categorical, Distribution, Independent, Normal
 from torch.nn import functional as F
 
 from wmcli.config import validate
 from wmcli.controllers.reinforce import RecurrentRollout, ReinforceController, ReinforceSettings
 from wmcli.errors import UsageError
 from wmcli.nn import two_hot
-from wmcli.nn.categorical import sample
+from wmcli.nn.actions import random_actions
+from wmcli.spaces import ActionSpace, Categories, Continuous, Discrete, Image, ObservationSpace, Vector
 from wmcli.world_models.base import ImaginedStep
 
 SMALL: dict[str, Any] = {
@@ -40,10 +42,64 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def small(dtype=torch.float64, **changes) -> ReinforceController:
+TWO_NUMBERS, TWO_CATEGORIES = Continuous((-1.0, 0.0), (1.0, 5.0)), Categories((3, 2))
+SPACES: dict[str, tuple[ActionSpace, dict[str, Any]]] = {
+    "categories": (TWO_CATEGORIES, {}),
+    "mixed-categories": (TWO_CATEGORIES, {"action_unimix": 0.2}),
+    "bins": (TWO_NUMBERS, {"bins": 4}),
+    "normal": (TWO_NUMBERS, {"continuous": "normal"}),
+    "no-actions": (TWO_NUMBERS, {"continuous": "normal", "action_inputs": False}),
+    "pixels": (TWO_NUMBERS, {"continuous": "bins", "bins": 3, "input": "pixels"}),
+}
+
+
+def small(dtype=torch.float64, actions: ActionSpace | int = 4, **changes) -> ReinforceController:
     torch.manual_seed(3)
     settings = ReinforceSettings(**(SMALL | changes))
-    return ReinforceController(settings, (5, 2, 3), image_size=8, actions=4).to(dtype)
+    return ReinforceController(settings, (5, 2, 3), 8, actions).to(dtype)
+
+
+def on_actions(world: Any, space: ActionSpace) -> Any:
+    """The counting world with other actions, of which every number counts."""
+
+    def whole(action: Tensor) -> Tensor:
+        return (action * torch.tensor([7, 3])).round().long().sum(-1) % 4
+
+    class OtherActions(type(world)):
+        def observe(self, latent, action, reset, numbers=None):
+            return super().observe(latent, whole(action), reset)
+
+        def imagine(self, state, action, numbers=None):
+            return super().imagine(state, whole(action))
+
+    world = OtherActions()
+    world.action_space = space
+    return world
+
+
+def torch_policy(controller: ReinforceController, outputs: Tensor) -> tuple[Distribution, list[Categorical]]:
+    """The policy of the outputs of the policy's head, as torch has it: one distribution, or several categories."""
+    space, settings = controller.action_space, controller.settings
+    if isinstance(space, Continuous) and settings.continuous == "normal":
+        mean, deviation = outputs.chunk(2, -1)
+        return Independent(Normal(mean.tanh(), 0.1 + 0.9 * torch.sigmoid(deviation + 2)), 1), []
+    sizes = [settings.bins] * 2 if isinstance(space, Continuous) else list(getattr(space, "sizes", outputs.shape[-1:]))
+    categories = []
+    for logits in outputs.split(sizes, -1):
+        share = settings.action_unimix
+        categories.append(Categorical(probs=(1 - share) * logits.softmax(-1) + share / logits.shape[-1]))
+    return categories[0], categories
+
+
+def log_probability_and_entropy(controller: ReinforceController, outputs: Tensor, action: Tensor) -> tuple:
+    whole, categories = torch_policy(controller, outputs)
+    if not categories:
+        return whole.log_prob(action), whole.entropy()
+    if isinstance(controller.action_space, Continuous):
+        action = ((action + 1) / 2 * (controller.settings.bins - 1)).round().long()
+    action = action[..., None] if isinstance(controller.action_space, Discrete) else action
+    each = list(zip(categories, action.unbind(-1), strict=True))
+    return sum(part.log_prob(one) for part, one in each), sum(part.entropy() for part, _ in each)
 
 
 def parameters(controller: ReinforceController) -> int:
@@ -90,7 +146,7 @@ def test_an_input_that_does_not_fit():
 
 def test_it_starts_nearly_uniform():
     torch.manual_seed(0)
-    controller = ReinforceController(ReinforceSettings(width=64), (16, 4, 4), 64, actions=6)
+    controller = ReinforceController(ReinforceSettings(width=64), (16, 4, 4), 64, 6)
     logits, _, _ = controller.policy(torch.randn(50, 16, 4, 4), controller.initial_state(50))
     entropy = Categorical(logits=logits.detach()).entropy()
     assert float((entropy - math.log(6)).abs().max()) < 0.03
@@ -244,7 +300,7 @@ def test_flat_features(world, make_batch):
 
     flat, batch = Flat(), make_batch((3, 6, 4), 6)
     torch.manual_seed(3)
-    controller = ReinforceController(ReinforceSettings(**SMALL), (30,), image_size=8, actions=4)
+    controller = ReinforceController(ReinforceSettings(**SMALL), (30,), 8, 4)
     rollout = imagine(controller, flat, batch)
     assert rollout.observation.shape == (3, 5, 30)
     total, _ = controller.loss(rollout)
@@ -269,12 +325,13 @@ def loss_with_the_graph_kept(controller: ReinforceController, world, rollout: Re
     _, world_state = world.observe(batch.inputs, batch.action, starts)
     state, value, log_probability, entropy, reward, ended = rollout.start, [], [], [], [], []
     for t in range(settings.imagination_horizon):
-        logits, v, state = controller.policy(controller.view(world, world_state), state)
-        action = sample(logits.detach(), uniforms.action[t])
-        policy = Categorical(logits=logits)
+        parameters, v, state = controller.policy(controller.view(world, world_state), state)
+        action = controller.distribution.sample(parameters.detach(), uniforms.action[t])
+        torch.testing.assert_close(action, rollout.action[:, t], check_dtype=False)
         value.append(v)
-        log_probability.append(policy.log_prob(action))
-        entropy.append(policy.entropy())
+        taken, spread = log_probability_and_entropy(controller, controller.policy_head(state[0]), action)
+        log_probability.append(taken)
+        entropy.append(spread)
         state = controller.follow(action, state)
         imagined, world_state = world.imagine(world_state, action)
         reward.append(imagined.reward)
@@ -321,6 +378,80 @@ def test_two_phases_give_the_gradient_of_one(variant, world, make_batch):
     assert not any(metric.requires_grad for metric in metrics.values())
     if controller.settings.learn_after_end:
         assert float(metrics["imagined_reward"]) == pytest.approx(float(rollout.reward.mean()))
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_two_phases_give_the_gradient_of_one_on_any_actions(name, world, make_batch):
+    """And the formula's terms are those of torch's distributions."""
+    space, changes = SPACES[name]
+    controller, world = small(actions=space, **changes), on_actions(world, space)
+    batch = make_batch((3, 6, 4), controller.window)
+    batch = batch._replace(action=random_actions(space, batch.valid.shape, torch.Generator().manual_seed(1)))
+    torch.manual_seed(11)
+    rollout = imagine(controller, world, batch)
+    assert rollout.action.shape == (3, 4, 2)
+    assert rollout.action.dtype == (torch.int64 if isinstance(space, Categories) else torch.float32)
+    torch.manual_seed(11)
+    want = loss_with_the_graph_kept(controller, world, rollout, batch)
+    gradients = torch.autograd.grad(want, list(controller.parameters()))
+    total, metrics = controller.loss(rollout)
+    close = {"rtol": 1e-5, "atol": 1e-7}  # actions are float32
+    torch.testing.assert_close(total, want, **close)
+    torch.testing.assert_close(torch.autograd.grad(total, list(controller.parameters())), gradients, **close)
+    assert all(bool(gradient.any()) for gradient in gradients), "every parameter learns"
+    assert all(metric.isfinite() for metric in metrics.values())
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_acting_decides_by_the_parameters_that_imagination_samples_from(name, world):
+    space, changes = SPACES[name]
+    controller, world = small(torch.float32, actions=space, **changes), on_actions(world, space)
+    frame = torch.randint(256, (5, 8, 8, 3), dtype=torch.uint8)
+    before = random_actions(space, (5,))
+    state = world.perceive(None, frame, torch.zeros(5, dtype=torch.long), torch.ones(5, dtype=torch.bool))
+    parameters, own = controller.decide(world, state, controller.initial_state(5))
+    assert parameters.shape == (5, controller.distribution.outputs) and parameters.dtype == torch.float32
+    action = controller.choose(parameters, own, 1.0, torch.Generator().manual_seed(0))
+    assert action.shape == (5, 2) and action.dtype == before.dtype
+    likeliest = controller.choose(parameters, own, 0.0)
+    taken, _ = log_probability_and_entropy(controller, controller.policy_head(own[0]), likeliest)
+    other, _ = log_probability_and_entropy(controller, controller.policy_head(own[0]), action)
+    assert (taken >= other).all()
+    follow = controller.follow(action, own)
+    assert torch.equal(follow[0], own[0]) == (not controller.settings.action_inputs)
+
+
+def test_continuous_actions_are_bins_by_default():
+    controller = ReinforceController(ReinforceSettings(), (8,), 64, TWO_NUMBERS)
+    assert controller.distribution.outputs == 2 * 51, "as in Simulus"
+    with pytest.raises(UsageError, match="bins = 1"):
+        validate(ReinforceSettings, {"bins": 1}, "controller")
+
+
+@pytest.mark.parametrize(
+    "space",
+    [Image(8, 8, 1), Vector(3), {"left": Image(8, 8), "right": Image(8, 8)}, {"body": Vector(2)}],
+    ids=["gray", "vector", "two images", "no image"],
+)
+def test_pixels_need_a_single_image_in_three_colors(space: ObservationSpace):
+    with pytest.raises(UsageError, match=r"a single image, in three colors.*controller\.input=latent"):
+        ReinforceController(ReinforceSettings(input="pixels"), (8,), space, 4)
+    ReinforceController(ReinforceSettings(), (8,), space, 4)
+
+
+def test_pixels_are_those_of_the_image_among_the_parts(world, make_batch):
+    class TwoParts(type(world)):
+        def decode(self, latent, state=None):
+            return {"body": latent[..., None].float(), "camera": super().decode(latent)[..., :4, :, :]}
+
+    space, batch = {"body": Vector(1), "camera": Image(4, 8)}, make_batch((3, 6, 4), 6)
+    torch.manual_seed(3)
+    controller = ReinforceController(ReinforceSettings(**(SMALL | {"input": "pixels"})), (5, 2, 3), space, 4)
+    rollout = imagine(controller, TwoParts(), batch)
+    assert rollout.observation.shape == (3, 5, 4, 8, 3)
+    assert torch.equal(rollout.observation[:, 0], TwoParts().decode(batch.inputs[:, -1])["camera"])
+    with pytest.raises(UsageError, match="the image's 4 x 6 pixels must be a multiple of 4"):
+        ReinforceController(controller.settings, (5,), Image(4, 6), 4)
 
 
 def policy_gradient(controller: ReinforceController, rollout: RecurrentRollout) -> torch.Tensor:
@@ -376,9 +507,15 @@ def test_two_hot_values_start_at_zero_and_learn_the_return(world, make_batch):
     assert float(last["value_mean"]) == pytest.approx(-30, rel=0.02)
 
 
-def test_float32_and_bfloat16(world, make_batch):
-    controller = small(torch.float32, width=32)
+@pytest.mark.parametrize("name", ["discrete", *SPACES])
+def test_float32_and_bfloat16(name, world, make_batch):
     batch = make_batch((3, 6, 4), 6)
+    if name == "discrete":
+        controller = small(torch.float32, width=32)
+    else:
+        space, changes = SPACES[name]
+        controller, world = small(torch.float32, space, width=32, **changes), on_actions(world, space)
+        batch = batch._replace(action=random_actions(space, batch.valid.shape, torch.Generator().manual_seed(1)))
     rollout = imagine(controller, world, batch)
     want, _ = controller.loss(rollout)
     with torch.autocast("cpu", torch.bfloat16):
@@ -414,7 +551,7 @@ def test_reinforce_finds_the_good_arm(world, make_batch):
     bandit = Bandit(actions=3)
     torch.manual_seed(0)
     settings = ReinforceSettings(width=16, latent_channels=(4,), burn_in=0, imagination_horizon=4, entropy_weight=0.01)
-    controller = ReinforceController(settings, bandit.feature_shape, 8, bandit.actions)
+    controller = ReinforceController(settings, bandit.feature_shape, 8, bandit.action_space)
     optimizer = torch.optim.AdamW(controller.parameter_groups(), lr=1e-2)
     reward = []
     for seed in range(200):
@@ -425,6 +562,44 @@ def test_reinforce_finds_the_good_arm(world, make_batch):
         reward.append(float(metrics["imagined_reward"]))
     assert sum(reward[:10]) / 10 < 0.5
     assert sum(reward[-20:]) / 20 > 0.95
+
+
+@pytest.mark.parametrize("continuous", ["bins", "normal", "truncated-normal"])
+def test_reinforce_finds_the_good_number(continuous, world, make_batch):
+    """A bandit whose frames show which of two numbers pays best."""
+
+    class Bandit(type(world)):
+        feature_shape = (2,)
+        action_space = Continuous((0.0,), (1.0,))
+
+        def _features(self, total):
+            return torch.nn.functional.one_hot(total % 2, 2).float()
+
+        def observe(self, latent, action, reset, numbers=None):
+            return super().observe(latent, action[..., 0].long(), reset)
+
+        def imagine(self, state, action, uniforms=None):
+            frame = torch.randint(2, action.shape[:1])
+            reward = -(action[:, 0] - (state.total % 2 - 0.5)).abs()
+            return ImaginedStep(frame, reward, torch.ones_like(reward, dtype=torch.bool)), state._replace(total=frame)
+
+    torch.manual_seed(0)
+    settings = ReinforceSettings(
+        width=16, burn_in=0, imagination_horizon=4, entropy_weight=0.0, continuous=continuous, bins=9
+    )
+    controller = ReinforceController(settings, (2,), 8, Bandit.action_space)
+    bandit, optimizer = Bandit(), torch.optim.AdamW(controller.parameter_groups(), lr=1e-2)
+    bandit.action_space = Bandit.action_space
+    reward = []
+    for seed in range(300):
+        batch = make_batch((1,) * 32, 1, seed=seed)
+        total, metrics = learn(controller, bandit, batch._replace(action=torch.zeros(32, 1, 1)))
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        reward.append(float(metrics["imagined_reward"]))
+    assert sum(reward[:10]) / 10 < -0.4
+    assert sum(reward[-20:]) / 20 > -0.25
 
 
 def test_curiosity_adds_the_disagreement_to_the_rewards_that_are_learned_from(world, make_batch, monkeypatch):

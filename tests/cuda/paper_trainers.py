@@ -15,6 +15,7 @@ from torch import Tensor
 from wmcli.assemble import build_controller, build_tokenizer, build_world_model
 from wmcli.experience import Replay
 from wmcli.settings import Settings, resolve
+from wmcli.spaces import Spaces
 from wmcli.trainers import DynamicsTrainer, ImaginationTrainer, ReanalysisTrainer, TokenizerTrainer
 from wmcli.training.device import Machine, isolated_randomness
 from wmcli.training.loop import Trainer
@@ -81,15 +82,16 @@ def trainer_of(settings: Settings, kind: str, machine: Machine) -> Trainer:
     data = _experience(settings, device)
     assert not data.frames_on_host or settings.training.replay == "host"
     dynamics: Any = settings.dynamics
+    spaces = Spaces.of_images(settings.environment.size, ACTIONS)
     tokenizer = None
     if dynamics.takes_tokenizer or dynamics.trains_tokenizer:
-        tokenizer = build_tokenizer(settings).to(device)
+        tokenizer = build_tokenizer(settings, spaces).to(device)
     if kind == "tokenizer":
         assert tokenizer is not None
         return TokenizerTrainer(tokenizer, data, settings.tokenizer, settings.training, machine=machine, rng=rng)
     if dynamics.takes_tokenizer:
         tokenizer = machine.freeze(tokenizer)
-    model = build_world_model(settings, tokenizer, ACTIONS).to(device)
+    model = build_world_model(settings, tokenizer, spaces).to(device)
     if kind == "dynamics":
         return DynamicsTrainer(model.train(), data, dynamics, settings.training, machine=machine, rng=rng)
     model = machine.freeze(model)
@@ -106,7 +108,7 @@ def _experience(settings: Settings, device: torch.device) -> Replay:
     length = segment if getattr(dynamics, "rows", None) == "episodes" else max(20, segment)
     rows, size = EPISODES * length, settings.environment.size
     rng, first = np.random.default_rng(0), np.arange(rows) % length == 0
-    held = Replay.empty(device, frames_on=settings.training.replay)
+    held = Replay(device, frames_on=settings.training.replay)
     arrays: dict[str, np.ndarray] = {
         "observation": rng.integers(0, 256, (rows, size, size, 3), dtype=np.uint8),
         "action": rng.integers(ACTIONS, size=rows).astype(np.int32),

@@ -56,7 +56,7 @@ LENGTHS, UNFINISHED = [[5, 3, 9], [2, 14], [11, 1, 1]], [2, 0, 6]
 
 
 def filled(parts: list[dict[str, np.ndarray]]) -> Replay:
-    replay = Replay.empty("cpu")
+    replay = Replay("cpu")
     for part in parts:
         replay.extend(part)
     return replay
@@ -74,7 +74,7 @@ def test_a_game_goes_on_over_its_lost_lives(lives_end_episodes: bool, cuts: list
     data["lives"][rows[1]] = [3, 3, 2, 3, 3, 3, 2, 2, 2, 3, 3, 3, 3, 3, 2, 2, 2]
     data["truncated"][rows[1][2]], data["terminated"][rows[1][8]] = True, False
     parts = np.split(np.arange(len(data["action"])), cuts)
-    replay = Replay.empty("cpu", lives_end_episodes=lives_end_episodes)
+    replay = Replay("cpu", lives_end_episodes=lives_end_episodes)
     for part in parts:
         replay.extend({name: column[part] for name, column in data.items()})
     opens = [replay.opens_game.numpy()[mine] for mine in rows]
@@ -100,7 +100,7 @@ def test_episodes_are_contiguous_in_order_and_complete() -> None:
     for begin, frames in zip(start, length, strict=True):
         rows = order[begin : begin + frames]
         assert len(set(data["stream"][rows])) == 1
-        assert (np.diff(replay.frames[rows][:, 0, 0, 1].int().numpy()) == 1).all()
+        assert (np.diff(replay.observation[rows][:, 0, 0, 1].int().numpy()) == 1).all()
         assert data["first"][rows].tolist() == [True] + [False] * (frames - 1)
 
 
@@ -114,7 +114,7 @@ def test_segment_by_segment_equals_all_at_once(cuts: list[int]) -> None:
     assert (replay.order == whole.order).all()
     assert (replay.episodes.start == whole.episodes.start).all()
     assert (replay.episodes.length == whole.episodes.length).all()
-    for name in ("frames", "action", "reward", "terminated", "truncated", "first"):
+    for name in ("observation", "action", "reward", "terminated", "truncated", "first"):
         got, want = getattr(replay, name), getattr(whole, name)
         assert got.dtype == want.dtype and torch.equal(got, want)
 
@@ -128,7 +128,7 @@ def test_streams_are_whole_and_in_the_order_of_time() -> None:
     for stream in range(3):
         rows = order[start[stream] : start[stream] + length[stream]]
         assert set(data["stream"][rows].tolist()) == {stream}
-        assert replay.frames[rows][:, 0, 0, 1].tolist() == list(range(length[stream]))
+        assert replay.observation[rows][:, 0, 0, 1].tolist() == list(range(length[stream]))
         assert replay.first[rows].sum() == len(LENGTHS[stream]) + (UNFINISHED[stream] > 0)
 
 
@@ -168,7 +168,7 @@ def test_windows_of_streams_run_over_the_ends_of_episodes() -> None:
     )
     assert sampler.windows == (19 - 8) + (16 - 8) + (19 - 8)
     windows = sampler.batch(sampler.windows)
-    stream, time = replay.frames[windows.rows][:, :, 0, 0].unbind(-1)
+    stream, time = replay.observation[windows.rows][:, :, 0, 0].unbind(-1)
     assert windows.valid.all() and (stream == stream[:, :1]).all() and (time.diff(dim=1) == 1).all()
     assert replay.first[windows.rows][:, 1:].any(1).sum() == 10 + 2 + 8  # those that an episode opens within
 
@@ -176,7 +176,7 @@ def test_windows_of_streams_run_over_the_ends_of_episodes() -> None:
 def test_tensors_have_the_given_values() -> None:
     data = experience(LENGTHS, UNFINISHED)
     replay = filled([data])
-    assert torch.equal(replay.frames, torch.from_numpy(data["observation"]))
+    assert torch.equal(replay.observation, torch.from_numpy(data["observation"]))
     assert replay.action.dtype == torch.int64 and (replay.action.numpy() == data["action"]).all()
     assert replay.reward.dtype == torch.float32 and (replay.reward.numpy() == data["reward"]).all()
     assert (replay.terminated.numpy() == data["terminated"]).all() and replay.first.dtype == torch.bool
@@ -193,9 +193,9 @@ def searched(data: dict[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
 def test_search_results_are_stored_with_their_rows(reserve: bool) -> None:
     plain = experience([[4]], [0])
     first, second = searched(plain, 0), searched(plain, 1)
-    replay = Replay.empty("cpu")
+    replay = Replay("cpu")
     if reserve:
-        replay.reserve(20, (4, 3, 2))
+        replay.reserve(20, experience([[1]], [0]))
     replay.extend(plain)
     assert replay.searched is None
     for part in (first, plain, second, plain):
@@ -206,7 +206,7 @@ def test_search_results_are_stored_with_their_rows(reserve: bool) -> None:
     assert torch.equal(policy[found], torch.from_numpy(np.concatenate([first["policy"], second["policy"]])))
     assert torch.equal(value[found], torch.from_numpy(np.concatenate([first["value"], second["value"]])))
     assert not policy[~found].any() and not value[~found].any()
-    assert torch.equal(replay.frames[:4], replay.frames[16:])
+    assert torch.equal(replay.observation[:4], replay.observation[16:])
 
 
 def test_targets_are_those_of_the_newest_search_and_the_least_searched_come_first() -> None:
@@ -246,15 +246,15 @@ def test_targets_of_experience_that_nobody_searched() -> None:
 
 def test_reserved_room_is_not_copied_again() -> None:
     data = experience([[4]], [0])
-    replay = Replay.empty("cpu")
-    replay.reserve(12, (4, 3, 2))
+    replay = Replay("cpu")
+    replay.reserve(12, data)
     replay.extend(data)
-    place = replay.frames.data_ptr()
+    place = replay.observation.data_ptr()
     replay.extend(data)
     replay.extend(data)
-    assert replay.frames.data_ptr() == place and len(replay) == 12
+    assert replay.observation.data_ptr() == place and len(replay) == 12
     replay.extend(data)
-    assert len(replay) == 16 and torch.equal(replay.frames[:4], replay.frames[12:])
+    assert len(replay) == 16 and torch.equal(replay.observation[:4], replay.observation[12:])
 
 
 def test_an_interrupted_episode_is_left_as_it_is_when_its_stream_starts_anew() -> None:
@@ -274,14 +274,14 @@ def test_read_only_arrays_are_taken_without_a_warning(recwarn) -> None:
 def test_frames_in_blocks_are_as_good_as_all_at_once(cuts: list[int]) -> None:
     data = experience(LENGTHS, UNFINISHED)
     rest = {name: array for name, array in data.items() if name != "observation"}
-    replay = Replay.empty("cpu")
+    replay = Replay("cpu")
     replay.extend(rest, iter(np.split(data["observation"], cuts)))
     assert (
-        torch.equal(replay.frames, torch.from_numpy(data["observation"]))
+        torch.equal(replay.observation, torch.from_numpy(data["observation"]))
         and (replay.order == filled([data]).order).all()
     )
     with pytest.raises(AssertionError, match="frames for"):
-        Replay.empty("cpu").extend(rest, iter([data["observation"][1:]]))
+        Replay("cpu").extend(rest, iter([data["observation"][1:]]))
 
 
 def test_mismatches_are_refused() -> None:
@@ -293,25 +293,25 @@ def test_mismatches_are_refused() -> None:
         replay.extend({**data, "stream": np.full(len(data["action"]), 7, np.int16), "first": data["first"] & False})
     assert len(replay) == len(data["action"])
     with pytest.raises(MachineError, match="do not fit in the memory of cpu"):
-        Replay.empty("cpu").reserve(1 << 44, (64, 64, 3))
+        Replay("cpu").reserve(1 << 44, data)
 
 
 def test_frames_on_the_host_and_the_rest_on_the_device() -> None:
     """On a device that holds no numbers and takes part in no operation of the host's."""
     data = experience(LENGTHS, UNFINISHED)
-    replay = Replay.empty("meta", frames_on="host")
+    replay = Replay("meta", frames_on="host")
     for _ in range(2):  # the second grows the columns
         replay.extend(data)
     assert replay.frames_on_host and torch.equal(
-        replay.frames, torch.from_numpy(data["observation"]).repeat(2, 1, 1, 1)
+        replay.observation, torch.from_numpy(data["observation"]).repeat(2, 1, 1, 1)
     )
     windows = Windows(np.arange(12).reshape(3, 4), np.ones((3, 4), bool))
-    batch = gather(replay, replay.frames, windows)
+    batch = gather(replay, replay.observation, windows)
     assert {column.device.type for column in batch if column is not None} == {"meta"}
     assert batch.inputs.shape == (3, 4, 4, 3, 2) and batch.inputs.dtype == torch.uint8
-    everything = Replay.empty("meta")
+    everything = Replay("meta")
     everything.extend(data)
-    assert everything.frames.device.type == "meta" and not everything.frames_on_host
+    assert everything.observation.device.type == "meta" and not everything.frames_on_host
 
 
 def test_many_frames_go_to_the_host_by_themselves(monkeypatch) -> None:
@@ -321,7 +321,7 @@ def test_many_frames_go_to_the_host_by_themselves(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10)
 
     def place(size: int, frames_on: FramesOn) -> str:
-        return Replay.empty("cuda", frames_on=frames_on)._place_frames(size).type
+        return Replay("cuda", frames_on=frames_on)._place_frames(size).type
 
     assert [place(size, "auto") for size in (40, 41)] == ["cuda", "cpu"]
     assert [place(41, frames_on) for frames_on in ("device", "host")] == ["cuda", "cpu"]

@@ -98,7 +98,7 @@ def test_frames_in_blocks_are_read_as_if_they_came_at_once(tmp_path, monkeypatch
 
 def test_all_zero_arrays_are_written_too(tmp_path) -> None:
     write_segment(tmp_path / "s", {name: np.zeros_like(array) for name, array in arrays(70).items()})
-    assert len(files(tmp_path / "s")) == 1 + 2 * len(segment.FIELDS)
+    assert len(files(tmp_path / "s")) == 1 + 2 * (len(segment.OUTCOMES) + 2)
     assert not any(array.any() for array in read_segment(tmp_path / "s").values())
 
 
@@ -107,7 +107,7 @@ def test_any_missing_or_cut_file_is_noticed(tmp_path, monkeypatch, read) -> None
     monkeypatch.setattr(segment, "SHARD", segment.CHUNK)
     folder = tmp_path / "s"
     write_segment(folder, arrays(150))
-    assert len(files(folder)) == 1 + len(segment.FIELDS) + len(segment.FIELDS) + 2
+    assert len(files(folder)) == 1 + 2 * len(segment.OUTCOMES) + 4 + 2
     for file in files(folder):
         content = file.read_bytes()
         file.unlink()
@@ -149,8 +149,8 @@ def test_arrays_that_do_not_fit_together_are_noticed(tmp_path, read) -> None:
 def test_other_formats_are_refused(tmp_path) -> None:
     with pytest.raises(ArtifactError, match="no experience segment"):
         read_segment(tmp_path)
-    zarr.create_group(tmp_path / "g", attributes={"format": "wm-segment", "schema": 2, "rows": 3})
-    with pytest.raises(ArtifactError, match="'schema': 2"):
+    zarr.create_group(tmp_path / "g", attributes={"format": "wm-segment", "schema": 3, "rows": 3})
+    with pytest.raises(ArtifactError, match="a segment of schema 3"):
         read_segment(tmp_path / "g")
 
 
@@ -160,20 +160,21 @@ def test_recorder_interleaves_streams_and_goes_on_after_a_load(actions: int | No
     if actions:
         source |= {"policy": np.random.default_rng(1).random((21, actions), np.float32), "value": source["reward"] * 2}
     steps = [{name: array[3 * t : 3 * t + 3] for name, array in source.items() if name != "stream"} for t in range(7)]
-    whole = Recorder(7, 3, (6, 5, 3), actions)
-    part = Recorder(4, 3, (6, 5, 3), actions)
+    final = {stream: np.full((6, 5, 3), 50 + stream, np.uint8) for stream in range(3)}
+    whole, part, resumed = Recorder(7, 3), Recorder(4, 3), Recorder(7, 3)
     for step in steps:
-        whole.add(step)
+        whole.add(step, final)
     for step in steps[:4]:
-        part.add(step)
-    resumed = Recorder(7, 3, (6, 5, 3), actions)
+        part.add(step, final)
     resumed.load(part.arrays())
-    assert len(resumed) == 12
+    assert len(resumed) == 12 and resumed.closings == part.closings
     for step in steps[4:]:
-        resumed.add(step)
+        resumed.add(step, final)
     source["stream"] = np.tile(np.arange(3), 7).astype(np.int16)
+    ended = source["terminated"] | source["truncated"]
+    source["closing"] = np.stack([final[stream] for stream in source["stream"][ended]])
     for name, array in source.items():
         assert (whole.arrays()[name] == array).all()
         assert (resumed.arrays()[name] == array).all()
     with pytest.raises(AssertionError, match="full"):
-        whole.add(steps[0])
+        whole.add(steps[0], final)

@@ -25,10 +25,24 @@ def test_residual_networks_undo_each_others_shapes() -> None:
     assert ResidualDecoder(32, 3, 7, 24)(h).shape == x.shape
 
 
+@pytest.mark.parametrize("colors", [1, 4])
+@torch.no_grad()
+def test_images_may_be_wide_and_have_other_colors(colors: int) -> None:
+    x = torch.randn(2, colors, 16, 32)
+    for encoder, decoder in (
+        (SlimEncoder(8, 2, 32, colors), SlimDecoder(8, 2, 32, colors)),
+        (ResidualEncoder(32, 2, 7, 16, colors), ResidualDecoder(32, 2, 7, 16, colors)),
+        (PatchEncoder(16, 4, (4, 8), 12, colors), PatchDecoder(16, 4, (4, 8), 12, colors)),
+    ):
+        h = encoder(x)
+        assert h.shape[2:] == (4, 8)
+        assert decoder(h).shape == x.shape
+
+
 @torch.no_grad()
 def test_patch_networks_keep_patches_apart_and_know_their_places() -> None:
     torch.manual_seed(0)
-    encoder, decoder = PatchEncoder(16, 8, 3, 12), PatchDecoder(16, 8, 3, 12)
+    encoder, decoder = PatchEncoder(16, 8, (3, 3), 12), PatchDecoder(16, 8, (3, 3), 12)
     x = torch.randn(1, 3, 24, 24)
     h = encoder(x)
     image = decoder(h)

@@ -59,3 +59,20 @@ def test_disagreement_has_its_bounds(ensemble):
     for head in ensemble.heads[1:]:
         head.load_state_dict(ensemble.heads[0].state_dict())
     assert_close(ensemble.disagreement(x), torch.zeros(B), atol=1e-6, rtol=0)
+
+
+def test_classes_that_cannot_occur_have_no_part_in_loss_and_disagreement(ensemble):
+    x, target = torch.randn(B, T, D), torch.randint(2, (B, T, V))
+    possible = (torch.arange(C) < 2).expand(V, C)
+    p = ensemble(x, possible).exp()
+    assert p[..., 2:].sum() == 0
+    within = ensemble(x)[..., :2].softmax(-1)
+    assert_close(p[..., :2], within)
+    assert_close(
+        ensemble.loss(x, target, possible),
+        -within.log().gather(-1, target[None, ..., None].expand(E, B, T, V, 1)).sum((-1, -2)).mean(0),
+    )
+    mean = within.mean(0)
+    want = (within * (within / mean).log()).sum(-1).mean(0).mean(-1)
+    assert_close(ensemble.disagreement(x, possible), want, rtol=1e-4, atol=1e-6)
+    assert torch.equal(ensemble(x, torch.ones(V, C, dtype=torch.bool)), ensemble(x))

@@ -7,7 +7,8 @@ import torch
 from draws import assert_fan_average, assert_torchs_default
 from torch import nn
 
-from wmcli.nn.initialize import initialize
+from wmcli.nn.block_linear import BlockLinear
+from wmcli.nn.initialize import initialize, scale_last
 
 
 def layers() -> nn.Sequential:
@@ -44,3 +45,17 @@ def test_orthogonal_rows_or_columns_and_a_last_layer_near_zero():
         weight = layer.weight if len(layer.weight) <= layer.in_features else layer.weight.T
         torch.testing.assert_close(weight @ weight.T, square * torch.eye(len(weight)), rtol=0, atol=1e-5 * square)
         assert layer.bias is None or not layer.bias.any()
+
+
+def test_fan_in():
+    """Within two standard deviations of the untruncated normal. A block layer counts the inputs of all blocks."""
+    torch.manual_seed(0)
+    network = nn.Sequential(*layers(), BlockLinear(400, 800, 8))
+    initialize(network, "fan-in")
+    for layer, fan in zip(network, (300, 200, 40 * 25, 30 * 16, 500, 400), strict=True):
+        assert float(layer.weight.detach().std()) * fan**0.5 == pytest.approx(1, abs=0.03)
+        assert float(layer.weight.detach().abs().max()) * fan**0.5 <= 2 * 1.1369
+        assert layer.bias is None or not layer.bias.any()
+    weight = network[-1].weight.detach().clone()
+    scale_last(network, 0.5)
+    assert torch.equal(network[-1].weight, weight / 2)

@@ -105,3 +105,42 @@ def test_precise_under_autocast():
     torch.testing.assert_close(back, numbers, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(losses, want)
     assert two_hot.decode(logits.bfloat16()).dtype == torch.float32
+
+
+# -- divided and averaged in the space of the numbers ---
+
+
+def test_symexp_there_and_back():
+    size = torch.logspace(-6, 8, 400, dtype=torch.float64)
+    numbers = torch.cat([-size, torch.zeros(1), size])
+    weights = two_hot.encode(numbers, "symexp")
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(numbers))
+    assert int((weights > 0).sum(-1).max()) == 2
+    torch.testing.assert_close(two_hot.decode(weights.log(), "symexp"), numbers, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_symexp_bins_belong_to_themselves(dtype):
+    bins = two_hot.symexp(torch.arange(-127, 128, dtype=dtype) * (20 / 127))
+    assert torch.equal(two_hot.encode(bins, "symexp"), torch.eye(255, dtype=dtype))
+    beyond = two_hot.encode(torch.tensor([-3e38, 3e38]), "symexp")
+    assert beyond[0, 0] == 1 and beyond[1, 254] == 1
+
+
+def test_a_symexp_mean_is_that_of_the_numbers():
+    """Half 0 and half 100 is 50; the mean in symlog space is 9."""
+    numbers = torch.tensor([0.0, 100.0], dtype=torch.float64)
+    both = {kind: two_hot.encode(numbers, kind).mean(0).log() for kind in ("symlog", "symexp")}
+    assert float(two_hot.decode(both["symexp"], "symexp")) == pytest.approx(50)
+    assert float(two_hot.decode(both["symlog"], "symlog")) == pytest.approx(math.sqrt(101) - 1)
+
+
+def test_symexp_of_no_opinion_is_exactly_zero():
+    assert not two_hot.decode(torch.zeros(3, 255), "symexp").any()
+    assert not two_hot.decode(torch.zeros(3, 255, dtype=torch.bfloat16), "symexp").any()
+
+
+def test_the_symexp_loss_is_the_cross_entropy():
+    logits, target = torch.randn(7, 255, dtype=torch.float64), 30 * torch.randn(7, dtype=torch.float64)
+    want = -(two_hot.encode(target, "symexp") * logits.log_softmax(-1)).sum(-1)
+    torch.testing.assert_close(two_hot.loss(logits, target, "symexp"), want)

@@ -209,7 +209,9 @@ def test_a_controller_sees_the_same_in_its_rollouts(kind: str, dynamics: Any) ->
 
     dreams.seed(6)
     windows = dreams._starts.windows(dreams._host.integers(len(dreams._starts), size=rows))
-    batch = gather(dreams.replay, model.encode(dreams.replay.frames[None])[0], windows, across_ends=model.across_ends)
+    batch = gather(
+        dreams.replay, model.encode(dreams.replay.observation[None])[0], windows, across_ends=model.across_ends
+    )
     draw = dreams._uniforms
     start = torch.rand(*batch.action.shape, model.uniforms_per_frame, generator=draw)
     world = torch.stack([torch.rand(rows, model.uniforms_per_step, generator=draw) for _ in range(steps)])
@@ -232,7 +234,7 @@ def test_episodes_start_from_given_experience(small: Make) -> None:
     run = small("rem", trained=True)
     env = opened(latest(run, "dynamics").path, observation="pixels", experience=str(latest(run, "experience").path))
     model, memory = env.dreams.world_model, env.dreams.replay
-    drawn = {frame.numpy().tobytes() for frame in model.decode(model.encode(memory.frames[None])[0])}
+    drawn = {frame.numpy().tobytes() for frame in model.decode(model.encode(memory.observation[None])[0])}
     first = env.reset(seed=1)[0]
     assert all(frame.tobytes() in drawn for frame in first)
 

@@ -193,7 +193,7 @@ def test_training_imagining_and_acting_read_a_window_over_a_lost_life_alike(trai
     sampler = WindowSampler(
         runs, order, length=9, minimum=9, pad="left", sampling="windows", rng=np.random.default_rng(0)
     )
-    batch = gather(memory, memory.frames, sampler.batch(sampler.windows), across_ends=True)
+    batch = gather(memory, memory.observation, sampler.batch(sampler.windows), across_ends=True)
     inside = (batch.terminated & ~batch.is_last)[:, :-1].any(1)
     rows = torch.cat([inside.nonzero()[:12, 0], batch.is_first[:, 1:].any(1).nonzero()[:12, 0]])
     batch = Batch(*(None if part is None else part[rows] for part in batch))

@@ -375,7 +375,7 @@ def test_training_reads_all_segments_as_one_memory(acting: Path) -> None:
     assert len(memory) == 102
     run = Run.open(acting, create=False)
     rows = [rows_of(run.get("experience", version)) for version in (1, 2)]
-    for name, column in {"observation": memory.frames, "action": memory.action, "reward": memory.reward}.items():
+    for name, column in {"observation": memory.observation, "action": memory.action, "reward": memory.reward}.items():
         np.testing.assert_array_equal(column.numpy(), np.concatenate([segment[name] for segment in rows]))
     assert context.experience(newest) is memory
     collect(opened(acting), steps=6)

@@ -107,7 +107,7 @@ def collected(respawn: str, rounds: int = 256, streams: int = 16) -> Replay:
                 "lives": after.lives,
             }
         )
-    memory = Replay.empty("cpu")
+    memory = Replay("cpu")
     memory.extend(recorder.arrays())
     return memory
 

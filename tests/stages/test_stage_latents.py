@@ -66,9 +66,9 @@ def test_kept_tokens_are_those_of_each_frame(longer: Path) -> None:
     tokens = latents_of(context, world_model, latest(longer, "tokenizer").digest, memory)
     assert tokens.shape == (108, 16) and tokens.dtype == torch.int64
     assert len(tokens.unique(dim=0)) > 1
-    chunks = [world_model.encode(memory.frames[None, begin : begin + 20])[0] for begin in range(0, 108, 20)]
+    chunks = [world_model.encode(memory.observation[None, begin : begin + 20])[0] for begin in range(0, 108, 20)]
     assert torch.equal(tokens, torch.cat(chunks))
-    alone = torch.stack([world_model.encode(frame[None, None])[0, 0] for frame in memory.frames])
+    alone = torch.stack([world_model.encode(frame[None, None])[0, 0] for frame in memory.observation])
     assert (tokens == alone).float().mean() > 0.99  # other sizes of a batch may round otherwise
 
 

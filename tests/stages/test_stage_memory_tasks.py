@@ -103,7 +103,7 @@ def test_scripted_experience_has_whole_episodes_and_compact_states(memory_run: P
     again = play(task, np.array(about["seeds"]))
     assert np.array_equal(again.compact_states.reshape(-1, 25), arrays["sketch"])
     memory = opened(memory_run).experience(experience)
-    assert np.array_equal(memory.frames.numpy(), task.draw(arrays["sketch"]))
+    assert np.array_equal(memory.observation.numpy(), task.draw(arrays["sketch"]))
     assert experience.metrics["episodes"] == 6 and experience.metrics["test"] == 5
 
 
@@ -277,7 +277,7 @@ def test_generation_is_the_error_of_imagined_frames_and_reconstruction_of_seen_o
     evaluation = stage.evaluate_memory(context, "generation")
     model = load_world_model(dynamics, context.machine)
     memory = context.held_out(latest(run, "experience"), "test")
-    frames, action = memory.frames.view(5, 50, 40, 40, 3), memory.action.view(5, 50)
+    frames, action = memory.observation.view(5, 50, 40, 40, 3), memory.action.view(5, 50)
     first = torch.zeros(5, 39, dtype=torch.bool)
     first[:, 0] = True
     _, state = model.observe(model.encode(frames[:, :39]), action[:, :39], first, likeliest=True)
@@ -299,7 +299,7 @@ def test_frames_seen_are_not_imagined(memory_run: Path) -> None:
     context, dynamics = model_of(memory_run)
     model = load_world_model(dynamics, context.machine)
     memory = context.held_out(latest(memory_run, "experience"), "test")
-    frames, action = memory.frames.view(5, 50, 40, 40, 3), memory.action.view(5, 50)
+    frames, action = memory.observation.view(5, 50, 40, 40, 3), memory.action.view(5, 50)
     seen = stage.roll_out(model, frames, action, 50, likeliest=True)
     with torch.no_grad():
         for parameter in model.prior_head.parameters():

@@ -295,10 +295,10 @@ def test_the_left_side_is_real_and_the_right_begins_as_its_reconstruction(newest
             memory.order[start : start + 7]
             for start in starts
             if len(memory.order[start : start + 7]) == 7
-            and (memory.frames[memory.order[start : start + 7]].numpy() == real).all()
+            and (memory.observation[memory.order[start : start + 7]].numpy() == real).all()
         ]
         assert found
-        reconstruction = world_model.decode(world_model.encode(memory.frames[found[0][:2]][None])[0]).numpy()
+        reconstruction = world_model.decode(world_model.encode(memory.observation[found[0][:2]][None])[0]).numpy()
         difference = np.abs(pictures.imagined[:2, rows].astype(int) - reconstruction)
         assert difference.max() <= 1  # batches of another size may round otherwise
 
@@ -333,7 +333,7 @@ def test_every_frame_follows_from_the_one_before_and_its_action(newest_episodes:
 
 
 def test_no_episode_is_long_enough() -> None:
-    memory = Replay.empty(CPU.device)
+    memory = Replay(CPU.device)
     memory.extend(
         {
             "observation": np.zeros((4, 8, 8, 3), np.uint8),

@@ -325,7 +325,7 @@ def test_a_row_is_searched_again_as_if_it_were_just_played(make: Make, name: str
         for place in range(start, start + length):
             row = slice(order[place], order[place] + 1)
             action = memory.action[order[place - 1], None] if place > start else memory.action[row]
-            state = world_model.perceive(state, memory.frames[row], action, torch.tensor([place == start]))
+            state = world_model.perceive(state, memory.observation[row], action, torch.tensor([place == start]))
             _, seen = search.decide(world_model, state, search.initial_state(1))
             values[row] = search.summarize_search(seen).value.numpy()
     apart = np.abs(found["value"] - values) / values.std()

@@ -88,10 +88,10 @@ def test_the_loss_weighs_object_pixels(output):
     z = draw_one_hot(torch.rand(6, K, C))
     error = (tokenizer.reconstruct(z) - observation.permute(0, 3, 1, 2) / 255).square().sum(1)
     want = (object_weights(observation, 0.4) * error).sum((1, 2))
-    assert_close(tokenizer.reconstruction_loss(z, None, observation), want)
+    assert_close(tokenizer.reconstruction_losses(z, None, observation), {"": want})
     plain = make(output=output).eval()
     assert_close(
-        plain.reconstruction_loss(z, None, observation),
+        plain.reconstruction_losses(z, None, observation)[""],
         plain.reconstruction_error(z, None, observation),
         rtol=0,
         atol=0,

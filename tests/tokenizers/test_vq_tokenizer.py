@@ -129,16 +129,17 @@ def test_tokens_are_row_by_row() -> None:
     model = small("vq")
     blank = torch.zeros(1, 20, 20, 3, dtype=torch.uint8)
     with torch.no_grad():
-        plain = model._features(torch.zeros(1, 3, 20, 20))
+        images = model.parts[0].codes
+        plain = images.inputs(torch.zeros(1, 3, 20, 20))
         lit = torch.zeros(1, 3, 20, 20)
         lit[:, :, 19, 0] = 5.0  # bottom left
-        moved = (model._features(lit) - plain).norm(dim=1).view(5, 5)
+        moved = (images.inputs(lit) - plain).norm(dim=1).view(5, 5)
     assert moved[4, 0] == moved.max()
     assert model.encode(blank).shape == (1, 25)
     embedding = torch.zeros(25, 32)
     embedding[4] = 50.0  # top right
     with torch.no_grad():
-        change = (model._image(embedding) - model._image(torch.zeros(25, 32))).abs().sum(1)[0]
+        change = (images.image(embedding) - images.image(torch.zeros(25, 32))).abs().sum(1)[0]
     assert change[:8, -8:].mean() > change[-8:, :8].mean()
 
 

@@ -27,7 +27,7 @@ def imagination_of(name: str) -> ImaginationTrainer:
 
 def test_returns_end_with_the_episode_and_are_known_only_where_it_was_seen() -> None:
     rng, rows, streams = np.random.default_rng(0), 40, 2
-    held = Replay.empty(CPU.device)
+    held = Replay(CPU.device)
     terminated = np.zeros(rows, bool)
     truncated = np.zeros(rows, bool)
     terminated[[10, 23]] = True

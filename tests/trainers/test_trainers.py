@@ -15,6 +15,7 @@ from wmcli.assemble import build_controller, build_tokenizer, build_world_model
 from wmcli.errors import UsageError
 from wmcli.experience import Replay
 from wmcli.settings import Settings, resolve
+from wmcli.spaces import Spaces
 from wmcli.trainers import DynamicsTrainer, ImaginationTrainer, ReanalysisTrainer, TokenizerTrainer
 from wmcli.training.device import Machine, isolated_randomness
 from wmcli.training.loop import Trainer, fit
@@ -80,7 +81,7 @@ def settings_of(name: str, *overrides: str) -> Settings:
 def replay(seed: int = 0) -> Replay:
     """Three episodes of random frames."""
     rng, first = np.random.default_rng(seed), np.arange(ROWS) % EPISODE == 0
-    held = Replay.empty(CPU.device)
+    held = Replay(CPU.device)
     held.extend(
         {
             "observation": rng.integers(0, 256, (ROWS, SIZE, SIZE, 3), dtype=np.uint8),
@@ -99,11 +100,12 @@ def replay(seed: int = 0) -> Replay:
 def trainer_of(name: str, kind: str, rng: np.random.Generator, *overrides: str, **how: Any) -> Trainer:
     settings, data = settings_of(name, *overrides), replay()
     training = settings.training
-    tokenizer = build_tokenizer(settings) if settings.dynamics.tokenizer_kind else None
+    spaces = Spaces.of_images(settings.environment.size, ACTIONS)
+    tokenizer = build_tokenizer(settings, spaces) if settings.dynamics.tokenizer_kind else None
     if kind == "tokenizer":
         assert tokenizer is not None
         return TokenizerTrainer(tokenizer, data, settings.tokenizer, training, machine=CPU, rng=rng)
-    world_model = build_world_model(settings, tokenizer, ACTIONS)
+    world_model = build_world_model(settings, tokenizer, spaces)
     if kind == "dynamics":
         return DynamicsTrainer(world_model, data, settings.dynamics, training, machine=CPU, rng=rng, **how)
     world_model = CPU.freeze(world_model)

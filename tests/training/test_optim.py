@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from wmcli.controllers.actor_critic import ActorCriticSettings
 from wmcli.tokenizers.vq import TokenizerSettings
 from wmcli.training.checkpoint import load_optimizer, load_tensors, optimizer_tensors, save_tensors
-from wmcli.training.optim import LaProp, Schedule, build_optimizer, optimizer_for, update
+from wmcli.training.optim import LaProp, Schedule, build_optimizer, clip_adaptively, optimizer_for, update
 from wmcli.world_models.base import parameter_groups
 from wmcli.world_models.latent import LatentWorldModelSettings
 from wmcli.world_models.muzero import MuZeroSettings
@@ -42,6 +43,32 @@ def test_the_norm_is_that_of_all_groups_together() -> None:
         (parameter() - first).norm() ** 2 + (2 * (parameter() - second)).norm() ** 2, torch.tensor(1.0)
     )
     assert torch.equal(unused, parameter())
+
+
+@pytest.mark.parametrize("limit", [0.01, 0.3, 100.0])
+def test_adaptive_clipping_of_each_tensor(limit: float) -> None:
+    """Against g / max(1, |g| / (limit max(1e-3, |w|))). A gradient of 0 stays 0; a tensor near 0 counts as 1e-3."""
+    weights = [nn.Parameter(torch.randn(shape)) for shape in [(3, 4), (5,), (2, 3, 2)]]
+    weights += [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    for scale, weight in zip((10.0, 0.1, 1.0, 1.0, 0.0), weights, strict=False):  # the last has no gradient
+        weight.grad = scale * torch.randn_like(weight)
+    gradients = [weight.grad.clone() for weight in weights[:-1] if weight.grad is not None]
+    clip_adaptively(weights, limit)
+    for weight, before in zip(weights, gradients, strict=False):
+        upper = limit * max(1e-3, float(weight.detach().norm()))
+        torch.testing.assert_close(weight.grad, before / max(1.0, float(before.norm()) / upper))
+    assert weights[-1].grad is None
+
+
+def test_an_update_clips_adaptively_what_the_settings_say() -> None:
+    settings = ActorCriticSettings(agc=0.1, optimizer="adam")
+    weight = parameter()
+    clipped, plain = optimizer_for(settings, [weight]), optimizer_for(ActorCriticSettings(), [weight])
+    assert "agc" not in plain.param_groups[0]
+    norm = update(clipped, weight @ GRADIENT, 1e9)
+    assert float(norm) == 5.0
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad.norm(), 0.1 * parameter().detach().norm())
 
 
 def test_gradients_do_not_pile_up() -> None:

@@ -18,8 +18,9 @@ from wmcli.envs import grid_world as world
 from wmcli.errors import UsageError
 from wmcli.metrics import grid_world as metrics
 from wmcli.nn.categorical import sample
+from wmcli.spaces import Continuous, Discrete, Image, ObservationSpace, Vector
 from wmcli.world_models import cells
-from wmcli.world_models.base import Batch
+from wmcli.world_models.base import Batch, Parts
 from wmcli.world_models.cells import CellsSettings, CellsWorldModel
 
 B, T, K, L, V, D = 3, 3, 25, 26, 9, 16
@@ -129,12 +130,31 @@ def test_a_token_that_is_no_cell_is_seen_and_no_feature() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "words"), [({"actions": 3}, "actions"), ({"size": 64}, "size"), ({"size": 15}, "10, 20")]
+    ("kwargs", "words"),
+    [
+        ({"actions": 3}, "has 3"),
+        ({"actions": Continuous((-1.0,), (1.0,))}, "needs the grid world's 5 actions; this environment has others"),
+        ({"size": 64}, "size"),
+        ({"size": 15}, "10, 20"),
+    ],
 )
 def test_another_environment_is_refused(kwargs: dict, words: str) -> None:
     with pytest.raises(UsageError, match=words) as error:
         make(**kwargs)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("space", [Image(40, 45), Image(40, 40, 1), Vector(25), {"grid": Image(40, 40)}])
+def test_other_observations_than_square_images_in_colors_are_refused(space: ObservationSpace) -> None:
+    settings = CellsSettings()
+    part = validate(SECTIONS["gru"], {"width": D, "layers": 1}, "backbone")
+
+    def parts(space: ObservationSpace) -> Parts:
+        return Parts(space, Discrete(5), lambda length, block: build(part, max_length=length, block=block), None, None)
+
+    assert settings.build(parts(Image(40, 40))).image_size == 40
+    with pytest.raises(UsageError, match="dynamics.kind = 'cells' takes square images in three colors"):
+        settings.build(parts(space))
 
 
 # -- learning ---------------------------------------------------------------------------------------------------------

@@ -96,12 +96,12 @@ CONTROLLERS = {
         ReinforceSettings(width=6, latent_channels=(4,), burn_in=2, imagination_horizon=STEPS),
         model.feature_shape,
         16,
-        model.actions,
+        model.action_space,
     ),
     "actor-critic": lambda model: ActorCritic(
         ActorCriticSettings(actor_width=5, critic_width=5, imagination_horizon=STEPS),
         model.feature_shape,
-        model.actions,
+        model.action_space,
         3,
     ),
 }

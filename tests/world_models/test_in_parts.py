@@ -13,6 +13,7 @@ from wmcli.assemble import build_tokenizer, build_world_model
 from wmcli.errors import UsageError
 from wmcli.nn.parts import in_parts
 from wmcli.settings import resolve
+from wmcli.spaces import Spaces
 from wmcli.tokenizers.categorical import CategoricalTokenizer, CategoricalTokenizerSettings
 from wmcli.world_models.latent import LatentWorldModel, LatentWorldModelSettings
 
@@ -96,8 +97,8 @@ def test_settings_that_cannot_be_in_parts_are_refused():
 
 
 def test_the_setting_reaches_the_model():
-    settings = resolve("s4wm-2d", ["training.frames_at_once=48"])
+    settings, spaces = resolve("s4wm-2d", ["training.frames_at_once=48"]), Spaces.of_images(40, 3)
     with torch.device("meta"):
-        model = build_world_model(settings, build_tokenizer(settings), 3)
+        model = build_world_model(settings, build_tokenizer(settings, spaces), spaces)
     assert model.frames_at_once == 48
     assert settings.identity("dynamics").values == resolve("s4wm-2d").identity("dynamics").values

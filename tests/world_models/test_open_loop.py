@@ -25,7 +25,7 @@ MAKES = {
 def test_it_observes_then_imagines_under_the_given_actions(name, context):
     model, frames = MAKES[name]()
     model.eval()
-    action = torch.randint(model.actions, (len(frames), T))
+    action = torch.randint(model.action_space.count, (len(frames), T))
     latent = model.encode(frames)[:, :context]
 
     torch.manual_seed(5)

@@ -91,7 +91,7 @@ def test_frames_perceived_one_by_one_are_the_frames_observed_at_once(case: str) 
     frames = draw()
     rows = len(frames)
     model = make().eval()
-    action = torch.randint(model.actions, (rows, T))
+    action = torch.randint(model.action_space.count, (rows, T))
     reset = torch.zeros(rows, T, dtype=torch.bool)
     reset[:, 0] = reset[1, 1] = reset[2, 4] = True  # new episodes in two of the rows
     latent = model.encode(frames)
@@ -117,7 +117,7 @@ def _dream(model: WorldModel, state: State) -> list[float]:
         state = model.root(state)
     for _ in range(STEPS):
         rows = len(model.features(state))
-        action = torch.randint(model.actions, (rows,), generator=generator)
+        action = torch.randint(model.action_space.count, (rows,), generator=generator)
         numbers = torch.rand(rows, model.uniforms_per_step, generator=generator)
         imagined, state = model.imagine(state, action, numbers)
         found += [imagined.latent, imagined.reward, imagined.terminated, model.features(state)]

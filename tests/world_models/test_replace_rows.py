@@ -26,7 +26,7 @@ def test_replaced_rows_are_imagined_as_among_their_own_age_and_the_others_as_bef
     model = make().eval()
     rows = len(frames)
     replaced = torch.tensor([2, 0])
-    action = torch.randint(model.actions, (rows, BEFORE + AFTER))
+    action = torch.randint(model.action_space.count, (rows, BEFORE + AFTER))
     numbers = torch.rand(rows, BEFORE + AFTER, model.uniforms_per_step)
     reset = torch.zeros(frames.shape[:2], dtype=torch.bool)
     reset[:, :2] = reset[0, -1] = True  # short episodes behind padding
@@ -52,7 +52,7 @@ def test_replaced_rows_are_imagined_as_among_their_own_age_and_the_others_as_bef
 
 
 def _observed(model: WorldModel, frames: Tensor, reset: Tensor) -> State:
-    action = torch.arange(frames.shape[1]).expand(frames.shape[:2]) % model.actions
+    action = torch.arange(frames.shape[1]).expand(frames.shape[:2]) % model.action_space.count
     numbers = torch.full((*frames.shape[:2], model.uniforms_per_frame), 0.5)
     return model.observe(model.encode(frames), action, reset, numbers)[1]
 

@@ -22,6 +22,7 @@ from wmcli.config import validate
 from wmcli.errors import UsageError
 from wmcli.experience import Episodes, WindowTable
 from wmcli.nn import two_hot
+from wmcli.spaces import Image
 from wmcli.world_models.base import Batch
 from wmcli.world_models.token import TokenState, TokenWorldModel, TokenWorldModelSettings
 
@@ -43,7 +44,9 @@ class FakeTokenizer(nn.Module):
 
     def __init__(self, grid=GRID, codes=N, width=D):
         super().__init__()
+        self.observation_space = Image(2 * grid[0], 2 * grid[1])
         self.grid, self.tokens, self.codes, self.width = grid, grid[0] * grid[1], codes, width
+        self.image_codes, self.ranges, self.feature_shape = codes, ((0, codes),) * self.tokens, (width, *grid)
         self.table = nn.Parameter(torch.randn(codes, width))
 
     def encode(self, observation):
@@ -51,6 +54,10 @@ class FakeTokenizer(nn.Module):
 
     def embed(self, tokens):
         return self.table[tokens]
+
+    @torch.no_grad()
+    def features(self, tokens):
+        return self.embed(tokens).float().transpose(-1, -2).unflatten(-1, self.grid)
 
     def decode(self, tokens):
         frame = tokens.unflatten(-1, self.grid).repeat_interleave(2, -2).repeat_interleave(2, -1)

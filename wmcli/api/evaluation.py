@@ -13,8 +13,8 @@ from wmcli.progress import Progress
 from wmcli.stages.episodes import play_episodes
 from wmcli.training.device import derived_seed
 
-Policy = Callable[[np.ndarray, np.ndarray], Any]
-"""From frames (E, H, W, C) uint8 and `is_first` (E,) bool to actions (E,)."""
+Policy = Callable[[Any, np.ndarray], Any]
+"""From observations (E, *part), for images (E, H, W, C) uint8, and `is_first` (E,) bool to actions (E, *action)."""
 
 
 class EpisodeScores(NamedTuple):
@@ -42,8 +42,9 @@ def evaluate(
     """Play complete test episodes with a policy of one's own.
 
     Args:
-        policy: From frames (E, H, W, C) uint8 and `is_first` (E,) bool to actions (E,). `is_first` marks the rows
-            whose episode begins, for a policy that remembers. E is the smaller of `num_envs` and `episodes`.
+        policy: From observations (E, *part), for images (E, H, W, C) uint8, and `is_first` (E,) bool to actions
+            (E, *action), continuous ones from -1 to 1. `is_first` marks the rows whose episode begins, for a policy
+            that remembers. E is the smaller of `num_envs` and `episodes`.
         environment: The section of a run: frames are resized as the models of that run saw them.
         episodes: How many. All that are started count.
         num_envs: Environments side by side.
@@ -79,8 +80,9 @@ class _PolicyActor:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
 
-    def act(self, observation: np.ndarray, is_first: np.ndarray) -> np.ndarray:
-        return np.asarray(self._policy(observation, is_first), np.int64)
+    def act(self, observation: Any, is_first: np.ndarray) -> np.ndarray:
+        action = np.asarray(self._policy(observation, is_first))
+        return action if action.dtype.kind == "f" else action.astype(np.int64)
 
     def summarize_search(self) -> dict[str, np.ndarray]:
         return {}

@@ -17,12 +17,16 @@ from wmcli.assemble import Tokenizer, load_controller, load_tokenizer, load_worl
 from wmcli.controllers.agent import Agent
 from wmcli.controllers.base import Controller
 from wmcli.dream import Dreams, DreamVectorEnv, Observation, Output, Reference, RenderMode, machine_for, open_kind
+from wmcli.nn.actions import no_action, put_observation
 from wmcli.settings import Settings
+from wmcli.spaces import Spaces, first_part
 from wmcli.training.device import Machine, derived_seed
 from wmcli.world_models.base import ImaginedStep, State, WorldModel
 from wmcli.world_models.open_loop import open_loop
 
 ArrayLike = np.ndarray | Tensor
+Frames = ArrayLike | dict[str, ArrayLike]
+"""Observations: images (..., H, W, C) uint8 or another part, or a dict of parts. See `wmcli.spaces`."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,13 @@ class TokenizerModel:
         machine = machine_for(settings.training, device)
         return cls(load_tokenizer(artifact, machine), settings, machine, artifact.metrics, artifact)
 
-    def encode(self, frames: ArrayLike) -> Tensor:
-        """Encode frames (..., H, W, C) to tokens (..., K), a categorical tokenizer to probabilities (..., K, C)."""
+    def encode(self, frames: Frames) -> Tensor:
+        """Encode observations (..., *part) to tokens (..., K), a categorical tokenizer to probabilities (..., K, C)."""
         with torch.no_grad(), self.machine.autocast():
-            return self.tokenizer.encode(_on(self.machine, frames, torch.uint8))
+            return self.tokenizer.encode(put_observation(frames, self.machine.device))
 
-    def decode(self, latents: ArrayLike) -> Tensor:
-        """Decode tokens or latents, as `encode` gives them, to frames (..., H, W, C) uint8."""
+    def decode(self, latents: ArrayLike) -> Any:
+        """Decode tokens or latents, as `encode` gives them, to observations: for images (..., H, W, C) uint8."""
         with torch.no_grad(), self.machine.autocast():
             return self.tokenizer.decode(_on(self.machine, latents))
 
@@ -59,8 +63,8 @@ class TokenizerModel:
 class OpenLoop(NamedTuple):
     """Predictions of a dynamics model under given actions, S steps."""
 
-    frames: Tensor | None
-    """(B, S, H, W, C) uint8; None for a model that decodes none."""
+    frames: Any
+    """Observations (B, S, *part), for images (B, S, H, W, C) uint8; None for a model that decodes none."""
     features: Tensor
     """(B, S, ...) float32, the input of a controller."""
     reward: Tensor
@@ -95,18 +99,18 @@ class DynamicsModel:
         return self.world_model.context
 
     @property
-    def actions(self) -> int:
-        """Number of actions A."""
-        return self.world_model.actions
+    def spaces(self) -> Spaces:
+        """Of the observations that it predicts, and of the actions."""
+        return Spaces(self.world_model.observation_space, self.world_model.action_space)
 
-    def encode(self, frames: ArrayLike) -> Tensor:
-        """Encode frames (B, T, H, W, C) to latents (B, T, ...)."""
+    def encode(self, frames: Frames) -> Any:
+        """Encode observations (B, T, *part) to latents (B, T, ...)."""
         with torch.no_grad(), self.machine.autocast():
-            return self.world_model.encode(_on(self.machine, frames, torch.uint8))
+            return self.world_model.encode(put_observation(frames, self.machine.device))
 
     def observe(
         self,
-        frames: ArrayLike,
+        frames: Frames,
         actions: ArrayLike,
         is_first: ArrayLike | None = None,
         *,
@@ -115,8 +119,8 @@ class DynamicsModel:
         """Read real frames; imagination continues after the last of them.
 
         Args:
-            frames: (B, T, H, W, C) uint8.
-            actions: (B, T), taken after each frame. The last one is not used.
+            frames: Observations (B, T, *part), for images (B, T, H, W, C) uint8.
+            actions: (B, T, *action), taken after each frame. The last one is not used.
             is_first: (B, T) bool: the frame opens an episode, and nothing before it counts. None: the first does.
             generator: Draws latents, for models that do; None is torch's global one.
 
@@ -125,13 +129,13 @@ class DynamicsModel:
         """
         machine, latents = self.machine, self.encode(frames)
         if is_first is None:
-            reset = torch.zeros(latents.shape[:2], dtype=torch.bool, device=machine.device)
+            reset = torch.zeros(first_part(latents).shape[:2], dtype=torch.bool, device=machine.device)
             reset[:, 0] = True
         else:
             reset = _on(machine, is_first, torch.bool)
         with torch.no_grad(), machine.autocast():
             uniforms = self._uniforms((*reset.shape, self.world_model.uniforms_per_frame), generator)
-            return self.world_model.observe(latents, _on(machine, actions, torch.int64), reset, uniforms)[1]
+            return self.world_model.observe(latents, self._actions(actions), reset, uniforms)[1]
 
     def imagine(
         self, state: State, actions: ArrayLike, *, generator: torch.Generator | None = None
@@ -140,13 +144,13 @@ class DynamicsModel:
 
         Args:
             state: Of B rows, from `observe` or `imagine`. Only its newest continuation is sure to stay valid.
-            actions: (B,).
+            actions: (B, *action).
             generator: Draws the next latent, for models that do; None is torch's global one.
 
         Returns:
             The next latent, the reward (B,) and whether the episode ends (B,); and the state at the next frame.
         """
-        action = _on(self.machine, actions, torch.int64)
+        action = self._actions(actions)
         with torch.no_grad(), self.machine.autocast():
             uniforms = self._uniforms((len(action), self.world_model.uniforms_per_step), generator)
             return self.world_model.imagine(state, action, uniforms)
@@ -156,30 +160,30 @@ class DynamicsModel:
         with torch.no_grad(), self.machine.autocast():
             return self.world_model.features(state).float()
 
-    def decode(self, latents: ArrayLike) -> Tensor:
-        """Decode latents, or for a model that decodes those (`world_model.decodes`) features, to frames uint8."""
+    def decode(self, latents: ArrayLike) -> Any:
+        """Decode latents, or for a model that decodes those (`world_model.decodes`) features, to observations."""
         with torch.no_grad(), self.machine.autocast():
             return self.world_model.decode(_on(self.machine, latents))
 
-    def frame(self, state: State) -> Tensor:
-        """Return the current frames as the model decodes them, (B, H, W, C) uint8."""
+    def frame(self, state: State) -> Any:
+        """Return the current observations as the model decodes them, (B, *part)."""
         with torch.no_grad(), self.machine.autocast():
             return self.world_model.frame(state)
 
-    def open_loop(self, frames: ArrayLike, actions: ArrayLike) -> OpenLoop:
+    def open_loop(self, frames: Frames, actions: ArrayLike) -> OpenLoop:
         """Predict the next frames and rewards under given actions, from the first frames of episodes.
 
         Draws with torch's global generator.
 
         Args:
-            frames: (B, C, H, W, C) uint8, the C real frames to start from.
-            actions: (B, C + S): those taken after the real frames, then S - 1 more and one that is not used.
+            frames: Observations (B, C, *part), the C real ones to start from.
+            actions: (B, C + S, *action): those taken after the real frames, then S - 1 more and one that is not used.
         """
-        action, model = _on(self.machine, actions, torch.int64), self.world_model
+        action, model = self._actions(actions), self.world_model
         latents = self.encode(frames)
         with torch.no_grad(), self.machine.autocast():
             features, steps = open_loop(model, latents, action)
-            features = features[:, latents.shape[1] :].float()
+            features = features[:, first_part(latents).shape[1] :].float()
             imagined = torch.stack([step.latent for step in steps], 1)
             decoded = None
             if model.decodes is not None:
@@ -207,7 +211,7 @@ class DynamicsModel:
             output: "numpy" or "torch".
             render_mode: "rgb_array" lets `render` return frames.
         """
-        check_fits(experience, self.settings, self.machine)
+        check_fits(experience, self.spaces, self.machine)
         dreams = Dreams(
             self.world_model,
             experience.replay,
@@ -217,6 +221,10 @@ class DynamicsModel:
             horizon=horizon,
         )
         return DreamVectorEnv(dreams, output=output, render_mode=render_mode)
+
+    def _actions(self, actions: ArrayLike) -> Tensor:
+        like = no_action(self.world_model.action_space, (0,))
+        return _on(self.machine, actions, like.dtype)
 
     def _uniforms(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor | None:
         if generator is None:
@@ -230,10 +238,10 @@ class Player:
     def __init__(self, agent: Agent, machine: Machine) -> None:
         self._agent, self._machine = agent, machine
 
-    def act(self, frames: ArrayLike, is_first: ArrayLike) -> np.ndarray:
-        """Return actions (E,) int64 for the current frames (E, H, W, C) uint8.
+    def act(self, frames: Frames, is_first: ArrayLike) -> np.ndarray:
+        """Return actions (E, *action) for the current observations (E, *part).
 
-        `is_first` (E,) bool marks the rows whose frame opens an episode.
+        `is_first` (E,) bool marks the rows whose observation opens an episode.
         """
         with self._machine.autocast():
             return self._agent.act(frames, is_first)

@@ -27,7 +27,7 @@ def train_tokenizer(
     """Train a tokenizer for `tokenizer.updates` updates.
 
     Args:
-        settings: Sections `tokenizer`, `environment` (the size of frames), `training` and `seed` count.
+        settings: Sections `tokenizer`, `training` and `seed` count.
         experience: On the same device.
         device: "auto", "cpu", "cuda" or "cuda:1".
         quiet: Show no progress on stderr.
@@ -37,10 +37,10 @@ def train_tokenizer(
         DivergedError: A loss or weight is not finite.
     """
     machine = _training_machine(settings, device)
-    check_fits(experience, settings, machine)
+    check_fits(experience, None, machine)
 
     def build(rng: np.random.Generator) -> TokenizerTrainer:
-        tokenizer = build_tokenizer(settings).to(machine.device)
+        tokenizer = build_tokenizer(settings, experience.spaces).to(machine.device)
         return TokenizerTrainer(
             tokenizer, experience.replay, settings.tokenizer, settings.training, machine=machine, rng=rng
         )
@@ -61,7 +61,7 @@ def train_dynamics(
     """Train a dynamics model for `dynamics.updates` updates.
 
     Args:
-        settings: All sections but `collect`, `controller`, `evaluation` and `run` count.
+        settings: Sections `tokenizer`, `dynamics`, `backbone`, `training` and `seed` count.
         experience: On the same device.
         tokenizer: For kinds that take a trained one.
         validation: Episodes to select weights by, for `dynamics.validate_every`.
@@ -73,7 +73,7 @@ def train_dynamics(
         DivergedError: A loss or weight is not finite.
     """
     dynamics, machine = settings.dynamics, _training_machine(settings, device)
-    check_fits(experience, settings, machine)
+    check_fits(experience, None, machine)
     if dynamics.takes_tokenizer != (tokenizer is not None):
         need = "need a trained one: give tokenizer=" if tokenizer is None else "take none: omit it"
         raise UsageError(f"tokenizer: dynamics of kind '{dynamics.kind}' {need}.")
@@ -83,8 +83,8 @@ def train_dynamics(
     def build(rng: np.random.Generator) -> DynamicsTrainer:
         model = None if tokenizer is None else tokenizer.tokenizer
         if dynamics.trains_tokenizer:
-            model = build_tokenizer(settings)
-        world_model = build_world_model(settings, model, experience.actions).to(machine.device).train()
+            model = build_tokenizer(settings, experience.spaces)
+        world_model = build_world_model(settings, model, experience.spaces).to(machine.device).train()
         return DynamicsTrainer(
             world_model,
             experience.replay,
@@ -119,7 +119,7 @@ def train_controller(
         DivergedError: A loss or weight is not finite.
     """
     machine, world_model = dynamics.machine, dynamics.world_model
-    check_fits(experience, dynamics.settings, machine)
+    check_fits(experience, dynamics.spaces, machine)
     if isinstance(settings.controller, NoControllerSettings):
         raise UsageError(NO_CONTROLLER)
     if settings.controller.searches:

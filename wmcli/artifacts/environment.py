@@ -6,7 +6,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from wmcli.artifacts.manifest import Artifact
+from wmcli.artifacts.store import Run
 from wmcli.errors import ArtifactError
+
+RECORDED = "data/"
+"""How the id of an environment begins that exists only as imported data."""
+
+
+def is_recorded(identifier: str) -> bool:
+    """Return whether an environment is imported data, which nobody can play."""
+    return identifier.startswith(RECORDED)
+
+
+def recorded_environment(run: Run) -> dict[str, Any]:
+    """Return `environment` of a run of imported data: that of its newest experience.
+
+    Raises:
+        ArtifactError: It has none yet.
+    """
+    newest = run.latest("experience")
+    if newest is None:
+        raise ArtifactError(f"no experience in {run}, which has no environment but its data; import some: wm import")
+    environment: dict[str, Any] = newest.manifest["environment"]
+    return environment
 
 
 def check_same_environment(ours: Mapping[str, Any], artifact: Artifact) -> None:

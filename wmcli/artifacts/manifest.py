@@ -15,6 +15,7 @@ import re
 import shlex
 import stat
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
@@ -26,6 +27,9 @@ from wmcli.config import Section, canonical_json, check_schema, digest, problem,
 from wmcli.errors import ArtifactError, MachineError, UsageError
 
 MANIFEST = "manifest.json"
+MODEL = "model.json"
+"""File of a folder that `wm export controller` wrote: where the controller in it is."""
+MODEL_FORMAT = {"format": "wm-model", "schema": 1}
 PRUNED = "pruned"  # marker file: only manifest and pictures remain, to save space
 MANIFEST_SCHEMA = 2
 """1 (wm 0.1.0) has no `settings_schema`."""
@@ -278,9 +282,13 @@ class Artifact:
         """Open an input. Raises ArtifactError if it is missing or has changed."""
         reference = self.inputs[role]
         place = self.run / reference.path
+        copied = self.run / reference.kind / version_name(reference.version)
         try:
             artifact = open_artifact(place)
         except ArtifactError as error:
+            with suppress(ArtifactError):  # an exported controller has its inputs beside it, wherever they were
+                if (beside := open_artifact(copied)).digest == reference.digest:
+                    return beside
             raise ArtifactError(
                 f"{self} was made from {reference.name} ({reference.digest[:12]}), which cannot be read: {error}"
             ) from None
@@ -302,7 +310,7 @@ def open_artifact(path: Path | str) -> Artifact:
     """Read and check the manifest of a version, without its files.
 
     Args:
-        path: A version directory, or the `manifest.json` in it.
+        path: A version directory, the `manifest.json` in it, or a folder that `wm export controller` wrote.
 
     Raises:
         ArtifactError: There is no manifest, it is damaged, or a newer wm wrote it.
@@ -310,6 +318,7 @@ def open_artifact(path: Path | str) -> Artifact:
     path = Path(path)
     if path.name == MANIFEST and not path.is_dir():
         path = path.parent
+    path = _exported(path)
     state = _state(path)
     if state is not None and (known := _opened.get(path)) is not None and state == known[0] == _state(known[1].path):
         return known[1]
@@ -324,6 +333,18 @@ def open_artifact(path: Path | str) -> Artifact:
     if state is not None and time.time_ns() - max(state[-2:]) > CLOCK_TICK and state == _state(place):
         _opened[path] = state, artifact
     return artifact
+
+
+def _exported(path: Path) -> Path:
+    """Return the controller in a folder that `wm export controller` wrote; any other path as it is."""
+    marker = path / MODEL
+    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        if marker.is_file() and not (path / MANIFEST).exists():
+            values = json.loads(_read_limited(marker))
+            place = values.get("controller") if {**values, **MODEL_FORMAT} == values else None
+            if isinstance(place, str) and re.fullmatch(rf"controller/{VERSION_NAME.pattern}", place):
+                return path / place
+    return path
 
 
 def _state(folder: Path) -> tuple[int, ...] | None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, get_args
 from pydantic import Tag
 
 from wmcli.backbones.base import Backbone, BackboneSettings, BackboneSize, State, map_state
+from wmcli.backbones.block_gru import BlockGRU, BlockGRUSettings
 from wmcli.backbones.dreamer_gru import DreamerGRU, DreamerGRUSettings
 from wmcli.backbones.gru import GRU, GRUSettings
 from wmcli.backbones.mamba1 import Mamba1, Mamba1Settings
@@ -38,6 +39,7 @@ BACKBONES: dict[str, Any] = {
     "transformer-xl": TransformerXL,
     "gru": GRU,
     "dreamer-gru": DreamerGRU,
+    "block-gru": BlockGRU,
     "mamba1": Mamba1,
     "mamba2": Mamba2,
     "s4": S4,
@@ -52,6 +54,7 @@ AnyBackbone = Annotated[
     | Annotated[TransformerXLSettings, Tag("transformer-xl")]
     | Annotated[GRUSettings, Tag("gru")]
     | Annotated[DreamerGRUSettings, Tag("dreamer-gru")]
+    | Annotated[BlockGRUSettings, Tag("block-gru")]
     | Annotated[Mamba1Settings, Tag("mamba1")]
     | Annotated[Mamba2Settings, Tag("mamba2")]
     | Annotated[S4Settings, Tag("s4")]

@@ -29,7 +29,9 @@ from wmcli.cli import (
     diff,
     envs,
     evaluate,
+    export,
     imagine,
+    import_,
     lineage,
     loop,
     play,
@@ -59,6 +61,7 @@ app = typer.Typer(
 STAGES: dict[str, Callable[..., None]] = {
     "run": loop.run,
     "collect": collect.collect,
+    "import": import_.import_,
     "train-tokenizer": train_tokenizer.train_tokenizer,
     "train-dynamics": train_dynamics.train_dynamics,
     "imagine": imagine.imagine,
@@ -83,6 +86,7 @@ REPORTS: dict[str, Callable[..., None]] = {
 for panel, commands in {"Work": STAGES, "Reports": REPORTS}.items():
     for name, command in commands.items():
         app.command(name, cls=Command, rich_help_panel=panel)(command)
+app.add_typer(export.app, name="export", rich_help_panel="Work")
 app.add_typer(presets.app, name="presets", rich_help_panel="Reports")
 
 
@@ -190,7 +194,7 @@ def _out_of_memory(error: Exception) -> bool:
 
 def _command(arguments: Sequence[str]) -> str:
     """Return the command, such as `wm collect`, or `wm` if the arguments name none."""
-    names = [*STAGES, *REPORTS, "presets"]
+    names = [*STAGES, *REPORTS, "export", "presets"]
     return next((f"wm {word}" for word in arguments[:1] if word in names), "wm")
 
 

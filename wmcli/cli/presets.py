@@ -13,6 +13,7 @@ from wmcli.cli.command import Command, Group
 from wmcli.cli.options import Format, Json, Set, complete_preset, refuse_both_forms
 from wmcli.cli.output import Row, answer, chosen, emit_json
 from wmcli.errors import UsageError
+from wmcli.spaces import Spaces
 
 app = typer.Typer(cls=Group)
 
@@ -163,4 +164,4 @@ def count_parameters(settings: Any) -> dict[str, int]:
     from wmcli.assemble import parameter_counts
     from wmcli.envs import protocol
 
-    return parameter_counts(settings, protocol(settings.environment)["actions"])
+    return parameter_counts(settings, Spaces.of(protocol(settings.environment)))

@@ -4,7 +4,8 @@ An `Agent` joins a world model, which turns frames into features, and a controll
 own generator on the CPU. Playing therefore does not disturb the randomness of training, and samples are the same on
 every device.
 
-E parallel environments, T time (frames), H W C image, A actions.
+E parallel environments, T time (frames), A actions. Observations are trees of parts and actions have the axes of their
+space, see `wmcli.spaces`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from wmcli.controllers.base import Controller, SearchSummary, State
 from wmcli.controllers.random_actions import HeldActions
 from wmcli.errors import ArtifactError
-from wmcli.nn.categorical import choose
+from wmcli.nn.actions import no_action, no_observation, put_observation, random_actions, where_rows
+from wmcli.spaces import ActionSpace, map_parts, to_action_space
 from wmcli.transfer import to_device
 from wmcli.world_models.base import ImaginedStep, WorldModel
 
@@ -32,7 +34,7 @@ class Agent:
         world_model: In eval mode.
         controller: Decides on the features of the world model.
         environments: E.
-        temperature: Actions are sampled from softmax(logits / temperature); at 0 the likeliest is taken.
+        temperature: Of the samples of the policy; at 0 the likeliest action is taken.
         epsilon: Probability of replacing the action by a uniformly random one.
         hold: Hold such an action for several decisions. Then `epsilon` is the probability that a hold begins, at each
             decision outside of one. A hold ends where an episode opens.
@@ -70,42 +72,40 @@ class Agent:
         self.across_ends = world_model.across_ends
         self._state: State = controller.initial_state(environments)
         self._world_state: State | None = None
-        self._previous_action = torch.zeros(environments, dtype=torch.int64, device=self.device)
+        self._previous_action = no_action(world_model.action_space, (environments,), self.device)
         self._is_first = torch.ones(environments, dtype=torch.bool, device=self.device)
-        self._frame_shape: tuple[int, ...] = ()
         self._search_summary: SearchSummary | None = None
-        self._held = HeldActions(environments) if hold else None
+        self._held = HeldActions(world_model.action_space, environments) if hold else None
 
-    def act(self, observation: np.ndarray | Tensor, is_first: np.ndarray | Tensor) -> np.ndarray:
-        """Return actions (E,) int64 for frames (E, H, W, C) uint8; rows with `is_first` (E,) True have no past."""
+    def act(self, observation: Any, is_first: np.ndarray | Tensor) -> np.ndarray:
+        """Return actions (E, ...) for observations (E, ...); rows with `is_first` (E,) True have no past."""
         self.perceive(observation, is_first)
         return self.decide()
 
     @torch.no_grad()
-    def perceive(self, observation: np.ndarray | Tensor, is_first: np.ndarray | Tensor) -> None:
+    def perceive(self, observation: Any, is_first: np.ndarray | Tensor) -> None:
         """Read the current frames, as `act` does, before `decide`."""
         if self._held is not None:
             self._held.end(torch.as_tensor(is_first).cpu())
-        self._perceive(self._put(observation), self._put(is_first) | self._is_first)
+        self._perceive(self._put_parts(observation), self._put(is_first) | self._is_first)
         self._is_first = torch.zeros_like(self._is_first)
 
     @torch.no_grad()
     def decide(self, instead: np.ndarray | None = None) -> np.ndarray:
-        """Return actions (E,) int64 for the last perceived or imagined frames; `instead` replaces them."""
+        """Return actions (E, ...) for the last perceived or imagined observations; `instead` replaces them."""
         generator = self.generator if self.explore else None
-        logits, state = self.controller.decide(self.world_model, self._world_state, self._state, generator)
+        parameters, state = self.controller.decide(self.world_model, self._world_state, self._state, generator)
         self._search_summary = self.controller.summarize_search(state)
-        choice = choose(logits.cpu(), self.temperature, self.generator)
+        choice = self.controller.choose(parameters, state, self.temperature, self.generator)
         executed_action = choice
         if self._held is not None:
-            executed_action = self._held.replace(choice, self.epsilon, logits.shape[1], self.generator)
+            executed_action = self._held.replace(choice, self.epsilon, self.generator)
         elif self.epsilon > 0:
-            uniform = torch.randint(logits.shape[1], choice.shape, generator=self.generator)
-            executed_action = torch.where(
-                torch.rand(choice.shape, generator=self.generator) < self.epsilon, uniform, choice
-            )
+            count = (len(choice),)
+            uniform = random_actions(self.world_model.action_space, count, self.generator)
+            executed_action = where_rows(torch.rand(count, generator=self.generator) < self.epsilon, uniform, choice)
         if instead is not None:
-            executed_action = torch.as_tensor(instead, dtype=torch.int64)
+            executed_action = torch.as_tensor(instead, dtype=choice.dtype)
         self._state = self.controller.follow(self._put(executed_action if self.feed_executed_action else choice), state)
         self._previous_action = self._put(executed_action)
         return executed_action.numpy().copy()  # a copy: the agent keeps `executed_action`
@@ -120,36 +120,36 @@ class Agent:
         return imagined
 
     @torch.no_grad()
-    def frame(self) -> np.ndarray:
-        """Return the last perceived or imagined frames as the world model decodes them, (E, H, W, C) uint8."""
-        return self.world_model.frame(self._world_state).cpu().numpy()
+    def frame(self) -> Any:
+        """Return the last perceived or imagined observations as the world model decodes them, arrays (E, ...)."""
+        return map_parts(lambda part: part.cpu().numpy(), self.world_model.frame(self._world_state))
 
     def summarize_search(self) -> dict[str, np.ndarray]:
-        """Return policy (E, A) and value (E,) of the search behind the last `act`; empty without a search."""
+        """Return the columns of the search behind the last `act`: policy (E, A), value (E,), and the sampled actions
+        that it chose among, if it did. Empty without a search."""
         if self._search_summary is None:
             return {}
-        policy, value = self._search_summary
+        policy, value, sampled = self._search_summary
         both = torch.cat((policy, value[:, None]), 1).cpu().numpy()  # one copy waits once
-        return {"policy": both[:, :-1], "value": both[:, -1]}
+        columns = {"policy": both[:, :-1], "value": both[:, -1]}
+        return columns if sampled is None else columns | {"sampled": sampled.cpu().numpy()}
 
     @torch.no_grad()
-    def burn_in(
-        self, observation: np.ndarray | Tensor, action: np.ndarray | Tensor, valid: np.ndarray | Tensor
-    ) -> None:
+    def burn_in(self, observation: Any, action: np.ndarray | Tensor, valid: np.ndarray | Tensor) -> None:
         """Restart from the last frames of the running episodes, or with `across_ends` games, before the next `act`.
 
         Args:
-            observation: (E, T, H, W, C) uint8, left-padded.
-            action: (E, T), taken on these frames.
+            observation: (E, T, ...), left-padded.
+            action: (E, T, ...), taken on these frames.
             valid: (E, T) bool, False in padding. A row without real frames is at the start of an episode.
         """
         assert (valid[:, :-1] <= valid[:, 1:]).all(), "real frames are at the end of a row"
-        observation, action, valid = self._put(observation), self._put(action), self._put(valid)
+        observation, action, valid = self._put_parts(observation), self._put(action), self._put(valid)
         self._world_state = None
         self.reset_rows(torch.ones_like(self._is_first))
         for t in range(valid.shape[1]):
             # Padding is cleared with the next frame, so it has no effect.
-            self._perceive(observation[:, t], self._is_first)
+            self._perceive(map_parts(lambda part, at=t: part[:, at], observation), self._is_first)
             self._state = self.controller.burn_in(self.world_model, self._world_state, action[:, t], self._state)
             self._previous_action = action[:, t].clone()
             self._is_first = ~valid[:, t]
@@ -169,7 +169,6 @@ class Agent:
         }
         tensors |= {f"controller/{index}": leaf for index, leaf in enumerate(_leaves(self._state))}
         if self._world_state is not None:
-            tensors["frame_shape"] = torch.tensor(self._frame_shape)
             tensors |= {f"world_model/{index}": leaf for index, leaf in enumerate(_leaves(self._world_state))}
         if self._held is not None:
             tensors |= self._held.state()
@@ -186,13 +185,12 @@ class Agent:
         self._previous_action = self._put(state["previous_action"])
         self._state = self._rebuild(self._state, state, "controller")
         self._world_state = None
-        if "frame_shape" in state:
-            # Perceiving a black frame yields the tree of the saved tensors.
-            self._frame_shape = tuple(state["frame_shape"].tolist())
-            black = torch.zeros(len(self._is_first), *self._frame_shape, dtype=torch.uint8, device=self.device)
+        if any(name.startswith("world_model/") for name in state):
+            # Perceiving zeros yields the tree of the saved tensors.
+            zeros = no_observation(self.world_model.observation_space, (len(self._is_first),), self.device)
             template = self.world_model.perceive(
                 None,
-                black,
+                zeros,
                 torch.zeros_like(self._previous_action),
                 torch.ones_like(self._is_first),
                 generator=torch.Generator(),  # its samples are not used
@@ -202,9 +200,8 @@ class Agent:
             self._held.load(state)
         self.generator.set_state(state["generator"].cpu())
 
-    def _perceive(self, observation: Tensor, reset: Tensor) -> None:
+    def _perceive(self, observation: Any, reset: Tensor) -> None:
         assert not self.world_model.training, "dropout while playing: call world_model.eval() first"
-        self._frame_shape = tuple(observation.shape[1:])
         self._world_state = self.world_model.perceive(
             self._world_state, observation, self._previous_action, reset, generator=self.generator
         )
@@ -212,6 +209,9 @@ class Agent:
 
     def _put(self, values: np.ndarray | Tensor) -> Tensor:
         return to_device(values, self.device)
+
+    def _put_parts(self, observation: Any) -> Any:
+        return put_observation(observation, self.device)
 
     def _rebuild(self, template: State, saved: dict[str, Tensor], name: str) -> State:
         count = sum(key.startswith(f"{name}/") for key in saved)
@@ -229,7 +229,7 @@ class UniformAgent:
     """Plays uniformly random actions; satisfies `wmcli.controllers.base.Actor`.
 
     Args:
-        actions: Number of actions.
+        space: The actions, or the number of discrete ones.
         environments: E.
         hold: Hold each action for several decisions, at most to the end of the episode.
         generator: On the CPU.
@@ -237,28 +237,27 @@ class UniformAgent:
 
     across_ends = False
 
-    def __init__(self, actions: int, environments: int, *, hold: bool = False, generator: torch.Generator) -> None:
+    def __init__(
+        self, space: ActionSpace | int, environments: int, *, hold: bool = False, generator: torch.Generator
+    ) -> None:
         assert generator.device.type == "cpu"
-        self.actions = actions
+        self.space = to_action_space(space)
         self.environments = environments
         self.generator = generator
-        self._held = HeldActions(environments) if hold else None
+        self._held = HeldActions(self.space, environments) if hold else None
 
-    def act(self, observation: np.ndarray | Tensor, is_first: np.ndarray | Tensor) -> np.ndarray:
-        """Return random actions (E,) int64, whatever the frames."""
+    def act(self, observation: Any, is_first: np.ndarray | Tensor) -> np.ndarray:
+        """Return random actions (E, ...), whatever the observations."""
         if self._held is None:
-            return torch.randint(self.actions, (self.environments,), generator=self.generator).numpy()
+            return random_actions(self.space, (self.environments,), self.generator).numpy()
         self.reset_rows(is_first)
-        none = torch.zeros(self.environments, dtype=torch.int64)
-        return self._held.replace(none, 1.0, self.actions, self.generator).numpy()
+        return self._held.replace(no_action(self.space, (self.environments,)), 1.0, self.generator).numpy()
 
     def summarize_search(self) -> dict[str, np.ndarray]:
         """Return nothing: there is no search."""
         return {}
 
-    def burn_in(
-        self, observation: np.ndarray | Tensor, action: np.ndarray | Tensor, valid: np.ndarray | Tensor
-    ) -> None:
+    def burn_in(self, observation: Any, action: np.ndarray | Tensor, valid: np.ndarray | Tensor) -> None:
         """End all holds; there is no other state."""
         self.reset_rows(torch.ones(self.environments, dtype=torch.bool))
 

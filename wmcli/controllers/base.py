@@ -220,8 +220,10 @@ def curiosity_bonus(weight: float, step: ImaginedStep) -> Tensor:
     return weight * step.disagreement
 
 
-def rollout_uniforms(world_model: WorldModel, batch: Batch, policy: Policy, actions: int, steps: int) -> Uniforms:
-    """Draw the random numbers of a rollout with torch's global generator, in one call.
+def rollout_uniforms(
+    world_model: WorldModel, batch: Batch, policy: Policy, actions: int, steps: int, starts: int = 1
+) -> Uniforms:
+    """Draw the random numbers of rollouts with torch's global generator, in one call.
 
     Args:
         world_model: Of the rollout.
@@ -229,12 +231,13 @@ def rollout_uniforms(world_model: WorldModel, batch: Batch, policy: Policy, acti
         policy: Of the actions.
         actions: Number of actions, h.
         steps: Number of imagined steps, s.
+        starts: Number of rollouts from each window.
     """
     rows, frames = batch.valid.shape
     shapes = (
         (rows, frames, world_model.uniforms_per_frame),
-        (actions, rows, policy.uniforms),
-        (steps, rows, world_model.uniforms_per_step),
+        (actions, rows * starts, policy.uniforms),
+        (steps, rows * starts, world_model.uniforms_per_step),
     )
     counts = [math.prod(shape) for shape in shapes]
     parts = uniform((sum(counts),), batch.valid.device).split(counts)
@@ -256,16 +259,14 @@ class Actor(Protocol):
     """True: its state is cleared where a game opens. False: with every episode. `is_first` and the arguments of
     `burn_in` follow it."""
 
-    def act(self, observation: np.ndarray | Tensor, is_first: np.ndarray | Tensor) -> np.ndarray:
+    def act(self, observation: Any, is_first: np.ndarray | Tensor) -> np.ndarray:
         """Return actions (E, ...) for observations (E, ...); `is_first` (E,) marks those that open an episode, or
         game."""
 
     def summarize_search(self) -> dict[str, np.ndarray]:
-        """Return policy (E, A) and value (E,) of the search in the last `act`. Empty if it did not search."""
+        """Return the columns of the search in the last `act`, see `segment.SEARCHED`. Empty if it did not search."""
 
-    def burn_in(
-        self, observation: np.ndarray | Tensor, action: np.ndarray | Tensor, valid: np.ndarray | Tensor
-    ) -> None:
+    def burn_in(self, observation: Any, action: np.ndarray | Tensor, valid: np.ndarray | Tensor) -> None:
         """Restart from the last frames (E, T, ...) of running episodes, left-padded where `valid` is False."""
 
     def reset_rows(self, rows: np.ndarray | Tensor) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wmcli.nn.actions import no_action, random_actions, where_rows
 from wmcli.nn.categorical import draw
+from wmcli.spaces import ActionSpace
 
 LONGEST = 128  # decisions
 EXPONENT = 2  # of the zeta distribution of the lengths, as in the paper's experiments on Atari
@@ -27,28 +29,29 @@ def draw_lengths(count: int, generator: torch.Generator) -> Tensor:
 class HeldActions:
     """Random actions in E environments, each held for a random number of decisions. Everything is on the CPU."""
 
-    def __init__(self, environments: int) -> None:
-        self._action = torch.zeros(environments, dtype=torch.int64)
+    def __init__(self, space: ActionSpace, environments: int) -> None:
+        self._space = space
+        self._action = no_action(space, (environments,))
         self._left = torch.zeros(environments, dtype=torch.int64)  # decisions for which `_action` is held
 
-    def replace(self, choice: Tensor, epsilon: float, actions: int, generator: torch.Generator) -> Tensor:
+    def replace(self, choice: Tensor, epsilon: float, generator: torch.Generator) -> Tensor:
         """Replace actions by those that are held.
 
         Args:
-            choice: (E,) int64, the policy's.
+            choice: (E, ...), the policy's.
             epsilon: Probability that a random action begins, in each environment where none is held.
-            actions: Number of actions.
             generator: On the CPU. The number of draws does not depend on the holds.
 
         Returns:
-            (E,) int64.
+            (E, ...).
         """
-        begins = (torch.rand(choice.shape, generator=generator) < epsilon) & (self._left == 0)
-        action = torch.randint(actions, choice.shape, generator=generator)
-        self._action = torch.where(begins, action, self._action)
+        count = (len(choice),)
+        begins = (torch.rand(count, generator=generator) < epsilon) & (self._left == 0)
+        action = random_actions(self._space, count, generator)
+        self._action = where_rows(begins, action, self._action)
         left = torch.where(begins, draw_lengths(len(choice), generator), self._left)
         self._left = (left - 1).clamp(min=0)
-        return torch.where(left > 0, self._action, choice)
+        return where_rows(left > 0, self._action, choice)
 
     def end(self, rows: Tensor) -> None:
         """End the holds in the rows (E,) marked True."""

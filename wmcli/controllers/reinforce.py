@@ -1,8 +1,10 @@
 """The recurrent controller of REM and IRIS: an LSTM actor-critic trained by REINFORCE on imagined rollouts.
 
-Sources: REM (Cohen et al. 2024, ICML, arXiv 2402.05643) and IRIS (Micheli et al. 2023, ICLR, arXiv 2209.00588).
+Sources: REM (Cohen et al. 2024, ICML, arXiv 2402.05643) and IRIS (Micheli et al. 2023, ICLR, arXiv 2209.00588). Bins of
+continuous actions: Simulus (Cohen et al. 2025, arXiv 2502.11537).
 
-B batch, T time (frames), A actions, D feature width, h w feature grid, H W C image, I LSTM input width.
+B batch, T time (frames), P parameters of the policy, D feature width, h w feature grid, H W C image, I LSTM input
+width. An action has the axes of its space behind those given here (`wmcli.spaces`).
 
 Each decision takes two LSTM updates: one with the observation, which yields logits and value, and one with the action.
 The policy at t therefore depends on every frame up to t and every action before t. `action_inputs` = false omits the
@@ -34,9 +36,19 @@ from wmcli.controllers.base import (
 from wmcli.errors import UsageError
 from wmcli.kernels.lambda_returns import lambda_returns
 from wmcli.nn import two_hot
-from wmcli.nn.categorical import mixed_log_probabilities, sample
+from wmcli.nn.actions import action_embedding, no_action
 from wmcli.nn.layers import Flatten, Float32Linear
+from wmcli.nn.policies import ContinuousKind, NormalPolicy, build_policy
 from wmcli.nn.running import RunningRange
+from wmcli.spaces import (
+    ActionSpace,
+    Image,
+    ObservationSpace,
+    images_of,
+    parts_of,
+    to_action_space,
+    to_observation_space,
+)
 from wmcli.world_models.base import Batch, WorldModel
 
 LSTMState = tuple[Tensor, Tensor]
@@ -82,7 +94,12 @@ class ReinforceSettings(ControllerSettings):
     curiosity: float = Field(0.0, ge=0)
     """Weight of the disagreement of the world model's ensemble, which is added to the imagined rewards."""
     action_unimix: float = Field(0.0, ge=0, lt=1)
-    """Share of the uniform distribution in the policy, which keeps its entropy above a bound: 0.01 in DreamerV3."""
+    """Share of the uniform distribution in the policy, which keeps its entropy above a bound: 0.01 in DreamerV3. A
+    normal policy has none."""
+    continuous: ContinuousKind = "bins"
+    """Policy of continuous actions: evenly spaced bins (Simulus), or normal, or a normal cut off at the bounds."""
+    bins: int = Field(51, ge=2)
+    """Bins of each number of a continuous action, for continuous = "bins". [bins]"""
     learn_after_end: bool = True
     """Learn from the steps after an imagined termination as well (REM, IRIS). False suits short episodes: many steps
     lie there, and the world model has no data for them."""
@@ -107,11 +124,11 @@ class ReinforceSettings(ControllerSettings):
     def imagined_frames(self) -> int:
         return self.imagination_horizon
 
-    def build(
-        self, world_model: WorldModel, size: int, wrap_repeated: Callable[[Callable], Callable]
-    ) -> ReinforceController:
+    def build(self, world_model: WorldModel, wrap_repeated: Callable[[Callable], Callable]) -> ReinforceController:
         check_curiosity(self.curiosity, world_model)
-        return ReinforceController(self, world_model.feature_shape, size, world_model.actions)
+        return ReinforceController(
+            self, world_model.feature_shape, world_model.observation_space, world_model.action_space
+        )
 
 
 class RecurrentRollout(NamedTuple):
@@ -122,7 +139,7 @@ class RecurrentRollout(NamedTuple):
     observation: Tensor
     """The controller's inputs: features (B, n, D, h, w) or (B, n, D), or images (B, n, H, W, C) uint8."""
     action: Tensor
-    """(B, n - 1) int64."""
+    """(B, n - 1, ...)."""
     reward: Tensor
     """(B, n - 1) float32."""
     terminated: Tensor
@@ -140,28 +157,34 @@ class ReinforceController(Learner):
     Args:
         settings: The section of the settings.
         feature_shape: (D, h, w) or (D,), that of the world model.
-        image_size: Height and width of its images, in pixels.
-        actions: Number of actions A.
+        observation: What the environment shows, for pixel input. A number is the side of a square image.
+        actions: How it is acted on. A number is that of discrete actions.
 
     Raises:
-        UsageError: The input does not suit the world model or the image size.
+        UsageError: The input does not suit the world model or the observation.
     """
 
     def __init__(
-        self, settings: ReinforceSettings, feature_shape: tuple[int, ...], image_size: int, actions: int
+        self,
+        settings: ReinforceSettings,
+        feature_shape: tuple[int, ...],
+        observation: ObservationSpace | int,
+        actions: ActionSpace | int,
     ) -> None:
         super().__init__()
         self.settings = settings
-        self.actions = actions
+        self.action_space = to_action_space(actions)
+        self.distribution = build_policy(self.action_space, settings.continuous, settings.bins)
         self.window = settings.burn_in + 1
         self.lookback = settings.burn_in
         if settings.input == "latent":
             self.encoder, inputs = _latent_encoder(feature_shape, settings.latent_channels, settings.width)
         else:
-            self.encoder, inputs = _pixel_encoder(image_size, settings.pixel_channels)
-        self.action_embedding = nn.Embedding(actions, inputs) if settings.action_inputs else None
+            self._image, image = _single_image(to_observation_space(observation))
+            self.encoder, inputs = _pixel_encoder(image, settings.pixel_channels)
+        self.action_embedding = action_embedding(self.action_space, inputs) if settings.action_inputs else None
         self.lstm = nn.LSTMCell(inputs, settings.width)
-        self.policy_head = Float32Linear(settings.width, actions)
+        self.policy_head = Float32Linear(settings.width, self.distribution.outputs)
         self.value_head = Float32Linear(settings.width, two_hot.BINS if settings.value == "two-hot" else 1)
         if settings.value == "two-hot":  # else the outermost bins, 20 orders of magnitude apart, are the first values
             nn.init.zeros_(self.value_head.weight)
@@ -181,32 +204,32 @@ class ReinforceController(Learner):
         return hidden.masked_fill(reset[:, None], 0), cell.masked_fill(reset[:, None], 0)
 
     def policy(self, observation: Tensor, state: LSTMState) -> tuple[Tensor, Tensor, LSTMState]:
-        """Read one observation (B, ...): return logits (B, A), value (B,), and the next state."""
+        """Read one observation (B, ...): return the policy's parameters (B, P), value (B,), and the next state."""
         state = self._advance(self._encode(observation), state)
-        logits, value = self._heads(state[0])
-        return logits, self._expected_value(value), state
+        parameters, value = self._heads(state[0])
+        return parameters, self._expected_value(value), state
 
     def follow(self, action: Tensor, state: LSTMState) -> LSTMState:
-        """Update the LSTM by the action (B,); return the same state if `action_inputs` is off."""
+        """Update the LSTM by the action (B, ...); return the same state if `action_inputs` is off."""
         if self.action_embedding is None:
             return state
-        return self._advance(self.action_embedding(action), state)
+        return self._advance(self._embed_action(action), state)
 
     def view(self, world_model: WorldModel, world_state: State) -> Tensor:
         """Return the controller's input in a world state: features, or images (B, H, W, C) uint8."""
         if self.settings.input == "latent":
             return world_model.features(world_state)
-        return world_model.frame(world_state)
+        return parts_of(world_model.frame(world_state))[self._image]
 
     def decide(
         self, world_model: WorldModel, world_state: State, state: LSTMState, generator: torch.Generator | None = None
     ) -> tuple[Tensor, LSTMState]:
-        """Return logits (B, A) for the last perceived frame, and the next state."""
-        logits, _, state = self.policy(self.view(world_model, world_state), state)
-        return logits, state
+        """Return the policy's parameters (B, P) for the last perceived frame, and the next state."""
+        parameters, _, state = self.policy(self.view(world_model, world_state), state)
+        return parameters, state
 
     def burn_in(self, world_model: WorldModel, world_state: State, action: Tensor, state: LSTMState) -> LSTMState:
-        """Update the LSTM by one real frame and, with `burn_in_actions`, by the action (B,) taken on it."""
+        """Update the LSTM by one real frame and, with `burn_in_actions`, by the action (B, ...) taken on it."""
         state = self._advance(self._encode(self.view(world_model, world_state)), state)
         return self.follow(action, state) if self.settings.burn_in_actions else state
 
@@ -219,7 +242,7 @@ class ReinforceController(Learner):
 
         Args:
             observation: (B, T, ...).
-            action: (B, T), or (B, T - 1) before the last one is taken; None feeds no actions.
+            action: (B, T, ...), or (B, T - 1, ...) before the last one is taken; None feeds no actions.
             state: Before the first observation.
             reset: (B, T) bool. True clears the row before that frame.
 
@@ -229,7 +252,7 @@ class ReinforceController(Learner):
         inputs = self._encode(observation.flatten(0, 1)).unflatten(0, observation.shape[:2])  # (B, T, I)
         num_actions = 0
         if self.action_embedding is not None and action is not None:
-            actions = self.action_embedding(action)  # (B, T or T - 1, I)
+            actions = self._embed_action(action)  # (B, T or T - 1, I)
             num_actions = actions.shape[1]
         outputs = []
         for t in range(inputs.shape[1]):
@@ -245,9 +268,8 @@ class ReinforceController(Learner):
 
     def draw_uniforms(self, world_model: WorldModel, batch: Batch) -> Uniforms:
         """Draw random numbers for a rollout from each window of `batch`."""
-        return rollout_uniforms(
-            world_model, batch, self.settings.imagination_horizon, self.settings.imagination_horizon
-        )
+        horizon = self.settings.imagination_horizon
+        return rollout_uniforms(world_model, batch, self.distribution, horizon, horizon)
 
     @torch.no_grad()
     def imagine(self, world_model: WorldModel, batch: Batch, uniforms: Uniforms) -> RecurrentRollout:
@@ -265,7 +287,8 @@ class ReinforceController(Learner):
         if settings.input == "latent":
             window = features
         else:
-            window = world_model.decode(features if world_model.decodes == "features" else batch.inputs)
+            decoded = world_model.decode(features if world_model.decodes == "features" else batch.inputs)
+            window = parts_of(decoded)[self._image]
 
         rows = window.shape[0]
         state = self.initial_state(rows)
@@ -275,13 +298,13 @@ class ReinforceController(Learner):
         start = state = self.clear_rows(state, reset[:, -1])
 
         observation = window.new_empty(rows, settings.imagination_horizon + 1, *window.shape[2:])
-        action = batch.action.new_empty(rows, settings.imagination_horizon, dtype=torch.int64)
+        action = no_action(self.action_space, (rows, settings.imagination_horizon), window.device)
         reward, bonus = batch.reward.new_empty(2, rows, settings.imagination_horizon)
         terminated = batch.terminated.new_empty(rows, settings.imagination_horizon)
         observation[:, 0] = window[:, -1]
         for t in range(settings.imagination_horizon):
-            logits, _, state = self.policy(observation[:, t], state)
-            action[:, t] = sample(logits, uniforms.action[t])
+            parameters, _, state = self.policy(observation[:, t], state)
+            action[:, t] = self.distribution.sample(parameters, uniforms.action[t])
             state = self.follow(action[:, t], state)
             imagined, world_state = world_model.imagine(world_state, action[:, t], uniforms.world[t])
             reward[:, t], bonus[:, t] = imagined.reward, curiosity_bonus(settings.curiosity, imagined)
@@ -305,7 +328,7 @@ class ReinforceController(Learner):
         """
         settings = self.settings
         hidden, _ = self.unroll(imagined.observation, imagined.action, imagined.start)
-        logits, value_outputs = self._heads(hidden)  # (B, n, A), (B, n, 1 or bins)
+        parameters, value_outputs = self._heads(hidden)  # (B, n, P), (B, n, 1 or bins)
         values = self._expected_value(value_outputs)  # (B, n)
         target = lambda_returns(
             imagined.reward + imagined.bonus,
@@ -315,8 +338,8 @@ class ReinforceController(Learner):
             settings.trace_decay,
         )[:, :-1]
         value = values[:, :-1]
-        log_policy = logits[:, :-1].log_softmax(-1)
-        log_probability = log_policy.gather(-1, imagined.action[..., None]).squeeze(-1)
+        policy = self.distribution.normalize(parameters[:, :-1])
+        log_probability = self.distribution.log_probability(policy, imagined.action)
 
         mask = torch.ones_like(value)
         if not settings.learn_after_end:
@@ -333,7 +356,7 @@ class ReinforceController(Learner):
                 self.return_range.update(target)
             advantage = advantage / self.return_range().clamp(min=settings.least_range)
         policy_loss = -mean(log_probability * advantage)
-        entropy = -mean((log_policy.exp() * log_policy).sum(-1))
+        entropy = mean(self.distribution.entropy(policy))
         total = value_loss + policy_loss - settings.entropy_weight * entropy
         metrics = {
             "value_loss": value_loss,
@@ -362,16 +385,23 @@ class ReinforceController(Learner):
             observation = observation.permute(0, 3, 1, 2).to(weight_type) / 255 * 2 - 1
         return self.encoder(observation.to(weight_type)).to(weight_type)
 
+    def _embed_action(self, action: Tensor) -> Tensor:
+        """Embed actions (..., *axes) as LSTM inputs (..., I)."""
+        assert self.action_embedding is not None
+        with torch.autocast(action.device.type, enabled=False):
+            return self.action_embedding(action)
+
     def _advance(self, inputs: Tensor, state: LSTMState) -> LSTMState:
         with torch.autocast(inputs.device.type, enabled=False):
             return self.lstm(inputs, state)
 
     def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits (..., A), and outputs of the value (..., 1 or bins), for LSTM outputs (..., width)."""
-        logits = self.policy_head(hidden)
-        if self.settings.action_unimix:
-            logits = mixed_log_probabilities(logits, self.settings.action_unimix)
-        return logits, self.value_head(hidden)
+        """Return parameters (..., P), and outputs of the value (..., 1 or bins), for LSTM outputs (..., width)."""
+        parameters = self.policy_head(hidden)
+        unimix = self.settings.action_unimix
+        if unimix or isinstance(self.distribution, NormalPolicy):  # else logits, which `sample` takes as they are
+            parameters = self.distribution.parameters(parameters, unimix)
+        return parameters, self.value_head(hidden)
 
     def _expected_value(self, outputs: Tensor) -> Tensor:
         """Return the values (...) of outputs (..., 1 or bins)."""
@@ -405,17 +435,34 @@ def _latent_encoder(feature_shape: tuple[int, ...], channels: tuple[int, ...], w
     return nn.Sequential(*layers), width
 
 
-def _pixel_encoder(image_size: int, channels: tuple[int, ...]) -> tuple[nn.Sequential, int]:
-    """Build 3x3 convolution, max-pool by 2, ReLU for each of `channels`, flattened: (B, 3, H, W) -> (B, I)."""
-    side, rest = divmod(image_size, 2 ** len(channels))
-    if side == 0 or rest:
+def _single_image(observation: ObservationSpace) -> tuple[str, Image]:
+    """Return name and space of the only image, which has three colors.
+
+    Raises:
+        UsageError: There is no such image, or there are several.
+    """
+    images = images_of(observation)
+    if [image.channels for image in images.values()] != [3]:
         raise UsageError(
-            f"environment.size = {image_size} must be a multiple of {2 ** len(channels)}: each of the {len(channels)}"
-            " layers of controller.pixel_channels halves the image; change one of the two"
+            "controller.input = 'pixels' needs observations with a single image, in three colors, and this environment"
+            " shows others; use --set controller.input=latent"
+        )
+    return next(iter(images.items()))
+
+
+def _pixel_encoder(image: Image, channels: tuple[int, ...]) -> tuple[nn.Sequential, int]:
+    """Build 3x3 convolution, max-pool by 2, ReLU for each of `channels`, flattened: (B, 3, H, W) -> (B, I)."""
+    shrink = 2 ** len(channels)
+    if image.height % shrink or image.width % shrink:
+        square = image.height == image.width
+        size = f"environment.size = {image.height}" if square else f"the image's {image.height} x {image.width} pixels"
+        raise UsageError(
+            f"{size} must be a multiple of {shrink}: each of the {len(channels)} layers of controller.pixel_channels"
+            " halves the image; change one of the two"
         )
     depth = 3
     layers: list[nn.Module] = []
     for outputs in channels:
         layers += [nn.Conv2d(depth, outputs, 3, padding=1), nn.MaxPool2d(2), nn.ReLU()]
         depth = outputs
-    return nn.Sequential(*layers, Flatten()), depth * side * side
+    return nn.Sequential(*layers, Flatten()), depth * (image.height // shrink) * (image.width // shrink)

@@ -27,7 +27,12 @@ DRAWN_AT_ONCE = 4096  # frames
 
 
 def load_experience(
-    artifact: Artifact, device: torch.device | str, loaded: Replay | None = None, *, frames_on: FramesOn = "auto"
+    artifact: Artifact,
+    device: torch.device | str,
+    loaded: Replay | None = None,
+    *,
+    closing: bool = False,
+    frames_on: FramesOn = "auto",
 ) -> Replay:
     """Load an experience artifact and all earlier segments.
 
@@ -35,6 +40,7 @@ def load_experience(
         artifact: The newest segment.
         device: Device of the tensors.
         loaded: An earlier result. If the artifact continues it, it is extended in place by the newer segments.
+        closing: Keep the observations that close episodes, see `Replay`.
         frames_on: Where the frames of a new replay go.
 
     Returns:
@@ -43,6 +49,8 @@ def load_experience(
     Raises:
         ArtifactError: A segment is missing, damaged or pruned.
     """
+    if loaded is not None and loaded.closing != closing:
+        loaded = None
     chain = [artifact]
     while not _ends_with(loaded, chain[-1]) and "previous" in chain[-1].inputs:
         chain.append(chain[-1].input("previous"))
@@ -50,7 +58,7 @@ def load_experience(
         replay = loaded
         chain.pop()
     else:
-        replay = _empty(artifact, device, frames_on)
+        replay = _empty(artifact, device, closing, frames_on)
     for segment in reversed(chain):
         segment.verify()
         _extend(replay, segment, SEGMENT)
@@ -58,13 +66,21 @@ def load_experience(
     return replay
 
 
-def load_held_out(artifact: Artifact, part: str, device: torch.device | str, *, frames_on: FramesOn = "auto") -> Replay:
+def load_held_out(
+    artifact: Artifact,
+    part: str,
+    device: torch.device | str,
+    *,
+    closing: bool = False,
+    frames_on: FramesOn = "auto",
+) -> Replay:
     """Load held-out episodes.
 
     Args:
         artifact: The experience.
         part: "validation" or "test".
         device: Device of the tensors.
+        closing: Keep the observations that close episodes, see `Replay`.
         frames_on: Where the frames go.
 
     Raises:
@@ -76,7 +92,7 @@ def load_held_out(artifact: Artifact, part: str, device: torch.device | str, *, 
             f" collect.{part}=100"
         )
     artifact.verify()
-    replay = _empty(artifact, device, frames_on)
+    replay = _empty(artifact, device, closing, frames_on)
     _extend(replay, artifact, HELD_OUT[part])
     return replay
 
@@ -90,9 +106,9 @@ def _ends_with(replay: Replay | None, artifact: Artifact) -> bool:
     return replay is not None and replay.upto == artifact.digest
 
 
-def _empty(artifact: Artifact, device: torch.device | str, frames_on: FramesOn) -> Replay:
+def _empty(artifact: Artifact, device: torch.device | str, closing: bool, frames_on: FramesOn) -> Replay:
     lives = lives_end_episodes(artifact.manifest["environment"])
-    return Replay.empty(device, lives_end_episodes=lives, frames_on=frames_on)
+    return Replay(device, lives_end_episodes=lives, closing=closing, frames_on=frames_on)
 
 
 def _extend(replay: Replay, artifact: Artifact, part: str) -> None:

@@ -1,18 +1,21 @@
 """The replay: all experience in memory, on the training device. Many uint8 frames may be on the host instead.
 
-Axes: N rows, H height, W width, C color channel. Rows are in order of arrival, with streams interleaved. An *order*
-(position -> row) sorts them by episode or by stream, so that a window is a range of positions.
+Axes: N rows. Rows are in order of arrival, with streams interleaved. An *order* (position -> row) sorts them by episode
+or by stream, so that a window is a range of positions. An observation is a tree of parts, see `wmcli.spaces`.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from wmcli.errors import ArtifactError, MachineError
-from wmcli.experience.segment import lives_left, opens_game
+from wmcli.experience.segment import CLOSING, SAMPLED, SEARCHED, SKETCH, kind_of, lives_left, opens_game
+from wmcli.spaces import column_names, first_part, from_columns, map_parts
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +37,9 @@ class Replay:
 
     An *episode* is the rows of one stream from one with `first` to the next. The last one of each stream may be
     unfinished and continues in the next segment. An episode that its environment abandoned is truncated. A *game*
-    continues after lost lives with `lives_end_episodes`; else every episode is a game.
+    continues after lost lives with `lives_end_episodes`; else every episode is a game. With `closing`, the observation
+    that closes an episode is a row of its own behind the last one, as far as segments have it. Its action and reward
+    are zero, its flags are those of the row before.
 
     Attributes:
         upto: Digest of the newest artifact in the replay, set by the caller.
@@ -42,24 +47,20 @@ class Replay:
     """
 
     def __init__(
-        self, device: torch.device | str, *, lives_end_episodes: bool = False, frames_on: FramesOn = "auto"
+        self,
+        device: torch.device | str,
+        *,
+        lives_end_episodes: bool = False,
+        closing: bool = False,
+        frames_on: FramesOn = "auto",
     ) -> None:
         import torch
 
         self.upto: str | None = None
         self.device = torch.device(device)
+        self.closing = closing
         self._frames_on = frames_on
         self._lives_end_episodes = lives_end_episodes
-        self._dtypes = {
-            "observation": torch.uint8,
-            "action": torch.int64,
-            "reward": torch.float32,
-            "terminated": torch.bool,
-            "truncated": torch.bool,
-            "first": torch.bool,
-            "opens_game": torch.bool,
-            "ends_game": torch.bool,
-        }
         self._columns: dict[str, torch.Tensor] = {}
         self._rows = 0
         self._episode = np.zeros(0, np.int64)  # (N,): episode of each row
@@ -69,30 +70,23 @@ class Replay:
         self._newest: dict[int, int] = {}  # stream -> its newest row
         self._count = 0  # episodes
 
-    @classmethod
-    def empty(
-        cls, device: torch.device | str, *, lives_end_episodes: bool = False, frames_on: FramesOn = "auto"
-    ) -> Replay:
-        """Return a replay without rows."""
-        return cls(device, lives_end_episodes=lives_end_episodes, frames_on=frames_on)
-
     def __len__(self) -> int:
         """Return the number of rows N."""
         return self._rows
 
     @property
-    def frames(self) -> torch.Tensor:
-        """uint8 (N, H, W, C), on the device or on the host."""
-        return self._column("observation")
+    def observation(self) -> Any:
+        """Tree of (N, *part), on the device or on the host."""
+        return map_parts(lambda column: column[: self._rows], from_columns("observation", self._columns))
 
     @property
     def frames_on_host(self) -> bool:
-        """Whether the frames are on the host, and the rows are not."""
-        return self._rows > 0 and self.frames.device.type != self.device.type
+        """Whether the observations are on the host, and the rows are not."""
+        return self._rows > 0 and first_part(self.observation).device.type != self.device.type
 
     @property
     def action(self) -> torch.Tensor:
-        """int64 (N,)."""
+        """int64 or float32 (N, *action)."""
         return self._column("action")
 
     @property
@@ -126,14 +120,21 @@ class Replay:
         return self._column("ends_game")
 
     @property
-    def searched(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def is_closing(self) -> torch.Tensor | None:
+        """bool (N,): the observation closes an episode, and no action was taken in it. None without `closing`."""
+        return self._column("is_closing") if self.closing else None
+
+    @property
+    def searched(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
         """Search results of the rows, None if no segment has any.
 
-        Policy float32 (N, A), value float32 (N,), and bool (N,): whether the row's segment was played by search.
+        Policy float32 (N, A), value float32 (N,), and bool (N,): whether a search chose the row's action; then the
+        actions (N, A, *action) that the policy belongs to where the search chose among samples, else None.
         """
         if "is_searched" not in self._columns:
             return None
-        return self._column("policy"), self._column("value"), self._column("is_searched")
+        sampled = self._column(SAMPLED) if SAMPLED in self._columns else None
+        return self._column("policy"), self._column("value"), self._column("is_searched"), sampled
 
     @property
     def order(self) -> np.ndarray:
@@ -156,44 +157,43 @@ class Replay:
         length = length[length > 0]  # numbers of streams may have gaps
         return Episodes(np.cumsum(length) - length, length), np.argsort(run, kind="stable")
 
-    def reserve(self, rows: int, frame: tuple[int, ...], actions: int | None = None) -> None:
+    def reserve(self, rows: int, like: Mapping[str, np.ndarray]) -> None:
         """Allocate memory, so that growing does not copy.
 
         Args:
             rows: Total number of rows.
-            frame: Shape (H, W, C) of a frame.
-            actions: Number of actions A, to allocate search results too.
+            like: Columns of a segment of any length, for their shapes and number types.
 
         Raises:
-            MachineError: The device, or the host for frames kept there, has not enough memory.
+            MachineError: The device, or the host for observations kept there, has not enough memory.
         """
         import torch
 
-        dtypes, axes = dict(self._dtypes), {"observation": frame}
-        if actions is not None or "policy" in self._columns:
-            dtypes |= {"policy": torch.float32, "value": torch.float32, "is_searched": torch.bool}
-            axes["policy"] = (actions or self._columns["policy"].shape[1],)
+        held = {name: (tuple(array.shape[1:]), _tensor_type(array.dtype)) for name, array in like.items()}
+        held |= {name: (tuple(column.shape[1:]), column.dtype) for name, column in self._columns.items()}
+        seen = [name for name in held if kind_of(name) == "observation"]
+        size = rows * sum(math.prod(held[name][0]) * held[name][1].itemsize for name in seen)
         device = self.device
         try:
-            for name, dtype in dtypes.items():
+            for name, (shape, dtype) in held.items():
                 if name in self._columns and len(self._columns[name]) >= rows:
                     continue
-                allocate = torch.empty if name in self._dtypes else torch.zeros  # some segments have no search results
-                device = self._place_frames(rows * int(np.prod(frame))) if name == "observation" else self.device
-                grown = allocate((rows, *axes.get(name, ())), dtype=dtype, device=device)
+                device = self._place_frames(size) if name in seen else self.device
+                # Some segments have no search results.
+                allocate = torch.zeros if name in (*SEARCHED, SAMPLED, "is_searched") else torch.empty
+                grown = allocate((rows, *shape), dtype=dtype, device=device)
                 if name in self._columns:
                     grown[: self._rows] = self._column(name)
                 self._columns[name] = grown
         except (RuntimeError, MemoryError) as error:
-            size = rows * int(np.prod(frame)) / 1e9
             remedy = "" if device.type == "cpu" else "; to keep them in host memory: --set training.replay=host"
             raise MachineError(
-                f"{rows} frames of experience ({size:.1f} GB) do not fit in the memory of {device}: "
+                f"{rows} frames of experience ({size / 1e9:.1f} GB) do not fit in the memory of {device}: "
                 f"{str(error).splitlines()[0] if str(error) else 'out of memory'}{remedy}"
             ) from error
 
     def _place_frames(self, size: int) -> torch.device:
-        """Return the device for frames of `size` bytes. Frames on the host stay there."""
+        """Return the device for observations of `size` bytes. Those on the host stay there."""
         import torch
 
         host = torch.device("cpu")
@@ -205,58 +205,104 @@ class Replay:
         free = torch.cuda.mem_get_info(self.device)[0] + unused
         return host if size > SHARE * free else self.device
 
-    def extend(self, arrays: Mapping[str, np.ndarray], frames: Iterable[np.ndarray] | None = None) -> None:
+    def extend(self, arrays: Mapping[str, np.ndarray], frames: Iterable[Any] | None = None) -> None:
         """Append a segment.
 
         Args:
-            arrays: See `segment.FIELDS` and `segment.SEARCHED`.
-            frames: The observation in blocks (n, H, W, C), of which one at a time is in memory twice.
+            arrays: Columns, see `wmcli.experience.segment`.
+            frames: The observation in blocks, trees of (n, ...), of which one at a time is in memory twice.
 
         Raises:
-            ArtifactError: Frames have another shape, or a stream starts in the middle of an unknown episode.
+            ArtifactError: Observations or actions have another shape, or a stream starts in the middle of an unknown
+                episode.
         """
-        import torch
-
-        blocks = iter((arrays["observation"],) if frames is None else frames)
+        blocks = iter((from_columns("observation", arrays),) if frames is None else frames)
         block = next(blocks)
-        frame = block.shape[1:]
-        if self._columns and frame != tuple(self._columns["observation"].shape[1:]):
-            shape = tuple(self._columns["observation"].shape[1:])
-            raise ArtifactError(f"frames of shape {frame} cannot join experience with frames of shape {shape}.")
-        numbers = self._number_episodes(arrays["first"], arrays["stream"])
-        before = self._rows_before(arrays["stream"])
-        left = lives_left(arrays) if self._lives_end_episodes else np.full(len(numbers), -1, np.int16)
+        columns = {name: array for name, array in arrays.items() if name not in (SKETCH, "stream", "lives")}
+        closing = {name: columns.pop(name) for name in arrays if kind_of(name) == CLOSING}
+        columns = {name: array for name, array in columns.items() if kind_of(name) != "observation"}
+        seen = column_names("observation", block)
+        self._check_shapes(seen | columns)
+        flags = {name: arrays[name] for name in ("terminated", "truncated", "first", "lives", "stream")}
+        ended = flags["terminated"] | flags["truncated"]
+        place = np.arange(len(ended))  # of each row behind those that are here
+        closed = np.zeros(0, np.int64)  # places of the rows that close an episode
+        if self.closing and closing:
+            place += np.cumsum(ended) - ended
+            closed = place[ended] + 1
+            flags = {name: np.repeat(array, 1 + ended) for name, array in flags.items()}
+            flags["first"][closed] = False
+        streams = flags["stream"]
+        numbers = self._number_episodes(flags["first"], streams)
+        before = self._rows_before(streams)
+        left = lives_left(flags) if self._lives_end_episodes else np.full(len(numbers), -1, np.int16)
         self._left = np.concatenate([self._left, left])
-        opens = opens_game(arrays["first"], arrays["lives"], np.where(before >= 0, self._left[before], -1))
-        ends = (arrays["terminated"] | arrays["truncated"]) & (left < 0)
-        arrays = {**arrays, "opens_game": opens, "ends_game": ends}
+        opens = opens_game(flags["first"], flags["lives"], np.where(before >= 0, self._left[before], -1))
+        ends = (flags["terminated"] | flags["truncated"]) & (left < 0)
+        flags |= {"opens_game": opens, "ends_game": ends}
+        if self.closing:
+            flags["is_closing"] = np.isin(np.arange(len(numbers)), closed)
+        if "policy" in arrays:
+            columns["is_searched"] = np.ones(len(ended), bool)
         rows = self._rows + len(numbers)
         room = len(self._columns["action"]) if self._columns else 0
         if rows > room:
             room = max(rows, self._rows * 3 // 2)  # by halves, so that each row is copied a few times at most
-        self.reserve(room, frame, arrays["policy"].shape[1] if "policy" in arrays else None)
+        flags = {name: array for name, array in flags.items() if name not in ("lives", "stream")}
+        columns = {name: array for name, array in columns.items() if name not in flags}
+        self.reserve(room, seen | columns | flags)
 
-        def put(name: str, begin: int, source: np.ndarray) -> int:
-            end = begin + len(source)
-            tensor = torch.from_numpy(np.require(source, requirements=["C", "W"]))
-            self._columns[name][begin:end].copy_(tensor)  # converts the type, too
-            return end
-
-        for name in (self._dtypes.keys() - {"observation"}) | (arrays.keys() & {"policy", "value"}):
-            put(name, self._rows, arrays[name])
-        end = put("observation", self._rows, block)
-        for block in blocks:
-            end = put("observation", end, block)
-        assert end == rows, f"{end - self._rows} frames for {rows - self._rows} rows"
-        if "policy" in arrays:
-            self._columns["is_searched"][self._rows : rows] = True
+        for name, array in flags.items():
+            self._put(name, slice(self._rows, rows), array)
+        where = slice(self._rows, self._rows + len(place)) if not len(closed) else self._rows + place
+        for name, array in columns.items():
+            if len(closed):
+                self._columns[name][self._rows : rows] = 0  # the closing rows
+            self._put(name, where, array)
+        end = 0
+        for part in itertools.chain((block,), blocks):
+            begin, end = end, end + len(first_part(part))
+            for name, array in column_names("observation", part).items():
+                some = slice(self._rows + begin, self._rows + end) if not len(closed) else self._rows + place[begin:end]
+                self._put(name, some, array)
+        assert end == len(place), f"{end} frames for {len(place)} rows"
+        if len(closed):
+            for name, array in column_names("observation", from_columns(CLOSING, closing)).items():
+                self._put(name, self._rows + closed, array)
         self._episode = np.concatenate([self._episode, numbers])
-        self._stream = np.concatenate([self._stream, arrays["stream"]])
+        self._stream = np.concatenate([self._stream, streams])
         self._rows = rows
         # An episode or game is over when another one follows, whatever its last row has.
-        closed = before[arrays["first"] & (before >= 0)]
-        self._columns["truncated"][closed] |= ~self._columns["terminated"][closed]
+        closed_by_next = before[flags["first"] & (before >= 0)]
+        self._columns["truncated"][closed_by_next] |= ~self._columns["terminated"][closed_by_next]
         self._columns["ends_game"][before[opens & (before >= 0)]] = True
+
+    def _put(self, name: str, rows: slice | np.ndarray, source: np.ndarray) -> None:
+        """Write a column's values at rows. Converts the number type."""
+        import torch
+
+        tensor = torch.from_numpy(np.require(source, requirements=["C", "W"]))
+        column = self._columns[name]
+        if isinstance(rows, slice):
+            column[rows].copy_(tensor)
+        else:
+            column[torch.from_numpy(rows).to(column.device)] = tensor.to(column)
+
+    def _check_shapes(self, columns: Mapping[str, np.ndarray]) -> None:
+        """Raise ArtifactError where columns do not continue those that are here."""
+        if not self._columns:
+            return
+        ours = {name for name in self._columns if kind_of(name) == "observation"}
+        theirs = {name for name in columns if kind_of(name) == "observation"}
+        if ours != theirs:
+            raise ArtifactError(
+                f"experience with {', '.join(sorted(theirs))} cannot join experience with {', '.join(sorted(ours))}."
+            )
+        for name in sorted(theirs | {"action"}):
+            shape, expected = tuple(columns[name].shape[1:]), tuple(self._columns[name].shape[1:])
+            if shape != expected:
+                what = "frames" if name == "observation" else name
+                raise ArtifactError(f"{what} of shape {shape} cannot join experience with {what} of shape {expected}.")
 
     def _rows_before(self, stream: np.ndarray) -> np.ndarray:
         """Return the row before each new row in its stream, int64 (n,), or -1."""
@@ -290,3 +336,12 @@ class Replay:
     def _column(self, name: str) -> torch.Tensor:
         assert self._columns, "the replay is empty"
         return self._columns[name][: self._rows]
+
+
+def _tensor_type(dtype: np.dtype) -> torch.dtype:
+    """Return the type of a column in memory: integers, which index tables, are int64."""
+    import torch
+
+    if dtype.kind == "i":
+        return torch.int64
+    return {"f": torch.float32, "b": torch.bool, "u": torch.uint8}[dtype.kind]

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+NEVER = np.iinfo(np.int32).max  # searches of a row that needs none
+
+
 class SearchTargets:
     """Policy (N, A), value (N,) float32 and `is_searched` (N,) bool of every row of a replay, on its device.
 
@@ -54,6 +57,8 @@ class SearchTargets:
             self.is_searched.copy_(found)
         self._again = np.zeros(rows, np.int64)  # reanalyses of each row
         self._searches = self.is_searched.cpu().numpy().astype(np.int64)  # searches of each row, the first included
+        if replay.is_closing is not None:  # no action is taken there
+            self._searches[replay.is_closing.cpu().numpy()] = NEVER
 
     def due(self, count: int) -> np.ndarray:
         """Return the `count` rows with the fewest searches, int64, the oldest first, or all rows if there are fewer."""

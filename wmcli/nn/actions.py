@@ -1,4 +1,4 @@
-"""Actions as the inputs of networks, on any action space (`wmcli.spaces`).
+"""Actions and observations as tensors, on any space (`wmcli.spaces`).
 
 Axes: A length of an encoded action, K numbers of a `Categories` action, D width.
 """
@@ -6,12 +6,18 @@ Axes: A length of an encoded action, K numbers of a `Categories` action, D width
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from wmcli.nn.categorical import one_hot
-from wmcli.spaces import ActionSpace, Continuous, Discrete
+from wmcli.spaces import ActionSpace, Categories, Continuous, Discrete, ObservationSpace, PartSpace, Vector, map_parts
+from wmcli.transfer import to_device
+
+NUMBER_TYPES = {np.uint8: torch.uint8, np.float32: torch.float32, np.int32: torch.int64}
+"""Number types of tensors by those of the spaces on disk."""
 
 
 def encode_action(space: ActionSpace, action: Tensor, dtype: torch.dtype) -> Tensor:
@@ -32,6 +38,40 @@ def no_action(space: ActionSpace, shape: Sequence[int], device: torch.device | s
     """Return zeros (*shape, *space.shape) in the dtype of actions."""
     dtype = torch.float32 if isinstance(space, Continuous) else torch.int64
     return torch.zeros(*shape, *space.shape, dtype=dtype, device=device)
+
+
+def no_observation(space: ObservationSpace, shape: Sequence[int], device: torch.device | str | None = None) -> Any:
+    """Return an observation of zeros, a tree of (*shape, *part)."""
+
+    def zeros(part: PartSpace) -> Tensor:
+        return torch.zeros(*shape, *part.shape, dtype=NUMBER_TYPES[part.dtype], device=device)
+
+    return map_parts(zeros, space)
+
+
+def random_observation(space: ObservationSpace, shape: Sequence[int], device: torch.device | str | None = None) -> Any:
+    """Draw random observations, a tree of (*shape, *part)."""
+
+    def draw(part: PartSpace) -> Tensor:
+        if isinstance(part, Vector):
+            return torch.randn(*shape, *part.shape, device=device)
+        if isinstance(part, Categories):
+            return random_actions(part, shape, device=device)
+        return torch.randint(0, 256, (*shape, *part.shape), dtype=torch.uint8, device=device)
+
+    return map_parts(draw, space)
+
+
+def put_observation(observation: Any, device: torch.device | str | None) -> Any:
+    """Return an observation, a tree of arrays or tensors, on a device; integers of any type as int64."""
+
+    def put(part: Any) -> Tensor:
+        tensor = torch.as_tensor(part)
+        if tensor.dtype in (torch.int32, torch.int16):
+            tensor = tensor.long()
+        return to_device(tensor, torch.device(device or "cpu"))
+
+    return map_parts(put, observation)
 
 
 def random_actions(
@@ -85,4 +125,4 @@ class _ContinuousEmbedding(nn.Linear):
     """Linear in the numbers, which act like the nearest bound outside of [-1, 1]."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.clamp(-1, 1))
+        return super().forward(input.clamp(-1, 1).to(self.weight.dtype))

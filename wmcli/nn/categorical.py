@@ -19,6 +19,9 @@ from torch import Tensor
 
 from wmcli.transfer import to_device
 
+IMPOSSIBLE = -1e9
+"""Logit of a class that cannot occur: its probability is exactly 0, and products with it are finite."""
+
 
 def uniform(shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None) -> Tensor:
     """Draw numbers in [0, 1), float32, on `device`, from `generator` or the device's global generator.

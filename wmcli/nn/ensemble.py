@@ -16,6 +16,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from wmcli.nn.categorical import IMPOSSIBLE
+
 
 class Ensemble(nn.Module):
     """Independent networks of one hidden layer, (..., D) -> (E, ..., V, C). No gradient flows to their input.
@@ -35,32 +37,40 @@ class Ensemble(nn.Module):
             for _ in range(heads)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return log-probabilities (E, ..., V, C) float32 from features (..., D)."""
-        x = x.detach()
-        logits = torch.stack([head(x) for head in self.heads])
-        return logits.float().unflatten(-1, self.shape).log_softmax(-1)
+    def forward(self, x: Tensor, possible: Tensor | None = None) -> Tensor:
+        """Return log-probabilities (E, ..., V, C) float32.
 
-    def loss(self, x: Tensor, target: Tensor) -> Tensor:
+        Args:
+            x: Features (..., D).
+            possible: (..., V, C) bool, classes that can occur, one at least of each variable; None for all.
+        """
+        x = x.detach()
+        logits = torch.stack([head(x) for head in self.heads]).float().unflatten(-1, self.shape)
+        if possible is not None:
+            logits = logits.masked_fill(~possible, IMPOSSIBLE)
+        return logits.log_softmax(-1)
+
+    def loss(self, x: Tensor, target: Tensor, possible: Tensor | None = None) -> Tensor:
         """Return the mean cross entropy of the heads, summed over variables, (...) nats.
 
         Args:
             x: (..., D).
             target: Probabilities (..., V, C), or classes (..., V) int64.
+            possible: As in `forward`.
         """
-        log_p = self(x)
+        log_p = self(x, possible)
         if target.dtype == torch.int64:
             index = target[None, ..., None].expand(len(log_p), *target.shape, 1)
             return -log_p.gather(-1, index).squeeze(-1).sum(-1).mean(0)
         return -(target.detach() * log_p).sum((-2, -1)).mean(0)
 
     @torch.no_grad()
-    def disagreement(self, x: Tensor) -> Tensor:
+    def disagreement(self, x: Tensor, possible: Tensor | None = None) -> Tensor:
         """Return the Jensen-Shannon divergence of the heads, (...) float32: the mean over variables, in nats.
 
-        From 0, where all agree, to the logarithm of the number of heads.
+        From 0, where all agree, to the logarithm of the number of heads. Arguments as in `forward`.
         """
-        log_p = self(x)
+        log_p = self(x, possible)
         mean = log_p.logsumexp(0) - math.log(len(log_p))
         of_mean, of_each = -(mean.exp() * mean).sum(-1), -(log_p.exp() * log_p).sum(-1).mean(0)
         return (of_mean - of_each).mean(-1)

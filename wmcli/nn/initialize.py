@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from wmcli.nn.block_linear import BlockLinear
+
 TRUNCATION = 0.87962566  # standard deviation of a standard normal truncated at +-2
 HIDDEN_GAIN = math.sqrt(2)
 LAST_GAIN = 0.001  # a new policy is nearly uniform and a new value nearly 0
@@ -26,13 +28,15 @@ DRAWING = (
 )
 """Functions of `torch.nn.init` that draw."""
 
-Initialization = Literal["fan-average", "orthogonal", "torch"]
+Initialization = Literal["fan-average", "fan-in", "orthogonal", "torch"]
 
 
 def initialize(module: nn.Module, kind: Initialization) -> None:
     """Initialize the linear layers and convolutions of `module`; "torch" leaves torch's defaults."""
     if kind == "fan-average":
         fan_average(module)
+    elif kind == "fan-in":
+        fan_in(module)
     elif kind == "orthogonal":
         orthogonal(module)
 
@@ -53,6 +57,33 @@ def fan_average(module: nn.Module) -> None:
             nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
+
+
+def fan_in(module: nn.Module) -> None:
+    """Initialize every convolution and linear layer: truncated normal of variance 1 / fan in, bias 0.
+
+    Truncation as in `fan_average`. The fan in of a `BlockLinear` counts all its inputs, those of other blocks included.
+
+    Source: DreamerV3's public code since 2024, and Hafner et al. 2025, Nature 640.
+    """
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d | nn.ConvTranspose2d | BlockLinear):
+            if isinstance(layer, BlockLinear):
+                fan = layer.inputs
+            else:
+                outputs = layer.weight.shape[1 if isinstance(layer, nn.ConvTranspose2d) else 0]
+                fan = layer.weight.numel() // outputs
+            std = math.sqrt(1 / fan) / TRUNCATION
+            nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+
+@torch.no_grad()
+def scale_last(network: nn.Sequential, factor: float) -> None:
+    """Multiply the weights of a network's last layer, for example by 0 for a head that predicts nothing at first."""
+    last: Any = network[-1]
+    last.weight.mul_(factor)
 
 
 def orthogonal(module: nn.Module) -> None:

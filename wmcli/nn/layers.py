@@ -18,8 +18,8 @@ CHUNK = 1 << 19  # numbers that stay in the processor's cache from one operation
 
 
 def scaled(observation: Tensor) -> Tensor:
-    """Convert frames (B, H, W, 3) uint8 to (B, 3, H, W) float32 in [0, 1], channels last in memory."""
-    assert observation.dtype == torch.uint8 and observation.shape[-1] == 3, "frames are uint8 with three colors last"
+    """Convert frames (B, H, W, C) uint8 to (B, C, H, W) float32 in [0, 1], channels last in memory."""
+    assert observation.dtype == torch.uint8, "frames are uint8"
     return observation.permute(0, 3, 1, 2).to(torch.float32).div_(255)
 
 

@@ -72,9 +72,17 @@ def mlp(
     A Linear before a LayerNorm has no bias, because the norm has one (STORM). Before an RMSNorm it has a bias (Drama).
     `eps` is the norms', as in `norm`. Weights have torch's default initialization.
     """
+    hidden = hidden_layers(inputs, width, layers, norm_kind=norm_kind, activation=activation, eps=eps)
+    return nn.Sequential(*hidden, last_layer(width if layers else inputs, outputs))
+
+
+def hidden_layers(
+    inputs: int, width: int, layers: int, *, norm_kind: Norm, activation: Activation, eps: float
+) -> list[nn.Module]:
+    """Build the layers of `mlp` (..., inputs) -> (..., width) without the last one."""
     parts: list[nn.Module] = []
     for _ in range(layers):
         parts.append(nn.Linear(inputs, width, bias=norm_kind == "rms"))
         parts += [norm(norm_kind, width, eps), ACTIVATIONS[activation]()]
         inputs = width
-    return nn.Sequential(*parts, last_layer(inputs, outputs))
+    return parts

@@ -17,39 +17,39 @@ from torch import Tensor, nn
 
 
 class PatchEncoder(nn.Module):
-    """Encoder (B, 3, h * S, w * S) -> (B, width, h, w), for a square grid of `grid` patches a side."""
+    """Encoder (B, colors, h * S, w * S) -> (B, width, h, w), for a `grid` of h and w patches."""
 
-    def __init__(self, channels: int, patch: int, grid: int, width: int) -> None:
+    def __init__(self, channels: int, patch: int, grid: tuple[int, int], width: int, colors: int = 3) -> None:
         super().__init__()
-        self.cut = nn.Conv2d(3, channels, patch, stride=patch)
-        self.place = nn.Parameter(torch.zeros(channels, grid, grid))
+        self.cut = nn.Conv2d(colors, channels, patch, stride=patch)
+        self.place = nn.Parameter(torch.zeros(channels, *grid))
         self.conv = nn.Conv2d(channels, channels, 1)
         self.conv_out = nn.Conv2d(channels, width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         side = self.cut.stride[0]
-        x = x.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (B, 3, h, S, w, S)
-        x = x.permute(0, 2, 4, 1, 3, 5).flatten(3)  # (B, h, w, 3 S S)
+        x = x.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (B, colors, h, S, w, S)
+        x = x.permute(0, 2, 4, 1, 3, 5).flatten(3)  # (B, h, w, colors S S)
         x = F.silu(_per_patch(self.cut, x) + self.place.permute(1, 2, 0))
         x = F.silu(_per_patch(self.conv, x))
         return _per_patch(self.conv_out, x).permute(0, 3, 1, 2)
 
 
 class PatchDecoder(nn.Module):
-    """Decoder (B, width, h, w) -> (B, 3, h * S, w * S), trained for [-1, 1] but not clamped."""
+    """Decoder (B, width, h, w) -> (B, colors, h * S, w * S), trained for [-1, 1] but not clamped."""
 
-    def __init__(self, channels: int, patch: int, grid: int, width: int) -> None:
+    def __init__(self, channels: int, patch: int, grid: tuple[int, int], width: int, colors: int = 3) -> None:
         super().__init__()
         self.conv_in = nn.Conv2d(width, channels, 1)
-        self.place = nn.Parameter(torch.zeros(channels, grid, grid))
+        self.place = nn.Parameter(torch.zeros(channels, *grid))
         self.conv = nn.Conv2d(channels, channels, 1)
-        self.conv_out = nn.Conv2d(channels, 3 * patch * patch, 1)
-        self.patch = patch
+        self.conv_out = nn.Conv2d(channels, colors * patch * patch, 1)
+        self.shape = (colors, patch, patch)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.silu(_per_patch(self.conv_in, x.permute(0, 2, 3, 1)) + self.place.permute(1, 2, 0))
         x = F.silu(_per_patch(self.conv, x))
-        x = _per_patch(self.conv_out, x).unflatten(3, (3, self.patch, self.patch))  # (B, h, w, 3, S, S)
+        x = _per_patch(self.conv_out, x).unflatten(3, self.shape)  # (B, h, w, colors, S, S)
         return x.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
 

@@ -106,7 +106,7 @@ def _middle(channels: int) -> list[nn.Module]:
 
 
 class ResidualEncoder(nn.Module):
-    """Encoder of images (B, 3, H, W) in [-1, 1] -> (B, width, H / 2^downsamples, W / 2^downsamples).
+    """Encoder of images (B, colors, H, W) in [-1, 1] -> (B, width, H / 2^downsamples, W / 2^downsamples).
 
     `height` is the height of the images in pixels.
 
@@ -114,9 +114,9 @@ class ResidualEncoder(nn.Module):
         UsageError: `channels` is not a multiple of 32.
     """
 
-    def __init__(self, channels: int, downsamples: int, width: int, height: int) -> None:
+    def __init__(self, channels: int, downsamples: int, width: int, height: int, colors: int = 3) -> None:
         super().__init__()
-        layers: list[nn.Module] = [nn.Conv2d(3, channels, 3, padding=1)]
+        layers: list[nn.Module] = [nn.Conv2d(colors, channels, 3, padding=1)]
         for level in range(downsamples + 1):
             layers += _level(channels, 2, height // 2**level)
             if level < downsamples:
@@ -129,7 +129,7 @@ class ResidualEncoder(nn.Module):
 
 
 class ResidualDecoder(nn.Module):
-    """Decoder (B, width, h, w) -> (B, 3, h * 2^downsamples, w * 2^downsamples), not clamped.
+    """Decoder (B, width, h, w) -> (B, colors, h * 2^downsamples, w * 2^downsamples), not clamped.
 
     `height` is the height of the images in pixels.
 
@@ -137,14 +137,14 @@ class ResidualDecoder(nn.Module):
         UsageError: `channels` is not a multiple of 32.
     """
 
-    def __init__(self, channels: int, downsamples: int, width: int, height: int) -> None:
+    def __init__(self, channels: int, downsamples: int, width: int, height: int, colors: int = 3) -> None:
         super().__init__()
         layers: list[nn.Module] = [nn.Conv2d(width, channels, 3, padding=1), *_middle(channels)]
         for level in reversed(range(downsamples + 1)):
             layers += _level(channels, 3, height // 2**level)
             if level > 0:
                 layers.append(GrowConv(channels))
-        layers += [norm(channels), nn.SiLU(), nn.Conv2d(channels, 3, 3, padding=1)]
+        layers += [norm(channels), nn.SiLU(), nn.Conv2d(channels, colors, 3, padding=1)]
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -63,15 +63,15 @@ class Up(nn.Module):
 
 
 class SlimEncoder(nn.Module):
-    """Encoder of images (B, 3, H, W) in [-1, 1] -> (B, width, H / 2^downsamples, W / 2^downsamples).
+    """Encoder of images (B, colors, H, W) in [-1, 1] -> (B, width, H / 2^downsamples, W / 2^downsamples).
 
     Raises:
         UsageError: `channels` is not a multiple of 8.
     """
 
-    def __init__(self, channels: int, downsamples: int, width: int) -> None:
+    def __init__(self, channels: int, downsamples: int, width: int, colors: int = 3) -> None:
         super().__init__()
-        self.conv_in = nn.Conv2d(3, channels, 3, padding=1)
+        self.conv_in = nn.Conv2d(colors, channels, 3, padding=1)
         self.blocks = nn.Sequential(*(Down(channels * 2**level) for level in range(downsamples)))
         last = channels * 2**downsamples
         self.norm_out = norm(last, "tokenizer.channels")
@@ -83,19 +83,21 @@ class SlimEncoder(nn.Module):
 
 
 class SlimDecoder(nn.Module):
-    """Decoder (B, width, h, w) -> (B, 3, h * 2^downsamples, w * 2^downsamples), trained for [-1, 1] but not clamped.
+    """Decoder (B, width, h, w) -> (B, colors, h * 2^downsamples, w * 2^downsamples).
+
+    It is trained for [-1, 1] but not clamped.
 
     Raises:
         UsageError: A layer between `width` and `channels` has no multiple of 8 channels.
     """
 
-    def __init__(self, channels: int, downsamples: int, width: int) -> None:
+    def __init__(self, channels: int, downsamples: int, width: int, colors: int = 3) -> None:
         super().__init__()
         self.conv_in = nn.Conv2d(width, width, 3, padding=1)
         counts = [width] + [max(width // 2**level, channels) for level in range(1, downsamples + 1)]
         self.blocks = nn.Sequential(*(Up(counts[level], counts[level + 1]) for level in range(downsamples)))
         self.norm_out = norm(counts[-1], "tokenizer.width")
-        self.conv_out = nn.Conv2d(counts[-1], 3, 3, padding=1)
+        self.conv_out = nn.Conv2d(counts[-1], colors, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks(self.conv_in(x))

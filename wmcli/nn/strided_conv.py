@@ -1,7 +1,7 @@
 """A stack of strided convolutions from an image to a vector, and its mirror image.
 
-Axes: B batch, C channels, F length of the flattened output of the encoder. Images are (B, 3, H, W), channels last in
-memory.
+Axes: B batch, C channels, F length of the flattened output of the encoder. Images are (B, C, H, W), with three colors
+or any other number of channels, channels last in memory.
 
 Sources: the autoencoder of Drama (Wang et al. 2024) and, with other sizes, of STORM (Zhang et al. 2023, arXiv
 2310.09615).
@@ -22,6 +22,7 @@ from wmcli.errors import UsageError
 from wmcli.nn.initialize import Initialization, initialize
 from wmcli.nn.layers import BatchNorm2d, Flatten
 from wmcli.nn.mlp import ACTIVATIONS, NORM_EPS, Activation, ChannelLayerNorm, ChannelRMSNorm
+from wmcli.spaces import Image
 
 Norm = Literal["batch", "rms", "layer"]
 
@@ -48,69 +49,71 @@ class ConvStack(NamedTuple):
     initialization: Initialization = "fan-average"
     """Initialization of all layers."""
 
-    def side(self, image_size: int) -> int:
-        """Return height and width of the encoder's output.
+    def shape(self, image: Image | int) -> tuple[int, int, int]:
+        """Return the shape (C, H, W) of the encoder's output for an image, or for the side of a square one.
 
         Raises:
             UsageError: The strides do not divide the image.
         """
+        height, width = (image, image) if isinstance(image, int) else (image.height, image.width)
         shrink = math.prod(self.strides)
-        if image_size % shrink:
+        if height % shrink or width % shrink:
             raise UsageError(
-                f"frames of {image_size}x{image_size} pixels cannot be shrunk by tokenizer.strides ="
+                f"frames of {height}x{width} pixels cannot be shrunk by tokenizer.strides ="
                 f" {list(self.strides)}; use a multiple of {shrink}, or other strides"
             )
-        return image_size // shrink
+        return self.channels[-1], height // shrink, width // shrink
 
     def padding(self, stride: int) -> int:
         """Return the padding of a convolution: 0 if the kernel is as large as the stride."""
         return 0 if stride == self.kernel else (self.kernel - 1) // 2
 
-    def features(self, image_size: int) -> int:
-        """Return F."""
-        return self.channels[-1] * self.side(image_size) ** 2
+    def features(self, image: Image | int) -> int:
+        """Return F for an image, or for the side of a square one."""
+        return math.prod(self.shape(image))
 
 
 class StridedEncoder(nn.Sequential):
-    """Encoder (B, 3, H, W) -> (B, F), flattened in the order C, H, W."""
+    """Encoder (B, colors, H, W) -> (B, F), flattened in the order C, H, W."""
 
-    def __init__(self, stack: ConvStack) -> None:
+    def __init__(self, stack: ConvStack, colors: int = 3) -> None:
         layers: list[nn.Module] = []
-        inputs = 3
+        inputs = colors
         for outputs, stride in zip(stack.channels, stack.strides, strict=True):
             kind = PatchConv2d if stride == stack.kernel else nn.Conv2d
             layers.append(kind(inputs, outputs, stack.kernel, stride, stack.padding(stride), bias=stack.bias))
-            layers += _norm_and_activation(stack, outputs)
+            layers += norm_and_activation(stack, outputs)
             inputs = outputs
         super().__init__(*layers, Flatten())
         initialize(self, stack.initialization)
-        _channels_last(self)
+        to_channels_last(self)
 
 
 class StridedDecoder(nn.Module):
-    """Decoder (B, inputs) -> (B, 3, H, W): a linear layer to the encoder's output shape, then its layers in reverse.
+    """Decoder (B, inputs) -> (B, colors, H, W): a linear layer to the encoder's output shape, then its layers in
+    reverse.
 
     The last convolution has neither norm nor activation.
     """
 
-    def __init__(self, inputs: int, stack: ConvStack, image_size: int) -> None:
+    def __init__(self, inputs: int, stack: ConvStack, image: Image | int) -> None:
         super().__init__()
-        side, channels = stack.side(image_size), stack.channels
-        self.shape = (channels[-1], side, side)
+        channels, colors = stack.channels, 3 if isinstance(image, int) else image.channels
+        self.shape = stack.shape(image)
         self.linear = nn.Linear(inputs, math.prod(self.shape), bias=stack.bias)
-        layers = _norm_and_activation(stack, channels[-1])
+        layers = norm_and_activation(stack, channels[-1])
         for i in range(len(channels) - 1, -1, -1):
-            stride, outputs = stack.strides[i], channels[i - 1] if i else 3
+            stride, outputs = stack.strides[i], channels[i - 1] if i else colors
             padding = stack.padding(stride)
             # The encoder's strided convolution rounds down by this many pixels.
             missing = stride + 2 * padding - stack.kernel
             kind = PatchTransposedConv2d if stride == stack.kernel else TransposedConv2d
             layers.append(kind(channels[i], outputs, stack.kernel, stride, padding, missing, bias=stack.bias or not i))
             if i:
-                layers += _norm_and_activation(stack, outputs)
+                layers += norm_and_activation(stack, outputs)
         self.layers = nn.Sequential(*layers)
         initialize(self, stack.initialization)
-        _channels_last(self)
+        to_channels_last(self)
 
     def forward(self, z: Tensor) -> Tensor:
         x = self.linear(z).unflatten(-1, self.shape).contiguous(memory_format=torch.channels_last)
@@ -194,14 +197,14 @@ def _by_squares(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.pixel_shuffle(F.conv2d(x, squares, bias, 2, kernel.shape[2] // 2), 2)
 
 
-def _channels_last(module: nn.Module) -> None:
+def to_channels_last(module: nn.Module) -> None:
     """Store the kernels of all convolutions channels last, as the frames are."""
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
             layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
 
 
-def _norm_and_activation(stack: ConvStack, channels: int) -> list[nn.Module]:
+def norm_and_activation(stack: ConvStack, channels: int) -> list[nn.Module]:
     if stack.norm == "batch":
         return [BatchNorm2d(channels), ACTIVATIONS[stack.activation]()]
     kind = ChannelRMSNorm if stack.norm == "rms" else ChannelLayerNorm

@@ -154,7 +154,7 @@ def over_shares(frames: np.ndarray, shares: np.ndarray, actions: Sequence[int]) 
 
 
 def play_captions(
-    actions: Sequence[int],
+    actions: Sequence[int | Sequence[float]],
     rewards: Sequence[float],
     meanings: Sequence[str] | None = None,
     values: Sequence[float] | None = None,
@@ -162,7 +162,7 @@ def play_captions(
     """Return captions for an episode: step and action, then reward and return so far.
 
     Args:
-        actions: T actions.
+        actions: T actions, each a number or several.
         rewards: T rewards.
         meanings: Names of the actions by index, as Atari gives them. None shows their numbers.
         values: Value of each step by search, for a third line.
@@ -170,7 +170,10 @@ def play_captions(
     captions, total = [], 0.0
     for step, (action, reward) in enumerate(zip(actions, rewards, strict=True)):
         total += float(reward)
-        name = meanings[int(action)] if meanings else f"action {int(action)}"
+        if isinstance(action, Sequence):
+            name = f"action {' '.join(f'{number:.3g}' for number in action)}"
+        else:
+            name = meanings[int(action)] if meanings else f"action {int(action)}"
         gained = f"reward {'+' if reward > 0 else ''}{short_number(float(reward))}"
         worth = f"\nsearched value {values[step]:.2f}" if values else ""
         so_far = f"return {short_number(total)}"

@@ -11,7 +11,7 @@ import torch
 from wmcli.artifacts import Artifact, Job, Work
 from wmcli.artifacts.environment import check_same_environment
 from wmcli.artifacts.failpoint import failpoint
-from wmcli.assemble import load_controller, settings_of
+from wmcli.assemble import load_controller
 from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.controllers.base import Actor, Controller
 from wmcli.envs import Streams, Transition, follows_seed
@@ -21,7 +21,9 @@ from wmcli.experience import Recorder, read_segment, write_segment
 from wmcli.experience.load import SEGMENT, lives_end_episodes
 from wmcli.experience.segment import lives_left, opens_game
 from wmcli.interrupt import stop_requests
+from wmcli.nn.actions import no_action
 from wmcli.settings import LearnedCollectSettings, Settings
+from wmcli.spaces import column_names, from_columns, map_parts, parts_of
 from wmcli.stages.context import Context
 from wmcli.stages.recorded import collect_recorded, recorded_job
 from wmcli.stages.scripted import collect_scripted, scripted_job
@@ -158,8 +160,7 @@ def _begin(
             " or was changed. New episodes start; unfinished ones count as truncated."
         )
     agent = _agent(context, actor, before.version if before else 0)
-    actions = context.environment["actions"] if actor is not None and settings_of(actor).controller.searches else None
-    recorder = Recorder(rounds, len(streams.observation), streams.observation.shape[1:], actions)
+    recorder = Recorder(rounds, settings.environment.count)
     if checkpoint.exists():
         parts = about["parts"]
         saved = [load_tensors(work.path / _part(index))[0] for index in range(parts)]
@@ -175,7 +176,7 @@ def _begin(
 def _check_seed(context: Context) -> None:
     """Warn if the environment ignores its seed."""
     environment = context.settings.environment
-    if not follows_seed(environment, context.environment["actions"]):
+    if not follows_seed(environment, context.spaces.action):
         context.progress.warn(
             f"collect: {environment.id} does not follow the seed given to reset(): the same actions led elsewhere."
             " Results cannot be repeated exactly, and each later command begins new episodes."
@@ -190,7 +191,7 @@ def _agent(context: Context, actor: Artifact | None, number: int) -> Actor:
     assert isinstance(collecting, LearnedCollectSettings)
     if actor is None:
         hold = collecting.random_actions == "held"
-        return UniformAgent(context.environment["actions"], count, hold=hold, generator=generator)
+        return UniformAgent(context.spaces.action, count, hold=hold, generator=generator)
     return build_agent(settings, *load_controller(actor, context.machine, settings.acting), generator=generator)
 
 
@@ -215,24 +216,31 @@ def build_agent(
 
 def _last_frames(
     before: Artifact, streams: Streams, length: int, *, across_ends: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Read the last `length` frames of each unfinished episode or, with `across_ends`, game.
+) -> tuple[Any, np.ndarray, np.ndarray]:
+    """Read the last `length` rows of each unfinished episode or, with `across_ends`, game.
 
-    Returns frames (E, T, H, W, C), actions (E, T), and whether they are real (E, T).
+    Returns observations (E, T, ...), actions (E, T, ...), and whether they are real (E, T).
     """
-    count = len(streams.observation)
-    frames = np.zeros((count, length, *streams.observation.shape[1:]), np.uint8)
-    action, valid = np.zeros((count, length), np.int64), np.zeros((count, length), bool)
+    count = len(streams.first)
+
+    def empty(part: np.ndarray) -> np.ndarray:
+        return np.zeros((count, length, *part.shape[1:]), part.dtype)
+
+    frames = map_parts(empty, streams.observation)
+    action = no_action(streams.spaces.action, (count, length)).numpy()
+    valid = np.zeros((count, length), bool)
     missing = np.minimum(streams.age(across_ends), length)
     end = np.full(count, length)  # places from there on are filled
     segment = before
     while missing.any():
         segment.verify()
         arrays = read_segment(segment.path / SEGMENT)
+        observation = from_columns("observation", arrays)
         for stream in np.flatnonzero(missing):
             rows = np.flatnonzero(arrays["stream"] == stream)[-missing[stream] :]
             places = slice(end[stream] - len(rows), end[stream])
-            frames[stream, places] = arrays["observation"][rows]
+            for part, recorded in zip(parts_of(frames).values(), parts_of(observation).values(), strict=True):
+                part[stream, places] = recorded[rows]
             action[stream, places] = arrays["action"][rows]
             valid[stream, places] = True
             missing[stream] -= len(rows)
@@ -250,14 +258,14 @@ def _play(
     After a fault new episodes start, because the same actions would fail again.
     """
     count, total = context.settings.environment.count, rounds * context.settings.environment.count
-    saved = len(recorder)
+    saved, closings = len(recorder), recorder.closings
     saved_at = time.monotonic()
 
     def save(state: dict[str, Any]) -> None:
-        nonlocal saved, saved_at, parts
-        rows = {name: torch.from_numpy(array[saved:]) for name, array in recorder.arrays().items()}
+        nonlocal saved, closings, saved_at, parts
+        rows = {name: torch.from_numpy(array) for name, array in recorder.arrays(saved, closings).items()}
         save_tensors(work.path / _part(parts), rows, {})
-        saved, parts = len(recorder), parts + 1
+        saved, closings, parts = len(recorder), recorder.closings, parts + 1
         tensors, about = _streams_tensors(state)
         tensors |= {f"agent/{name}": value for name, value in agent.state().items()}
         save_tensors(work.path / CHECKPOINT, tensors, about | {"parts": parts})
@@ -278,7 +286,7 @@ def _play(
                 raise EnvironmentFault(
                     f"{fault} The {saved} of {total} steps before it are saved; new episodes follow them."
                 ) from fault
-            recorder.add(step_fields(observation, first, action, after) | agent.summarize_search())
+            recorder.add(step_columns(observation, first, action, after) | agent.summarize_search(), after.final)
             bar.advance(count)
             due = time.monotonic() - saved_at >= context.settings.training.checkpoint_seconds
             if stop or (due and len(recorder) < total):
@@ -287,13 +295,10 @@ def _play(
                     raise Stopped(f"collect stopped after step {saved} of {total}; the same command resumes it.")
 
 
-def step_fields(
-    observation: np.ndarray, first: np.ndarray, action: np.ndarray, after: Transition
-) -> dict[str, np.ndarray]:
-    """Return the fields of one step for a `Recorder`."""
-    return {
-        "observation": observation,
-        "action": action.astype(np.int32),
+def step_columns(observation: Any, first: np.ndarray, action: np.ndarray, after: Transition) -> dict[str, np.ndarray]:
+    """Return the columns of one step for a `Recorder`."""
+    return column_names("observation", observation) | {
+        "action": action.astype(np.int32) if action.dtype.kind == "i" else action,
         "reward": after.reward,
         "terminated": after.terminated,
         "truncated": after.truncated,

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from wmcli.artifacts import Artifact, Job, Run, Work
+from wmcli.artifacts.environment import is_recorded, recorded_environment
 from wmcli.artifacts.job import REVISIONS
 from wmcli.artifacts.manifest import MAKERS
 from wmcli.envs import Streams, protocol
@@ -20,6 +21,7 @@ from wmcli.experience.load import load_experience, load_held_out
 from wmcli.interrupt import stop_requests
 from wmcli.progress import Progress
 from wmcli.settings import Settings, flatten
+from wmcli.spaces import Spaces, bytes_of
 from wmcli.stages.binding import Binding
 from wmcli.training.device import Machine
 
@@ -230,27 +232,42 @@ class Context:
     @functools.cached_property
     def environment(self) -> dict[str, Any]:
         """`environment` of this run's manifests."""
+        if is_recorded(self.settings.environment.id):
+            return recorded_environment(self.run)
         return protocol(self.settings.environment)
+
+    @property
+    def spaces(self) -> Spaces:
+        """Spaces of the environment."""
+        return Spaces.of(self.environment)
 
     def experience(self, artifact: Artifact) -> Replay:
         """Load an experience artifact and all earlier segments, each segment once."""
         before = self.replay is not None and self.replay.frames_on_host
         frames_on = self.settings.training.replay
-        replay = load_experience(artifact, self.machine.device, self.replay, frames_on=frames_on)
+        closing = self.settings.dynamics.reads_closing
+        replay = load_experience(artifact, self.machine.device, self.replay, closing=closing, frames_on=frames_on)
         if replay is not self.replay:
             self.latents, before = {}, False  # the latents are those of other frames
         self.replay = replay
         if replay.frames_on_host and not before:
             tell = self.progress.warn if frames_on == "auto" else self.progress.say
+            size = bytes_of(replay.observation) / 1e9
             tell(
-                f"{artifact.name}: {len(replay)} frames ({replay.frames.nbytes / 1e9:.1f} GB) stay in host memory"
+                f"{artifact.name}: {len(replay)} frames ({size:.1f} GB) stay in host memory"
                 f" (training.replay = {frames_on})"
             )
         return replay
 
     def held_out(self, artifact: Artifact, part: str) -> Replay:
         """Load held-out episodes; `part` is "validation" or "test". Raises ArtifactError without any."""
-        return load_held_out(artifact, part, self.machine.device, frames_on=self.settings.training.replay)
+        return load_held_out(
+            artifact,
+            part,
+            self.machine.device,
+            closing=self.settings.dynamics.reads_closing,
+            frames_on=self.settings.training.replay,
+        )
 
     def log(self, job: Job, environment_step: int, record: dict[str, Any]) -> None:
         """Write one line to metrics.jsonl, and the same numbers as TensorBoard events.

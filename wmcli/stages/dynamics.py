@@ -70,19 +70,19 @@ def train_dynamics(
         machine, replay = context.machine, context.experience(frames)
         model = None
         if settings.trains_tokenizer:
-            model = build_tokenizer(context.settings)
+            model = build_tokenizer(context.settings, context.spaces)
             if fitted is not None:
                 load_modules({"tokenizer": model}, load_tensors(fitted.file(WEIGHTS))[0], fitted.name)
         elif fitted is not None:
             model = load_tokenizer(fitted, machine)
-        world_model = build_world_model(context.settings, model, environment["actions"]).to(machine.device).train()
+        world_model = build_world_model(context.settings, model, context.spaces).to(machine.device).train()
         latents = targets = held_out = None
         if world_model.frozen_encoder:
             latents = latents_of(context, world_model, "rules" if fitted is None else fitted.digest, replay)
         if settings.needs_validation:
             held_out = context.held_out(frames, "validation")
         if planner is not None:
-            targets = SearchTargets(replay, world_model.actions)
+            targets = SearchTargets(replay, world_model.action_space)
             targets.load(read_part(planner.file(TRAINING), "targets"))
         return DynamicsTrainer(
             world_model,

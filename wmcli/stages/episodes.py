@@ -15,6 +15,7 @@ from wmcli.envs import EnvironmentSettings, Streams, Transition
 from wmcli.errors import Stopped, UsageError
 from wmcli.interrupt import stop_requests
 from wmcli.progress import Progress
+from wmcli.spaces import row_of
 from wmcli.stages.pictures import Film, ending
 from wmcli.training.checkpoint import load_tensors, save_tensors
 
@@ -143,11 +144,11 @@ def play_episodes(
             action = agent.act(frames, streams.first)
             after = streams.step(action)
             if tally.number[0] == 0 and tally.film.ended is None:
-                tally.film.add(frames[0], action[0], after.reward[0], agent.summarize_search())
+                tally.film.add(row_of(frames), action[0], after.reward[0], agent.summarize_search())
                 if how := ending(after):
                     tally.film.end(after.final[0], how)
                 elif len(tally.film.frames) == FILMED_STEPS:
-                    tally.film.end(streams.observation[0], "cut")
+                    tally.film.end(row_of(streams.observation), "cut")
             before = tally.ended
             tally.add(after)
             if not streams.has_time_limit and tally.lengths.max() > LONGEST_EPISODE:

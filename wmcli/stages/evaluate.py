@@ -20,9 +20,11 @@ from wmcli.controllers.base import Actor
 from wmcli.envs.grid_world import ENDLESS
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.metrics import atari
+from wmcli.nn.actions import put_observation
 from wmcli.report.images import write_gif
 from wmcli.report.plots import return_curve, returns_histogram, write_figure
 from wmcli.settings import MAX_EPISODES, Settings
+from wmcli.spaces import map_parts, stack_parts
 from wmcli.stages.context import Context
 from wmcli.stages.episodes import PlayedEpisodes, play_episodes
 from wmcli.stages.pictures import Film, SideBySide, beside, write_side_by_side
@@ -84,7 +86,7 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
         random_mean = atari.reference(environment["id"], "random")
         if random_mean is None:
             generator = torch.Generator().manual_seed(derived_seed(settings.seed, "eval random"))
-            uniform = UniformAgent(environment["actions"], rows, generator=generator)
+            uniform = UniformAgent(context.spaces.action, rows, generator=generator)
             random_mean = float(np.mean(_play(context, work, uniform, episodes, "random play").returns))
         metrics = score(result.returns) | {
             "random_mean": random_mean,
@@ -96,7 +98,11 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
         }
         logged = {"mean_return": metrics["mean"], "median_return": metrics["median"], "stderr": metrics["stderr"]}
         context.log(job, metrics["total_steps"], {"stage": "eval", **logged, "episodes": episodes})
-        write_gif(work.payload / "episode.gif", result.film.render(environment.get("action_meanings")), fps=10)
+        write_gif(
+            work.payload / "episode.gif",
+            result.film.render(context.spaces.observation, environment.get("action_meanings")),
+            fps=10,
+        )
         write_side_by_side(work.payload, pictures)
         _write_plots(work.payload, run, actor, metrics)
         artifact = context.publish(work, metrics)
@@ -205,7 +211,8 @@ def _imagine_first_episode(
     if length <= context_frames or not world_model.decodes:
         return None
     device = context.machine.device
-    frames = torch.from_numpy(np.stack(film.frames[:length])[None]).to(device)
+    stacked = put_observation(stack_parts(film.frames[:length]), device)
+    frames = map_parts(lambda part: part[None], stacked)
     actions = torch.tensor([film.actions[:length]], device=device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(derived_seed(context.settings.seed, "eval pictures"))

@@ -34,7 +34,7 @@ from wmcli.errors import MachineError, UsageError
 from wmcli.experience import Recorder, Replay
 from wmcli.metrics import grid_world as metrics
 from wmcli.settings import Settings
-from wmcli.stages.collect import step_fields
+from wmcli.stages.collect import step_columns
 from wmcli.stages.context import Context
 from wmcli.stages.protocol import Protocol
 from wmcli.training.device import Machine, derived_seed, isolated_randomness
@@ -185,17 +185,17 @@ def _play(context: Context, sequences: int, length: int) -> Replay:
     rounds = length * -(-sequences // count)
     seed = derived_seed(settings.seed, "eval gridworld")
     streams = Streams(settings.environment.model_copy(update={"count": count}), train=False, seed=seed)
-    agent = UniformAgent(context.environment["actions"], count, generator=torch.Generator().manual_seed(seed))
-    recorder = Recorder(rounds, count, streams.observation.shape[1:])
+    agent = UniformAgent(context.spaces.action, count, generator=torch.Generator().manual_seed(seed))
+    recorder = Recorder(rounds, count)
     with context.progress.bar("random play", rounds * count, "steps") as bar:
         for _ in range(rounds):
             observation, first = streams.observation, streams.first
             action = agent.act(observation, first)
             after = streams.step(action)
-            recorder.add(step_fields(observation, first, action, after))
+            recorder.add(step_columns(observation, first, action, after), after.final)
             bar.advance(count)
     streams.close()
-    replay = Replay.empty(context.machine.device)
+    replay = Replay(context.machine.device)
     replay.extend(recorder.arrays())
     return replay
 
@@ -242,7 +242,7 @@ def grid_world_scores(
     parts = []
     with isolated_randomness(seed, replay.device) as rng:
         for rows in np.split(_cut(replay, length, sequences, rng), range(batch, sequences, batch)):
-            frames, action = (take_rows(column, rows, replay.device) for column in (replay.frames, replay.action))
+            frames, action = (take_rows(column, rows, replay.device) for column in (replay.observation, replay.action))
             cells = world_model.encode(frames)
             loss, _ = world_model.loss(_batch_of(cells, action))
             teacher = world_model.predict_frames(cells, action)

@@ -175,7 +175,7 @@ def _episodes(context: Context, experience: Artifact, task: Task) -> TaskEpisode
     if task.padding is not None:
         counts[:, 1:] = action[:, :-1].cpu().numpy() != task.padding
     return TaskEpisodes(
-        replay.frames[:rows].view(*shape, *replay.frames.shape[1:]),
+        replay.observation[:rows].view(*shape, *replay.observation.shape[1:]),
         action,
         replay.reward[:rows].view(shape).cpu().numpy(),
         compact_states[:rows].reshape(*shape, -1),

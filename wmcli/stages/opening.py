@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wmcli.artifacts import Run
+from wmcli.artifacts.environment import is_recorded
 from wmcli.assemble import parameter_counts
 from wmcli.envs import protocol
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.progress import Progress
 from wmcli.settings import Settings, resolve
+from wmcli.spaces import Spaces
 from wmcli.stages.binding import (
     Binding,
     change_settings,
@@ -91,4 +93,5 @@ def open_context(
 def _check(settings: Settings) -> None:
     """Raise UsageError if this machine or the environment does not support the settings."""
     Machine.choose(settings.training)
-    parameter_counts(settings, protocol(settings.environment)["actions"])
+    if not is_recorded(settings.environment.id):  # `import_experience` checks those
+        parameter_counts(settings, Spaces.of(protocol(settings.environment)))

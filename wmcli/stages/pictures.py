@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -24,8 +24,10 @@ from wmcli.report.images import (
     write_gif,
     write_png,
 )
+from wmcli.report.observations import draw_observations
 from wmcli.report.plots import learned_priors, write_figure
 from wmcli.settings import Settings
+from wmcli.spaces import ObservationSpace, column_names, first_part, from_columns, map_parts, stack_parts
 from wmcli.transfer import take_rows
 from wmcli.world_models.base import WorldModel
 from wmcli.world_models.open_loop import open_loop
@@ -36,12 +38,12 @@ HOLD = 10  # frames for which a film shows its end before it repeats
 
 Ending = Literal["terminated", "time limit", "cut"]
 """How a film ends; "cut" where the episode continued."""
-LISTS = ("frames", "actions", "rewards", "policies", "values")
-"""Lists of a film with one entry a frame."""
+LISTS = ("actions", "rewards", "policies", "values")
+"""Lists of a film with one entry a frame, beside the frames."""
 
 
 class SideBySide(NamedTuple):
-    """Real and imagined frames (T, H, W, 3) uint8, episodes one below the other.
+    """Pictures of real and imagined observations (T, H, W, 3) uint8, episodes one below the other.
 
     Before `context` the imagined side is reconstruction.
     """
@@ -49,22 +51,24 @@ class SideBySide(NamedTuple):
     real: np.ndarray
     imagined: np.ndarray
     context: int
+    height: int
+    """Of one episode's pictures. [pixels]"""
 
 
 @dataclass
 class Film:
     """An episode of one environment; each list has one entry for every frame that was acted on."""
 
-    frames: list[np.ndarray] = field(default_factory=list)
-    """(H, W, 3) uint8."""
-    actions: list[int] = field(default_factory=list)
+    frames: list[Any] = field(default_factory=list)
+    """Observations, trees of arrays."""
+    actions: list[Any] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     policies: list[np.ndarray] = field(default_factory=list)
     """(A,): visit shares of the actions, if there was a search."""
     values: list[float] = field(default_factory=list)
     """Value of the frame by the search."""
-    outcome: np.ndarray | None = None
-    """(H, W, 3) uint8: the frame that the last action led to."""
+    outcome: Any = None
+    """The observation that the last action led to."""
     ended: Ending | None = None
     """None until `end` is called."""
 
@@ -73,11 +77,11 @@ class Film:
         """Return the sum of rewards so far."""
         return sum(self.rewards)
 
-    def add(self, frame: np.ndarray, action: int, reward: float, searched: Mapping[str, np.ndarray]) -> None:
-        """Add a frame, its action and reward, and policy (1, A) and value (1,) of a search if there was one."""
+    def add(self, frame: Any, action: Any, reward: float, searched: Mapping[str, np.ndarray]) -> None:
+        """Add an observation, its action and reward, and policy (1, A) and value (1,) of a search if there was one."""
         assert self.ended is None, "the film has ended"
         self.frames.append(frame)
-        self.actions.append(int(action))
+        self.actions.append(np.asarray(action).tolist())
         self.rewards.append(float(reward))
         if searched:
             self.policies.append(searched["policy"][0])
@@ -86,9 +90,12 @@ class Film:
     def arrays(self) -> dict[str, np.ndarray]:
         """Return all entries for a checkpoint, without empty lists."""
         lists = {name: np.array(getattr(self, name)) for name in LISTS if getattr(self, name)}
+        if self.frames:
+            lists |= column_names("frames", stack_parts(self.frames))
         if self.outcome is None or self.ended is None:
             return lists
-        return lists | {"outcome": self.outcome, "ended": np.array(get_args(Ending).index(self.ended))}
+        how = np.array(get_args(Ending).index(self.ended))
+        return lists | column_names("outcome", self.outcome) | {"ended": how}
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray]) -> Film:
@@ -97,31 +104,42 @@ class Film:
         for name in LISTS:
             if name in arrays:
                 values = arrays[name]
-                setattr(film, name, list(values) if name in ("frames", "policies") else values.tolist())
-        if "outcome" in arrays:
-            film.end(arrays["outcome"], get_args(Ending)[int(arrays["ended"])])
+                setattr(film, name, list(values) if name == "policies" else values.tolist())
+        if film.actions:
+            frames = from_columns("frames", arrays)
+            film.frames = [map_parts(lambda part, at=time: part[at], frames) for time in range(len(film.actions))]
+        if "ended" in arrays:
+            film.end(from_columns("outcome", arrays), get_args(Ending)[int(arrays["ended"])])
         return film
 
-    def end(self, frame: np.ndarray, how: Ending) -> None:
-        """Close the film with the frame that the last action led to."""
+    def end(self, frame: Any, how: Ending) -> None:
+        """Close the film with the observation that the last action led to."""
         self.outcome, self.ended = frame, how
 
-    def with_captions(self, meanings: Sequence[str] | None) -> tuple[list[np.ndarray], list[str]]:
-        """Return all frames, the outcome last, and their captions. `meanings` are the names of the actions."""
+    def with_captions(
+        self, space: ObservationSpace, meanings: Sequence[str] | None
+    ) -> tuple[list[np.ndarray], list[str]]:
+        """Return pictures of all observations, the outcome last, and their captions.
+
+        `meanings` are the names of the actions.
+        """
         captions = play_captions(self.actions, self.rewards, meanings, self.values)
+        shown = self.frames if self.outcome is None else [*self.frames, self.outcome]
+        pictures = list(draw_observations(space, stack_parts(shown)))
         if self.outcome is None:
-            return list(self.frames), captions
+            return pictures, captions
         how = f"cut after {len(self.frames)} frames" if self.ended == "cut" else str(self.ended)
         so_far = " so far" if self.ended == "cut" else ""
-        return [*self.frames, self.outcome], [*captions, f"{how}\nreturn{so_far} {short_number(self.total)}"]
+        return pictures, [*captions, f"{how}\nreturn{so_far} {short_number(self.total)}"]
 
-    def render(self, meanings: Sequence[str] | None) -> np.ndarray:
+    def render(self, space: ObservationSpace, meanings: Sequence[str] | None) -> np.ndarray:
         """Draw the film (T, H', W', 3) uint8, captions below the frames; the outcome is held for `HOLD` frames."""
-        shown, captions = self.with_captions(meanings)
+        shown, captions = self.with_captions(space, meanings)
         frames = np.stack(shown)
         if self.policies:
             nobody = [] if self.outcome is None else [np.zeros_like(self.policies[0])]
-            frames = over_shares(frames, np.stack(self.policies + nobody), [*self.actions, *[-1] * len(nobody)])
+            chosen = [action if isinstance(action, int) else -1 for action in self.actions]  # none of the samples
+            frames = over_shares(frames, np.stack(self.policies + nobody), [*chosen, *[-1] * len(nobody)])
         return _held(captioned(frames, captions), self.ended)
 
 
@@ -135,10 +153,10 @@ class Dream:
     """As long as the imagined episode, or shorter if it ended before."""
     imagined: Film = field(default_factory=Film)
 
-    def render(self, meanings: Sequence[str] | None) -> np.ndarray:
+    def render(self, space: ObservationSpace, meanings: Sequence[str] | None) -> np.ndarray:
         """Draw the film (T, H', W', 3) uint8: real left, imagined right. An episode that has ended stands still."""
-        real, left = self.real.with_captions(meanings)
-        imagined, right = self.imagined.with_captions(meanings)
+        real, left = self.real.with_captions(space, meanings)
+        imagined, right = self.imagined.with_captions(space, meanings)
         over = None if self.real.ended in (None, "cut") else len(self.real.frames)
         rest = len(imagined) - len(real)
         movie = side_by_side(
@@ -177,32 +195,36 @@ def imagined_beside_real(world_model: WorldModel, replay: Replay, context: int) 
     chosen = longest[np.argsort(lengths[longest], kind="stable")[-EPISODES:]]
     length = int(min(context + STEPS, lengths[chosen].min()))
     rows = replay.order[starts[chosen][:, None] + np.arange(length)]
-    frames, action = (take_rows(column, rows, replay.device) for column in (replay.frames, replay.action))
+    frames, action = (take_rows(column, rows, replay.device) for column in (replay.observation, replay.action))
     return beside(world_model, frames, action, context)
 
 
 @torch.no_grad()
-def beside(world_model: WorldModel, frames: Tensor, action: Tensor, context: int) -> SideBySide:
+def beside(world_model: WorldModel, frames: Any, action: Tensor, context: int) -> SideBySide:
     """Imagine episodes from their first frames on, under the actions that were taken.
 
     Args:
         world_model: One that decodes.
-        frames: (B, T, H, W, 3) uint8.
-        action: (B, T) int64.
+        frames: Observations, a tree of (B, T, ...).
+        action: (B, T, ...).
         context: Frames that the model observes; before it the right side is reconstruction.
     """
-    latent = world_model.encode(frames[:, :context])
+    latent = world_model.encode(map_parts(lambda part: part[:, :context], frames))
     features, steps = open_loop(world_model, latent, action)
     if world_model.decodes == "features":
         decoded = world_model.decode(features)
     else:
         decoded = world_model.decode(torch.cat([latent, *(step.latent[:, None] for step in steps)], 1))
-    return SideBySide(_stack(frames), _stack(decoded), context)
+    space = world_model.observation_space
+    real, imagined = _draw(space, frames), _draw(space, decoded)
+    return SideBySide(real, imagined, context, real.shape[1] // len(action))
 
 
-def _stack(frames: Tensor) -> np.ndarray:
-    # (B, T, H, W, 3) -> (T, B*H, W, 3)
-    return torch.cat(list(frames), dim=1).cpu().numpy()
+def _draw(space: ObservationSpace, frames: Any) -> np.ndarray:
+    """Draw observations (B, T, ...) as pictures (T, H, W, 3), the rows one below the other."""
+    rows = range(len(first_part(frames)))
+    drawn = [draw_observations(space, map_parts(lambda part, at=row: part[at].cpu().numpy(), frames)) for row in rows]
+    return np.concatenate(drawn, axis=1)
 
 
 def write_side_by_side(folder: Path, pictures: SideBySide | None) -> None:
@@ -212,7 +234,7 @@ def write_side_by_side(folder: Path, pictures: SideBySide | None) -> None:
     write_gif(
         folder / "imagination.gif", side_by_side(pictures.real, pictures.imagined, context=pictures.context), fps=5
     )
-    one = pictures.real.shape[2]  # the height of one episode's frames, which are square
+    one = pictures.height
     write_png(
         folder / "imagination.png",
         strip({"real": pictures.real[:, :one], "imagined": pictures.imagined[:, :one]}, context=pictures.context),

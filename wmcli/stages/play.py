@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +15,7 @@ from wmcli.controllers.agent import Agent
 from wmcli.envs import Streams
 from wmcli.errors import UsageError
 from wmcli.report.images import check_animation, short_number, write_animation
+from wmcli.spaces import ActionSpace, Continuous, Discrete, row_of
 from wmcli.stages.context import Context
 from wmcli.stages.pictures import Dream, Ending, Film, ending
 from wmcli.training.device import derived_seed, isolated_randomness
@@ -53,7 +55,8 @@ def play(
         out: A .gif or .mp4 file, outside of artifacts.
         controller: Reference; None is the newest.
         seed: Of the environment and of all draws.
-        actions: Numbers or names separated by commas, taken in turn before those of the controller.
+        actions: Numbers or names separated by commas, taken in turn before those of the controller. An action of
+            several numbers has colons between them.
         context_frames: Real frames before imagination begins; None is as many as in training.
 
     Raises:
@@ -61,14 +64,14 @@ def play(
         ArtifactError: There is no controller, or it is of another environment.
     """
     check_animation(out)
-    first = [] if actions is None else _numbers(actions, context.environment)
+    first = [] if actions is None else _parse(actions, context.spaces.action, context.environment)
     settings = context.settings
     actor = context.run.resolve(controller or "controller", "controller")
     check_same_environment(context.environment, actor)
     world_model, policy = load_controller(actor, context.machine, settings.acting)
     if source == "imagination" and not world_model.decodes:
         raise UsageError(f"{actor.name} plans in latents that no picture is made of; omit --imagination")
-    meanings = context.environment.get("action_meanings")
+    meanings, space = context.environment.get("action_meanings"), context.spaces.observation
     with isolated_randomness(derived_seed(seed, "play"), context.machine.device), context.machine.autocast():
         streams = Streams(
             settings.environment.model_copy(update={"count": 1}), train=False, seed=derived_seed(seed, "play")
@@ -83,11 +86,11 @@ def play(
         )
         if source == "real":
             film = _real(streams, agent, first)
-            movie, about = film.render(meanings), _described(film)
+            movie, about = film.render(space, meanings), _described(film)
         else:
             context_frames = context_frames or world_model.context
             dream = _imagined(streams, agent, first, context_frames)
-            film, movie = dream.imagined, dream.render(meanings)
+            film, movie = dream.imagined, dream.render(space, meanings)
             if dream.context < context_frames:
                 context.progress.say(
                     f"play: the real episode was over after {dream.context} of the {context_frames} frames before"
@@ -101,21 +104,21 @@ def play(
     return Filmed(out, len(film.frames), film.total, film.ended)
 
 
-def _real(streams: Streams, agent: Agent, first: list[int]) -> Film:
+def _real(streams: Streams, agent: Agent, first: Sequence[np.ndarray]) -> Film:
     film = Film()
     while film.ended is None:
-        frame = streams.observation[0]
+        frame = row_of(streams.observation)
         agent.perceive(streams.observation, streams.first)
         action = agent.decide(_next(first, len(film.frames)))
         after = streams.step(action)
         film.add(frame, action[0], after.reward[0], agent.summarize_search())
         how = ending(after) or ("cut" if len(film.frames) == STEPS else None)
         if how is not None:
-            film.end(after.final.get(0, streams.observation[0]), how)
+            film.end(after.final.get(0, row_of(streams.observation)), how)
     return film
 
 
-def _imagined(streams: Streams, agent: Agent, first: list[int], context: int) -> Dream:
+def _imagined(streams: Streams, agent: Agent, first: Sequence[np.ndarray], context: int) -> Dream:
     """Imagine from frame `context` on, or from the end of the real episode if it comes earlier."""
     dream = Dream(context=0)
     real, imagined = dream.real, dream.imagined
@@ -123,10 +126,10 @@ def _imagined(streams: Streams, agent: Agent, first: list[int], context: int) ->
         if real.ended is None and len(real.frames) < context:
             agent.perceive(streams.observation, streams.first)
             dream.context += 1
-        shown = agent.frame()[0]
+        shown = row_of(agent.frame())
         action = agent.decide(_next(first, len(imagined.frames)))
         if real.ended is None:
-            frame = streams.observation[0]
+            frame = row_of(streams.observation)
             after = streams.step(action)
             real.add(frame, action[0], after.reward[0], {})
             how = ending(after)
@@ -140,35 +143,60 @@ def _imagined(streams: Streams, agent: Agent, first: list[int], context: int) ->
         if step.terminated:
             imagined.end(shown, "terminated")  # models learn no frame behind an end
         elif len(imagined.frames) == STEPS:
-            imagined.end(agent.frame()[0], "cut")
+            imagined.end(row_of(agent.frame()), "cut")
     if real.ended is None:
-        real.end(streams.observation[0], "cut")
+        real.end(row_of(streams.observation), "cut")
     return dream
 
 
-def _next(first: list[int], frame: int) -> np.ndarray | None:
-    """Return the given action of a frame, (1,) int64, None where the controller decides."""
-    return np.array([first[frame]]) if frame < len(first) else None
+def _next(first: Sequence[np.ndarray], frame: int) -> np.ndarray | None:
+    """Return the given action of a frame, (1, ...), None where the controller decides."""
+    return first[frame][None] if frame < len(first) else None
 
 
-def _numbers(actions: str, environment: dict[str, Any]) -> list[int]:
-    """Parse actions given by number or name."""
-    names = [name.casefold() for name in environment.get("action_meanings", [])]
-    count = environment["actions"]
-    numbers = []
+def _parse(actions: str, space: ActionSpace, environment: dict[str, Any]) -> list[np.ndarray]:
+    """Parse actions given by number or name, or by several numbers; continuous ones as the environment takes them."""
+    names = environment.get("action_meanings", [])
+    parsed = []
     for word in (part.strip() for part in actions.split(",")):
-        if word.casefold() in names:
-            numbers.append(names.index(word.casefold()))
-        elif word.isdecimal() and int(word) < count:
-            numbers.append(int(word))
-        else:
-            choices = ", ".join(
-                f"{number} {name}" for number, name in enumerate(environment.get("action_meanings", []))
-            )
+        action = _parse_one(word, space, [name.casefold() for name in names])
+        if action is None:
             raise UsageError(
-                f"--actions: '{word}' is no action of {environment['id']}; it has {choices or f'0 to {count - 1}'}"
+                f"--actions: '{word}' is no action of {environment['id']}; it has {_choices(space, names)}"
             )
-    return numbers
+        parsed.append(action)
+    return parsed
+
+
+def _parse_one(word: str, space: ActionSpace, names: Sequence[str]) -> np.ndarray | None:
+    if word.casefold() in names:
+        return np.array(names.index(word.casefold()))
+    try:
+        numbers = np.array([float(number) for number in word.split(":")])
+    except ValueError:
+        return None
+    if isinstance(space, Continuous):
+        low, high = np.array(space.low), np.array(space.high)
+        if numbers.shape != low.shape or ((numbers < low) | (numbers > high)).any():
+            return None
+        return ((numbers - low) / (high - low) * 2 - 1).astype(np.float32)
+    sizes = np.array((space.count,) if isinstance(space, Discrete) else space.sizes)
+    if numbers.shape != sizes.shape or not np.isfinite(numbers).all():
+        return None
+    whole = numbers.astype(np.int64)
+    if ((whole != numbers) | (whole < 0) | (whole >= sizes)).any():
+        return None
+    return whole[0] if isinstance(space, Discrete) else whole
+
+
+def _choices(space: ActionSpace, names: Sequence[str]) -> str:
+    """Describe the actions of a space."""
+    if isinstance(space, Discrete):
+        return ", ".join(f"{number} {name}" for number, name in enumerate(names)) or f"0 to {space.count - 1}"
+    if isinstance(space, Continuous):
+        bounds = zip(space.low, space.high, strict=True)
+        return f"{len(space.low)} numbers, {':'.join(f'{low:g}..{high:g}' for low, high in bounds)}"
+    return f"{len(space.sizes)} numbers, {':'.join(f'0..{size - 1}' for size in space.sizes)}"
 
 
 def _described(film: Film) -> str:

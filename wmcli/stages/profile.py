@@ -19,7 +19,9 @@ from wmcli.envs import Streams
 from wmcli.errors import UsageError
 from wmcli.kernels import tiles
 from wmcli.kernels.dispatch import using
+from wmcli.nn.actions import random_actions, random_observation
 from wmcli.settings import LearnedCollectSettings, Settings
+from wmcli.spaces import ActionSpace, describe_parts, first_part, map_parts
 from wmcli.stages.compare import LENGTHS, compare_backbones, draw_comparison
 from wmcli.stages.context import Context
 from wmcli.stages.profile_experience import profile_experience
@@ -212,7 +214,7 @@ def _with_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def collect_randomly(context: Context, bench: Bench) -> tuple[dict[str, Any], int]:
     """Time collecting with a random policy; see `time_collecting`."""
     count, generator = context.settings.environment.count, torch.Generator().manual_seed(0)
-    agent = UniformAgent(context.environment["actions"], count, generator=generator)
+    agent = UniformAgent(context.spaces.action, count, generator=generator)
     return time_collecting(context, bench, "collect, random policy", agent)
 
 
@@ -250,30 +252,33 @@ def elements_of(context: Context) -> int:
     """Return the elements of the backbone that a frame and its action take, 0 without a backbone."""
     settings = context.settings
     with torch.device("meta"):
-        tokenizer = build_tokenizer(settings) if has_tokenizer(settings) else None
-        return build_world_model(settings, tokenizer, context.environment["actions"]).elements
+        tokenizer = build_tokenizer(settings, context.spaces) if has_tokenizer(settings) else None
+        return build_world_model(settings, tokenizer, context.spaces).elements
 
 
 def _groups(context: Context) -> Iterator[list[Stage]]:
     """Yield the stages that learn or imagine, grouped by those that are timed in turn, with models frozen as needed."""
     settings, machine = context.settings, context.machine
-    device, actions, size = machine.device, context.environment["actions"], settings.environment.size
+    device, spaces = machine.device, context.spaces
 
-    def random_frames(count: int) -> torch.Tensor:
-        return torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, device=device)
+    def random_frames(count: int) -> Any:
+        return random_observation(spaces.observation, (count,), device)
 
     tokenizer = None
     if has_tokenizer(settings):
-        learning, frozen = build_tokenizer(settings).to(device), machine.freeze(build_tokenizer(settings))
+        learning, frozen = (
+            build_tokenizer(settings, spaces).to(device),
+            machine.freeze(build_tokenizer(settings, spaces)),
+        )
         yield list(_tokenizer_stages(context, learning, frozen, random_frames))
         tokenizer = frozen if settings.dynamics.takes_tokenizer else learning
 
-    world_model = build_world_model(settings, tokenizer, actions).to(device).train()
+    world_model = build_world_model(settings, tokenizer, spaces).to(device).train()
     some = random_frames(SOME_FRAMES)
     with machine.autocast():
-        latents = world_model.encode(some[None])[0]
+        latents = map_parts(lambda part: part[0], world_model.encode(map_parts(lambda part: part[None], some)))
     batch, length = settings.dynamics.batch, world_model.segment
-    segments = _random_batch(latents if world_model.frozen_encoder else some, batch, length, actions)
+    segments = _random_batch(latents if world_model.frozen_encoder else some, batch, length, spaces.action)
     optimizer = optimizer_for(settings.dynamics, world_model.parameter_groups())
 
     def train_dynamics(machine: Machine) -> Job:
@@ -290,7 +295,9 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
 
     world_model = machine.freeze(world_model)
     if not settings.controller.acts:
-        yield list(_imagination(context, world_model, _random_batch(latents, batch, world_model.context, actions)))
+        yield list(
+            _imagination(context, world_model, _random_batch(latents, batch, world_model.context, spaces.action))
+        )
         return
     controller = build_controller(settings, world_model, machine).to(device)
     if settings.controller.searches:
@@ -298,7 +305,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
         return
     assert isinstance(controller, Learner)
     learns: Any = settings.controller
-    windows = _random_batch(latents, learns.batch, controller.window, actions)
+    windows = _random_batch(latents, learns.batch, controller.window, spaces.action)
     learner = optimizer_for(learns, controller.parameter_groups())
 
     rollouts, horizon = learns.batch, learns.imagination_horizon
@@ -314,7 +321,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
 
 
 def _tokenizer_stages(
-    context: Context, learning: Any, frozen: Any, random_frames: Callable[[int], torch.Tensor]
+    context: Context, learning: Any, frozen: Any, random_frames: Callable[[int], Any]
 ) -> Iterator[Stage]:
     """Yield training of a tokenizer, and encoding with a frozen one."""
     settings, machine = context.settings, context.machine
@@ -329,21 +336,21 @@ def _tokenizer_stages(
         with machine.autocast(), torch.no_grad():
             frozen.encode(frames)
 
-    shape = f"{len(frames)} frames of {frames.shape[1]}×{frames.shape[2]}"
+    shape = f"{tokenizer.batch} frames of {describe_parts(context.spaces.observation)}"
     alone = settings.run.tokenizer_epochs > 0  # else it learns inside the dynamics model
     updates = tokenizer.updates if alone else 0
     unrecorded = _unrecorded(machine, train)
-    yield Stage("train-tokenizer", shape, len(frames), "frames", train(machine), updates, unrecorded)
-    yield Stage("encode", shape, len(frames), "frames", encode)
+    yield Stage("train-tokenizer", shape, tokenizer.batch, "frames", train(machine), updates, unrecorded)
+    yield Stage("encode", shape, tokenizer.batch, "frames", encode)
 
 
-def _searches(context: Context, world_model: WorldModel, frames: torch.Tensor) -> Iterator[Stage]:
+def _searches(context: Context, world_model: WorldModel, frames: Any) -> Iterator[Stage]:
     """Yield searches from as many frames as there are environments, from a batch of reanalysis and from many."""
     settings, machine = context.settings, context.machine
     search: Any = settings.controller
     acted, again = settings.environment.count, search.batch
     for roots in sorted({acted, again, MANY_ROOTS}):
-        windows = _random_batch(frames, roots, world_model.context, world_model.actions)
+        windows = _random_batch(frames, roots, world_model.context, world_model.action_space)
         with machine.autocast(), torch.no_grad():
             _, state = world_model.observe(world_model.encode(windows.inputs), windows.action, windows.is_first)
 
@@ -385,7 +392,7 @@ def _imagination(context: Context, world_model: WorldModel, windows: Batch) -> I
         for label, prediction in ((PARALLEL, "pop"), (SEQUENTIAL, "sequential")):
             dynamics = settings.dynamics.model_copy(update={"prediction": prediction})
             changed = settings.model_copy(update={"dynamics": dynamics})
-            models[label] = machine.freeze(build_world_model(changed, tokenizer, world_model.actions))
+            models[label] = machine.freeze(build_world_model(changed, tokenizer, context.spaces))
 
     def stage(label: str, model: WorldModel) -> Stage:
         with machine.autocast():
@@ -401,13 +408,15 @@ def _imagination(context: Context, world_model: WorldModel, windows: Batch) -> I
         yield stage(label, model)
 
 
-def _random_batch(source: torch.Tensor, rows: int, length: int, actions: int) -> Batch:
-    """Return segments whose latents (or frames) are drawn from `source` (N, ...)."""
-    device = source.device
+def _random_batch(source: Any, rows: int, length: int, actions: ActionSpace) -> Batch:
+    """Return segments whose latents (or observations) are drawn from `source` (N, ...)."""
+    part = first_part(source)
+    device = part.device
+    where = torch.randint(len(part), (rows, length), device=device)
     no = torch.zeros(rows, length, dtype=torch.bool, device=device)
     return Batch(
-        inputs=source[torch.randint(len(source), (rows, length), device=device)],
-        action=torch.randint(actions, (rows, length), device=device),
+        inputs=map_parts(lambda part: part[where], source),
+        action=random_actions(actions, (rows, length), device=device),
         reward=torch.zeros(rows, length, device=device),
         terminated=no,
         truncated=no,

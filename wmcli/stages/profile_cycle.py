@@ -27,6 +27,7 @@ from wmcli.controllers.base import Learner
 from wmcli.experience import Replay
 from wmcli.progress import Progress
 from wmcli.settings import LearnedCollectSettings, Settings, resolve
+from wmcli.spaces import column_names, draw_actions, draw_part, first_part, map_parts
 from wmcli.stages.binding import Binding
 from wmcli.stages.collect import build_agent
 from wmcli.stages.collector import Collector
@@ -200,11 +201,13 @@ def random_experience(context: Context, rows: int) -> Replay:
     settings, rng = context.settings.environment, np.random.default_rng(0)
     time = np.arange(rows) // settings.count
     end = (time + 1) % EPISODE == 0
-    replay = Replay.empty(context.machine.device, frames_on=context.settings.training.replay)
+    frames = map_parts(lambda part: draw_part(part, rows, rng), context.spaces.observation)
+    closing = context.settings.dynamics.reads_closing
+    replay = Replay(context.machine.device, closing=closing, frames_on=context.settings.training.replay)
     replay.extend(
         {
-            "observation": rng.integers(0, 256, (rows, settings.size, settings.size, 3), dtype=np.uint8),
-            "action": rng.integers(0, context.environment["actions"], rows),
+            **column_names("observation", frames),
+            "action": draw_actions(context.spaces.action, (rows,), rng),
             "reward": np.zeros(rows, np.float32),
             "terminated": end,
             "truncated": np.zeros(rows, bool),
@@ -223,7 +226,7 @@ def _updates(context: Context, replay: Replay, work: Mapping[str, int]) -> Itera
     held, training = f"from {len(replay):,} frames", settings.training
     tokenizer = None
     if has_tokenizer(settings):
-        tokenizer = build_tokenizer(settings).to(machine.device)
+        tokenizer = build_tokenizer(settings, context.spaces).to(machine.device)
         if work[TOKENIZER]:
             section = cast(Any, settings.tokenizer)
             trainer: Any = TokenizerTrainer(tokenizer, replay, section, training, **parts)
@@ -231,14 +234,15 @@ def _updates(context: Context, replay: Replay, work: Mapping[str, int]) -> Itera
         if settings.dynamics.takes_tokenizer:
             tokenizer = machine.freeze(tokenizer)
     section = cast(Any, settings.dynamics)
-    world_model = build_world_model(settings, tokenizer, context.environment["actions"]).to(machine.device).train()
+    world_model = build_world_model(settings, tokenizer, context.spaces).to(machine.device).train()
     trainer = DynamicsTrainer(world_model, replay, section, training, **parts)
     yield DYNAMICS, f"{section.batch} × {world_model.segment} frames, {held}", trainer.update, 1
 
     world_model = machine.freeze(world_model)
     if work[ENCODE]:
-        frames = replay.frames[:ENCODED]
-        yield ENCODE, f"{len(frames)} frames", partial(encode_frames, world_model, frames, machine), len(frames)
+        frames = map_parts(lambda part: part[:ENCODED], replay.observation)
+        count = len(first_part(frames))
+        yield ENCODE, f"{count} frames", partial(encode_frames, world_model, frames, machine), count
     section = cast(Any, settings.controller)
     if not work[IMAGINE]:
         return
@@ -256,8 +260,8 @@ def _updates(context: Context, replay: Replay, work: Mapping[str, int]) -> Itera
 def _agent(context: Context) -> Agent:
     """Return a fresh agent, which costs as much as a trained one."""
     settings, machine = context.settings, context.machine
-    tokenizer = machine.freeze(build_tokenizer(settings)) if has_tokenizer(settings) else None
-    world_model = machine.freeze(build_world_model(settings, tokenizer, context.environment["actions"]))
+    tokenizer = machine.freeze(build_tokenizer(settings, context.spaces)) if has_tokenizer(settings) else None
+    world_model = machine.freeze(build_world_model(settings, tokenizer, context.spaces))
     controller = machine.freeze(build_controller(settings, world_model, machine))
     return build_agent(settings, world_model, controller, generator=torch.Generator().manual_seed(0))
 

@@ -20,8 +20,10 @@ from wmcli.controllers.agent import UniformAgent
 from wmcli.envs import Streams
 from wmcli.errors import UsageError
 from wmcli.experience import Recorder, Replay, read_frames, read_segment, write_segment
+from wmcli.experience.segment import CLOSING, kind_of
 from wmcli.settings import LearnedCollectSettings
-from wmcli.stages.collect import step_fields
+from wmcli.spaces import bytes_of, from_columns, row_of
+from wmcli.stages.collect import step_columns
 from wmcli.stages.context import Context
 from wmcli.trainers.batches import build_sampler, gather
 from wmcli.training.measure import Bench, time_call
@@ -48,11 +50,11 @@ def profile_experience(context: Context, bench: Bench, frames: int, folder: Path
             f" {LENGTH * count} or more."
         )
     played = _played(context)
-    segment = {name: array[np.arange(rows) % len(array)] for name, array in played.items()}
-    size = segment["observation"].nbytes
+    segment = {name: array[np.arange(rows) % len(array)] for name, array in played.items() if kind_of(name) != CLOSING}
+    size = bytes_of(from_columns("observation", segment))
     side = settings.environment.size
     shape = f"{len(segments)} segments of {rows} frames, {side}×{side}"
-    memory = Replay.empty(bench.device)
+    memory = Replay(bench.device)
     written, loaded = [], []
 
     def write(path: Path) -> None:
@@ -86,15 +88,15 @@ def _played(context: Context) -> dict[str, np.ndarray]:
     """A segment of random play."""
     settings = context.settings.environment
     streams = Streams(settings, train=True, seed=0)
-    agent = UniformAgent(context.environment["actions"], settings.count, generator=torch.Generator().manual_seed(0))
+    agent = UniformAgent(context.spaces.action, settings.count, generator=torch.Generator().manual_seed(0))
     rounds = -(-PLAYED // settings.count)
-    recorder = Recorder(rounds, settings.count, streams.observation.shape[1:])
+    recorder = Recorder(rounds, settings.count)
     with context.progress.bar("profile play", rounds, "rounds") as bar:
         for _ in range(rounds):
-            # the streams' own arrays, which the next step overwrites
-            observation, first = streams.observation.copy(), streams.first.copy()
+            observation, first = streams.observation, streams.first
             action = agent.act(observation, first)
-            recorder.add(step_fields(observation, first, action, streams.step(action)))
+            after = streams.step(action)
+            recorder.add(step_columns(observation, first, action, after), after.final)
             bar.advance()
     streams.close()
     return recorder.arrays()
@@ -115,10 +117,10 @@ def _windows(context: Context, bench: Bench, memory: Replay) -> dict[str, Any]:
     )
 
     def draw() -> None:
-        gather(memory, memory.frames, sampler.batch(WINDOWS))
+        gather(memory, memory.observation, sampler.batch(WINDOWS))
 
     label = "draw random windows"
-    frame = memory.frames[0].numel()
+    frame = bytes_of(row_of(memory.observation))
     shape = f"{WINDOWS} windows of {LENGTH} frames, from {len(memory)}"
     times = bench.time_jobs(label, {label: draw})[label]
     return bench.row(label, shape, times, count=WINDOWS, unit="windows", moved=2 * WINDOWS * LENGTH * frame)

@@ -86,9 +86,12 @@ def collect_scripted(context: Context, before: Artifact | None) -> Artifact:
         return publish_episodes(context, work, before, summary | counts)
 
 
-def publish_episodes(context: Context, work: Work, before: Artifact | None, metrics: dict[str, Any]) -> Artifact:
+def publish_episodes(
+    context: Context, work: Work, before: Artifact | None, metrics: dict[str, Any], command: str = "collect"
+) -> Artifact:
     """Whole episodes that were written, `metrics["train"]` of them to train on, as the version behind `before`."""
-    played, steps = (before.metrics["total_episodes"], before.metrics["total_steps"]) if before else (0, 0)
+    earlier = before.metrics if before else {}
+    played, steps = earlier.get("total_episodes", 0), earlier.get("total_steps", 0)
     artifact = context.publish(
         work,
         metrics
@@ -98,7 +101,7 @@ def publish_episodes(context: Context, work: Work, before: Artifact | None, metr
             "total_steps": steps + metrics["steps"],
         },
     )
-    context.progress.say(f"collect: published {artifact.name}")
+    context.progress.say(f"{command}: published {artifact.name}")
     return artifact
 
 

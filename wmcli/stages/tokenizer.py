@@ -11,6 +11,8 @@ from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import build_tokenizer
 from wmcli.errors import UsageError
 from wmcli.report.images import grid, write_png
+from wmcli.report.observations import draw_observations
+from wmcli.spaces import map_parts
 from wmcli.stages.context import Context
 from wmcli.stages.train import newest_fitted_alone, parent_of, train
 from wmcli.tokenizers.base import NoTokenizerSettings
@@ -53,7 +55,7 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
 
     def build(rng: np.random.Generator) -> TokenizerTrainer:
         replay, machine = context.experience(frames), context.machine
-        tokenizer = build_tokenizer(context.settings).to(machine.device)
+        tokenizer = build_tokenizer(context.settings, context.spaces).to(machine.device)
         return TokenizerTrainer(tokenizer, replay, settings, context.settings.training, machine=machine, rng=rng)
 
     return train(
@@ -70,13 +72,17 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
 
 def _draw_reconstructions(payload: Path, trainer: TokenizerTrainer) -> None:
     """Write `reconstructions.png`: frames of the experience above their reconstructions."""
-    frames, machine = trainer.replay.frames, trainer.machine
+    frames, machine = trainer.replay.observation, trainer.machine
+    space = trainer.tokenizer.observation_space
     # Drawn, not spread evenly: that falls into step with the lengths of episodes.
-    chosen = np.random.default_rng(0).choice(len(frames), min(PICTURED_FRAMES, len(frames)), replace=False)
+    chosen = np.random.default_rng(0).choice(
+        len(trainer.replay), min(PICTURED_FRAMES, len(trainer.replay)), replace=False
+    )
     real = take_rows(frames, np.sort(chosen), machine.device)
     with machine.autocast():
         decoded = trainer.tokenizer.decode(trainer.tokenizer.encode(real))
-    write_png(payload / "reconstructions.png", grid(real.cpu().numpy(), decoded.cpu().numpy()))
+    pictures = [draw_observations(space, map_parts(lambda part: part.cpu().numpy(), each)) for each in (real, decoded)]
+    write_png(payload / "reconstructions.png", grid(*pictures))
 
 
 def _parent(context: Context, reference: str | None) -> dict[str, Artifact]:

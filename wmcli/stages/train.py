@@ -79,7 +79,7 @@ def latents_of(context: Context, world_model: WorldModel, encoder: str, replay: 
     """
     latents = encode_frames(
         world_model,
-        replay.frames,
+        replay.observation,
         context.machine,
         encoded=context.latents.get(encoder),
         progress=context.progress,
@@ -171,7 +171,7 @@ def train(
             metrics["updates"] = state.trained + state.update
             if context.pictures:
                 draw(work.payload, trainer)
-                if updates:
+                if state.update:
                     _draw_curves(work, stage)
         artifact = context.publish(work, metrics, sha256=sha256)
     progress.say(f"{stage}: published {artifact.name}")

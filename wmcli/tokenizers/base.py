@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from wmcli.config import Section
 from wmcli.errors import UsageError
+from wmcli.spaces import ObservationSpace
 
 
 class NoTokenizerSettings(Section):
@@ -14,7 +15,7 @@ class NoTokenizerSettings(Section):
     kind: Literal["none"] = "none"
     """No tokenizer: the world model encodes frames itself (MuZero, UniZero)."""
 
-    def build(self, size: int) -> Any:
+    def build(self, space: ObservationSpace) -> Any:
         """Raise UsageError."""
         raise UsageError(
             "tokenizer.kind = 'none': this world model encodes frames itself and has no tokenizer to train"

@@ -1,6 +1,6 @@
 """Measures of a tokenizer's reconstructions.
 
-Axes: B batch, H height, W width, C colors (3).
+Axes: B batch, H height, W width, C colors, N numbers of a vector.
 """
 
 from __future__ import annotations
@@ -61,3 +61,15 @@ def survival(observation: Tensor, reconstruction: Tensor) -> dict[str, float]:
         "object_recall": float((survives & is_object).sum()) / count if count else 1.0,
         "l1": float((guess - truth).abs().mean()),
     }
+
+
+def relative_error(vector: Tensor, reconstruction: Tensor) -> float:
+    """Return the mean absolute error of vectors (B, N), in standard deviations of each number.
+
+    Numbers that are the same in the whole batch are left out. The mean of a normal distribution would be off by 0.8.
+    """
+    varies = vector.amax(0) > vector.amin(0)
+    if not varies.any():
+        return 0.0
+    error = (reconstruction - vector).abs().mean(0) / vector.std(0, correction=0)
+    return float(error[varies].mean())

@@ -18,6 +18,7 @@ from wmcli.experience.replay import Replay
 from wmcli.experience.sampler import StreamSampler, Windows, WindowSampler, WindowTable
 from wmcli.experience.targets import SearchTargets
 from wmcli.progress import Progress
+from wmcli.spaces import first_part, map_parts
 from wmcli.training.device import Machine
 from wmcli.training.settings import TrainingSettings
 from wmcli.transfer import take_rows, to_device
@@ -154,7 +155,7 @@ def check_episode_fits(longest: int, length: int) -> None:
 
 def gather(
     replay: Replay,
-    latents: Tensor,
+    latents: Any,
     windows: Windows,
     targets: SearchTargets | None = None,
     *,
@@ -164,7 +165,7 @@ def gather(
 
     Args:
         replay: The experience.
-        latents: Latents or frames (N, ...) of all rows, on the replay's device or on the host.
+        latents: Latents or observations (N, ...) of all rows, on the replay's device or on the host.
         windows: Rows (B, T).
         targets: Search results, for a model that learns from them.
         across_ends: `is_first` and `is_last` mark games instead of episodes.
@@ -181,15 +182,21 @@ def gather(
         valid=valid,
         targets=None
         if targets is None
-        else Targets(targets.policy[rows], targets.value[rows], targets.is_searched[rows] & valid),
+        else Targets(
+            targets.policy[rows],
+            targets.value[rows],
+            targets.is_searched[rows] & valid,
+            None if targets.sampled is None else targets.sampled[rows],
+        ),
         is_last=replay.ends_game[rows] & valid if across_ends else None,
+        is_closing=None if replay.is_closing is None else replay.is_closing[rows] & valid,
     )
 
 
 @torch.no_grad()
 def encode_frames(
     world_model: WorldModel,
-    frames: Tensor,
+    observation: Any,
     machine: Machine,
     *,
     encoded: Tensor | None = None,
@@ -201,7 +208,7 @@ def encode_frames(
 
     Args:
         world_model: Its encoder is frozen.
-        frames: (N, H, W, C) uint8, on the machine's device or on the host.
+        observation: Tree of (N, ...), on the machine's device or on the host.
         machine: Device and precision.
         encoded: Latents of the first rows, from an earlier call.
         progress: Display of progress; None is quiet.
@@ -209,14 +216,16 @@ def encode_frames(
     Returns:
         Latents (N, ...).
     """
-    total = len(frames)
+    total = len(first_part(observation))
     start = 0 if encoded is None else len(encoded) - len(encoded) % ENCODE_BATCH
     parts: list[Any] = [] if encoded is None else [encoded[:start]]
     if start < total:
         progress = progress or Progress(quiet=True)
         with machine.autocast(), progress.bar("encode", total, "frames", start) as bar:
             for begin in range(start, total, ENCODE_BATCH):
-                chunk = to_device(frames[begin : begin + ENCODE_BATCH], machine.device)
-                parts.append(world_model.encode(chunk[None])[0])
-                bar.advance(len(chunk))
+                end = min(begin + ENCODE_BATCH, total)
+                some = slice(begin, end)
+                chunk = map_parts(lambda part, at=some: to_device(part[at], machine.device)[None], observation)
+                parts.append(world_model.encode(chunk)[0])
+                bar.advance(end - begin)
     return torch.cat(parts)

@@ -99,7 +99,7 @@ def validation_loss(
         with isolated_randomness(seed, machine.device), machine.autocast():
             losses = []
             for windows in batches:
-                batch = gather(held_out, held_out.frames, windows, across_ends=world_model.across_ends)
+                batch = gather(held_out, held_out.observation, windows, across_ends=world_model.across_ends)
                 losses.append(world_model.loss(batch)[0] * len(batch.action))
         world_model.train()
         return float(torch.stack(losses).sum()) / sampler.windows

@@ -50,7 +50,7 @@ class DynamicsTrainer(Trainer):
         *,
         machine: Machine,
         rng: np.random.Generator,
-        latents: Tensor | None = None,
+        latents: Any = None,
         targets: SearchTargets | None = None,
         held_out: Replay | None = None,
         validation_seed: int = 0,
@@ -69,10 +69,10 @@ class DynamicsTrainer(Trainer):
             measure = validation_loss(world_model, held_out, rows=settings.batch, machine=machine, seed=validation_seed)
             self._best = parts["best"] = BestWeights(world_model, measure)
         if latents is None and world_model.frozen_encoder:
-            latents = encode_frames(world_model, replay.frames, machine)
-        self._frames = replay.frames if latents is None else latents
+            latents = encode_frames(world_model, replay.observation, machine)
+        self._frames = replay.observation if latents is None else latents
         if targets is None and world_model.learns_from_search:
-            targets = SearchTargets(replay, world_model.actions)
+            targets = SearchTargets(replay, world_model.action_space)
         self._targets = targets
         self._optimizer = optimizer_for(settings, world_model.parameter_groups())
         self._schedule = Schedule.of(settings)

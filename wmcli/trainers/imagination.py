@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from wmcli.controllers.base import Learner
 from wmcli.experience import Replay
@@ -50,7 +49,7 @@ class ImaginationTrainer(Trainer):
         *,
         machine: Machine,
         rng: np.random.Generator,
-        latents: Tensor | None = None,
+        latents: Any = None,
         counts: np.ndarray | None = None,
         ratio: float = 1.0,
     ) -> None:
@@ -59,7 +58,7 @@ class ImaginationTrainer(Trainer):
         self.replay = replay
         self.settings = settings
         self.machine = machine
-        self.latents = encode_frames(world_model, replay.frames, machine) if latents is None else latents
+        self.latents = encode_frames(world_model, replay.observation, machine) if latents is None else latents
         if training.sampling == "dfs" and counts is None:
             counts = np.zeros(0, np.int64)
         self._sampler = build_sampler(
@@ -112,7 +111,7 @@ def controller_update(
     """
 
     def learn(batch: Batch, uniforms: Any) -> tuple[Metrics, None]:
-        with machine.autocast(), torch.no_grad():
+        with machine.autocast(), torch.set_grad_enabled(controller.differentiates):
             imagined = controller.imagine(world_model, batch, uniforms)
         with machine.autocast():  # anew: the first kept copies of the weights that know no gradient
             loss, metrics = controller.loss(imagined)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from wmcli.experience import Replay
 from wmcli.trainers.batches import build_sampler
@@ -51,14 +51,17 @@ class TokenizerTrainer(Trainer):
         self.settings = settings
         self.machine = machine
         self._sampler = build_sampler(training, replay, rng, length=1, minimum=1, pad="right")
-        self._optimizer = optimizer_for(settings, tokenizer.parameters())
-        self._update = tokenizer_update(machine, tokenizer, self._optimizer, settings.clip)
-        self.state = TrainState({"tokenizer": tokenizer}, self._optimizer, rng, {"sampler": self._sampler})
+        self.learns = any(True for _ in tokenizer.parameters())
+        optimizer = None
+        if self.learns:
+            optimizer = optimizer_for(settings, tokenizer.parameters())
+            self._update = tokenizer_update(machine, tokenizer, optimizer, settings.clip)
+        self.state = TrainState({"tokenizer": tokenizer}, optimizer, rng, {"sampler": self._sampler})
 
     def update(self) -> Metrics:
-        """Learn from a batch of frames."""
+        """Learn from a batch of frames. Not for a tokenizer without parameters, see `learns`."""
         windows = self._sampler.batch(self.settings.batch)
-        return self._update(take_rows(self.replay.frames, windows.rows[:, 0], self.machine.device))
+        return self._update(self._take(windows.rows[:, 0]))
 
     def measure(self) -> dict[str, Any]:
         """Measure the usage of codes over frames spread evenly."""
@@ -66,19 +69,23 @@ class TokenizerTrainer(Trainer):
         count = len(self.replay)
         rows = torch.linspace(0, count - 1, min(REPORT_FRAMES, count)).long().numpy()
         with self.machine.autocast():
-            return self.tokenizer.usage(take_rows(self.replay.frames, rows, self.machine.device))
+            return self.tokenizer.usage(self._take(rows))
+
+    def _take(self, rows: np.ndarray) -> Any:
+        """Return observations on the device."""
+        return take_rows(self.replay.observation, rows, self.machine.device)
 
 
 def tokenizer_update(
     machine: Machine, tokenizer: Any, optimizer: torch.optim.Optimizer, clip: float
-) -> Callable[[Tensor], Metrics]:
-    """Build the update of a tokenizer in training mode: from frames (B, H, W, C) uint8 to metrics.
+) -> Callable[[Any], Metrics]:
+    """Build the update of a tokenizer in training mode: from frames (B, *part) to metrics.
 
     Metrics are the loss, its parts and the gradient norm before clipping. With `training.cuda_graph` the whole update
     is one graph.
     """
 
-    def learn(frames: Tensor) -> tuple[Metrics, None]:
+    def learn(frames: Any) -> tuple[Metrics, None]:
         with machine.autocast():
             loss, metrics = tokenizer.loss(frames)
         norm = update(optimizer, loss, clip)

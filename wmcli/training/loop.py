@@ -27,6 +27,8 @@ class Trainer(ABC):
 
     machine: Machine
     state: TrainState
+    learns: bool = True
+    """False: there are no parameters, and `fit` makes no updates."""
 
     @abstractmethod
     def update(self) -> Mapping[str, Tensor]:
@@ -79,6 +81,7 @@ def fit(
     """
     settings, progress = settings or TrainingSettings(), progress or Progress(quiet=True)
     state, device = trainer.state, trainer.machine.device
+    updates = updates if trainer.learns else 0
     checkpoint = None if folder is None else folder / CHECKPOINT
     if checkpoint is not None and checkpoint.exists():
         state.load(checkpoint, device)

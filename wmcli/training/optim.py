@@ -15,6 +15,7 @@ OptimizerName = Literal["adamw", "adam", "laprop", "sgd"]
 LAPROP_MOMENT = "momentum"  # marks a saved state of LaProp
 EPS = {"adamw": 1e-8, "adam": 1e-8, "laprop": 1e-20, "sgd": 0.0}
 DECAY = 0.1  # of the learning rate, each time it falls
+LEAST_NORM = 1e-3  # of a tensor of weights, for adaptive clipping
 
 
 class LaProp(torch.optim.Optimizer):
@@ -134,6 +135,7 @@ def build_optimizer(
     eps: float | None = None,
     beta2: float = 0.999,
     momentum: float = 0.0,
+    agc: float = 0.0,
 ) -> torch.optim.Optimizer:
     """Build an optimizer: AdamW or LaProp (decoupled decay), Adam without decay, or SGD (decay added to the gradient).
 
@@ -150,9 +152,12 @@ def build_optimizer(
         eps: None is 1e-8, for LaProp 1e-20.
         beta2: Decay of the second moment; that of the first is 0.9.
         momentum: Of SGD.
+        agc: Limit of adaptive gradient clipping, which `update` applies, see `clip_adaptively`. 0 for none.
     """
     assert warmup == 0 or name == "laprop", "only LaProp warms up"
     groups = list(_groups_by_rate(parameters, learning_rate))
+    for group in groups if agc else ():
+        group["agc"] = agc
     on_cuda = groups[0]["params"][0].is_cuda
     for group in groups if on_cuda else ():
         group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)
@@ -201,6 +206,7 @@ def optimizer_for(
         eps=values.get("eps") or None,
         beta2=values.get("beta2", 0.999),
         momentum=values.get("momentum", 0.0),
+        agc=values.get("agc", 0.0),
     )
 
 
@@ -248,7 +254,7 @@ class Schedule(NamedTuple):
 
 
 def update(optimizer: torch.optim.Optimizer, loss: Tensor, clip: float) -> Tensor:
-    """Do a backward pass and one optimizer step, with the gradient norm clipped to `clip`.
+    """Do a backward pass and one optimizer step, with the gradient norm clipped to `clip`, then adaptively if wanted.
 
     Returns:
         The norm before clipping, a scalar on the device.
@@ -257,5 +263,25 @@ def update(optimizer: torch.optim.Optimizer, loss: Tensor, clip: float) -> Tenso
     loss.backward()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     norm = nn.utils.clip_grad_norm_(parameters, clip, foreach=True)
+    for group in optimizer.param_groups:
+        if group.get("agc"):
+            clip_adaptively(group["params"], group["agc"])
     optimizer.step()
     return norm
+
+
+@torch.no_grad()
+def clip_adaptively(parameters: Iterable[nn.Parameter], limit: float) -> None:
+    """Scale each gradient so that its norm is at most `limit` times that of its parameter, and 1e-3 `limit` at least.
+
+    Source: adaptive gradient clipping (Brock et al. 2021, arXiv 2102.06171), of whole tensors as in DreamerV3.
+    """
+    learning = [parameter for parameter in parameters if parameter.grad is not None]
+    if not learning:
+        return
+    gradients = [parameter.grad for parameter in learning if parameter.grad is not None]  # all have one
+    factors = [
+        (limit * size.clamp(min=LEAST_NORM) / norm).clamp(max=1.0)  # 1 where the gradient is 0
+        for size, norm in zip(torch._foreach_norm(list[Tensor](learning)), torch._foreach_norm(gradients), strict=True)
+    ]
+    torch._foreach_mul_(gradients, factors)

@@ -129,11 +129,6 @@ class DynamicsSettings(Section):
         return self.encoder != "rules"
 
     @property
-    def reads_closing(self) -> bool:
-        """Whether it learns from the observation that closes an episode."""
-        return False
-
-    @property
     def learns_rewards(self) -> bool:
         """Whether rewards are predicted."""
         return True
@@ -146,6 +141,11 @@ class DynamicsSettings(Section):
     @property
     def needs_validation(self) -> bool:
         """Whether held-out episodes select the weights to publish."""
+        return False
+
+    @property
+    def reads_closing(self) -> bool:
+        """Whether it learns from the observation that closes an episode."""
         return False
 
     @property
@@ -172,6 +172,8 @@ class ImaginedStep(NamedTuple):
     """(B,) bool. Imagination may continue after a termination, but the results have no meaning."""
     disagreement: Tensor | None = None
     """(B,) float32, of the model's ensemble on the next frame; None without one."""
+    continuation: Tensor | None = None
+    """(B,) float32, probability that the task goes on after the step; None from a model that does not tell it."""
 
 
 class Targets(NamedTuple):
@@ -282,6 +284,10 @@ class WorldModel(nn.Module, ABC):
     """True: imagined steps have a `disagreement`."""
     learns_from_search: bool = False
     """True: `loss` takes `Batch.targets`."""
+    differentiable: bool = False
+    """True: rewards and features of `imagine` have a gradient with respect to the actions, where it is enabled."""
+    starts_anywhere: bool = False
+    """True: it has `observe_each`."""
     uniforms_per_step: int
     """Random numbers of one imagined step, per row."""
     uniforms_per_frame: int = 0
@@ -346,6 +352,24 @@ class WorldModel(nn.Module, ABC):
         Returns:
             The features of every frame, (B, T, *feature_shape), and the state at the last frame.
         """
+
+    def observe_each(
+        self, latent: Tensor, action: Tensor, reset: Tensor, uniforms: Tensor | None = None, last: int = 1
+    ) -> tuple[Tensor, State]:
+        """Read real frames as `observe` does; imagination starts after each of the last ones.
+
+        Args:
+            latent: (B, T, ...), as the other arguments those of `observe`.
+            action: (B, T, ...).
+            reset: (B, T) bool.
+            uniforms: (B, T, uniforms_per_frame).
+            last: Number of frames K to start from, at most T.
+
+        Returns:
+            The features of every frame, (B, T, *feature_shape), and the states at the last K frames as B K rows: those
+            of a window stand one behind the other.
+        """
+        raise NotImplementedError
 
     def find_ends(self, batch: Batch) -> Tensor:
         """Return (B, T) bool: frames whose successors the model has not learned, where imagination ends."""

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from wmcli.backbones.base import Backbone, replace_rows
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample, uniform
+from wmcli.spaces import ActionSpace, Discrete, Image, to_action_space
 from wmcli.world_models.base import Batch, DynamicsSettings, ImaginedStep, Parts, WorldModel, masked_mean
 from wmcli.world_models.recent import RecentFrames, append_frame
 
@@ -80,7 +81,7 @@ class CellsSettings(DynamicsSettings):
 
     def build(self, parts: Parts) -> CellsWorldModel:
         backbone = parts.square_backbone(self.sequence_length * TOKENS, TOKENS)
-        return CellsWorldModel(self, backbone, parts.actions, parts.size)
+        return CellsWorldModel(self, backbone, parts.action_space, parts.image_size(self.kind))
 
 
 class CellsState(NamedTuple):
@@ -111,11 +112,15 @@ class CellsWorldModel(WorldModel):
     across_ends = False
     uniforms_per_step = CELLS
 
-    def __init__(self, settings: CellsSettings, backbone: Backbone, actions: int, image_size: int) -> None:
+    def __init__(
+        self, settings: CellsSettings, backbone: Backbone, actions: ActionSpace | int, image_size: int
+    ) -> None:
         super().__init__()
-        if actions != len(MOVES):
+        space = to_action_space(actions)
+        if space != Discrete(len(MOVES)):
+            others = space.count if isinstance(space, Discrete) else "others"
             raise UsageError(
-                f"dynamics.kind = 'cells' needs the grid world's {len(MOVES)} actions; this environment has {actions}: "
+                f"dynamics.kind = 'cells' needs the grid world's {len(MOVES)} actions; this environment has {others}: "
                 "use --set environment.id=wm/GridWorld-v0"
             )
         if image_size % SIDE or (image_size < 40 and image_size not in (10, 20)):
@@ -125,20 +130,20 @@ class CellsWorldModel(WorldModel):
             )
         assert backbone.max_length is None or backbone.max_length >= settings.sequence_length * TOKENS
         self.settings = settings
-        self.actions = actions
+        self.observation_space, self.action_space = Image(image_size, image_size), space
         self.context = settings.context
         self.segment = settings.sequence_length
         self.min_segment = self.min_context = settings.context + 1
         self.image_size = image_size
         self.feature_shape = (KINDS, SIDE, SIDE)
-        self.embedding = nn.Embedding(KINDS + actions, backbone.width)
+        self.embedding = nn.Embedding(KINDS + len(MOVES), backbone.width)
         self.backbone = backbone
-        self.head = None if settings.tied else nn.Linear(backbone.width, KINDS + actions, bias=False)
+        self.head = None if settings.tied else nn.Linear(backbone.width, KINDS + len(MOVES), bias=False)
         # With tied weights a small table makes the first logits near 0, so the first loss is that of a uniform guess.
         nn.init.normal_(self.embedding.weight, std=INIT_STD)
         self.colors: Tensor
         self.successor: Tensor
-        self.register_buffer("colors", torch.tensor([*COLORS, *[NO_CELL] * actions]), persistent=False)
+        self.register_buffer("colors", torch.tensor([*COLORS, *[NO_CELL] * len(MOVES)]), persistent=False)
         self.register_buffer("successor", torch.tensor(_successors()), persistent=False)
 
     @property

@@ -17,14 +17,16 @@ state of the frame that they lead to. The posterior reads, besides its frame,
 Sources: Drama (Wang et al. 2024, arXiv 2410.08893) and its public code; STORM (Zhang et al. 2023, arXiv 2310.09615);
 S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064), equations 3 to 23.
 
-B batch, T time (frames), K variables, C classes, D width of the backbone, F length of the encoder's output for a frame,
-A actions, W frames of the acting window, H W C image. `encode` returns a latent's probabilities (..., K, C) float32. If
-the posterior reads more than the frame, it returns the encoder's output (..., F). A sampled latent is one-hot. Time:
-see base.py.
+B batch, T time (frames), K variables, C classes, D width of the backbone, F length of the encoders' outputs for a
+frame, A length of an encoded action, W frames of the acting window. A frame has the parts (..., *part) of the
+observation space, an action (..., *axes) those of the action space. `encode` returns a latent's probabilities (..., K,
+C) float32. If the posterior reads more than the frame, it returns the encoders' outputs (..., F). A sampled latent is
+one-hot. Time: see base.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -32,14 +34,17 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, flat_state, replace_rows, state_tensors, with_tensors
+from wmcli.backbones.base import Backbone, flat_state, map_state, replace_rows, state_tensors, with_tensors
 from wmcli.errors import UsageError
 from wmcli.nn import two_hot
+from wmcli.nn.actions import encode_action, no_action, where_rows
 from wmcli.nn.categorical import draw_one_hot, entropy, kl_divergence, one_hot, straight_through, uniform
 from wmcli.nn.ensemble import Ensemble
-from wmcli.nn.initialize import initialize
+from wmcli.nn.initialize import initialize, scale_last
 from wmcli.nn.mlp import Activation, Norm, mlp, norm
-from wmcli.tokenizers.categorical import CategoricalTokenizer
+from wmcli.nn.two_hot import TwoHot
+from wmcli.spaces import ActionSpace, map_parts, to_action_space
+from wmcli.tokenizers.categorical import CategoricalTokenizer, of_parts, summed
 from wmcli.world_models.base import Batch, DynamicsSettings, ImaginedStep, Parts, WorldModel, masked_mean
 
 
@@ -54,9 +59,9 @@ class LatentWorldModelSettings(DynamicsSettings):
 
     kind: Literal["latent"] = "latent"
     """Categorical latents, trained together with their dynamics."""
-    stem: Literal["linear", "deep", "dreamer"] = "linear"
+    stem: Literal["linear", "deep", "dreamer", "separate"] = "linear"
     """Map from latent and action to the backbone: linear, RMSNorm, SiLU (Drama); two layers with LayerNorm (STORM); one
-    without bias, LayerNorm, SiLU (Dreamer)."""
+    without bias, LayerNorm, SiLU (Dreamer); or Drama's for each of the two, one behind the other (DreamerV3)."""
     posterior: Literal["factorized", "recurrent", "full"] = "factorized"
     """Inputs of a frame's posterior: the frame, the frame and its past (RSSM), or all frames and actions so far
     (S4WM-Full-Posterior). The latter needs a second backbone of the same settings."""
@@ -64,11 +69,16 @@ class LatentWorldModelSettings(DynamicsSettings):
     """Input of the decoder: the latent alone, or latent and past (S4WM)."""
     heads_read: Literal["past", "state"] = "past"
     """Input of reward and termination heads: the past that ends with the action, or also the latent of the next frame
-    (S4WM). The latter needs episodes that include their last frame."""
+    (S4WM). The latter needs episodes that include their last frame, as in memory tasks, or `closing`."""
     prior_layers: int = Field(0, ge=0)
-    """Hidden layers of the prior's head, each without bias, LayerNorm, SiLU (Dreamer: 1). [layers]"""
+    """Hidden layers of the prior's head, each with norm and SiLU (Dreamer: 1, DreamerV3: 2). [layers]"""
     prior_width: int = Field(512, ge=1)
     """Width of the hidden layers of the prior's head. [features]"""
+    prior_norm: Norm = "layer"
+    """Norm of the prior's hidden layers: "layer", without bias (Dreamer), or "rms", with bias (DreamerV3)."""
+    opening: Literal["zeros", "learned"] = "zeros"
+    """Past of an episode's first frame: zeros, or what the backbone makes of an element of zeros, with a loss of the
+    prior there (DreamerV3). The latter needs a recurrent posterior."""
     head_layers: int = Field(1, ge=1)
     """Hidden layers of the reward and termination heads (STORM: 2). [layers]"""
     head_width: int = Field(256, ge=1)
@@ -79,12 +89,15 @@ class LatentWorldModelSettings(DynamicsSettings):
     """Activation after each norm of the reward and termination heads (STORM: relu)."""
     norm_eps: float = Field(0.0, ge=0)
     """Epsilon of the norms in stem and heads; 0 is 1e-6 for RMSNorm and 1e-5 for LayerNorm."""
-    initialization: Literal["fan-average", "torch"] = "fan-average"
-    """Initialization of reward and termination heads, a prior's head with hidden layers, and Dreamer's stem.
-    fan-average is a truncated normal scaled by inputs and outputs, biases 0 (Dreamer, Drama); torch is torch's default
-    (STORM)."""
+    initialization: Literal["fan-average", "fan-in", "torch"] = "fan-average"
+    """Initialization of reward and termination heads, a prior's head with hidden layers, and Dreamer's stems.
+    fan-average is a truncated normal scaled by inputs and outputs, biases 0 (Dreamer, Drama); fan-in is scaled by the
+    inputs, and the reward head's last layer is 0 (DreamerV3); torch is torch's default (STORM)."""
     reward: Literal["two-hot", "bernoulli", "mse", "none"] = "two-hot"
     """Reward loss: two-hot over 255 bins; Bernoulli for rewards of 0 and 1; squared error; or none."""
+    two_hot: TwoHot = "symlog"
+    """Space in which rewards are divided between bins and averaged: symlog space, or symexp, that of the rewards
+    themselves (DreamerV3's code since 2024)."""
     predict_termination: bool = True
     """Learn terminations; else an imagined episode never ends."""
     imagined_termination: Literal["likelier", "sampled"] = "likelier"
@@ -110,8 +123,11 @@ class LatentWorldModelSettings(DynamicsSettings):
     nothing across. The public code does neither."""
     end_on_truncation: bool = False
     """Learn time limits as terminations."""
+    closing: bool = False
+    """Learn the observation that closes an episode as well, in which no action is taken. With heads_read = "state"
+    rewards and terminations of last steps are learned from it alone (DreamerV3)."""
     reconstruction_weight: float = Field(1.0, ge=0)
-    """Weight of the squared error of a frame (0.5 makes it the likelihood of a unit Gaussian)."""
+    """Weight of the reconstruction loss of a frame (0.5 makes squared errors the likelihood of a unit Gaussian)."""
     reward_weight: float = Field(1.0, ge=0)
     """Weight of the reward loss, which is a mean over frames."""
     dynamics_weight: float = Field(1.0, ge=0)
@@ -147,6 +163,9 @@ class LatentWorldModelSettings(DynamicsSettings):
     """Decoupled weight decay of matrices; adam has none."""
     clip: float = Field(1000.0, gt=0)
     """Largest norm of the gradient of all parameters."""
+    agc: float = Field(0.0, ge=0)
+    """Adaptive gradient clipping: largest norm of a tensor's gradient as a share of the tensor's own, 0.3 in DreamerV3;
+    0 for none."""
     validate_every: int = Field(0, ge=0)
     """Updates between evaluations of the loss on held-out episodes; the weights with the lowest loss are published. 0
     publishes the last weights. [updates]"""
@@ -154,10 +173,12 @@ class LatentWorldModelSettings(DynamicsSettings):
     @model_validator(mode="after")
     def _check_combinations(self) -> LatentWorldModelSettings:
         for key in ("context", "act_window"):
-            if getattr(self, key) >= self.sequence_length:
+            if getattr(self, key) >= self.sequence_length and self.opening == "zeros":
                 raise ValueError(
                     f"{key} = {getattr(self, key)} must be less than sequence_length = {self.sequence_length} frames."
                 )
+        if self.opening == "learned" and self.posterior != "recurrent":
+            raise ValueError("opening = 'learned' needs posterior = 'recurrent', or set opening = 'zeros'.")
         if self.posterior != "factorized" and self.act_window:
             raise ValueError(
                 f"act_window = {self.act_window}: a {self.posterior} posterior is sampled frame by frame;"
@@ -179,12 +200,16 @@ class LatentWorldModelSettings(DynamicsSettings):
         return "itself" if self.decodes_state else "dynamics"
 
     @property
+    def reads_closing(self) -> bool:
+        return self.closing
+
+    @property
     def learns_rewards(self) -> bool:
         return self.reward != "none"
 
     @property
-    def longest_imagination(self) -> int:
-        return self.sequence_length
+    def longest_imagination(self) -> int | None:
+        return None if self.opening == "learned" else self.sequence_length
 
     @property
     def needs_validation(self) -> bool:
@@ -201,10 +226,10 @@ class LatentWorldModelSettings(DynamicsSettings):
             posterior_encoder = parts.new_backbone(self.sequence_length, 1)
         tokenizer = parts.tokenizer
         if self.decodes_state:
-            features = parts.tokenizer_settings.stack.features(parts.size)
+            features = parts.tokenizer_settings.features(parts.observation_space)
             reads = LatentWorldModel.tokenizer_reads(self, features, backbone.width)
-            tokenizer = CategoricalTokenizer(parts.tokenizer_settings, parts.size, **reads)
-        model = LatentWorldModel(self, backbone, tokenizer, parts.actions, posterior_encoder)
+            tokenizer = CategoricalTokenizer(parts.tokenizer_settings, parts.observation_space, **reads)
+        model = LatentWorldModel(self, backbone, tokenizer, parts.action_space, posterior_encoder)
         model.frames_at_once = parts.frames_at_once
         return model
 
@@ -215,7 +240,7 @@ class ActingWindow(NamedTuple):
     latent: Tensor
     """(B, W, K, C)."""
     action: Tensor
-    """(B, W) int64, taken in those frames."""
+    """(B, W, *axes), taken in those frames."""
     length: Tensor
     """(B,) int64: number of them that belong to the episode."""
     current: Tensor
@@ -254,7 +279,7 @@ class Carry(NamedTuple):
     latent: Tensor
     """(B, K, C) sampled."""
     action: Tensor
-    """(B,) int64. This field and those below belong to the frame's row of experience."""
+    """(B, *axes). This field and those below belong to the frame's row of experience."""
     reward: Tensor
     """(B,) float32."""
     terminated: Tensor
@@ -262,13 +287,14 @@ class Carry(NamedTuple):
     is_first: Tensor
     """(B,) bool."""
     is_valid: Tensor
-    """(B,) bool: False before the first frame."""
+    """(B,) bool: False before the first frame, and if no action was taken in it."""
 
 
 class LatentWorldModel(WorldModel):
     """Learns latents and their dynamics. The tokenizer is a part of it and is trained with it."""
 
     frozen_encoder = False
+    differentiable = True
     min_segment = 2
     frames_at_once = 0  # encoded and decoded by `loss`, see `TrainingSettings`
 
@@ -281,7 +307,7 @@ class LatentWorldModel(WorldModel):
         settings: LatentWorldModelSettings,
         backbone: Backbone,
         tokenizer: CategoricalTokenizer,
-        actions: int,
+        actions: ActionSpace | int,
         posterior_encoder: Backbone | None = None,
     ) -> None:
         """Build the model.
@@ -290,7 +316,7 @@ class LatentWorldModel(WorldModel):
             settings: Its section.
             backbone: Reads latents and actions.
             tokenizer: Built for the inputs of its posterior and decoder, see `tokenizer_reads`.
-            actions: Number of actions A.
+            actions: The action space, or the number of actions.
             posterior_encoder: The backbone of the full posterior.
 
         Raises:
@@ -299,14 +325,17 @@ class LatentWorldModel(WorldModel):
         super().__init__()
         width, (variables, classes) = backbone.width, tokenizer.shape
         assert (posterior_encoder is not None) == (settings.posterior == "full")
-        if backbone.max_length is not None and (settings.rows == "streams" or posterior_encoder is not None):
-            key = "rows = 'streams'" if settings.rows == "streams" else "posterior = 'full'"
+        endless = {"rows": "streams", "posterior": "full", "opening": "learned"}
+        of_settings = [key for key, value in endless.items() if getattr(settings, key) == value]
+        if backbone.max_length is not None and of_settings:
+            key = f"{of_settings[0]} = '{endless[of_settings[0]]}'"
             raise UsageError(
                 f"dynamics.{key} carries a state without end, and this backbone has a limited number of positions: set"
                 " another backbone.kind, for example transformer-xl."
             )
         self.settings = settings
-        self.actions = actions
+        self.action_space = to_action_space(actions)
+        self.observation_space = tokenizer.observation_space
         self.across_ends = settings.across_ends
         self.context = settings.context
         self.segment = settings.sequence_length
@@ -317,20 +346,24 @@ class LatentWorldModel(WorldModel):
         self.frame_features = variables * classes
         flat = flat_state(backbone.initial_state(1))
         self.memory_features = None if flat is None else flat.shape[1]
+        self.starts_anywhere = settings.posterior == "recurrent" and flat is not None
         self.uniforms_per_step = self.uniforms_per_frame = variables
         self._samples_termination = settings.predict_termination and settings.imagined_termination == "sampled"
         if self._samples_termination:
             self.uniforms_per_step += 1
         self.tokenizer = tokenizer
-        self.stem = _stem(settings, variables * classes + actions, backbone.inputs)
+        encoded = self.action_space.encoded
+        self.stem = _stem(settings, variables * classes, encoded, backbone.inputs)
         self.backbone = backbone
         if posterior_encoder is not None:
-            self.posterior_stem = _stem(settings, tokenizer.features + actions, posterior_encoder.inputs)
+            self.posterior_stem = _stem(settings, tokenizer.features, encoded, posterior_encoder.inputs)
             self.posterior_encoder = posterior_encoder
         self.prior_head = _prior_head(settings, width, variables * classes)
         head_inputs = width + (variables * classes if settings.heads_read == "state" else 0)
         if settings.reward != "none":
             self.reward_head = self._head(head_inputs, two_hot.BINS if settings.reward == "two-hot" else 1)
+            if settings.initialization == "fan-in":
+                scale_last(self.reward_head, 0)
         if settings.predict_termination:
             self.termination_head = self._head(head_inputs, 1)
         self.ensemble = Ensemble(settings.ensemble, width, variables, classes) if settings.ensemble else None
@@ -379,22 +412,56 @@ class LatentWorldModel(WorldModel):
     # -- the parts, on any leading axes -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def encode(self, observation: Tensor) -> Tensor:
-        """Encode frames (B, T, H, W, C) uint8 as probabilities of latents (B, T, K, C).
+    def encode(self, observation: Any) -> Tensor:
+        """Encode frames (B, T, *part) as probabilities of latents (B, T, K, C).
 
-        If the posterior reads more than a frame, return the encoder's output (B, T, F) instead.
+        If the posterior reads more than a frame, return the encoders' outputs (B, T, F) instead.
         """
         if self.settings.posterior == "factorized":
             return self.tokenizer.encode(observation)
         return self.tokenizer.embed(observation).float()
 
     def _elements(self, z: Tensor, action: Tensor) -> Tensor:
-        """Map sampled latents (..., K, C) and actions (...) to elements (..., D)."""
-        return self.stem(torch.cat((z.flatten(-2), one_hot(action, self.actions, z.dtype)), -1))
+        """Map sampled latents (..., K, C) and actions (..., *axes) to elements (..., D)."""
+        return self.stem(torch.cat((z.flatten(-2), encode_action(self.action_space, action, z.dtype)), -1))
 
     def _prior(self, past: Tensor) -> Tensor:
         """Map pasts (..., D) to the next latent's log-probabilities (..., K, C)."""
         return self.tokenizer.log_probabilities(self.prior_head(past))
+
+    def _opening(self, rows: int) -> tuple[Tensor, Any]:
+        """Return the past (B, D) of an episode's first frame, and the backbone's state there."""
+        state = self.backbone.initial_state(rows)
+        device = next(self.parameters()).device
+        if self.settings.opening == "zeros":
+            return torch.zeros(rows, self.backbone.width, device=device), state
+        variables, classes = self.tokenizer.shape
+        nothing = torch.zeros(rows, variables * classes + self.action_space.encoded, device=device)
+        y, state = self.backbone(self.stem(nothing)[:, None], state)
+        return y[:, 0].float(), state
+
+    def _open(
+        self, is_first: Tensor | None, opening: tuple[Tensor, Any], past: Tensor, backbone_state: Any
+    ) -> tuple[Tensor, Any, Tensor | None]:
+        """Begin anew in the rows where `is_first` (B,).
+
+        Args:
+            is_first: The frame has no predecessor; None nowhere.
+            opening: Of `_opening`.
+            past: (B, D), of the frame.
+            backbone_state: Of the backbone, before the frame.
+
+        Returns:
+            Past and state at the frame, and the rows that the backbone has yet to clear.
+        """
+        if is_first is None:
+            return past, backbone_state, None
+        past = where_rows(is_first, opening[0].to(past.dtype), past)
+        if self.settings.opening == "zeros":
+            return past, backbone_state, is_first
+        pairs = zip(state_tensors(opening[1]), state_tensors(backbone_state), strict=True)
+        opened = [where_rows(is_first, new.to(old.dtype), old) for new, old in pairs]
+        return past, with_tensors(backbone_state, opened), None
 
     def _full_posterior(
         self, features: Tensor, previous: Tensor, reset: Tensor | None, state: Any = None
@@ -403,7 +470,7 @@ class LatentWorldModel(WorldModel):
 
         Args:
             features: (B, T, F).
-            previous: (B, T, A), the actions that led to the frames, one-hot, zeros where there was none.
+            previous: (B, T, A), the actions that led to the frames, encoded, zeros where there was none.
             reset: (B, T) bool or None.
             state: State of the posterior's backbone before the frames.
 
@@ -415,19 +482,18 @@ class LatentWorldModel(WorldModel):
         return self.tokenizer.posterior_of(y), state
 
     def _previous(self, action: Tensor, is_first: Tensor, before: Tensor | None = None) -> Tensor:
-        """Return the actions that led to frames, one-hot (B, T, A): those of the frames before them.
+        """Return the actions that led to frames, encoded (B, T, A): those of the frames before them.
 
         Args:
-            action: (B, T).
+            action: (B, T, *axes).
             is_first: (B, T) bool: the frame has no predecessor.
-            before: (B,), the action of the frame before all; None if there was none.
+            before: (B, *axes), the action of the frame before all; None if there was none.
         """
-        earlier = one_hot(action[:, :-1], self.actions, torch.float32)
-        start = (
-            earlier.new_zeros(len(action), self.actions)
-            if before is None
-            else one_hot(before, self.actions, earlier.dtype)
-        )
+        earlier = encode_action(self.action_space, action[:, :-1], torch.float32)
+        if before is None:
+            start = earlier.new_zeros(len(action), self.action_space.encoded)
+        else:
+            start = encode_action(self.action_space, before, earlier.dtype)
         return torch.cat((start[:, None], earlier), 1).masked_fill(is_first[..., None], 0)
 
     def _decoder_past(self, past: Tensor) -> Tensor | None:
@@ -452,13 +518,16 @@ class LatentWorldModel(WorldModel):
         """Sum reconstruction, reward, termination, and weighted dynamics and representation losses.
 
         See Drama, section 3, and S4WM, equations 8 and 9, with weights alpha and 1 - alpha. `batch.inputs` holds
-        frames. Reconstruction is the squared error summed over a frame's pixels, weighed by `tokenizer.object_share`.
-        `settings.reward` selects the reward loss. The termination loss is a binary cross entropy. With p the posterior
-        of the next frame, q the prior, and [x] constant: dynamics = max(free, KL([p] || q)), representation = max(free,
-        KL(p || [q])).
+        frames. Reconstruction is that of the tokenizer, summed over a frame's parts: the squared error of all pixels,
+        weighed by `tokenizer.object_share`, and the losses of vectors and categories. `settings.reward` selects the
+        reward loss. The termination loss is a binary cross entropy. With p the posterior of the next frame, q the
+        prior, and [x] constant: dynamics = max(free, KL([p] || q)), representation = max(free, KL(p || [q])).
 
-        The metrics are `reconstruction`, `reward_loss`, `termination_loss`, `observation_loss` (the KL itself, nats a
-        frame), `posterior_entropy` and `prior_entropy` (nats a frame), and `ensemble_loss` where there is one.
+        A frame that closes an episode is learned like any other. Nothing is learned of what follows it.
+
+        The metrics are `reconstruction` (of several parts also `reconstruction.NAME` each), `reward_loss`,
+        `termination_loss`, `observation_loss` (the KL itself, nats a frame), `posterior_entropy` and `prior_entropy`
+        (nats a frame), and `ensemble_loss` where there is one.
         """
         total, log, _ = self.carried_loss(batch, None)
         return total, log
@@ -467,13 +536,12 @@ class LatentWorldModel(WorldModel):
         """Return the carry at the beginning of streams."""
         device = next(self.parameters()).device
         flag = torch.zeros(rows, dtype=torch.bool, device=device)
-        number = torch.zeros(rows, dtype=torch.int64, device=device)
         return Carry(
             self.backbone.initial_state(rows),
             self.posterior_encoder.initial_state(rows) if self.settings.posterior == "full" else (),
             torch.zeros(rows, *self.tokenizer.shape, device=device),
-            number,
-            number.float(),
+            no_action(self.action_space, (rows,), device),
+            torch.zeros(rows, device=device),
             flag,
             flag,
             flag,
@@ -484,26 +552,34 @@ class LatentWorldModel(WorldModel):
 
         A `carry` of None stands for rows without a past, and nothing is carried on.
         """
-        settings, frames, valid = self.settings, batch.inputs, batch.valid
+        settings, valid = self.settings, batch.valid
         is_first = batch.is_first if settings.reset_at_ends else torch.zeros_like(batch.is_first)
-        features = self.tokenizer.embed(frames, self.frames_at_once)
+        features = self.tokenizer.embed(batch.inputs, self.frames_at_once)
         log_posterior, z, outputs, after = self._read(features, batch, is_first, carry)
+        opening = self._opening(len(valid))[0]
         if carry is None:  # the first frame has no past
-            past = torch.cat((torch.zeros_like(outputs[:, :1]), outputs[:, : valid.shape[1] - 1]), 1)
+            past = torch.cat((opening[:, None].to(outputs.dtype), outputs[:, : valid.shape[1] - 1]), 1)
         else:
             past = outputs
-        past = past.masked_fill(is_first[..., None], 0)
+        past = where_rows(is_first, opening[:, None].to(past.dtype), past)
         is_scored = valid if settings.first_frame else valid & ~batch.is_first
-        losses = self.tokenizer.reconstruction_loss(
-            z.flatten(0, 1), self._decoder_past(past.flatten(0, 1)), frames.flatten(0, 1), self.frames_at_once
+        frames = map_parts(lambda part: part.flatten(0, 1), batch.inputs)
+        losses = self.tokenizer.reconstruction_losses(
+            z.flatten(0, 1), self._decoder_past(past.flatten(0, 1)), frames, self.frames_at_once
         )
-        reconstruction = masked_mean(losses.view(valid.shape), is_scored, batch.weight)
+        reconstructions = {
+            name: masked_mean(loss.view(valid.shape), is_scored, batch.weight) for name, loss in losses.items()
+        }
+        reconstruction = summed(reconstructions)
         reward_loss, termination_loss = self._outcome_losses(batch, carry, outputs, z, is_first)
 
-        start = 0 if carry is not None else 1
-        follows = (valid & ~is_first)[:, start:]
-        if carry is not None:
-            follows = torch.cat((follows[:, :1] & carry.is_valid[:, None], follows[:, 1:]), 1)
+        learns_opening = settings.opening == "learned"
+        start = 0 if carry is not None or learns_opening else 1
+        has_past = torch.zeros_like(valid[:, 0]) if carry is None else carry.is_valid
+        follows = valid & ~is_first & torch.cat((has_past[:, None], _has_action(batch)[:, :-1]), 1)
+        if learns_opening:
+            follows = follows | (valid & is_first)
+        follows = follows[:, start:]
         log_posterior, log_prior = log_posterior[:, start:], self._prior(past[:, start:])
         dynamics = self._with_free_nats(kl_divergence(log_posterior.detach(), log_prior), follows, batch.weight)
         representation = self._with_free_nats(kl_divergence(log_posterior, log_prior.detach()), follows, batch.weight)
@@ -513,12 +589,13 @@ class LatentWorldModel(WorldModel):
         total = total + settings.representation_weight * representation
         of_ensemble = {}
         if self.ensemble is not None:
-            losses = self.ensemble.loss(past[:, start:], log_posterior.exp())
-            of_ensemble["ensemble_loss"] = masked_mean(losses, follows, batch.weight)
+            errors = self.ensemble.loss(past[:, start:], log_posterior.exp())
+            of_ensemble["ensemble_loss"] = masked_mean(errors, follows, batch.weight)
             total = total + of_ensemble["ensemble_loss"]
         with torch.no_grad():
             log = of_ensemble | {
                 "reconstruction": reconstruction,
+                **of_parts("reconstruction", reconstructions),
                 "reward_loss": reward_loss,
                 "termination_loss": termination_loss,
                 "observation_loss": masked_mean(kl_divergence(log_posterior, log_prior), follows),
@@ -575,7 +652,7 @@ class LatentWorldModel(WorldModel):
             batch.reward[:, -1],
             self._find_terminations(batch)[:, -1],
             is_first[:, -1],
-            torch.ones_like(carry.is_valid),
+            _has_action(batch)[:, -1],
         )
         return log_posterior, z, outputs, _detach(self.initial_carry(len(z)), after)
 
@@ -584,29 +661,30 @@ class LatentWorldModel(WorldModel):
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Do the work of `_read` frame by frame, since each posterior depends on its past; return the backbone's state
         too."""
-        rows, time = batch.action.shape
+        rows, time = batch.valid.shape
+        opening = self._opening(rows)
         if carry is None:
-            backbone_state = self.backbone.initial_state(rows)
-            past = features.new_zeros(rows, self.backbone.width, dtype=torch.float32)
+            past, backbone_state = opening
             outputs = []
         else:
-            past, backbone_state = self._advance(carry.latent, carry.action, carry.backbone_state, carry.is_first)
+            _, backbone_state, clear = self._open(carry.is_first, opening, opening[0], carry.backbone_state)
+            past, backbone_state = self._advance(carry.latent, carry.action, backbone_state, clear)
             outputs = [past]
         posteriors, samples = [], []
         for t, (feature, action) in enumerate(zip(features.unbind(1), batch.action.unbind(1), strict=True)):
             step_reset = None if reset is None else reset[:, t]
-            reset_past = past if step_reset is None else past.masked_fill(step_reset[:, None], 0)
+            reset_past, backbone_state, clear = self._open(step_reset, opening, past, backbone_state)
             log_posterior = self.tokenizer.posterior_of(torch.cat((feature, reset_past.to(feature.dtype)), -1))
             z = straight_through(log_posterior.exp())
             posteriors.append(log_posterior)
             samples.append(z)
             if carry is None or t + 1 < time:
-                past, backbone_state = self._advance(z, action, backbone_state, step_reset)
+                past, backbone_state = self._advance(z, action, backbone_state, clear)
                 outputs.append(past)
         return torch.stack(posteriors, 1), torch.stack(samples, 1), torch.stack(outputs, 1), backbone_state
 
     def _advance(self, z: Tensor, action: Tensor, backbone_state: Any, reset: Tensor | None) -> tuple[Tensor, Any]:
-        """Read one frame (B, K, C) and action (B,): return the past (B, D) float32 and the state, with gradient.
+        """Read one frame (B, K, C) and action (B, *axes): return the past (B, D) float32 and the state, with gradient.
 
         `Backbone.step` is not used: it may write in place.
         """
@@ -623,7 +701,7 @@ class LatentWorldModel(WorldModel):
     ) -> tuple[Tensor, Tensor]:
         """Return the reward and termination losses of the elements with backbone outputs `outputs` (B, T, D)."""
         settings = self.settings
-        reward, terminations, counts = batch.reward, self._find_terminations(batch), batch.valid
+        reward, terminations, counts = batch.reward, self._find_terminations(batch), batch.valid & _has_action(batch)
         if carry is not None:  # for the carried frame and all but the last
             reward = torch.cat((carry.reward[:, None], reward[:, :-1]), 1)
             terminations = torch.cat((carry.terminated[:, None], terminations[:, :-1]), 1)
@@ -631,7 +709,7 @@ class LatentWorldModel(WorldModel):
         if settings.heads_read == "state":  # for frames whose successor is of the same episode
             if carry is None:
                 outputs, z, reward, terminations = outputs[:, :-1], z[:, 1:], reward[:, :-1], terminations[:, :-1]
-                counts, is_first = batch.valid[:, 1:], is_first[:, 1:]
+                counts, is_first = batch.valid[:, 1:] & counts[:, :-1], is_first[:, 1:]
             counts = counts & ~is_first
         reading = self._reading(outputs, z if settings.heads_read == "state" else None)
         reward_loss = termination_loss = torch.zeros((), device=outputs.device)
@@ -649,7 +727,7 @@ class LatentWorldModel(WorldModel):
     def _reward_loss(self, output: Tensor, reward: Tensor) -> Tensor:
         """Return the losses (...) of the head's output (..., outputs) for rewards (...)."""
         if self.settings.reward == "two-hot":
-            return two_hot.loss(output, reward)
+            return two_hot.loss(output, reward, self.settings.two_hot)
         output = output.float().squeeze(-1)
         if self.settings.reward == "mse":
             return (output - reward).square()
@@ -662,7 +740,7 @@ class LatentWorldModel(WorldModel):
             return torch.zeros(reading.shape[:-1], device=reading.device)
         output = self.reward_head(reading)
         if kind == "two-hot":
-            return two_hot.decode(output)
+            return two_hot.decode(output, self.settings.two_hot)
         output = output.float().squeeze(-1)
         return output.sigmoid() if kind == "bernoulli" else output
 
@@ -690,51 +768,90 @@ class LatentWorldModel(WorldModel):
         likeliest latents replace samples.
         """
         choose_latent = _take_likeliest if likeliest else draw_one_hot
-        if self.across_ends and not self.settings.reset_at_ends:
-            reset = torch.zeros_like(reset)
-        rows, time = action.shape
+        if self.settings.posterior == "recurrent":
+            features, states = self._observe_recurrent(latent, action, reset, uniforms, 1, choose_latent)
+            return features, states[0]
+        reset = self._resets(reset)
+        rows, time = reset.shape
         backbone_state = self.backbone.initial_state(rows)
         deterministic = torch.zeros(rows, time, self.backbone.width, device=action.device)
-        if self.settings.posterior == "recurrent":
-            if uniforms is None:
-                uniforms = uniform((rows, time, self.uniforms_per_frame), action.device)
-            samples: list[Tensor] = []
-            for t in range(time):
-                if t:
-                    y, backbone_state = self.backbone.step(
-                        self._elements(samples[-1], action[:, t - 1]), backbone_state, reset[:, t - 1]
-                    )
-                    deterministic[:, t] = y.to(deterministic.dtype).masked_fill(reset[:, t, None], 0)
-                posterior_input = torch.cat((latent[:, t], deterministic[:, t].to(latent.dtype)), -1)
-                samples.append(choose_latent(self.tokenizer.posterior_of(posterior_input).exp(), uniforms[:, t]))
-            z = torch.stack(samples, 1)
-        else:
-            if self.settings.posterior == "full":
-                latent = self._full_posterior(latent, self._previous(action, reset), reset)[0].exp()
-            z = choose_latent(latent, uniforms)
-            if time > 1:
-                y, backbone_state = self.backbone(
-                    self._elements(z[:, :-1], action[:, :-1]), backbone_state, reset[:, :-1]
-                )
-                deterministic[:, 1:] = y
-                deterministic = deterministic.masked_fill(reset[..., None], 0)
+        if self.settings.posterior == "full":
+            latent = self._full_posterior(latent, self._previous(action, reset), reset)[0].exp()
+        z = choose_latent(latent, uniforms)
+        if time > 1:
+            y, backbone_state = self.backbone(self._elements(z[:, :-1], action[:, :-1]), backbone_state, reset[:, :-1])
+            deterministic[:, 1:] = y
+            deterministic = deterministic.masked_fill(reset[..., None], 0)
         features = torch.cat((z.flatten(-2), deterministic), -1)
         return features, LatentState(backbone_state, reset[:, -1], deterministic[:, -1], z[:, -1], z[:, -1], time - 1)
+
+    @torch.no_grad()
+    def observe_each(
+        self, latent: Tensor, action: Tensor, reset: Tensor, uniforms: Tensor | None = None, last: int = 1
+    ) -> tuple[Tensor, LatentState]:
+        """Read all frames; see `WorldModel.observe_each`."""
+        features, states = self._observe_recurrent(latent, action, reset, uniforms, last, draw_one_hot)
+        tensors = [
+            torch.stack(each, 1).flatten(0, 1) for each in zip(*(state_tensors(state) for state in states), strict=True)
+        ]
+        return features, with_tensors(states[-1], tensors)
+
+    def _observe_recurrent(
+        self,
+        latent: Tensor,
+        action: Tensor,
+        reset: Tensor,
+        uniforms: Tensor | None,
+        last: int,
+        choose_latent: Callable[[Tensor, Tensor | None], Tensor],
+    ) -> tuple[Tensor, list[LatentState]]:
+        """Read frame by frame; return the features of all, and the states at the `last` ones."""
+        reset = self._resets(reset)
+        rows, time = reset.shape
+        if uniforms is None:
+            uniforms = uniform((rows, time, self.uniforms_per_frame), action.device)
+        opening = self._opening(rows)
+        past, backbone_state = opening
+        z = torch.zeros(rows, *self.tokenizer.shape, device=action.device)
+        features, states = [], []
+        clear: Tensor | None = None
+        for t in range(time):
+            if t:
+                y, backbone_state = self.backbone.step(self._elements(z, action[:, t - 1]), backbone_state, clear)
+                past = y.to(past.dtype)
+            past, backbone_state, clear = self._open(reset[:, t], opening, past, backbone_state)
+            posterior_input = torch.cat((latent[:, t], past.to(latent.dtype)), -1)
+            z = choose_latent(self.tokenizer.posterior_of(posterior_input).exp(), uniforms[:, t])
+            features.append(torch.cat((z.flatten(-2), past), -1))
+            if t >= time - last:
+                kept = backbone_state if t == time - 1 else map_state(Tensor.clone, backbone_state)
+                states.append(LatentState(kept, clear, past, z, z, time - 1))
+        return torch.stack(features, 1), states
+
+    def _resets(self, reset: Tensor) -> Tensor:
+        """Return where the state is cleared; nowhere without `reset_at_ends`."""
+        return torch.zeros_like(reset) if self.across_ends and not self.settings.reset_at_ends else reset
 
     def find_ends(self, batch: Batch) -> Tensor:
         """Return `WorldModel.find_ends`; all False without `reset_at_ends`, since the model has learned to read on."""
         ends = super().find_ends(batch)
         return torch.zeros_like(ends) if self.across_ends and not self.settings.reset_at_ends else ends
 
-    @torch.no_grad()
     def imagine(
         self, state: LatentState, action: Tensor, uniforms: Tensor | None = None, *, likeliest: bool = False
     ) -> tuple[ImaginedStep, LatentState]:
         """Take one step, with the expected reward and the termination of the settings. See `WorldModel.imagine`.
 
         With `likeliest` the likeliest latent and termination replace samples. A backbone with a limited number of
-        positions restarts from the current frame alone once they are used up.
+        positions restarts from the current frame alone once they are used up. Where the gradient is enabled, and
+        actions are continuous, samples have the gradient of their probabilities.
         """
+        with torch.set_grad_enabled(torch.is_grad_enabled() and action.is_floating_point()):
+            return self._imagine(state, action, uniforms, likeliest)
+
+    def _imagine(
+        self, state: LatentState, action: Tensor, uniforms: Tensor | None, likeliest: bool
+    ) -> tuple[ImaginedStep, LatentState]:
         deterministic, backbone_state, length = self._step(state, action)
         prior = self._prior(deterministic).exp()
         of_termination = None
@@ -743,21 +860,24 @@ class LatentWorldModel(WorldModel):
                 uniforms = uniform((len(action), self.uniforms_per_step), action.device)
             uniforms, of_termination = uniforms[:, :-1], uniforms[:, -1]
         z = (_take_likeliest if likeliest else draw_one_hot)(prior, uniforms)
+        if torch.is_grad_enabled():
+            z = z + (prior - prior.detach())
         reading = self._reading(deterministic, z)
         reward = self._reward(reading)
-        terminated = torch.zeros_like(reward, dtype=torch.bool)
+        terminated, continuation = torch.zeros_like(reward, dtype=torch.bool), torch.ones_like(reward)
         if self.settings.predict_termination:
             logit = self.termination_head(reading).squeeze(-1)
             terminated = logit > 0 if of_termination is None else of_termination < logit.float().sigmoid()
+            continuation = (-logit.float()).sigmoid()
         # The public code adds and subtracts the probabilities in float32 and stores the result as integers.
         dynamics_latent = ((z + prior) - prior).long().to(z.dtype) if self.settings.truncate_latents else z
         disagreement = None if self.ensemble is None else self.ensemble.disagreement(deterministic)
-        return ImaginedStep(z, reward, terminated, disagreement), LatentState(
+        return ImaginedStep(z, reward, terminated, disagreement, continuation), LatentState(
             backbone_state, None, deterministic.to(z.dtype), dynamics_latent, z, length
         )
 
     def _step(self, state: LatentState, action: Tensor) -> tuple[Tensor, Any, int]:
-        """Return the deterministic state (B, D) after the frame and its action (B,), the backbone's state and its
+        """Return the deterministic state (B, D) after the frame and its action (B, *axes), the backbone's state and its
         length."""
         backbone_state, is_first, length, limit = (
             state.backbone_state,
@@ -767,9 +887,12 @@ class LatentWorldModel(WorldModel):
         )
         if limit is not None and length == limit:
             backbone_state, is_first, length = self.backbone.initial_state(len(action)), None, 0
-        deterministic, backbone_state = self.backbone.step(
-            self._elements(state.latent, action), backbone_state, is_first
-        )
+        element = self._elements(state.latent, action)
+        if torch.is_grad_enabled():  # `Backbone.step` may write in place
+            reset = None if is_first is None else is_first[:, None]
+            y, backbone_state = self.backbone(element[:, None], backbone_state, reset)
+            return y[:, 0], backbone_state, length + 1
+        deterministic, backbone_state = self.backbone.step(element, backbone_state, is_first)
         return deterministic, backbone_state, length + 1
 
     def replace_rows(self, state: LatentState, rows: Tensor, fresh: LatentState) -> LatentState:
@@ -808,17 +931,20 @@ class LatentWorldModel(WorldModel):
 
     @torch.no_grad()
     def images(self, features: Tensor) -> Tensor:
-        """Decode features (N, K * C + D), sampled latents included, to images (N, 3, H, W) float32."""
+        """Decode features (N, K * C + D), sampled latents included, to images (N, C, H, W) float32.
+
+        This and `frame_error` are for a model whose frames are one image.
+        """
         z, past = self._latents_and_past(features)
         return self.tokenizer.reconstruct(z, self._decoder_past(past))
 
     @torch.no_grad()
     def frame_error(self, features: Tensor, frames: Tensor) -> Tensor:
-        """Return the squared error of decoded features, summed over pixels, (N,).
+        """Return the squared error of decoded features, summed over an image's pixels, (N,).
 
         Args:
             features: (N, K * C + D), sampled latents included.
-            frames: (N, H, W, 3) uint8.
+            frames: (N, H, W, C) uint8.
         """
         z, past = self._latents_and_past(features)
         return self.tokenizer.reconstruction_error(z, self._decoder_past(past), frames)
@@ -828,8 +954,8 @@ class LatentWorldModel(WorldModel):
         """Return the reward of the step that led to a frame, from its features (..., K * C + D): (...) float32."""
         return self._reward(features if self.settings.heads_read == "state" else features[..., self.frame_features :])
 
-    def decode(self, latent: Tensor) -> Tensor:
-        """Decode to frames (..., H, W, C) uint8.
+    def decode(self, latent: Tensor) -> Any:
+        """Decode to frames (..., *part).
 
         Args:
             latent: (..., K, C), or features (..., K * C + D) for a model that decodes those.
@@ -850,7 +976,7 @@ class LatentWorldModel(WorldModel):
     def perceive(
         self,
         state: LatentState | None,
-        observation: Tensor,
+        observation: Any,
         previous_action: Tensor,
         reset: Tensor,
         generator: torch.Generator | None = None,
@@ -870,7 +996,7 @@ class LatentWorldModel(WorldModel):
         if self.settings.posterior == "recurrent":
             latent = self.tokenizer.posterior_of(torch.cat((latent, deterministic), -1)).exp()
         elif self.settings.posterior == "full":
-            previous = one_hot(previous_action, self.actions, latent.dtype).masked_fill(reset[:, None], 0)
+            previous = encode_action(self.action_space, previous_action, latent.dtype).masked_fill(reset[:, None], 0)
             before = self.posterior_encoder.initial_state(len(latent)) if state is None else state.posterior_encoder
             log_posterior, posterior_encoder = self._full_posterior(
                 latent[:, None], previous[:, None], reset[:, None], before
@@ -880,7 +1006,8 @@ class LatentWorldModel(WorldModel):
         if self.settings.act_on == "prior":
             predicted = _sample(self._prior(deterministic).exp(), generator)
             policy_latent = torch.where(is_first[:, None, None], z, predicted)
-        return LatentState(backbone_state, is_first, deterministic, z, policy_latent, length, window, posterior_encoder)
+        clear = None if self.settings.opening == "learned" else is_first
+        return LatentState(backbone_state, clear, deterministic, z, policy_latent, length, window, posterior_encoder)
 
     def _read_on(
         self,
@@ -895,11 +1022,12 @@ class LatentWorldModel(WorldModel):
         Returns:
             The backbone's state, (B,) bool where it is void, the deterministic state, the length, and no window.
         """
+        opening = self._opening(len(latent))
         if state is None:
-            zeros = latent.new_zeros(len(latent), self.backbone.width)
-            return self.backbone.initial_state(len(latent)), torch.ones_like(reset), zeros, 0, None
+            return opening[1], torch.ones_like(reset), opening[0].to(latent.dtype), 0, None
         deterministic, backbone_state, length = self._step(state, previous_action)
-        return backbone_state, reset, deterministic.to(latent.dtype).masked_fill(reset[:, None], 0), length, None
+        deterministic, backbone_state, _ = self._open(reset, opening, deterministic.to(latent.dtype), backbone_state)
+        return backbone_state, reset, deterministic, length, None
 
     def _read_window(
         self,
@@ -913,8 +1041,8 @@ class LatentWorldModel(WorldModel):
         rows, window = len(latent), self.settings.act_window
         if state is None or state.window is None:
             frames = latent.new_zeros(rows, window, *latent.shape[1:])
-            actions = previous_action.new_zeros(rows, window)
-            length = torch.zeros_like(previous_action)
+            actions = no_action(self.action_space, (rows, window), latent.device)
+            length = torch.zeros(rows, dtype=torch.int64, device=latent.device)
         else:
             frames = torch.cat((state.window.latent[:, 1:], state.window.current[:, None]), 1)
             actions = torch.cat((state.window.action[:, 1:], previous_action[:, None]), 1)
@@ -925,6 +1053,11 @@ class LatentWorldModel(WorldModel):
         is_first = length == 0
         deterministic = y[:, -1].to(latent.dtype).masked_fill(is_first[:, None], 0)
         return backbone_state, is_first, deterministic, window, ActingWindow(frames, actions, length, latent)
+
+
+def _has_action(batch: Batch) -> Tensor:
+    """Return (B, T) bool: whether an action was taken in the frame."""
+    return torch.ones_like(batch.valid) if batch.is_closing is None else ~batch.is_closing
 
 
 def _take_likeliest(probabilities: Tensor, uniforms: Tensor | None = None) -> Tensor:
@@ -945,15 +1078,21 @@ def _detach(empty: Carry, carry: Carry) -> Carry:
     )
 
 
-def _stem(settings: LatentWorldModelSettings, inputs: int, width: int) -> nn.Module:
+def _stem(settings: LatentWorldModelSettings, latent: int, action: int, width: int) -> nn.Module:
+    """Build the map from a latent and an action, (..., latent + action), to an element (..., width)."""
+    inputs = latent + action
+    if settings.stem == "separate":
+        stem = SeparateStem(latent, action, width, settings.norm_eps)
+        initialize(stem, settings.initialization)
+        return stem
     if settings.stem == "linear":
         linear = nn.Linear(inputs, width)
         nn.init.zeros_(linear.bias)  # Mamba's public code begins with biases 0, also in the stem that Drama adds
         return nn.Sequential(linear, norm("rms", width, settings.norm_eps), nn.SiLU())
     if settings.stem == "dreamer":
-        stem = nn.Sequential(nn.Linear(inputs, width, bias=False), norm("layer", width, settings.norm_eps), nn.SiLU())
-        initialize(stem, settings.initialization)
-        return stem
+        layers = nn.Sequential(nn.Linear(inputs, width, bias=False), norm("layer", width, settings.norm_eps), nn.SiLU())
+        initialize(layers, settings.initialization)
+        return layers
     return nn.Sequential(
         nn.Linear(inputs, width, bias=False),
         norm("layer", width),
@@ -963,9 +1102,41 @@ def _stem(settings: LatentWorldModelSettings, inputs: int, width: int) -> nn.Mod
     )
 
 
+class SeparateStem(nn.Module):
+    """Projections of latent and action with norms of their own, one behind the other: DreamerV3's inputs of the core.
+
+    Raises:
+        UsageError: The width is odd.
+    """
+
+    def __init__(self, latent: int, action: int, width: int, norm_eps: float) -> None:
+        super().__init__()
+        if width % 2:
+            raise UsageError(
+                f"dynamics.stem = separate: elements of width {width} have no two halves; set backbone.input_width to"
+                " an even number."
+            )
+        self.sizes = (latent, action)
+        self.latent, self.action = (
+            nn.Sequential(nn.Linear(inputs, width // 2), norm("rms", width // 2, norm_eps), nn.SiLU())
+            for inputs in self.sizes
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        latent, action = x.split(self.sizes, -1)
+        return torch.cat((self.latent(latent), self.action(action)), -1)
+
+
 def _prior_head(settings: LatentWorldModelSettings, width: int, outputs: int) -> nn.Module:
     if not settings.prior_layers:
         return nn.Linear(width, outputs)
-    head = mlp(width, settings.prior_width, settings.prior_layers, outputs, norm_kind="layer", eps=settings.norm_eps)
+    head = mlp(
+        width,
+        settings.prior_width,
+        settings.prior_layers,
+        outputs,
+        norm_kind=settings.prior_norm,
+        eps=settings.norm_eps,
+    )
     initialize(head, settings.initialization)
     return head

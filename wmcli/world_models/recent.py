@@ -20,13 +20,13 @@ class RecentFrames(NamedTuple):
     latent: Tensor
     """(B, T, ...)."""
     previous_action: Tensor
-    """(B, T) int64: the action that led to each frame."""
+    """(B, T, ...): the action that led to each frame."""
     reset: Tensor
     """(B, T) bool: the frame opens an episode."""
 
     @property
     def action(self) -> Tensor:
-        """(B, T) int64: the action taken in each frame. The last one is still open and has no meaning."""
+        """(B, T, ...): the action taken in each frame. The last one is still open and has no meaning."""
         return self.previous_action.roll(-1, 1)
 
 
@@ -38,7 +38,7 @@ def append_frame(
     Args:
         recent: The frames before it; None if there are none.
         latent: (B, ...) of the new frame.
-        previous_action: (B,) int64, the action that led to it.
+        previous_action: (B, ...), the action that led to it.
         reset: (B,) bool: it opens an episode.
         limit: Number of frames to keep.
     """

@@ -1,8 +1,8 @@
 """World models over discrete tokens: REM and IRIS.
 
-A frame is K tokens of a tokenizer; a block is the K tokens of a frame followed by one token for the action taken in it.
-A backbone reads block after block. Small heads on its outputs predict the next frame's tokens, the reward and the
-termination. Backbone, tokenizer and kind of prediction combine freely:
+A frame, which may be any observation, is K tokens of a tokenizer. A block is the K tokens of a frame followed by one
+token for the action taken in it. A backbone reads block after block. Small heads on its outputs predict the next
+frame's tokens, the reward and the termination. Backbone, tokenizer and kind of prediction combine freely:
 
 - prediction "pop", Parallel Observation Prediction (REM: Cohen et al. 2024, ICML, arXiv 2402.05643): K learned query
 tokens after a block predict all K tokens of the next frame at once. They leave the state unchanged.
@@ -11,7 +11,8 @@ tokens after a block predict all K tokens of the next frame at once. They leave 
 Reward and termination are read at the action token. Rewards are learned and imagined as signs, -1, 0, 1, or by value.
 
 Axes: B batch, T time (frames, blocks), K tokens of a frame, L = K + 1 tokens of a block, N codes of the tokenizer, D
-width of the backbone, A actions, H W C image, h w grid of tokens (h * w = K, raster order). Time: see base.py.
+width of the backbone. An action has the axes of its space behind those given here, and an observation the parts of its
+space (`wmcli.spaces`). Time: see base.py.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from torch.nn import functional as F
 from wmcli.backbones.base import Backbone, BackboneSettings, replace_rows
 from wmcli.errors import UsageError
 from wmcli.nn import two_hot
-from wmcli.nn.categorical import sample, uniform
+from wmcli.nn.actions import action_embedding
+from wmcli.nn.categorical import IMPOSSIBLE, sample, uniform
 from wmcli.nn.ensemble import Ensemble
+from wmcli.spaces import ActionSpace, ObservationSpace, to_action_space
 from wmcli.world_models.base import Batch, DynamicsSettings, ImaginedStep, Parts, WorldModel, masked_mean
 from wmcli.world_models.recent import RecentFrames, append_frame
 
@@ -43,7 +46,8 @@ class TokenWorldModelSettings(DynamicsSettings):
     prediction: Literal["pop", "sequential"] = "pop"
     """Prediction of the next frame: "pop" all tokens at once (REM), "sequential" token by token (IRIS)."""
     shared_embeddings: bool = True
-    """Embed tokens as the tokenizer's code vectors, without gradient (REM); false: in a learned table (IRIS)."""
+    """Embed tokens of images as the tokenizer's code vectors, without gradient (REM); false: in a learned table (IRIS).
+    Other tokens are in a learned table anyway."""
     initialization: Literal["torch", "gpt"] = "torch"
     """Initialization of tables and heads: "torch" N(0, 1) and torch's Linear (REM), "gpt" N(0, 0.02), biases 0 (IRIS).
     """
@@ -70,6 +74,8 @@ class TokenWorldModelSettings(DynamicsSettings):
     """Weight of the reward loss, which is a mean over blocks. Above 1, rare rewards are learned sooner."""
     end_on_truncation: bool = False
     """Learn time limits as terminations, as the public code of REM and IRIS does."""
+    closing_frames: bool = False
+    """Learn from the observation that closes an episode as well; segments of earlier versions have none."""
     batch: int = Field(64, ge=1)
     """Segments in an update. [sequences]"""
     updates: int = Field(200, ge=0)
@@ -106,6 +112,10 @@ class TokenWorldModelSettings(DynamicsSettings):
         return "tokenizer"
 
     @property
+    def reads_closing(self) -> bool:
+        return self.closing_frames
+
+    @property
     def longest_imagination(self) -> int:
         return self.sequence_length
 
@@ -119,29 +129,38 @@ class TokenWorldModelSettings(DynamicsSettings):
     def build(self, parts: Parts) -> TokenWorldModel:
         block = parts.tokenizer.tokens + 1
         backbone = parts.square_backbone(self.sequence_length * block, block)
-        return TokenWorldModel(self, backbone, parts.tokenizer, parts.actions)
+        return TokenWorldModel(self, backbone, parts.tokenizer, parts.action_space)
 
 
 class Tokenizer(Protocol):
     """The interface that the model needs of a tokenizer."""
 
+    observation_space: ObservationSpace
+    """What the environment shows."""
     tokens: int
     """K, tokens of a frame."""
-    grid: tuple[int, int]
-    """(h, w), shape of the grid of tokens."""
     codes: int
     """N, number of different tokens."""
+    image_codes: int
+    """Number of tokens that have a code vector. They are the first."""
+    ranges: tuple[tuple[int, int], ...]
+    """For each of the K tokens the first of its codes and the one behind the last."""
     width: int
     """Length of a code vector."""
+    feature_shape: tuple[int, ...]
+    """Shape of the features of a frame."""
 
-    def encode(self, observation: Tensor) -> Tensor:
-        """Encode frames (..., H, W, C) uint8 as tokens (..., K) int64, without gradient."""
+    def encode(self, observation: Any) -> Tensor:
+        """Encode observations (...) as tokens (..., K) int64, without gradient."""
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the code vectors (..., K, width) of tokens (..., K)."""
+        """Return the code vectors (..., width) of tokens (...)."""
 
-    def decode(self, tokens: Tensor) -> Tensor:
-        """Decode tokens (..., K) to frames (..., H, W, C) uint8."""
+    def features(self, tokens: Tensor) -> Tensor:
+        """Return the features (..., *feature_shape) float32 of tokens (..., K), without gradient."""
+
+    def decode(self, tokens: Tensor) -> Any:
+        """Decode tokens (..., K) to observations (...)."""
 
 
 class TokenState(NamedTuple):
@@ -195,8 +214,13 @@ class TokenWorldModel(WorldModel):
     frozen_encoder = True
     across_ends = False
 
+    possible: Tensor | None
+    """(K, N) bool: codes that each token can be; None where each can be any."""
+    ranges: Tensor | None
+    """(K, 2): the first and the last of these codes."""
+
     def __init__(
-        self, settings: TokenWorldModelSettings, backbone: Backbone, tokenizer: Tokenizer, actions: int
+        self, settings: TokenWorldModelSettings, backbone: Backbone, tokenizer: Tokenizer, actions: ActionSpace | int
     ) -> None:
         super().__init__()
         width, tokens, codes = backbone.width, tokenizer.tokens, tokenizer.codes
@@ -208,17 +232,18 @@ class TokenWorldModel(WorldModel):
         block = tokens + 1
         assert backbone.max_length is None or backbone.max_length >= settings.sequence_length * block
         self.settings = settings
-        self.actions = actions
+        self.observation_space, self.action_space = tokenizer.observation_space, to_action_space(actions)
         self.context = settings.context
         self.segment = settings.sequence_length
         self.min_segment = self.min_context = settings.min_segment or settings.context + 1
         self.elements = block
-        self.feature_shape = (tokenizer.width, *tokenizer.grid)
+        self.feature_shape = tokenizer.feature_shape
         self.uniforms_per_step = tokens + 2  # the tokens, the reward and the termination
         self._tokenizer = (tokenizer,)  # in a tuple: nn.Module does not register it
         self.backbone = backbone
-        self.action_embedding = nn.Embedding(actions, width)
-        self.token_embedding = None if settings.shared_embeddings else nn.Embedding(codes, width)
+        self.action_embedding = action_embedding(self.action_space, width)
+        self._shared = tokenizer.image_codes if settings.shared_embeddings else 0  # codes without a row in the table
+        self.token_embedding = nn.Embedding(codes - self._shared, width) if codes > self._shared else None
         self.queries = nn.Embedding(tokens, width) if settings.prediction == "pop" else None
         self.observation_head = _head(width, codes)
         self.reward_head = _head(width, 3 if settings.reward == "sign" else two_hot.BINS)
@@ -227,6 +252,11 @@ class TokenWorldModel(WorldModel):
         self.has_ensemble = self.ensemble is not None
         if settings.initialization == "gpt":
             self._initialize_like_gpt()
+        ranges = torch.tensor(tokenizer.ranges)
+        code, apart = torch.arange(codes), len(set(tokenizer.ranges)) > 1
+        possible = (ranges[:, :1] <= code) & (code < ranges[:, 1:])
+        self.register_buffer("possible", possible if apart else None, persistent=False)
+        self.register_buffer("ranges", ranges - torch.tensor([0, 1]) if apart else None, persistent=False)
 
     @property
     def lookback(self) -> int:
@@ -250,20 +280,34 @@ class TokenWorldModel(WorldModel):
     # -- tokens in ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def encode(self, observation: Tensor) -> Tensor:
-        """Encode frames (B, T, H, W, C) uint8 as tokens (B, T, K) int64."""
+    def encode(self, observation: Any) -> Tensor:
+        """Encode observations (B, T, *part) as tokens (B, T, K) int64."""
         return self.tokenizer.encode(observation)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Embed tokens (..., k) as (..., k, D)."""
-        if self.token_embedding is not None:
+        if not self._shared:
+            assert self.token_embedding is not None
             return self.token_embedding(tokens)
         with torch.no_grad():
-            return self.tokenizer.embed(tokens)
+            if self.token_embedding is None:
+                return self.tokenizer.embed(tokens)
+            shared = self.tokenizer.embed(tokens.clamp(max=self._shared - 1))
+        learned = self.token_embedding((tokens - self._shared).clamp(min=0))
+        return torch.where((tokens < self._shared)[..., None], shared, learned)
 
     def _blocks(self, tokens: Tensor, action: Tensor) -> Tensor:
         """Embed tokens (..., k) and their actions (...) as sequence elements (..., k + 1, D), the action last."""
         return torch.cat([self._embed(tokens), self.action_embedding(action).unsqueeze(-2)], dim=-2)
+
+    def _token_logits(self, y: Tensor, places: int | slice = slice(None)) -> Tensor:
+        """Return logits (..., N) of the tokens at `places` for outputs (..., D)."""
+        logits = self.observation_head(y)
+        return logits if self.possible is None else logits.masked_fill(~self.possible[places], IMPOSSIBLE)
+
+    def _possible_variables(self) -> Tensor | None:
+        """Return `possible` as the ensemble takes it, (K, 1, N)."""
+        return None if self.possible is None else self.possible[:, None]
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
@@ -281,7 +325,7 @@ class TokenWorldModel(WorldModel):
         answer = self._segment_pop if self.queries is not None else self._segment_sequential
         at_tokens, at_action = answer(self._blocks(latent, action))
         return SegmentLogits(
-            self.observation_head(at_tokens), self.reward_head(at_action), self.termination_head(at_action), at_tokens
+            self._token_logits(at_tokens), self.reward_head(at_action), self.termination_head(at_action), at_tokens
         )
 
     def _segment_pop(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -312,8 +356,8 @@ class TokenWorldModel(WorldModel):
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum three mean cross entropies: observation tokens, reward (with its weight), termination.
 
-        Padding and burn-in are left out of each. The metrics are `observation_loss`, `reward_loss`, `termination_loss`
-        (nats), and shares:
+        Padding and burn-in are left out of each. An observation that closes an episode has no reward and termination.
+        The metrics are `observation_loss`, `reward_loss`, `termination_loss` (nats), and shares:
 
         - `observation_accuracy`: tokens whose likeliest value is correct, of all scored tokens.
         - `nonzero_rewards`: rewards other than 0, of all scored steps.
@@ -331,7 +375,7 @@ class TokenWorldModel(WorldModel):
         observation_loss = _cross_entropy(logits.observation, target, scored, batch.weight)
 
         start = self.settings.reward_burn_in
-        valid = valid[:, start:]
+        valid = (valid if batch.is_closing is None else valid & ~batch.is_closing)[:, start:]
         reward = self.learned_reward(batch.reward[:, start:])
         terminations = (batch.terminated | batch.truncated) if self.settings.end_on_truncation else batch.terminated
         reward_logits, termination_logits = logits.reward[:, start:], logits.termination[:, start:]
@@ -357,7 +401,7 @@ class TokenWorldModel(WorldModel):
             }
         total = observation_loss + self.settings.reward_weight * reward_loss + termination_loss
         if self.ensemble is not None:
-            ensemble_losses = self.ensemble.loss(logits.at_tokens, target[..., None])
+            ensemble_losses = self.ensemble.loss(logits.at_tokens, target[..., None], self._possible_variables())
             ensemble_loss = masked_mean(ensemble_losses, scored, batch.weight)
             total, log["ensemble_loss"] = total + ensemble_loss, ensemble_loss.detach()
         return total, log
@@ -369,7 +413,7 @@ class TokenWorldModel(WorldModel):
         self, latent: Tensor, action: Tensor, reset: Tensor, uniforms: Tensor | None = None
     ) -> tuple[Tensor, TokenState]:
         """Read the last `context` frames; features of all frames. Nothing is sampled. See `WorldModel.observe`."""
-        return self._codes(latent), self._read(latent, action, reset)
+        return self.tokenizer.features(latent), self._read(latent, action, reset)
 
     def _read(self, latent: Tensor, action: Tensor, reset: Tensor) -> TokenState:
         """Return the state after the last `context` of the frames (B, T, K), with actions and resets (B, T)."""
@@ -401,15 +445,23 @@ class TokenWorldModel(WorldModel):
         if uniforms is None:
             uniforms = uniform((len(action), self.uniforms_per_step), action.device)
         of_tokens, of_reward, of_termination = uniforms.split((self.uniforms_per_step - 2, 1, 1), -1)
-        reward, termination, at_tokens, state = self.advance(
-            state, action, lambda logits, start: sample(logits, of_tokens[:, start : start + logits.shape[1]])
-        )
+
+        def draw(logits: Tensor, start: int) -> Tensor:
+            places = slice(start, start + logits.shape[1])
+            tokens = sample(logits, of_tokens[:, places])
+            if self.ranges is not None:  # sums that a GPU rounds differently may draw a code of probability 0
+                tokens = tokens.clamp(*self.ranges[places].unbind(1))
+            return tokens
+
+        reward, termination, at_tokens, state = self.advance(state, action, draw)
         if self.settings.reward == "sign":
             reward = sample(reward[:, None], of_reward)[:, 0].float() - 1
         else:
             reward = two_hot.decode(reward)
         termination = sample(termination[:, None], of_termination)[:, 0].bool()
-        disagreement = None if self.ensemble is None else self.ensemble.disagreement(at_tokens).mean(-1)
+        disagreement = None
+        if self.ensemble is not None:
+            disagreement = self.ensemble.disagreement(at_tokens, self._possible_variables()).mean(-1)
         return ImaginedStep(state.latent, reward, termination, disagreement), state
 
     def advance(
@@ -419,7 +471,7 @@ class TokenWorldModel(WorldModel):
 
         Args:
             state: At the current frame.
-            action: (B,) int64.
+            action: (B, ...).
             choose: Maps logits (B, n, N), and the index of their first token, to tokens (B, n). It is called once for
                 all K tokens of "pop", and K times for one token of "sequential".
 
@@ -442,15 +494,15 @@ class TokenWorldModel(WorldModel):
             y, answers, backbone_state = self.backbone.fork(block[:, None], self.queries.weight, backbone_state)
             at_action, tokens_read = y[:, 0], 0
             at_tokens = answers[:, 0]
-            latent = choose(self.observation_head(at_tokens), 0)
+            latent = choose(self._token_logits(at_tokens), 0)
         else:
             y, backbone_state = self.backbone(block, backbone_state)
             at_action, tokens_read = y[:, -1], tokens - 1
-            choices, outputs = [choose(self.observation_head(at_action)[:, None], 0)], [at_action]
+            choices, outputs = [choose(self._token_logits(at_action, 0)[:, None], 0)], [at_action]
             for token in range(1, tokens):
                 y, backbone_state = self.backbone.step(self._embed(choices[-1])[:, 0], backbone_state)
                 outputs.append(y)
-                choices.append(choose(self.observation_head(y)[:, None], token))
+                choices.append(choose(self._token_logits(y, token)[:, None], token))
             at_tokens = torch.stack(outputs, dim=1)
             latent, length = torch.cat(choices, dim=1), length + tokens_read
         state = TokenState(backbone_state, latent, tokens_read, length)
@@ -477,14 +529,14 @@ class TokenWorldModel(WorldModel):
     def perceive(
         self,
         state: TokenState | None,
-        observation: Tensor,
+        observation: Any,
         previous_action: Tensor,
         reset: Tensor,
         generator: torch.Generator | None = None,
     ) -> TokenState:
         """Encode the frame, and keep it with the last `context` ones. Nothing is sampled.
 
-        The backbone reads nothing here, since the controller uses codes alone. The first imagined step reads the kept
+        The backbone reads nothing here, since the controller uses tokens alone. The first imagined step reads the kept
         frames, as `observe` does.
         """
         latent = self.tokenizer.encode(observation)
@@ -493,20 +545,14 @@ class TokenWorldModel(WorldModel):
 
     # -- features and frames -----------------------------------------------------------------------
 
-    def _codes(self, latent: Tensor) -> Tensor:
-        """Return the code vectors of tokens (..., K) on the grid, (..., width, h, w) float32."""
-        with torch.no_grad():
-            codes = self.tokenizer.embed(latent).float()
-        return codes.transpose(-1, -2).unflatten(-1, self.tokenizer.grid)
-
     def features(self, state: TokenState) -> Tensor:
-        """Return the tokenizer's code vectors of the current frame, (B, width, h, w) float32, without gradient."""
-        return self._codes(state.latent)
+        """Return the tokenizer's features of the current frame, (B, *feature_shape) float32, without gradient."""
+        return self.tokenizer.features(state.latent)
 
     def latent(self, state: TokenState) -> Tensor:
         """Return the tokens of the current frame, (B, K) int64."""
         return state.latent
 
-    def decode(self, latent: Tensor) -> Tensor:
-        """Decode tokens (..., K) to frames (..., H, W, C) uint8."""
+    def decode(self, latent: Tensor) -> Any:
+        """Decode tokens (..., K) to observations (..., *part)."""
         return self.tokenizer.decode(latent)
