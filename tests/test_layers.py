@@ -45,6 +45,7 @@ MAY = {
     },
     "api": {
         "dream",
+        "nn",
         "stages",
         "trainers",
         "assemble",
@@ -88,6 +89,7 @@ MAY = {
     "config": {"presets"},
     "interrupt": set(),
     "progress": set(),
+    "spaces": set(),
     "transfer": set(),
 }
 NO_TORCH = {

@@ -565,7 +565,7 @@ def test_it_finds_the_good_arm(changes, world, make_batch):
     settings = ActorCriticSettings(
         actor_layers=1, actor_width=16, critic_layers=1, critic_width=16, imagination_horizon=6, discount=0.7, **changes
     )
-    controller = ActorCritic(settings, bandit.feature_shape, bandit.actions, window=1)
+    controller = ActorCritic(settings, bandit.feature_shape, bandit.action_space, window=1)
     optimizer = torch.optim.Adam(controller.parameter_groups(), lr=1e-2)
     reward = []
     for seed in range(150):

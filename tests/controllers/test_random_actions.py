@@ -11,6 +11,7 @@ import torch
 from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.controllers.random_actions import LONGEST, HeldActions, draw_lengths
 from wmcli.controllers.reinforce import ReinforceController, ReinforceSettings
+from wmcli.spaces import Discrete
 from wmcli.stages.opening import open_context
 
 
@@ -68,11 +69,11 @@ def test_a_new_episode_ends_an_agents_hold(world):
 @pytest.mark.parametrize("epsilon", [0.0, 0.05, 1.0])
 def test_epsilon_is_the_probability_that_a_hold_begins(epsilon):
     """Between holds the policy's choice, 0, is played: a share 1 / (1 + 3.3 epsilon / (1 - epsilon)), more or less."""
-    held, choice, generator = HeldActions(100), torch.zeros(100, dtype=torch.int64), seeded(3)
+    held, choice, generator = HeldActions(Discrete(10**6), 100), torch.zeros(100, dtype=torch.int64), seeded(3)
     outside = begins = random = 0
     for _ in range(3000):
         free = held._left == 0
-        action = held.replace(choice, epsilon, 10**6, generator)
+        action = held.replace(choice, epsilon, generator)
         outside += int(free.sum())
         begins += int((free & (action != 0)).sum())
         random += int((action != 0).sum())

@@ -201,7 +201,8 @@ def test_search_results_are_stored_with_their_rows(reserve: bool) -> None:
     for part in (first, plain, second, plain):
         replay.extend(part)
     assert replay.searched is not None
-    policy, value, found = replay.searched
+    policy, value, found, sampled = replay.searched
+    assert sampled is None
     assert found.tolist() == [4 <= row < 8 or 12 <= row < 16 for row in range(20)]
     assert torch.equal(policy[found], torch.from_numpy(np.concatenate([first["policy"], second["policy"]])))
     assert torch.equal(value[found], torch.from_numpy(np.concatenate([first["value"], second["value"]])))

@@ -14,6 +14,7 @@ from wmcli.nn import layers
 from wmcli.nn.layers import BatchNorm2d
 from wmcli.nn.residual_trunk import ResidualTrunk
 from wmcli.nn.strided_conv import ConvStack, StridedDecoder, StridedEncoder
+from wmcli.spaces import Discrete
 from wmcli.world_models.muzero import Dynamics
 
 FRAMES, SIDE = 256, 64  # a million pixels
@@ -198,7 +199,7 @@ def block() -> tuple[nn.Module, nn.BatchNorm2d, tuple[int, ...]]:
 
 
 def dynamics() -> tuple[nn.Module, nn.BatchNorm2d, tuple[int, ...]]:
-    model = Dynamics(2, 1)
+    model = Dynamics(2, Discrete(1), 3)
     return model, model.norm, (FRAMES, 2, SIDE, SIDE)
 
 

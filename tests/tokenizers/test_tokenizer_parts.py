@@ -284,7 +284,7 @@ def test_a_tokenizer_without_images_is_published_without_updates(space: str) -> 
         def __len__(self) -> int:
             return rows
 
-    replay: Any = Rows(frames=frames, runs=lambda _: (Episodes(np.array([0]), np.array([rows])), np.arange(rows)))
+    replay: Any = Rows(observation=frames, runs=lambda _: (Episodes(np.array([0]), np.array([rows])), np.arange(rows)))
     machine = Machine(torch.device("cpu"), "float32", 1)
     trainer = TokenizerTrainer(
         model, replay, SETTINGS, TrainingSettings(), machine=machine, rng=np.random.default_rng(0)
