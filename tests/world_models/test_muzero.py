@@ -10,14 +10,17 @@ import math
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image as Picture
+from small_spaces import ACTIONS, OBSERVATIONS, actions, observations
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves, tree_map
 from watching import NoWaiting, Replayable
 
+from wmcli.controllers.mcts import MCTS, MCTSSettings
 from wmcli.nn import value_bins
+from wmcli.spaces import Continuous, Discrete, Image, Vector, map_parts
 from wmcli.training.device import Machine
 from wmcli.training.optim import build_optimizer, update
 from wmcli.world_models.base import Batch, Targets
@@ -118,7 +121,7 @@ def test_gray_is_luminance():
     got = to_gray(pictures)
     want = (pictures.double() @ torch.tensor([0.299, 0.587, 0.114], dtype=torch.float64)).round().to(torch.uint8)
     assert torch.equal(got, want)
-    by_pillow = torch.tensor(list(Image.fromarray(pictures[0].numpy()).convert("L").tobytes())).view(SIZE, SIZE)
+    by_pillow = torch.tensor(list(Picture.fromarray(pictures[0].numpy()).convert("L").tobytes())).view(SIZE, SIZE)
     assert int((got[0].int() - by_pillow).abs().max()) <= 1
     assert int(to_gray(torch.full((1, 1, 3), 255, dtype=torch.uint8))) == 255
 
@@ -474,3 +477,209 @@ def test_a_fixed_batch_is_learned_by_heart():
         update(optimizer, total, 10.0)
         model.after_update()
     assert total < 0.1 * first
+
+
+# -- any observation, any action --------------------------------------------------------------------------------------
+
+
+def make_for(observation, action, **settings) -> MuZero:
+    torch.manual_seed(0)
+    return MuZero(MuZeroSettings(**{**SMALL, **settings}), action, observation)
+
+
+def segment_of(observation, action, searched=None) -> Batch:
+    """As `segment`, without the repeated frames in padding; the targets have seven samples."""
+    batch = segment(searched=searched)
+    if searched is not None and not isinstance(action, Discrete):
+        policy = torch.rand(B, T, 7, generator=torch.Generator().manual_seed(3)).softmax(-1)
+        batch = batch._replace(targets=batch.targets._replace(policy=policy, sampled=actions(action, B, T, 7)))
+    return batch._replace(inputs=observations(observation, B, T), action=actions(action, B, T))
+
+
+@pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
+@pytest.mark.parametrize("observation", OBSERVATIONS.values(), ids=OBSERVATIONS)
+def test_any_observation_and_any_action(observation, action):
+    model = make_for(observation, action, predict_termination=True)
+    for name, module in model.named_modules():
+        if name.endswith("_head.7"):
+            nn.init.normal_(module.weight)
+    batch = segment_of(observation, action, searched=some(0.8))
+    with NoWaiting():
+        total, log = model.loss(batch)
+    total.backward()
+    assert torch.isfinite(total) and all(torch.isfinite(each) for each in log.values())
+    ours = learning(model)
+    assert all(each.grad is not None and each.grad.any() for each in ours)
+    assert set(model.parameters()) - set(ours) == set(model.target.parameters())
+    model.after_update()
+
+    model.eval()
+    with torch.no_grad():
+        reset = torch.zeros(B, T, dtype=torch.bool)
+        reset[:, 0] = reset[1, 3] = True
+        features, state = model.observe(model.encode(batch.inputs), batch.action, reset)
+        assert features.shape == (B, T, *model.feature_shape)
+        perceived = None
+        for t in range(T):
+            frame = map_parts(lambda part, at=t: part[:, at], batch.inputs)
+            perceived = model.perceive(perceived, frame, batch.action[:, t - 1], reset[:, t])
+            assert_close(model.features(perceived), features[:, t], rtol=1e-4, atol=1e-5)
+        assert_close(perceived.stack, state.stack, rtol=0, atol=0)
+    controller = MCTS(MCTSSettings(simulations=5, sampled_actions=4), action)
+    logits, found = controller.decide(model, perceived, controller.initial_state(B), torch.Generator().manual_seed(0))
+    chosen = controller.choose(logits, found, 1.0, torch.Generator().manual_seed(0))
+    assert chosen.shape == (B, *action.shape) and chosen.dtype == batch.action.dtype
+    imagined, _ = model.imagine(model.root(perceived), chosen)
+    other, _ = model.imagine(model.root(perceived), actions(action, B, seed=9))
+    assert not torch.equal(imagined.reward, other.reward), "the action matters"
+
+
+@torch.no_grad()
+def test_a_state_is_the_sum_of_what_images_and_numbers_say():
+    space = OBSERVATIONS["all"]
+    model, seen = make_for(space, 5).eval(), observations(space, 2, N)
+    assert model.feature_shape == (6, 2, 3) and model.numbers[0].in_features == N * (3 + 6)
+    _, state = model.observe(model.encode(seen), torch.zeros(2, N, dtype=torch.long), torch.zeros(2, N).bool())
+    pixels = [seen[name].permute(0, 1, 4, 2, 3).flatten(1, 2) / 255 for name in ("camera", "depth")]
+    joints = seen["joints"].sign() * (1 + seen["joints"].abs()).log()
+    bag = torch.cat((F.one_hot(seen["bag"][..., 0], 2), F.one_hot(seen["bag"][..., 1], 4)), -1)
+    numbers = model.numbers(torch.cat((joints.flatten(1), bag.flatten(1)), 1).float())
+    assert_close(state.state, model.representation(torch.cat(pixels, 1)) + numbers[..., None, None])
+    assert numbers.any() and set(model.target) == {"representation", "numbers", "prediction", "value_head"}
+
+
+def test_without_an_image_the_state_has_one_place_and_the_convolutions_are_linear():
+    model = make_for(Vector(3), ACTIONS["continuous"])
+    assert model.feature_shape == (6, 1, 1) and model.representation is None
+    assert {module.kernel_size for module in model.modules() if isinstance(module, nn.Conv2d)} == {(1, 1)}
+    state, action = torch.rand(B, 6, 1, 1), actions(ACTIONS["continuous"], B)
+    far = torch.where(action > 0, 3.0, -3.0)
+    assert torch.equal(model.eval().dynamics(state, far), model.dynamics(state, far.clamp(-1, 1)))
+
+
+def test_only_one_image_in_three_colors_is_seen_in_gray():
+    for space, channels in (
+        (Image(12, 20), 1),
+        (Image(12, 20, 1), 1),
+        ({"a": Image(12, 20)}, 3),
+        (Image(12, 20, 4), 4),
+    ):
+        model = make_for(space, 5)
+        assert model.representation[0].in_channels == N * channels
+        seen = observations(space, 2, 3)
+        latent = model.encode(seen)
+        latent = latent["a"] if isinstance(latent, dict) else latent
+        assert latent.shape == (2, 3, *([] if model.in_gray else [channels]), 12, 20) and latent.dtype == torch.uint8
+        assert model.feature_shape == (6, 2, 3)
+
+
+def test_augmentation_changes_images_alone_and_all_colors_of_a_row_alike():
+    space = OBSERVATIONS["all"]
+    model = make_for(space, 5, shift=2, intensity=0.0).train()
+    inputs = model._scaled(model.encode(observations(space, 40, 2)))
+    inputs["camera"] = inputs["camera"][:, :1, :1].expand(-1, 2, 3, -1, -1)
+    torch.manual_seed(0)
+    changed = model._augment_rows(inputs)
+    assert changed["joints"] is inputs["joints"] and changed["bag"] is inputs["bag"]
+    assert changed["camera"].shape == inputs["camera"].shape and changed["depth"].shape == inputs["depth"].shape
+    assert not torch.equal(changed["depth"], inputs["depth"]) and not torch.equal(changed["camera"], inputs["camera"])
+    assert_close(changed["camera"], changed["camera"][:, :1, :1].expand(-1, 2, 3, -1, -1))
+    padded = F.pad(inputs["depth"].flatten(1, 2), (2, 2, 2, 2), mode="replicate")
+    views = padded.unfold(2, 12, 1).unfold(3, 20, 1).flatten(2, 3).movedim(2, 1)
+    assert (views == changed["depth"].flatten(1, 2)[:, None]).flatten(2).all(2).any(1).all()
+
+
+# -- frames that close an episode -------------------------------------------------------------------------------------
+
+
+def closed(batch: Batch, rows: tuple[int, ...]) -> Batch:
+    """The same, where in some rows the first frame of padding closes the episode; it repeats the flags."""
+    closing = torch.zeros_like(batch.valid)
+    for row in rows:
+        closing[row, 1 + int(batch.valid[row].nonzero().max())] = True
+    seen = torch.where(closing[..., None, None, None], frames(B, T, seed=8), batch.inputs)
+    return batch._replace(inputs=seen, valid=batch.valid | closing, is_closing=closing)
+
+
+def test_behind_a_termination_only_consistency_is_learned_besides_zeros():
+    model = make(predict_termination=True, bootstrap="search").eval()
+    batch = segment(lengths=(REAL, 2, 2, 1), searched=some(1.0))
+    (_, want), (_, got) = model.loss(batch), model.loss(closed(batch, (1, 3)))
+    for name, value in want.items():
+        assert (got[name] == value) == (name != "consistency_loss"), name
+    no = torch.zeros_like(batch.valid)
+    assert_close(model.loss(batch._replace(is_closing=no)), model.loss(batch), rtol=0, atol=0)
+
+
+def test_a_cut_episode_goes_on_to_the_frame_that_closes_it():
+    model = make(predict_termination=True, closing_frames=True).eval()
+    assert model.settings.reads_closing and not make().settings.reads_closing
+    batch = segment(lengths=(REAL, 3, 2, 1), ended=(False,) * 4, searched=some(1.0))
+    batch = closed(batch, (1, 2, 3))
+    closing = batch.is_closing
+    other = batch._replace(
+        action=torch.where(closing, (batch.action + 1) % A, batch.action),
+        reward=torch.where(closing, 77.0, batch.reward),
+        targets=batch.targets._replace(policy=batch.targets.policy.masked_fill(closing[..., None], 1.0)),
+    )
+    assert_close(model.loss(other), model.loss(batch))
+    seen = torch.where(closing[..., None, None, None], frames(B, T, seed=9), batch.inputs)
+    changed, want = model.loss(batch._replace(inputs=seen))[1], model.loss(batch)[1]
+    differ = {name for name in want if changed[name] != want[name]}
+    assert differ == {"consistency_loss", "value_loss"}
+    own = part_of(batch, slice(HISTORY, None))
+    values = torch.arange(REAL).float().expand(B, -1)
+    got, learned = model._value_targets(own, UNROLL + 1, lambda at: values.gather(1, at))
+    assert learned.tolist() == [[True] * 3, [True] * 3, [True, True, False], [True, False, False]]
+    assert_close(got[2, 1], own.reward[2, 1] + 0.997 * 2)
+
+
+# -- learning with a search among samples -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rule", "simulations"), [("gumbel", 16), ("mctx", 30)])
+def test_a_continuous_action_is_learned_by_search(rule, simulations):
+    """A target on a line is shown, and the reward is less the farther the action is from it."""
+    space, rows, kept = Continuous((-1.0,), (1.0,)), 64, 20
+    sizes = {"channels": (4, 32), "head_channels": 16, "head_width": 32, "bound": 3, "target_every": 10}
+    unrolled = {"frame_stack": 1, "unroll_steps": 1, "td_steps": 1, "consistency_weight": 0.0}
+    model = make_for(Vector(1), space, **sizes, **unrolled, predict_termination=True)
+    controller = MCTS(MCTSSettings(simulations=simulations, sampled_actions=8, rule=rule), space)
+    optimizer = build_optimizer("adamw", model.parameter_groups(), 3e-3, 1e-4)
+    generator = torch.Generator().manual_seed(0)
+    only_first = torch.tensor([True, False, False]).expand(rows, -1)
+    errors, losses, found_better, batches = [], [], [], []
+
+    def thrice(part: Tensor) -> Tensor:
+        return part[:, None].expand(-1, 3, *part.shape[1:])
+
+    for rounds in range(60):
+        target = torch.rand(rows, 1, generator=generator) * 1.4 - 0.7
+        state = model.eval().perceive(None, target, torch.zeros(rows, 1), torch.ones(rows, dtype=torch.bool))
+        mean = model.distribution.choose(model.distribution.parameters(model.predict(state).policy), 0.0)
+        errors.append(float((mean - target).abs().mean()))
+        logits, found = controller.decide(model, state, controller.initial_state(rows), generator)
+        scores = -2 * (found.sampled.clamp(-1, 1) - target[:, None]).square().sum(-1)
+        found_better.append(float((found.policy * scores).sum(1).mean() - scores.mean()))
+        action = controller.choose(logits, found, 1.0, generator)
+        reward = -2 * (action.clamp(-1, 1) - target).square().sum(-1)
+        targets = Targets(thrice(found.policy), thrice(found.value), only_first, thrice(found.sampled))
+        no = torch.zeros_like(only_first)
+        flags = only_first, no, only_first, only_first
+        batches.append(Batch(thrice(target), thrice(action), thrice(reward), *flags, targets))
+        if rounds < 5:
+            continue
+        leaves = zip(*(tree_leaves(batch) for batch in batches[-kept:]), strict=True)
+        together = [torch.cat(each) for each in leaves if each[0] is not None]
+        model.train()
+        for _ in range(6):
+            some_rows = torch.randint(len(together[0]), (128,), generator=generator)
+            parts = [each[some_rows] for each in together]
+            total, log = model.loss(Batch(*parts[:7], Targets(*parts[7:])))
+            update(optimizer, total, 10.0)
+            model.after_update()
+        losses.append(float(log["policy_loss"]))
+    assert sum(errors[:5]) / 5 > 0.3 and sum(errors[-10:]) / 10 < 0.1, errors
+    assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 0.8, losses
+    assert min(found_better[20:]) > 0, found_better

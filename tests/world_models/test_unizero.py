@@ -13,6 +13,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from small_backbones import NAMES, small
+from small_spaces import ACTIONS, OBSERVATIONS, actions, observations
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -21,14 +22,17 @@ from watching import NoWaiting, Replayable
 
 from wmcli.backbones import build
 from wmcli.backbones.transformer import TransformerSettings
+from wmcli.controllers.mcts import MCTS, MCTSSettings
 from wmcli.errors import UsageError
 from wmcli.kernels.dispatch import using
 from wmcli.nn import value_bins
+from wmcli.nn.policies import build_policy
 from wmcli.nn.simnorm import divergence
+from wmcli.spaces import Discrete, Vector, map_parts
 from wmcli.training.device import Machine
 from wmcli.training.optim import build_optimizer, update
 from wmcli.world_models.base import Batch, Targets
-from wmcli.world_models.planners import bootstrap_frames, n_step_returns
+from wmcli.world_models.planners import bootstrap_frames, n_step_returns, policy_terms
 from wmcli.world_models.unizero import UniZero, UniZeroSettings
 
 pytestmark = pytest.mark.matrix
@@ -688,3 +692,190 @@ def test_a_fixed_batch_is_learned_by_heart(backbone):
         update(optimizer, total, 5.0)
         model.after_update()
     assert total < 0.1 * first
+
+
+# -- any observation, any action --------------------------------------------------------------------------------------
+
+
+def make_for(observation, action, **settings) -> UniZero:
+    torch.manual_seed(0)
+    values = {"sequence_length": HORIZON, "td_steps": STEPS, "context": CONTEXT, "channels": (4, 6), "bound": 7}
+    chosen = UniZeroSettings(**{**values, **settings})
+    return UniZero(chosen, small("transformer", max_length=2 * HORIZON, block=2, width=D), action, observation)
+
+
+def segment_of(observation, action, rows: int = B, searched=None) -> Batch:
+    """As `segment`, without the repeated frames in padding; the targets have seven samples."""
+    batch = segment(searched=searched)
+    if searched is not None and not isinstance(action, Discrete):
+        policy = torch.rand(rows, T, 7, generator=torch.Generator().manual_seed(3)).softmax(-1)
+        batch = batch._replace(targets=batch.targets._replace(policy=policy, sampled=actions(action, rows, T, 7)))
+    return batch._replace(inputs=observations(observation, rows, T), action=actions(action, rows, T))
+
+
+@pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
+@pytest.mark.parametrize("observation", OBSERVATIONS.values(), ids=OBSERVATIONS)
+def test_any_observation_and_any_action(observation, action):
+    model = make_for(observation, action, predict_termination=True)
+    liven(model)
+    batch = segment_of(observation, action, searched=some(0.8))
+    with NoWaiting():
+        total, log = model.loss(batch)
+    total.backward()
+    assert torch.isfinite(total) and all(torch.isfinite(each) for each in log.values())
+    assert all(each.grad is not None and (each.grad.any() or not each.any()) for each in learning(model))
+
+    model.eval()
+    with torch.no_grad():
+        reset = torch.zeros(B, T, dtype=torch.bool)
+        reset[:, 0] = reset[1, 3] = True
+        features, state = model.observe(model.encode(batch.inputs), batch.action, reset)
+        assert features.shape == (B, T, D)
+        perceived = None
+        for t in range(T):
+            frame = map_parts(lambda part, at=t: part[:, at], batch.inputs)
+            perceived = model.perceive(perceived, frame, batch.action[:, t - 1], reset[:, t])
+            assert_close(model.features(perceived), features[:, t], rtol=0, atol=5e-5)
+    controller = MCTS(MCTSSettings(simulations=5, sampled_actions=4), action)
+    logits, found = controller.decide(model, perceived, controller.initial_state(B), torch.Generator().manual_seed(0))
+    chosen = controller.choose(logits, found, 1.0, torch.Generator().manual_seed(0))
+    assert chosen.shape == (B, *action.shape) and chosen.dtype == batch.action.dtype
+    imagined, _ = model.imagine(model.root(perceived), chosen)
+    other, _ = model.imagine(model.root(perceived), actions(action, B, seed=9))
+    assert not torch.equal(imagined.reward, other.reward), "the action matters"
+
+
+@pytest.mark.parametrize("name", ["joints", "camera", "bag", "depth"])
+def test_the_encoder_reads_every_part(name):
+    space = OBSERVATIONS["all"]
+    model, seen = make_for(space, 5).eval(), observations(space, 2, 3)
+    other = seen | {name: observations(space, 2, 3, seed=7)[name]}
+    shuffled = dict(reversed(seen.items()))
+    assert torch.equal(model.encode(shuffled), model.encode(seen)), "in any order"
+    assert not torch.equal(model.encode(other), model.encode(seen))
+
+
+@torch.no_grad()
+def test_the_encoder_is_its_definition():
+    space = OBSERVATIONS["all"]
+    model, seen = make_for(space, 5).eval(), observations(space, 4)
+    trunk, _, last, numbers = model.encoder
+    pixels = torch.cat((seen["camera"], seen["depth"]), -1).permute(0, 3, 1, 2) / 255
+    joints = seen["joints"].sign() * (1 + seen["joints"].abs()).log()
+    bag = torch.cat((F.one_hot(seen["bag"][:, 0], 2), F.one_hot(seen["bag"][:, 1], 4)), 1)
+    features = torch.cat((trunk(pixels).flatten(1), numbers(torch.cat((joints, bag), 1))), 1)
+    assert features.shape == (4, 6 * 2 * 3 + D)
+    assert_close(model.encode(seen), last(features).unflatten(1, (2, 8)).softmax(-1).flatten(1))
+
+
+def test_a_camera_alone_has_the_weights_and_the_draws_of_an_image():
+    image, named = make_for(12, 5), make_for(OBSERVATIONS["camera alone"], 5)
+    for (name, weight), (other_name, other) in zip(image.state_dict().items(), named.state_dict().items(), strict=True):
+        assert name == other_name and torch.equal(weight, other)
+    seen = frames(2, 3)
+    assert torch.equal(image.eval().encode(seen), named.eval().encode({"camera": seen}))
+
+
+@pytest.mark.parametrize("kind", ["normal", "truncated-normal", "bins"])
+def test_a_policy_learns_from_samples_by_cross_entropy(kind):
+    """Shares times log-probabilities, by hand from torch's distributions."""
+    space = ACTIONS["continuous"]
+    distribution = build_policy(space, kind)
+    outputs = torch.randn(B, T, distribution.outputs)
+    batch = segment_of(Vector(1), space, searched=some(0.6))
+    terms = policy_terms(outputs, batch, distribution)
+    assert torch.equal(terms.mask, batch.valid & batch.targets.is_searched)
+    parameters = distribution.parameters(outputs)
+    for row, t in ((0, 0), (2, 5)):
+        want = 0.0
+        for share, action in zip(batch.targets.policy[row, t], batch.targets.sampled[row, t], strict=True):
+            if kind == "bins":
+                logits = parameters[row, t].unflatten(0, (2, 15))
+                index = ((action + 1) * 7).round().long()
+                log_density = torch.distributions.Categorical(logits=logits).log_prob(index).sum()
+            else:
+                mean, deviation = parameters[row, t].chunk(2)
+                normal = torch.distributions.Normal(mean, deviation)
+                log_density = normal.log_prob(action).sum()
+                if kind == "truncated-normal":
+                    one = torch.ones(2)
+                    log_density = log_density - (normal.cdf(one) - normal.cdf(-one)).log().sum()
+            want = want - share * log_density
+        assert_close(terms.loss[row, t], want, rtol=1e-4, atol=1e-5)
+    assert_close(terms.entropy, distribution.entropy(parameters))
+    model = make_for(Vector(1), space, continuous=kind)
+    assert type(model.distribution) is type(distribution) and model.policy_head[2].out_features == distribution.outputs
+
+
+def test_all_actions_as_samples_are_a_plain_policy():
+    batch = segment(searched=some(0.7))
+    outputs, distribution = torch.randn(B, T, A), build_policy(Discrete(A))
+    want = policy_terms(outputs, batch, distribution)
+    order = torch.tensor([3, 0, 4, 1, 2])
+    sampled = order.expand(B, T, A)
+    shuffled = batch.targets._replace(policy=batch.targets.policy[..., order], sampled=sampled)
+    assert_close(policy_terms(outputs, batch._replace(targets=shuffled), distribution), want)
+
+
+# -- frames that close an episode -------------------------------------------------------------------------------------
+
+
+def closed(batch: Batch, rows: tuple[int, ...]) -> Batch:
+    """The same, where in some rows the first frame of padding closes the episode; it repeats the flags."""
+    closing = torch.zeros_like(batch.valid)
+    for row in rows:
+        closing[row, int(batch.valid[row].sum())] = True
+    seen = torch.where(closing[..., None, None, None], frames(B, T, seed=8), batch.inputs)
+    return batch._replace(inputs=seen, valid=batch.valid | closing, is_closing=closing)
+
+
+def test_behind_a_termination_only_the_next_latent_is_learned():
+    model = make(predict_termination=True, bootstrap="search").eval()
+    batch = segment(lengths=(T, 5, 4, 1), searched=some(1.0))
+    (_, want), (_, got) = model.loss(batch), model.loss(closed(batch, (2,)))
+    for name, value in want.items():
+        assert (got[name] == value) == (name != "latent_loss"), name
+    no = torch.zeros_like(batch.valid)
+    assert_close(model.loss(batch._replace(is_closing=no)), model.loss(batch), rtol=0, atol=0)
+
+
+def test_returns_lead_to_the_value_of_the_frame_that_closes_a_cut_episode():
+    batch = segment(searched=some(0.5))
+    batch = closed(batch._replace(truncated=batch.valid & ~F.pad(batch.valid[:, 1:], (0, 1))), (1, 2, 3))
+    batch = batch._replace(truncated=batch.truncated | batch.is_closing)
+    values = torch.randn(B, T, generator=torch.Generator().manual_seed(4))
+    got, learned = make()._value_targets(batch, HORIZON, lambda at: values.gather(1, at))
+    for row in range(B):
+        valid = batch.valid[row].clone()
+        if batch.terminated[row].any():
+            valid &= ~batch.is_closing[row]
+        arguments = (each.tolist() for each in (batch.reward[row], batch.terminated[row], valid, values[row]))
+        arguments = list(arguments)
+        for t in range(HORIZON):
+            want = slow_return(*arguments, t, STEPS, 0.997) if valid[t] else None
+            assert bool(learned[row, t]) == (want is not None)
+            if want is not None:
+                assert float(got[row, t]) == pytest.approx(want, abs=1e-5)
+    assert learned[1].tolist() == [True] * 5 + [False]
+    _, as_ends = make(end_on_truncation=True)._value_targets(batch, HORIZON, lambda at: values.gather(1, at))
+    assert torch.equal(as_ends[1:], learned[1:])
+
+
+def test_a_closing_frame_has_no_outcome_and_no_policy():
+    model = make(predict_termination=True, closing_frames=True).eval()
+    assert model.settings.reads_closing and not make().settings.reads_closing
+    batch = closed(segment(searched=some(1.0)), (1, 2, 3))
+    closing = batch.is_closing
+    other = batch._replace(
+        action=torch.where(closing, (batch.action + 1) % A, batch.action),
+        reward=torch.where(closing, 77.0, batch.reward),
+        targets=batch.targets._replace(policy=batch.targets.policy.masked_fill(closing[..., None], 1.0)),
+    )
+    assert_close(model.loss(other), model.loss(batch))
+    seen = torch.where(closing[..., None, None, None], frames(B, T, seed=9), batch.inputs)
+    changed = model.loss(batch._replace(inputs=seen))[1]
+    want = model.loss(batch)[1]
+    assert changed["latent_loss"] != want["latent_loss"] and changed["value_loss"] != want["value_loss"]
+    assert changed["reward_loss"] == want["reward_loss"] and changed["policy_loss"] == want["policy_loss"]
+    alone = batch._replace(is_closing=batch.valid, terminated=torch.ones_like(batch.valid))
+    assert torch.isfinite(model.loss(alone)[0]), "a window that begins with the closing frame"
