@@ -19,6 +19,7 @@ from wmcli.assemble import load_world_model, settings_of
 from wmcli.dream import machine_for, make_vec
 from wmcli.envs import EnvironmentSettings
 from wmcli.errors import ArtifactError, UsageError
+from wmcli.spaces import Discrete
 
 KINDS = ["rem", "drama", "s4wm", "cells", "unizero", "muzero"]
 
@@ -292,7 +293,7 @@ def test_dynamics_learn_from_arrays_of_ones_own() -> None:
     settings = wmcli.load_settings("muzero-quick", *changes)
     experience = wmcli.Experience.from_arrays(**arrays(), actions=3)
     model = wmcli.train_dynamics(settings, experience, device="cpu")
-    assert model.actions == 3 and model.metrics["updates"] == 2 and np.isfinite(model.metrics["loss"])
+    assert model.spaces.action == Discrete(3) and model.metrics["updates"] == 2 and np.isfinite(model.metrics["loss"])
     planner = wmcli.train_controller(settings, model, experience)
     assert planner.player().act(np.zeros((1, 16, 16, 3), np.uint8), np.ones(1, bool)).shape == (1,)
 

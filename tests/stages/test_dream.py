@@ -41,7 +41,7 @@ def opened(path: Path, num_envs: int = E_ROWS, **options: Any) -> DreamVectorEnv
 
 
 def actions(env: DreamVectorEnv, steps: int = STEPS) -> np.ndarray:
-    return np.random.default_rng(5).integers(env.dreams.world_model.actions, size=(steps, env.num_envs))
+    return np.random.default_rng(5).integers(env.dreams.world_model.action_space.count, size=(steps, env.num_envs))
 
 
 def trajectory(env: DreamVectorEnv, seed: int | None) -> list[np.ndarray]:
