@@ -108,6 +108,8 @@ def recording_of(
     notes = list(reader.notes)
     known = reader.stated.spaces if spaces is None else spaces
     first = reader.read(0)
+    if not len(first.action):
+        raise refuse(reader.where(0), "an episode without an action")
     chosen = _chosen(first.observation, parts, reader.where(0))
     single = len(chosen) == 1 and (known is None or not isinstance(known.observation, dict))
     if known is not None:

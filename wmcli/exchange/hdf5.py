@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wmcli.exchange.convert import Raw, Stated, split_at
-from wmcli.exchange.safe import check_size, damage, files_in, load_library, refuse
+from wmcli.exchange.safe import MAX_CHUNK, check_size, damage, files_in, load_library, refuse
 from wmcli.spaces import SEPARATOR
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ NAMES = {
 }
 """Names that an array may have in files of others."""
 DEEPEST = 8  # groups inside groups
+MOST_PARTS = 256
 
 
 def found_in(names: Sequence[str], where: str) -> dict[str, str]:
@@ -89,14 +90,15 @@ class Hdf5:
         with opened(path) as file:
             group = subgroup(file, name, path)
             found = found_in(list(group), str(path))
-            seen = parts_in(group, found["observation"], path, start, stop)
+            rows = (0, None) if name else (start, stop)  # of a group of its own all, so that wrong lengths show
+            seen = parts_in(group, found["observation"], path, *rows)
             if "next" in found:
                 after = parts_in(group, found["next"], path, stop - 1, stop)
                 if set(after) != set(seen):
                     raise refuse(path, f"{found['next']} has other parts than {found['observation']}")
                 if all(len(part) == stop - start for part in seen.values()):
                     seen = {part: np.concatenate([array, after[part]]) for part, array in seen.items()}
-            columns = {what: values(group, found[what], path, start, stop) for what in found if what in _COLUMNS}
+            columns = {what: values(group, found[what], path, *rows) for what in found if what in _COLUMNS}
         zeros = np.zeros(stop - start, bool)
         ends = (columns.get(what, zeros) for what in ("terminated", "truncated"))
         return Raw(seen, columns["action"], columns["reward"], *ends)
@@ -192,7 +194,7 @@ def dataset(group: h5py.Group, name: str, path: Path, *, bytes_too: bool = False
         return array
     check_size(where, (min(1, array.shape[0]), *array.shape[1:]), array.dtype)
     if array.chunks is not None:
-        check_size(where, array.chunks, array.dtype)
+        check_size(f"{where}: a chunk", array.chunks, array.dtype, limit=MAX_CHUNK)
     return array
 
 
@@ -208,23 +210,19 @@ def values(group: h5py.Group, name: str, path: Path, start: int = 0, stop: int |
     return array[start:stop]
 
 
-def parts_in(
-    group: h5py.Group, name: str, path: Path, start: int, stop: int, prefix: str = "", depth: int = 0
-) -> dict[str, np.ndarray]:
-    """Read rows of an observation: an array, or a group of arrays, by the names of its parts.
-
-    Where an array of an episode has exactly one row more than `stop`, it is read, too.
-    """
+def parts_in(group: h5py.Group, name: str, path: Path, start: int, stop: int | None) -> dict[str, np.ndarray]:
+    """Read rows of an observation: an array, or a group of arrays, by the names of its parts."""
     library = load_library("h5py", "data", f"{path}: reading HDF5")
-    if depth > DEEPEST:
-        raise refuse(path, "is nested too deeply")
-    child = _child(group, name, path)
-    if isinstance(child, library.Group):
-        parts: dict[str, np.ndarray] = {}
-        for each in child:
-            inner = f"{prefix}{SEPARATOR}{each}" if prefix else each
-            parts |= parts_in(child, each, path, start, stop, inner, depth + 1)
-        return parts
-    rows = dataset(group, name, path).shape[0]
-    more = start == 0 and rows == stop + 1
-    return {prefix: values(group, name, path, start, stop + more)}
+    parts: dict[str, np.ndarray] = {}
+    pending = [(group, name, "", 0)]
+    while pending:
+        group, name, part, depth = pending.pop(0)
+        child = _child(group, name, path)
+        if not isinstance(child, library.Group):
+            parts[part] = values(group, name, path, start, stop)
+            continue
+        inner = [(child, each, f"{part}{SEPARATOR}{each}" if part else each, depth + 1) for each in child]
+        pending = [*inner, *pending]
+        if depth > DEEPEST or len(pending) > MOST_PARTS:
+            raise refuse(path, f"is nested too deeply, or has more than {MOST_PARTS} parts")
+    return parts

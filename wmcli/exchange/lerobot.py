@@ -247,7 +247,7 @@ class LeRobot:
         stored = path.stat().st_size
         values = metadata.num_rows * max(1, metadata.num_columns)
         if unpacked > MAX_ARRAY or max(unpacked, values) > max(MAX_UNPACKED, MAX_RATIO * stored):
-            raise refuse(path, f"{stored} bytes would become {unpacked}: this is no recording")
+            raise refuse(path, f"{stored} bytes would unpack to {max(unpacked, values)} or more")
 
     def _find_closing(self) -> dict[int, Any]:
         """Return the closing observation of each episode that has one, a row of a table each."""

@@ -19,8 +19,10 @@ MAX_ARRAY = 4 << 30
 """Bytes of one array of one episode in memory."""
 MAX_UNPACKED = 256 << 20
 """Bytes that may come out of compression at any ratio."""
-MAX_RATIO = 500
-"""Of unpacked to stored bytes above that. Blank frames reach 300."""
+MAX_RATIO = 100
+"""Of unpacked to stored bytes above that."""
+MAX_CHUNK = 1 << 30
+"""Bytes of a chunk in memory."""
 MAX_JSON = 64 << 20
 MAX_EPISODES = 10_000_000
 
@@ -90,7 +92,9 @@ def read_json(path: Path, limit: int = MAX_JSON) -> dict[str, Any]:
     return value
 
 
-def check_size(where: Path | str, shape: Sequence[int], dtype: np.dtype, stored: int | None = None) -> None:
+def check_size(
+    where: Path | str, shape: Sequence[int], dtype: np.dtype, stored: int | None = None, limit: int = MAX_ARRAY
+) -> None:
     """Check an array before it is read.
 
     Args:
@@ -98,6 +102,7 @@ def check_size(where: Path | str, shape: Sequence[int], dtype: np.dtype, stored:
         shape: Its shape.
         dtype: Its number type.
         stored: Bytes that it takes up on disk, where it is compressed.
+        limit: Bytes that it may have.
 
     Raises:
         UsageError: It has no numbers, or more of them than fit in memory or in so few bytes.
@@ -105,12 +110,10 @@ def check_size(where: Path | str, shape: Sequence[int], dtype: np.dtype, stored:
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise refuse(where, f"holds {dtype}, not plain numbers")
     size = math.prod(int(each) for each in shape) * dtype.itemsize
-    if size > MAX_ARRAY:
-        raise refuse(
-            where, f"shape {_short(shape)} takes {size:.3g} bytes, more than {MAX_ARRAY}: cut it into episodes"
-        )
+    if size > limit:
+        raise refuse(where, f"shape {_short(shape)} takes {size:.3g} bytes, more than {limit}: cut it into episodes")
     if stored is not None and size > MAX_UNPACKED and size > MAX_RATIO * stored:
-        raise refuse(where, f"{stored} bytes would become {size}: this is no recording")
+        raise refuse(where, f"{stored} bytes would unpack to {size}: cut it into shorter episodes")
 
 
 def _short(shape: Sequence[int]) -> str:

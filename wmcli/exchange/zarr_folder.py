@@ -15,7 +15,7 @@ import zarr
 
 from wmcli.exchange.convert import Raw, Stated, check_spaces
 from wmcli.exchange.hdf5 import DEEPEST, found_in, in_order
-from wmcli.exchange.safe import check_size, damage, inside, read_json, refuse
+from wmcli.exchange.safe import MAX_CHUNK, check_size, damage, inside, read_json, refuse
 from wmcli.experience.segment import CLOSING, FORMAT, SKETCH, kind_of, read_segment, segment_about
 from wmcli.spaces import SEPARATOR, Spaces, from_columns, parts_of
 
@@ -239,7 +239,7 @@ def check_array(folder: Path) -> tuple[int, ...]:
     chunk = inner.get("chunk_shape") if isinstance(inner, dict) else None
     if not _is_shape(shape) or not _is_shape(chunk) or len(chunk) != len(shape) or 0 in chunk or not shape:
         raise refuse(folder, f"chunks {str(chunk)[:60]} for shape {str(shape)[:60]}")
-    check_size(f"{folder}: a chunk", chunk, np.dtype(kind))
+    check_size(f"{folder}: a chunk", chunk, np.dtype(kind), limit=MAX_CHUNK)
     if math.prod(-(-size // step) for size, step in zip(shape, chunk, strict=True)) > MOST_CHUNKS:
         raise refuse(folder, f"more than {MOST_CHUNKS} chunks")
     _check_codecs(folder, about.get("codecs"), 0)
