@@ -568,7 +568,7 @@ def _bomb(folder: Path) -> None:
     import pyarrow.parquet as pq
 
     path = folder / "data/chunk-000/file-000.parquet"
-    zeros = pa.array(np.zeros(60_000_000))
+    zeros = pa.array(np.zeros(25_000_000, np.int8))
     columns = dict.fromkeys(pq.read_schema(path).names, zeros)
     pq.write_table(pa.table(columns), path, compression="zstd")
 

@@ -125,7 +125,12 @@ class Hdf5:
 
     def _find_flat(self, path: Path, file: h5py.File) -> None:
         found = found_in(list(file), str(path))
-        rows = dataset(file, found["action"], path).shape[0]
+        library = load_library("h5py", "data", f"{path}: reading HDF5")
+        arrays = [name for name in found.values() if isinstance(_child(file, name, path), library.Dataset)]
+        lengths = {dataset(file, name, path).shape[0] for name in arrays}
+        if len(lengths) > 1:
+            raise refuse(path, f"its arrays have {', '.join(map(str, sorted(lengths)))} rows")
+        rows = lengths.pop()
         ended = np.zeros(rows, bool)
         for what in ("terminated", "truncated"):
             if what in found:
