@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from tiny_run import TINY, Killed
 
 from wmcli.artifacts import Artifact, Run
 from wmcli.cli.main import run as command
+from wmcli.envs import Streams
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.exchange import Episode, Recording, digest_of, open_recording, write_recording
 from wmcli.experience import load, read_segment
@@ -21,9 +21,10 @@ from wmcli.progress import Progress
 from wmcli.settings import flatten
 from wmcli.spaces import Spaces
 from wmcli.stages import imported
+from wmcli.stages.collect import collect
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.exported import export_experience, recording_in
-from wmcli.stages.imported import Importing, import_experience, open_import
+from wmcli.stages.imported import Importing, import_experience
 from wmcli.stages.opening import open_context
 from wmcli.stages.tokenizer import train_tokenizer
 
@@ -53,8 +54,9 @@ def folder(tmp_path: Path) -> Path:
 def imports(run: Path, source: Path, *overrides: str, **how: Any) -> Artifact:
     """Import a source into a run, which is new or not."""
     importing = Importing(str(source), **how)
-    texts = overrides if run.exists() else (*SETTINGS, *overrides)
-    return import_experience(*open_import(run, None, texts, importing, quiet=True), importing)
+    texts = list(overrides) if run.exists() else [*SETTINGS, *overrides]
+    texts += importing.environment(run, texts)
+    return import_experience(open_context(run, None, texts, create=True, quiet=True), importing)
 
 
 def test_an_import_holds_the_episodes_and_says_where_they_come_from(folder: Path, tmp_path: Path) -> None:
@@ -79,6 +81,15 @@ def test_stages_train_on_an_import(folder: Path, tmp_path: Path) -> None:
     for stage in (train_tokenizer, train_dynamics):
         artifact = stage(open_context(tmp_path / "run", None, create=False, quiet=True))
         assert artifact.manifest["environment"]["id"] == "data/made"
+
+
+def test_nobody_can_play_data(folder: Path, tmp_path: Path) -> None:
+    imports(tmp_path / "run", folder)
+    context = open_context(tmp_path / "run", None, create=False, quiet=True)
+    with pytest.raises(UsageError, match="'data/made' is imported data, which nobody can play"):
+        Streams(context.settings.environment, train=True, seed=0)
+    with pytest.raises(ArtifactError, match="was played by a script or imported, so no environment can continue it"):
+        collect(context)
 
 
 def test_held_out_episodes_are_the_last_or_drawn(folder: Path, tmp_path: Path) -> None:
@@ -156,7 +167,7 @@ def test_out_and_in_again_is_the_same(form: Any, folder: Path, tmp_path: Path) -
     assert back.source["license"] == "CC0" and back.source["experience"] == first.digest
     again = imports(tmp_path / "again", tmp_path / "out")
     assert digest_of(recording_in(again)) == digest_of(made(12))
-    assert again.manifest["environment"] == first.manifest["environment"]
+    assert again.manifest["environment"] == first.manifest["environment"] | {"id": "data/out"}
 
 
 def test_played_experience_goes_out_too(tiny: Path, tmp_path: Path) -> None:
@@ -172,7 +183,6 @@ def test_played_experience_goes_out_too(tiny: Path, tmp_path: Path) -> None:
 
 def test_compact_states_go_out_as_frames(tmp_path: Path) -> None:
     from wmcli.envs.tasks import TASKS
-    from wmcli.stages.collect import collect
 
     name = "wm/Doors-v0" if "wm/Doors-v0" in TASKS else min(TASKS)
     task = TASKS[name]
@@ -228,7 +238,6 @@ def test_commands(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, m
     assert command(["export", "experience", "--run", "run", "--out", "out", "-q"]) == 0
     assert capsys.readouterr().out == "out\n" and len(open_recording("out")) == 10
     assert command(["import", "nothing", "--run", "other"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "wm import: nothing: no such file or folder."
     assert not (tmp_path / "other").exists()
     assert flatten(Run.open(Path("run"), create=False).bound()["settings"])["environment.id"] == "data/made"
-    assert sys.stdout is not None

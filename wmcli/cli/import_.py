@@ -90,9 +90,12 @@ def import_(
         wm import minari:atari/breakout/expert-v0 --size 64
         wm import lerobot-folder --part images.top --size 64
     """
-    from wmcli.stages.imported import Importing, import_experience, open_import
+    from wmcli.stages.imported import Importing, import_experience
+    from wmcli.stages.opening import open_context
 
     short = {"seed": seed, "training.device": device, "environment.id": environment}
+    changes = overrides(settings, short)
     importing = Importing(source, form, size, tuple(part or ()), actions, held_out, shuffled, drop_last)
-    context, recording = open_import(run, preset, overrides(settings, short), importing, quiet=quiet)
-    published(import_experience(context, recording, importing), as_json)
+    changes += importing.environment(run, changes)
+    context = open_context(run, preset, changes, create=True, quiet=quiet)
+    published(import_experience(context, importing), as_json)

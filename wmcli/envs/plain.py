@@ -102,6 +102,10 @@ def _import_package(identifier: str, family: Family) -> None:
 def _check_registered(name: str, module: str) -> None:
     """Raise UsageError unless gymnasium knows an id; `module` was imported for it."""
     if name not in gymnasium.registry:
+        if name.startswith("data/"):  # see wmcli.artifacts.environment
+            raise UsageError(
+                f"environment.id: '{name}' is imported data, which nobody can play; name a game with --env."
+            )
         near = nearest(name, list(gymnasium.registry))
         hint = f"did you mean '{near}'?" if near else "list them with: wm envs"
         if "/" in name and not module:

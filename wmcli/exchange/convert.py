@@ -139,7 +139,7 @@ def recording_of(
         return _episode(raw, seen, found, size, is_ours, where)
 
     return Recording(
-        _slug(reader.name), reader.format, found, len(reader), read, reader.lossy, tuple(notes), reader.source
+        slug(reader.name), reader.format, found, len(reader), read, reader.lossy, tuple(notes), reader.source
     )
 
 
@@ -151,7 +151,8 @@ def split_at(ended: np.ndarray) -> list[tuple[int, int]]:
     return list(zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True))
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
+    """Return a name of letters, digits, dots, dashes and underscores."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:60] or "recording"
 
 

@@ -75,8 +75,8 @@ def collect(
         return (collect_scripted if policy == "scripted" else collect_recorded)(context, before)
     if before is not None and not (before.path / STREAMS).exists():
         raise ArtifactError(
-            f"{before.name} was played by a script, so no environment can continue it: collect into another --run, or"
-            " use --policy scripted"
+            f"{before.name} was played by a script or imported, so no environment can continue it: collect into another"
+            " --run, or use --policy scripted"
         )
     actor = _controller(context, controller)
     inputs = {"previous": before, "controller": actor}

@@ -20,17 +20,20 @@ from wmcli.assemble import parameter_counts
 from wmcli.config import digest
 from wmcli.errors import UsageError
 from wmcli.exchange import Episode, Format, Recording, digest_of_files, located, open_recording
+from wmcli.exchange.convert import slug
+from wmcli.exchange.minari import PREFIX
 from wmcli.exchange.npz import Actions
 from wmcli.experience import write_segment
 from wmcli.experience.load import HELD_OUT, SEGMENT
 from wmcli.experience.segment import CLOSING
 from wmcli.spaces import Spaces, column_names, images_of, map_parts
+from wmcli.stages.binding import change_settings
 from wmcli.stages.context import Context
-from wmcli.stages.opening import open_context
 from wmcli.stages.scripted import publish_episodes
 from wmcli.training.device import derived_seed
 
 PACKAGES = ("numpy", "zarr", "pillow")
+SIZES = (8, 1024)  # of images in `environment.size`
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,16 @@ class Importing:
     drop_last: bool = False
     """Leave out the last action of episodes whose closing observation is unknown, so that it becomes known."""
 
+    def environment(self, run: Path, overrides: Sequence[str]) -> list[str]:
+        """Return the setting of the environment `data/NAME` for a new run whose environment `overrides` do not name."""
+        is_bound = run.exists() and Run.open(run, create=False).bound() is not None
+        if is_bound or any(text.startswith("environment.id=") for text in overrides):
+            return []
+        path = Path(self.source.removeprefix(PREFIX))
+        return [
+            f"environment.id={RECORDED}{slug(str(path) if self.source.startswith(PREFIX) else path.resolve().stem)}"
+        ]
+
     def open(self, spaces: Spaces | None) -> Recording:
         """Open the source. Raises UsageError, see `open_recording`."""
         return open_recording(
@@ -61,47 +74,23 @@ class Importing:
         )
 
 
-def open_import(
-    run: Path, preset: str | None, overrides: Sequence[str], importing: Importing, **how: bool
-) -> tuple[Context, Recording]:
-    """Open a run to import into. A new run whose environment nobody named gets `data/NAME`.
-
-    Args:
-        run: The run directory.
-        preset: Preset of a new run.
-        overrides: `section.key=value` texts.
-        importing: How to read the source.
-        how: See `open_context`.
-
-    Raises:
-        UsageError: The source cannot be read, or does not fit the environment of the run.
-    """
-    is_bound = run.exists() and Run.open(run, create=False).bound() is not None
-    if not is_bound and not any(text.startswith("environment.id=") for text in overrides):
-        recording = importing.open(None)
-        side = [image.height for image in images_of(recording.spaces.observation).values()][:1]
-        own = [f"environment.id={RECORDED}{recording.name}", *(f"environment.size={each}" for each in side)]
-        return open_context(run, preset, [*overrides, *own], create=True, **how), recording
-    context = open_context(run, preset, overrides, create=True, **how)
-    begins = is_recorded(context.settings.environment.id) and not context.run.versions("experience")
-    return context, importing.open(None if begins else context.spaces)
-
-
-def import_experience(context: Context, recording: Recording, importing: Importing) -> Artifact:
+def import_experience(context: Context, importing: Importing) -> Artifact:
     """Publish recorded episodes behind the newest experience of a run.
 
     Args:
-        context: Of the run, see `open_import`.
-        recording: The episodes.
-        importing: Where they come from.
+        context: Of the run, see `Importing.environment`.
+        importing: The source, and how to read it.
 
     Raises:
-        UsageError: An episode is damaged or does not fit, or there are too few to hold some out.
+        UsageError: The source cannot be read, an episode is damaged or does not fit, or there are too few to hold some
+            out.
         ArtifactError: The run has experience of another environment.
     """
     before = context.run.latest("experience")
-    if is_recorded(context.settings.environment.id) and before is None:
-        context.environment = _environment(context, recording)
+    begins = is_recorded(context.settings.environment.id) and before is None
+    recording = importing.open(None if begins else context.spaces)
+    if begins:
+        _take_environment(context, recording)
     if context.to_bind:
         parameter_counts(context.settings, recording.spaces)  # raises UsageError if the models cannot read such data
     if before is not None:
@@ -164,11 +153,16 @@ def _imported(newest: Artifact | None, content: str) -> Artifact | None:
     return newest
 
 
-def _environment(context: Context, recording: Recording) -> dict[str, Any]:
-    """Return `environment` of the manifests of data that come from none."""
-    spaces, settings = recording.spaces, context.settings.environment
+def _take_environment(context: Context, recording: Recording) -> None:
+    """Make the data the environment of a run that has none, in its settings and manifests."""
+    spaces = recording.spaces
     sides = [image.height for image in images_of(spaces.observation).values()]
-    return {
+    limits = range(SIZES[0], SIZES[1] + 1)
+    if context.binding is not None and sides and sides[0] in limits:
+        context.binding = change_settings(context.binding, [f"environment.size={sides[0]}"], None)
+        context.settings = context.binding.at()
+    settings = context.settings.environment
+    context.environment = {
         "id": settings.id,
         "protocol": "recorded",
         "size": sides[0] if sides else settings.size,
