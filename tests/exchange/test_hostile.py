@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from recordings import SPACES, random_recording
 
 from wmcli.errors import ArtifactError, UsageError
@@ -500,7 +501,6 @@ def test_minari(case: str, minari: Path) -> None:
 )
 def test_minari_images_that_are_none(data: bytes | str, match: str, minari: Path) -> None:
     import h5py
-    from PIL import Image
 
     if data == "large":
         buffer = io.BytesIO()
@@ -637,6 +637,7 @@ PLAYLIST = "#EXTM3U\n#EXTINF:1,\n/etc/hostname\n#EXT-X-ENDLIST\n"
         (TABLE, b"nothing", "no MP4 video"),
         (TABLE, b"", "no MP4 video"),
         (TABLE, PLAYLIST.encode(), "no MP4 video"),
+        (TABLE, b"gif", "no MP4 video"),
         (TABLE, b"ffconcat version 1.0\nfile '/etc/hostname'\n", "no MP4 video"),
         ("action\n0\n", b"", "needs the columns action"),
         ("reward\n0\n", b"", "needs the columns action"),
@@ -658,6 +659,9 @@ def test_mp4(table: str, video: bytes, match: str, tmp_path: Path) -> None:
     (tmp_path / "actions.csv").write_text(table)
     if video == b"good":
         encode(tmp_path / "a.mp4", iter(np.zeros((4, 32, 32, 3), np.uint8)), (32, 32), 10)
+    elif video == b"gif":  # which ffmpeg would read
+        frames = [Image.new("RGB", (32, 32), (60 * n, 0, 0)) for n in range(3)]
+        frames[0].save(tmp_path / "a.mp4", "GIF", save_all=True, append_images=frames[1:])
     else:
         (tmp_path / "a.mp4").write_bytes(video)
     refused(tmp_path, match)
