@@ -1,4 +1,5 @@
 from __future__ import annotations
+from wmcli.spaces import Discrete
 
 import json
 import subprocess
@@ -70,7 +71,7 @@ def test_frames_are_copies_and_rewards_and_actions_are_mapped() -> None:
         assert type(terminated) is bool and info["lives"] == 3
     assert [int(frame[0, 0, 0]) for frame in frames] == [0, 1, 2]
     assert env.unwrapped.taken == [-2, 1]
-    assert env.action_space == spaces.Discrete(4)
+    assert env.spaces.action == Discrete(4)
 
 
 def test_rewards_of_other_number_types_are_taken(monkeypatch) -> None:
