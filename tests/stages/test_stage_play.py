@@ -23,6 +23,7 @@ from wmcli.errors import UsageError
 from wmcli.experience import Replay
 from wmcli.progress import Progress
 from wmcli.report.images import strip, write_png
+from wmcli.spaces import Discrete
 from wmcli.stages import play as play_module
 from wmcli.stages.pictures import HOLD, Dream, Film, SideBySide, beside, imagined_beside_real, write_side_by_side
 from wmcli.stages.play import play
@@ -147,7 +148,7 @@ class Counter(WorldModel):
     def __init__(self, context: int) -> None:
         super().__init__()
         self.context = context
-        self.actions = 10
+        self.action_space, self.observation_space = Discrete(10), Image(1, 1, 1)
         self.reads: list[tuple[int, int]] = []
         self.eval()
 
@@ -353,7 +354,7 @@ def test_no_episode_is_long_enough() -> None:
 @pytest.mark.parametrize("size", [8, 12])
 def test_the_picture_shows_one_episode_whole(tmp_path: Path, episodes: int, size: int) -> None:
     frames = np.random.default_rng(1).integers(0, 255, (2, 4, episodes * size, size, 3)).astype(np.uint8)
-    write_side_by_side(tmp_path, SideBySide(frames[0], frames[1], 2))
+    write_side_by_side(tmp_path, SideBySide(frames[0], frames[1], 2, frames.shape[2]))
     write_png(tmp_path / "wanted.png", strip({"real": frames[0][:, :size], "imagined": frames[1][:, :size]}, context=2))
     assert (tmp_path / "imagination.png").read_bytes() == (tmp_path / "wanted.png").read_bytes()
     with Image.open(tmp_path / "imagination.gif") as picture:
