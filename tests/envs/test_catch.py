@@ -51,7 +51,7 @@ def test_a_blind_policy_earns_minus_one_half(weights: tuple[int, ...]) -> None:
 
 def test_frames_stay_clean_when_shrunk_and_two_episodes_of_one_seed_are_equal() -> None:
     env = Adapted(gymnasium.make("wm/Catch-v0"), 32)
-    assert env.resizing == "box"
+    assert env.parts[0].resizing == "box"
     frame, _ = env.reset(seed=5)
     again, _ = env.reset(seed=5)
     assert frame.shape == (32, 32, 3) and (frame == again).all()

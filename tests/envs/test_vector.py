@@ -7,6 +7,7 @@ from gymnasium import spaces
 
 from wmcli.envs import EnvironmentSettings, Streams, follows_seed, make
 from wmcli.errors import ArtifactError, EnvironmentFault
+from wmcli.spaces import Discrete
 
 CATCH = EnvironmentSettings(size=32, count=3)
 
@@ -194,7 +195,7 @@ def test_pictures_are_drawn_again_after_a_replay_that_led_elsewhere() -> None:
 @pytest.mark.parametrize(("environment", "follows"), [("wm/Catch-v0", True), ("test/Noise-v0", False)])
 def test_whether_an_environment_follows_its_seed(environment: str, follows: bool) -> None:
     registered(Noise)
-    assert follows_seed(EnvironmentSettings(id=environment, size=8), actions=2) == follows
+    assert follows_seed(EnvironmentSettings(id=environment, size=8), Discrete(2)) == follows
 
 
 class Fails(gymnasium.Env):

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from tiny_run import latest, opened
 
+from wmcli import spaces
 from wmcli.artifacts import Run
 from wmcli.assemble import load_world_model
 from wmcli.controllers.agent import Agent
@@ -21,6 +22,7 @@ from wmcli.envs.catch import BALL_COLOR
 from wmcli.envs.vector import Transition
 from wmcli.errors import UsageError
 from wmcli.experience import Replay
+from wmcli.nn.policies import build_policy
 from wmcli.progress import Progress
 from wmcli.report.images import strip, write_png
 from wmcli.stages import play as play_module
@@ -38,9 +40,9 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[Film | Dream]:
     kept: list[Film | Dream] = []
     for kind in (Film, Dream):
 
-        def watched(film, meanings, original=kind.render):
+        def watched(film, space, meanings, original=kind.render):
             kept.append(film)
-            return original(film, meanings)
+            return original(film, space, meanings)
 
         monkeypatch.setattr(kind, "render", watched)
     return kept
@@ -147,7 +149,7 @@ class Counter(WorldModel):
     def __init__(self, context: int) -> None:
         super().__init__()
         self.context = context
-        self.actions = 10
+        self.action_space, self.observation_space = spaces.Discrete(10), spaces.Image(1, 1, 3)
         self.reads: list[tuple[int, int]] = []
         self.eval()
 
@@ -212,9 +214,10 @@ class Dutiful(Controller):
 def dreamed(context: int, length: int, given: list[int]) -> tuple[Dream, Counter, Counting]:
     model, streams = Counter(context), Counting(length)
     controller = Dutiful()
+    controller.distribution = build_policy(spaces.Discrete(10))
     controller.register_parameter("place", torch.nn.Parameter(torch.zeros(())))
     agent = Agent(model, controller, 1, temperature=0, epsilon=0, generator=torch.Generator())
-    return play_module._imagined(streams, agent, given, context), model, streams
+    return play_module._imagined(streams, agent, [np.array(each) for each in given], context), model, streams
 
 
 def numbers(frames: list[np.ndarray]) -> list[int]:
@@ -247,7 +250,7 @@ def test_the_real_episode_may_be_over_first(length: int) -> None:
     assert (dream.real.ended, len(dream.real.frames)) == ("time limit", length)
     assert numbers([dream.real.outcome]) == [length + 1]
     assert dream.imagined.ended == "terminated" and len(dream.imagined.frames) > length
-    movie = dream.render(None)
+    movie = dream.render(spaces.Image(1, 1), None)
     left = movie[:, 20:212, :192]
     assert (left[length:] == length + 1).all(), "it stands still"
     heads = movie[:, :20, :192]
@@ -267,11 +270,11 @@ def test_a_film_shows_the_search_of_its_own_game() -> None:
     film.add(frame, 1, 0.5, found)
     assert film.policies[0].tolist() == [0.25, 0.75] and film.values == [0.0]
     assert film.actions == [1] and film.rewards == [0.5]
-    alone = film.render(None)
+    alone = film.render(spaces.Image(4, 4), None)
     film.end(frame, "time limit")
-    ended = film.render(None)
+    ended = film.render(spaces.Image(4, 4), None)
     assert (ended[0] == alone[0]).all() and len(ended) == 1 + HOLD
-    assert film.with_captions(None)[1][-1] == "time limit\nreturn 0.5"
+    assert film.with_captions(spaces.Image(4, 4), None)[1][-1] == "time limit\nreturn 0.5"
 
 
 # -- real beside imagined ---------------------------------------------------------------------------------------------
@@ -307,7 +310,7 @@ def test_every_frame_follows_from_the_one_before_and_its_action(newest_episodes:
     """A model that counts actions shows which actions it was given, and when."""
 
     class Counter:
-        decodes = "latents"
+        decodes, observation_space = "latents", spaces.Image(1, 1)
 
         def encode(self, observation):
             return observation[..., 0, 0]
@@ -353,7 +356,7 @@ def test_no_episode_is_long_enough() -> None:
 @pytest.mark.parametrize("size", [8, 12])
 def test_the_picture_shows_one_episode_whole(tmp_path: Path, episodes: int, size: int) -> None:
     frames = np.random.default_rng(1).integers(0, 255, (2, 4, episodes * size, size, 3)).astype(np.uint8)
-    write_side_by_side(tmp_path, SideBySide(frames[0], frames[1], 2))
+    write_side_by_side(tmp_path, SideBySide(frames[0], frames[1], 2, frames.shape[2]))
     write_png(tmp_path / "wanted.png", strip({"real": frames[0][:, :size], "imagined": frames[1][:, :size]}, context=2))
     assert (tmp_path / "imagination.png").read_bytes() == (tmp_path / "wanted.png").read_bytes()
     with Image.open(tmp_path / "imagination.gif") as picture:

@@ -181,10 +181,10 @@ def _parse_one(word: str, space: ActionSpace, names: Sequence[str]) -> np.ndarra
             return None
         return ((numbers - low) / (high - low) * 2 - 1).astype(np.float32)
     sizes = np.array((space.count,) if isinstance(space, Discrete) else space.sizes)
-    if numbers.shape != sizes.shape or not np.isfinite(numbers).all():
+    if numbers.shape != sizes.shape or not all(number.isdecimal() for number in word.split(":")):
         return None
     whole = numbers.astype(np.int64)
-    if ((whole != numbers) | (whole < 0) | (whole >= sizes)).any():
+    if (whole >= sizes).any():
         return None
     return whole[0] if isinstance(space, Discrete) else whole
 
