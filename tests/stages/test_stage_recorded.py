@@ -133,8 +133,8 @@ def test_frames_are_those_of_the_files_and_not_drawn(maze_run: Path, monkeypatch
     experience = latest(maze_run, "experience")
     arrays = parts_of(experience)
     context = opened(maze_run)
-    assert np.array_equal(context.experience(experience).frames.numpy(), arrays[SEGMENT]["observation"])
-    held = context.held_out(experience, "test").frames.numpy()
+    assert np.array_equal(context.experience(experience).observation.numpy(), arrays[SEGMENT]["observation"])
+    held = context.held_out(experience, "test").observation.numpy()
     assert np.array_equal(held, arrays["test.zarr"]["observation"])
 
 
