@@ -290,7 +290,7 @@ def test_what_an_opening_needs():
 def test_closing_frames_have_no_outcome(heads_read, streams, monkeypatch):
     """Their reward and termination change nothing; those of the step that leads to them count."""
     monkeypatch.setattr(latent, "straight_through", take_likeliest)
-    model, batch = small(closing=True, heads_read=heads_read, **streams), segments()
+    model, batch = small(closing_frames=True, heads_read=heads_read, **streams), segments()
     assert model.settings.reads_closing and not small().settings.reads_closing
     closing = torch.zeros(B, T, dtype=torch.bool)
     closing[1, 2] = True
