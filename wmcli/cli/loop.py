@@ -129,7 +129,7 @@ def run(
         bind=True,
         from_epoch=from_epoch,
     )
-    artifact = run_loop(context, importing)
+    artifact = run_loop(context, importing=importing)
     if artifact.kind == "evaluation":
         report(artifact, as_json, quiet)
     else:

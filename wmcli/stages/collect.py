@@ -248,7 +248,7 @@ def _last_frames(
     end = np.full(count, length)  # places from there on are filled
     segment = before
     while missing.any():
-        if is_imported(segment):
+        if is_imported(segment):  # no environment's rows, and perhaps many
             segment = segment.input("previous")
             continue
         segment.verify()
