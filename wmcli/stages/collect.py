@@ -172,7 +172,8 @@ def _begin(
     if checkpoint.exists():
         parts = about["parts"]
         saved = [load_tensors(work.path / _part(index))[0] for index in range(parts)]
-        recorder.load({name: torch.cat([part[name] for part in saved]).numpy() for name in saved[0]})
+        if saved:
+            recorder.load({name: torch.cat([part[name] for part in saved]).numpy() for name in saved[0]})
         agent.load({name.removeprefix("agent/"): value for name, value in tensors.items() if name.startswith("agent/")})
         context.progress.say(f"collect: resuming at step {len(recorder)}")
     elif before is not None and isinstance(agent, Agent):
@@ -281,9 +282,10 @@ def _play(
 
     def save(state: dict[str, Any]) -> None:
         nonlocal saved, closings, saved_at, parts
-        rows = {name: torch.from_numpy(array) for name, array in recorder.arrays(saved, closings).items()}
-        save_tensors(work.path / _part(parts), rows, {})
-        saved, closings, parts = len(recorder), recorder.closings, parts + 1
+        if len(recorder) > saved:
+            rows = {name: torch.from_numpy(array) for name, array in recorder.arrays(saved, closings).items()}
+            save_tensors(work.path / _part(parts), rows, {})
+            saved, closings, parts = len(recorder), recorder.closings, parts + 1
         tensors, about = _streams_tensors(state)
         tensors |= {f"agent/{name}": value for name, value in agent.state().items()}
         save_tensors(work.path / CHECKPOINT, tensors, about | {"parts": parts})
