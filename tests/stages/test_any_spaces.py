@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from small_systems import SYSTEMS, Update, learn, opened
+from tiny_run import Killed, copied, kill_at
 
 from wmcli.artifacts import Artifact
 from wmcli.assemble import load_world_model, spaces_of
@@ -32,7 +33,9 @@ from wmcli.spaces import (
     parts_of,
 )
 from wmcli.stages.collect import collect
+from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
+from wmcli.stages.imagine import imagine
 from wmcli.stages.opening import open_context
 from wmcli.training.device import Machine
 from wmcli.world_models.base import PlanningWorldModel
@@ -93,10 +96,11 @@ def check_segment(experience: Artifact, observation: ObservationSpace, action: A
     return arrays
 
 
-def check_actions(actions: np.ndarray, space: ActionSpace, *lead: int) -> None:
+def check_actions(actions: np.ndarray, space: ActionSpace, *lead: int, most: float = 1.0) -> None:
+    """`most` is the largest continuous number."""
     assert (actions.shape, actions.dtype) == ((*lead, *space.shape), space.dtype)
-    if isinstance(space, Continuous):  # a normal policy draws numbers outside of the bounds, which act like these
-        assert np.isfinite(actions).all() and np.abs(actions).max() < 10
+    if isinstance(space, Continuous):
+        assert np.abs(actions).max() <= most
     else:
         assert actions.min() >= 0 and actions.max() < (3 if isinstance(space, Categories) else 5)
     flat = actions.reshape(-1, *space.shape)
@@ -112,6 +116,26 @@ def check_learned(artifact: Artifact, updates: list[Update]) -> None:
     assert all(value.isfinite().all() for value in update.after.values() if value.is_floating_point())
     assert artifact.metrics["updates"] == 1
     assert all(math.isfinite(value) for value in artifact.metrics.values() if isinstance(value, float))
+
+
+def check_decoded(dynamics: Artifact, space: ObservationSpace) -> None:
+    """A world model decodes the parts of the observation, of frames that it read and of those that it imagined."""
+    world_model = load_world_model(dynamics, CPU)
+    if not world_model.decodes:
+        assert isinstance(world_model, PlanningWorldModel)
+        return
+    frames, actions = random_observation(space, (2, 4)), random_actions(world_model.action_space, (2, 6))
+    latent = world_model.encode(frames)
+    features, steps = open_loop(world_model, latent, actions)
+    if world_model.decodes == "latents":
+        features = torch.cat([latent, *(step.latent[:, None] for step in steps)], 1)
+    decoded = world_model.decode(features)
+    assert parts_of(decoded).keys() == parts_of(space).keys()
+    for name, of_part in parts_of(space).items():
+        part = parts_of(decoded)[name]
+        assert (part.shape, part.dtype) == ((2, 6, *of_part.shape), NUMBER_TYPES[of_part.dtype])
+        if isinstance(of_part, Categories):
+            assert (part >= 0).all() and (part < torch.tensor(of_part.sizes)).all()
 
 
 @pytest.mark.matrix
@@ -143,7 +167,7 @@ def test_every_stage(tmp_path: Path, system: str, observed: str, actions: str) -
     if searched:
         assert np.abs(played["policy"].sum(1) - 1).max() < 1e-5
     if "sampled" in played:
-        check_actions(played["sampled"], action_space, *played["policy"].shape)
+        check_actions(played["sampled"], action_space, *played["policy"].shape, most=5.0)  # as the policy drew them
     if searched:  # learns from search results beside random play
         check_learned(*learn(run, "dynamics"))
 
@@ -153,21 +177,28 @@ def test_every_stage(tmp_path: Path, system: str, observed: str, actions: str) -
     check_decoded(dynamics, observation_space)
 
 
-def check_decoded(dynamics: Artifact, space: ObservationSpace) -> None:
-    """A world model decodes the parts of the observation, of frames that it read and of those that it imagined."""
-    world_model = load_world_model(dynamics, CPU)
-    if not world_model.decodes:
-        assert isinstance(world_model, PlanningWorldModel)
-        return
-    frames, actions = random_observation(space, (2, 4)), random_actions(world_model.action_space, (2, 6))
-    latent = world_model.encode(frames)
-    features, steps = open_loop(world_model, latent, actions)
-    if world_model.decodes == "latents":
-        features = torch.cat([latent, *(step.latent[:, None] for step in steps)], 1)
-    decoded = world_model.decode(features)
-    assert parts_of(decoded).keys() == parts_of(space).keys()
-    for name, of_part in parts_of(space).items():
-        part = parts_of(decoded)[name]
-        assert (part.shape, part.dtype) == ((2, 6, *of_part.shape), NUMBER_TYPES[of_part.dtype])
-        if isinstance(of_part, Categories):
-            assert (part >= 0).all() and (part < torch.tensor(of_part.sizes)).all()
+@pytest.mark.parametrize("kind", ["experience", "dynamics", "controller"])
+@pytest.mark.parametrize("system", ["dreamer", "unizero"])
+def test_killed_again_and_again_it_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, kind: str
+) -> None:
+    """With an observation of several parts and continuous actions, among them the samples of a search."""
+    run = begin(tmp_path / "run", system, "all", "continuous")
+    if kind != "dynamics":
+        train_dynamics(opened(run))
+    if kind == "experience":
+        imagine(opened(run))
+    stage = {"experience": collect, "dynamics": train_dynamics, "controller": imagine}[kind]
+    more = ["dynamics.updates=3", "controller.updates=3"]
+    undisturbed = stage(opened(copied(run, tmp_path / "whole"), *more))
+    artifact, kills = None, 0
+    while artifact is None:
+        try:
+            with monkeypatch.context() as patch:
+                kill_at(patch, "checkpoint", 1 if kind != "experience" else 7)
+                artifact = stage(opened(run, *more, "training.checkpoint_seconds=0"))
+        except Killed:
+            kills += 1
+            assert kills < 99, "does not move on"
+    assert kills > 1
+    assert artifact.manifest["files"] == undisturbed.manifest["files"]
