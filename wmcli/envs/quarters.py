@@ -108,7 +108,7 @@ class Quarters(gymnasium.Env[Any, Any]):
         reward = (1.0 if arrived else -1.0) if ended else 0.0
         return self._observe(), reward, ended, False, {}
 
-    def render(self) -> np.ndarray:  # type: ignore[override]
+    def render(self) -> np.ndarray:
         """Return the image of "image", (64, 64, 3) uint8: it shows all but the velocity."""
         return self._draw(COLORS[self._colors[self._target]])
 
