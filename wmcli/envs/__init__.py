@@ -1,4 +1,4 @@
-"""Environments, with size x size x 3 uint8 frames and actions 0 .. n-1.
+"""Environments, in the form of `wmcli.spaces`.
 
 Importing this package registers `wm/Catch-v0`, `wm/DelayedCopy-v0`, `wm/GridWorld-v0`, `wm/GridWorldGoal-v0`, the
 memory tasks (see tasks.py) and `wm/Dream-v0` (see `wmcli.dream`) with gymnasium. It imports no torch.

@@ -83,4 +83,4 @@ class ControlTask(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
 
     def close(self) -> None:
         """Free the simulation."""
-        self._control.close()
+        self._control.physics.free()

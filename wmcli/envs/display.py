@@ -13,10 +13,9 @@ NONE = "disabled"
 
 
 def choose_backends() -> None:
-    """Set the variables that pygame and MuJoCo read before their import, where there is no display.
-
-    Variables that are set stay as they are.
-    """
+    """Set the variables that pygame and MuJoCo read before their import. Those that are set stay as they are."""
+    # dm_control frees renderers of a thread of its own from the garbage collector, which can wait forever
+    os.environ.setdefault("DISABLE_RENDER_THREAD_OFFLOADING", "1")
     if not _without_display():
         return
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
@@ -25,7 +24,7 @@ def choose_backends() -> None:
 
 
 def check_mujoco(name: str) -> None:
-    """Check that MuJoCo may draw pictures. Where it cannot, it ends the process.
+    """Check that MuJoCo can draw pictures. Where it cannot and tries, it ends the process.
 
     Args:
         name: Of the environment.
@@ -36,8 +35,8 @@ def check_mujoco(name: str) -> None:
     backend = os.environ.get(BACKEND)
     if backend == NONE:
         raise UsageError(
-            f"{name}: MuJoCo draws no pictures here ({BACKEND}={backend}): it needs a display, EGL or OSMesa; install one"
-            f" (apt-get install libosmesa6), then run the same command again with {BACKEND}=osmesa, or egl"
+            f"{name}: MuJoCo draws no pictures here ({BACKEND}={backend}): it needs a display, EGL or OSMesa; install"
+            f" one (apt-get install libosmesa6), then run the same command again with {BACKEND}=osmesa, or egl"
         )
     if backend == "glfw" and _without_display():
         raise UsageError(

@@ -112,6 +112,7 @@ def open_plain(settings: EnvironmentSettings) -> gymnasium.Env:
             check_mujoco(settings.id)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # that there is a newer version of it: the id is explicit
+        warnings.filterwarnings("ignore", message=".*render_modes", category=UserWarning)  # told in one line
         env = _opened(name, settings, family, partial(make, **kwargs))
     for wrapper in wrappers_of(settings):
         env = _wrapped(name, wrapper, env)
@@ -120,12 +121,14 @@ def open_plain(settings: EnvironmentSettings) -> gymnasium.Env:
 
 def _family(identifier: str) -> tuple[str, Family]:
     """Return the family of an environment, and the beginning of its id."""
+    module, _, name = identifier.rpartition(":")
     for start, family in FAMILIES.items():
-        if identifier == start or (identifier.startswith(start) and start[-1] in "/-"):
+        ours = family.make is None or not module
+        if ours and (name == start or (name.startswith(start) and start[-1] in "/-")):
             return start, family
-    spec = gymnasium.registry.get(identifier)
-    module = str(spec.entry_point) if spec else ""
-    return "", next((family for start, family in MODULES.items() if module.startswith(start)), NO_FAMILY)
+    spec = gymnasium.registry.get(name)
+    place = str(spec.entry_point) if spec else ""
+    return "", next((family for start, family in MODULES.items() if place.startswith(start)), NO_FAMILY)
 
 
 def _import_package(identifier: str, family: Family) -> None:
@@ -145,7 +148,7 @@ def _check_registered(name: str, module: str) -> None:
             raise UsageError(
                 f"environment.id: '{name}' is imported data, which nobody can play; name a game with --env."
             )
-        near = nearest(name, list(gymnasium.registry))
+        near = nearest(name, [*gymnasium.registry, *EXAMPLES])
         hint = f"did you mean '{near}'?" if near else "list them with: wm envs"
         if "/" in name and not module:
             hint += f" An id of another package needs it imported first: --set environment.id=package:{name}"
@@ -163,11 +166,12 @@ def _opened(
         return run(lambda: f"{name}: opening it", make)
     except EnvironmentFault as fault:
         _check_installed(name, family, fault)
-        if isinstance(fault.__cause__, TypeError) and settings.kwargs:
+        cause, text = fault.__cause__, one_line(fault.__cause__).partition(" was raised from ")[0]
+        if settings.observe != "observation" and "render_mode" in text:
+            raise UsageError(f"environment.observe = {settings.observe}: {name} renders no pictures") from fault
+        if isinstance(cause, TypeError | KeyError | ValueError) and settings.kwargs:
             given = ", ".join(settings.kwargs)
-            raise UsageError(
-                f"environment.kwargs: {name} does not take {given}: {one_line(fault.__cause__)}"
-            ) from fault
+            raise UsageError(f"environment.kwargs: {name} does not open with {given}: {text}") from fault
         raise
 
 
@@ -184,9 +188,9 @@ def _wrapped(name: str, wrapper: str, env: gymnasium.Env) -> gymnasium.Env:
     try:
         wrapped = run(lambda: f"{name}: wrapper {wrapper}", function, env, **arguments)
     except EnvironmentFault as fault:
-        if isinstance(fault.__cause__, TypeError):
+        if isinstance(fault.__cause__, TypeError | ValueError | AssertionError):
             raise UsageError(
-                f"environment.wrappers: {wrapper} does not take these arguments: {one_line(fault.__cause__)}; give them"
+                f"environment.wrappers: {wrapper} does not fit {name}: {one_line(fault.__cause__)}; arguments are given"
                 " as in --set 'environment.wrappers=[\"FrameStackObservation(stack_size=4)\"]'"
             ) from fault
         raise
