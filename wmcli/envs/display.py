@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib
 import os
 import sys
 
@@ -21,6 +23,15 @@ def choose_backends() -> None:
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     if not os.environ.get(BACKEND):
         os.environ[BACKEND] = "egl" if _egl_works() else "osmesa" if _library("libOSMesa.so.8") else NONE
+
+
+def load_triton() -> None:
+    """Import Triton, if it is installed. Behind Mesa, which draws for EGL, its import ends the process.
+
+    Both bring an LLVM of their own. Triton's in front harms neither.
+    """
+    with contextlib.suppress(ImportError):
+        importlib.import_module("triton")
 
 
 def check_mujoco(name: str) -> None:

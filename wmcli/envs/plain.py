@@ -17,7 +17,7 @@ import gymnasium
 from wmcli.envs.checked import nearest, one_line, run
 from wmcli.envs.control import PREFIX, ControlTask
 from wmcli.envs.crafter_game import CrafterGame
-from wmcli.envs.display import check_mujoco, choose_backends
+from wmcli.envs.display import check_mujoco, choose_backends, load_triton
 from wmcli.envs.settings import EnvironmentSettings
 from wmcli.errors import EnvironmentFault, UsageError
 
@@ -98,6 +98,8 @@ def open_plain(settings: EnvironmentSettings) -> gymnasium.Env:
         _import(settings.id, module)
     prefix, family = _family(settings.id)
     choose_backends()
+    if family.mujoco:
+        load_triton()
     if family.package:
         _import_package(settings.id, family)
     if family.make is None:
