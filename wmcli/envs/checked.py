@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -172,6 +173,11 @@ def _array(value: Any, shape: tuple[int, ...], kinds: str) -> np.ndarray | None:
 def one_line(text: object) -> str:
     """Return the text of an exception or a value on one line of at most 300 characters."""
     return " ".join(str(text).split())[:300]
+
+
+def nearest(word: str, names: list[str]) -> str | None:
+    """Return the name that a mistyped word may have meant."""
+    return next(iter(difflib.get_close_matches(word, names, n=1, cutoff=0.7)), None)
 
 
 def _raised(error: BaseException) -> str:

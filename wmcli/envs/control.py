@@ -8,32 +8,55 @@ Source: Tassa et al. 2018, arXiv 1801.00690, and the package dm_control.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import gymnasium
 import numpy as np
+
+from wmcli.envs.checked import nearest
+from wmcli.errors import UsageError
 
 PREFIX = "dmc/"
 PIXELS = 64  # of a side of rendered pictures, before they are resized
 
 
 class ControlTask(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
-    """A task of the suite. `reset(seed=...)` builds the task anew, so that all that follows depends on the seed alone.
+    """A task of the suite. All that follows `reset(seed=...)` depends on the seed alone.
+
+    The linear-quadratic regulators draw their masses and springs when they are built. Here that is one system, that of
+    seed 0.
 
     Args:
         task: Domain and task, with a hyphen between them.
-        render_mode: "rgb_array" lets `render` return pictures of the first camera.
+        render_mode: "rgb_array" lets `render` return pictures.
         pixels: Side of these pictures.
+        camera: Number of the camera that takes them.
+
+    Raises:
+        UsageError: The suite has no such task.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 50}
 
-    def __init__(self, task: str, render_mode: str | None = None, pixels: int = PIXELS) -> None:
+    def __init__(self, task: str, render_mode: str | None = None, pixels: int = PIXELS, camera: int = 0) -> None:
+        from dm_control import suite
+
+        names = ["-".join(each) for each in suite.ALL_TASKS]
+        if task not in names:
+            near = nearest(task, names)
+            hint = (
+                f"did you mean '{PREFIX}{near}'?"
+                if near
+                else f"domains: {', '.join(dict.fromkeys(domain for domain, _ in suite.ALL_TASKS))}"
+            )
+            raise UsageError(f"environment.id: no task called '{PREFIX}{task}'; {hint}")
         self.render_mode = render_mode
-        self._domain, _, self._task = task.partition("-")
-        self._task = self._task.replace("-", "_")
-        self._pixels = pixels
-        self._control = self._load(0)
+        self._pixels, self._camera = pixels, camera
+        self._control: Any = suite.load(*task.split("-"), task_kwargs={"random": 0})
+        limit = self._control._step_limit
+        self.max_steps = math.ceil(limit) if math.isfinite(limit) else None
+        """Steps of an episode; None is unlimited."""
         action, seen = self._control.action_spec(), self._control.observation_spec()
         self.action_space = gymnasium.spaces.Box(action.minimum, action.maximum, action.shape, np.float64)
         self.observation_space = gymnasium.spaces.Dict(  # type: ignore[assignment]
@@ -44,7 +67,7 @@ class ControlTask(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
         """Start an episode."""
         super().reset(seed=seed)
         if seed is not None:
-            self._control = self._load(seed)
+            self._control.task.random.seed(seed)
         return dict(self._control.reset().observation), {}
 
     def step(self, action: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
@@ -56,13 +79,8 @@ class ControlTask(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
 
     def render(self) -> np.ndarray:
         """Return a picture (pixels, pixels, 3) uint8."""
-        return self._control.physics.render(self._pixels, self._pixels, camera_id=0)
+        return self._control.physics.render(self._pixels, self._pixels, camera_id=self._camera)
 
     def close(self) -> None:
         """Free the simulation."""
-        self._control.close()
-
-    def _load(self, seed: int) -> Any:
-        from dm_control import suite
-
-        return suite.load(self._domain, self._task, task_kwargs={"random": seed})
+        self._control.physics.free()

@@ -5,6 +5,7 @@ Source: Hafner 2021, arXiv 2109.06780, and the package crafter.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import gymnasium
@@ -23,7 +24,9 @@ class CrafterGame(gymnasium.Env[np.ndarray, int]):
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}
 
-    def __init__(self, name: str = "Crafter", render_mode: str | None = None) -> None:
+    max_steps = STEPS
+
+    def __init__(self, render_mode: str | None = None) -> None:
         self.render_mode = render_mode
         self._game = self._new(0)
         self.observation_space = gymnasium.spaces.Box(0, 255, (SIDE, SIDE, 3), np.uint8)
@@ -59,4 +62,26 @@ class CrafterGame(gymnasium.Env[np.ndarray, int]):
     def _new(self, seed: int) -> Any:
         import crafter
 
-        return crafter.Env(area=(64, 64), view=(9, 9), size=(SIDE, SIDE), length=STEPS, seed=seed)
+        game = crafter.Env(area=(64, 64), view=(9, 9), size=(SIDE, SIDE), length=STEPS, seed=seed)
+        world = type(game._world)
+        game._world.__class__ = type("World", (world,), {"reset": _reset_in_order})
+        return game
+
+
+class _Members(dict[Any, None]):
+    """A set in the order of additions."""
+
+    def add(self, member: Any) -> None:
+        self[member] = None
+
+    def remove(self, member: Any) -> None:
+        del self[member]
+
+
+def _reset_in_order(world: Any, seed: int | None = None) -> None:
+    """Reset a world, with the creatures of an area in the order in which they came there.
+
+    The game draws which of them disappears from a set, whose order depends on addresses in memory.
+    """
+    super(type(world), world).reset(seed)
+    world._chunks = defaultdict(_Members)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
+import ast
 import importlib
+import importlib.util
 import sys
 import warnings
 from collections.abc import Callable
@@ -13,9 +14,10 @@ from typing import Any, NamedTuple
 
 import gymnasium
 
-from wmcli.envs.checked import one_line, run
+from wmcli.envs.checked import nearest, one_line, run
 from wmcli.envs.control import PREFIX, ControlTask
 from wmcli.envs.crafter_game import CrafterGame
+from wmcli.envs.display import check_mujoco, choose_backends
 from wmcli.envs.settings import EnvironmentSettings
 from wmcli.errors import EnvironmentFault, UsageError
 
@@ -23,35 +25,64 @@ PARTIAL_VIEW = ("minigrid.wrappers:RGBImgPartialObsWrapper", "minigrid.wrappers:
 
 
 class Family(NamedTuple):
-    """Environments of another package, by the beginning of their ids."""
+    """Environments that need another package."""
 
     package: str
-    """Imported first. Its import registers them."""
+    """Imported first. The import registers those that gymnasium does not."""
     extra: str
     """Extra of wm that installs it."""
     wrappers: tuple[str, ...] = ()
-    """Of observations, unless the settings name others or a picture."""
+    """Of observations, unless the settings name others or only a picture."""
     make: Callable[..., gymnasium.Env] | None = None
     """Makes one from the rest of its id; None where it is registered with gymnasium."""
+    mujoco: bool = False
+    """Whether MuJoCo renders its pictures."""
 
 
 FAMILIES = {
-    PREFIX: Family("dm_control", "dmc", make=ControlTask),
-    "Crafter": Family("crafter", "crafter", make=CrafterGame),
+    PREFIX: Family("dm_control", "dmc", make=ControlTask, mujoco=True),
+    "Crafter": Family("crafter", "crafter", make=lambda name, **kwargs: CrafterGame(**kwargs)),
     "MiniGrid-": Family("minigrid", "minigrid", PARTIAL_VIEW),
     "BabyAI-": Family("minigrid", "minigrid", PARTIAL_VIEW),
 }
+"""By their id, or by its beginning."""
+MODULES = {
+    "gymnasium.envs.box2d": Family("Box2D", "box2d"),
+    "gymnasium.envs.mujoco": Family("mujoco", "mujoco", mujoco=True),
+}
+"""Those that gymnasium registers itself, by the modules that hold them."""
+EXAMPLES = {
+    "CartPole-v1": "gymnasium's own: classic control, toy texts",
+    "LunarLander-v3": "gymnasium's Box2D games",
+    "HalfCheetah-v5": "gymnasium's MuJoCo robots",
+    "dmc/cartpole-balance": "DeepMind Control Suite: dmc/DOMAIN-TASK",
+    "Crafter": "the game Crafter",
+    "MiniGrid-Empty-5x5-v0": "Minigrid: MiniGrid-NAME-vN",
+    "BabyAI-GoToRedBall-v0": "Minigrid: BabyAI-NAME-vN",
+}
+"""An environment of each family, and a description."""
 NO_FAMILY = Family("", "")
 
 
+def describe_families() -> dict[str, str]:
+    """Return an id of each family, with a description that says what is missing."""
+
+    def described(name: str, about: str) -> str:
+        package, extra = _family(name)[1][:2]
+        missing = package and importlib.util.find_spec(package) is None
+        return f"{about}; needs: pip install 'wmcli[{extra}]'" if missing else about
+
+    return {name: described(name, about) for name, about in EXAMPLES.items()}
+
+
 def packages_of(identifier: str) -> list[str]:
-    """Return the package that an environment comes from, if it is one of FAMILIES."""
+    """Return the package that an environment comes from, if it is of a family."""
     return [package] if (package := _family(identifier)[1].package) else []
 
 
 def wrappers_of(settings: EnvironmentSettings) -> tuple[str, ...]:
     """Return the wrappers around an environment: those of the settings, or of its family."""
-    default = _family(settings.id)[1].wrappers if settings.observe == "observation" else ()
+    default = _family(settings.id)[1].wrappers if settings.observe != "render" else ()
     return settings.wrappers or default
 
 
@@ -66,27 +97,38 @@ def open_plain(settings: EnvironmentSettings) -> gymnasium.Env:
     if colon:
         _import(settings.id, module)
     prefix, family = _family(settings.id)
+    choose_backends()
     if family.package:
         _import_package(settings.id, family)
     if family.make is None:
         _check_registered(name, module)
-    make = partial(gymnasium.make, name, disable_env_checker=True)
-    if family.make is not None:
+        make = partial(gymnasium.make, name, disable_env_checker=True)
+    else:
         make = partial(family.make, name.removeprefix(prefix))
     kwargs = dict(settings.kwargs)
     if settings.observe != "observation":
         kwargs.setdefault("render_mode", "rgb_array")
+        if family.mujoco:
+            check_mujoco(settings.id)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # that there is a newer version of it: the id is explicit
-        env = _opened(name, settings, partial(make, **kwargs))
+        warnings.filterwarnings("ignore", message=".*render_modes", category=UserWarning)  # told in one line
+        env = _opened(name, settings, family, partial(make, **kwargs))
     for wrapper in wrappers_of(settings):
-        env = run(partial("{}: wrapper {}".format, name, wrapper), _wrapper(wrapper), env)
-    return env if settings.observe == "observation" else _with_pictures(name, env, settings)
+        env = _wrapped(name, wrapper, env)
+    return env if settings.observe == "observation" else _with_pictures(name, env, settings, family)
 
 
 def _family(identifier: str) -> tuple[str, Family]:
     """Return the family of an environment, and the beginning of its id."""
-    return next((each for each in FAMILIES.items() if identifier.startswith(each[0])), ("", NO_FAMILY))
+    module, _, name = identifier.rpartition(":")
+    for start, family in FAMILIES.items():
+        ours = family.make is None or not module
+        if ours and (name == start or (name.startswith(start) and start[-1] in "/-")):
+            return start, family
+    spec = gymnasium.registry.get(name)
+    place = str(spec.entry_point) if spec else ""
+    return "", next((family for start, family in MODULES.items() if place.startswith(start)), NO_FAMILY)
 
 
 def _import_package(identifier: str, family: Family) -> None:
@@ -106,7 +148,7 @@ def _check_registered(name: str, module: str) -> None:
             raise UsageError(
                 f"environment.id: '{name}' is imported data, which nobody can play; name a game with --env."
             )
-        near = nearest(name, list(gymnasium.registry))
+        near = nearest(name, [*gymnasium.registry, *EXAMPLES])
         hint = f"did you mean '{near}'?" if near else "list them with: wm envs"
         if "/" in name and not module:
             hint += f" An id of another package needs it imported first: --set environment.id=package:{name}"
@@ -117,44 +159,89 @@ def _check_registered(name: str, module: str) -> None:
         raise UsageError(f"'{name}' is Atari, which needs an Atari protocol: --set environment.protocol=rem")
 
 
-def _opened(name: str, settings: EnvironmentSettings, make: Callable[[], gymnasium.Env]) -> gymnasium.Env:
+def _opened(
+    name: str, settings: EnvironmentSettings, family: Family, make: Callable[[], gymnasium.Env]
+) -> gymnasium.Env:
     try:
         return run(lambda: f"{name}: opening it", make)
     except EnvironmentFault as fault:
-        cause = fault.__cause__
-        if isinstance(cause, gymnasium.error.DependencyNotInstalled):
-            raise UsageError(f"{name}: {one_line(cause)}") from fault
-        if isinstance(cause, TypeError) and settings.kwargs:
+        _check_installed(name, family, fault)
+        cause, text = fault.__cause__, one_line(fault.__cause__).partition(" was raised from ")[0]
+        if settings.observe != "observation" and "render_mode" in text:
+            raise UsageError(f"environment.observe = {settings.observe}: {name} renders no pictures") from fault
+        if isinstance(cause, TypeError | KeyError | ValueError) and settings.kwargs:
             given = ", ".join(settings.kwargs)
-            raise UsageError(f"environment.kwargs: {name} does not take {given}: {one_line(cause)}") from fault
+            raise UsageError(f"environment.kwargs: {name} does not open with {given}: {text}") from fault
         raise
 
 
-def _wrapper(name: str) -> Callable[[gymnasium.Env], gymnasium.Env]:
-    """Return a wrapper's class by `module:Class`, or by its name in gymnasium.wrappers."""
+def _check_installed(name: str, family: Family, fault: EnvironmentFault) -> None:
+    """Raise UsageError where an environment failed because a package is missing."""
+    if isinstance(fault.__cause__, gymnasium.error.DependencyNotInstalled | ImportError):
+        remedy = f": pip install 'wmcli[{family.extra}]'" if family.extra else ""
+        raise UsageError(f"{name} needs another package ({one_line(fault.__cause__)}){remedy}") from fault
+
+
+def _wrapped(name: str, wrapper: str, env: gymnasium.Env) -> gymnasium.Env:
+    """Put one wrapper of the settings around an environment."""
+    function, arguments = _wrapper(wrapper)
+    try:
+        wrapped = run(lambda: f"{name}: wrapper {wrapper}", function, env, **arguments)
+    except EnvironmentFault as fault:
+        if isinstance(fault.__cause__, TypeError | ValueError | AssertionError):
+            raise UsageError(
+                f"environment.wrappers: {wrapper} does not fit {name}: {one_line(fault.__cause__)}; arguments are given"
+                " as in --set 'environment.wrappers=[\"FrameStackObservation(stack_size=4)\"]'"
+            ) from fault
+        raise
+    if not isinstance(wrapped, gymnasium.Env):
+        raise UsageError(f"environment.wrappers: {wrapper} returns one {type(wrapped).__name__}, no environment")
+    return wrapped
+
+
+def _wrapper(text: str) -> tuple[Callable[..., gymnasium.Env], dict[str, Any]]:
+    """Return a wrapper's class by `module:Class`, or by its name in gymnasium.wrappers, and its keyword arguments."""
+    name, arguments = _call(text)
     module, colon, attribute = name.rpartition(":")
     if colon:
         _import(name, module, "environment.wrappers")
     place: Any = sys.modules[module] if colon else gymnasium.wrappers
     found = getattr(place, attribute, None)
-    if found is None:
+    if not callable(found):
         near = nearest(attribute, [each for each in dir(place) if each[0].isupper()])
         hint = f"did you mean '{near}'?" if near else "give one of gymnasium.wrappers, or module:Class"
         raise UsageError(f"environment.wrappers: no wrapper called '{name}'; {hint}")
-    return found
+    return found, arguments
 
 
-def _with_pictures(name: str, env: gymnasium.Env, settings: EnvironmentSettings) -> gymnasium.Env:
+def _call(text: str) -> tuple[str, dict[str, Any]]:
+    """Split `Name(key=value, ...)`, or `Name` alone, into name and keyword arguments."""
+    name, opening, arguments = text.partition("(")
+    if not opening:
+        return name, {}
+    try:
+        call = ast.parse(f"f({arguments}", mode="eval").body
+        assert isinstance(call, ast.Call) and not call.args
+        return name, {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    except (SyntaxError, ValueError, AssertionError):
+        raise UsageError(
+            f"environment.wrappers: '{text}': write arguments as in FrameStackObservation(stack_size=4)"
+        ) from None
+
+
+def _with_pictures(name: str, env: gymnasium.Env, settings: EnvironmentSettings, family: Family) -> gymnasium.Env:
     """Add the rendered picture to the observations, or put it in their place."""
-    if settings.observe == "render":
-        add = partial(gymnasium.wrappers.AddRenderObservation, render_only=True)
-    elif isinstance(env.observation_space, gymnasium.spaces.Dict):
-        add = partial(gymnasium.wrappers.AddRenderObservation, render_only=False, render_key="render")
-    else:
-        add = partial(
-            gymnasium.wrappers.AddRenderObservation, render_only=False, render_key="render", obs_key="observation"
-        )
-    return run(lambda: f"{name}: rendering it", add, env)
+    keys: dict[str, Any] = {"render_only": settings.observe == "render"}
+    if settings.observe == "both":
+        keys["render_key"] = "render"
+        if not isinstance(env.observation_space, gymnasium.spaces.Dict):
+            keys["obs_key"] = "observation"
+    add = partial(gymnasium.wrappers.AddRenderObservation, **keys)
+    try:
+        return run(lambda: f"{name}: rendering it", add, env)
+    except EnvironmentFault as fault:
+        _check_installed(name, family, fault)
+        raise
 
 
 def _import(identifier: str, module: str, key: str = "environment.id") -> None:
@@ -180,8 +267,3 @@ def _import(identifier: str, module: str, key: str = "environment.id") -> None:
         if isinstance(error, ImportError):
             raise UsageError(f"{key} = '{identifier}': cannot import '{module}': {one_line(error)}") from error
         raise
-
-
-def nearest(word: str, names: list[str]) -> str | None:
-    """Return the name that a mistyped word may have meant."""
-    return next(iter(difflib.get_close_matches(word, names, n=1, cutoff=0.7)), None)

@@ -25,7 +25,8 @@ class EnvironmentSettings(Section):
     observe: Literal["observation", "render", "both"] = "observation"
     """What is observed: the environment's observation, the picture that it renders, or a dict of both (plain)."""
     wrappers: tuple[str, ...] = Field(default=(), strict=False)
-    """Wrappers around the environment, the innermost first: of gymnasium.wrappers, or `module:Class` (plain)."""
+    """Wrappers around the environment, the innermost first: of gymnasium.wrappers, or `module:Class`, with
+    arguments as in `FrameStackObservation(stack_size=4)` (plain)."""
     time_limit: int = Field(default=0, ge=0)
     """Decisions after which an episode is cut off; 0 is the environment's own limit (plain). [decisions]"""
     action_repeat: int = Field(default=1, ge=1)

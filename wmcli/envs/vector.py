@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wmcli.envs.atari import CONTINUES, Atari
-from wmcli.envs.environment import make
+from wmcli.envs.environment import make, time_limit
 from wmcli.envs.settings import EnvironmentSettings
 from wmcli.errors import ArtifactError, EnvironmentFault
 from wmcli.spaces import ActionSpace, Spaces, draw_actions, map_parts, parts_of
@@ -64,9 +64,7 @@ class Streams:
         self._envs: list[Any] = [make(settings, train=train) for _ in range(settings.count)]
         self.spaces: Spaces = self._envs[0].spaces
         self.observation = self._empty()
-        spec = self._envs[0].spec
-        limited = settings.time_limit > 0 or (spec is not None and bool(spec.max_episode_steps))
-        self.has_time_limit = settings.protocol != "plain" or limited
+        self.has_time_limit = settings.protocol != "plain" or time_limit(self._envs[0], settings) is not None
         self._games = [0] * settings.count  # number of the running game
         self._played: list[list[np.ndarray]] = [[] for _ in self._envs]  # actions since its reset
         self._opened = [0] * settings.count  # how many of them the running episode came after

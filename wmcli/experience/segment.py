@@ -35,8 +35,10 @@ OUTCOMES: dict[str, type[np.generic]] = {
     "truncated": np.bool_,  # (N,)
     "first": np.bool_,  # (N,) first frame of an episode
     "lives": np.int16,  # (N,) after the step, -1 if unknown
-    "stream": np.int16,  # (N,) number of the environment
+    "stream": np.int16,  # (N,) number of the environment, or IMPORTED
 }
+IMPORTED = np.iinfo(np.int16).max
+"""`stream` of imported episodes, which come between those of environments without ending them."""
 SEARCHED: dict[str, type[np.generic]] = {
     "policy": np.float32,  # (N, A) shares of the actions in the search
     "value": np.float32,  # (N,) of the frame, by the search
