@@ -9,7 +9,7 @@ import pytest
 from wmcli.envs import EnvironmentSettings, make
 from wmcli.envs.environment import protocol
 from wmcli.envs.quarters import BORDER, COLORS, CORNERS, MIDDLE, PUCK, STEPS, WHITE, Quarters
-from wmcli.errors import EnvironmentFault
+from wmcli.errors import UsageError
 from wmcli.spaces import Categories, Continuous, Discrete, Image, Spaces, Vector
 
 OBSERVED = ("all", "image", "vector")
@@ -98,7 +98,7 @@ def test_its_spaces_as_wm_reads_them(observed: str, actions: str) -> None:
 
 def test_an_argument_with_another_value_is_refused() -> None:
     settings = EnvironmentSettings(id="wm/Quarters-v0", kwargs={"actions": "many"})
-    with pytest.raises(EnvironmentFault, match="actions = 'many': choose one of discrete, multi-discrete, continuous"):
+    with pytest.raises(UsageError, match="actions = 'many': choose one of discrete, multi-discrete, continuous"):
         make(settings, train=True)
 
 
