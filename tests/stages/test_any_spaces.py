@@ -37,7 +37,11 @@ from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.evaluate import evaluate
 from wmcli.stages.imagine import imagine
 from wmcli.stages.opening import open_context
+from wmcli.stages.profile import profile_stages
+from wmcli.stages.profile_cycle import profile_cycle
+from wmcli.training import measure
 from wmcli.training.device import Machine
+from wmcli.training.measure import Bench
 from wmcli.world_models.base import PlanningWorldModel
 from wmcli.world_models.open_loop import open_loop
 
@@ -52,6 +56,7 @@ ACTIONS: dict[str, ActionSpace] = {
     "multi-discrete": Categories((3, 3)),
     "continuous": Continuous((-1.0, -1.0), (1.0, 1.0)),
 }
+SYSTEMS_HERE = ("rem", "drama", "dreamer", "unizero", "muzero")
 ENVIRONMENTS = 3
 """In parallel."""
 EPISODES = 3
@@ -141,7 +146,7 @@ def check_decoded(dynamics: Artifact, space: ObservationSpace) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("actions", ACTIONS)
 @pytest.mark.parametrize("observed", OBSERVED)
-@pytest.mark.parametrize("system", ["rem", "drama", "dreamer", "unizero", "muzero"])
+@pytest.mark.parametrize("system", SYSTEMS_HERE)
 def test_every_stage(tmp_path: Path, system: str, observed: str, actions: str) -> None:
     observation_space, action_space = OBSERVED[observed], ACTIONS[actions]
     run = begin(tmp_path / "run", system, observed, actions)
@@ -175,6 +180,26 @@ def test_every_stage(tmp_path: Path, system: str, observed: str, actions: str) -
     assert metrics["lengths"] == [STEPS] * EPISODES and metrics["episodes"] == EPISODES
     assert {*metrics["returns"]} <= {-1.0, 1.0} and -1 <= metrics["random_mean"] <= 1
     check_decoded(dynamics, observation_space)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("system", "observed"), [*((system, "all") for system in SYSTEMS_HERE), ("rem", "vector")])
+def test_its_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, observed: str) -> None:
+    """Every stage is timed, and the time of a run projected. A tokenizer that does not learn is not trained."""
+    monkeypatch.setattr(measure, "MATMUL_SIZES", (64, 64))
+    monkeypatch.setattr(measure, "COPY_BYTES", (1 << 16, 1 << 16))
+    context = opened(begin(tmp_path / "run", system, observed, "continuous"))
+    bench = Bench(context.machine, context.progress, quick=True)
+    staged, _ = profile_stages(context, bench)
+    projected = profile_cycle(context, bench, tmp_path / "small")["rows"]
+    for rows in (staged, projected):
+        what = {row["what"] for row in rows}
+        assert {"collect, random policy", "train-dynamics"} <= what
+        assert all(row.get("seconds", 1) > 0 for row in rows)
+        fitted = ("rem", "drama") if rows is staged else ("rem",)
+        assert ("train-tokenizer" in what) == (observed == "all" and system in fitted)
+    if system == "rem":
+        assert "train-tokenizer, start and publish" in {row["what"] for row in projected}
 
 
 @pytest.mark.parametrize("kind", ["experience", "dynamics", "controller"])

@@ -34,7 +34,8 @@ NEAREST = BORDER + PUCK / 2  # of the puck's center to the edge of the board, pi
 STEPS = 12  # of an episode
 FASTEST_START = 4.0  # pixels a step, along each axis
 PUSH = 2.0  # pixels a step, at most, along each axis
-COLORS = np.array([(200, 60, 60), (60, 160, 70), (60, 90, 210), (220, 190, 60)], np.uint8)  # red, green, blue, yellow
+# Red, green, blue and yellow, all dark: bright quarters would be nearly all there is to reconstruct.
+COLORS = np.array([(80, 30, 30), (30, 66, 36), (30, 42, 84), (86, 72, 30)], np.uint8)
 WHITE = (255, 255, 255)
 BACKGROUND = (16, 16, 24)
 PUSHES = np.array([(0, 0), (-1, 0), (1, 0), (0, -1), (0, 1)], np.float64)  # right and down, of discrete actions
