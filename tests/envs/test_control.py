@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wmcli.envs.display import choose_backends
+from wmcli.envs.display import prepare_mujoco
 
-choose_backends()  # before the import
+prepare_mujoco()  # before the import
 suite = pytest.importorskip("dm_control.suite")
 
 from wmcli.envs import EnvironmentSettings, Streams, make, protocol  # noqa: E402
