@@ -65,8 +65,11 @@ _COMMAND = re.compile(r"(?:^|[`(;]|: |&& |with |see |run )wm ([a-z][a-z-]*)((?: 
 
 def wrong_mentions(text: str) -> list[str]:
     """The settings keys, commands and options named in `text` that do not exist; `{}` stands for a part unknown."""
-    wrong = [f"key {key}" for key in _KEY.findall(text) if key not in KEYS and not key.startswith("alternatives.")]
-    wrong += [f"key {key}" for key in _SET.findall(text) if "{" not in key and key not in KEYS]
+    free = ("alternatives.", "environment.kwargs.")
+    wrong = [f"key {key}" for key in _KEY.findall(text) if key not in KEYS and not key.startswith(free)]
+    wrong += [
+        f"key {key}" for key in _SET.findall(text) if "{" not in key and key not in KEYS and not key.startswith(free)
+    ]
     rest = text
     for found in _COMMAND.finditer(text):
         name, second, line = found.groups()

@@ -54,6 +54,11 @@ class Vector:
         """(N,)."""
         return (self.size,)
 
+    @property
+    def encoded(self) -> int:
+        """Length as the numbers that a network reads."""
+        return self.size
+
     dtype = np.float32
 
 
@@ -70,7 +75,7 @@ class Categories:
 
     @property
     def encoded(self) -> int:
-        """Length of an action as the numbers that a network reads: one-hot vectors one behind the other."""
+        """Length as the numbers that a network reads: one-hot vectors one behind the other."""
         return sum(self.sizes)
 
     dtype = np.int32

@@ -34,9 +34,10 @@ def take_rows(source: Any, rows: np.ndarray, device: torch.device) -> Any:
         rows: int64.
         device: Of the result. Rows of a tensor on the host are gathered there, in pinned memory.
     """
-    from torch.utils._pytree import tree_map
+    from torch.utils._pytree import tree_leaves, tree_map
 
-    where = to_device(rows, device)  # once for all parts
+    there = any(column.device.type == device.type for column in tree_leaves(source))
+    where = to_device(rows, device) if there else None  # once for all parts
 
     def take(column: Tensor) -> Tensor:
         if column.device.type == device.type:

@@ -183,7 +183,7 @@ def test_examples_name_presets_that_exist():
         ),
         (["compare", "runs/a", "--protocol", "gridworld", "--by", "seed"], "wm compare: --protocol gridworld"),
         (["eval", "--protocol", "doors", "--controller", "controller@1"], "wm eval: --protocol doors scores dynamics"),
-        (["eval", "--experience", "experience@1"], "wm eval: --experience is for the memory tasks"),
+        (["eval", "--experience", "experience@1"], "wm eval: --experience is for held-out episodes"),
         (["eval", "--dynamics", "dynamics@1"], "wm eval: --dynamics is for protocols that score dynamics"),
         (["run", "one", "--preset", "two"], "wm run: two presets"),
         (["presets", "--quick", "show", "rem"], "wm presets: give the options behind the command: wm presets show"),

@@ -79,7 +79,7 @@ def test_four_commands_print_an_evaluation_in_one_form(
 ) -> None:
     evaluation = run.resolve(name, "evaluation")
     monkeypatch.setattr("wmcli.stages.opening.open_context", lambda *_, **__: None)
-    monkeypatch.setattr("wmcli.stages.loop.run_loop", lambda _: evaluation)
+    monkeypatch.setattr("wmcli.stages.loop.run_loop", lambda *_, **__: evaluation)
     ran = answer(capsys, "run", "quickstart")
     check(ran, Evaluation)
     assert (ran["protocol"], ran["model"], ran["episodes"]) == (protocol, model, episodes)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from formulas import filled, numbers
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -25,24 +26,6 @@ from wmcli.spaces import ActionSpace, Continuous, Discrete
 from wmcli.training.optim import build_optimizer, clip_adaptively
 
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
-
-
-def numbers(*shape: int, phase: int = 0) -> Tensor:
-    """In [-1, 1], float64, without a pattern that a matrix would notice, and exact."""
-    i = torch.arange(math.prod(shape))
-    return (((31 * i * i + 17 * i + 101 * phase) % 1009).double() / 504 - 1).view(shape)
-
-
-@torch.no_grad()
-def filled(model: nn.Module) -> nn.Module:
-    """Every weight from its name, of a size that keeps outputs near 1."""
-    for name, value in model.state_dict().items():
-        new = numbers(*value.shape, phase=sum(name.encode()))
-        if value.ndim > 1:
-            value.copy_(new * math.sqrt(3 / value[0].numel()))
-        elif value.ndim == 1:
-            value.copy_(0.3 * new + name.endswith("weight") * 1.0)  # norms begin at 1
-    return model
 
 
 def norms(named: dict[str, Tensor]) -> dict[str, float]:

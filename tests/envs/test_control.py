@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -105,3 +107,14 @@ def test_pictures_are_observed() -> None:
     env.step(np.ones(1))
     assert (env.reset(seed=0)[0]["render"] == shown).all()
     env.close()
+
+
+def test_triton_may_be_imported_behind_an_environment_that_draws() -> None:
+    """Mesa and Triton have an LLVM each: without a remedy the process ends with a segmentation fault."""
+    pytest.importorskip("triton")
+    code = """
+from wmcli.envs import EnvironmentSettings, make
+make(EnvironmentSettings(id="dmc/cartpole-balance"), train=True).reset(seed=1)
+import triton
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -231,15 +231,14 @@ def test_pictures_that_would_end_the_process_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dmc/cartpole-balance", "HalfCheetah-v5"])
-def test_triton_can_be_imported_after_pictures_were_drawn(name: str) -> None:
-    pytest.importorskip("dm_control" if name.startswith("dmc") else "mujoco")
+def test_triton_can_be_imported_after_pictures_were_drawn() -> None:
+    pytest.importorskip("mujoco")
     pytest.importorskip("triton")
     code = (
         "from wmcli.envs import EnvironmentSettings, make\n"
         "from wmcli.errors import UsageError\n"
         "try:\n"
-        f"    env = make(EnvironmentSettings(id={name!r}, observe='render'), train=True)\n"
+        "    env = make(EnvironmentSettings(id='HalfCheetah-v5', observe='render'), train=True)\n"
         "    env.reset(seed=0)\n"
         "    env.close()\n"
         "except UsageError as error:\n"

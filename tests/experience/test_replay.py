@@ -234,6 +234,41 @@ def test_targets_are_those_of_the_newest_search_and_the_least_searched_come_firs
     assert (once_more.due(12) == grown.due(12)).all() and torch.equal(once_more.policy, grown.policy)
 
 
+@pytest.mark.parametrize("reserve", [False, True])
+@pytest.mark.parametrize("counts", [(2, 4, 3), (4, 2, 2)], ids=str)
+def test_the_number_of_samples_may_change_between_segments(counts: tuple[int, ...], reserve: bool) -> None:
+    """Rows with fewer samples have shares of 0 behind their own."""
+    plain, rng, replay = experience([[2, 2]], [0]), np.random.default_rng(0), Replay("cpu", closing=True)
+    parts = []
+    for count in counts:
+        policy = rng.dirichlet(np.ones(count), 4).astype(np.float32)
+        sampled = rng.uniform(-1, 1, (4, count, 5)).astype(np.float32)
+        parts.append(searched(plain, 0) | {"policy": policy, "sampled": sampled, "closing": plain["observation"][:2]})
+    if reserve:
+        replay.reserve(30, {name: column for name, column in parts[1].items() if name != "closing"})
+    replay.extend(plain | {"closing": plain["observation"][:2]})
+    for part in parts:
+        replay.extend(part)
+    assert replay.searched is not None and replay.is_closing is not None
+    policy, _, found, sampled = replay.searched
+    assert policy.shape == (24, 4) and sampled is not None and sampled.shape == (24, 4, 5)
+    rows = torch.arange(24)[found].split(4)
+    assert len(rows) == 3 and not replay.is_closing[found].any()
+    for row, count, part in zip(rows, counts, parts, strict=True):
+        assert torch.equal(policy[row, :count], torch.from_numpy(part["policy"]))
+        assert torch.equal(sampled[row, :count], torch.from_numpy(part["sampled"]))
+        assert not policy[row, count:].any() and not sampled[row, count:].any()
+
+
+def test_observations_that_close_episodes_are_never_due() -> None:
+    plain, replay = experience([[3, 2]], [1]), Replay("cpu", closing=True)
+    replay.extend(plain | {"closing": plain["observation"][:2]})
+    targets = SearchTargets(replay, 3)
+    assert len(replay) == 8 and targets.due(99).tolist() == [0, 1, 2, 4, 5, 7]
+    targets.update(np.array([0, 1]), torch.eye(3)[:2], torch.ones(2))
+    assert targets.due(4).tolist() == [2, 4, 5, 7] and targets.due(7).tolist() == [2, 4, 5, 7, 0, 1]
+
+
 def test_targets_of_experience_that_nobody_searched() -> None:
     targets = SearchTargets(filled([experience([[4]], [0])]), 3)
     assert targets.policy.shape == (4, 3) and not targets.is_searched.any()

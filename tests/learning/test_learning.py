@@ -11,7 +11,9 @@ from wmcli.stages.opening import open_context
 pytestmark = pytest.mark.learning
 
 
-QUICK = ["quickstart"] + [f"{system}-quick" for system in ("rem", "iris", "drama", "unizero", "muzero", "s4wm", "rssm")]
+QUICK = ["quickstart"] + [
+    f"{system}-quick" for system in ("rem", "iris", "drama", "dreamer", "unizero", "muzero", "s4wm", "rssm")
+]
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3], ids=lambda seed: f"seed{seed}")
@@ -52,6 +54,14 @@ def test_catch_is_learned_on_another_backbone(tmp_path, preset, backbone):
     metrics = run_loop(context).metrics
     assert metrics["random_mean"] < -0.2
     assert metrics["mean"] >= 0.5
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3], ids=lambda seed: f"seed{seed}")
+@pytest.mark.parametrize(("task", "bound"), [("CartPole-v1", 400), ("Pendulum-v1", -300)])
+def test_control_is_learned_from_vectors(tmp_path, task, bound, seed):
+    """Of 500, and of 0; random play has about 20 and -1,250."""
+    context = open_context(tmp_path / "run", "dreamer-control", [f"environment.id={task}", f"seed={seed}"], create=True)
+    assert run_loop(context).metrics["mean"] >= bound
 
 
 @pytest.mark.parametrize("game", [*DEVELOPMENT, *UNSEEN])

@@ -5,11 +5,10 @@ danijar/dreamerv3, commit e3f0224, in float32, for weights and inputs that formu
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from torch import Tensor, nn
+from formulas import filled, numbers
+from torch import nn
 from torch.testing import assert_close
 
 from wmcli.errors import UsageError
@@ -43,31 +42,13 @@ OF_ENCODER = {
 }
 
 
-def numbers(*shape: int, phase: int = 0) -> Tensor:
-    """In [-1, 1], float64, without a pattern that a matrix would notice, and exact."""
-    i = torch.arange(math.prod(shape))
-    return (((31 * i * i + 17 * i + 101 * phase) % 1009).double() / 504 - 1).view(shape)
-
-
-@torch.no_grad()
-def filled(model: nn.Module) -> nn.Module:
-    """Every weight from its name, of a size that keeps outputs near 1."""
-    for name, value in model.state_dict().items():
-        new = numbers(*value.shape, phase=sum(name.encode()))
-        if value.ndim > 1:
-            value.copy_(new * math.sqrt(3 / value[0].numel()))
-        elif value.ndim == 1:
-            value.copy_(0.3 * new + name.endswith("weight") * 1.0)  # norms begin at 1
-    return model.double()
-
-
 def norms(model: nn.Module) -> dict[str, float]:
     return {name: float(each.grad.norm()) for name, each in model.named_parameters() if each.grad is not None}
 
 
 def test_numbers_of_the_public_code():
     frames = ((numbers(2, 16, 16, 3, phase=1) + 1) * 127).to(torch.uint8).permute(0, 3, 1, 2).double() / 255
-    encoder = filled(PooledEncoder(STACK))
+    encoder = filled(PooledEncoder(STACK)).double()
     features = encoder(frames)
     assert_close(features[0, :5], torch.tensor(FIRST, dtype=torch.float64), rtol=1e-5, atol=0)
     total = (features * numbers(2, 96, phase=4)).sum()
@@ -75,7 +56,7 @@ def test_numbers_of_the_public_code():
     assert float(total.detach()) == pytest.approx(-5.6028971672058105, rel=1e-5)
     assert norms(encoder) == pytest.approx(OF_ENCODER, rel=1e-5)
 
-    decoder = filled(PooledDecoder(6, 12, STACK, 16, blocks=2, width=8))
+    decoder = filled(PooledDecoder(6, 12, STACK, 16, blocks=2, width=8)).double()
     image = decoder(torch.cat((numbers(2, 6, phase=2), numbers(2, 12, phase=3)), 1)).sigmoid()
     errors = (image - frames).square().sum((1, 2, 3))
     assert_close(errors.tolist(), [80.08365631103516, 73.26313018798828], rtol=1e-5, atol=0)

@@ -15,7 +15,6 @@ from wmcli.nn.vector_nets import (
     DenseStack,
     VectorDecoder,
     VectorEncoder,
-    length,
     read_vectors,
     vector_loss,
     vector_value,
@@ -62,7 +61,7 @@ def scrambled(module: nn.Module) -> nn.Module:
 
 def test_the_encoder_is_the_formula():
     inputs = read_vectors(SPACES, parts())
-    assert inputs.shape == (B, sum(map(length, SPACES))) and inputs.dtype == torch.float32
+    assert inputs.shape == (B, sum(space.encoded for space in SPACES)) and inputs.dtype == torch.float32
     assert_close(inputs.double().numpy(), read_by_formula(), rtol=1e-5, atol=1e-6)
     encoder = scrambled(VectorEncoder(SPACES, STACK))
     assert_close(

@@ -40,6 +40,19 @@ SYSTEMS: dict[str, tuple[str, list[str]]] = {
             *("controller.batch=6", "controller.warmup=0"),
         ],
     ),
+    "dreamer": (
+        "dreamer-quick",
+        [
+            *_GAME,
+            *("tokenizer.categoricals=4", "tokenizer.classes=5", "tokenizer.channels=[6]", "tokenizer.strides=[4]"),
+            *("tokenizer.posterior_width=9", "tokenizer.mlp_width=11", "tokenizer.mlp_layers=1"),
+            *("dynamics.prior_width=7", "dynamics.head_width=10", "dynamics.sequence_length=9", "dynamics.context=3"),
+            *("dynamics.batch=4", "dynamics.warmup=0", "backbone.width=16", "backbone.blocks=2"),
+            *("backbone.hidden_size=8", "backbone.input_width=8"),
+            *("controller.actor_width=12", "controller.critic_width=14", "controller.imagination_horizon=2"),
+            *("controller.starts=2", "controller.batch=6", "controller.warmup=0"),
+        ],
+    ),
     "s4wm": (
         "memory-small",
         [

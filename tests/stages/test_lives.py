@@ -230,7 +230,8 @@ def test_a_new_agent_is_warmed_up_with_the_running_game(
     collect(context, controller="controller@1", steps=2)
     frames, actions, valid = (each[0] for each in warmed[0])
     rows = rows_of(before)
-    stream = {name: column[rows["stream"] == 0] for name, column in rows.items()}
+    names = ("terminated", "lives", "observation", "action")
+    stream = {name: rows[name][rows["stream"] == 0] for name in names}
     want = min(4, lost + 3) if across_ends else 2
     assert stream["terminated"][-3] and stream["lives"][-3] > 0
     assert valid.tolist() == [False] * (4 - want) + [True] * want

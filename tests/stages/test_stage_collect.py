@@ -21,6 +21,7 @@ from wmcli.envs import EnvironmentSettings, make
 from wmcli.errors import ArtifactError, EnvironmentFault, Stopped
 from wmcli.experience import read_segment
 from wmcli.experience.load import SEGMENT
+from wmcli.experience.segment import CLOSING, kind_of
 from wmcli.stages import collect as stage
 from wmcli.stages.collect import collect
 from wmcli.stages.context import Context
@@ -36,7 +37,8 @@ def rows_of(artifact: Artifact) -> dict[str, np.ndarray]:
 def time_line(*artifacts: Artifact) -> list[dict[str, np.ndarray]]:
     """The rows of each stream, over all segments."""
     segments = [rows_of(artifact) for artifact in artifacts]
-    joined = {name: np.concatenate([segment[name] for segment in segments]) for name in segments[0]}
+    names = [name for name in segments[0] if kind_of(name) != CLOSING]
+    joined = {name: np.concatenate([segment[name] for segment in segments]) for name in names}
     return [
         {name: column[joined["stream"] == stream] for name, column in joined.items()}
         for stream in range(joined["stream"].max() + 1)

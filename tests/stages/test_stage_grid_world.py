@@ -91,7 +91,7 @@ def oracle(respawn: str, horizon: int = 8) -> CellsWorldModel:
 def collected(respawn: str, rounds: int = 256, streams: int = 16) -> Replay:
     """Random play: `rounds` steps of each stream."""
     games = Streams(EnvironmentSettings(id=IDS[respawn], size=10, count=streams), train=True, seed=1)
-    recorder = Recorder(rounds, streams, (10, 10, 3))
+    recorder = Recorder(rounds, streams)
     rng = np.random.default_rng(0)
     for _ in range(rounds):
         before, first, action = games.observation, games.first, rng.integers(5, size=streams)
@@ -105,7 +105,8 @@ def collected(respawn: str, rounds: int = 256, streams: int = 16) -> Replay:
                 "truncated": after.truncated,
                 "first": first,
                 "lives": after.lives,
-            }
+            },
+            after.final,
         )
     memory = Replay("cpu")
     memory.extend(recorder.arrays())

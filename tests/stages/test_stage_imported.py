@@ -17,6 +17,7 @@ from wmcli.envs import Streams
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.exchange import Episode, Recording, digest_of, open_recording, write_recording
 from wmcli.experience import load, read_segment
+from wmcli.experience.segment import IMPORTED
 from wmcli.progress import Progress
 from wmcli.settings import flatten
 from wmcli.spaces import Spaces
@@ -55,7 +56,7 @@ def imports(run: Path, source: Path, *overrides: str, **how: Any) -> Artifact:
     """Import a source into a run, which is new or not."""
     importing = Importing(str(source), **how)
     texts = list(overrides) if run.exists() else [*SETTINGS, *overrides]
-    texts += importing.environment(run, texts)
+    texts += importing.defaults(run, texts)
     return import_experience(open_context(run, None, texts, create=True, quiet=True), importing)
 
 
@@ -71,7 +72,7 @@ def test_an_import_holds_the_episodes_and_says_where_they_come_from(folder: Path
     assert (metrics["steps"], metrics["total_steps"], metrics["episodes"]) == (sum(lengths), sum(lengths), 12)
     assert metrics["mean_return"] == pytest.approx(np.mean([episode.reward.sum() for episode in made(12)]))
     arrays = read_segment(experience.path / load.SEGMENT)
-    assert arrays["stream"].tolist() == [0] * sum(lengths) and set(arrays["lives"]) == {-1}
+    assert set(arrays["stream"]) == {IMPORTED} and set(arrays["lives"]) == {-1}
     assert np.flatnonzero(arrays["first"]).tolist() == np.cumsum([0, *lengths[:-1]]).tolist()
     experience.verify_again()
 
@@ -88,7 +89,7 @@ def test_nobody_can_play_data(folder: Path, tmp_path: Path) -> None:
     context = open_context(tmp_path / "run", None, create=False, quiet=True)
     with pytest.raises(UsageError, match="'data/made' is imported data, which nobody can play"):
         Streams(context.settings.environment, train=True, seed=0)
-    with pytest.raises(ArtifactError, match="was played by a script or imported, so no environment can continue it"):
+    with pytest.raises(UsageError, match="is imported data, which nobody can play: to collect behind it, import"):
         collect(context)
 
 

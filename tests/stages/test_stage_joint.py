@@ -437,7 +437,7 @@ def test_a_model_that_decodes_from_its_state_dreams_too(
     train_dynamics(opened(run, *state))
     imagine(opened(run, *state))
     kept = []
-    monkeypatch.setattr(Dream, "render", lambda dream, _: [kept.append(dream), drawn(dream, None)][1])
+    monkeypatch.setattr(Dream, "render", lambda dream, *given: [kept.append(dream), drawn(dream, *given)][1])
     for known in (None, 5, 30):
         film = play(
             opened(run, *state),

@@ -119,7 +119,7 @@ def test_more_episodes_are_others_and_the_same_are_not_played_again(tmp_path: Pa
     first = latest(run, "experience")
     second = collect(opened(run))
     assert second.version == 2 and second.metrics["total_episodes"] == 12
-    frames = opened(run).experience(second).frames
+    frames = opened(run).experience(second).observation
     assert len(frames) == 2 * len(read_segment(first.path / SEGMENT)["sketch"])
     assert not torch.equal(*frames.chunk(2))
     with pytest.raises(ArtifactError, match="no validation episodes"):

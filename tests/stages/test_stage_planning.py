@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,9 +169,9 @@ def test_films_show_the_search(run: Path, tmp_path: Path, monkeypatch: pytest.Mo
     drawn: list[Film] = []
     original = Film.render
 
-    def watched(film: Film, meanings: list[str] | None) -> np.ndarray:
+    def watched(film: Film, *given: Any) -> np.ndarray:
         drawn.append(film)
-        return original(film, meanings)
+        return original(film, *given)
 
     monkeypatch.setattr(Film, "render", watched)
     evaluation = evaluate(opened(run, pictures=True))

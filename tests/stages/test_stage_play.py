@@ -102,7 +102,7 @@ def test_a_film_that_is_cut_says_so(
     film = play(context, source="real", out=tmp_path / "a.gif", controller=None, seed=4)
     assert film[1:] == (4, 0, "cut")
     assert "cut after 4 frames, the episode went on; return so far 0;" in capsys.readouterr().err
-    assert shown[0].with_captions(None)[1][-1] == "cut after 4 frames\nreturn so far 0"
+    assert shown[0].with_captions(spaces.Image(16, 16), None)[1][-1] == "cut after 4 frames\nreturn so far 0"
     assert len(pictures(film.path)) == 5
 
 
@@ -261,7 +261,7 @@ def test_a_dream_without_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(play_module, "STEPS", 3)
     dream, _, _ = dreamed(context=2, length=9, given=[])
     assert (dream.imagined.ended, numbers(dream.imagined.frames)) == ("cut", [1, 2, 22])
-    assert dream.imagined.with_captions(None)[1][-1] == "cut after 3 frames\nreturn so far 2.5"
+    assert dream.imagined.with_captions(spaces.Image(1, 1), None)[1][-1] == "cut after 3 frames\nreturn so far 2.5"
 
 
 def test_a_film_shows_the_search_of_its_own_game() -> None:
@@ -356,7 +356,7 @@ def test_no_episode_is_long_enough() -> None:
 @pytest.mark.parametrize("size", [8, 12])
 def test_the_picture_shows_one_episode_whole(tmp_path: Path, episodes: int, size: int) -> None:
     frames = np.random.default_rng(1).integers(0, 255, (2, 4, episodes * size, size, 3)).astype(np.uint8)
-    write_side_by_side(tmp_path, SideBySide(frames[0], frames[1], 2, frames.shape[2]))
+    write_side_by_side(tmp_path, SideBySide(frames[0], frames[1], 2, size))
     write_png(tmp_path / "wanted.png", strip({"real": frames[0][:, :size], "imagined": frames[1][:, :size]}, context=2))
     assert (tmp_path / "imagination.png").read_bytes() == (tmp_path / "wanted.png").read_bytes()
     with Image.open(tmp_path / "imagination.gif") as picture:

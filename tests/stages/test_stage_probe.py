@@ -152,7 +152,7 @@ def test_observing_gives_the_state_of_inference(maze_run: Path) -> None:
     context = opened(maze_run)
     model = load_world_model(latest(maze_run, "dynamics"), context.machine)
     held = context.held_out(latest(maze_run, "experience"), "test")
-    frames, action = held.frames.view(5, 120, 32, 32, 3), held.action.view(5, 120)
+    frames, action = held.observation.view(5, 120, 32, 32, 3), held.action.view(5, 120)
     torch.manual_seed(7)
     seen = probe.observed_features(model, frames, action)
     torch.manual_seed(7)

@@ -132,7 +132,7 @@ def test_the_tokenizer_is_measured_as_it_will_be_used(make: Make) -> None:
     run = make("drama")
     published, _ = learn(run, "tokenizer", "tokenizer.updates=2")
     context = opened(run)
-    latent = load_tokenizer(published, CPU).encode(context.experience(latest(run, "experience")).frames)
+    latent = load_tokenizer(published, CPU).encode(context.experience(latest(run, "experience")).observation)
     entropy = torch.special.entr(latent).sum((-2, -1)).mean().item()
     assert published.metrics["posterior_entropy"] == pytest.approx(entropy, rel=1e-4)
 

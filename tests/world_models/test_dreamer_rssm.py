@@ -5,12 +5,12 @@ The numbers are those of danijar/dreamerv3, commit e3f0224, in float32, where th
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from formulas import filled, numbers
+from torch import Tensor
 from torch.testing import assert_close
 
 from wmcli.backbones import build, map_state
@@ -46,24 +46,6 @@ SETTINGS: dict[str, Any] = {
     "free_nats_of": "each",
     "reconstruction_weight": 0.0,
 }
-
-
-def numbers(*shape: int, phase: int = 0) -> Tensor:
-    """In [-1, 1], float64, without a pattern that a matrix would notice, and exact."""
-    i = torch.arange(math.prod(shape))
-    return (((31 * i * i + 17 * i + 101 * phase) % 1009).double() / 504 - 1).view(shape)
-
-
-@torch.no_grad()
-def filled(model: nn.Module) -> nn.Module:
-    """Every weight from its name, of a size that keeps outputs near 1."""
-    for name, value in model.state_dict().items():
-        new = numbers(*value.shape, phase=sum(name.encode()))
-        if value.ndim > 1:
-            value.copy_(new * math.sqrt(3 / value[0].numel()))
-        elif value.ndim == 1:
-            value.copy_(0.3 * new + name.endswith("weight") * 1.0)  # norms begin at 1
-    return model
 
 
 def small(actions: ActionSpace | int = 3, **changes: Any) -> LatentWorldModel:
@@ -290,7 +272,7 @@ def test_what_an_opening_needs():
 def test_closing_frames_have_no_outcome(heads_read, streams, monkeypatch):
     """Their reward and termination change nothing; those of the step that leads to them count."""
     monkeypatch.setattr(latent, "straight_through", take_likeliest)
-    model, batch = small(closing=True, heads_read=heads_read, **streams), segments()
+    model, batch = small(closing_frames=True, heads_read=heads_read, **streams), segments()
     assert model.settings.reads_closing and not small().settings.reads_closing
     closing = torch.zeros(B, T, dtype=torch.bool)
     closing[1, 2] = True

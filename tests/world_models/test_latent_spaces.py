@@ -206,7 +206,13 @@ def test_a_closing_frame_is_learned_and_nothing_behind_it(heads_read, reset):
     """The frame counts in reconstruction and prediction, and is where the last outcome is read. What follows it is
     not predicted, with or without a clearing of the state."""
     model = make(
-        "vector", "discrete", heads_read=heads_read, reset_at_ends=reset, free_nats=0.0, closing=True, certain=True
+        "vector",
+        "discrete",
+        heads_read=heads_read,
+        reset_at_ends=reset,
+        free_nats=0.0,
+        closing_frames=True,
+        certain=True,
     ).eval()
     at, behind = 3, 4
     closing, first = (torch.zeros(B, T, dtype=torch.bool) for _ in range(2))

@@ -18,6 +18,11 @@ def is_recorded(identifier: str) -> bool:
     return identifier.startswith(RECORDED)
 
 
+def is_imported(experience: Artifact) -> bool:
+    """Return whether a version of experience was imported."""
+    return "content" in experience.metrics
+
+
 def recorded_environment(run: Run) -> dict[str, Any]:
     """Return `environment` of a run of imported data: that of its newest experience.
 

@@ -31,7 +31,7 @@ def compare(
         ProtocolName,
         typer.Option(
             metavar="NAME",
-            help="Evaluations to compare: returns, gridworld, generation, recall, reward, doors or probe.",
+            help="Evaluations to compare: returns, gridworld, held-out, generation, recall, reward, doors or probe.",
         ),
     ] = "returns",
     against: Annotated[

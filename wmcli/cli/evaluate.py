@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from wmcli.artifacts import Artifact
     from wmcli.stages.protocol import Protocol
 
-ProtocolName = Literal["returns", "gridworld", "generation", "recall", "reward", "doors", "probe"]
+ProtocolName = Literal["returns", "gridworld", "held-out", "generation", "recall", "reward", "doors", "probe"]
 """Keys of `stages.protocols.PROTOCOLS`, repeated since help and completion must not import torch."""
 
 
@@ -59,6 +59,7 @@ def evaluate(
         typer.Option(
             metavar="NAME",
             help="returns: the controller's episodes. gridworld: errors and cost of dynamics on cells."
+            " held-out: dreams beside held-out episodes."
             " generation, recall, reward, doors, probe: memory of the dynamics in a memory task.",
         ),
     ] = "returns",
@@ -103,7 +104,7 @@ def _check_inputs(protocol: Protocol, *, controller: str | None, dynamics: str |
     if dynamics and protocol.needs != "dynamics":
         raise UsageError("--dynamics is for protocols that score dynamics: give --controller instead.")
     if experience and not protocol.reads_experience:
-        raise UsageError(f"--experience is for the memory tasks: --protocol {protocol.name} plays its own episodes.")
+        raise UsageError(f"--experience is for held-out episodes: --protocol {protocol.name} plays its own episodes.")
 
 
 def report(evaluation: Artifact, as_json: bool, quiet: bool) -> None:

@@ -96,6 +96,6 @@ def import_(
     short = {"seed": seed, "training.device": device, "environment.id": environment}
     changes = overrides(settings, short)
     importing = Importing(source, form, size, tuple(part or ()), actions, held_out, shuffled, drop_last)
-    changes += importing.environment(run, changes)
+    changes += importing.defaults(run, changes)
     context = open_context(run, preset, changes, create=True, quiet=quiet)
     published(import_experience(context, importing), as_json)

@@ -9,6 +9,7 @@ import typer
 from wmcli.cli.evaluate import report
 from wmcli.cli.options import (
     DEFAULT_RUN,
+    INPUT_PANEL,
     REPEAT_PANEL,
     RUN_PANEL,
     Backbone,
@@ -53,6 +54,30 @@ def run(
             rich_help_panel=REPEAT_PANEL,
         ),
     ] = False,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Begin with recorded episodes, as wm import does: a file, a folder, or minari:ID. No epoch collects,"
+            " unless --set run.collect_epochs=N.",
+            rich_help_panel=INPUT_PANEL,
+        ),
+    ] = None,
+    held_out: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Of --data: hold the last N episodes out for test, N before them for validation.",
+            rich_help_panel=INPUT_PANEL,
+        ),
+    ] = 0,
+    size: Annotated[
+        int | None,
+        typer.Option(
+            min=8, max=1024, metavar="N", help="Of --data: resize images to N x N pixels.", rich_help_panel=INPUT_PANEL
+        ),
+    ] = None,
     from_epoch: Annotated[
         int | None,
         typer.Option(
@@ -78,14 +103,21 @@ def run(
         wm run drama-quick --backbone s4 --run runs/s4
         wm run unizero --env ALE/MsPacman-v5 --run runs/mspacman
         wm run --run runs/catch --set run.epochs=2
+        wm run rem --data recordings --held-out 10 --run runs/robot
     """
     if name and preset and name != preset:
         raise UsageError(f"two presets: {name} and --preset {preset}; give one of them.")
+    if data is None and (held_out or size is not None):
+        raise UsageError("--held-out and --size are for --data: add --data PATH.")
+    from wmcli.stages.imported import Importing
     from wmcli.stages.loop import run_loop
     from wmcli.stages.opening import open_context
 
     short = {"seed": seed, "training.device": device, "environment.id": environment, "backbone.kind": backbone}
     changes = overrides(settings, short)
+    importing = None if data is None else Importing(data, size=size, held_out=held_out)
+    if importing is not None:
+        changes += importing.defaults(run, changes)
     context = open_context(
         run,
         name or preset,
@@ -97,7 +129,7 @@ def run(
         bind=True,
         from_epoch=from_epoch,
     )
-    artifact = run_loop(context)
+    artifact = run_loop(context, importing=importing)
     if artifact.kind == "evaluation":
         report(artifact, as_json, quiet)
     else:

@@ -13,7 +13,6 @@ from wmcli.cli.command import Command, Group
 from wmcli.cli.options import Format, Json, Set, complete_preset, refuse_both_forms
 from wmcli.cli.output import Row, answer, chosen, emit_json
 from wmcli.errors import UsageError
-from wmcli.spaces import Spaces
 
 app = typer.Typer(cls=Group)
 
@@ -163,5 +162,6 @@ def count_parameters(settings: Any) -> dict[str, int]:
     """Count the parameters of each model and part, with the actions of the environment."""
     from wmcli.assemble import parameter_counts
     from wmcli.envs import protocol
+    from wmcli.spaces import Spaces
 
     return parameter_counts(settings, Spaces.of(protocol(settings.environment)))

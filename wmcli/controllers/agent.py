@@ -22,7 +22,7 @@ from wmcli.controllers.base import Controller, SearchSummary, State
 from wmcli.controllers.random_actions import HeldActions
 from wmcli.errors import ArtifactError
 from wmcli.nn.actions import no_action, no_observation, put_observation, random_actions, where_rows
-from wmcli.spaces import ActionSpace, map_parts, to_action_space
+from wmcli.spaces import ActionSpace, Continuous, map_parts, to_action_space
 from wmcli.transfer import to_device
 from wmcli.world_models.base import ImaginedStep, WorldModel
 
@@ -97,6 +97,8 @@ class Agent:
         parameters, state = self.controller.decide(self.world_model, self._world_state, self._state, generator)
         self._search_summary = self.controller.summarize_search(state)
         choice = self.controller.choose(parameters, state, self.temperature, self.generator)
+        if isinstance(self.world_model.action_space, Continuous):  # a normal policy also draws numbers out of bounds
+            choice = choice.clamp(-1, 1)
         executed_action = choice
         if self._held is not None:
             executed_action = self._held.replace(choice, self.epsilon, self.generator)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
-import importlib.util
 import os
 import sys
 
@@ -29,8 +29,9 @@ def prepare_mujoco() -> None:
     os.environ.setdefault("DISABLE_RENDER_THREAD_OFFLOADING", "1")
     if _without_display() and not os.environ.get(BACKEND):
         os.environ[BACKEND] = "egl" if _egl_works() else "osmesa" if _library("libOSMesa.so.8") else NONE
-    if os.environ.get(BACKEND) != NONE and importlib.util.find_spec("triton"):
-        importlib.import_module("triton")
+    if os.environ.get(BACKEND) != NONE:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("triton")
 
 
 def check_mujoco(name: str) -> None:

@@ -17,6 +17,7 @@ from wmcli.envs.delayed_copy import DELAYED_COPY_ID
 from wmcli.envs.grid_world import GRID_WORLD_GOAL_ID, GRID_WORLD_ID
 from wmcli.envs.pace import Pace
 from wmcli.envs.plain import describe_families, open_plain, packages_of, wrappers_of
+from wmcli.envs.quarters import QUARTERS_ID
 from wmcli.envs.settings import EnvironmentSettings
 from wmcli.envs.tasks import TASKS
 from wmcli.errors import UsageError
@@ -138,6 +139,7 @@ def list_environments() -> list[dict[str, Any]]:
     """Return the rows of `wm envs`: id, protocols and description."""
     about = {
         CATCH_ID: "catch a falling ball: learns in minutes on a CPU",
+        QUARTERS_ID: "push a puck into the quarter of the named color: an image, numbers and a category, any actions",
         DELAYED_COPY_ID: "repeat the cue of three frames ago: a test of memory",
         GRID_WORLD_ID: "reach the goal in a room of 5 x 5 cells, without end: a test of long sequences",
         GRID_WORLD_GOAL_ID: "the same, but only the goal is placed anew when it is reached",

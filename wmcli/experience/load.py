@@ -74,10 +74,10 @@ def load_held_out(
     closing: bool = False,
     frames_on: FramesOn = "auto",
 ) -> Replay:
-    """Load held-out episodes.
+    """Load held-out episodes: those of the newest segment that holds some back.
 
     Args:
-        artifact: The experience.
+        artifact: The newest segment.
         part: "validation" or "test".
         device: Device of the tensors.
         closing: Keep the observations that close episodes, see `Replay`.
@@ -86,15 +86,24 @@ def load_held_out(
     Raises:
         ArtifactError: The artifact has no such episodes, or is damaged.
     """
-    if not (artifact.path / HELD_OUT[part]).exists():
+    holder = find_held_out(artifact, part)
+    if holder is None:
         raise ArtifactError(
             f"{artifact.name} has no {part} episodes; make some with: wm collect --policy scripted --set"
-            f" collect.{part}=100"
+            f" collect.{part}=100, or hold some of imported ones out: wm import --held-out N"
         )
-    artifact.verify()
-    replay = _empty(artifact, device, closing, frames_on)
-    _extend(replay, artifact, HELD_OUT[part])
+    holder.verify()
+    replay = _empty(holder, device, closing, frames_on)
+    _extend(replay, holder, HELD_OUT[part])
     return replay
+
+
+def find_held_out(artifact: Artifact, part: str) -> Artifact | None:
+    """Return the newest segment up to `artifact` that holds back episodes of a part; None without one."""
+    newest: Artifact | None = artifact
+    while newest is not None and not (newest.path / HELD_OUT[part]).exists():
+        newest = newest.input("previous") if "previous" in newest.inputs else None
+    return newest
 
 
 def lives_end_episodes(environment: Mapping[str, Any]) -> bool:

@@ -129,7 +129,8 @@ class Replay:
         """Search results of the rows, None if no segment has any.
 
         Policy float32 (N, A), value float32 (N,), and bool (N,): whether a search chose the row's action; then the
-        actions (N, A, *action) that the policy belongs to where the search chose among samples, else None.
+        actions (N, A, *action) that the policy belongs to where the search chose among samples, else None. Rows with
+        fewer samples than others have zeros behind their own.
         """
         if "is_searched" not in self._columns:
             return None
@@ -244,6 +245,8 @@ class Replay:
             flags["is_closing"] = np.isin(np.arange(len(numbers)), closed)
         if "policy" in arrays:
             columns["is_searched"] = np.ones(len(ended), bool)
+        if SAMPLED in arrays:
+            columns |= self._with_room_for_samples({name: arrays[name] for name in ("policy", SAMPLED)})
         rows = self._rows + len(numbers)
         room = len(self._columns["action"]) if self._columns else 0
         if rows > room:
@@ -276,6 +279,20 @@ class Replay:
         closed_by_next = before[flags["first"] & (before >= 0)]
         self._columns["truncated"][closed_by_next] |= ~self._columns["terminated"][closed_by_next]
         self._columns["ends_game"][before[opens & (before >= 0)]] = True
+
+    def _with_room_for_samples(self, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Widen new columns (n, A, ...) and those that are here to the larger number of samples A, with zeros."""
+        import torch
+
+        wide = {}
+        for name, array in columns.items():
+            column = self._columns.get(name)
+            missing = 0 if column is None else column.shape[1] - array.shape[1]
+            if column is not None and missing < 0:
+                zeros = column.new_zeros(len(column), -missing, *column.shape[2:])
+                self._columns[name] = torch.cat((column, zeros), 1)
+            wide[name] = np.pad(array, [(0, 0), (0, max(missing, 0)), *[(0, 0)] * (array.ndim - 2)])
+        return wide
 
     def _put(self, name: str, rows: slice | np.ndarray, source: np.ndarray) -> None:
         """Write a column's values at rows. Converts the number type."""

@@ -35,8 +35,10 @@ OUTCOMES: dict[str, type[np.generic]] = {
     "truncated": np.bool_,  # (N,)
     "first": np.bool_,  # (N,) first frame of an episode
     "lives": np.int16,  # (N,) after the step, -1 if unknown
-    "stream": np.int16,  # (N,) number of the environment
+    "stream": np.int16,  # (N,) number of the environment, or IMPORTED
 }
+IMPORTED = np.iinfo(np.int16).max
+"""`stream` of imported episodes, which come between those of environments without ending them."""
 SEARCHED: dict[str, type[np.generic]] = {
     "policy": np.float32,  # (N, A) shares of the actions in the search
     "value": np.float32,  # (N,) of the frame, by the search
@@ -330,6 +332,7 @@ class Recorder:
         self._rows = 0
         self._arrays: dict[str, np.ndarray] = {}
         self._closing: list[dict[str, np.ndarray]] = []  # of each row that ended an episode
+        self._closes = True  # closing observations are kept
 
     def __len__(self) -> int:
         """Return the number of rows so far."""
@@ -356,13 +359,14 @@ class Recorder:
             assert len(values) == self._streams, f"{len(values)} values of {name} for {self._streams} streams"
             self._arrays[name][rows] = values
         self._arrays["stream"][rows] = np.arange(self._streams)
-        for stream in np.flatnonzero(step["terminated"] | step["truncated"]):
+        for stream in np.flatnonzero(step["terminated"] | step["truncated"]) if self._closes else ():
             self._closing.append(column_names(CLOSING, closing[int(stream)]))
         self._rows = rows.stop
 
     def arrays(self, start: int = 0, closings: int = 0) -> dict[str, np.ndarray]:
         """Return the arrays for `write_segment`, or those behind the first `start` rows and `closings` observations."""
-        return {name: array[start : self._rows] for name, array in self._arrays.items()} | self._closings(closings)
+        columns = {name: array[start : self._rows] for name, array in self._arrays.items()}
+        return columns | (self._closings(closings) if self._closes else {})
 
     def _closings(self, start: int) -> dict[str, np.ndarray]:
         """Return the columns `closing` from their row `start` on."""
@@ -373,13 +377,17 @@ class Recorder:
         return {name: np.stack([each[name] for each in self._closing[start:]]) for name in self._closing[0]}
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Restore the arrays of an earlier recorder, to resume an interrupted collection."""
+        """Restore the arrays of an earlier recorder, to resume an interrupted collection.
+
+        Those of earlier versions have no closing observations. Then none are kept, since a segment has all or none.
+        """
         columns = {name: array for name, array in arrays.items() if kind_of(name) != CLOSING}
         closing = {name: array for name, array in arrays.items() if kind_of(name) == CLOSING}
         self._rows = len(columns["action"])
         self._make(columns)
         for name, array in columns.items():
             self._arrays[name][: self._rows] = array
+        self._closes = bool(closing)
         count = len(next(iter(closing.values()))) if closing else 0
         self._closing = [{name: array[row] for name, array in closing.items()} for row in range(count)]
 

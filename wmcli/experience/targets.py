@@ -61,8 +61,12 @@ class SearchTargets:
             self._searches[replay.is_closing.cpu().numpy()] = NEVER
 
     def due(self, count: int) -> np.ndarray:
-        """Return the `count` rows with the fewest searches, int64, the oldest first, or all rows if there are fewer."""
-        return np.argsort(self._searches, kind="stable")[:count]
+        """Return the `count` rows with the fewest searches, int64, the oldest first, or all rows if there are fewer.
+
+        Observations that close episodes are not among them.
+        """
+        rows = np.argsort(self._searches, kind="stable")[:count]
+        return rows[self._searches[rows] < NEVER]
 
     def update(self, rows: np.ndarray, policy: Tensor, value: Tensor, sampled: Tensor | None = None) -> None:
         """Replace the results at rows (B,) by policy (B, A), value (B,) and the sampled actions (B, A, ...)."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from wmcli.errors import UsageError
 from wmcli.nn.actions import encode_action
 from wmcli.nn.two_hot import symlog
-from wmcli.spaces import Categories, Image, ObservationSpace, PartSpace, images_of, parts_of
+from wmcli.spaces import Categories, Image, ObservationSpace, PartSpace, Vector, images_of, parts_of
 
 
 def joint_image(space: ObservationSpace, kind: str) -> Image | None:
@@ -39,16 +39,20 @@ def joint_image(space: ObservationSpace, kind: str) -> Image | None:
 
 def count_numbers(space: ObservationSpace) -> int:
     """Return the length of all parts but images as numbers, N."""
-    others = [part for part in parts_of(space).values() if not isinstance(part, Image)]
-    return sum(part.encoded if isinstance(part, Categories) else part.size for part in others)
+    return sum(part.encoded for part in parts_of(space).values() if not isinstance(part, Image))
+
+
+def as_numbers(space: Vector | Categories, part: Tensor) -> Tensor:
+    """Return a part that is no image as numbers (..., N) float32: symlog, or one-hot."""
+    return encode_action(space, part, torch.float32) if isinstance(space, Categories) else symlog(part.float())
 
 
 def as_input(space: PartSpace, part: Tensor) -> Tensor:
-    """Return an image (..., H, W, C) as (..., C, H, W), and other parts as numbers (..., N): symlog, or one-hot."""
+    """Return an image (..., H, W, C) as (..., C, H, W), and other parts as numbers (..., N)."""
     if isinstance(space, Image):
         assert part.dtype == torch.uint8 and part.shape[-3:] == space.shape, "images are uint8 with the channels last"
         return part.movedim(-1, -3)
-    return encode_action(space, part, torch.float32) if isinstance(space, Categories) else symlog(part)
+    return as_numbers(space, part)
 
 
 def split_parts(space: ObservationSpace, tree: Any) -> tuple[list[Tensor], list[Tensor]]:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.nn.actions import encode_action
 from wmcli.nn.initialize import Initialization, initialize
 from wmcli.nn.layers import Float32Linear
 from wmcli.nn.mlp import Activation, Norm, hidden_layers
+from wmcli.nn.observations import as_numbers
 from wmcli.nn.two_hot import symexp, symlog
 from wmcli.spaces import Categories, Vector
 
@@ -51,27 +51,16 @@ class DenseStack(NamedTuple):
         )
 
 
-def length(space: VectorSpace) -> int:
-    """Return the number of inputs, and of outputs, of a part."""
-    return space.encoded if isinstance(space, Categories) else space.size
-
-
 def read_vectors(spaces: Sequence[VectorSpace], parts: Sequence[Tensor]) -> Tensor:
-    """Return the inputs (B, I) float32 of the encoder: parts (B, N) by symlog, and (B, K) one-hot."""
-    return torch.cat(
-        [
-            encode_action(space, part, torch.float32) if isinstance(space, Categories) else symlog(part.float())
-            for space, part in zip(spaces, parts, strict=True)
-        ],
-        -1,
-    )
+    """Return the inputs (B, I) float32 of the encoder."""
+    return torch.cat([as_numbers(space, part) for space, part in zip(spaces, parts, strict=True)], -1)
 
 
 class VectorEncoder(nn.Sequential):
     """Encoder (B, I) -> (B, D)."""
 
     def __init__(self, spaces: Sequence[VectorSpace], stack: DenseStack) -> None:
-        super().__init__(*stack.build(sum(length(space) for space in spaces)))
+        super().__init__(*stack.build(sum(space.encoded for space in spaces)))
         initialize(self, stack.initialization)
 
 
@@ -81,7 +70,7 @@ class VectorDecoder(nn.Module):
     def __init__(self, inputs: int, spaces: Sequence[VectorSpace], stack: DenseStack) -> None:
         super().__init__()
         self.hidden = stack.build(inputs)
-        self.heads = nn.ModuleList(Float32Linear(stack.width, length(space)) for space in spaces)
+        self.heads = nn.ModuleList(Float32Linear(stack.width, space.encoded) for space in spaces)
         initialize(self, stack.initialization)
 
     def forward(self, x: Tensor) -> list[Tensor]:

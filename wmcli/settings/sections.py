@@ -104,8 +104,8 @@ class RunSettings(Section):
 
     epochs: int = Field(600, ge=1)
     """Length of `wm run`. [epochs]"""
-    collect_epochs: int = Field(500, ge=1)
-    """Last epoch that collects. [epochs]"""
+    collect_epochs: int = Field(500, ge=0)
+    """Last epoch that collects; 0 trains on the experience that the run has. [epochs]"""
     tokenizer_after: int = Field(5, ge=0)
     """Epochs before the tokenizer begins to train. [epochs]"""
     tokenizer_epochs: int = Field(600, ge=0)

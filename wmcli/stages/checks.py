@@ -10,14 +10,18 @@ from wmcli.settings import Settings
 from wmcli.trainers.batches import check_episode_fits
 
 
-def check_rows(settings: Settings) -> None:
+def check_rows(settings: Settings, *, is_held_out: bool = False) -> None:
     """Check that dynamics will have rows that hold their episodes, and validation episodes if they need some.
+
+    Args:
+        settings: Of the run.
+        is_held_out: There are validation episodes that were not collected here.
 
     Raises:
         UsageError: They will not.
     """
     dynamics, task = settings.dynamics, TASKS.get(settings.environment.id)
-    if dynamics.needs_validation:
+    if dynamics.needs_validation and not is_held_out:
         check_held_back(settings, "validation", "dynamics.validate_every", none="0")
     if dynamics.longest_episode is not None and task is not None and settings.collect.policy != "learned":
         check_episode_fits(task.context + task.query, dynamics.longest_episode)

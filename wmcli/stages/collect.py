@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from wmcli.artifacts import Artifact, Job, Work
-from wmcli.artifacts.environment import check_same_environment
+from wmcli.artifacts.environment import check_same_environment, is_imported, is_recorded
 from wmcli.artifacts.failpoint import failpoint
 from wmcli.assemble import load_controller
 from wmcli.controllers.agent import Agent, UniformAgent
@@ -45,6 +45,8 @@ def collect(
 ) -> Artifact:
     """Play the environment and publish the new experience.
 
+    Imported experience in between is a stream of its own: the environments go on where they stood.
+
     For `collect.policy` "scripted" or "recorded" see `collect_scripted` and `collect_recorded`.
 
     Args:
@@ -56,11 +58,16 @@ def collect(
 
     Raises:
         ArtifactError: The previous experience is of another environment or policy.
-        UsageError: `steps` or `controller` are given for whole episodes.
+        UsageError: `steps` or `controller` are given for whole episodes, or the environment is imported data.
         EnvironmentFault: The environment failed. The same call resumes.
         Stopped: A signal arrived. The same call resumes.
     """
     settings, run = context.settings, context.run
+    if is_recorded(settings.environment.id):
+        raise UsageError(
+            f"environment.id = '{settings.environment.id}' is imported data, which nobody can play: to collect behind"
+            " it, import it into another --run with: wm import --env ID"
+        )
     environment = context.environment
     before = run.resolve(previous, "experience") if previous else run.latest("experience") if extend else None
     policy = settings.collect.policy
@@ -73,10 +80,11 @@ def collect(
         if controller not in (None, "random") or steps:
             raise UsageError(f"--policy {policy} adds whole episodes: omit --controller and --steps.")
         return (collect_scripted if policy == "scripted" else collect_recorded)(context, before)
-    if before is not None and not (before.path / STREAMS).exists():
+    played = _played(before)
+    if played is not None and not (played.path / STREAMS).exists():
         raise ArtifactError(
-            f"{before.name} was played by a script or imported, so no environment can continue it: collect into another"
-            " --run, or use --policy scripted"
+            f"{played.name} was played by a script, so no environment can continue it: collect into another --run, or"
+            " use --policy scripted"
         )
     actor = _controller(context, controller)
     inputs = {"previous": before, "controller": actor}
@@ -147,9 +155,9 @@ def _begin(
         streams = Streams.restore(settings.environment, True, _streams_from(tensors, about))
     elif before is not None and context.streams is not None and context.streams[0] == before.digest:
         streams, context.streams = context.streams[1], None  # from here on they have moved on
-    elif before is not None:
-        before.verify()
-        streams = Streams.restore(settings.environment, True, _streams_from(*load_tensors(before.file(STREAMS))))
+    elif (played := _played(before)) is not None:
+        played.verify()
+        streams = Streams.restore(settings.environment, True, _streams_from(*load_tensors(played.file(STREAMS))))
     else:
         if settings.environment.protocol == "plain":
             _check_seed(context)
@@ -164,13 +172,21 @@ def _begin(
     if checkpoint.exists():
         parts = about["parts"]
         saved = [load_tensors(work.path / _part(index))[0] for index in range(parts)]
-        recorder.load({name: torch.cat([part[name] for part in saved]).numpy() for name in saved[0]})
+        if saved:
+            recorder.load({name: torch.cat([part[name] for part in saved]).numpy() for name in saved[0]})
         agent.load({name.removeprefix("agent/"): value for name, value in tensors.items() if name.startswith("agent/")})
         context.progress.say(f"collect: resuming at step {len(recorder)}")
     elif before is not None and isinstance(agent, Agent):
         with context.machine.autocast():
             agent.burn_in(*_last_frames(before, streams, agent.lookback, across_ends=agent.across_ends))
     return streams, recorder, agent, parts
+
+
+def _played(before: Artifact | None) -> Artifact | None:
+    """Return the newest experience up to `before` that environments played; None if all was imported."""
+    while before is not None and is_imported(before):
+        before = before.input("previous") if "previous" in before.inputs else None
+    return before
 
 
 def _check_seed(context: Context) -> None:
@@ -233,6 +249,9 @@ def _last_frames(
     end = np.full(count, length)  # places from there on are filled
     segment = before
     while missing.any():
+        if is_imported(segment):  # no environment's rows, and perhaps many
+            segment = segment.input("previous")
+            continue
         segment.verify()
         arrays = read_segment(segment.path / SEGMENT)
         observation = from_columns("observation", arrays)
@@ -263,9 +282,10 @@ def _play(
 
     def save(state: dict[str, Any]) -> None:
         nonlocal saved, closings, saved_at, parts
-        rows = {name: torch.from_numpy(array) for name, array in recorder.arrays(saved, closings).items()}
-        save_tensors(work.path / _part(parts), rows, {})
-        saved, closings, parts = len(recorder), recorder.closings, parts + 1
+        if len(recorder) > saved:
+            rows = {name: torch.from_numpy(array) for name, array in recorder.arrays(saved, closings).items()}
+            save_tensors(work.path / _part(parts), rows, {})
+            saved, closings, parts = len(recorder), recorder.closings, parts + 1
         tensors, about = _streams_tensors(state)
         tensors |= {f"agent/{name}": value for name, value in agent.state().items()}
         save_tensors(work.path / CHECKPOINT, tensors, about | {"parts": parts})
@@ -367,6 +387,7 @@ def _mean(count: str, mean: str, returns: list[float]) -> dict[str, Any]:
 
 def _at_start(before: Artifact | None, count: int) -> np.ndarray:
     """Return which of the streams stand at the start of a game behind the experience `before`, bool (E,)."""
-    if before is None:
+    played = _played(before)
+    if played is None:
         return np.ones(count, bool)
-    return load_tensors(before.file(STREAMS))[0]["length"].numpy() == 0
+    return load_tensors(played.file(STREAMS))[0]["length"].numpy() == 0

@@ -25,7 +25,7 @@ from wmcli.exchange.minari import PREFIX
 from wmcli.exchange.npz import Actions
 from wmcli.experience import write_segment
 from wmcli.experience.load import HELD_OUT, SEGMENT
-from wmcli.experience.segment import CLOSING
+from wmcli.experience.segment import CLOSING, IMPORTED
 from wmcli.spaces import Spaces, column_names, images_of, map_parts
 from wmcli.stages.binding import change_settings
 from wmcli.stages.context import Context
@@ -57,15 +57,15 @@ class Importing:
     drop_last: bool = False
     """Leave out the last action of episodes whose closing observation is unknown, so that it becomes known."""
 
-    def environment(self, run: Path, overrides: Sequence[str]) -> list[str]:
-        """Return the setting of the environment `data/NAME` for a new run whose environment `overrides` do not name."""
-        is_bound = run.exists() and Run.open(run, create=False).bound() is not None
-        if is_bound or any(text.startswith("environment.id=") for text in overrides):
+    def defaults(self, run: Path, overrides: Sequence[str]) -> list[str]:
+        """Return settings of a new run that `overrides` do not name: the environment `data/NAME`, and no collecting."""
+        if run.exists() and Run.open(run, create=False).bound() is not None:
             return []
         path = Path(self.source.removeprefix(PREFIX))
-        return [
-            f"environment.id={RECORDED}{slug(str(path) if self.source.startswith(PREFIX) else path.resolve().stem)}"
-        ]
+        name = slug(str(path) if self.source.startswith(PREFIX) else path.resolve().stem)
+        texts = (f"environment.id={RECORDED}{name}", "run.collect_epochs=0")
+        named = {text.partition("=")[0] for text in overrides}
+        return [text for text in texts if text.partition("=")[0] not in named]
 
     def open(self, spaces: Spaces | None) -> Recording:
         """Open the source. Raises UsageError, see `open_recording`."""
@@ -78,12 +78,12 @@ def import_experience(context: Context, importing: Importing) -> Artifact:
     """Publish recorded episodes behind the newest experience of a run.
 
     Args:
-        context: Of the run, see `Importing.environment`.
+        context: Of the run, see `Importing.defaults`.
         importing: The source, and how to read it.
 
     Raises:
-        UsageError: The source cannot be read, an episode is damaged or does not fit, or there are too few to hold some
-            out.
+        UsageError: The source cannot be read, an episode is damaged or does not fit, there are too few to hold some
+            out, or the run has imported the same files with other options.
         ArtifactError: The run has experience of another environment.
     """
     before = context.run.latest("experience")
@@ -98,12 +98,18 @@ def import_experience(context: Context, importing: Importing) -> Artifact:
     path, _ = located(importing.source, importing.form)
     sections = ("seed", "environment") if importing.shuffled else ("environment",)
     options = {key: value for key, value in asdict(importing).items() if key not in ("source", "form")}
-    content = digest({"format": recording.format, "files": digest_of_files(path), **options})
+    files = digest_of_files(path)
+    content = digest({"format": recording.format, "files": files, **options})
     identity = context.settings.identity(*sections) | {"policy": "imported", "content": content}
     job = context.run.job("experience", identity, {} if before is None else {"previous": before})
-    if existing := context.done(job) or _imported(before, content):
+    if existing := context.done(job) or _imported(before, "content", content):
         context.progress.say(f"import: {existing.name} is up to date, nothing to do")
         return existing
+    if existing := _imported(before, "files", files):
+        raise UsageError(
+            f"{importing.source}: {existing.name} of {context.run} was made from the same files with other options;"
+            " give the same, or another --run."
+        )
     chosen = _chosen(len(recording), importing, context.settings.seed)
     with context.work(job, fresh=True) as work:
         context.progress.say(f"import: {len(recording)} episodes from {importing.source} ({recording.format})")
@@ -136,6 +142,7 @@ def import_experience(context: Context, importing: Importing) -> Artifact:
                 "steps": sum(train.lengths),
                 "mean_return": float(np.mean([reward.sum(dtype=np.float64) for reward in train.rewards])),
                 "content": content,
+                "files": files,
                 "format": recording.format,
                 "lossy": recording.lossy or recording.source.get("lossy"),
                 "closing": closed,
@@ -146,9 +153,9 @@ def import_experience(context: Context, importing: Importing) -> Artifact:
         )
 
 
-def _imported(newest: Artifact | None, content: str) -> Artifact | None:
-    """Return the experience up to `newest` that was made from the same content; None without one."""
-    while newest is not None and newest.metrics.get("content") != content:
+def _imported(newest: Artifact | None, metric: str, value: str) -> Artifact | None:
+    """Return the experience up to `newest` whose metric has a value; None without one."""
+    while newest is not None and newest.metrics.get(metric) != value:
         newest = newest.input("previous") if "previous" in newest.inputs else None
     return newest
 
@@ -216,7 +223,7 @@ class _Gathered:
             "truncated": np.concatenate(self.truncated),
             "first": first,
             "lives": np.full(rows, -1, np.int16),
-            "stream": np.zeros(rows, np.int16),
+            "stream": np.full(rows, IMPORTED, np.int16),
         }
         if closed:
             arrays |= column_names(CLOSING, map_parts(lambda *each: np.concatenate(each), self.like, *self.closing))

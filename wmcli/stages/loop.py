@@ -3,6 +3,9 @@
 The loop has no state of its own. Every stage is a job, identified by its settings and inputs. Finished jobs are
 recognized at once and interrupted ones resume, so the loop always starts at its first epoch.
 
+The loop may begin with recorded data (`wmcli.stages.imported`). Where no epoch collects, all of them train on the
+newest experience of the run; else on the data and what is collected behind them.
+
 With `run.overlap` a second process collects epoch e + 1 while this one trains epoch e. It acts with the controller of
 epoch e - 1, whatever the speed of the processes.
 """
@@ -15,8 +18,10 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from wmcli.artifacts import KEY_METRICS, Artifact, needed, needed_elsewhere
+from wmcli.artifacts.environment import is_imported, is_recorded
 from wmcli.artifacts.store import BEST
 from wmcli.errors import DivergedError, Stopped, UsageError
+from wmcli.experience.load import find_held_out
 from wmcli.interrupt import stop_requests
 from wmcli.settings import Settings, resolve
 from wmcli.stages.checks import check_rows
@@ -25,7 +30,9 @@ from wmcli.stages.collector import Collector
 from wmcli.stages.context import Context, PrunedInputError
 from wmcli.stages.dynamics import NONE, train_dynamics
 from wmcli.stages.evaluate import RETURNS, best_evaluation, evaluate
+from wmcli.stages.held_out import HELD_OUT
 from wmcli.stages.imagine import imagine
+from wmcli.stages.imported import Importing, import_experience
 from wmcli.stages.memory_tasks import check_measures, measures_of
 from wmcli.stages.protocols import PROTOCOLS
 from wmcli.stages.tokenizer import train_tokenizer
@@ -35,8 +42,12 @@ COLLECT, TOKENIZER, DYNAMICS, IMAGINE = "collect", "train-tokenizer", "train-dyn
 MEASURE, EVALUATE = "measure", "eval"
 
 
-def run_loop(context: Context) -> Artifact:
+def run_loop(context: Context, importing: Importing | None = None) -> Artifact:
     """Run or resume all epochs of `run.*`.
+
+    Args:
+        context: Of the run.
+        importing: Recorded data to begin with. Without, those that the run has imported before.
 
     Returns:
         The last artifact: the final evaluation if there is a controller.
@@ -47,16 +58,24 @@ def run_loop(context: Context) -> Artifact:
         WmError: See the stages.
     """
     plan, progress = context.settings.run, context.progress
+    assert context.binding is not None
+    start = _start(context)
+    held_out = importing is not None and importing.held_out > 0
+    _check_own(context.for_loop().at(1), start, importing)
+    _check_last(context.binding.at(plan.epochs), start, is_data=importing is not None, held_out=held_out)
+    if importing is not None:
+        import_experience(context, importing)
+        start = _start(context)
     inside = context.for_loop()
-    _check_own(inside.at(1))
-    _check_last(inside.at(plan.epochs).settings)
+    if start is not None:
+        _describe(context, start)
     for line in _idle(context):
         progress.warn(line)
     progress.say(f"run: preset {context.preset}, {plan.epochs} epochs on {context.machine}")
     while True:
         try:
             with stop_requests(), closing(Collector(inside)) as beside:
-                newest, scores = _walk(context, inside, beside)
+                newest, scores = _walk(context, inside, beside, start)
                 break
         except PrunedInputError as missing:
             # With --force its job runs again, and so do the jobs of its inputs. Finished jobs are recognized.
@@ -77,13 +96,15 @@ def run_loop(context: Context) -> Artifact:
     return newest[next(kind for kind in reversed(("experience", *MODELS)) if kind in newest)]
 
 
-def _walk(context: Context, inside: Context, beside: Collector) -> tuple[dict[str, Artifact], list[Artifact]]:
-    """Run all epochs, or up to the end of `run.patience`.
+def _walk(
+    context: Context, inside: Context, beside: Collector, start: Artifact | None
+) -> tuple[dict[str, Artifact], list[Artifact]]:
+    """Run all epochs, or up to the end of `run.patience`, from the experience `start` on.
 
     Returns the newest artifact of each kind, and the evaluations of the last epoch.
     """
     plan = context.settings.run
-    newest: dict[str, Artifact] = {}
+    newest: dict[str, Artifact] = {} if start is None else {"experience": start}
     own: dict[str, list[Artifact]] = {kind: [] for kind in MODELS}
     scores: list[Artifact] = []
     on_the_way: list[Artifact] = []
@@ -141,13 +162,62 @@ def _stalled(evaluations: list[Artifact], patience: int) -> Artifact | None:
     return next(each for each in reversed(evaluations) if each.metrics["mean"] == max(means)).input("controller")
 
 
-def _check_own(context: Context) -> None:
-    """Raise UsageError if the first experience of the run was not collected by this loop."""
-    versions = context.run.versions("experience")
-    if not versions:
+def _collects(settings: Settings) -> bool:
+    """Return whether an epoch collects."""
+    return COLLECT in due(settings, 1)
+
+
+def _start(context: Context) -> Artifact | None:
+    """Return the experience that the loop begins with: the newest, or what was imported first if epochs collect."""
+    run = context.run
+    if not _collects(context.settings):
+        return run.latest("experience")
+    start: Artifact | None = None
+    for version in run.versions("experience"):
+        artifact = run.get("experience", version)
+        if not is_imported(artifact):
+            break
+        start = artifact
+    return start
+
+
+def _describe(context: Context, start: Artifact) -> None:
+    """Say what the loop does with the experience that it begins with, and which measures do not apply to it."""
+    settings, progress = context.settings, context.progress
+    collects = "epochs collect behind it" if _collects(settings) else "no epoch collects"
+    progress.say(f"run: begins with {start.name}, {start.metrics['total_steps']} steps; {collects}")
+    if not is_imported(start):
         return
-    job = collect_job(context, {})
-    if not job.made(context.run.get("experience", versions[0])):
+    if find_held_out(start, "test") is None:
+        progress.say(
+            f"run: {start.name} holds no test episodes back, so dreams are not measured: import with --held-out N"
+        )
+    if is_recorded(settings.environment.id) and settings.controller.acts:
+        progress.say(f"run: nobody can play {settings.environment.id}, so the controller's returns are not measured")
+    if named := measures_of(settings):
+        progress.say(f"run: imported data have no states to measure {', '.join(named)} by: left out")
+
+
+def _check_own(context: Context, start: Artifact | None, importing: Importing | None) -> None:
+    """Raise UsageError if the loop has nothing to begin with, or cannot go on behind the experience of the run."""
+    versions = context.run.versions("experience")
+    if not _collects(context.settings):
+        if not versions and importing is None:
+            if is_recorded(context.settings.environment.id):
+                raise UsageError(
+                    f"{context.run} holds no experience, and nobody can play its environment: give --data PATH."
+                )
+            raise UsageError(
+                f"run.collect_epochs = 0 collects nothing, and {context.run} holds no experience: give --data."
+            )
+        return
+    behind = [version for version in versions if start is None or version > start.version]
+    if importing is not None and start is None and versions:
+        raise UsageError(f"--data: {context.run} holds experience that was collected before; give another --run.")
+    if not behind:
+        return
+    job = collect_job(context, {} if start is None else {"previous": start})
+    if not job.made(context.run.get("experience", behind[0])):
         reason = context.otherwise(job)
         raise UsageError(
             f"{context.run} holds experience that wm run did not collect with these settings"
@@ -156,12 +226,22 @@ def _check_own(context: Context) -> None:
         )
 
 
-def _check_last(settings: Settings) -> None:
-    """Raise UsageError, before the first epoch, if a stage of the last one cannot run."""
+def _check_last(settings: Settings, start: Artifact | None, *, is_data: bool, held_out: bool) -> None:
+    """Raise UsageError, before the first epoch, if a stage of the last one cannot run.
+
+    `is_data`: data are imported first; `held_out`: some of their episodes are held out.
+    """
     stages = due(settings, settings.run.epochs)
+    held_out |= start is not None and find_held_out(start, "validation") is not None
+    is_data |= start is not None and is_imported(start)
     if DYNAMICS in stages:
-        check_rows(settings)
-    if MEASURE in stages:
+        if is_data and settings.dynamics.needs_validation and not held_out:
+            raise UsageError(
+                "dynamics.validate_every needs validation episodes, and none of the data are held out: import with"
+                " --held-out N, or set dynamics.validate_every=0."
+            )
+        check_rows(settings, is_held_out=held_out)
+    if MEASURE in stages and not is_data:
         check_measures(settings)
     if EVALUATE in stages:
         RETURNS.check(settings)
@@ -186,9 +266,10 @@ def due(settings: Settings, epoch: int) -> list[str]:
     """Name the stages of an epoch, in order."""
     plan, stages = settings.run, []
     last = epoch == plan.epochs
+    can_play = not is_recorded(settings.environment.id)
     # A model that trains its tokenizer continues with its own.
     with_dynamics = settings.dynamics.encoder == "dynamics" and epoch > plan.dynamics_after + 1
-    if epoch <= plan.collect_epochs:
+    if can_play and epoch <= plan.collect_epochs:
         stages.append(COLLECT)
     if plan.tokenizer_after < epoch <= plan.tokenizer_epochs and not with_dynamics:
         stages.append(TOKENIZER)
@@ -197,7 +278,7 @@ def due(settings: Settings, epoch: int) -> list[str]:
         stages += [MEASURE] * (last and bool(measures_of(settings)))
     if settings.controller.acts and epoch > plan.controller_after:
         stages.append(IMAGINE)
-        if last or _is_due(plan.evaluate_every, epoch):
+        if can_play and (last or _is_due(plan.evaluate_every, epoch)):
             stages.append(EVALUATE)
     return stages
 
@@ -242,7 +323,7 @@ def run_epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) 
 
     if COLLECT in stages and plan.overlap:
         if epoch == 1:
-            beside.begin(context, None, None)
+            beside.begin(context, None, newest.get("experience"))
         yield COLLECT, beside.result()
         if epoch < min(plan.collect_epochs, plan.epochs):
             beside.begin(context.at(epoch + 1), newest.get("controller"), newest["experience"])
@@ -280,9 +361,18 @@ def run_epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) 
 
 
 def _measure(context: Context, newest: dict[str, Artifact]) -> Iterator[Artifact]:
-    """Yield each measure of the newest dynamics model that the settings name."""
-    for measure in measures_of(context.settings):
-        yield PROTOCOLS[measure].evaluate(context, dynamics=str(newest["dynamics"].path))
+    """Yield each measure of the newest dynamics model: those that the settings name, or on imported data dreams."""
+    dynamics, source = str(newest["dynamics"].path), find_held_out(newest["experience"], "test")
+    if source is not None and is_imported(source):
+        try:
+            measured = HELD_OUT.evaluate(context, dynamics=dynamics)
+        except UsageError as reason:
+            context.progress.warn(f"run: dreams are not measured: {reason}")
+        else:
+            yield measured
+    elif source is not None:
+        for measure in measures_of(context.settings):
+            yield PROTOCOLS[measure].evaluate(context, dynamics=dynamics)
 
 
 def _prune(context: Context, own: dict[str, list[Artifact]], keep: int) -> None:

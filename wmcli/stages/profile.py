@@ -323,24 +323,26 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
 def _tokenizer_stages(
     context: Context, learning: Any, frozen: Any, random_frames: Callable[[int], Any]
 ) -> Iterator[Stage]:
-    """Yield training of a tokenizer, and encoding with a frozen one."""
+    """Yield training of a tokenizer, if it learns, and encoding with a frozen one."""
     settings, machine = context.settings, context.machine
     tokenizer: Any = settings.tokenizer
     frames = random_frames(tokenizer.batch)
-    optimizer = optimizer_for(tokenizer, learning.parameters())
+    shape = f"{tokenizer.batch} frames of {describe_parts(context.spaces.observation)}"
+    if any(True for _ in learning.parameters()):
+        optimizer = optimizer_for(tokenizer, learning.parameters())
 
-    def train(machine: Machine) -> Job:
-        return partial(tokenizer_update(machine, learning, optimizer, tokenizer.clip), frames)
+        def train(machine: Machine) -> Job:
+            return partial(tokenizer_update(machine, learning, optimizer, tokenizer.clip), frames)
+
+        alone = settings.run.tokenizer_epochs > 0  # else it learns inside the dynamics model
+        updates = tokenizer.updates if alone else 0
+        unrecorded = _unrecorded(machine, train)
+        yield Stage("train-tokenizer", shape, tokenizer.batch, "frames", train(machine), updates, unrecorded)
 
     def encode() -> None:
         with machine.autocast(), torch.no_grad():
             frozen.encode(frames)
 
-    shape = f"{tokenizer.batch} frames of {describe_parts(context.spaces.observation)}"
-    alone = settings.run.tokenizer_epochs > 0  # else it learns inside the dynamics model
-    updates = tokenizer.updates if alone else 0
-    unrecorded = _unrecorded(machine, train)
-    yield Stage("train-tokenizer", shape, tokenizer.batch, "frames", train(machine), updates, unrecorded)
     yield Stage("encode", shape, tokenizer.batch, "frames", encode)
 
 

@@ -123,7 +123,8 @@ def project(settings: Settings, measured: Mapping[str, Mapping[str, Any]]) -> di
 
     Args:
         settings: Of the run.
-        measured: A row of each kind of work that the run has, by name, with `seconds` of one unit.
+        measured: A row of each kind of work that the run has, by name, with `seconds` of one unit. Others, such as
+            updates of a tokenizer that does not learn, are left out.
 
     Returns:
         `seconds` of the run without evaluation, `steps` in the environment, `seconds_per_step`, the `episodes` of
@@ -131,7 +132,7 @@ def project(settings: Settings, measured: Mapping[str, Mapping[str, Any]]) -> di
     """
     work = count_work(settings)
     steps, episodes = work[RANDOM] + work[ACTING], work.pop(EVALUATE, 0)
-    totals = {what: work[what] * measured[what]["seconds"] for what in UNITS if work[what]}
+    totals = {what: work[what] * measured[what]["seconds"] for what in UNITS if work[what] and what in measured}
     whole = sum(totals.values())
     rows = [
         {
@@ -230,7 +231,8 @@ def _updates(context: Context, replay: Replay, work: Mapping[str, int]) -> Itera
         if work[TOKENIZER]:
             section = cast(Any, settings.tokenizer)
             trainer: Any = TokenizerTrainer(tokenizer, replay, section, training, **parts)
-            yield TOKENIZER, f"{section.batch} frames, {held}", trainer.update, 1
+            if trainer.learns:
+                yield TOKENIZER, f"{section.batch} frames, {held}", trainer.update, 1
         if settings.dynamics.takes_tokenizer:
             tokenizer = machine.freeze(tokenizer)
     section = cast(Any, settings.dynamics)

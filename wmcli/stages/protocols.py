@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from wmcli.stages.evaluate import RETURNS
 from wmcli.stages.grid_world import GRID_WORLD
+from wmcli.stages.held_out import HELD_OUT
 from wmcli.stages.memory_tasks import MEASURES
 from wmcli.stages.protocol import Protocol
 
-PROTOCOLS: dict[str, Protocol] = {protocol.name: protocol for protocol in (RETURNS, GRID_WORLD, *MEASURES)}
+PROTOCOLS: dict[str, Protocol] = {protocol.name: protocol for protocol in (RETURNS, GRID_WORLD, HELD_OUT, *MEASURES)}

@@ -12,7 +12,7 @@ from wmcli.assemble import build_tokenizer
 from wmcli.errors import UsageError
 from wmcli.report.images import grid, write_png
 from wmcli.report.observations import draw_observations
-from wmcli.spaces import map_parts
+from wmcli.spaces import images_of, map_parts
 from wmcli.stages.context import Context
 from wmcli.stages.train import newest_fitted_alone, parent_of, train
 from wmcli.tokenizers.base import NoTokenizerSettings
@@ -47,7 +47,7 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
     frames = context.run.resolve(experience or "experience", "experience")
     check_same_environment(context.environment, frames)
     inputs = {"experience": frames} | _parent(context, parent)
-    if settings.lacks_lpips:
+    if settings.lacks_lpips and images_of(context.spaces.observation):
         context.progress.warn(
             "training without the perceptual loss, since tokenizer.lpips_weights names no file: published scores used"
             " LPIPS, so ours are not comparable with them. Make the file with: wm convert-lpips"

@@ -372,7 +372,10 @@ class WorldModel(nn.Module, ABC):
         raise NotImplementedError
 
     def find_ends(self, batch: Batch) -> Tensor:
-        """Return (B, T) bool: frames whose successors the model has not learned, where imagination ends."""
+        """Return (B, T) bool: frames behind which imagination ends, as the model has not learned to act there.
+
+        Those are the last ones in which an action was taken, and those that close episodes.
+        """
         return batch.terminated | batch.truncated if batch.is_last is None else batch.is_last
 
     @abstractmethod

@@ -69,7 +69,7 @@ class LatentWorldModelSettings(DynamicsSettings):
     """Input of the decoder: the latent alone, or latent and past (S4WM)."""
     heads_read: Literal["past", "state"] = "past"
     """Input of reward and termination heads: the past that ends with the action, or also the latent of the next frame
-    (S4WM). The latter needs episodes that include their last frame, as in memory tasks, or `closing`."""
+    (S4WM). The latter needs episodes that include their last frame, as in memory tasks, or `closing_frames`."""
     prior_layers: int = Field(0, ge=0)
     """Hidden layers of the prior's head, each with norm and SiLU (Dreamer: 1, DreamerV3: 2). [layers]"""
     prior_width: int = Field(512, ge=1)
@@ -123,7 +123,7 @@ class LatentWorldModelSettings(DynamicsSettings):
     nothing across. The public code does neither."""
     end_on_truncation: bool = False
     """Learn time limits as terminations."""
-    closing: bool = False
+    closing_frames: bool = False
     """Learn the observation that closes an episode as well, in which no action is taken. With heads_read = "state"
     rewards and terminations of last steps are learned from it alone (DreamerV3)."""
     reconstruction_weight: float = Field(1.0, ge=0)
@@ -201,7 +201,7 @@ class LatentWorldModelSettings(DynamicsSettings):
 
     @property
     def reads_closing(self) -> bool:
-        return self.closing
+        return self.closing_frames
 
     @property
     def learns_rewards(self) -> bool:

@@ -124,7 +124,7 @@ def test_acting_waits_for_what_the_host_needs(whole: Callable[[str], Ran], name:
     if name in WITHOUT_CONTROLLER:
         return  # a script acts
     waits = places(whole(name)[1], ACT)
-    decisions = waits.pop("copy to the host at wmcli/controllers/agent.py Agent.decide")
+    decisions = waits.pop("copy to the host at wmcli/controllers/base.py Controller.choose")
     searches = waits.pop("copy to the host at wmcli/controllers/agent.py Agent.summarize_search", 0)
     assert decisions > 0 and not waits
     assert (0 < searches <= decisions) if name in ("unizero", "muzero") else searches == 0
