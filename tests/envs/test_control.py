@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wmcli.envs.display import choose_backends, load_triton
+from wmcli.envs.display import prepare_mujoco
 
-choose_backends()  # both before the import
-load_triton()
+prepare_mujoco()  # before the import
 suite = pytest.importorskip("dm_control.suite")
 
 from wmcli.envs import EnvironmentSettings, Streams, make, protocol  # noqa: E402

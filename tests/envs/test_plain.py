@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from wmcli.envs import EnvironmentSettings, Streams, list_environments, make, protocol
-from wmcli.envs.display import choose_backends
+from wmcli.envs.display import prepare_mujoco
 from wmcli.errors import UsageError
 from wmcli.spaces import Categories, Continuous, Image, Vector
 
@@ -201,19 +202,19 @@ def test_versions_of_physics_are_in_the_manifest(name: str) -> None:
     assert protocol(EnvironmentSettings(id=name))["versions"][package]
 
 
-def test_backends_are_chosen_where_there_is_no_display_and_none_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_is_chosen_where_there_is_no_display_and_none_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "MUJOCO_GL", "SDL_VIDEODRIVER"):
         monkeypatch.setenv(name, "")
-    choose_backends()
+    prepare_mujoco()
     environ = importlib.import_module("os").environ
     assert environ["MUJOCO_GL"] in ("egl", "osmesa", "disabled")
     monkeypatch.setenv("MUJOCO_GL", "osmesa")
-    choose_backends()
+    prepare_mujoco()
     assert environ["MUJOCO_GL"] == "osmesa"
     monkeypatch.setenv("MUJOCO_GL", "")
     monkeypatch.setenv("DISPLAY", ":0")
-    choose_backends()
+    prepare_mujoco()
     assert environ["MUJOCO_GL"] == ""
 
 
@@ -227,3 +228,38 @@ def test_pictures_that_would_end_the_process_are_refused(
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     monkeypatch.setenv("MUJOCO_GL", backend)
     assert words in message(settings(id="HalfCheetah-v5", observe="render"))
+
+
+@pytest.mark.slow
+def test_triton_can_be_imported_after_pictures_were_drawn() -> None:
+    pytest.importorskip("mujoco")
+    pytest.importorskip("triton")
+    code = (
+        "from wmcli.envs import EnvironmentSettings, make\n"
+        "from wmcli.errors import UsageError\n"
+        "try:\n"
+        "    env = make(EnvironmentSettings(id='HalfCheetah-v5', observe='render'), train=True)\n"
+        "    env.reset(seed=0)\n"
+        "    env.close()\n"
+        "except UsageError as error:\n"
+        "    print(error)\n"
+        "import triton.language\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    if done.stdout:
+        pytest.skip(done.stdout)
+
+
+@pytest.mark.slow
+def test_mujoco_draws_the_same_in_every_environment() -> None:
+    pytest.importorskip("mujoco")
+    shown = []
+    for _ in range(2):
+        try:
+            env = make(settings(id="HalfCheetah-v5", observe="render", size=32), train=True)
+        except UsageError as error:
+            pytest.skip(str(error))
+        shown.append(env.reset(seed=3)[0])
+        env.close()
+    assert (shown[0] == shown[1]).all() and shown[0].std() > 10

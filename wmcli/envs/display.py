@@ -14,24 +14,24 @@ BACKEND = "MUJOCO_GL"
 NONE = "disabled"
 
 
-def choose_backends() -> None:
-    """Set the variables that pygame and MuJoCo read before their import. Those that are set stay as they are."""
+def prepare_pygame() -> None:
+    """Let pygame draw in memory where there is no display."""
+    if _without_display():
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+
+
+def prepare_mujoco() -> None:
+    """Choose how MuJoCo draws where there is no display, unless it is chosen; call this before its import.
+
+    Mesa brings an LLVM whose symbols a later import of triton would take for its own, and crash. So triton comes first.
+    """
     # dm_control frees renderers of a thread of its own from the garbage collector, which can wait forever
     os.environ.setdefault("DISABLE_RENDER_THREAD_OFFLOADING", "1")
-    if not _without_display():
-        return
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-    if not os.environ.get(BACKEND):
+    if _without_display() and not os.environ.get(BACKEND):
         os.environ[BACKEND] = "egl" if _egl_works() else "osmesa" if _library("libOSMesa.so.8") else NONE
-
-
-def load_triton() -> None:
-    """Import Triton, if it is installed. Behind Mesa, which draws for EGL, its import ends the process.
-
-    Both bring an LLVM of their own. Triton's in front harms neither.
-    """
-    with contextlib.suppress(ImportError):
-        importlib.import_module("triton")
+    if os.environ.get(BACKEND) != NONE:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("triton")
 
 
 def check_mujoco(name: str) -> None:

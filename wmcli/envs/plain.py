@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import importlib
 import importlib.util
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,7 @@ import gymnasium
 from wmcli.envs.checked import nearest, one_line, run
 from wmcli.envs.control import PREFIX, ControlTask
 from wmcli.envs.crafter_game import CrafterGame
-from wmcli.envs.display import check_mujoco, choose_backends, load_triton
+from wmcli.envs.display import check_mujoco, prepare_mujoco, prepare_pygame
 from wmcli.envs.settings import EnvironmentSettings
 from wmcli.errors import EnvironmentFault, UsageError
 
@@ -97,9 +99,9 @@ def open_plain(settings: EnvironmentSettings) -> gymnasium.Env:
     if colon:
         _import(settings.id, module)
     prefix, family = _family(settings.id)
-    choose_backends()
+    prepare_pygame()
     if family.mujoco:
-        load_triton()
+        prepare_mujoco()
     if family.package:
         _import_package(settings.id, family)
     if family.make is None:
@@ -238,12 +240,25 @@ def _with_pictures(name: str, env: gymnasium.Env, settings: EnvironmentSettings,
         keys["render_key"] = "render"
         if not isinstance(env.observation_space, gymnasium.spaces.Dict):
             keys["obs_key"] = "observation"
-    add = partial(gymnasium.wrappers.AddRenderObservation, **keys)
+
+    def add() -> gymnasium.Env:
+        env.reset(seed=0)
+        env.render()  # MuJoCo's camera looks where the robot was in the first picture
+        return gymnasium.wrappers.AddRenderObservation(env, **keys)
+
+    if family.mujoco:
+        atexit.register(_close, weakref.ref(env))  # or freeing its renderer prints errors
     try:
-        return run(lambda: f"{name}: rendering it", add, env)
+        return run(lambda: f"{name}: rendering it", add)
     except EnvironmentFault as fault:
         _check_installed(name, family, fault)
         raise
+
+
+def _close(reference: weakref.ref[gymnasium.Env]) -> None:
+    """Close an environment that is still there."""
+    if (env := reference()) is not None:
+        env.close()
 
 
 def _import(identifier: str, module: str, key: str = "environment.id") -> None:
