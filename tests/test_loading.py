@@ -16,6 +16,7 @@ from wmcli.settings import Settings, resolve
 from wmcli.spaces import Spaces
 
 ACTIONS = 5
+LARGE = {f"dreamer-{millions}m" for millions in (50, 100, 200, 400)}  # `dreamer-25m` in other sizes: gigabytes each
 
 
 def build(settings: Settings) -> dict[str, nn.Module]:
@@ -43,7 +44,7 @@ def tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("preset", preset_names())
+@pytest.mark.parametrize("preset", sorted(set(preset_names()) - LARGE))
 def test_every_tensor_of_a_loaded_model_is_that_of_the_saved_one(preset: str) -> None:
     settings = resolve(preset)
     saved = build(settings)
