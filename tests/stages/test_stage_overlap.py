@@ -272,7 +272,7 @@ def test_errors_come_over_as_they_are_and_say_where(tmp_path: Path) -> None:
         collector.begin(context, None, first)
         with pytest.raises(ArtifactError, match="streams.safetensors") as caught:
             collector.result()
-        assert "before.verify()" in caught.value.__notes__[0]
+        assert "played.verify()" in caught.value.__notes__[0]
     finally:
         collector.close()
 

@@ -36,7 +36,10 @@ def import_(
     form: Annotated[
         Literal["npz", "hdf5", "zarr", "mp4", "minari", "lerobot"] | None,
         typer.Option(
-            "--from", metavar="FORM", help="Format. Default: what it looks like.", rich_help_panel=INPUT_PANEL
+            "--from",
+            metavar="FORM",
+            help="npz, hdf5, zarr, mp4, minari or lerobot. Default: what it looks like.",
+            rich_help_panel=INPUT_PANEL,
         ),
     ] = None,
     size: Annotated[
