@@ -227,3 +227,15 @@ def test_killed_again_and_again_it_is_the_same(
             assert kills < 99, "does not move on"
     assert kills > 1
     assert artifact.manifest["files"] == undisturbed.manifest["files"]
+
+
+def test_a_collection_in_bfloat16_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen MLPs keep their matrices in it, so all that calls them is under autocast."""
+    run = begin(tmp_path / "run", "dreamer", "vector", "continuous")
+    train_dynamics(opened(run))
+    imagine(opened(run))
+    settings = ["training.precision=bfloat16", "training.checkpoint_seconds=0"]
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_at(patch, "checkpoint", 2)
+        collect(opened(run, *settings))
+    assert collect(opened(run, *settings)).metrics["steps"] == STEPS_OF_A_COLLECT

@@ -174,7 +174,9 @@ def _begin(
         saved = [load_tensors(work.path / _part(index))[0] for index in range(parts)]
         if saved:
             recorder.load({name: torch.cat([part[name] for part in saved]).numpy() for name in saved[0]})
-        agent.load({name.removeprefix("agent/"): value for name, value in tensors.items() if name.startswith("agent/")})
+        of_agent = {name: value for name, value in tensors.items() if name.startswith("agent/")}
+        with context.machine.autocast():
+            agent.load({name.removeprefix("agent/"): value for name, value in of_agent.items()})
         context.progress.say(f"collect: resuming at step {len(recorder)}")
     elif before is not None and isinstance(agent, Agent):
         with context.machine.autocast():
