@@ -11,6 +11,8 @@ from wmcli.cli.options import (
     INPUT_PANEL,
     Device,
     Environment,
+    HeldOut,
+    ImageSize,
     Json,
     Preset,
     Quiet,
@@ -42,10 +44,7 @@ def import_(
             rich_help_panel=INPUT_PANEL,
         ),
     ] = None,
-    size: Annotated[
-        int | None,
-        typer.Option(min=8, max=1024, metavar="N", help="Resize images to N x N pixels.", rich_help_panel=INPUT_PANEL),
-    ] = None,
+    size: ImageSize = None,
     part: Annotated[
         list[str] | None,
         typer.Option(
@@ -60,15 +59,7 @@ def import_(
             rich_help_panel=INPUT_PANEL,
         ),
     ] = None,
-    held_out: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Hold out the last N episodes for test, N before them for validation.",
-            rich_help_panel=INPUT_PANEL,
-        ),
-    ] = 0,
+    held_out: HeldOut = 0,
     shuffled: Annotated[
         bool, typer.Option("--shuffled", help="Draw the held-out episodes by the seed.", rich_help_panel=INPUT_PANEL)
     ] = False,

@@ -16,6 +16,8 @@ from wmcli.cli.options import (
     Device,
     Environment,
     Fresh,
+    HeldOut,
+    ImageSize,
     Json,
     Preset,
     Quiet,
@@ -63,21 +65,8 @@ def run(
             rich_help_panel=INPUT_PANEL,
         ),
     ] = None,
-    held_out: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Of --data: hold the last N episodes out for test, N before them for validation.",
-            rich_help_panel=INPUT_PANEL,
-        ),
-    ] = 0,
-    size: Annotated[
-        int | None,
-        typer.Option(
-            min=8, max=1024, metavar="N", help="Of --data: resize images to N x N pixels.", rich_help_panel=INPUT_PANEL
-        ),
-    ] = None,
+    held_out: HeldOut = 0,
+    size: ImageSize = None,
     from_epoch: Annotated[
         int | None,
         typer.Option(

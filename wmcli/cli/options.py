@@ -115,6 +115,21 @@ def complete_actor(context: typer.Context) -> list[str]:
 
 # -- options ----------------------------------------------------------------------------------------------------------
 
+HeldOut = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="Hold the last N recorded episodes out for test, N before them for validation.",
+        rich_help_panel=INPUT_PANEL,
+    ),
+]
+ImageSize = Annotated[
+    int | None,
+    typer.Option(
+        min=8, max=1024, metavar="N", help="Resize recorded images to N x N pixels.", rich_help_panel=INPUT_PANEL
+    ),
+]
 RunFolder = Annotated[
     Path,
     typer.Option("--run", metavar="DIR", envvar="WM_RUN", help="The run directory.", rich_help_panel=RUN_PANEL),

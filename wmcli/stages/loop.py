@@ -362,17 +362,17 @@ def run_epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) 
 
 def _measure(context: Context, newest: dict[str, Artifact]) -> Iterator[Artifact]:
     """Yield each measure of the newest dynamics model: those that the settings name, or on imported data dreams."""
-    dynamics, source = str(newest["dynamics"].path), find_held_out(newest["experience"], "test")
-    if source is not None and is_imported(source):
+    dynamics, start = str(newest["dynamics"].path), _start(context)
+    if start is None or not is_imported(start):
+        for measure in measures_of(context.settings):
+            yield PROTOCOLS[measure].evaluate(context, dynamics=dynamics)
+    elif find_held_out(newest["experience"], "test") is not None:
         try:
             measured = HELD_OUT.evaluate(context, dynamics=dynamics)
         except UsageError as reason:
             context.progress.warn(f"run: dreams are not measured: {reason}")
         else:
             yield measured
-    elif source is not None:
-        for measure in measures_of(context.settings):
-            yield PROTOCOLS[measure].evaluate(context, dynamics=dynamics)
 
 
 def _prune(context: Context, own: dict[str, list[Artifact]], keep: int) -> None:
