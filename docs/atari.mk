@@ -6,7 +6,7 @@
 # docs/atari_scores.py adds finished runs to the tables and curves of docs/atari.md: its head shows how.
 # Evaluations on the way leave files as the last one does, so make asks `wm run` what is done.
 R := runs/atari
-PRESETS := drama-atari storm-atari rem-atari unizero-atari muzero-atari wm-best
+PRESETS := drama-atari storm-atari dreamer-atari rem-atari unizero-atari muzero-atari wm-best
 GAMES := Boxing CrazyClimber RoadRunner Freeway Breakout Pong
 SEEDS := 1
 SET :=

@@ -23,7 +23,7 @@ DOCS = Path(__file__).parent
 PAGE, PICTURE = DOCS / "atari.md", DOCS / "atari-curves.png"
 SCORES, CURVES = DOCS / "results" / "atari.csv", DOCS / "results" / "atari-curves.csv"
 GAMES = ("Boxing", "CrazyClimber", "RoadRunner", "Freeway", "Breakout", "Pong")
-PRESETS = ("drama-atari", "storm-atari", "rem-atari", "unizero-atari", "muzero-atari", "wm-best")
+PRESETS = ("drama-atari", "storm-atari", "dreamer-atari", "rem-atari", "unizero-atari", "muzero-atari", "wm-best")
 STUDENT = 2.093  # 97.5 % quantile of Student's t for 20 games
 
 Row = dict[str, Any]

@@ -145,5 +145,10 @@ def test_commands(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monk
     assert capsys.readouterr().out == "model\n"
     assert command(["eval", "--run", "model", "--episodes", "2", "--json", "-q"]) == 0
     assert len(json.loads(capsys.readouterr().out)["metrics"]["returns"]) == 2
+    assert command(["eval", "--controller", "model", "--episodes", "3", "--json", "-q"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["metrics"]["returns"]) == 3
+    assert not Path("runs").exists(), "the folder is the run"
+    assert command(["eval", "--run", str(run), "--controller", "model", "--episodes", "4", "--json", "-q"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"].startswith(str(run)), "a named run is kept to"
     assert command(["verify", "--run", "model"]) == 0
     assert np.isfinite(len(capsys.readouterr().out))

@@ -19,6 +19,7 @@ from wmcli.spaces import Spaces
 from wmcli.trainers import DynamicsTrainer, ImaginationTrainer, ReanalysisTrainer, TokenizerTrainer
 from wmcli.training.device import Machine, isolated_randomness
 from wmcli.training.loop import Trainer, fit
+from wmcli.world_models.base import Batch
 
 CPU = Machine(torch.device("cpu"), "float32", 1)
 ACTIONS, SIZE, ROWS, EPISODE = 3, 16, 60, 20
@@ -146,6 +147,27 @@ def test_it_trains_on_arrays_without_a_folder(name: str, kind: str, empty_folder
     if once.state.optimizer is not None:
         assert any(not torch.equal(before[key], after[key]) for key in after)
     assert not list(empty_folder.iterdir())
+
+
+@pytest.mark.parametrize("across_ends", ["true", "false"])
+@pytest.mark.parametrize("sampling", ["uniform", "windows", "dfs", "prioritized"])
+def test_a_burn_in_precedes_the_sampled_frames(sampling: str, across_ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every frame is learned from, those without a past too; the burn-in reaches as far back as there are frames."""
+    keys = ["dynamics.burn_in=3", "dynamics.sequence_length=6", "dynamics.act_window=0", "dynamics.batch=200"]
+    with isolated_randomness(5, CPU.device) as rng:
+        trainer = trainer_of(
+            "drama", "dynamics", rng, *keys, f"dynamics.across_ends={across_ends}", f"training.sampling={sampling}"
+        )
+    batches: list[Batch] = []
+    monkeypatch.setattr(trainer, "_update", lambda batch: batches.append(batch) or {})
+    trainer.update()
+    (batch,) = batches
+    assert batch.valid.shape == (200, 3 + 6)
+    begins = {tuple(valid) for valid in batch.valid[:, :4].tolist()}
+    assert {sum(valid) for valid in begins} == {1, 2, 3, 4} and all(valid[3] for valid in begins)
+    assert batch.is_first[~batch.valid[:, 2], 3].all(), "no real burn-in: the first learned frame opens a run"
+    if across_ends == "true":
+        assert batch.valid[:, 3:].all()
 
 
 def test_a_model_with_a_frozen_encoder_encodes_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from wmcli.nn.categorical import one_hot
 from wmcli.spaces import ActionSpace, Continuous
 from wmcli.tokenizers.categorical import CategoricalTokenizer, CategoricalTokenizerSettings
 from wmcli.world_models import latent
-from wmcli.world_models.base import Batch
+from wmcli.world_models.base import Batch, part_of
 from wmcli.world_models.latent import LatentWorldModel, LatentWorldModelSettings
 
 B, T, D = 2, 5, 12
@@ -198,6 +198,41 @@ def test_a_stream_in_two_parts_is_the_stream_at_once(monkeypatch):
         assert_close(whole[name], (2 * one[name] + 4 * other[name]) / 6)
     for got, want in zip(latent.state_tensors(carry), latent.state_tensors(after), strict=True):
         assert_close(got, want)
+
+
+@pytest.mark.parametrize("posterior", ["recurrent", "factorized"])
+def test_frames_of_the_burn_in_are_only_read(posterior, monkeypatch):
+    """The loss is that of what follows them, with the state behind them as a constant."""
+    monkeypatch.setattr(latent, "straight_through", take_likeliest)
+    opening = "learned" if posterior == "recurrent" else "zeros"
+    changes = {"posterior": posterior, "opening": opening, "context": 2, "sequence_length": 4}
+    model, batch = small(**changes, burn_in=2), segments(time=6)
+    assert (model.history, model.segment) == (2, 6)
+    before, behind = part_of(batch, slice(2)), part_of(batch, slice(2, None))
+
+    def gradients(loss: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True))
+
+    loss, metrics = model.loss(batch)
+    with torch.no_grad():
+        carry = model.carried_loss(before, model.initial_carry(B))[2]
+    want, of_behind, _ = model.carried_loss(behind, carry)
+    assert_close((loss, metrics), (want, of_behind))
+    assert_close(gradients(loss), gradients(want))
+
+    whole = small(**changes | {"sequence_length": 6})
+    valid = batch.valid.clone()
+    valid[:, :2] = False
+    metrics_of_whole = whole.loss(batch._replace(valid=valid))[1]
+    for name in ("reconstruction", "observation_loss", "posterior_entropy"):
+        assert_close(metrics[name], metrics_of_whole[name])
+    assert abs(metrics["observation_loss"] - small(**changes).loss(behind)[1]["observation_loss"]) > 1e-4
+
+
+def test_what_a_burn_in_needs():
+    for changes in ({"rows": "streams", "across_ends": False}, {"validate_every": 10}, {"reset_at_ends": False}):
+        with pytest.raises(UsageError, match="burn_in = 3 needs rows = 'windows'"):
+            validate(LatentWorldModelSettings, SETTINGS | {"burn_in": 3} | changes, "dynamics")
 
 
 @pytest.mark.parametrize("opening", ["learned", "zeros"])

@@ -23,9 +23,9 @@ from wmcli.nn import value_bins
 from wmcli.spaces import Continuous, Discrete, Image, Vector, map_parts
 from wmcli.training.device import Machine
 from wmcli.training.optim import build_optimizer, update
-from wmcli.world_models.base import Batch, Targets
+from wmcli.world_models.base import Batch, Targets, part_of
 from wmcli.world_models.muzero import MuZero, MuZeroSettings, ObservedState, UnrolledState, augment, to_gray
-from wmcli.world_models.planners import bootstrap_frames, n_step_returns, part_of
+from wmcli.world_models.planners import bootstrap_frames, n_step_returns
 
 B, A, N, SIZE = 4, 5, 3, 20
 UNROLL, STEPS = 2, 4

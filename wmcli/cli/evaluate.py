@@ -22,6 +22,7 @@ from wmcli.cli.options import (
     RunFolder,
     Seed,
     Set,
+    is_default,
     may_create,
     overrides,
 )
@@ -37,6 +38,7 @@ ProtocolName = Literal["returns", "gridworld", "held-out", "generation", "recall
 
 
 def evaluate(
+    context: typer.Context,
     runs: Annotated[list[Path] | None, typer.Argument(metavar="RUN", hidden=True)] = None,
     run: RunFolder = DEFAULT_RUN,
     preset: Preset = None,
@@ -72,6 +74,7 @@ def evaluate(
 
     Examples:
         wm eval --run runs/catch --episodes 100
+        wm eval --controller robot-controller
         wm eval --run runs/s4wm --protocol generation
         wm eval --run runs/mamba2 --protocol gridworld
     """
@@ -85,6 +88,8 @@ def evaluate(
 
     choice = PROTOCOLS[protocol]
     _check_inputs(choice, controller=controller, dynamics=dynamics, experience=experience)
+    if controller and _is_handed_on(controller) and is_default(context, "run"):
+        run, controller = Path(controller), None
     short = {"seed": seed, "training.device": device}
     inputs: dict[str, Any]
     if choice.needs == "controller":
@@ -93,8 +98,15 @@ def evaluate(
         short["evaluation.episodes"] = episodes
         inputs = {"dynamics": dynamics} | ({"experience": experience} if choice.reads_experience else {})
     changes, create = overrides(settings, short), may_create(inputs[choice.needs])
-    context = open_context(run, preset, changes, create=create, quiet=quiet, fresh=fresh, force=force)
-    report(choice.evaluate(context, **inputs), as_json, quiet)
+    opened = open_context(run, preset, changes, create=create, quiet=quiet, fresh=fresh, force=force)
+    report(choice.evaluate(opened, **inputs), as_json, quiet)
+
+
+def _is_handed_on(reference: str) -> bool:
+    """Return whether a reference is a folder of `wm export controller`. Such a folder is a run of its own."""
+    from wmcli.artifacts.manifest import MODEL
+
+    return (Path(reference) / MODEL).is_file()
 
 
 def _check_inputs(protocol: Protocol, *, controller: str | None, dynamics: str | None, experience: str | None) -> None:

@@ -234,6 +234,12 @@ def overrides(texts: Sequence[str] | None, short: Mapping[str, Any]) -> list[str
     return [*(texts or ()), *(f"{key}={value}" for key, value in short.items() if value is not None)]
 
 
+def is_default(context: typer.Context, parameter: str) -> bool:
+    """Return whether neither the command line nor the environment gave a parameter of a command."""
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "DEFAULT"
+
+
 def may_create(*references: str | None) -> bool:
     """Return whether a stage may begin a new run: every input is the path of an artifact that exists."""
     from wmcli.artifacts import KINDS

@@ -252,7 +252,7 @@ controller = wmcli.load("{name}")
 ```
 
 ```bash
-wm eval --run {name} --episodes 100
+wm eval --controller {name} --episodes 100
 ```
 
 The folder is a run directory: weights are `controller/`, `dynamics/` and, where the world model has one apart,

@@ -50,7 +50,7 @@ def build_sampler(
         replay: The experience.
         rng: Belongs to the sampler from here on.
         length: Frames of a window.
-        minimum: Smallest number of real frames of a window. With `across_ends` all are real.
+        minimum: Smallest number of real frames of a window. With `across_ends` all are real but the `history`.
         pad: Side on which a shorter window is padded.
         history: Frames of a window before the sampled one.
         across_ends: Windows may span several episodes; else each lies within one.
@@ -63,7 +63,7 @@ def build_sampler(
     """
     runs, order = replay.runs(across_ends)
     if across_ends:
-        minimum = length
+        minimum = length - history
     if training.sampling != "dfs":
         sampling = "uniform" if training.sampling == "prioritized" else training.sampling
         return WindowSampler(
@@ -107,7 +107,7 @@ def build_segment_sampler(
             runs,
             order,
             length=world_model.segment,
-            minimum=world_model.segment if world_model.across_ends else world_model.min_segment,
+            minimum=(world_model.segment - world_model.history) if world_model.across_ends else world_model.min_segment,
             pad="right",
             history=world_model.history,
         )

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from wmcli.backbones.base import Backbone, BackboneSettings, replace_rows
+from wmcli.backbones.base import Backbone, BackboneSettings, map_state, replace_rows
 from wmcli.config import Section
 from wmcli.errors import UsageError
 from wmcli.nn.policies import Policy
@@ -231,6 +231,11 @@ class Batch(NamedTuple):
     is_closing: Tensor | None = None
     """(B, T) bool: this observation closes an episode. No action was taken in it, so its `action` and `reward` mean
     nothing; `terminated` and `truncated` repeat those of the row before. None: the batch has no such rows."""
+
+
+def part_of(batch: Batch, span: slice) -> Batch:
+    """Return the frames `span` of every row."""
+    return map_state(lambda each: each[:, span], batch)
 
 
 class WorldModel(nn.Module, ABC):

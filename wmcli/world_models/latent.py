@@ -45,7 +45,7 @@ from wmcli.nn.mlp import Activation, Norm, mlp, norm
 from wmcli.nn.two_hot import TwoHot
 from wmcli.spaces import ActionSpace, map_parts, to_action_space
 from wmcli.tokenizers.categorical import CategoricalTokenizer, of_parts, summed
-from wmcli.world_models.base import Batch, DynamicsSettings, ImaginedStep, Parts, WorldModel, masked_mean
+from wmcli.world_models.base import Batch, DynamicsSettings, ImaginedStep, Parts, WorldModel, masked_mean, part_of
 
 
 class LatentWorldModelSettings(DynamicsSettings):
@@ -110,6 +110,9 @@ class LatentWorldModelSettings(DynamicsSettings):
     """Reconstruct the frame that opens an episode as well. S4WM, which has no prior of it, does not."""
     sequence_length: int = Field(128, ge=2)
     """Training sequence length. [frames]"""
+    burn_in: int = Field(0, ge=0)
+    """Frames before a training sequence that are read without a gradient, for the state at its start. DreamerV3 takes
+    the state that was recorded with it. [frames]"""
     rows: Literal["windows", "episodes", "streams"] = "windows"
     """Rows of a batch: windows as training.sampling says, whole episodes in shuffled epochs, or streams. A stream
     continues with the next `sequence_length` frames and the carried state (truncated backpropagation through time)."""
@@ -184,6 +187,11 @@ class LatentWorldModelSettings(DynamicsSettings):
                 f"act_window = {self.act_window}: a {self.posterior} posterior is sampled frame by frame;"
                 " set act_window = 0."
             )
+        if self.burn_in and (self.rows != "windows" or not self.reset_at_ends or self.validate_every):
+            raise ValueError(
+                f"burn_in = {self.burn_in} needs rows = 'windows', reset_at_ends = true and validate_every = 0: other"
+                " rows begin with an episode or carry the state, and held-out episodes are whole."
+            )
         if self.rows != "windows" and self.across_ends:
             raise ValueError(f"rows = '{self.rows}' does not take across_ends = true: set it to false.")
         if self.rows == "streams" and not self.reset_at_ends:
@@ -220,10 +228,10 @@ class LatentWorldModelSettings(DynamicsSettings):
         return self.sequence_length if self.rows == "episodes" else None
 
     def build(self, parts: Parts) -> LatentWorldModel:
-        backbone = parts.new_backbone(self.sequence_length, 1)
+        backbone = parts.new_backbone(self.sequence_length + self.burn_in, 1)
         posterior_encoder = None
         if self.posterior == "full":
-            posterior_encoder = parts.new_backbone(self.sequence_length, 1)
+            posterior_encoder = parts.new_backbone(self.sequence_length + self.burn_in, 1)
         tokenizer = parts.tokenizer
         if self.decodes_state:
             features = parts.tokenizer_settings.features(parts.observation_space)
@@ -338,7 +346,8 @@ class LatentWorldModel(WorldModel):
         self.observation_space = tokenizer.observation_space
         self.across_ends = settings.across_ends
         self.context = settings.context
-        self.segment = settings.sequence_length
+        self.history = settings.burn_in
+        self.segment = self.history + settings.sequence_length
         self.rows = settings.rows
         self.learns_rewards = settings.learns_rewards
         self.decodes = "features" if settings.decodes_state else "latents"
@@ -523,14 +532,27 @@ class LatentWorldModel(WorldModel):
         reward loss. The termination loss is a binary cross entropy. With p the posterior of the next frame, q the
         prior, and [x] constant: dynamics = max(free, KL([p] || q)), representation = max(free, KL(p || [q])).
 
-        A frame that closes an episode is learned like any other. Nothing is learned of what follows it.
+        A frame that closes an episode is learned like any other. Nothing is learned of what follows it. The first
+        `settings.burn_in` frames are only read.
 
         The metrics are `reconstruction` (of several parts also `reconstruction.NAME` each), `reward_loss`,
         `termination_loss`, `observation_loss` (the KL itself, nats a frame), `posterior_entropy` and `prior_entropy`
         (nats a frame), and `ensemble_loss` where there is one.
         """
-        total, log, _ = self.carried_loss(batch, None)
+        carry = None
+        if self.history:
+            carry = self._carry_after(part_of(batch, slice(self.history)))
+            batch = part_of(batch, slice(self.history, None))
+        total, log, _ = self.carried_loss(batch, carry)
         return total, log
+
+    @torch.no_grad()
+    def _carry_after(self, batch: Batch) -> Carry:
+        """Read frames for the state behind them."""
+        features = self.tokenizer.embed(batch.inputs, self.frames_at_once)
+        carry = self._read(features, batch, batch.is_first, self.initial_carry(len(batch.valid)))[-1]
+        assert carry is not None
+        return carry
 
     def initial_carry(self, rows: int) -> Carry:
         """Return the carry at the beginning of streams."""
@@ -652,7 +674,7 @@ class LatentWorldModel(WorldModel):
             batch.reward[:, -1],
             self._find_terminations(batch)[:, -1],
             is_first[:, -1],
-            _has_action(batch)[:, -1],
+            (batch.valid & _has_action(batch))[:, -1],
         )
         return log_posterior, z, outputs, _detach(self.initial_carry(len(z)), after)
 

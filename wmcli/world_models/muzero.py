@@ -41,14 +41,13 @@ from wmcli.spaces import (
     to_action_space,
     to_observation_space,
 )
-from wmcli.world_models.base import Batch, ImaginedStep, Parts, Prediction, masked_mean, weighed
+from wmcli.world_models.base import Batch, ImaginedStep, Parts, Prediction, masked_mean, part_of, weighed
 from wmcli.world_models.planners import (
     BootstrappedWorldModel,
     Channels,
     PlanningSettings,
     Positive,
     acted_in,
-    part_of,
     policy_terms,
 )
 

@@ -21,7 +21,6 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import map_state
 from wmcli.nn.policies import ContinuousKind, Policy
 from wmcli.world_models.base import Batch, DynamicsSettings, PlanningWorldModel
 
@@ -62,11 +61,6 @@ class PlanningSettings(DynamicsSettings):
 
 
 # -- targets ----------------------------------------------------------------------------------------------------------
-
-
-def part_of(batch: Batch, span: slice) -> Batch:
-    """Return the frames `span` of every row."""
-    return map_state(lambda each: each[:, span], batch)
 
 
 def acted_in(batch: Batch) -> Tensor:

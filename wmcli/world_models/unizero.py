@@ -34,13 +34,12 @@ from wmcli.nn.policies import build_policy
 from wmcli.nn.residual_trunk import ACTIVATIONS, Activation, ResidualTrunk, side
 from wmcli.nn.simnorm import divergence, simnorm
 from wmcli.spaces import ActionSpace, ObservationSpace, map_parts, to_action_space, to_observation_space
-from wmcli.world_models.base import Batch, ImaginedStep, Parts, Prediction, masked_mean
+from wmcli.world_models.base import Batch, ImaginedStep, Parts, Prediction, masked_mean, part_of
 from wmcli.world_models.planners import (
     BootstrappedWorldModel,
     Channels,
     PlanningSettings,
     acted_in,
-    part_of,
     policy_terms,
 )
 
