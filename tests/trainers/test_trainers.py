@@ -151,8 +151,8 @@ def test_it_trains_on_arrays_without_a_folder(name: str, kind: str, empty_folder
 
 @pytest.mark.parametrize("across_ends", ["true", "false"])
 @pytest.mark.parametrize("sampling", ["uniform", "windows", "dfs", "prioritized"])
-def test_a_burn_in_precedes_the_sampled_frames(sampling: str, across_ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every frame is learned from, those without a past too; the burn-in reaches as far back as there are frames."""
+def test_a_burn_in_precedes_what_is_sampled(sampling: str, across_ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every frame is learned from, also those without a past. The burn-in reaches back as far as there are frames."""
     keys = ["dynamics.burn_in=3", "dynamics.sequence_length=6", "dynamics.act_window=0", "dynamics.batch=200"]
     with isolated_randomness(5, CPU.device) as rng:
         trainer = trainer_of(
