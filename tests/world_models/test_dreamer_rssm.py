@@ -200,22 +200,25 @@ def test_a_stream_in_two_parts_is_the_stream_at_once(monkeypatch):
         assert_close(got, want)
 
 
+@pytest.mark.parametrize("opens", [True, False], ids=["from the start", "in the middle"])
 @pytest.mark.parametrize("posterior", ["recurrent", "factorized"])
-def test_frames_of_the_burn_in_are_only_read(posterior, monkeypatch):
-    """The loss is that of what follows them, with the state behind them as a constant."""
+def test_frames_of_the_burn_in_are_only_read(posterior, opens, monkeypatch):
+    """The loss is that of what follows them, with the state behind them as a constant. They begin as any window."""
     monkeypatch.setattr(latent, "straight_through", take_likeliest)
     opening = "learned" if posterior == "recurrent" else "zeros"
     changes = {"posterior": posterior, "opening": opening, "context": 2, "sequence_length": 4}
     model, batch = small(**changes, burn_in=2), segments(time=6)
     assert (model.history, model.segment) == (2, 6)
-    before, behind = part_of(batch, slice(2)), part_of(batch, slice(2, None))
+    opened = batch  # its first frames open episodes
+    batch = opened._replace(is_first=torch.cat((opened.is_first[:, :1] & opens, opened.is_first[:, 1:]), 1))
+    behind = part_of(batch, slice(2, None))
 
     def gradients(loss: Tensor) -> list[Tensor]:
         return list(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True))
 
     loss, metrics = model.loss(batch)
     with torch.no_grad():
-        carry = model.carried_loss(before, model.initial_carry(B))[2]
+        carry = model.carried_loss(part_of(opened, slice(2)), model.initial_carry(B))[2]
     want, of_behind, _ = model.carried_loss(behind, carry)
     assert_close((loss, metrics), (want, of_behind))
     assert_close(gradients(loss), gradients(want))

@@ -277,8 +277,8 @@ class LatentState(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """State between the batches of truncated backpropagation: the last frame read so far of each row. It has no
-    gradient."""
+    """State between the batches of truncated backpropagation, or behind a burn-in: the last frame read so far of each
+    row. It has no gradient."""
 
     backbone_state: Any
     """State of the backbone before that frame's element."""
@@ -414,8 +414,8 @@ class LatentWorldModel(WorldModel):
         limit = self.backbone.max_length
         if limit is not None and frames > limit:
             raise UsageError(
-                f"dynamics.sequence_length = {limit}: this backbone has only {limit} positions for {frames} frames;"
-                f" train with dynamics.sequence_length={frames}, or another backbone.kind."
+                f"dynamics.sequence_length = {limit - self.history}: this backbone has only {limit} positions for"
+                f" {frames} frames; train with dynamics.sequence_length={frames}, or another backbone.kind."
             )
 
     # -- the parts, on any leading axes -------------------------------------------------------------------------------
@@ -548,14 +548,15 @@ class LatentWorldModel(WorldModel):
 
     @torch.no_grad()
     def _carry_after(self, batch: Batch) -> Carry:
-        """Read frames for the state behind them."""
+        """Read frames, the first of which has no past, for the state behind them."""
         features = self.tokenizer.embed(batch.inputs, self.frames_at_once)
-        carry = self._read(features, batch, batch.is_first, self.initial_carry(len(batch.valid)))[-1]
+        begins = torch.cat((torch.ones_like(batch.is_first[:, :1]), batch.is_first[:, 1:]), 1)
+        carry = self._read(features, batch, begins, self.initial_carry(len(batch.valid)))[-1]
         assert carry is not None
         return carry
 
     def initial_carry(self, rows: int) -> Carry:
-        """Return the carry at the beginning of streams."""
+        """Return the carry before the first frames of streams."""
         device = next(self.parameters()).device
         flag = torch.zeros(rows, dtype=torch.bool, device=device)
         return Carry(
