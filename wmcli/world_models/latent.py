@@ -27,7 +27,7 @@ one-hot. Time: see base.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -41,11 +41,13 @@ from wmcli.nn.actions import encode_action, no_action, where_rows
 from wmcli.nn.categorical import draw_one_hot, entropy, kl_divergence, one_hot, straight_through, uniform
 from wmcli.nn.ensemble import Ensemble
 from wmcli.nn.initialize import initialize, scale_last
-from wmcli.nn.mlp import Activation, Norm, mlp, norm
+from wmcli.nn.mlp import Activation, Norm, mlp
+from wmcli.nn.stems import Stem, build_stem
 from wmcli.nn.two_hot import TwoHot
 from wmcli.spaces import ActionSpace, map_parts, to_action_space
 from wmcli.tokenizers.categorical import CategoricalTokenizer, of_parts, summed
 from wmcli.world_models.base import Batch, DynamicsSettings, ImaginedStep, Parts, WorldModel, masked_mean, part_of
+from wmcli.world_models.latent_states import ActingWindow, Carry, LatentState, detach
 
 
 class LatentWorldModelSettings(DynamicsSettings):
@@ -59,7 +61,7 @@ class LatentWorldModelSettings(DynamicsSettings):
 
     kind: Literal["latent"] = "latent"
     """Categorical latents, trained together with their dynamics."""
-    stem: Literal["linear", "deep", "dreamer", "separate"] = "linear"
+    stem: Stem = "linear"
     """Map from latent and action to the backbone: linear, RMSNorm, SiLU (Drama); two layers with LayerNorm (STORM); one
     without bias, LayerNorm, SiLU (Dreamer); or Drama's for each of the two, one behind the other (DreamerV3)."""
     posterior: Literal["factorized", "recurrent", "full"] = "factorized"
@@ -242,62 +244,6 @@ class LatentWorldModelSettings(DynamicsSettings):
         return model
 
 
-class ActingWindow(NamedTuple):
-    """The frames before the current one that acting rereads; the newest stand last."""
-
-    latent: Tensor
-    """(B, W, K, C)."""
-    action: Tensor
-    """(B, W, *axes), taken in those frames."""
-    length: Tensor
-    """(B,) int64: number of them that belong to the episode."""
-    current: Tensor
-    """(B, K, C): latent of the current frame."""
-
-
-class LatentState(NamedTuple):
-    """State of a trajectory: the current frame, and the backbone's state of those before it."""
-
-    backbone_state: Any
-    """State of the backbone."""
-    is_first: Tensor | None
-    """(B,) bool: the current frame has no past, so the backbone's state is cleared first; None if all rows have one."""
-    deterministic: Tensor
-    """(B, D) float32: output of the backbone at the frame before; zeros without a past."""
-    latent: Tensor
-    """(B, K, C) sampled: the dynamics' input for the current frame."""
-    policy_latent: Tensor
-    """(B, K, C) sampled: the controller's input for the current frame."""
-    length: int
-    """Frames that the backbone has read, counted on the host: attention has learned a limited number of positions."""
-    window: ActingWindow | None = None
-    """While acting with a window."""
-    posterior_encoder: Any = None
-    """While acting with a full posterior: the state of its backbone, the current frame included."""
-
-
-class Carry(NamedTuple):
-    """State between the batches of truncated backpropagation, or behind a burn-in: the last frame read so far of each
-    row. It has no gradient."""
-
-    backbone_state: Any
-    """State of the backbone before that frame's element."""
-    posterior_encoder: Any
-    """State of the full posterior's backbone, that frame included; () without one."""
-    latent: Tensor
-    """(B, K, C) sampled."""
-    action: Tensor
-    """(B, *axes). This field and those below belong to the frame's row of experience."""
-    reward: Tensor
-    """(B,) float32."""
-    terminated: Tensor
-    """(B,) bool."""
-    is_first: Tensor
-    """(B,) bool."""
-    is_valid: Tensor
-    """(B,) bool: False before the first frame, and if no action was taken in it."""
-
-
 class LatentWorldModel(WorldModel):
     """Learns latents and their dynamics. The tokenizer is a part of it and is trained with it."""
 
@@ -361,13 +307,12 @@ class LatentWorldModel(WorldModel):
         if self._samples_termination:
             self.uniforms_per_step += 1
         self.tokenizer = tokenizer
-        encoded = self.action_space.encoded
-        self.stem = _stem(settings, variables * classes, encoded, backbone.inputs)
+        self.stem = self._stem(variables * classes, backbone)
         self.backbone = backbone
         if posterior_encoder is not None:
-            self.posterior_stem = _stem(settings, tokenizer.features, encoded, posterior_encoder.inputs)
+            self.posterior_stem = self._stem(tokenizer.features, posterior_encoder)
             self.posterior_encoder = posterior_encoder
-        self.prior_head = _prior_head(settings, width, variables * classes)
+        self.prior_head = self._prior_head(width, variables * classes)
         head_inputs = width + (variables * classes if settings.heads_read == "state" else 0)
         if settings.reward != "none":
             self.reward_head = self._head(head_inputs, two_hot.BINS if settings.reward == "two-hot" else 1)
@@ -391,6 +336,10 @@ class LatentWorldModel(WorldModel):
         past = {"past": width} if settings.decoder_reads == "state" else {}
         return reads.get(settings.posterior, {}) | past
 
+    def _stem(self, latent: int, backbone: Backbone) -> nn.Module:
+        s, encoded = self.settings, self.action_space.encoded
+        return build_stem(s.stem, latent, encoded, backbone.inputs, eps=s.norm_eps, initialization=s.initialization)
+
     def _head(self, width: int, outputs: int) -> nn.Sequential:
         s = self.settings
         head = mlp(
@@ -402,6 +351,14 @@ class LatentWorldModel(WorldModel):
             activation=s.head_activation,
             eps=s.norm_eps,
         )
+        initialize(head, s.initialization)
+        return head
+
+    def _prior_head(self, width: int, outputs: int) -> nn.Module:
+        s = self.settings
+        if not s.prior_layers:
+            return nn.Linear(width, outputs)
+        head = mlp(width, s.prior_width, s.prior_layers, outputs, norm_kind=s.prior_norm, eps=s.norm_eps)
         initialize(head, s.initialization)
         return head
 
@@ -677,7 +634,7 @@ class LatentWorldModel(WorldModel):
             is_first[:, -1],
             (batch.valid & _has_action(batch))[:, -1],
         )
-        return log_posterior, z, outputs, _detach(self.initial_carry(len(z)), after)
+        return log_posterior, z, outputs, detach(self.initial_carry(len(z)), after)
 
     def _unroll(
         self, features: Tensor, batch: Batch, reset: Tensor | None, carry: Carry | None
@@ -1091,75 +1048,3 @@ def _take_likeliest(probabilities: Tensor, uniforms: Tensor | None = None) -> Te
 def _sample(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
     """Call `draw_one_hot` with random numbers from `generator`, on any device."""
     return draw_one_hot(probabilities, uniform(probabilities.shape[:-1], probabilities.device, generator))
-
-
-def _detach(empty: Carry, carry: Carry) -> Carry:
-    """Return the tensors of `carry` in the tree of `empty`, so that nothing else of a state outlives its graph."""
-    tensors = [tensor.detach() for tensor in state_tensors(carry)]
-    return with_tensors(
-        empty, [tensor.to(like.dtype) for tensor, like in zip(tensors, state_tensors(empty), strict=True)]
-    )
-
-
-def _stem(settings: LatentWorldModelSettings, latent: int, action: int, width: int) -> nn.Module:
-    """Build the map from a latent and an action, (..., latent + action), to an element (..., width)."""
-    inputs = latent + action
-    if settings.stem == "separate":
-        stem = SeparateStem(latent, action, width, settings.norm_eps)
-        initialize(stem, settings.initialization)
-        return stem
-    if settings.stem == "linear":
-        linear = nn.Linear(inputs, width)
-        nn.init.zeros_(linear.bias)  # Mamba's public code begins with biases 0, also in the stem that Drama adds
-        return nn.Sequential(linear, norm("rms", width, settings.norm_eps), nn.SiLU())
-    if settings.stem == "dreamer":
-        layers = nn.Sequential(nn.Linear(inputs, width, bias=False), norm("layer", width, settings.norm_eps), nn.SiLU())
-        initialize(layers, settings.initialization)
-        return layers
-    return nn.Sequential(
-        nn.Linear(inputs, width, bias=False),
-        norm("layer", width),
-        nn.ReLU(),
-        nn.Linear(width, width, bias=False),
-        norm("layer", width),
-    )
-
-
-class SeparateStem(nn.Module):
-    """Projections of latent and action with norms of their own, one behind the other: DreamerV3's inputs of the core.
-
-    Raises:
-        UsageError: The width is odd.
-    """
-
-    def __init__(self, latent: int, action: int, width: int, norm_eps: float) -> None:
-        super().__init__()
-        if width % 2:
-            raise UsageError(
-                f"dynamics.stem = separate: elements of width {width} have no two halves; set backbone.input_width to"
-                " an even number."
-            )
-        self.sizes = (latent, action)
-        self.latent, self.action = (
-            nn.Sequential(nn.Linear(inputs, width // 2), norm("rms", width // 2, norm_eps), nn.SiLU())
-            for inputs in self.sizes
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        latent, action = x.split(self.sizes, -1)
-        return torch.cat((self.latent(latent), self.action(action)), -1)
-
-
-def _prior_head(settings: LatentWorldModelSettings, width: int, outputs: int) -> nn.Module:
-    if not settings.prior_layers:
-        return nn.Linear(width, outputs)
-    head = mlp(
-        width,
-        settings.prior_width,
-        settings.prior_layers,
-        outputs,
-        norm_kind=settings.prior_norm,
-        eps=settings.norm_eps,
-    )
-    initialize(head, settings.initialization)
-    return head
