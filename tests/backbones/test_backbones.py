@@ -22,7 +22,7 @@ B, T, D, N, L, Q = 3, 11, 12, 4, 3, 2
 
 # Settings that make each backbone small: heads of width 6. What follows a comma tells variants of a backbone apart.
 TINY: dict[str, dict] = {
-    "block-gru": {"blocks": 3, "hidden_size": 5},
+    "block-gru": {"blocks": 4, "hidden_size": 5},
     "dreamer-gru": {},
     "gru": {"hidden_size": 18},
     "mamba1": {"state_size": 3, "conv_kernel": 5, "dt_rank": 2},
