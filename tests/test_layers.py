@@ -19,6 +19,7 @@ FLOOR = {
     "progress",
     "spaces",
     "transfer",
+    "ranks",
 }  # anyone may import them; `wmcli` itself imports only `api`, late
 
 # Room -> the other rooms it may import. A room is a folder or a file directly in wmcli/.
@@ -87,6 +88,7 @@ MAY = {
     "presets": set(),
     "errors": set(),
     "config": {"presets"},
+    "ranks": set(),
     "interrupt": set(),
     "progress": set(),
     "spaces": set(),
@@ -98,6 +100,7 @@ NO_TORCH = {
     "interrupt",
     "progress",
     "transfer",
+    "ranks",
     "artifacts",
     "envs",
     "metrics",

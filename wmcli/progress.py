@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from wmcli import ranks
+
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.live import Live
@@ -42,11 +44,11 @@ class _Screen:
 
 
 class Progress:
-    """Where one command talks. Quiet keeps warnings only."""
+    """Where one command talks. Quiet keeps warnings only. Of several ranks the first one talks."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self.quiet = quiet
-        self._lines = not quiet
+        self.quiet = quiet or not ranks.is_first()
+        self._lines = not self.quiet
         self._screen = _Screen()
 
     def inside(self) -> Progress:
@@ -63,7 +65,7 @@ class Progress:
 
     def warn(self, line: str) -> None:
         """Write one line that quiet does not hide; the same one is given once."""
-        if line not in self._screen.warned:
+        if ranks.is_first() and line not in self._screen.warned:
             self._screen.warned.add(line)
             self._write(f"warning: {line}")
 

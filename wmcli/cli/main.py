@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from wmcli import __version__
+from wmcli import __version__, ranks
 from wmcli.cli import (
     artifacts,
     bash_words,
@@ -72,6 +72,8 @@ STAGES: dict[str, Callable[..., None]] = {
 }
 RESUMED = ("run", "collect", "train-tokenizer", "train-dynamics", "imagine")
 """Commands that catch SIGTERM and SIGINT from their start, so that a scheduler always gets exit code 75."""
+SHARED = ("run", "train-tokenizer", "train-dynamics", "imagine")
+"""Commands that train on several processes under `torchrun`."""
 REPORTS: dict[str, Callable[..., None]] = {
     "compare": compare.compare,
     "runs": runs.runs,
@@ -121,7 +123,26 @@ def main() -> None:
         if getattr(sys, stream) is None:  # closed by the caller, as in `wm collect >&-`
             setattr(sys, stream, Path(os.devnull).open("w"))  # noqa: SIM115 (open to the end of the process)
     _keep_stdout_for_results()
+    if ranks.is_launched():
+        sys.exit(_run_as_rank(sys.argv[1:]))
     sys.exit(bash_words.answer(lambda: run([])) if bash_words.is_completing() else run(sys.argv[1:]))
+
+
+def _run_as_rank(arguments: Sequence[str]) -> int:
+    """Run a command line as one of the processes of `torchrun`."""
+    command = next(iter(arguments), "")
+    with stop_requests():
+        ranks.start()
+        try:
+            if command not in SHARED:
+                return _complain(
+                    arguments,
+                    f"torchrun shares training out, with wm {', wm '.join(SHARED)}: run this without it.",
+                    UsageError.exit_code,
+                )
+            return run(arguments)
+        finally:
+            ranks.stop()
 
 
 def _keep_stdout_for_results() -> None:
@@ -199,8 +220,12 @@ def _command(arguments: Sequence[str]) -> str:
 
 
 def _complain(arguments: Sequence[str], message: str, code: int) -> int:
-    """Print a message as one line on stderr and return the exit code."""
-    typer.echo(f"{_command(arguments)}: {' '.join(message.split())}", err=True)
+    """Print a message as one line on stderr and return the exit code.
+
+    Several ranks fail alike, and the first one says so; what may be the matter with a single one, each says.
+    """
+    if ranks.is_first() or code in (1, MachineError.exit_code):
+        typer.echo(f"{_command(arguments)}: {' '.join(message.split())}", err=True)
     return code
 
 

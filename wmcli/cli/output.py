@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import typer
 
+from wmcli import ranks
 from wmcli.cli.schema import describe
 
 if TYPE_CHECKING:
@@ -123,8 +124,8 @@ def _table(rows: Rows, columns: Sequence[str]) -> Any:
 
 
 def draw_beside(rows: Rows, columns: Sequence[str], title: str) -> None:
-    """Draw a table on stderr if that is a terminal."""
-    if sys.stderr.isatty():
+    """Draw a table on stderr if that is a terminal, of several ranks on the first one."""
+    if sys.stderr.isatty() and ranks.is_first():
         draw_table(rows, columns, sys.stderr, title)
 
 

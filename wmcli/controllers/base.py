@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from wmcli import ranks
 from wmcli.config import Section
 from wmcli.errors import UsageError
-from wmcli.nn.categorical import uniform
 from wmcli.nn.policies import Policy
 from wmcli.world_models.base import Batch, ImaginedStep, WorldModel
 
@@ -233,15 +233,16 @@ def rollout_uniforms(
         steps: Number of imagined steps, s.
         starts: Number of rollouts from each window.
     """
-    rows, frames = batch.valid.shape
+    rows, frames = ranks.all_rows(len(batch.valid)), batch.valid.shape[1]
     shapes = (
         (rows, frames, world_model.uniforms_per_frame),
         (actions, rows * starts, policy.uniforms),
         (steps, rows * starts, world_model.uniforms_per_step),
     )
     counts = [math.prod(shape) for shape in shapes]
-    parts = uniform((sum(counts),), batch.valid.device).split(counts)
-    return Uniforms(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+    parts = torch.rand(sum(counts), device=batch.valid.device).split(counts)
+    views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return Uniforms(*(ranks.own_rows(view, axis) for view, axis in zip(views, (0, 1, 1), strict=True)))
 
 
 def episode_starts(batch: Batch) -> Tensor:

@@ -23,6 +23,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from wmcli import ranks
 from wmcli.controllers.base import Controller, ControllerSettings, SearchSummary, State
 from wmcli.kernels.tree_search import ROOT, PolicyOutput, SearchNoise, SearchRule, backup, plant, select, summarize
 from wmcli.kernels.tree_search_gumbel import gumbel_rule
@@ -234,8 +235,8 @@ class MCTS(Controller):
         device, trees, simulations = state.value.device, len(state.value), self.settings.simulations
         noise = uniforms = None
         if generator is not None:
-            noise = self.rule.draw_noise(trees, self.distribution.outputs, simulations, generator)
-            noise = tree_map_only(Tensor, partial(to_device, device=device), noise)
+            noise = self.rule.draw_noise(ranks.all_rows(trees), self.distribution.outputs, simulations, generator)
+            noise = tree_map_only(Tensor, lambda part: to_device(ranks.own_rows(part), device), noise)
         if self.candidates is not None:
             each = simulations + 1, self.candidates, world_model.distribution.uniforms
             if generator is None:

@@ -23,6 +23,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from wmcli import ranks
 from wmcli.controllers.base import (
     ControllerSettings,
     Learner,
@@ -347,7 +348,7 @@ class ReinforceController(Learner):
             mask = (terminations_before == 0).to(value.dtype)
 
         def mean(x: Tensor) -> Tensor:
-            return (x * mask).sum() / mask.sum()
+            return (x * mask).sum() / ranks.per_rank(mask.sum())
 
         value_loss = mean(self._value_losses(value_outputs[:, :-1], target))
         advantage = target - value.detach()

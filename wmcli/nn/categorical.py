@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from wmcli import ranks
 from wmcli.transfer import to_device
 
 IMPOSSIBLE = -1e9
@@ -27,11 +28,12 @@ def uniform(shape: Sequence[int], device: torch.device, generator: torch.Generat
     """Draw numbers in [0, 1), float32, on `device`, from `generator` or the device's global generator.
 
     A generator draws on its own device, so the numbers do not depend on `device`. From a CPU generator to a GPU they
-    are copied without a wait.
+    are copied without a wait. The first axis has the rows of a batch.
     """
     if generator is None:
-        return torch.rand(shape, device=device)
-    return to_device(torch.rand(shape, device=generator.device, generator=generator), device)
+        return ranks.drawn(lambda every: torch.rand(every, device=device), shape)
+    source = generator.device
+    return to_device(ranks.drawn(lambda every: torch.rand(every, device=source, generator=generator), shape), device)
 
 
 def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:

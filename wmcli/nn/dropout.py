@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from wmcli import ranks
+
 LEVELS = 1 << 16  # of the probability of dropping an element
 SHARED = 32  # elements that share the last 8 bits
 CHUNK = 1 << 20  # elements whose bits and factors fit into the processor's cache
@@ -23,22 +25,31 @@ CHUNK = 1 << 20  # elements whose bits and factors fit into the processor's cach
 def dropout(x: Tensor, p: float, training: bool) -> Tensor:
     """Set each element of x to zero with probability `p`, to 1 in 65,536, and scale the others to preserve the mean.
 
-    The bits come from torch's global generator. First derivatives only.
+    The bits come from torch's global generator. The first axis has the rows of a batch. First derivatives only.
     """
     levels = round(p * LEVELS)
     ours = training and x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32)
     if not ours or not 0 < levels < LEVELS - 256:  # a limit of 256 would be no int8
-        return F.dropout(x, p, training)
+        return torch_dropout(x, p, training)
     return _Dropout.apply(x, levels)
+
+
+def torch_dropout(x: Tensor, p: float, training: bool) -> Tensor:
+    """Do torch's dropout. The first axis has the rows of a batch."""
+    if not (training and p and ranks.is_sharing()):
+        return F.dropout(x, p, training)
+    keep = ranks.drawn(lambda shape: torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p), x.shape)
+    return x * keep.div_(1 - p)
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, levels: int) -> Tensor:
         x = x.contiguous()
-        keep = torch.empty(x.numel(), dtype=torch.int8)
+        keep = torch.empty(ranks.all_rows(x.numel()), dtype=torch.int8)
         for part in keep.split(CHUNK):
             part.copy_(_keep_mask(len(part), levels))
+        keep = ranks.own_rows(keep)
         ctx.save_for_backward(keep)
         ctx.scale = LEVELS / (LEVELS - levels)
         return _masked(x, keep, ctx.scale)

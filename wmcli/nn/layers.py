@@ -1,4 +1,4 @@
-"""Layers that are more precise or faster than torch's own: Float32Linear, Flatten, BatchNorm2d.
+"""Layers that are more precise or faster than torch's own, or know of ranks: Float32Linear, Flatten, BatchNorm.
 
 Axes: B batch, C channels, R rows of pixels, W pixels in a row. Images are channels last in memory.
 """
@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
+
+from wmcli import ranks
 
 FEW = 1 << 16  # pixels of a batch, which torch sums with an error of 1e-5
 ROWS = 1 << 13  # rows of pixels, summed along each column with an error of 1e-6
@@ -71,7 +74,7 @@ class BatchNorm2d(nn.BatchNorm2d):
     On a CPU torch's own adds up all pixels of all frames one by one in float32. With one thread, over 2,048 frames of
     64 x 64 (a batch of Drama's), the variance is then 1 % too small. Here the statistics of a large channels-last
     batch, and the gradients through them, are exact to float32's rounding (float64 for float64). First derivatives
-    only.
+    only. Several ranks normalize by the statistics of all their rows.
 
     Sources: Ioffe & Szegedy 2015, ICML, arXiv 1502.03167; Chan et al. 1983, The American Statistician 37 (pooled
     variance).
@@ -80,27 +83,58 @@ class BatchNorm2d(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
         by_batch = self.training or self.running_mean is None
+        if by_batch and ranks.is_sharing():
+            return _normalize_over_ranks(self, x)
         pixels = x.numel() // self.num_features
         channels_last = x.is_contiguous(memory_format=torch.channels_last)
         if x.device.type != "cpu" or not by_batch or not channels_last or pixels <= FEW:
             return super().forward(x)
         y, mean, variance = _BatchNorm.apply(x, self.weight, self.bias, self.eps)
         if self.training and self.track_running_stats:
-            self._track(mean, variance, pixels)
+            _track(self, mean, variance, pixels)
         return y
 
-    @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor, pixels: int) -> None:
-        """Update the running statistics by those of a batch, as torch does.
 
-        Writes through `.data` preserve their version, as torch's kernel does. Torch saves the statistics in the graph
-        of an earlier smaller batch through the same norm.
-        """
-        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.data.mul_(1 - share).add_(mean, alpha=share)
-        self.running_var.data.mul_(1 - share).add_(variance, alpha=share * pixels / (pixels - 1))
+class BatchNorm1d(nn.BatchNorm1d):
+    """Normalization of each feature of (B, C) over the batch, that of all ranks if there are several."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if ranks.is_sharing() and (self.training or self.running_mean is None):
+            return _normalize_over_ranks(self, x)
+        return super().forward(x)
+
+
+def _normalize_over_ranks(norm: TorchBatchNorm, x: Tensor) -> Tensor:
+    """Normalize x (B, C, ...) by the statistics of the rows of all ranks, and track them."""
+    others, shape = [0, *range(2, x.ndim)], (1, -1, *[1] * (x.ndim - 2))
+    wide = at_least_float32(x)
+
+    def mean_of(values: Tensor) -> Tensor:
+        return ranks.mean(values.mean(others, dtype=torch.float64)).to(wide.dtype)
+
+    mean = mean_of(wide)
+    centered = wide - mean.view(shape)
+    variance = mean_of(centered.square())
+    if norm.training and norm.track_running_stats:
+        _track(norm, mean, variance, ranks.all_rows(x.numel() // x.shape[1]))
+    y = centered * (variance + norm.eps).rsqrt().view(shape)
+    if norm.affine:
+        y = torch.addcmul(norm.bias.view(shape), y, norm.weight.view(shape))
+    return y.to(x.dtype)
+
+
+@torch.no_grad()
+def _track(norm: TorchBatchNorm, mean: Tensor, variance: Tensor, pixels: int) -> None:
+    """Update the running statistics by those of a batch, as torch does.
+
+    Writes through `.data` preserve their version, as torch's kernel does. Torch saves the statistics in the graph of an
+    earlier smaller batch through the same norm.
+    """
+    assert norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None
+    norm.num_batches_tracked.add_(1)
+    share = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+    norm.running_mean.data.mul_(1 - share).add_(mean, alpha=share)
+    norm.running_var.data.mul_(1 - share).add_(variance, alpha=share * pixels / (pixels - 1))
 
 
 class _BatchNorm(torch.autograd.Function):

@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from wmcli.errors import UsageError
+from wmcli.nn.dropout import torch_dropout
 
 # One row per depth: the convolutions up to the compared features, as (index in torchvision's vgg16, in, out). Rows are
 # separated by a 2x2 max pooling.
@@ -128,7 +129,7 @@ class LPIPS(nn.Module):
             references = self.features(target)
         total = torch.zeros(image.shape[0], device=image.device)
         for depth, (features, reference) in enumerate(zip(self.features(image), references, strict=True)):
-            difference = F.dropout((features - reference).square(), 0.5, self.dropout and self.training)
+            difference = torch_dropout((features - reference).square(), 0.5, self.dropout and self.training)
             weighting = self.get_buffer(_buffer_name(f"lin{depth}.model.1.weight"))
             total = total + (difference * weighting).sum(1).mean((1, 2))  # channels, then positions
         return total

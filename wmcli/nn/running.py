@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from wmcli import ranks
+
 
 class RunningNormalizer(nn.Module):
     """Normalization of each feature by the mean and variance of all batches so far, clipped to +-10.
@@ -39,10 +41,12 @@ class RunningNormalizer(nn.Module):
     def update(self, x: Tensor) -> None:
         """Add a batch (..., F) by pooling the statistics of two samples (Chan et al. 1983)."""
         x = x.to(self.mean.dtype).flatten(0, -2)
-        mean = x.mean(0)
-        variance = (x - mean).square_().mean(0)  # on a CPU torch's own takes three times as long along columns
-        total = self.count + x.shape[0]
-        share = x.shape[0] / total
+        mean = ranks.mean(x.mean(0))
+        # On a CPU torch's own takes three times as long along columns.
+        variance = ranks.mean((x - mean).square_().mean(0))
+        count = ranks.all_rows(x.shape[0])
+        total = self.count + count
+        share = count / total
         difference = mean - self.mean
         spread = variance - self.variance + (1 - share) * difference.square()
         self.variance.add_(share * spread)
@@ -78,9 +82,9 @@ class RunningRange(nn.Module):
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
         """Add a batch of n numbers of any shape. A percentile is the k-th smallest, k = int(q n), at least 1."""
-        ordered = x.to(self.low.dtype).flatten().sort().values
+        ordered = ranks.gather_rows(x.to(self.low.dtype)).flatten().sort().values
         for average, q in zip((self.low, self.high), self.PERCENTILES, strict=True):
-            average.lerp_(ordered[max(int(q * x.numel()), 1) - 1], 1 - self.DECAY)
+            average.lerp_(ordered[max(int(q * ordered.numel()), 1) - 1], 1 - self.DECAY)
 
     def forward(self) -> Tensor:
         """Return the current range, ()."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from wmcli import ranks
 from wmcli.envs.tasks import TASKS
 from wmcli.errors import UsageError
 from wmcli.settings import Settings
@@ -25,6 +26,18 @@ def check_rows(settings: Settings, *, is_held_out: bool = False) -> None:
         check_held_back(settings, "validation", "dynamics.validate_every", none="0")
     if dynamics.longest_episode is not None and task is not None and settings.collect.policy != "learned":
         check_episode_fits(task.context + task.query, dynamics.longest_episode)
+
+
+def check_batches(settings: Settings) -> None:
+    """Raise UsageError if the batches of the models that learn cannot be shared out among the ranks."""
+    sections = ["dynamics"]
+    if settings.dynamics.takes_tokenizer:
+        sections.append("tokenizer")
+    if settings.controller.acts and not settings.controller.searches:
+        sections.append("controller")
+    for name in sections:
+        if batch := getattr(getattr(settings, name), "batch", 0):
+            ranks.own_count(batch, f"{name}.batch")
 
 
 def check_held_back(settings: Settings, part: Literal["validation", "test"], key: str, *, none: str) -> None:

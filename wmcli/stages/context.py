@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from wmcli import ranks
 from wmcli.artifacts import Artifact, Job, Run, Work
 from wmcli.artifacts.environment import is_recorded, recorded_environment
 from wmcli.artifacts.job import REVISIONS
@@ -43,6 +44,9 @@ class PrunedInputError(ArtifactError):
             " it again with wm run --force."
         )
         self.artifact = artifact
+
+    def __reduce__(self) -> tuple[type[PrunedInputError], tuple[Artifact]]:
+        return PrunedInputError, (self.artifact,)
 
 
 @dataclass
@@ -134,6 +138,9 @@ class Context:
 
     def done(self, job: Job) -> Artifact | None:
         """Return the version that a job published; None without one, or if it must be made again."""
+        return ranks.first(lambda: self._done(job))
+
+    def _done(self, job: Job) -> Artifact | None:
         existing = job.done()
         if existing is None or self.force or (existing.pruned and existing.digest in self.again):
             return None
@@ -161,16 +168,21 @@ class Context:
     def work(self, job: Job, *, fresh: bool | None = None) -> Iterator[Work]:
         """Work on a job. If the work fails, a new run without artifacts is removed.
 
-        Signals request a checkpoint inside the `with` block.
+        Signals request a checkpoint inside the `with` block. Of several ranks the first one holds the locks.
 
         Raises:
             WmError: See `prepare` and `Job.work`.
         """
+
+        def begin() -> Work:
+            self.prepare(job)
+            return held.enter_context(job.work(fresh=self.fresh if fresh is None else fresh))
+
         with stop_requests():
             try:
-                self.prepare(job)
-                self.worked += 1
-                with job.work(fresh=self.fresh if fresh is None else fresh) as work:
+                with ExitStack() as held:
+                    work = ranks.first(begin)
+                    self.worked += 1
                     yield work
             except BaseException:
                 if self.is_new:
@@ -186,9 +198,10 @@ class Context:
     ) -> Artifact:
         """Publish a payload with its metrics, and the settings, environment, machine and epoch of this context.
 
-        For `sha256` see `Work.publish`.
+        For `sha256` see `Work.publish`. Of several ranks the first one publishes.
         """
-        return work.publish(
+        publish = functools.partial(
+            work.publish,
             settings=self.settings.plain() if settings is None else dict(settings),
             metrics=metrics,
             environment=self.environment,
@@ -196,6 +209,7 @@ class Context:
             extra={"epoch": self.epoch},
             sha256=sha256,
         )
+        return ranks.first(publish)
 
     def otherwise(self, job: Job) -> str | None:
         """Describe an artifact that `wm run` made from a job's inputs under other settings; None without one."""
@@ -211,6 +225,9 @@ class Context:
         before, revision = other.manifest.get("revision", 1), REVISIONS[job.kind]
         if before != revision:
             changed.append(f"revision of {MAKERS[job.kind]} {before} -> {revision}")
+        trained_on = other.manifest["machine"].get("ranks", 1)
+        if trained_on != job.identity.get("ranks", trained_on if "sampling" not in job.identity else 1):
+            changed.append(f"processes {trained_on} -> {job.identity.get('ranks', 1)}")
         precision = other.manifest["machine"].get("precision")
         if precision != job.identity.get("precision", precision):
             changed.append(f"training.precision {precision} -> {job.identity['precision']}")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from wmcli import ranks
 from wmcli.artifacts import Artifact
 from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import build_tokenizer, build_world_model, load_tokenizer, settings_of
@@ -118,7 +119,7 @@ def train_dynamics(
         selects_weights=settings.needs_validation,
     )
     if settings.trains_tokenizer:
-        _publish_tokenizer(context, artifact)
+        ranks.first(lambda: _publish_tokenizer(context, artifact))
     return artifact
 
 

@@ -16,7 +16,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 
+from wmcli import ranks
 from wmcli.artifacts import KEY_METRICS, Artifact, needed, needed_elsewhere
 from wmcli.artifacts.environment import is_imported, is_recorded
 from wmcli.artifacts.store import BEST
@@ -64,7 +66,8 @@ def run_loop(context: Context, importing: Importing | None = None) -> Artifact:
     _check_own(context.for_loop().at(1), start, importing)
     _check_last(context.binding.at(plan.epochs), start, is_data=importing is not None, held_out=held_out)
     if importing is not None:
-        import_experience(context, importing)
+        data = importing
+        ranks.first(lambda: import_experience(context, data))
         start = _start(context)
     inside = context.for_loop()
     if start is not None:
@@ -82,7 +85,7 @@ def run_loop(context: Context, importing: Importing | None = None) -> Artifact:
             if not context.force or missing.artifact.digest in inside.again:
                 raise
             inside.again.add(missing.artifact.digest)
-    inside.bind()  # also if no job was due: settings of `run` may have changed
+    ranks.first(inside.bind)  # also if no job was due: settings of `run` may have changed
     for evaluation in scores:
         progress.say(PROTOCOLS[evaluation.metrics["protocol"]].summarize(evaluation))
     best = best_evaluation(inside.run) if "controller" in newest else None
@@ -127,7 +130,7 @@ def _walk(
                     if inside.worked > worked:
                         left.took(stage, time.monotonic() - began)
                     began, worked = time.monotonic(), inside.worked
-                    if stop:
+                    if any(ranks.agree(stop)):
                         raise Stopped(f"run stopped in epoch {epoch} after {stage}; the same command resumes it.")
             except DivergedError as error:
                 raise DivergedError(
@@ -137,15 +140,15 @@ def _walk(
             bar.show(**dict(sorted(shown.items(), key=lambda value: value[0] != "return")))
             bar.expect(left.after(epoch))
             bar.advance()
-            if inside.worked > before or epoch == plan.epochs:
-                _prune(inside, own, plan.keep)
+            if any(ranks.agree(inside.worked > before)) or epoch == plan.epochs:
+                ranks.first(partial(_prune, inside, own, plan.keep))
             if epoch < plan.epochs and (best := _stalled(on_the_way, plan.patience)) is not None:
                 context.progress.say(
                     f"run: ends after epoch {epoch} of {plan.epochs}: none of the last {plan.patience} evaluations"
                     f" exceeds that of controller@{best.version}"
                 )
                 scores = list(_measure(inside, newest))
-                scores.append(evaluate(inside, controller=str(best.path)))
+                scores.append(ranks.first(partial(evaluate, inside, controller=str(best.path))))
                 newest["evaluation"] = scores[-1]
                 break
     return newest, scores
@@ -312,7 +315,10 @@ class _TimeLeft:
 
 
 def run_epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) -> Iterator[tuple[str, Artifact]]:
-    """Run the stages of an epoch. Yield each stage and its artifact, which the caller adds to `newest`."""
+    """Run the stages of an epoch. Yield each stage and its artifact, which the caller adds to `newest`.
+
+    Of several ranks the first one collects and evaluates, and all of them train.
+    """
     plan, epoch = context.settings.run, context.epoch
     assert epoch is not None
     stages = due(context.settings, epoch)
@@ -323,15 +329,16 @@ def run_epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) 
 
     if COLLECT in stages and plan.overlap:
         if epoch == 1:
-            beside.begin(context, None, newest.get("experience"))
-        yield COLLECT, beside.result()
+            ranks.first(lambda: beside.begin(context, None, newest.get("experience")))
+        yield COLLECT, ranks.first(beside.result)
         if epoch < min(plan.collect_epochs, plan.epochs):
-            beside.begin(context.at(epoch + 1), newest.get("controller"), newest["experience"])
+            ranks.first(lambda: beside.begin(context.at(epoch + 1), newest.get("controller"), newest["experience"]))
         else:
-            beside.close()
+            ranks.first(beside.close)
     elif COLLECT in stages:
         who = (path("controller") or "random") if context.settings.collect.policy == "learned" else None
-        yield COLLECT, collect(context, controller=who, previous=path("experience"), extend=False)
+        act = partial(collect, context, controller=who, previous=path("experience"), extend=False)
+        yield COLLECT, ranks.first(act)
     if TOKENIZER in stages:
         yield TOKENIZER, train_tokenizer(context, experience=path("experience"), parent=path("tokenizer"))
     if DYNAMICS in stages:
@@ -357,11 +364,16 @@ def run_epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) 
         yield IMAGINE, imagine(context, **models, parent=path("controller"))
         if EVALUATE in stages:
             episodes = None if last else plan.evaluate_episodes
-            yield EVALUATE, evaluate(context, controller=path("controller"), episodes=episodes)
+            score = partial(evaluate, context, controller=path("controller"), episodes=episodes)
+            yield EVALUATE, ranks.first(score)
 
 
 def _measure(context: Context, newest: dict[str, Artifact]) -> Iterator[Artifact]:
     """Yield each measure of the newest dynamics model: those that the settings name, or on imported data dreams."""
+    yield from ranks.first(lambda: list(_measured(context, newest)))
+
+
+def _measured(context: Context, newest: dict[str, Artifact]) -> Iterator[Artifact]:
     dynamics, start = str(newest["dynamics"].path), _start(context)
     if start is None or not is_imported(start):
         for measure in measures_of(context.settings):

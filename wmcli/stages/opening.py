@@ -21,6 +21,7 @@ from wmcli.stages.binding import (
     original_settings,
     preset_digest,
 )
+from wmcli.stages.checks import check_batches
 from wmcli.stages.context import Context
 from wmcli.training.device import Machine, has_bfloat16
 
@@ -80,6 +81,7 @@ def open_context(
         binding = Binding(preset, original, tuple(bound["changes"]), bound.get("preset_digest"), original=bound)
         binding = change_settings(binding, overrides, from_epoch)
         settings = resolve(preset, overrides, base=binding.at().plain())
+    check_batches(settings)
     context = Context(opened, preset, settings, progress, fresh=fresh, force=force, more=more)
     context.binding, context.to_bind = binding, bind or bound is None
     if settings.training.precision == "bfloat16" and not has_bfloat16(context.machine.device):

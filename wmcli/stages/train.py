@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
+from wmcli import ranks
 from wmcli.artifacts import Artifact, InputRef, Work
 from wmcli.config import Identity
 from wmcli.errors import ArtifactError
@@ -129,6 +130,8 @@ def train(
         identity |= Identity.of_part("dfs", settings.training.dfs, without=of_imagination)
     elif settings.training.sampling == "prioritized" and kind == "dynamics":
         identity |= Identity.of_part("priority", settings.training.priority)
+    if ranks.size() > 1:
+        identity |= {"ranks": ranks.size()}
     job = context.run.job(kind, identity, inputs)
     if existing := context.done(job):
         progress.say(
@@ -165,11 +168,15 @@ def train(
                 if selects_weights:
                     training.result()  # training continues from the last weights
                     trainer.select_weights()
-                weights = save_tensors(work.payload / WEIGHTS, module_tensors(state.modules), {"kind": kind})
-                sha256 = {TRAINING: training.result(), WEIGHTS: weights}
+                sha256 = {}
+                if ranks.is_first():
+                    sha256[WEIGHTS] = save_tensors(
+                        work.payload / WEIGHTS, module_tensors(state.modules), {"kind": kind}
+                    )
+                sha256[TRAINING] = training.result()
             metrics: dict[str, Any] = {**losses, **trainer.measure(), **trainer.status()}
             metrics["updates"] = state.trained + state.update
-            if context.pictures:
+            if context.pictures and ranks.is_first():
                 draw(work.payload, trainer)
                 if state.update:
                     _draw_curves(work, stage)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wmcli import ranks
 from wmcli.kernels.nearest import nearest
 from wmcli.nn.categorical import one_hot
 
@@ -122,14 +123,15 @@ class AverageVectorQuantizer(nn.Module):
             vectors: The codes' vectors, (M, D).
         """
         codes = len(self.codebook)
-        average_use = len(h) / codes
+        average_use = ranks.all_rows(len(h)) / codes
         with torch.autocast(h.device.type, enabled=False):
             member = one_hot(tokens, codes, torch.float32)  # (M, N); a product, because scattered additions are not
-            uses = self.decay * self.uses + (1 - self.decay) * member.sum(0)  # deterministic on CUDA
-            sums = self.decay * self.sums + (1 - self.decay) * (member.T @ h)
-            error = (h - vectors).square().sum(1) + 1e-12  # multinomial rejects all zeros
+            # Deterministic on CUDA.
+            uses = self.decay * self.uses + (1 - self.decay) * ranks.total(member.sum(0))
+            sums = self.decay * self.sums + (1 - self.decay) * ranks.total(member.T @ h)
+            error = ranks.gather_rows((h - vectors).square().sum(1) + 1e-12)  # multinomial rejects all zeros
         # (N, D). Drawn also without dead codes, so that nothing waits for the device.
-        places = h[torch.multinomial(error, codes, replacement=True)]
+        places = ranks.take_rows(h, torch.multinomial(error, codes, replacement=True))
         dead = (uses < self.restart_below * average_use)[:, None]
         self.codebook.copy_(torch.where(dead, places, sums / uses.clamp_min(1e-6)[:, None]))
         self.sums.copy_(torch.where(dead, places * average_use, sums))
@@ -190,9 +192,18 @@ class ScalarQuantizer(nn.Module):
             vectors = self.project(code)
         losses = {}
         if self.spread > 0:
-            off = h.float().mean(0).square() + (1 - h.float().std(0, correction=0)).square()
+            mean, deviation = _moments(h.float())
+            off = mean.square() + (1 - deviation).square()
             losses["spread"] = self.spread * off.mean()
         return Quantized(vectors, (rounded.long() * self.strides).sum(1), losses)
+
+
+def _moments(h: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation (C,) of vectors (M, C) of all ranks."""
+    if not ranks.is_sharing():
+        return h.mean(0), h.std(0, correction=0)
+    mean = ranks.mean(h.mean(0))
+    return mean, ranks.mean((h - mean).square().mean(0)).sqrt()
 
 
 Quantizer = VectorQuantizer | AverageVectorQuantizer | ScalarQuantizer

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from wmcli import ranks
 from wmcli.config import Section
 from wmcli.errors import UsageError
 from wmcli.nn import lpips
@@ -403,7 +404,7 @@ class VQTokenizer(nn.Module):
         share = self.settings.object_share
         if share > 0:
             mask = objects(observation).float()
-            of_objects = (error.mean(1) * mask).sum() / mask.sum().clamp_min(1)
+            of_objects = (error.mean(1) * mask).sum() / ranks.per_rank(mask.sum(), least=1)
             loss = (1 - share) * loss + share * of_objects
         return loss
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wmcli import ranks
 from wmcli.experience import PrioritySampler, Replay, SearchTargets
 from wmcli.nn import attention_prior
 from wmcli.trainers.batches import build_segment_sampler, encode_frames, gather
@@ -59,11 +60,12 @@ class DynamicsTrainer(Trainer):
         self.replay = replay
         self.settings = settings
         self.machine = machine
+        rows = ranks.own_count(settings.batch, "dynamics.batch")
         self._sampler = build_segment_sampler(training, replay, world_model, rng)
         parts: dict[str, Resumable] = {"sampler": self._sampler}
         streams: StreamState | None = None
         if world_model.rows == "streams":
-            streams = parts["carried"] = StreamState(world_model, settings.batch)
+            streams = parts["carried"] = StreamState(world_model, rows)
         self._best: BestWeights | None = None
         if held_out is not None:
             measure = validation_loss(world_model, held_out, rows=settings.batch, machine=machine, seed=validation_seed)
@@ -90,10 +92,11 @@ class DynamicsTrainer(Trainer):
         """Learn from a batch of segments; validate every `validate_every` updates and after the last."""
         done, trained = self.state.update, self.state.trained
         self._schedule.apply(self._optimizer, done, trained)
-        windows = self._sampler.batch(self.settings.batch)
-        metrics = self._update(
-            gather(self.replay, self._frames, windows, self._targets, across_ends=self.world_model.across_ends)
-        )
+        with ranks.sharing_rows():
+            windows = ranks.own_rows(self._sampler.batch(self.settings.batch))
+            metrics = self._update(
+                gather(self.replay, self._frames, windows, self._targets, across_ends=self.world_model.across_ends)
+            )
         done += 1
         if self._best is not None and (done % self.settings.validate_every == 0 or done == self.settings.updates):
             self._best.validate(trained + done)
@@ -161,7 +164,7 @@ def world_model_update(
         if streams is not None:
             streams.tensors = carried
         if learn_rows is not None and rows is not None:
-            learn_rows(rows.cpu().numpy())
+            learn_rows((ranks.gather_rows(rows) / ranks.size()).cpu().numpy())
         world_model.after_update()
         return metrics
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from wmcli import ranks
 from wmcli.controllers.base import Learner
 from wmcli.experience import Replay
 from wmcli.trainers.batches import build_sampler, encode_frames, gather
@@ -59,6 +60,7 @@ class ImaginationTrainer(Trainer):
         self.settings = settings
         self.machine = machine
         self.latents = encode_frames(world_model, replay.observation, machine) if latents is None else latents
+        ranks.own_count(settings.batch, "controller.batch")
         if training.sampling == "dfs" and counts is None:
             counts = np.zeros(0, np.int64)
         self._sampler = build_sampler(
@@ -80,8 +82,9 @@ class ImaginationTrainer(Trainer):
 
     def update(self) -> Metrics:
         """Learn from a batch of rollouts."""
-        windows = self._sampler.batch(self.settings.batch)
-        return self._update(gather(self.replay, self.latents, windows, across_ends=self.world_model.across_ends))
+        with ranks.sharing_rows():
+            windows = ranks.own_rows(self._sampler.batch(self.settings.batch))
+            return self._update(gather(self.replay, self.latents, windows, across_ends=self.world_model.across_ends))
 
     def status(self) -> dict[str, float]:
         """Return the calibration."""

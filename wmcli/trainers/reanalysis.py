@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wmcli import ranks
 from wmcli.backbones.base import map_state
 from wmcli.controllers.base import Controller, episode_starts
 from wmcli.experience import Replay, SearchTargets
@@ -59,7 +60,14 @@ class ReanalysisTrainer(Trainer):
     @torch.no_grad()
     def update(self) -> Mapping[str, Tensor]:
         """Search at a batch of frames and store the results. Random numbers come from torch's global generator."""
-        rows = self.targets.due(self.settings.batch)
+        due = self.targets.due(self.settings.batch)
+        with ranks.sharing_rows():
+            return self._search(due)
+
+    def _search(self, due: np.ndarray) -> Mapping[str, Tensor]:
+        """Search at the rows `due` (R,), each rank at its own."""
+        equal = ranks.all_rows(-(-len(due) // ranks.all_rows(1)))  # as many on each rank: some rows twice
+        rows = ranks.own_rows(np.resize(due, equal))
         batch = gather(
             self.replay, self.replay.observation, self._windows.windows(self._window_of_row[rows]), self.targets
         )
@@ -70,7 +78,8 @@ class ReanalysisTrainer(Trainer):
             _, state = self.controller.decide(self.world_model, world_state, state, torch.default_generator)
         summary = self.controller.summarize_search(state)
         assert summary is not None and batch.targets is not None
-        self.targets.update(rows, *summary)
+        every = map_state(lambda each: ranks.gather_rows(each)[: len(due)], summary)
+        self.targets.update(due, *every)
         before = map_state(lambda each: each[:, -1], batch.targets)
         metrics = {
             "search_value": summary.value.mean(),

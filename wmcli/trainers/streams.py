@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wmcli import ranks
 from wmcli.backbones.base import state_tensors, with_tensors
 from wmcli.world_models.base import Batch, WorldModel
 
@@ -37,11 +38,14 @@ class StreamState:
 
     def state(self) -> dict[str, Any]:
         """Return the tensors of the carry, numbered in its order."""
-        return {str(index): tensor.float().cpu().numpy() for index, tensor in enumerate(self.tensors)}
+        with ranks.sharing_rows():
+            tensors = [ranks.gather_rows(tensor) for tensor in self.tensors]
+        return {str(index): tensor.float().cpu().numpy() for index, tensor in enumerate(tensors)}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Resume from a result of `state`."""
-        saved = [torch.from_numpy(np.array(state[str(index)])) for index in range(len(state))]
+        with ranks.sharing_rows():
+            saved = [torch.from_numpy(ranks.own_rows(np.array(state[str(index)]))) for index in range(len(state))]
         self.tensors = [tensor.to(like.device, like.dtype) for tensor, like in zip(saved, self.tensors, strict=True)]
 
     def continue_from(self, state: Mapping[str, Any]) -> None:

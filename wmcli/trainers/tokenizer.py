@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from wmcli import ranks
 from wmcli.experience import Replay
 from wmcli.trainers.batches import build_sampler
 from wmcli.training.checkpoint import TrainState
@@ -50,6 +51,7 @@ class TokenizerTrainer(Trainer):
         self.replay = replay
         self.settings = settings
         self.machine = machine
+        ranks.own_count(settings.batch, "tokenizer.batch")
         self._sampler = build_sampler(training, replay, rng, length=1, minimum=1, pad="right")
         self.learns = any(True for _ in tokenizer.parameters())
         optimizer = None
@@ -60,8 +62,9 @@ class TokenizerTrainer(Trainer):
 
     def update(self) -> Metrics:
         """Learn from a batch of frames. Not for a tokenizer without parameters, see `learns`."""
-        windows = self._sampler.batch(self.settings.batch)
-        return self._update(self._take(windows.rows[:, 0]))
+        with ranks.sharing_rows():
+            windows = ranks.own_rows(self._sampler.batch(self.settings.batch))
+            return self._update(self._take(windows.rows[:, 0]))
 
     def measure(self) -> dict[str, Any]:
         """Measure the usage of codes over frames spread evenly."""

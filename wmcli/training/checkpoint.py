@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from wmcli import ranks
 from wmcli.artifacts.files import write_durable
 from wmcli.config import canonical_json
 from wmcli.errors import ArtifactError
@@ -67,13 +68,15 @@ class TrainState:
     def save(self, path: Path, device: torch.device, *, weights: bool = True) -> str:
         """Write everything, with the state of torch's generators on `device`.
 
+        All ranks take part, since each holds its rows of some parts. The first one writes.
+
         Args:
             path: The file.
             device: Device of training.
             weights: False leaves out the weights, for `continue_from` where they stand in `WEIGHTS` beside the file.
 
         Returns:
-            The file's sha256.
+            The file's sha256, empty on the other ranks.
         """
         tensors, parts = part_tensors({name: part.state() for name, part in self.parts.items()})
         metadata = {
@@ -90,8 +93,8 @@ class TrainState:
         if self.optimizer is not None:
             tensors |= optimizer_tensors(self.optimizer)
         if self.unlogged:
-            tensors["unlogged"] = stack_metrics(self.unlogged)
-        return save_tensors(path, tensors, metadata)
+            tensors["unlogged"] = ranks.average_metrics(stack_metrics(self.unlogged))
+        return save_tensors(path, tensors, metadata) if ranks.is_first() else ""
 
     def load(self, path: Path, device: torch.device) -> None:
         """Resume exactly where `save` was called.

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import wmcli
+from wmcli import ranks
 from wmcli.errors import UsageError
 from wmcli.kernels import dispatch
 from wmcli.training.allocator import keep_freed_memory
@@ -36,6 +37,8 @@ class Machine:
     threads: int
     kernels: Literal["torch", "triton"] = "torch"
     cuda_graph: bool = False
+    ranks: int = 1
+    """Processes that train together."""
 
     @classmethod
     def choose(cls, settings: TrainingSettings) -> Machine:
@@ -59,6 +62,11 @@ class Machine:
             raise UsageError(
                 f"training.cuda_graph = true: no CUDA graphs on '{device}'; use --set training.cuda_graph=false."
             )
+        if settings.cuda_graph and ranks.size() > 1:
+            raise UsageError(
+                "training.cuda_graph = true: graphs of several processes are not supported; use --set"
+                " training.cuda_graph=false."
+            )
         if device.type == "cpu":
             keep_freed_memory()
         else:
@@ -67,7 +75,7 @@ class Machine:
             choose_determinism(settings.deterministic)
             if device.index is not None:
                 torch.cuda.set_device(device)  # Triton launches kernels on the current device
-        return cls(device, precision, torch.get_num_threads(), kernels, settings.cuda_graph)
+        return cls(device, precision, torch.get_num_threads(), kernels, settings.cuda_graph, ranks.size())
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return a context for matrix products and convolutions in the chosen precision; a null context for float32."""
@@ -134,12 +142,14 @@ class Machine:
             "threads": self.threads,
             "kernels": self.kernels,
             "cuda_graph": self.cuda_graph,
+            "ranks": self.ranks,
         }
 
     def __str__(self) -> str:
         threads = f"{self.threads} thread{'s' if self.threads != 1 else ''}"
         graph = ", recorded as CUDA graphs" if self.cuda_graph else ""
-        return f"{self.device}, {self.precision}, {threads}, kernels in {self.kernels}{graph}"
+        each = f", on each of {self.ranks} ranks" if self.ranks > 1 else ""
+        return f"{self.device}, {self.precision}, {threads}, kernels in {self.kernels}{graph}{each}"
 
 
 def _lower(module: nn.Module) -> None:
@@ -152,6 +162,12 @@ def _lower(module: nn.Module) -> None:
 
 
 def _device(name: str) -> torch.device:
+    if ranks.size() > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
+        name = f"cuda:{ranks.local_rank()}"
+    elif ranks.size() > 1 and ":" in name:
+        raise UsageError(
+            f"training.device = '{name}' is one device, and every process needs its own: use auto, cpu or cuda."
+        )
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

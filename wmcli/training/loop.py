@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wmcli import ranks
 from wmcli.artifacts.failpoint import failpoint
 from wmcli.errors import DivergedError, Stopped
 from wmcli.interrupt import stop_requests
@@ -62,6 +63,8 @@ def fit(
     Metrics stay on the device until a record is logged. With a `folder`, training resumes from a checkpoint in it, and
     signals request another one. Without, nothing is written.
 
+    Several ranks stop together, and the first one alone writes, logs and decides when a checkpoint is due.
+
     Args:
         trainer: Holds models, data and optimizer.
         updates: Total number of updates, those of a resumed checkpoint included.
@@ -83,7 +86,7 @@ def fit(
     state, device = trainer.state, trainer.machine.device
     updates = updates if trainer.learns else 0
     checkpoint = None if folder is None else folder / CHECKPOINT
-    if checkpoint is not None and checkpoint.exists():
+    if checkpoint is not None and ranks.first(checkpoint.exists):
         state.load(checkpoint, device)
         progress.say(f"{stage}: resuming at update {state.update} of {updates}")
     saved_at = time.monotonic()
@@ -94,8 +97,9 @@ def fit(
             state.unlogged.append(trainer.update())
             state.update += 1
             finished = state.update == updates
-            due = time.monotonic() - saved_at >= settings.checkpoint_seconds or bool(stop) or (finished and keep_last)
-            due = due and checkpoint is not None
+            waited = ranks.is_first() and time.monotonic() - saved_at >= settings.checkpoint_seconds
+            waited, stops = ranks.agree(waited, stop)
+            due = checkpoint is not None and (waited or stops or (finished and keep_last))
             logged = state.update % settings.log_every == 0 or finished
             if logged or due:
                 means = _means(state.unlogged, stage, state.update)
@@ -105,14 +109,15 @@ def fit(
                 state.metrics, state.unlogged = means, []
                 rate = (state.update - started_update) / max(time.monotonic() - started, 1e-9)
                 record = {"stage": stage, "update": state.trained + state.update, "updates_per_second": rate}
-                log(record | means | trainer.status())
+                if ranks.is_first():
+                    log(record | means | trainer.status())
             if finished:
                 _check_finite(state, stage)
             if due and checkpoint is not None:
                 state.save(checkpoint, device)
                 failpoint("checkpoint")
                 saved_at = time.monotonic()
-            if stop:
+            if stops:
                 raise Stopped(f"{stage} stopped after update {state.update} of {updates}; the same command resumes it.")
     return state.metrics
 
@@ -139,7 +144,7 @@ def _check_finite(state: TrainState, stage: str) -> None:
 
 def _means(records: list[Mapping[str, Tensor]], stage: str, update: int) -> dict[str, float]:
     """Return the mean of each metric over some updates. Only here training waits for the device."""
-    names, values = list(records[0]), stack_metrics(records)
+    names, values = list(records[0]), ranks.average_metrics(stack_metrics(records))
     if not bool(torch.isfinite(values).all()):
         first = int((~torch.isfinite(values)).any(1).nonzero()[0])
         bad = [name for name, value in zip(names, values[first].tolist(), strict=True) if not np.isfinite(value)]

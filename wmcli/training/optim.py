@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from wmcli import ranks
 from wmcli.config import Section
 
 OptimizerName = Literal["adamw", "adam", "laprop", "sgd"]
@@ -256,12 +257,15 @@ class Schedule(NamedTuple):
 def update(optimizer: torch.optim.Optimizer, loss: Tensor, clip: float) -> Tensor:
     """Do a backward pass and one optimizer step, with the gradient norm clipped to `clip`, then adaptively if wanted.
 
+    Gradients are averaged over ranks before.
+
     Returns:
         The norm before clipping, a scalar on the device.
     """
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    ranks.average_gradients(parameters)
     norm = nn.utils.clip_grad_norm_(parameters, clip, foreach=True)
     for group in optimizer.param_groups:
         if group.get("agc"):

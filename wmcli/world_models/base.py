@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from wmcli import ranks
 from wmcli.backbones.base import Backbone, BackboneSettings, map_state, replace_rows
 from wmcli.config import Section
 from wmcli.errors import UsageError
@@ -532,7 +533,7 @@ def masked_mean(values: Tensor, mask: Tensor, weight: Tensor | None = None) -> T
         mask: The same shape, bool.
         weight: (B, T), `Batch.weight`: factors of the rows' values, which leave the number of values as it is.
     """
-    return weighed(values * mask, weight).sum() / mask.sum().clamp(min=1)
+    return weighed(values * mask, weight).sum() / ranks.per_rank(mask.sum(), least=1)
 
 
 def weighed(values: Tensor, weight: Tensor | None) -> Tensor:

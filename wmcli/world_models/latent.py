@@ -34,6 +34,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from wmcli import ranks
 from wmcli.backbones.base import Backbone, flat_state, map_state, replace_rows, state_tensors, with_tensors
 from wmcli.errors import UsageError
 from wmcli.nn import two_hot
@@ -728,7 +729,7 @@ class LatentWorldModel(WorldModel):
         free = self.settings.free_nats
         if self.settings.free_nats_of == "each":
             return masked_mean(kl.clamp(min=free), mask, weight)
-        return masked_mean(kl, mask, weight).clamp(min=free)
+        return ranks.mean(masked_mean(kl, mask, weight)).clamp(min=free)
 
     # -- imagination --------------------------------------------------------------------------------------------------
 

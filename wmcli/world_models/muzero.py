@@ -25,9 +25,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from wmcli import ranks
 from wmcli.nn import value_bins
 from wmcli.nn.actions import encode_action, where_rows
-from wmcli.nn.layers import BatchNorm2d, Flatten, Float32Linear
+from wmcli.nn.layers import BatchNorm1d, BatchNorm2d, Flatten, Float32Linear
 from wmcli.nn.observations import as_input, count_numbers, joint_image, split_parts
 from wmcli.nn.policies import build_policy
 from wmcli.nn.residual_trunk import ResidualTrunk, TrunkBlock, conv, side
@@ -457,13 +458,13 @@ def augment(images: Tensor, shift: int, intensity: float) -> Tensor:
         intensity: Standard deviation of a normal factor around 1, truncated at two of them.
     """
     rows, _, height, width = images.shape
-    offset = torch.randint(2 * shift + 1, (2, rows, 1), device=images.device)
-    y, x = offset - shift
+    offset = torch.randint(2 * shift + 1, (2, ranks.all_rows(rows), 1), device=images.device)
+    y, x = ranks.own_rows(offset, axis=1) - shift
     y = (y + torch.arange(height, device=images.device)).clamp(0, height - 1)
     x = (x + torch.arange(width, device=images.device)).clamp(0, width - 1)
     row = torch.arange(rows, device=images.device)[:, None, None]
     moved = images.permute(0, 2, 3, 1)[row, y[:, :, None], x[:, None]].permute(0, 3, 1, 2)
-    factor = torch.randn(rows, 1, 1, 1, device=images.device).clamp(-2, 2)
+    factor = ranks.drawn(lambda shape: torch.randn(shape, device=images.device), (rows, 1, 1, 1)).clamp(-2, 2)
     return moved * (1 + intensity * factor)
 
 
@@ -473,7 +474,7 @@ def _frames(tree: Any, which: Any) -> Any:
 
 
 def _normed(inputs: int, outputs: int) -> tuple[nn.Module, nn.Module]:
-    return nn.Linear(inputs, outputs, bias=False), nn.BatchNorm1d(outputs)
+    return nn.Linear(inputs, outputs, bias=False), BatchNorm1d(outputs)
 
 
 def _head(settings: MuZeroSettings, pixels: int, outputs: int) -> nn.Sequential:
