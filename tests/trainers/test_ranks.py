@@ -23,9 +23,10 @@ from wmcli.training.settings import TrainingSettings
 HERE = Path(__file__).parent
 EVEN = ["dynamics.batch=4", "controller.batch=4", "tokenizer.batch=6"]
 PLAIN = [each for each in EVEN if not each.startswith("tokenizer")]
+PRIORITY = ["training.sampling=prioritized", "dynamics.free_nats_of=mean", "dynamics.free_nats=0.77"]
 FEW = [
-    ("rem", "dynamics", 6, "float32", EVEN),
-    ("drama", "dynamics", 6, "float32", [*EVEN, "training.sampling=prioritized", "dynamics.free_nats_of=mean"]),
+    ("rem", "dynamics", 6, "float32", [*EVEN, "backbone.dropout=0.25"]),
+    ("drama", "dynamics", 6, "float32", [*EVEN, *PRIORITY]),
     ("unizero", "dynamics", 6, "float64", PLAIN),
     ("unizero", "controller", 3, "float32", PLAIN),
 ]
