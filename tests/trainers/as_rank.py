@@ -17,6 +17,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from wmcli import ranks
+from wmcli.trainers import batches
+from wmcli.trainers.batches import encode_frames
 from wmcli.training.device import isolated_randomness
 from wmcli.training.loop import fit
 
@@ -26,6 +28,11 @@ def widen(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     if next(module.parameters(), None) is None:
         return inputs
     return tree_map_only(Tensor, lambda each: each.double() if each.dtype == torch.float32 else each, inputs)
+
+
+def has_codes(trainer: Any) -> bool:
+    """Whether its frames are encoded by a frozen encoder."""
+    return hasattr(trainer, "world_model") and trainer.world_model.frozen_encoder
 
 
 def train(name: str, kind: str, updates: int, dtype: str, overrides: list[str]) -> dict[str, Any]:
@@ -39,6 +46,7 @@ def train(name: str, kind: str, updates: int, dtype: str, overrides: list[str]) 
         trainer.update = lambda: lines.append(each()) or lines[-1]  # type: ignore[method-assign]
         metrics = fit(trainer, updates)
         after = torch.rand(3)
+        encoded = encode_frames(trainer.world_model, trainer.replay.observation, CPU) if has_codes(trainer) else None
     losses = torch.stack([torch.stack([value.double() for value in line.values()]) for line in lines])
     if ranks.size() > 1:
         torch.distributed.all_reduce(losses)
@@ -54,7 +62,11 @@ def train(name: str, kind: str, updates: int, dtype: str, overrides: list[str]) 
         "weights": weights(trainer),
         "parts": parts,
         "random": after,
+        "encoded": encoded,
     }
+
+
+batches.ENCODE_BATCH = 7  # the last batch of 60 frames is short, and the number of batches odd
 
 
 def main(cases: Path, result: Path) -> None:

@@ -91,6 +91,8 @@ def check(cases: list[tuple[Any, ...]], folder: Path) -> None:
         assert same(first["weights"], second["weights"]), f"{case}: the ranks hold different weights"
         assert first["metrics"] == second["metrics"] and torch.equal(first["random"], second["random"])
         assert_equal_states(first["parts"], second["parts"], f"{case}, second rank")
+        if whole["encoded"] is not None:
+            assert all(torch.equal(whole["encoded"], each["encoded"]) for each in (first, second)), f"{case}: latents"
         assert first["names"] == whole["names"]
         if case in ODD:
             continue

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wmcli import ranks
 from wmcli.errors import UsageError
 from wmcli.experience.frequency import FrequencySampler
 from wmcli.experience.priority import PrioritySampler
@@ -204,7 +205,7 @@ def encode_frames(
 ) -> Tensor:
     """Encode all frames that `encoded` lacks.
 
-    Batches always begin at the same rows, so a resumed job computes the same bits.
+    Batches always begin at the same rows, so a resumed job computes the same bits. Each of several ranks encodes some.
 
     Args:
         world_model: Its encoder is frozen.
@@ -221,11 +222,17 @@ def encode_frames(
     parts: list[Any] = [] if encoded is None else [encoded[:start]]
     if start < total:
         progress = progress or Progress(quiet=True)
-        with machine.autocast(), progress.bar("encode", total, "frames", start) as bar:
-            for begin in range(start, total, ENCODE_BATCH):
-                end = min(begin + ENCODE_BATCH, total)
-                some = slice(begin, end)
+        with machine.autocast(), ranks.sharing_rows(), progress.bar("encode", total, "frames", start) as bar:
+            begins = np.arange(start, total, ENCODE_BATCH)
+            equal = -(-len(begins) // ranks.all_rows(1))  # batches of each rank, the first ones again behind the last
+            own: list[Tensor] = []
+            for begin in ranks.own_rows(np.resize(begins, ranks.all_rows(equal))):
+                some = slice(begin, min(begin + ENCODE_BATCH, total))
                 chunk = map_parts(lambda part, at=some: to_device(part[at], machine.device)[None], observation)
-                parts.append(world_model.encode(chunk)[0])
-                bar.advance(end - begin)
+                own.append(world_model.encode(chunk)[0])
+                bar.advance(ranks.all_rows(len(own[-1])))
+            if ranks.is_sharing():
+                own.append(own[0].new_zeros(equal * ENCODE_BATCH - sum(map(len, own)), *own[0].shape[1:]))
+                own = [ranks.gather_rows(torch.cat(own))[: total - start]]
+            parts += own
     return torch.cat(parts)
