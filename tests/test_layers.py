@@ -25,7 +25,18 @@ FLOOR = {
 # Room -> the other rooms it may import. A room is a folder or a file directly in wmcli/.
 MAY = {
     "__main__": {"cli"},
-    "cli": {"stages", "assemble", "settings", "artifacts", "exchange", "experience", "envs", "metrics", "report"},
+    "cli": {
+        "sweeps",
+        "stages",
+        "assemble",
+        "settings",
+        "artifacts",
+        "exchange",
+        "experience",
+        "envs",
+        "metrics",
+        "report",
+    },
     "stages": {
         "assemble",
         "settings",
@@ -44,6 +55,7 @@ MAY = {
         "metrics",
         "report",
     },
+    "sweeps": {"settings", "artifacts"},
     "api": {
         "dream",
         "nn",

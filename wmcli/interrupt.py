@@ -1,4 +1,6 @@
-"""Signals: the first SIGINT or SIGTERM requests a checkpoint, the second one ends the process at once.
+"""Signals: the first one to stop requests a checkpoint, the second one ends the process at once.
+
+They are SIGINT, SIGTERM, and SIGUSR1 and SIGUSR2, with which SLURM warns of a time limit.
 
 If no checkpoint is reached within `PATIENCE` seconds, for example in a very long update, the process ends without one,
 as after a kill.
@@ -18,6 +20,7 @@ from wmcli.errors import Stopped
 
 PATIENCE = 8.0
 """Seconds; schedulers follow up with SIGKILL, some of them after ten."""
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SHOW_CURSOR = "\x1b[?25h"  # progress bars hide it
 
 
@@ -36,7 +39,7 @@ _current: StopRequest | None = None
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Catch SIGINT and SIGTERM for the length of the block; blocks inside it share its request.
+    """Catch the signals to stop for the length of the block; blocks inside it share its request.
 
     Outside the main thread signals cannot be caught: no-op there.
     """
@@ -55,7 +58,7 @@ def stop_requests() -> Iterator[StopRequest]:
         request.requested = True
         deadline.start()
 
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, handle) for number in STOPPING}
     try:
         yield request
     finally:

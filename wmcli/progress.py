@@ -30,6 +30,13 @@ _FORMS = (  # of a bar, the first that fits: gap, with unit?, words, columns to 
 )
 
 
+def duration(seconds: float) -> str:
+    """Return a time in two or three digits: `40 s`, `12 min`, `3.1 h`."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
 class _Screen:
     """State that nested instances share: the open bars, their drawing on the terminal, and the warnings so far."""
 

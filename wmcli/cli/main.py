@@ -39,6 +39,7 @@ from wmcli.cli import (
     profile,
     runs,
     settings,
+    sweep,
     train_dynamics,
     train_tokenizer,
     verify,
@@ -88,6 +89,7 @@ REPORTS: dict[str, Callable[..., None]] = {
 for panel, commands in {"Work": STAGES, "Reports": REPORTS}.items():
     for name, command in commands.items():
         app.command(name, cls=Command, rich_help_panel=panel)(command)
+app.add_typer(sweep.app, name="sweep", rich_help_panel="Work")
 app.add_typer(export.app, name="export", rich_help_panel="Work")
 app.add_typer(presets.app, name="presets", rich_help_panel="Reports")
 
@@ -215,7 +217,7 @@ def _out_of_memory(error: Exception) -> bool:
 
 def _command(arguments: Sequence[str]) -> str:
     """Return the command, such as `wm collect`, or `wm` if the arguments name none."""
-    names = [*STAGES, *REPORTS, "export", "presets"]
+    names = [*STAGES, *REPORTS, "export", "presets", "sweep"]
     return next((f"wm {word}" for word in arguments[:1] if word in names), "wm")
 
 

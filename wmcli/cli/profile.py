@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from wmcli.cli.human import count, size
 from wmcli.cli.options import DEFAULT_RUN, Device, Force, Json, Preset, Quiet, RunFolder, Seed, Set, overrides
-from wmcli.cli.output import Row, draw_beside, emit_json, line, published
+from wmcli.cli.output import Row, answer, draw_beside, emit_json, line, published
 from wmcli.errors import UsageError
+from wmcli.progress import duration
 
 if TYPE_CHECKING:
     from wmcli.artifacts import Artifact
@@ -71,6 +73,13 @@ def profile(
             rich_help_panel=SUITE_PANEL,
         ),
     ] = None,
+    estimate: Annotated[
+        bool,
+        typer.Option(
+            "--estimate",
+            help="Only estimate time and memory of wm run with these settings, from some seconds of its work.",
+        ),
+    ] = False,
     quick: Annotated[
         bool,
         typer.Option("--quick", help="Try the suite out: small batches, one sample.", rich_help_panel=SUITE_PANEL),
@@ -84,6 +93,7 @@ def profile(
     Examples:
         wm profile --run runs/catch --device cuda
         wm profile --compare backbones --lengths 64,1024
+        wm profile --estimate --preset drama-atari --set environment.id=ALE/Pong-v5
         wm profile --suite h100.json --device cuda
         wm profile --preset rem --tune --device cuda
     """
@@ -91,13 +101,17 @@ def profile(
     if quick and not suite:
         raise UsageError("--quick is for --suite: give both.")
     if suite:
-        if part or frames or trace or compare or lengths or tune:
+        if part or frames or trace or compare or lengths or tune or estimate:
             raise UsageError(
-                "--suite measures everything: omit --part, --frames, --trace, --compare, --lengths and --tune."
+                "--suite measures everything: omit --part, --frames, --trace, --compare, --lengths, --tune, --estimate."
             )
         _profile_suite(suite, preset, changes, quick, force, as_json, quiet)
         return
     arguments: dict[str, Any] = {"parts": part and [part], "frames": frames, "trace": trace or None, "compare": compare}
+    if estimate and (part or frames or trace or compare or lengths or tune or force):
+        raise UsageError(
+            "--estimate measures nothing else: omit --part, --frames, --trace, --compare, --tune, --force."
+        )
     if tune and (part or frames or trace or compare or lengths or force):
         raise UsageError("--tune measures nothing else: omit --part, --frames, --trace, --compare, --lengths, --force.")
     if compare and (part or frames or trace):
@@ -113,7 +127,12 @@ def profile(
     from wmcli.stages.opening import open_context
     from wmcli.stages.profile import profile as stage
 
-    context = open_context(run, preset, changes, create=True, quiet=quiet, force=force)
+    context = open_context(run, preset, changes, create=True, quiet=quiet or estimate, force=force)
+    if estimate:
+        from wmcli.stages.profile_cycle import estimate_run
+
+        _show_estimate(estimate_run(context), as_json)
+        return
     if tune:
         from wmcli.stages.profile import tune_kernels
 
@@ -123,6 +142,31 @@ def profile(
     if not (as_json or quiet):
         show_profile(artifact)
     published(artifact, as_json)
+
+
+def _show_estimate(estimate: dict[str, Any], as_json: bool) -> None:
+    """Print the work of a run, and its sum."""
+    if as_json:
+        emit_json(estimate)
+        return
+    rows = [
+        {
+            "work": row["what"],
+            "count": count(row["count"]),
+            "unit": row["unit"],
+            "seconds each": float(f"{row['seconds']:.3g}"),
+            "in all": duration(row["total_seconds"]),
+            "share": f"{row['share']:.0%}",
+        }
+        for row in estimate["rows"]
+    ]
+    answer(rows, list(rows[0]))
+    device = f", {size(estimate['device_memory'])} on the GPU" if estimate["device_memory"] else ""
+    typer.echo(
+        f"about {duration(estimate['seconds'])} and {size(estimate['memory'])}{device}, without the evaluation of"
+        f" {estimate['evaluation_episodes']} episodes",
+        err=True,
+    )
 
 
 def _show_tiles(tuned: dict[str, Any], as_json: bool) -> None:

@@ -9,6 +9,8 @@ Evaluation is counted and not projected: it takes as long as the episodes are.
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -24,10 +26,11 @@ from wmcli.artifacts import Artifact, Run
 from wmcli.assemble import build_controller, build_tokenizer, build_world_model
 from wmcli.controllers.agent import Agent
 from wmcli.controllers.base import Learner
+from wmcli.errors import UsageError
 from wmcli.experience import Replay
 from wmcli.progress import Progress
 from wmcli.settings import LearnedCollectSettings, Settings, resolve
-from wmcli.spaces import column_names, draw_actions, draw_part, first_part, map_parts
+from wmcli.spaces import bytes_of, column_names, draw_actions, draw_part, first_part, map_parts
 from wmcli.stages.binding import Binding
 from wmcli.stages.collect import build_agent
 from wmcli.stages.collector import Collector
@@ -38,12 +41,16 @@ from wmcli.trainers import DynamicsTrainer, ImaginationTrainer, ReanalysisTraine
 from wmcli.trainers.batches import ENCODE_BATCH, encode_frames
 from wmcli.training.device import derived_seed, isolated_randomness
 from wmcli.training.graph import WARM_UPS
-from wmcli.training.measure import Bench, Job
+from wmcli.training.measure import Bench, Job, time_call
 
 RANDOM, ACTING, ENCODE = "collect, random policy", "collect, acting", "encode"
 EPISODE = 1000  # frames of an episode of the random experience
 ENCODED = 8 * ENCODE_BATCH  # frames
 EPOCHS = 3  # of the small run, of which the last is timed
+ESTIMATE_SECONDS = 1.5  # for each kind of work
+MOST_CALLS = 50
+FEW_ROWS = 5000  # of experience
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
 
 
 def around(stage: str) -> str:
@@ -187,6 +194,55 @@ def profile_cycle(context: Context, bench: Bench, folder: Path) -> dict[str, Any
         )
         measured[around(stage)] = per_unit(bench.row(around(stage), "a small run", [max(seconds - own, 0.0)]), 1)
     return project(settings, measured)
+
+
+def estimate_run(context: Context) -> dict[str, Any]:
+    """Estimate time and memory of a run from a few seconds of each kind of its work.
+
+    Args:
+        context: Its settings train a controller on what it collects.
+
+    Returns:
+        See `project`, and `memory` of the process in bytes when all is collected, `device_memory` of a GPU, or None.
+        Starting and publishing of stages, and evaluation, are left out.
+
+    Raises:
+        UsageError: The settings have no controller, or nothing is collected by acting.
+    """
+    settings, machine = context.settings, context.machine
+    if not settings.controller.acts or settings.collect.policy != "learned" or not settings.run.collect_epochs:
+        raise UsageError(
+            f"--estimate counts acting and imagination, and preset {context.preset} has not both: see wm profile."
+        )
+    work = count_work(settings)
+    bench = Bench(machine, context.progress, quick=True)
+    measured = {RANDOM: per_unit(*collect_randomly(context, bench))}
+    with isolated_randomness(derived_seed(settings.seed, "profile"), machine.device):
+        rows = min(steps_in_epoch(settings), FEW_ROWS)
+        replay = random_experience(context, rows)
+        for what, shape, job, count in _updates(context, replay, work):
+            measured[what] = per_unit(bench.row(what, shape, _some_calls(job, machine.device)), count)
+        measured[ACTING] = per_unit(*time_collecting(context, bench, ACTING, _agent(context)))
+    to_come = (work[RANDOM] + work[ACTING] - rows) * bytes_of(replay.observation) // rows
+    memory, device_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT, None
+    if machine.device.type == "cuda":
+        device_memory = torch.cuda.max_memory_allocated(machine.device)
+    if device_memory is None or replay.frames_on_host:
+        memory += to_come
+    else:
+        device_memory += to_come
+    return project(settings, measured) | {"memory": memory, "device_memory": device_memory}
+
+
+def _some_calls(job: Job, device: torch.device) -> list[float]:
+    """Return the seconds of some calls, behind two that may compile, allocate or record."""
+    for _ in range(WARM_UPS):
+        time_call(job, device)
+    times: list[float] = []
+    until = time.monotonic() + ESTIMATE_SECONDS
+    while not times or (time.monotonic() < until and len(times) < MOST_CALLS):
+        times.append(time_call(job, device))
+    return times
 
 
 def per_unit(row: dict[str, Any], count: int) -> dict[str, Any]:

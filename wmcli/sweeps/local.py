@@ -1,0 +1,136 @@
+"""Runs of a sweep on this machine, several at a time."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from wmcli.config import Section
+from wmcli.errors import MachineError, Stopped, UsageError
+from wmcli.interrupt import stop_requests
+from wmcli.progress import Progress
+from wmcli.sweeps.attempt import attempt, stop_attempts
+
+if TYPE_CHECKING:
+    from wmcli.sweeps.plan import PlannedRun, Sweep
+
+POLL_SECONDS = 0.2
+UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+class LocalSettings(Section):
+    slots: int = Field(0, ge=0)
+    """Runs at a time; 0 takes as many as GPUs, cores and memory allow."""
+    gpus: Literal["auto"] | int = "auto"
+    """GPUs of a run; auto is one where there are some. 0 leaves them to other programs."""
+    threads: int = Field(0, ge=0)
+    """CPU threads of a run; 0 shares the cores out among the slots, or is 1 where nothing limits the slots."""
+    memory: str = Field("", pattern=r"^(\\d+(\\.\\d+)? ?(MB|GB|TB))?$")
+    """Memory of a run, such as 8GB: no more run at a time than fit."""
+
+
+class Slot:
+    """What one run at a time has: its environment variables."""
+
+    def __init__(self, gpus: Sequence[str] | None, threads: int) -> None:
+        self.environment = {"OMP_NUM_THREADS": str(threads)}
+        if gpus is not None:
+            self.environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+
+
+def share_out(settings: LocalSettings, runs: int) -> list[Slot]:
+    """Share this machine out among the runs of a sweep.
+
+    Args:
+        settings: Of the sweep.
+        runs: Number of runs: no more slots are needed.
+
+    Raises:
+        UsageError: It has not the GPUs that the settings want.
+        MachineError: A run does not fit into memory.
+    """
+    gpus, cores = visible_gpus(), os.cpu_count() or 1
+    wanted = settings.gpus if settings.gpus != "auto" else int(bool(gpus))
+    if wanted > len(gpus):
+        raise UsageError(f"local.gpus = {wanted}: this machine has {len(gpus)}; lower it, or use --on slurm.")
+    most = len(gpus) // wanted if wanted else max(1, cores // (settings.threads or 1))
+    if settings.memory:
+        number, unit = re.findall(r"[\d.]+|[A-Z]+", settings.memory)
+        most = min(most, int(free_memory() / (float(number) * UNITS[unit])))
+        if most < 1:
+            raise MachineError(f"local.memory = {settings.memory}: only {free_memory() / 1e9:.1f} GB are free.")
+    count = min(settings.slots or most, runs)
+    if wanted and count * wanted > len(gpus):
+        raise UsageError(
+            f"local.slots = {count} with {wanted} GPUs each: this machine has {len(gpus)}; lower one of them."
+        )
+    threads = settings.threads or max(1, cores // count)
+    own = [gpus[index * wanted : (index + 1) * wanted] if gpus else None for index in range(count)]
+    return [Slot(some, threads) for some in own]
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in named.split(",") if name and name != "-1"]
+    found = [re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*")]
+    return sorted((match[1] for match in found if match), key=int)
+
+
+def free_memory() -> float:
+    """Return the memory that new processes may use, in bytes."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+        if match:
+            return int(match[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def run_local(sweep: Sweep, runs: Sequence[PlannedRun], progress: Progress) -> dict[str, int]:
+    """Run some runs of a sweep, one after another in each slot, and return their exit codes by name.
+
+    One that is stopped from outside at a checkpoint is begun again behind the others. Ctrl-C or SIGTERM stops all.
+
+    Raises:
+        Stopped: A signal arrived. All runs are at a checkpoint.
+    """
+    slots = share_out(sweep.local, len(runs))
+    threads = slots[0].environment["OMP_NUM_THREADS"]
+    progress.say(f"sweep: {len(runs)} runs, {len(slots)} at a time, {threads} threads each")
+    waiting, free = deque(runs), list(slots)
+    codes: dict[str, int] = {}
+    working: dict[Future[int], tuple[PlannedRun, Slot]] = {}
+    with (
+        stop_requests() as stop,
+        ThreadPoolExecutor(len(slots)) as workers,
+        progress.bar("sweep", len(runs), "runs") as bar,
+    ):
+        while waiting or working:
+            while waiting and free and not stop:
+                run, slot = waiting.popleft(), free.pop(0)
+                job = workers.submit(attempt, run, sweep.records, executor="local", environment=slot.environment)
+                working[job] = run, slot
+            if stop:
+                waiting.clear()
+                stop_attempts()
+            done, _ = wait(working, timeout=POLL_SECONDS, return_when="FIRST_COMPLETED")
+            for job in done:
+                run, slot = working.pop(job)
+                free.append(slot)
+                code = job.result()
+                if code == Stopped.exit_code and not stop:
+                    waiting.append(run)
+                    continue
+                codes[run.name] = code
+                bar.advance()
+        if stop:
+            raise Stopped("sweep stopped; the same command goes on with it.")
+    return codes

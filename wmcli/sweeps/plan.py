@@ -1,0 +1,223 @@
+"""The file of a sweep, and the runs that follow from it.
+
+    preset = "drama-quick"
+    folder = "runs/backbones"
+
+    [settings]                                  # of every run
+    training.threads = 1
+
+    [vary]                                      # every combination is a run
+    environment.id = ["wm/Catch-v0", "ALE/Pong-v5"]
+    backbone.kind = ["mamba2", "transformer"]
+    seed = [1, 2, 3]
+
+    [variants.large-batch]                      # named settings, one more thing to vary
+    dynamics.batch = 32
+
+    [local]                                     # also [slurm] and [ray]
+    slots = 2
+
+A run stands in a folder of its values, in the order of the file: `runs/backbones/large-batch/Pong-v5/mamba2/seed-3`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from wmcli.config import Section, flat, is_file, parse_override, preset_header, read_toml, validate
+from wmcli.errors import UsageError
+from wmcli.sweeps.local import LocalSettings
+from wmcli.sweeps.ray_tasks import RaySettings
+from wmcli.sweeps.slurm import SlurmSettings
+
+PRESET, VARIANT, ENVIRONMENT, SEED = "preset", "variant", "environment.id", "seed"
+MOST_RUNS = 10_000
+RECORDS = ".sweep"  # hidden, so that nobody takes it for a run
+
+
+class SweepFile(Section):
+    """Content of the file."""
+
+    preset: str = ""
+    """Preset of every run that names no other."""
+    folder: str = ""
+    """Folder of the runs; by default runs/NAME for NAME.toml."""
+    settings: dict[str, Any] = {}
+    """Settings of every run."""
+    vary: dict[str, Any] = {}
+    """Lists of values of settings, or of `preset`. Every combination is a run."""
+    variants: dict[str, dict[str, Any]] = Field(default={})
+    """Settings, and perhaps a `preset`, under names."""
+    local: LocalSettings = LocalSettings()
+    slurm: SlurmSettings = SlurmSettings()
+    ray: RaySettings = RaySettings()
+
+
+class PlannedRun(NamedTuple):
+    """One run of a sweep: a command of `wm`."""
+
+    name: str
+    """Its path below the folder of the sweep, such as `Pong-v5/mamba2/seed-1`."""
+    folder: Path
+    """Its run directory, absolute."""
+    arguments: tuple[str, ...]
+    """Behind `wm`."""
+    values: tuple[tuple[str, str], ...] = ()
+    """What varies, with its value in this run, as in the name."""
+
+    @property
+    def variant(self) -> str:
+        """What varies besides environment and seed; "all" if nothing does."""
+        return ", ".join(value for key, value in self.values if key not in (ENVIRONMENT, SEED)) or "all"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A suite of runs."""
+
+    file: Path
+    folder: Path
+    """Absolute."""
+    runs: tuple[PlannedRun, ...]
+    local: LocalSettings
+    slurm: SlurmSettings
+    ray: RaySettings
+
+    @property
+    def records(self) -> Path:
+        """Folder of what is known of each run: records and logs."""
+        return self.folder / RECORDS
+
+
+class _Choice(NamedTuple):
+    """One value of what varies."""
+
+    key: str
+    label: str
+    preset: str | None
+    settings: dict[str, Any]
+
+
+def read_sweep(path: Path) -> Sweep:
+    """Read the file of a sweep. `check_settings` checks the settings of its runs.
+
+    Raises:
+        UsageError: The file is missing or wrong, or two runs would stand in one folder.
+    """
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file; docs/scale.md shows the file of a sweep.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read as text: {error}") from None
+    content = validate(SweepFile, read_toml(text, str(path)), str(path))
+    folder = Path(content.folder or f"runs/{path.stem}").absolute()
+    dimensions = list(_dimensions(content, path))
+    size = 1
+    for choices in dimensions:
+        size *= len(choices)
+    if size > MOST_RUNS:
+        raise UsageError(f"{path}: {size} runs are more than {MOST_RUNS}; write several files.")
+    runs = [_plan(content, path, folder, choices) for choices in itertools.product(*dimensions)]
+    return Sweep(path, folder, tuple(runs), content.local, content.slurm, content.ray)
+
+
+def check_settings(sweep: Sweep) -> None:
+    """Check that the settings of every run resolve.
+
+    Raises:
+        UsageError: Those of a run do not; the message names it.
+    """
+    from wmcli.settings import resolve
+
+    for run in sweep.runs:
+        _, preset, _, _, *sets = run.arguments
+        try:
+            resolve(preset, sets[1::2])
+        except UsageError as error:
+            raise UsageError(f"{sweep.file}: {run.name}: {error}") from None
+
+
+def _dimensions(content: SweepFile, path: Path) -> Iterator[list[_Choice]]:
+    """Yield the choices of each thing that varies: variants, then the lists in the order of the file."""
+    if content.variants:
+        yield _distinct(path, "variants", [_variant(name, values) for name, values in content.variants.items()])
+    for key, values in flat(content.vary).items():
+        if not isinstance(values, list) or not values:
+            raise UsageError(f"{path}: vary.{key} = {values!r}: write a list of values, such as {key} = [1, 2].")
+        yield _distinct(path, f"vary.{key}", [_choice(key, value) for value in values])
+
+
+def _variant(name: str, values: Mapping[str, Any]) -> _Choice:
+    settings = flat(values)
+    preset = settings.pop(PRESET, None)
+    return _Choice(VARIANT, _safe(name), preset, settings)
+
+
+def _choice(key: str, value: Any) -> _Choice:
+    if key == PRESET:
+        return _Choice(PRESET, _safe(Path(str(value)).stem if is_file(str(value)) else str(value)), str(value), {})
+    return _Choice(key, _label(key, value), None, {key: value})
+
+
+def _label(key: str, value: Any) -> str:
+    """Return the folder of a value: its text if that speaks for itself, else `key-value`."""
+    if key == ENVIRONMENT:
+        return _safe(re.split("[/:]", str(value))[-1])
+    if isinstance(value, str):
+        return _safe(value)
+    text = "-".join(map(str, value)) if isinstance(value, list) else str(value).lower()
+    return _safe(f"{key.rpartition('.')[2]}-{text}")
+
+
+def _safe(text: str) -> str:
+    """Return a text as the name of a folder."""
+    return re.sub(r"[^A-Za-z0-9._+=-]+", "-", text).strip(".-") or "none"
+
+
+def _distinct(path: Path, where: str, choices: list[_Choice]) -> list[_Choice]:
+    """Return the choices, which have different folders.
+
+    Raises:
+        UsageError: Two have the same.
+    """
+    labels = [choice.label for choice in choices]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise UsageError(
+                f"{path}: {where}: two values would have the same folder '{label}'; leave one of them out."
+            )
+    return choices
+
+
+def _plan(content: SweepFile, path: Path, folder: Path, choices: tuple[_Choice, ...]) -> PlannedRun:
+    """Return the run of one value of everything that varies. What comes later in the file wins."""
+    presets = [content.preset, *(choice.preset for choice in choices if choice.preset)]
+    preset = presets[-1]
+    if not preset:
+        raise UsageError(f'{path}: preset is missing: write for example preset = "drama-quick" in its first line.')
+    settings = flat(content.settings)
+    for choice in choices:
+        settings |= choice.settings
+    name = "/".join(choice.label for choice in choices) or "run"
+    where = folder / name
+    preset_header(preset)  # a wrong name is an error now
+    preset = str(Path(preset).absolute()) if is_file(preset) else preset
+    sets = [word for key, value in settings.items() for word in ("--set", f"{key}={_text(value)}")]
+    values = tuple((choice.key, choice.label) for choice in choices)
+    return PlannedRun(name, where, ("run", preset, "--run", str(where), *sets), values)
+
+
+def _text(value: Any) -> str:
+    """Return a value as `--set` reads it: a plain text where that is no other TOML value."""
+    if isinstance(value, str) and parse_override(f"key={value}")[1] == value:
+        return value
+    return json.dumps(value)  # which is TOML for texts, numbers, booleans and lists of them

@@ -1,0 +1,119 @@
+"""Where the runs of a sweep stand, from their records and run directories. Nothing here writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from wmcli.artifacts.overview import describe_run
+from wmcli.errors import WmError
+from wmcli.sweeps.attempt import read_record
+from wmcli.sweeps.plan import PlannedRun, Sweep
+
+WAITING, RUNNING, REQUEUED, DONE, FAILED = "waiting", "running", "requeued", "done", "failed"
+STATES = (RUNNING, REQUEUED, WAITING, DONE, FAILED)
+COLUMNS = (
+    *("run", "state", "epoch", "epochs", "stage", "updates_per_second", "seconds_left", "score", "stderr", "seconds"),
+    *("peak_bytes", "attempts", "executor", "job", "host", "code", "last", "folder"),
+)
+"""Keys of `describe`. Unknown values are None."""
+TAIL_BYTES = 1 << 14  # of metrics.jsonl: some of its last lines
+
+
+def describe_sweep(sweep: Sweep) -> list[dict[str, Any]]:
+    """Return a row for each run."""
+    return [describe(run, sweep.records) for run in sweep.runs]
+
+
+def describe(run: PlannedRun, records: Path) -> dict[str, Any]:
+    """Return the state of a run, its progress, its newest score, and its cost so far, with the keys of COLUMNS.
+
+    `seconds` are those of work, without time in queues.
+    """
+    record = read_record(run, records) or {}
+    row: dict[str, Any] = dict.fromkeys(COLUMNS) | {"run": run.name, "folder": str(run.folder)}
+    row |= {key: record.get(key) for key in COLUMNS if record.get(key) is not None}
+    try:
+        found = describe_run(run.folder) if run.folder.is_dir() else {}
+    except WmError as error:
+        found = {"problem": str(error)}
+    row |= {key: found.get(key) for key in ("epoch", "epochs", "score", "stderr")}
+    row["state"] = _state(run, record, str(found.get("status")))
+    if row["state"] == RUNNING:
+        row["seconds"] = (row["seconds"] or 0.0) + _since(record.get("began"))
+        row |= _progress(run.folder, row)
+    return row
+
+
+def is_done(run: PlannedRun, records: Path) -> bool:
+    """Return whether a run was done with these very arguments."""
+    record = read_record(run, records)
+    return record is not None and record["state"] == DONE and tuple(record["arguments"]) == run.arguments
+
+
+def count_states(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return `3 running, 2 waiting, 7 done`."""
+    counts = {state: sum(row["state"] == state for row in rows) for state in STATES}
+    return ", ".join(f"{number} {state}" for state, number in counts.items() if number)
+
+
+def _state(run: PlannedRun, record: Mapping[str, Any], status: str) -> str:
+    state = record.get("state")
+    if state == DONE:
+        return DONE if tuple(record["arguments"]) == run.arguments else WAITING
+    if state == RUNNING:
+        return RUNNING if _is_alive(record, status) else REQUEUED
+    if state in (FAILED, None):
+        return FAILED if state else WAITING
+    return REQUEUED
+
+
+def _is_alive(record: Mapping[str, Any], status: str) -> bool:
+    """Return whether a run whose record says so still runs: by its process here, elsewhere by its locks."""
+    if record.get("host") != socket.gethostname():
+        return True  # locks may not reach over a network
+    try:
+        os.kill(int(record["pid"]), 0)
+    except (ProcessLookupError, KeyError, ValueError):
+        return status == RUNNING
+    except PermissionError:
+        pass
+    return True
+
+
+def _since(moment: str | None) -> float:
+    return 0.0 if moment is None else (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()
+
+
+def _progress(folder: Path, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return stage, epoch, rate and an estimate of the time left from the last record of a run."""
+    newest = _last_record(folder / "metrics.jsonl")
+    epochs, epoch = row["epochs"], newest.get("epoch")
+    found = {"stage": newest.get("stage"), "updates_per_second": newest.get("updates_per_second")}
+    if not epochs or not epoch:
+        return found
+    share = (epoch - 1) / epochs  # an epoch counts when it is over
+    left = row["seconds"] * (1 - share) / share if share else None
+    return found | {"epoch": epoch, "seconds_left": left}
+
+
+def _last_record(metrics: Path) -> dict[str, Any]:
+    """Return the last complete line of a run's records; empty without one."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        return record if isinstance(record, dict) else {}
+    return {}
