@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from wmcli.interrupt import stop_requests
+from wmcli.interrupt import ECHO, STOPPING, stop_requests
 
-SIGNALS = [signal.SIGINT, signal.SIGTERM]
+SIGNALS = list(STOPPING)
 
 STUBBORN = """
 import time
@@ -46,14 +46,24 @@ def test_the_handlers_come_back_after_an_error() -> None:
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
-@pytest.mark.parametrize("second", SIGNALS)
-@pytest.mark.parametrize("first", SIGNALS)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (signal.SIGINT, signal.SIGINT),
+        (signal.SIGTERM, signal.SIGINT),
+        (signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGUSR2, signal.SIGTERM),
+    ],
+)
 def test_the_second_signal_ends_the_process_at_once(first: signal.Signals, second: signal.Signals) -> None:
     with subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout is not None and child.stdout.readline() == "ready\n"
             child.send_signal(first)
             assert child.stdout.readline() == "asked\n"
+            child.send_signal(second)  # an echo of the first
+            time.sleep(ECHO + 0.1)
+            assert child.poll() is None
             began = time.monotonic()
             child.send_signal(second)
             assert child.wait(timeout=30) == -second

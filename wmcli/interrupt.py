@@ -1,6 +1,7 @@
 """Signals: the first one to stop requests a checkpoint, the second one ends the process at once.
 
-They are SIGINT, SIGTERM, and SIGUSR1 and SIGUSR2, with which SLURM warns of a time limit.
+They are SIGINT, SIGTERM, and SIGUSR1 and SIGUSR2, with which SLURM warns of a time limit. One that follows within
+`ECHO` seconds counts as the same: a scheduler signals every process of a job, and a parent may pass it on.
 
 If no checkpoint is reached within `PATIENCE` seconds, for example in a very long update, the process ends without one,
 as after a kill.
@@ -12,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,6 +22,8 @@ from wmcli.errors import Stopped
 
 PATIENCE = 8.0
 """Seconds; schedulers follow up with SIGKILL, some of them after ten."""
+ECHO = 0.7
+"""Seconds."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SHOW_CURSOR = "\x1b[?25h"  # progress bars hide it
 
@@ -29,6 +33,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
+        self.since = 0.0  # by the monotonic clock
 
     def __bool__(self) -> bool:
         return self.requested
@@ -52,11 +57,12 @@ def stop_requests() -> Iterator[StopRequest]:
     deadline.daemon = True
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if request.requested:
+        if not request.requested:
+            request.requested, request.since = True, time.monotonic()
+            deadline.start()
+        elif time.monotonic() - request.since > ECHO:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        request.requested = True
-        deadline.start()
 
     previous = {number: signal.signal(number, handle) for number in STOPPING}
     try:

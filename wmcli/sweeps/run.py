@@ -61,8 +61,9 @@ def run_sweep(sweep: Sweep, executor: Executor, progress: Progress, *, retry: bo
     if failed := [row for row in rows if row["state"] == FAILED]:
         first = failed[0]
         raise FailedRuns(
-            f"{len(failed)} of {len(rows)} runs failed, {first['run']} first: {first['last']} When that is mended, add"
-            f" --retry; all of them: wm sweep status {shlex.quote(str(sweep.file))}",
+            f"{len(failed)} of {len(rows)} runs failed, {first['run']} first, with exit code {first['code']}:"
+            f" {first['last']} When that is mended, add --retry; all of them: wm sweep status"
+            f" {shlex.quote(str(sweep.file))}",
             first["code"] if first["code"] in range(1, 128) else 1,
         )
     assert executor == "slurm" or all(row["state"] == DONE for row in rows)

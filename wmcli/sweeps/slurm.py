@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -64,9 +63,10 @@ class Task:
     """Where the sweep was started: preset files and modules of environments are found from there."""
 
     def __call__(self) -> int:
-        """Run until the end, and return the exit code. A job that was told to stop ends without a result.
+        """Run until the end, and return the exit code. A job that was told to stop is queued again, without a result.
 
-        SLURM itself queues a preempted job again. A job that reached its time limit does so here.
+        SLURM would do so itself only with a preempted job that it had to kill. One that somebody cancelled does not
+        count as running any more.
         """
         os.chdir(self.folder)
         job = job_name(os.environ)
@@ -80,7 +80,14 @@ class Task:
             heard=heard,
         )
         if code == Stopped.exit_code and heard:
-            if heard[0] in (signal.SIGUSR1, signal.SIGUSR2):
+            state = subprocess.run(
+                ["squeue", "--noheader", "--jobs", job, "--format", "%T"],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+            if state.stdout.strip() == "RUNNING":
                 subprocess.run(["scontrol", "requeue", job], timeout=60, check=False)
             sys.exit(code)
         return code
