@@ -37,6 +37,7 @@ from wmcli.cli import (
     play,
     presets,
     profile,
+    push,
     runs,
     settings,
     sweep,
@@ -69,6 +70,8 @@ STAGES: dict[str, Callable[..., None]] = {
     "eval": evaluate.evaluate,
     "play": play.play,
     "profile": profile.profile,
+    "push": push.push,
+    "pull": push.pull,
     "convert-lpips": convert_lpips.convert_lpips,
 }
 RESUMED = ("run", "collect", "train-tokenizer", "train-dynamics", "imagine")
