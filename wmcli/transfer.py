@@ -32,17 +32,22 @@ def take_rows(source: Any, rows: np.ndarray, device: torch.device) -> Any:
     Args:
         source: On the device or on the host.
         rows: int64.
-        device: Of the result. Rows of a tensor on the host are gathered there, in pinned memory.
+        device: Of the result. Rows of a tensor on the host are gathered there, in pinned memory. What is no tensor has
+            a method `take` that does so.
     """
+    import torch
     from torch.utils._pytree import tree_leaves, tree_map
 
     there = any(column.device.type == device.type for column in tree_leaves(source))
     where = to_device(rows, device) if there else None  # once for all parts
 
-    def take(column: Tensor) -> Tensor:
+    def take(column: Any) -> Tensor:
+        pinned = device.type == "cuda"
+        if not isinstance(column, torch.Tensor):
+            taken: Tensor = column.take(rows, pinned=pinned)
+            return taken.to(device, non_blocking=pinned)
         if column.device.type == device.type:
             return column[where]
-        pinned = device.type == "cuda"
         return _gather(column, rows, pinned).to(device, non_blocking=pinned)
 
     return tree_map(take, source)

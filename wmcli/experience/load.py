@@ -12,9 +12,9 @@ import numpy as np
 from wmcli.artifacts import Artifact
 from wmcli.envs.memory_task import Task
 from wmcli.envs.tasks import TASKS
-from wmcli.errors import ArtifactError
+from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience.replay import FramesOn, Replay
-from wmcli.experience.segment import read_frames, read_segment
+from wmcli.experience.segment import open_frames, read_frames, read_segment
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +93,8 @@ def load_held_out(
             f" collect.{part}=100, or hold some of imported ones out: wm import --held-out N"
         )
     holder.verify()
-    replay = _empty(holder, device, closing, frames_on)
+    # They are few, and read as a whole.
+    replay = _empty(holder, device, closing, "host" if frames_on == "disk" else frames_on)
     _extend(replay, holder, HELD_OUT[part])
     return replay
 
@@ -124,10 +125,18 @@ def _extend(replay: Replay, artifact: Artifact, part: str) -> None:
     """Append the segment `part` to the replay, block by block. Without frames, draw them from compact states."""
     folder = artifact.path / part
     arrays = read_segment(folder, frames=False)
-    frames = read_frames(folder)
-    if frames is None:
-        frames = _draw(TASKS[artifact.manifest["environment"]["id"]], arrays["sketch"])
-    replay.extend(arrays, frames)
+    if replay.keeps_images:
+        frames = read_frames(folder)
+        if frames is None:
+            frames = _draw(TASKS[artifact.manifest["environment"]["id"]], arrays["sketch"])
+        replay.extend(arrays, frames)
+    elif stored := open_frames(folder):
+        replay.extend(arrays, stored=stored)
+    else:
+        raise UsageError(
+            f"training.replay = disk: {artifact.name} has no frames on disk, since they are drawn from compact states:"
+            " use --set training.replay=host"
+        )
 
 
 def _draw(task: Task, compact_states: np.ndarray) -> Iterator[np.ndarray]:

@@ -1,4 +1,4 @@
-"""The replay: all experience in memory, on the training device. Many uint8 frames may be on the host instead.
+"""The replay: all experience in memory, on the training device. Many frames may be on the host, or on disk, instead.
 
 Axes: N rows. Rows are in order of arrival, with streams interleaved. An *order* (position -> row) sorts them by episode
 or by stream, so that a window is a range of positions. An observation is a tree of parts, see `wmcli.spaces`.
@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from wmcli.errors import ArtifactError, MachineError
-from wmcli.experience.segment import CLOSING, SAMPLED, SEARCHED, SKETCH, kind_of, lives_left, opens_game
-from wmcli.spaces import column_names, first_part, from_columns, map_parts
+from wmcli.experience.segment import CLOSING, IMAGE_AXES, SAMPLED, SEARCHED, SKETCH, kind_of, lives_left, opens_game
+from wmcli.experience.stored import StoredColumn
+from wmcli.spaces import column_names, first_part, from_columns
 
 if TYPE_CHECKING:
     import torch
+    import zarr
 
-FramesOn = Literal["auto", "device", "host"]
+FramesOn = Literal["auto", "device", "host", "disk"]
 """Where a replay keeps its frames. See `TrainingSettings.replay`."""
 SHARE = 0.5  # of the device's free memory: larger frames go to the host with "auto"
 
@@ -62,6 +64,7 @@ class Replay:
         self._frames_on = frames_on
         self._lives_end_episodes = lives_end_episodes
         self._columns: dict[str, torch.Tensor] = {}
+        self._stored: dict[str, StoredColumn] = {}
         self._rows = 0
         self._episode = np.zeros(0, np.int64)  # (N,): episode of each row
         self._stream = np.zeros(0, np.int64)  # (N,): stream of each row
@@ -76,13 +79,26 @@ class Replay:
 
     @property
     def observation(self) -> Any:
-        """Tree of (N, *part), on the device or on the host."""
-        return map_parts(lambda column: column[: self._rows], from_columns("observation", self._columns))
+        """Tree of (N, *part), on the device or on the host. Images on disk are `StoredColumn`s."""
+        in_memory = {name: column[: self._rows] for name, column in self._columns.items()}
+        return from_columns("observation", in_memory | self._stored)
 
     @property
     def frames_on_host(self) -> bool:
         """Whether the observations are on the host, and the rows are not."""
-        return self._rows > 0 and first_part(self.observation).device.type != self.device.type
+        if not self._rows or self._stored:
+            return False
+        return first_part(self.observation).device.type != self.device.type
+
+    @property
+    def frames_on_disk(self) -> bool:
+        """Whether images are on disk."""
+        return bool(self._stored)
+
+    @property
+    def keeps_images(self) -> bool:
+        """Whether images are to be kept in memory."""
+        return self._frames_on != "disk"
 
     @property
     def action(self) -> torch.Tensor:
@@ -187,7 +203,12 @@ class Replay:
                     grown[: self._rows] = self._column(name)
                 self._columns[name] = grown
         except (RuntimeError, MemoryError) as error:
-            remedy = "" if device.type == "cpu" else "; to keep them in host memory: --set training.replay=host"
+            elsewhere = (
+                "on disk: --set training.replay=disk"
+                if device.type == "cpu"
+                else "in host memory: --set training.replay=host"
+            )
+            remedy = f"; to keep them {elsewhere}"
             raise MachineError(
                 f"{rows} frames of experience ({size / 1e9:.1f} GB) do not fit in the memory of {device}: "
                 f"{str(error).splitlines()[0] if str(error) else 'out of memory'}{remedy}"
@@ -206,17 +227,26 @@ class Replay:
         free = torch.cuda.mem_get_info(self.device)[0] + unused
         return host if size > SHARE * free else self.device
 
-    def extend(self, arrays: Mapping[str, np.ndarray], frames: Iterable[Any] | None = None) -> None:
+    def extend(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        frames: Iterable[Any] | None = None,
+        stored: Mapping[str, zarr.Array] | None = None,
+    ) -> None:
         """Append a segment.
 
         Args:
             arrays: Columns, see `wmcli.experience.segment`.
             frames: The observation in blocks, trees of (n, ...), of which one at a time is in memory twice.
+            stored: Its columns on disk. Images are left there, and `frames` is not read.
 
         Raises:
             ArtifactError: Observations or actions have another shape, or a stream starts in the middle of an unknown
                 episode.
         """
+        on_disk = {name: array for name, array in (stored or {}).items() if array.ndim == IMAGE_AXES}
+        if stored is not None:
+            frames = [from_columns("observation", {name: _in_memory(array, on_disk) for name, array in stored.items()})]
         blocks = iter((from_columns("observation", arrays),) if frames is None else frames)
         block = next(blocks)
         columns = {name: array for name, array in arrays.items() if name not in (SKETCH, "stream", "lives")}
@@ -253,7 +283,8 @@ class Replay:
             room = max(rows, self._rows * 3 // 2)  # by halves, so that each row is copied a few times at most
         flags = {name: array for name, array in flags.items() if name not in ("lives", "stream")}
         columns = {name: array for name, array in columns.items() if name not in flags}
-        self.reserve(room, seen | columns | flags)
+        held = {name: array for name, array in (seen | columns | flags).items() if name not in on_disk}
+        self.reserve(room, held)
 
         for name, array in flags.items():
             self._put(name, slice(self._rows, rows), array)
@@ -266,12 +297,20 @@ class Replay:
         for part in itertools.chain((block,), blocks):
             begin, end = end, end + len(first_part(part))
             for name, array in column_names("observation", part).items():
+                if name in on_disk:
+                    continue
                 some = slice(self._rows + begin, self._rows + end) if not len(closed) else self._rows + place[begin:end]
                 self._put(name, some, array)
         assert end == len(place), f"{end} frames for {len(place)} rows"
-        if len(closed):
-            for name, array in column_names("observation", from_columns(CLOSING, closing)).items():
+        closings = column_names("observation", from_columns(CLOSING, closing)) if len(closed) else {}
+        for name, array in closings.items():
+            if name not in on_disk:
                 self._put(name, self._rows + closed, array)
+        for name, source in on_disk.items():
+            index = np.empty(len(numbers), np.int64)
+            index[place], index[closed] = np.arange(len(place)), -1 - np.arange(len(closed))
+            column = self._stored.setdefault(name, StoredColumn(_empty_like(source)))
+            column.append(source, index, closings.get(name, _empty_like(source)))
         self._episode = np.concatenate([self._episode, numbers])
         self._stream = np.concatenate([self._stream, streams])
         self._rows = rows
@@ -309,14 +348,15 @@ class Replay:
         """Raise ArtifactError where columns do not continue those that are here."""
         if not self._columns:
             return
-        ours = {name for name in self._columns if kind_of(name) == "observation"}
+        ours = {name for name in (*self._columns, *self._stored) if kind_of(name) == "observation"}
         theirs = {name for name in columns if kind_of(name) == "observation"}
         if ours != theirs:
             raise ArtifactError(
                 f"experience with {', '.join(sorted(theirs))} cannot join experience with {', '.join(sorted(ours))}."
             )
         for name in sorted(theirs | {"action"}):
-            shape, expected = tuple(columns[name].shape[1:]), tuple(self._columns[name].shape[1:])
+            before = self._stored[name] if name in self._stored else self._columns[name]
+            shape, expected = tuple(columns[name].shape[1:]), tuple(before.shape[1:])
             if shape != expected:
                 what = "frames" if name == "observation" else name
                 raise ArtifactError(f"{what} of shape {shape} cannot join experience with {what} of shape {expected}.")
@@ -353,6 +393,17 @@ class Replay:
     def _column(self, name: str) -> torch.Tensor:
         assert self._columns, "the replay is empty"
         return self._columns[name][: self._rows]
+
+
+def _in_memory(array: zarr.Array, on_disk: Mapping[str, zarr.Array]) -> np.ndarray:
+    """Return a column; of one that stays on disk only its length, shape and number type."""
+    if any(array is each for each in on_disk.values()):
+        return np.broadcast_to(np.zeros((), array.dtype), array.shape)
+    return np.asarray(array[...])
+
+
+def _empty_like(array: zarr.Array) -> np.ndarray:
+    return np.empty((0, *array.shape[1:]), array.dtype)
 
 
 def _tensor_type(dtype: np.dtype) -> torch.dtype:

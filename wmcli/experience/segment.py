@@ -266,17 +266,10 @@ def read_frames(folder: Path) -> Iterator[Any] | None:
     Raises:
         ArtifactError: See `read_segment`. It may occur between two blocks.
     """
-    about = segment_about(folder)
-    rows = about["rows"]
-    names = [name for name in about["columns"] if kind_of(name) == "observation"]
-    if not names:
+    columns = open_frames(folder)
+    if not columns:
         return None
-    columns = {}
-    for name in names:
-        with _damage(folder / name):
-            columns[name] = _opened(folder / name)
-        if columns[name].shape[0] != rows or columns[name].dtype not in _types(name):
-            raise _misfit(folder / name, columns[name], rows)
+    rows, names = next(iter(columns.values())).shape[0], list(columns)
     observation = from_columns("observation", columns)
     size = min((array.shards or array.chunks)[0] for array in columns.values())
 
@@ -287,6 +280,21 @@ def read_frames(folder: Path) -> Iterator[Any] | None:
             yield block
 
     return blocks()
+
+
+def open_frames(folder: Path) -> dict[str, zarr.Array]:
+    """Open the columns of a segment's observation, without reading them. Raises ArtifactError as `read_segment`."""
+    about = segment_about(folder)
+    rows = about["rows"]
+    columns = {}
+    for name in about["columns"]:
+        if kind_of(name) != "observation":
+            continue
+        with _damage(folder / name):
+            columns[name] = _opened(folder / name)
+        if columns[name].shape[0] != rows or columns[name].dtype not in _types(name):
+            raise _misfit(folder / name, columns[name], rows)
+    return columns
 
 
 def _opened(folder: Path) -> zarr.Array:

@@ -260,20 +260,18 @@ class Context:
 
     def experience(self, artifact: Artifact) -> Replay:
         """Load an experience artifact and all earlier segments, each segment once."""
-        before = self.replay is not None and self.replay.frames_on_host
+        before = self.replay is not None and (self.replay.frames_on_host or self.replay.frames_on_disk)
         frames_on = self.settings.training.replay
         closing = self.settings.dynamics.reads_closing
         replay = load_experience(artifact, self.machine.device, self.replay, closing=closing, frames_on=frames_on)
         if replay is not self.replay:
             self.latents, before = {}, False  # the latents are those of other frames
         self.replay = replay
-        if replay.frames_on_host and not before:
+        if (replay.frames_on_host or replay.frames_on_disk) and not before:
+            where = "on disk" if replay.frames_on_disk else "in host memory"
             tell = self.progress.warn if frames_on == "auto" else self.progress.say
             size = bytes_of(replay.observation) / 1e9
-            tell(
-                f"{artifact.name}: {len(replay)} frames ({size:.1f} GB) stay in host memory"
-                f" (training.replay = {frames_on})"
-            )
+            tell(f"{artifact.name}: {len(replay)} frames ({size:.1f} GB) stay {where} (training.replay = {frames_on})")
         return replay
 
     def held_out(self, artifact: Artifact, part: str) -> Replay:

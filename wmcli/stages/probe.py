@@ -104,7 +104,7 @@ def probe(context: Context, world_model: WorldModel, task: Task, episodes: TaskE
     replay, time = context.experience(experience), task.context + task.query
     compact_states = _compact_states(experience).reshape(-1, time, episodes.compact_states.shape[-1])
     frames, action = (
-        column.view(len(compact_states), time, *column.shape[1:]) for column in (replay.observation, replay.action)
+        column[:].view(len(compact_states), time, *column.shape[1:]) for column in (replay.observation, replay.action)
     )
 
     def sample() -> tuple[Tensor, Truth]:

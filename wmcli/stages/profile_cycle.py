@@ -260,7 +260,8 @@ def random_experience(context: Context, rows: int) -> Replay:
     end = (time + 1) % EPISODE == 0
     frames = map_parts(lambda part: draw_part(part, rows, rng), context.spaces.observation)
     closing = context.settings.dynamics.reads_closing
-    replay = Replay(context.machine.device, closing=closing, frames_on=context.settings.training.replay)
+    frames_on = context.settings.training.replay
+    replay = Replay(context.machine.device, closing=closing, frames_on="host" if frames_on == "disk" else frames_on)
     replay.extend(
         {
             **column_names("observation", frames),

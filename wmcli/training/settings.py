@@ -55,9 +55,10 @@ class TrainingSettings(Section):
     deterministic: bool = True
     """Take only operations on a GPU that give the same bits in every run, so that a resumed run equals an uninterrupted
     one. Those that have no such form warn. A CPU is always deterministic."""
-    replay: Literal["auto", "device", "host"] = "auto"
-    """Where the frames of the experience are kept: on the device; in host memory, from where each batch is copied; or
-    auto, the device unless they would take more than half of its free memory. Results are the same."""
+    replay: Literal["auto", "device", "host", "disk"] = "auto"
+    """Where the frames of the experience are kept: on the device; in host memory, from where each batch is copied; on
+    disk, from where its images are read; or auto, the device unless they would take more than half of its free memory.
+    Results are the same."""
     frames_at_once: int = Field(0, ge=0)
     """Frames that a latent world model encodes and decodes at a time while it learns; 0 takes all of a batch. The
     backward pass computes each part again, which needs less memory and about a third more arithmetic. Results differ by
