@@ -35,7 +35,7 @@ def test_one_that_fails_at_work_leaves_no_run_either(tmp_path: Path, monkeypatch
     def broken(*_: object, **__: object) -> None:
         raise UsageError("it does not open")
 
-    monkeypatch.setattr("wmcli.stages.collect.Streams", broken)
+    monkeypatch.setattr("wmcli.stages.collect.open_streams", broken)
     with pytest.raises(UsageError, match="does not open"):
         collect(new(tmp_path / "run"))
     assert not (tmp_path / "run").exists()

@@ -14,7 +14,7 @@ from wmcli.artifacts.failpoint import failpoint
 from wmcli.assemble import load_controller
 from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.controllers.base import Actor, Controller
-from wmcli.envs import Streams, Transition, follows_seed
+from wmcli.envs import AnyStreams, Transition, follows_seed, open_streams
 from wmcli.envs.vector import MOST_LIVES
 from wmcli.errors import ArtifactError, EnvironmentFault, Stopped, UsageError
 from wmcli.experience import Recorder, read_segment, write_segment
@@ -142,7 +142,7 @@ def _controller(context: Context, reference: str | None) -> Artifact | None:
 
 def _begin(
     context: Context, work: Work, before: Artifact | None, actor: Artifact | None, rounds: int
-) -> tuple[Streams, Recorder, Actor, int]:
+) -> tuple[AnyStreams, Recorder, Actor, int]:
     """Restore the environments from this job's checkpoint, else from the previous experience, else start them.
 
     Returns the environments, the recorder, the actor, and the number of files in the work directory with rows so far.
@@ -152,16 +152,17 @@ def _begin(
     checkpoint = work.path / CHECKPOINT
     if checkpoint.exists():
         tensors, about = load_tensors(checkpoint)
-        streams = Streams.restore(settings.environment, True, _streams_from(tensors, about))
+        streams = open_streams(settings.environment, train=True, state=_streams_from(tensors, about))
     elif before is not None and context.streams is not None and context.streams[0] == before.digest:
         streams, context.streams = context.streams[1], None  # from here on they have moved on
     elif (played := _played(before)) is not None:
         played.verify()
-        streams = Streams.restore(settings.environment, True, _streams_from(*load_tensors(played.file(STREAMS))))
+        state = _streams_from(*load_tensors(played.file(STREAMS)))
+        streams = open_streams(settings.environment, train=True, state=state)
     else:
         if settings.environment.protocol == "plain":
             _check_seed(context)
-        streams = Streams(settings.environment, train=True, seed=derived_seed(settings.seed, "collect"))
+        streams = open_streams(settings.environment, train=True, seed=derived_seed(settings.seed, "collect"))
     if streams.restarted.any():
         context.progress.warn(
             f"collect: {settings.environment.id}: replaying the saved actions gave other frames: it ignores its seed,"
@@ -233,7 +234,7 @@ def build_agent(
 
 
 def _last_frames(
-    before: Artifact, streams: Streams, length: int, *, across_ends: bool
+    before: Artifact, streams: AnyStreams, length: int, *, across_ends: bool
 ) -> tuple[Any, np.ndarray, np.ndarray]:
     """Read the last `length` rows of each unfinished episode or, with `across_ends`, game.
 
@@ -272,7 +273,7 @@ def _last_frames(
 
 
 def _play(
-    context: Context, work: Work, streams: Streams, recorder: Recorder, agent: Actor, rounds: int, parts: int
+    context: Context, work: Work, streams: AnyStreams, recorder: Recorder, agent: Actor, rounds: int, parts: int
 ) -> None:
     """Fill the recorder, with checkpoints every `training.checkpoint_seconds`, on a signal and after a fault.
 
