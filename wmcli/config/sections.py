@@ -41,7 +41,8 @@ class Section(BaseModel):
     def changed(self) -> dict[str, Any]:
         """Return the plain values that differ from the defaults of this class, and its `kind`.
 
-        Those of `incidental` keys are left out. They identify a job, so a new key at its default does not change the identity of an older job.
+        Those of `incidental` keys are left out. They identify a job, so a new key at its default does not change the
+        identity of an older job.
         """
         plain, values = self.plain(), {}
         for name, field in type(self).model_fields.items():

@@ -64,20 +64,12 @@ class _Standing(NamedTuple):
     game: np.ndarray  # int64 (n,)
 
 
-class _Opened(NamedTuple):
-    """The streams of a process when they have been opened."""
+class _Reply(NamedTuple):
+    """The reply of a process to a request."""
 
-    spaces: Spaces
-    has_time_limit: bool
-    restarted: np.ndarray  # bool (n,)
-    standing: _Standing
-
-
-class _Failed(NamedTuple):
-    """The reply of a process to a request that failed."""
-
-    error: Exception
-    game: np.ndarray | None  # int64 (n,), as `_Standing.game`; None where the process is no more
+    result: Any
+    standing: _Standing | None  # None where no environment is open, or the process is no more
+    error: Exception | None = None
 
 
 class ProcessStreams:
@@ -96,18 +88,21 @@ class ProcessStreams:
         self._shares = [slice(int(share[0]), int(share[-1]) + 1) for share in shares]
         self._workers: list[_Worker] = []
         self._end = weakref.finalize(self, _end, self._workers)  # at the latest when this process ends
-        self._moved: list[np.ndarray] = []  # after a fault: numbers of the games of the processes up to the faulty one
+        self._moved: list[np.ndarray] = []  # after a fault: the games of each process up to the faulty one
         for share in self._shares:
             numbers = [*range(share.start, share.stop)]
             self._workers.append(_Worker(settings.id, numbers))
             of_share = None if state is None else state_of(state, share)
             self._workers[-1].send((settings, train, seed, of_share, numbers))
-        opened: list[_Opened] = self._receive()
-        self.spaces = opened[0].spaces
-        self.has_time_limit = opened[0].has_time_limit
-        self.restarted = np.concatenate([each.restarted for each in opened])
+        try:
+            opened = self._receive()
+        except BaseException:
+            self.close()
+            raise
+        self.spaces, self.has_time_limit = opened[0].result[:2]
+        self.restarted = np.concatenate([each.result[2] for each in opened])
         self._views = [worker.shared(self.spaces) for worker in self._workers]
-        self._show([each.standing for each in opened])
+        self._show(opened)
 
     def step(self, action: np.ndarray) -> Transition:
         """Take one action (E, ...) in every environment, see `Streams.step`."""
@@ -115,9 +110,9 @@ class ProcessStreams:
         assert len(action) == count, f"{len(action)} actions for {count} environments"
         for worker, share in zip(self._workers, self._shares, strict=True):
             worker.send(action[share])
-        replies: list[tuple[Transition, _Standing]] = self._receive()
-        self._show([standing for _, standing in replies])
-        *columns, finals = zip(*(after for after, _ in replies), strict=True)
+        replies = self._receive()
+        self._show(replies)
+        *columns, finals = zip(*(reply.result for reply in replies), strict=True)
         final = {
             share.start + stream: observation
             for share, of_share in zip(self._shares, finals, strict=True)
@@ -133,7 +128,7 @@ class ProcessStreams:
         """Return the state for `open_streams`, the same as that of `Streams`."""
         for worker in self._workers:
             worker.send(None)
-        return join_states(self._receive())
+        return join_states([reply.result for reply in self._receive()])
 
     def broken_state(self) -> dict[str, Any]:
         """Return the state after a fault, the same as that of `Streams`.
@@ -155,21 +150,19 @@ class ProcessStreams:
         """Close every environment and end the processes."""
         self._end()
 
-    def _receive(self) -> list[Any]:
+    def _receive(self) -> list[_Reply]:
         """Return the reply of each process. Raise the first error of an environment, in the order of the streams."""
         replies = [worker.receive() for worker in self._workers]
         for index, reply in enumerate(replies):
-            if isinstance(reply, _Failed):
-                self._moved = [standing.game for _, standing in replies[:index] if standing is not None]
-                if reply.game is not None:
-                    self._moved.append(reply.game)
+            if reply.error is not None:
+                self._moved = [each.standing.game for each in replies[: index + 1] if each.standing is not None]
                 raise reply.error
         return replies
 
-    def _show(self, standing: list[_Standing]) -> None:
+    def _show(self, replies: list[_Reply]) -> None:
         """Copy what the processes show."""
-        self._standing = standing
-        self.first = np.concatenate([each.first for each in standing])
+        self._standing = [reply.standing for reply in replies if reply.standing is not None]
+        self.first = np.concatenate([standing.first for standing in self._standing])
         self.observation = map_parts(lambda *parts: np.concatenate(parts), *self._views)
 
 
@@ -200,12 +193,12 @@ class _Worker:
         with suppress(OSError):
             self._line.send(request)
 
-    def receive(self) -> Any:
-        """Wait for the reply, of kind `_Failed` if there is none."""
+    def receive(self) -> _Reply:
+        """Wait for the reply."""
         try:
             return self._line.recv()
         except (EOFError, OSError):
-            return _Failed(self._death(), None)
+            return _Reply(None, None, self._death())
 
     def shared(self, spaces: Spaces) -> Any:
         """Return the observations (n, *part) in shared memory, once the process has opened its environments."""
@@ -277,32 +270,31 @@ def _views(spaces: Spaces, count: int, handle: int) -> Any:
 def serve(handle: int, memory: int) -> None:
     """Hold the streams that are asked for over the connection `handle`, and step them until it closes.
 
-    A request is an action (n, ...), or None for the state.
+    A request is what to open first, then an action (n, ...), or None for the state.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which processes that an environment starts would inherit
     threading.Thread(target=_follow_parent, daemon=True).start()
     line = Connection(handle)
     streams: Streams | None = None
+    views: Any = None
     try:
-        settings, train, seed, state, numbers = line.recv()
-        try:
-            streams = Streams(settings, train=train, seed=seed, state=state, numbers=numbers)
-        except Exception as error:
-            line.send(_Failed(portable(error, "of environments"), None))
-            return
-        views = _views(streams.spaces, len(numbers), memory)
-        _copy(streams.observation, views)
-        line.send(_Opened(streams.spaces, streams.has_time_limit, streams.restarted, _standing(streams)))
         while True:
             request = line.recv()
+            error: Exception | None = None
+            result: Any = None
             try:
-                reply: Any = streams.state() if request is None else (streams.step(request), _standing(streams))
-            except Exception as error:
-                reply = _Failed(portable(error, "of environments"), streams.games())
-            else:
+                if streams is None:
+                    settings, train, seed, state, numbers = request
+                    streams = Streams(settings, train=train, seed=seed, state=state, numbers=numbers)
+                    views = _views(streams.spaces, len(numbers), memory)
+                    result = streams.spaces, streams.has_time_limit, streams.restarted
+                else:
+                    result = streams.state() if request is None else streams.step(request)
                 _copy(streams.observation, views)
-            line.send(reply)
+            except Exception as raised:
+                error = portable(raised, "of environments")
+            line.send(_Reply(result, None if streams is None else _standing(streams), error))
     except (EOFError, OSError):
         if streams is not None:
             streams.close()

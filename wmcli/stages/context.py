@@ -207,7 +207,9 @@ class Context:
         changed = [
             f"{key} {then[key]} -> {now[key]}"
             for key in now
-            if key in then and then[key] != now[key] and any(f"{key}.".startswith(f"{each}.") for each in sections)
+            if key in then
+            and then[key] != now[key]
+            and any(f"{key}.".startswith(f"{each}.") for each in sections)
             and key not in incidental
         ]
         before, revision = other.manifest.get("revision", 1), REVISIONS[job.kind]
