@@ -32,8 +32,12 @@ ODD_GAMES = EnvironmentSettings(id=ODD, size=8, count=4)
 
 
 @contextmanager
-def opened(settings: EnvironmentSettings, processes: int, **begin: Any) -> Iterator[AnyStreams]:
-    streams = open_streams(settings.model_copy(update={"processes": processes}), train=True, **begin)
+def opened(
+    settings: EnvironmentSettings, processes: int, seed: int = 0, state: dict[str, Any] | None = None
+) -> Iterator[AnyStreams]:
+    settings = settings.model_copy(update={"processes": processes})
+    seed = seed if state is None else state["seed"]
+    streams = open_streams(settings, train=True, seed=seed, state=state)
     try:
         yield streams
     finally:
@@ -188,7 +192,7 @@ def test_another_number_of_environments_is_refused_before_a_process_starts() -> 
     with opened(GAMES["catch"], 0, seed=0) as streams:
         state = streams.state()
     with pytest.raises(ArtifactError, match="environment.count=5"):
-        open_streams(EnvironmentSettings(size=16, count=2, processes=2), train=True, state=state)
+        open_streams(EnvironmentSettings(size=16, count=2, processes=2), train=True, seed=0, state=state)
 
 
 @pytest.mark.slow

@@ -38,22 +38,21 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 
 
 def open_streams(
-    settings: EnvironmentSettings, *, train: bool, seed: int | None = None, state: dict[str, Any] | None = None
+    settings: EnvironmentSettings, *, train: bool, seed: int, state: dict[str, Any] | None = None
 ) -> AnyStreams:
     """Open parallel environments, in `settings.processes` processes of their own if that is not 0.
 
     Args:
         settings: Of the environments.
         train: Play by the training rules of an Atari protocol, else by its test rules.
-        seed: Of new streams.
-        state: Of the streams to go on with instead, from whatever processes.
+        seed: See `Streams`.
+        state: Of streams to go on with, from whatever processes.
 
     Raises:
         WmError: See `Streams`.
     """
-    assert (seed is None) != (state is None)
-    begin = {"seed": seed if state is None else state["seed"], "state": state}
-    return (ProcessStreams if settings.processes else Streams)(settings, train=train, **begin)
+    kind = ProcessStreams if settings.processes else Streams
+    return kind(settings, train=train, seed=seed, state=state)
 
 
 class _Standing(NamedTuple):

@@ -87,7 +87,7 @@ class _Tally:
             return None
         agent.load(part("agent"))
         state = {name: value.numpy() for name, value in part("streams").items()}
-        streams = open_streams(settings, train=False, state={"seed": about["seed"], **state})
+        streams = open_streams(settings, train=False, seed=about["seed"], state={"seed": about["seed"], **state})
         # Environments that ignore their seed start these episodes again.
         again = self.number[streams.restarted & (self.number < len(self.returns))]
         self.returns[again], self.lengths[again] = 0, 0

@@ -34,8 +34,8 @@ from wmcli.errors import MachineError, UsageError
 from wmcli.experience import Recorder, Replay
 from wmcli.metrics import grid_world as metrics
 from wmcli.settings import Settings
-from wmcli.stages.collect import step_columns
 from wmcli.stages.context import Context
+from wmcli.stages.player import step_columns
 from wmcli.stages.protocol import Protocol
 from wmcli.training.device import Machine, derived_seed, isolated_randomness
 from wmcli.training.optim import build_optimizer, update

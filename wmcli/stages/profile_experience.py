@@ -23,8 +23,8 @@ from wmcli.experience import Recorder, Replay, read_frames, read_segment, write_
 from wmcli.experience.segment import CLOSING, kind_of
 from wmcli.settings import LearnedCollectSettings
 from wmcli.spaces import bytes_of, from_columns, row_of
-from wmcli.stages.collect import step_columns
 from wmcli.stages.context import Context
+from wmcli.stages.player import step_columns
 from wmcli.trainers.batches import build_sampler, gather
 from wmcli.training.measure import Bench, time_call
 
