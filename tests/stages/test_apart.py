@@ -215,9 +215,7 @@ def test_models_learn_from_it(acting: Path) -> None:
 
 def test_random_play_apart_may_hold_its_actions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[UniformAgent] = []
-    begin = UniformAgent.__init__
-    monkeypatch.setattr(
-        UniformAgent, "__init__", lambda self, *given, **named: (made.append(self), begin(self, *given, **named))[1]
-    )
+    act = UniformAgent.act
+    monkeypatch.setattr(UniformAgent, "act", lambda agent, *given: made.append(agent) or act(agent, *given))
     collect(opened(tmp_path / "run", APART, "collect.random_actions=held", new=True))
     assert len(made) == 90 and all(agent.environments == 1 and agent._held is not None for agent in made)

@@ -299,7 +299,7 @@ def _part(index: int) -> str:
 
 def streams_tensors(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the state of streams as tensors and JSON values, for a file."""
-    tensors = {name: torch.from_numpy(value) for name, value in state.items() if isinstance(value, np.ndarray)}
+    tensors = {name: torch.tensor(value) for name, value in state.items() if isinstance(value, np.ndarray)}
     return tensors, {"seed": state["seed"]}
 
 
