@@ -141,6 +141,16 @@ def test_without_ray_it_says_how_to_install_it(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "run" / "experience" / "v0001").exists()
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense"])
+def test_no_cluster_at_the_address_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(MachineError, match=f"^no Ray cluster at {address}: .*; give its address: --address HOST:PORT$"):
+        collect(opened(tmp_path / "run", APART, RAY, new=True))
+
+
 def test_a_machine_with_another_wm_or_another_view_is_refused(tiny: Path, tmp_path: Path) -> None:
     context, controller = opened(tiny), latest(tiny, "controller")
 

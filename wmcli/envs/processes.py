@@ -117,7 +117,8 @@ class ProcessStreams:
             for share, of_share in zip(self._shares, finals, strict=True)
             for stream, observation in of_share.items()
         }
-        return Transition(*(np.concatenate(column) for column in columns), final)
+        reward, terminated, truncated, lives, game_over = (np.concatenate(column) for column in columns)
+        return Transition(reward, terminated, truncated, lives, game_over, final)
 
     def age(self, across_ends: bool) -> np.ndarray:
         """Count the decisions since the running episode, or game, opened, see `Streams.age`."""

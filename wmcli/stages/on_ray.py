@@ -33,6 +33,7 @@ from wmcli.stages.context import Context
 from wmcli.stages.player import Player
 
 POLL_SECONDS = 0.2  # interval of the checks for signals while waiting
+CONNECT_SECONDS = 10.0
 RETRIES = 3  # of a task whose machine or process is lost
 
 
@@ -78,7 +79,8 @@ def play_on_ray(
         context.run.path.absolute(),
         context.preset,
         context.settings.model_copy(update=changed),
-        *(None if each is None else (each.path.absolute(), each.digest) for each in (before, actor)),
+        _place(before),
+        _place(actor),
         rounds,
     )
     packed = pickle.dumps(task)
@@ -124,6 +126,11 @@ def play_on_ray(
             ray.cancel(reference, force=True)
 
 
+def _place(artifact: Artifact | None) -> tuple[Path, str] | None:
+    """Return the path of an artifact, and what identifies it there."""
+    return None if artifact is None else (artifact.path.absolute(), artifact.digest)
+
+
 def _connected() -> Any:
     """Connect to the cluster of RAY_ADDRESS, or start one on this machine. Returns the package.
 
@@ -137,11 +144,14 @@ def _connected() -> Any:
         raise UsageError("collect.on = 'ray' needs the package ray: pip install 'wmcli[ray]'") from error
     if ray.is_initialized():
         return ray
+    address = os.environ.get("RAY_ADDRESS", "")
     try:
+        host, colon, port = address.removeprefix("ray://").rpartition(":")
+        if colon and port.isdecimal():  # Ray itself would wait for minutes
+            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
         with _own_signals(), redirect_stdout(sys.stderr):
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-        address = os.environ.get("RAY_ADDRESS")
+    except (OSError, RuntimeError, ValueError) as error:
         where = f"no Ray cluster at {address}" if address else "Ray does not start here"
         raise MachineError(f"{where}: {_one_line(error)}; give its address: --address HOST:PORT") from error
     return ray

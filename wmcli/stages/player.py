@@ -267,7 +267,7 @@ def _last_frames(
         segment.verify()
         arrays = read_segment(segment.path / SEGMENT)
         observation = from_columns("observation", arrays)
-        for place in np.flatnonzero(missing):
+        for place in np.flatnonzero(missing).tolist():
             rows = np.flatnonzero(arrays["stream"] == numbers[place])[-missing[place] :]
             places = slice(end[place] - len(rows), end[place])
             for part, recorded in zip(parts_of(frames).values(), parts_of(observation).values(), strict=True):
