@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 import gymnasium
 import numpy as np
 
 ODD = "odd_games:wm-test/Odd-v0"
-FAULT, DEATH, TALK, OUTSIDE_TORCH = 1, 2, 3, 4
-"""Actions; 0 does nothing. The last one is a fault where torch has been imported."""
+FAULT, DEATH, TALK, OUTSIDE_TORCH, SLEEP = 1, 2, 3, 4, 5
+"""Actions; 0 does nothing. OUTSIDE_TORCH is a fault where torch has been imported."""
 
 
 class Odd(gymnasium.Env[np.ndarray, int]):
@@ -20,7 +21,7 @@ class Odd(gymnasium.Env[np.ndarray, int]):
 
     def __init__(self) -> None:
         self.observation_space = gymnasium.spaces.Box(0, 255, (8, 8), np.uint8)
-        self.action_space = gymnasium.spaces.Discrete(5)  # type: ignore[assignment]
+        self.action_space = gymnasium.spaces.Discrete(6)  # type: ignore[assignment]
         self._left = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
@@ -36,6 +37,8 @@ class Odd(gymnasium.Env[np.ndarray, int]):
         if action == TALK:
             print("said by the game")  # noqa: T201
             os.write(1, b"said below it\n")
+        if action == SLEEP:
+            time.sleep(120)
         self._left -= 1
         return self._frame(), 1.0, self._left == 0, False, {}
 

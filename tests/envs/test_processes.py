@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from odd_games import DEATH, FAULT, ODD, OUTSIDE_TORCH, TALK
+from odd_games import DEATH, FAULT, ODD, OUTSIDE_TORCH, SLEEP, TALK
 
 from wmcli.envs import AnyStreams, EnvironmentSettings, Streams, open_streams
 from wmcli.envs.processes import ProcessStreams
@@ -198,21 +198,26 @@ def test_another_number_of_environments_is_refused_before_a_process_starts() -> 
 @pytest.mark.slow
 def test_processes_do_not_outlive_their_parent_and_leave_signals_to_it() -> None:
     code = f"""
-import time, numpy as np
+import numpy as np
 from wmcli.envs import EnvironmentSettings, open_streams
 streams = open_streams(EnvironmentSettings(id={ODD!r}, size=8, count=2, processes=2), train=True, seed=0)
 print(*(worker._process.pid for worker in streams._workers), flush=True)
-time.sleep(60)
+input()
+streams.step(np.array([0, 0]))
+print("stepped", flush=True)
+streams.step(np.array([0, {SLEEP}]))
 """
-    with subprocess.Popen([sys.executable, "-c", code], env=with_path(), stdout=subprocess.PIPE, text=True) as child:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], env=with_path(), **pipes) as child:
         workers = [int(word) for word in child.stdout.readline().split()]
         for worker in workers:
             for number in (signal.SIGINT, signal.SIGTERM):
                 os.kill(worker, number)
             assert os.getsid(worker) == worker  # out of reach of the terminal's Ctrl-C
-        time.sleep(0.2)
-        for worker in workers:
-            os.kill(worker, 0)
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "stepped\n"
+        time.sleep(0.5)  # one of them is amid a step
         child.kill()
     until = time.monotonic() + 20
     for worker in workers:
