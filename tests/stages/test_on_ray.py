@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from test_stage_collect import assert_same_experience
+from test_stage_loop import LOOP, results
 from tiny_run import TRAINING, command, copied, latest, opened
 from witness import FILE, WITNESS
 from wrong_steps import FAULTY
@@ -23,6 +24,7 @@ from wmcli.errors import EnvironmentFault, MachineError, UsageError
 from wmcli.stages import on_ray as module
 from wmcli.stages.collect import collect
 from wmcli.stages.dynamics import train_dynamics
+from wmcli.stages.loop import run_loop
 
 APART, RAY = "collect.apart=true", "collect.on=ray"
 CHANGED = ["collect.epsilon=0.3", "collect.temperature=0.6", "collect.random_actions=held"]
@@ -92,6 +94,17 @@ def test_a_machine_that_is_lost_changes_nothing(tmp_path: Path, nodes: Nodes, mo
         assert_same_experience(ours, theirs)
         assert ours.manifest["job"] == theirs.manifest["job"] and "controller" in ours.inputs
         assert train_dynamics(opened(runs[0])).inputs["experience"].digest == ours.digest
+
+
+@pytest.mark.slow
+def test_each_epoch_of_a_run_collects_there(tmp_path: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wmcli.stages.evaluate._write_plots", lambda *_: None)
+    changed = ["run.epochs=3", "run.collect_epochs=3", "run.controller_after=1"]
+    for name, where in (("there", RAY), ("here", "collect.on=here")):
+        run_loop(opened(tmp_path / name, *LOOP, *changed, APART, where, new=True))
+    assert results(tmp_path / "there") == results(tmp_path / "here")
+    experience = latest(tmp_path / "there", "experience")
+    assert experience.version == 3 and "controller" in experience.inputs
 
 
 @pytest.mark.slow

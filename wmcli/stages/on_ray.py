@@ -30,7 +30,7 @@ from wmcli.progress import Progress
 from wmcli.settings import Settings
 from wmcli.stages.apart import THREADS, PlayedApart, play_one, stream_folder
 from wmcli.stages.context import Context
-from wmcli.stages.player import Player
+from wmcli.stages.player import CHECKPOINT, Player
 
 POLL_SECONDS = 0.2  # interval of the checks for signals while waiting
 CONNECT_SECONDS = 10.0
@@ -94,8 +94,7 @@ def play_on_ray(
 
     def start(stream: int) -> Any:
         own = stream_folder(folder, stream)
-        files = {file.name: file.read_bytes() for file in sorted(own.iterdir())} if own.is_dir() else {}
-        return remote.remote(packed, stream, files)
+        return remote.remote(packed, stream, _checkpoint(own) if own.is_dir() else {})
 
     running = {start(stream): stream for stream in streams}
     done = 0
@@ -183,8 +182,14 @@ def _result(ray: Any, reference: Any, stream: int) -> _Reply:
     return reply
 
 
+def _checkpoint(folder: Path) -> dict[str, bytes]:
+    """Return the files of a checkpoint by their names, last the one that counts the others."""
+    files = [file for file in folder.iterdir() if file.suffix != ".partial"]
+    return {file.name: file.read_bytes() for file in sorted(files, key=lambda file: file.name == CHECKPOINT)}
+
+
 def _keep(folder: Path, files: dict[str, bytes]) -> None:
-    """Put the files of a checkpoint into a folder, in the order in which they were written."""
+    """Put the files of a checkpoint into a folder, each atomically."""
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         partial = folder / f"{name}.partial"
@@ -208,9 +213,7 @@ def _play(packed: bytes, stream: int, files: dict[str, bytes]) -> _Reply:
         try:
             return _Reply(play_one(_player(packed), folder, stream), None, {})
         except Exception as error:
-            parts = sorted(folder.iterdir(), key=lambda file: file.name.startswith("checkpoint"))  # it names the others
-            left = {file.name: file.read_bytes() for file in parts if file.suffix != ".partial"}
-            return _Reply(None, portable(error, f"on {socket.gethostname()}"), left)
+            return _Reply(None, portable(error, f"on {socket.gethostname()}"), _checkpoint(folder))
 
 
 @functools.lru_cache(maxsize=1)
