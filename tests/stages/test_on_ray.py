@@ -67,8 +67,13 @@ def nodes_in(log: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_lost_changes_nothing(tmp_path: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A controller plays behind a segment that ends amid its episodes, by settings of this command."""
+def test_a_machine_that_is_lost_changes_nothing(
+    tmp_path: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A controller plays behind a segment that ends amid its episodes, by settings of this command.
+
+    Ray tells of the loss, and not on stdout, which is for results.
+    """
     log, runs = tmp_path / "log", [tmp_path / "there", tmp_path / "here"]
     with monkeypatch.context() as patch:
         patch.delenv(FILE)
@@ -88,6 +93,8 @@ def test_a_machine_that_is_lost_changes_nothing(tmp_path: Path, nodes: Nodes, mo
     played = nodes_in(log)
     assert set(played) == {nodes.cluster.head_node.node_id, nodes.second.node_id}
     assert len(played) > 3, "no environment was played again"
+    said = capsys.readouterr()
+    assert said.out == "" and "raylet" in said.err
     with monkeypatch.context() as patch:
         patch.delenv(FILE)
         theirs = collect(opened(runs[1], APART, *CHANGED), steps=120)

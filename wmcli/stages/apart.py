@@ -7,8 +7,8 @@ comes out the same wherever it is played, on processors of one kind. The rows of
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,11 +59,12 @@ def play_apart(
         play = _play_here
         if collecting.on == "ray":
             from wmcli.stages.on_ray import play_on_ray as play
-        for stream, played in play(context, folder, before, actor, rounds, missing):
-            tensors, about = streams_tensors(played.state)
-            rows = {f"rows/{name}": torch.tensor(array) for name, array in played.arrays.items()}
-            save_tensors(_file(folder, stream), rows | tensors, about)
-            shutil.rmtree(stream_folder(folder, stream), ignore_errors=True)
+        with closing(play(context, folder, before, actor, rounds, missing)) as playing:
+            for stream, played in playing:
+                tensors, about = streams_tensors(played.state)
+                rows = {f"rows/{name}": torch.tensor(array) for name, array in played.arrays.items()}
+                save_tensors(_file(folder, stream), rows | tensors, about)
+                shutil.rmtree(stream_folder(folder, stream), ignore_errors=True)
     return _joined([_load(_file(folder, stream)) for stream in range(count)])
 
 
@@ -82,7 +83,7 @@ def play_one(player: Player, folder: Path, stream: int) -> PlayedApart:
 
 def _play_here(
     context: Context, folder: Path, before: Artifact | None, actor: Artifact | None, rounds: int, streams: Sequence[int]
-) -> Iterator[tuple[int, PlayedApart]]:
+) -> Generator[tuple[int, PlayedApart]]:
     """Play environments in this process, one after another."""
     player = Player(context, before, actor, rounds)
     with _on_one_thread():

@@ -16,7 +16,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +59,7 @@ class _Reply(NamedTuple):
 
 def play_on_ray(
     context: Context, folder: Path, before: Artifact | None, actor: Artifact | None, rounds: int, streams: Sequence[int]
-) -> Iterator[tuple[int, PlayedApart]]:
+) -> Generator[tuple[int, PlayedApart]]:
     """Play environments on a cluster. Yield the number and the rows of each when it has been played.
 
     For the arguments see `play_apart`.
@@ -70,7 +70,6 @@ def play_on_ray(
         UsageError: Ray is not installed.
         MachineError: There is no such cluster, a machine does not see the run, or tasks were lost repeatedly.
     """
-    ray = _connected()
     machine = context.machine
     training = {"device": machine.device.type, "kernels": machine.kernels, "threads": THREADS}
     changed = {"training": context.settings.training.model_copy(update=training)}
@@ -84,45 +83,46 @@ def play_on_ray(
         rounds,
     )
     packed = pickle.dumps(task)
-    on_gpu = machine.device.type == "cuda"
-    variables = ONE_THREAD | {"PYTHONPATH": os.pathsep.join(sys.path)}  # an environment may be a user's module
-    remote = ray.remote(_play).options(
-        num_cpus=1, num_gpus=int(on_gpu), max_retries=RETRIES, runtime_env={"env_vars": variables}
-    )
-    if on_gpu and not ray.cluster_resources().get("GPU"):
-        context.progress.warn("collect: the Ray cluster has no GPU: waiting for one")
+    with _cluster() as ray:
+        on_gpu = machine.device.type == "cuda"
+        if on_gpu and not ray.cluster_resources().get("GPU"):
+            context.progress.warn("collect: the Ray cluster has no GPU: waiting for one")
+        variables = ONE_THREAD | {"PYTHONPATH": os.pathsep.join(sys.path)}  # an environment may be a user's module
+        remote = ray.remote(_play).options(
+            num_cpus=1, num_gpus=int(on_gpu), max_retries=RETRIES, runtime_env={"env_vars": variables}
+        )
 
-    def start(stream: int) -> Any:
-        own = stream_folder(folder, stream)
-        return remote.remote(packed, stream, _checkpoint(own) if own.is_dir() else {})
+        def start(stream: int) -> Any:
+            own = stream_folder(folder, stream)
+            return remote.remote(packed, stream, _checkpoint(own) if own.is_dir() else {})
 
-    running = {start(stream): stream for stream in streams}
-    done = 0
-    try:
-        with stop_requests() as stop, context.progress.bar("collect on Ray", len(streams), "environments") as bar:
-            while running:
-                ready, _ = ray.wait([*running], num_returns=1, timeout=POLL_SECONDS)
-                for reference in ready:
-                    stream = running.pop(reference)
-                    reply = _result(ray, reference, stream)
-                    if reply.played is not None:
-                        done += 1
-                        bar.advance()
-                        yield stream, reply.played
-                        continue
-                    _keep(stream_folder(folder, stream), reply.files)
-                    assert reply.error is not None
-                    if not isinstance(reply.error, Stopped):
-                        raise reply.error
-                    running[start(stream)] = stream  # its machine is going away
-                if stop and running:
-                    raise Stopped(
-                        f"collect stopped after {done} of {len(streams)} environments; the same command plays the"
-                        " others."
-                    )
-    finally:
-        for reference in running:
-            ray.cancel(reference, force=True)
+        running = {start(stream): stream for stream in streams}
+        done = 0
+        try:
+            with stop_requests() as stop, context.progress.bar("collect on Ray", len(streams), "environments") as bar:
+                while running:
+                    ready, _ = ray.wait([*running], num_returns=1, timeout=POLL_SECONDS)
+                    for reference in ready:
+                        stream = running.pop(reference)
+                        reply = _result(ray, reference, stream)
+                        if reply.played is not None:
+                            done += 1
+                            bar.advance()
+                            yield stream, reply.played
+                            continue
+                        _keep(stream_folder(folder, stream), reply.files)
+                        assert reply.error is not None
+                        if not isinstance(reply.error, Stopped):
+                            raise reply.error
+                        running[start(stream)] = stream  # its machine is going away
+                    if stop and running:
+                        raise Stopped(
+                            f"collect stopped after {done} of {len(streams)} environments; the same command plays the"
+                            " others."
+                        )
+        finally:
+            for reference in running:
+                ray.cancel(reference, force=True)
 
 
 def _place(artifact: Artifact | None) -> tuple[Path, str] | None:
@@ -130,30 +130,43 @@ def _place(artifact: Artifact | None) -> tuple[Path, str] | None:
     return None if artifact is None else (artifact.path.absolute(), artifact.digest)
 
 
-def _connected() -> Any:
-    """Connect to the cluster of RAY_ADDRESS, or start one on this machine. Returns the package.
+@contextmanager
+def _cluster() -> Iterator[Any]:
+    """Connect to the cluster of RAY_ADDRESS, or start one on this machine, and yield the package.
+
+    What Ray says goes to stderr meanwhile: it prints the loss of a machine whatever its settings of logging.
 
     Raises:
-        UsageError: It is not installed.
+        UsageError: Ray is not installed.
         MachineError: There is no cluster at the address.
     """
     try:
         import ray
     except ImportError as error:
         raise UsageError("collect.on = 'ray' needs the package ray: pip install 'wmcli[ray]'") from error
-    if ray.is_initialized():
-        return ray
+    with redirect_stdout(sys.stderr):
+        is_ours = not ray.is_initialized()
+        if is_ours:
+            _connect(ray)
+        try:
+            yield ray
+        finally:
+            if is_ours:
+                with _own_signals():
+                    ray.shutdown()
+
+
+def _connect(ray: Any) -> None:
     address = os.environ.get("RAY_ADDRESS", "")
     try:
         host, colon, port = address.removeprefix("ray://").rpartition(":")
         if colon and port.isdecimal():  # Ray itself would wait for minutes
             socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-        with _own_signals(), redirect_stdout(sys.stderr):
+        with _own_signals():
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:
         where = f"no Ray cluster at {address}" if address else "Ray does not start here"
         raise MachineError(f"{where}: {_one_line(error)}; give its address: --address HOST:PORT") from error
-    return ray
 
 
 @contextmanager
