@@ -35,7 +35,7 @@ def test_one_that_fails_at_work_leaves_no_run_either(tmp_path: Path, monkeypatch
     def broken(*_: object, **__: object) -> None:
         raise UsageError("it does not open")
 
-    monkeypatch.setattr("wmcli.stages.collect.Streams", broken)
+    monkeypatch.setattr("wmcli.stages.player.open_streams", broken)
     with pytest.raises(UsageError, match="does not open"):
         collect(new(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
@@ -54,7 +54,7 @@ def test_a_stopped_first_command_keeps_its_settings(tmp_path: Path, monkeypatch:
 
     context = new(tmp_path / "run", "training.checkpoint_seconds=0", "seed=9")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("wmcli.stages.collect.failpoint", stop)  # behind the first checkpoint
+        patch.setattr("wmcli.stages.player.failpoint", stop)  # behind the first checkpoint
         collect(context)
     assert Run.open(tmp_path / "run", create=False).bound()["settings"]["seed"] == 9
 

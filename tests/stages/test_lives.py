@@ -27,7 +27,6 @@ from wmcli.controllers.base import episode_starts
 from wmcli.envs import Streams
 from wmcli.experience import Replay, Windows, WindowSampler, read_segment
 from wmcli.experience.load import SEGMENT
-from wmcli.stages import collect as stage
 from wmcli.stages.collect import collect, summary
 from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
@@ -225,7 +224,7 @@ def test_a_new_agent_is_warmed_up_with_the_running_game(
         monkeypatch.setattr(Agent, "across_ends", property(lambda _: False, lambda *_: None), raising=False)
     collect(context, controller="random", extend=False, steps=2 * (int(lost) + 3))
     warmed: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(stage.Agent, "burn_in", lambda self, *given: warmed.append(given))
+    monkeypatch.setattr(Agent, "burn_in", lambda self, *given: warmed.append(given))
     before = latest(run, "experience")
     collect(context, controller="controller@1", steps=2)
     frames, actions, valid = (each[0] for each in warmed[0])

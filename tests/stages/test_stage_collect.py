@@ -16,13 +16,12 @@ from tiny_run import Killed, command, copied, kill_at, latest, opened, sha256
 from wrong_steps import EXITS, FAULTY, UNSEEDED
 
 from wmcli.artifacts import Artifact, Run
-from wmcli.controllers.agent import UniformAgent
+from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.envs import EnvironmentSettings, make
 from wmcli.errors import ArtifactError, EnvironmentFault, Stopped
 from wmcli.experience import read_segment
 from wmcli.experience.load import SEGMENT
 from wmcli.experience.segment import CLOSING, kind_of
-from wmcli.stages import collect as stage
 from wmcli.stages.collect import collect
 from wmcli.stages.context import Context
 from wmcli.stages.imagine import imagine
@@ -190,7 +189,7 @@ def test_an_agent_is_warmed_up_with_the_frames_before(run: Path, monkeypatch: py
     """Burn-in of 2 frames: those right before, of the running episodes only."""
     collect(opened(run), steps=steps)
     warmed = []
-    monkeypatch.setattr(stage.Agent, "burn_in", lambda self, *given: warmed.append(given))
+    monkeypatch.setattr(Agent, "burn_in", lambda self, *given: warmed.append(given))
     collect(opened(run), steps=3)
     frames, actions, valid = warmed[0]
     store = Run.open(run, create=False)
@@ -249,7 +248,7 @@ def test_fresh_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         kill_at(patch, "checkpoint", 2)
         collect(opened(tmp_path / "run", EAGER, new=True))
     loads = []
-    monkeypatch.setattr(stage, "load_tensors", lambda path: loads.append(path))
+    monkeypatch.setattr("wmcli.stages.player.load_tensors", lambda path: loads.append(path))
     collect(opened(tmp_path / "run", fresh=True))
     assert loads == []
     assert_same_experience(latest(tmp_path / "run", "experience"), collect(opened(tmp_path / "whole", new=True)))

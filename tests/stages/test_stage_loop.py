@@ -12,10 +12,10 @@ import pytest
 from tiny_run import Killed, copied, kill_at, latest, opened, sha256
 
 from wmcli.artifacts import Artifact, Run, check
+from wmcli.envs import Streams
 from wmcli.errors import DivergedError, Stopped, UsageError
 from wmcli.progress import Bar, Progress
 from wmcli.settings import resolve
-from wmcli.stages import collect as collect_stage
 from wmcli.stages import evaluate as evaluate_stage
 from wmcli.stages import loop as module
 from wmcli.stages.collect import collect
@@ -246,8 +246,8 @@ def test_killed_every_few_checkpoints_it_ends_in_the_same_weights(
 @pytest.mark.parametrize(
     ("owner", "name", "call", "epochs", "made"),
     [
-        (collect_stage.Streams, "step", 2, 1, []),
-        (collect_stage.Streams, "step", 4, 1, []),  # the last of its stage: it must not go over into the next one
+        (Streams, "step", 2, 1, []),
+        (Streams, "step", 4, 1, []),  # the last of its stage: it must not go over into the next one
         (tokenizer_trainer, "update", 2, 1, ["experience"]),
         (dynamics_trainer, "update", 1, 2, ["experience", "tokenizer"]),
         (imagination_trainer, "update", 1, 3, ["experience", "tokenizer", "dynamics"]),  # the only one

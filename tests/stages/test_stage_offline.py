@@ -21,8 +21,8 @@ from wmcli.experience import Replay, load, read_segment
 from wmcli.experience.segment import IMPORTED
 from wmcli.settings import resolve
 from wmcli.spaces import Categories, Continuous, Image, Spaces, Vector, draw_actions, map_parts, parts_of
-from wmcli.stages import collect as collect_stage
 from wmcli.stages import held_out, loop
+from wmcli.stages import player as player_module
 from wmcli.stages.collect import collect
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.exported import recording_in
@@ -197,14 +197,14 @@ def test_a_controller_reads_its_last_frames_across_data(
         stage(opened(tmp_path / "run"))
     import_experience(opened(tmp_path / "run"), Importing(str(folder)))
     read: list[tuple[np.ndarray, np.ndarray]] = []
-    last_frames = collect_stage._last_frames
+    last_frames = player_module._last_frames
 
     def noted(*arguments: Any, **options: Any) -> Any:
         frames, action, valid = last_frames(*arguments, **options)
         read.append((frames, valid))
         return frames, action, valid
 
-    monkeypatch.setattr(collect_stage, "_last_frames", noted)
+    monkeypatch.setattr(player_module, "_last_frames", noted)
     collect(opened(tmp_path / "run"))
     (frames, valid), own = read[0], read_segment(latest(tmp_path / "run", "experience").path / load.SEGMENT)
     assert valid.all() and len(own["action"]) == 12

@@ -17,6 +17,7 @@ from test_stage_loop import LOOP, inputs, names, results
 from tiny_run import Killed, command, kill_at, latest, opened, settings
 
 from wmcli.artifacts import Artifact, Run
+from wmcli.envs.processes import portable
 from wmcli.errors import ArtifactError, EnvironmentFault, MachineError, Stopped, UsageError
 from wmcli.stages import collector as module
 from wmcli.stages.collect import collect
@@ -281,9 +282,9 @@ def test_an_error_that_cannot_be_sent_is_told_in_words() -> None:
     class Local(Exception):
         pass
 
-    error = module._portable(Local("lost"))
+    error = portable(Local("lost"), "that collects")
     assert type(error) is RuntimeError and str(error) == "Local: lost"
-    assert type(module._portable(MachineError("full"))) is MachineError
+    assert type(portable(MachineError("full"), "that collects")) is MachineError
 
 
 @pytest.mark.slow

@@ -154,7 +154,7 @@ def kill_at(patch: pytest.MonkeyPatch, name: str, times: int) -> None:
         if reached >= times:
             raise Killed(f"{here} {reached}")
 
-    for module in ("wmcli.stages.collect", "wmcli.stages.episodes", "wmcli.training.loop", "wmcli.artifacts.files"):
+    for module in ("wmcli.stages.player", "wmcli.stages.episodes", "wmcli.training.loop", "wmcli.artifacts.files"):
         patch.setattr(f"{module}.failpoint", count)
 
 

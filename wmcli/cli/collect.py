@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from wmcli.cli.options import (
     DEFAULT_RUN,
     INPUT_PANEL,
+    RUN_PANEL,
     Device,
     Environment,
     Fresh,
@@ -22,6 +24,7 @@ from wmcli.cli.options import (
     overrides,
 )
 from wmcli.cli.output import published
+from wmcli.errors import UsageError
 
 
 def collect(
@@ -53,6 +56,24 @@ def collect(
         int | None,
         typer.Option(min=1, metavar="N", help="Training episodes. Short for --set collect.episodes=N."),
     ] = None,
+    where: Annotated[
+        Literal["here", "ray"] | None,
+        typer.Option(
+            "--on",
+            metavar="WHERE",
+            help="here, or ray: environments are played on the machines of a Ray cluster, which needs --set"
+            " collect.apart=true. Short for --set collect.on=WHERE.",
+            rich_help_panel=RUN_PANEL,
+        ),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Ray cluster. Default: RAY_ADDRESS, else a new one of this machine.",
+            rich_help_panel=RUN_PANEL,
+        ),
+    ] = None,
     fresh: Fresh = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -63,11 +84,17 @@ def collect(
         wm collect --run runs/catch --preset quickstart --steps 2000
         wm collect --run runs/doors --preset doors-small --episodes 2000
         wm collect --preset s4wm-3d --set collect.recordings=DIR --policy recorded
+        wm collect --run runs/pong --set collect.apart=true --on ray
     """
     from wmcli.stages.collect import collect as stage
     from wmcli.stages.opening import open_context
 
     short = {"seed": seed, "training.device": device, "environment.id": environment}
-    changes = overrides(settings, short | {"collect.policy": policy, "collect.episodes": episodes})
+    short |= {"collect.policy": policy, "collect.episodes": episodes, "collect.on": where}
+    changes = overrides(settings, short)
     context = open_context(run, preset, changes, create=True, quiet=quiet, fresh=fresh)
+    if address is not None:
+        if getattr(context.settings.collect, "on", "here") != "ray":
+            raise UsageError("--address is that of a Ray cluster: add --on ray.")
+        os.environ["RAY_ADDRESS"] = address
     published(stage(context, controller=controller, steps=steps), as_json)

@@ -25,6 +25,8 @@ class Section(BaseModel):
     )
     tag: ClassVar[str] = "kind"
     """Key that names the kind of the section, where there are several."""
+    incidental: ClassVar[tuple[str, ...]] = ()
+    """Keys that say how a result is computed and not what it is. They identify no job."""
 
     @classmethod
     def kind_name(cls) -> str:
@@ -39,10 +41,13 @@ class Section(BaseModel):
     def changed(self) -> dict[str, Any]:
         """Return the plain values that differ from the defaults of this class, and its `kind`.
 
-        They identify a job, so a new key at its default does not change the identity of an older job.
+        Those of `incidental` keys are left out. They identify a job, so a new key at its default does not change the
+        identity of an older job.
         """
         plain, values = self.plain(), {}
         for name, field in type(self).model_fields.items():
+            if name in self.incidental:
+                continue
             value = getattr(self, name)
             if isinstance(value, Section):
                 if inside := value.changed():

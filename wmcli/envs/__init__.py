@@ -15,6 +15,7 @@ from wmcli.envs.catch import CATCH_ID
 from wmcli.envs.delayed_copy import DELAYED_COPY_ID, STEPS
 from wmcli.envs.environment import list_environments, make, protocol
 from wmcli.envs.grid_world import GRID_WORLD_GOAL_ID, GRID_WORLD_ID
+from wmcli.envs.processes import AnyStreams, open_streams
 from wmcli.envs.quarters import QUARTERS_ID
 from wmcli.envs.settings import EnvironmentSettings
 from wmcli.envs.tasks import TASKS
@@ -38,4 +39,14 @@ for _id, _entry_point, _kwargs, _steps in _entries:
 if DREAM_ID not in gymnasium.registry:
     gymnasium.register(DREAM_ID, "wmcli.dream:make", vector_entry_point="wmcli.dream:make_vec")
 
-__all__ = ["EnvironmentSettings", "Streams", "Transition", "follows_seed", "list_environments", "make", "protocol"]
+__all__ = [
+    "AnyStreams",
+    "EnvironmentSettings",
+    "Streams",
+    "Transition",
+    "follows_seed",
+    "list_environments",
+    "make",
+    "open_streams",
+    "protocol",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,8 @@ from wmcli.config import Section
 
 class EnvironmentSettings(Section):
     """The game and its protocol."""
+
+    incidental: ClassVar = ("processes",)
 
     id: str = Field(default="wm/Catch-v0", min_length=1)
     """Game: a gymnasium id, an Atari game (`Pong`), or `module:Id`, whose module, installed or in the current folder,
@@ -33,3 +35,6 @@ class EnvironmentSettings(Section):
     """Steps of the environment that each action is repeated for, with rewards summed (plain). [steps]"""
     count: int = Field(default=1, ge=1, le=1024)
     """Parallel environments. [environments]"""
+    processes: int = Field(default=0, ge=0, le=256)
+    """Processes that step the environments, at most one for each; 0 steps them in wm's own. Results are the same.
+    [processes]"""

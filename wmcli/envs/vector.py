@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +46,14 @@ class Transition(NamedTuple):
 class Streams:
     """`settings.count` parallel environments. One that ends an episode is reset within the same step.
 
+    Args:
+        settings: Of the environments.
+        train: Play by the training rules of an Atari protocol, else by its test rules.
+        seed: That the seeds of all games derive from.
+        state: Of streams to go on with, see `restore`.
+        numbers: Of the streams, where these are some of more; all from 0 on by default. A stream of the same number is
+            the same alone and among others.
+
     Attributes:
         spaces: Of observations and actions.
         observation: Current observations, arrays (E, *part), new ones after every step.
@@ -55,22 +63,31 @@ class Streams:
     """
 
     def __init__(
-        self, settings: EnvironmentSettings, *, train: bool, seed: int, state: dict[str, Any] | None = None
+        self,
+        settings: EnvironmentSettings,
+        *,
+        train: bool,
+        seed: int,
+        state: dict[str, Any] | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> None:
+        self._numbers = range(settings.count) if numbers is None else numbers
+        count = len(self._numbers)
+        if state is not None:
+            check_count(settings.id, state, count)
         self.seed = seed
-        self.first = np.ones(settings.count, bool)
-        self.restarted = np.zeros(settings.count, bool)
-        self._id = settings.id
-        self._envs: list[Any] = [make(settings, train=train) for _ in range(settings.count)]
+        self.first = np.ones(count, bool)
+        self.restarted = np.zeros(count, bool)
+        self._envs: list[Any] = [make(settings, train=train) for _ in range(count)]
         self.spaces: Spaces = self._envs[0].spaces
         self.observation = self._empty()
         self.has_time_limit = settings.protocol != "plain" or time_limit(self._envs[0], settings) is not None
-        self._games = [0] * settings.count  # number of the running game
+        self._games = [0] * count  # number of the running game
         self._played: list[list[np.ndarray]] = [[] for _ in self._envs]  # actions since its reset
-        self._opened = [0] * settings.count  # how many of them the running episode came after
+        self._opened = [0] * count  # how many of them the running episode came after
         self._final: dict[int, Any] = {}
         if state is None:
-            for stream in range(settings.count):
+            for stream in range(count):
                 self._start_game(stream)
         else:
             self._replay(state)
@@ -108,6 +125,10 @@ class Streams:
         opened = [0] * len(self._envs) if across_ends else self._opened
         return np.array([len(played) for played in self._played]) - opened
 
+    def games(self) -> np.ndarray:
+        """Return the numbers of the running games, int64 (E,)."""
+        return np.array(self._games, np.int64)
+
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`: the integer `seed` and arrays.
 
@@ -117,7 +138,7 @@ class Streams:
         """
         return {
             "seed": self.seed,
-            "game": np.array(self._games, np.int64),
+            "game": self.games(),
             "length": np.array([len(played) for played in self._played], np.int64),
             "action": self._actions(action for played in self._played for action in played),
             "frame": np.array([self._checksum(stream) for stream in range(len(self._envs))], np.int64),
@@ -131,7 +152,7 @@ class Streams:
         count = len(self._envs)
         return {
             "seed": self.seed,
-            "game": np.array(self._games, np.int64),
+            "game": self.games(),
             "length": np.zeros(count, np.int64),
             "action": self._actions(()),
             "frame": np.full(count, BROKEN, np.int64),
@@ -163,7 +184,7 @@ class Streams:
         return total
 
     def _start_game(self, stream: int) -> None:
-        words = np.random.SeedSequence((self.seed, stream, self._games[stream])).generate_state(1)
+        words = np.random.SeedSequence((self.seed, self._numbers[stream], self._games[stream])).generate_state(1)
         seed = int(words[0]) >> 1  # some environments hand it to libraries that take 31 bits
         self._show(stream, self._envs[stream].reset(seed=seed)[0])
         self._played[stream], self._opened[stream] = [], 0
@@ -191,14 +212,8 @@ class Streams:
         return float(reward), terminated, truncated, int(lives), ended and not continues
 
     def _replay(self, state: dict[str, Any]) -> None:
-        count = len(self._envs)
-        if len(state["game"]) != count:
-            raise ArtifactError(
-                f"{self._id}: {len(state['game'])} environments were saved side by side, but the settings ask for "
-                f"{count}; use: --set environment.count={len(state['game'])}"
-            )
-        games = np.split(state["action"], np.cumsum(state["length"])[:-1])
-        for stream, (game, actions, frame) in enumerate(zip(state["game"], games, state["frame"], strict=True)):
+        actions_of = np.split(state["action"], np.cumsum(state["length"])[:-1])
+        for stream, (game, actions, frame) in enumerate(zip(state["game"], actions_of, state["frame"], strict=True)):
             self._games[stream] = int(game)
             if frame == BROKEN or not self._play_again(stream, actions, int(frame)):
                 self.restarted[stream] = frame != BROKEN
@@ -222,6 +237,29 @@ class Streams:
             if isinstance(env, Atari):
                 env.drawing = True
         return self._checksum(stream) == frame
+
+
+def check_count(name: str, state: dict[str, Any], count: int) -> None:
+    """Raise ArtifactError unless a state is that of `count` streams of the environment `name`."""
+    if (saved := len(state["game"])) != count:
+        raise ArtifactError(
+            f"{name}: {saved} environments were saved side by side, but the settings ask for {count};"
+            f" use: --set environment.count={saved}"
+        )
+
+
+def state_of(state: dict[str, Any], streams: slice) -> dict[str, Any]:
+    """Return the state of some consecutive streams."""
+    ends = np.append(0, np.cumsum(state["length"]))
+    start, stop, _ = streams.indices(len(state["length"]))
+    some = {name: state[name][streams] for name in ("game", "length", "frame")}
+    return {"seed": state["seed"], **some, "action": state["action"][ends[start] : ends[stop]]}
+
+
+def join_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the state of all streams of some states, which have one seed, in that order."""
+    names = ("game", "length", "action", "frame")
+    return {"seed": states[0]["seed"]} | {name: np.concatenate([each[name] for each in states]) for name in names}
 
 
 def follows_seed(settings: EnvironmentSettings, space: ActionSpace) -> bool:

@@ -1,7 +1,8 @@
 """The replay: all experience in memory, on the training device. Many frames may be on the host, or on disk, instead.
 
-Axes: N rows. Rows are in order of arrival, with streams interleaved. An *order* (position -> row) sorts them by episode
-or by stream, so that a window is a range of positions. An observation is a tree of parts, see `wmcli.spaces`.
+Axes: N rows. Rows are in order of arrival: segment after segment, those of one stream in order of time. An *order*
+(position -> row) sorts them by episode or by stream, so that a window is a range of positions. An observation is a tree
+of parts, see `wmcli.spaces`.
 """
 
 from __future__ import annotations

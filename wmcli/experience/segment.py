@@ -2,8 +2,8 @@
 
 Axes: N rows, M of them end an episode. A row is one decision in one environment (a *stream*): `observation`, in which
 `action` was taken, and its OUTCOMES. An observation of several parts (`wmcli.spaces`) has a column `observation.NAME`
-for each. Rows of several streams are interleaved; those of one stream are in order of time. The documentation has the
-whole format (docs/format.md).
+for each. Rows of one stream are in order of time; streams are interleaved, or one follows another. The documentation
+has the whole format (docs/format.md).
 
 Frames are in chunks of 64 rows inside shards, compressed by zstd with checksum. Without the checksum zarr does not
 detect most flipped bits. A segment is never appended to, because an interrupted append leaves rows of zeros. zarr reads

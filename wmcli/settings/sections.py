@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -25,6 +25,8 @@ class CollectSettings(Section):
 
 
 class LearnedCollectSettings(CollectSettings):
+    incidental: ClassVar = ("on",)
+
     policy: Literal["learned"] = "learned"
     """The newest controller plays; before there is one, actions are uniformly random."""
     steps: int = Field(200, ge=1)
@@ -39,6 +41,21 @@ class LearnedCollectSettings(CollectSettings):
     episode and with the collect."""
     feed_executed_action: bool = True
     """Feed the executed action to the controller; false feeds the one before epsilon (public code of REM)."""
+    apart: bool = False
+    """Play each environment by itself, one after another, on one thread and with random numbers of its own, instead of
+    all in one batch. It takes longer here, and the same experience can be made on several machines, see `on`."""
+    on: Literal["here", "ray"] = "here"
+    """Where environments are played apart: in wm's own process, or as tasks on the machines of a Ray cluster, that of
+    RAY_ADDRESS or else a new one of this machine alone. Results are the same."""
+
+    @model_validator(mode="after")
+    def _check_apart(self) -> LearnedCollectSettings:
+        if self.on == "ray" and not self.apart:
+            raise ValueError(
+                "on = 'ray' takes environments that are played apart, and playing them in one batch gives other"
+                " experience: set collect.apart=true in a run of its own"
+            )
+        return self
 
 
 class EpisodesCollectSettings(CollectSettings):

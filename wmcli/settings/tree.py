@@ -159,6 +159,17 @@ class Settings(Section):
         return prior or NoPriorSettings()
 
     @property
+    def incidental_keys(self) -> set[str]:
+        """Keys, `section.key`, that identify no job, see `Section.incidental`."""
+        sections = {name: getattr(self, name) for name in type(self).model_fields}
+        return {
+            f"{name}.{key}"
+            for name, section in sections.items()
+            if isinstance(section, Section)
+            for key in section.incidental
+        }
+
+    @property
     def acting(self) -> dict[str, dict[str, Any]]:
         """Settings of `dynamics` and `controller` that change acting and not training."""
         return {
@@ -177,6 +188,9 @@ class Settings(Section):
         """Return the identity of a job that depends on some sections."""
         plain, changed = self.plain(), self.changed()
         chosen = {name: plain[name] for name in (*sections, "alternatives")}
+        for section, key in (name.split(".") for name in self.incidental_keys):
+            if section in sections:
+                del chosen[section][key]
         return Identity.of_sections(chosen, {name: changed[name] for name in sections if name in changed}, sections)
 
     def acting_identity(self) -> Identity:

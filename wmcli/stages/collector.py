@@ -7,12 +7,10 @@ lasts for the whole run: it imports torch once and keeps its environments betwee
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import threading
-import traceback
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -20,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from wmcli.artifacts import Artifact, Run, open_artifact
+from wmcli.envs.processes import portable
 from wmcli.errors import MachineError, Stopped
 from wmcli.interrupt import stop_requests
 from wmcli.progress import Progress
@@ -175,7 +174,7 @@ def serve(handle: int) -> None:
         try:
             reply = str(collect(context, **request, extend=False).path)
         except Exception as error:
-            reply = _portable(error)
+            reply = portable(error, "that collects")
         line.send(reply)
 
 
@@ -186,17 +185,6 @@ def _listen(line: Connection, requests: SimpleQueue[Any]) -> None:
             requests.put(line.recv())
     except (EOFError, OSError):
         os._exit(0)
-
-
-def _portable(error: Exception) -> Exception:
-    """Return the exception, or its text if it cannot be pickled, with its traceback as a note."""
-    where = "".join(traceback.format_exception(error))
-    try:
-        error = pickle.loads(pickle.dumps(error))
-    except Exception:
-        error = RuntimeError(f"{type(error).__name__}: {error}")
-    error.add_note(f"In the process that collects:\n{where}")
-    return error
 
 
 if __name__ == "__main__":

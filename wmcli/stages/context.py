@@ -15,7 +15,7 @@ from wmcli.artifacts import Artifact, Job, Run, Work
 from wmcli.artifacts.environment import is_recorded, recorded_environment
 from wmcli.artifacts.job import REVISIONS
 from wmcli.artifacts.manifest import MAKERS
-from wmcli.envs import Streams, protocol
+from wmcli.envs import AnyStreams, protocol
 from wmcli.errors import ArtifactError, BusyError, MachineError, UsageError
 from wmcli.experience import Replay
 from wmcli.experience.load import load_experience, load_held_out
@@ -83,7 +83,7 @@ class Context:
     """Experience that a stage of this process has loaded."""
     latents: dict[str, Tensor] = field(default_factory=dict)
     """Latents of all frames in `replay`, by the digest of their encoder (at most one entry)."""
-    streams: tuple[str, Streams] | None = None
+    streams: tuple[str, AnyStreams] | None = None
     """Digest of an experience and its environments, which the next collect continues without restoring them."""
     began: datetime = field(default_factory=lambda: datetime.now(UTC))
     """When this process began to work."""
@@ -217,10 +217,14 @@ class Context:
             return None
         then, now = flatten(other.settings), flatten(self.settings)
         sections = (*job.sections, "training.sampling", "training.dfs", "training.priority")
+        incidental = self.settings.incidental_keys
         changed = [
             f"{key} {then[key]} -> {now[key]}"
             for key in now
-            if key in then and then[key] != now[key] and any(f"{key}.".startswith(f"{each}.") for each in sections)
+            if key in then
+            and then[key] != now[key]
+            and any(f"{key}.".startswith(f"{each}.") for each in sections)
+            and key not in incidental
         ]
         before, revision = other.manifest.get("revision", 1), REVISIONS[job.kind]
         if before != revision:

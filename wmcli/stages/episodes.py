@@ -11,7 +11,7 @@ import torch
 
 from wmcli.artifacts.failpoint import failpoint
 from wmcli.controllers.base import Actor
-from wmcli.envs import EnvironmentSettings, Streams, Transition
+from wmcli.envs import AnyStreams, EnvironmentSettings, Transition, open_streams
 from wmcli.errors import Stopped, UsageError
 from wmcli.interrupt import stop_requests
 from wmcli.progress import Progress
@@ -61,7 +61,7 @@ class _Tally:
             self.number[environment] = self.started
             self.started += 1
 
-    def save(self, path: Path, streams: Streams, agent: Actor) -> None:
+    def save(self, path: Path, streams: AnyStreams, agent: Actor) -> None:
         """Write a checkpoint."""
         state = streams.state()
         arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
@@ -72,7 +72,7 @@ class _Tally:
         tensors |= {f"counts/{name}": torch.from_numpy(value) for name, value in counts.items()}
         save_tensors(path, tensors, {"seed": state["seed"], "started": self.started})
 
-    def load(self, path: Path, settings: EnvironmentSettings, agent: Actor) -> Streams | None:
+    def load(self, path: Path, settings: EnvironmentSettings, agent: Actor) -> AnyStreams | None:
         """Load a checkpoint. Return its environments, or None if every episode has ended."""
         tensors, about = load_tensors(path)
 
@@ -87,7 +87,7 @@ class _Tally:
             return None
         agent.load(part("agent"))
         state = {name: value.numpy() for name, value in part("streams").items()}
-        streams = Streams.restore(settings, False, {"seed": about["seed"], **state})
+        streams = open_streams(settings, train=False, seed=about["seed"], state={"seed": about["seed"], **state})
         # Environments that ignore their seed start these episodes again.
         again = self.number[streams.restarted & (self.number < len(self.returns))]
         self.returns[again], self.lengths[again] = 0, 0
@@ -136,7 +136,7 @@ def play_episodes(
             return PlayedEpisodes(tally.returns.tolist(), tally.lengths.tolist(), tally.film)
         progress.say(f"{name}: resuming after {tally.ended} of {episodes} episodes")
     else:
-        streams = Streams(settings, train=False, seed=seed)
+        streams = open_streams(settings, train=False, seed=seed)
     saved_at = time.monotonic()
     with stop_requests() as stop, progress.bar(name, episodes, "episodes", start=tally.ended) as bar:
         while not tally.complete:

@@ -28,14 +28,14 @@ from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import load_world_model, settings_of
 from wmcli.backbones import BackboneSettings, build
 from wmcli.controllers.agent import UniformAgent
-from wmcli.envs import Streams
+from wmcli.envs import open_streams
 from wmcli.envs.grid_world import GRID_WORLD_GOAL_ID
 from wmcli.errors import MachineError, UsageError
 from wmcli.experience import Recorder, Replay
 from wmcli.metrics import grid_world as metrics
 from wmcli.settings import Settings
-from wmcli.stages.collect import step_columns
 from wmcli.stages.context import Context
+from wmcli.stages.player import step_columns
 from wmcli.stages.protocol import Protocol
 from wmcli.training.device import Machine, derived_seed, isolated_randomness
 from wmcli.training.optim import build_optimizer, update
@@ -184,7 +184,7 @@ def _play(context: Context, sequences: int, length: int) -> Replay:
     count = min(sequences, ENVIRONMENTS)
     rounds = length * -(-sequences // count)
     seed = derived_seed(settings.seed, "eval gridworld")
-    streams = Streams(settings.environment.model_copy(update={"count": count}), train=False, seed=seed)
+    streams = open_streams(settings.environment.model_copy(update={"count": count}), train=False, seed=seed)
     agent = UniformAgent(context.spaces.action, count, generator=torch.Generator().manual_seed(seed))
     recorder = Recorder(rounds, count)
     with context.progress.bar("random play", rounds * count, "steps") as bar:

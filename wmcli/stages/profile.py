@@ -15,7 +15,7 @@ from wmcli.artifacts import Artifact
 from wmcli.assemble import build_controller, build_tokenizer, build_world_model
 from wmcli.controllers.agent import UniformAgent
 from wmcli.controllers.base import Actor, Learner
-from wmcli.envs import Streams
+from wmcli.envs import open_streams
 from wmcli.errors import UsageError
 from wmcli.kernels import tiles
 from wmcli.kernels.dispatch import using
@@ -221,7 +221,7 @@ def collect_randomly(context: Context, bench: Bench) -> tuple[dict[str, Any], in
 def time_collecting(context: Context, bench: Bench, label: str, agent: Actor) -> tuple[dict[str, Any], int]:
     """Time collecting with an agent; return the row, and the steps of a call."""
     settings = context.settings.environment
-    streams = Streams(settings, train=True, seed=0)
+    streams = open_streams(settings, train=True, seed=0)
     rounds = 2 if bench.quick else -(-COLLECT_STEPS // settings.count)
     steps = rounds * settings.count
 

@@ -32,10 +32,10 @@ from wmcli.progress import Progress
 from wmcli.settings import LearnedCollectSettings, Settings, resolve
 from wmcli.spaces import bytes_of, column_names, draw_actions, draw_part, first_part, map_parts
 from wmcli.stages.binding import Binding
-from wmcli.stages.collect import build_agent
 from wmcli.stages.collector import Collector
 from wmcli.stages.context import Context
 from wmcli.stages.loop import COLLECT, DYNAMICS, EVALUATE, IMAGINE, TOKENIZER, due, run_epoch
+from wmcli.stages.player import build_agent
 from wmcli.stages.profile import collect_randomly, has_tokenizer, time_collecting
 from wmcli.trainers import DynamicsTrainer, ImaginationTrainer, ReanalysisTrainer, TokenizerTrainer
 from wmcli.trainers.batches import ENCODE_BATCH, encode_frames
@@ -322,7 +322,8 @@ def _agent(context: Context) -> Agent:
     tokenizer = machine.freeze(build_tokenizer(settings, context.spaces)) if has_tokenizer(settings) else None
     world_model = machine.freeze(build_world_model(settings, tokenizer, context.spaces))
     controller = machine.freeze(build_controller(settings, world_model, machine))
-    return build_agent(settings, world_model, controller, generator=torch.Generator().manual_seed(0))
+    count, generator = settings.environment.count, torch.Generator().manual_seed(0)
+    return build_agent(settings, world_model, controller, environments=count, generator=generator)
 
 
 def _small_settings(context: Context) -> Settings:

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 
 from wmcli.controllers.agent import UniformAgent
-from wmcli.envs import Streams
+from wmcli.envs import open_streams
 from wmcli.errors import UsageError
 from wmcli.experience import Recorder, Replay, read_frames, read_segment, write_segment
 from wmcli.experience.segment import CLOSING, kind_of
 from wmcli.settings import LearnedCollectSettings
 from wmcli.spaces import bytes_of, from_columns, row_of
-from wmcli.stages.collect import step_columns
 from wmcli.stages.context import Context
+from wmcli.stages.player import step_columns
 from wmcli.trainers.batches import build_sampler, gather
 from wmcli.training.measure import Bench, time_call
 
@@ -87,7 +87,7 @@ def profile_experience(context: Context, bench: Bench, frames: int, folder: Path
 def _played(context: Context) -> dict[str, np.ndarray]:
     """A segment of random play."""
     settings = context.settings.environment
-    streams = Streams(settings, train=True, seed=0)
+    streams = open_streams(settings, train=True, seed=0)
     agent = UniformAgent(context.spaces.action, settings.count, generator=torch.Generator().manual_seed(0))
     rounds = -(-PLAYED // settings.count)
     recorder = Recorder(rounds, settings.count)

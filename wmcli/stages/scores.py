@@ -109,6 +109,7 @@ _NOT_LEARNING = (
     "environment.id",
     "environment.protocol",
     "environment.size",
+    "environment.processes",
     "evaluation.",
     "run.keep",
     "run.evaluate_",
