@@ -16,12 +16,14 @@ import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wmcli.artifacts.files import make_folder, write_durable
 from wmcli.errors import BusyError, Stopped
 from wmcli.interrupt import ASKING, ENDING, PATIENCE, StopRequest, stop_requests
-from wmcli.sweeps.plan import PlannedRun
+
+if TYPE_CHECKING:
+    from wmcli.sweeps.plan import PlannedRun
 
 DONE, FAILED, STOPPED, RUNNING = "done", "failed", "stopped", "running"
 POLL_SECONDS = 0.1
@@ -50,39 +52,16 @@ def attempt(
         The exit code of `wm`; 75 if it stopped and the same run can go on, 128 + N if signal N ended it.
     """
     make_folder(records)
-    before = read_record(run, records)
-    if before is None or before["arguments"] != list(run.arguments):
-        before = {"attempts": 0, "seconds": 0.0, "peak_bytes": 0}
-    record = {
-        "state": RUNNING,
-        "executor": executor,
-        "job": job,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "attempts": before["attempts"] + 1,
-        "began": _now(),
-        "ended": None,
-        "seconds": before["seconds"],
-        "peak_bytes": before["peak_bytes"],
-        "code": None,
-        "last": "",
-        "arguments": list(run.arguments),
-    }
+    record = _begin(run, records, executor, job)
+    before, began = record["seconds"], time.monotonic()
     write_record(run, records, record)
-    began = time.monotonic()
     with stop_requests(PATIENCE + LONGER) as stop:
         end = _run_wm(run, records, os.environ | dict(environment or {}), stop)
     ours = read_record(run, records)
     if ours is None or all(ours[key] == record[key] for key in ("host", "pid", "attempts")):  # else a successor runs
-        record |= {
-            "state": {0: DONE, Stopped.exit_code: STOPPED}.get(end.code, FAILED),
-            "ended": _now(),
-            "seconds": before["seconds"] + time.monotonic() - began,
-            "peak_bytes": max(before["peak_bytes"], end.peak_bytes),
-            "code": end.code,
-            "last": _last_line(log_of(run, records)),
-        }
-        write_record(run, records, record)
+        record["seconds"] = before + time.monotonic() - began
+        record["peak_bytes"] = max(record["peak_bytes"], end.peak_bytes)
+        write_record(run, records, record | _ending(end.code, _last_line(log_of(run, records))))
     return end.code
 
 
@@ -107,9 +86,50 @@ def write_record(run: PlannedRun, records: Path, record: Mapping[str, Any]) -> N
     write_durable(_file(run, records, ".json"), [json.dumps(record, indent=2).encode() + b"\n"])
 
 
+def record_end(run: PlannedRun, records: Path, *, executor: str, job: str, code: int, last: str) -> None:
+    """Record the end of a job that could not do so itself, because it was killed or never began."""
+    make_folder(records)
+    record = read_record(run, records)
+    if record is None or record["job"] != job:
+        record = _begin(run, records, executor, job)
+    write_record(run, records, record | _ending(code, last))
+
+
 def log_of(run: PlannedRun, records: Path) -> Path:
     """Return the path of the log of all attempts at a run."""
     return _file(run, records, ".log")
+
+
+def _begin(run: PlannedRun, records: Path, executor: str, job: str) -> dict[str, Any]:
+    """Return the record of an attempt that begins."""
+    before = read_record(run, records)
+    if before is None or before["arguments"] != list(run.arguments):
+        before = {"attempts": 0, "seconds": 0.0, "peak_bytes": 0}
+    return {
+        "state": RUNNING,
+        "executor": executor,
+        "job": job,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "attempts": before["attempts"] + 1,
+        "began": _now(),
+        "ended": None,
+        "seconds": before["seconds"],
+        "peak_bytes": before["peak_bytes"],
+        "code": None,
+        "last": "",
+        "arguments": list(run.arguments),
+    }
+
+
+def _ending(code: int, last: str) -> dict[str, Any]:
+    """Return what an end adds to a record."""
+    return {
+        "state": {0: DONE, Stopped.exit_code: STOPPED}.get(code, FAILED),
+        "ended": _now(),
+        "code": code,
+        "last": last,
+    }
 
 
 def _file(run: PlannedRun, records: Path, suffix: str) -> Path:
