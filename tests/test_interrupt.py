@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from wmcli.interrupt import ECHO, STOPPING, stop_requests
+from wmcli.interrupt import ASKING, ENDING, stop_requests
 
-SIGNALS = list(STOPPING)
+SIGNALS = [*ENDING, *ASKING]
 
 STUBBORN = """
 import time
@@ -46,23 +46,18 @@ def test_the_handlers_come_back_after_an_error() -> None:
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (signal.SIGINT, signal.SIGINT),
-        (signal.SIGTERM, signal.SIGINT),
-        (signal.SIGTERM, signal.SIGTERM),
-        (signal.SIGUSR2, signal.SIGTERM),
-    ],
-)
+@pytest.mark.parametrize("second", ENDING)
+@pytest.mark.parametrize("first", ENDING)
 def test_the_second_signal_ends_the_process_at_once(first: signal.Signals, second: signal.Signals) -> None:
+    """However often a scheduler has asked by another one meanwhile."""
     with subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout is not None and child.stdout.readline() == "ready\n"
             child.send_signal(first)
             assert child.stdout.readline() == "asked\n"
-            child.send_signal(second)  # an echo of the first
-            time.sleep(ECHO + 0.1)
+            for each in (*ASKING, *ASKING):
+                child.send_signal(each)
+                time.sleep(0.05)
             assert child.poll() is None
             began = time.monotonic()
             child.send_signal(second)

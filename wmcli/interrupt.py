@@ -1,7 +1,7 @@
-"""Signals: the first one to stop requests a checkpoint, the second one ends the process at once.
+"""Signals: the first SIGINT or SIGTERM requests a checkpoint, the second one ends the process at once.
 
-They are SIGINT, SIGTERM, and SIGUSR1 and SIGUSR2, with which SLURM warns of a time limit. One that follows within
-`ECHO` seconds counts as the same: a scheduler signals every process of a job, and a parent may pass it on.
+SIGUSR1 and SIGUSR2 request a checkpoint, too, and however many arrive end nothing. Schedulers announce the end of a job
+by them, to all of its processes, and some of those pass the request on.
 
 If no checkpoint is reached within `PATIENCE` seconds, for example in a very long update, the process ends without one,
 as after a kill.
@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -22,9 +21,8 @@ from wmcli.errors import Stopped
 
 PATIENCE = 8.0
 """Seconds; schedulers follow up with SIGKILL, some of them after ten."""
-ECHO = 0.7
-"""Seconds."""
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+ENDING = (signal.SIGINT, signal.SIGTERM)  # the second one ends the process
+ASKING = (signal.SIGUSR1, signal.SIGUSR2)
 _SHOW_CURSOR = "\x1b[?25h"  # progress bars hide it
 
 
@@ -33,7 +31,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
-        self.since = 0.0  # by the monotonic clock
+        self.ending = False  # the next SIGINT or SIGTERM ends the process
 
     def __bool__(self) -> bool:
         return self.requested
@@ -43,28 +41,33 @@ _current: StopRequest | None = None
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """Catch the signals to stop for the length of the block; blocks inside it share its request.
+def stop_requests(patience: float = PATIENCE) -> Iterator[StopRequest]:
+    """Catch the signals that ask to stop for the length of the block; blocks inside it share its request.
 
-    Outside the main thread signals cannot be caught: no-op there.
+    Outside the main thread signals cannot be caught: a block there shares that of the main thread, if there is one.
+
+    Args:
+        patience: Seconds from the request to the end of the process, in an outermost block.
     """
     global _current
     if _current is not None or threading.current_thread() is not threading.main_thread():
         yield StopRequest() if _current is None else _current
         return
     request = _current = StopRequest()
-    deadline = threading.Timer(PATIENCE, _leave)
+    deadline = threading.Timer(patience, _leave)
     deadline.daemon = True
 
     def handle(number: int, frame: FrameType | None) -> None:
+        if number in ENDING:
+            if request.ending:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            request.ending = True
         if not request.requested:
-            request.requested, request.since = True, time.monotonic()
+            request.requested = True
             deadline.start()
-        elif time.monotonic() - request.since > ECHO:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
 
-    previous = {number: signal.signal(number, handle) for number in STOPPING}
+    previous = {number: signal.signal(number, handle) for number in (*ENDING, *ASKING)}
     try:
         yield request
     finally:

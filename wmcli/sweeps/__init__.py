@@ -1,1 +1,1 @@
-"""Sweeps: suites of runs from one file, on this machine, SLURM or Ray."""
+"""Sweeps: many runs from one file, on this machine, on SLURM or on Ray."""

@@ -1,207 +1,198 @@
-"""One attempt at a run of a sweep: a process of `wm run`, its log, and a record of what became of it."""
+"""One attempt at a run of a sweep: `wm` in a process of its own, with a log and a record beside the runs.
+
+Every executor runs this function, wherever it starts the runs. An attempt that ends early is followed by another one,
+which goes on from the run's last checkpoint.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from wmcli.artifacts.files import make_folder, write_durable
 from wmcli.errors import BusyError, Stopped
-from wmcli.interrupt import STOPPING
+from wmcli.interrupt import ASKING, ENDING, PATIENCE, StopRequest, stop_requests
 
 if TYPE_CHECKING:
     from wmcli.sweeps.plan import PlannedRun
 
+DONE, FAILED, STOPPED, RUNNING = "done", "failed", "stopped", "running"
 POLL_SECONDS = 0.1
-BUSY_SECONDS = 60.0  # a predecessor that dies on another machine holds the run's locks so long at most
-RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
-_PR_SET_PDEATHSIG = 1
-
-_children: set[subprocess.Popen[bytes]] = set()
+BUSY_SECONDS = 60.0  # a predecessor on another node may hold the run's lock until it has noticed its end
+BUSY_INTERVAL = 2.0
+LONGER = 4.0  # seconds more patience than `wm` has, to see and record its end
+_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 def attempt(
-    run: PlannedRun,
-    records: Path,
-    *,
-    executor: str,
-    job: str = "",
-    environment: Mapping[str, str] | None = None,
-    heard: list[int] | None = None,
+    run: PlannedRun, records: Path, *, executor: str, job: str = "", environment: Mapping[str, str] | None = None
 ) -> int:
-    """Start or go on with a run, wait for its end, and record it.
+    """Start `wm` for a run, wait for its end and record it.
 
-    In a main thread, signals stop the run at a checkpoint. If this process dies, the run stops as well.
+    A signal that asks this process to stop makes `wm` stop at a checkpoint. `wm` does not outlive this process (on
+    Linux). While another process holds the run's lock, it is tried again for a minute.
 
     Args:
         run: The run.
-        records: Folder of records and logs.
-        executor: What runs it, for the record.
-        job: Its job there.
-        environment: Variables for the process.
-        heard: Gets the signals that arrive in a main thread.
+        records: Folder of the sweep's records and logs.
+        executor: Name of the executor, for the record.
+        job: The executor's name for this job, for the record.
+        environment: Variables in addition to those of this process.
 
     Returns:
-        Its exit code; 75 after a checkpoint.
+        The exit code of `wm`; 75 if it stopped and the same run can go on, 128 + N if signal N ended it.
     """
-    records.mkdir(parents=True, exist_ok=True)
-    before = read_record(run, records) or {}
-    began, started = datetime.now(UTC), time.monotonic()
-    record = {
-        "state": "running",
-        "executor": executor,
-        "job": job,
-        "host": socket.gethostname(),
-        "attempts": before.get("attempts", 0) + 1,
-        "began": began.isoformat(timespec="seconds"),
-        "ended": None,
-        "seconds": before.get("seconds", 0.0),
-        "peak_bytes": before.get("peak_bytes", 0),
-        "code": None,
-        "last": None,
-        "arguments": list(run.arguments),
-    }
-    while True:
-        with _started(run, records, environment, [] if heard is None else heard) as child:
-            write_record(run, records, record | {"pid": child.pid})
-            code, peak = _wait(child)
-        if code != BusyError.exit_code or time.monotonic() - started > BUSY_SECONDS:
-            break
-        time.sleep(1.0)
-    state = {0: "done", Stopped.exit_code: "stopped"}.get(code, "failed")
-    record |= {"state": state, "code": code, "ended": datetime.now(UTC).isoformat(timespec="seconds")}
-    record["seconds"] += time.monotonic() - started
-    record["peak_bytes"] = max(record["peak_bytes"], peak)
-    write_record(run, records, record | {"pid": None, "last": last_line(log_file(run, records))})
-    return code
+    make_folder(records)
+    record = _begin(run, records, executor, job)
+    before, began = record["seconds"], time.monotonic()
+    write_record(run, records, record)
+    with stop_requests(PATIENCE + LONGER) as stop:
+        end = _run_wm(run, records, os.environ | dict(environment or {}), stop)
+    ours = read_record(run, records)
+    if ours is None or all(ours[key] == record[key] for key in ("host", "pid", "attempts")):  # else a successor runs
+        record["seconds"] = before + time.monotonic() - began
+        record["peak_bytes"] = max(record["peak_bytes"], end.peak_bytes)
+        write_record(run, records, record | _ending(end.code, _last_line(log_of(run, records))))
+    return end.code
 
 
-def stop_attempts() -> None:
-    """Ask all runs of this process to stop at a checkpoint, each once."""
-    for child in list(_children):
-        _children.discard(child)
-        if child.returncode is None:
-            child.send_signal(signal.SIGTERM)
-
-
-@contextmanager
-def _started(
-    run: PlannedRun, records: Path, environment: Mapping[str, str] | None, heard: list[int]
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the process of a run. It is in a session of its own, since Ctrl-C goes to a whole one."""
-    command = [sys.executable, "-m", "wmcli", *run.arguments]
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    parent = os.getpid()
-
-    def die_with_parent() -> None:
-        if libc is not None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:  # it died before
-                os._exit(Stopped.exit_code)
-
-    path = os.pathsep.join(part for part in sys.path if part)  # a user's environments, and wm itself
-    variables = {**os.environ, "PYTHONPATH": path, **(environment or {})}
-    with log_file(run, records).open("ab") as log:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=variables,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
-    _children.add(child)
-    with _forwarding(child, heard):
-        try:
-            yield child
-        finally:
-            _children.discard(child)
-
-
-@contextmanager
-def _forwarding(child: subprocess.Popen[bytes], heard: list[int]) -> Iterator[None]:
-    """Pass the first signal to stop on to the child. Only a main thread hears signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
-        if child in _children:
-            _children.discard(child)
-            child.send_signal(signal.SIGTERM)
-
-    previous = {number: signal.signal(number, handle) for number in STOPPING}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _wait(child: subprocess.Popen[bytes]) -> tuple[int, int]:
-    """Wait for the end of a process. Return its exit code, as a shell gives it, and its peak memory in bytes."""
-    while True:
-        pid, status, usage = os.wait4(child.pid, os.WNOHANG)
-        if pid:
-            code = os.waitstatus_to_exitcode(status)
-            child.returncode = code
-            return code if code >= 0 else 128 - code, usage.ru_maxrss * RSS_UNIT
-        time.sleep(POLL_SECONDS)
-
-
-# -- records and logs -------------------------------------------------------------------------------------------------
-
-
-def log_file(run: PlannedRun, records: Path) -> Path:
-    """Return the file of all that a run printed, over all attempts."""
-    return records / f"{_name(run)}.log"
+# -- records ----------------------------------------------------------------------------------------------------------
 
 
 def read_record(run: PlannedRun, records: Path) -> dict[str, Any] | None:
-    """Return what the last attempt at a run recorded; None before the first."""
+    """Return the record of a run's newest attempt, None before the first.
+
+    `state` is "running", "stopped" (it can go on), "failed" or "done". `seconds` of work and `attempts` add up over the
+    attempts with these `arguments`, and `peak_bytes` of memory is the largest; times are those of the newest.
+    """
     try:
-        record = json.loads((records / f"{_name(run)}.json").read_bytes())
-    except (OSError, ValueError):
+        record: dict[str, Any] = json.loads(_file(run, records, ".json").read_bytes())
+    except FileNotFoundError:
         return None
-    return record if isinstance(record, dict) else None
+    return record
 
 
 def write_record(run: PlannedRun, records: Path, record: Mapping[str, Any]) -> None:
-    """Write the record of a run atomically."""
-    write_atomically(records / f"{_name(run)}.json", json.dumps(record, indent=1) + "\n")
+    """Write the record of a run's newest attempt atomically."""
+    write_durable(_file(run, records, ".json"), [json.dumps(record, indent=2).encode() + b"\n"])
 
 
-def write_atomically(file: Path, text: str) -> None:
-    """Write a text so that readers see the old one or the new one whole."""
-    draft = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}.partial")
-    draft.write_text(text)
-    draft.replace(file)
+def record_end(run: PlannedRun, records: Path, *, executor: str, job: str, code: int, last: str) -> None:
+    """Record the end of a job that could not do so itself, because it was killed or never began."""
+    make_folder(records)
+    record = read_record(run, records)
+    if record is None or record["job"] != job:
+        record = _begin(run, records, executor, job)
+    write_record(run, records, record | _ending(code, last))
 
 
-def last_line(log: Path) -> str | None:
-    """Return the last line of a log that is not empty."""
+def log_of(run: PlannedRun, records: Path) -> Path:
+    """Return the path of the log of all attempts at a run."""
+    return _file(run, records, ".log")
+
+
+def _begin(run: PlannedRun, records: Path, executor: str, job: str) -> dict[str, Any]:
+    """Return the record of an attempt that begins."""
+    before = read_record(run, records)
+    if before is None or before["arguments"] != list(run.arguments):
+        before = {"attempts": 0, "seconds": 0.0, "peak_bytes": 0}
+    return {
+        "state": RUNNING,
+        "executor": executor,
+        "job": job,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "attempts": before["attempts"] + 1,
+        "began": _now(),
+        "ended": None,
+        "seconds": before["seconds"],
+        "peak_bytes": before["peak_bytes"],
+        "code": None,
+        "last": "",
+        "arguments": list(run.arguments),
+    }
+
+
+def _ending(code: int, last: str) -> dict[str, Any]:
+    """Return what an end adds to a record."""
+    return {
+        "state": {0: DONE, Stopped.exit_code: STOPPED}.get(code, FAILED),
+        "ended": _now(),
+        "code": code,
+        "last": last,
+    }
+
+
+def _file(run: PlannedRun, records: Path, suffix: str) -> Path:
+    return records / f"{run.name.replace('/', '__')}{suffix}"
+
+
+def _last_line(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(log.stat().st_size - 4096, 0))
+        lines = file.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+# -- the process ------------------------------------------------------------------------------------------------------
+
+
+class _End(NamedTuple):
+    code: int
+    peak_bytes: int
+
+
+def _run_wm(run: PlannedRun, records: Path, environment: Mapping[str, str], stop: StopRequest) -> _End:
+    """Run `wm` to its end, again while another process holds the run's lock."""
+    deadline = time.monotonic() + BUSY_SECONDS
+    while not stop:
+        end = _run_once(run, records, environment, stop)
+        if end.code != BusyError.exit_code or time.monotonic() > deadline:
+            return end
+        time.sleep(BUSY_INTERVAL)
+    return _End(Stopped.exit_code, 0)
+
+
+def _run_once(run: PlannedRun, records: Path, environment: Mapping[str, str], stop: StopRequest) -> _End:
+    line = [sys.executable, "-m", "wmcli.sweeps.child", str(os.getpid()), *run.arguments]
+    with log_of(run, records).open("ab") as log:
+        process = subprocess.Popen(
+            line,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C goes to a whole process group; here we pass it on, once
+        )
+    asked = False
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 4096))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return None
-    return next((line.strip() for line in reversed(lines) if line.strip()), None)
-
-
-def _name(run: PlannedRun) -> str:
-    return run.name.replace("/", "__")
+        while True:
+            ended, status, usage = os.wait4(process.pid, os.WNOHANG)  # `Popen.wait` would drop the usage
+            if ended:
+                break
+            if stop and not asked:
+                # The scheduler may have signaled `wm` as well, and a second SIGTERM would end it at once.
+                process.send_signal(signal.SIGUSR2)
+                asked = True
+            time.sleep(POLL_SECONDS)
+        code = process.returncode = os.waitstatus_to_exitcode(status)
+    finally:
+        if process.returncode is None:  # an exception in this process
+            process.kill()
+            process.wait()
+    if -code in (*ENDING, *ASKING):  # it had not begun to catch them
+        code = Stopped.exit_code
+    return _End(code if code >= 0 else 128 - code, usage.ru_maxrss * _MAXRSS_UNIT)

@@ -14,9 +14,9 @@ from pydantic import Field
 
 from wmcli.config import Section
 from wmcli.errors import MachineError, Stopped, UsageError
-from wmcli.interrupt import stop_requests
+from wmcli.interrupt import PATIENCE, stop_requests
 from wmcli.progress import Progress
-from wmcli.sweeps.attempt import attempt, stop_attempts
+from wmcli.sweeps.attempt import LONGER, attempt
 
 if TYPE_CHECKING:
     from wmcli.sweeps.plan import PlannedRun, Sweep
@@ -109,7 +109,7 @@ def run_local(sweep: Sweep, runs: Sequence[PlannedRun], progress: Progress) -> d
     codes: dict[str, int] = {}
     working: dict[Future[int], tuple[PlannedRun, Slot]] = {}
     with (
-        stop_requests() as stop,
+        stop_requests(PATIENCE + LONGER) as stop,  # the attempts in the threads hear it as well
         ThreadPoolExecutor(len(slots)) as workers,
         progress.bar("sweep", len(runs), "runs") as bar,
     ):
@@ -120,7 +120,6 @@ def run_local(sweep: Sweep, runs: Sequence[PlannedRun], progress: Progress) -> d
                 working[job] = run, slot
             if stop:
                 waiting.clear()
-                stop_attempts()
             done, _ = wait(working, timeout=POLL_SECONDS, return_when="FIRST_COMPLETED")
             for job in done:
                 run, slot = working.pop(job)

@@ -1,212 +1,265 @@
-"""Runs of a sweep as jobs of SLURM, submitted with submitit.
+"""Runs as jobs of SLURM: one job array, submitted by submitit.
 
-All of them are one job array. A job that SLURM warns of its time limit, or preempts, stops at a checkpoint, is queued
-again and goes on. The command that submitted them only watches: it may end, and the next one finds the jobs again.
+submitit has two ways to requeue a job, and neither fits. Its command jobs pass on no signal. Its checkpointable jobs
+heed the signal before the time limit alone, and work inside the signal handler; a preemption may announce itself by
+SIGTERM only. So a job here leaves all signals to `attempt`. It takes the place of the batch script and needs no `srun`,
+which answers SIGTERM by killing the run. When `wm` has stopped at a checkpoint while SLURM wanted the job to go on, the
+job requeues itself.
 """
 
 from __future__ import annotations
 
+import io
 import json
-import os
+import logging
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from wmcli.artifacts.files import make_folder, write_durable
+from wmcli.artifacts.lock import exclusive
 from wmcli.config import Section
 from wmcli.errors import MachineError, Stopped, UsageError
 from wmcli.interrupt import stop_requests
 from wmcli.progress import Progress
-from wmcli.sweeps.attempt import attempt, read_record, write_atomically
+from wmcli.sweeps.attempt import DONE, FAILED, STOPPED, attempt, read_record, record_end
 
 if TYPE_CHECKING:
     from wmcli.sweeps.plan import PlannedRun, Sweep
 
-JOBS = "slurm.json"
-"""File of the newest job of each run, beside the records."""
-POLL_SECONDS = 3.0
-WARNING_SECONDS = 90  # before the time limit
-MANY_TIMES = 1_000_000  # a job may reach its time limit
+NOTICE = 60  # seconds before the time limit: SLURM asks for a checkpoint
+QUEUE_SECONDS = 10.0  # interval of looking at the queue; clusters ask to leave the controller alone
+LAG_SECONDS = 60.0  # a shared file system may show a record so much later than the queue shows the end of its job
+POLL_SECONDS = 0.2
+GOES_ON = ("RUNNING", "TIMEOUT")  # states of a job that SLURM neither cancels nor requeues by itself
 
 
 class SlurmSettings(Section):
+    """What each run asks of SLURM."""
+
     partition: str = ""
-    """Partition; empty takes the cluster's default."""
-    time: str = Field("24:00:00", pattern=r"^(\d+|(\d+-)?\d+:\d{2}(:\d{2})?)$")
-    """Time limit of a job: minutes, hours:minutes:seconds or days-hours:minutes. A run that needs longer is queued
-    again and goes on."""
+    """Partition of the jobs; empty is the default of the site."""
+    time: str | int = "12:00:00"
+    """Time limit of one job, in SLURM's forms, or in minutes. A run that needs longer is requeued and goes on."""
     gpus: int = Field(0, ge=0)
-    """GPUs of a run."""
+    """GPUs of one run."""
     cpus: int = Field(1, ge=1)
-    """CPU cores of a run."""
-    memory: str = Field("", pattern=r"^(\d+(\.\d+)? ?[MGT]B?)?$")
-    """Memory of a run, such as 16GB; empty takes the cluster's default."""
+    """CPU cores of one run."""
+    memory: float = Field(0.0, ge=0)
+    """Memory of one run in GiB; 0 is the default of the site."""
     parallel: int = Field(256, ge=1)
-    """Jobs at a time."""
-    options: dict[str, Any] = {}
-    """More options of sbatch, such as account = "lab" or qos = "low"."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """A run as a job, pickled by submitit."""
-
-    run: PlannedRun
-    records: Path
-    folder: Path
-    """Where the sweep was started: preset files and modules of environments are found from there."""
-
-    def __call__(self) -> int:
-        """Run until the end, and return the exit code. A job that was told to stop is queued again, without a result.
-
-        SLURM would do so itself only with a preempted job that it had to kill. One that somebody cancelled does not
-        count as running any more.
-        """
-        os.chdir(self.folder)
-        job = job_name(os.environ)
-        heard: list[int] = []
-        code = attempt(
-            self.run,
-            self.records,
-            executor="slurm",
-            job=job,
-            environment={"OMP_NUM_THREADS": os.environ.get("SLURM_CPUS_PER_TASK", "1")},
-            heard=heard,
-        )
-        if code == Stopped.exit_code and heard:
-            state = subprocess.run(
-                ["squeue", "--noheader", "--jobs", job, "--format", "%T"],
-                capture_output=True,
-                text=True,
-                timeout=60,
-                check=False,
-            )
-            if state.stdout.strip() == "RUNNING":
-                subprocess.run(["scontrol", "requeue", job], timeout=60, check=False)
-            sys.exit(code)
-        return code
-
-    def checkpoint(self) -> Any:
-        """Return what submitit queues again when a warning comes before the run has begun: the same."""
-        from submitit.helpers import DelayedSubmission
-
-        return DelayedSubmission(self)
+    """Most jobs at a time."""
+    options: dict[str, str | int | bool] = Field(default_factory=dict)
+    """Further options of sbatch by their long names, such as account, qos, constraint; true for those without a
+    value."""
 
 
 def run_slurm(sweep: Sweep, runs: Sequence[PlannedRun], progress: Progress) -> dict[str, int]:
-    """Submit runs that have no job, wait for the jobs of all, and return their exit codes by name.
+    """Submit runs as one job array and wait for their ends.
+
+    A run whose job still waits or runs, from an earlier call, is waited for and not submitted again. On a request to
+    stop this process, the jobs go on.
+
+    Args:
+        sweep: The sweep.
+        runs: Those of its runs that are not done.
+        progress: Where to talk.
+
+    Returns:
+        Exit codes by name of the run. 75: the run has not ended.
 
     Raises:
-        UsageError: submitit is not installed, or there is no SLURM here.
-        MachineError: SLURM refuses the jobs.
-        Stopped: A signal arrived. The jobs go on.
+        UsageError: There is no submitit or no SLURM, or SLURM refuses the jobs.
+        MachineError: SLURM does not answer.
     """
-    queued, jobs = queue(), _read_jobs(sweep)
-    new = [run for run in runs if jobs.get(run.name) not in queued]
-    if len(new) < len(runs):
-        progress.say(f"sweep: {len(runs) - len(new)} runs have jobs already")
-    if new:
-        jobs |= _submit(sweep, new)
-        write_atomically(sweep.records / JOBS, json.dumps(jobs, indent=1))
-        array = jobs[new[0].name].partition("_")[0]
-        progress.say(f"sweep: submitted {len(new)} runs as job array {array}; to cancel them: scancel {array}")
-    names = {run.name for run in runs}
-    with stop_requests() as stop, progress.bar("sweep", len(runs), "runs") as bar:
-        while True:
-            queued = queue()
-            left = {name for name in names if jobs[name] in queued}
-            bar.advance(len(names) - len(left))
-            names = left
-            if not names:
-                break
-            if stop:
-                raise Stopped(f"{len(names)} jobs go on without this command; see them with: wm sweep status")
-            time.sleep(POLL_SECONDS)
-    codes = {run.name: (read_record(run, sweep.records) or {}).get("code") for run in runs}
-    for name, code in codes.items():
-        if code is None or code == Stopped.exit_code:
-            progress.warn(f"{name}: job {jobs[name]} ended before the run did; the same command submits it again")
-    return {name: code for name, code in codes.items() if code is not None}
+    from wmcli.exchange.safe import load_library  # it loads the formats of experience
+
+    submitit = load_library("submitit", "slurm", "a sweep on SLURM")
+    if not shutil.which("sbatch"):
+        raise UsageError("a sweep on SLURM needs sbatch, which is not here; run this command on a login node.")
+    make_folder(_folder(sweep))
+    with stop_requests() as stop:
+        with exclusive(_folder(sweep), f"{sweep.folder}: its list of jobs"):
+            jobs, queue = _read_jobs(sweep), _queue()
+            new = [run for run in runs if jobs.get(run.name) not in queue]
+            if there := len(runs) - len(new):
+                progress.say(f"sweep: {there} of {len(runs)} runs are in SLURM's queue already")
+            if new:
+                jobs |= _submit(submitit, sweep, new)
+                write_durable(_jobs_file(sweep), [json.dumps(jobs, indent=2).encode() + b"\n"])
+                progress.say(f"sweep: submitted {len(new)} runs as {_arrays(jobs, new)}")
+        waiting = _Waiting(sweep, {run: jobs[run.name] for run in runs}, progress)
+        with progress.bar("sweep", len(runs), "runs") as bar:
+            while waiting.jobs and not stop:
+                ended, counts = waiting.look()
+                bar.show(**counts)
+                bar.advance(ended)
+                deadline = time.monotonic() + QUEUE_SECONDS
+                while waiting.jobs and not stop and time.monotonic() < deadline:
+                    time.sleep(POLL_SECONDS)
+        if waiting.jobs:
+            progress.say(
+                f"sweep: {len(waiting.jobs)} runs go on in SLURM. The same command waits for them; to stop them at a"
+                f" checkpoint: scancel {_arrays(jobs, waiting.jobs)}"
+            )
+    return waiting.codes | {run.name: Stopped.exit_code for run in waiting.jobs}
 
 
-def queue() -> set[str]:
-    """Return the jobs of this user that wait or run, `array_index` those of arrays.
-
-    Raises:
-        UsageError: There is no SLURM here.
-        MachineError: It does not answer.
-    """
-    command = ["squeue", "--noheader", "--array", "--user", str(os.getuid()), "--format", "%i"]
-    for _ in range(5):  # a busy controller
-        try:
-            answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        except FileNotFoundError:
-            raise UsageError("--on slurm: there is no squeue on this machine; go to a login node.") from None
-        except subprocess.TimeoutExpired:
-            continue
-        if answer.returncode == 0:
-            return set(answer.stdout.split())
-        time.sleep(POLL_SECONDS)
-    raise MachineError(f"SLURM does not answer: {' '.join(answer.stderr.split())[:200]}")
+# -- jobs -------------------------------------------------------------------------------------------------------------
 
 
-def job_name(environment: Mapping[str, str]) -> str:
-    """Return the name of the job that a process belongs to, as `queue` names it."""
-    array = environment.get("SLURM_ARRAY_JOB_ID")
-    return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}" if array else environment.get("SLURM_JOB_ID", "")
+@dataclass(frozen=True)
+class Job:
+    """What a job of the array does: one attempt at a run. submitit pickles it."""
 
+    run: PlannedRun
+    records: Path
+    cpus: int
 
-def _submit(sweep: Sweep, runs: Sequence[PlannedRun]) -> dict[str, str]:
-    """Submit runs as one array, and return their jobs by name."""
-    try:
+    def __call__(self) -> None:
+        """Run `wm`. Requeue this job if it stopped for its time limit or a preemption; else end with its exit code."""
         import submitit
-    except ImportError:
-        raise UsageError("--on slurm needs submitit: pip install 'wmcli[slurm]'") from None
-    settings = sweep.slurm
-    executor = submitit.AutoExecutor(
-        sweep.records / "slurm", cluster="slurm", slurm_max_num_timeout=MANY_TIMES, slurm_python=sys.executable
-    )
-    wanted: dict[str, Any] = {
-        "name": re.sub(r"\W+", "-", sweep.file.stem),
-        "timeout_min": _minutes(settings.time),
-        "cpus_per_task": settings.cpus,
-        "slurm_array_parallelism": settings.parallel,
-        "slurm_signal_delay_s": WARNING_SECONDS,
-        "slurm_additional_parameters": {"requeue": True, **settings.options},
-    }
-    wanted |= {"slurm_partition": settings.partition} if settings.partition else {}
-    wanted |= {"gpus_per_node": settings.gpus} if settings.gpus else {}
-    wanted |= {"slurm_mem": settings.memory.replace(" ", "").removesuffix("B")} if settings.memory else {}
-    executor.update_parameters(**wanted)
+
+        job = submitit.JobEnvironment().job_id
+        threads = {"OMP_NUM_THREADS": str(self.cpus)}
+        code = attempt(self.run, self.records, executor="slurm", job=job, environment=threads)
+        if code == Stopped.exit_code and _state(job) in GOES_ON:
+            subprocess.run(["scontrol", "requeue", job], check=True, timeout=60)
+        if code:
+            sys.exit(code)
+
+
+def _submit(submitit: Any, sweep: Sweep, runs: Sequence[PlannedRun]) -> dict[str, str]:
+    """Submit one array and return the jobs by name of the run."""
+    logging.getLogger("submitit").setLevel(logging.ERROR)  # it would write to stdout
+    executor = submitit.SlurmExecutor(_folder(sweep), python=f"exec {shlex.quote(sys.executable)}")
+    executor.update_parameters(**_parameters(sweep.slurm, sweep.folder.name))
     try:
-        with executor.batch():
-            jobs = [executor.submit(Task(run, sweep.records, Path.cwd())) for run in runs]
-    except (submitit.core.utils.FailedJobError, RuntimeError) as error:
-        raise MachineError(f"SLURM refused the jobs: {' '.join(str(error).split())[-300:]}") from None
-    return {run.name: job.job_id for run, job in zip(runs, jobs, strict=True)}
+        with redirect_stderr(io.StringIO()) as said:
+            submitted = executor.submit_array([Job(run, sweep.records, sweep.slurm.cpus) for run in runs])
+    except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
+        reason = (said.getvalue() or str(error)).strip().removeprefix("sbatch: error: ").splitlines()[:1]
+        raise UsageError(f"SLURM refuses the jobs: {''.join(reason)}; correct [slurm] in {sweep.file}.") from None
+    return {run.name: job.job_id for run, job in zip(runs, submitted, strict=True)}
 
 
-def _minutes(text: str) -> int:
-    """Return a time limit in minutes."""
-    days, _, rest = text.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    if len(parts) == 1:
-        return parts[0]
-    hours, minutes, seconds = (*parts, 0)[:3]
-    if days and len(parts) < 3:
-        return int(days) * 1440 + hours * 60 + minutes
-    return int(days or 0) * 1440 + hours * 60 + minutes + (seconds > 0)
+def _parameters(settings: SlurmSettings, name: str) -> dict[str, Any]:
+    """Return the parameters of submitit's executor."""
+    parameters = {
+        "job_name": f"wm {name}",
+        "partition": settings.partition or None,
+        "gpus_per_node": settings.gpus or None,
+        "cpus_per_task": settings.cpus,
+        "mem": f"{round(settings.memory * 1024)}M" if settings.memory else None,
+        "array_parallelism": settings.parallel,
+        "stderr_to_stdout": True,
+        "use_srun": False,
+    }
+    own = {"time": settings.time, "requeue": True, "signal": f"B:USR2@{NOTICE}"}
+    further = {key.replace("_", "-"): value for key, value in settings.options.items() if value is not False}
+    return {key: value for key, value in parameters.items() if value is not None} | {
+        "additional_parameters": own | further
+    }
+
+
+def _folder(sweep: Sweep) -> Path:
+    """Return the folder of submitit's files and the list of jobs."""
+    return sweep.records / "slurm"
+
+
+def _jobs_file(sweep: Sweep) -> Path:
+    return _folder(sweep) / "jobs.json"
 
 
 def _read_jobs(sweep: Sweep) -> dict[str, str]:
+    """Return the newest job of each run by its name, whether it has ended or not."""
     try:
-        jobs = json.loads((sweep.records / JOBS).read_bytes())
-    except (OSError, ValueError):
+        jobs: dict[str, str] = json.loads(_jobs_file(sweep).read_bytes())
+    except FileNotFoundError:
         return {}
-    return jobs if isinstance(jobs, dict) else {}
+    return jobs
+
+
+def _arrays(jobs: Mapping[str, str], runs: Sequence[PlannedRun] | Mapping[PlannedRun, str]) -> str:
+    """Return the numbers of the job arrays of some runs, as scancel takes them."""
+    return " ".join(dict.fromkeys(jobs[run.name].partition("_")[0] for run in runs))
+
+
+# -- the queue --------------------------------------------------------------------------------------------------------
+
+
+def _queue() -> dict[str, str]:
+    """Return the states of this user's jobs that wait, run or end, by job.
+
+    Raises:
+        MachineError: SLURM does not answer.
+    """
+    line = ["squeue", "--me", "--noheader", "--array", "--format=%i %T"]
+    done = subprocess.run(line, capture_output=True, text=True)
+    if done.returncode:
+        raise MachineError(f"SLURM does not answer: {' '.join(done.stderr.split())}; run the same command again later.")
+    return dict(line.split() for line in done.stdout.splitlines())
+
+
+def _state(job: str) -> str:
+    """Return the state of a job, which SLURM knows for some minutes after its end; empty if it does not."""
+    done = subprocess.run(["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True)
+    found = re.search(r"\bJobState=(\w+)", done.stdout)
+    return found[1] if found else ""
+
+
+class _Waiting:
+    """The runs that have not ended, and the exit codes of those that have."""
+
+    def __init__(self, sweep: Sweep, jobs: Mapping[PlannedRun, str], progress: Progress) -> None:
+        self.jobs = dict(jobs)
+        self.codes: dict[str, int] = {}
+        self._sweep, self._progress = sweep, progress
+        self._gone: dict[str, float] = {}
+        """Jobs without an end in their records, and since when they are missing in the queue."""
+
+    def look(self) -> tuple[int, dict[str, float]]:
+        """Return how many runs have ended since the last look, and how many of the others run and wait."""
+        try:
+            queue = _queue()
+        except MachineError as error:  # the controller is busy or restarts, and the jobs do not mind
+            self._progress.warn(str(error))
+            return 0, {}
+        before = len(self.codes)
+        for run, job in list(self.jobs.items()):
+            code = self._ended(run, job, job in queue)
+            if code is not None:
+                self.codes[run.name] = code
+                del self.jobs[run]
+        states = Counter(queue.get(job, "") for job in self.jobs.values())
+        counts = {"running": states["RUNNING"], "waiting": states["PENDING"]}
+        return len(self.codes) - before, {name: count for name, count in counts.items() if count}
+
+    def _ended(self, run: PlannedRun, job: str, queued: bool) -> int | None:
+        """Return the exit code of a run, None before its end. Record the end if the job could not."""
+        record = read_record(run, self._sweep.records)
+        state = record["state"] if record is not None and record["job"] == job else None
+        if record is not None and (state in (DONE, FAILED) or (state == STOPPED and not queued)):
+            return int(record["code"])
+        if queued:
+            self._gone.pop(job, None)
+            return None
+        if time.monotonic() - self._gone.setdefault(job, time.monotonic()) < LAG_SECONDS:
+            return None
+        how = _state(job) or "unknown"
+        cancelled = how == "CANCELLED"  # before it began, or it would have recorded its checkpoint
+        code = Stopped.exit_code if cancelled else MachineError.exit_code
+        last = f"SLURM ended job {job}, state {how}; see {_folder(self._sweep) / f'{job}_0_log.out'}"
+        record_end(run, self._sweep.records, executor="slurm", job=job, code=code, last=last)
+        return code
