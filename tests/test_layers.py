@@ -55,7 +55,7 @@ MAY = {
         "metrics",
         "report",
     },
-    "sweeps": {"settings", "artifacts"},
+    "sweeps": {"stages", "settings", "exchange", "artifacts", "metrics"},
     "api": {
         "dream",
         "nn",

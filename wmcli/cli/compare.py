@@ -26,7 +26,16 @@ PICTURES = "Pictures"
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Runs with evaluations.", show_default=False)],
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="RUN", help="Runs with evaluations.", show_default=False)
+    ] = None,
+    sweep: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Compare the variants of a sweep: games, aggregates, cost. Curves of several games get a file each.",
+        ),
+    ] = None,
     protocol: Annotated[
         ProtocolName,
         typer.Option(
@@ -95,8 +104,18 @@ def compare(
         wm compare runs/* --by backbone.kind --curves returns.png
         wm compare runs/* --format latex
         wm compare runs/mamba2 runs/gru --protocol gridworld
+        wm compare --sweep backbones.toml --profiles profiles.png
     """
     refuse_both_forms(as_json, form)
+    if sweep is not None:
+        if runs or against or by or priors or strips or protocol != "returns":
+            raise UsageError(
+                "--sweep names runs and groups itself: omit RUN, --against, --by, --protocol, --priors, --strips."
+            )
+        _compare_sweep(sweep, curves, over, profiles, as_json, form, Progress(quiet))
+        return
+    if not runs:
+        raise UsageError("no runs: name some, or the file of a sweep with --sweep.")
     from wmcli.stages.protocols import PROTOCOLS
     from wmcli.stages.scores import read_scores
 
@@ -160,9 +179,11 @@ def _draw(
 ) -> None:
     """Draw the pictures that have a file."""
     from wmcli.stages.score_pictures import compare_priors, draw_profiles, draw_returns
+    from wmcli.stages.scores import label_groups
 
     if profiles:
-        draw_profiles(scores, against, by, profiles)
+        groups = label_groups(scores, by) if by else {"RUN" if against else "all runs": list(scores)}
+        draw_profiles(groups | ({"--against": list(against)} if against else {}), profiles)
     if priors:
         compare_priors(scores, priors)
     if strips and protocol.draw_strips:
@@ -170,7 +191,55 @@ def _draw(
     if curves and protocol.draw_curves:
         protocol.draw_curves([score.evaluation for score in scores], curves)
     elif curves:
-        draw_returns(scores, by, curves, progress, over)
+        groups = label_groups(scores, by) if by else {str(score.run): [score] for score in scores}
+        draw_returns(groups, curves, progress, over)
+
+
+# -- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+def _compare_sweep(
+    file: Path,
+    curves: Path | None,
+    over: Over,
+    profiles: Path | None,
+    as_json: bool,
+    form: Form | None,
+    progress: Progress,
+) -> None:
+    """Compare the variants of a sweep: tables of games, aggregates and cost, and pictures."""
+    from wmcli.report.files import check_target
+    from wmcli.stages.score_pictures import draw_profiles, draw_returns
+    from wmcli.sweeps.plan import read_sweep
+    from wmcli.sweeps.tables import AGGREGATES, COLUMNS, COST, compare_sweep, games_table, variants_table
+
+    for picture in filter(None, (curves, profiles)):
+        check_target(picture, (".png", ".svg", ".pdf"))
+    found = compare_sweep(read_sweep(file), progress)
+    if profiles:
+        draw_profiles(found.scores, profiles)
+    if curves:
+        games = list(dict.fromkeys(score.environment for members in found.scores.values() for score in members))
+        for game in games:
+            lines = {
+                variant: some
+                for variant, members in found.scores.items()
+                if (some := [score for score in members if score.environment == game])
+            }
+            name = re.sub(r"[^\w.]+", "-", game.rpartition("/")[2])
+            draw_returns(
+                lines, curves if len(games) == 1 else curves.with_stem(f"{curves.stem}-{name}"), progress, over
+            )
+    if found.missing:
+        progress.warn(f"{len(found.missing)} runs have no evaluation yet: {', '.join(found.missing[:5])}, ...")
+    if as_json:
+        emit_json({"rows": found.rows, "missing": found.missing})
+    elif chosen(form) in EXACT:
+        answer(found.rows, COLUMNS, form)
+    else:
+        tables = [games_table(found.rows), variants_table(found.rows, AGGREGATES), variants_table(found.rows, COST)]
+        for table in filter(None, tables):
+            answer(table, list(dict.fromkeys(key for row in table for key in row)), form)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

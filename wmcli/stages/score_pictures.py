@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ from wmcli.progress import Progress
 from wmcli.report.plots import STEPS, performance_profiles, returns_over, write_figure
 from wmcli.stages.evaluate import PROTOCOL
 from wmcli.stages.pictures import draw_priors
-from wmcli.stages.scores import Score, check_same_tasks, label_groups, pool_scores, pooled_unit
+from wmcli.stages.scores import Score, check_same_tasks, pool_scores, pooled_unit
 
 PROFILE_POINTS = 200  # thresholds in a picture
 _LABELS = {"steps": STEPS, "minutes": "minutes of work"}
@@ -28,27 +28,24 @@ Over = Literal["steps", "minutes"]
 """Horizontal axis of curves."""
 
 
-def draw_returns(
-    scores: Sequence[Score], keys: Sequence[str], out: Path, progress: Progress, over: Over = "steps"
-) -> None:
+def draw_returns(groups: Mapping[str, Sequence[Score]], out: Path, progress: Progress, over: Over = "steps") -> None:
     """Draw the mean returns of several runs over environment steps, or over minutes of work, in one picture.
 
     The points of a run are the evaluations of its newest controller and its ancestors, the newest at equal steps.
 
     Args:
-        scores: One per run, all of one environment.
-        keys: Settings (`section.key`) that make groups of runs. Without any, each run is a line.
+        groups: Scores, one per run, all of one environment, by the label of their line.
         out: A .png, .svg or .pdf.
         progress: Gets a warning for each evaluation that cannot be read.
         over: "minutes" counts all work in the run's directory until a controller was trained, evaluations included.
 
     Raises:
-        UsageError: The runs are of different environments, a key is unknown, or the picture cannot be written.
+        UsageError: The runs are of different environments, or the picture cannot be written.
     """
+    scores = [score for members in groups.values() for score in members]
     environments = sorted({score.environment for score in scores})
     if len(environments) > 1:
         raise UsageError(f"curves are drawn of one environment: these runs are of {', '.join(environments)}.")
-    groups = label_groups(scores, keys) if keys else {str(score.run): [score] for score in scores}
     check_same_tasks(scores)
     lines = {label: [_curve(score, progress, over) for score in members] for label, members in groups.items()}
     references = {"random": float(np.mean([score.metrics["random_mean"] for score in scores]))}
@@ -57,27 +54,24 @@ def draw_returns(
     write_figure(out, returns_over(lines, x_label=_LABELS[over], references=references, title=environments[0]))
 
 
-def draw_profiles(scores: Sequence[Score], against: Sequence[Score], keys: Sequence[str], out: Path) -> None:
+def draw_profiles(groups: Mapping[str, Sequence[Score]], out: Path) -> None:
     """Draw performance profiles: for each group of runs, the share with a score above each threshold.
 
     Bands are 95 % stratified bootstrap intervals.
 
     Args:
-        scores: One per run.
-        against: Of other runs, a line of their own; may be empty.
-        keys: Settings (`section.key`) that make groups of `scores`. Without any, all runs are one line.
+        groups: Scores, one per run, by the label of their line.
         out: A .png, .svg or .pdf.
 
     Raises:
-        UsageError: The scores cannot be pooled, the groups have different environments, a key is unknown, or the
-            picture cannot be written.
+        UsageError: The scores cannot be pooled, the groups have different environments, or the picture cannot be
+            written.
 
     Source: Agarwal et al. (2021, arXiv 2108.13264).
     """
-    groups = label_groups(scores, keys) if keys else {"RUN" if against else "all runs": list(scores)}
-    groups |= {"--against": list(against)} if against else {}
-    check_same_tasks([*scores, *against])
-    unit = pooled_unit([*scores, *against])
+    scores = [score for members in groups.values() for score in members]
+    check_same_tasks(scores)
+    unit = pooled_unit(scores)
     tasks = {label: pool_scores(members, unit) for label, members in groups.items()}
     every = set().union(*tasks.values())
     for label, table in tasks.items():
