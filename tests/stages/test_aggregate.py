@@ -25,7 +25,7 @@ from wmcli.stages import scores as pooled
 from wmcli.stages.collect import collect
 from wmcli.stages.evaluate import evaluate, score
 from wmcli.stages.imagine import imagine
-from wmcli.stages.scores import label_groups, read_scores
+from wmcli.stages.scores import read_scores
 
 QUIET = Progress(quiet=True)
 
@@ -68,9 +68,7 @@ def compare_settings(runs: list[Path], keys: list[str]) -> list[dict[str, Any]]:
 
 
 def draw_returns(runs: list[Path], keys: list[str], out: Path, over: pictures.Over = "steps") -> None:
-    scores = read_scores(runs, "returns", QUIET)
-    groups = label_groups(scores, keys) if keys else {str(score.run): [score] for score in scores}
-    pictures.draw_returns(groups, out, QUIET, over)
+    pictures.draw_returns(read_scores(runs, "returns", QUIET), keys, out, QUIET, over)
 
 
 def damage(folder: Path, version: int) -> None:
@@ -421,9 +419,7 @@ def profiles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[np.ndarray, dict[str
 
 def draw_profiles(runs: list[Path], against: list[Path], keys: list[str], out: Path) -> None:
     scores = read_scores([*runs, *against], "returns", QUIET)
-    ours, theirs = scores[: len(runs)], scores[len(runs) :]
-    groups = label_groups(ours, keys) if keys else {"RUN" if theirs else "all runs": ours}
-    pictures.draw_profiles(groups | ({"--against": theirs} if theirs else {}), out)
+    pictures.draw_profiles(scores[: len(runs)], scores[len(runs) :], keys, out)
 
 
 def test_profiles_have_a_line_for_each_group(tmp_path: Path, profiles: list[Any]) -> None:
