@@ -179,11 +179,9 @@ def _draw(
 ) -> None:
     """Draw the pictures that have a file."""
     from wmcli.stages.score_pictures import compare_priors, draw_profiles, draw_returns
-    from wmcli.stages.scores import label_groups
 
     if profiles:
-        groups = label_groups(scores, by) if by else {"RUN" if against else "all runs": list(scores)}
-        draw_profiles(groups | ({"--against": list(against)} if against else {}), profiles)
+        draw_profiles(scores, against, by, profiles)
     if priors:
         compare_priors(scores, priors)
     if strips and protocol.draw_strips:
@@ -191,8 +189,7 @@ def _draw(
     if curves and protocol.draw_curves:
         protocol.draw_curves([score.evaluation for score in scores], curves)
     elif curves:
-        groups = label_groups(scores, by) if by else {str(score.run): [score] for score in scores}
-        draw_returns(groups, curves, progress, over)
+        draw_returns(scores, by, curves, progress, over)
 
 
 # -- sweeps -----------------------------------------------------------------------------------------------------------
@@ -209,7 +206,7 @@ def _compare_sweep(
 ) -> None:
     """Compare the variants of a sweep: tables of games, aggregates and cost, and pictures."""
     from wmcli.report.files import check_target
-    from wmcli.stages.score_pictures import draw_profiles, draw_returns
+    from wmcli.stages.score_pictures import draw_group_profiles, draw_lines
     from wmcli.sweeps.plan import read_sweep
     from wmcli.sweeps.tables import AGGREGATES, COLUMNS, COST, compare_sweep, games_table, variants_table
 
@@ -217,7 +214,7 @@ def _compare_sweep(
         check_target(picture, (".png", ".svg", ".pdf"))
     found = compare_sweep(read_sweep(file), progress)
     if profiles:
-        draw_profiles(found.scores, profiles)
+        draw_group_profiles(found.scores, profiles)
     if curves:
         games = list(dict.fromkeys(score.environment for members in found.scores.values() for score in members))
         for game in games:
@@ -227,9 +224,7 @@ def _compare_sweep(
                 if (some := [score for score in members if score.environment == game])
             }
             name = re.sub(r"[^\w.]+", "-", game.rpartition("/")[2])
-            draw_returns(
-                lines, curves if len(games) == 1 else curves.with_stem(f"{curves.stem}-{name}"), progress, over
-            )
+            draw_lines(lines, curves if len(games) == 1 else curves.with_stem(f"{curves.stem}-{name}"), progress, over)
     if found.missing:
         progress.warn(f"{len(found.missing)} runs have no evaluation yet: {', '.join(found.missing[:5])}, ...")
     if as_json:

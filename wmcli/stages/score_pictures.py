@@ -18,7 +18,7 @@ from wmcli.progress import Progress
 from wmcli.report.plots import STEPS, performance_profiles, returns_over, write_figure
 from wmcli.stages.evaluate import PROTOCOL
 from wmcli.stages.pictures import draw_priors
-from wmcli.stages.scores import Score, check_same_tasks, pool_scores, pooled_unit
+from wmcli.stages.scores import Score, check_same_tasks, label_groups, pool_scores, pooled_unit
 
 PROFILE_POINTS = 200  # thresholds in a picture
 _LABELS = {"steps": STEPS, "minutes": "minutes of work"}
@@ -28,7 +28,18 @@ Over = Literal["steps", "minutes"]
 """Horizontal axis of curves."""
 
 
-def draw_returns(groups: Mapping[str, Sequence[Score]], out: Path, progress: Progress, over: Over = "steps") -> None:
+def draw_returns(
+    scores: Sequence[Score], keys: Sequence[str], out: Path, progress: Progress, over: Over = "steps"
+) -> None:
+    """Draw the returns of several runs: a line for each value of some settings (`section.key`), or for each run.
+
+    See `draw_lines`. An unknown key raises UsageError, too.
+    """
+    groups = label_groups(scores, keys) if keys else {str(score.run): [score] for score in scores}
+    draw_lines(groups, out, progress, over)
+
+
+def draw_lines(groups: Mapping[str, Sequence[Score]], out: Path, progress: Progress, over: Over = "steps") -> None:
     """Draw the mean returns of several runs over environment steps, or over minutes of work, in one picture.
 
     The points of a run are the evaluations of its newest controller and its ancestors, the newest at equal steps.
@@ -54,7 +65,17 @@ def draw_returns(groups: Mapping[str, Sequence[Score]], out: Path, progress: Pro
     write_figure(out, returns_over(lines, x_label=_LABELS[over], references=references, title=environments[0]))
 
 
-def draw_profiles(groups: Mapping[str, Sequence[Score]], out: Path) -> None:
+def draw_profiles(scores: Sequence[Score], against: Sequence[Score], keys: Sequence[str], out: Path) -> None:
+    """Draw the performance profiles of `scores`: a line for each value of some settings, or one for all, and one for
+    `against` if there are any.
+
+    See `draw_group_profiles`. An unknown key raises UsageError, too.
+    """
+    groups = label_groups(scores, keys) if keys else {"RUN" if against else "all runs": list(scores)}
+    draw_group_profiles(groups | ({"--against": list(against)} if against else {}), out)
+
+
+def draw_group_profiles(groups: Mapping[str, Sequence[Score]], out: Path) -> None:
     """Draw performance profiles: for each group of runs, the share with a score above each threshold.
 
     Bands are 95 % stratified bootstrap intervals.

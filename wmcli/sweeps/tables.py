@@ -167,6 +167,7 @@ def _cost(sweep: Sweep, scores: Mapping[str, Sequence[Score]]) -> list[dict[str,
         rows.append({**about, "statistic": "hours", "value": float(np.mean(seconds)) / 3600, "unit": "hours"})
         if any(peaks):
             rows.append({**about, "statistic": "memory", "value": max(peaks) / 1e9, "unit": "GB"})
-        if steps and sum(seconds):
-            rows.append({**about, "statistic": "steps per second", "value": steps / sum(seconds), "unit": "1/s"})
+        if steps and np.sum(seconds) > 0:
+            speed = steps / float(np.sum(seconds))
+            rows.append({**about, "statistic": "steps per second", "value": speed, "unit": "1/s"})
     return rows
