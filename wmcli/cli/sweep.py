@@ -73,8 +73,8 @@ def run(
     """Run all runs of a sweep that are not done: `run` may be left out.
 
     Examples:
-        wm sweep backbones.toml --no-estimate
-        wm sweep backbones.toml --on ray --retry
+        wm sweep run backbones.toml --no-estimate
+        wm sweep run backbones.toml --on ray --retry
     """
     from wmcli.progress import Progress
     from wmcli.sweeps.plan import check_settings, read_sweep

@@ -12,7 +12,7 @@ from wmcli.config import Section
 class EnvironmentSettings(Section):
     """The game and its protocol."""
 
-    incidental: ClassVar = ("processes",)
+    incidental: ClassVar[tuple[str, ...]] = ("processes",)
 
     id: str = Field(default="wm/Catch-v0", min_length=1)
     """Game: a gymnasium id, an Atari game (`Pong`), or `module:Id`, whose module, installed or in the current folder,

@@ -25,7 +25,7 @@ class CollectSettings(Section):
 
 
 class LearnedCollectSettings(CollectSettings):
-    incidental: ClassVar = ("on",)
+    incidental: ClassVar[tuple[str, ...]] = ("on",)
 
     policy: Literal["learned"] = "learned"
     """The newest controller plays; before there is one, actions are uniformly random."""
