@@ -32,7 +32,7 @@ class LocalSettings(Section):
     """GPUs of a run; auto is one where there are some. 0 leaves them to other programs."""
     threads: int = Field(0, ge=0)
     """CPU threads of a run; 0 shares the cores out among the slots, or is 1 where nothing limits the slots."""
-    memory: str = Field("", pattern=r"^(\\d+(\\.\\d+)? ?(MB|GB|TB))?$")
+    memory: str = Field("", pattern=r"^(\d+(\.\d+)? ?(MB|GB|TB))?$")
     """Memory of a run, such as 8GB: no more run at a time than fit."""
 
 

@@ -1,0 +1,189 @@
+"""Sweeps on this machine: slots, what is skipped, retried and reported, and where they stand."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wmcli.errors import MachineError, Stopped, UsageError
+from wmcli.progress import Progress
+from wmcli.sweeps import local, run
+from wmcli.sweeps.attempt import write_record
+from wmcli.sweeps.local import LocalSettings, share_out
+from wmcli.sweeps.plan import PlannedRun, Sweep, read_sweep
+from wmcli.sweeps.run import FailedRuns, run_sweep, runs_left, shell_lines
+from wmcli.sweeps.status import describe, describe_sweep
+
+QUIET = Progress(quiet=True)
+FILE = """
+preset = "quickstart"
+folder = "{folder}"
+[vary]
+seed = [1, 2, 3, 4]
+[local]
+slots = 2
+"""
+
+Attempt = Callable[..., int]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Sweep:
+    (tmp_path / "sweep.toml").write_text(FILE.format(folder=tmp_path / "runs"))
+    return read_sweep(tmp_path / "sweep.toml")
+
+
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, str]]]:
+    """Attempts that end at once, with the exit codes in `codes` or 0: the runs and environments of each."""
+    made: list[tuple[str, dict[str, str]]] = []
+
+    def attempt(planned: PlannedRun, records: Path, *, executor: str, environment: dict[str, str]) -> int:
+        codes = getattr(attempt, "codes", {}).get(planned.name, [])
+        code = codes.pop(0) if codes else 0
+        made.append((planned.name, environment))
+        state = {0: "done", 75: "stopped"}.get(code, "failed")
+        about = {"state": state, "code": code, "last": f"ends with {code}", "arguments": list(planned.arguments)}
+        write_record(planned, records, about | {"executor": executor, "seconds": 2.0, "attempts": 1, "host": "here"})
+        return code
+
+    monkeypatch.setattr(local, "attempt", attempt)
+    made_by: Any = attempt
+    monkeypatch.setattr(local, "codes", made_by, raising=False)
+    return made
+
+
+def set_codes(**codes: list[int]) -> None:
+    local.codes.codes = {name.replace("_", "-"): each for name, each in codes.items()}  # type: ignore[attr-defined]
+
+
+def test_all_runs_are_run_once_and_then_found_again(sweep: Sweep, attempts: list[Any]) -> None:
+    rows = run_sweep(sweep, "local", QUIET)
+    assert sorted(name for name, _ in attempts) == ["seed-1", "seed-2", "seed-3", "seed-4"]
+    assert [row["state"] for row in rows] == ["done"] * 4
+    run_sweep(sweep, "local", QUIET)
+    assert len(attempts) == 4 and runs_left(sweep, retry=False) == []
+
+
+def test_a_run_with_other_arguments_is_run_again(sweep: Sweep, attempts: list[Any], tmp_path: Path) -> None:
+    run_sweep(sweep, "local", QUIET)
+    sweep.file.write_text(FILE.format(folder=tmp_path / "runs") + "[settings]\nrun.epochs = 2\n")
+    changed = read_sweep(sweep.file)
+    assert [row["state"] for row in describe_sweep(changed)] == ["waiting"] * 4
+    run_sweep(changed, "local", QUIET)
+    assert len(attempts) == 8
+
+
+def test_a_failed_run_stops_no_other_and_waits_for_retry(sweep: Sweep, attempts: list[Any]) -> None:
+    set_codes(seed_2=[5], seed_3=[0])
+    with pytest.raises(
+        FailedRuns, match=r"1 of 4 runs failed, seed-2 first, with exit code 5: ends with 5.*--retry"
+    ) as error:
+        run_sweep(sweep, "local", QUIET)
+    assert error.value.exit_code == 5 and len(attempts) == 4
+    with pytest.raises(FailedRuns):
+        run_sweep(sweep, "local", QUIET)
+    assert len(attempts) == 4
+    assert [line.split()[4] for line in shell_lines(sweep, runs_left(sweep, retry=True))] == [
+        str(sweep.folder / "seed-2")
+    ]
+    run_sweep(sweep, "local", QUIET, retry=True)
+    assert attempts[-1][0] == "seed-2" and len(attempts) == 5
+
+
+def test_a_run_that_somebody_stopped_is_begun_again(sweep: Sweep, attempts: list[Any]) -> None:
+    set_codes(seed_1=[75, 75, 0])
+    run_sweep(sweep, "local", QUIET)
+    assert [name for name, _ in attempts].count("seed-1") == 3
+
+
+def test_a_request_to_stop_begins_no_run(sweep: Sweep, attempts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    stubbed = local.attempt
+
+    def attempt(planned: PlannedRun, records: Path, **how: Any) -> int:
+        if planned.name == "seed-1":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+            return 75
+        return stubbed(planned, records, **how)
+
+    monkeypatch.setattr(local, "attempt", attempt)
+    with pytest.raises(Stopped, match="the same command goes on"):
+        run_sweep(sweep, "local", QUIET)
+    assert len(attempts) <= 1
+
+
+def test_slots_by_cores_gpus_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(local, "visible_gpus", list)
+    monkeypatch.setattr(local, "free_memory", lambda: 30e9)
+
+    def slots(runs: int = 100, **settings: Any) -> list[dict[str, str]]:
+        return [slot.environment for slot in share_out(LocalSettings(**settings), runs)]
+
+    assert slots() == [{"OMP_NUM_THREADS": "1"}] * 8
+    assert slots(3) == [{"OMP_NUM_THREADS": "2"}] * 3
+    assert slots(threads=4) == [{"OMP_NUM_THREADS": "4"}] * 2
+    assert slots(memory="8GB") == [{"OMP_NUM_THREADS": "2"}] * 3
+    with pytest.raises(MachineError, match=r"local.memory = 40GB: only 30.0 GB"):
+        slots(memory="40GB")
+    with pytest.raises(UsageError, match=r"local.gpus = 1: this machine has 0"):
+        slots(gpus=1)
+    monkeypatch.setattr(local, "visible_gpus", lambda: ["3", "5", "6"])
+    assert slots() == [{"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": gpu} for gpu in "356"]
+    assert slots(gpus=2, threads=3) == [{"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "3,5"}]
+    assert slots(gpus=0, slots=1) == [{"OMP_NUM_THREADS": "8", "CUDA_VISIBLE_DEVICES": ""}]
+    with pytest.raises(UsageError, match=r"local.slots = 2 with 2 GPUs each"):
+        slots(gpus=2, slots=2)
+    monkeypatch.undo()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,4")
+    assert local.visible_gpus() == ["2", "4"]
+
+
+def test_the_state_of_a_run(sweep: Sweep, tmp_path: Path) -> None:
+    planned = sweep.runs[0]
+
+    def state(**record: Any) -> dict[str, Any]:
+        write_record(planned, sweep.records, {"arguments": list(planned.arguments), "seconds": 5.0, **record})
+        return describe(planned, sweep.records)
+
+    assert describe(planned, sweep.records)["state"] == "waiting"
+    sweep.records.mkdir(parents=True)
+    host = os.uname().nodename
+    assert state(state="failed", code=5, last="diverged")["last"] == "diverged"
+    assert state(state="stopped")["state"] == "requeued"
+    assert state(state="running", host="elsewhere", pid=1)["state"] == "running"
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert state(state="running", host=host, pid=ended.pid)["state"] == "requeued", "its process is gone"
+
+    planned.folder.mkdir(parents=True)
+    (planned.folder / "run.toml").write_text('preset = "quickstart"\n[settings]\nrun = {epochs = 4}\n')
+    lines = [{"stage": "imagine", "epoch": 3, "updates_per_second": 7.5}, {"stage": "imagine"}]
+    text = "\n".join(map(json.dumps, lines[:1])) + '\n{"cut'
+    (planned.folder / "metrics.jsonl").write_text(text)
+    row = state(state="running", host=host, pid=os.getpid(), began="2026-01-01T00:00:00+00:00")
+    assert row["state"] == "running" and row["stage"] == "imagine" and row["updates_per_second"] == 7.5
+    assert row["epochs"] == 4 and row["seconds_left"] == pytest.approx(row["seconds"])
+    assert "epoch" in row and threading.active_count() >= 1
+
+
+def test_a_dry_run_prints_shell_lines(sweep: Sweep) -> None:
+    lines = shell_lines(sweep, sweep.runs)
+    assert lines[0] == f"wm run quickstart --run {sweep.folder}/seed-1 --set seed=1" and len(lines) == 4
+
+
+def test_executors_are_those_of_the_command() -> None:
+    from typing import get_args
+
+    assert set(run.EXECUTORS) == set(get_args(run.Executor))
