@@ -2,8 +2,8 @@
 
 submitit has two ways to requeue a job, and neither fits. Its command jobs pass on no signal. Its checkpointable jobs
 heed the signal before the time limit alone, and work inside the signal handler; a preemption may announce itself by
-SIGTERM only. So a job here leaves all signals to `attempt`. It takes the place of the batch script and needs no `srun`,
-which answers SIGTERM by killing the run. When `wm` has stopped at a checkpoint while SLURM wanted the job to go on, the
+SIGTERM only. So a job here leaves all signals to `attempt`. It runs under `srun`, since SLURM announces a preemption to
+the steps of a job and not to its script. When `wm` has stopped at a checkpoint while SLURM wanted the job to go on, the
 job requeues itself.
 """
 
@@ -143,7 +143,7 @@ class Job:
 def _submit(submitit: Any, sweep: Sweep, runs: Sequence[PlannedRun]) -> dict[str, str]:
     """Submit one array and return the jobs by name of the run."""
     logging.getLogger("submitit").setLevel(logging.ERROR)  # it would write to stdout
-    executor = submitit.SlurmExecutor(_folder(sweep), python=f"exec {shlex.quote(sys.executable)}")
+    executor = submitit.SlurmExecutor(_folder(sweep), python=shlex.quote(sys.executable))
     executor.update_parameters(**_parameters(sweep.slurm, sweep.folder.name))
     try:
         with redirect_stderr(io.StringIO()) as said:
@@ -164,9 +164,8 @@ def _parameters(settings: SlurmSettings, name: str) -> dict[str, Any]:
         "mem": f"{round(settings.memory * 1024)}M" if settings.memory else None,
         "array_parallelism": settings.parallel,
         "stderr_to_stdout": True,
-        "use_srun": False,
     }
-    own = {"time": settings.time, "requeue": True, "signal": f"B:USR2@{NOTICE}"}
+    own = {"time": settings.time, "requeue": True, "signal": f"USR2@{NOTICE}"}
     further = {key.replace("_", "-"): value for key, value in settings.options.items() if value is not False}
     return {key: value for key, value in parameters.items() if value is not None} | {
         "additional_parameters": own | further
