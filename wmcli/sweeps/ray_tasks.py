@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from wmcli.artifacts.files import make_folder
 from wmcli.config import Section
 from wmcli.errors import MachineError, Stopped, UsageError
 from wmcli.interrupt import PATIENCE, stop_requests
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.2
 GIB = 2**30
+LOG = "ray.log"  # in the folder of records
 
 
 class RaySettings(Section):
@@ -79,14 +82,14 @@ def run_ray(sweep: Sweep, runs: Sequence[PlannedRun], progress: Progress) -> dic
                         tasks[submit(run)] = run
                         continue
                     codes[run.name] = code
-                    bar.advance()
+                    bar.advance(code != Stopped.exit_code)
                 if stop and not asked:
                     asked = True
                     for each in tasks:
                         ray.cancel(each)  # Ctrl-C in the worker; a task that waits does not begin
                 running = sum(_is_running(run, sweep.records) for run in tasks.values())
                 if running != shown:  # a log gets no line that says nothing new
-                    bar.show(running=running)
+                    bar.show(**({"running": running} if running else {}))
                     bar.advance(0)
                     shown = running
     return codes
@@ -130,8 +133,19 @@ def _resources(settings: RaySettings) -> dict[str, float]:
 
 @contextmanager
 def _cluster(ray: Any, sweep: Sweep, progress: Progress) -> Iterator[None]:
-    """Connect to the cluster of the settings for the length of the block; Ray says nothing on stdout."""
-    address = sweep.ray.address
+    """Connect to the cluster of the settings for the length of the block. Ray's words go to a file, not to stdout."""
+    make_folder(sweep.records)
+    with (sweep.records / LOG).open("a") as log, redirect_stdout(log):
+        try:
+            _connect(ray, sweep)
+            _check_room(ray, sweep, progress)
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _connect(ray: Any, sweep: Sweep) -> None:
+    address, handler = sweep.ray.address, signal.getsignal(signal.SIGTERM)
     about: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if not address:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -143,11 +157,8 @@ def _cluster(ray: Any, sweep: Sweep, progress: Progress) -> Iterator[None]:
         raise UsageError(
             f"no Ray cluster at {address or 'this machine'}: {reason}; correct address under [ray] in {sweep.file}."
         ) from None
-    try:
-        _check_room(ray, sweep, progress)
-        yield
     finally:
-        ray.shutdown()
+        signal.signal(signal.SIGTERM, handler)  # Ray exits at once on SIGTERM
 
 
 def _check_room(ray: Any, sweep: Sweep, progress: Progress) -> None:
