@@ -126,7 +126,7 @@ def test_a_request_to_stop_begins_no_run(sweep: Sweep, attempts: list[Any], monk
 def test_slots_by_cores_gpus_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(local, "visible_gpus", list)
-    monkeypatch.setattr(local, "free_memory", lambda: 30e9)
+    monkeypatch.setattr(local, "free_memory", lambda: 30 * 2**30)
 
     def slots(runs: int = 100, **settings: Any) -> list[dict[str, str]]:
         return [slot.environment for slot in share_out(LocalSettings(**settings), runs)]
@@ -134,9 +134,9 @@ def test_slots_by_cores_gpus_and_memory(monkeypatch: pytest.MonkeyPatch) -> None
     assert slots() == [{"OMP_NUM_THREADS": "1"}] * 8
     assert slots(3) == [{"OMP_NUM_THREADS": "2"}] * 3
     assert slots(threads=4) == [{"OMP_NUM_THREADS": "4"}] * 2
-    assert slots(memory="8GB") == [{"OMP_NUM_THREADS": "2"}] * 3
-    with pytest.raises(MachineError, match=r"local.memory = 40GB: only 30.0 GB"):
-        slots(memory="40GB")
+    assert slots(memory=8.0) == [{"OMP_NUM_THREADS": "2"}] * 3
+    with pytest.raises(MachineError, match=r"local.memory = 40 GiB: only 30.0"):
+        slots(memory=40.0)
     with pytest.raises(UsageError, match=r"local.gpus = 1: this machine has 0"):
         slots(gpus=1)
     monkeypatch.setattr(local, "visible_gpus", lambda: ["3", "5", "6"])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from wmcli.sweeps.plan import PlannedRun, Sweep
 
 POLL_SECONDS = 0.2
-UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12}
+GIB = 2**30
 
 
 class LocalSettings(Section):
@@ -32,8 +32,8 @@ class LocalSettings(Section):
     """GPUs of a run; auto is one where there are some. 0 leaves them to other programs."""
     threads: int = Field(0, ge=0)
     """CPU threads of a run; 0 shares the cores out among the slots, or is 1 where nothing limits the slots."""
-    memory: str = Field("", pattern=r"^(\d+(\.\d+)? ?(MB|GB|TB))?$")
-    """Memory of a run, such as 8GB: no more run at a time than fit."""
+    memory: float = Field(0.0, ge=0)
+    """Memory of a run in GiB: no more run at a time than fit. 0 does not limit them."""
 
 
 class Slot:
@@ -62,10 +62,9 @@ def share_out(settings: LocalSettings, runs: int) -> list[Slot]:
         raise UsageError(f"local.gpus = {wanted}: this machine has {len(gpus)}; lower it, or use --on slurm.")
     most = len(gpus) // wanted if wanted else max(1, cores // (settings.threads or 1))
     if settings.memory:
-        number, unit = re.findall(r"[\d.]+|[A-Z]+", settings.memory)
-        most = min(most, int(free_memory() / (float(number) * UNITS[unit])))
+        most = min(most, int(free_memory() / settings.memory / GIB))
         if most < 1:
-            raise MachineError(f"local.memory = {settings.memory}: only {free_memory() / 1e9:.1f} GB are free.")
+            raise MachineError(f"local.memory = {settings.memory:g} GiB: only {free_memory() / GIB:.1f} are free.")
     count = min(settings.slots or most, runs)
     if wanted and count * wanted > len(gpus):
         raise UsageError(

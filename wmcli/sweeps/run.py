@@ -6,13 +6,13 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from wmcli.errors import WmError
+from wmcli.errors import Stopped, WmError
 from wmcli.progress import Progress
 from wmcli.sweeps.local import run_local
 from wmcli.sweeps.plan import PlannedRun, Sweep
 from wmcli.sweeps.ray_tasks import run_ray
 from wmcli.sweeps.slurm import run_slurm
-from wmcli.sweeps.status import DONE, FAILED, count_states, describe, describe_sweep, is_done
+from wmcli.sweeps.status import FAILED, count_states, describe, describe_sweep, is_done
 
 Executor = Literal["local", "slurm", "ray"]
 EXECUTORS: dict[str, Callable[[Sweep, Sequence[PlannedRun], Progress], dict[str, int]]] = {
@@ -55,7 +55,9 @@ def run_sweep(sweep: Sweep, executor: Executor, progress: Progress, *, retry: bo
         progress.say(f"sweep: {found} of {len(sweep.runs)} runs are done")
     if left:
         sweep.records.mkdir(parents=True, exist_ok=True)
-        EXECUTORS[executor](sweep, left, progress)
+        codes = EXECUTORS[executor](sweep, left, progress)
+        if Stopped.exit_code in codes.values():
+            raise Stopped("not all runs have ended; the same command goes on with them.")
     rows = describe_sweep(sweep)
     progress.say(f"sweep: {count_states(rows)}")
     if failed := [row for row in rows if row["state"] == FAILED]:
@@ -66,7 +68,6 @@ def run_sweep(sweep: Sweep, executor: Executor, progress: Progress, *, retry: bo
             f" {shlex.quote(str(sweep.file))}",
             first["code"] if first["code"] in range(1, 128) else 1,
         )
-    assert executor == "slurm" or all(row["state"] == DONE for row in rows)
     return rows
 
 

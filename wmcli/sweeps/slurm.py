@@ -101,10 +101,13 @@ def run_slurm(sweep: Sweep, runs: Sequence[PlannedRun], progress: Progress) -> d
                 progress.say(f"sweep: submitted {len(new)} runs as {_arrays(jobs, new)}")
         waiting = _Waiting(sweep, {run: jobs[run.name] for run in runs}, progress)
         with progress.bar("sweep", len(runs), "runs") as bar:
+            shown: dict[str, float] = {}
             while waiting.jobs and not stop:
                 ended, counts = waiting.look()
-                bar.show(**counts)
-                bar.advance(ended)
+                if ended or counts != shown:  # a log gets no line that says nothing new
+                    bar.show(**counts)
+                    bar.advance(ended)
+                    shown = counts
                 deadline = time.monotonic() + QUEUE_SECONDS
                 while waiting.jobs and not stop and time.monotonic() < deadline:
                     time.sleep(POLL_SECONDS)
