@@ -58,6 +58,8 @@ _KEY = re.compile(
 )  # fmt: skip
 # Capitals, and `key`, stand for a key that the reader chooses.
 _SET = re.compile(r"--set[ =]+(?!(?:section\.)?key=)([a-z_0-9.{}]+)=", re.ASCII)
+FOREIGN = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--max-restarts"}  # of torchrun
+FOREIGN |= {"--me", "--noheader", "--array", "--oneliner"}  # of SLURM
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 # Words before `wm` that tell a command line from prose, as in "this wm reads".
 _COMMAND = re.compile(r"(?:^|[`(;]|: |&& |with |see |run )wm ([a-z][a-z-]*)((?: [a-z]+\b)?)([^`;)\n]*)", re.MULTILINE)
@@ -80,13 +82,15 @@ def wrong_mentions(text: str) -> list[str]:
         line = re.split(r", | or |[.:](?: |$)| && ", line)[0]
         wrong += [f"wm {name} {option}" for option in _OPTION.findall(line) if option not in _options(command)]
         rest = rest.replace(line, "", 1) if line else rest
-    every = {option for command in COMMANDS.values() for option in _options(command)} | _options(PROGRAM)
+    every = {option for command in COMMANDS.values() for option in _options(command)} | _options(PROGRAM) | FOREIGN
     return wrong + [f"option {option}" for option in _OPTION.findall(rest) if option not in every]
 
 
 def _options(command: Any) -> set[str]:
-    own = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
-    return own | {"--help"}
+    if default := getattr(command, "default", None):
+        command = command.commands[default]
+    every = (option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts))
+    return {option for option in every if option.startswith("--")} | {"--help"}
 
 
 def words(line: str) -> list[str]:
@@ -99,6 +103,8 @@ def parse(arguments: Sequence[str]) -> dict[str, Any]:
     command, rest = PROGRAM, list(arguments)
     while rest and rest[0] in getattr(command, "commands", {}):
         command, rest = command.commands[rest[0]], rest[1:]
+    if default := getattr(command, "default", None):
+        command = command.commands[default]
     return dict(command.make_context("wm", rest).params)
 
 

@@ -25,9 +25,11 @@ WATCH_SECONDS = 2.0
 class SweepGroup(Group):
     """A group whose first word may be a file in place of a command: `wm sweep FILE` is `wm sweep run FILE`."""
 
+    default = "run"
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, *ctx.help_option_names):
-            args = ["run", *args]
+            args = [self.default, *args]
         return super().parse_args(ctx, args)
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from wmcli.training.logs import EventLog
 
+TRAINED = ("tokenizer", "dynamics", "controller")
 REPEATABLE = ("evaluation", "profile")
 """Kinds that are made again under other settings without asking."""
 
@@ -229,9 +230,9 @@ class Context:
         before, revision = other.manifest.get("revision", 1), REVISIONS[job.kind]
         if before != revision:
             changed.append(f"revision of {MAKERS[job.kind]} {before} -> {revision}")
-        trained_on = other.manifest["machine"].get("ranks", 1)
-        if trained_on != job.identity.get("ranks", trained_on if "sampling" not in job.identity else 1):
-            changed.append(f"processes {trained_on} -> {job.identity.get('ranks', 1)}")
+        ranks_before, ranks_now = other.manifest["machine"].get("ranks", 1), job.identity.get("ranks", 1)
+        if job.kind in TRAINED and ranks_before != ranks_now:
+            changed.append(f"processes of torchrun {ranks_before} -> {ranks_now}")
         precision = other.manifest["machine"].get("precision")
         if precision != job.identity.get("precision", precision):
             changed.append(f"training.precision {precision} -> {job.identity['precision']}")
