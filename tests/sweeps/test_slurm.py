@@ -277,7 +277,7 @@ def test_slurm_requeues_a_run_that_goes_on_from_its_checkpoint(tmp_path: Path) -
         pytest.skip("no SLURM")
     sweep = sweep_of(tmp_path, 1, cpus=1, time=10)
     folder = sweep.runs[0].folder
-    settings = ["environment.count=1", "collect.steps=20000", "training.checkpoint_seconds=0", "training.device=cpu"]
+    settings = ["environment.count=1", "collect.steps=1500", "training.checkpoint_seconds=0", "training.device=cpu"]
     words = ("collect", "--preset", "rem-quick", "--run", str(folder), *(w for s in settings for w in ("--set", s)))
     sweep.runs = [sweep.runs[0]._replace(arguments=words)]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from wmcli.sweeps.plan import PlannedRun, Sweep
 
 POLL_SECONDS = 0.2
+CONNECT_SECONDS = 10.0
 GIB = 2**30
 LOG = "ray.log"  # in the folder of records
 
@@ -151,8 +153,11 @@ def _connect(ray: Any, sweep: Sweep) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         about["include_dashboard"] = False
     try:
+        if address not in ("", "auto"):  # Ray tries for minutes
+            host, _, port = address.rpartition("/")[2].rpartition(":")
+            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
         ray.init(address or "local", **about)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UsageError(
             f"no Ray cluster at {address or 'this machine'}: {reason}; correct address under [ray] in {sweep.file}."
