@@ -14,9 +14,9 @@ from tiny_run import TINY
 
 from wmcli.artifacts import Run
 
-EVEN = ["tokenizer.batch=8", "controller.batch=6", "dynamics.updates=200", "training.checkpoint_seconds=0.1"]
+EVEN = ["tokenizer.batch=8", "controller.batch=6", "dynamics.updates=150", "training.checkpoint_seconds=0.1"]
 LOOP = [
-    *("run.epochs=2", "run.collect_epochs=2", "run.tokenizer_after=0", "run.dynamics_after=0"),
+    *("run.epochs=1", "run.collect_epochs=1", "run.tokenizer_after=0", "run.dynamics_after=0"),
     *("run.controller_after=0", "run.evaluate_every=1", "run.evaluate_episodes=1"),
 ]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "--", "wmcli"]
@@ -60,7 +60,7 @@ def test_a_killed_rank_stops_all_and_the_same_command_ends_in_the_same_bits(tmp_
     undisturbed = start(*run(tmp_path / "whole"))
     printed, said = undisturbed.communicate(timeout=SECONDS)
     assert undisturbed.returncode == 0, said
-    assert printed == f"{tmp_path}/whole/evaluation/v0002\n", "one process prints"
+    assert printed == f"{tmp_path}/whole/evaluation/v0001\n", "one process prints"
     assert said.count("new run") == 1 and "on each of 2 ranks" in said
 
     for name, victim, number in (("killed", 0, signal.SIGKILL), ("stopped", 1, signal.SIGTERM)):
