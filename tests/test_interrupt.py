@@ -11,8 +11,10 @@ import time
 
 import pytest
 
-from wmcli.interrupt import ASKING, ENDING, stop_requests
+from wmcli.interrupt import stop_requests
 
+ENDING = [signal.SIGINT, signal.SIGTERM]
+ASKING = [signal.SIGUSR1, signal.SIGUSR2]
 SIGNALS = [*ENDING, *ASKING]
 
 STUBBORN = """
@@ -49,20 +51,37 @@ def test_the_handlers_come_back_after_an_error() -> None:
 @pytest.mark.parametrize("second", ENDING)
 @pytest.mark.parametrize("first", ENDING)
 def test_the_second_signal_ends_the_process_at_once(first: signal.Signals, second: signal.Signals) -> None:
-    """However often a scheduler has asked by another one meanwhile."""
     with subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout is not None and child.stdout.readline() == "ready\n"
             child.send_signal(first)
             assert child.stdout.readline() == "asked\n"
-            for each in (*ASKING, *ASKING):
-                child.send_signal(each)
-                time.sleep(0.05)
-            assert child.poll() is None
             began = time.monotonic()
             child.send_signal(second)
             assert child.wait(timeout=30) == -second
             assert time.monotonic() - began < 10
+        finally:
+            child.kill()
+
+
+def test_a_scheduler_may_ask_as_often_as_it_likes() -> None:
+    """It signals every process of a job, and the one that started this one passes it on; in any order."""
+    for signals in ([*ASKING, *ASKING, signal.SIGTERM], [signal.SIGTERM, *ASKING]):
+        with stop_requests() as stop:
+            for number in signals:
+                os.kill(os.getpid(), number)
+                assert stop
+    with subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None and child.stdout.readline() == "ready\n"
+            child.send_signal(signal.SIGUSR2)
+            assert child.stdout.readline() == "asked\n"
+            child.send_signal(signal.SIGTERM)
+            child.send_signal(signal.SIGUSR1)
+            with pytest.raises(subprocess.TimeoutExpired):
+                child.wait(timeout=0.3)
+            child.send_signal(signal.SIGINT)
+            assert child.wait(timeout=30) == -signal.SIGINT
         finally:
             child.kill()
 

@@ -23,6 +23,7 @@ PATIENCE = 8.0
 """Seconds; schedulers follow up with SIGKILL, some of them after ten."""
 ENDING = (signal.SIGINT, signal.SIGTERM)  # the second one ends the process
 ASKING = (signal.SIGUSR1, signal.SIGUSR2)
+PASSED_ON = signal.SIGUSR2  # from one process of ours to another, which the scheduler may have signaled as well
 _SHOW_CURSOR = "\x1b[?25h"  # progress bars hide it
 
 

@@ -235,6 +235,22 @@ def test_asked_to_stop_while_it_waits_it_stops(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_scheduler_may_signal_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """What comes over from the first process is not the second signal, which would end the other one at once."""
+    monkeypatch.setenv(SLOW_AFTER, str(SEED_CHECK + 6))
+    child = command_of(tmp_path / "run", monkeypatch)
+    other = collecting(tmp_path / "run", 1)
+    time.sleep(1)
+    os.kill(other, number)
+    child.send_signal(number)
+    out, talk = child.communicate(timeout=60)
+    assert (child.returncode, out) == (75, ""), talk
+    assert "wm run: collect stopped after step" in talk and "Traceback" not in talk
+    assert gone(other, seconds=0)
+
+
+@pytest.mark.slow
 def test_killed_it_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SLOW_AFTER, str(SEED_CHECK + 6))
     child = command_of(tmp_path / "run", monkeypatch, "collect.steps=900")  # a minute and a half
@@ -298,6 +314,20 @@ def test_its_death_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert os.getsid(other) == other  # out of reach of the terminal's Ctrl-C
         os.kill(other, signal.SIGKILL)
         with pytest.raises(MachineError, match="ended by SIGKILL; run the same command again"):
+            collector.result()
+    finally:
+        collector.close()
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_ends_it_before_it_listens_stops_the_run(tmp_path: Path) -> None:
+    context = opened(tmp_path / "run", *SLOW, new=True)
+    collector = Collector(context)
+    try:
+        collector.begin(context, None, None)
+        assert collector._other is not None
+        collector._other.process.terminate()
+        with pytest.raises(Stopped, match="the same command resumes it"):
             collector.result()
     finally:
         collector.close()

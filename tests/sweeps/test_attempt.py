@@ -177,3 +177,36 @@ def test_who_has_lost_the_parent_before_does_not_begin() -> None:
     assert (ended.returncode, ended.stdout) == (75, "")
     ended = subprocess.run([*line, str(os.getpid()), "--version"], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0 and ended.stdout.startswith("wm ")
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from wmcli.sweeps.attempt import attempt
+from wmcli.sweeps.plan import PlannedRun
+folder = Path(sys.argv[1])
+attempt(PlannedRun("one", folder / "one", tuple(sys.argv[2:])), folder, executor="local")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the tie to the parent is Linux's")
+def test_it_does_not_outlive_its_parent_and_the_next_attempt_goes_on(tmp_path: Path) -> None:
+    """As when Ray or SLURM kills a worker: `wm` stops at a checkpoint, and lets go of the lock."""
+    settings = ("environment.count=1", "collect.steps=400", "training.checkpoint_seconds=0", "training.device=cpu")
+    words = ("collect", "--preset", "rem-quick", "--run", str(tmp_path / "one"))
+    run = PlannedRun("one", tmp_path / "one", (*words, *(word for each in settings for word in ("--set", each))))
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), *run.arguments]) as parent:
+        try:
+            deadline = time.monotonic() + 60
+            while not list(run.folder.glob("experience/.work-*/checkpoint.safetensors")):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        finally:
+            parent.kill()
+    record = read_record(run, tmp_path)
+    assert record is not None and record["state"] == "running"  # nobody was left to write another word
+    assert attempt(run, tmp_path, executor="local") == 0
+    record = read_record(run, tmp_path)
+    assert record is not None and (record["state"], record["attempts"]) == ("done", 2)
+    assert "stopped after step" in log_of(run, tmp_path).read_text()

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from wmcli.artifacts import Artifact, Run, open_artifact
 from wmcli.envs.processes import portable
 from wmcli.errors import MachineError, Stopped
-from wmcli.interrupt import stop_requests
+from wmcli.interrupt import ASKING, ENDING, PASSED_ON, stop_requests
 from wmcli.progress import Progress
 from wmcli.settings import Settings
 from wmcli.stages.collect import collect, collect_job, summary
@@ -88,13 +88,14 @@ class Collector:
         with stop_requests() as stop, progress.bar("collect", 1, "segments") as bar:
             while not line.poll(POLL_SECONDS):
                 if stop and not is_stopping:
-                    process.terminate()
+                    process.send_signal(PASSED_ON)
                     is_stopping = True
             stopped = Stopped("collect stopped; the same command resumes it.")
             try:
                 reply = line.recv()
             except (EOFError, OSError):
-                reply = stopped if stop else _death(process.wait())
+                code = process.wait()
+                reply = stopped if stop or -code in (*ENDING, *ASKING) else _death(code)
             self._busy = False
             if isinstance(reply, Exception):
                 if self._is_new:
@@ -115,7 +116,7 @@ class Collector:
         try:
             if self._busy:
                 self._busy = False
-                process.terminate()
+                process.send_signal(PASSED_ON)
                 with suppress(EOFError, OSError):
                     line.recv()
         finally:  # by now it only waits for a request; or a second Ctrl-C here does not wait for its checkpoint

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wmcli.artifacts.files import make_folder, write_durable
 from wmcli.errors import BusyError, Stopped
-from wmcli.interrupt import ASKING, ENDING, PATIENCE, StopRequest, stop_requests
+from wmcli.interrupt import ASKING, ENDING, PASSED_ON, PATIENCE, StopRequest, stop_requests
 
 if TYPE_CHECKING:
     from wmcli.sweeps.plan import PlannedRun
@@ -184,8 +183,7 @@ def _run_once(run: PlannedRun, records: Path, environment: Mapping[str, str], st
             if ended:
                 break
             if stop and not asked:
-                # The scheduler may have signaled `wm` as well, and a second SIGTERM would end it at once.
-                process.send_signal(signal.SIGUSR2)
+                process.send_signal(PASSED_ON)
                 asked = True
             time.sleep(POLL_SECONDS)
         code = process.returncode = os.waitstatus_to_exitcode(status)
