@@ -100,13 +100,9 @@ def test_on_a_cluster_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[st
 @pytest.mark.slow
 def test_no_cluster_at_the_address(tmp_path: Path) -> None:
     sweep = sweep_of(tmp_path, ("--version",), address="127.0.0.1:1")
-<<<<<<< HEAD
     with pytest.raises(
         UsageError, match=r"^no Ray cluster at 127\.0\.0\.1:1: .*correct address under \[ray\] in .*grid\.toml"
     ):
-=======
-    with pytest.raises(UsageError, match=r"^no Ray cluster at 127\.0\.0\.1:1: .*correct address under .*grid\.toml\.$"):
->>>>>>> executors
         run_ray(sweep, sweep.runs, Progress(quiet=True))
 
 
