@@ -129,7 +129,7 @@ def test_slots_by_cores_gpus_and_memory(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(local, "free_memory", lambda: 30 * 2**30)
 
     def slots(runs: int = 100, **settings: Any) -> list[dict[str, str]]:
-        return [slot.environment for slot in share_out(LocalSettings(**settings), runs)]
+        return share_out(LocalSettings(**settings), runs)
 
     assert slots() == [{"OMP_NUM_THREADS": "1"}] * 8
     assert slots(3) == [{"OMP_NUM_THREADS": "2"}] * 3

@@ -126,11 +126,10 @@ def status(
         if as_json or form:
             raise UsageError("--watch is for people: omit --json and --format.")
         _watch(plan)
-        return
     rows = describe_sweep(plan)
     if as_json:
         emit_json(rows)
-    elif chosen(form) in EXACT:
+    elif chosen(form) in EXACT and not watch:
         answer(rows, COLUMNS, form)
     else:
         readable = [_for_a_person(row) for row in rows]
@@ -150,16 +149,14 @@ def _watch(plan: Sweep) -> None:
 
     console = Console()
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
-        while True:
-            rows = describe_sweep(plan)
+        rows = describe_sweep(plan)
+        while any(row["state"] not in (DONE, FAILED) for row in rows):
             readable = [_for_a_person(row) for row in rows]
             drawn = io.StringIO()
             draw_table(readable, filled(readable, SHOWN), drawn)
             live.update(Text.from_ansi(drawn.getvalue() + count_states(rows)), refresh=True)
-            if all(row["state"] in (DONE, FAILED) for row in rows):
-                break
             time.sleep(WATCH_SECONDS)
-    typer.echo(count_states(rows), err=True)
+            rows = describe_sweep(plan)
 
 
 def _for_a_person(row: dict[str, Any]) -> Row:

@@ -32,7 +32,7 @@ def estimate_sweep(sweep: Sweep, runs: Sequence[PlannedRun], executor: str, prog
     total = 0.0
     with progress.bar("estimate", len(variants), "variants") as bar:
         for variant, members in variants.items():
-            measured = _measure(members[0], slots[0].environment if slots else {}, progress)
+            measured = _measure(members[0], slots[0] if slots else {}, progress)
             if measured is not None:
                 total += len(members) * measured["seconds"]
                 progress.say(

@@ -36,21 +36,15 @@ class LocalSettings(Section):
     """Memory of a run in GiB: no more run at a time than fit. 0 does not limit them."""
 
 
-class Slot:
-    """What one run at a time has: its environment variables."""
-
-    def __init__(self, gpus: Sequence[str] | None, threads: int) -> None:
-        self.environment = {"OMP_NUM_THREADS": str(threads)}
-        if gpus is not None:
-            self.environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-
-
-def share_out(settings: LocalSettings, runs: int) -> list[Slot]:
+def share_out(settings: LocalSettings, runs: int) -> list[dict[str, str]]:
     """Share this machine out among the runs of a sweep.
 
     Args:
         settings: Of the sweep.
         runs: Number of runs: no more slots are needed.
+
+    Returns:
+        The environment variables of each slot, which runs take in turn.
 
     Raises:
         UsageError: It has not the GPUs that the settings want.
@@ -71,8 +65,10 @@ def share_out(settings: LocalSettings, runs: int) -> list[Slot]:
             f"local.slots = {count} with {wanted} GPUs each: this machine has {len(gpus)}; lower one of them."
         )
     threads = settings.threads or max(1, cores // count)
-    own = [gpus[index * wanted : (index + 1) * wanted] if gpus else None for index in range(count)]
-    return [Slot(some, threads) for some in own]
+    slots = [{"OMP_NUM_THREADS": str(threads)} for _ in range(count)]
+    for index, slot in enumerate(slots if gpus else ()):
+        slot["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index * wanted : (index + 1) * wanted])
+    return slots
 
 
 def visible_gpus() -> list[str]:
@@ -102,11 +98,11 @@ def run_local(sweep: Sweep, runs: Sequence[PlannedRun], progress: Progress) -> d
         Stopped: A signal arrived. All runs are at a checkpoint.
     """
     slots = share_out(sweep.local, len(runs))
-    threads = slots[0].environment["OMP_NUM_THREADS"]
-    progress.say(f"sweep: {len(runs)} runs, {len(slots)} at a time, {threads} threads each")
+    threads = slots[0]["OMP_NUM_THREADS"]
+    progress.say(f"sweep: {len(runs)} runs, {len(slots)} at a time, CPU threads of each: {threads}")
     waiting, free = deque(runs), list(slots)
     codes: dict[str, int] = {}
-    working: dict[Future[int], tuple[PlannedRun, Slot]] = {}
+    working: dict[Future[int], tuple[PlannedRun, dict[str, str]]] = {}
     with (
         stop_requests(PATIENCE + LONGER) as stop,  # the attempts in the threads hear it as well
         ThreadPoolExecutor(len(slots)) as workers,
@@ -115,7 +111,7 @@ def run_local(sweep: Sweep, runs: Sequence[PlannedRun], progress: Progress) -> d
         while waiting or working:
             while waiting and free and not stop:
                 run, slot = waiting.popleft(), free.pop(0)
-                job = workers.submit(attempt, run, sweep.records, executor="local", environment=slot.environment)
+                job = workers.submit(attempt, run, sweep.records, executor="local", environment=slot)
                 working[job] = run, slot
             if stop:
                 waiting.clear()

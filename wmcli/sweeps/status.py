@@ -12,10 +12,10 @@ from typing import Any
 
 from wmcli.artifacts.overview import describe_run
 from wmcli.errors import WmError
-from wmcli.sweeps.attempt import read_record
+from wmcli.sweeps.attempt import DONE, FAILED, RUNNING, read_record
 from wmcli.sweeps.plan import PlannedRun, Sweep
 
-WAITING, RUNNING, REQUEUED, DONE, FAILED = "waiting", "running", "requeued", "done", "failed"
+WAITING, REQUEUED = "waiting", "requeued"
 STATES = (RUNNING, REQUEUED, WAITING, DONE, FAILED)
 COLUMNS = (
     *("run", "state", "epoch", "epochs", "stage", "updates_per_second", "seconds_left", "score", "stderr", "seconds"),
@@ -68,9 +68,9 @@ def _state(run: PlannedRun, record: Mapping[str, Any], status: str) -> str:
         return DONE if tuple(record["arguments"]) == run.arguments else WAITING
     if state == RUNNING:
         return RUNNING if _is_alive(record, status) else REQUEUED
-    if state in (FAILED, None):
-        return FAILED if state else WAITING
-    return REQUEUED
+    if state is None:
+        return WAITING
+    return FAILED if state == FAILED else REQUEUED
 
 
 def _is_alive(record: Mapping[str, Any], status: str) -> bool:
