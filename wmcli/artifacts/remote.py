@@ -36,7 +36,7 @@ FORMAT = {"format": "wm run", "schema": 1}
 METRICS = "metrics.jsonl"
 MAX_INDEX_BYTES = 1 << 28
 CHUNK_BYTES = 1 << 22
-AT_ONCE = 8  # files
+AT_ONCE = 8  # files; Hugging Face makes a commit of each, and takes one at a time
 _VERSION = re.compile(rf"({'|'.join(KINDS)})/{VERSION_NAME.pattern}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -155,7 +155,7 @@ def push(run: Run, url: str, progress: Progress) -> dict[str, Any]:
         local, name, file = each
         store.write(name, _counted(_checked_parts(_parts(local), file, shown(local)), count))
 
-    _in_parallel("push", todo, send, progress)
+    _in_parallel("push", store, todo, send, progress)
     index["files"] = {name: file._asdict() for name, file in changing.items()}
     for key, files in sent.items():
         index["versions"][key] = {"digest": new[key].digest, "files": [file._asdict() for file in files]}
@@ -298,7 +298,7 @@ def _fetch(store: _Store, index: Mapping[str, Any], missing: list[str], draft: P
             for part in _counted(_checked_parts(store.read(name), file, f"{store.url}/{name}"), count):
                 target.write(part)
 
-    _in_parallel("pull", todo, receive, progress)
+    _in_parallel("pull", store, todo, receive, progress)
 
 
 def _merge(run: Run, index: Mapping[str, Any], missing: list[str], draft: Path, url: str) -> None:
@@ -374,11 +374,16 @@ def _counted(parts: Iterator[bytes], count: Callable[[int], None]) -> Iterator[b
 
 
 def _in_parallel(
-    label: str, todo: list[Any], work: Callable[[Any, Callable[[int], None]], None], progress: Progress
+    label: str,
+    store: _Store,
+    todo: list[Any],
+    work: Callable[[Any, Callable[[int], None]], None],
+    progress: Progress,
 ) -> None:
     """Copy some files at once, with a bar over their bytes."""
     total = sum(each[2].size for each in todo)
-    with progress.bar(label, max(1, total // 10**6), "MB") as bar, ThreadPoolExecutor(AT_ONCE) as workers:
+    at_once = 1 if "hf" in store.files.protocol else AT_ONCE
+    with progress.bar(label, max(1, total // 10**6), "MB") as bar, ThreadPoolExecutor(at_once) as workers:
         counter = _Counter(bar)
         jobs = [workers.submit(work, each, counter.add) for each in todo]
         try:
