@@ -35,6 +35,7 @@ INDEX = "wm-run.json"
 FORMAT = {"format": "wm run", "schema": 1}
 METRICS = "metrics.jsonl"
 MAX_INDEX_BYTES = 1 << 28
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "hf", "abfs", "az", "oss"}
 CHUNK_BYTES = 1 << 22
 AT_ONCE = 8  # files; Hugging Face makes a commit of each, and takes one at a time
 _VERSION = re.compile(rf"({'|'.join(KINDS)})/{VERSION_NAME.pattern}")
@@ -62,6 +63,8 @@ class _Store:
         with _store_errors(url):
             self.files, root = fsspec.core.url_to_fs(self.url)
         self._root = root.rstrip("/")
+        named = self.files.protocol
+        self.protocols = {named} if isinstance(named, str) else set(named)
 
     def path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -83,7 +86,8 @@ class _Store:
     def write(self, name: str, parts: Iterator[bytes]) -> None:
         """Write a file; on a local disk it appears whole."""
         with _store_errors(self.url):
-            self.files.makedirs(self.path(name).rpartition("/")[0], exist_ok=True)
+            if not OBJECT_STORES.intersection(self.protocols):  # those have no folders, and would make a bucket
+                self.files.makedirs(self.path(name).rpartition("/")[0], exist_ok=True)
             with self.files.open(self.path(name), "wb", autocommit=False) as file:
                 for part in parts:
                     file.write(part)
@@ -382,7 +386,7 @@ def _in_parallel(
 ) -> None:
     """Copy some files at once, with a bar over their bytes."""
     total = sum(each[2].size for each in todo)
-    at_once = 1 if "hf" in store.files.protocol else AT_ONCE
+    at_once = 1 if "hf" in store.protocols else AT_ONCE
     with progress.bar(label, max(1, total // 10**6), "MB") as bar, ThreadPoolExecutor(at_once) as workers:
         counter = _Counter(bar)
         jobs = [workers.submit(work, each, counter.add) for each in todo]
