@@ -19,6 +19,7 @@ FLOOR = {
     "progress",
     "spaces",
     "transfer",
+    "memory",
     "ranks",
 }  # anyone may import them; `wmcli` itself imports only `api`, late
 
@@ -105,6 +106,7 @@ MAY = {
     "progress": set(),
     "spaces": set(),
     "transfer": set(),
+    "memory": set(),
 }
 NO_TORCH = {
     "errors",
@@ -112,6 +114,7 @@ NO_TORCH = {
     "interrupt",
     "progress",
     "transfer",
+    "memory",
     "ranks",
     "artifacts",
     "envs",

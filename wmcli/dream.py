@@ -39,6 +39,7 @@ from wmcli.spaces import ActionSpace, Categories, Continuous, Discrete, Image, P
 from wmcli.trainers.batches import gather
 from wmcli.training.device import Machine
 from wmcli.training.settings import TrainingSettings
+from wmcli.transfer import to_device
 from wmcli.world_models.base import ImaginedStep, State, WorldModel
 
 Reference = Artifact | Path | str
@@ -215,7 +216,7 @@ class DreamVectorEnv(VectorEnv[Any, Any, Any]):
         if self._np_random is None:
             raise gymnasium.error.ResetNeeded("no imagined episode has begun: call reset() first")
         like = no_action(dreams.world_model.action_space, (0,))
-        action = torch.as_tensor(actions).to(dreams.machine.device, like.dtype)
+        action = to_device(actions, dreams.machine.device).to(like.dtype)
         imagined = dreams.step(action)
         observation = dreams.observe()
         terminated = imagined.terminated.cpu().numpy()
@@ -441,7 +442,7 @@ def _check_render_mode(dreams: Dreams, mode: str | None) -> None:
 
 def _one_action(dreams: Dreams, action: Any) -> Tensor:
     like = no_action(dreams.world_model.action_space, (0,))
-    return torch.as_tensor(np.asarray(action)).to(dreams.machine.device, like.dtype)[None]
+    return to_device(np.asarray(action), dreams.machine.device).to(like.dtype)[None]
 
 
 def _gymnasium_space(space: PartSpace | ActionSpace) -> gymnasium.Space:

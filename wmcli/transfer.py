@@ -3,6 +3,10 @@
 A copy out of ordinary (pageable) memory waits until the device has done all earlier work. A copy out of pinned memory
 is queued like any other work. Torch keeps pinned memory until the copies out of it are done, so it may be released at
 once.
+
+On some processors a matrix product rounds differently where its operands begin elsewhere in a cache line. Torch's own
+memory begins at one; NumPy's and a file's need not. So what comes from there is copied, and the same values give the
+same results in every process, resumed or not.
 """
 
 from __future__ import annotations
@@ -15,15 +19,23 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+ALIGNMENT = 64
+"""Bytes. Torch's memory on the CPU begins at a multiple of it."""
+
 
 def to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """Return values of the host on a device. On the CPU, and where they are there already, they are not copied."""
+    """Return values of the host on a device. Where they are there already, only those not `aligned` are copied."""
     import torch
 
     tensor = torch.as_tensor(values)
     if device.type != "cuda" or tensor.device.type != "cpu":
-        return tensor.to(device)
+        return aligned(tensor.to(device))
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory begins where torch begins its own on the CPU, itself if it does already."""
+    return tensor if tensor.device.type != "cpu" or tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 def take_rows(source: Any, rows: np.ndarray, device: torch.device) -> Any:

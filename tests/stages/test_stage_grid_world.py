@@ -178,14 +178,14 @@ def test_no_room_is_a_limit_of_the_machine(monkeypatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(stage, "STATUS", stage.STATUS / "nowhere")
+    monkeypatch.setattr(stage, "PROC", stage.PROC / "nowhere")
     monkeypatch.setattr(stage, "_training_step", full)
     with pytest.raises(MachineError, match="retnet on 64 x 208 tokens"):
         stage.time_and_memory(CellsSettings(), RetNetSettings(), CPU)
 
 
 def test_where_memory_cannot_be_measured_that_is_said(monkeypatch) -> None:
-    monkeypatch.setattr(stage, "STATUS", stage.STATUS / "nowhere")
+    monkeypatch.setattr(stage, "PROC", stage.PROC / "nowhere")
     cost = stage.time_and_memory(
         CellsSettings(batch=1, sequence_length=2), RetNetSettings(width=16, layers=1), CPU, repeats=1
     )

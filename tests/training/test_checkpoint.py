@@ -78,6 +78,15 @@ def test_saved_values_load_unchanged(path: Path) -> None:
         assert torch.equal(tensors[name], tensor)
 
 
+@pytest.mark.parametrize("length", range(0, 64, 8))
+def test_loaded_tensors_begin_where_new_ones_do(tmp_path: Path, length: int) -> None:
+    """Whatever the length of the head: else a resumed process rounds otherwise than one that was not stopped."""
+    tensors = {"state" + "x" * length: torch.randn(3, 5), "t": torch.randn(7)}
+    save_tensors(tmp_path / "file", tensors, {})
+    loaded, _ = load_tensors(tmp_path / "file")
+    assert all(tensor.data_ptr() % 64 == 0 and torch.equal(tensor, tensors[name]) for name, tensor in loaded.items())
+
+
 def test_the_file_is_plain_safetensors_with_one_metadata_key(path: Path) -> None:
     with safe_open(path, framework="np") as file:
         assert list(file.metadata()) == ["wm"]

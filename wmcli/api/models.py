@@ -21,6 +21,7 @@ from wmcli.nn.actions import no_action, put_observation
 from wmcli.settings import Settings
 from wmcli.spaces import Spaces, first_part
 from wmcli.training.device import Machine, derived_seed
+from wmcli.transfer import to_device
 from wmcli.world_models.base import ImaginedStep, State, WorldModel
 from wmcli.world_models.open_loop import open_loop
 
@@ -306,4 +307,4 @@ class ControllerModel:
 
 
 def _on(machine: Machine, values: ArrayLike, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.as_tensor(values).to(machine.device, dtype)
+    return to_device(values, machine.device).to(dtype=dtype)

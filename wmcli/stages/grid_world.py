@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +31,7 @@ from wmcli.envs import open_streams
 from wmcli.envs.grid_world import GRID_WORLD_GOAL_ID
 from wmcli.errors import MachineError, UsageError
 from wmcli.experience import Recorder, Replay
+from wmcli.memory import PROC, peak_resident, resident
 from wmcli.metrics import grid_world as metrics
 from wmcli.settings import Settings
 from wmcli.stages.context import Context
@@ -47,7 +47,6 @@ from wmcli.world_models.open_loop import open_loop
 ALIKE = ("tokens", "backbone", "environment", "parameters", "updates", "batch")  # equal within a row
 WARM_UP = 2  # training steps before any is timed
 ENVIRONMENTS = 64  # side by side
-STATUS = Path("/proc/self/status")  # Linux: memory of this process
 
 PAPER: dict[tuple[str, int], tuple[str, str, str]] = {
     ("mamba2", 208): ("25", "13", "15.6 ± 2.6"),
@@ -319,7 +318,7 @@ def time_and_memory(
             peak = torch.cuda.max_memory_allocated(machine.device) - before
         else:
             peak_of = "not measured: needs CUDA or Linux"
-            if STATUS.exists():
+            if PROC.exists():
                 peak_of = "peak resident bytes of a fresh process in two steps, above what it holds when idle"
                 with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
                     peak = fresh.submit(_resident_rise, settings, backbone, machine).result()
@@ -399,15 +398,9 @@ def _resident_rise(settings: CellsSettings, backbone: BackboneSettings, machine:
 
     steps(settings.model_copy(update={"batch": 1, "sequence_length": 2}))  # loads a hundred megabytes of code
     gc.collect()
-    idle = _resident("VmRSS")
+    idle = resident()
     steps(settings)
-    return _resident("VmHWM") - idle
-
-
-def _resident(kind: Literal["VmRSS", "VmHWM"]) -> int:
-    """Return resident bytes, now or at the peak. A process inherits its parent's peak of `getrusage`."""
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{kind}:"))
-    return int(line.split()[1]) * 1024
+    return peak_resident() - idle
 
 
 GRID_WORLD = Protocol(

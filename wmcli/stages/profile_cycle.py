@@ -10,7 +10,6 @@ Evaluation is counted and not projected: it takes as long as the episodes are.
 from __future__ import annotations
 
 import resource
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -28,6 +27,7 @@ from wmcli.controllers.agent import Agent
 from wmcli.controllers.base import Learner
 from wmcli.errors import UsageError
 from wmcli.experience import Replay
+from wmcli.memory import RUSAGE_UNIT, peak_resident
 from wmcli.progress import Progress
 from wmcli.settings import LearnedCollectSettings, Settings, resolve
 from wmcli.spaces import bytes_of, column_names, draw_actions, draw_part, first_part, map_parts
@@ -50,7 +50,6 @@ EPOCHS = 3  # of the small run, of which the last is timed
 ESTIMATE_SECONDS = 1.5  # for each kind of work
 MOST_CALLS = 50
 FEW_ROWS = 5000  # of experience
-RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
 
 
 def around(stage: str) -> str:
@@ -224,7 +223,11 @@ def estimate_run(context: Context) -> dict[str, Any]:
             measured[what] = per_unit(bench.row(what, shape, _some_calls(job, machine.device)), count)
         measured[ACTING] = per_unit(*time_collecting(context, bench, ACTING, _agent(context)))
     to_come = (work[RANDOM] + work[ACTING] - rows) * bytes_of(replay.observation) // rows
-    memory, device_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT, None
+    try:
+        memory = peak_resident()
+    except OSError:
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RUSAGE_UNIT
+    device_memory = None
     if machine.device.type == "cuda":
         device_memory = torch.cuda.max_memory_allocated(machine.device)
     if device_memory is None or replay.frames_on_host:

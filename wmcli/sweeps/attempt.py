@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from wmcli.artifacts.files import make_folder, write_durable
 from wmcli.errors import BusyError, Stopped
 from wmcli.interrupt import ASKING, ENDING, PASSED_ON, PATIENCE, StopRequest, stop_requests
+from wmcli.memory import RUSAGE_UNIT, peak_resident
 
 if TYPE_CHECKING:
     from wmcli.sweeps.plan import PlannedRun
@@ -29,7 +31,6 @@ POLL_SECONDS = 0.1
 BUSY_SECONDS = 60.0  # a predecessor on another node may hold the run's lock until it has noticed its end
 BUSY_INTERVAL = 2.0
 LONGER = 4.0  # seconds more patience than `wm` has, to see and record its end
-_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 def attempt(
@@ -176,9 +177,11 @@ def _run_once(run: PlannedRun, records: Path, environment: Mapping[str, str], st
             stderr=log,
             start_new_session=True,  # Ctrl-C goes to a whole process group; here we pass it on, once
         )
-    asked = False
+    asked, peak = False, 0
     try:
         while True:
+            with suppress(OSError):  # it has ended, or this is not Linux
+                peak = peak_resident(process.pid)
             ended, status, usage = os.wait4(process.pid, os.WNOHANG)  # `Popen.wait` would drop the usage
             if ended:
                 break
@@ -193,4 +196,4 @@ def _run_once(run: PlannedRun, records: Path, environment: Mapping[str, str], st
             process.wait()
     if -code in (*ENDING, *ASKING):  # it had not begun to catch them
         code = Stopped.exit_code
-    return _End(code if code >= 0 else 128 - code, usage.ru_maxrss * _MAXRSS_UNIT)
+    return _End(code if code >= 0 else 128 - code, peak or usage.ru_maxrss * RUSAGE_UNIT)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from wmcli import ranks
 from wmcli.backbones.base import state_tensors, with_tensors
+from wmcli.transfer import to_device
 from wmcli.world_models.base import Batch, WorldModel
 
 
@@ -45,8 +45,10 @@ class StreamState:
     def load(self, state: Mapping[str, Any]) -> None:
         """Resume from a result of `state`."""
         with ranks.sharing_rows():
-            saved = [torch.from_numpy(ranks.own_rows(np.array(state[str(index)]))) for index in range(len(state))]
-        self.tensors = [tensor.to(like.device, like.dtype) for tensor, like in zip(saved, self.tensors, strict=True)]
+            saved = [ranks.own_rows(np.array(state[str(index)])) for index in range(len(state))]
+        self.tensors = [
+            to_device(rows, like.device).to(like.dtype) for rows, like in zip(saved, self.tensors, strict=True)
+        ]
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
         """Begin new streams: those of a finished stage have ended."""

@@ -208,6 +208,8 @@ def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
 def load_tensors(path: Path, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
     """Return the tensors whose names begin with `prefix`, on the CPU, and the values `metadata` of `save_tensors`.
 
+    Every tensor is in memory of torch's own: those of the file begin anywhere, see `wmcli.transfer`.
+
     Raises:
         ArtifactError: The file is damaged.
     """
@@ -215,7 +217,7 @@ def load_tensors(path: Path, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
         with safe_open(path, framework="pt") as file:
             metadata = json.loads((file.metadata() or {})["wm"])
             names = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118 (a file, not a dict)
-            return {_current_name(key): file.get_tensor(key) for key in names}, metadata
+            return {_current_name(key): file.get_tensor(key).clone() for key in names}, metadata
     except (SafetensorError, KeyError, ValueError) as error:
         raise ArtifactError(
             f"{path} is damaged ({error}); check the run with wm verify, or restart the stage with --fresh."

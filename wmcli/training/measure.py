@@ -36,6 +36,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from wmcli.kernels.dispatch import on_triton
 from wmcli.kernels.lambda_returns import lambda_returns
+from wmcli.memory import PROC, peak_resident, resident
 from wmcli.progress import Progress
 from wmcli.training.device import Machine
 from wmcli.training.graph import WARM_UPS, capture
@@ -52,8 +53,6 @@ OPERATORS = 6  # rows of the table of operators, beside those of matrix products
 OTHERS, BETWEEN, PRODUCTS = "(other operators)", "(between operators)", "(all matrix products)"
 
 Job = Callable[[], object]
-
-_PROC = Path("/proc/self")
 
 
 # -- time -------------------------------------------------------------------------------------------------------------
@@ -246,17 +245,12 @@ def peak_memory(job: Job, device: torch.device) -> int | None:
     try:
         # Reuse of freed memory would not be measured. Only the GNU C library can return it to the system.
         ctypes.CDLL(None).malloc_trim(0)
-        (_PROC / "clear_refs").write_text("5")  # resets the peak
-        before = _resident("VmRSS")
+        (PROC / "self" / "clear_refs").write_text("5")  # resets the peak
+        before = resident()
     except (OSError, AttributeError, TypeError):
         return None
     job()
-    return max(_resident("VmHWM") - before, 0)
-
-
-def _resident(kind: str) -> int:
-    line = next(line for line in (_PROC / "status").read_text().splitlines() if line.startswith(f"{kind}:"))
-    return int(line.split()[1]) * 1024
+    return max(peak_resident() - before, 0)
 
 
 # -- launches and waits -----------------------------------------------------------------------------------------------
