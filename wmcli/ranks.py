@@ -308,7 +308,7 @@ def _call(collective: Callable[[], T]) -> T:
     try:
         return collective()
     except RuntimeError as error:
-        reason = str(error).splitlines()[0].rpartition("] ")[2]
+        reason = str(error).partition("\n")[0].rpartition("] ")[2]
         raise MachineError(
             f"rank {_rank} lost the others ({reason}); the same command resumes from the last checkpoint."
         ) from error

@@ -143,8 +143,14 @@ def test_slots_by_cores_gpus_and_memory(monkeypatch: pytest.MonkeyPatch) -> None
     assert slots() == [{"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": gpu} for gpu in "356"]
     assert slots(gpus=2, threads=3) == [{"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "3,5"}]
     assert slots(gpus=0, slots=1) == [{"OMP_NUM_THREADS": "8", "CUDA_VISIBLE_DEVICES": ""}]
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in slots(gpus=0.4)] == [*"356356"]
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in slots(gpus=0.5, slots=4)] == [*"3563"]
     with pytest.raises(UsageError, match=r"local.slots = 2 with 2 GPUs each"):
         slots(gpus=2, slots=2)
+    with pytest.raises(UsageError, match=r"local.slots = 7 with 0.5 GPUs each: this machine has 3"):
+        slots(gpus=0.5, slots=7)
+    with pytest.raises(ValueError, match=r"gpus = 1.5: whole GPUs"):
+        slots(gpus=1.5)
     monkeypatch.undo()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,4")
     assert local.visible_gpus() == ["2", "4"]

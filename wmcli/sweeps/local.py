@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from wmcli.config import Section
 from wmcli.errors import MachineError, Stopped, UsageError
@@ -28,12 +28,19 @@ GIB = 2**30
 class LocalSettings(Section):
     slots: int = Field(0, ge=0)
     """Runs at a time; 0 takes as many as GPUs, cores and memory allow."""
-    gpus: Literal["auto"] | int = "auto"
-    """GPUs of a run; auto is one where there are some. 0 leaves them to other programs."""
+    gpus: Literal["auto"] | Annotated[float, Field(ge=0)] = "auto"
+    """GPUs of a run; auto is one where there are some. Runs with 0.5 share one by twos. 0 leaves them to other
+    programs."""
     threads: int = Field(0, ge=0)
     """CPU threads of a run; 0 shares the cores out among the slots, or is 1 where nothing limits the slots."""
     memory: float = Field(0.0, ge=0)
     """Memory of a run in GiB: no more run at a time than fit. 0 does not limit them."""
+
+    @model_validator(mode="after")
+    def _check_gpus(self) -> LocalSettings:
+        if self.gpus != "auto" and self.gpus > 1 and self.gpus % 1:
+            raise ValueError(f"gpus = {self.gpus:g}: whole GPUs, or a part of one such as 0.5")
+        return self
 
 
 def share_out(settings: LocalSettings, runs: int) -> list[dict[str, str]]:
@@ -51,24 +58,36 @@ def share_out(settings: LocalSettings, runs: int) -> list[dict[str, str]]:
         MachineError: A run does not fit into memory.
     """
     gpus, cores = visible_gpus(), os.cpu_count() or 1
-    wanted = settings.gpus if settings.gpus != "auto" else int(bool(gpus))
+    wanted = settings.gpus if settings.gpus != "auto" else float(bool(gpus))
     if wanted > len(gpus):
-        raise UsageError(f"local.gpus = {wanted}: this machine has {len(gpus)}; lower it, or use --on slurm.")
-    most = len(gpus) // wanted if wanted else max(1, cores // (settings.threads or 1))
+        raise UsageError(f"local.gpus = {wanted:g}: this machine has {len(gpus)}; lower it, or use --on slurm.")
+    shares = _share_gpus(gpus, wanted)
+    most = len(shares) if wanted else max(1, cores // (settings.threads or 1))
     if settings.memory:
         most = min(most, int(free_memory() / settings.memory / GIB))
         if most < 1:
             raise MachineError(f"local.memory = {settings.memory:g} GiB: only {free_memory() / GIB:.1f} are free.")
     count = min(settings.slots or most, runs)
-    if wanted and count * wanted > len(gpus):
+    if wanted and count > len(shares):
         raise UsageError(
-            f"local.slots = {count} with {wanted} GPUs each: this machine has {len(gpus)}; lower one of them."
+            f"local.slots = {count} with {wanted:g} GPUs each: this machine has {len(gpus)}; lower one of them."
         )
     threads = settings.threads or max(1, cores // count)
     slots = [{"OMP_NUM_THREADS": str(threads)} for _ in range(count)]
-    for index, slot in enumerate(slots if gpus else ()):
-        slot["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index * wanted : (index + 1) * wanted])
+    if gpus:
+        for slot, share in zip(slots, shares or [""] * count, strict=False):
+            slot["CUDA_VISIBLE_DEVICES"] = share
     return slots
+
+
+def _share_gpus(gpus: list[str], wanted: float) -> list[str]:
+    """Return the GPUs of each slot, of all that are possible; parts of one only where each has one already."""
+    if not wanted:
+        return []
+    if wanted < 1:
+        return gpus * int(1 / wanted)
+    count = int(wanted)
+    return [",".join(gpus[start : start + count]) for start in range(0, len(gpus) - count + 1, count)]
 
 
 def visible_gpus() -> list[str]:
