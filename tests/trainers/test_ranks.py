@@ -46,7 +46,8 @@ MANY = [
     ("rssm", "dynamics", 20, "float64", [*EVEN, "training.frames_at_once=7"]),
     ("rssm", "controller", 9, "float32", [*EVEN, "controller.start=posterior", "controller.starts=2"]),
     ("unizero", "dynamics", 20, "float64", PLAIN),
-    ("muzero", "dynamics", 20, "float64", [*PLAIN, "dynamics.shift=2", "dynamics.intensity=0.1"]),
+    # Few updates: SGD on this model makes 0.2 of a difference of 1e-10 in one weight within twenty.
+    ("muzero", "dynamics", 5, "float64", [*PLAIN, "dynamics.shift=2", "dynamics.intensity=0.1"]),
     ("muzero", "controller", 9, "float32", PLAIN),
 ]
 ODD = [("unizero", "controller", 9, "float32", [*PLAIN, "controller.batch=5"])]
