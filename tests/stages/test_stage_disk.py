@@ -14,8 +14,10 @@ from wmcli.stages.collect import collect
 from wmcli.stages.opening import open_context
 from wmcli.stages.tokenizer import train_tokenizer
 
+FEW = ("dynamics.updates=12", "controller.updates=6")
 
-@pytest.mark.parametrize("name", ["rem", "drama", pytest.param("dreamer", marks=pytest.mark.slow), "unizero"])
+
+@pytest.mark.parametrize("name", ["rem", "drama", "dreamer", "unizero"])
 def test_frames_on_disk_are_as_good(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over two segments, and no stage reads a column as a whole."""
     monkeypatch.setattr("wmcli.experience.load.read_frames", _refused)
@@ -31,7 +33,7 @@ def test_frames_on_disk_are_as_good(name: str, tmp_path: Path, monkeypatch: pyte
             collect(context)
             collect(context)
             made = [train_tokenizer(context)] if context.settings.dynamics.encoder == "tokenizer" else []
-            made += [learn(folder, kind)[0] for kind in ("dynamics", "controller")]
+            made += [learn(folder, kind, *FEW)[0] for kind in ("dynamics", "controller")]
             runs[where] = made
             if where == "disk":
                 assert isinstance(
