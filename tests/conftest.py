@@ -24,14 +24,12 @@ SAMPLE = 6
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--part", default="0/1", metavar="K/N", help="every Nth slow case of each large matrix, K from 0 to N - 1"
-    )
+    parser.addoption("--part", default="0/1", metavar="K/N", help="every Nth of the slow tests, K from 0 to N - 1")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark all but a sample of each large matrix as slow, and leave out those that are not in `--part`."""
+    """Mark all but a sample of each large matrix as slow, and leave out the slow tests that are not in `--part`."""
     part = config.getoption("part")
     first, step = map(int, part.split("/")) if re.fullmatch(r"\d+/\d+", part) else (0, 0)
     if first >= step:
@@ -46,5 +44,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in rest:
             item.add_marker(pytest.mark.slow)
         left_out |= set(rest) - set(rest[first::step])
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    others = [item for item in slow if not any(map(item.get_closest_marker, ("matrix", "takes_part")))]
+    left_out |= set(others) - set(others[first::step])
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))

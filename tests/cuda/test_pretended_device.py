@@ -50,6 +50,7 @@ def test_what_needs_a_gpu() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.takes_part
 def test_all_that_needs_a_gpu(request: pytest.FixtureRequest) -> None:
     """Or the part of it that `--part` names."""
     part = request.config.getoption("part")

@@ -25,6 +25,7 @@ MOST_SPILLED = (0, 32, 32)
 
 
 @pytest.mark.slow
+@pytest.mark.takes_part
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_registers_memory_and_precision(kernel: str, request: pytest.FixtureRequest) -> None:
     """Of every tile for every GPU; with `--part K/N` of the first tiles for every Nth GPU."""
