@@ -180,6 +180,16 @@ def test_what_is_no_index_is_refused(tmp_path: Path, text: str) -> None:
         pull(f"file://{tmp_path}", tmp_path / "copy", QUIET)
 
 
+def test_a_file_with_more_than_is_known_is_refused(full: Run, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    push(full, f"file://{store}", QUIET)
+    index = json.loads((store / INDEX).read_bytes())
+    index["versions"]["tokenizer/v0002"]["files"][0]["mode"] = 511
+    (store / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ArtifactError, match="no index of a run"):
+        pull(f"file://{store}", tmp_path / "copy", QUIET)
+
+
 def test_two_different_runs_do_not_mix(full: Run, memory: str, tmp_path: Path) -> None:
     push(full, memory, QUIET)
     other = Run.open(tmp_path / "other", create=True)
