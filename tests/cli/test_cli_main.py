@@ -163,7 +163,7 @@ def test_examples_name_presets_that_exist():
             "wm eval: it scores one run: wm eval --run runs/a; to compare",
         ),
         (["eval", "--against", "runs/a"], "wm eval: No such option: --against"),
-        (["compare"], "wm compare: Missing argument 'RUN'"),
+        (["compare"], "wm compare: no runs: name some"),
         (["compare", "runs/a", "--protocol", "speed"], "wm compare: Invalid value for '--protocol'"),
         (
             ["compare", "runs/a", "--by", "seed", "--against", "runs/b"],
