@@ -29,7 +29,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark all but a sample of each large matrix as slow, and leave out the slow tests that are not in `--part`."""
+    """Mark all but a sample of each large matrix as slow, and leave out the slow tests that are not in `--part`.
+
+    A test marked `takes_part` runs in every part, and divides itself.
+    """
     part = config.getoption("part")
     first, step = map(int, part.split("/")) if re.fullmatch(r"\d+/\d+", part) else (0, 0)
     if first >= step:

@@ -1,16 +1,17 @@
-"""Memory that a process holds, as Linux tells.
+"""Memory that a process holds.
 
-`resource.getrusage` knows the peak on other systems too, but a process begins there with the peak of its parent.
+Linux tells in /proc. `resource.getrusage` knows the peak on other systems too, but on Linux a process begins there with
+the peak of its parent.
 """
 
 from __future__ import annotations
 
+import resource
 import sys
 from pathlib import Path
 
 PROC = Path("/proc")
-RUSAGE_UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes in the unit of `ru_maxrss`."""
+_RUSAGE_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
 
 
 def resident(process: int | str = "self") -> int:
@@ -19,8 +20,19 @@ def resident(process: int | str = "self") -> int:
 
 
 def peak_resident(process: int | str = "self") -> int:
-    """Return the most bytes that a process has had in memory. Raises OSError if it has ended or this is not Linux."""
+    """Return the most bytes that a process has had in memory.
+
+    Raises:
+        OSError: It is another process, and has ended or this is not Linux.
+    """
+    if process == "self" and not PROC.exists():
+        return peak_of(resource.getrusage(resource.RUSAGE_SELF))
     return _status(process, "VmHWM")
+
+
+def peak_of(usage: resource.struct_rusage) -> int:
+    """Return the peak that `getrusage` or `wait4` tells, in bytes."""
+    return usage.ru_maxrss * _RUSAGE_UNIT
 
 
 def _status(process: int | str, name: str) -> int:

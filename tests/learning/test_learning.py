@@ -32,18 +32,15 @@ PARTS = {
     "drama-quick": ["run.epochs=1", "run.collect_epochs=1"],  # games collected after it have 0.97
     "muzero-quick": TWO_ROUNDS,
 }
-"""Of a preset, enough for this game with some room, since processors round differently: on one, 800 updates in
+"""Of a preset, enough for this game with room to spare, since processors round differently: on one, 800 updates in
 smaller batches had learned nothing where they had been enough on another. Quickstart needs all."""
 
 
 @pytest.mark.parametrize("preset", PARTS)
 def test_a_part_is_enough_to_catch(tmp_path, preset):
-    """What CI runs, one of each system: three quarters of the way from random play, -0.6, to 1.
-
-    On one processor two rounds of s4wm-quick end at 0.72. docs/results.md has those of whole runs.
-    """
+    """What CI runs, one of each system."""
     context = open_context(tmp_path / "run", preset, PARTS[preset], create=True)
-    assert run_loop(context).metrics["mean"] >= 0.6
+    assert run_loop(context).metrics["mean"] >= 0.8
 
 
 # Every other backbone in one world model or another: docs/results.md has what each reached.

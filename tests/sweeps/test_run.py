@@ -149,8 +149,9 @@ def test_slots_by_cores_gpus_and_memory(monkeypatch: pytest.MonkeyPatch) -> None
         slots(gpus=2, slots=2)
     with pytest.raises(UsageError, match=r"local.slots = 7 with 0.5 GPUs each: this machine has 3"):
         slots(gpus=0.5, slots=7)
-    with pytest.raises(ValueError, match=r"gpus = 1.5: whole GPUs"):
-        slots(gpus=1.5)
+    for wrong in (1.5, 1e-300, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"gpus = .*: whole GPUs|greater than or equal to 0|finite"):
+            slots(gpus=wrong)
     monkeypatch.undo()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,4")
     assert local.visible_gpus() == ["2", "4"]

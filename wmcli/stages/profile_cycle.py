@@ -9,7 +9,6 @@ Evaluation is counted and not projected: it takes as long as the episodes are.
 
 from __future__ import annotations
 
-import resource
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -27,7 +26,7 @@ from wmcli.controllers.agent import Agent
 from wmcli.controllers.base import Learner
 from wmcli.errors import UsageError
 from wmcli.experience import Replay
-from wmcli.memory import RUSAGE_UNIT, peak_resident
+from wmcli.memory import peak_resident
 from wmcli.progress import Progress
 from wmcli.settings import LearnedCollectSettings, Settings, resolve
 from wmcli.spaces import bytes_of, column_names, draw_actions, draw_part, first_part, map_parts
@@ -223,11 +222,7 @@ def estimate_run(context: Context) -> dict[str, Any]:
             measured[what] = per_unit(bench.row(what, shape, _some_calls(job, machine.device)), count)
         measured[ACTING] = per_unit(*time_collecting(context, bench, ACTING, _agent(context)))
     to_come = (work[RANDOM] + work[ACTING] - rows) * bytes_of(replay.observation) // rows
-    try:
-        memory = peak_resident()
-    except OSError:
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RUSAGE_UNIT
-    device_memory = None
+    memory, device_memory = peak_resident(), None
     if machine.device.type == "cuda":
         device_memory = torch.cuda.max_memory_allocated(machine.device)
     if device_memory is None or replay.frames_on_host:

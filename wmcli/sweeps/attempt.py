@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from wmcli.artifacts.files import make_folder, write_durable
 from wmcli.errors import BusyError, Stopped
 from wmcli.interrupt import ASKING, ENDING, PASSED_ON, PATIENCE, StopRequest, stop_requests
-from wmcli.memory import RUSAGE_UNIT, peak_resident
+from wmcli.memory import peak_of, peak_resident
 
 if TYPE_CHECKING:
     from wmcli.sweeps.plan import PlannedRun
@@ -196,4 +196,4 @@ def _run_once(run: PlannedRun, records: Path, environment: Mapping[str, str], st
             process.wait()
     if -code in (*ENDING, *ASKING):  # it had not begun to catch them
         code = Stopped.exit_code
-    return _End(code if code >= 0 else 128 - code, peak or usage.ru_maxrss * RUSAGE_UNIT)
+    return _End(code if code >= 0 else 128 - code, peak or peak_of(usage))

@@ -38,8 +38,8 @@ class LocalSettings(Section):
 
     @model_validator(mode="after")
     def _check_gpus(self) -> LocalSettings:
-        if self.gpus != "auto" and self.gpus > 1 and self.gpus % 1:
-            raise ValueError(f"gpus = {self.gpus:g}: whole GPUs, or a part of one such as 0.5")
+        if self.gpus != "auto" and (0 < self.gpus < 0.01 or (self.gpus > 1 and self.gpus % 1)):
+            raise ValueError(f"gpus = {self.gpus:g}: whole GPUs, or a part of one such as 0.5, at least 0.01")
         return self
 
 
@@ -81,7 +81,7 @@ def share_out(settings: LocalSettings, runs: int) -> list[dict[str, str]]:
 
 
 def _share_gpus(gpus: list[str], wanted: float) -> list[str]:
-    """Return the GPUs of each slot, of all that are possible; parts of one only where each has one already."""
+    """Return the GPUs of each possible slot, as CUDA_VISIBLE_DEVICES names them; slots with a part take turns."""
     if not wanted:
         return []
     if wanted < 1:
