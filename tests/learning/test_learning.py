@@ -28,12 +28,12 @@ def test_catch_is_learned(tmp_path, preset, seed):
 TWO_ROUNDS = ["run.epochs=2", "run.collect_epochs=2"]
 PARTS = {
     "quickstart": ["seed=3"],  # of five seeds on one thread this one ends nearest to the bound (0.96)
-    "s4wm-quick": TWO_ROUNDS,
+    "s4wm-quick": [],  # two rounds of three end at 0.72 on one processor
     "drama-quick": ["run.epochs=1", "run.collect_epochs=1"],  # games collected after it have 0.97
     "muzero-quick": TWO_ROUNDS,
 }
 """Of a preset, enough for this game with room to spare, since processors round differently: on one, 800 updates in
-smaller batches had learned nothing where they had been enough on another. Quickstart needs all."""
+smaller batches had learned nothing where they had been enough on another. Quickstart needs all, too."""
 
 
 @pytest.mark.parametrize("preset", PARTS)
