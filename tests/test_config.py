@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from pydantic import Field, model_validator
+from seconds import within
 
 from wmcli.config import (
     Section,
@@ -165,10 +165,8 @@ def test_toml_is_read_back_as_written() -> None:
     ],
 )
 def test_hostile_toml_is_refused_quickly_in_one_line(text: str) -> None:
-    began = time.process_time()
-    with pytest.raises(UsageError, match="^run.toml: ") as caught:
+    with within(2), pytest.raises(UsageError, match="^run.toml: ") as caught:
         read_toml(text, "run.toml")
-    assert time.process_time() - began < 2
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
@@ -176,9 +174,8 @@ def test_toml_at_all_limits_together_is_quick() -> None:
     tail = ".a" * toml.MAX_TOML_DOTS + "=1\n"
     lines = [f"k{number:05d}{tail}" for number in range(toml.MAX_TOML_BYTES // (6 + len(tail)))]
     text = "".join(lines)
-    began = time.process_time()
-    read_toml(text, "here")
-    assert time.process_time() - began < 2
+    with within(2):
+        read_toml(text, "here")
 
 
 # -- overrides --------------------------------------------------------------------------------------------------------

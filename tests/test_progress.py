@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from seconds import within
 
 from wmcli import progress as module
 from wmcli.progress import Progress
@@ -206,9 +207,7 @@ def test_a_dumb_terminal_gets_lines(clock: Clock, monkeypatch: pytest.MonkeyPatc
 
 
 def test_counting_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    began = time.process_time()
-    with Progress().bar("a", 100_000, "b") as bar:
+    with within(100_000 * 20e-6), Progress().bar("a", 100_000, "b") as bar:
         for _ in range(100_000):
             bar.advance()
-    assert (time.process_time() - began) / 100_000 < 20e-6
     assert module.LINE_SECONDS == 10

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from seconds import within
 from small_stage import SETTINGS, publish
 
 from wmcli.artifacts import Artifact, Run, check, open_artifact
@@ -273,10 +274,8 @@ def test_a_hostile_manifest_is_refused_quickly_in_one_line(published: Artifact, 
     folder = tmp_path / "v0001"
     shutil.copytree(published.path, folder)
     (folder / "manifest.json").write_bytes(HOSTILE[name](json.loads(json.dumps(published.manifest))))
-    began = time.process_time()  # not the clock on the wall: the test machine may be busy
-    with pytest.raises(ArtifactError) as caught:
+    with within(2), pytest.raises(ArtifactError) as caught:
         open_artifact(folder)
-    assert time.process_time() - began < 2
     assert "manifest.json" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 600
