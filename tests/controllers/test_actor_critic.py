@@ -828,6 +828,7 @@ def test_what_cannot_be_differentiated_is_refused():
         of(SPACES["continuous"], model, gradient="reparameterized")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gradient", "continuous"),
     [

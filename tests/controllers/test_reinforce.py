@@ -564,6 +564,7 @@ def test_reinforce_finds_the_good_arm(world, make_batch):
     assert sum(reward[-20:]) / 20 > 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("continuous", ["bins", "normal", "truncated-normal"])
 def test_reinforce_finds_the_good_number(continuous, world, make_batch):
     """A bandit whose frames show which of two numbers pays best."""

@@ -44,6 +44,7 @@ def test_more_on_the_device(file: str) -> None:
     run(str(HERE / "on_the_device" / file), "-m", "slow")
 
 
+@pytest.mark.slow
 def test_what_needs_a_gpu() -> None:
     """Tests marked `gpu`, of which those of this folder run as many cases as there is time for."""
     run("-m", "gpu and not slow", *MARKED_GPU, str(HERE / "test_stages_on_gpu.py"))

@@ -46,6 +46,7 @@ def test_new_windows_come_first_and_then_those_with_a_high_loss() -> None:
     assert list(beginnings(drawer.batch(3))) == sorted(seen)[:-4:-1]
 
 
+@pytest.mark.slow
 def test_probabilities_are_exponentials_of_standardized_losses() -> None:
     """Whatever the losses' unit; a hundredfold loss with the same ranks and spread changes nothing."""
     losses = np.random.default_rng(3).normal(size=ROWS)

@@ -43,6 +43,7 @@ def test_the_suite_is_split_in_two_and_spans_two_to_six_actions() -> None:
     assert max(game.limit for game in GAMES.values()) == 150
 
 
+@pytest.mark.slow
 @every_game
 def test_it_can_be_won_but_not_by_chance(name: str) -> None:
     reference = REFERENCES[name]
@@ -53,6 +54,7 @@ def test_it_can_be_won_but_not_by_chance(name: str) -> None:
     assert reference.share(reference.random) == 0 and reference.share(reference.scripted) == 1
 
 
+@pytest.mark.slow
 @every_game
 def test_random_play_meets_rewards_to_learn_from(name: str) -> None:
     assert sum(reward != 0 for _, _, reward, _ in steps(name, random_player(1), 5000)) >= 20
@@ -84,6 +86,7 @@ def test_two_episodes_of_one_seed_and_the_same_actions_are_equal(name: str) -> N
     assert episode(game, 5) == episode(GAMES[name](), 5) == first
 
 
+@pytest.mark.slow
 @every_game
 def test_every_object_shows_in_small_frames(name: str) -> None:
     """Without any one object at least four of 32 x 32 pixels differ clearly, unless its episode is over."""
@@ -109,6 +112,7 @@ def frozen(value: object) -> object:
     return repr([frozen(each) for each in value]) if isinstance(value, list) else value
 
 
+@pytest.mark.slow
 @every_game
 def test_two_frames_tell_the_whole_state(name: str) -> None:
     """So no game needs memory: wherever two consecutive small frames are alike, so is all that the game knows."""

@@ -177,6 +177,7 @@ def interleaved(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: array[closing if kind_of(name) == CLOSING else order] for name, array in arrays.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closing", [False, True])
 @pytest.mark.parametrize("across_ends", [False, True])
 def test_a_replay_has_the_same_windows_as_of_rows_in_the_order_of_time(

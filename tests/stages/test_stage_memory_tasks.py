@@ -180,6 +180,7 @@ def test_nobody_plays_on_behind_a_script(memory_run: Path, tmp_path: Path) -> No
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [[], RSSM], ids=["episodes", "streams"])
 @pytest.mark.parametrize("more", [False, True])
 def test_killed_at_every_checkpoint_it_has_the_same_weights(

@@ -101,6 +101,7 @@ def test_imported_before_the_same_run_leads_to_the_same(folder: Path, tmp_path: 
     assert results(tmp_path / "twice") == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [[], MIXED], ids=["data", "mixed"])
 def test_killed_and_resumed_it_leads_to_the_same(
     extra: list[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -148,6 +149,7 @@ def test_a_mixed_run_trains_on_both(folder: Path, tmp_path: Path, monkeypatch: p
     assert dreams.inputs["experience"].digest == first.digest and dreams.metrics["episodes"] == 2
 
 
+@pytest.mark.slow
 def test_overlap_collects_behind_the_data_too(folder: Path, tmp_path: Path) -> None:
     runs(tmp_path / "run", folder, *MIXED, "run.overlap=true")
     first, second, third = Run.open(tmp_path / "run", create=False).artifacts("experience")
@@ -327,6 +329,7 @@ def test_windows_cover_episodes_and_score_the_last_reward(folder: Path, tmp_path
     assert len(held_out._windows(model, replay, 1).rows) == (windows.episode == 0).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spaces", [SPACES["vector"], SPACES["parts"]], ids=["vector", "parts"])
 @pytest.mark.parametrize("system", ["drama", "unizero", "rem"])
 def test_other_spaces_and_systems_run_from_data(system: str, spaces: Spaces, tmp_path: Path) -> None:

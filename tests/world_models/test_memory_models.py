@@ -346,6 +346,7 @@ def test_the_likeliest_latents_are_not_drawn():
     assert not torch.equal(drawn[:, -1], runs[0][:, : K * C + D])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reward", ["two-hot", "bernoulli", "mse", "none"])
 def test_rewards_are_learned_in_any_form(reward):
     model = make("gru", reward=reward, certain=True)
