@@ -12,7 +12,7 @@ from recordings import SPACES, random_recording
 from test_round_trips import segment_of
 
 from wmcli.exchange import open_recording, write_recording
-from wmcli.spaces import column_names, map_parts
+from wmcli.spaces import Discrete, Spaces, Vector, column_names, map_parts
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -29,12 +29,21 @@ def test_the_code_about_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     recording = random_recording(SPACES["vector"])
     write_recording(recording, "npz", tmp_path / "robot-npz")
     write_recording(recording, "minari", tmp_path / "robot-minari")
-    first, _, last = blocks("data.md")  # Minari's collector needs packages that nothing else here needs
+    first, _, last = blocks("data.md")
     exec(compile(first, "data.md", "exec"), {})
     (episode,) = open_recording("recordings")
     assert len(episode) == 100 and episode.has_closing and episode.terminated[-1]
     exec(compile(last, "data.md", "exec"), {})
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(recording)
+
+
+def test_the_code_that_records_with_minari(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("minari")
+    pytest.importorskip("jax")  # which its collector needs
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    exec(compile(blocks("data.md")[1], "data.md", "exec"), {})
+    recording = open_recording("minari:cartpole/mixed-v0")
+    assert len(recording) == 60 and recording.spaces == Spaces(Vector(4), Discrete(2))
 
 
 @pytest.mark.parametrize("streams", [1, 3])

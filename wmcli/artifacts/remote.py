@@ -348,9 +348,9 @@ def _checked(index: Any) -> dict[str, Any]:
 def _check_file(file: Mapping[str, Any]) -> None:
     parts = file["path"].split("/")
     inside = all(part not in ("", ".", "..") and "\\" not in part and "\0" not in part for part in parts)
-    sized = file.keys() == {*_File._fields} and isinstance(file["size"], int) and _SHA256.fullmatch(file["sha256"])
-    if not inside or not sized:
-        raise ValueError(f"file {file['path'][:80]!r} leaves its folder, or has no size and sha256")
+    known = file.keys() == {*_File._fields} and isinstance(file["size"], int) and _SHA256.fullmatch(file["sha256"])
+    if not inside or not known:
+        raise ValueError(f"file {file['path'][:80]!r} leaves its folder, or has other keys than path, size and sha256")
 
 
 def _parts(path: Path) -> Iterator[bytes]:
