@@ -1,7 +1,7 @@
 """MkDocs hooks: pages that are made while the site is built.
 
-README.md, CHANGELOG.md and CONTRIBUTING.md stand at the top of the repository. They become pages with their links
-rewritten. The page of commands comes from the command line's own help.
+README.md, CHANGELOG.md, CONTRIBUTING.md and SECURITY.md stand at the top of the repository. They become pages with
+their links rewritten. The page of commands comes from the command line's own help.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from mkdocs.structure.files import File, Files
 from wmcli.cli.main import app
 
 ROOT = Path(__file__).parent.parent
-PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

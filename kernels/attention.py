@@ -87,6 +87,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
         (B, H, T, K).
     """
     if q.shape[2] > 1 or q.device.type != "cpu":
+        if mask is not None and mask.requires_grad and not any(x.requires_grad for x in (q, k, v)):
+            q = q.detach().requires_grad_()  # github.com/pytorch/pytorch/issues/148476: else CUDA reads out of bounds
         return F.scaled_dot_product_attention(q, k, v, mask)
     with torch.autocast("cpu", enabled=False):
         # A slice of a cache is copied first: torch would copy its transpose, which takes far longer.

@@ -175,7 +175,7 @@ def _walk_down_fused(
     """`select` for one tree: score on the way down. `count` is the number of all nodes. WIDTH: `padded` actions."""
     tree = tl.program_id(0).to(tl.int64)
     count = tl.cast(count, tl.int64)
-    node = tree + trees
+    node = tree * 0  # no second name of next_node's value: test_two_names_of_one_value says why
     column = tl.arange(0, WIDTH)
     inside = column < actions
     low = tl.load(bounds + tree)
@@ -184,7 +184,7 @@ def _walk_down_fused(
     low = tl.where(low < high, low, 0.0)
     mean = 0.0
     taken = tree * 0
-    next_node = node
+    next_node = tree + trees
     while next_node >= trees:
         node = next_node
         row = edges + node * actions + column

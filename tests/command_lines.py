@@ -49,7 +49,7 @@ def _keys(section: type[BaseModel], above: str) -> Iterator[str]:
 
 KEYS = set(_keys(Settings, ""))
 _SECTIONS = sorted({key.partition(".")[0] for key in KEYS if "." in key})
-_FILES = "toml|safetensors|json|jsonl|png|gif|py|mk|md|zarr"
+_FILES = "toml|safetensors|json|jsonl|png|gif|webp|py|mk|md|zarr"
 
 # A section's name, then the rest of a key; not a part of a longer name or a path, a file's name, or a key that is
 # completed at run time.
@@ -60,7 +60,7 @@ _KEY = re.compile(
 _SET = re.compile(r"--set[ =]+(?!(?:section\.)?key=)([a-z_0-9.{}]+)=", re.ASCII)
 FOREIGN = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--max-restarts"}  # of torchrun
 FOREIGN |= {"--me", "--noheader", "--array", "--oneliner"}  # of SLURM
-_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+_OPTION = re.compile(r"(?<![\w-])(?<!var\()--[a-z][a-z-]*")  # not the name of a color
 # Words before `wm` that tell a command line from prose, as in "this wm reads".
 _COMMAND = re.compile(r"(?:^|[`(;]|: |&& |with |see |run )wm ([a-z][a-z-]*)((?: [a-z]+\b)?)([^`;)\n]*)", re.MULTILINE)
 

@@ -8,7 +8,11 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
+import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,6 +22,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="wm-tests-")  # the notes of trusted runs, not the user's own
 
 SAMPLE = 6
 """Cases of a test marked `matrix` that are not slow. The sample of a test is always the same."""
@@ -52,3 +58,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out |= set(others) - set(others[first::step])
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """The Chromium of this machine, driven by Playwright. Tests that need it are slow, and skipped without one."""
+    api = pytest.importorskip("playwright.sync_api")
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        pytest.skip("no Chromium is installed")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -21,6 +21,7 @@ FLOOR = {
     "transfer",
     "memory",
     "ranks",
+    "reading",
 }  # anyone may import them; `wmcli` itself imports only `api`, late
 
 # Room -> the other rooms it may import. A room is a folder or a file directly in wmcli/.
@@ -32,6 +33,7 @@ MAY = {
         "assemble",
         "settings",
         "artifacts",
+        "browser",
         "exchange",
         "experience",
         "envs",
@@ -39,6 +41,7 @@ MAY = {
         "report",
     },
     "stages": {
+        "browser",
         "assemble",
         "settings",
         "trainers",
@@ -96,6 +99,7 @@ MAY = {
     "experience": {"artifacts", "envs"},
     "artifacts": set(),
     "envs": set(),
+    "browser": set(),
     "metrics": set(),
     "report": set(),
     "presets": set(),
@@ -107,6 +111,7 @@ MAY = {
     "spaces": set(),
     "transfer": set(),
     "memory": set(),
+    "reading": set(),
 }
 NO_TORCH = {
     "errors",
@@ -115,8 +120,10 @@ NO_TORCH = {
     "progress",
     "transfer",
     "memory",
+    "reading",
     "ranks",
     "artifacts",
+    "browser",
     "envs",
     "metrics",
     "report",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -11,8 +12,9 @@ from torch import nn
 
 from wmcli.artifacts import Artifact
 from wmcli.backbones import build as build_backbone
-from wmcli.config import validate
+from wmcli.config import canonical_json, validate
 from wmcli.controllers.base import Controller
+from wmcli.errors import UsageError
 from wmcli.nn.initialize import without_initialization
 from wmcli.settings import Settings
 from wmcli.spaces import Spaces
@@ -72,7 +74,16 @@ def _as_it_is(function: Callable) -> Callable:
 
 def settings_of(artifact: Artifact) -> Settings:
     """Return the settings that an artifact was made with."""
-    return validate(Settings, artifact.settings, f"settings of {artifact.name}")
+    try:
+        return _settings(canonical_json(artifact.settings))
+    except UsageError as error:
+        raise UsageError(f"{artifact.name}: {error}") from None
+
+
+@lru_cache(maxsize=16)
+def _settings(text: str) -> Settings:
+    """Return settings of their JSON; the artifacts of a run have mostly the same."""
+    return validate(Settings, json.loads(text), "its settings")
 
 
 def spaces_of(artifact: Artifact) -> Spaces:

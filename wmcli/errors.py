@@ -27,6 +27,10 @@ class ArtifactError(WmError):
     exit_code = 3
 
 
+class LaterVersionError(ArtifactError):
+    """A later version of wm wrote an artifact."""
+
+
 class BusyError(WmError):
     """Another process holds the lock that this command needs."""
 

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from wmcli import ranks
@@ -28,6 +28,15 @@ _FORMS = (  # of a bar, the first that fits: gap, with unit?, words, columns to 
     (1, True, _NO_WORDS, 0),
     (1, False, _NO_WORDS, 0),
 )
+
+
+def size(number: float) -> str:
+    """Return bytes in two or three digits: `3.8 MB`. Units are powers of 1,000."""
+    units = iter(("B", "kB", "MB", "GB", "TB"))
+    unit = next(units)
+    while number >= 999.5 and unit != "TB":
+        number, unit = number / 1000, next(units)
+    return f"{number:.1f} {unit}" if number < 9.95 and unit != "B" else f"{number:,.0f} {unit}"
 
 
 def duration(seconds: float) -> str:
@@ -100,11 +109,12 @@ class Progress:
                 screen.live = None
 
     def _write(self, line: str) -> None:
-        if self._screen.live is not None:
-            self._screen.live.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        else:
-            sys.stderr.write(f"{line}\n")
-            sys.stderr.flush()
+        with suppress(OSError):  # a full disk, or nobody who listens: the work goes on
+            if self._screen.live is not None:
+                self._screen.live.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            else:
+                sys.stderr.write(f"{line}\n")
+                sys.stderr.flush()
 
 
 class Bar:

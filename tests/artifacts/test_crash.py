@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import shutil
@@ -10,12 +11,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from small_stage import publish, stage, start, wait
 
-from wmcli.artifacts import Artifact, Run, check
+from wmcli.artifacts import Artifact, Run, check, lock
+from wmcli.artifacts.lock import exclusive
 from wmcli.errors import BusyError, MachineError
 
 FAILPOINTS = [
@@ -257,3 +260,43 @@ def test_a_version_taken_meanwhile_is_not_overwritten(run: Run, monkeypatch: pyt
     second = publish(run, "dynamics", 2)
     assert (first.version, second.version) == (1, 2)
     assert check(run) == [("dynamics@1", "ok", ""), ("dynamics@2", "ok", "")]
+
+
+# -- the lock ---------------------------------------------------------------------------------------------------------
+
+
+def test_who_waits_for_a_lock_gets_it_when_it_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holders: list[str] = []
+    with ExitStack() as other:
+        other.enter_context(exclusive(tmp_path, "x"))
+        monkeypatch.setattr(lock.time, "sleep", lambda _: other.close())
+        with exclusive(tmp_path, "x", waiting=holders.append):
+            assert holders == [f"process {os.getpid()}"]
+            monkeypatch.undo()
+            with pytest.raises(BusyError), exclusive(tmp_path, "x", seconds=0):
+                pass
+
+
+def test_a_removed_lock_file_lets_no_second_writer_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if another process removed the file between its opening and its locking here."""
+    flock = fcntl.flock
+
+    def remove_first(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(lock.fcntl, "flock", flock)
+        (tmp_path / lock.LOCK).unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(lock.fcntl, "flock", remove_first)
+    with exclusive(tmp_path, "x"):  # noqa: SIM117 (the second one is to fail)
+        with pytest.raises(BusyError), exclusive(tmp_path, "x", seconds=0):
+            pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_named(number: int, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    with pytest.raises(MachineError, match=f"{run.path}/dynamics: this file system has no locks"):
+        publish(run, "dynamics")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 from small_stage import SETTINGS, publish
 
 from wmcli.artifacts import Artifact, Run, check, examine, find_removable, needed, needed_elsewhere
+from wmcli.artifacts.lock import HOLDER, exclusive
+from wmcli.artifacts.manifest import MODEL_FORMAT
 from wmcli.errors import ArtifactError
 
 
@@ -44,15 +47,16 @@ def test_a_version_with_a_removed_input_is_intact(run: Run, chain: dict[str, Art
     assert "experience@1" in found["controller@1"][1]
 
 
-def test_a_damaged_picture_is_reported_and_the_weights_still_load(run: Run) -> None:
+@pytest.mark.parametrize("name", ["curves.png", "imagination.webp", "imagination.gif", "imagination.json"])
+def test_a_damaged_picture_is_reported_and_the_weights_still_load(run: Run, name: str) -> None:
     with run.job("dynamics", {}, {}).work() as work:
         (work.payload / "model.safetensors").write_bytes(b"weights")
-        (work.payload / "curves.png").write_bytes(b"a picture")
+        (work.payload / name).write_bytes(b"a picture")
         artifact = work.publish(settings=SETTINGS, metrics={}, environment=None, machine={})
-    (artifact.path / "curves.png").write_bytes(b"overwritten")
+    (artifact.path / name).write_bytes(b"overwritten")
     assert artifact.file("model.safetensors").read_bytes() == b"weights"
     state, detail = examine(artifact)
-    assert state == "damaged pictures" and "curves.png" in detail
+    assert state == "damaged pictures" and name in detail
     (artifact.path / "model.safetensors").write_bytes(b"Weights")
     assert examine(artifact)[0] == "damaged"
     with pytest.raises(ArtifactError, match="model.safetensors"):
@@ -92,7 +96,9 @@ def test_inputs_of_another_run_are_kept(run: Run, chain: dict[str, Artifact], tm
     assert list(needed_elsewhere(run)) == [chain["dynamics"]]
     other.prune("controller", {1})
     assert other.artifacts("controller") == []
-    shutil.rmtree(other.path)
+    other.path.rename(tmp_path / "a disk that is not mounted")
+    assert list(needed_elsewhere(run)) == [chain["dynamics"]] and run.missing_users()[0].path == other.path
+    (run.path / "used-by.txt").unlink()
     assert list(needed_elsewhere(run)) == []
 
 
@@ -132,3 +138,57 @@ def test_stopped_work_is_removable(run: Run) -> None:
     assert found.size == 3 and found.name.startswith("dynamics/.work-")
     found.remove()
     assert find_removable(run) == [] and run.unfinished() == []
+
+
+def test_weights_stay_while_a_process_works_on_the_run(run: Run, chain: dict[str, Artifact]) -> None:
+    """It may read any version: here an old dynamics model."""
+    publish(run, "dynamics", 2, tokenizer=chain["tokenizer"])
+    publish(run, "controller", 2)
+    assert [each.name for each in find_removable(run)] == ["dynamics@1", "controller@1"]
+    with pytest.raises(KeyboardInterrupt), run.job("evaluation", {}, {"controller": chain["controller"]}).work():
+        assert find_removable(run) == []
+        raise KeyboardInterrupt
+    assert len(find_removable(run)) == 2
+
+
+def test_weights_stay_for_a_run_that_is_not_there(run: Run, chain: dict[str, Artifact], tmp_path: Path) -> None:
+    publish(run, "dynamics", 2)
+    publish(run, "controller", 2)
+    run.note_use(chain["dynamics"].digest, tmp_path / "not mounted")
+    assert [each.name for each in find_removable(run)] == ["controller@1"]
+    (tmp_path / "not mounted").mkdir()
+    assert [each.name for each in find_removable(run)] == ["dynamics@1", "controller@1"]
+
+
+def test_the_controller_of_an_exported_folder_stays(run: Run, chain: dict[str, Artifact]) -> None:
+    marker = {**MODEL_FORMAT, "controller": "controller/v0001"}
+    (run.path / "model.json").write_text(json.dumps(marker))
+    publish(run, "dynamics", 2)
+    publish(run, "controller", 2)
+    assert find_removable(run) == []
+
+
+def test_what_killed_processes_left_is_removable(run: Run, chain: dict[str, Artifact]) -> None:
+    kind = run.path / "dynamics"
+    for folder in (kind / ".trash-1", run.path / ".doctor-1", kind / ".work-012345"):
+        (folder / "inside").mkdir(parents=True)
+        (folder / "inside" / "file").write_bytes(b"123")
+    (kind / ".draft-1").symlink_to("v0001")
+    (run.path / ".run.toml.partial").write_bytes(b"12")
+    (kind / HOLDER).write_text("1")
+    with exclusive(kind, "dynamics"):
+        assert [each.name for each in find_removable(run)] == [".doctor-1", ".run.toml.partial"]
+    (kind / HOLDER).write_text("1")
+    found = {each.name: each for each in find_removable(run)}
+    assert {name: each.size for name, each in found.items() if "draft" not in name} == {
+        ".doctor-1": 3,
+        ".run.toml.partial": 2,
+        "dynamics/.trash-1": 3,
+        "dynamics/.holder": 1,
+        "dynamics/.work-012345": 3,
+    }
+    assert "dynamics/.draft-1" in found
+    for each in found.values():
+        each.remove()
+    assert find_removable(run) == [] and set(states(run).values()) == {"ok"}
+    assert {each.name for each in kind.iterdir()} == {".lock", "latest", "v0001"}

@@ -182,6 +182,14 @@ def test_a_manifest_is_parsed_once_as_long_as_it_does_not_change(run: Run, monke
         open_artifact(artifact.path)
 
 
+@pytest.mark.parametrize("links", [{"latest": "latest"}, {"latest": "other", "other": "latest"}])
+def test_a_loop_of_links_is_no_version(links: dict[str, str], tmp_path: Path) -> None:
+    for name, target in links.items():
+        (tmp_path / name).symlink_to(target)
+    with pytest.raises(ArtifactError, match="latest/manifest.json"):
+        open_artifact(tmp_path / "latest")
+
+
 def test_hidden_files_of_a_file_manager_do_no_harm(run: Run) -> None:
     artifact = publish(run, "tokenizer")
     (artifact.path / "chunks" / ".DS_Store").write_bytes(b"?")
@@ -299,11 +307,11 @@ def test_the_corpus_is_refused_for_its_hostility_only(published: Artifact, tmp_p
 def test_a_manifest_that_is_no_regular_file_is_refused(published: Artifact, tmp_path: Path) -> None:
     place = tmp_path / "manifest.json"
     place.symlink_to(published.path / "manifest.json")
-    with pytest.raises(ArtifactError, match="not a regular file"):
+    with pytest.raises(ArtifactError, match="is a symlink"):
         open_artifact(tmp_path)
     place.unlink()
     os.mkfifo(place)
-    with pytest.raises(ArtifactError, match="not a regular file"):
+    with pytest.raises(ArtifactError, match="no regular file"):
         open_artifact(tmp_path)
 
 

@@ -176,7 +176,7 @@ def test_an_index_that_leaves_the_folder_is_refused(full: Run, key: str, path: s
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"format": "wm run", "schema": 2}', "{" * 9999])
 def test_what_is_no_index_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / INDEX).write_text(text)
-    with pytest.raises(ArtifactError, match="no index of a run"):
+    with pytest.raises(ArtifactError, match="no index of a run" + (".*schema 2, but" if "2" in text else "")):
         pull(f"file://{tmp_path}", tmp_path / "copy", QUIET)
 
 

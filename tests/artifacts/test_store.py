@@ -295,9 +295,11 @@ def test_keys_and_values_survive_as_json(run: Run) -> None:
 def test_prune_keeps_manifests_pictures_and_lineage(run: Run) -> None:
     first = publish(run, "dynamics", 1)
     second = publish(run, "dynamics", 2, parent=first)
-    (first.path / "imagination.gif").write_bytes(b"a film")
+    kept = ["curves.png", "imagination.gif", "imagination.json", "imagination.webp"]
+    for name in (*kept, "settings.json", "films.webp.txt"):
+        (first.path / name).write_bytes(b"a film")
     assert run.prune("dynamics", {1}) == [1]
-    assert sorted(entry.name for entry in first.path.iterdir()) == ["imagination.gif", "manifest.json", "pruned"]
+    assert sorted(entry.name for entry in first.path.iterdir()) == [*kept, "manifest.json", "pruned"]
     assert run.prune("dynamics", {1}) == []
     with pytest.raises(ArtifactError, match=r"dynamics@1 .* was pruned"):
         run.resolve("dynamics@1", "dynamics").verify()

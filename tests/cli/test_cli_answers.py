@@ -11,9 +11,10 @@ import pytest
 
 from wmcli.artifacts import Run, Tree
 from wmcli.cli import main, presets
-from wmcli.cli.human import SHORT, ago, size
+from wmcli.cli.human import SHORT, ago
 from wmcli.cli.options import may_create
 from wmcli.config import preset_names
+from wmcli.progress import size
 
 NAMES = ("experience@1", "experience@2", "tokenizer@1", "dynamics@1")
 MACHINE = {"wm": "0", "torch": "0", "device": "cpu", "threads": 1, "precision": "float32"}
@@ -210,6 +211,13 @@ def test_clean_shows_first_and_removes_when_told(run, capsys, monkeypatch):
     assert main.run(["clean", folder]) == 0
     assert "nothing to remove" in capsys.readouterr().err
     publish(run, "dynamics", {}, "newest")
+    assert [row["name"] for row in rows(["clean", folder, "--dry-run"], capsys)] == ["dynamics@2"]
+    assert main.run(["clean", folder, "--dry-run", "--yes"]) == 2
+    run.note_use("0" * 64, run.path / "gone")
+    capsys.readouterr()
+    assert main.run(["clean", folder, "--dry-run"]) == 0
+    told = capsys.readouterr().err
+    assert f"weights stay for {run}/gone" in told and "would free " in told
     assert main.run(["clean", folder]) == 2  # nobody there to ask
     assert "add --yes" in capsys.readouterr().err
     assert [artifact.version for artifact in run.artifacts("dynamics")] == [2, 3]

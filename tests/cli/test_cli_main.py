@@ -154,7 +154,7 @@ def test_examples_name_presets_that_exist():
         (["collect", "--steps", "many"], "wm collect: Invalid value for '--steps'"),
         (["collect", "--steps", "0"], "wm collect: Invalid value for '--steps'"),
         (["collect", "--steps"], "wm collect: Option '--steps' requires an argument"),
-        (["play"], "wm play: Missing option '--out'"),
+        (["play"], "wm play: name a film with --out FILE, or play in a browser with --browser"),
         (["imagine", "extra"], "wm imagine: Got unexpected extra argument"),
         (["imagine", "--more", "--force"], "wm imagine: --more continues the newest version"),
         (["eval", "--protocol", "speed"], "wm eval: Invalid value for '--protocol'"),
@@ -185,6 +185,8 @@ def test_examples_name_presets_that_exist():
             "wm compare: --protocol gridworld",
         ),
         (["compare", "runs/a", "--protocol", "gridworld", "--by", "seed"], "wm compare: --protocol gridworld"),
+        (["report"], "wm report: no runs: name some, or the file of a sweep with --sweep."),
+        (["report", "runs/a", "--sweep", "x.toml"], "wm report: --sweep names the runs itself: omit RUN."),
         (["eval", "--protocol", "doors", "--controller", "controller@1"], "wm eval: --protocol doors scores dynamics"),
         (["eval", "--experience", "experience@1"], "wm eval: --experience is for held-out episodes"),
         (["eval", "--dynamics", "dynamics@1"], "wm eval: --dynamics is for protocols that score dynamics"),
@@ -193,6 +195,21 @@ def test_examples_name_presets_that_exist():
         (["presets", "show"], "wm presets: Missing argument 'NAME'"),
         (["artifacts", "dynamic"], "wm artifacts: no artifacts of kind 'dynamic'; did you mean 'dynamics'?"),
         (["presets", "show", "no-such-preset"], "wm presets: no preset called 'no-such-preset'"),
+        (["collect", "--run", ""], "wm collect: --run is empty: give a value, or leave it out."),
+        (["collect", "--run="], "wm collect: --run is empty"),
+        (["train-dynamics", "--tokenizer", " "], "wm train-dynamics: --tokenizer is empty"),
+        (["run", ""], "wm run: an argument is empty"),
+        (["report", "runs/a\0b"], "wm report: an argument: 'runs/a\\x00b' has the control character '\\x00'"),
+        (["collect", "--run", "a\nb"], "wm collect: --run: 'a\\nb' has the control character"),
+        (["collect", "--run", "\udcff"], "wm collect: --run: '\\udcff' has bytes that are no UTF-8"),
+        (["collect", "--run", "x" * 256], "wm collect: file name too long: "),
+        (["collect", "--env", ".x:Id"], "wm collect: "),
+        (
+            ["run", "--set", "collect.steps=9223372036854775808"],
+            "wm run: --set collect.steps=9223372036854775808: collect.steps: a number of more digits",
+        ),
+        (["run", "--set", "training.threads=99999999999"], "wm run: --set training.threads=99999999999: "),
+        (["import", "/dev/null", "--quiet"], "wm import: /dev/null: none of npz"),
     ],
 )
 def test_wrong_usage_is_one_line_and_code_2(arguments, line, capsys):
@@ -201,6 +218,22 @@ def test_wrong_usage_is_one_line_and_code_2(arguments, line, capsys):
     assert out == ""
     assert err.startswith(line)
     assert err.count("\n") == 1
+
+
+def test_an_empty_variable_is_not_the_default(monkeypatch, capsys):
+    monkeypatch.setenv("WM_RUN", "")
+    assert main.run(["collect"]) == 2
+    assert capsys.readouterr().err == "wm collect: WM_RUN is empty: give it a folder, or unset it.\n"
+
+
+def test_more_steps_than_memory_are_refused_before_they_are_played(tmp_path, capsys):
+    """Not as a batch that is too large."""
+    assert main.run(["collect", "--run", str(tmp_path / "run"), "--steps", str(10**13), "--quiet"]) == 6
+    err = capsys.readouterr().err
+    assert err.startswith(
+        "wm collect: 10000000000000 steps at a time take 30,720,000 GB of memory, and this machine has"
+    )
+    assert err.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
 # -- exceptions to exit codes -----------------------------------------------------------------------------------------

@@ -57,6 +57,7 @@ def completed(words, shell="bash", **environment):
         (["wm", "run", "--set", "training.cuda_graph", "="], ["true", "false"]),
         (["wm", "run", "--set", "=", "seed", "=", "3"], []),
         (["wm", "compare", "runs/a", "--by", "evaluation.t"], ["evaluation.temperature"]),
+        (["wm", "report", "runs/a", "--by", "evaluation.t"], ["evaluation.temperature"]),
         (["wm", "presets", "--system", "u"], ["unizero"]),
     ],
 )

@@ -18,9 +18,10 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 from watching import Replayable, record_without_a_graph
 
-from wmcli.controllers.mcts import MCTS, MCTSSettings, build_rule, draw_candidates, search
+from wmcli.controllers import mcts
+from wmcli.controllers.mcts import MCTS, MCTSSettings, build_rule, draw_candidates
 from wmcli.kernels.dispatch import using
-from wmcli.kernels.tree_search import Nodes, PolicyOutput, SearchNoise, SearchRule
+from wmcli.kernels.tree_search import Nodes, PolicyOutput, SearchNoise, SearchRule, summarize
 from wmcli.kernels.tree_search_gumbel import gumbel_rule
 from wmcli.kernels.tree_search_lightzero import lightzero_rule
 from wmcli.kernels.tree_search_mctx import mctx_rule, mix_dirichlet
@@ -28,6 +29,12 @@ from wmcli.nn.policies import DiscretePolicy, Policy, build_policy
 from wmcli.spaces import ActionSpace, Categories, Continuous
 from wmcli.training.graph import RecordedFunction
 from wmcli.world_models.base import ImaginedStep, PlanningWorldModel, Prediction
+
+
+def search(root, state, expand, rule, *options) -> PolicyOutput:
+    """The results of the trees that `mcts.search` grows."""
+    return summarize(mcts.search(root, state, expand, rule, *options), rule)
+
 
 RULES = ["mctx", "lightzero", "gumbel"]
 
@@ -1001,15 +1008,15 @@ def test_candidates_come_from_the_generator_or_are_fixed(rules):
     uniforms = torch.rand(rows, 10, 6, 2)
     with Replayable(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "equal", lambda *_: False)
-        output, (candidates,) = controller._search_in(world, start, parts, uniforms)
-    again, _ = controller._search_in(world, start, parts, uniforms)
+        output, (candidates,), _ = controller._search_in(world, start, parts, uniforms)
+    again, *_ = controller._search_in(world, start, parts, uniforms)
     assert_close(output, again, rtol=0, atol=0)
     assert torch.equal(
         candidates, world.distribution.sample(world.distribution.parameters(torch.zeros(1, 1, 4)), uniforms[:, 0])
     )
     other = uniforms.clone()
     other[:, 1:] = torch.rand(rows, 9, 6, 2)
-    deeper, (same,) = controller._search_in(world, start, parts, other)
+    deeper, (same,), _ = controller._search_in(world, start, parts, other)
     assert torch.equal(same, candidates) and not torch.equal(deeper.value, output.value), "each node has its own"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from systems import LATENTS, PATCHES
-from torch import Tensor
+from torch import Tensor, nn
 
 from wmcli.assemble import build_controller, build_tokenizer, build_world_model
 from wmcli.experience import Replay
@@ -91,7 +91,10 @@ def trainer_of(settings: Settings, kind: str, machine: Machine) -> Trainer:
         return TokenizerTrainer(tokenizer, data, settings.tokenizer, settings.training, machine=machine, rng=rng)
     if dynamics.takes_tokenizer:
         tokenizer = machine.freeze(tokenizer)
-    model = build_world_model(settings, tokenizer, spaces).to(device)
+    model = build_world_model(settings, tokenizer, spaces)
+    if kind == "controller" and settings.controller.searches:
+        _spread(model)
+    model.to(device)
     if kind == "dynamics":
         return DynamicsTrainer(model.train(), data, dynamics, settings.training, machine=machine, rng=rng)
     model = machine.freeze(model)
@@ -99,6 +102,14 @@ def trainer_of(settings: Settings, kind: str, machine: Machine) -> Trainer:
     if settings.controller.searches:
         return ReanalysisTrainer(model, controller, data, settings.controller, machine=machine, rng=rng)
     return ImaginationTrainer(model, controller, data, settings.controller, settings.training, machine=machine, rng=rng)
+
+
+def _spread(model: nn.Module) -> None:
+    """Give all matrices random numbers. Fresh heads are zero, and a search would rank the rounding of equal values."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.add_(0.02 * torch.randn_like(parameter))
 
 
 def _experience(settings: Settings, device: torch.device) -> Replay:

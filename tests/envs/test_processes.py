@@ -170,8 +170,10 @@ def test_a_process_that_dies_is_a_fault_and_the_rest_can_be_saved(way: str) -> N
         if way == "kill":
             streams._workers[1]._process.kill()
             action[3] = 0
-        name = "SIGSEGV" if way == "segmentation fault" else "SIGKILL"
-        words = f"^{ODD}: the process of environment 2 to 3 was ended by {name}. Run the same command again"
+        name, words = "SIGKILL", "the process of environment 2 to 3 was ended by SIGKILL"
+        if way == "segmentation fault":
+            name, words = "SIGSEGV", "step 2 of a game in environment 3 did not end: its process was ended by SIGSEGV"
+        words = rf"^{ODD}: {words}\. Run the same command again"
         with pytest.raises(EnvironmentFault, match=words):
             streams.step(action)
         state = streams.broken_state()
@@ -211,7 +213,7 @@ streams.step(np.array([0, {SLEEP}]))
     with subprocess.Popen([sys.executable, "-c", code], env=with_path(), **pipes) as child:
         workers = [int(word) for word in child.stdout.readline().split()]
         for worker in workers:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
                 os.kill(worker, number)
             assert os.getsid(worker) == worker  # out of reach of the terminal's Ctrl-C
         child.stdin.write("\n")

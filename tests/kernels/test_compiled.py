@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 from gpus import CAPABILITIES, TILES, compile_for_gpus, narrow_offsets, rounded_products
+
+from wmcli import kernels
 
 KERNELS = (
     *("attention", "causal_conv", "diagonal_scan", "lambda_returns", "linear_recurrence"),
@@ -39,6 +44,39 @@ def test_registers_memory_and_precision(kernel: str, request: pytest.FixtureRequ
         assert row["shared"] <= MOST_SHARED, row
         assert not row["narrow"], row
         assert not (row["dtype"] == "float32" and row["tf32"]), row
+
+
+def aliases_in_loops(source: str) -> list[str]:
+    """Return the names that a loop sets to another name of the value that they had before it.
+
+    Triton's compiler sees that the value did not change in the first round, and takes the name for a constant of the
+    loop. Its interpreter does what Python does.
+    """
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        copies = [
+            (node.lineno, node.targets[0].id, node.value.id)
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Name)
+        ]
+        for loop in ast.walk(function):
+            if isinstance(loop, ast.For | ast.While):
+                within = {(name, other) for line, name, other in copies if loop.lineno < line <= loop.end_lineno}
+                before = {frozenset(names) for line, *names in copies if line < loop.lineno}
+                found += [f"{function.name}: {name}" for name, other in within if frozenset((name, other)) in before]
+    return found
+
+
+def test_two_names_of_one_value() -> None:
+    """`next_node = node` before a loop and `node = next_node` in it made a search that never left the root on a GPU."""
+    assert aliases_in_loops("def f(a):\n b = a\n while b > 0:\n  a = b\n  b = a - 1\n return a") == ["f: a"]
+    assert not aliases_in_loops("def f(a):\n b = a * 1\n while b > 0:\n  a = b\n  b = a - 1\n return a")
+    for file in Path(kernels.__file__).parent.glob("*.py"):
+        assert not aliases_in_loops(file.read_text(encoding="utf-8")), file.name
 
 
 def test_an_offset_in_32_bits_is_found() -> None:

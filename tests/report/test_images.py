@@ -23,13 +23,14 @@ def frames(seed, time=T, colors=256):
     return np.random.default_rng(seed).integers(0, colors, (time, H, W, 3), dtype=np.uint8)
 
 
-def read_gif(path):
-    with Image.open(path) as gif:
+def read_film(path):
+    with Image.open(path) as film:
         shown = []
-        for index in range(gif.n_frames):
-            gif.seek(index)
-            shown.append((np.asarray(gif.convert("RGB")), gif.info["duration"]))
-        return shown, gif.info["loop"]
+        for index in range(film.n_frames):
+            film.seek(index)
+            picture = np.asarray(film.convert("RGB"))  # WebP knows a frame's duration when it is decoded
+            shown.append((picture, film.info["duration"]))
+        return shown, film.info["loop"]
 
 
 def test_upscale_repeats_pixels_and_never_shrinks():
@@ -213,7 +214,7 @@ def test_a_gif_of_few_colors_is_exact_and_keeps_its_time(tmp_path):
     movie = frames(9, 7, colors=6)  # at most 216 colors
     movie[3] = movie[2]  # a still: the writer may join the two, but not shorten the film
     images.write_gif(tmp_path / "a.gif", movie, fps=15)
-    shown, loop = read_gif(tmp_path / "a.gif")
+    shown, loop = read_film(tmp_path / "a.gif")
     assert loop == 0
     assert sum(duration for _, duration in shown) == 470  # 7 / 15 s in whole hundredths
     np.testing.assert_array_equal([picture for picture, _ in shown], movie[[0, 1, 2, 4, 5, 6]])
@@ -226,27 +227,83 @@ def test_a_gif_of_many_colors_stays_close_and_keeps_a_rare_one(tmp_path):
     for time in range(4):
         movie[time, 30:32, 10 + time : 12 + time] = (0, 255, 255)  # a ball of four pixels
     images.write_gif(tmp_path / "a.gif", movie, fps=10)
-    shown, _ = read_gif(tmp_path / "a.gif")
+    shown, _ = read_film(tmp_path / "a.gif")
     error = np.abs(np.stack([picture for picture, _ in shown]).astype(int) - movie)
     assert error.mean() < 6 and error.max() < 40
     assert all(error[time, 30:32, 10 + time : 12 + time].max() < 16 for time in range(4))
 
 
-def test_the_same_frames_give_the_same_bytes(tmp_path):
-    for name in ("a.gif", "b.gif"):
-        images.write_gif(tmp_path / name, frames(10), fps=8)
-    assert (tmp_path / "a.gif").read_bytes() == (tmp_path / "b.gif").read_bytes()
+def moving(kind):
+    """Frames (T', H, W, 3) that change in ways that an encoder of differences could get wrong."""
+    noise = frames(12, 9)
+    if kind == "noise":
+        return noise
+    if kind == "one pixel":
+        movie = noise[:1].repeat(40, 0)
+        for time in range(40):
+            movie[time, time % H, time % W] += 1
+        return movie
+    ramp = np.linspace(0, 255, H * W).reshape(H, W, 1).repeat(3, 2)
+    return np.stack([np.roll(ramp, 7 * time, axis=1) * (time % 3) / 2 for time in range(30)]).astype(np.uint8)
 
 
+@pytest.mark.parametrize("kind", ["noise", "one pixel", "fading ramp"])
+def test_every_pixel_of_a_webp_is_exact(tmp_path, kind):
+    movie = moving(kind)
+    images.write_webp(tmp_path / "a.webp", movie, fps=10)
+    shown, loop = read_film(tmp_path / "a.webp")
+    assert loop == 0
+    assert sum(duration for _, duration in shown) == 100 * len(movie)
+    np.testing.assert_array_equal([picture for picture, _ in shown], movie)
+
+
+def test_a_webp_keeps_its_time_and_joins_equal_frames(tmp_path):
+    movie = frames(13, 7)
+    movie[3] = movie[2]
+    images.write_webp(tmp_path / "a.webp", movie, fps=15)
+    shown, _ = read_film(tmp_path / "a.webp")
+    assert [duration for _, duration in shown] == [67, 66, 134, 66, 67, 67]  # 7 / 15 s in whole thousandths
+    np.testing.assert_array_equal([picture for picture, _ in shown], movie[[0, 1, 2, 4, 5, 6]])
+
+
+def test_a_webp_of_one_frame_or_of_gray_ones_is_written_too(tmp_path):
+    gray = frames(14)[..., :1]
+    images.write_webp(tmp_path / "a.webp", gray, fps=5)
+    np.testing.assert_array_equal([each for each, _ in read_film(tmp_path / "a.webp")[0]], gray.repeat(3, -1))
+    images.write_webp(tmp_path / "b.webp", gray[:1], fps=5)
+    with Image.open(tmp_path / "b.webp") as still:
+        np.testing.assert_array_equal(np.asarray(still.convert("RGB")), gray[0].repeat(3, -1))
+
+
+def test_a_webp_of_many_colors_is_smaller_than_a_gif_and_exact(tmp_path):
+    """As a film of a game is: the same background, and something that moves."""
+    background = frames(15, 1).repeat(16, axis=0)
+    for time in range(16):
+        background[time, 10:20, time : time + 8] = (255, time, 0)
+    movie = images.captioned(background, [f"step {time}" for time in range(16)])
+    for name in ("a.webp", "a.gif"):
+        images.write_animation(tmp_path / name, movie, fps=10)
+    assert (tmp_path / "a.webp").stat().st_size < (tmp_path / "a.gif").stat().st_size
+    np.testing.assert_array_equal([each for each, _ in read_film(tmp_path / "a.webp")[0]], movie)
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".webp", ".WEBP"])
+def test_the_same_frames_give_the_same_bytes(tmp_path, suffix):
+    for name in ("a", "b"):
+        images.write_animation(tmp_path / f"{name}{suffix}", frames(10), fps=8)
+    assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".webp"])
 @pytest.mark.parametrize("fps", [0, -1, 51, float("nan")])
-def test_a_gif_refuses_a_rate_it_cannot_play(tmp_path, fps):
-    with pytest.raises(UsageError, match="50 frames per second"):
-        images.write_gif(tmp_path / "a.gif", frames(0), fps)
+def test_a_looping_film_refuses_a_rate_it_cannot_play(tmp_path, fps, suffix):
+    with pytest.raises(UsageError, match=rf"a \{suffix} plays at most 50 frames per second.*\.mp4"):
+        images.write_animation(tmp_path / f"a{suffix}", frames(0), fps)
     assert not list(tmp_path.iterdir())
 
 
 def test_unknown_suffix_and_missing_folder_are_one_line(tmp_path):
-    with pytest.raises(UsageError, match=r"\.gif or \.mp4"):
+    with pytest.raises(UsageError, match=r"\.webp or \.gif or \.mp4"):
         images.write_animation(tmp_path / "a.avi", frames(0), 10)
     with pytest.raises(UsageError, match="create it first"):
         images.write_animation(tmp_path / "none" / "a.gif", frames(0), 10)
@@ -258,7 +315,7 @@ def test_unknown_suffix_and_missing_folder_are_one_line(tmp_path):
 
 def test_mp4_without_the_extra_names_it_and_the_alternative(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
-    with pytest.raises(UsageError, match=r"pip install 'wmcli\[video\]'.*\.gif"):
+    with pytest.raises(UsageError, match=r"pip install 'wmcli\[video\]'.*\.webp"):
         images.write_animation(tmp_path / "a.mp4", frames(0), 10)
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import re
 import subprocess
 import sys
+from xml.etree import ElementTree
 
+import matplotlib
 import numpy as np
 import pytest
 from PIL import Image
 
 from wmcli.errors import UsageError
+from wmcli.metrics.statistics import bootstrap
 from wmcli.report import plots
 
 
@@ -114,6 +119,25 @@ def test_learning_curves_has_a_named_panel_per_metric():
     assert len(figure.axes[2].get_lines()) == 1  # few points: no smoothing
     only = plots.learning_curves(records, stages=["imagine"])
     assert len([axes for axes in only.axes if axes.get_visible()]) == 3
+
+
+def test_compared_curves_has_a_panel_per_metric_and_a_line_per_name():
+    few, many = np.arange(5.0), np.arange(80.0)
+    curves = {"gru": {"loss": (few, 2 * few)}, "s5": {"loss": (many, 3 * many), "reward_loss": (few, few)}}
+    figure = plots.compared_curves(curves, title="train-dynamics")
+    panels = {axes.get_title(loc="left"): axes for axes in figure.axes if axes.get_visible()}
+    assert list(panels) == ["loss", "reward loss"]
+    lines = [line for line in panels["loss"].get_lines() if len(line.get_xdata())]
+    assert [line.get_color() for line in lines] == [plots.COLORS[0], plots.COLORS[1], plots.COLORS[1]]  # raw and smooth
+    np.testing.assert_array_equal(lines[0].get_ydata(), 2 * few)
+    np.testing.assert_array_equal(lines[1].get_ydata(), 3 * many)
+    (only,) = panels["reward loss"].get_lines()
+    assert only.get_color() == plots.COLORS[1]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["gru", "s5"]
+    assert not plots.compared_curves({"gru": curves["gru"]}).legends
+    with pytest.raises(UsageError, match="no training records to draw"):
+        plots.compared_curves({"gru": {}})
 
 
 def test_smoothing_keeps_a_straight_line_straight_and_a_mean_unbiased():
@@ -369,3 +393,194 @@ def test_errors_on_a_logarithmic_axis_have_plain_numbers(top, labels):
     figure.canvas.draw()
     shown = [label.get_text() for label in figure.axes[0].get_yticklabels(which="both")]
     assert labels <= set(shown) and not any("$" in label for label in shown)
+
+
+def test_the_band_of_an_interval_is_the_bootstrap_interval_of_the_mean():
+    rng = np.random.default_rng(3)
+    runs = [[(step, float(rng.normal(step))) for step in (0, 1, 2)] for _ in range(8)]
+    (axes,) = plots.returns_over({"a": runs}, interval=True).axes
+    corners = axes.collections[0].get_paths()[0].vertices
+    for step in (0, 1, 2):
+        estimate = bootstrap({"a": [run[step][1] for run in runs]}, "mean", np.random.default_rng(0))
+        drawn = corners[corners[:, 0] == step, 1]
+        assert (drawn.min(), drawn.max()) == pytest.approx((estimate.low, estimate.high), abs=0.05)
+    np.testing.assert_array_equal(named(axes)["a (8 runs)"].get_xydata()[:, 1], np.mean(runs, 0)[:, 1])
+
+
+def test_the_band_of_an_interval_over_three_runs_is_their_range_and_without_common_steps_none():
+    runs = [[(0, value), (1, value + 1)] for value in (0.0, 5.0, 1.0)]
+    ranges, intervals = (plots.returns_over({"a": runs}, interval=interval).axes[0] for interval in (False, True))
+    np.testing.assert_array_equal(
+        ranges.collections[0].get_paths()[0].vertices, intervals.collections[0].get_paths()[0].vertices
+    )
+    plots.svg_text(plots.returns_over({"a": [[(0, 1.0)], [(1, 1.0)]]}, interval=True), "a")
+
+
+def bars(axes):
+    """Row -> low and high of the bars of intervals."""
+    return {
+        round(bar.get_y() + bar.get_height() / 2): pytest.approx((bar.get_x(), bar.get_x() + bar.get_width()))
+        for bar in axes.patches
+    }
+
+
+def test_statistics_have_a_panel_each_and_a_row_for_each_variant():
+    panels = {
+        "mean": {"gru": (0.5, 0.25, 0.75), "s4": (1.0, 0.5, 2.0)},
+        "IQM": {"s4": (0.9, 0.8, 1.0), "a single run": (0.3, None, None)},
+    }
+    figure = plots.interval_panels(panels, x_label="human-normalized score", title="Scores")
+    mean, iqm = figure.axes
+    assert [axes.get_title("left") for axes in figure.axes] == ["mean", "IQM"]
+    assert [label.get_text() for label in mean.get_yticklabels()] == ["gru", "s4", "a single run"]
+    assert mean.get_ylim()[0] > mean.get_ylim()[1], "the first on top"
+    assert bars(mean) == {0: (0.25, 0.75), 1: (0.5, 2.0)} and bars(iqm) == {1: (0.8, 1.0)}
+    values = [[(line.get_xdata()[0], np.mean(line.get_ydata())) for line in axes.get_lines()] for axes in figure.axes]
+    assert values == [[(0.5, 0), (1.0, 1)], [(0.9, 1), (0.3, 2)]]
+    colors = [{round(np.mean(line.get_ydata())): line.get_color() for line in axes.get_lines()} for axes in figure.axes]
+    assert colors[0][1] == colors[1][1] != colors[0][0], "a variant has one color"
+    (left, right), (lowest, highest) = mean.get_xlim(), (0.25, 2.0)
+    assert left < lowest - 0.05 and highest + 0.05 < right, "bars keep away from the edges"
+    with pytest.raises(UsageError, match="wm compare"):
+        plots.interval_panels({"mean": {}})
+
+
+def test_improvements_have_a_row_for_each_pair_and_a_line_at_one_half():
+    figure = plots.improvement({("gru", "s4"): (0.7, 0.6, 0.9), ("s4", "mamba"): (0.2, None, None)})
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["gru", "s4"]
+    (others,) = axes.child_axes
+    figure.canvas.draw()
+    assert [label.get_text() for label in others.get_yticklabels()] == ["s4", "mamba"]
+    assert others.get_ylim() == axes.get_ylim(), "both names of a pair are level"
+    first, second, half = axes.get_lines()
+    assert (first.get_xdata()[0], second.get_xdata()[0]) == (0.7, 0.2) and list(half.get_xdata()) == [0.5, 0.5]
+    assert bars(axes) == {0: (0.6, 0.9)} and axes.get_xlim() == (0, 1)
+    with pytest.raises(UsageError, match="wm compare"):
+        plots.improvement({})
+
+
+def test_long_names_keep_both_ends_and_room_for_the_data():
+    long = "dynamics.backbone.kind=transformer_xl, controller.kind=actor_critic"
+    figure = plots.interval_panels({name: {long: (1, 0, 2)} for name in ("mean", "median", "IQM", "optimality gap")})
+    (label,) = figure.axes[0].get_yticklabels()
+    start, _, end = label.get_text().partition("…")
+    assert long.startswith(start) and long.endswith(end) and len(start) == len(end) == 16
+    figure.canvas.draw()
+    assert all(axes.get_window_extent().width > 70 for axes in figure.axes)
+
+
+# -- within a page ----------------------------------------------------------------------------------------------------
+
+HOSTILE = "</svg><script>alert(1)</script>\"'&<!-- $\\frac{$ \x00\ud800 $x$"
+BAND = np.ones(3), np.full(3, 0.5), np.full(3, 2.0)
+FIGURES = {
+    "learning": lambda name: plots.learning_curves([record(u, 1 / u, name, kl=u % 7) for u in range(1, 99)]),
+    "curve": lambda name: plots.return_curve([evaluation(50, 0.5, 0.1), evaluation(90, 1)], references={name: 1.0}),
+    "over": lambda name: plots.returns_over({name: [[(0, 1.0), (9, 2.0)], [(0, 3.0), (9, 3.0)]]}, title=name),
+    "histogram": lambda name: plots.returns_histogram([1, 2, 2, 5], references={name: 1.0}),
+    "profiles": lambda name: plots.performance_profiles([0, 1, 2], {name: BAND}),
+    "intervals": lambda name: plots.interval_panels({name: {name: (1, 0, 2), "b": (2, 1, 3)}}),
+    "improvement": lambda name: plots.improvement({(name, name): (0.7, 0.6, 0.8)}),
+    "costs": lambda name: plots.cost_by_length({name: {name: [(1, 1.0), (2, 5.0)]}}),
+    "priors": lambda name: plots.learned_priors([0, 1], [{name: np.ones((2, 1, 8))}] * 2, {name: 1.0}),
+    "errors": lambda name: plots.error_curves(
+        {name: ([1, 2, 3], BAND), "b": ([1, 2, 4], BAND)}, x_label="x", y_label=name
+    ),
+}
+
+
+@pytest.mark.parametrize("make", FIGURES.values(), ids=FIGURES)
+def test_a_figure_in_a_page_has_text_and_the_page_s_colors_and_ids_of_its_own(make):
+    svg = plots.svg_text(make("a variant"), "fig-1")
+    root = ElementTree.fromstring(svg)
+    assert root.tag == "svg" and float(root.attrib["width"]) == pytest.approx(
+        1.5 * float(root.attrib["viewBox"].split()[2]), abs=1
+    )
+    attributes = [(key, value) for element in root.iter() for key, value in element.attrib.items()]
+    assert {element.tag for element in root.iter()} <= {"svg", "g", "defs", "path", "use", "text", "clipPath", "rect"}
+    colors = {value for key, value in attributes if key in ("fill", "stroke")}
+    assert {"var(--ink)", "var(--muted)"} <= colors
+    assert all(color == "none" or re.fullmatch(r"var\(--(ink|muted|line|paper|c[0-6])\)", color) for color in colors)
+    ids = [value for key, value in attributes if key == "id"]
+    used = {match for _, value in attributes for match in re.findall(r"^(?:url\()?#([^)]+)", value)}
+    assert len(ids) == len(set(ids)) and used == set(ids) and all(each.startswith("fig-1-") for each in ids)
+    assert not any(key in ("style", "font-family", "class") for key, _ in attributes)
+    assert not re.search(r"\d\.\d{3}", svg), "two decimals"
+    assert any(text.startswith("a variant") for text in root.itertext())
+    assert svg == plots.svg_text(make("a variant"), "fig-1")
+
+
+@pytest.mark.parametrize("make", FIGURES.values(), ids=FIGURES)
+def test_names_in_a_figure_are_text_whatever_they_hold(make, tmp_path):
+    svg = plots.svg_text(make(HOSTILE), "a")
+    texts = " ".join(ElementTree.fromstring(svg).itertext())
+    assert "<script" not in svg and svg.count("</svg>") == 1 and "<!--" not in svg
+    start, end = HOSTILE[:14], "\ufffd\ufffd $x$"
+    assert (start in texts and end in texts) or f"{start}…" in texts.replace(HOSTILE[14:16], "…")
+    plots.write_figure(tmp_path / "a.png", make(HOSTILE))
+
+
+IN_FILES = {"ink": "#222222", "muted": "#777777", "line": "#e6e6e6", "paper": "#ffffff"}
+IN_FILES |= {f"c{index}": color for index, color in enumerate(plots.COLORS)}
+
+
+def shapes(svg):
+    """Kind, numbers and style of each shape of an SVG, whatever its groups are, with the colors of files."""
+    root = ElementTree.fromstring(svg)
+    found, targets = [], {element.get("id"): element for element in root.iter()}
+
+    def visit(element, style):
+        tag = element.tag.rpartition("}")[2]
+        if tag in ("defs", "metadata"):
+            return
+        own = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
+        own |= dict(part.strip().split(": ") for part in own.pop("style", "").split(";") if part)
+        style = style | {key: value for key, value in own.items() if key.startswith(("fill", "stroke-", "stroke"))}
+        shape = targets[own["href"][1:]] if tag == "use" else element
+        numbers = [own.get(key, "0") for key in ("x", "y")] + re.findall(r"-?\d+(?:\.\d+)?", shape.get("d") or "")
+        colors = {key: re.sub(r"var\(--(\w+)\)", lambda name: IN_FILES[name[1]], value) for key, value in style.items()}
+        if tag in ("path", "use", "text") and not (colors["fill"] == "none" and "stroke" not in colors):
+            found.append((tag, element.text or "", np.array(numbers, float), colors))
+        for child in element:
+            visit(child, style)
+
+    visit(root, {"fill": "#000000"})
+    return found
+
+
+@pytest.mark.parametrize("make", FIGURES.values(), ids=FIGURES)
+def test_shapes_of_a_figure_in_a_page_are_those_of_the_file(make):
+    data = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        make("a variant").savefig(data, format="svg", transparent=True)
+    theirs, ours = shapes(data.getvalue()), shapes(plots.svg_text(make("a variant"), "a"))
+    assert len(ours) == len(theirs) >= 20
+    for (tag, text, places, style), (their_tag, their_text, their_places, their_style) in zip(
+        ours, theirs, strict=True
+    ):
+        assert (tag, text.strip()) == (their_tag, their_text.strip())
+        np.testing.assert_allclose(places, their_places, atol=0.0051)
+        assert style.keys() - {"stroke-linejoin"} == their_style.keys() - {"stroke-linejoin"}
+        assert all(style[key] == their_style[key] for key in ("fill", "stroke") if key in style)
+
+
+@pytest.mark.slow
+def test_a_browser_draws_the_same_as_from_matplotlib_s_own_file(browser):
+    variables = ";".join(f"--{name}:{color}" for name, color in IN_FILES.items())
+    tab = browser.new_page(viewport={"width": 1600, "height": 1200})
+
+    def drawn(svg):
+        tab.set_content(f"<style>body{{margin:0;{variables};font-family:DejaVu Sans}}svg{{width:900px}}</style>{svg}")
+        return np.asarray(Image.open(io.BytesIO(tab.locator("svg").screenshot())).convert("RGB")).astype(float)
+
+    for name in ("over", "histogram", "profiles", "improvement", "priors"):
+        make = FIGURES[name]
+        data = io.BytesIO()
+        with matplotlib.rc_context({"svg.fonttype": "none"}):
+            make("a variant").savefig(data, format="svg")
+        theirs = re.sub(r' height="[^"]+pt"', "", data.getvalue().decode().partition("<svg")[2], count=1)
+        ours = re.sub(r' height="[^"]+"', "", plots.svg_text(make("a variant"), "a"), count=1)
+        difference = abs(drawn(f"<svg{theirs}") - drawn(ours))
+        assert difference.mean() < 0.1, name  # rounding gives up to 0.05, of 255
+    tab.close()

@@ -21,6 +21,12 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def copies_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of runs stand elsewhere than where they began, and some play environments of the tests."""
+    monkeypatch.setenv("WM_TRUST", "1")
+
+
+@pytest.fixture(autouse=True)
 def same_threads() -> Iterator[None]:
     """Stages set the number of torch's threads for the process."""
     threads = torch.get_num_threads()

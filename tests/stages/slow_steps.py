@@ -13,7 +13,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from wmcli.envs.vector import SEED_CHECK_STEPS
+from wmcli.envs.processes import SEED_CHECK_STEPS
 
 SLOW_STEPS = "slow_steps:wm-test/SlowSteps-v0"
 SLOW_AFTER = "WM_TEST_SLOW_AFTER"

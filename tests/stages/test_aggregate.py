@@ -233,7 +233,7 @@ def test_one_set_of_runs_against_another(tmp_path: Path) -> None:
 def test_of_the_settings_of_training_only_sampling_is_a_difference() -> None:
     """A new key belongs to one side or the other."""
     keys = {key for key in flatten(resolve("rem")) if key.startswith("training.")}
-    learning = {key for key in keys if not key.startswith(pooled._NOT_LEARNING)}
+    learning = {key for key in keys if not key.startswith(pooled.NOT_LEARNING)}
     assert learning == {
         key for key in keys if key.startswith(("training.sampling", "training.dfs", "training.priority"))
     }

@@ -195,7 +195,9 @@ def test_its_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str,
     for rows in (staged, projected):
         what = {row["what"] for row in rows}
         assert {"collect, random policy", "train-dynamics"} <= what
-        assert all(row.get("seconds", 1) > 0 for row in rows)
+        timed = {row["what"]: row["seconds"] for row in rows if "seconds" in row}
+        assert min(timed.values()) >= 0  # 0: what is around a stage is a difference, and noise where that is short
+        assert all(seconds > 0 for what, seconds in timed.items() if not what.endswith("start and publish"))
         fitted = ("rem", "drama") if rows is staged else ("rem",)
         assert ("train-tokenizer" in what) == (observed == "all" and system in fitted)
     if system == "rem":

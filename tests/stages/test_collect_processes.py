@@ -35,14 +35,14 @@ def started_processes(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 def test_a_collect_is_the_same_job_and_its_processes_go_on(tmp_path: Path, started_processes: list[object]) -> None:
     context = started(tmp_path / "two", TWO)
-    assert len(started_processes) == 2
+    assert len(started_processes) == 4  # two of them show whether the environment follows its seed
     for steps in (12, 24):
         collect(context, steps=steps)
-    assert len(started_processes) == 4  # of the second command, for both of its collects
+    assert len(started_processes) == 6  # of the second command, for both of its collects
     others = started(tmp_path / "none")
     for steps in (12, 24):
         collect(others, steps=steps)
-    assert len(started_processes) == 4
+    assert len(started_processes) == 6
     ours, theirs = (latest(tmp_path / name, "experience") for name in ("two", "none"))
     assert_same_experience(ours, theirs)
     assert ours.manifest["environment"] == theirs.manifest["environment"]

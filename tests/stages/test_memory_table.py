@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from wmcli.errors import UsageError
+from wmcli.report.plots import write_figure
 from wmcli.settings import resolve
 from wmcli.stages import memory_table
-from wmcli.stages.memory_table import draw_curves, table
+from wmcli.stages.memory_table import plot_curves, table
 
 
 class Found:
@@ -112,7 +113,6 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         lines.update(found)
 
     monkeypatch.setattr(memory_table, "error_curves", keep)
-    monkeypatch.setattr(memory_table, "write_figure", lambda path, figure: None)
     return lines
 
 
@@ -122,13 +122,12 @@ def recalled(*changes: str, errors: list[float]) -> Found:
 
 
 def test_a_line_is_of_a_model(drawn: dict[str, Any]) -> None:
-    draw_curves(
+    plot_curves(
         [
             recalled(errors=[2.0, 9.0, 5.0]),
             recalled("backbone.kind=mamba2", errors=[1.0, 3.0, 2.0]),
             recalled("seed=2", errors=[4.0, 7.0, 5.0]),
-        ],
-        Path("out.png"),
+        ]
     )
     assert list(drawn) == ["S4WM (2 runs, ± SD)", "mamba2 (95 % interval)"]
     x, (value, low, high) = drawn["mamba2 (95 % interval)"]  # one run: its own interval
@@ -141,7 +140,7 @@ def test_a_line_is_of_a_model(drawn: dict[str, Any]) -> None:
 
 def test_curves_over_the_query_leave_gaps_and_stay_above_nothing(drawn: dict[str, Any]) -> None:
     curve = {"generation": {"mean": [0.5, None, 2.0], "low": [-1.0, None, 1.0], "high": [1.0, None, 3.0]}}
-    draw_curves([generated(error=1.0, curve=curve)], Path("out.png"))
+    plot_curves([generated(error=1.0, curve=curve)])
     x, (value, low, high) = drawn["S4WM (95 % interval)"]
     assert x == [1, 2, 3]
     np.testing.assert_array_equal(value, [0.5, np.nan, 2])
@@ -149,7 +148,7 @@ def test_curves_over_the_query_leave_gaps_and_stay_above_nothing(drawn: dict[str
 
 
 def test_a_picture_is_written(tmp_path: Path) -> None:
-    draw_curves([recalled(errors=[2.0, 9.0, 5.0])], tmp_path / "recall.png")
+    write_figure(tmp_path / "recall.png", plot_curves([recalled(errors=[2.0, 9.0, 5.0])]))
     assert (tmp_path / "recall.png").stat().st_size > 1000
 
 
@@ -157,4 +156,4 @@ def test_curves_of_two_tasks_are_refused() -> None:
     other = recalled(errors=[1.0, 1.0, 1.0])
     other.metrics["environment"] = "wm/TenRoomsTeleport-v0"
     with pytest.raises(UsageError, match="these runs are of TenRoomsTeleport, TwoRoomsTeleport"):
-        draw_curves([recalled(errors=[1.0, 1.0, 1.0]), other], Path("out.png"))
+        plot_curves([recalled(errors=[1.0, 1.0, 1.0]), other])

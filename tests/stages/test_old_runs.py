@@ -1,27 +1,38 @@
-"""Runs made by earlier versions: read, verified, resumed, extended.
+"""Runs made by earlier versions: read, verified, resumed, extended, evaluated and upgraded.
 
-`tests/old_runs/0.1.0-interrupted.tar.gz` is a tiny run of quickstart that wm 0.1.0 began in bfloat16 (bound as "auto")
-and that was killed in its third epoch, between two checkpoints of the dynamics model.
-`tests/old_runs/0.1.0-{drama,s4wm,unizero,cells}.tar.xz` are tiny finished runs of other presets, made by 0.1.0 without
-pictures. `tests/old_runs/0.1.0-sections.json` holds every section's defaults of that version.
+`tests/old_runs/VERSION-NAME.tar.*` is a tiny run that wm VERSION made. `tests/old_runs/make.py` makes them at a
+release, and every archive goes through the same tests. Those named `interrupted` were killed during training; 0.1.0's
+began in bfloat16 (bound as "auto"), and was killed in its third epoch, between two checkpoints of the dynamics model.
+`tests/old_runs/0.1.0-sections.json` holds every section's defaults of that version.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_run import Killed, kill_at, sha256
 
-from wmcli.artifacts import KINDS, Run, check
+from wmcli import __version__
+from wmcli.artifacts import KINDS, Run, check, film_of, remote
+from wmcli.artifacts.lock import exclusive
+from wmcli.artifacts.manifest import MANIFEST_SCHEMA, MODEL_FORMAT, render
+from wmcli.artifacts.overview import describe_run
+from wmcli.artifacts.upgrade import is_outdated, plan_upgrade, upgrade_run
 from wmcli.backbones import BACKBONES
-from wmcli.config import upgrade, validate
+from wmcli.cli import main
+from wmcli.config import SCHEMA, digest, upgrade, validate
+from wmcli.exchange import npz
+from wmcli.experience import segment
 from wmcli.settings import Settings, resolve
 from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
-from wmcli.stages.evaluate import evaluate
+from wmcli.stages.evaluate import evaluate, summary
 from wmcli.stages.imagine import imagine
 from wmcli.stages.loop import run_loop
 from wmcli.stages.opening import open_context
@@ -145,40 +156,199 @@ def test_models_of_an_old_run_are_used(old: Path, tmp_path: Path) -> None:
     assert (tmp_path / "film.gif").exists()
 
 
-FINISHED = ["drama", "s4wm", "unizero", "cells"]
-PLAYED = ["drama", "unizero"]  # the others have no controller
+def test_films_of_an_old_run_are_found(old: Path) -> None:
+    evaluation = Run.open(old, create=False).get("evaluation", 1)
+    for name in ("episode", "imagination"):
+        assert film_of(evaluation, name) == evaluation.path / f"{name}.gif"
+    assert summary(evaluation).endswith("evaluation/v0001/imagination.gif")
+    assert film_of(Run.open(old, create=False).get("tokenizer", 3), "imagination") is None
+    (evaluation.path / "imagination.gif").unlink()
+    assert "a film: " in summary(evaluation) and summary(evaluation).endswith("evaluation/v0001/episode.gif")
+    (evaluation.path / "episode.gif").unlink()
+    assert "film" not in summary(evaluation) and "imagination" not in summary(evaluation)
+    (evaluation.path / "episode.webp").touch()
+    assert summary(evaluation).endswith("evaluation/v0001/episode.webp")
+
+
+# -- every archive ----------------------------------------------------------------------------------------------------
+
+ARCHIVES = sorted(each.name for each in OLD.parent.glob("*.tar.*"))
+FINISHED = [name for name in ARCHIVES if "interrupted" not in name]
+INTERRUPTED = [name for name in ARCHIVES if "interrupted" in name]
+
+
+def unpacked(name: str | Path, folder: Path) -> Path:
+    """Return the run in an archive, of the folder of archives if a name is given."""
+    with tarfile.open(OLD.parent / name) as archive:
+        archive.extractall(folder, filter="data")
+    (run,) = folder.iterdir()
+    return run
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
-def finished(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    with tarfile.open(OLD.parent / f"0.1.0-{request.param}.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path / request.param
+def archived(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return unpacked(request.param, tmp_path)
 
 
-@pytest.mark.parametrize("finished", FINISHED, indirect=True)
-def test_a_finished_run_is_found_finished_and_trained_further(finished: Path) -> None:
-    run = Run.open(finished, create=False)
+@pytest.mark.parametrize("archived", ARCHIVES, indirect=True)
+def test_a_run_is_read_and_verified(archived: Path) -> None:
+    row = describe_run(archived)
+    assert row["problem"] is None and row["status"] in ("interrupted", "finished", "idle")
+    assert {state for _, state, _ in check(Run.open(archived, create=False))} <= {"ok", "pruned"}
+
+
+@pytest.mark.parametrize("archived", ARCHIVES, indirect=True)
+def test_an_upgrade_writes_run_toml_alone_and_changes_no_setting(archived: Path) -> None:
+    run = Run.open(archived, create=False)
+    bound, before = run.bound(), contents(archived)
+    planned = plan_upgrade(run)
+    assert contents(archived) == before
+    assert is_outdated(planned) == (f"schema = {SCHEMA}\n" not in before["run.toml"].decode())
+    assert upgrade_run(run) == planned and run.bound() == bound
+    after = contents(archived)
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert {name for name in changed if not name.endswith(".lock")} <= {"run.toml"}
+    assert f"schema = {SCHEMA}\n" in after["run.toml"].decode()
+    assert {part.action for part in upgrade_run(run)} == {"keep"} and contents(archived) == after
+
+
+@pytest.mark.parametrize("archived", FINISHED, indirect=True)
+def test_a_finished_run_is_found_finished_and_trained_further(archived: Path) -> None:
+    run = Run.open(archived, create=False)
     before = {kind: run.versions(kind) for kind in KINDS}
-    assert {state for _, state, _ in check(run)} == {"ok"}
-    for schema in (1, 2):  # the first command that binds rewrites run.toml
-        assert ("schema = 2\n" in (finished / "run.toml").read_text()) == (schema == 2)
-        run_loop(opened(finished, bind=True))
+    for _ in range(2):  # the first command that binds rewrites run.toml
+        run_loop(opened(archived, bind=True))
         assert {kind: run.versions(kind) for kind in KINDS} == before, "nothing was made again"
-    further = train_dynamics(opened(finished, more=True))
+        assert f"schema = {SCHEMA}\n" in (archived / "run.toml").read_text()
+    further = train_dynamics(opened(archived, more=True))
     newest = max(before["dynamics"])
     assert further.version == newest + 1 and further.inputs["parent"].version == newest
     assert further.metrics["updates"] == 2 + run.get("dynamics", newest).metrics["updates"]
 
 
-@pytest.mark.parametrize("finished", PLAYED, indirect=True)
-def test_controllers_of_a_finished_run_play_and_learn_further(finished: Path) -> None:
-    run = Run.open(finished, create=False)
+@pytest.mark.parametrize("name", FINISHED)
+def test_an_upgraded_run_is_trained_further_to_the_same_weights(name: str, tmp_path: Path) -> None:
+    weights = []
+    for folder in ("as it is", "upgraded"):
+        path = unpacked(name, tmp_path / folder)
+        if folder == "upgraded":
+            upgrade_run(Run.open(path, create=False))
+        run_loop(opened(path, bind=True))
+        weights.append(sha256(train_dynamics(opened(path, more=True))))
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_an_upgraded_run_is_resumed_from_its_checkpoint_to_the_same_weights(name: str, tmp_path: Path) -> None:
+    weights = []
+    for folder in ("as it is", "upgraded"):
+        path = unpacked(name, tmp_path / folder)
+        run = Run.open(path, create=False)
+        (work,) = run.unfinished()
+        if folder == "upgraded":
+            assert any(part.part == "checkpoints" for part in upgrade_run(run))
+        context = open_context(path, None, create=False, quiet=True, bind=True)
+        context.pictures = False
+        run_loop(context)
+        assert not work.exists() and not run.unfinished()
+        weights.append({kind: sha256(run.artifacts(kind)[-1]) for kind in ("tokenizer", "dynamics", "controller")})
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("archived", FINISHED, indirect=True)
+def test_controllers_of_a_finished_run_play_and_learn_further(archived: Path) -> None:
+    run = Run.open(archived, create=False)
+    if not run.versions("controller"):
+        return  # a system without one
     version = max(run.versions("evaluation"))
     old = run.get("evaluation", version)
-    context = opened(finished)
+    context = opened(archived)
     again = evaluate(context, episodes=old.metrics["episodes"])
     assert (again.version, context.worked) == (version, 0), "its own evaluation is found"
-    forced = evaluate(opened(finished, force=True), episodes=old.metrics["episodes"])
+    forced = evaluate(opened(archived, force=True), episodes=old.metrics["episodes"])
     assert forced.metrics["returns"] == old.metrics["returns"], "and gives the same when it is played again"
-    assert imagine(opened(finished, more=True)).inputs["parent"].version == max(run.versions("controller")) - 1
+    newest = max(run.versions("controller"))
+    assert imagine(opened(archived, more=True)).inputs["parent"].version == newest
+
+
+@pytest.mark.slow
+def test_archives_of_this_version_can_be_made(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, OLD.parent / "make.py", "--to", tmp_path, "cells", "interrupted"], check=True)
+    archives = sorted(tmp_path.glob("*.tar.xz"))
+    assert [each.name for each in archives] == [f"{__version__}-{name}.tar.xz" for name in ("cells", "interrupted")]
+    for archive in archives:
+        run = Run.open(unpacked(archive, tmp_path / archive.stem), create=False)
+        assert {state for _, state, _ in check(run)} == {"ok"} and not is_outdated(plan_upgrade(run))
+        assert describe_run(run.path)["status"] == ("interrupted" if "interrupted" in archive.name else "idle")
+
+
+def test_the_page_names_the_schemas_that_this_version_writes() -> None:
+    page = (OLD.parents[2] / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    schemas = {"run.toml": SCHEMA, "manifest.json": MANIFEST_SCHEMA, "segment.zarr": segment.SCHEMA}
+    schemas |= {"model.json": MODEL_FORMAT["schema"], "wm-run.json": remote.FORMAT["schema"]}
+    schemas["recording.json"] = npz.FORMAT["schema"]
+    table = {
+        row[1].rpartition(": ")[2]: row[2:-1]
+        for row in (line.split("|") for line in page.splitlines())
+        if len(row) == 6
+    }
+    for file, schema in schemas.items():
+        (cells,) = [cells for name, cells in table.items() if name.strip().startswith(f"`{file}`")]
+        assert cells[1].strip() == str(schema) and cells[2].strip().rpartition(", ")[2] == str(schema), file
+
+
+# -- wm upgrade -------------------------------------------------------------------------------------------------------
+
+
+def test_an_upgrade_killed_before_its_rename_is_done_by_the_next(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, run = (old / "run.toml").read_bytes(), Run.open(old, create=False)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_at(patch, "write-synced", 1)
+        upgrade_run(run)
+    assert (old / "run.toml").read_bytes() == before and (old / ".run.toml.partial").exists()
+    assert is_outdated(upgrade_run(run)) and not is_outdated(plan_upgrade(run))
+    assert {each.name for each in old.iterdir() if each.name.startswith(".")} == {".lock"}
+
+
+def test_the_command_says_what_it_does(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["upgrade", str(old), "--dry-run", "--json"]) == 0
+    answer = capsys.readouterr()
+    rows = json.loads(answer.out)
+    assert {"part": "run.toml", "number": 1, "schema": 1, "newest": SCHEMA, "action": "rewrite"}.items() <= rows[
+        0
+    ].items()
+    assert [row["number"] for row in rows if row["part"] == "experience"] == [3] and "would upgrade" in answer.err
+    assert main.run(["upgrade", str(old)]) == 0 and main.run(["upgrade", str(old)]) == 0
+    assert f"{old} is up to date" in capsys.readouterr().err
+    assert main.run(["upgrade", str(old / "tokenizer")]) == 3
+
+
+def test_a_run_at_work_is_not_upgraded(old: Path) -> None:
+    before = (old / "run.toml").read_bytes()
+    with exclusive(old / "dynamics", "dynamics"):
+        assert main.run(["upgrade", str(old)]) == 4
+    assert (old / "run.toml").read_bytes() == before
+
+
+@pytest.mark.parametrize("part", ["run.toml", "manifest", "settings"])
+def test_a_run_of_a_later_version_is_refused(part: str, old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if part == "run.toml":
+        text = (old / "run.toml").read_text()
+        (old / "run.toml").write_text(f"schema = {SCHEMA + 1}\n" + text)
+    else:
+        folder = Run.open(old, create=False).get("evaluation", 1).path
+        body = json.loads((folder / "manifest.json").read_bytes())
+        body = {key: value for key, value in body.items() if key != "digest"}
+        body |= {"schema": 3} if part == "manifest" else {"schema": 2, "settings_schema": SCHEMA + 1}
+        body["digest"] = digest(body)
+        (folder / "manifest.json").write_bytes(render(body))
+    before = contents(old)
+    assert main.run(["upgrade", str(old)]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and "use the wm that wrote" in message and "schema" in message
+    assert contents(old) == before

@@ -20,7 +20,7 @@ from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.envs import EnvironmentSettings, make
 from wmcli.errors import ArtifactError, EnvironmentFault, Stopped
 from wmcli.experience import read_segment
-from wmcli.experience.load import SEGMENT
+from wmcli.experience.load import SEGMENT, load_experience
 from wmcli.experience.segment import CLOSING, kind_of
 from wmcli.stages.collect import collect
 from wmcli.stages.context import Context
@@ -68,6 +68,33 @@ def acting(tiny: Path, tmp_path: Path) -> Path:
 
 
 # -- one time line ----------------------------------------------------------------------------------------------------
+
+
+def test_the_memory_of_rows_to_come_is_allocated_once(tmp_path: Path) -> None:
+    context = started(tmp_path / "run", "run.epochs=9", "run.collect_epochs=4", "collect.steps=30")
+    collect(context)
+    row = 16 * 16 * 3
+    replay = load_experience(latest(tmp_path / "run", "experience"), "cpu")
+    assert replay.observation.untyped_storage().nbytes() == 60 * row
+    context.epoch = 2
+    at = context.experience(latest(tmp_path / "run", "experience")).observation.data_ptr()
+    for _ in range(2):
+        replay = context.experience(collect(context))
+        assert replay.observation.data_ptr() == at and replay.observation.untyped_storage().nbytes() == 120 * row
+    assert len(context.experience(collect(context))) == 150, "more than was foreseen"
+
+
+def test_a_long_game_is_given_up_when_the_next_collect_begins(tmp_path: Path) -> None:
+    """Of 3 steps here, in the process that played it as in a later one."""
+    within = "collect.longest_game=3"
+    for limit, is_new in ((within, False), ("collect.longest_game=2", True)):
+        for folder, processes in ((tmp_path / f"one {is_new}", 1), (tmp_path / f"two {is_new}", 2)):
+            context = opened(folder, limit, new=True)
+            collect(context, steps=30)
+            collect(context if processes == 1 else opened(folder), steps=30)
+        assert_same_experience(latest(tmp_path / f"one {is_new}", "experience"), latest(folder, "experience"))
+        rows = rows_of(latest(folder, "experience"))
+        assert rows["first"][:3].tolist() == [is_new] * 3
 
 
 @pytest.mark.parametrize("one_process", [True, False])
@@ -360,7 +387,7 @@ def test_an_environment_that_exits_and_talks_ends_in_one_line_and_exit_code_2(
         out, talk = child.communicate(timeout=120)
         assert child.returncode == code, talk
         assert out == (f"{latest(tmp_path / 'run', 'experience').path}\n" if code == 0 else "")
-        assert {"a step", "a step in C", "a step in a shell"} <= set(talk.splitlines())
+        assert {"a step", "a step in C", "a step in a shell", "an exit"} <= set(talk.splitlines())
     (line,) = (line for line in talk.splitlines() if line.startswith("wm collect:"))
     assert "step 12 after reset" in line and "raised SystemExit: 0 (wrong_steps.py:" in line
     assert "Traceback" not in talk and "defect" not in talk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import gymnasium
@@ -131,14 +132,19 @@ def test_the_number_of_episodes_may_be_given(run: Path, episodes: int) -> None:
     assert evaluate(opened(run), episodes=episodes).version == 2
 
 
-GIFS = {"episode.gif": 8, "imagination.gif": 7}
+FILMS = {"episode.webp": 8, "imagination.webp": 7}
 """Seven frames that were acted on; in the film also the outcome, however long it is shown."""
 
 
 def test_pictures_of_an_evaluation_can_be_looked_at(tiny: Path) -> None:
     artifact = latest(tiny, "evaluation")
-    for entry in artifact.manifest["files"]:
-        with Image.open(artifact.path / entry["path"]) as picture:
+    names = {entry["path"] for entry in artifact.manifest["files"]}
+    assert names == {*FILMS, "imagination.png", "imagination.json", "returns.png", "curve.png"}
+    for name in names - {"imagination.json"}:
+        with Image.open(artifact.path / name) as picture:
             picture.load()
             frames = getattr(picture, "n_frames", 1)
-        assert frames == (GIFS.get(entry["path"], 1))
+        assert frames == FILMS.get(name, 1)
+    errors = json.loads((artifact.path / "imagination.json").read_text(encoding="utf-8"))
+    assert errors.keys() == {"context", "episodes", "mean_squared_error"}
+    assert (errors["context"], errors["episodes"], len(errors["mean_squared_error"])) == (2, 1, 7)

@@ -416,7 +416,7 @@ def test_episodes_shorter_than_the_context_can_be_learned_from_one_by_one(run: P
 @pytest.mark.slow
 def test_pictures_films_and_profiles(run: Path, tmp_path: Path) -> None:
     dynamics = train_dynamics(opened(run, pictures=True))
-    assert (dynamics.path / "imagination.gif").exists()
+    assert (dynamics.path / "imagination.webp").exists()
     tokenizer = train_tokenizer(opened(run, pictures=True))
     assert (tokenizer.path / "reconstructions.png").exists()
     assert 0 <= tokenizer.metrics["object_recall"] <= 1

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from tiny_run import Killed, copied, kill_at, latest, opened, sha256
 
-from wmcli.artifacts import Artifact, Run, check
+from wmcli.artifacts import Artifact, Run, check, lock
+from wmcli.artifacts.job import MadeMeanwhileError
+from wmcli.artifacts.lock import exclusive
 from wmcli.envs import Streams
-from wmcli.errors import DivergedError, Stopped, UsageError
+from wmcli.errors import BusyError, Stopped, UsageError
 from wmcli.progress import Bar, Progress
 from wmcli.settings import resolve
 from wmcli.stages import evaluate as evaluate_stage
@@ -106,6 +109,41 @@ def test_every_stage_runs_in_bfloat16(tmp_path: Path, system: list[str]) -> None
     assert collect(context).inputs["controller"].kind == "controller"  # behind rows of an earlier process
     for source in ("real", "imagination"):
         play(context, source=source, out=tmp_path / f"{source}.gif", controller=None, seed=1)  # type: ignore[arg-type]
+
+
+# -- beside other processes -------------------------------------------------------------------------------------------
+
+
+def test_a_run_waits_for_who_writes_a_kind_and_other_commands_do_not(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    context = opened(copied(tiny, tmp_path / "run"))
+    job, other = context.run.job("dynamics", {"identity": 1}, {}), ExitStack()
+    other.enter_context(exclusive(job.folder, "x"))
+    with pytest.raises(BusyError), context.work(job):
+        pass
+    context.epoch = 1
+    monkeypatch.setattr(lock.time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Stopped, match="stopped before wm train-dynamics began"), context.work(job):
+        pass
+    monkeypatch.setattr(lock.time, "sleep", lambda _: other.close())
+    with context.work(job):
+        pass
+    line = f"waiting for process {os.getpid()}, which writes dynamics in {context.run}"
+    assert capsys.readouterr().err == f"warning: {line}\n"
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_what_another_process_made_meanwhile(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, left = module.train_dynamics, [MadeMeanwhileError("just published")]
+
+    def meanwhile(*arguments: object, **options: object) -> Artifact:
+        if left:
+            raise left.pop()
+        return train(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "train_dynamics", meanwhile)
+    assert run_loop(opened(whole)).name == "evaluation@2" and not left
 
 
 # -- an undisturbed run -----------------------------------------------------------------------------------------------
@@ -403,17 +441,6 @@ def test_settings_change_from_an_epoch_on(whole: Path, finished: Path) -> None:
         bound(finished, from_epoch=4)
 
 
-def test_one_that_diverged_goes_on_with_another_learning_rate(tmp_path: Path) -> None:
-    short = [text for text in LOOP if "run.epochs" not in text]
-    opened(tmp_path / "run", *short, "run.epochs=2", new=True)
-    run_loop(bound(tmp_path / "run"))
-    bound(tmp_path / "run", "run.epochs=3").bind()
-    with pytest.raises(DivergedError, match=r"--from-epoch 3 --set SECTION.learning_rate"):
-        run_loop(bound(tmp_path / "run", "dynamics.learning_rate=1e37", from_epoch=3))
-    run_loop(bound(tmp_path / "run", "dynamics.learning_rate=0.001", from_epoch=3))
-    assert names(tmp_path / "run")["dynamics"] == [1, 2]
-
-
 # -- what is removed --------------------------------------------------------------------------------------------------
 
 
@@ -502,7 +529,7 @@ def test_patience_ends_the_run_and_scores_the_best_controller(
 
 def test_training_draws_its_pictures_at_intervals_and_they_are_kept(tmp_path: Path) -> None:
     run_loop(opened(tmp_path / "run", *LOOP, "run.pictures_every=2", "run.keep=1", new=True))
-    drawn = {path.parent.name for path in (tmp_path / "run" / "dynamics").glob("v*/imagination.gif")}
+    drawn = {path.parent.name for path in (tmp_path / "run" / "dynamics").glob("v*/imagination.webp")}
     assert drawn == {"v0001", "v0003", "v0004"}  # of epochs 2, 4 and 5
     states = {name: state for name, state, _ in check(Run.open(tmp_path / "run", create=False))}
     assert states["dynamics@1"] == "pruned" and states["dynamics@4"] == "ok"

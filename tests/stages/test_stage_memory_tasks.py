@@ -456,7 +456,7 @@ def test_a_preset_of_the_paper_runs_on_another_task_of_its_own(
     tmp_path: Path, monkeypatch, preset: str, overrides: list[str]
 ) -> None:
     drawn_here = ("memory_tasks._write_film", "memory_tasks.write_curves")
-    for picture in (*drawn_here, "dynamics.write_side_by_side", "train.write_figure"):
+    for picture in (*drawn_here, "dynamics.write_imagination", "train.write_figure"):
         monkeypatch.setattr(f"wmcli.stages.{picture}", lambda *_: None)
     small = [each for each in TINY_PAPER if preset.startswith("s4wm") or not each.startswith("backbone.state_size=")]
     given = ["environment.id=wm/MultiDoorsKeys-3-v0", *small, *overrides]
@@ -515,7 +515,7 @@ def test_measures_that_are_named_are_those_made() -> None:
 def test_films_and_curves_are_written(memory_run: Path, tmp_path: Path) -> None:
     run = copied(memory_run, tmp_path / "run")
     evaluation = stage.evaluate_memory(opened(run, pictures=True), "generation")
-    for name in ("imagination.gif", "imagination.png", "generation.png"):
+    for name in ("imagination.webp", "imagination.png", "generation.png"):
         assert evaluation.file(name).stat().st_size > 1000
 
 

@@ -83,7 +83,13 @@ def test_a_run_from_data_alone_trains_in_every_epoch_and_measures_its_dreams(fol
     assert (metrics["protocol"], metrics["environment"], metrics["episodes"]) == ("held-out", "data/made", 2)
     assert set(metrics["errors"]) == set(held_out.KINDS) and metrics["reward"]["error"]["value"] > 0
     assert all(0 < error["value"] < 1 for error in metrics["errors"].values())
-    assert {"imagination.gif", "imagination.png", "errors.png"} <= {each.name for each in evaluation.path.iterdir()}
+    assert {"imagination.webp", "imagination.png", "errors.png"} <= {each.name for each in evaluation.path.iterdir()}
+    (axes,) = held_out.plot_curves([evaluation]).axes
+    drawn = {line.get_label(): line.get_ydata() for line in axes.get_lines()}
+    assert set(drawn) == set(held_out.KINDS)
+    np.testing.assert_array_equal(drawn["generation"], np.array(metrics["curves"]["generation"]["mean"], float))
+    (axes,) = held_out.plot_curves([evaluation, evaluation]).axes  # of several runs, the imagined frames
+    assert {line.get_label() for line in axes.get_lines()} == {f"{tmp_path}/run: generation"}
     assert evaluation.inputs["dynamics"].digest == latest(tmp_path / "run", "dynamics").digest
     assert latest(tmp_path / "run", "controller").metrics["updates"] == 2 * 4
     assert [each.name for each in (latest(tmp_path / "run", "tokenizer").input("experience"),)] == ["experience@1"]

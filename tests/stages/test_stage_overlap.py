@@ -71,7 +71,7 @@ def collecting(folder: Path, version: int) -> int:
         if Run.open(folder, create=False).versions("experience") == list(range(1, version)):
             holder = folder / "experience" / ".holder"
             if list((folder / "experience").glob(".work-*")) and holder.exists() and (text := holder.read_text()):
-                return int(text)
+                return int(text.split()[0])
         time.sleep(0.005)
     raise AssertionError("nobody collects it")
 
@@ -344,7 +344,7 @@ def test_killed_at_random_times_it_is_the_same(whole: Path, tmp_path: Path) -> N
         holder = tmp_path / "run" / "experience" / ".holder"
         if kill % 2 and holder.exists() and (text := holder.read_text()):
             with suppress(ProcessLookupError):  # it may have ended since
-                os.kill(int(text), signal.SIGKILL)
+                os.kill(int(text.split()[0]), signal.SIGKILL)
         else:
             child.kill()
         child.communicate(timeout=120)

@@ -183,7 +183,7 @@ def test_films_show_the_search(run: Path, tmp_path: Path, monkeypatch: pytest.Mo
         assert shares.shape == (len(film.frames), 3)
         np.testing.assert_allclose(shares.sum(1), 1, rtol=1e-6)
         assert (shares[range(len(shares)), film.actions] == shares.max(1)).all(), "it plays what was searched most"
-    for path in (evaluation.path / "episode.gif", tmp_path / "x.gif"):
+    for path in (evaluation.path / "episode.webp", tmp_path / "x.gif"):
         with Image.open(path) as picture:
             assert picture.height - picture.width == 40 + 3 * 20  # bars, and three lines
 
@@ -192,7 +192,7 @@ def test_every_stage_goes_through_twice_and_then_finds_nothing_to_do(run: Path) 
     context = opened(run, pictures=True)
     evaluation = evaluate(context)
     assert len(evaluation.metrics["returns"]) == 3
-    assert (evaluation.path / "episode.gif").exists() and not (evaluation.path / "imagination.gif").exists()
+    assert (evaluation.path / "episode.webp").exists() and not (evaluation.path / "imagination.webp").exists()
     assert evaluate(opened(run)).digest == evaluation.digest
     assert evaluate(opened(run, "controller.simulations=2")).digest != evaluation.digest, "another search plays"
     for stage in (train_dynamics, imagine):

@@ -5,6 +5,7 @@ B episodes, T time, H W image.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +26,20 @@ from wmcli.experience import Replay
 from wmcli.nn.policies import build_policy
 from wmcli.progress import Progress
 from wmcli.report.images import strip, write_png
+from wmcli.stages import pictures as pictures_module
 from wmcli.stages import play as play_module
-from wmcli.stages.pictures import HOLD, Dream, Film, SideBySide, beside, imagined_beside_real, write_side_by_side
+from wmcli.stages.pictures import (
+    HOLD,
+    Dream,
+    Film,
+    SideBySide,
+    beside,
+    imagined_beside_real,
+    write_imagination,
+    write_side_by_side,
+)
 from wmcli.stages.play import play
-from wmcli.training.device import Machine
+from wmcli.training.device import Machine, isolated_randomness
 from wmcli.world_models.base import ImaginedStep, WorldModel
 
 CPU = Machine(torch.device("cpu"), "float32", 1)
@@ -126,7 +137,7 @@ def test_an_action_that_is_none_is_refused_before_anything_is_loaded(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["film.doc", "none/a.gif", "folder.gif", "run/controller/latest/imagination.gif"])
+@pytest.mark.parametrize("name", ["film.doc", "none/a.gif", "folder.gif", "run/controller/latest/imagination.webp"])
 def test_a_film_that_could_not_be_written_is_refused_before_anything_is_loaded(
     run: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +291,42 @@ def test_a_film_shows_the_search_of_its_own_game() -> None:
 # -- real beside imagined ---------------------------------------------------------------------------------------------
 
 
+def columns(numbers: np.ndarray, is_last: np.ndarray) -> dict[str, np.ndarray]:
+    """Experience of frames with one pixel, a number."""
+    count = len(numbers)
+    return {
+        "observation": numbers.astype(np.uint8)[:, None, None, None].repeat(3, -1),
+        "action": np.zeros(count, np.int32),
+        "reward": np.zeros(count, np.float32),
+        "terminated": is_last,
+        "truncated": np.zeros(count, bool),
+        "first": np.concatenate(([True], is_last[:-1])),
+        "lives": np.zeros(count, np.int16),
+        "stream": np.zeros(count, np.int16),
+    }
+
+
+class Echo:
+    """A model that reconstructs frames, and imagines nothing but zeros."""
+
+    decodes, observation_space = "latents", spaces.Image(1, 1)
+
+    def encode(self, observation):
+        return observation[..., 0, 0, 0]
+
+    def observe(self, latent, action, reset):
+        return latent, latent[:, -1]
+
+    def features(self, state):
+        return state
+
+    def imagine(self, state, action):
+        return type("Imagined", (), {"latent": state * 0})(), state
+
+    def decode(self, latent):
+        return latent[..., None, None, None].expand(*latent.shape, 1, 1, 3)
+
+
 @pytest.fixture
 def newest_episodes(tiny: Path) -> tuple:
     context = opened(tiny)
@@ -335,20 +382,55 @@ def test_every_frame_follows_from_the_one_before_and_its_action(newest_episodes:
     assert shown[:, :, 0, 0].T.tolist() == [[1, 2, 26, 267, 2678], [3, 4, 42, 423, 4234]]
 
 
+def test_more_episodes_are_measured_than_shown(newest_episodes: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    world_model, memory = newest_episodes
+    with isolated_randomness(1, CPU.device):
+        few = imagined_beside_real(world_model, memory, 2)
+    assert few.errors.shape == (12, 7), "all of the experience"
+    assert few.real.shape == few.imagined.shape == (7, 3 * 16, 16, 3)
+    own = [np.stack(np.split(side, 3, axis=1)).astype(float) / 255 for side in (few.real, few.imagined)]
+    np.testing.assert_allclose(few.errors[:3], ((own[0] - own[1]) ** 2).mean((2, 3, 4)), rtol=1e-9)
+    assert (few.errors >= 0).all() and len(np.unique(few.errors[:, 2:])) > 12
+    monkeypatch.setattr(pictures_module, "EPISODES", 12)
+    with isolated_randomness(1, CPU.device):
+        every = imagined_beside_real(world_model, memory, 2)
+    own = [np.stack(np.split(side, 12, axis=1)).astype(float) / 255 for side in (every.real, every.imagined)]
+    np.testing.assert_allclose(every.errors, ((own[0] - own[1]) ** 2).mean((2, 3, 4)), rtol=1e-9)
+    np.testing.assert_allclose(every.errors, few.errors, rtol=0.05)  # batches of another size may round otherwise
+
+
+def test_the_newest_episodes_that_are_long_enough_are_measured() -> None:
+    lengths = [9, 40, 3, 40, 9, 35, 9]  # of which the film takes the longest three: 26 frames each
+    memory = Replay(CPU.device)
+    number = np.concatenate([np.full(length, episode) for episode, length in enumerate(lengths)])
+    is_last = np.concatenate([np.arange(length) == length - 1 for length in lengths])
+    memory.extend(columns(number, is_last))
+    chosen = imagined_beside_real(Echo(), memory, 2)
+    assert chosen.real.shape == (26, 3, 1, 3) and chosen.real[0, :, 0, 0].tolist() == [5, 3, 1], "the newest first"
+    memory = Replay(CPU.device)
+    memory.extend(columns(np.arange(120).repeat(3) % 100, np.tile([False, False, True], 120)))
+    chosen = imagined_beside_real(Echo(), memory, 2)
+    assert chosen.real[0, :, 0, 0].tolist() == [19, 18, 17]
+    assert chosen.errors[:, -1].tolist() == pytest.approx([((19 - each) - 0) ** 2 / 255**2 for each in range(16)])
+
+
+def test_errors_are_means_over_episodes_and_pixels(tmp_path: Path) -> None:
+    frames = np.random.default_rng(1).integers(0, 255, (2, 4, 8, 8, 3)).astype(np.uint8)
+    errors = np.arange(20.0).reshape(5, 4)
+    write_imagination(tmp_path, SideBySide(frames[0], frames[1], 2, 8, errors))
+    assert json.loads((tmp_path / "imagination.json").read_text(encoding="utf-8")) == {
+        "context": 2,
+        "episodes": 5,
+        "mean_squared_error": [8, 9, 10, 11],
+    }
+    assert {each.name for each in tmp_path.iterdir()} == {"imagination.json", "imagination.png", "imagination.webp"}
+    write_imagination(tmp_path / "nothing", None)
+    assert not (tmp_path / "nothing").exists()
+
+
 def test_no_episode_is_long_enough() -> None:
     memory = Replay(CPU.device)
-    memory.extend(
-        {
-            "observation": np.zeros((4, 8, 8, 3), np.uint8),
-            "action": np.zeros(4, np.int32),
-            "reward": np.zeros(4, np.float32),
-            "terminated": np.array([False, True] * 2),
-            "truncated": np.zeros(4, bool),
-            "first": np.array([True, False] * 2),
-            "lives": np.zeros(4, np.int16),
-            "stream": np.zeros(4, np.int16),
-        }
-    )
+    memory.extend(columns(np.zeros(4), np.array([False, True] * 2)))
     assert imagined_beside_real(None, memory, 2) is None
 
 
@@ -356,10 +438,10 @@ def test_no_episode_is_long_enough() -> None:
 @pytest.mark.parametrize("size", [8, 12])
 def test_the_picture_shows_one_episode_whole(tmp_path: Path, episodes: int, size: int) -> None:
     frames = np.random.default_rng(1).integers(0, 255, (2, 4, episodes * size, size, 3)).astype(np.uint8)
-    write_side_by_side(tmp_path, SideBySide(frames[0], frames[1], 2, size))
+    write_side_by_side(tmp_path, SideBySide(frames[0], frames[1], 2, size, np.zeros((episodes, 4))))
     write_png(tmp_path / "wanted.png", strip({"real": frames[0][:, :size], "imagined": frames[1][:, :size]}, context=2))
     assert (tmp_path / "imagination.png").read_bytes() == (tmp_path / "wanted.png").read_bytes()
-    with Image.open(tmp_path / "imagination.gif") as picture:
+    with Image.open(tmp_path / "imagination.webp") as picture:
         assert picture.n_frames == 4
     write_side_by_side(tmp_path / "nothing", None)
     assert not (tmp_path / "nothing").exists()

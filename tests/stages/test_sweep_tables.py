@@ -11,9 +11,10 @@ from test_aggregate import scored
 from wmcli.errors import ArtifactError
 from wmcli.metrics import atari
 from wmcli.progress import Progress
+from wmcli.stages.variants import AGGREGATES, COST, games_table, variants_table
 from wmcli.sweeps.attempt import write_record
 from wmcli.sweeps.plan import Sweep, read_sweep
-from wmcli.sweeps.tables import AGGREGATES, COST, compare_sweep, games_table, variants_table
+from wmcli.sweeps.tables import compare_sweep
 
 QUIET = Progress(quiet=True)
 MEANS = {

@@ -53,7 +53,7 @@ FAVOURITE = 1  # action
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take most of the time here."""
-    for name in ("evaluate._write_plots", "evaluate.write_gif", "evaluate.write_side_by_side", "play.write_animation"):
+    for name in ("evaluate._write_plots", "evaluate.write_webp", "evaluate.write_imagination", "play.write_animation"):
         monkeypatch.setattr(f"wmcli.stages.{name}", lambda *_, **__: None)
 
 

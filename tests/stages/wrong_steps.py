@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import itertools
 import os
@@ -15,7 +16,8 @@ UNSEEDED = "wrong_steps:wm-test/Unseeded-v0"
 ENDLESS = "wrong_steps:wm-test/Endless-v0"
 FAULT_AT = 12  # the step of a game of Faulty that fails, counted from 1
 EXITS = "WM_TEST_EXITS"
-"""If set, the fault is `sys.exit(0)`, and the environment talks: from Python, from C and from a child process."""
+"""If set, the fault is `sys.exit(0)`, and the environment talks: from Python, from C, from a child process and at the
+exit."""
 
 
 class Endless(gymnasium.Env[np.ndarray, int]):
@@ -37,7 +39,7 @@ class Endless(gymnasium.Env[np.ndarray, int]):
         return self.frame(), 1.0, False, False, {}
 
     def frame(self) -> np.ndarray:
-        frame = np.zeros((16, 16, 3), np.uint8)
+        frame = np.zeros(self.observation_space.shape, np.uint8)
         frame[0, 0], frame[0, 1] = self.number, self.time % 256
         return frame
 
@@ -48,6 +50,8 @@ class Faulty(Endless):
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
         if EXITS in os.environ:
             print("a step")
+            if self.time == 0:
+                atexit.register(print, "an exit")
             ctypes.CDLL(None).puts(b"a step in C")
             os.system("echo a step in a shell")
             if self.time + 1 == FAULT_AT:

@@ -155,7 +155,7 @@ def test_it_waits_for_the_lock_for_a_minute_at_most(
 def test_the_record_of_a_successor_stays(tmp_path: Path, starts: Path) -> None:
     """A node that was cut off ends its attempt late."""
     run = planned(tmp_path, "wait")
-    successor = {"host": "other", "pid": 1, "attempts": 2}
+    successor = {"state": "running", "host": "other", "pid": 1, "attempts": 2}
 
     def take_over() -> None:
         while not (starts / "ready").exists():

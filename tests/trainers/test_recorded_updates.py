@@ -32,6 +32,10 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "drama, controller": ("drama", "controller", []),
     "frequencies": ("drama", "dynamics", ["training.sampling=dfs"]),
     "laprop": ("drama", "dynamics", ["dynamics.optimizer=laprop", "dynamics.warmup=3"]),
+    "guarded": ("rem", "dynamics", ["dynamics.skip_gradients_above=9"]),
+    "guarded laprop": ("drama", "dynamics", ["dynamics.optimizer=laprop", "dynamics.skip_gradients_above=9"]),
+    "guarded tokenizer": ("rem", "tokenizer", ["tokenizer.skip_gradients_above=9"]),
+    "guarded controller": ("rem", "controller", ["controller.skip_gradients_above=9"]),
     "streams": ("rssm", "dynamics", []),
     "streams of s4": (
         "rssm",
@@ -40,6 +44,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     ),
     "unizero": ("unizero", "dynamics", []),
     "muzero": ("muzero", "dynamics", ["dynamics.target_every=4", "dynamics.optimizer=sgd", "dynamics.momentum=0.9"]),
+    "guarded sgd": ("muzero", "dynamics", ["dynamics.optimizer=sgd", "dynamics.skip_gradients_above=9"]),
 }
 
 

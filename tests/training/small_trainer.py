@@ -18,7 +18,7 @@ from wmcli.experience import Episodes, FrequencySampler, PrioritySampler, Window
 from wmcli.training.checkpoint import TrainState, generator_state, module_tensors, optimizer_tensors
 from wmcli.training.device import Machine, isolated_randomness
 from wmcli.training.loop import Trainer, fit
-from wmcli.training.optim import build_optimizer, update
+from wmcli.training.optim import GradientGuard, build_optimizer, update
 from wmcli.training.settings import FrequencySettings, TrainingSettings
 
 CPU = Machine(torch.device("cpu"), "float32", 1)
@@ -45,7 +45,11 @@ class Net(nn.Module):
 
 
 class SmallTrainer(Trainer):
-    """Trains a `Net` on windows of `DATA`; `before` is called before each update, `more` returns more metrics."""
+    """Trains a `Net` on windows of `DATA`.
+
+    `before` is called before each update, `more` returns more metrics, `scale` the factor of the loss. Gradients beyond
+    `skip_above` are skipped.
+    """
 
     machine = CPU
 
@@ -56,6 +60,8 @@ class SmallTrainer(Trainer):
         rng: np.random.Generator,
         before: Callable[[int], None] = lambda done: None,
         more: Callable[[int], dict[str, float]] = lambda done: {},
+        scale: Callable[[int], float] = lambda done: 1.0,
+        skip_above: float = 0.0,
     ) -> None:
         net = Net()
         windows_of: dict[str, Any] = {"length": 4, "minimum": 2, "pad": "right", "rng": rng}
@@ -70,9 +76,12 @@ class SmallTrainer(Trainer):
             sampler = PrioritySampler(table, share=0.5, temperature=1.0, rng=rng)
         else:
             sampler = WindowSampler(EPISODES, np.arange(23), sampling=sampling, **windows_of)
-        self.net, self.sampler, self.before, self.more = net, sampler, before, more
+        self.net, self.sampler, self.before, self.more, self.scale = net, sampler, before, more, scale
         self.optimizer = build_optimizer(optimizer, net.parameters(), 1e-2, 0.1)
-        self.state = TrainState({"net": net}, self.optimizer, rng, {"sampler": sampler})
+        parts: dict[str, Any] = {"sampler": sampler}
+        if skip_above:
+            self.guard = parts["guard"] = GradientGuard(skip_above, CPU.device)
+        self.state = TrainState({"net": net}, self.optimizer, rng, parts)
 
     def update(self) -> Mapping[str, Tensor]:
         done = self.state.update
@@ -82,9 +91,9 @@ class SmallTrainer(Trainer):
         squares = (self.net(x) * torch.from_numpy(windows.valid)[..., None]).square()
         if isinstance(self.sampler, PrioritySampler):
             self.sampler.learn(squares.detach().mean((1, 2)).numpy())
-        loss = squares.mean() + self.state.rng.random() * 1e-3
+        loss = self.scale(done) * (squares.mean() + self.state.rng.random() * 1e-3)
         metrics = {name: torch.tensor(value) for name, value in self.more(done).items()}
-        return {"loss": loss, "gradient_norm": update(self.optimizer, loss, 1.0), **metrics}
+        return {"loss": loss, "gradient_norm": update(self.optimizer, loss, 1.0, self.guard), **metrics}
 
 
 @dataclass
@@ -99,6 +108,9 @@ class Process:
     """Called with the number of updates done, before each."""
     metrics: Callable[[int], dict[str, float]] = lambda done: {}
     """More metrics of an update."""
+    scale: Callable[[int], float] = lambda done: 1.0
+    """Factor of the loss of an update."""
+    skip_above: float = 0.0
     state: TrainState = field(init=False)
     log: list[dict[str, Any]] = field(default_factory=list)
     random: Tensor = field(init=False)
@@ -107,7 +119,15 @@ class Process:
     def run(self, updates: int, *, parent: Path | None = None, **settings: Any) -> dict[str, float]:
         chosen = TrainingSettings.model_validate({"checkpoint_seconds": 0.0, "log_every": 3} | settings)
         with isolated_randomness(self.seed, CPU.device) as rng:
-            trainer = SmallTrainer(self.sampling, self.optimizer, rng, lambda done: self.before(done), self.metrics)
+            trainer = SmallTrainer(
+                self.sampling,
+                self.optimizer,
+                rng,
+                lambda done: self.before(done),
+                self.metrics,
+                self.scale,
+                self.skip_above,
+            )
             self.state = trainer.state
             if parent is not None:
                 self.state.continue_from(parent)
@@ -121,12 +141,15 @@ class Process:
         optimizer = self.state.optimizer
         assert optimizer is not None
         tensors = module_tensors(self.state.modules) | optimizer_tensors(optimizer) | {"random": self.random}
-        sampler = self.state.parts["sampler"].state()
+        parts = {
+            name: {
+                key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in part.state().items()
+            }
+            for name, part in self.state.parts.items()
+        }
         return {name: tensor.tolist() for name, tensor in tensors.items()} | {
             "rng": generator_state(self.state.rng),
-            "sampler": {
-                key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in sampler.items()
-            },
+            **parts,
             "update": self.state.update,
             "trained": self.state.trained,
         }

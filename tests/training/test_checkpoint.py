@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import pickle
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,28 +16,35 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save, save_file
+from small_trainer import Killed
 from torch import nn
 
-from wmcli.artifacts.files import disk_errors
+from wmcli.artifacts.files import SEAL_BYTES, disk_errors
 from wmcli.config import canonical_json
 from wmcli.errors import ArtifactError, MachineError
 from wmcli.training.checkpoint import (
     DTYPES,
     TRAINING,
     WEIGHTS,
+    DamagedFileError,
     TrainState,
+    find_checkpoint,
     generator_state,
+    load_checkpoint,
     load_generator,
     load_modules,
     load_optimizer,
     load_random,
     load_tensors,
+    load_work,
     module_tensors,
     optimizer_tensors,
     part_states,
     part_tensors,
     random_tensors,
+    save_checkpoint,
     save_tensors,
+    save_work,
 )
 from wmcli.training.optim import build_optimizer, update
 
@@ -171,6 +180,101 @@ def test_the_bytes_are_those_of_the_public_writer(path: Path) -> None:
     assert path.read_bytes() == save(dense, {"wm": canonical_json(ABOUT)})
 
 
+# -- work files -------------------------------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_in_any_byte_of_a_work_file_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "part.safetensors"
+    save_work(path, {"a": torch.arange(3), "f": torch.tensor([True])}, {"update": 3}, "update 3")
+    data = path.read_bytes()
+    assert load_work(path)[1] == {"update": 3} and list(load_work(path)[0]) == ["a", "f"]
+    flipped = [data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :] for at in range(len(data))]
+    for spoilt in (*flipped, data[:-1], data[:-SEAL_BYTES], data + b"x", data[:40], b""):
+        path.write_bytes(spoilt)
+        with pytest.raises(DamagedFileError, match=f"{path} is damaged"):
+            load_work(path)
+
+
+def test_a_work_file_of_an_earlier_version_has_no_seal(path: Path) -> None:
+    tensors, about, parts = load_checkpoint(path, lambda about: [path] * about["update"])
+    assert about == ABOUT and len(parts) == 3
+    assert tensors.keys() == parts[0].keys() == TENSORS.keys()
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """The last of three checkpoints, beside the one before it; each needs one more part."""
+    path = tmp_path / "checkpoint.safetensors"
+    for number in (1, 2, 3):
+        save_work(tmp_path / f"part-{number}", {}, {})
+        save_checkpoint(path, {"weight": torch.full((2,), number)}, {"update": number}, f"update {number}")
+    return path
+
+
+def load_with_parts(path: Path) -> int:
+    return load_checkpoint(path, lambda about: [path.with_name(f"part-{n + 1}") for n in range(about["update"])])[1][
+        "update"
+    ]
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("file", ["checkpoint.safetensors", "part-3"])
+@pytest.mark.parametrize("how", [damage, Path.unlink])
+def test_the_checkpoint_before_is_kept_and_the_message_leads_to_it(
+    two: Path, file: str, how: Callable[[Path], None]
+) -> None:
+    if (file, how) == ("checkpoint.safetensors", Path.unlink):  # as a crash between the two renames leaves it
+        two.unlink()
+        assert load_with_parts(two) == 2
+        return
+    how(two.with_name(file))
+    with pytest.raises(ArtifactError) as caught:
+        load_with_parts(two)
+    fault = "missing" if how is Path.unlink else r"damaged \(.*\)"
+    assert re.fullmatch(
+        rf"{two.with_name(file)} is {fault}; to go on from the checkpoint before it \(update 2\), remove {two} and run"
+        " the same command again; or restart the stage with --fresh.",
+        str(caught.value),
+    )
+    two.unlink()
+    assert load_with_parts(two) == 2
+    save_checkpoint(two, {}, {"update": 3}, "update 3")  # keeps the one before
+    assert find_checkpoint(two) == two
+    two.unlink()
+    assert load_with_parts(two) == 2
+
+
+@pytest.mark.parametrize("also", ["checkpoint-before.safetensors", "part-1"])
+def test_where_the_checkpoint_before_does_not_help_the_message_says_so(two: Path, also: str) -> None:
+    damage(two)
+    damage(two.with_name(also))
+    with pytest.raises(ArtifactError, match="and the checkpoint before it does not help; restart the stage with --fr"):
+        load_with_parts(two)
+    two.unlink()
+    with pytest.raises(ArtifactError, match=rf"{also} is damaged \(.*\); restart the stage with --fresh.$"):
+        load_with_parts(two)
+
+
+def test_a_crash_while_a_checkpoint_is_written_leaves_one(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die_at(name: str) -> Callable[[str], None]:
+        def failpoint(here: str) -> None:
+            if here == name:
+                raise Killed
+
+        return failpoint
+
+    for name in ("write-synced", "write-kept"):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr("wmcli.artifacts.files.failpoint", die_at(name))
+            save_checkpoint(two, {}, {"update": 4}, "update 4")
+        assert load_with_parts(two) == 3
+    save_checkpoint(two, {}, {"update": 0}, "")
+    assert load_with_parts(two) == 0
+
+
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 
@@ -258,7 +362,7 @@ def test_training_continues_from_weights_in_the_file_or_beside_it(tmp_path: Path
     save_tensors(tmp_path / WEIGHTS, {name: torch.zeros_like(each) for name, each in weights.items()}, {})
     if not inside:
         save_tensors(tmp_path / WEIGHTS, weights, {})
-    saved.save(tmp_path / TRAINING, torch.device("cpu"), weights=inside)
+    saved.save_training(tmp_path / TRAINING, torch.device("cpu"), weights=inside)
     further.continue_from(tmp_path / TRAINING)
     assert further.trained == 9 and further.update == 7
     for name, tensor in module_tensors(further.modules).items():

@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_leaves
 from watching import DEVICES, record_without_a_graph
 
 from wmcli.errors import UsageError
+from wmcli.training.checkpoint import optimizer_tensors
 from wmcli.training.device import Machine
 from wmcli.training.graph import WARM_UPS, RecordedFunction
-from wmcli.training.optim import Schedule, build_optimizer, update
+from wmcli.training.optim import GradientGuard, Schedule, build_optimizer, update
 from wmcli.training.settings import TrainingSettings
 
 
@@ -134,6 +135,33 @@ def trained(name: Any, device: str, cuda_graph: bool) -> list[Tensor]:
 def test_a_recorded_update_is_the_update(name: str, device: str) -> None:
     plain, recorded = trained(name, device, False), trained(name, device, True)
     assert_close(recorded, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "laprop", "sgd"])
+def test_a_guard_skips_updates_whether_recorded_or_not(name: Any, device: str) -> None:
+    ends = []
+    for cuda_graph in (False, True):
+        torch.manual_seed(3)
+        net, guard = nn.Linear(5, 3).to(device), GradientGuard(10.0, torch.device(device))
+        optimizer = build_optimizer(name, net.parameters(), 0.01, 0.1, momentum=0.9)
+
+        def learn(
+            x: Tensor, net: nn.Module = net, optimizer: Any = optimizer, guard: GradientGuard = guard
+        ) -> tuple[dict[str, Tensor], None]:
+            return {"norm": update(optimizer, net(x).square().mean(), 1e9, guard)}, None
+
+        step = Machine(torch.device(device), "float32", 1, cuda_graph=cuda_graph).wrap_update(learn)
+        for number in range(60):
+            x = torch.ones(2, 5, device=device) * (1e3 if number in (55, 57) else 1.0 + number % 3)
+            before = [each.clone() for each in (*net.parameters(), *optimizer_tensors(optimizer).values())]
+            step(x)
+            after = [*net.parameters(), *optimizer_tensors(optimizer).values()]
+            if number:  # the first one makes the moments
+                same = [torch.equal(*pair) for pair in zip(before, after, strict=True)]
+                assert all(same) if number in (55, 57) else not all(same)
+        assert guard.skipped == 2
+        ends.append([each.clone() for each in after])
+    assert_close(*ends, rtol=0, atol=0)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from wmcli.training import checkpoint as checkpoint_module
 from wmcli.training import loop
 from wmcli.training.checkpoint import CHECKPOINT, TrainState, load_tensors, read_part
 from wmcli.training.optim import build_optimizer
+from wmcli.training.optim import update as plain_update
 
 
 def die_at(update: int) -> Callable[[int], None]:
@@ -103,7 +105,8 @@ def test_dropout_and_sampler_matter_here(tmp_path: Path, folder: Path, monkeypat
             resumed = Process(folder)
             resumed.run(5)
         assert resumed.learned() != undisturbed.learned()
-        (folder / CHECKPOINT).unlink()
+        shutil.rmtree(folder)
+        folder.mkdir()
 
 
 def test_a_finished_process_is_not_taken_again(folder: Path) -> None:
@@ -238,14 +241,14 @@ def test_a_line_has_the_means_since_the_line_before(folder: Path) -> None:
     assert [(record["stage"], record["update"]) for record in process.log] == [("learn", 3), ("learn", 6), ("learn", 8)]
     assert [record["number"] for record in process.log] == [1.0, 4.0, 6.5]
     assert all(record["updates_per_second"] > 0 for record in process.log)
-    assert metrics["number"] == 6.5 and set(metrics) == {"loss", "gradient_norm", "number"}
+    assert metrics["number"] == 6.5 and set(metrics) == {"loss", "gradient_norm", "number", "loss_spikes"}
     assert process.log[-1]["loss"] == metrics["loss"]
 
 
 def test_the_device_is_not_waited_for_between_lines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = []
-    means = loop._means
-    monkeypatch.setattr(loop, "_means", lambda *given: waits.append(given[2]) or means(*given))
+    metrics = loop._metrics
+    monkeypatch.setattr(loop, "_metrics", lambda *given: waits.append(given[2]) or metrics(*given))
     Process(folder).run(10, log_every=4, checkpoint_seconds=3600.0)
     assert waits == [4, 8, 10]
 
@@ -280,6 +283,71 @@ def test_weights_that_blow_up_are_noticed_by_the_gradient(folder: Path) -> None:
     with pytest.raises(DivergedError, match="loss, gradient_norm not finite at update 3"):
         process.run(9)
     assert load_tensors(folder / CHECKPOINT)[1]["update"] == 2
+
+
+def test_weights_that_the_last_update_spoilt_are_not_saved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its loss nor its gradient shows them."""
+
+    def spoil(optimizer: torch.optim.Optimizer, *given: Any) -> torch.Tensor:
+        norm = plain_update(optimizer, *given)
+        if process.state.update == 2:
+            torch.nn.init.constant_(process.state.modules["net"].layers[0].weight, float("nan"))
+        return norm
+
+    monkeypatch.setattr("small_trainer.update", spoil)
+    process = Process(folder)
+    with pytest.raises(DivergedError, match=r"layers.0.weight of the net is not finite, .* after update 3; lower"):
+        process.run(9)
+    assert load_tensors(folder / CHECKPOINT)[1]["update"] == 2
+
+
+def test_a_loss_that_explodes_is_caught_while_it_is_finite(folder: Path) -> None:
+    process = Process(folder, metrics=lambda done: {"fine": 1e18, "large": -1e20 if done >= 4 else -1e18})
+    with pytest.raises(DivergedError, match="^learn diverged: large too large at update 5; lower the learning rate"):
+        process.run(9)
+
+
+def test_spikes_of_the_loss_are_counted_wherever_it_was_stopped(folder: Path) -> None:
+    def scale(done: int) -> float:
+        return {2: 1e4, 30: 1e3, 41: 1e3}.get(done, 1.0)  # the first is too early to tell
+
+    def counts(process: Process) -> list[tuple[int, int]]:
+        return [(record["update"], record["loss_spikes"]) for record in process.log]
+
+    undisturbed = Process(None, scale=scale)
+    assert undisturbed.run(60, log_every=10)["loss_spikes"] == 2
+    assert counts(undisturbed) == [(10, 0), (20, 0), (30, 0), (40, 1), (50, 2), (60, 2)]
+    with pytest.raises(Stopped):
+        Process(folder, scale=scale, before=ask_to_stop_in(43)).run(60, log_every=10, checkpoint_seconds=3600.0)
+    resumed = Process(folder, scale=scale)
+    resumed.run(60, log_every=10, checkpoint_seconds=3600.0)
+    assert counts(resumed) == counts(undisturbed)[4:]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "laprop", "sgd"])
+def test_a_guard_goes_on_where_it_was_stopped(folder: Path, optimizer: str) -> None:
+    how: dict[str, Any] = {
+        "optimizer": optimizer,
+        "scale": lambda done: 1e4 if done in (60, 62) else 1.0,
+        "skip_above": 20.0,
+    }
+    undisturbed = Process(None, **how)
+    assert undisturbed.run(70)["skipped_updates"] == 2
+    assert [(record["update"], record["skipped_updates"]) for record in undisturbed.log][19:22] == [
+        (60, 0),
+        (63, 2),
+        (66, 2),
+    ]
+    for stop in (40, 62):
+        with pytest.raises(Stopped):
+            Process(folder, before=ask_to_stop_in(stop), **how).run(70, checkpoint_seconds=3600.0)
+    resumed = Process(folder, **how)
+    assert resumed.run(70, checkpoint_seconds=3600.0)["skipped_updates"] == 2
+    assert resumed.learned() == undisturbed.learned()
+    further = Process(None, **how)
+    further.run(1, parent=folder / CHECKPOINT)
+    assert further.learned()["guard"]["skipped"] == 0  # those of its own
+    assert further.learned()["guard"]["norms"][:-1] == resumed.learned()["guard"]["norms"][1:]
 
 
 # -- stopping ---------------------------------------------------------------------------------------------------------
@@ -331,5 +399,5 @@ def test_without_a_folder_nothing_is_written_and_the_bits_are_the_same(
     monkeypatch.undo()
     undisturbed = whole(tmp_path, 5)
     assert process.learned() == undisturbed.learned()
-    assert metrics == undisturbed.state.metrics
+    assert metrics == undisturbed.state.metrics | {"loss_spikes": 0}
     assert [record["update"] for record in process.log] == [3, 5]

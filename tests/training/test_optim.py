@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from wmcli.controllers.actor_critic import ActorCriticSettings
 from wmcli.tokenizers.vq import TokenizerSettings
 from wmcli.training.checkpoint import load_optimizer, load_tensors, optimizer_tensors, save_tensors
-from wmcli.training.optim import LaProp, Schedule, build_optimizer, clip_adaptively, optimizer_for, update
+from wmcli.training.optim import (
+    GradientGuard,
+    LaProp,
+    Schedule,
+    build_optimizer,
+    clip_adaptively,
+    optimizer_for,
+    update,
+)
 from wmcli.world_models.base import parameter_groups
 from wmcli.world_models.latent import LatentWorldModelSettings
 from wmcli.world_models.muzero import MuZeroSettings
@@ -69,6 +77,55 @@ def test_an_update_clips_adaptively_what_the_settings_say() -> None:
     assert float(norm) == 5.0
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad.norm(), 0.1 * parameter().detach().norm())
+
+
+def guarded(name: Any, factor: float | None) -> tuple[nn.Module, torch.optim.Optimizer, GradientGuard | None]:
+    torch.manual_seed(2)
+    net = nn.Linear(3, 2)
+    guard = None if factor is None else GradientGuard(factor, torch.device("cpu"))
+    return net, build_optimizer(name, net.parameters(), 1e-2, 0.1, momentum=0.9), guard
+
+
+def learn_by(
+    net: nn.Module, optimizer: torch.optim.Optimizer, guard: GradientGuard | None, *scales: float
+) -> dict[str, Tensor]:
+    """The weights and moments after updates with gradients of some scales."""
+    for number, scale in enumerate(scales):
+        given = torch.arange(6.0).view(2, 3) + number % 5
+        update(optimizer, scale * net(given).square().mean(), 1e9, guard)
+    return {f"weight/{name}": each.clone() for name, each in net.state_dict().items()} | {
+        name: each.clone() for name, each in optimizer_tensors(optimizer).items()
+    }
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "laprop", "sgd"])
+@pytest.mark.parametrize("spike", [1e4, math.nan, math.inf])
+def test_a_gradient_far_above_the_others_changes_nothing(name: str, spike: float) -> None:
+    net, optimizer, guard = guarded(name, 10.0)
+    before = learn_by(net, optimizer, guard, *[1.0] * 60)
+    for number in (1, 2):
+        after = learn_by(net, optimizer, guard, spike)
+        assert guard is not None and guard.skipped == number
+        assert after.keys() == before.keys() and all(torch.equal(after[key], before[key]) for key in before)
+    after = learn_by(net, optimizer, guard, 1.0)
+    twin, its_optimizer, _ = guarded(name, None)
+    want = learn_by(twin, its_optimizer, None, *[1.0] * 60, *[1.0])
+    assert all(torch.equal(after[key], want[key]) for key in want)  # skipping nothing, it is the plain update
+
+
+def test_a_guard_skips_nothing_at_first_and_follows_gradients_that_stay_larger() -> None:
+    net, optimizer, guard = guarded("sgd", 10.0)
+    optimizer.param_groups[0]["lr"] = 0.0
+    assert guard is not None
+    learn_by(net, optimizer, guard, *[1.0] * 20, 1e4, *[1.0] * 30)
+    assert guard.skipped == 0
+    learn_by(net, optimizer, guard, *[1.0] * 101, *[1e4] * 70)
+    assert 40 < guard.skipped <= 51
+
+
+def test_without_any_gradient_nothing_is_far_above() -> None:
+    guard = GradientGuard(10.0, torch.device("cpu"))
+    assert not any(guard.judge(torch.tensor(norm)) for norm in [0.0] * 101 + [1.0])
 
 
 def test_gradients_do_not_pile_up() -> None:

@@ -17,6 +17,7 @@ from torch.testing import assert_close
 from wmcli.backbones import build
 from wmcli.backbones.transformer import TransformerSettings
 from wmcli.controllers.mcts import search
+from wmcli.kernels.tree_search import summarize
 from wmcli.kernels.tree_search_lightzero import LightZeroNoise, lightzero_rule
 from wmcli.world_models.base import Batch, Prediction, Targets
 from wmcli.world_models.muzero import MuZero, MuZeroSettings
@@ -176,6 +177,7 @@ def test_search_of_lightzero(explore, visits, value):
         return reward[state[0], action], torch.zeros(3, dtype=torch.bool), predict(after), (after,)
 
     place = torch.arange(3)
-    output = search(predict(place), (place,), expand, lightzero_rule(), 50, 0.997, uniforms if explore else None)
+    rule, noise = lightzero_rule(), uniforms if explore else None
+    output = summarize(search(predict(place), (place,), expand, rule, 50, 0.997, noise), rule)
     assert output.visits.tolist() == visits
     assert_close(output.value, torch.tensor(value), rtol=0, atol=2e-6)

@@ -13,6 +13,7 @@ from torch import Tensor
 from wmcli.api.evaluation import EpisodeScores, play
 from wmcli.api.experience import Experience, check_fits
 from wmcli.artifacts import Artifact
+from wmcli.artifacts.trust import check_trusted
 from wmcli.assemble import Tokenizer, load_controller, load_tokenizer, load_world_model, settings_of
 from wmcli.controllers.agent import Agent
 from wmcli.controllers.base import Controller
@@ -281,7 +282,7 @@ class ControllerModel:
         """
         return Player(self._agent(num_envs, temperature, seed), self.machine)
 
-    def evaluate(self, episodes: int = 100, *, num_envs: int = 8, seed: int = 0) -> EpisodeScores:
+    def evaluate(self, episodes: int = 100, *, num_envs: int = 8, seed: int = 0, trust: bool = False) -> EpisodeScores:
         """Play complete test episodes of the real environment, the one that it was trained for.
 
         The run's own seed and `evaluation.environments` give the returns of `wm eval`.
@@ -290,7 +291,13 @@ class ControllerModel:
             episodes: How many.
             num_envs: Environments side by side.
             seed: Of the environment and of all draws.
+            trust: Import the code that its settings name, also if its run was begun elsewhere.
+
+        Raises:
+            UsageError: It names code that is not trusted, or the environment cannot be opened.
         """
+        if self.artifact is not None:
+            check_trusted(self.artifact.run, self.settings.environment.code, trust=trust)
         agent = self._agent(min(num_envs, episodes), None, derived_seed(seed, "eval actions"))
         with self.machine.autocast():
             return play(agent, self.settings.environment, episodes, num_envs, seed)

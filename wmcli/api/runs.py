@@ -9,6 +9,7 @@ from typing import Any
 from wmcli.api.experience import Experience, HeldOut
 from wmcli.api.models import ControllerModel, DynamicsModel, TokenizerModel
 from wmcli.artifacts import Artifact, Run, open_artifact
+from wmcli.artifacts.trust import check_trusted
 from wmcli.dream import Reference
 from wmcli.errors import UsageError
 from wmcli.settings import Settings, resolve
@@ -39,17 +40,18 @@ def load(reference: Reference, *, device: str = "auto") -> Loaded:
     return loaders[artifact.kind].load(artifact, device=device)
 
 
-def open_run(path: Path | str, *, device: str = "auto") -> OpenedRun:
+def open_run(path: Path | str, *, device: str = "auto", trust: bool = False) -> OpenedRun:
     """Open a run directory to read from.
 
     Args:
         path: The run.
         device: Where its models and experience are loaded to.
+        trust: Allow code that its settings name, also if it was begun elsewhere.
 
     Raises:
         ArtifactError: There is no run.
     """
-    return OpenedRun(Run.open(path, create=False), device)
+    return OpenedRun(Run.open(path, create=False), device, trust)
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,17 @@ class OpenedRun:
 
     run: Run
     device: str
+    trust: bool = False
 
     @property
     def settings(self) -> Settings:
-        """The settings that the run is bound to. Raises UsageError if it is bound to none."""
+        """The settings that the run is bound to. Raises UsageError if it has none, or without `trust` in their code."""
         bound = self.run.bound()
         if bound is None:
             raise UsageError(f"{self.run} has no settings yet; start it with: wm run PRESET --run {self.run}")
-        return Binding(bound["preset"], bound["settings"], tuple(bound["changes"])).at()
+        settings = Binding(bound["preset"], bound["settings"], tuple(bound["changes"])).at()
+        check_trusted(self.run.path, settings.environment.code, trust=self.trust)  # opening them would import it
+        return settings
 
     def artifact(self, kind: str, version: int | str = "latest") -> Artifact:
         """Open a version by its number; "latest" and, for controllers, "best" are versions too.

@@ -3,7 +3,17 @@
 from wmcli.artifacts.health import check, examine, needed, needed_elsewhere
 from wmcli.artifacts.job import Job, Work
 from wmcli.artifacts.lineage import Tree, lineage
-from wmcli.artifacts.manifest import KEY_METRICS, KINDS, MAKERS, Artifact, InputRef, Kind, make_command, open_artifact
+from wmcli.artifacts.manifest import (
+    KEY_METRICS,
+    KINDS,
+    MAKERS,
+    Artifact,
+    InputRef,
+    Kind,
+    film_of,
+    make_command,
+    open_artifact,
+)
 from wmcli.artifacts.removable import find_removable
 from wmcli.artifacts.store import Run
 
@@ -20,6 +30,7 @@ __all__ = [
     "Work",
     "check",
     "examine",
+    "film_of",
     "lineage",
     "make_command",
     "needed",

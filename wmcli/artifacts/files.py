@@ -17,6 +17,9 @@ from wmcli.errors import ArtifactError, MachineError
 
 TRASH = ".trash-"  # prefix of a folder that is being removed
 DRAFT = ".draft-"  # prefix of a link before its rename
+PARTIAL = ".partial"  # suffix of a file before its rename
+SEAL_BYTES = hashlib.sha256().digest_size
+READ_AT_ONCE = 1 << 20  # bytes
 
 _REMEDY = {
     errno.ENOSPC: "free some space",
@@ -68,32 +71,54 @@ def make_folder(folder: Path) -> None:
         sync_folder(each.parent)
 
 
-def write_durable(path: Path, data: Iterable[bytes | memoryview]) -> str:
+def write_durable(
+    path: Path, data: Iterable[bytes | memoryview], *, sealed: bool = False, before: Path | None = None
+) -> str:
     """Write a file atomically and durably: after a crash it has the old bytes or the new ones.
 
     Args:
         path: The file.
         data: Its content in parts, which must not change meanwhile.
+        sealed: Append the content's sha256, as `SEAL_BYTES` bytes, for `is_whole`.
+        before: The file to keep the old bytes in. A crash may leave them there alone.
 
     Returns:
         The content's sha256. Another thread computes it while this one writes.
     """
-    draft = path.with_name(f".{path.name}.partial")
+    draft = path.with_name(f".{path.name}{PARTIAL}")
     sha256 = hashlib.sha256()
     try:
-        with draft.open("wb") as file, ThreadPoolExecutor(1) as hashing:
+        draft.unlink(missing_ok=True)  # of a crash, or a link that somebody put there
+        with draft.open("xb") as file, ThreadPoolExecutor(1) as hashing:
             for part in data:
                 hashing.submit(sha256.update, part)
                 file.write(part)
+            if sealed:
+                file.write(hashing.submit(sha256.digest).result())
             file.flush()
             os.fsync(file.fileno())
     except OSError:
         draft.unlink(missing_ok=True)  # frees its space on a full disk
         raise
     failpoint("write-synced")
+    if before is not None and path.exists():
+        path.replace(before)
+        failpoint("write-kept")
     draft.replace(path)
     sync_folder(path.parent)
     return sha256.hexdigest()
+
+
+def is_whole(path: Path) -> bool:
+    """Return whether a file ends with the sha256 of what stands before, as `write_durable` sealed it."""
+    sha256 = hashlib.sha256()
+    with path.open("rb") as file:
+        left = os.fstat(file.fileno()).st_size - SEAL_BYTES
+        while left > 0:
+            part = file.read(min(left, READ_AT_ONCE))
+            sha256.update(part)
+            left -= len(part)
+        return file.read() == sha256.digest()
 
 
 def discard(folder: Path) -> None:

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator
 
 from wmcli.artifacts.manifest import KINDS, Artifact
 from wmcli.artifacts.store import Run
-from wmcli.errors import ArtifactError
+from wmcli.errors import ArtifactError, MachineError
 
 State = tuple[str, str]
 """State and its reason in one line.
 
 States are "ok", "pruned" (only manifest and pictures remain), "damaged" (files differ from the manifest), "damaged
-pictures" (still usable) and "unusable" (an input that it needs is not usable)."""
+pictures" (still usable), "unusable" (an input that it needs is not usable) and "unreadable" (the disk, the permissions
+or the like are at fault, and nothing is known about its files)."""
 
 
 def needs(artifact: Artifact) -> list[str]:
@@ -38,19 +39,22 @@ def needed(artifacts: Iterable[Artifact]) -> Iterator[Artifact]:
         for role in needs(artifact):
             try:
                 pending.append(artifact.input(role))
-            except ArtifactError:
+            except (ArtifactError, MachineError):
                 continue  # `examine` reports it
 
 
 def needed_elsewhere(run: Run) -> Iterator[Artifact]:
     """Yield the artifacts of a run that other runs need.
 
-    These have recorded their use (`Run.note_use`), and have unfinished work or artifacts made from them.
+    These have recorded their use (`Run.note_use`), and have unfinished work or artifacts made from them, or are not
+    there: on a disk that is not mounted, or moved.
     """
-    ours = {artifact.digest: artifact for kind in KINDS for artifact in run.artifacts(kind)}
-    for digest, user in run.uses():
+    uses = run.uses()
+    ours = {artifact.digest: artifact for kind in KINDS if uses for artifact in run.artifacts(kind)}
+    for digest, user in uses:
         theirs = [artifact for kind in KINDS for artifact in user.artifacts(kind)]
-        if digest in ours and (user.unfinished() or any(each.digest == digest for each in needed(theirs))):
+        unknown = not user.path.is_dir() or user.unfinished()
+        if digest in ours and (unknown or any(each.digest == digest for each in needed(theirs))):
             yield ours[digest]
 
 
@@ -64,6 +68,8 @@ def check(run: Run) -> list[tuple[str, str, str]]:
                 state = examine(run.get(kind, version), states)
             except ArtifactError as error:
                 state = ("damaged", str(error))
+            except MachineError as error:
+                state = ("unreadable", str(error))
             rows.append((f"{kind}@{version}", *state))
     return rows
 
@@ -98,25 +104,28 @@ def _needed_inputs(artifact: Artifact) -> list[Artifact | str]:
     for role in needs(artifact):
         try:
             inputs.append(artifact.input(role))
-        except ArtifactError as error:
+        except (ArtifactError, MachineError) as error:
             inputs.append(str(error))
     return inputs
 
 
 def _state(artifact: Artifact, inputs: list[Artifact | str], states: dict[str, State]) -> State:
-    if artifact.pruned:
-        return "pruned", "only manifest and pictures remain"
     try:
+        if artifact.pruned:
+            return "pruned", "only manifest and pictures remain"
         artifact.verify_again()
+        picture = artifact.damaged_picture()
     except ArtifactError as error:
         return "damaged", str(error)
+    except MachineError as error:
+        return "unreadable", str(error)
     for each in inputs:
         if isinstance(each, str):
             return "unusable", each
         state, detail = states[each.digest]
         if state not in ("ok", "damaged pictures"):
             return "unusable", f"it needs {each}, which is {state}: {detail}"
-    if picture := artifact.damaged_picture():
+    if picture:
         return "damaged pictures", f"{picture} It can be used all the same."
     return "ok", "; ".join(_gone(artifact))
 
@@ -128,3 +137,5 @@ def _gone(artifact: Artifact) -> Iterator[str]:
             artifact.input(role)
         except ArtifactError:
             yield f"its input {reference.name} is missing"
+        except MachineError as error:
+            yield str(error)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wmcli.artifacts.failpoint import failpoint
-from wmcli.artifacts.files import debris, discard, disk_errors, make_folder, regular_files, sweep, sync_folder
+from wmcli.artifacts.files import DRAFT, TRASH, discard, disk_errors, make_folder, regular_files, sweep, sync_folder
 from wmcli.artifacts.lock import exclusive
 from wmcli.artifacts.manifest import (
     KINDS,
@@ -56,6 +57,10 @@ SEALED_AT_ONCE = 16
 _EXISTS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
+class MadeMeanwhileError(BusyError):
+    """Another process has published a job since `Job.done` did not find it."""
+
+
 class Job:
     """A unit of work, made by `Run.job`. Two jobs with the same digest have the same result."""
 
@@ -68,10 +73,15 @@ class Job:
         digests = [self._digest(values) for values in (identity.values, *identity.earlier)]
         self._digests = frozenset(digests)
         # Work that an earlier version of wm began continues under its digest there.
-        interrupted = (digest for digest in digests if has_checkpoint(self._work_folder(digest)))
+        remains = run.remains(kind)
+        interrupted = (
+            digest
+            for digest in digests
+            if _work_name(digest) in remains and has_checkpoint(self.folder / _work_name(digest))
+        )
         self.digest = next(interrupted, digests[0])
         """sha256 of the kind, the identity and the inputs' digests."""
-        self.work_folder = self._work_folder(self.digest)
+        self.work_folder = self.folder / _work_name(self.digest)
         self._is_undone = False  # result of the last `done` of this object
 
     def made(self, artifact: Artifact) -> bool:
@@ -81,28 +91,17 @@ class Job:
     def _digest(self, values: dict[str, Any]) -> str:
         return digest_of({"kind": self.kind, "identity": values, "inputs": self._by_role})
 
-    def _work_folder(self, digest: str) -> Path:
-        return self.folder / f"{WORK}{digest[:12]}"
-
     def done(self) -> Artifact | None:
         """Return the newest version that this job published, or None. It may be pruned.
 
         Versions with a damaged manifest are skipped, because their job is unknown.
         """
         self.run.point_latest(self.kind)
-        artifact = self._published()
+        artifact = self.run.find(self.kind, self._digests)
         self._is_undone = artifact is None
         if artifact is not None:
             self._tidy()
         return artifact
-
-    def _published(self) -> Artifact | None:
-        for version in reversed(self.run.versions(self.kind)):
-            with suppress(ArtifactError):
-                artifact = self.run.get(self.kind, version)
-                if self.made(artifact):
-                    return artifact
-        return None
 
     def otherwise(self) -> Artifact | None:
         """Return the newest version that another job of `wm run` made from the same inputs, or None."""
@@ -116,7 +115,7 @@ class Job:
         return None
 
     @contextmanager
-    def work(self, *, fresh: bool = False) -> Iterator[Work]:
+    def work(self, *, fresh: bool = False, waiting: Callable[[str], None] | None = None) -> Iterator[Work]:
         """Hold the kind's lock and the job's work directory.
 
         In the `with` block an OSError that is a limit of the machine becomes a MachineError. Without `publish`,
@@ -124,23 +123,28 @@ class Job:
 
         Args:
             fresh: Discard the checkpoints of earlier work.
+            waiting: Wait while another process writes this kind, see `exclusive`.
 
         Raises:
-            BusyError: Another process writes this kind, or has published this job since the last `done`.
+            BusyError: Another process writes this kind.
+            MadeMeanwhileError: Another process has published this job since the last `done`.
         """
         with disk_errors(self.folder):
             make_folder(self.folder)
-            with exclusive(self.folder, f"{self.kind} in {self.run}"):
-                if self._is_undone and (artifact := self._published()) is not None:
-                    raise BusyError(
+            with exclusive(self.folder, f"{self.kind} in {self.run}", waiting=waiting):
+                if self._is_undone and (artifact := self.run.find(self.kind, self._digests)) is not None:
+                    raise MadeMeanwhileError(
                         f"another process has just published {artifact.name} of this job; run the command again."
                     )
                 sweep(self.folder)
-                if fresh or self._was_published():
+                for folder in self.folder.glob(f"{WORK}*"):
+                    if not (folder / PAYLOAD).exists():  # it was published; `wm collect` never has the same job again
+                        discard(folder)
+                if fresh:
                     discard(self.work_folder)
                 work = Work(self, self.work_folder, self.work_folder / PAYLOAD, has_checkpoint(self.work_folder))
-                discard(work.payload)
-                work.payload.mkdir(parents=True)
+                work.payload.mkdir(parents=True, exist_ok=True)
+                _empty(work.payload)  # not removed: without it the work would count as published
                 failpoint("work-opened")
                 try:
                     yield work
@@ -151,7 +155,10 @@ class Job:
 
     def _tidy(self) -> None:
         """Remove the remains of a crash during publication, unless another process works on this kind."""
-        if self._was_published() or debris(self.folder):
+        remains = self.run.remains(self.kind)
+        if (self.work_folder.name in remains and self._was_published()) or any(
+            name.startswith((TRASH, DRAFT)) for name in remains
+        ):
             with suppress(BusyError, OSError), exclusive(self.folder, str(self.folder)):
                 sweep(self.folder)
                 if self._was_published():
@@ -162,11 +169,24 @@ class Job:
         return self.work_folder.exists() and not (self.work_folder / PAYLOAD).exists()
 
 
+def _work_name(digest: str) -> str:
+    return f"{WORK}{digest[:12]}"
+
+
+def _empty(folder: Path) -> None:
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
 def has_checkpoint(folder: Path) -> bool:
     """Return whether a work directory has a checkpoint: any complete file beside the payload."""
-    if not folder.is_dir():
-        return False
-    return any(entry.name != PAYLOAD and not entry.name.endswith(".partial") for entry in folder.iterdir())
+    if folder.is_dir():
+        with suppress(FileNotFoundError):  # another process has just published it
+            return any(entry.name != PAYLOAD and not entry.name.endswith(".partial") for entry in folder.iterdir())
+    return False
 
 
 @dataclass(frozen=True)
@@ -237,7 +257,8 @@ class Work:
             failpoint("publish-durable")
             run.point_latest(job.kind)
             failpoint("publish-linked")
-            discard(self.path)
+            with suppress(OSError):  # it is published, and the next `done` of the job removes what is left
+                discard(self.path)
             failpoint("publish-done")
         artifact = open_artifact(target)
         artifact.mark_verified()

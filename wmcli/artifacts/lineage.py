@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from wmcli.artifacts.manifest import Artifact
-from wmcli.errors import ArtifactError
+from wmcli.errors import ArtifactError, MachineError
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def lineage(artifact: Artifact) -> Tree:
         for role, reference in child.inputs.items():
             try:
                 parent = child.input(role)
-            except ArtifactError as error:
+            except (ArtifactError, MachineError) as error:
                 place = child.run / reference.path
                 tree.inputs[role] = Tree(reference.name, reference.digest, place, str(error))
                 continue

@@ -7,24 +7,28 @@ parsing, and its paths are checked before use.
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
 import json
 import math
 import os
 import re
 import shlex
-import stat
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 
 from wmcli.artifacts.files import regular_files, sync_folder
-from wmcli.config import Section, canonical_json, check_schema, digest, problem, upgrade
-from wmcli.errors import ArtifactError, MachineError, UsageError
+from wmcli.config import Section, canonical_json, check_schema, digest, is_deeper, problem, upgrade
+from wmcli.errors import ArtifactError, LaterVersionError, MachineError, UsageError
+from wmcli.reading import damage, open_file, read_errors, read_file
 
 MANIFEST = "manifest.json"
 MODEL = "model.json"
@@ -34,8 +38,16 @@ PRUNED = "pruned"  # marker file: only manifest and pictures remain, to save spa
 MANIFEST_SCHEMA = 2
 """1 (wm 0.1.0) has no `settings_schema`."""
 MAX_MANIFEST_BYTES = 2 << 20  # 50,000 episodes of an evaluation, or 15,000 files; hostile JSON takes a second
-PICTURES = frozenset({".png", ".gif"})
+MOST_DEPTH = 40  # of tables and lists inside one another
+MOST_DIGITS = 40  # of an integer
+SAFETENSORS = ".safetensors"
+MAX_HEADER_BYTES = 16 << 20  # of a file of tensors; 100,000 tensors have less
+FILMS = (".webp", ".gif")
+"""Suffixes of films. Artifacts of earlier versions of wm have GIFs."""
+PICTURES = frozenset({".png", *FILMS})
 """Suffixes of files for people only: an artifact is usable without them."""
+IMAGINATION = "imagination.json"
+"""File with the error of each frame of imagined episodes, which is kept as long as their film."""
 
 Kind = Literal["experience", "tokenizer", "dynamics", "controller", "evaluation", "profile"]
 KINDS: tuple[Kind, ...] = ("experience", "tokenizer", "dynamics", "controller", "evaluation", "profile")
@@ -66,7 +78,7 @@ KEY_METRICS: dict[str, tuple[str, ...]] = {
 def _inside(path: str) -> str:
     if not path.isprintable() or "\\" in path or path.startswith("/"):
         raise ValueError(f"{path[:80]!r} is no path inside the artifact")
-    if str(PurePosixPath(path)) != path or {".", ".."} & set(path.split("/")):
+    if {"", ".", ".."} & set(path.split("/")):
         raise ValueError(f"{path[:80]!r} is no path inside the artifact")
     return path
 
@@ -119,16 +131,30 @@ class _Manifest(Section):
     digest: Sha256
 
 
+def is_picture(path: str) -> bool:
+    """Return whether a file of an artifact is for people only, so that a pruned version keeps it."""
+    return PurePosixPath(path).suffix in PICTURES or path == IMAGINATION
+
+
 def render(manifest: dict[str, Any]) -> bytes:
     """Return a manifest as on disk: canonical JSON with a line for each entry and each file."""
-    lines = []
+    return _render(manifest)[0]
+
+
+def _render(manifest: dict[str, Any]) -> tuple[bytes, str]:
+    """Return a manifest as on disk, and the digest of its content: the same texts, written once for both."""
+    lines, content = [], []
     for key, value in sorted(manifest.items()):
-        if key == "files":
-            text = "[\n  " + ",\n  ".join(canonical_json(entry) for entry in value) + "\n ]" if value else "[]"
+        if key == "files" and value:
+            entries = [canonical_json(entry) for entry in value]
+            line, text = "[\n  " + ",\n  ".join(entries) + "\n ]", "[" + ",".join(entries) + "]"
         else:
-            text = canonical_json(value)
-        lines.append(f' "{key}": {text}')
-    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+            line = text = canonical_json(value)
+        lines.append(f' "{key}": {line}')
+        if key != "digest":
+            content.append(f'"{key}":{text}')
+    data = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+    return data, hashlib.sha256(("{" + ",".join(content) + "}").encode()).hexdigest()
 
 
 def write_manifest(folder: Path, body: dict[str, Any]) -> dict[str, Any]:
@@ -194,13 +220,15 @@ class Artifact:
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of its job, in the schema of this version of wm."""
-        return upgrade(self.manifest["settings"], self.manifest.get("settings_schema", 1))
+        with damage(f"{shown(self.path)}/{MANIFEST}: settings"):
+            return upgrade(self.manifest["settings"], self.manifest.get("settings_schema", 1))
 
     @property
     def metrics(self) -> dict[str, Any]:
-        return dict(self.manifest["metrics"])
+        metrics: dict[str, Any] = copy.copy(self.manifest["metrics"])
+        return metrics
 
-    @property
+    @functools.cached_property
     def inputs(self) -> dict[str, InputRef]:
         """Inputs by role."""
         return {role: InputRef.model_validate(value) for role, value in self.manifest["inputs"].items()}
@@ -213,7 +241,8 @@ class Artifact:
     @property
     def pruned(self) -> bool:
         """Whether only manifest and pictures remain."""
-        return (self.path / PRUNED).exists()
+        with read_errors(self.path):
+            return (self.path / PRUNED).exists()
 
     def __str__(self) -> str:
         return f"{self.name} ({shown(self.path)})"
@@ -231,6 +260,7 @@ class Artifact:
 
         Raises:
             ArtifactError: A file is damaged; the message names the first one.
+            MachineError: A file cannot be read, so that nothing is known about it.
         """
         if (self.path, self.digest) not in _verified or self.pruned:
             self.verify_again()
@@ -254,38 +284,41 @@ class Artifact:
         if self.pruned:
             return f"{self} was pruned: only manifest and pictures remain. {self._remedy()}"
         try:
-            return self._compare(regular_files(self.path, str(self)), pictures)
+            with read_errors(self.path):
+                return self._compare(regular_files(self.path, str(self)), pictures)
         except ArtifactError as error:
             return str(error)
         except OSError as error:
-            return f"{self}: {error.filename}: {error.strerror}. {self._remedy()}"
+            return f"{self}: {error.filename or self.path}: {error.strerror}. {self._remedy()}"
 
     def _compare(self, sizes: dict[str, int], pictures: bool) -> str | None:
         listed = {entry["path"]: entry for entry in self.manifest["files"]}
-        chosen = {path: entry for path, entry in listed.items() if (Path(path).suffix in PICTURES) == pictures}
+        chosen = {path: entry for path, entry in listed.items() if is_picture(path) == pictures}
         for path, entry in chosen.items():
             if path not in sizes:
                 return f"{self}: file {path!r} is missing. {self._remedy()}"
             if sizes[path] != entry["size"]:
                 return f"{self}: file {path!r} has {sizes[path]} bytes instead of {entry['size']}. {self._remedy()}"
+            if path.endswith(SAFETENSORS) and not _has_header(self.path / path, entry["size"]):
+                return f"{self}: file {path!r} is no file of tensors. {self._remedy()}"
         for path in sizes:
             # An unlisted file could be read as a chunk of an array. File managers write hidden files.
             if path not in listed and path != MANIFEST and not path.split("/")[-1].startswith("."):
                 return f"{self}: file {path!r} is not in its manifest; remove it."
         for path, entry in chosen.items():
-            with (self.path / path).open("rb") as file:
+            with open_file(self.path / path) as file, read_errors(self.path / path):
                 if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
                     return f"{self}: file {path!r} is damaged: its sha256 is wrong. {self._remedy()}"
         return None
 
     def input(self, role: str) -> Artifact:
-        """Open an input. Raises ArtifactError if it is missing or has changed."""
+        """Open an input. Raises ArtifactError if it is missing or has changed, MachineError if it cannot be read."""
         reference = self.inputs[role]
         place = self.run / reference.path
-        copied = self.run / reference.kind / version_name(reference.version)
         try:
             artifact = open_artifact(place)
         except ArtifactError as error:
+            copied = self.run / reference.kind / version_name(reference.version)
             with suppress(ArtifactError):  # an exported controller has its inputs beside it, wherever they were
                 if (beside := open_artifact(copied)).digest == reference.digest:
                     return beside
@@ -314,18 +347,21 @@ def open_artifact(path: Path | str) -> Artifact:
 
     Raises:
         ArtifactError: There is no manifest, it is damaged, or a newer wm wrote it.
+        MachineError: It cannot be read.
     """
     path = Path(path)
     if path.name == MANIFEST and not path.is_dir():
         path = path.parent
-    path = _exported(path)
-    state = _state(path)
-    if state is not None and (known := _opened.get(path)) is not None and state == known[0] == _state(known[1].path):
+    if (known := _opened.get(path)) is not None and known[0] == _state(path) == _state(known[1].path):
         return known[1]
+    if (state := _state(path)) is None:
+        path = _exported(path)
+        state = _state(path)
     where = f"{shown(path)}/{MANIFEST}"
     try:
-        place = _place(path)
-        data = _read_limited(place / MANIFEST)
+        with read_errors(f"{shown(path)}/{MANIFEST}"):
+            place = _place(path)
+        data = read_file(place / MANIFEST, MAX_MANIFEST_BYTES)
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
         raise ArtifactError(f"{where}: {reason}; list artifacts with: wm artifacts") from None
@@ -338,9 +374,12 @@ def open_artifact(path: Path | str) -> Artifact:
 def _exported(path: Path) -> Path:
     """Return the controller in a folder that `wm export controller` wrote; any other path as it is."""
     marker = path / MODEL
-    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
-        if marker.is_file() and not (path / MANIFEST).exists():
-            values = json.loads(_read_limited(marker))
+    with (
+        suppress(ArtifactError, OSError, ValueError, TypeError, AttributeError, RecursionError),
+        read_errors(marker),
+    ):
+        if marker.is_file():
+            values = json.loads(read_file(marker, MAX_MANIFEST_BYTES))
             place = values.get("controller") if {**values, **MODEL_FORMAT} == values else None
             if isinstance(place, str) and re.fullmatch(rf"controller/{VERSION_NAME.pattern}", place):
                 return path / place
@@ -350,7 +389,7 @@ def _exported(path: Path) -> Path:
 def _state(folder: Path) -> tuple[int, ...] | None:
     """Return numbers that change when the manifest in a folder changes; None without a manifest."""
     try:
-        status = (folder / MANIFEST).stat()
+        status = os.stat(f"{folder}/{MANIFEST}")  # noqa: PTH116 (twice as fast, and this is the most frequent call)
     except (OSError, ValueError):
         return None
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
@@ -362,31 +401,64 @@ def _place(path: Path) -> Path:
     A version may be a link to another disk: it remains a version of its run and finds its inputs from there. Links to
     versions, such as `latest`, are followed.
     """
-    real = path.resolve(strict=True)
-    path = path.absolute()
-    while path.is_symlink() and not VERSION_NAME.fullmatch(path.name):
-        path = path.parent / path.readlink()
-    return path.parent.resolve(strict=True) / path.name if VERSION_NAME.fullmatch(path.name) else real
+    there = path.absolute()
+    if there.is_symlink():
+        there.resolve(strict=True)  # raises an error in a loop of links, which would be followed for ever
+    while not VERSION_NAME.fullmatch(there.name) and there.is_symlink():
+        there = there.parent / there.readlink()
+    if VERSION_NAME.fullmatch(there.name):
+        return there.parent.resolve(strict=True) / there.name
+    return path.resolve(strict=True)
 
 
-def _read_limited(path: Path) -> bytes:
-    status = path.lstat()
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError("not a regular file")
-    if status.st_size > MAX_MANIFEST_BYTES:
-        raise ValueError(f"larger than {MAX_MANIFEST_BYTES} bytes, the limit of a manifest")
-    with path.open("rb") as file:
-        return file.read(MAX_MANIFEST_BYTES)
+class MissingEntryError(ArtifactError, KeyError):
+    """A file lacks an entry that this version of wm needs."""
+
+    __str__ = ArtifactError.__str__  # KeyError would quote the message
+
+
+class Table(dict[str, Any]):
+    """A table of JSON that anybody may have written. An entry that is missing is damage."""
+
+    def __init__(self, where: str, entries: Mapping[str, Any]) -> None:
+        super().__init__(entries)
+        self._where = where
+
+    def __missing__(self, key: str) -> Any:
+        raise MissingEntryError(f"{self._where}: has no entry {key!r}, so wm cannot use it; restore it from a copy.")
+
+
+_NUMBER = (int, float)
+ENTRY_TYPES: dict[str, dict[str, tuple[type, ...]]] = {
+    "metrics": {
+        **dict.fromkeys(("protocol", "environment", "format"), (str,)),
+        **dict.fromkeys(("episodes", "sequences"), (int,)),
+        **dict.fromkeys(("total_steps", "total_episodes", "updates"), (*_NUMBER, type(None))),
+        "source": (dict,),
+    },
+    "environment": {
+        **dict.fromkeys(("id", "protocol"), (str,)),
+        **dict.fromkeys(("train", "test", "versions"), (dict,)),
+        "size": (int,),
+    },
+    "machine": {"precision": (str,), "ranks": (int,), "wm": (str,)},
+    "extra": {"epoch": (int, type(None))},
+}
+"""Types of entries that readers take for granted, where a manifest has them."""
+OF_RETURNS = ("mean", "median", "stderr", "human_normalized", "random_mean")
+"""Metrics of an evaluation by returns that are numbers, or unknown."""
 
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:
     try:
-        manifest = json.loads(data)
+        manifest = json.loads(data, parse_int=_integer, object_hook=lambda table: Table(where, table))
         if not isinstance(manifest, dict) or "schema" not in manifest:
             raise ArtifactError(f"{where}: not a manifest.")
+        if is_deeper(manifest, MOST_DEPTH):
+            raise ArtifactError(f"{where}: not a manifest: nested more than {MOST_DEPTH} deep.")
         schema = manifest["schema"]
         if schema not in (1, MANIFEST_SCHEMA) or isinstance(schema, bool):
-            raise ArtifactError(
+            raise LaterVersionError(
                 f"{where}: manifest schema {str(schema)[:20]}, but this wm reads 1 and {MANIFEST_SCHEMA}; use the wm"
                 " that wrote it."
             )
@@ -395,19 +467,61 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
         try:
             check_schema(checked.settings_schema, where)
         except UsageError as error:
-            raise ArtifactError(str(error)) from None
+            raise LaterVersionError(str(error)) from None
         paths = [entry.path for entry in checked.files]
         if len(set(paths)) != len(paths) or {MANIFEST, PRUNED} & set(paths):
             raise ArtifactError(f"{where}: lists a file twice, or itself.")
-        content = {key: value for key, value in manifest.items() if key != "digest"}
-        whole = digest(content) == checked.digest and render(manifest) == data
+        whole = _render(manifest) == (data, checked.digest)
     except ValidationError as error:
         raise ArtifactError(f"{where}: {problem(_Manifest, body, error)}") from None
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{where}: not valid JSON: {str(error)[:200]}") from None
     if not whole:
         raise ArtifactError(f"{where}: was changed after publication (its digest does not match); restore it.")
+    _check_entries(manifest, where)
+    if manifest["environment"] is None and manifest["kind"] != "profile":
+        manifest["environment"] = Table(where, {})  # whoever needs an entry says so
     return manifest
+
+
+def _integer(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
+
+
+def _check_entries(manifest: Mapping[str, Any], where: str) -> None:
+    """Raise ArtifactError where entries that readers take for granted are of another type."""
+    metrics, kind = manifest["metrics"], manifest["kind"]
+    is_score = kind == "evaluation" and metrics.get("protocol") == "returns"
+    keys = OF_RETURNS if is_score else KEY_METRICS.get(kind, ()) if kind != "evaluation" else ()
+    numbers = dict.fromkeys(keys, (*_NUMBER, type(None)))
+    for name, types in ENTRY_TYPES.items():
+        types = types | numbers if name == "metrics" else types
+        for key, value in (manifest[name] or {}).items():
+            if key in types and (not isinstance(value, types[key]) or isinstance(value, bool)):
+                raise ArtifactError(f"{where}: {name}.{key} is {str(value)[:40]}, which wm never writes there.")
+    if is_score and not _are_numbers(metrics.get("returns", [])):
+        raise ArtifactError(f"{where}: metrics.returns are no numbers.")
+    try:
+        is_timed = datetime.fromisoformat(manifest["created"]).tzinfo is not None
+    except ValueError:
+        is_timed = False
+    if not is_timed:
+        raise ArtifactError(f"{where}: created is {manifest['created'][:40]!r}, no time with its zone.")
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(each, _NUMBER) and not isinstance(each, bool) for each in values)
+
+
+def _has_header(path: Path, size: int) -> bool:
+    """Return whether a large file begins with a header as files of tensors have. Hashing it would take seconds."""
+    if size <= MAX_HEADER_BYTES:
+        return True
+    with open_file(path) as file, read_errors(path):
+        length = int.from_bytes(file.read(8), "little")
+    return length <= min(MAX_HEADER_BYTES, size - 8)
 
 
 def finite(value: Any) -> Any:
@@ -426,7 +540,14 @@ def finite(value: Any) -> Any:
 
 def shown(path: Path) -> str:
     """Return a path for messages: relative if it is below the current folder."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    text, here = str(path), os.getcwd().rstrip("/")  # noqa: PTH109 (a path would take as long as reading a manifest)
+    return "." if text == here else text.removeprefix(f"{here}/") if here else text
+
+
+def film_of(artifact: Artifact, name: str) -> Path | None:
+    """Return the path of an artifact's film, such as "imagination", whichever version of wm wrote it. None without."""
+    paths = (artifact.path / f"{name}{suffix}" for suffix in FILMS)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def make_command(kind: str, run: Path) -> str:

@@ -16,9 +16,10 @@ from typing import Any
 from wmcli.artifacts.job import has_checkpoint
 from wmcli.artifacts.lock import HOLDER, LOCK
 from wmcli.artifacts.manifest import KINDS, MANIFEST, VERSION_NAME, Artifact, open_artifact
-from wmcli.artifacts.store import BINDING, Run
+from wmcli.artifacts.store import BINDING, Run, records_in
 from wmcli.config import flat
 from wmcli.errors import ArtifactError, UsageError, WmError
+from wmcli.reading import damage, open_file
 
 SCORE = "returns"  # protocol of the evaluations that give a run its score
 COLUMNS = (
@@ -26,6 +27,7 @@ COLUMNS = (
     *("score", "stderr", "episodes", "evaluation", "steps", "bytes", "active", "problem"),
 )
 """Keys of `describe_run`. Unknown values are None."""
+TAIL_BYTES = 1 << 14  # of metrics.jsonl: some of its last lines
 
 # -- the runs below a folder ------------------------------------------------------------------------------------------
 
@@ -61,12 +63,19 @@ def _has_versions(folder: Path) -> bool:
     return folder.is_dir() and any(VERSION_NAME.fullmatch(entry.name) for entry in folder.iterdir())
 
 
-def describe_run(path: Path) -> dict[str, Any]:
+def describe_run(
+    path: Path, *, locked: bool | None = None, usage: tuple[int | None, float] | None = None
+) -> dict[str, Any]:
     """Return preset, progress, newest score and size of a run as plain values, with the keys of COLUMNS.
 
     `status` is "running" (a process writes in it), "interrupted" (it has a checkpoint), "finished" (the newest artifact
     is the last epoch's evaluation), "idle", or "damaged", with the reason in `problem`. Times are ISO 8601 in UTC,
     sizes bytes on disk.
+
+    Args:
+        path: The run.
+        locked: Whether a process holds a lock of it, if the caller knows.
+        usage: Its `disk_usage`, if the caller knows.
     """
     row: dict[str, Any] = dict.fromkeys(COLUMNS) | {"name": str(path), "status": "idle"}
     run = Run.open(path, create=False)
@@ -86,15 +95,16 @@ def describe_run(path: Path) -> dict[str, Any]:
         try:
             if versions := run.versions(kind):
                 newest[kind] = run.get(kind, versions[-1])
-        except ArtifactError as error:
+        except WmError as error:
             row["problem"] = row["problem"] or str(error)
     try:
-        row |= _progress(run, newest)
-    except (ArtifactError, KeyError, TypeError, ValueError) as error:  # a manifest of an unknown shape
-        row["problem"] = row["problem"] or f"{path}: a manifest has an unknown form: {error!r}"
-    row["bytes"], changed = _disk_usage(path)
+        with damage(path):
+            row |= _progress(run, newest)
+    except WmError as error:
+        row["problem"] = row["problem"] or str(error)
+    row["bytes"], changed = disk_usage(path) if usage is None else usage
     row["active"] = datetime.fromtimestamp(changed, UTC).isoformat(timespec="seconds")
-    if any(_is_locked(folder) for folder in (path, *(path / kind for kind in KINDS))):
+    if any(map(is_locked, locked_folders(path))) if locked is None else locked:
         row["status"] = "running"
     elif row["problem"]:
         row["status"] = "damaged"
@@ -134,15 +144,21 @@ def _epoch(artifact: Artifact) -> int | None:
     return artifact.manifest["extra"].get("epoch")
 
 
-def _is_locked(folder: Path) -> bool:
+def locked_folders(run: Path) -> list[Path]:
+    """Return the folders of a run whose locks its writers hold."""
+    return [run, *(run / kind for kind in KINDS)]
+
+
+def is_locked(folder: Path) -> bool:
     """Return whether a process holds the lock of a folder.
 
     The holder's note exists only while the lock is held or after a crash. So the shared lock that this function takes
     for a moment keeps no other process out.
     """
-    if not (folder / HOLDER).exists():
-        return False
-    with suppress(OSError), (folder / LOCK).open() as file:
+    with suppress(OSError, WmError):
+        if not (folder / HOLDER).exists():
+            return False
+    with suppress(OSError, WmError), open_file(folder / LOCK) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -152,10 +168,10 @@ def _is_locked(folder: Path) -> bool:
 
 def bytes_on_disk(folder: Path) -> int:
     """Return the size of all files in a folder."""
-    return _disk_usage(folder)[0]
+    return disk_usage(folder)[0]
 
 
-def _disk_usage(folder: Path) -> tuple[int, float]:
+def disk_usage(folder: Path) -> tuple[int, float]:
     """Return the bytes of all files in a folder, and the newest time of change in seconds since 1970."""
     size, changed = 0, 0.0
     pending = [str(folder)]
@@ -170,6 +186,25 @@ def _disk_usage(folder: Path) -> tuple[int, float]:
                     else:
                         size += status.st_size
     return size, changed
+
+
+def last_record(metrics: Path) -> dict[str, Any]:
+    """Return the last complete line of a run's records; empty without one."""
+    try:
+        with open_file(metrics) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            data = file.read(TAIL_BYTES)
+    except (OSError, WmError):
+        return {}
+    return next(reversed(records_in(data)), {})
+
+
+def seconds_left(epoch: int | None, epochs: int | None, seconds: float | None) -> float | None:
+    """Estimate the time to the end of a run in its `epoch` after so many seconds of work. None if unknown."""
+    if not epoch or not epochs or seconds is None:
+        return None
+    share = (epoch - 1) / epochs  # an epoch counts when it is over
+    return seconds * (1 - share) / share if share else None
 
 
 def _at(values: Mapping[str, Any], section: str, key: str) -> Any:
@@ -232,8 +267,17 @@ def _manifest_parts(path: Path) -> dict[str, dict[str, Any]]:
     }
 
 
+def moment(text: Any) -> datetime | None:
+    """Return an ISO 8601 time with its zone; None for anything else."""
+    try:
+        time = datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        return None
+    return time if time.tzinfo is not None else None
+
+
 def seconds_of_work(records: Iterable[Mapping[str, Any]], until: datetime) -> float:
-    """Return how long processes worked on a run up to a moment. Pauses between processes do not count.
+    """Return how long processes worked on a run up to a moment. Pauses do not count, nor records without a time.
 
     Args:
         records: Of its metrics.jsonl. Lines without `began`, of older versions, count as of one process.
@@ -241,9 +285,9 @@ def seconds_of_work(records: Iterable[Mapping[str, Any]], until: datetime) -> fl
     """
     spans: dict[datetime | None, tuple[datetime, datetime]] = {}
     for record in records:
-        time = datetime.fromisoformat(record["time"])
-        if time <= until:
-            key = datetime.fromisoformat(record["began"]) if "began" in record else None
+        time = moment(record.get("time"))
+        if time is not None and time <= until:
+            key = moment(record.get("began"))
             began = spans[key][0] if key in spans else key or time
             spans[key] = began, time
     total, reached = 0.0, datetime.min.replace(tzinfo=UTC)

@@ -26,10 +26,11 @@ from typing import Any, NamedTuple
 from wmcli.artifacts.files import discard, disk_errors, make_folder, regular_files, sync_folder, write_durable
 from wmcli.artifacts.lock import exclusive
 from wmcli.artifacts.manifest import KINDS, VERSION_NAME, Artifact, open_artifact, shown
-from wmcli.artifacts.store import BEST, BINDING, Run
+from wmcli.artifacts.store import BEST, BINDING, MAX_METRICS_BYTES, Run
 from wmcli.config import canonical_json
 from wmcli.errors import ArtifactError, MachineError, UsageError, WmError
 from wmcli.progress import Bar, Progress
+from wmcli.reading import open_file, read_errors, read_file
 
 INDEX = "wm-run.json"
 FORMAT = {"format": "wm run", "schema": 1}
@@ -147,8 +148,9 @@ def push(run: Run, url: str, progress: Progress) -> dict[str, Any]:
                 " it is a copy of another run; give another URL."
             )
     _warn_of_other_runs(run, new, url, progress)
-    sent = {key: _files_of(artifact) for key, artifact in new.items()}
-    changing = {name: _of_file(run.path / name) for name in (BINDING, METRICS) if (run.path / name).exists()}
+    with disk_errors(run.path):
+        sent = {key: _files_of(artifact) for key, artifact in new.items()}
+        changing = {name: _of_file(run.path / name) for name in (BINDING, METRICS) if (run.path / name).exists()}
     before = dict(index["files"])
     todo = [(run.path / key / path.path, f"{key}/{path.path}", path) for key, files in sent.items() for path in files]
     todo += [
@@ -193,12 +195,12 @@ def _files_of(artifact: Artifact) -> list[_File]:
 
 
 def _of_file(path: Path) -> _File:
-    sha256 = _sha256(path)
+    sha256 = _sha256(path, MAX_METRICS_BYTES)
     return _File(f"files/{sha256}-{path.name}", path.stat().st_size, sha256)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+def _sha256(path: Path, limit: int | None = None) -> str:
+    with open_file(path, limit) as file, read_errors(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -253,12 +255,13 @@ def pull(url: str, folder: Path, progress: Progress) -> dict[str, Any]:
                     artifact.verify_again()
             _merge(run, index, missing, draft, url)
         finally:
-            if draft.exists():
+            with suppress(OSError):  # it would hide the error that ended the block
                 discard(draft)
     for key in missing:
         run.point_latest(key.partition("/")[0])
     if index["best"] is not None and (run.path / "controller" / index["best"]).exists():
-        run.point("controller", BEST, int(index["best"][1:]))
+        with disk_errors(folder):
+            run.point("controller", BEST, int(index["best"][1:]))
     return {"run": str(run.path), "versions": [artifact.name for artifact in versions]}
 
 
@@ -309,8 +312,9 @@ def _merge(run: Run, index: Mapping[str, Any], missing: list[str], draft: Path, 
     """Move what was fetched into the run, version by version. Metrics and settings are taken where they go on."""
     make_folder(run.path)
     with exclusive(run.path, str(run)):
-        ours = run.metrics.read_bytes() if run.metrics.exists() else b""
-        theirs = (draft / METRICS).read_bytes() if (draft / METRICS).exists() else b""
+        ours, theirs = (
+            read_file(path, MAX_METRICS_BYTES) if path.exists() else b"" for path in (run.metrics, draft / METRICS)
+        )
         if not (theirs.startswith(ours) or ours.startswith(theirs)):
             raise ArtifactError(f"{run}: its {METRICS} is not that of {url}: two different runs; give another --run.")
         for key in missing:
@@ -330,7 +334,8 @@ def _merge(run: Run, index: Mapping[str, Any], missing: list[str], draft: Path, 
 def _checked(index: Any) -> dict[str, Any]:
     """Return an index, if it has the form of one. Raises ValueError."""
     if {**index, **FORMAT} != index:
-        raise ValueError("of another format")
+        form, schema = repr(index.get("format"))[:40], repr(index.get("schema"))[:20]
+        raise ValueError(f"format {form}, schema {schema}, but this wm reads {FORMAT}; use the wm that wrote it")
     for key, version in index["versions"].items():
         if not _VERSION.fullmatch(key) or not _SHA256.fullmatch(version["digest"]):
             raise ValueError(f"version {key[:80]!r}")
@@ -354,7 +359,7 @@ def _check_file(file: Mapping[str, Any]) -> None:
 
 
 def _parts(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
+    with open_file(path) as file, read_errors(path):
         while part := file.read(CHUNK_BYTES):
             yield part
 

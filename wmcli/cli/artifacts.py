@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wmcli.cli.human import SHORT, ago, size
+from wmcli.cli.human import SHORT, ago
 from wmcli.cli.options import DEFAULT_RUN, Format, Json, RunFolder, complete_kind, refuse_both_forms
 from wmcli.cli.output import EXACT, Row, answer, chosen, emit_json
 from wmcli.cli.schema import describe
-from wmcli.errors import ArtifactError, UsageError
+from wmcli.errors import ArtifactError, MachineError, UsageError
+from wmcli.progress import size
 
 if TYPE_CHECKING:
     from wmcli.artifacts import Run
@@ -55,8 +56,8 @@ def artifacts(
 
 def _for_a_person(row: dict[str, Any]) -> Row:
     """Return a row in columns that fit a terminal of 80: state beside size, inputs without roles."""
-    if row["state"] == "damaged":
-        return {"name": row["name"], "size": "damaged"}
+    if row["state"] in ("damaged", "unreadable"):
+        return {"name": row["name"], "size": row["state"]}
     return {
         "name": row["name"],
         "age": ago(row["created"]),
@@ -78,8 +79,9 @@ def _row(run: Run, kind: str, version: int) -> dict[str, Any]:
     name = f"{kind}@{version}"
     try:
         artifact = run.resolve(name, kind)
-    except ArtifactError as error:
-        return {"name": name, "kind": kind, "version": version, "state": "damaged", "error": str(error)}
+    except (ArtifactError, MachineError) as error:
+        state = "damaged" if isinstance(error, ArtifactError) else "unreadable"
+        return {"name": name, "kind": kind, "version": version, "state": state, "error": str(error)}
     metrics = {key: artifact.metrics.get(key) for key in KEY_METRICS.get(kind, ())}
     return {
         **describe(artifact),

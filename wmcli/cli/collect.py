@@ -20,6 +20,7 @@ from wmcli.cli.options import (
     RunFolder,
     Seed,
     Set,
+    Trust,
     complete_actor,
     overrides,
 )
@@ -76,6 +77,7 @@ def collect(
     ] = None,
     fresh: Fresh = False,
     as_json: Json = False,
+    trust: Trust = False,
     quiet: Quiet = False,
 ) -> None:
     """Play the environment and append the experience to the run.
@@ -92,7 +94,7 @@ def collect(
     short = {"seed": seed, "training.device": device, "environment.id": environment}
     short |= {"collect.policy": policy, "collect.episodes": episodes, "collect.on": where}
     changes = overrides(settings, short)
-    context = open_context(run, preset, changes, create=True, quiet=quiet, fresh=fresh)
+    context = open_context(run, preset, changes, create=True, quiet=quiet, fresh=fresh, trust=trust)
     if address is not None:
         if getattr(context.settings.collect, "on", "here") != "ray":
             raise UsageError("--address is that of a Ray cluster: add --on ray.")

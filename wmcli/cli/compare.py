@@ -154,7 +154,7 @@ def _check(
         raise UsageError("--against compares two sets of runs: omit --by and --curves.")
     if protocol.needs == "dynamics" and (against or by or priors or profiles):
         raise UsageError(f"--protocol {protocol.name} scores dynamics: omit --against, --by, --priors and --profiles.")
-    if curves and protocol.needs == "dynamics" and protocol.draw_curves is None:
+    if curves and protocol.needs == "dynamics" and protocol.plot_curves is None:
         raise UsageError(f"--protocol {protocol.name} has no curves: omit --curves.")
     if strips and protocol.draw_strips is None:
         raise UsageError(f"--protocol {protocol.name} has no strips: add --protocol generation.")
@@ -178,6 +178,7 @@ def _draw(
     strips: Path | None,
 ) -> None:
     """Draw the pictures that have a file."""
+    from wmcli.report.plots import write_figure
     from wmcli.stages.score_pictures import compare_priors, draw_profiles, draw_returns
 
     if profiles:
@@ -186,8 +187,8 @@ def _draw(
         compare_priors(scores, priors)
     if strips and protocol.draw_strips:
         protocol.draw_strips([score.run for score in scores], strips)
-    if curves and protocol.draw_curves:
-        protocol.draw_curves([score.evaluation for score in scores], curves)
+    if curves and protocol.plot_curves:
+        write_figure(curves, protocol.plot_curves([score.evaluation for score in scores]))
     elif curves:
         draw_returns(scores, by, curves, progress, over)
 
@@ -207,8 +208,9 @@ def _compare_sweep(
     """Compare the variants of a sweep: tables of games, aggregates and cost, and pictures."""
     from wmcli.report.files import check_target
     from wmcli.stages.score_pictures import draw_group_profiles, draw_lines
+    from wmcli.stages.variants import AGGREGATES, COLUMNS, COST, games_table, variants_table
     from wmcli.sweeps.plan import read_sweep
-    from wmcli.sweeps.tables import AGGREGATES, COLUMNS, COST, compare_sweep, games_table, variants_table
+    from wmcli.sweeps.tables import compare_sweep
 
     for picture in filter(None, (curves, profiles)):
         check_target(picture, (".png", ".svg", ".pdf"))

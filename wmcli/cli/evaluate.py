@@ -22,6 +22,7 @@ from wmcli.cli.options import (
     RunFolder,
     Seed,
     Set,
+    Trust,
     is_default,
     may_create,
     overrides,
@@ -68,6 +69,7 @@ def evaluate(
     fresh: Fresh = False,
     force: Force = False,
     as_json: Json = False,
+    trust: Trust = False,
     quiet: Quiet = False,
 ) -> None:
     """Score the controller of one run over complete episodes, or its dynamics with --protocol.
@@ -98,7 +100,7 @@ def evaluate(
         short["evaluation.episodes"] = episodes
         inputs = {"dynamics": dynamics} | ({"experience": experience} if choice.reads_experience else {})
     changes, create = overrides(settings, short), may_create(inputs[choice.needs])
-    opened = open_context(run, preset, changes, create=create, quiet=quiet, fresh=fresh, force=force)
+    opened = open_context(run, preset, changes, create=create, quiet=quiet, fresh=fresh, force=force, trust=trust)
     report(choice.evaluate(opened, **inputs), as_json, quiet)
 
 

@@ -1,19 +1,10 @@
-"""Sizes, times and counts in short form."""
+"""Times and counts in short form."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 
 SHORT = 7  # digits of a digest that distinguish versions
-
-
-def size(number: float) -> str:
-    """Return bytes in two or three digits: `3.8 MB`. Units are powers of 1,000."""
-    units = iter(("B", "kB", "MB", "GB", "TB"))
-    unit = next(units)
-    while number >= 999.5 and unit != "TB":
-        number, unit = number / 1000, next(units)
-    return f"{number:.1f} {unit}" if number < 9.95 and unit != "B" else f"{number:,.0f} {unit}"
 
 
 def ago(time: str) -> str:

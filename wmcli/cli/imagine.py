@@ -20,6 +20,7 @@ from wmcli.cli.options import (
     RunFolder,
     Seed,
     Set,
+    Trust,
     may_create,
     overrides,
     refuse_both,
@@ -42,6 +43,7 @@ def imagine(
     more: More = False,
     force: Force = False,
     as_json: Json = False,
+    trust: Trust = False,
     quiet: Quiet = False,
 ) -> None:
     """Train the controller in imagination, inside the dynamics model.
@@ -57,5 +59,7 @@ def imagine(
 
     changes = overrides(settings, {"seed": seed, "training.device": device, "controller.updates": updates})
     create = may_create(dynamics, experience)
-    context = open_context(run, preset, changes, create=create, quiet=quiet, fresh=fresh, force=force, more=more)
+    context = open_context(
+        run, preset, changes, create=create, quiet=quiet, fresh=fresh, force=force, more=more, trust=trust
+    )
     published(stage(context, dynamics=dynamics, experience=experience), as_json)

@@ -19,6 +19,7 @@ from wmcli.cli.options import (
     RunFolder,
     Seed,
     Set,
+    Trust,
     overrides,
 )
 from wmcli.cli.output import published
@@ -72,6 +73,7 @@ def import_(
         ),
     ] = False,
     as_json: Json = False,
+    trust: Trust = False,
     quiet: Quiet = False,
 ) -> None:
     """Read recorded experience and append it to the run.
@@ -91,5 +93,5 @@ def import_(
     changes = overrides(settings, short)
     importing = Importing(source, form, size, tuple(part or ()), actions, held_out, shuffled, drop_last)
     changes += importing.defaults(run, changes)
-    context = open_context(run, preset, changes, create=True, quiet=quiet)
+    context = open_context(run, preset, changes, create=True, quiet=quiet, trust=trust)
     published(import_experience(context, importing), as_json)

@@ -24,6 +24,7 @@ from wmcli.cli.options import (
     RunFolder,
     Seed,
     Set,
+    Trust,
     complete_preset,
     overrides,
 )
@@ -77,6 +78,7 @@ def run(
         ),
     ] = None,
     as_json: Json = False,
+    trust: Trust = False,
     quiet: Quiet = False,
 ) -> None:
     """Collect, train and imagine for all epochs of a preset, then evaluate.
@@ -117,6 +119,7 @@ def run(
         force=force,
         bind=True,
         from_epoch=from_epoch,
+        trust=trust,
     )
     artifact = run_loop(context, importing=importing)
     if artifact.kind == "evaluation":

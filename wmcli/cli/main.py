@@ -8,13 +8,14 @@ go on), 130 / 143 interrupted at once, 141 the reader of the pipe went away.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,6 +28,7 @@ from wmcli.cli import (
     compare,
     convert_lpips,
     diff,
+    doctor,
     envs,
     evaluate,
     export,
@@ -38,16 +40,22 @@ from wmcli.cli import (
     presets,
     profile,
     push,
+    report,
     runs,
     settings,
     sweep,
     train_dynamics,
     train_tokenizer,
+    upgrade,
     verify,
+    watch,
 )
 from wmcli.cli.command import Command, Group
+from wmcli.cli.options import refuse_odd_words
+from wmcli.cli.output import silence_stdout
 from wmcli.errors import MachineError, UsageError, WmError
 from wmcli.interrupt import stop_requests
+from wmcli.reading import REMEDY, is_out_of_memory
 
 INTERRUPTED = 130
 READER_GONE = 141
@@ -80,12 +88,16 @@ SHARED = ("run", "train-tokenizer", "train-dynamics", "imagine")
 """Commands that train on several processes under `torchrun`."""
 REPORTS: dict[str, Callable[..., None]] = {
     "compare": compare.compare,
+    "report": report.report,
     "runs": runs.runs,
+    "watch": watch.watch,
     "diff": diff.diff,
     "artifacts": artifacts.artifacts,
     "lineage": lineage.lineage,
     "verify": verify.verify,
     "clean": clean.clean,
+    "upgrade": upgrade.upgrade,
+    "doctor": doctor.doctor,
     "envs": envs.envs,
     "settings": settings.settings,
 }
@@ -128,9 +140,14 @@ def main() -> None:
         if getattr(sys, stream) is None:  # closed by the caller, as in `wm collect >&-`
             setattr(sys, stream, Path(os.devnull).open("w"))  # noqa: SIM115 (open to the end of the process)
     _keep_stdout_for_results()
+    _let_stderr_fail()
     if ranks.is_launched():
         sys.exit(_run_as_rank(sys.argv[1:]))
-    sys.exit(bash_words.answer(lambda: run([])) if bash_words.is_completing() else run(sys.argv[1:]))
+    code = bash_words.answer(lambda: run([])) if bash_words.is_completing() else run(sys.argv[1:])
+    with suppress(OSError):  # Python tells of it at the exit
+        sys.stdout.flush()
+        sys.stdout = sys.stderr  # what an environment prints at the exit is no result
+    sys.exit(code)
 
 
 def _run_as_rank(arguments: Sequence[str]) -> int:
@@ -160,12 +177,33 @@ def _keep_stdout_for_results() -> None:
     os.dup2(sys.stderr.fileno(), ours.fileno())
 
 
+class _Talk(io.FileIO):
+    """Standard error. What cannot be written, as on a full disk, is lost: it ends no work."""
+
+    def write(self, data: Any) -> int:
+        with suppress(OSError):
+            return super().write(data) or 0
+        return len(data)
+
+
+def _let_stderr_fail() -> None:
+    """Let talk for people be lost where it cannot be written, whoever writes it."""
+    ours = sys.stderr
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(  # type: ignore[misc]
+        _Talk(ours.fileno(), "w", closefd=False),
+        ours.encoding,
+        ours.errors,
+        write_through=True,
+    )
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code.
 
     An error is one line on stderr. A defect of ours shows its traceback.
     """
     try:
+        refuse_odd_words(arguments)
         with stop_requests() if arguments[:1] and arguments[0] in RESUMED else nullcontext():
             returned = typer.main.get_command(app).main(args=list(arguments), prog_name="wm", standalone_mode=False)
     except SystemExit as error:
@@ -193,29 +231,27 @@ def run(arguments: Sequence[str]) -> int:
 
 def _from_machine(arguments: Sequence[str], error: Exception) -> int:
     """Report an error of memory, disk or permissions in one line. Any other is a defect and shows its traceback."""
-    if _out_of_memory(error):
-        message = "out of memory: make this stage's batch smaller with --set (see the keys: wm presets show NAME)."
+    if is_out_of_memory(error):
+        reason = f" ({' '.join(str(error).splitlines()[0].split())[:200]})" if str(error) else ""
+        message = (
+            f"out of memory: make this stage's batch smaller with --set (see the keys: wm presets show NAME){reason}."
+        )
         return _complain(arguments, message, MachineError.exit_code)
     if isinstance(error, OSError):
         where = f": {error.filename}" if error.filename else ""
+        if error.errno == errno.ENAMETOOLONG:
+            return _complain(arguments, f"{os.strerror(error.errno).lower()}{where[:100]}", UsageError.exit_code)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             message = f"{error.strerror}{where}: free some space and run the same command again."
-            _silence_stdout()
+            silence_stdout()
             return _complain(arguments, message, MachineError.exit_code)
         if isinstance(error, PermissionError) or error.errno == errno.EROFS:
             return _complain(arguments, f"{error.strerror}{where}", UsageError.exit_code)
+        if error.errno in REMEDY:
+            message = f"{error.strerror}{where}: {REMEDY[error.errno]}, then run the same command again."
+            return _complain(arguments, message, MachineError.exit_code)
     traceback.print_exception(error)
     return _complain(arguments, "this is a defect of wm; please report it with the lines above.", 1)
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """Return whether an error is Python's, CUDA's or torch's CPU allocator's for lack of memory."""
-    if isinstance(error, MemoryError):
-        return True
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def _command(arguments: Sequence[str]) -> str:
@@ -230,7 +266,9 @@ def _complain(arguments: Sequence[str], message: str, code: int) -> int:
     Several ranks fail alike, and the first one says so; what may be the matter with a single one, each says.
     """
     if ranks.is_first() or code in (1, MachineError.exit_code):
-        typer.echo(f"{_command(arguments)}: {' '.join(message.split())}", err=True)
+        message = " ".join(message.split()).encode(errors="backslashreplace").decode()
+        with suppress(OSError):
+            typer.echo(f"{_command(arguments)}: {message}", err=True)
     return code
 
 
@@ -239,11 +277,5 @@ def _interrupted(arguments: Sequence[str]) -> int:
 
 
 def _reader_gone() -> int:
-    _silence_stdout()
+    silence_stdout()
     return READER_GONE
-
-
-def _silence_stdout() -> None:
-    """Discard stdout's buffer, so that Python does not fail on it again at exit."""
-    if sys.stdout is sys.__stdout__:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -198,6 +199,15 @@ Teacher = Annotated[
     _reference("--controller", "For planning: controller whose reanalysis gives the targets, or none"),
 ]
 
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Import the code that a run from elsewhere names (environment.id=module:Id). Remembered.",
+        rich_help_panel=RUN_PANEL,
+    ),
+]
+
 Fresh = Annotated[
     bool,
     typer.Option("--fresh", help="Start again instead of resuming interrupted work.", rich_help_panel=REPEAT_PANEL),
@@ -227,6 +237,40 @@ Quiet = Annotated[
 
 
 # -- values of options ------------------------------------------------------------------------------------------------
+
+
+LONGEST_WORD = 1 << 16
+"""Characters of one word of a command line."""
+
+
+def refuse_odd_words(arguments: Sequence[str]) -> None:
+    """Check the words of a command line, before anything takes an empty one for one that was not given.
+
+    Raises:
+        UsageError: A word, the value of an option or WM_RUN is empty, or has characters that no name or value has.
+    """
+    before = ""
+    for word in arguments:
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        option = option or (before if before.startswith("-") else "")
+        if not (value.strip() or (word.startswith("--") and not equals)):
+            raise UsageError(f"{option or 'an argument'} is empty: give a value, or leave it out.")
+        _check_text(word, option or "an argument", is_setting=option == "--set")
+        before = word
+    if "WM_RUN" in os.environ:
+        if not os.environ["WM_RUN"].strip():
+            raise UsageError("WM_RUN is empty: give it a folder, or unset it.")
+        _check_text(os.environ["WM_RUN"], "WM_RUN")
+
+
+def _check_text(text: str, where: str, *, is_setting: bool = False) -> None:
+    """Raise UsageError if a text has characters of no name; values of settings may have several lines."""
+    if len(text) > LONGEST_WORD:
+        raise UsageError(f"{where}: {len(text)} characters, more than {LONGEST_WORD}.")
+    odd = next((c for c in text if ord(c) < 32 and not (is_setting and c in "\t\n\r") or 0xD800 <= ord(c) < 0xE000), "")
+    if odd:
+        what = "bytes that are no UTF-8" if ord(odd) >= 0xD800 else f"the control character {odd!r}"
+        raise UsageError(f"{where}: {text[:80]!r} has {what}; names and values have neither.")
 
 
 def overrides(texts: Sequence[str] | None, short: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -22,6 +23,7 @@ import typer
 
 from wmcli import ranks
 from wmcli.cli.schema import describe
+from wmcli.errors import MachineError
 
 if TYPE_CHECKING:
     from wmcli.artifacts import Artifact
@@ -39,20 +41,43 @@ _ENDLESS = 100_000  # characters
 
 def line(text: str) -> None:
     """Print one line on stdout."""
-    typer.echo(text)
+    _print(text)
 
 
 def emit_json(value: Any) -> None:
     """Print one JSON document, indented on a terminal. NaN and infinity, which JSON lacks, become null."""
-    typer.echo(json.dumps(_finite(value), indent=2 if sys.stdout.isatty() else None, allow_nan=False))
+    _print(_json(value))
 
 
 def published(artifact: Artifact, as_json: bool) -> None:
-    """Print the path of a published artifact, or its record as JSON."""
-    if as_json:
-        emit_json(describe(artifact))
-    else:
-        line(str(artifact.path))
+    """Print the path of a published artifact, or its record as JSON.
+
+    Raises:
+        MachineError: It cannot be printed. The work is done all the same, and another command would do it twice.
+    """
+    about = f"{artifact.name} was published, so do not run the command again: {artifact.path}"
+    _print(_json(describe(artifact)) if as_json else str(artifact.path), about)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(_finite(value), indent=2 if sys.stdout.isatty() else None, allow_nan=False)
+
+
+def _print(text: str, done: str = "free some space, or send it elsewhere") -> None:
+    """Print a text on stdout. Raises MachineError if that is full, with what to do then."""
+    try:
+        typer.echo(text)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        silence_stdout()
+        raise MachineError(f"standard output: {error.strerror}; {done}") from None
+
+
+def silence_stdout() -> None:
+    """Discard stdout's buffer, so that Python does not fail on it again at exit."""
+    if sys.stdout is sys.__stdout__:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
 
 
 def chosen(form: Form | None) -> Form:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from wmcli.cli.human import count, size
-from wmcli.cli.options import DEFAULT_RUN, Device, Force, Json, Preset, Quiet, RunFolder, Seed, Set, overrides
+from wmcli.cli.human import count
+from wmcli.cli.options import DEFAULT_RUN, Device, Force, Json, Preset, Quiet, RunFolder, Seed, Set, Trust, overrides
 from wmcli.cli.output import Row, answer, draw_beside, emit_json, line, published
 from wmcli.errors import UsageError
-from wmcli.progress import duration
+from wmcli.progress import duration, size
 
 if TYPE_CHECKING:
     from wmcli.artifacts import Artifact
@@ -86,6 +86,7 @@ def profile(
     ] = False,
     force: Force = False,
     as_json: Json = False,
+    trust: Trust = False,
     quiet: Quiet = False,
 ) -> None:
     """Measure time and memory of each stage and kernel, beside the limits of the machine.
@@ -127,7 +128,7 @@ def profile(
     from wmcli.stages.opening import open_context
     from wmcli.stages.profile import profile as stage
 
-    context = open_context(run, preset, changes, create=True, quiet=quiet or estimate, force=force)
+    context = open_context(run, preset, changes, create=True, quiet=quiet or estimate, force=force, trust=trust)
     if estimate:
         from wmcli.stages.profile_cycle import estimate_run
 

@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from wmcli.cli.human import ago, count, size
+from wmcli.cli.human import ago, count
 from wmcli.cli.options import Format, Json, refuse_both_forms
 from wmcli.cli.output import EXACT, Row, answer, chosen, emit_json
+from wmcli.progress import size
 
 RUNS = Path("runs")
 SHOWN = ("name", "status", "epoch", "score", "steps", "active", "environment", "preset", "size", "seed")

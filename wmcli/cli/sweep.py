@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from wmcli.cli.command import Command, Group
-from wmcli.cli.human import size
 from wmcli.cli.options import REPEAT_PANEL, Format, Json, Quiet, refuse_both_forms
 from wmcli.cli.output import EXACT, Row, answer, chosen, draw_table, emit_json, filled, line
 from wmcli.errors import UsageError
-from wmcli.progress import duration
+from wmcli.progress import duration, size
 
 if TYPE_CHECKING:
     from wmcli.sweeps.plan import Sweep

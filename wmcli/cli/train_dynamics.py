@@ -22,6 +22,7 @@ from wmcli.cli.options import (
     Set,
     Teacher,
     Tokenizer,
+    Trust,
     may_create,
     overrides,
     refuse_both,
@@ -44,6 +45,7 @@ def train_dynamics(
     more: More = False,
     force: Force = False,
     as_json: Json = False,
+    trust: Trust = False,
     quiet: Quiet = False,
 ) -> None:
     """Train the dynamics model on the collected frames.
@@ -61,5 +63,7 @@ def train_dynamics(
     short = {"seed": seed, "training.device": device, "backbone.kind": backbone, "dynamics.updates": updates}
     create = may_create(tokenizer, experience)
     changes = overrides(settings, short)
-    context = open_context(run, preset, changes, create=create, quiet=quiet, fresh=fresh, force=force, more=more)
+    context = open_context(
+        run, preset, changes, create=create, quiet=quiet, fresh=fresh, force=force, more=more, trust=trust
+    )
     published(stage(context, tokenizer=tokenizer, experience=experience, controller=controller), as_json)

@@ -19,6 +19,7 @@ from wmcli.cli.options import (
     RunFolder,
     Seed,
     Set,
+    Trust,
     may_create,
     overrides,
     refuse_both,
@@ -40,6 +41,7 @@ def train_tokenizer(
     more: More = False,
     force: Force = False,
     as_json: Json = False,
+    trust: Trust = False,
     quiet: Quiet = False,
 ) -> None:
     """Train the tokenizer on the collected frames.
@@ -53,5 +55,7 @@ def train_tokenizer(
 
     changes = overrides(settings, {"seed": seed, "training.device": device, "tokenizer.updates": updates})
     create = may_create(experience)
-    context = open_context(run, preset, changes, create=create, quiet=quiet, fresh=fresh, force=force, more=more)
+    context = open_context(
+        run, preset, changes, create=create, quiet=quiet, fresh=fresh, force=force, more=more, trust=trust
+    )
     published(stage(context, experience=experience), as_json)

@@ -9,7 +9,7 @@ import typer
 from wmcli.cli.lineage import find
 from wmcli.cli.options import DEFAULT_RUN, Format, Json, RunFolder, complete_reference, refuse_both_forms
 from wmcli.cli.output import answer, emit_json
-from wmcli.errors import ArtifactError
+from wmcli.errors import ArtifactError, MachineError
 
 
 def verify(
@@ -25,7 +25,7 @@ def verify(
 
     States: ok; pruned (only manifest and pictures remain); damaged (files differ from
     the manifest); damaged pictures (still usable); unusable (an input is
-    damaged).
+    damaged); unreadable (the disk or the permissions fail).
 
     Examples:
         wm verify dynamics@3 --run runs/catch
@@ -45,4 +45,8 @@ def verify(
         answer(rows, ["name", "state", "detail"], form)
     bad = [f"{row['name']} {row['state']}" for row in rows if row["state"] not in ("ok", "pruned")]
     if bad:
-        raise ArtifactError(f"{len(bad)} of {len(rows)} artifacts failed: {', '.join(bad)}.")
+        failed = f"{len(bad)} of {len(rows)} artifacts failed: {', '.join(bad)}."
+        unread = [row["detail"] for row in rows if row["state"] == "unreadable"]
+        if unread and not any(row["state"].startswith("damaged") for row in rows):
+            raise MachineError(f"{failed} {unread[0]}")
+        raise ArtifactError(failed)

@@ -1,6 +1,6 @@
 """Sections and their validation, presets, overrides, migrations, and the identities of jobs."""
 
-from wmcli.config.digests import canonical_json, digest
+from wmcli.config.digests import canonical_json, digest, is_deeper
 from wmcli.config.identity import Identity
 from wmcli.config.kinds import KINDS, chosen_by_kind, kinds_above, names_kind
 from wmcli.config.migrations import SCHEMA, check_schema, new_name, upgrade, upgrade_override
@@ -14,7 +14,7 @@ from wmcli.config.presets import (
     read_preset,
 )
 from wmcli.config.sections import Section, did_you_mean, problem, validate
-from wmcli.config.tables import flat, merge, nested, parse_override
+from wmcli.config.tables import flat, format_override, merge, nested, parse_override
 from wmcli.config.toml import MAX_TOML_BYTES, read_toml, to_toml
 
 __all__ = [
@@ -30,6 +30,8 @@ __all__ = [
     "did_you_mean",
     "digest",
     "flat",
+    "format_override",
+    "is_deeper",
     "is_file",
     "kinds_above",
     "lay_over",

@@ -16,7 +16,8 @@ from wmcli.config.migrations import keys_of_kind, refuse_old_keys
 from wmcli.config.sections import did_you_mean, one_line
 from wmcli.config.tables import merge
 from wmcli.config.toml import MAX_TOML_BYTES, read_toml
-from wmcli.errors import UsageError
+from wmcli.errors import ArtifactError, UsageError
+from wmcli.reading import read_file
 
 PRESET_HEADER = ("about", "paper", "system", "cost", "base")
 """Keys of the header: description, publication, system, duration of a run, and the preset to start from."""
@@ -52,10 +53,8 @@ def read_preset(name: str) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
-        if path.stat().st_size > MAX_TOML_BYTES:
-            raise UsageError(f"{path}: larger than {MAX_TOML_BYTES} bytes, so it is no preset.")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_file(path, MAX_TOML_BYTES, links=True).decode()
+    except (ArtifactError, OSError, ValueError) as error:
         raise UsageError(f"preset {path}: {getattr(error, 'strerror', None) or error}") from None
 
 

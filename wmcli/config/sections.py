@@ -83,9 +83,29 @@ def validate(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         UsageError: A value is wrong. The message names the key, the problem and the nearest key.
     """
     try:
-        return kind.model_validate_json(json.dumps(values, default=str))  # str: TOML has dates, but no setting does
+        plain = _numbers(values, where)
+        return kind.model_validate_json(json.dumps(plain, default=str))  # str: TOML has dates, but no setting does
     except ValidationError as error:
         raise UsageError(f"{where}: {problem(kind, values, error)}") from None
+
+
+LARGEST = 2**63 - 1
+"""Of the whole numbers in settings: what arrays can count."""
+
+
+def _numbers(value: Any, where: str, key: str = "") -> Any:
+    """Return plain values with -0.0 as 0.0, which is equal but would identify another job.
+
+    Raises:
+        UsageError: A whole number is too large.
+    """
+    if isinstance(value, Mapping):
+        return {name: _numbers(each, where, f"{key}.{name}" if key else str(name)) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_numbers(each, where, key) for each in value]
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise UsageError(f"{where}: {one_line(key)}: a number of more digits than wm counts with ({LARGEST} is most).")
+    return value + 0.0 if isinstance(value, float) else value
 
 
 def problem(kind: type[BaseModel], values: Mapping[str, Any], error: ValidationError) -> str:

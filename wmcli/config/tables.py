@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,6 +27,14 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     except (ValueError, RecursionError):
         return path, value
     return path, table["value"] if len(table) == 1 else value  # a second line could have made a second key
+
+
+def format_override(key: str, value: Any) -> str:
+    """Return the text that `parse_override` reads as a value: a plain one where that is no other TOML value."""
+    if isinstance(value, str) and parse_override(f"key={value}")[1] == value:
+        return f"{key}={value}"
+    text = json.dumps(value, ensure_ascii=False)  # which is TOML for numbers, booleans, lists, and texts but for this:
+    return f"{key}={text}".replace("\x7f", "\\u007f")
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

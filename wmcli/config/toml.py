@@ -8,6 +8,7 @@ from typing import Any
 
 import tomli_w
 
+from wmcli.config.digests import is_deeper
 from wmcli.errors import UsageError
 
 MAX_TOML_BYTES = 1 << 18  # a preset is a page; a larger file is a mistake, or hostile to the parser
@@ -29,9 +30,12 @@ def read_toml(text: str, where: str) -> dict[str, Any]:
     if any(line.count(".") > MAX_TOML_DOTS for line in text.splitlines()):
         raise UsageError(f"{where}: a line with more than {MAX_TOML_DOTS} dots, so it is no settings file.")
     try:
-        return tomllib.loads(text)
+        values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits raises a plain ValueError
         raise UsageError(f"{where}: not valid TOML: {error}") from None
+    if is_deeper(values, MAX_TOML_DOTS):
+        raise UsageError(f"{where}: nested more than {MAX_TOML_DOTS} deep, so it is no settings file.")
+    return values
 
 
 def to_toml(values: Mapping[str, Any]) -> str:

@@ -145,6 +145,8 @@ class ActorCriticSettings(ControllerSettings):
     """Decoupled weight decay of every parameter; adam has none."""
     clip: float = Field(100.0, gt=0)
     """Largest norm of the gradient of all parameters."""
+    skip_gradients_above: float = Field(0.0, ge=0)
+    """Skip an update whose gradient norm is above this many times the median of the last 101; 0 skips none."""
     agc: float = Field(0.0, ge=0)
     """Adaptive gradient clipping: largest norm of a tensor's gradient as a share of the tensor's own, 0.3 in DreamerV3;
     0 for none."""
@@ -296,27 +298,15 @@ class ActorCritic(Learner):
         inputs = feature if self.normalizer is None else self.normalizer(feature)
         return self.distribution.parameters(_run(self.actor, inputs), self.settings.action_unimix)
 
-    def initial_state(self, batch: int) -> State:
-        """Return an empty state."""
-        return ()
-
-    def clear_rows(self, state: State, reset: Tensor) -> State:
-        """Return `state`, which is empty."""
-        return state
-
     def decide(
         self, world_model: WorldModel, world_state: State, state: State, generator: torch.Generator | None = None
     ) -> tuple[Tensor, State]:
         """Return the policy's parameters (B, P) for the last perceived frame. The normalizer is not updated."""
         return self.policy(self._read_features(world_model, world_state)), state
 
-    def follow(self, action: Tensor, state: State) -> State:
-        """Return `state`, which is empty."""
-        return state
-
-    def burn_in(self, world_model: WorldModel, world_state: State, action: Tensor, state: State) -> State:
-        """Return `state`, which is empty."""
-        return state
+    def value(self, world_model: WorldModel, world_state: State, state: State) -> Tensor:
+        """Return the value (B,) of the last perceived frame. The critic reads features as they are."""
+        return two_hot.decode(_run(self.critic, self._read_features(world_model, world_state)), self.settings.two_hot)
 
     # -- learning ---
 

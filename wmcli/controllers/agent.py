@@ -11,20 +11,42 @@ space, see `wmcli.spaces`.
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from wmcli.controllers.base import Controller, SearchSummary, State
 from wmcli.controllers.random_actions import HeldActions
 from wmcli.errors import ArtifactError
 from wmcli.nn.actions import no_action, no_observation, put_observation, random_actions, where_rows
+from wmcli.nn.categorical import uniform
 from wmcli.spaces import ActionSpace, Continuous, map_parts, to_action_space
 from wmcli.transfer import to_device
 from wmcli.world_models.base import ImaginedStep, WorldModel
+
+
+class Decision(NamedTuple):
+    """A controller's decision on the current frames of E environments, before an action is taken."""
+
+    parameters: Tensor
+    """(E, P), those of the policy."""
+    choice: Tensor
+    """(E, ...): the actions that it chose, on the host."""
+    state: State
+    """Of the controller, after the frames."""
+
+
+class Snapshot(NamedTuple):
+    """Everything that changes in an agent."""
+
+    world_state: State
+    state: State
+    previous_action: Tensor
+    is_first: Tensor
+    generator: Tensor
 
 
 class Agent:
@@ -90,35 +112,59 @@ class Agent:
         self._perceive(self._put_parts(observation), self._put(is_first) | self._is_first)
         self._is_first = torch.zeros_like(self._is_first)
 
-    @torch.no_grad()
     def decide(self, instead: np.ndarray | None = None) -> np.ndarray:
         """Return actions (E, ...) for the last perceived or imagined observations; `instead` replaces them."""
+        return self.take(self.consider(), instead)
+
+    @torch.no_grad()
+    def consider(self) -> Decision:
+        """Decide on the last perceived or imagined observations, without taking an action. `take` comes next."""
         generator = self.generator if self.explore else None
         parameters, state = self.controller.decide(self.world_model, self._world_state, self._state, generator)
         self._search_summary = self.controller.summarize_search(state)
         choice = self.controller.choose(parameters, state, self.temperature, self.generator)
         if isinstance(self.world_model.action_space, Continuous):  # a normal policy also draws numbers out of bounds
             choice = choice.clamp(-1, 1)
-        executed_action = choice
+        return Decision(parameters, choice, state)
+
+    @torch.no_grad()
+    def take(self, decision: Decision, instead: np.ndarray | None = None) -> np.ndarray:
+        """Return the actions (E, ...) to execute after `consider`; `instead` replaces them."""
+        choice = executed_action = decision.choice
         if self._held is not None:
             executed_action = self._held.replace(choice, self.epsilon, self.generator)
         elif self.epsilon > 0:
             count = (len(choice),)
-            uniform = random_actions(self.world_model.action_space, count, self.generator)
-            executed_action = where_rows(torch.rand(count, generator=self.generator) < self.epsilon, uniform, choice)
+            anything = random_actions(self.world_model.action_space, count, self.generator)
+            executed_action = where_rows(torch.rand(count, generator=self.generator) < self.epsilon, anything, choice)
         if instead is not None:
             executed_action = torch.as_tensor(instead, dtype=choice.dtype)
-        self._state = self.controller.follow(self._put(executed_action if self.feed_executed_action else choice), state)
+        followed = executed_action if self.feed_executed_action else choice
+        self._state = self.controller.follow(self._put(followed), decision.state)
         self._previous_action = self._put(executed_action)
         return executed_action.numpy().copy()  # a copy: the agent keeps `executed_action`
 
     @torch.no_grad()
-    def imagine(self) -> ImaginedStep:
+    def value(self) -> Tensor | None:
+        """Return the controller's value (E,) of the last perceived or imagined observations; None without one."""
+        return self.controller.value(self.world_model, self._world_state, self._state)
+
+    @torch.no_grad()
+    def latent(self) -> Tensor:
+        """Return the latents (E, ...) of the last perceived or imagined observations."""
+        return self.world_model.latent(self._world_state)
+
+    @torch.no_grad()
+    def imagine(self, generator: torch.Generator | None = None) -> ImaginedStep:
         """Take the last actions in the world model instead of an environment; `decide` acts on the result.
 
-        Samples come from torch's global generator.
+        Samples come from a generator on the CPU; None is torch's global one.
         """
-        imagined, self._world_state = self.world_model.imagine(self._world_state, self._previous_action)
+        uniforms = None
+        if generator is not None:
+            shape = len(self._is_first), self.world_model.uniforms_per_step
+            uniforms = uniform(shape, self.device, generator)
+        imagined, self._world_state = self.world_model.imagine(self._world_state, self._previous_action, uniforms)
         return imagined
 
     @torch.no_grad()
@@ -135,6 +181,22 @@ class Agent:
         both = torch.cat((policy, value[:, None]), 1).cpu().numpy()  # one copy waits once
         columns = {"policy": both[:, :-1], "value": both[:, -1]}
         return columns if sampled is None else columns | {"sampled": sampled.cpu().numpy()}
+
+    def snapshot(self) -> Snapshot:
+        """Return a copy of everything that changes while playing or imagining, in memory. Not with `hold`.
+
+        For a checkpoint on disk, which holds real frames alone, see `state`.
+        """
+        assert self._held is None
+        changing = self._world_state, self._state, self._previous_action, self._is_first, self.generator.get_state()
+        return Snapshot(*(tree_map_only(Tensor, torch.clone, each) for each in changing))
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Continue exactly where an agent of the same models was when it returned this snapshot."""
+        changing = (tree_map_only(Tensor, torch.clone, each) for each in snapshot[:-1])  # caches are written in place
+        self._world_state, self._state, self._previous_action, self._is_first = changing
+        self.generator.set_state(snapshot.generator)
+        self._search_summary = None
 
     @torch.no_grad()
     def burn_in(self, observation: Any, action: np.ndarray | Tensor, valid: np.ndarray | Tensor) -> None:

@@ -121,13 +121,16 @@ class Controller(nn.Module, ABC):
 
     # -- acting on one frame, batched over rows ---
 
-    @abstractmethod
     def initial_state(self, batch: int) -> State:
-        """Return the state before the first frame of an episode, for `batch` rows, on the controller's device."""
+        """Return the state before the first frame of an episode, for `batch` rows, on the controller's device.
 
-    @abstractmethod
+        By default it is empty, and stays so.
+        """
+        return ()
+
     def clear_rows(self, state: State, reset: Tensor) -> State:
         """Return `state` with the rows where `reset` (B,) is True at the initial state."""
+        return state
 
     @abstractmethod
     def decide(
@@ -155,17 +158,21 @@ class Controller(nn.Module, ABC):
         """
         return self.distribution.choose(parameters.cpu(), temperature, generator)
 
+    def value(self, world_model: WorldModel, world_state: State, state: State) -> Tensor | None:
+        """Return the value (B,) float32 of the last perceived frame, before `decide`; None if none was learned."""
+        return None
+
     def summarize_search(self, state: State) -> SearchSummary | None:
         """Return policy and value of the search in the last `decide`. None if it did not search."""
         return None
 
-    @abstractmethod
     def follow(self, action: Tensor, state: State) -> State:
         """Update the state by the action (B,) that was taken after the last decision."""
+        return state
 
-    @abstractmethod
     def burn_in(self, world_model: WorldModel, world_state: State, action: Tensor, state: State) -> State:
         """Update the state by one real frame and the action (B,) taken on it, without a decision."""
+        return state
 
 
 class Learner(Controller):

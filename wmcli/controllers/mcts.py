@@ -25,7 +25,17 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from wmcli import ranks
 from wmcli.controllers.base import Controller, ControllerSettings, SearchSummary, State
-from wmcli.kernels.tree_search import ROOT, PolicyOutput, SearchNoise, SearchRule, backup, plant, select, summarize
+from wmcli.kernels.tree_search import (
+    ROOT,
+    PolicyOutput,
+    SearchNoise,
+    SearchRule,
+    SearchTree,
+    backup,
+    plant,
+    select,
+    summarize,
+)
 from wmcli.kernels.tree_search_gumbel import gumbel_rule
 from wmcli.kernels.tree_search_lightzero import lightzero_rule
 from wmcli.kernels.tree_search_mctx import mctx_rule
@@ -105,7 +115,7 @@ def search(
     num_simulations: int,
     discount: float,
     noise: SearchNoise = None,
-) -> PolicyOutput:
+) -> SearchTree:
     """Plan from E frames at once, each in a tree of its own.
 
     Args:
@@ -118,7 +128,7 @@ def search(
         noise: From `rule.draw_noise`, on the device of the state. None does not explore.
 
     Returns:
-        Policies, values and visits of the frames.
+        The trees of the frames; `summarize` has policies, values and visits.
     """
     tree = plant(rule, num_simulations, discount, root.policy, root.value, noise)
     leaves, structure = tree_flatten(state)
@@ -133,7 +143,7 @@ def search(
         for leaf, place in zip(tree_leaves(after), states, strict=True):
             place[ROOT + 1 + simulation] = leaf
         backup(tree, rule, simulation, selection, reward, terminated, prediction.policy, prediction.value)
-    return summarize(tree, rule)
+    return tree
 
 
 def draw_candidates(prediction: Prediction, policy: Policy, uniforms: Tensor) -> tuple[Prediction, Tensor]:
@@ -196,6 +206,10 @@ class MCTS(Controller):
         self.distribution = DiscretePolicy(space.count if isinstance(space, Discrete) else settings.sampled_actions)
         self.rule = build_rule(settings) if rule is None else rule
         self._wrap_repeated = wrap_repeated
+        self.keep_tree = False
+        """Keep the trees of a search in `tree`, for a look at them."""
+        self.tree: SearchTree | None = None
+        """Of the last search, with `keep_tree`; its next search overwrites it."""
         self._search: tuple[WorldModel, Callable] | None = None  # with the model of the function
         self.register_buffer("place", torch.empty(0), persistent=False)  # on the controller's device
 
@@ -245,15 +259,15 @@ class MCTS(Controller):
                 uniforms = uniform((trees, *each), device, generator)
         if self._search is None or self._search[0] is not world_model:
             self._search = world_model, self._wrap_repeated(partial(self._search_in, world_model))
-        output, candidates = self._search[1](root, noise, uniforms)
+        output, candidates, self.tree = self._search[1](root, noise, uniforms)
         # The next search may overwrite its output.
         summary = SearchSummary(output.policy.clone(), output.value.clone(), *(each.clone() for each in candidates))
         return output.logits.clone(), summary
 
     def _search_in(
         self, world_model: PlanningWorldModel, root: State, noise: SearchNoise, uniforms: Tensor | None
-    ) -> tuple[PolicyOutput, tuple[Tensor, ...]]:
-        """Return the result of a search, and its candidates (E, K, ...), if any.
+    ) -> tuple[PolicyOutput, tuple[Tensor, ...], SearchTree | None]:
+        """Return the result of a search, its candidates (E, K, ...), if any, and with `keep_tree` its trees.
 
         Args:
             world_model: To search in.
@@ -278,7 +292,8 @@ class MCTS(Controller):
 
         prediction, candidates = predict(root)
         simulations, discount = self.settings.simulations, world_model.discount
-        return search(prediction, (root, candidates), expand, self.rule, simulations, discount, noise), candidates
+        tree = search(prediction, (root, candidates), expand, self.rule, simulations, discount, noise)
+        return summarize(tree, self.rule), candidates, tree if self.keep_tree else None
 
     def choose(
         self, parameters: Tensor, state: SearchSummary, temperature: float, generator: torch.Generator | None = None
@@ -287,18 +302,13 @@ class MCTS(Controller):
         action = super().choose(parameters, state, temperature, generator)
         return action if state.sampled is None else _take(state.sampled.cpu(), action)
 
+    def value(self, world_model: WorldModel, world_state: State, state: SearchSummary) -> Tensor:
+        """Return the model's value (B,) of the last perceived frame, without a search."""
+        assert isinstance(world_model, PlanningWorldModel), type(world_model)
+        return world_model.predict(world_model.root(world_state)).value
+
     def summarize_search(self, state: SearchSummary) -> SearchSummary:
         """Return the results of the last search, which are the state."""
-        return state
-
-    def follow(self, action: Tensor, state: SearchSummary) -> SearchSummary:
-        """Return `state`, which does not depend on actions."""
-        return state
-
-    def burn_in(
-        self, world_model: WorldModel, world_state: State, action: Tensor, state: SearchSummary
-    ) -> SearchSummary:
-        """Return `state`, which does not depend on past frames."""
         return state
 
 

@@ -11,9 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wmcli.controllers.base import Controller, State
 from wmcli.nn.actions import no_action, random_actions, where_rows
 from wmcli.nn.categorical import draw
+from wmcli.nn.policies import build_policy
 from wmcli.spaces import ActionSpace
+from wmcli.world_models.base import WorldModel
 
 LONGEST = 128  # decisions
 EXPONENT = 2  # of the zeta distribution of the lengths, as in the paper's experiments on Atari
@@ -64,3 +67,25 @@ class HeldActions:
     def load(self, state: dict[str, Tensor]) -> None:
         """Resume exactly where `state` was returned."""
         self._action, self._left = state["held_action"].cpu(), state["held_left"].cpu()
+
+
+class RandomController(Controller):
+    """Acts at random in a world model in which nobody learned to act. It has no parameters and no state."""
+
+    def __init__(self, space: ActionSpace) -> None:
+        super().__init__()
+        self._space = space
+        self.distribution = build_policy(space)
+
+    def decide(
+        self, world_model: WorldModel, world_state: State, state: State, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, State]:
+        """Return zeros (B, P)."""
+        rows = len(world_model.features(world_state))
+        return torch.zeros(rows, self.distribution.outputs), state
+
+    def choose(
+        self, parameters: Tensor, state: State, temperature: float, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Draw actions (B, ...) uniformly, at any temperature."""
+        return random_actions(self._space, (len(parameters),), generator)

@@ -116,6 +116,8 @@ class ReinforceSettings(ControllerSettings):
     """Decoupled weight decay (AdamW) of every parameter."""
     clip: float = Field(3.0, gt=0)
     """Largest norm of the gradient of all parameters."""
+    skip_gradients_above: float = Field(0.0, ge=0)
+    """Skip an update whose gradient norm is above this many times the median of the last 101; 0 skips none."""
 
     @property
     def burn_in_frames(self) -> int:
@@ -228,6 +230,10 @@ class ReinforceController(Learner):
         """Return the policy's parameters (B, P) for the last perceived frame, and the next state."""
         parameters, _, state = self.policy(self.view(world_model, world_state), state)
         return parameters, state
+
+    def value(self, world_model: WorldModel, world_state: State, state: LSTMState) -> Tensor:
+        """Return the value (B,) of the last perceived frame."""
+        return self.policy(self.view(world_model, world_state), state)[1]
 
     def burn_in(self, world_model: WorldModel, world_state: State, action: Tensor, state: LSTMState) -> LSTMState:
         """Update the LSTM by one real frame and, with `burn_in_actions`, by the action (B, ...) taken on it."""

@@ -15,11 +15,11 @@ from wmcli.envs.catch import CATCH_ID
 from wmcli.envs.delayed_copy import DELAYED_COPY_ID, STEPS
 from wmcli.envs.environment import list_environments, make, protocol
 from wmcli.envs.grid_world import GRID_WORLD_GOAL_ID, GRID_WORLD_ID
-from wmcli.envs.processes import AnyStreams, open_streams
+from wmcli.envs.processes import AnyStreams, follows_seed, open_streams
 from wmcli.envs.quarters import QUARTERS_ID
 from wmcli.envs.settings import EnvironmentSettings
 from wmcli.envs.tasks import TASKS
-from wmcli.envs.vector import Streams, Transition, follows_seed
+from wmcli.envs.vector import Streams, Transition
 
 DREAM_ID = "wm/Dream-v0"
 _entries: tuple[tuple[str, str, dict[str, Any], int | None], ...] = (

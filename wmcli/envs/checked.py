@@ -1,11 +1,21 @@
-"""Calls of environments: their output goes to stderr, and any error becomes an `EnvironmentFault`."""
+"""Calls of environments: their output goes to stderr, and any error becomes an `EnvironmentFault`.
+
+An environment shares its process with wm. So what it changes there is put back behind every call: the handlers of
+signals, which end in a checkpoint, torch's threads, on which results depend, and the working directory, which it has
+again in its next call. A process that it forked ends where it would come back into wm's code.
+"""
 
 from __future__ import annotations
 
 import difflib
+import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,11 +24,13 @@ import numpy as np
 from gymnasium import spaces as gym
 
 from wmcli.errors import EnvironmentFault, WmError
+from wmcli.interrupt import ASKING, ENDING
 
 T = TypeVar("T")
 
 LARGEST = float(np.finfo(np.float32).max)  # rewards and vectors are stored as float32
 REMEDY = "Fix the environment, then run the same command again."
+_folder = ""  # the working directory of environments, where one changed it
 
 
 def run(where: Callable[[], str], function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -28,17 +40,59 @@ def run(where: Callable[[], str], function: Callable[..., T], *args: Any, **kwar
         where: Describes the call. Called only if something goes wrong.
 
     Raises:
-        EnvironmentFault: The function raised anything but KeyboardInterrupt or an error of wm, `sys.exit()` included.
+        EnvironmentFault: The function raised anything but KeyboardInterrupt or an error of wm, `sys.exit()` and
+            `os._exit()` included.
     """
-    stdout, sys.stdout = sys.stdout, sys.stderr
+    with _kept(where):
+        try:
+            return function(*args, **kwargs)
+        except (KeyboardInterrupt, WmError):
+            raise
+        except BaseException as error:
+            raise EnvironmentFault(f"{where()} {_raised(error)} {REMEDY}") from error
+
+
+@contextmanager
+def _kept(where: Callable[[], str]) -> Iterator[None]:
+    """Keep wm's process as it is for the length of a block in which an environment has its way."""
+    global _folder
+    process, thread, folder = os.getpid(), threading.get_ident(), _working_directory()
+    leave, stdout, torch = os._exit, sys.stdout, sys.modules.get("torch")
+    is_main = threading.current_thread() is threading.main_thread()  # no other can set handlers
+    handlers = [(number, signal.getsignal(number)) for number in (*ENDING, *ASKING) if is_main]
+    threads = torch.get_num_threads() if torch is not None else 0
+
+    def exit_here(code: int) -> None:
+        if (os.getpid(), threading.get_ident()) != (process, thread):  # a child of its own, or wm's stop of a hung call
+            leave(code)
+        raise SystemExit(code)  # or wm would end in silence, and with the code of success for 0
+
+    sys.stdout, os._exit = sys.stderr, exit_here  # type: ignore[assignment]
+    if _folder:
+        with suppress(OSError):  # it was removed
+            os.chdir(_folder)
     try:
-        return function(*args, **kwargs)
-    except (KeyboardInterrupt, WmError):
-        raise
-    except BaseException as error:
-        raise EnvironmentFault(f"{where()} {_raised(error)} {REMEDY}") from error
+        yield
     finally:
-        sys.stdout = stdout
+        if os.getpid() != process:  # a second wm in one run would be the end of it
+            os.write(2, f"{where()} came back in a process that it forked, which was ended.\n".encode())
+            leave(1)
+        sys.stdout, os._exit = stdout, leave
+        for number, handler in handlers:
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        theirs = _working_directory()
+        _folder = "" if theirs == folder else theirs
+        if _folder and folder:
+            os.chdir(folder)
+        if torch is not None and torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+
+
+def _working_directory() -> str:
+    with suppress(OSError):  # it was removed
+        return os.getcwd()  # noqa: PTH109 (at every step)
+    return ""
 
 
 class Checked(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -46,18 +100,30 @@ class Checked(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     `reset` returns an observation as its space promises it, and a dict. `step` returns such an observation, a finite
     float, two bools and a dict; rewards and flags may come as arrays of one element. Numbers of an observation are
-    finite and fit float32; whether they are within their bounds is not checked. Anything else is an EnvironmentFault
-    that names the environment, the step since the last reset and the action.
+    finite and fit float32; whether they are within their bounds is not checked. Spaces stay as they were at first.
+    Anything else is an EnvironmentFault that names the environment, the step since the last reset, the action, and the
+    `number` of the environment where it is one of several.
     """
 
-    def __init__(self, env: gymnasium.Env, name: str) -> None:
+    def __init__(self, env: gymnasium.Env, name: str, number: int | None = None) -> None:
         super().__init__(env)
         self.spaces = getattr(env, "spaces", None)
         """Of an environment that has wm's own form already."""
         self._name = name
+        self._which = "" if number is None else f" in environment {number}"
         self._call = "reset()"  # the one in progress, for messages
         self._steps = 0  # since the last reset
         self._action: Any = None
+
+    @cached_property
+    def observation_space(self) -> gymnasium.Space:  # type: ignore[override]
+        """Of the environment when it was first asked."""
+        return self.env.observation_space
+
+    @cached_property
+    def action_space(self) -> gymnasium.Space:  # type: ignore[override]
+        """Of the environment when it was first asked."""
+        return self.env.action_space
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict]:
         """Return the first observation and info."""
@@ -72,7 +138,9 @@ class Checked(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._call = "step()"
         self._steps += 1
         self._action = action
-        result = run(self._where, self.env.step, action)
+        result, actions = run(self._where, lambda: (self.env.step(action), self.env.action_space))
+        if actions is not self.action_space and actions != self.action_space:
+            raise self._fault(f"changed the action space from {self.action_space} to {actions}")
         values = self._values(result, "(observation, reward, terminated, truncated, info)", 5)
         observation, reward, terminated, truncated, info = values
         return (
@@ -92,8 +160,8 @@ class Checked(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def _where(self) -> str:
         if self._call != "step()":
-            return f"{self._name}: {self._call}"
-        return f"{self._name}: step {self._steps} after reset, action {self._action}: step()"
+            return f"{self._name}: {self._call}{self._which}"
+        return f"{self._name}: step {self._steps} after reset, action {self._action}: step(){self._which}"
 
     def _fault(self, fault: str) -> EnvironmentFault:
         return EnvironmentFault(f"{self._where()} {fault}. {REMEDY}")
@@ -183,7 +251,8 @@ def nearest(word: str, names: list[str]) -> str | None:
 def _raised(error: BaseException) -> str:
     """Describe an exception: its type, its text, and where it was raised."""
     text = one_line(error)
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = [each for each in frames if each.filename != __file__ or each is frames[0]][-1]
     place = f"{Path(frame.filename).name}:{frame.lineno}"
     fault = f"raised {type(error).__name__}{f': {text}' if text else ''} ({place})."
     if isinstance(error, ValueError) and "values to unpack" in text:  # raised by a wrapper of gymnasium

@@ -23,12 +23,13 @@ from wmcli.envs.tasks import TASKS
 from wmcli.errors import UsageError
 
 
-def make(settings: EnvironmentSettings, *, train: bool) -> gymnasium.Env:
+def make(settings: EnvironmentSettings, *, train: bool, number: int | None = None) -> gymnasium.Env:
     """Open an environment in the form of `wmcli.spaces`, seeded by `reset(seed=...)`. Its `spaces` describe it.
 
     Args:
         settings: Of the environment.
         train: Use the training rules of an Atari protocol, else its test rules.
+        number: Of the environment in messages, where it is one of several.
 
     Raises:
         UsageError: The id is unknown, a package is missing, the protocol does not fit, or wm cannot use its
@@ -49,7 +50,7 @@ def make(settings: EnvironmentSettings, *, train: bool) -> gymnasium.Env:
                 f"protocol '{settings.protocol}' is for Atari alone; for others: --set environment.protocol=plain"
             )
         try:
-            return Checked(atari.Atari(game, settings.size, settings.protocol, train=train), settings.id)
+            return Checked(atari.Atari(game, settings.size, settings.protocol, train=train), settings.id, number)
         except (OSError, gymnasium.error.Error) as error:
             raise UsageError(f"{settings.id}: it does not open: {one_line(error)}") from error
     if game is not None:
@@ -57,7 +58,7 @@ def make(settings: EnvironmentSettings, *, train: bool) -> gymnasium.Env:
             f"environment.id = '{settings.id}' is an Atari game, which needs an Atari protocol: "
             f"--set environment.protocol=rem"
         )
-    env: gymnasium.Env = Checked(open_plain(settings), settings.id)
+    env: gymnasium.Env = Checked(open_plain(settings), settings.id, number)
     if settings.action_repeat > 1 or settings.time_limit:
         env = Pace(env, settings.action_repeat, settings.time_limit)
     return run(lambda: f"{settings.id}: reading its spaces", Adapted, env, settings.size)

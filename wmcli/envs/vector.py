@@ -6,13 +6,12 @@ Axes: E environments (streams). Observations are trees of parts, and actions hav
 A *game* lasts from one real reset to the next, an *episode* to the next end that the learner sees. They differ if a
 lost life ends an episode but not its game. Every game has a seed derived from (seed, stream, number of the game). After
 the reset everything depends on the actions. So the state of a stream is the number of its game and the actions since
-its reset; restoring replays them. If the replay gives other frames, or after a fault, a new game starts.
+its reset; restoring replays them. If the replay gives other frames, after a fault, or instead of a very long game, a
+new game starts.
 """
 
 from __future__ import annotations
 
-import math
-import time
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -23,13 +22,11 @@ from wmcli.envs.atari import CONTINUES, Atari
 from wmcli.envs.environment import make, time_limit
 from wmcli.envs.settings import EnvironmentSettings
 from wmcli.errors import ArtifactError, EnvironmentFault
-from wmcli.spaces import ActionSpace, Spaces, draw_actions, map_parts, parts_of
+from wmcli.spaces import Spaces, map_parts, parts_of
 
 NO_LIVES = -1  # `lives` of an environment that does not tell
 MOST_LIVES = np.iinfo(np.int16).max
 BROKEN = -1  # in place of a frame's CRC-32 in a saved state: this game cannot be gone on with
-SEED_CHECK_STEPS = 32
-SEED_CHECK_SECONDS = 1.0  # a slow environment is given fewer steps
 
 
 class Transition(NamedTuple):
@@ -78,7 +75,8 @@ class Streams:
         self.seed = seed
         self.first = np.ones(count, bool)
         self.restarted = np.zeros(count, bool)
-        self._envs: list[Any] = [make(settings, train=train) for _ in range(count)]
+        several = settings.count > 1
+        self._envs: list[Any] = [make(settings, train=train, number=i if several else None) for i in self._numbers]
         self.spaces: Spaces = self._envs[0].spaces
         self.observation = self._empty()
         self.has_time_limit = settings.protocol != "plain" or time_limit(self._envs[0], settings) is not None
@@ -248,6 +246,11 @@ def check_count(name: str, state: dict[str, Any], count: int) -> None:
         )
 
 
+def without_long_games(state: dict[str, Any], longest: int) -> dict[str, Any]:
+    """Return a state in which the games of more than `longest` actions are given up: their streams start new ones."""
+    return state | {"frame": np.where(state["length"] > longest, BROKEN, state["frame"])}
+
+
 def state_of(state: dict[str, Any], streams: slice) -> dict[str, Any]:
     """Return the state of some consecutive streams."""
     ends = np.append(0, np.cumsum(state["length"]))
@@ -260,30 +263,3 @@ def join_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the state of all streams of some states, which have one seed, in that order."""
     names = ("game", "length", "action", "frame")
     return {"seed": states[0]["seed"]} | {name: np.concatenate([each[name] for each in states]) for name in names}
-
-
-def follows_seed(settings: EnvironmentSettings, space: ActionSpace) -> bool:
-    """Return whether the environment shows the same twice under the same seeds and the same few random actions.
-
-    A fault counts as following its seed: whoever plays the environment will meet it.
-    """
-    choices = draw_actions(space, (SEED_CHECK_STEPS, 1), np.random.default_rng(0))
-    try:
-        once = _shown(settings, choices, SEED_CHECK_SECONDS)
-        return _shown(settings, choices[: len(once) - 1], math.inf) == once
-    except EnvironmentFault:
-        return True
-
-
-def _shown(settings: EnvironmentSettings, actions: np.ndarray, seconds: float) -> list[list[bytes]]:
-    """Return all that one stream shows at its beginning and after each action (T, 1, ...), for so long at most."""
-    until = time.monotonic() + seconds
-    streams = Streams(settings.model_copy(update={"count": 1}), train=True, seed=0)
-    shown = [[part.tobytes() for part in parts_of(streams.observation).values()]]
-    for action in actions:
-        after = streams.step(action)
-        shown.append([column.tobytes() for column in (*parts_of(streams.observation).values(), *after[:-1])])
-        if time.monotonic() > until:
-            break
-    streams.close()
-    return shown

@@ -116,7 +116,7 @@ def _looks_like(path: Path) -> Format | None:
         return "zarr"
     if (path / video.TABLE).exists():
         return "mp4"
-    suffixes = {each.suffix.lower() for each in path.iterdir()}
+    suffixes = {each.suffix.lower() for each in path.iterdir()} if path.is_dir() else set()
     return "npz" if ".npz" in suffixes else "hdf5" if suffixes & set(hdf5.SUFFIXES) else None
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
@@ -38,7 +39,7 @@ NOT_SEEN = {*COLUMNS, *DREAMER_FLAGS, *MAZE_FLAGS, "discount", "stepid", "consec
 """Keys of Dreamer's files that are no observations. Those with a slash are none either."""
 Actions = Literal["after", "before"]
 
-_DAMAGE = (zipfile.BadZipFile, zlib.error, NotImplementedError)
+_DAMAGE = (zipfile.BadZipFile, zlib.error, NotImplementedError, tokenize.TokenError)  # NumPy tokenizes headers
 
 
 class Piece(NamedTuple):

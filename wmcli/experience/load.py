@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from wmcli.envs.memory_task import Task
 from wmcli.envs.tasks import TASKS
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience.replay import FramesOn, Replay
-from wmcli.experience.segment import open_frames, read_frames, read_segment
+from wmcli.experience.segment import count_rows, open_frames, read_frames, read_segment
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ def load_experience(
     *,
     closing: bool = False,
     frames_on: FramesOn = "auto",
+    growth: float = 1.0,
 ) -> Replay:
     """Load an experience artifact and all earlier segments.
 
@@ -42,6 +44,7 @@ def load_experience(
         loaded: An earlier result. If the artifact continues it, it is extended in place by the newer segments.
         closing: Keep the observations that close episodes, see `Replay`.
         frames_on: Where the frames of a new replay go.
+        growth: How many times these rows are to come in all. A new replay allocates their memory at once.
 
     Returns:
         `loaded` if it was extended, else a new replay.
@@ -58,7 +61,10 @@ def load_experience(
         replay = loaded
         chain.pop()
     else:
+        for segment in chain:
+            segment.verify()  # before anything is read of them
         replay = _empty(artifact, device, closing, frames_on)
+        replay.expect(ceil(growth * sum(count_rows(segment.path / SEGMENT, closing=closing) for segment in chain)))
     for segment in reversed(chain):
         segment.verify()
         _extend(replay, segment, SEGMENT)

@@ -66,7 +66,7 @@ class Replay:
         self._lives_end_episodes = lives_end_episodes
         self._columns: dict[str, torch.Tensor] = {}
         self._stored: dict[str, StoredColumn] = {}
-        self._rows = 0
+        self._rows = self._expected = 0
         self._episode = np.zeros(0, np.int64)  # (N,): episode of each row
         self._stream = np.zeros(0, np.int64)  # (N,): stream of each row
         self._left = np.zeros(0, np.int16)  # (N,): see `lives_left`
@@ -127,6 +127,11 @@ class Replay:
         return self._column("first")
 
     @property
+    def stream(self) -> np.ndarray:
+        """int64 (N,): the environment that each row is of."""
+        return self._stream
+
+    @property
     def opens_game(self) -> torch.Tensor:
         """bool (N,): the frame is the first of a game, not only of a life."""
         return self._column("opens_game")
@@ -174,6 +179,13 @@ class Replay:
         length = np.bincount(run)
         length = length[length > 0]  # numbers of streams may have gaps
         return Episodes(np.cumsum(length) - length, length), np.argsort(run, kind="stable")
+
+    def expect(self, rows: int) -> None:
+        """Let the next segment allocate memory for so many rows in all, as far as they are known beforehand.
+
+        Memory is allocated once, then: to grow later takes that of the old rows and of the new ones at a time.
+        """
+        self._expected = rows
 
     def reserve(self, rows: int, like: Mapping[str, np.ndarray]) -> None:
         """Allocate memory, so that growing does not copy.
@@ -281,7 +293,8 @@ class Replay:
         rows = self._rows + len(numbers)
         room = len(self._columns["action"]) if self._columns else 0
         if rows > room:
-            room = max(rows, self._rows * 3 // 2)  # by halves, so that each row is copied a few times at most
+            # Without an expectation by halves, so that each row is copied a few times at most.
+            room = max(rows, self._expected or self._rows * 3 // 2)
         flags = {name: array for name, array in flags.items() if name not in ("lives", "stream")}
         columns = {name: array for name, array in columns.items() if name not in flags}
         held = {name: array for name, array in (seen | columns | flags).items() if name not in on_disk}

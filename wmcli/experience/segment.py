@@ -14,10 +14,8 @@ makes publishing atomic and durable.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,8 @@ import zarr
 from zarr.codecs import ZstdCodec
 
 from wmcli.errors import ArtifactError
+from wmcli.experience.arrays import check_memory, open_array, read_metadata
+from wmcli.reading import damage
 from wmcli.spaces import SEPARATOR, column_names, first_part, from_columns, map_parts
 
 OUTCOMES: dict[str, type[np.generic]] = {
@@ -60,6 +60,7 @@ SCHEMA = 2  # 1 names no columns: it has one image, discrete actions, and no `cl
 COLUMN = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_ .-]{0,98}[A-Za-z0-9_ -])?")
 IMAGE_AXES = 4  # of a column of images
 CHUNK = 64  # rows, about 0.8 MB of 64 x 64 frames: the smallest unit of decoding
+BLOCK = 16 * CHUNK  # rows that reading has in memory twice
 SHARD = 256 * CHUNK  # rows, about 200 MB of 64 x 64 frames: the most that writing has in memory twice
 
 
@@ -201,9 +202,9 @@ def _regrouped(blocks: Iterable[Any], rows: int) -> Iterator[Any]:
 
 
 def segment_about(folder: Path) -> dict[str, Any]:
-    """Return the attributes of a segment. Raises ArtifactError if the folder is no segment."""
+    """Return the attributes of a segment. Raises ArtifactError if it is none, MachineError if it cannot be read."""
     try:
-        attributes = json.loads((folder / "zarr.json").read_bytes())["attributes"]
+        attributes = read_metadata(folder)["attributes"]
         form, schema, rows = (attributes[key] for key in ("format", "schema", "rows"))
         if schema == 1 and form == FORMAT:
             attributes["columns"] = _columns_of_schema_1(attributes)
@@ -214,7 +215,10 @@ def segment_about(folder: Path) -> dict[str, Any]:
             raise ValueError
         for name in columns:
             _order(name)
-    except (OSError, ValueError, KeyError, TypeError):
+        kinds = {kind_of(name) for name in columns}
+        if schema in (1, SCHEMA) and not ({"action", *OUTCOMES} <= kinds and kinds & {SKETCH, "observation"}):
+            raise ValueError
+    except (ArtifactError, ValueError, KeyError, TypeError):
         raise ArtifactError(f"{folder}: no experience segment, or a damaged one; see: wm verify") from None
     if schema not in (1, SCHEMA):
         raise ArtifactError(
@@ -241,15 +245,19 @@ def read_segment(folder: Path, *only: str, frames: bool = True) -> dict[str, np.
 
     Raises:
         ArtifactError: The folder is no segment, a file is missing or damaged, or the columns differ in length.
+        MachineError: A file cannot be read, or the columns do not fit in memory.
     """
     about = segment_about(folder)
     rows, ended = about["rows"], None
     arrays: dict[str, np.ndarray] = {}
-    for name in about["columns"]:
-        if (only and name not in only) or (kind_of(name) == "observation" and not frames):
-            continue
-        with _damage(folder / name):
-            arrays[name] = np.asarray(_opened(folder / name)[...])
+    names = [
+        name for name in about["columns"] if (not only or name in only) and (frames or kind_of(name) != "observation")
+    ]
+    opened = {name: open_array(folder / name) for name in names}
+    check_memory(folder, sum(array.nbytes for array in opened.values()))
+    for name, array in opened.items():
+        with damage(folder / name):
+            arrays[name] = np.asarray(array[...])
         if arrays[name].dtype not in _types(name) or (kind_of(name) != CLOSING and len(arrays[name]) != rows):
             raise _misfit(folder / name, arrays[name], rows)
         if kind_of(name) == CLOSING:  # behind the flags
@@ -271,15 +279,29 @@ def read_frames(folder: Path) -> Iterator[Any] | None:
         return None
     rows, names = next(iter(columns.values())).shape[0], list(columns)
     observation = from_columns("observation", columns)
-    size = min((array.shards or array.chunks)[0] for array in columns.values())
+    size = min(BLOCK, *((array.shards or array.chunks)[0] for array in columns.values()))
 
     def blocks() -> Iterator[Any]:
         for begin in range(0, rows, size):
-            with _damage(folder / names[0]):
+            with damage(folder / names[0]):
                 block = map_parts(lambda array, start=begin: np.asarray(array[start : start + size]), observation)
             yield block
 
     return blocks()
+
+
+def count_rows(folder: Path, *, closing: bool) -> int:
+    """Return the number of rows of a segment, with `closing` and those that close episodes.
+
+    Raises:
+        ArtifactError: The folder is no segment, or a damaged one.
+        MachineError: A file cannot be read.
+    """
+    about = segment_about(folder)
+    name = next((name for name in about["columns"] if kind_of(name) == CLOSING), None)
+    if not closing or name is None:
+        return int(about["rows"])
+    return int(about["rows"]) + int(open_array(folder / name).shape[0])
 
 
 def open_frames(folder: Path) -> dict[str, zarr.Array]:
@@ -290,41 +312,14 @@ def open_frames(folder: Path) -> dict[str, zarr.Array]:
     for name in about["columns"]:
         if kind_of(name) != "observation":
             continue
-        with _damage(folder / name):
-            columns[name] = _opened(folder / name)
+        columns[name] = open_array(folder / name)
         if columns[name].shape[0] != rows or columns[name].dtype not in _types(name):
             raise _misfit(folder / name, columns[name], rows)
     return columns
 
 
-def _opened(folder: Path) -> zarr.Array:
-    array = zarr.open_array(store=folder, mode="r", zarr_format=3)
-    _check_files(folder, array)
-    return array
-
-
-@contextmanager
-def _damage(folder: Path) -> Iterator[None]:
-    """Turn any error of reading into an ArtifactError of one line."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ArtifactError(f"{folder}: damaged: {reason}; see: wm verify") from error
-
-
 def _misfit(folder: Path, array: np.ndarray | zarr.Array, rows: int) -> ArtifactError:
     return ArtifactError(f"{folder}: {array.dtype} {array.shape} does not fit a segment of {rows} rows; see: wm verify")
-
-
-def _check_files(folder: Path, array: zarr.Array) -> None:
-    """Raise FileNotFoundError if a file of the array is missing, which zarr reads as zeros."""
-    piece = array.shards or array.chunks
-    counts = [ceil(size / step) for size, step in zip(array.shape, piece, strict=True)]
-    for index in itertools.product(*(range(count) for count in counts)):
-        file = folder / "c" / "/".join(str(i) for i in index)
-        if not file.is_file():
-            raise FileNotFoundError(f"{file.relative_to(folder)} is missing")
 
 
 class Recorder:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import zarr
 
-from wmcli.errors import ArtifactError
+from wmcli.reading import damage
 
 if TYPE_CHECKING:
     import torch
@@ -128,10 +128,7 @@ class StoredColumn:
         for run in np.split(np.array(chunks, np.int64), np.flatnonzero(np.diff(chunks) != 1) + 1):
             if not len(run):
                 continue
-            try:
+            with damage(str(array.store_path)):
                 data = np.asarray(array[int(run[0]) * size : (int(run[-1]) + 1) * size])
-            except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-                reason = " ".join(str(error).split())[:200]
-                raise ArtifactError(f"{array.store_path}: damaged: {reason}; see: wm verify") from error
             fetched |= {int(chunk): data[(chunk - run[0]) * size :][:size].copy() for chunk in run}
         return fetched

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from wmcli.errors import MachineError, UsageError
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+_LIMITS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE}
 _MANIFEST = "manifest.json"  # wmcli.artifacts.manifest, which this layer does not import
 _MANIFEST_KEYS = {"kind", "version", "job", "files", "digest"}
 
@@ -64,7 +64,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
     Raises:
         UsageError: See `check_target`.
-        MachineError: The disk is full or failing.
+        MachineError: The disk is full or failing, or too many files are open.
     """
     check_target(path)
     draft = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
@@ -72,7 +72,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         write(draft)
         draft.replace(path)
     except OSError as error:
-        kind = MachineError if error.errno in _FULL else UsageError
+        kind = MachineError if error.errno in _LIMITS else UsageError
         raise kind(f"cannot write {path}: {error.strerror or error}") from None
     finally:
         draft.unlink(missing_ok=True)

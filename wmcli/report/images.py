@@ -1,4 +1,4 @@
-"""Pictures and films of frames: real beside imagined, strips, reconstructions, captions; PNG, GIF and MP4 files.
+"""Pictures and films of frames: real beside imagined, strips, reconstructions, captions; PNG, WebP, GIF and MP4 files.
 
 Axes: T time, N pictures, H height, W width, and red, green, blue last. All frames are uint8. Equal inputs give equal
 pixels.
@@ -11,6 +11,7 @@ import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -33,6 +34,7 @@ _GAP = 2  # between two panels
 _SHARES = 40  # height of a bar for a share of 1
 _WIDEST = 1600  # a longer strip continues in the next row
 _WIDE_SPACE = "   "  # between two parts of a caption's line
+_FASTEST = 50  # frames per second of a looping film; browsers slow a faster one down
 _GIF_COLORS = 255  # one index less than GIF has, so that the writer can mark unchanged pixels
 
 
@@ -328,15 +330,33 @@ def write_png(path: Path, picture: np.ndarray) -> None:
 
 def check_animation(path: Path) -> None:
     """Raise UsageError if `write_animation` could not write this file."""
-    check_target(path, (".gif", ".mp4"))
+    check_target(path, (".webp", ".gif", ".mp4"))
     if path.suffix.lower() == ".mp4":
         _encoder(path)
 
 
 def write_animation(path: Path, frames: np.ndarray, fps: float) -> None:
-    """Write frames (T, H, W, 3) as GIF or MP4, by the suffix of `path`. Raises UsageError as `check_animation` does."""
+    """Write frames (T, H, W, 3) as WebP, GIF or MP4, by the suffix of `path`.
+
+    Raises UsageError as `check_animation` does.
+    """
     check_animation(path)
-    (write_gif if path.suffix.lower() == ".gif" else write_mp4)(path, frames, fps)
+    {".webp": write_webp, ".gif": write_gif, ".mp4": write_mp4}[path.suffix.lower()](path, frames, fps)
+
+
+def write_webp(path: Path, frames: np.ndarray, fps: float) -> None:
+    """Write frames (T, H, W, 3) as a looping lossless WebP. Equal frames in a row become one that is shown for longer.
+
+    Raises:
+        UsageError: The rate is above 50 frames per second, or the file cannot be written.
+    """
+    durations = _durations(path, len(frames), fps, ticks=1000)
+    images = [Image.fromarray(frame) for frame in _frames(frames)]
+    data = io.BytesIO()
+    # Of methods 0 to 6, 3 is the last that costs little. Without key frames (kmax) films are a quarter smaller.
+    options: dict[str, Any] = {"lossless": True, "method": 3, "quality": 50, "kmax": 0}
+    images[0].save(data, "WEBP", save_all=True, append_images=images[1:], duration=durations, loop=0, **options)
+    write_whole(path, lambda draft: draft.write_bytes(data.getvalue()))
 
 
 def write_gif(path: Path, frames: np.ndarray, fps: float) -> None:
@@ -348,24 +368,33 @@ def write_gif(path: Path, frames: np.ndarray, fps: float) -> None:
     Raises:
         UsageError: The rate is above 50 frames per second, or the file cannot be written.
     """
-    if not 0 < fps <= 50:
-        raise UsageError(
-            f"{path}: a GIF plays at most 50 frames per second, got {fps:g}; choose fewer, or write an .mp4."
-        )
-    frames = _frames(frames)
-    palette, indices = _indexed(frames)
+    durations = _durations(path, len(frames), fps, ticks=100)
+    palette, indices = _indexed(_frames(frames))
     images = []
     for index in indices:
         image = Image.frombytes("P", index.shape[::-1], index.tobytes())
         image.putpalette(palette.tobytes())
         images.append(image)
-    ends = np.round(np.arange(len(frames) + 1) * 100 / fps).astype(int)
-    durations = [int(10 * ticks) for ticks in np.diff(ends)]  # milliseconds, whole hundredths
     data = io.BytesIO()
     images[0].save(
         data, "GIF", save_all=True, append_images=images[1:], duration=durations, loop=0, disposal=1, optimize=False
     )
     write_whole(path, lambda draft: draft.write_bytes(data.getvalue()))
+
+
+def _durations(path: Path, count: int, fps: float, *, ticks: int) -> list[int]:
+    """Return the milliseconds of each frame, in whole ticks of which a second has so many.
+
+    Raises:
+        UsageError: Such a file cannot play at this rate.
+    """
+    if not 0 < fps <= _FASTEST:
+        raise UsageError(
+            f"{path}: a {path.suffix} plays at most {_FASTEST} frames per second, got {fps:g}; choose fewer, or write"
+            " an .mp4."
+        )
+    ends = np.round(np.arange(count + 1) * ticks / fps).astype(int)
+    return [int(each) * 1000 // ticks for each in np.diff(ends)]
 
 
 def write_mp4(path: Path, frames: np.ndarray, fps: float) -> None:
@@ -397,7 +426,7 @@ def _encoder(path: Path) -> ModuleType:
         import imageio_ffmpeg
     except ImportError:
         raise UsageError(
-            f"{path}: MP4 needs an encoder; install it with: pip install 'wmcli[video]', or write a .gif instead."
+            f"{path}: MP4 needs an encoder; install it with: pip install 'wmcli[video]', or write a .webp instead."
         ) from None
     return imageio_ffmpeg
 

@@ -6,11 +6,14 @@ bytes of a PNG. Matplotlib is imported with the first figure.
 
 from __future__ import annotations
 
+import functools
 import io
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 import numpy as np
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Band = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]  # value, low, high: (K,) each
+Interval = tuple[float, float | None, float | None]  # value, low, high
 
 # Distinct for color-blind readers too.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -94,13 +98,17 @@ def curves_by_stage(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str,
             line = [record for record in line if record["update"] < group[0]["update"]] + group
         points: dict[str, list[tuple[float, float]]] = {}
         for record in line:
-            for name, value in record.items():
-                if name not in _NOT_METRICS and _is_number(value):
-                    points.setdefault(name, []).append((record["update"], float(value)))
+            for name, value in metrics_of(record).items():
+                points.setdefault(name, []).append((record["update"], value))
         if points:
             names = sorted(points, key=lambda name: name != "loss")  # stable: the others stay as they appeared
             curves[stage] = {name: (np.array(points[name])[:, 0], np.array(points[name])[:, 1]) for name in names}
     return curves
+
+
+def metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a record: its finite numbers, except time, version, epoch and the like."""
+    return {name: float(value) for name, value in record.items() if name not in _NOT_METRICS and _is_number(value)}
 
 
 def _is_number(value: object) -> bool:
@@ -142,16 +150,58 @@ def learning_curves(
                 axes.set_visible(False)
                 continue
             name, (x, y) = list(metrics.items())[index]
-            _style(axes)
-            axes.set_title(name.replace("_", " "), loc="left", fontsize=8, color=_INK)
             _line(axes, x, y, style["color"])
-            axes.margins(x=0.02)
-            axes.locator_params(axis="y", nbins=4)
-            axes.locator_params(axis="x", nbins=4)
-            axes.xaxis.set_major_formatter(_count)
-            if index + columns >= len(metrics):
-                axes.set_xlabel("updates", fontsize=8, color=_GREY)
+            _finish_metric(axes, name, lowest=index + columns >= len(metrics))
     return figure
+
+
+def compared_curves(
+    curves: Mapping[str, Mapping[str, tuple[np.ndarray, np.ndarray]]], *, title: str = "", columns: int = 3
+) -> Figure:
+    """Draw one panel per metric against the updates, a line for each name.
+
+    Args:
+        curves: name -> metric -> (updates (K,), values (K,)), such as one stage of `curves_by_stage` of several runs.
+        title: Title of the figure.
+        columns: Largest number of panels side by side.
+
+    Raises:
+        UsageError: There is nothing to draw.
+    """
+    metrics = list(dict.fromkeys(metric for lines in curves.values() for metric in lines))
+    if not metrics:
+        raise UsageError("no training records to draw; train a stage first, for example with: wm train-dynamics")
+    columns = min(columns, len(metrics))
+    rows = math.ceil(len(metrics) / columns)
+    figure = _figure(max(2.6 * columns, 4.0), 1.75 * rows + 0.5)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold", color=_INK)
+    styles = dict(zip(curves, _styles(len(curves)), strict=True))
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for index, axes in enumerate(grid.flat):
+        if index >= len(metrics):
+            axes.set_visible(False)
+            continue
+        for name, lines in curves.items():
+            look = {key: styles[name][key] for key in ("color", "linestyle")}
+            if metrics[index] in lines:
+                _line(axes, *lines[metrics[index]], **look)
+            if index == 0 and len(curves) > 1:
+                axes.plot([], [], **look, label=name)
+        _finish_metric(axes, metrics[index], lowest=index + columns >= len(metrics))
+    _legend_below(figure, grid[0, 0])
+    return figure
+
+
+def _finish_metric(axes: Axes, name: str, *, lowest: bool) -> None:
+    """Give a small panel of one metric its name and few ticks, and the `lowest` of a column its axis' name."""
+    _style(axes)
+    axes.set_title(name.replace("_", " "), loc="left", fontsize=8, color=_INK)
+    axes.margins(x=0.02)
+    axes.locator_params(axis="y", nbins=4)
+    axes.locator_params(axis="x", nbins=4)
+    axes.xaxis.set_major_formatter(_count)
+    if lowest:
+        axes.set_xlabel("updates", fontsize=8, color=_GREY)
 
 
 def return_curve(
@@ -195,6 +245,7 @@ def returns_over(
     x_label: str = STEPS,
     references: Mapping[str, float] | None = None,
     title: str = "",
+    interval: bool = False,
 ) -> Figure:
     """Draw mean returns of several runs against environment steps or time, one color per group of runs.
 
@@ -207,6 +258,7 @@ def returns_over(
         x_label: Of the horizontal axis.
         references: name -> return, drawn as dashed lines with their names.
         title: Title of the plot.
+        interval: Let the band be the 95 % bootstrap interval of the mean; of up to three runs it is their range.
 
     Raises:
         UsageError: There is no group, or a run has no finite return.
@@ -230,9 +282,10 @@ def returns_over(
         common = np.unique([step for steps, _ in lines for step in steps if low <= step <= high])
         curves = np.array([np.interp(common, steps, returns) for steps, returns in lines])  # (runs, K)
         axes.plot(common, curves.mean(0), **style | _marked(len(common)), label=f"{name} ({len(lines)} runs)")
-        axes.fill_between(common, curves.min(0), curves.max(0), color=style["color"], alpha=0.15, linewidth=0)
+        bottom, top = _bootstrapped(curves) if interval else (curves.min(0), curves.max(0))
+        axes.fill_between(common, bottom, top, color=style["color"], alpha=0.15, linewidth=0)
         if len(common) == 1:  # a band has no width there
-            axes.vlines(common, curves.min(0), curves.max(0), color=style["color"], linewidth=1.2)
+            axes.vlines(common, bottom, top, color=style["color"], linewidth=1.2)
     _finish_returns(figure, axes, references or {}, title, x_label)
     return figure
 
@@ -305,6 +358,69 @@ def performance_profiles(
     return figure
 
 
+def interval_panels(panels: Mapping[str, Mapping[str, Interval]], *, x_label: str = "", title: str = "") -> Figure:
+    """Draw statistics with their intervals: a panel for each statistic, a row for each variant.
+
+    Args:
+        panels: statistic -> variant -> value, low and high. Without limits only the value is drawn.
+        x_label: Of the horizontal axes.
+        title: Of the figure.
+
+    Raises:
+        UsageError: There are no statistics.
+
+    Source: Agarwal et al. 2021, arXiv 2108.13264, figure 9.
+    """
+    names = list(dict.fromkeys(name for rows in panels.values() for name in rows))
+    if not names:
+        raise UsageError("no statistics to draw; compare some runs with: wm compare RUN...")
+    figure = _figure(7.4, 0.3 * len(names) + 1.0)
+    places = {name: place for place, name in enumerate(names)}
+    grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axes, (statistic, rows) in zip(grid, panels.items(), strict=True):
+        _rows(axes, names)
+        for name, interval in rows.items():
+            _interval(axes, places[name], interval, COLORS[places[name] % len(COLORS)])
+        axes.set_title(statistic, loc="left", fontsize=9, color=_INK)
+        axes.margins(x=0.12)
+        axes.locator_params(axis="x", nbins=3 if len(panels) > 2 else 6)
+    figure.supxlabel(x_label, fontsize=9, color=_INK)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10, color=_INK)
+    return figure
+
+
+def improvement(pairs: Mapping[tuple[str, str], Interval], *, title: str = "") -> Figure:
+    """Draw how probably a run of one variant beats one of another, a row for each pair.
+
+    Args:
+        pairs: (variant, other) -> probability that the variant scores higher, low and high.
+        title: Of the figure.
+
+    Raises:
+        UsageError: There are no pairs.
+
+    Source: Agarwal et al. 2021, arXiv 2108.13264, figure 11.
+    """
+    if not pairs:
+        raise UsageError("no pairs of variants to draw; compare runs of two with: wm compare RUN... --by KEY")
+    figure = _figure(7.4, 0.3 * len(pairs) + 1.0)
+    axes = figure.subplots()
+    _rows(axes, [variant for variant, _ in pairs])
+    for place, interval in enumerate(pairs.values()):
+        _interval(axes, place, interval, COLORS[0])
+    others = axes.secondary_yaxis("right")
+    others.set_yticks(range(len(pairs)), [_shortened(other) for _, other in pairs])
+    others.tick_params(length=0, labelsize=8, labelcolor=_INK)
+    others.spines["right"].set_visible(False)
+    axes.axvline(0.5, color=_INK, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    axes.set_xlim(0, 1)
+    axes.set_xticks(np.linspace(0, 1, 5))
+    axes.xaxis.set_major_formatter(_count)
+    axes.set_xlabel("probability that a run of the left scores higher than one of the right", fontsize=9, color=_INK)
+    axes.set_title(title, loc="left", fontsize=10, color=_INK)
+    return figure
+
+
 def cost_by_length(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> Figure:
     """Draw cost against length, one panel per kind of cost, both axes logarithmic.
 
@@ -339,7 +455,7 @@ def cost_by_length(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float
         axes.set_xlabel("elements", color=_INK)
     figure.legend(
         [handles[name] for name in names],
-        names,
+        [_shortened(name) for name in names],
         loc="outside right center",
         handlelength=3.2,
         frameon=False,
@@ -454,10 +570,134 @@ def write_figure(path: Path, figure: Figure) -> None:
 def _rendered(figure: Figure, suffix: str) -> bytes:
     import matplotlib
 
+    _plain_texts(figure)
     data = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "wmcli"}):  # names in an SVG are random without it
         figure.savefig(data, format=suffix[1:], dpi=144, facecolor="white", metadata=_FILE_METADATA[suffix])
     return data.getvalue()
+
+
+# -- SVG within a page -------------------------------------------------------------------------------------------------
+
+_VARIABLES = {
+    _INK: "var(--ink)",
+    _GREY: "var(--muted)",
+    _GRID: "var(--line)",
+    "#ffffff": "var(--paper)",
+    **{color: f"var(--c{index})" for index, color in enumerate(COLORS)},
+}
+_PIXELS = 1.5  # of a page to a point of a figure: text of size 8 has 12 pixels
+
+
+def svg_text(figure: Figure, name: str) -> str:
+    """Return a figure as an `<svg>` element to stand in a page.
+
+    Its colors are the page's variables, from var(--ink) to var(--c6), and its text has the page's font. Nothing in it
+    needs a style sheet or the network. The same figure gives the same text.
+
+    Args:
+        figure: One of this module.
+        name: Of letters, digits and dashes; once in a page, since ids begin with it.
+    """
+    import matplotlib
+
+    _plain_texts(figure)
+    data = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "wmcli"}):
+        figure.savefig(data, format="svg", transparent=True, metadata=_FILE_METADATA[".svg"])
+    source = data.getvalue().decode()
+    ids = {
+        used: f"{name}-{place}"
+        for place, used in enumerate(dict.fromkeys(re.findall(r'(?:href="|url\()#(\w+)', source)))
+    }
+    root = ElementTree.fromstring(source)
+    width, height = (float(size) for size in root.attrib["viewBox"].split()[2:])
+    page = ElementTree.Element(
+        "svg",
+        {
+            "viewBox": f"0 0 {_decimals(width)} {_decimals(height)}",
+            "width": f"{_PIXELS * width:.0f}",
+            "height": f"{_PIXELS * height:.0f}",
+            "fill": _VARIABLES["#000000"],  # what is black states no color
+            "stroke-linejoin": "round",
+        },
+    )
+    page.extend(_inlined(root, ids))
+    return ElementTree.tostring(page, encoding="unicode")
+
+
+def _inlined(parent: ElementTree.Element, ids: Mapping[str, str]) -> list[ElementTree.Element]:
+    """Return the children as a page needs them, without groups and definitions that do nothing."""
+    kept = []
+    for child in parent:
+        tag = child.tag.rpartition("}")[2]
+        if tag in ("metadata", "style"):
+            continue
+        element = ElementTree.Element(tag, _attributes(child, ids))
+        if tag == "text":
+            element.text = child.text
+            element.attrib.setdefault("fill", _VARIABLES[_INK])
+        element.extend(_inlined(child, ids))
+        if tag == "g" and not element.attrib:
+            kept += list(element)
+        elif tag == "g":
+            _share_styles(element)
+            kept.append(element)
+        elif not (tag == "defs" and not len(element) or tag == "path" and element.attrib.keys() == {"d", "fill"}):
+            kept.append(element)
+    return kept
+
+
+def _share_styles(group: ElementTree.Element) -> None:
+    """Move the styles that all children state, such as the markers of a line, to their group, which is shorter."""
+    styles = ({item for item in child.attrib.items() if item[0].startswith(("fill", "stroke"))} for child in group)
+    for key, value in sorted(functools.reduce(set.intersection, styles) if len(group) else ()):
+        group.set(key, value)
+        for child in group:
+            del child.attrib[key]
+
+
+def _attributes(element: ElementTree.Element, ids: Mapping[str, str]) -> dict[str, str]:
+    """Return the attributes and styles of an element as attributes, which a page's security policy allows."""
+    attributes = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
+    styles = (style.partition(":") for style in attributes.pop("style", "").split(";") if style)
+    attributes |= {key.strip(): value.strip() for key, _, value in styles}
+    attributes.pop("font-family", None)
+    if found := re.match(r"(?:(\d+) )?([\d.]+px)", attributes.pop("font", "")):  # as Matplotlib below 3.11 writes it
+        attributes |= {"font-weight": found[1] or "", "font-size": found[2]}
+    for key, value in attributes.items():
+        if key == "id":
+            value = ids.get(value, "")
+        elif key in ("href", "clip-path"):
+            value = re.sub(r"#(\w+)", lambda match: f"#{ids[match[1]]}", value)
+        elif key in ("fill", "stroke"):
+            value = _VARIABLES.get(value, value)
+        else:
+            value = _rounded(re.sub(r"\s*([A-Za-z])\s*", r"\1", value) if key == "d" else value)
+        attributes[key] = value
+    return {key: value for key, value in attributes.items() if value and not value.startswith("rotate(0 ")}
+
+
+def _rounded(text: str) -> str:
+    """Return a text with its numbers to two decimals."""
+    return re.sub(r"-?\d+(?:\.\d+)?(?:e-?\d+)?", lambda match: _decimals(float(match[0])), text)
+
+
+def _decimals(value: float) -> str:
+    return f"{round(value, 2) + 0.0:.2f}".rstrip("0").rstrip(".")  # the sum makes 0 of -0
+
+
+def _plain_texts(figure: Figure) -> None:
+    """Let names be what they are: no formulas, and without characters that neither fonts nor XML have."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+        text.set_text(_printable(text.get_text()))
+
+
+def _printable(text: str) -> str:
+    return re.sub(r"[^\t\n\x20-\ud7ff\ue000-\U0010ffff]", "\ufffd", text)
 
 
 # -- style ------------------------------------------------------------------------------------------------------------
@@ -509,6 +749,38 @@ def _banded(axes: Axes, x: Sequence[float] | np.ndarray, band: Band, style: dict
         axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
+def _rows(axes: Axes, names: Sequence[str]) -> None:
+    """Prepare axes with a named row for each interval, the first on top."""
+    _style(axes)
+    axes.spines["left"].set_visible(False)
+    axes.grid(False, axis="y")
+    axes.use_sticky_edges = False  # a bar at the edge is hard to see
+    axes.tick_params(axis="y", length=0)
+    axes.set_yticks(range(len(names)), [_shortened(name) for name in names])
+    axes.set_ylim(len(names) - 0.4, -0.6)
+
+
+def _interval(axes: Axes, place: int, interval: Interval, color: str) -> None:
+    """Draw a value in a row, and the bar of its interval if it has any."""
+    value, low, high = interval
+    if low is not None and high is not None:
+        axes.barh(place, high - low, left=low, height=0.4, color=color, alpha=0.3, linewidth=0)
+    axes.plot([value, value], [place - 0.2, place + 0.2], color=color, linewidth=2, solid_capstyle="butt")
+
+
+def _shortened(name: str, most: int = 34) -> str:
+    """Return a name without its middle where it is long, since both ends tell variants apart."""
+    half, name = (most - 1) // 2, _printable(name)
+    return name if len(name) <= most else f"{name[:half]}…{name[-half:]}"
+
+
+def _bootstrapped(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the limits (K,) of the 95 % bootstrap interval of the mean over runs: curves (runs, K)."""
+    chosen = np.random.default_rng(0).integers(len(curves), size=(2000, len(curves)))
+    low, high = np.quantile([curves[runs].mean(0) for runs in chosen], [0.025, 0.975], axis=0)
+    return low, high
+
+
 def _by_step(points: Iterable[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
     """Return ascending steps (K,) and values (K,) of the finite points, the last one of each step."""
     last = {float(step): float(value) for step, value in points if math.isfinite(value)}
@@ -538,7 +810,9 @@ def _legend_below(figure: Figure, axes: Axes) -> None:
     handles, names = axes.get_legend_handles_labels()
     if not names:
         return
-    columns = int(figure.get_figwidth() * 15 / (max(map(len, names)) + 9))  # about 15 letters of size 8 an inch
+    width = figure.get_figwidth() * 15  # letters of size 8, about
+    names = [_shortened(name, int(width) - 9) for name in names]
+    columns = int(width / (max(map(len, names)) + 9))
     figure.legend(
         handles,
         names,
@@ -551,14 +825,16 @@ def _legend_below(figure: Figure, axes: Axes) -> None:
     )
 
 
-def _line(axes: Axes, x: np.ndarray, y: np.ndarray, color: str) -> None:
+def _line(axes: Axes, x: np.ndarray, y: np.ndarray, color: str, linestyle: Any = "-") -> None:
     """Draw a line. From `_SMOOTH_FROM` points on it is faint under a running mean over a fiftieth of the points."""
     keep = np.unique(np.linspace(0, len(x) - 1, min(len(x), _POINTS)).round().astype(int))
     if len(x) < _SMOOTH_FROM:
-        axes.plot(x, y, color=color, linewidth=1.4, marker="o", markersize=3 if len(x) < 15 else 0)
+        size = 3 if len(x) < 15 else 0
+        axes.plot(x, y, color=color, linestyle=linestyle, linewidth=1.4, marker="o", markersize=size)
         return
     axes.plot(x[keep], y[keep], color=color, linewidth=0.7, alpha=0.35)
-    axes.plot(x[keep], _smoothed(y, max(3, len(y) // 50))[keep], color=color, linewidth=1.5)
+    smooth = _smoothed(y, max(3, len(y) // 50))
+    axes.plot(x[keep], smooth[keep], color=color, linestyle=linestyle, linewidth=1.5)
 
 
 def _smoothed(y: np.ndarray, width: int) -> np.ndarray:

@@ -41,6 +41,9 @@ class LearnedCollectSettings(CollectSettings):
     episode and with the collect."""
     feed_executed_action: bool = True
     """Feed the executed action to the controller; false feeds the one before epsilon (public code of REM)."""
+    longest_game: int = Field(30_000, ge=1)
+    """A game that has lasted longer when a collect begins is given up, and a new one begins: a later process would play
+    all of it again first. Its episode counts as truncated. Games of Atari are shorter. [decisions]"""
     apart: bool = False
     """Play each environment by itself, one after another, on one thread and with random numbers of its own, instead of
     all in one batch. It takes longer here, and the same experience can be made on several machines, see `on`."""
@@ -119,7 +122,7 @@ class EvaluationSettings(Section):
 class RunSettings(Section):
     """The papers' loop: each epoch collects, then trains the models that have started."""
 
-    epochs: int = Field(600, ge=1)
+    epochs: int = Field(600, ge=1, le=1_000_000)
     """Length of `wm run`. [epochs]"""
     collect_epochs: int = Field(500, ge=0)
     """Last epoch that collects; 0 trains on the experience that the run has. [epochs]"""

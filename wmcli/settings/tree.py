@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any
 
 from pydantic import Field, Tag, field_validator, model_validator
@@ -186,21 +187,46 @@ class Settings(Section):
 
     def identity(self, *sections: str) -> Identity:
         """Return the identity of a job that depends on some sections."""
-        plain, changed = self.plain(), self.changed()
-        chosen = {name: plain[name] for name in (*sections, "alternatives")}
-        for section, key in (name.split(".") for name in self.incidental_keys):
-            if section in sections:
-                del chosen[section][key]
-        return Identity.of_sections(chosen, {name: changed[name] for name in sections if name in changed}, sections)
+        return _identity(_Same(self), sections)
 
     def acting_identity(self) -> Identity:
         """Return the identity of acting: the values of `acting`.
 
         For a controller that searches, they are those of the search alone.
         """
-        plain, changed = self.plain(), self.changed()
-        keys = [f"{name}.{key}" for name, values in self.acting.items() for key in values]
-        if self.controller.searches:
-            keys = [key for key in keys if key.startswith("controller.")]
-        both = ("dynamics", "controller")
-        return Identity.of_acting({name: plain[name] for name in both}, {name: changed[name] for name in both}, keys)
+        return _acting_identity(_Same(self))
+
+
+class _Same:
+    """Settings that equal only themselves, as a key: an epoch asks for the identities of its five jobs again."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __hash__(self) -> int:
+        return id(self.settings)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.settings is self.settings
+
+
+@functools.lru_cache(maxsize=32)
+def _identity(same: _Same, sections: tuple[str, ...]) -> Identity:
+    settings = same.settings
+    plain, changed = settings.plain(), settings.changed()
+    chosen = {name: plain[name] for name in (*sections, "alternatives")}
+    for section, key in (name.split(".") for name in settings.incidental_keys):
+        if section in sections:
+            del chosen[section][key]
+    return Identity.of_sections(chosen, {name: changed[name] for name in sections if name in changed}, sections)
+
+
+@functools.lru_cache(maxsize=32)
+def _acting_identity(same: _Same) -> Identity:
+    settings = same.settings
+    plain, changed = settings.plain(), settings.changed()
+    keys = [f"{name}.{key}" for name, values in settings.acting.items() for key in values]
+    if settings.controller.searches:
+        keys = [key for key in keys if key.startswith("controller.")]
+    both = ("dynamics", "controller")
+    return Identity.of_acting({name: plain[name] for name in both}, {name: changed[name] for name in both}, keys)

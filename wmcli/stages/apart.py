@@ -17,10 +17,11 @@ import torch
 
 from wmcli.artifacts import Artifact
 from wmcli.envs.vector import join_states
+from wmcli.errors import ArtifactError
 from wmcli.settings import LearnedCollectSettings
 from wmcli.stages.context import Context
 from wmcli.stages.player import Player, streams_from, streams_tensors
-from wmcli.training.checkpoint import load_tensors, save_tensors
+from wmcli.training.checkpoint import DamagedFileError, load_work, save_work
 
 THREADS = 1  # results depend on their number, and acting on one frame gains nothing from more
 
@@ -48,13 +49,15 @@ def play_apart(
 
     Raises:
         EnvironmentFault, Stopped: See `Player.play`.
+        ArtifactError: A file of an environment is damaged.
         MachineError: The cluster failed.
     """
     collecting, count = context.settings.collect, context.settings.environment.count
     assert isinstance(collecting, LearnedCollectSettings)
-    missing = [stream for stream in range(count) if not _file(folder, stream).exists()]
-    if missing and len(missing) < count:
-        context.progress.say(f"collect: {count - len(missing)} of {count} environments have been played")
+    finished = {stream: _load(_file(folder, stream)) for stream in range(count) if _file(folder, stream).exists()}
+    missing = [stream for stream in range(count) if stream not in finished]
+    if missing and finished:
+        context.progress.say(f"collect: {len(finished)} of {count} environments have been played")
     if missing:
         play = _play_here
         if collecting.on == "ray":
@@ -63,9 +66,10 @@ def play_apart(
             for stream, played in playing:
                 tensors, about = streams_tensors(played.state)
                 rows = {f"rows/{name}": torch.tensor(array) for name, array in played.arrays.items()}
-                save_tensors(_file(folder, stream), rows | tensors, about)
+                save_work(_file(folder, stream), rows | tensors, about)
+                finished[stream] = _load(_file(folder, stream))
                 shutil.rmtree(stream_folder(folder, stream), ignore_errors=True)
-    return _joined([_load(_file(folder, stream)) for stream in range(count)])
+    return _joined([finished[stream] for stream in range(count)])
 
 
 def stream_folder(folder: Path, stream: int) -> Path:
@@ -108,7 +112,10 @@ def _file(folder: Path, stream: int) -> Path:
 
 
 def _load(file: Path) -> PlayedApart:
-    tensors, about = load_tensors(file)
+    try:
+        tensors, about = load_work(file)
+    except DamagedFileError as error:
+        raise ArtifactError(f"{error}; remove it, and the same command plays that environment again.") from None
     rows = {name: tensor for name, tensor in tensors.items() if name.startswith("rows/")}
     arrays = {name.removeprefix("rows/"): tensor.numpy() for name, tensor in rows.items()}
     return PlayedApart(arrays, streams_from(tensors, about))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,17 @@ class Binding:
     """Digest of the settings that a preset file stated."""
     original: Mapping[str, Any] | None = None
     """Content of run.toml at the start of the command."""
+    _resolved: dict[tuple[str, ...], Settings] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By the changes that apply: most epochs have the same settings."""
 
     def at(self, epoch: int | None = None) -> Settings:
         """Resolve the settings of an epoch of `wm run`, by default of the last one."""
-        texts = [text for each in self.changes if epoch is None or each["epoch"] <= epoch for text in each["set"]]
-        return resolve(self.preset, texts, base=self.settings)
+        applied = (each for each in self.changes if epoch is None or each["epoch"] <= epoch)
+        texts = tuple(text for each in applied for text in each["set"])
+        if texts not in self._resolved:
+            check_changeable(texts, "run.toml: changes")
+            self._resolved[texts] = resolve(self.preset, texts, base=self.settings)
+        return self._resolved[texts]
 
 
 def preset_digest(preset: str) -> str | None:
@@ -85,12 +91,16 @@ def change_settings(binding: Binding, overrides: Sequence[str], from_epoch: int 
         return replace(binding, settings=settings.plain())
     if not overrides:
         raise UsageError("--from-epoch changes settings between epochs: give them with --set.")
+    check_changeable(overrides, f"--from-epoch {from_epoch} --set")
+    change = {"epoch": from_epoch, "set": list(overrides)}
+    return replace(binding, changes=(*binding.changes, change))
+
+
+def check_changeable(overrides: Sequence[str], where: str) -> None:
+    """Raise UsageError if overrides change what cannot change between epochs."""
     for text in overrides:
         path, _ = parse_override(text)
         if path[0] not in CHANGEABLE or names_kind(".".join(path)):
             raise UsageError(
-                f"--from-epoch {from_epoch} --set {text}: only {', '.join(CHANGEABLE)} can change between"
-                " epochs, and no kind; omit --from-epoch."
+                f"{where} {text}: only {', '.join(CHANGEABLE)} can change between epochs, and no kind; omit it."
             )
-    change = {"epoch": from_epoch, "set": list(overrides)}
-    return replace(binding, changes=(*binding.changes, change))

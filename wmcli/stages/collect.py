@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,14 @@ import numpy as np
 from wmcli.artifacts import Artifact, Job
 from wmcli.artifacts.environment import check_same_environment, is_recorded
 from wmcli.envs.vector import MOST_LIVES
-from wmcli.errors import ArtifactError, UsageError
+from wmcli.errors import ArtifactError, MachineError, UsageError
 from wmcli.experience import write_segment
 from wmcli.experience.load import SEGMENT, lives_end_episodes
 from wmcli.experience.segment import lives_left, opens_game
+from wmcli.memory import machine_memory
+from wmcli.reading import damage
 from wmcli.settings import LearnedCollectSettings
+from wmcli.spaces import parts_of
 from wmcli.stages.apart import play_apart
 from wmcli.stages.context import Context
 from wmcli.stages.player import STREAMS, Player, check_seed, played_before, streams_tensors
@@ -83,6 +87,7 @@ def collect(
     if existing := context.done(job):
         context.progress.say(f"collect: {existing.name} is up to date, nothing to do")
         return existing
+    _check_memory(context, rounds)
     with context.work(job) as work:
         who = actor.name if actor else "the uniformly random policy"
         context.progress.say(f"collect: {rounds * settings.environment.count} steps of {environment['id']} by {who}")
@@ -123,6 +128,20 @@ def _rounds(context: Context, steps: int | None) -> int:
     settings = context.settings
     assert isinstance(settings.collect, LearnedCollectSettings)
     return -(-(steps or settings.collect.steps) // settings.environment.count)
+
+
+def _check_memory(context: Context, rounds: int) -> None:
+    """Raise MachineError if a segment, which is recorded in memory, is larger than that of this machine."""
+    rows = rounds * context.settings.environment.count
+    size = rows * sum(
+        np.dtype(part.dtype).itemsize * math.prod(part.shape) for part in parts_of(context.spaces.observation).values()
+    )
+    memory = machine_memory().total
+    if size > memory:
+        raise MachineError(
+            f"{rows} steps at a time take {size / 1e9:,.0f} GB of memory, and this machine has {memory / 1e9:,.0f} GB:"
+            " lower collect.steps or environment.count, and collect more often."
+        )
 
 
 def _controller(context: Context, reference: str | None) -> Artifact | None:
@@ -182,4 +201,5 @@ def _at_start(before: Artifact | None, count: int) -> np.ndarray:
     played = played_before(before)
     if played is None:
         return np.ones(count, bool)
-    return load_tensors(played.file(STREAMS))[0]["length"].numpy() == 0
+    with damage(path := played.file(STREAMS)):
+        return load_tensors(path)[0]["length"].numpy() == 0

@@ -68,7 +68,7 @@ class Collector:
             self._other = self._start()
         references = {role: str(artifact.path) for role, artifact in inputs.items()}
         with suppress(OSError):  # it ended: `result` reports that
-            about = {"epoch": context.epoch, "settings": _on_few_threads(context.settings)}
+            about = {"epoch": context.epoch, "settings": _beside(context.settings)}
             self._other.line.send((about, {"controller": "random", "previous": None} | references))
         self._busy = True
 
@@ -141,15 +141,18 @@ class Collector:
                 {
                     "run": context.run.path,
                     "preset": context.preset,
-                    "settings": _on_few_threads(context.settings),
+                    "settings": _beside(context.settings),
                     "fresh": context.fresh,
                 }
             )
         return _Other(process, ours)
 
 
-def _on_few_threads(settings: Settings) -> Settings:
-    return settings.model_copy(update={"training": settings.training.model_copy(update={"threads": THREADS})})
+def _beside(settings: Settings) -> Settings:
+    """Return settings for the other process: few threads, and no process of its own that sends the run's records."""
+    sinks = tuple(name for name in settings.training.log_to if name == "tensorboard")
+    training = settings.training.model_copy(update={"threads": THREADS, "log_to": sinks})
+    return settings.model_copy(update={"training": training})
 
 
 def _death(code: int) -> MachineError:

@@ -15,13 +15,14 @@ from wmcli.artifacts import Artifact, Job, Run, Work
 from wmcli.artifacts.environment import is_recorded, recorded_environment
 from wmcli.artifacts.job import REVISIONS
 from wmcli.artifacts.manifest import MAKERS
+from wmcli.artifacts.trust import note_trusted
 from wmcli.envs import AnyStreams, protocol
-from wmcli.errors import ArtifactError, BusyError, MachineError, UsageError
+from wmcli.errors import ArtifactError, BusyError, MachineError, Stopped, UsageError
 from wmcli.experience import Replay
 from wmcli.experience.load import load_experience, load_held_out
 from wmcli.interrupt import stop_requests
 from wmcli.progress import Progress
-from wmcli.settings import Settings, flatten
+from wmcli.settings import LearnedCollectSettings, Settings, flatten
 from wmcli.spaces import Spaces, bytes_of
 from wmcli.stages.binding import Binding
 from wmcli.training.device import Machine
@@ -64,6 +65,8 @@ class Context:
     """Make another version even if a job is done."""
     more: bool = False
     """Train the newest version further."""
+    overrides: tuple[str, ...] = ()
+    """What the command sets: `section.key=value` texts."""
     binding: Binding | None = None
     """The settings of each epoch of `wm run`."""
     to_bind: bool = False
@@ -95,7 +98,8 @@ class Context:
         from wmcli.training.logs import EventLog
 
         self.machine = Machine.choose(self.settings.training)
-        self.events = EventLog(self.run.path)
+        config = {"preset": self.preset} | self.settings.plain()
+        self.events = EventLog(self.run, self.settings.training.log_to, config, self.progress.warn)
 
     def for_loop(self) -> Context:
         """Return the context of the stages inside `wm run`, whose output is nested."""
@@ -135,6 +139,7 @@ class Context:
             preset_digest=binding.preset_digest,
             expected=binding.original,
         )
+        note_trusted(run.path, self.settings.environment.code)
         self.to_bind, self.is_new = False, self.binding.original is None
 
     def done(self, job: Job) -> Artifact | None:
@@ -151,9 +156,11 @@ class Context:
         """Check that a job may start, bind the run, and record the use of artifacts of other runs.
 
         Raises:
-            UsageError: It would repeat finished training (with `guarded`), or the folder is not writable.
+            UsageError: It would repeat finished training (with `guarded`), the folder is not writable, or the library
+                of a sink is missing.
             PrunedInputError: An input was pruned.
         """
+        self.events.check()
         if self.guarded and job.kind not in REPEATABLE and (changed := self.otherwise(job)):
             raise UsageError(
                 f"{self.run}: {changed}; these settings would repeat it and all later training. To do so add --force;"
@@ -169,7 +176,8 @@ class Context:
     def work(self, job: Job, *, fresh: bool | None = None) -> Iterator[Work]:
         """Work on a job. If the work fails, a new run without artifacts is removed.
 
-        Signals request a checkpoint inside the `with` block. Of several ranks the first one holds the locks.
+        `wm run` waits while another process writes the kind, other commands fail at once. Signals
+        request a checkpoint inside the `with` block. Of several ranks the first one holds the locks.
 
         Raises:
             WmError: See `prepare` and `Job.work`.
@@ -177,9 +185,15 @@ class Context:
 
         def begin() -> Work:
             self.prepare(job)
-            return held.enter_context(job.work(fresh=self.fresh if fresh is None else fresh))
+            again = self.fresh if fresh is None else fresh
+            return held.enter_context(job.work(fresh=again, waiting=None if self.epoch is None else wait))
 
-        with stop_requests():
+        def wait(holder: str) -> None:
+            self.progress.warn(f"waiting for {holder}, which writes {job.kind} in {self.run}")
+            if stop:
+                raise Stopped(f"stopped before {MAKERS[job.kind]} began; the same command resumes the run.")
+
+        with stop_requests() as stop:
             try:
                 with ExitStack() as held:
                     work = ranks.first(begin)
@@ -267,8 +281,14 @@ class Context:
         """Load an experience artifact and all earlier segments, each segment once."""
         before = self.replay is not None and (self.replay.frames_on_host or self.replay.frames_on_disk)
         frames_on = self.settings.training.replay
-        closing = self.settings.dynamics.reads_closing
-        replay = load_experience(artifact, self.machine.device, self.replay, closing=closing, frames_on=frames_on)
+        replay = load_experience(
+            artifact,
+            self.machine.device,
+            self.replay,
+            closing=self.settings.dynamics.reads_closing,
+            frames_on=frames_on,
+            growth=self._growth(artifact),
+        )
         if replay is not self.replay:
             self.latents, before = {}, False  # the latents are those of other frames
         self.replay = replay
@@ -278,6 +298,14 @@ class Context:
             size = bytes_of(replay.observation) / 1e9
             tell(f"{artifact.name}: {len(replay)} frames ({size:.1f} GB) stay {where} (training.replay = {frames_on})")
         return replay
+
+    def _growth(self, artifact: Artifact) -> float:
+        """Return how many times the experience `artifact` there will be at the end of `wm run`, 1 outside of it."""
+        plan, collecting = self.settings.run, self.settings.collect
+        if self.epoch is None or not isinstance(collecting, LearnedCollectSettings):
+            return 1.0
+        to_come = max(min(plan.collect_epochs, plan.epochs) - self.epoch, 0)
+        return 1 + to_come * collecting.steps / artifact.metrics["total_steps"]
 
     def held_out(self, artifact: Artifact, part: str) -> Replay:
         """Load held-out episodes; `part` is "validation" or "test". Raises ArtifactError without any."""
@@ -290,7 +318,7 @@ class Context:
         )
 
     def log(self, job: Job, environment_step: int, record: dict[str, Any]) -> None:
-        """Write one line to metrics.jsonl, and the same numbers as TensorBoard events.
+        """Write one line to metrics.jsonl, and the same numbers to the sinks in `training.log_to`.
 
         Args:
             job: Its digest and its next version are logged.

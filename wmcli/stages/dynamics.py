@@ -14,7 +14,7 @@ from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience import SearchTargets
 from wmcli.nn import attention_prior
 from wmcli.stages.context import Context
-from wmcli.stages.pictures import draw_priors, imagined_beside_real, write_side_by_side
+from wmcli.stages.pictures import draw_priors, imagined_beside_real, write_imagination
 from wmcli.stages.train import check_descent, latents_of, newest_fitted_alone, parent_of, train
 from wmcli.trainers import DynamicsTrainer
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_modules, load_tensors, read_part, save_tensors
@@ -101,7 +101,7 @@ def train_dynamics(
     def draw(payload: Path, trainer: DynamicsTrainer) -> None:
         world_model = trainer.world_model.eval()
         with context.machine.autocast():
-            write_side_by_side(payload, imagined_beside_real(world_model, trainer.replay, settings.context))
+            write_imagination(payload, imagined_beside_real(world_model, trainer.replay, settings.context))
         if attention_prior.prior_values(world_model):
             draw_priors([context.run], context.settings, payload / "priors.png")
 
@@ -113,6 +113,7 @@ def train_dynamics(
         "dynamics",
         sections=sections,
         inputs=inputs,
+        references={"tokenizer": tokenizer, "experience": experience, "controller": controller},
         updates=settings.updates,
         build=build,
         draw=draw,

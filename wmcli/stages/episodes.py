@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,12 +12,13 @@ import torch
 from wmcli.artifacts.failpoint import failpoint
 from wmcli.controllers.base import Actor
 from wmcli.envs import AnyStreams, EnvironmentSettings, Transition, open_streams
-from wmcli.errors import Stopped, UsageError
+from wmcli.envs.vector import BROKEN
+from wmcli.errors import EnvironmentFault, Stopped, UsageError
 from wmcli.interrupt import stop_requests
 from wmcli.progress import Progress
 from wmcli.spaces import row_of
 from wmcli.stages.pictures import Film, ending
-from wmcli.training.checkpoint import load_tensors, save_tensors
+from wmcli.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 
 FILMED_STEPS = 300  # of the first episode
 LONGEST_EPISODE = 100_000  # steps, in an environment without a time limit; Atari's longest protocol allows 108,000
@@ -61,20 +62,20 @@ class _Tally:
             self.number[environment] = self.started
             self.started += 1
 
-    def save(self, path: Path, streams: AnyStreams, agent: Actor) -> None:
-        """Write a checkpoint."""
-        state = streams.state()
+    def save(self, path: Path, state: dict[str, Any], agent: Actor) -> None:
+        """Write a checkpoint, with the state of the environments."""
         arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
         tensors = {f"streams/{name}": torch.from_numpy(value) for name, value in arrays.items()}
         tensors |= {f"agent/{name}": value for name, value in agent.state().items()}
         tensors |= {f"film/{name}": torch.from_numpy(value) for name, value in self.film.arrays().items()}
         counts = {"number": self.number, "returns": self.returns, "lengths": self.lengths}
         tensors |= {f"counts/{name}": torch.from_numpy(value) for name, value in counts.items()}
-        save_tensors(path, tensors, {"seed": state["seed"], "started": self.started})
+        about = {"seed": state["seed"], "started": self.started}
+        save_checkpoint(path, tensors, about, f"{self.ended} episodes")
 
     def load(self, path: Path, settings: EnvironmentSettings, agent: Actor) -> AnyStreams | None:
         """Load a checkpoint. Return its environments, or None if every episode has ended."""
-        tensors, about = load_tensors(path)
+        tensors, about, _ = load_checkpoint(path)
 
         def part(name: str) -> dict[str, torch.Tensor]:
             return {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
@@ -88,8 +89,9 @@ class _Tally:
         agent.load(part("agent"))
         state = {name: value.numpy() for name, value in part("streams").items()}
         streams = open_streams(settings, train=False, seed=about["seed"], state={"seed": about["seed"], **state})
-        # Environments that ignore their seed start these episodes again.
-        again = self.number[streams.restarted & (self.number < len(self.returns))]
+        # Environments that ignore their seed, or failed, start these episodes again.
+        restarted = streams.restarted | (state["frame"] == BROKEN)
+        again = self.number[restarted & (self.number < len(self.returns))]
         self.returns[again], self.lengths[again] = 0, 0
         if 0 in again:
             self.film = Film()
@@ -124,13 +126,15 @@ def play_episodes(
         checkpoint_seconds: Seconds between two checkpoints. Another one is written at the end.
 
     Raises:
+        ArtifactError: The checkpoint is damaged.
         Stopped: A signal arrived.
+        EnvironmentFault: The environment failed. The same call goes on, with new games.
         UsageError: An episode of an environment without a time limit is longer than LONGEST_EPISODE.
     """
     count = min(environments, episodes)
     settings = settings.model_copy(update={"count": count})
     tally = _Tally(episodes, count)
-    if checkpoint is not None and checkpoint.exists():
+    if checkpoint is not None and find_checkpoint(checkpoint):
         streams = tally.load(checkpoint, settings, agent)
         if streams is None:
             return PlayedEpisodes(tally.returns.tolist(), tally.lengths.tolist(), tally.film)
@@ -142,7 +146,16 @@ def play_episodes(
         while not tally.complete:
             frames = streams.observation
             action = agent.act(frames, streams.first)
-            after = streams.step(action)
+            try:
+                after = streams.step(action)
+            except EnvironmentFault as fault:
+                if checkpoint is None:
+                    raise
+                tally.save(checkpoint, streams.broken_state(), agent)
+                raise EnvironmentFault(
+                    f"{fault} The {tally.ended} of {episodes} episodes before it are saved; those that it was amid"
+                    " begin again."
+                ) from fault
             if tally.number[0] == 0 and tally.film.ended is None:
                 tally.film.add(row_of(frames), action[0], after.reward[0], agent.summarize_search())
                 if how := ending(after):
@@ -159,7 +172,7 @@ def play_episodes(
             bar.advance(tally.ended - before)
             due = stop or tally.complete or time.monotonic() - saved_at >= checkpoint_seconds
             if checkpoint is not None and due:
-                tally.save(checkpoint, streams, agent)
+                tally.save(checkpoint, streams.state(), agent)
                 failpoint("checkpoint")
                 saved_at = time.monotonic()
             if stop:

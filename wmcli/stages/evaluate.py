@@ -10,24 +10,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from wmcli.artifacts import Artifact, Run, Work
+from wmcli.artifacts import Artifact, Run, Work, film_of
 from wmcli.artifacts.environment import check_same_environment
+from wmcli.artifacts.files import disk_errors
 from wmcli.artifacts.manifest import shown
 from wmcli.artifacts.store import BEST
 from wmcli.assemble import load_controller, settings_of
 from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.controllers.base import Actor
 from wmcli.envs.grid_world import ENDLESS
-from wmcli.errors import ArtifactError, UsageError
+from wmcli.errors import ArtifactError, MachineError, UsageError
 from wmcli.metrics import atari
 from wmcli.nn.actions import put_observation
-from wmcli.report.images import write_gif
+from wmcli.report.images import write_webp
 from wmcli.report.plots import return_curve, returns_histogram, write_figure
 from wmcli.settings import MAX_EPISODES, Settings
 from wmcli.spaces import map_parts, stack_parts
 from wmcli.stages.context import Context
 from wmcli.stages.episodes import PlayedEpisodes, play_episodes
-from wmcli.stages.pictures import Film, SideBySide, beside, write_side_by_side
+from wmcli.stages.pictures import Film, SideBySide, beside, write_imagination
 from wmcli.stages.protocol import Protocol
 from wmcli.training.device import derived_seed
 from wmcli.world_models.base import WorldModel
@@ -69,6 +70,8 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
     identity |= settings.acting_identity()
     job = run.job("evaluation", identity, {"controller": actor})
     if existing := context.done(job):
+        with suppress(MachineError):  # the run may be read-only
+            _point_best(run)
         context.progress.say(f"eval: {existing.name} is up to date, nothing to do (--force plays again)")
         return existing
     with context.work(job) as work:
@@ -98,12 +101,12 @@ def evaluate(context: Context, *, controller: str | None = None, episodes: int |
         }
         logged = {"mean_return": metrics["mean"], "median_return": metrics["median"], "stderr": metrics["stderr"]}
         context.log(job, metrics["total_steps"], {"stage": "eval", **logged, "episodes": episodes})
-        write_gif(
-            work.payload / "episode.gif",
+        write_webp(
+            work.payload / "episode.webp",
             result.film.render(context.spaces.observation, environment.get("action_meanings")),
             fps=10,
         )
-        write_side_by_side(work.payload, pictures)
+        write_imagination(work.payload, pictures)
         _write_plots(work.payload, run, actor, metrics)
         artifact = context.publish(work, metrics)
     _point_best(run)
@@ -156,18 +159,20 @@ def _point_best(run: Run) -> None:
     """Point `controller/best` to the controller of `best_evaluation`."""
     evaluation = best_evaluation(run)
     if evaluation is not None:
-        run.point("controller", BEST, evaluation.inputs["controller"].version)
+        with disk_errors(run.path):
+            run.point("controller", BEST, evaluation.inputs["controller"].version)
 
 
 def summary(artifact: Artifact) -> str:
     """Return an evaluation in one line: the score beside random play, and the path of a film."""
-    metrics, film = artifact.metrics, artifact.path / "imagination.gif"
-    look = (
-        f"imagination beside reality: {shown(film)}" if film.exists() else f"a film: {shown(film.with_stem('episode'))}"
-    )
+    metrics, look = artifact.metrics, ""
+    if film := film_of(artifact, "imagination"):
+        look = f"; imagination beside reality: {shown(film)}"
+    elif film := film_of(artifact, "episode"):
+        look = f"; a film: {shown(film)}"
     return (
         f"eval: {artifact.name}: mean return {metrics['mean']:.3f} over {metrics['episodes']} episodes, random"
-        f" {metrics['random_mean']:.3f}; {look}"
+        f" {metrics['random_mean']:.3f}{look}"
     )
 
 

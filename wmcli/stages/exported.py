@@ -15,17 +15,20 @@ import numpy as np
 from wmcli import __version__
 from wmcli.artifacts import Artifact, Run, needed
 from wmcli.artifacts.environment import RECORDED
+from wmcli.artifacts.files import disk_errors
 from wmcli.artifacts.manifest import MANIFEST, MODEL, MODEL_FORMAT, PRUNED, shown, version_name
 from wmcli.artifacts.store import BINDING
 from wmcli.assemble import settings_of, spaces_of
+from wmcli.config import MAX_TOML_BYTES
 from wmcli.envs.tasks import TASKS
-from wmcli.errors import ArtifactError, UsageError
+from wmcli.errors import ArtifactError, MachineError, UsageError
 from wmcli.exchange import Episode, Recording, WritableFormat, write_recording
 from wmcli.exchange.convert import recording_of
 from wmcli.exchange.zarr_folder import Segment
 from wmcli.experience.load import HELD_OUT, SEGMENT
 from wmcli.metrics.statistics import bootstrap
 from wmcli.progress import Progress
+from wmcli.reading import read_file
 from wmcli.spaces import Categories, Continuous, Discrete, Image, Vector, parts_of
 
 HeldOut = Literal["validation", "test"]
@@ -128,12 +131,15 @@ def _whole(out: Path) -> Iterator[Path]:
         raise UsageError(f"{out}: there is no folder {out.absolute().parent}; create it first.")
     draft = out.absolute().with_name(f".{out.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
     try:
-        yield draft
-        if out.exists():
-            out.rmdir()
-        draft.rename(out)
+        with disk_errors(out):
+            draft.mkdir()
+            yield draft
+            if out.exists():
+                out.rmdir()
+            draft.rename(out)
+    except shutil.Error as errors:  # those of `shutil.copytree`
+        raise MachineError(f"{out}: {errors.args[0][0][2]}; nothing was exported.") from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -164,6 +170,8 @@ def export_controller(controller: Artifact, out: Path, progress: Progress) -> Pa
     if "dynamics" not in [artifact.kind for artifact in whole]:
         controller.input("dynamics")  # raises ArtifactError: it cannot be read
     evaluations = _evaluations(controller)
+    for artifact in evaluations:
+        artifact.verify()
     with _whole(out) as draft:
         for artifact in (*whole, *evaluations):
             shutil.copytree(artifact.path.resolve(), _place(draft, artifact))
@@ -173,8 +181,8 @@ def export_controller(controller: Artifact, out: Path, progress: Progress) -> Pa
                 place.mkdir(parents=True)
                 shutil.copy(artifact.path / MANIFEST, place)
                 (place / PRUNED).write_text("Left out by wm export; the manifest was kept.\n", encoding="utf-8")
-        if (binding := controller.run / BINDING).is_file():
-            shutil.copy(binding, draft)
+        with suppress(FileNotFoundError):
+            (draft / BINDING).write_bytes(read_file(controller.run / BINDING, MAX_TOML_BYTES))
         marker = {**MODEL_FORMAT, "controller": f"controller/{version_name(controller.version)}"}
         (draft / MODEL).write_text(json.dumps(marker) + "\n", encoding="utf-8")
         (draft / CARD).write_text(_card(controller, evaluations, out.name), encoding="utf-8")

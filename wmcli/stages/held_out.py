@@ -10,7 +10,7 @@ It stands beside that of reconstructed frames, and of the last observed frame, a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience import Replay
 from wmcli.experience.load import find_held_out
 from wmcli.metrics.memory_tasks import curve, estimate
-from wmcli.report.plots import error_curves, write_figure
+from wmcli.report.plots import Band, error_curves, write_figure
 from wmcli.settings import Settings
 from wmcli.spaces import Categories, Image, PartSpace, map_parts, parts_of
 from wmcli.stages.context import Context
@@ -34,7 +34,11 @@ from wmcli.transfer import take_rows
 from wmcli.world_models.base import WorldModel
 from wmcli.world_models.open_loop import open_loop
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 NAME = "held-out"
+STEP = "imagined step"
 STEPS = 15  # imagined at most, as DreamerV3 imagines
 WINDOWS = 8  # of an episode
 BATCH = 32  # windows imagined side by side
@@ -229,13 +233,14 @@ def _draw(
     if rows.shape[1] > windows.context:
         frames, action = (take_rows(column, rows, replay.device) for column in (replay.observation, replay.action))
         write_side_by_side(work.payload, beside(world_model, frames, action, windows.context))
-    lines = {
-        name: (range(1, 1 + len(each["mean"])), tuple(np.array(each[key], float) for key in ("mean", "low", "high")))
-        for name, each in curves.items()
-    }
     title = context.settings.environment.id
-    figure = error_curves(lines, x_label="imagined step", y_label="error", title=title)  # type: ignore[arg-type]
-    write_figure(work.payload / "errors.png", figure)
+    write_figure(work.payload / "errors.png", error_curves(_lines(curves), x_label=STEP, y_label="error", title=title))
+
+
+def _lines(curves: dict[str, dict[str, list[float | None]]]) -> dict[str, tuple[range, Band]]:
+    """Return the errors by imagined step as `error_curves` takes them."""
+    bands = {name: [np.array(each[key], float) for key in ("mean", "low", "high")] for name, each in curves.items()}
+    return {name: (range(1, 1 + len(mean)), (mean, low, high)) for name, (mean, low, high) in bands.items()}
 
 
 # -- the protocol ------------------------------------------------------------------------------------------------------
@@ -280,6 +285,27 @@ def table(evaluations: Sequence[Artifact]) -> list[dict[str, Any]]:
     return [{column: row.get(column, "-") for column in columns} for row in rows]
 
 
+def plot_curves(evaluations: Sequence[Artifact]) -> Figure:
+    """Plot errors over imagined steps: of one run all of them, of several those of imagined frames.
+
+    Raises:
+        UsageError: The evaluations are of several environments, or have no errors of frames.
+    """
+    environments = {each.metrics["environment"] for each in evaluations}
+    if len(environments) > 1:
+        raise UsageError(f"curves are drawn of one environment: these runs are of {', '.join(sorted(environments))}.")
+    lines = {}
+    names = [each.run.name for each in evaluations]
+    for each in evaluations:
+        run = each.run.name if names.count(each.run.name) == 1 else str(each.run)
+        for name, line in _lines(each.metrics["curves"]).items():
+            if len(evaluations) == 1:
+                lines[name] = line
+            elif name.startswith(KINDS[0]):
+                lines[f"{run}: {name}"] = line
+    return error_curves(lines, x_label=STEP, y_label="error", title=environments.pop())
+
+
 HELD_OUT = Protocol(
     name=NAME,
     needs="dynamics",
@@ -288,4 +314,5 @@ HELD_OUT = Protocol(
     summarize=summarize,
     table=table,
     reads_experience=True,
+    plot_curves=plot_curves,
 )

@@ -17,7 +17,7 @@ from wmcli.assemble import build_controller, load_world_model, settings_of
 from wmcli.controllers.base import NO_CONTROLLER, Learner, NoControllerSettings
 from wmcli.errors import UsageError
 from wmcli.stages.context import Context
-from wmcli.stages.pictures import imagined_beside_real, write_side_by_side
+from wmcli.stages.pictures import imagined_beside_real, write_imagination
 from wmcli.stages.train import check_descent, latents_of, parent_of, train
 from wmcli.trainers import ImaginationTrainer, ReanalysisTrainer
 from wmcli.trainers.calibration import calibrate
@@ -59,6 +59,7 @@ def imagine(
         "controller",
         sections=("environment", "controller"),
         inputs=inputs,
+        references={"dynamics": dynamics, "experience": experience},
         updates=settings.updates,
     )
     if context.settings.controller.searches:
@@ -127,7 +128,7 @@ def _calibrate(context: Context, frames: Artifact, parent: Artifact | None, trai
 def _draw_imagination(payload: Path, trainer: ImaginationTrainer) -> None:
     world_model = trainer.world_model
     with trainer.machine.autocast():
-        write_side_by_side(payload, imagined_beside_real(world_model, trainer.replay, world_model.context))
+        write_imagination(payload, imagined_beside_real(world_model, trainer.replay, world_model.context))
 
 
 def _reanalysis(context: Context, frames: Artifact, model: Artifact, rng: np.random.Generator) -> ReanalysisTrainer:

@@ -6,7 +6,7 @@ no more than a shard of them is in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from wmcli.artifacts import Artifact, Run
+from wmcli.artifacts import Artifact, Run, Work
 from wmcli.artifacts.environment import RECORDED, check_same_environment, is_recorded
 from wmcli.assemble import parameter_counts
 from wmcli.config import digest
@@ -115,42 +115,67 @@ def import_experience(context: Context, importing: Importing) -> Artifact:
         context.progress.say(f"import: {len(recording)} episodes from {importing.source} ({recording.format})")
         for note in recording.notes:
             context.progress.warn(f"{importing.source}: {note}.")
-        gathered: dict[str, _Gathered] = {}
-        with context.progress.bar("import check", len(recording), "episodes") as bar:
-            for part, numbers in chosen.items():
-                gathered[part] = _gather(recording, numbers, importing.drop_last, bar.advance)
-        if any(part.left_open for part in gathered.values()):
-            context.progress.warn(
-                f"{importing.source}: the observations that close episodes are not known for all of them, so none are"
-                " kept; to cut the last action off where they are not: --drop-last"
-            )
-        closed = not any(part.left_open for part in gathered.values())
-        about = {"environment": context.environment["id"], "spaces": recording.spaces.describe()}
-        with context.progress.bar("import", sum(map(len, gathered.values())), "episodes") as bar:
-            for part, episodes in gathered.items():
-                if len(episodes):
-                    folder = work.payload / (SEGMENT if part == "train" else HELD_OUT[part])
-                    frames = _frames(recording, episodes, importing.drop_last, bar.advance)
-                    write_segment(folder, episodes.columns(closed), frames, **about)
-        train = gathered["train"]
-        return publish_episodes(
-            context,
-            work,
-            before,
-            {part: len(episodes) for part, episodes in gathered.items()}
-            | {
-                "steps": sum(train.lengths),
-                "mean_return": float(np.mean([reward.sum(dtype=np.float64) for reward in train.rewards])),
-                "content": content,
-                "files": files,
-                "format": recording.format,
-                "lossy": recording.lossy or recording.source.get("lossy"),
-                "closing": closed,
-                "source": recording.source | {"name": recording.name},
-                "notes": list(recording.notes),
-            },
-            command="import",
+        about = {"content": content, "files": files}
+        return publish_recording(
+            context, work, before, recording, chosen, about, command="import", drop_last=importing.drop_last
         )
+
+
+def publish_recording(
+    context: Context,
+    work: Work,
+    before: Artifact | None,
+    recording: Recording,
+    chosen: Mapping[str, list[int]],
+    about: Mapping[str, Any],
+    *,
+    command: str,
+    drop_last: bool = False,
+) -> Artifact:
+    """Publish recorded episodes, which are a stream of their own, behind the experience `before`.
+
+    Args:
+        context: Of the run.
+        work: On the job.
+        before: The experience to continue; None begins it.
+        recording: The episodes.
+        chosen: Their numbers by part: "train", and held-out ones.
+        about: Further metrics, with `content`, which tells equal recordings.
+        command: That publishes, for messages.
+        drop_last: See `Importing`.
+
+    Raises:
+        UsageError: An episode is damaged or does not fit, or nothing is left of them.
+    """
+    gathered: dict[str, _Gathered] = {}
+    with context.progress.bar(f"{command} check", len(recording), "episodes") as bar:
+        for part, numbers in chosen.items():
+            gathered[part] = _gather(recording, numbers, drop_last, bar.advance)
+    if any(part.left_open for part in gathered.values()):
+        context.progress.warn(
+            f"{recording.name}: the observations that close episodes are not known for all of them, so none are kept;"
+            " to cut the last action off where they are not: --drop-last"
+        )
+    closed = not any(part.left_open for part in gathered.values())
+    attributes = {"environment": context.environment["id"], "spaces": recording.spaces.describe()}
+    with context.progress.bar(command, sum(map(len, gathered.values())), "episodes") as bar:
+        for part, episodes in gathered.items():
+            if len(episodes):
+                folder = work.payload / (SEGMENT if part == "train" else HELD_OUT[part])
+                frames = _frames(recording, episodes, drop_last, bar.advance)
+                write_segment(folder, episodes.columns(closed), frames, **attributes)
+    train = gathered["train"]
+    metrics = {part: len(episodes) for part, episodes in gathered.items()} | {
+        "steps": sum(train.lengths),
+        "mean_return": float(np.mean([reward.sum(dtype=np.float64) for reward in train.rewards])),
+        **about,
+        "format": recording.format,
+        "lossy": recording.lossy or recording.source.get("lossy"),
+        "closing": closed,
+        "source": recording.source | {"name": recording.name},
+        "notes": list(recording.notes),
+    }
+    return publish_episodes(context, work, before, metrics, command=command)
 
 
 def _imported(newest: Artifact | None, metric: str, value: str) -> Artifact | None:

@@ -15,14 +15,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 
 from wmcli import ranks
 from wmcli.artifacts import KEY_METRICS, Artifact, needed, needed_elsewhere
 from wmcli.artifacts.environment import is_imported, is_recorded
+from wmcli.artifacts.job import MadeMeanwhileError
 from wmcli.artifacts.store import BEST
-from wmcli.errors import DivergedError, Stopped, UsageError
+from wmcli.errors import BusyError, Stopped, UsageError
 from wmcli.experience.load import find_held_out
 from wmcli.interrupt import stop_requests
 from wmcli.settings import Settings, resolve
@@ -80,6 +81,8 @@ def run_loop(context: Context, importing: Importing | None = None) -> Artifact:
             with stop_requests(), closing(Collector(inside)) as beside:
                 newest, scores = _walk(context, inside, beside, start)
                 break
+        except MadeMeanwhileError as made:
+            progress.say(f"run: {made}")  # finished jobs are recognized, that one as well
         except PrunedInputError as missing:
             # With --force its job runs again, and so do the jobs of its inputs. Finished jobs are recognized.
             if not context.force or missing.artifact.digest in inside.again:
@@ -119,29 +122,23 @@ def _walk(
             inside.pictures = epoch == plan.epochs or _is_due(plan.pictures_every, epoch)
             before = worked = inside.worked
             began = time.monotonic()
-            try:
-                for stage, artifact in run_epoch(inside, beside, newest):
-                    newest[artifact.kind] = artifact
-                    shown |= _headline(artifact)
-                    if artifact.kind in own:
-                        own[artifact.kind].append(artifact)
-                    if artifact.kind == "evaluation":
-                        (scores if epoch == plan.epochs else on_the_way).append(artifact)
-                    if inside.worked > worked:
-                        left.took(stage, time.monotonic() - began)
-                    began, worked = time.monotonic(), inside.worked
-                    if any(ranks.agree(stop)):
-                        raise Stopped(f"run stopped in epoch {epoch} after {stage}; the same command resumes it.")
-            except DivergedError as error:
-                raise DivergedError(
-                    f"{error} Or change it from this epoch on: wm run --run {context.run} --from-epoch {epoch} --set"
-                    " SECTION.learning_rate=..."
-                ) from None
+            for stage, artifact in run_epoch(inside, beside, newest):
+                newest[artifact.kind] = artifact
+                shown |= _headline(artifact)
+                if artifact.kind in own:
+                    own[artifact.kind].append(artifact)
+                if artifact.kind == "evaluation":
+                    (scores if epoch == plan.epochs else on_the_way).append(artifact)
+                if inside.worked > worked:
+                    left.took(stage, time.monotonic() - began)
+                began, worked = time.monotonic(), inside.worked
+                if any(ranks.agree(stop)):
+                    raise Stopped(f"run stopped in epoch {epoch} after {stage}; the same command resumes it.")
             bar.show(**dict(sorted(shown.items(), key=lambda value: value[0] != "return")))
             bar.expect(left.after(epoch))
             bar.advance()
             if any(ranks.agree(inside.worked > before)) or epoch == plan.epochs:
-                ranks.first(partial(_prune, inside, own, plan.keep))
+                own = ranks.first(partial(_prune, inside, own, plan.keep))
             if epoch < plan.epochs and (best := _stalled(on_the_way, plan.patience)) is not None:
                 context.progress.say(
                     f"run: ends after epoch {epoch} of {plan.epochs}: none of the last {plan.patience} evaluations"
@@ -159,8 +156,10 @@ def _stalled(evaluations: list[Artifact], patience: int) -> Artifact | None:
 
     None if one is.
     """
+    if not patience or not evaluations:
+        return None
     means = [evaluation.metrics["mean"] for evaluation in evaluations]
-    if not patience or not means or len(means) - 1 - means.index(max(means)) < patience:
+    if len(means) - 1 - means.index(max(means)) < patience:
         return None
     return next(each for each in reversed(evaluations) if each.metrics["mean"] == max(means)).input("controller")
 
@@ -387,10 +386,13 @@ def _measured(context: Context, newest: dict[str, Artifact]) -> Iterator[Artifac
             yield measured
 
 
-def _prune(context: Context, own: dict[str, list[Artifact]], keep: int) -> None:
-    """Remove the weights of older models of this loop.
+def _prune(context: Context, own: dict[str, list[Artifact]], keep: int) -> dict[str, list[Artifact]]:
+    """Remove the weights of older models of this loop, except where another process writes the kind just now.
 
     The newest `keep` of each kind and the best controller stay, and all that these or other runs need.
+
+    Returns:
+        `own` without the models that were removed.
     """
     run = context.run
     old = {kind: versions[:-keep] for kind, versions in own.items()}
@@ -408,7 +410,9 @@ def _prune(context: Context, own: dict[str, list[Artifact]], keep: int) -> None:
         in_use.append(run.resolve(f"controller@{BEST}", "controller"))
     unused -= {artifact.digest for artifact in needed(in_use)}
     for kind, versions in old.items():
-        run.prune(kind, {artifact.version for artifact in versions if artifact.digest in unused})
+        with suppress(BusyError):
+            run.prune(kind, {artifact.version for artifact in versions if artifact.digest in unused})
+    return {kind: [each for each in versions if not each.pruned] for kind, versions in own.items()}
 
 
 def _headline(artifact: Artifact) -> dict[str, float]:

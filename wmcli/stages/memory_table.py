@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from wmcli.assemble import settings_of
 from wmcli.errors import UsageError
 from wmcli.report.plots import error_curves, write_figure
 from wmcli.settings import flatten
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PAPER: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     ("reward", "wm/DistractingMemory-100-v0"): {
@@ -162,8 +165,8 @@ def table(evaluations: Sequence[Artifact]) -> list[dict[str, Any]]:
     return [{column: row.get(column, "-") for column in dict.fromkeys(order)} for row in rows]
 
 
-def draw_curves(evaluations: Sequence[Artifact], path: Path) -> None:
-    """Draw error curves of `generation` or `recall` in one picture, a line for each model.
+def plot_curves(evaluations: Sequence[Artifact]) -> Figure:
+    """Plot error curves of `generation` or `recall`, a line for each model.
 
     The shade is one standard deviation over runs, or the 95 % interval over episodes of a single run.
 
@@ -183,16 +186,19 @@ def draw_curves(evaluations: Sequence[Artifact], path: Path) -> None:
         label += f" ({len(row.metrics)} runs, ± SD)" if len(row.metrics) > 1 else " (95 % interval)"
         curves = [curve(metrics) for metrics in row.metrics]
         lines[label] = (curves[0][0], _over_runs(np.array([band for _, band in curves], float)))
-    write_curves(path, measure, lines, tasks.pop())
+    return _plot(measure, lines, tasks.pop())
 
 
 def write_curves(path: Path, measure: str, lines: dict[str, Any], environment: str) -> None:
     """Draw lines, each x and (value, low, high), as `error_curves` takes them."""
+    write_figure(path, _plot(measure, lines, environment))
+
+
+def _plot(measure: str, lines: dict[str, Any], environment: str) -> Figure:
     display = DISPLAYS[measure]
     if display.log:
         lines = {name: (x, (value, np.maximum(low, LOWEST), high)) for name, (x, (value, low, high)) in lines.items()}
-    figure = error_curves(lines, x_label=display.x_label, y_label=ERROR, title=environment, log=display.log)
-    write_figure(path, figure)
+    return error_curves(lines, x_label=display.x_label, y_label=ERROR, title=environment, log=display.log)
 
 
 def _over_runs(bands: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

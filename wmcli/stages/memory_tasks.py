@@ -33,11 +33,11 @@ from wmcli.experience import read_segment
 from wmcli.experience.load import HELD_OUT
 from wmcli.metrics import memory_tasks as metrics
 from wmcli.report.files import check_target
-from wmcli.report.images import side_by_side, strip, write_gif, write_png
+from wmcli.report.images import side_by_side, strip, write_png, write_webp
 from wmcli.settings import Measure, Settings
 from wmcli.stages.checks import check_held_back
 from wmcli.stages.context import Context
-from wmcli.stages.memory_table import DISPLAYS, draw_curves, summarize, table, write_curves
+from wmcli.stages.memory_table import DISPLAYS, plot_curves, summarize, table, write_curves
 from wmcli.stages.opening import open_context
 from wmcli.stages.probe import probe
 from wmcli.stages.protocol import Protocol
@@ -407,12 +407,12 @@ def _decode(world_model: WorldModel, features: Tensor) -> np.ndarray:
 
 
 def _write_film(folder: Path, real: np.ndarray, imagined: np.ndarray, context_frames: int) -> None:
-    """Write `imagination.gif` (episodes below each other, real left, imagined right) and `imagination.png`.
+    """Write `imagination.webp` (episodes below each other, real left, imagined right) and `imagination.png`.
 
     The latter is a strip of the first episode's query and the end of its context.
     """
     stacked = [np.concatenate(list(frames), axis=1) for frames in (real, imagined)]
-    write_gif(folder / "imagination.gif", side_by_side(stacked[0], stacked[1], context=context_frames), fps=10)
+    write_webp(folder / "imagination.webp", side_by_side(stacked[0], stacked[1], context=context_frames), fps=10)
     write_png(folder / "imagination.png", _query_strip({"real": real[0], "imagined": imagined[0]}, context_frames))
 
 
@@ -468,7 +468,7 @@ def _protocol(measure: Measure) -> Protocol:
         summarize=summarize,
         table=table,
         reads_experience=True,
-        draw_curves=draw_curves if DISPLAYS[measure].curve else None,
+        plot_curves=plot_curves if DISPLAYS[measure].curve else None,
         draw_strips=draw_strips if _MEASURES[measure].strips else None,
     )
 

@@ -30,7 +30,8 @@ from wmcli.progress import Progress
 from wmcli.settings import Settings
 from wmcli.stages.apart import THREADS, PlayedApart, play_one, stream_folder
 from wmcli.stages.context import Context
-from wmcli.stages.player import CHECKPOINT, Player
+from wmcli.stages.player import Player, load_play
+from wmcli.training.checkpoint import CHECKPOINT
 
 POLL_SECONDS = 0.2  # interval of the checks for signals while waiting
 CONNECT_SECONDS = 10.0
@@ -94,6 +95,7 @@ def play_on_ray(
 
         def start(stream: int) -> Any:
             own = stream_folder(folder, stream)
+            load_play(own)  # a damaged file is named here, where it lies
             return remote.remote(packed, stream, _checkpoint(own) if own.is_dir() else {})
 
         running = {start(stream): stream for stream in streams}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from wmcli.artifacts import Run
 from wmcli.artifacts.environment import is_recorded
+from wmcli.artifacts.trust import check_trusted
 from wmcli.assemble import parameter_counts
 from wmcli.envs import protocol
 from wmcli.errors import ArtifactError, UsageError
@@ -40,6 +42,7 @@ def open_context(
     more: bool = False,
     bind: bool = False,
     from_epoch: int | None = None,
+    trust: bool = False,
 ) -> Context:
     """Open a run for a command. A new run is bound to its preset and overrides when its first job starts.
 
@@ -54,10 +57,11 @@ def open_context(
         more: Train the newest version further.
         bind: Bind the run to the overrides, from `from_epoch` on or from the start.
         from_epoch: Epoch of `wm run`.
+        trust: Import what the settings of the run name, also if it was begun elsewhere.
 
     Raises:
-        UsageError: The settings do not resolve, the run is bound to another preset, or a setting cannot change between
-            epochs.
+        UsageError: The settings do not resolve, the run is bound to another preset, a setting cannot change between
+            epochs, or a run from elsewhere imports code.
         ArtifactError: The run does not exist and `create` is False.
     """
     progress = Progress(quiet)
@@ -74,6 +78,7 @@ def open_context(
         binding = Binding(preset, settings.plain(), preset_digest=preset_digest(preset))
         progress.say(f"new run {run}: preset {preset}" + (f", {', '.join(overrides)}" if overrides else ""))
     else:
+        given = preset or DEFAULT_PRESET
         if preset is not None:
             check_same_preset(run, bound, preset)
         preset = bound["preset"]
@@ -81,8 +86,11 @@ def open_context(
         binding = Binding(preset, original, tuple(bound["changes"]), bound.get("preset_digest"), original=bound)
         binding = change_settings(binding, overrides, from_epoch)
         settings = resolve(preset, overrides, base=binding.at().plain())
+        check_trusted(opened.path, settings.environment.code, here=_named(given, overrides), trust=trust)
     check_batches(settings)
-    context = Context(opened, preset, settings, progress, fresh=fresh, force=force, more=more)
+    context = Context(
+        opened, preset, settings, progress, fresh=fresh, force=force, more=more, overrides=tuple(overrides)
+    )
     context.binding, context.to_bind = binding, bind or bound is None
     if settings.training.precision == "bfloat16" and not has_bfloat16(context.machine.device):
         progress.warn(
@@ -90,6 +98,13 @@ def open_context(
             " run: --set training.precision=float32"
         )
     return context
+
+
+def _named(preset: str, overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return the code that the command itself names, by its preset and its settings of the environment."""
+    with suppress(UsageError):
+        return resolve(preset, [text for text in overrides if text.startswith("environment.")]).environment.code
+    return ()
 
 
 def _check(settings: Settings) -> None:

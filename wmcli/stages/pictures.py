@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from wmcli.artifacts import Run
+from wmcli.artifacts.manifest import IMAGINATION
 from wmcli.envs.vector import Transition
 from wmcli.experience.replay import Replay
+from wmcli.report.files import write_whole
 from wmcli.report.images import (
     captioned,
     over_shares,
@@ -21,8 +24,8 @@ from wmcli.report.images import (
     short_number,
     side_by_side,
     strip,
-    write_gif,
     write_png,
+    write_webp,
 )
 from wmcli.report.observations import draw_observations
 from wmcli.report.plots import learned_priors, write_figure
@@ -32,7 +35,11 @@ from wmcli.transfer import take_rows
 from wmcli.world_models.base import WorldModel
 from wmcli.world_models.open_loop import open_loop
 
-EPISODES = 3  # one below the other
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+EPISODES = 3  # in a film, one below the other
+MEASURED = 16  # most episodes of the error by imagined step
 STEPS = 24  # most imagined steps
 HOLD = 10  # frames for which a film shows its end before it repeats
 
@@ -40,6 +47,9 @@ Ending = Literal["terminated", "time limit", "cut"]
 """How a film ends; "cut" where the episode continued."""
 LISTS = ("actions", "rewards", "policies", "values")
 """Lists of a film with one entry a frame, beside the frames."""
+
+LoggedPriors = Mapping[int, Mapping[str, list[list[float]]]]
+"""update -> parameter -> values by layer and head."""
 
 
 class SideBySide(NamedTuple):
@@ -53,6 +63,8 @@ class SideBySide(NamedTuple):
     context: int
     height: int
     """Of one episode's pictures. [pixels]"""
+    errors: np.ndarray
+    """float64 (E, T): mean squared difference of each frame's two pictures in [0, 1], also of episodes not shown."""
 
 
 @dataclass
@@ -185,15 +197,18 @@ def _held(movie: np.ndarray, ended: Ending | None) -> np.ndarray:
 def imagined_beside_real(world_model: WorldModel, replay: Replay, context: int) -> SideBySide | None:
     """Imagine the newest episodes of the experience from their first `context` frames, under the actions taken.
 
+    Up to `EPISODES` of them are shown, equally long. Up to `MEASURED` that are so long are measured.
+
     Returns:
         The frames, or None if no episode is long enough for one step or the model decodes nothing.
     """
-    starts, lengths = replay.episodes.start, replay.episodes.length
-    longest = np.flatnonzero(lengths > context)[-50:]
-    if len(longest) == 0 or not world_model.decodes:
+    starts, lengths = replay.episodes.start, np.minimum(replay.episodes.length, context + STEPS)
+    enough = np.flatnonzero(lengths > context)[-50:]
+    if len(enough) == 0 or not world_model.decodes:
         return None
-    chosen = longest[np.argsort(lengths[longest], kind="stable")[-EPISODES:]]
-    length = int(min(context + STEPS, lengths[chosen].min()))
+    longest = enough[np.argsort(lengths[enough], kind="stable")][::-1]  # of equally long ones the newest first
+    length = int(lengths[longest[:EPISODES]].min())
+    chosen = longest[lengths[longest] >= length][:MEASURED]
     rows = replay.order[starts[chosen][:, None] + np.arange(length)]
     frames, action = (take_rows(column, rows, replay.device) for column in (replay.observation, replay.action))
     return beside(world_model, frames, action, context)
@@ -205,19 +220,27 @@ def beside(world_model: WorldModel, frames: Any, action: Tensor, context: int) -
 
     Args:
         world_model: One that decodes.
-        frames: Observations, a tree of (B, T, ...).
+        frames: Observations, a tree of (B, T, ...). The first `EPISODES` rows are shown, all are measured.
         action: (B, T, ...).
         context: Frames that the model observes; before it the right side is reconstruction.
     """
-    latent = world_model.encode(map_parts(lambda part: part[:, :context], frames))
+    groups = [slice(begin, begin + EPISODES) for begin in range(0, len(action), EPISODES)]  # decoders need much memory
+    latent = torch.cat([world_model.encode(map_parts(lambda part, at=at: part[at, :context], frames)) for at in groups])
     features, steps = open_loop(world_model, latent, action)
     if world_model.decodes == "features":
-        decoded = world_model.decode(features)
+        codes = features
     else:
-        decoded = world_model.decode(torch.cat([latent, *(step.latent[:, None] for step in steps)], 1))
+        codes = torch.cat([latent, *(step.latent[:, None] for step in steps)], 1)
     space = world_model.observation_space
-    real, imagined = _draw(space, frames), _draw(space, decoded)
-    return SideBySide(real, imagined, context, real.shape[1] // len(action))
+    drawn, errors = [], []
+    for at in groups:
+        real = _draw(space, map_parts(lambda part, at=at: part[at], frames))
+        imagined = _draw(space, world_model.decode(codes[at]))
+        squared = np.square(real.astype(np.int32) - imagined).reshape(len(real), len(codes[at]), -1)
+        errors.append(squared.mean(-1).T / 255**2)
+        drawn.append((real, imagined))
+    real, imagined = drawn[0]
+    return SideBySide(real, imagined, context, real.shape[1] // len(errors[0]), np.concatenate(errors))
 
 
 def _draw(space: ObservationSpace, frames: Any) -> np.ndarray:
@@ -227,12 +250,25 @@ def _draw(space: ObservationSpace, frames: Any) -> np.ndarray:
     return np.concatenate(drawn, axis=1)
 
 
-def write_side_by_side(folder: Path, pictures: SideBySide | None) -> None:
-    """Write `imagination.gif` (real left, imagined right) and `imagination.png` (real above, imagined below)."""
+def write_imagination(folder: Path, pictures: SideBySide | None) -> None:
+    """Write the pictures of `write_side_by_side`, and beside them the error of each frame: `imagination.json`."""
+    write_side_by_side(folder, pictures)
     if pictures is None:
         return
-    write_gif(
-        folder / "imagination.gif", side_by_side(pictures.real, pictures.imagined, context=pictures.context), fps=5
+    content = {
+        "context": pictures.context,
+        "episodes": len(pictures.errors),
+        "mean_squared_error": pictures.errors.mean(0).tolist(),
+    }
+    write_whole(folder / IMAGINATION, lambda draft: draft.write_text(json.dumps(content) + "\n", encoding="utf-8"))
+
+
+def write_side_by_side(folder: Path, pictures: SideBySide | None) -> None:
+    """Write `imagination.webp` (real left, imagined right) and `imagination.png` (real above, imagined below)."""
+    if pictures is None:
+        return
+    write_webp(
+        folder / "imagination.webp", side_by_side(pictures.real, pictures.imagined, context=pictures.context), fps=5
     )
     one = pictures.height
     write_png(
@@ -242,29 +278,37 @@ def write_side_by_side(folder: Path, pictures: SideBySide | None) -> None:
 
 
 def draw_priors(runs: Sequence[Run], settings: Settings, path: Path) -> None:
-    """Plot the attention priors that runs learned, over updates, as logged: of several runs mean and spread.
+    """Draw the picture of `plot_priors`."""
+    write_figure(path, plot_priors([logged_priors(run.history()) for run in runs], settings))
+
+
+def plot_priors(logged: Sequence[LoggedPriors], settings: Settings) -> Figure:
+    """Plot the attention priors that runs learned, over updates: of several runs mean and spread.
 
     Args:
-        runs: At least one.
+        logged: Of at least one run.
         settings: Give the initial values.
-        path: Of the picture.
 
     Raises:
         UsageError: There are none, or those of the runs do not match.
     """
-    logged = [_logged_priors(run) for run in runs]
     common = sorted(set.intersection(*(set(records) for records in logged)))
     names = list(logged[0][common[0]]) if common else []
     lines = [{name: [records[update][name] for update in common] for name in names} for records in logged]
-    initial = {name: getattr(settings.attention_prior, name) for name in names}
-    write_figure(path, learned_priors(common, lines, initial))
+    prior = settings.attention_prior
+    initial = {name: getattr(prior, name) for name in names if hasattr(prior, name)}  # of one learned since, none
+    return learned_priors(common, lines, initial)
 
 
-def _logged_priors(run: Run) -> dict[int, dict[str, list[list[float]]]]:
-    """Return logged priors by update, those of the same shape as the newest."""
-    records = {record["update"]: record["priors"] for record in run.history() if "priors" in record}
+def logged_priors(history: Iterable[Mapping[str, Any]]) -> LoggedPriors:
+    """Return the priors among the records of a run, those of the same shape as the newest."""
+    records = {
+        record["update"]: record["priors"]
+        for record in history
+        if type(record.get("update")) is int and isinstance(record.get("priors"), dict)
+    }
 
-    def shapes(priors: dict[str, list[list[float]]]) -> dict[str, tuple[int, ...]]:
+    def shapes(priors: Mapping[str, list[list[float]]]) -> dict[str, tuple[int, ...]]:
         return {name: np.shape(values) for name, values in priors.items()}
 
     return {update: each for update, each in records.items() if shapes(each) == shapes(records[max(records)])}

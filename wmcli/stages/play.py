@@ -12,7 +12,7 @@ import torch
 from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import load_controller
 from wmcli.controllers.agent import Agent
-from wmcli.envs import Streams
+from wmcli.envs import AnyStreams, open_streams
 from wmcli.errors import UsageError
 from wmcli.report.images import check_animation, short_number, write_animation
 from wmcli.spaces import ActionSpace, Continuous, Discrete, row_of
@@ -52,7 +52,7 @@ def play(
         source: "real" plays a test episode; for a planner it also shows visit shares and value of the search.
             "imagination" plays the first frames, then acts in the world model until this predicts an end. Beside it is
             the real episode under the same actions.
-        out: A .gif or .mp4 file, outside of artifacts.
+        out: A .webp, .gif or .mp4 file, outside of artifacts.
         controller: Reference; None is the newest.
         seed: Of the environment and of all draws.
         actions: Numbers or names separated by commas, taken in turn before those of the controller. An action of
@@ -73,7 +73,7 @@ def play(
         raise UsageError(f"{actor.name} plans in latents that no picture is made of; omit --imagination")
     meanings, space = context.environment.get("action_meanings"), context.spaces.observation
     with isolated_randomness(derived_seed(seed, "play"), context.machine.device), context.machine.autocast():
-        streams = Streams(
+        streams = open_streams(
             settings.environment.model_copy(update={"count": 1}), train=False, seed=derived_seed(seed, "play")
         )
         agent = Agent(
@@ -104,7 +104,7 @@ def play(
     return Filmed(out, len(film.frames), film.total, film.ended)
 
 
-def _real(streams: Streams, agent: Agent, first: Sequence[np.ndarray]) -> Film:
+def _real(streams: AnyStreams, agent: Agent, first: Sequence[np.ndarray]) -> Film:
     film = Film()
     while film.ended is None:
         frame = row_of(streams.observation)
@@ -118,7 +118,7 @@ def _real(streams: Streams, agent: Agent, first: Sequence[np.ndarray]) -> Film:
     return film
 
 
-def _imagined(streams: Streams, agent: Agent, first: Sequence[np.ndarray], context: int) -> Dream:
+def _imagined(streams: AnyStreams, agent: Agent, first: Sequence[np.ndarray], context: int) -> Dream:
     """Imagine from frame `context` on, or from the end of the real episode if it comes earlier."""
     dream = Dream(context=0)
     real, imagined = dream.real, dream.imagined

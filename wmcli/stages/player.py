@@ -19,22 +19,29 @@ from wmcli.artifacts.failpoint import failpoint
 from wmcli.assemble import load_controller
 from wmcli.controllers.agent import Agent, UniformAgent
 from wmcli.controllers.base import Actor, Controller
-from wmcli.envs import AnyStreams, Streams, Transition, follows_seed, open_streams
-from wmcli.envs.vector import check_count, state_of
+from wmcli.envs import AnyStreams, Transition, follows_seed, open_streams
+from wmcli.envs.vector import check_count, state_of, without_long_games
 from wmcli.errors import EnvironmentFault, Stopped
 from wmcli.experience import Recorder, read_segment
 from wmcli.experience.load import SEGMENT
 from wmcli.interrupt import stop_requests
 from wmcli.nn.actions import no_action
+from wmcli.reading import damage
 from wmcli.settings import LearnedCollectSettings, Settings
 from wmcli.spaces import column_names, from_columns, map_parts, parts_of
 from wmcli.stages.context import Context
-from wmcli.training.checkpoint import load_tensors, save_tensors
+from wmcli.training.checkpoint import (
+    CHECKPOINT,
+    find_checkpoint,
+    load_checkpoint,
+    load_tensors,
+    save_checkpoint,
+    save_work,
+)
 from wmcli.training.device import derived_seed
 from wmcli.world_models.base import WorldModel
 
 STREAMS = "streams.safetensors"  # where the environments stand at the segment's end: the next collect goes on there
-CHECKPOINT = "checkpoint.safetensors"
 
 
 class Played(NamedTuple):
@@ -71,6 +78,7 @@ class Player:
                 else is played has no influence on it. None plays all of them side by side.
 
         Raises:
+            ArtifactError: The checkpoint is damaged.
             EnvironmentFault: The environment failed. The same call goes on, with new games.
             Stopped: A signal arrived. The same call resumes.
         """
@@ -87,20 +95,28 @@ class Player:
         Returns the environments, the recorder, the actor, and the number of files in the folder with rows so far.
         """
         context, before = self.context, self.before
-        parts = 0
-        checkpoint, kept = folder / CHECKPOINT, context.streams
-        if checkpoint.exists():
-            tensors, about = load_tensors(checkpoint)
+        assert isinstance(context.settings.collect, LearnedCollectSettings)
+        parts, longest = 0, context.settings.collect.longest_game
+        checkpoint, kept = load_play(folder), context.streams
+        if checkpoint is not None:
+            tensors, about, saved = checkpoint
             streams = self._open(stream, streams_from(tensors, about))
-        elif stream is None and before is not None and kept is not None and kept[0] == before.digest:
+        elif (
+            stream is None
+            and before is not None
+            and kept is not None
+            and kept[0] == before.digest
+            and kept[1].age(across_ends=True).max() <= longest  # else they go on as in a later process
+        ):
             streams, context.streams = kept[1], None  # from here on they have moved on
         elif (played := played_before(before)) is not None:
             played.verify()
-            state = streams_from(*load_tensors(played.file(STREAMS)))
+            state = without_long_games(streams_from(*load_tensors(played.file(STREAMS))), longest)
             if stream is not None:
                 check_count(context.settings.environment.id, state, context.settings.environment.count)
                 state = state_of(state, slice(stream, stream + 1))
-            streams = self._open(stream, state)
+            with damage(played.path / STREAMS):
+                streams = self._open(stream, state)
         else:
             streams = self._open(stream, None)
         if streams.restarted.any():
@@ -111,9 +127,8 @@ class Player:
         agent = self._agent(stream)
         numbers = range(context.settings.environment.count) if stream is None else [stream]
         recorder = Recorder(self.rounds, len(numbers))
-        if checkpoint.exists():
-            parts = about["parts"]
-            saved = [load_tensors(folder / _part(index))[0] for index in range(parts)]
+        if checkpoint is not None:
+            parts = len(saved)
             if saved:
                 recorder.load({name: torch.cat([part[name] for part in saved]).numpy() for name in saved[0]})
             of_agent = {name: value for name, value in tensors.items() if name.startswith("agent/")}
@@ -129,9 +144,8 @@ class Player:
         """Open all environments, or one of them, new or from a state."""
         settings = self.context.settings
         seed = derived_seed(settings.seed, "collect") if state is None else state["seed"]
-        if stream is not None:
-            return Streams(settings.environment, train=True, seed=seed, state=state, numbers=[stream])
-        return open_streams(settings.environment, train=True, seed=seed, state=state)
+        numbers = None if stream is None else [stream]
+        return open_streams(settings.environment, train=True, seed=seed, state=state, numbers=numbers)
 
     def _agent(self, stream: int | None) -> Actor:
         context, number = self.context, self.before.version if self.before else 0
@@ -162,11 +176,11 @@ class Player:
             nonlocal saved, closings, saved_at, parts
             if len(recorder) > saved:
                 rows = {name: torch.from_numpy(array) for name, array in recorder.arrays(saved, closings).items()}
-                save_tensors(folder / _part(parts), rows, {})
+                save_work(folder / _part(parts), rows, {})
                 saved, closings, parts = len(recorder), recorder.closings, parts + 1
             tensors, about = streams_tensors(state)
             tensors |= {f"agent/{name}": value for name, value in agent.state().items()}
-            save_tensors(folder / CHECKPOINT, tensors, about | {"parts": parts})
+            save_checkpoint(folder / CHECKPOINT, tensors, about | {"parts": parts}, f"step {saved}{_of(stream)}")
             failpoint("checkpoint")
             saved_at = time.monotonic()
 
@@ -194,6 +208,18 @@ class Player:
                         raise Stopped(
                             f"collect stopped after step {saved} of {total}{_of(stream)}; the same command resumes it."
                         )
+
+
+def load_play(folder: Path) -> tuple[dict[str, torch.Tensor], Any, list[dict[str, torch.Tensor]]] | None:
+    """Load the checkpoint in a folder, as `load_checkpoint` returns it with the rows so far; None if there is none.
+
+    Raises:
+        ArtifactError: It is damaged.
+    """
+    checkpoint = folder / CHECKPOINT
+    if find_checkpoint(checkpoint) is None:
+        return None
+    return load_checkpoint(checkpoint, lambda about: [folder / _part(index) for index in range(about["parts"])])
 
 
 def _of(stream: int | None) -> str:
@@ -304,6 +330,7 @@ def streams_tensors(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dic
 
 
 def streams_from(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of streams of a file."""
+    """Return the state of streams of a file. Raises ArtifactError if it lacks something."""
     names = ("game", "length", "action", "frame")
-    return {"seed": about["seed"]} | {name: tensors[name].numpy() for name in names}
+    with damage("a state of environments"):
+        return {"seed": int(about["seed"])} | {name: tensors[name].numpy() for name in names}

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from wmcli.artifacts import Artifact
 from wmcli.errors import UsageError
 from wmcli.settings import Settings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Table = Callable[[Sequence[Artifact]], list[dict[str, Any]]]
 
@@ -31,8 +34,8 @@ class Protocol:
     """Takes evaluations. Returns the rows of a table."""
     reads_experience: bool = False
     """Whether `evaluate` takes `experience`."""
-    draw_curves: Callable[[Sequence[Artifact], Path], None] | None = None
-    """Takes evaluations and a file."""
+    plot_curves: Callable[[Sequence[Artifact]], Figure] | None = None
+    """Takes evaluations. Returns a figure."""
     draw_strips: Callable[[Sequence[Path], Path], None] | None = None
     """Takes run directories and a file."""
 

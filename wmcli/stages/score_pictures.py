@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from wmcli.report.plots import STEPS, performance_profiles, returns_over, write_
 from wmcli.stages.evaluate import PROTOCOL
 from wmcli.stages.pictures import draw_priors
 from wmcli.stages.scores import Score, check_same_tasks, label_groups, pool_scores, pooled_unit
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PROFILE_POINTS = 200  # thresholds in a picture
 _LABELS = {"steps": STEPS, "minutes": "minutes of work"}
@@ -42,8 +45,6 @@ def draw_returns(
 def draw_lines(groups: Mapping[str, Sequence[Score]], out: Path, progress: Progress, over: Over = "steps") -> None:
     """Draw the mean returns of several runs over environment steps, or over minutes of work, in one picture.
 
-    The points of a run are the evaluations of its newest controller and its ancestors, the newest at equal steps.
-
     Args:
         groups: Scores, one per run, all of one environment, by the label of their line.
         out: A .png, .svg or .pdf.
@@ -53,16 +54,49 @@ def draw_lines(groups: Mapping[str, Sequence[Score]], out: Path, progress: Progr
     Raises:
         UsageError: The runs are of different environments, or the picture cannot be written.
     """
+    _check_one_environment([score for members in groups.values() for score in members])
+    times = over == "minutes"
+
+    def curve(score: Score) -> list[Point]:
+        return read_curve(score, Run.open(score.run, create=False).history() if times else None, progress)
+
+    curves = {label: [curve(score) for score in members] for label, members in groups.items()}
+    write_figure(out, plot_lines(groups, curves, over))
+
+
+def plot_lines(
+    groups: Mapping[str, Sequence[Score]],
+    curves: Mapping[str, Sequence[Sequence[Point]]],
+    over: Over = "steps",
+    *,
+    interval: bool = False,
+) -> Figure:
+    """Plot the curves of `read_curve`, one per score, with the scores of random play and people.
+
+    Args:
+        groups: Scores, one per run, all of one environment, by the label of their line.
+        curves: Of the same.
+        over: Horizontal axis.
+        interval: Draw 95 % intervals of the mean over runs, not the range of the runs.
+
+    Raises:
+        UsageError: The runs are of different environments.
+    """
     scores = [score for members in groups.values() for score in members]
+    _check_one_environment(scores)
+    lines = {label: [along(curve, over) for curve in members] for label, members in curves.items()}
+    references = {"random": float(np.mean([score.metrics["random_mean"] for score in scores]))}
+    human = atari.reference(scores[0].environment, "human")
+    references |= {} if human is None else {"human": human}
+    bands = {"interval": True} if interval else {}
+    return returns_over(lines, x_label=_LABELS[over], references=references, title=scores[0].environment, **bands)
+
+
+def _check_one_environment(scores: Sequence[Score]) -> None:
     environments = sorted({score.environment for score in scores})
     if len(environments) > 1:
         raise UsageError(f"curves are drawn of one environment: these runs are of {', '.join(environments)}.")
     check_same_tasks(scores)
-    lines = {label: [_curve(score, progress, over) for score in members] for label, members in groups.items()}
-    references = {"random": float(np.mean([score.metrics["random_mean"] for score in scores]))}
-    human = atari.reference(environments[0], "human")
-    references |= {} if human is None else {"human": human}
-    write_figure(out, returns_over(lines, x_label=_LABELS[over], references=references, title=environments[0]))
 
 
 def draw_profiles(scores: Sequence[Score], against: Sequence[Score], keys: Sequence[str], out: Path) -> None:
@@ -76,17 +110,20 @@ def draw_profiles(scores: Sequence[Score], against: Sequence[Score], keys: Seque
 
 
 def draw_group_profiles(groups: Mapping[str, Sequence[Score]], out: Path) -> None:
-    """Draw performance profiles: for each group of runs, the share with a score above each threshold.
+    """Draw the picture of `plot_profiles` into a .png, .svg or .pdf."""
+    write_figure(out, plot_profiles(groups))
+
+
+def plot_profiles(groups: Mapping[str, Sequence[Score]]) -> Figure:
+    """Plot performance profiles: for each group of runs, the share with a score above each threshold.
 
     Bands are 95 % stratified bootstrap intervals.
 
     Args:
         groups: Scores, one per run, by the label of their line.
-        out: A .png, .svg or .pdf.
 
     Raises:
-        UsageError: The scores cannot be pooled, the groups have different environments, or the picture cannot be
-            written.
+        UsageError: The scores cannot be pooled, or the groups have different environments.
 
     Source: Agarwal et al. (2021, arXiv 2108.13264).
     """
@@ -98,36 +135,58 @@ def draw_group_profiles(groups: Mapping[str, Sequence[Score]], out: Path) -> Non
     for label, table in tasks.items():
         if lacking := sorted(every - set(table)):
             raise UsageError(
-                f"--profiles needs the same environments in each group: {label} lacks {', '.join(lacking)}."
+                f"performance profiles need the same environments in each group: {label} lacks {', '.join(lacking)}."
             )
     values = np.concatenate([runs for table in tasks.values() for runs in table.values()])
     margin = 0.05 * np.ptp(values)  # shows the lines at 100 % and at 0
     thresholds = np.linspace(values.min() - margin, values.max() + margin, PROFILE_POINTS)
     rng = np.random.default_rng(0)
     profiles = {label: statistics.performance_profile(table, thresholds, rng)[1:] for label, table in tasks.items()}
-    write_figure(out, performance_profiles(thresholds, profiles, xlabel=f"{unit} τ"))
+    return performance_profiles(thresholds, profiles, xlabel=f"{unit} τ")
 
 
-def _curve(score: Score, progress: Progress, over: Over) -> list[tuple[float, float]]:
-    """Return (step or minute, mean return) of each evaluation on a run's line of controllers, in order."""
+class Point(NamedTuple):
+    """An evaluation on a run's line of controllers."""
+
+    steps: int
+    """Environment steps in the experience of the controller."""
+    minutes: float | None
+    """Of work until the controller was trained; None where they were not asked for."""
+    mean: float
+    """Mean return."""
+
+
+def read_curve(score: Score, history: Sequence[Mapping[str, Any]] | None, progress: Progress) -> list[Point]:
+    """Read the evaluations of a run's newest controller and its ancestors, in order of their versions.
+
+    Args:
+        score: Of the run.
+        history: The run's log, for the minutes of work; None leaves them out.
+        progress: Gets a warning for each evaluation that cannot be read.
+    """
     run, lineage = Run.open(score.run, create=False), _lineage(score, progress)
-    history = run.history() if over == "minutes" else []
-    points: dict[float, float] = {}
+    points = []
     for version in run.versions("evaluation"):
+        minutes = None
         try:
             evaluation = run.get("evaluation", version)
             controller = evaluation.inputs.get("controller")
             if evaluation.metrics["protocol"] != PROTOCOL or controller is None or controller.digest not in lineage:
                 continue
-            x = evaluation.metrics["total_steps"]
-            if over == "minutes":
+            if history is not None:
                 trained = datetime.fromisoformat(evaluation.input("controller").manifest["created"])
-                x = seconds_of_work(history, trained + timedelta(seconds=1)) / 60  # the manifest's time has no fraction
+                minutes = seconds_of_work(history, trained + timedelta(seconds=1)) / 60  # no fraction in the manifest
         except ArtifactError as error:
             progress.warn(f"left out of the curve of {score.run}: {error}")
             continue
-        points[x] = evaluation.metrics["mean"]
-    return sorted(points.items())
+        points.append(Point(evaluation.metrics["total_steps"], minutes, evaluation.metrics["mean"]))
+    return points
+
+
+def along(curve: Sequence[Point], over: Over) -> list[tuple[float, float]]:
+    """Return (step or minute, mean return) of each point in order, the newest of those at one place."""
+    places = {point.steps if over == "steps" else point.minutes: point.mean for point in curve}
+    return sorted((place, mean) for place, mean in places.items() if place is not None)
 
 
 def _lineage(score: Score, progress: Progress) -> set[str]:

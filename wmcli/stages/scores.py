@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,12 +104,13 @@ def _is_interim(evaluation: Artifact) -> bool:
 # -- comparability ----------------------------------------------------------------------------------------------------
 
 _NOT_COMPARED = ("id", "action_meanings", "versions")  # keys of the environment
-_NOT_LEARNING = (
+NOT_LEARNING = (
     "seed",
     "environment.id",
     "environment.protocol",
     "environment.size",
     "environment.processes",
+    "environment.step_seconds",
     "evaluation.",
     "run.keep",
     "run.evaluate_",
@@ -123,6 +124,7 @@ _NOT_LEARNING = (
     "training.threads",
     "training.checkpoint_seconds",
     "training.log_every",
+    "training.log_to",
 )
 """Settings in which runs of one system may differ: seeds, tasks, and settings without influence on the weights."""
 _NAMED = 3  # runs or settings in a warning
@@ -204,7 +206,7 @@ def _differ(name: str, values: Sequence[tuple[Path, Any]]) -> str | None:
 def _differ_in_learning(group: Sequence[Score]) -> list[str]:
     every = [flatten(settings_of(score.evaluation)) for score in group]
     acting = {key for score in group for key in _conditions(score)}
-    keys = [key for key in dict.fromkeys(key for each in every for key in each) if not key.startswith(_NOT_LEARNING)]
+    keys = [key for key in dict.fromkeys(key for each in every for key in each) if not key.startswith(NOT_LEARNING)]
     # Keys that only some kinds have differ with the kind.
     shared = [key for key in keys if key not in acting and all(key in each for each in every)]
     other = [key for key in shared if len({str(each[key]) for each in every}) > 1]
@@ -260,17 +262,28 @@ def group_scores(scores: Sequence[Score], keys: Sequence[str]) -> dict[tuple[str
     """Group scores by the values of some settings, "-" where the kind of a section has no such key."""
     tables = [flatten(settings_of(score.evaluation)) for score in scores]
     groups: dict[tuple[str, ...], list[Score]] = {}
-    for key in keys:
-        if not any(key in table for table in tables):
-            raise UsageError(f"--by {key}: no such setting; {did_you_mean(key, tables[0])}")
-    for score, table in zip(scores, tables, strict=True):
-        groups.setdefault(tuple(str(table.get(key, "-")) for key in keys), []).append(score)
+    for score, values in zip(scores, setting_values(tables, keys), strict=True):
+        groups.setdefault(values, []).append(score)
     return groups
 
 
+def setting_values(tables: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the values of some settings in each table of flat settings, "-" where it has no such key.
+
+    Raises:
+        UsageError: No table has a key.
+    """
+    for key in keys:
+        if not any(key in table for table in tables):
+            raise UsageError(f"--by {key}: no such setting; {did_you_mean(key, tables[0])}")
+    return [tuple(str(table.get(key, "-")) for key in keys) for table in tables]
+
+
+def label(keys: Sequence[str], values: Sequence[str]) -> str:
+    """Return the name of a group such as `backbone.kind=gru, seed=1`."""
+    return ", ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
+
+
 def label_groups(scores: Sequence[Score], keys: Sequence[str]) -> dict[str, list[Score]]:
-    """Group scores by the values of some settings, under names such as `backbone.kind=gru, seed=1`."""
-    return {
-        ", ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True)): members
-        for values, members in group_scores(scores, keys).items()
-    }
+    """Group scores by the values of some settings, under the names of `label`."""
+    return {label(keys, values): members for values, members in group_scores(scores, keys).items()}

@@ -64,6 +64,7 @@ def train_tokenizer(context: Context, *, experience: str | None = None, parent: 
         "tokenizer",
         sections=("environment", "tokenizer"),
         inputs=inputs,
+        references={"experience": experience},
         updates=settings.updates,
         build=build,
         draw=_draw_reconstructions,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,11 +15,11 @@ from torch import Tensor
 
 from wmcli import ranks
 from wmcli.artifacts import Artifact, InputRef, Work
-from wmcli.config import Identity
-from wmcli.errors import ArtifactError
+from wmcli.config import Identity, parse_override
+from wmcli.errors import ArtifactError, DivergedError
 from wmcli.experience import Replay
 from wmcli.nn.initialize import without_initialization
-from wmcli.report.plots import along, learning_curves, write_figure
+from wmcli.report.plots import along, curves_by_stage, learning_curves, write_figure
 from wmcli.stages.context import Context
 from wmcli.trainers.batches import encode_frames
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, module_tensors, save_tensors
@@ -96,6 +97,7 @@ def train(
     *,
     sections: tuple[str, ...],
     inputs: dict[str, Artifact],
+    references: Mapping[str, str | None],
     updates: int,
     build: Callable[[np.random.Generator], T],
     measure_parent: Callable[[T], None] = lambda trainer: None,
@@ -110,6 +112,7 @@ def train(
         kind: Kind of the artifact.
         sections: Settings that the weights depend on.
         inputs: Artifacts that it is made from; `parent` is the version to train further.
+        references: Those that the command named, by its options.
         updates: Updates to do.
         build: Loads models and data and returns the trainer; torch's global generator is seeded around it.
         measure_parent: Called with the weights of the version to train further, before the first update.
@@ -117,7 +120,7 @@ def train(
         selects_weights: Publish the weights that `trainer.select_weights` loads, not the last ones.
 
     Raises:
-        DivergedError: A loss or weight is not finite.
+        DivergedError: A loss or weight is not finite. The message names the command to go on with.
         Stopped: A signal arrived; the same command resumes.
     """
     settings, progress = context.settings, context.progress
@@ -138,7 +141,7 @@ def train(
             f"{stage}: {existing.name} is up to date, nothing to do (--more trains further, --force makes another)"
         )
         return existing
-    with context.work(job) as work:
+    with context.work(job) as work, _naming_the_way_on(context, stage, kind, references):
         progress.say(f"{stage}: {', '.join(artifact.name for artifact in inputs.values())} on {context.machine}")
         for artifact in inputs.values():
             artifact.verify()
@@ -163,7 +166,7 @@ def train(
             )
             with ThreadPoolExecutor(1) as writer:  # both files at once
                 training = writer.submit(
-                    state.save, work.payload / TRAINING, context.machine.device, weights=selects_weights
+                    state.save_training, work.payload / TRAINING, context.machine.device, weights=selects_weights
                 )
                 if selects_weights:
                     training.result()  # training continues from the last weights
@@ -185,6 +188,31 @@ def train(
     return artifact
 
 
+@contextmanager
+def _naming_the_way_on(context: Context, stage: str, kind: str, references: Mapping[str, str | None]) -> Iterator[None]:
+    """Add the command with a third of the learning rate to a DivergedError."""
+    try:
+        yield
+    except DivergedError as error:
+        rate = getattr(getattr(context.settings, kind), "learning_rate", None)
+        if rate is None:
+            raise
+        key = f"{kind}.learning_rate"
+        lower = f"{key}={float(f'{rate / 3:.2g}')}"
+        words = ["wm", stage, "--run", str(context.run.path)]
+        if context.epoch is not None:
+            words = ["wm", "run", "--run", str(context.run.path), "--from-epoch", str(context.epoch), "--set", lower]
+        else:
+            if context.is_new:  # it is unbound now, if it has nothing yet
+                words += ["--preset", context.preset]
+            for option, reference in references.items():
+                words += [] if reference is None else [f"--{option}", reference]
+            words += ["--more"] * context.more
+            kept = [text for text in context.overrides if ".".join(parse_override(text)[0]) != key]
+            words += [word for text in (*kept, lower) for word in ("--set", text)]
+        raise DivergedError(f"{error} Go on with: {shlex.join(words)}") from None
+
+
 def _draw_curves(work: Work, stage: str) -> None:
     """Draw the learning curves of this job and of the versions that it continues."""
     jobs, ancestor = [work.job.digest], work.job.inputs.get("parent")
@@ -194,5 +222,9 @@ def _draw_curves(work: Work, stage: str) -> None:
             ancestor = ancestor.input("parent") if "parent" in ancestor.inputs else None
         except ArtifactError:  # removed, and so are earlier ones
             break
-    records = along(work.job.run.history(), jobs)
-    write_figure(work.payload / "curves.png", learning_curves(records, stages=[stage]))
+    try:
+        records = along(work.job.run.history(), jobs)
+    except ArtifactError:  # too large to draw
+        return
+    if stage in curves_by_stage(records):  # a power cut may have cost the last lines
+        write_figure(work.payload / "curves.png", learning_curves(records, stages=[stage]))

@@ -19,14 +19,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wmcli.artifacts.files import make_folder, write_durable
+from wmcli.artifacts.manifest import Table
 from wmcli.errors import BusyError, Stopped
 from wmcli.interrupt import ASKING, ENDING, PASSED_ON, PATIENCE, StopRequest, stop_requests
 from wmcli.memory import peak_of, peak_resident
+from wmcli.reading import damage, read_file
 
 if TYPE_CHECKING:
     from wmcli.sweeps.plan import PlannedRun
 
 DONE, FAILED, STOPPED, RUNNING = "done", "failed", "stopped", "running"
+MAX_RECORD_BYTES = 1 << 20
 POLL_SECONDS = 0.1
 BUSY_SECONDS = 60.0  # a predecessor on another node may hold the run's lock until it has noticed its end
 BUSY_INTERVAL = 2.0
@@ -74,10 +77,15 @@ def read_record(run: PlannedRun, records: Path) -> dict[str, Any] | None:
     `state` is "running", "stopped" (it can go on), "failed" or "done". `seconds` of work and `attempts` add up over the
     attempts with these `arguments`, and `peak_bytes` of memory is the largest; times are those of the newest.
     """
-    try:
-        record: dict[str, Any] = json.loads(_file(run, records, ".json").read_bytes())
-    except FileNotFoundError:
+    path = _file(run, records, ".json")
+    if not path.exists():
         return None
+    with damage(path):
+        record: dict[str, Any] = json.loads(
+            read_file(path, MAX_RECORD_BYTES), object_hook=lambda table: Table(str(path), table)
+        )
+        if not isinstance(record, dict):
+            raise ValueError("no record")
     return record
 
 

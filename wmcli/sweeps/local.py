@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from wmcli.config import Section
 from wmcli.errors import MachineError, Stopped, UsageError
 from wmcli.interrupt import PATIENCE, stop_requests
+from wmcli.memory import free_memory
 from wmcli.progress import Progress
 from wmcli.sweeps.attempt import LONGER, attempt
 
@@ -96,16 +97,6 @@ def visible_gpus() -> list[str]:
         return [name for name in named.split(",") if name and name != "-1"]
     found = [re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*")]
     return sorted((match[1] for match in found if match), key=int)
-
-
-def free_memory() -> float:
-    """Return the memory that new processes may use, in bytes."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
-        if match:
-            return int(match[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def run_local(sweep: Sweep, runs: Sequence[PlannedRun], progress: Progress) -> dict[str, int]:

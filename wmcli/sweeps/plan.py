@@ -23,7 +23,6 @@ A run stands in a folder of its values, in the order of the file: `runs/backbone
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from wmcli.config import Section, flat, is_file, parse_override, preset_header, read_toml, validate
+from wmcli.config import Section, flat, format_override, is_file, preset_header, read_toml, validate
 from wmcli.errors import UsageError
 from wmcli.sweeps.local import LocalSettings
 from wmcli.sweeps.ray_tasks import RaySettings
@@ -211,13 +210,6 @@ def _plan(content: SweepFile, path: Path, folder: Path, choices: tuple[_Choice, 
     where = folder / name
     preset_header(preset)  # a wrong name is an error now
     preset = str(Path(preset).absolute()) if is_file(preset) else preset
-    sets = [word for key, value in settings.items() for word in ("--set", f"{key}={_text(value)}")]
+    sets = [word for key, value in settings.items() for word in ("--set", format_override(key, value))]
     values = tuple((choice.key, choice.label) for choice in choices)
     return PlannedRun(name, where, ("run", preset, "--run", str(where), *sets), values)
-
-
-def _text(value: Any) -> str:
-    """Return a value as `--set` reads it: a plain text where that is no other TOML value."""
-    if isinstance(value, str) and parse_override(f"key={value}")[1] == value:
-        return value
-    return json.dumps(value)  # which is TOML for texts, numbers, booleans and lists of them

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from wmcli.artifacts.overview import describe_run
+from wmcli.artifacts.overview import describe_run, last_record, seconds_left
 from wmcli.errors import WmError
 from wmcli.sweeps.attempt import DONE, FAILED, RUNNING, read_record
 from wmcli.sweeps.plan import PlannedRun, Sweep
@@ -22,15 +21,15 @@ COLUMNS = (
     *("peak_bytes", "attempts", "executor", "job", "host", "code", "last", "folder"),
 )
 """Keys of `describe`. Unknown values are None."""
-TAIL_BYTES = 1 << 14  # of metrics.jsonl: some of its last lines
+DescribeRun = Callable[[Path], Mapping[str, Any]]
 
 
-def describe_sweep(sweep: Sweep) -> list[dict[str, Any]]:
-    """Return a row for each run."""
-    return [describe(run, sweep.records) for run in sweep.runs]
+def describe_sweep(sweep: Sweep, describe_run: DescribeRun = describe_run) -> list[dict[str, Any]]:
+    """Return a row for each run. `describe_run` describes a run directory, for callers that know it already."""
+    return [describe(run, sweep.records, describe_run) for run in sweep.runs]
 
 
-def describe(run: PlannedRun, records: Path) -> dict[str, Any]:
+def describe(run: PlannedRun, records: Path, describe_run: DescribeRun = describe_run) -> dict[str, Any]:
     """Return the state of a run, its progress, its newest score, and its cost so far, with the keys of COLUMNS.
 
     `seconds` are those of work, without time in queues.
@@ -39,7 +38,7 @@ def describe(run: PlannedRun, records: Path) -> dict[str, Any]:
     row: dict[str, Any] = dict.fromkeys(COLUMNS) | {"run": run.name, "folder": str(run.folder)}
     row |= {key: record.get(key) for key in COLUMNS if record.get(key) is not None}
     try:
-        found = describe_run(run.folder) if run.folder.is_dir() else {}
+        found: Mapping[str, Any] = describe_run(run.folder) if run.folder.is_dir() else {}
     except WmError as error:
         found = {"problem": str(error)}
     row |= {key: found.get(key) for key in ("epoch", "epochs", "score", "stderr")}
@@ -92,28 +91,9 @@ def _since(moment: str | None) -> float:
 
 def _progress(folder: Path, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return stage, epoch, rate and an estimate of the time left from the last record of a run."""
-    newest = _last_record(folder / "metrics.jsonl")
-    epochs, epoch = row["epochs"], newest.get("epoch")
+    newest = last_record(folder / "metrics.jsonl")
     found = {"stage": newest.get("stage"), "updates_per_second": newest.get("updates_per_second")}
-    if not epochs or not epoch:
+    epoch = newest.get("epoch")
+    if not row["epochs"] or not epoch or not isinstance(epoch, int):
         return found
-    share = (epoch - 1) / epochs  # an epoch counts when it is over
-    left = row["seconds"] * (1 - share) / share if share else None
-    return found | {"epoch": epoch, "seconds_left": left}
-
-
-def _last_record(metrics: Path) -> dict[str, Any]:
-    """Return the last complete line of a run's records; empty without one."""
-    try:
-        with metrics.open("rb") as file:
-            file.seek(max(0, metrics.stat().st_size - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return {}
-    for line in reversed(lines):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        return record if isinstance(record, dict) else {}
-    return {}
+    return found | {"epoch": epoch, "seconds_left": seconds_left(epoch, row["epochs"], row["seconds"])}

@@ -126,6 +126,8 @@ class CategoricalTokenizerSettings(Section):
     """Decoupled weight decay of all parameters; adam has none."""
     clip: float = Field(1000.0, gt=0)
     """Largest norm of the gradient."""
+    skip_gradients_above: float = Field(0.0, ge=0)
+    """Skip an update whose gradient norm is above this many times the median of the last 101; 0 skips none."""
     batch: int = Field(256, ge=1)
     """Batch size of an update. [frames]"""
     updates: int = Field(500, ge=0)

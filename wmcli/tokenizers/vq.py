@@ -106,6 +106,8 @@ class TokenizerSettings(Section):
     """Decoupled weight decay of all parameters, the codebook included (adamw; adam has none)."""
     clip: Annotated[float, Field(gt=0)] = 10.0
     """Largest norm of the gradient."""
+    skip_gradients_above: Annotated[float, Field(ge=0)] = 0.0
+    """Skip an update whose gradient norm is above this many times the median of the last 101; 0 skips none."""
     batch: Annotated[int, Field(ge=1)] = 128
     """Batch size of an update. [frames]"""
     updates: Annotated[int, Field(ge=0)] = 200

@@ -18,7 +18,7 @@ from wmcli.trainers.streams import StreamState
 from wmcli.training.checkpoint import Resumable, TrainState
 from wmcli.training.device import Machine, Metrics
 from wmcli.training.loop import Trainer
-from wmcli.training.optim import Schedule, optimizer_for, update
+from wmcli.training.optim import GradientGuard, Schedule, optimizer_for, update
 from wmcli.training.settings import TrainingSettings
 from wmcli.world_models.base import Batch, WorldModel
 
@@ -78,11 +78,15 @@ class DynamicsTrainer(Trainer):
         self._targets = targets
         self._optimizer = optimizer_for(settings, world_model.parameter_groups())
         self._schedule = Schedule.of(settings)
+        self.guard = GradientGuard.of(settings, machine.device)
+        if self.guard is not None:
+            parts["guard"] = self.guard
         self._update = world_model_update(
             machine,
             world_model,
             self._optimizer,
             settings.clip,
+            self.guard,
             streams=streams,
             learn_rows=self._sampler.learn if isinstance(self._sampler, PrioritySampler) else None,
         )
@@ -119,6 +123,7 @@ def world_model_update(
     world_model: WorldModel,
     optimizer: torch.optim.Optimizer,
     clip: float,
+    guard: GradientGuard | None = None,
     *,
     streams: StreamState | None = None,
     learn_rows: Callable[[np.ndarray], None] | None = None,
@@ -133,6 +138,7 @@ def world_model_update(
         world_model: In training mode.
         optimizer: Holds its parameters.
         clip: Largest norm of the gradient.
+        guard: Skips updates, see `update`.
         streams: State to carry from batch to batch; None where each batch stands alone.
         learn_rows: Takes what each row contributed to the loss, float32 (B,), after every update, which waits for it.
 
@@ -152,7 +158,7 @@ def world_model_update(
                 total, metrics, carried = streams.loss(batch, carried)
         if (penalty := attention_prior.penalty(world_model)) is not None:
             total, metrics = total + penalty, metrics | {"prior_penalty": penalty.detach()}
-        norm = update(optimizer, total, clip)
+        norm = update(optimizer, total, clip, guard)
         attention_prior.project(world_model)
         rows = None if weight is None or weight.grad is None else weight.grad[:, 0]
         return {"loss": total.detach(), **metrics, "gradient_norm": norm}, (rows, carried)

@@ -12,10 +12,10 @@ from wmcli import ranks
 from wmcli.controllers.base import Learner
 from wmcli.experience import Replay
 from wmcli.trainers.batches import build_sampler, encode_frames, gather
-from wmcli.training.checkpoint import TrainState
+from wmcli.training.checkpoint import Resumable, TrainState
 from wmcli.training.device import Machine, Metrics
 from wmcli.training.loop import Trainer
-from wmcli.training.optim import optimizer_for, update
+from wmcli.training.optim import GradientGuard, optimizer_for, update
 from wmcli.training.settings import TrainingSettings
 from wmcli.world_models.base import Batch, WorldModel
 
@@ -75,10 +75,14 @@ class ImaginationTrainer(Trainer):
             ratio=ratio,
         )
         self._optimizer = optimizer_for(settings, controller.parameter_groups())
-        self._update = controller_update(machine, world_model, controller, self._optimizer, settings.clip)
+        self.guard = GradientGuard.of(settings, machine.device)
+        self._update = controller_update(machine, world_model, controller, self._optimizer, settings.clip, self.guard)
         self.calibration: dict[str, float] = {}
         """Returns of the version that is trained further, if it was calibrated."""
-        self.state = TrainState({"controller": controller}, self._optimizer, rng, {"sampler": self._sampler})
+        parts: dict[str, Resumable] = {"sampler": self._sampler}
+        if self.guard is not None:
+            parts["guard"] = self.guard
+        self.state = TrainState({"controller": controller}, self._optimizer, rng, parts)
 
     def update(self) -> Metrics:
         """Learn from a batch of rollouts."""
@@ -97,6 +101,7 @@ def controller_update(
     controller: Learner,
     optimizer: torch.optim.Optimizer,
     clip: float,
+    guard: GradientGuard | None = None,
 ) -> Callable[[Batch], Metrics]:
     """Build the update of a controller on rollouts imagined from a batch of windows.
 
@@ -108,6 +113,7 @@ def controller_update(
         controller: In training mode.
         optimizer: Holds its parameters.
         clip: Largest norm of the gradient.
+        guard: Skips updates, see `update`.
 
     Returns:
         From windows of latents to the loss, its parts and the gradient norm before clipping.
@@ -118,7 +124,7 @@ def controller_update(
             imagined = controller.imagine(world_model, batch, uniforms)
         with machine.autocast():  # anew: the first kept copies of the weights that know no gradient
             loss, metrics = controller.loss(imagined)
-        norm = update(optimizer, loss, clip)
+        norm = update(optimizer, loss, clip, guard)
         return {"loss": loss.detach(), **metrics, "gradient_norm": norm}, None
 
     learn_or_replay = machine.wrap_update(learn)

@@ -12,10 +12,10 @@ from torch import nn
 from wmcli import ranks
 from wmcli.experience import Replay
 from wmcli.trainers.batches import build_sampler
-from wmcli.training.checkpoint import TrainState
+from wmcli.training.checkpoint import Resumable, TrainState
 from wmcli.training.device import Machine, Metrics
 from wmcli.training.loop import Trainer
-from wmcli.training.optim import optimizer_for, update
+from wmcli.training.optim import GradientGuard, optimizer_for, update
 from wmcli.training.settings import TrainingSettings
 from wmcli.transfer import take_rows
 
@@ -55,10 +55,14 @@ class TokenizerTrainer(Trainer):
         self._sampler = build_sampler(training, replay, rng, length=1, minimum=1, pad="right")
         self.learns = any(True for _ in tokenizer.parameters())
         optimizer = None
+        parts: dict[str, Resumable] = {"sampler": self._sampler}
         if self.learns:
             optimizer = optimizer_for(settings, tokenizer.parameters())
-            self._update = tokenizer_update(machine, tokenizer, optimizer, settings.clip)
-        self.state = TrainState({"tokenizer": tokenizer}, optimizer, rng, {"sampler": self._sampler})
+            self.guard = GradientGuard.of(settings, machine.device)
+            if self.guard is not None:
+                parts["guard"] = self.guard
+            self._update = tokenizer_update(machine, tokenizer, optimizer, settings.clip, self.guard)
+        self.state = TrainState({"tokenizer": tokenizer}, optimizer, rng, parts)
 
     def update(self) -> Metrics:
         """Learn from a batch of frames. Not for a tokenizer without parameters, see `learns`."""
@@ -80,7 +84,11 @@ class TokenizerTrainer(Trainer):
 
 
 def tokenizer_update(
-    machine: Machine, tokenizer: Any, optimizer: torch.optim.Optimizer, clip: float
+    machine: Machine,
+    tokenizer: Any,
+    optimizer: torch.optim.Optimizer,
+    clip: float,
+    guard: GradientGuard | None = None,
 ) -> Callable[[Any], Metrics]:
     """Build the update of a tokenizer in training mode: from frames (B, *part) to metrics.
 
@@ -91,7 +99,7 @@ def tokenizer_update(
     def learn(frames: Any) -> tuple[Metrics, None]:
         with machine.autocast():
             loss, metrics = tokenizer.loss(frames)
-        norm = update(optimizer, loss, clip)
+        norm = update(optimizer, loss, clip, guard)
         return {"loss": loss.detach(), **metrics, "gradient_norm": norm}, None
 
     learn_or_replay = machine.wrap_update(learn)

@@ -1,15 +1,18 @@
 """The state of training and its file: one safetensors file, nothing pickled. Resuming from it is bit-exact.
 
+A work file (a checkpoint, or a part of one) is sealed: it ends with a tensor `sha256`, the digest of all bytes before.
+No manifest knows such a file yet. Published files have no seal.
+
 Tensor names are `model/<module>/<parameter>`, `optimizer/<index>/<moment>`, `random/torch`, `random/cuda`, `unlogged`,
 and `parts/<part>/<array>` for arrays of samplers and the like. The rest of their states, counters and the NumPy
-generator's state are canonical JSON under the one metadata key `wm`. (With several keys the bytes would differ between
-saves.)
+generator's state are canonical JSON under the metadata key `wm`. (Safetensors' own writer has no order of several keys,
+and published files are the same bytes as its.)
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,9 +23,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from wmcli import ranks
-from wmcli.artifacts.files import write_durable
+from wmcli.artifacts.files import SEAL_BYTES, is_whole, write_durable
+from wmcli.artifacts.manifest import MAX_HEADER_BYTES
 from wmcli.config import canonical_json
 from wmcli.errors import ArtifactError
+from wmcli.reading import damage, open_file, read_errors
 from wmcli.training.optim import LAPROP_MOMENT, LaProp
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -64,20 +69,41 @@ class TrainState:
     """The means in the last logged record."""
     unlogged: list[Mapping[str, Tensor]] = field(default_factory=list)
     """Metrics of each update since then."""
+    losses: list[float] = field(default_factory=list)
+    """Sizes of the losses of the last logged updates, see `wmcli.training.loop`."""
+    loss_spikes: int = 0
+    """Logged updates of this stage whose loss was far above those."""
 
-    def save(self, path: Path, device: torch.device, *, weights: bool = True) -> str:
-        """Write everything, with the state of torch's generators on `device`.
+    def save(self, path: Path, device: torch.device) -> None:
+        """Write a checkpoint, with the state of torch's generators on `device`; see `save_checkpoint`.
 
         All ranks take part, since each holds its rows of some parts. The first one writes.
+        """
+        tensors, metadata = self._content(device)
+        metadata["losses"] = self.losses
+        metadata["loss_spikes"] = self.loss_spikes
+        tensors |= module_tensors(self.modules)
+        if ranks.is_first():
+            save_checkpoint(path, tensors, metadata, f"update {self.update}")
+
+    def save_training(self, path: Path, device: torch.device, *, weights: bool) -> str:
+        """Write the file that `continue_from` reads. All ranks take part, as in `save`.
 
         Args:
             path: The file.
             device: Device of training.
-            weights: False leaves out the weights, for `continue_from` where they stand in `WEIGHTS` beside the file.
+            weights: False leaves out the weights, where they stand in `WEIGHTS` beside the file.
 
         Returns:
             The file's sha256, empty on the other ranks.
         """
+        tensors, metadata = self._content(device)
+        if weights:
+            tensors |= module_tensors(self.modules)
+        return save_tensors(path, tensors, metadata) if ranks.is_first() else ""
+
+    def _content(self, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return tensors and JSON values of everything but weights."""
         tensors, parts = part_tensors({name: part.state() for name, part in self.parts.items()})
         metadata = {
             "update": self.update,
@@ -88,31 +114,31 @@ class TrainState:
             "parts": parts,
         }
         tensors |= random_tensors(device)
-        if weights:
-            tensors |= module_tensors(self.modules)
         if self.optimizer is not None:
             tensors |= optimizer_tensors(self.optimizer)
         if self.unlogged:
             tensors["unlogged"] = ranks.average_metrics(stack_metrics(self.unlogged))
-        return save_tensors(path, tensors, metadata) if ranks.is_first() else ""
+        return tensors, metadata
 
     def load(self, path: Path, device: torch.device) -> None:
-        """Resume exactly where `save` was called.
+        """Resume exactly where `save` was called; see `load_checkpoint`.
 
         Raises:
             ArtifactError: The file is damaged or of another model.
         """
-        tensors, metadata = load_tensors(path)
-        self._load_learned(tensors, str(path))
-        load_random(tensors, device)
-        self.update, self.trained, self.metrics = metadata["update"], metadata["trained"], metadata["metrics"]
-        if metadata["unlogged"]:
-            rows = tensors["unlogged"].to(device)
-            self.unlogged = [dict(zip(metadata["unlogged"], row, strict=True)) for row in rows]
-        states = part_states(tensors, metadata["parts"])
-        for name, part in self.parts.items():
-            part.load(states[name])
-        load_generator(self.rng, metadata["rng"])  # after the parts, which may draw from it while they load
+        tensors, metadata, _ = load_checkpoint(path)
+        with damage(path):
+            self._load_learned(tensors, str(path))
+            load_random(tensors, device)
+            self.update, self.trained, self.metrics = metadata["update"], metadata["trained"], metadata["metrics"]
+            if metadata["unlogged"]:
+                rows = tensors["unlogged"].to(device)
+                self.unlogged = [dict(zip(metadata["unlogged"], row, strict=True)) for row in rows]
+            self.losses, self.loss_spikes = metadata.get("losses", []), metadata.get("loss_spikes", 0)
+            states = part_states(tensors, metadata["parts"])
+            for name, part in self.parts.items():
+                part.load(states[name])
+            load_generator(self.rng, metadata["rng"])  # after the parts, which may draw from it while they load
 
     def continue_from(self, path: Path) -> None:
         """Load weights and moments of a finished stage, and the parts of its state that still apply.
@@ -123,12 +149,13 @@ class TrainState:
         tensors, metadata = load_tensors(path)
         if not any(name.startswith(MODEL) for name in tensors):
             tensors |= load_tensors(path.with_name(WEIGHTS), MODEL)[0]
-        self._load_learned(tensors, str(path))
-        self.trained = metadata["trained"] + metadata["update"]
-        states = part_states(tensors, metadata["parts"])
-        for name, part in self.parts.items():
-            if name in states:
-                part.continue_from(states[name])
+        with damage(path):
+            self._load_learned(tensors, str(path))
+            self.trained = metadata["trained"] + metadata["update"]
+            states = part_states(tensors, metadata["parts"])
+            for name, part in self.parts.items():
+                if name in states:
+                    part.continue_from(states[name])
 
     def _load_learned(self, tensors: Mapping[str, Tensor], where: str) -> None:
         load_modules(self.modules, tensors, where)
@@ -143,9 +170,12 @@ def read_part(path: Path, part: str) -> dict[str, Any]:
         ArtifactError: The file is damaged or has no such part.
     """
     tensors, metadata = load_tensors(path, f"parts/{part}/")
-    if part not in metadata["parts"]:
-        raise ArtifactError(f"{path} holds no state of '{part}' (it has: {', '.join(metadata['parts']) or 'none'}).")
-    return part_states(tensors, metadata["parts"])[part]
+    with damage(path):
+        if part not in metadata["parts"]:
+            raise ArtifactError(
+                f"{path} holds no state of '{part}' (it has: {', '.join(metadata['parts']) or 'none'})."
+            )
+        return part_states(tensors, metadata["parts"])[part]
 
 
 def stack_metrics(records: list[Mapping[str, Tensor]]) -> Tensor:
@@ -176,6 +206,14 @@ DTYPES = {
 """The format's names of dtypes, in the order of tensors in a file."""
 
 
+SEAL = "sha256"
+"""The tensor that seals a work file, and the metadata key that says so: a flip in one leaves the other."""
+
+
+class DamagedFileError(ArtifactError):
+    """A file is not as it was written, or not there."""
+
+
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Any) -> str:
     """Write tensors and JSON values `metadata` atomically and durably: an interrupted write leaves the old file.
 
@@ -187,8 +225,87 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Any) -> st
     return write_durable(path, _safetensors(tensors, {"wm": canonical_json(metadata)}))
 
 
-def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    """Yield the parts of a safetensors file: the length of the header, the header, and each tensor."""
+def save_work(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Any, at: str = "", *, before: Path | None = None
+) -> None:
+    """Write tensors and JSON values into a sealed file of unfinished work.
+
+    Args:
+        path: The file.
+        tensors: None is called "sha256".
+        metadata: The JSON values.
+        at: Where the work stands, for messages.
+        before: See `write_durable`.
+    """
+    about = {"wm": canonical_json(metadata), SEAL: at}
+    write_durable(path, _safetensors(tensors, about, sealed=True), sealed=True, before=before)
+
+
+def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], metadata: Any, at: str) -> None:
+    """Write a checkpoint, and keep the one before it beside it, see `save_work`."""
+    save_work(path, tensors, metadata, at, before=_before(path))
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """Return the file of the newest checkpoint: `path`, or the one before it where a crash left that alone."""
+    return next((file for file in (path, _before(path)) if file.exists()), None)
+
+
+def load_checkpoint(
+    path: Path, parts: Callable[[Any], list[Path]] = lambda about: []
+) -> tuple[dict[str, Tensor], Any, list[dict[str, Tensor]]]:
+    """Load the newest checkpoint of `save_checkpoint`.
+
+    Args:
+        path: Its file.
+        parts: From its JSON values to the other files that belong to it.
+
+    Returns:
+        Tensors, JSON values, and the tensors of each part.
+
+    Raises:
+        ArtifactError: A file is damaged or missing. The message says how to go on.
+    """
+    newest, before = find_checkpoint(path) or path, _before(path)
+    try:
+        return _load_whole(newest, parts)
+    except DamagedFileError as error:
+        if newest == before or not before.exists():
+            raise ArtifactError(f"{error}; restart the stage with --fresh.") from None
+        try:
+            _load_whole(before, parts)
+        except DamagedFileError:
+            raise ArtifactError(
+                f"{error}, and the checkpoint before it does not help; restart the stage with --fresh."
+            ) from None
+        raise ArtifactError(
+            f"{error}; to go on from the checkpoint before it ({_position(before)}), remove {path} and run the same"
+            " command again; or restart the stage with --fresh."
+        ) from None
+
+
+def _load_whole(
+    path: Path, parts: Callable[[Any], list[Path]]
+) -> tuple[dict[str, Tensor], Any, list[dict[str, Tensor]]]:
+    tensors, about = load_work(path)
+    return tensors, about, [load_work(part)[0] for part in parts(about)]
+
+
+def _before(path: Path) -> Path:
+    """Return the file of the checkpoint before the one in `path`."""
+    return path.with_stem(f"{path.stem}-before")
+
+
+def _position(path: Path) -> str:
+    """Return where the work stood at a whole checkpoint."""
+    with safe_open(path, framework="pt") as file:
+        return (file.metadata() or {}).get(SEAL) or "by an earlier version of wm"
+
+
+def _safetensors(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, sealed: bool = False
+) -> Iterator[bytes | memoryview]:
+    """Yield the parts of a safetensors file: the length of the header, the header, and each tensor but the seal."""
     order = list(DTYPES)
     names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))
     header: dict[str, Any] = {"__metadata__": metadata}
@@ -197,6 +314,8 @@ def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
         start, end = end, end + tensors[name].nbytes
         dtype, shape = DTYPES[tensors[name].dtype], list(tensors[name].shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    if sealed:
+        header[SEAL] = {"dtype": "U8", "shape": [SEAL_BYTES], "data_offsets": [end, end + SEAL_BYTES]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
@@ -212,16 +331,44 @@ def load_tensors(path: Path, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
 
     Raises:
         ArtifactError: The file is damaged.
+        MachineError: It cannot be read.
     """
     try:
+        return load_work(path, prefix)
+    except DamagedFileError as error:
+        raise ArtifactError(f"{error}; check the run with wm verify, or restart the stage with --fresh.") from None
+
+
+def load_work(path: Path, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
+    """Load a file as `load_tensors` does, and check its seal. Those of earlier versions of wm have none.
+
+    Raises:
+        DamagedFileError: It is damaged or missing. The message is no sentence yet: the caller knows how to go on.
+        MachineError: It cannot be read.
+    """
+    try:
+        with read_errors(path):
+            _check_header(path)
         with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            if (SEAL in names or SEAL in (file.metadata() or {})) and not is_whole(path):
+                raise ValueError("its content does not match its digest")
             metadata = json.loads((file.metadata() or {})["wm"])
-            names = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118 (a file, not a dict)
-            return {_current_name(key): file.get_tensor(key).clone() for key in names}, metadata
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise ArtifactError(
-            f"{path} is damaged ({error}); check the run with wm verify, or restart the stage with --fresh."
-        ) from None
+            chosen = [name for name in names if name.startswith(prefix) and name != SEAL]
+            return {_current_name(name): file.get_tensor(name).clone() for name in chosen}, metadata
+    except FileNotFoundError:
+        raise DamagedFileError(f"{path} is missing") from None
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DamagedFileError(f"{path} is damaged ({reason})") from None
+
+
+def _check_header(path: Path) -> None:
+    """Raise an error if the header of a file is larger than any that wm writes: the library takes memory for it."""
+    with open_file(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {length} bytes")
 
 
 RENAMED = (

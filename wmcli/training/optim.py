@@ -17,6 +17,7 @@ LAPROP_MOMENT = "momentum"  # marks a saved state of LaProp
 EPS = {"adamw": 1e-8, "adam": 1e-8, "laprop": 1e-20, "sgd": 0.0}
 DECAY = 0.1  # of the learning rate, each time it falls
 LEAST_NORM = 1e-3  # of a tensor of weights, for adaptive clipping
+WINDOW = 101  # updates whose gradient norms a guard knows
 
 
 class LaProp(torch.optim.Optimizer):
@@ -34,7 +35,8 @@ class LaProp(torch.optim.Optimizer):
 
     As in torch's optimizers, each parameter counts its own gradients, and one without a gradient does not change. The
     moments have its type and device. The count is on the device, too, so that a CUDA graph can hold a step. Parameters
-    of a group that have had equally many gradients share one.
+    of a group that have had equally many gradients share one. As in torch's fused ones, a step changes nothing where a
+    tensor `found_inf` of this object is 1.
 
     Source: Ziyin et al. 2020, arXiv 2002.04839.
     """
@@ -84,10 +86,13 @@ class LaProp(torch.optim.Optimizer):
             count = count.clone()
             for parameter in parameters:
                 self.state[parameter]["step"] = count
-        count += 1
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]  # all have one
         squares = [self.state[parameter]["square"] for parameter in parameters]
         momenta = [self.state[parameter][LAPROP_MOMENT] for parameter in parameters]
+        skip: Tensor | None = getattr(self, "found_inf", None)
+        changed = [count, *parameters, *squares, *momenta]
+        before = [] if skip is None else [each.clone() for each in changed]
+        count += 1
 
         # Scalars on the device, in float64 until they are used. Only products take them there without waiting.
         (b1, b2), warmup, n = group["betas"], max(1, group["warmup"]), count.double()
@@ -107,6 +112,9 @@ class LaProp(torch.optim.Optimizer):
             torch._foreach_mul_(parameters, (1 - rate * group["weight_decay"]).to(kind))
         step = rate / _average_share(n, warmup, b1)
         torch._foreach_sub_(parameters, torch._foreach_mul(momenta, step.to(kind)))
+        if skip is not None:
+            for each, kept in zip(changed, before, strict=True):
+                each.copy_(torch.where(skip.bool(), kept, each))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load moments and counts, and let parameters of a group share equal counts again."""
@@ -254,10 +262,58 @@ class Schedule(NamedTuple):
                 group["lr"] = rate
 
 
-def update(optimizer: torch.optim.Optimizer, loss: Tensor, clip: float) -> Tensor:
+class GradientGuard:
+    """Skips updates whose gradient norm is above `factor` times the median of the last `WINDOW`, theirs included.
+
+    So a gradient that stays larger is followed after half of a window. The first half of the first window skips
+    nothing. Its state is on the device, so that judging waits for nothing and a CUDA graph can hold it. A checkpoint
+    has it, too (`Resumable`).
+    """
+
+    def __init__(self, factor: float, device: torch.device) -> None:
+        self._factor = factor
+        self._norms = torch.full((WINDOW,), math.inf, device=device)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+
+    @classmethod
+    def of(cls, settings: Section, device: torch.device) -> GradientGuard | None:
+        """Return the guard that a section of the settings describes, None for none."""
+        factor = settings.model_dump()["skip_gradients_above"]
+        return cls(factor, device) if factor else None
+
+    @property
+    def skipped(self) -> int:
+        """Number of updates skipped so far. It waits for the device."""
+        return int(self._skipped)
+
+    @torch.no_grad()
+    def judge(self, norm: Tensor) -> Tensor:
+        """Take the norm of the next update. Return 1.0 if it is to be skipped, else 0.0, a scalar on the device."""
+        median = self._norms.sort().values[WINDOW // 2]
+        norm = norm.float().nan_to_num(nan=math.inf, posinf=math.inf)
+        skips = (norm > self._factor * median) & (median > 0)
+        self._norms.copy_(torch.cat((self._norms[1:], norm[None])))
+        self._skipped += skips
+        return skips.float()
+
+    def state(self) -> dict[str, Any]:
+        """Return the norms and the number of skipped updates."""
+        return {"norms": self._norms.cpu().numpy(), "skipped": self.skipped}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Resume from a result of `state`."""
+        self.continue_from(state)
+        self._skipped.fill_(state["skipped"])
+
+    def continue_from(self, state: dict[str, Any]) -> None:
+        """Go on with the norms of a finished stage."""
+        self._norms.copy_(torch.from_numpy(state["norms"]))
+
+
+def update(optimizer: torch.optim.Optimizer, loss: Tensor, clip: float, guard: GradientGuard | None = None) -> Tensor:
     """Do a backward pass and one optimizer step, with the gradient norm clipped to `clip`, then adaptively if wanted.
 
-    Gradients are averaged over ranks before.
+    Gradients are averaged over ranks before. Where the `guard` skips the update, weights, moments and step counts stay.
 
     Returns:
         The norm before clipping, a scalar on the device.
@@ -270,6 +326,8 @@ def update(optimizer: torch.optim.Optimizer, loss: Tensor, clip: float) -> Tenso
     for group in optimizer.param_groups:
         if group.get("agc"):
             clip_adaptively(group["params"], group["agc"])
+    if guard is not None:
+        optimizer.found_inf = guard.judge(norm)  # type: ignore[attr-defined]  # torch's name of what skips a step
     optimizer.step()
     return norm
 

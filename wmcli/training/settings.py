@@ -63,13 +63,16 @@ class TrainingSettings(Section):
     """Frames that a latent world model encodes and decodes at a time while it learns; 0 takes all of a batch. The
     backward pass computes each part again, which needs less memory and about a third more arithmetic. Results differ by
     rounding only. [frames]"""
-    threads: int = Field(0, ge=0)
+    threads: int = Field(0, ge=0, le=4096)
     """CPU threads; 0 keeps torch's choice. Results are bit-exact for one number of threads only. [threads]"""
     checkpoint_seconds: float = Field(30.0, ge=0)
     """Interval of checkpoints, and the most work that an interruption loses. 0 writes one after every update.
     [seconds]"""
     log_every: int = Field(50, ge=1)
     """Interval of lines in metrics.jsonl. [updates]"""
+    log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(("tensorboard",), strict=False)
+    """Programs that get the lines of metrics.jsonl as curves: TensorBoard's event files in the run; Weights & Biases
+    (extra wandb), offline where there is no account; Trackio (extra trackio), on this machine."""
     sampling: Literal["windows", "episodes", "uniform", "dfs", "prioritized"] = "windows"
     """Order of training windows: each equally often (REM); an episode, then a start in it (IRIS); uniform in every
     batch; the less used ones first, dfs (Drama); or, for the dynamics model, those with a high loss first, prioritized

@@ -175,6 +175,9 @@ class ImaginedStep(NamedTuple):
     """(B,) float32, of the model's ensemble on the next frame; None without one."""
     continuation: Tensor | None = None
     """(B,) float32, probability that the task goes on after the step; None from a model that does not tell it."""
+    prior: Tensor | None = None
+    """(B, K, C): logits of the K variables of the next latent, which it was drawn from; None from a model that draws
+    none. They have no gradient."""
 
 
 class Targets(NamedTuple):

@@ -62,6 +62,8 @@ class CellsSettings(DynamicsSettings):
     """Weight decay of matrices; biases, norms and the embedding table have none."""
     clip: float = Field(1.0, gt=0)
     """Largest norm of the gradient of all parameters. Our choice: the sources name none."""
+    skip_gradients_above: float = Field(0.0, ge=0)
+    """Skip an update whose gradient norm is above this many times the median of the last 101; 0 skips none."""
 
     @model_validator(mode="after")
     def _check_lengths(self) -> CellsSettings:
@@ -257,15 +259,17 @@ class CellsWorldModel(WorldModel):
             state = self._read(state.latent, state.latent)
         if uniforms is None:
             uniforms = uniform((len(action), CELLS), action.device)
-        backbone_state, token, cells = state.backbone_state, KINDS + action, []
+        backbone_state, token, cells, priors = state.backbone_state, KINDS + action, [], []
         for cell in range(CELLS):
             y, backbone_state = self.backbone.step(self.embedding(token), backbone_state)
-            token = sample(self._logits(y), uniforms[:, cell])
+            priors.append(self._logits(y))
+            token = sample(priors[-1], uniforms[:, cell])
             cells.append(token)
         _, backbone_state = self.backbone.step(self.embedding(token), backbone_state)
         latent = torch.stack(cells, 1)
         reward = self._reaches_goal(state.latent, action).float()
-        imagined = ImaginedStep(latent, reward, torch.zeros_like(action, dtype=torch.bool))
+        terminated = torch.zeros_like(action, dtype=torch.bool)
+        imagined = ImaginedStep(latent, reward, terminated, prior=torch.stack(priors, 1))
         return imagined, CellsState(backbone_state, latent, state.length + TOKENS)
 
     def _reaches_goal(self, latent: Tensor, action: Tensor) -> Tensor:

@@ -169,6 +169,8 @@ class LatentWorldModelSettings(DynamicsSettings):
     """Decoupled weight decay of matrices; adam has none."""
     clip: float = Field(1000.0, gt=0)
     """Largest norm of the gradient of all parameters."""
+    skip_gradients_above: float = Field(0.0, ge=0)
+    """Skip an update whose gradient norm is above this many times the median of the last 101; 0 skips none."""
     agc: float = Field(0.0, ge=0)
     """Adaptive gradient clipping: largest norm of a tensor's gradient as a share of the tensor's own, 0.3 in DreamerV3;
     0 for none."""
@@ -834,7 +836,8 @@ class LatentWorldModel(WorldModel):
         self, state: LatentState, action: Tensor, uniforms: Tensor | None, likeliest: bool
     ) -> tuple[ImaginedStep, LatentState]:
         deterministic, backbone_state, length = self._step(state, action)
-        prior = self._prior(deterministic).exp()
+        log_prior = self._prior(deterministic)
+        prior = log_prior.exp()
         of_termination = None
         if self._samples_termination and not likeliest:
             if uniforms is None:
@@ -853,7 +856,7 @@ class LatentWorldModel(WorldModel):
         # The public code adds and subtracts the probabilities in float32 and stores the result as integers.
         dynamics_latent = ((z + prior) - prior).long().to(z.dtype) if self.settings.truncate_latents else z
         disagreement = None if self.ensemble is None else self.ensemble.disagreement(deterministic)
-        return ImaginedStep(z, reward, terminated, disagreement, continuation), LatentState(
+        return ImaginedStep(z, reward, terminated, disagreement, continuation, log_prior.detach()), LatentState(
             backbone_state, None, deterministic.to(z.dtype), dynamics_latent, z, length
         )
 

@@ -105,6 +105,8 @@ class MuZeroSettings(PlanningSettings):
     """Updates after which the step size falls to a tenth, each time. [updates]"""
     clip: float = Field(10.0, gt=0)
     """Largest norm of the gradient of all parameters."""
+    skip_gradients_above: float = Field(0.0, ge=0)
+    """Skip an update whose gradient norm is above this many times the median of the last 101; 0 skips none."""
 
     @property
     def context(self) -> int:

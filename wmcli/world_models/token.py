@@ -92,6 +92,8 @@ class TokenWorldModelSettings(DynamicsSettings):
     """Decoupled weight decay of matrices; biases, norms and embedding tables have none."""
     clip: float = Field(100.0, gt=0)
     """Largest norm of the gradient of all parameters."""
+    skip_gradients_above: float = Field(0.0, ge=0)
+    """Skip an update whose gradient norm is above this many times the median of the last 101; 0 skips none."""
 
     @model_validator(mode="after")
     def _check_lengths(self) -> TokenWorldModelSettings:
@@ -445,8 +447,10 @@ class TokenWorldModel(WorldModel):
         if uniforms is None:
             uniforms = uniform((len(action), self.uniforms_per_step), action.device)
         of_tokens, of_reward, of_termination = uniforms.split((self.uniforms_per_step - 2, 1, 1), -1)
+        priors: list[Tensor] = []
 
         def draw(logits: Tensor, start: int) -> Tensor:
+            priors.append(logits)
             places = slice(start, start + logits.shape[1])
             tokens = sample(logits, of_tokens[:, places])
             if self.ranges is not None:  # sums that a GPU rounds differently may draw a code of probability 0
@@ -462,7 +466,8 @@ class TokenWorldModel(WorldModel):
         disagreement = None
         if self.ensemble is not None:
             disagreement = self.ensemble.disagreement(at_tokens, self._possible_variables()).mean(-1)
-        return ImaginedStep(state.latent, reward, termination, disagreement), state
+        prior = priors[0] if len(priors) == 1 else torch.cat(priors, 1)
+        return ImaginedStep(state.latent, reward, termination, disagreement, prior=prior), state
 
     def advance(
         self, state: TokenState, action: Tensor, choose: Callable[[Tensor, int], Tensor]

@@ -86,6 +86,8 @@ class UniZeroSettings(PlanningSettings):
     """Decay of the optimizer's second moments."""
     clip: float = Field(5.0, gt=0)
     """Largest norm of the gradient of all parameters (public code: 20)."""
+    skip_gradients_above: float = Field(0.0, ge=0)
+    """Skip an update whose gradient norm is above this many times the median of the last 101; 0 skips none."""
 
     @model_validator(mode="after")
     def _check_lengths(self) -> UniZeroSettings:

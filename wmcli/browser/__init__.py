@@ -1,0 +1,1 @@
+"""Pages for a browser on this machine: the server, and what the pages are made of."""
