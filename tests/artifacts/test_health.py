@@ -140,6 +140,13 @@ def test_stopped_work_is_removable(run: Run) -> None:
     assert find_removable(run) == [] and run.unfinished() == []
 
 
+def test_work_that_vanishes_while_it_is_looked_at_is_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyboardInterrupt), run.job("dynamics", {}, {}).work():
+        raise KeyboardInterrupt
+    monkeypatch.setattr("wmcli.artifacts.removable.has_checkpoint", lambda folder: shutil.rmtree(folder) is None)
+    assert run.unfinished() and find_removable(run) == [] and not run.unfinished()
+
+
 def test_weights_stay_while_a_process_works_on_the_run(run: Run, chain: dict[str, Artifact]) -> None:
     """It may read any version: here an old dynamics model."""
     publish(run, "dynamics", 2, tokenizer=chain["tokenizer"])

@@ -65,7 +65,7 @@ class Warm:
         left_out = ("WM_RUN", "WM_FAILPOINT", "FAULT_CONTROL")
         environment = {key: value for key, value in os.environ.items() if key not in left_out}
         environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(fault_shim.built())}
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__))],
             env=environment,
             stdin=subprocess.PIPE,
@@ -100,21 +100,21 @@ class Warm:
             "said": str(self.folder / "stderr"),
             "seconds": seconds,
         }
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
         code = json.loads(self._reply())
         return Ended(code, (self.folder / "stdout").read_text(), (self.folder / "stderr").read_text(errors="replace"))
 
     def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
 
     def _reply(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
         assert line, "the warm process ended"
         return line.strip()
 

@@ -49,7 +49,7 @@ class Misbehaving(Endless):
         np.zeros(1 << 50)
 
     def close_files(self) -> None:
-        os.closerange(0, 256)
+        os.closerange(0, 1 << 16)
 
     def fork(self) -> None:
         os.fork()

@@ -220,8 +220,14 @@ class Artifact:
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of its job, in the schema of this version of wm."""
+        settings: dict[str, Any] = json.loads(self.settings_text)
+        return settings
+
+    @property
+    def settings_text(self) -> str:
+        """The same as canonical JSON."""
         with damage(f"{shown(self.path)}/{MANIFEST}: settings"):
-            return upgrade(self.manifest["settings"], self.manifest.get("settings_schema", 1))
+            return _upgraded(canonical_json(self.manifest["settings"]), self.manifest.get("settings_schema", 1))
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -337,6 +343,12 @@ class Artifact:
         if self.kind == "experience":  # collecting again would append to it
             return "Restore it from a copy, or collect into another --run."
         return f"Restore it from a copy, or make it and everything made from it again: {again}"
+
+
+@functools.lru_cache(maxsize=16)
+def _upgraded(settings: str, schema: int) -> str:
+    """Return settings in today's schema, as JSON; the artifacts of a run have mostly the same."""
+    return canonical_json(upgrade(json.loads(settings), schema))
 
 
 def open_artifact(path: Path | str) -> Artifact:

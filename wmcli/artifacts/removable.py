@@ -46,8 +46,10 @@ def find_removable(run: Run) -> list[Removable]:
     """
     removable = leftovers(run)
     for folder in filter(lambda each: _is_idle(each.parent), run.unfinished()):
-        what = "checkpoint of stopped work" if has_checkpoint(folder) else "remains of stopped work, without a checkpoint"
-        removable += _described(folder, f"{folder.parent.name}/{folder.name}", what, partial(_discard, run, folder))
+        name = f"{folder.parent.name}/{folder.name}"
+        without = "remains of stopped work, without a checkpoint"
+        what = "checkpoint of stopped work" if has_checkpoint(folder) else without
+        removable += _described(folder, name, what, partial(_discard, run, folder))
     if not any(map(is_locked, locked_folders(run.path))):
         removable += _unused_models(run)
     return removable
@@ -103,7 +105,7 @@ def _discard(run: Run, folder: Path) -> None:
 
 
 def _described(path: Path, name: str, description: str, remove: Callable[[], object]) -> list[Removable]:
-    """Return a file, or a folder without its manifest, as a removable part; nothing if a process removes it just now."""
+    """Return a file, or a folder without its manifest, as a removable part; nothing if it vanishes meanwhile."""
     try:
         files = path.rglob("*") if path.is_dir() and not path.is_symlink() else [path]
         stats = [file.lstat() for file in files if not file.is_dir() and file.name not in (MANIFEST, PRUNED)]

@@ -266,11 +266,10 @@ class Run:
         while True:
             known, found = self._jobs.setdefault(kind, {}), self._found.setdefault(kind, {})
             is_new = not known
-            for version in versions:
-                if version not in known:
-                    with suppress(ArtifactError):  # its job is unknown
-                        known[version] = self.get(kind, version).manifest["job"]
-                        found[known[version]] = max(version, found.get(known[version], 0))
+            for version in set(versions) - known.keys():
+                with suppress(ArtifactError):  # its job is unknown
+                    known[version] = self.get(kind, version).manifest["job"]
+                    found[known[version]] = max(version, found.get(known[version], 0))
             newest = max((found[job] for job in jobs if job in found), default=None)
             if newest is not None:
                 with suppress(ArtifactError):

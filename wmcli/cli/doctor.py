@@ -40,6 +40,6 @@ def doctor(
     else:
         answer(rows, ["topic", "name", "state", "found", "remedy"], form)
     counts = Counter(finding.state for finding in findings)
-    typer.echo(f"{counts['problem']} problems, {counts['warning']} warnings", err=True)
+    typer.echo(f"problems: {counts['problem']}, warnings: {counts['warning']}", err=True)
     if counts["problem"]:
         raise typer.Exit(1)

@@ -1,8 +1,8 @@
 """The `wm` command: its subcommands, and the exit code and message of every exception.
 
-Exit codes: 0 done, 1 a defect of ours, 2 wrong usage or settings, 3 a missing, damaged or incompatible artifact,
-4 another process holds it, 5 training diverged, 6 a limit of the machine, 75 stopped after a checkpoint (run again to
-go on), 130 / 143 interrupted at once, 141 the reader of the pipe went away.
+Exit codes: 0 done, 1 a defect of ours (of `wm doctor`: it found a problem), 2 wrong usage or settings, 3 a missing,
+damaged or incompatible artifact, 4 another process holds it, 5 training diverged, 6 a limit of the machine, 75 stopped
+after a checkpoint (run again to go on), 130 / 143 interrupted at once, 141 the reader of the pipe went away.
 """
 
 from __future__ import annotations
