@@ -141,7 +141,8 @@ def test_stopped_work_is_removable(run: Run) -> None:
 
 
 def test_work_that_vanishes_while_it_is_looked_at_is_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(KeyboardInterrupt), run.job("dynamics", {}, {}).work():
+    with pytest.raises(KeyboardInterrupt), run.job("dynamics", {}, {}).work() as work:
+        (work.path / "checkpoint").write_bytes(b"123")
         raise KeyboardInterrupt
     monkeypatch.setattr("wmcli.artifacts.removable.has_checkpoint", lambda folder: shutil.rmtree(folder) is None)
     assert run.unfinished() and find_removable(run) == [] and not run.unfinished()
