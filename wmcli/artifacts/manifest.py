@@ -185,7 +185,7 @@ CLOCK_TICK = 2_000_000_000
 """A file that changed within so many nanoseconds may change again under the same time stamp."""
 
 _verified: set[tuple[Path, str]] = set()
-_opened: dict[Path, tuple[tuple[int, ...], Artifact]] = {}
+_opened: dict[str, tuple[tuple[int, ...], Artifact]] = {}
 """Manifests that this process has read, by the path that they were opened by, with the file's state then. `wm run`
 looks through all versions of a run at every stage, and an epoch has several."""
 
@@ -361,11 +361,12 @@ def open_artifact(path: Path | str) -> Artifact:
         ArtifactError: There is no manifest, it is damaged, or a newer wm wrote it.
         MachineError: It cannot be read.
     """
+    key = str(path)
+    if (known := _opened.get(key)) is not None and known[0] == _state(key) == _state(known[1].path):
+        return known[1]
     path = Path(path)
     if path.name == MANIFEST and not path.is_dir():
         path = path.parent
-    if (known := _opened.get(path)) is not None and known[0] == _state(path) == _state(known[1].path):
-        return known[1]
     if (state := _state(path)) is None:
         path = _exported(path)
         state = _state(path)
@@ -379,7 +380,7 @@ def open_artifact(path: Path | str) -> Artifact:
         raise ArtifactError(f"{where}: {reason}; list artifacts with: wm artifacts") from None
     artifact = Artifact(place, _parse(data, where))
     if state is not None and time.time_ns() - max(state[-2:]) > CLOCK_TICK and state == _state(place):
-        _opened[path] = state, artifact
+        _opened[key] = state, artifact
     return artifact
 
 
@@ -398,7 +399,7 @@ def _exported(path: Path) -> Path:
     return path
 
 
-def _state(folder: Path) -> tuple[int, ...] | None:
+def _state(folder: Path | str) -> tuple[int, ...] | None:
     """Return numbers that change when the manifest in a folder changes; None without a manifest."""
     try:
         status = os.stat(f"{folder}/{MANIFEST}")  # noqa: PTH116 (twice as fast, and this is the most frequent call)

@@ -283,10 +283,11 @@ class Run:
 
     def get(self, kind: str, version: int) -> Artifact:
         """Open a version by its number. Raises ArtifactError if it is missing or damaged."""
-        folder = self.path / kind / version_name(version)
+        place = f"{self.path}/{kind}/{version_name(version)}"
         try:
-            artifact = open_artifact(folder)
+            artifact = open_artifact(place)
         except ArtifactError:
+            folder = Path(place)
             if folder.exists() or folder.is_symlink():
                 raise
             numbers = self.versions(kind)
@@ -297,7 +298,8 @@ class Run:
                 f"no {kind}@{version} in {self}, which has {listed}; see: wm artifacts --run {self}"
             ) from None
         if (artifact.kind, artifact.version) != (kind, version):
-            raise ArtifactError(f"{shown(folder)} holds {artifact.name}; versions must not be renamed, move it back.")
+            where = shown(Path(place))
+            raise ArtifactError(f"{where} holds {artifact.name}; versions must not be renamed, move it back.")
         return artifact
 
     def latest(self, kind: str) -> Artifact | None:
