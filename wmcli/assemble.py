@@ -12,7 +12,7 @@ from torch import nn
 
 from wmcli.artifacts import Artifact
 from wmcli.backbones import build as build_backbone
-from wmcli.config import validate
+from wmcli.config import canonical_json, validate
 from wmcli.controllers.base import Controller
 from wmcli.errors import UsageError
 from wmcli.nn.initialize import without_initialization
@@ -75,7 +75,7 @@ def _as_it_is(function: Callable) -> Callable:
 def settings_of(artifact: Artifact) -> Settings:
     """Return the settings that an artifact was made with."""
     try:
-        return _settings(artifact.settings_text)
+        return _settings(canonical_json(artifact.settings))
     except UsageError as error:
         raise UsageError(f"{artifact.name}: {error}") from None
 

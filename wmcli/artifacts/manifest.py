@@ -220,14 +220,10 @@ class Artifact:
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of its job, in the schema of this version of wm."""
-        settings: dict[str, Any] = json.loads(self.settings_text)
-        return settings
-
-    @property
-    def settings_text(self) -> str:
-        """The same as canonical JSON."""
         with damage(f"{shown(self.path)}/{MANIFEST}: settings"):
-            return _upgraded(canonical_json(self.manifest["settings"]), self.manifest.get("settings_schema", 1))
+            text = _upgraded(canonical_json(self.manifest["settings"]), self.manifest.get("settings_schema", 1))
+        settings: dict[str, Any] = json.loads(text)
+        return settings
 
     @property
     def metrics(self) -> dict[str, Any]:
