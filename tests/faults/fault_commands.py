@@ -128,8 +128,8 @@ PROCESSES = {
 }
 """Commands that start processes, whose calls count together; any of them is killed."""
 ALL = COMMANDS | PROCESSES
-ADDS = {"collect": "experience@1", "profile": "profile@1"}
-"""Commands that make another version each time, and their first."""
+ADDS = {"collect": "run/experience/v0001", "profile": "run/profile/v0001"}
+"""Commands that make another version each time, and the first one."""
 
 
 class Places:
@@ -218,9 +218,13 @@ class Places:
         for run in ALL[name].runs:
             yield from damage(self.place / run)
 
+    def has_added(self, name: str) -> bool:
+        """Return whether a command has published, and would publish another version."""
+        return name in ADDS and (self.place / ADDS[name]).exists()
+
     def repeat(self, name: str) -> Iterator[str]:
         """Run the command again, and yield what is wrong then. Its `results` must be known."""
-        twice = name in ADDS and ADDS[name] in results_of(self.place)
+        twice = self.has_added(name)
         ended = self.call(name)
         if ended.code != 0:
             yield f"the same command again ended with {ended.code}: {ended.said[-400:]}"

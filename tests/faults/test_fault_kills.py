@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import fault_shim
 import pytest
-from fault_commands import ADDS, COMMANDS, PROCESSES, Places, results_of
+from fault_commands import COMMANDS, PROCESSES, Places
 
 pytestmark = pytest.mark.faults
 KILLS = 200
@@ -40,7 +40,7 @@ def test_a_command_that_is_killed_twice_is_finished_by_the_third(name: str, plac
                 faults.append(f"exit code {ended.code}: {ended.said[-400:]}")
             kills += 1
             faults += places.faults(name)
-            if name in ADDS and ADDS[name] in results_of(places.place):
+            if places.has_added(name):
                 break  # the next command adds another
         else:
             ended = None

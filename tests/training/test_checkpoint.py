@@ -153,6 +153,24 @@ def test_safetensors_of_somebody_else_are_damaged(path: Path, metadata: dict[str
     complaint(path)
 
 
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ("unable to open file <{}> in read-only mode: Too many open files (24)", "raise the limit on open files"),
+        ("unable to mmap 128 bytes from file <{}>: Cannot allocate memory (12)", "free some memory"),
+    ],
+)
+def test_a_file_that_torch_cannot_map_is_not_damaged(
+    path: Path, monkeypatch: pytest.MonkeyPatch, said: str, remedy: str
+) -> None:
+    def fail(*given: object, **named: object) -> None:
+        raise RuntimeError(said.format(path))
+
+    monkeypatch.setattr("wmcli.training.checkpoint.safe_open", fail)
+    with pytest.raises(MachineError, match=f"{path}: cannot be read: .*no damage of the run: {remedy}"):
+        load_tensors(path)
+
+
 def test_a_full_disk_keeps_the_checkpoint_before(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = path.read_bytes()
 

@@ -12,7 +12,10 @@ and published files are the same bytes as its.)
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -298,7 +301,7 @@ def _before(path: Path) -> Path:
 
 def _position(path: Path) -> str:
     """Return where the work stood at a whole checkpoint."""
-    with safe_open(path, framework="pt") as file:
+    with _opened(path) as file:
         return (file.metadata() or {}).get(SEAL) or "by an earlier version of wm"
 
 
@@ -349,7 +352,7 @@ def load_work(path: Path, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
     try:
         with read_errors(path):
             _check_header(path)
-        with safe_open(path, framework="pt") as file:
+        with _opened(path) as file:
             names = list(file.keys())
             if (SEAL in names or SEAL in (file.metadata() or {})) and not is_whole(path):
                 raise ValueError("its content does not match its digest")
@@ -361,6 +364,19 @@ def load_work(path: Path, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
     except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DamagedFileError(f"{path} is damaged ({reason})") from None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file. Torch's error for one that it cannot map is the OSError behind it."""
+    with read_errors(path):
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield file
+        except RuntimeError as error:
+            if (number := re.search(r"\((\d+)\)$", str(error))) is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
 
 
 def _check_header(path: Path) -> None:
