@@ -12,7 +12,7 @@ from small_stage import SETTINGS, publish
 from wmcli.artifacts import Artifact, Run, check, examine, find_removable, needed, needed_elsewhere
 from wmcli.artifacts.lock import HOLDER, exclusive
 from wmcli.artifacts.manifest import MODEL_FORMAT
-from wmcli.errors import ArtifactError
+from wmcli.errors import ArtifactError, MachineError
 
 
 def states(run: Run) -> dict[str, str]:
@@ -157,6 +157,26 @@ def test_weights_stay_while_a_process_works_on_the_run(run: Run, chain: dict[str
         assert find_removable(run) == []
         raise KeyboardInterrupt
     assert len(find_removable(run)) == 2
+
+
+def test_weights_stay_where_it_is_unknown_who_needs_them(
+    run: Run, chain: dict[str, Artifact], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(run, "tokenizer", 2)
+    publish(run, "dynamics", 2)
+    publish(run, "controller", 2)
+    assert len(find_removable(run)) == 3
+    run.point("controller", "best", 1)
+    assert find_removable(run) == []  # all of them: controller@1 sees by dynamics@1 and tokenizer@1
+    with monkeypatch.context() as patch, pytest.raises(MachineError, match="disk"):
+        patch.setattr(Artifact, "input", failing_disk)
+        find_removable(run)
+    (run.path / "dynamics" / "v0001" / "manifest.json").write_text("{")
+    assert find_removable(run) == []
+
+
+def failing_disk(artifact: Artifact, role: str) -> None:
+    raise MachineError("check the disk")
 
 
 def test_weights_stay_for_a_run_that_is_not_there(run: Run, chain: dict[str, Artifact], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from wmcli.artifacts.failpoint import failpoint
-from wmcli.errors import ArtifactError, MachineError
+from wmcli.errors import ArtifactError, MachineError, WmError
 
 TRASH = ".trash-"  # prefix of a folder that is being removed
 DRAFT = ".draft-"  # prefix of a link before its rename
@@ -39,15 +39,16 @@ def disk_errors(where: Path) -> Iterator[None]:
     """Turn an OSError of the machine (full disk, quota, I/O, permissions) into a MachineError. Others pass.
 
     Args:
-        where: Path for the message if the OSError has none.
+        where: Path for the message if the OSError has none, or only the name of a file in a folder.
     """
     try:
         yield
     except OSError as error:
         if error.errno not in _REMEDY:
             raise
+        named = error.filename if isinstance(error.filename, str) and os.sep in error.filename else where
         raise MachineError(
-            f"{error.filename or where}: {error.strerror}; published artifacts are intact."
+            f"{named}: {error.strerror}; published artifacts are intact."
             f" {_REMEDY[error.errno].capitalize()}, then run the same command again."
         ) from error
 
@@ -97,7 +98,7 @@ def write_durable(
                 file.write(hashing.submit(sha256.digest).result())
             file.flush()
             os.fsync(file.fileno())
-    except OSError:
+    except (OSError, WmError):
         draft.unlink(missing_ok=True)  # frees its space on a full disk
         raise
     failpoint("write-synced")

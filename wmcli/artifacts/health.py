@@ -28,7 +28,11 @@ def needs(artifact: Artifact) -> list[str]:
 
 
 def needed(artifacts: Iterable[Artifact]) -> Iterator[Artifact]:
-    """Yield artifacts and the existing inputs that they need, recursively."""
+    """Yield artifacts and the existing inputs that they need, recursively.
+
+    Raises:
+        MachineError: One cannot be read. So it is unknown what it needs.
+    """
     pending, visited = list(artifacts), set()
     while pending:
         artifact = pending.pop()
@@ -39,7 +43,7 @@ def needed(artifacts: Iterable[Artifact]) -> Iterator[Artifact]:
         for role in needs(artifact):
             try:
                 pending.append(artifact.input(role))
-            except (ArtifactError, MachineError):
+            except ArtifactError:
                 continue  # `examine` reports it
 
 

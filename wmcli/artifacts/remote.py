@@ -85,10 +85,13 @@ class _Store:
             raise ArtifactError(f"{self.url}/{INDEX}: no index of a run, or a damaged one: {error}") from None
 
     def write(self, name: str, parts: Iterator[bytes]) -> None:
-        """Write a file; on a local disk it appears whole."""
+        """Write a file, which appears whole: in object stores by itself, elsewhere as far as fsspec can."""
         with _store_errors(self.url):
             if not OBJECT_STORES.intersection(self.protocols):  # those have no folders, and would make a bucket
                 self.files.makedirs(self.path(name).rpartition("/")[0], exist_ok=True)
+            if "file" in self.protocols:  # fsspec writes to /tmp and copies from there
+                write_durable(Path(self.path(name)), parts)
+                return
             with self.files.open(self.path(name), "wb", autocommit=False) as file:
                 for part in parts:
                     file.write(part)

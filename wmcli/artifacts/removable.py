@@ -15,7 +15,7 @@ from wmcli.artifacts.filesystem import PROBE
 from wmcli.artifacts.health import needed, needed_elsewhere
 from wmcli.artifacts.job import has_checkpoint
 from wmcli.artifacts.lock import HOLDER, exclusive
-from wmcli.artifacts.manifest import MANIFEST, PRUNED, open_artifact
+from wmcli.artifacts.manifest import KINDS, MANIFEST, PRUNED, open_artifact
 from wmcli.artifacts.overview import is_locked, locked_folders
 from wmcli.artifacts.store import BEST, Run
 from wmcli.errors import ArtifactError, BusyError
@@ -42,7 +42,11 @@ def find_removable(run: Run) -> list[Removable]:
 
     These are what killed processes left, the checkpoints of stopped jobs, and the weights of old models. Models stay if
     they are the newest version of their kind, the best controller, or the controller of an exported folder, or if one
-    of these or another run needs them. While a process works on the run all models stay, since it may read any.
+    of these or another run needs them. All models stay while a process works on the run, since it may read any, and
+    where a manifest is damaged, since it is unknown what its version needs.
+
+    Raises:
+        MachineError: The run cannot be read.
     """
     removable = leftovers(run)
     for folder in filter(lambda each: _is_idle(each.parent), run.unfinished()):
@@ -50,9 +54,19 @@ def find_removable(run: Run) -> list[Removable]:
         without = "remains of stopped work, without a checkpoint"
         what = "checkpoint of stopped work" if has_checkpoint(folder) else without
         removable += _described(folder, name, what, partial(_discard, run, folder))
-    if not any(map(is_locked, locked_folders(run.path))):
+    if not any(map(is_locked, locked_folders(run.path))) and not _has_damaged_manifest(run):
         removable += _unused_models(run)
     return removable
+
+
+def _has_damaged_manifest(run: Run) -> bool:
+    try:
+        for kind in KINDS:
+            for version in run.versions(kind):
+                run.get(kind, version)
+    except ArtifactError:
+        return True
+    return False
 
 
 def _unused_models(run: Run) -> list[Removable]:
