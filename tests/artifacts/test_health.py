@@ -152,7 +152,7 @@ def test_weights_stay_while_a_process_works_on_the_run(run: Run, chain: dict[str
     """It may read any version: here an old dynamics model."""
     publish(run, "dynamics", 2, tokenizer=chain["tokenizer"])
     publish(run, "controller", 2)
-    assert [each.name for each in find_removable(run)] == ["dynamics@1", "controller@1"]
+    assert [each.name for each in find_removable(run)] == ["controller@1", "dynamics@1"]
     with pytest.raises(KeyboardInterrupt), run.job("evaluation", {}, {"controller": chain["controller"]}).work():
         assert find_removable(run) == []
         raise KeyboardInterrupt
@@ -185,7 +185,7 @@ def test_weights_stay_for_a_run_that_is_not_there(run: Run, chain: dict[str, Art
     run.note_use(chain["dynamics"].digest, tmp_path / "not mounted")
     assert [each.name for each in find_removable(run)] == ["controller@1"]
     (tmp_path / "not mounted").mkdir()
-    assert [each.name for each in find_removable(run)] == ["dynamics@1", "controller@1"]
+    assert [each.name for each in find_removable(run)] == ["controller@1", "dynamics@1"]
 
 
 def test_the_controller_of_an_exported_folder_stays(run: Run, chain: dict[str, Artifact]) -> None:

@@ -490,6 +490,14 @@ def test_the_best_controller_is_kept_with_its_models_and_offered_at_the_end(
     assert states[best.input("dynamics").name] == states[best.input("dynamics").input("tokenizer").name] == "ok"
 
 
+def test_weights_are_removed_before_those_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a fault ends it, no version is left unusable."""
+    kinds, prune = [], Run.prune
+    monkeypatch.setattr(Run, "prune", lambda run, kind, versions: kinds.append(kind) or prune(run, kind, versions))
+    run_loop(opened(tmp_path / "run", *LOOP, "run.epochs=2", "run.keep=1", new=True))
+    assert kinds[:3] == ["controller", "dynamics", "tokenizer"] and len(kinds) % 3 == 0
+
+
 # -- what it says -----------------------------------------------------------------------------------------------------
 
 

@@ -78,7 +78,8 @@ def _unused_models(run: Run) -> list[Removable]:
         in_use.append(open_artifact(run.path))  # of a folder that `wm export controller` wrote
     digests = {artifact.digest for artifact in needed(in_use)}
     found = []
-    for each in (artifact for kind in MODELS for artifact in run.artifacts(kind) if artifact.digest not in digests):
+    unused = (each for kind in reversed(MODELS) for each in run.artifacts(kind) if each.digest not in digests)
+    for each in unused:  # what needs others comes before them
         what = "unused weights; manifest and pictures stay"
         found += _described(each.path, each.name, what, partial(run.prune, each.kind, {each.version}))
     return found

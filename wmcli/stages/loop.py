@@ -387,7 +387,7 @@ def _measured(context: Context, newest: dict[str, Artifact]) -> Iterator[Artifac
 
 
 def _prune(context: Context, own: dict[str, list[Artifact]], keep: int) -> dict[str, list[Artifact]]:
-    """Remove the weights of older models of this loop, except where another process writes the kind just now.
+    """Remove the weights of older models of this loop, unless another process writes these kinds just now.
 
     The newest `keep` of each kind and the best controller stay, and all that these or other runs need.
 
@@ -409,9 +409,9 @@ def _prune(context: Context, own: dict[str, list[Artifact]], keep: int) -> dict[
     if (run.path / "controller" / BEST).exists():
         in_use.append(run.resolve(f"controller@{BEST}", "controller"))
     unused -= {artifact.digest for artifact in needed(in_use)}
-    for kind, versions in old.items():
-        with suppress(BusyError):
-            run.prune(kind, {artifact.version for artifact in versions if artifact.digest in unused})
+    with suppress(BusyError):
+        for kind in reversed(MODELS):  # wherever this ends, no version is left without what it needs
+            run.prune(kind, {artifact.version for artifact in old[kind] if artifact.digest in unused})
     return {kind: [each for each in versions if not each.pruned] for kind, versions in own.items()}
 
 
