@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,6 +65,24 @@ def test_a_run_goes_there_and_back(full: Run, memory: str, tmp_path: Path) -> No
     assert (copy / "tokenizer" / "latest").readlink() == Path("v0002")
     assert (copy / "controller" / "best").readlink() == Path("v0001")
     assert Run(copy).get("tokenizer", 2).input("parent").digest == full.get("tokenizer", 1).digest
+
+
+def test_a_folder_is_written_in_place_and_whole(full: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing goes through /tmp, from where it would be copied: a full disk would leave half an index."""
+    url = f"file://{tmp_path / 'store'}"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no such folder"))
+    push(full, url, QUIET)
+    before = files(tmp_path / "store")
+    publish(full, "dynamics")
+    with monkeypatch.context() as patch, pytest.raises(MachineError, match="No space left"):
+        patch.setattr("wmcli.artifacts.files.os.fsync", full_disk)
+        push(full, url, QUIET)
+    assert files(tmp_path / "store") == before
+    assert push(full, url, QUIET)["versions"] == ["dynamics@1"]
+
+
+def full_disk(handle: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_only_what_is_new_is_sent_and_fetched(full: Run, memory: str, tmp_path: Path) -> None:
