@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import resource
 import shutil
 import signal
@@ -14,28 +15,22 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import failpoints
 import pytest
 from small_stage import publish, stage, start, wait
 
+import wmcli
 from wmcli.artifacts import Artifact, Run, check, lock
 from wmcli.artifacts.lock import exclusive
 from wmcli.errors import BusyError, MachineError
 
-FAILPOINTS = [
-    "write-synced",
-    "work-opened",
-    "checkpoint",
-    "publish-start",
-    "publish-file",
-    "publish-sealed",
-    "publish-manifest",
-    "publish-renamed",
-    "publish-durable",
-    "latest-drafted",
-    "publish-linked",
-    "discard-renamed",
-    "publish-done",
-]
+FAILPOINTS = (*failpoints.PUBLISHING, failpoints.PUBLISHED)
+
+
+def test_every_failpoint_is_known() -> None:
+    sources = (file.read_text(encoding="utf-8") for file in Path(wmcli.__file__).parent.rglob("*.py"))
+    found = {name for source in sources for name in re.findall(r'^ +failpoint\("([^"]+)"\)', source, re.MULTILINE)}
+    assert found == {*FAILPOINTS, failpoints.REMOVING, failpoints.REPLACING}
 
 
 def assert_whole(run: Run, published: Artifact, before: Artifact) -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import failpoints
 import pytest
 from hypothesis import settings as search_settings
 from hypothesis import strategies as st
@@ -28,21 +29,7 @@ from wmcli.errors import ArtifactError, BusyError, WmError
 KINDS = ("tokenizer", "dynamics", "evaluation")
 NEEDS = {"dynamics": "tokenizer", "evaluation": "dynamics"}
 SETTINGS = {"seed": 3, "tokenizer": {"codes": 17}}
-POINTS = (
-    "write-synced",
-    "work-opened",
-    "checkpoint",
-    "publish-start",
-    "publish-file",
-    "publish-sealed",
-    "publish-manifest",
-    "publish-renamed",
-    "publish-durable",
-    "latest-drafted",
-    "publish-linked",
-    "discard-renamed",
-    "prune-file",
-)
+POINTS = (*failpoints.PUBLISHING, failpoints.REMOVING)
 
 
 def stage(run: Run, kind: str, identity: int, *, force: bool = False, fresh: bool = False) -> Artifact:
