@@ -190,6 +190,11 @@ def test_a_loop_of_links_is_no_version(links: dict[str, str], tmp_path: Path) ->
         open_artifact(tmp_path / "latest")
 
 
+def test_an_input_that_a_manifest_does_not_name_is_one_line(run: Run) -> None:
+    with pytest.raises(ArtifactError, match="names no controller that it was made from"):
+        publish(run, "evaluation").input("controller")
+
+
 def test_hidden_files_of_a_file_manager_do_no_harm(run: Run) -> None:
     artifact = publish(run, "tokenizer")
     (artifact.path / "chunks" / ".DS_Store").write_bytes(b"?")

@@ -315,6 +315,8 @@ class Artifact:
 
     def input(self, role: str) -> Artifact:
         """Open an input. Raises ArtifactError if it is missing or has changed, MachineError if it cannot be read."""
+        if role not in self.inputs:
+            raise ArtifactError(f"{self} names no {role} that it was made from. {self._remedy()}")
         reference = self.inputs[role]
         place = self.run / reference.path
         try:
