@@ -381,7 +381,7 @@ class Run:
             # Repeated if another process published in between: whoever sets the link last has read the newest version.
             while (listing := self._list(kind)) is not self._pointed.get(kind) and listing.versions:
                 newest = listing.versions[-1]
-                if _target(self.path / kind / LATEST) == version_name(newest):
+                if link_target(self.path / kind / LATEST) == version_name(newest):
                     self._pointed[kind] = listing  # the link is in the folder: it is as it was while the list is
                     break
                 self.point(kind, LATEST, newest)
@@ -389,7 +389,7 @@ class Run:
     def point(self, kind: str, name: str, version: int) -> None:
         """Make `<kind>/<name>` a relative symlink to a version, by one rename."""
         link = self.path / kind / name
-        if _target(link) == version_name(version):
+        if link_target(link) == version_name(version):
             return
         draft = link.with_name(f"{DRAFT}{uuid.uuid4().hex}")
         draft.symlink_to(version_name(version))
@@ -559,8 +559,9 @@ def _state(folder: str) -> tuple[int, ...] | None:
     return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _target(link: Path) -> str | None:
+def link_target(link: Path) -> str | None:
+    """Return where a link leads, as it is written; None if it is no link."""
     try:
         return str(link.readlink())
-    except OSError:  # no link
+    except OSError:
         return None

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from wmcli import ranks
 from wmcli.cli.evaluate import report
 from wmcli.cli.options import (
     DEFAULT_RUN,
@@ -30,6 +31,7 @@ from wmcli.cli.options import (
 )
 from wmcli.cli.output import published
 from wmcli.errors import UsageError
+from wmcli.progress import Progress
 
 
 def run(
@@ -100,12 +102,21 @@ def run(
         raise UsageError(f"two presets: {name} and --preset {preset}; give one of them.")
     if data is None and (held_out or size is not None):
         raise UsageError("--held-out and --size are for --data: add --data PATH.")
+    from wmcli.artifacts import Run
+    from wmcli.artifacts.finished import find_finished, note_finished
+
+    short = {"seed": seed, "training.device": device, "environment.id": environment, "backbone.kind": backbone}
+    changes = overrides(settings, short)
+    opened = Run(run.absolute())
+    is_simple = data is None and from_epoch is None and ranks.size() == 1
+    if is_simple and not (fresh or force) and (made := find_finished(opened, name or preset, changes)) is not None:
+        Progress(quiet).say(f"run: {opened} has finished, and nothing has changed since: nothing to do")
+        published(made, as_json)
+        return
     from wmcli.stages.imported import Importing
     from wmcli.stages.loop import run_loop
     from wmcli.stages.opening import open_context
 
-    short = {"seed": seed, "training.device": device, "environment.id": environment, "backbone.kind": backbone}
-    changes = overrides(settings, short)
     importing = None if data is None else Importing(data, size=size, held_out=held_out)
     if importing is not None:
         changes += importing.defaults(run, changes)
@@ -122,6 +133,8 @@ def run(
         trust=trust,
     )
     artifact = run_loop(context, importing=importing)
+    if is_simple:
+        note_finished(opened, changes, artifact)
     if artifact.kind == "evaluation":
         report(artifact, as_json, quiet)
     else:
