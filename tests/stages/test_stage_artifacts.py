@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -134,6 +136,24 @@ def test_lines_in_the_log_and_events_for_tensorboard(tiny: Path) -> None:
         assert line["environment_step"] == 90
     assert {folder.name for folder in (tiny / "tensorboard").iterdir()} == set(EVERY_LOGGED)
     assert all(list(folder.glob("events*")) for folder in (tiny / "tensorboard").iterdir())
+
+
+def test_a_command_that_ended_holds_no_file_and_no_thread(run: Path) -> None:
+    """A program may call thousands of them."""
+
+    def held() -> tuple[int, int]:
+        gc.collect()
+        return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+
+    def score() -> None:
+        evaluate(opened(run, force=True))
+
+    score()
+    before = held()
+    for _ in range(2):
+        score()
+    assert held() == before
+    assert latest(run, "evaluation").version == 4
 
 
 # -- the same again ---------------------------------------------------------------------------------------------------

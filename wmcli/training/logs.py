@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from tensorboardX import SummaryWriter
@@ -31,6 +33,7 @@ class EventLog:
         self._others = [name for name in names if name != TENSORBOARD]
         self._folder = run.path / TENSORBOARD if TENSORBOARD in names else None
         self._writers: dict[str, SummaryWriter] = {}
+        weakref.finalize(self, _close, self._writers)  # each has a file and a thread
 
     def check(self) -> None:
         """Raise UsageError if the library of a sink is missing, ArtifactError if a folder to write to is a link."""
@@ -56,3 +59,9 @@ class EventLog:
         for name, value in point.values.items():
             writer.add_scalar(name, value, point.step)
         writer.flush()
+
+
+def _close(writers: dict[str, SummaryWriter]) -> None:
+    for writer in writers.values():
+        with suppress(OSError):  # what was not written is in metrics.jsonl
+            writer.close()
