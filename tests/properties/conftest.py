@@ -3,4 +3,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent / "stages"))  # for the tiny run
+HERE = Path(__file__).parent
+sys.path += [str(HERE.parent / each) for each in ("stages", "exchange")]  # for the tiny run, and recordings

@@ -17,13 +17,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from recordings import SPACES, random_episode
 from searching import counts, searching
 
 from wmcli.artifacts import Artifact, Run, check, find_removable
 from wmcli.artifacts.lineage import lineage
 from wmcli.artifacts.overview import describe_run
 from wmcli.errors import WmError
-from wmcli.exchange import open_recording
+from wmcli.exchange import Recording, open_recording, write_recording
+from wmcli.exchange.video import encode
 from wmcli.experience import Replay, read_segment, write_segment
 from wmcli.experience.load import SEGMENT
 from wmcli.experience.segment import open_frames, read_frames
@@ -261,24 +263,62 @@ def test_a_damaged_segment(copied: Path, examples: int, name: str) -> None:
     holds()
 
 
+def recorded(form: str, folder: Path) -> None:
+    """Write two episodes, each of its own pictures, in a form that `wm import` reads."""
+    if form == "zarr":
+        write_segment(folder, segment())
+        return
+    pictures = [
+        random_episode(SPACES["image"], 5, np.random.default_rng(n), closing=True, end="terminated") for n in (0, 1)
+    ]
+    if form in ("minari", "lerobot", "lerobot-video"):
+        recording = Recording("random", "wm", SPACES["image"], 2, pictures.__getitem__, source={})
+        write_recording(recording, form.partition("-")[0], folder, lossy=form == "lerobot-video")
+        return
+    folder.mkdir()
+    rows = ["episode,action,reward,terminated"]
+    for name, episode in zip("ab", pictures, strict=True):
+        columns = {"observation": episode.observation} | {
+            key: getattr(episode, key) for key in ("action", "reward", "terminated", "truncated")
+        }
+        if form == "npz":
+            np.savez(folder / f"{name}.npz", **columns)
+        elif form == "npz-deflated":
+            np.savez_compressed(folder / f"{name}.npz", **columns)
+        elif form == "hdf5":
+            with pytest.importorskip("h5py").File(folder / f"{name}.hdf5", "w") as file:
+                for key, values in columns.items():
+                    file.create_dataset(f"demo_0/{key}", data=values, compression="gzip", chunks=True)
+        else:
+            encode(folder / f"{name}.mp4", iter(episode.observation), (40, 40), 10)
+            ends = episode.terminated.astype(int)
+            rows += [f"{name},{a},{r},{e}" for a, r, e in zip(episode.action, episode.reward, ends, strict=True)]
+    if form == "mp4":
+        (folder / "actions.csv").write_text("\n".join(rows) + "\n")
+
+
+FORMS = ("npz", "npz-deflated", "hdf5", "zarr", "mp4", "minari", "lerobot", "lerobot-video")
+
+
 @counts(12, 400)
-@pytest.mark.parametrize("form", ["npz", "npz-deflated"])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_damaged_recording(tmp_path: Path, examples: int, form: str) -> None:
-    episode = {
-        "observation": np.zeros((6, 16, 16, 3), np.uint8),
-        "action": np.arange(5) % 3,
-        "reward": np.zeros(5, np.float32),
-        "terminated": np.arange(5) == 4,
-        "truncated": np.zeros(5, bool),
-    }
-    file = tmp_path / "0.npz"
-    (np.savez if form == "npz" else np.savez_compressed)(file, **episode)
-    good = file.read_bytes()
+    folder = tmp_path / "recording"
+    recorded(form, folder)
+    assert len([*open_recording(str(folder))]) in (2, 3)
+    whole = {file: file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
     @searching(examples)
-    @given(damaged_bytes(good))
-    def holds(content: bytes) -> None:
-        file.write_bytes(content)
-        reads(lambda: [*open_recording(str(tmp_path))])
+    @given(st.data())
+    def holds(data: st.DataObject) -> None:
+        file = data.draw(st.sampled_from(list(whole)))
+        is_json = file.suffix == ".json"
+        good = whole[file]
+        damaged = damaged_bytes(good)
+        file.write_bytes(data.draw(damaged_json(json.loads(good)) | damaged if is_json else damaged))
+        try:
+            reads(lambda: [*open_recording(str(folder))])
+        finally:
+            file.write_bytes(good)
 
     holds()
