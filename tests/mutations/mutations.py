@@ -25,6 +25,7 @@ TRAINING = "tests/stages/test_wiring_training.py"
 MODELS = "tests/stages/test_wiring_models.py"
 PLAY = "tests/stages/test_wiring_play.py"
 LOOP = "tests/stages/test_stage_loop.py"
+FINISHED = "tests/stages/test_finished.py"
 
 MUTATIONS = (
     # -- updates and what follows them
@@ -445,5 +446,19 @@ MUTATIONS = (
         "if not patience or not evaluations:",
         "if True:",
         LOOP,
+    ),
+    Mutation(
+        "a-changed-run-is-finished-all-the-same",
+        "wmcli/artifacts/finished.py",
+        'state is not None and state == note["state"] and',
+        "state is not None and",
+        FINISHED,
+    ),
+    Mutation(
+        "other-settings-are-the-same-command",
+        "wmcli/artifacts/finished.py",
+        "if asked and list(asked) != note",
+        "if False and list(asked) != note",
+        FINISHED,
     ),
 )
