@@ -111,6 +111,17 @@ def test_kills_during_prune_leave_a_pruned_version(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in (tmp_path / "dynamics" / "v0001").iterdir()) == ["manifest.json", "pruned"]
 
 
+def test_a_kill_while_the_marker_is_written_prunes_nothing(tmp_path: Path) -> None:
+    run = Run.open(tmp_path, create=True)
+    publish(run, "dynamics", 1)
+    assert wait(start(lambda: run.prune("dynamics", {1}), {"WM_FAILPOINT": "write-synced"})) == -signal.SIGKILL
+    folder = tmp_path / "dynamics" / "v0001"
+    assert ".pruned.partial" in {entry.name for entry in folder.iterdir()}
+    assert [state for _, state, _ in check(run)] == ["ok"]
+    assert run.prune("dynamics", {1}) == [1]
+    assert sorted(entry.name for entry in folder.iterdir()) == ["manifest.json", "pruned"]
+
+
 def test_publish_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power cut loses what was not forced to the disk: the payload is before the rename, the rename is after it."""
     events = []

@@ -490,7 +490,7 @@ class Run:
                     if entry.is_dir() and not entry.is_symlink():
                         shutil.rmtree(entry)
                     else:
-                        entry.unlink()
+                        entry.unlink(missing_ok=True)  # a draft of the marker that a kill left has become the marker
         return pruned
 
 
