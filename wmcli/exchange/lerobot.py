@@ -148,7 +148,8 @@ class LeRobot:
         feature, place = self._features[name], f"{where}: {name}"
         if name not in table.column_names:
             raise refuse(place, "is missing in its data")
-        column = table.column(name).combine_chunks()
+        with damage(place):
+            column = table.column(name).combine_chunks()
         if feature.dtype == "image":
             return self._images(column, feature.shape, place)
         rows = len(column)
@@ -167,7 +168,8 @@ class LeRobot:
             raise refuse(place, f"{len(column)} images of {shape} are too many for one episode")
         images = []
         for value in column:
-            file = value.as_py()
+            with damage(place):
+                file = value.as_py()
             if not isinstance(file, dict):
                 raise refuse(place, "holds no image files")
             data = file.get("bytes")
