@@ -576,6 +576,20 @@ def _outside(folder: Path) -> None:
     (folder / "data/chunk-000/file-000.parquet").symlink_to(folder.parent / "rows.parquet")
 
 
+def _no_text(folder: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(folder / DATA)
+    name = "observation.image"
+    length = len(table)
+    paths = pa.array([b"\xe6"] * length).buffers()
+    struct = pa.StructArray.from_arrays(
+        [pa.array([b"x"] * length), pa.Array.from_buffers(pa.string(), length, paths)], ["bytes", "path"]
+    )
+    pq.write_table(table.set_column(table.schema.get_field_index(name), name, struct), folder / DATA)
+
+
 DATA, PLACES = "data/chunk-000/file-000.parquet", "meta/episodes/chunk-000/file-000.parquet"
 LEROBOT: dict[str, tuple[Callable[[Path], None], str]] = {
     "version 2": (_info(lambda about: about.update(codebase_version="v2.1")), "only v3 is read"),
@@ -611,6 +625,7 @@ LEROBOT: dict[str, tuple[Callable[[Path], None], str]] = {
         _table(DATA, observation_dot_image=lambda values: [{"bytes": None, "path": "/etc/passwd"}] * len(values)),
         "no path inside",
     ),
+    "a name that is no text": (_no_text, "cannot be read: 'utf-8'"),
     "missing values": (_table(DATA, action=lambda values: [None] * len(values)), "missing values"),
     "an image of text": (_table(DATA, observation_dot_image=lambda values: ["x"] * len(values)), "no image files"),
 }
