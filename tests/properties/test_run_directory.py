@@ -115,7 +115,8 @@ def wait(child: int) -> int:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    files = (file for file in folder.rglob("*") if file.is_file() and file.name != "pruned")
+    marker = ("pruned", ".pruned.partial")  # the second is left by a process that was killed while it wrote the first
+    files = (file for file in folder.rglob("*") if file.is_file() and file.name not in marker)
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
