@@ -8,15 +8,14 @@ any time, and a copy of a run has none that counts.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from wmcli import __version__
 from wmcli.artifacts.files import write_durable
 from wmcli.artifacts.job import REVISIONS
-from wmcli.artifacts.manifest import KINDS, MANIFEST, Artifact, version_name
-from wmcli.artifacts.store import BEST, BINDING, LATEST, Run, link_target
+from wmcli.artifacts.manifest import KINDS, Artifact, manifest_state, version_name
+from wmcli.artifacts.store import BEST, BINDING, LATEST, Run, folder_state, link_target
 from wmcli.config import MAX_TOML_BYTES, SCHEMA, digest, is_file
 from wmcli.errors import WmError
 from wmcli.reading import read_file
@@ -67,13 +66,11 @@ def _state(run: Run) -> str | None:
     return digest([__version__, SCHEMA, REVISIONS, settings, [list(_states(run, kind)) for kind in KINDS]])
 
 
-def _states(run: Run, kind: str) -> Iterator[tuple[str | int | None, ...]]:
-    """Yield numbers that change with a version, for each version of a kind, and where its links lead."""
+def _states(run: Run, kind: str) -> Iterator[tuple[object, ...]]:
+    """Yield what changes with a version, for each version of a kind, and where its links lead."""
     folder = run.path / kind
     for version in run.versions(kind):
         place = f"{folder}/{version_name(version)}"
-        for path in (place, f"{place}/{MANIFEST}"):
-            status = os.stat(path)  # noqa: PTH116 (a `Path` takes longer, and there are thousands)
-            yield version, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        yield version, manifest_state(place), folder_state(place)
     for name in (LATEST, BEST):
         yield name, link_target(folder / name)

@@ -360,14 +360,14 @@ def open_artifact(path: Path | str) -> Artifact:
         MachineError: It cannot be read.
     """
     key = str(path)
-    if (known := _opened.get(key)) is not None and known[0] == _state(key) == _state(known[1].path):
+    if (known := _opened.get(key)) is not None and known[0] == manifest_state(key) == manifest_state(known[1].path):
         return known[1]
     path = Path(path)
     if path.name == MANIFEST and not path.is_dir():
         path = path.parent
-    if (state := _state(path)) is None:
+    if (state := manifest_state(path)) is None:
         path = _exported(path)
-        state = _state(path)
+        state = manifest_state(path)
     where = f"{shown(path)}/{MANIFEST}"
     try:
         with read_errors(f"{shown(path)}/{MANIFEST}"):
@@ -377,7 +377,7 @@ def open_artifact(path: Path | str) -> Artifact:
         reason = getattr(error, "strerror", None) or error
         raise ArtifactError(f"{where}: {reason}; list artifacts with: wm artifacts") from None
     artifact = Artifact(place, _parse(data, where))
-    if state is not None and time.time_ns() - max(state[-2:]) > CLOCK_TICK and state == _state(place):
+    if state is not None and time.time_ns() - max(state[-2:]) > CLOCK_TICK and state == manifest_state(place):
         _opened[key] = state, artifact
     return artifact
 
@@ -397,7 +397,7 @@ def _exported(path: Path) -> Path:
     return path
 
 
-def _state(folder: Path | str) -> tuple[int, ...] | None:
+def manifest_state(folder: Path | str) -> tuple[int, ...] | None:
     """Return numbers that change when the manifest in a folder changes; None without a manifest."""
     try:
         status = os.stat(f"{folder}/{MANIFEST}")  # noqa: PTH116 (twice as fast, and this is the most frequent call)

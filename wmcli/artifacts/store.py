@@ -352,7 +352,7 @@ class Run:
         """List the folder of a kind, unless it is as it was the last time."""
         assert kind in KINDS, kind
         folder = f"{self.path}/{kind}"
-        state, known = _state(folder), self._listings.get(kind)
+        state, known = folder_state(folder), self._listings.get(kind)
         if known is not None and state is not None and state == known.state:
             return known
         versions, highest, remains = [], 0, []
@@ -546,7 +546,7 @@ def _is_folder(path: Path) -> bool:
     return False
 
 
-def _state(folder: str) -> tuple[int, ...] | None:
+def folder_state(folder: str) -> tuple[int, ...] | None:
     """Return numbers that change when entries of a folder come or go; None without it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # opening asks a file server, a stat may not

@@ -108,8 +108,8 @@ def run(
     short = {"seed": seed, "training.device": device, "environment.id": environment, "backbone.kind": backbone}
     changes = overrides(settings, short)
     opened = Run(run.absolute())
-    is_simple = data is None and from_epoch is None and ranks.size() == 1
-    if is_simple and not (fresh or force) and (made := find_finished(opened, name or preset, changes)) is not None:
+    is_plain = data is None and from_epoch is None and ranks.size() == 1  # others always ask the loop
+    if is_plain and not (fresh or force) and (made := find_finished(opened, name or preset, changes)) is not None:
         Progress(quiet).say(f"run: {opened} has finished, and nothing has changed since: nothing to do")
         published(made, as_json)
         return
@@ -133,7 +133,7 @@ def run(
         trust=trust,
     )
     artifact = run_loop(context, importing=importing)
-    if is_simple:
+    if is_plain:
         note_finished(opened, changes, artifact)
     if artifact.kind == "evaluation":
         report(artifact, as_json, quiet)
