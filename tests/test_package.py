@@ -18,7 +18,7 @@ def test_every_data_file_is_installed() -> None:
         for path in (ROOT / "wmcli").rglob("*")
         if path.is_file() and path.suffix not in (".py", ".pyc") and "__pycache__" not in path.parts
     }
-    data |= set((ROOT / "wmcli" / "presets").glob("*.toml"))
+    data |= set((ROOT / "presets").rglob("*.toml"))
     assert {path.name for path in data} == {path.name for path in installed}
 
 

@@ -34,7 +34,14 @@ class SweepGroup(Group):
 
 app = typer.Typer(cls=SweepGroup, no_args_is_help=True)
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="The file of the sweep (.toml).", show_default=False)]
+File = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE",
+        help="The file of the sweep (.toml), or a suite of the package with its scale, such as rem-ablations:cpu.",
+        show_default=False,
+    ),
+]
 
 
 @app.callback()
@@ -43,9 +50,11 @@ def sweep() -> None:
 
     Each run is a `wm run` in a folder of its own, so it resumes like one.
     The same command finds done runs again and goes on with the others.
+    The papers' tables and figures are suites of the package: wm sweep list.
 
     Examples:
         wm sweep backbones.toml
+        wm sweep rem-ablations:cpu
         wm sweep backbones.toml --on slurm
         wm sweep backbones.toml --dry-run
         wm sweep status backbones.toml --watch
@@ -98,6 +107,26 @@ def run(
         emit_json(rows)
     else:
         line(str(plan.folder))
+
+
+@app.command("list", cls=Command)
+def list_suites(as_json: Json = False, form: Format = None) -> None:
+    """List the suites of the package, with the number of runs at each scale.
+
+    smoke: a few updates of every run, to see that all of it works. cpu: at
+    most two hours on two cores. paper: as published.
+
+    Examples:
+        wm sweep list
+    """
+    from wmcli.sweeps.plan import list_runs
+
+    refuse_both_forms(as_json, form)
+    rows = list_runs()
+    if as_json:
+        emit_json(rows)
+    else:
+        answer(rows, list(dict.fromkeys(key for row in rows for key in row)), form)
 
 
 @app.command("status", cls=Command)

@@ -14,10 +14,18 @@
     [variants.large-batch]                      # named settings, one more thing to vary
     dynamics.batch = 32
 
+    [[where]]                                   # settings of some of the runs
+    match = {environment.id = "ALE/Pong-v5"}
+    settings = {collect.temperature = 0.5}
+
     [local]                                     # also [slurm] and [ray]
     slots = 2
 
+    [scales.cpu]                                # `wm sweep FILE:cpu` lays this table over all of the above
+    preset = "drama-atari"
+
 A run stands in a folder of its values, in the order of the file: `runs/backbones/large-batch/Pong-v5/mamba2/seed-3`.
+Suites that come with the package have a name in place of a file: `wm sweep rem-ablations:cpu`.
 """
 
 from __future__ import annotations
@@ -29,35 +37,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import Field
-
-from wmcli.config import Section, flat, format_override, is_file, preset_header, read_toml, validate
+from wmcli.config import did_you_mean, flat, format_override, is_file, preset_header
 from wmcli.errors import UsageError
 from wmcli.sweeps.local import LocalSettings
 from wmcli.sweeps.ray_tasks import RaySettings
 from wmcli.sweeps.slurm import SlurmSettings
+from wmcli.sweeps.suite_file import SuiteFile, Where, read_suite, read_table, scales_of, suite_names
 
 PRESET, VARIANT, ENVIRONMENT, SEED = "preset", "variant", "environment.id", "seed"
 MOST_RUNS = 10_000
 RECORDS = ".sweep"  # hidden, so that nobody takes it for a run
-
-
-class SweepFile(Section):
-    """Content of the file."""
-
-    preset: str = ""
-    """Preset of every run that names no other."""
-    folder: str = ""
-    """Folder of the runs; by default runs/NAME for NAME.toml."""
-    settings: dict[str, Any] = {}
-    """Settings of every run."""
-    vary: dict[str, Any] = {}
-    """Lists of values of settings, or of `preset`. Every combination is a run."""
-    variants: dict[str, dict[str, Any]] = Field(default={})
-    """Settings, and perhaps a `preset`, under names."""
-    local: LocalSettings = LocalSettings()
-    slurm: SlurmSettings = SlurmSettings()
-    ray: RaySettings = RaySettings()
 
 
 class PlannedRun(NamedTuple):
@@ -83,6 +72,7 @@ class Sweep:
     """A suite of runs."""
 
     file: Path
+    """As the user wrote it: a file, or the name of a suite, perhaps with a scale."""
     folder: Path
     """Absolute."""
     runs: tuple[PlannedRun, ...]
@@ -100,6 +90,8 @@ class _Choice(NamedTuple):
     """One value of what varies."""
 
     key: str
+    value: Any
+    """As in the file; a variant's is its name."""
     label: str
     preset: str | None
     settings: dict[str, Any]
@@ -108,25 +100,34 @@ class _Choice(NamedTuple):
 def read_sweep(path: Path) -> Sweep:
     """Read the file of a sweep. `check_settings` checks the settings of its runs.
 
+    Args:
+        path: A file, or the name of a suite of the package, perhaps with `:SCALE` behind it.
+
     Raises:
         UsageError: The file is missing or wrong, or two runs would stand in one folder.
     """
-    if not path.is_file():
-        raise UsageError(f"{path}: no such file; docs/scale.md shows the file of a sweep.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read as text: {error}") from None
-    content = validate(SweepFile, read_toml(text, str(path)), str(path))
-    folder = Path(content.folder or f"runs/{path.stem}").absolute()
+    content, name = read_suite(path)
+    folder = Path(content.folder or f"runs/{name}").absolute()
     dimensions = list(_dimensions(content, path))
     size = 1
     for choices in dimensions:
         size *= len(choices)
     if size > MOST_RUNS:
         raise UsageError(f"{path}: {size} runs are more than {MOST_RUNS}; write several files.")
+    for number, where in enumerate(content.where):
+        _check_where(where, dimensions, f"{path}: where[{number}]")
     runs = [_plan(content, path, folder, choices) for choices in itertools.product(*dimensions)]
     return Sweep(path, folder, tuple(runs), content.local, content.slurm, content.ray)
+
+
+def list_runs() -> list[dict[str, Any]]:
+    """Return a row for each suite of the package: what it shows, its paper, and the runs at each of its scales."""
+    rows = []
+    for name in suite_names():
+        table = read_table(name)
+        scales = {scale: len(read_sweep(Path(f"{name}:{scale}")).runs) for scale in scales_of(table, name)}
+        rows.append({"suite": name, "about": table["about"], "paper": table["paper"], **scales})
+    return rows
 
 
 def check_settings(sweep: Sweep) -> None:
@@ -145,7 +146,7 @@ def check_settings(sweep: Sweep) -> None:
             raise UsageError(f"{sweep.file}: {run.name}: {error}") from None
 
 
-def _dimensions(content: SweepFile, path: Path) -> Iterator[list[_Choice]]:
+def _dimensions(content: SuiteFile, path: Path) -> Iterator[list[_Choice]]:
     """Yield the choices of each thing that varies: variants, then the lists in the order of the file."""
     if content.variants:
         yield _distinct(path, "variants", [_variant(name, values) for name, values in content.variants.items()])
@@ -158,13 +159,14 @@ def _dimensions(content: SweepFile, path: Path) -> Iterator[list[_Choice]]:
 def _variant(name: str, values: Mapping[str, Any]) -> _Choice:
     settings = flat(values)
     preset = settings.pop(PRESET, None)
-    return _Choice(VARIANT, _safe(name), preset, settings)
+    return _Choice(VARIANT, name, _safe(name), preset, settings)
 
 
 def _choice(key: str, value: Any) -> _Choice:
     if key == PRESET:
-        return _Choice(PRESET, _safe(Path(str(value)).stem if is_file(str(value)) else str(value)), str(value), {})
-    return _Choice(key, _label(key, value), None, {key: value})
+        stem = Path(str(value)).stem if is_file(str(value)) else str(value)
+        return _Choice(PRESET, value, _safe(stem), str(value), {})
+    return _Choice(key, value, _label(key, value), None, {key: value})
 
 
 def _label(key: str, value: Any) -> str:
@@ -197,7 +199,23 @@ def _distinct(path: Path, where: str, choices: list[_Choice]) -> list[_Choice]:
     return choices
 
 
-def _plan(content: SweepFile, path: Path, folder: Path, choices: tuple[_Choice, ...]) -> PlannedRun:
+def _check_where(where: Where, dimensions: list[list[_Choice]], place: str) -> None:
+    """Check that a rule names what varies.
+
+    Raises:
+        UsageError: It names something else, or a value that no run has.
+    """
+    values = {choices[0].key: [choice.value for choice in choices] for choices in dimensions}
+    for key, value in flat(where.match).items():
+        if key not in values:
+            raise UsageError(f"{place}: {key} does not vary; {did_you_mean(key, values)}")
+        if value not in values[key]:
+            raise UsageError(
+                f"{place}: no run has {key} = {value!r}; {did_you_mean(str(value), map(str, values[key]))}"
+            )
+
+
+def _plan(content: SuiteFile, path: Path, folder: Path, choices: tuple[_Choice, ...]) -> PlannedRun:
     """Return the run of one value of everything that varies. What comes later in the file wins."""
     presets = [content.preset, *(choice.preset for choice in choices if choice.preset)]
     preset = presets[-1]
@@ -206,6 +224,10 @@ def _plan(content: SweepFile, path: Path, folder: Path, choices: tuple[_Choice, 
     settings = flat(content.settings)
     for choice in choices:
         settings |= choice.settings
+    chosen = {choice.key: choice.value for choice in choices}
+    for where in content.where:
+        if flat(where.match).items() <= chosen.items():
+            settings |= flat(where.settings)
     name = "/".join(choice.label for choice in choices) or "run"
     where = folder / name
     preset_header(preset)  # a wrong name is an error now
