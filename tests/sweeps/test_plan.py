@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from wmcli.errors import UsageError
-from wmcli.sweeps.plan import Sweep, check_settings, read_sweep
+from wmcli.sweeps.plan import Sweep, check_settings, list_runs, read_sweep
 
+SCALES = ("smoke", "cpu", "paper")
 FILE = """
 preset = "rem-quick"
 folder = "out"
@@ -108,3 +109,107 @@ def test_settings_of_every_run_are_checked_before_one_starts(tmp_path: Path) -> 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such file"):
         read_sweep(tmp_path / "none.toml")
+
+
+# -- rules, scales, and the suites of the package ----------------------------------------------------------------------
+
+SUITE = """
+preset = "rem-quick"
+[variants.plain]
+[variants.wide]
+controller.width = 64
+[[where]]
+match = {variant = "wide", environment.id = "ALE/Freeway-v5"}
+settings = {collect.temperature = 0.01, controller.width = 32}
+[scales.paper]
+vary.environment.id = ["ALE/Pong-v5", "ALE/Freeway-v5"]
+vary.seed = [1, 2]
+[scales.cpu]
+preset = "drama-quick"
+where = []
+vary.environment.id = ["wm/Catch-v0"]
+local.slots = 3
+[scales.smoke]
+base = "cpu"
+where = [{match = {}, settings = {controller.width = 8}}]
+[scales.circle]
+base = "circle"
+"""
+
+
+def scale_of(folder: Path, text: str, scale: str) -> Sweep:
+    file = folder / "suite.toml"
+    file.write_text(text)
+    return read_sweep(Path(f"{file}:{scale}"))
+
+
+def test_a_rule_sets_settings_of_the_runs_that_it_matches_and_of_no_other(tmp_path: Path) -> None:
+    runs = {run.name: run.arguments for run in scale_of(tmp_path, SUITE, "paper").runs}
+    assert len(runs) == 8
+    matched = {name for name, arguments in runs.items() if "collect.temperature=0.01" in arguments}
+    assert matched == {"wide/Freeway-v5/seed-1", "wide/Freeway-v5/seed-2"}
+    assert "controller.width=32" in runs["wide/Freeway-v5/seed-1"]  # it comes last, so it wins over the variant's
+    assert "controller.width=64" in runs["wide/Pong-v5/seed-1"]
+
+
+def test_a_scale_is_laid_over_the_file_and_has_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cpu = scale_of(tmp_path, SUITE, "cpu")
+    assert cpu.folder == tmp_path / "runs" / "suite-cpu" and cpu.local.slots == 3
+    assert [(run.name, run.arguments[1]) for run in cpu.runs] == [
+        ("plain/Catch-v0", "drama-quick"),
+        ("wide/Catch-v0", "drama-quick"),
+    ]
+    assert scale_of(tmp_path, SUITE, "paper").folder == tmp_path / "runs" / "suite-paper"
+
+
+def test_a_scale_may_be_laid_over_another_and_a_rule_without_values_matches_every_run(tmp_path: Path) -> None:
+    smoke = scale_of(tmp_path, SUITE, "smoke")
+    assert [run.name for run in smoke.runs] == ["plain/Catch-v0", "wide/Catch-v0"] and smoke.local.slots == 3
+    assert all("controller.width=8" in run.arguments and run.arguments[1] == "drama-quick" for run in smoke.runs)
+
+
+@pytest.mark.parametrize(
+    ("scale", "text", "said"),
+    [
+        ("", SUITE, r"has several scales; choose one: .*suite.toml:paper, .*suite.toml:cpu"),
+        (":cup", SUITE, "has no scale 'cup'; did you mean 'cpu'?"),
+        (":circle", SUITE, "base leads in a circle: circle -> circle"),
+        ("", 'preset = "rem"\nscales = 3', "write a table for each scale"),
+        ("", 'preset = "rem"\n[[where]]\nmatch = {seed = 1}\nsettings = {}', r"where\[0\]: seed does not vary"),
+        (
+            *("", 'preset = "rem"\n[vary]\nseed = [1]\n[[where]]\nmatch = {seed = 2}\nsettings = {}'),
+            r"where\[0\]: no run has seed = 2; did you mean|known: 1",
+        ),
+        ("", 'preset = "rem"\n[[where]]\nmatch = {seed = 1}', "settings"),
+    ],
+)
+def test_what_is_refused_of_scales_and_rules(tmp_path: Path, scale: str, text: str, said: str) -> None:
+    file = tmp_path / "suite.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=said) as error:
+        read_sweep(Path(f"{file}{scale}"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_wrong_suite_is_named() -> None:
+    with pytest.raises(UsageError, match=r"no suite called 'priorss'; did you mean 'priors'\? A file of your own"):
+        read_sweep(Path("priorss:cpu"))
+
+
+@pytest.mark.parametrize(
+    "suite", [f"{row['suite']}:{scale}" for row in list_runs() for scale in SCALES if scale in row]
+)
+def test_the_settings_of_every_suite_resolve(suite: str) -> None:
+    check_settings(read_sweep(Path(suite)))
+
+
+@pytest.mark.parametrize("row", list_runs(), ids=lambda row: row["suite"])
+def test_every_suite_has_all_scales_and_says_what_it_shows(row: dict[str, object]) -> None:
+    assert (
+        list(row) == ["suite", "about", "paper", *(f"{scale} runs" for scale in SCALES)]
+        and row["about"]
+        and row["paper"]
+    )

@@ -24,6 +24,10 @@
     [scales.cpu]                                # `wm sweep FILE:cpu` lays this table over all of the above
     preset = "drama-atari"
 
+    [scales.smoke]
+    base = "cpu"                                # over that of another scale
+    where = [{match = {}, settings = {dynamics.updates = 2}}]           # of all runs, over all other settings
+
 A run stands in a folder of its values, in the order of the file: `runs/backbones/large-batch/Pong-v5/mamba2/seed-3`.
 Suites that come with the package have a name in place of a file: `wm sweep rem-ablations:cpu`.
 """
@@ -114,8 +118,8 @@ def read_sweep(path: Path) -> Sweep:
         size *= len(choices)
     if size > MOST_RUNS:
         raise UsageError(f"{path}: {size} runs are more than {MOST_RUNS}; write several files.")
-    for number, where in enumerate(content.where):
-        _check_where(where, dimensions, f"{path}: where[{number}]")
+    for number, rule in enumerate(content.where):
+        _check_rule(rule, dimensions, f"{path}: where[{number}]")
     runs = [_plan(content, path, folder, choices) for choices in itertools.product(*dimensions)]
     return Sweep(path, folder, tuple(runs), content.local, content.slurm, content.ray)
 
@@ -125,8 +129,8 @@ def list_runs() -> list[dict[str, Any]]:
     rows = []
     for name in suite_names():
         table = read_table(name)
-        scales = {scale: len(read_sweep(Path(f"{name}:{scale}")).runs) for scale in scales_of(table, name)}
-        rows.append({"suite": name, "about": table["about"], "paper": table["paper"], **scales})
+        runs = {f"{scale} runs": len(read_sweep(Path(f"{name}:{scale}")).runs) for scale in scales_of(table, name)}
+        rows.append({"suite": name, "about": table["about"], "paper": table["paper"], **runs})
     return rows
 
 
@@ -199,14 +203,14 @@ def _distinct(path: Path, where: str, choices: list[_Choice]) -> list[_Choice]:
     return choices
 
 
-def _check_where(where: Where, dimensions: list[list[_Choice]], place: str) -> None:
+def _check_rule(rule: Where, dimensions: list[list[_Choice]], place: str) -> None:
     """Check that a rule names what varies.
 
     Raises:
         UsageError: It names something else, or a value that no run has.
     """
     values = {choices[0].key: [choice.value for choice in choices] for choices in dimensions}
-    for key, value in flat(where.match).items():
+    for key, value in flat(rule.match).items():
         if key not in values:
             raise UsageError(f"{place}: {key} does not vary; {did_you_mean(key, values)}")
         if value not in values[key]:
@@ -225,9 +229,9 @@ def _plan(content: SuiteFile, path: Path, folder: Path, choices: tuple[_Choice, 
     for choice in choices:
         settings |= choice.settings
     chosen = {choice.key: choice.value for choice in choices}
-    for where in content.where:
-        if flat(where.match).items() <= chosen.items():
-            settings |= flat(where.settings)
+    for rule in content.where:
+        if flat(rule.match).items() <= chosen.items():
+            settings |= flat(rule.settings)
     name = "/".join(choice.label for choice in choices) or "run"
     where = folder / name
     preset_header(preset)  # a wrong name is an error now

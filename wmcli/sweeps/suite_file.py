@@ -74,9 +74,7 @@ def read_suite(path: Path) -> tuple[SuiteFile, str]:
     scales = scales_of(table, name)
     content = {key: value for key, value in table.items() if key != SCALES}
     if scale:
-        if scale not in scales:
-            raise UsageError(f"{name} has no scale '{scale}'; {did_you_mean(scale, scales)}")
-        content = merge(content, scales[scale])
+        content = merge(content, _lay_over(scales, scale, name))
     elif scales:
         raise UsageError(f"{name} has several scales; choose one: {', '.join(f'{name}:{each}' for each in scales)}")
     stem = Path(name).stem if is_file(name) else name
@@ -109,6 +107,17 @@ def scales_of(table: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(scales, dict) or not all(isinstance(each, dict) for each in scales.values()):
         raise UsageError(f"{name}: scales: write a table for each scale, such as [scales.cpu].")
     return scales
+
+
+def _lay_over(scales: Mapping[str, Any], scale: str, name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the table of a scale, laid over that of its `base` if it names one."""
+    if scale not in scales:
+        raise UsageError(f"{name} has no scale '{scale}'; {did_you_mean(scale, scales)}")
+    if scale in above:
+        raise UsageError(f"{name}: base leads in a circle: {' -> '.join((*above, scale))}")
+    table = dict(scales[scale])
+    base = table.pop("base", None)
+    return table if base is None else merge(_lay_over(scales, str(base), name, (*above, scale)), table)
 
 
 def _split(path: Path) -> tuple[str, str]:
