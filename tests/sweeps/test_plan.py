@@ -9,6 +9,7 @@ import pytest
 
 from wmcli.errors import UsageError
 from wmcli.sweeps.plan import Sweep, check_settings, list_runs, read_sweep
+from wmcli.sweeps.suite_file import suite_names
 
 SCALES = ("smoke", "cpu", "paper")
 FILE = """
@@ -199,17 +200,24 @@ def test_a_wrong_suite_is_named() -> None:
         read_sweep(Path("priorss:cpu"))
 
 
-@pytest.mark.parametrize(
-    "suite", [f"{row['suite']}:{scale}" for row in list_runs() for scale in SCALES if scale in row]
-)
-def test_the_settings_of_every_suite_resolve(suite: str) -> None:
-    check_settings(read_sweep(Path(suite)))
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("suite", suite_names())
+def test_the_settings_of_every_suite_resolve(suite: str, scale: str) -> None:
+    check_settings(read_sweep(Path(f"{suite}:{scale}")))
 
 
-@pytest.mark.parametrize("row", list_runs(), ids=lambda row: row["suite"])
-def test_every_suite_has_all_scales_and_says_what_it_shows(row: dict[str, object]) -> None:
-    assert (
-        list(row) == ["suite", "about", "paper", *(f"{scale} runs" for scale in SCALES)]
-        and row["about"]
-        and row["paper"]
-    )
+def test_every_suite_has_all_scales_and_says_what_it_shows() -> None:
+    rows = list_runs()
+    assert [row["suite"] for row in rows] == suite_names()
+    for row in rows:
+        assert {*row} == {"suite", "about", "paper", *(f"{scale} runs" for scale in SCALES)}, row
+        assert all(row.values()), row
+
+
+def test_seeds_alone_are_not_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = sweep_of(tmp_path, 'preset = "rem-quick"\n[vary]\nseed = [1, 2, 3]\ndynamics.batch = [2, 4]\n')
+    resolved = []
+    monkeypatch.setattr("wmcli.settings.resolve", lambda preset, sets: resolved.append(sets))
+    check_settings(sweep)
+    pairs = [("1", "2"), ("1", "4"), ("2", "2"), ("3", "2")]  # each seed and each batch once
+    assert resolved == [[f"seed={seed}", f"dynamics.batch={batch}"] for seed, batch in pairs]

@@ -121,6 +121,8 @@ def read_sweep(path: Path) -> Sweep:
     for number, rule in enumerate(content.where):
         _check_rule(rule, dimensions, f"{path}: where[{number}]")
     runs = [_plan(content, path, folder, choices) for choices in itertools.product(*dimensions)]
+    for preset in dict.fromkeys(run.arguments[1] for run in runs):
+        preset_header(preset)  # a wrong name is an error now
     return Sweep(path, folder, tuple(runs), content.local, content.slurm, content.ray)
 
 
@@ -142,12 +144,18 @@ def check_settings(sweep: Sweep) -> None:
     """
     from wmcli.settings import resolve
 
+    checked: set[tuple[str, ...]] = set()
     for run in sweep.runs:
         _, preset, _, _, *sets = run.arguments
+        seeds = tuple(each for each in sets if each.startswith(f"{SEED}="))
+        parts = {(preset, *(each for each in sets if each not in seeds)), seeds}
+        if parts <= checked:  # runs of other seeds are many
+            continue
         try:
             resolve(preset, sets[1::2])
         except UsageError as error:
             raise UsageError(f"{sweep.file}: {run.name}: {error}") from None
+        checked |= parts
 
 
 def _dimensions(content: SuiteFile, path: Path) -> Iterator[list[_Choice]]:
@@ -234,7 +242,6 @@ def _plan(content: SuiteFile, path: Path, folder: Path, choices: tuple[_Choice, 
             settings |= flat(rule.settings)
     name = "/".join(choice.label for choice in choices) or "run"
     where = folder / name
-    preset_header(preset)  # a wrong name is an error now
     preset = str(Path(preset).absolute()) if is_file(preset) else preset
     sets = [word for key, value in settings.items() for word in ("--set", format_override(key, value))]
     values = tuple((choice.key, choice.label) for choice in choices)
