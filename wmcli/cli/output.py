@@ -101,6 +101,16 @@ def answer(rows: Rows, columns: Sequence[str], form: Form | None = None) -> None
         line(FORMS[chosen(form)](rows, columns))
 
 
+def remark(lines: Sequence[str], form: Form | None = None) -> None:
+    """Print remarks under a table, one line each, in forms for people."""
+    if chosen(form) in EXACT or not lines:
+        return
+    if chosen(form) == "markdown":
+        line("")  # a line right under a table would be a row of it
+    for text in lines:
+        line({"latex": f"% {text}", "markdown": f"- {text}"}.get(chosen(form), text))
+
+
 def draw_table(rows: Rows, columns: Sequence[str], stream: TextIO, title: str | None = None) -> None:
     """Draw a Rich table with numbers aligned right and long texts broken.
 
