@@ -173,7 +173,7 @@ def compare(
             _compare_sweep(sweep, columns, pictures, style, as_json, form, progress)
         return
     from wmcli.stages.protocols import PROTOCOLS
-    from wmcli.stages.scores import read_scores
+    from wmcli.stages.scores import differences, read_scores
 
     choice = PROTOCOLS[protocol]
     _check_protocol(choice, pictures, against=against, by=by, published=published)
@@ -181,7 +181,10 @@ def compare(
     scores, others = every[: len(runs)], every[len(runs) :]
     _draw_runs(scores, others, choice, columns, by or (), pictures, style, progress)
     if columns:
-        _compare_published(_groups(scores, others, by or ()), columns, as_json, form, progress)
+        groups = _groups(scores, others, by or ())
+        for line in differences(list(groups.values()), by or ()):
+            progress.warn(line)
+        _compare_published(groups, columns, as_json, form, progress)
         return
     rows, statistics = _compare(scores, others, choice, by, progress)
     if as_json:
@@ -314,21 +317,17 @@ def _draw(
     lines: Groups | None = None,
 ) -> None:
     """Draw the pictures of scores that have a file. Curves have `lines` of their own, or those of the groups."""
-    from wmcli.stages import score_pictures
     from wmcli.stages.pools import pool_variants
+    from wmcli.stages.score_pictures import draw_curves, draw_improvement, draw_intervals, draw_profiles
 
-    drawers = {
-        "profiles": score_pictures.draw_profiles,
-        "intervals": score_pictures.draw_intervals,
-        "improvement": score_pictures.draw_improvement,
-    }
+    drawers = {"profiles": draw_profiles, "intervals": draw_intervals, "improvement": draw_improvement}
     if not pictures.keys().isdisjoint(drawers):
         pools = pool_variants(groups, columns)
         for name, draw in drawers.items():
             if name in pictures:
                 draw(pools, pictures[name], progress)
     if "curves" in pictures:
-        score_pictures.draw_curves(lines or groups, pictures["curves"], progress, published=columns, **style)
+        draw_curves(lines or groups, pictures["curves"], progress, published=columns, **style)
 
 
 # -- sweeps and published scores --------------------------------------------------------------------------------------
