@@ -72,10 +72,11 @@ def compare_variants(
     pools = pool_variants(scores, published or ())
     if not scores:
         pools = share_environments(pools, progress)
-    rows = [*_games(pools, scores), *_aggregates(pools, progress, systems=published is None)]
-    rows += _cost(scores, records)
+    games = _games(pools, scores)
     if published is None:
-        rows += _systems_by_game(scores)
+        order = list(dict.fromkeys(row["environment"] for row in games))
+        games = sorted([*games, *_systems_by_game(scores)], key=lambda row: order.index(row["environment"]))
+    rows = [*games, *_aggregates(pools, progress, systems=published is None), *_cost(scores, records)]
     return [dict.fromkeys(COLUMNS) | row for row in rows]
 
 
