@@ -219,6 +219,10 @@ def test_games_that_a_column_lacks_are_named(capsys: pytest.CaptureFixture[str])
         (["--published", "REM", "--profiles", "x.txt"], "x.txt"),
         (["--published", "REM", "--profiles", "x.png", "--band", "range"], "--band range is for curves"),
         (["runs/a", "--protocol", "doors", "--published", "REM"], "scores dynamics: omit --published"),
+        (
+            ["runs/a", "--protocol", "recall", "--curves", "x.png", "--over", "minutes"],
+            "--over minutes is for curves of returns",
+        ),
         (["runs/a", "--sweep", "x.toml"], "--sweep names the runs itself"),
     ],
 )

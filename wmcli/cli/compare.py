@@ -163,7 +163,7 @@ def compare(
     _check_sources(runs, sweep, published, pictures, bool(against or by or protocol != "returns"))
     if improvement is not None and sweep is None and not (by or against) and len(published or ()) + bool(runs) < 2:
         raise UsageError("--improvement needs two to compare: add --by, --against or --published.")
-    style = _style(over, band, pictures)
+    style = _style(over, band, curves is not None and protocol == "returns")
     columns, progress = _columns(published), Progress(quiet)
     if not runs:
         if sweep is None:
@@ -232,10 +232,10 @@ def _check_sources(
         check_target(picture, (".png", ".svg", ".pdf"))
 
 
-def _style(over: str, band: str, pictures: Mapping[str, Path]) -> dict[str, Any]:
-    """Return the options of curves. Refuses them without curves."""
+def _style(over: str, band: str, has_curves: bool) -> dict[str, Any]:
+    """Return the options of curves of returns. Refuses them without such curves."""
     for flag, value, default in (("over", over, "steps"), ("band", band, "bootstrap")):
-        if value != default and "curves" not in pictures:
+        if value != default and not has_curves:
             raise UsageError(f"--{flag} {value} is for curves of returns: add --curves FILE.")
     return {"over": over, "band": band}
 
