@@ -57,7 +57,7 @@ SCORE = {
 }  # fmt: skip
 ROW = dict.fromkeys(
     ["name", "environment", "statistic", "score", "low", "high", "stderr", "unit", "human_normalized"]
-    + ["runs", "episodes", "steps", "evaluation"]
+    + ["runs", "episodes", "steps", "evaluation", "caveat"]
 )
 PONG = ROW | {"environment": "ALE/Pong-v5", "statistic": "mean", "unit": "return"}
 AGGREGATE = {
@@ -69,7 +69,7 @@ AGGREGATE = {
                 "episodes": 100, "steps": 400_000, "evaluation": "evaluation@3"},
         PONG | {"name": "all", "statistic": "iqm", "score": 0.75, "low": 0.5, "high": 1.0, "runs": 3,
                 "unit": "human-normalized score", "human_normalized": 0.75},
-        PONG | {"name": "REM", "score": 17.964, "human_normalized": 1.095, "runs": 5},
+        PONG | {"name": "REM", "score": 17.964, "human_normalized": 1.095, "runs": 5, "caveat": "Other rules."},
     ],
 }  # fmt: skip
 # module, function, command line, what the context is opened with beyond the defaults, what the stage is given
@@ -166,19 +166,24 @@ class Recorder:
         grouped = [{"backbone.kind": "gru", "runs": 2, "mean": 0.5, "low": 0.25, "high": None, "unit": "return"}]
         scores = SimpleNamespace(
             read_scores=lambda runs, *_: [SimpleNamespace(run=run, evaluation=ARTIFACT) for run in runs],
+            label_groups=lambda scores, keys: {f"by {' and '.join(keys)}": scores},
+            differences=lambda *_: [],
             NORMALIZED="human-normalized score",
         )
         aggregate = SimpleNamespace(ALL="all", aggregate=self.aggregate, compare_settings=lambda *_: grouped)
         pictures = SimpleNamespace(
             compare_priors=None,
-            draw_returns=lambda scores, keys, out, _, over: self.aggregated.append(
-                ([each.run for each in scores], keys, out, *([over] if over != "steps" else []))
-            ),
-            draw_profiles=lambda scores, against, keys, out: self.aggregated.append(
-                ([each.run for each in scores], [each.run for each in against], keys, out)
-            ),
+            draw_intervals=None,
+            draw_improvement=None,
+            draw_curves=lambda groups, out, _, **options: self.aggregated.append((of_runs(groups), out, options)),
+            draw_profiles=lambda groups, out, _: self.aggregated.append((of_runs(groups), out)),
         )
-        return {"scores": scores, "aggregate": aggregate, "score_pictures": pictures}
+        pools = SimpleNamespace(pool_variants=lambda groups, columns: groups)
+        return {"scores": scores, "aggregate": aggregate, "score_pictures": pictures, "pools": pools}
+
+
+def of_runs(groups: Any) -> dict[str, list[Path]]:
+    return {name: [each.run for each in members] for name, members in groups.items()}
 
 
 ARTIFACT = SimpleNamespace(
@@ -399,9 +404,13 @@ def test_many_runs_for_a_person_have_errors_beside_the_numbers(recorder, capsys)
         "| runs/a | 12.25 ± 1.5 | 0.93 | Pong | 100 | 400000 | 1 |",
         "| all: iqm | - | 0.75 (0.5 to 1) | Pong | - | - | 3 |",
         "| REM | 17.96 | 1.095 | Pong | - | - | 5 |",
+        "",
+        "- REM: Other rules.",
     ]
     assert main.run(["compare", "runs/a", "--format", "latex"]) == 0
-    assert capsys.readouterr().out.count("\\midrule") == 3  # under the heading, and around the aggregates
+    shown = capsys.readouterr().out
+    assert shown.count("\\midrule") == 3  # under the heading, and around the aggregates
+    assert shown.endswith("\n% REM: Other rules.\n")
     assert main.run(["compare", "runs/a", "--by", "backbone.kind", "--format", "csv"]) == 0
     assert capsys.readouterr().out == "backbone.kind,runs,mean,low,high,unit\ngru,2,0.5,0.25,,return\n"
 
@@ -421,15 +430,21 @@ def test_a_narrow_terminal_gets_fewer_columns_and_whole_lines(width, recorder, c
 
 
 def test_curves_of_returns(recorder):
+    runs = [Path("runs/a"), Path("runs/b")]
     assert main.run(["compare", "runs/a", "runs/b", "--by", "backbone.kind", "--curves", "x.png"]) == 0
-    assert recorder.aggregated == [([Path("runs/a"), Path("runs/b")], ["backbone.kind"], Path("x.png"))]
+    options = {"over": "steps", "band": "bootstrap", "published": []}
+    assert recorder.aggregated == [({"by backbone.kind": runs}, Path("x.png"), options)]
+    line = ["compare", "runs/a", "runs/b", "--curves", "x.png", "--over", "minutes", "--band", "stderr"]
+    assert main.run(line) == 0  # a line for each run
+    options |= {"over": "minutes", "band": "stderr"}
+    assert recorder.aggregated[1] == ({str(run): [run] for run in runs}, Path("x.png"), options)
 
 
 def test_profiles_of_two_sides(recorder):
     line = ["compare", "runs/a", "--against", "runs/b", "--profiles", "x.png"]
     assert main.run(line) == 0
     sides = [Path("runs/a")], [Path("runs/b")]
-    assert recorder.aggregated == [(*sides, (), Path("x.png")), sides]
+    assert recorder.aggregated == [({"RUN": sides[0], "--against": sides[1]}, Path("x.png")), sides]
 
 
 @pytest.mark.parametrize(

@@ -46,12 +46,40 @@ def test_columns_and_scores_name_each_other_and_hold_usable_numbers():
     kinds = {column.name: column.kind for column in atari.columns()}
     assert kinds["random"] == kinds["human"] == "reference"
     assert kinds["REM"] == "system" and kinds["REM-no-pop"] == "ablation"
-    assert {c.name for k in ("reference", "system", "ablation") for c in atari.columns(k)} == set(kinds)
+    assert kinds["DreamerV3-in-Drama"] == "copy"
+    assert {c.name for k in ("reference", "system", "ablation", "copy") for c in atari.columns(k)} == set(kinds)
     for column in atari.columns():
         assert column.paper and column.data and column.scores
         scores = atari.normalized_runs(column.name)
         assert set(scores) <= set(atari.games()) and len(scores) in (8, 26)
         assert all(np.isfinite(runs).all() and len(runs) in (1, 3, 4, 5) for runs in scores.values())
+
+
+def test_only_columns_with_runs_have_statistics_over_runs():
+    assert {column.name for column in atari.columns("system") if not atari.has_runs(column.name)} == {
+        *("EfficientZero", "Drama", "DreamerV3-XS", "MuZero", "UniZero")
+    }
+    assert atari.has_runs("REM-no-pop") and not atari.has_runs("human")
+    assert atari.column_of("REM").name == "REM"
+    with pytest.raises(UsageError, match="no published scores called 'IRIZ'; did you mean 'IRIS'"):
+        atari.column_of("IRIZ")
+
+
+def test_the_columns_of_drama_say_that_they_are_training_scores_and_copies_where_they_differ():
+    caveats = {column.name: column.caveat for column in atari.columns()}
+    for name in ("Drama", "DreamerV3-XS", "Drama-uniform"):
+        assert "Training scores" in caveats[name]
+    differing = [
+        game
+        for game in atari.games()
+        if abs(atari.reference(game, "DreamerV3-in-Drama") - atari.reference(game, "DreamerV3")) > 0.5
+    ]
+    assert sorted({*atari.games()} - {*differing}) == ["Freeway"]
+    assert (
+        "every game but Freeway" in caveats["DreamerV3"] and "every game but Freeway" in caveats["DreamerV3-in-Drama"]
+    )
+    assert (atari.reference("Freeway", "STORM"), atari.reference("Freeway", "STORM-in-Drama")) == (0, 34)
+    assert "Freeway" in caveats["STORM"] and "Freeway" in caveats["STORM-in-Drama"]
 
 
 def test_a_score_half_way_between_random_and_human_is_one_half():
@@ -86,7 +114,7 @@ def test_game_table_puts_ours_beside_the_published_numbers():
     assert rows["REM"][1:5] == (pytest.approx(17.964), 8.15, 21.0, 5)
     assert rows["human"].human_normalized == 1
     assert "sticky" in rows["STORM"].caveat
-    assert not any("REM-" in name for name in rows)
+    assert not any("REM-" in name or "-in-Drama" in name for name in rows)
     assert [row.name for row in atari.game_table("Pong")] == list(rows)[1:]
     assert atari.game_table("wm/Catch-v0", [1.0]) is None
 

@@ -39,7 +39,7 @@ def improvement(ours, theirs):
 
 
 def every(scores):
-    return (*(value(name, scores) for name in statistics.STATISTICS), statistics.superhuman(scores))
+    return tuple(value(name, scores) for name in statistics.STATISTICS)
 
 
 def eight(column):
@@ -180,17 +180,26 @@ def test_bootstrap_depends_on_its_generator_only(monkeypatch):
     first = statistics.aggregate(scores, np.random.default_rng(9), repetitions=200)
     assert first == statistics.aggregate(scores, np.random.default_rng(9), repetitions=200)
     assert first != statistics.aggregate(scores, np.random.default_rng(10), repetitions=200)
-    assert set(first) == {"mean", "median", "iqm", "optimality_gap"}
+    assert set(first) == {"mean", "median", "iqm", "optimality_gap", "superhuman"}
+    assert statistics.aggregate(scores, None) == {name: (first[name].value, None, None) for name in first}
+    assert list(statistics.aggregate(scores, None, ["iqm"])) == ["iqm"]
     assert first["iqm"].value == value("iqm", scores)
     monkeypatch.setattr(statistics, "_CHUNK", 130 * 7)  # seven resamples at a time: another order, the same interval
     chunked = statistics.aggregate(scores, np.random.default_rng(9), repetitions=200)
     assert chunked["iqm"] == pytest.approx(first["iqm"], abs=0.03)
 
 
+def test_the_interval_of_the_superhuman_count_is_over_runs_within_each_game():
+    scores = {"sure": [1.2, 1.4], "as a coin falls": [0.0, 2.0], "never": [0.1, 0.9]}
+    count = statistics.bootstrap(scores, "superhuman", np.random.default_rng(0))
+    assert count == (2.0, 1.0, 2.0)  # the mean of "as a coin falls" is 0, 1, 1 or 2: superhuman in three of four
+    assert value("superhuman", {"rounded": [0.9, 1.1 - 1e-15]}) == 1
+
+
 def test_the_limits_hardly_depend_on_the_seed():
     first, second = (statistics.aggregate(atari.normalized_runs("REM"), np.random.default_rng(seed)) for seed in (0, 1))
     for name in first:
-        assert first[name] == pytest.approx(second[name], abs=0.002), name
+        assert first[name] == pytest.approx(second[name], abs=0.002), name  # limits of counts are whole
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [([50_000], None), ([5] * 26, None), ([5] * 26, [5] * 26), ([300], [300])])

@@ -318,10 +318,12 @@ def test_returns_over_are_a_line_for_one_run_and_mean_and_shade_for_several():
     (axes,) = figure.axes
     lines = named(axes)
     assert list(lines) == ["gru", "s4 (2 runs)"]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()][-1] == "band: 95 % bootstrap interval of the mean over runs"
     np.testing.assert_array_equal(lines["gru"].get_xydata(), [[0, 0], [1000, 3], [2000, 4]])
     # Where both seeds were evaluated, at the steps of either: (0+4)/2, (1+6)/2, (2+4)/2.
     np.testing.assert_array_equal(lines["s4 (2 runs)"].get_xydata(), [[0, 2], [500, 3.5], [1000, 3]])
-    (shade,) = axes.collections
+    (shade, _) = axes.collections  # the other one is in the legend
     corners = shade.get_paths()[0].vertices
     assert {(500.0, 1.0), (500.0, 6.0), (1000.0, 2.0), (1000.0, 4.0)} <= set(map(tuple, corners.tolist()))
     thin = [line for line in axes.get_lines() if line.get_color() == lines["s4 (2 runs)"].get_color()]
@@ -398,7 +400,7 @@ def test_errors_on_a_logarithmic_axis_have_plain_numbers(top, labels):
 def test_the_band_of_an_interval_is_the_bootstrap_interval_of_the_mean():
     rng = np.random.default_rng(3)
     runs = [[(step, float(rng.normal(step))) for step in (0, 1, 2)] for _ in range(8)]
-    (axes,) = plots.returns_over({"a": runs}, interval=True).axes
+    (axes,) = plots.returns_over({"a": runs}).axes
     corners = axes.collections[0].get_paths()[0].vertices
     for step in (0, 1, 2):
         estimate = bootstrap({"a": [run[step][1] for run in runs]}, "mean", np.random.default_rng(0))
@@ -407,13 +409,28 @@ def test_the_band_of_an_interval_is_the_bootstrap_interval_of_the_mean():
     np.testing.assert_array_equal(named(axes)["a (8 runs)"].get_xydata()[:, 1], np.mean(runs, 0)[:, 1])
 
 
-def test_the_band_of_an_interval_over_three_runs_is_their_range_and_without_common_steps_none():
+def band_of(runs, **options):
+    """The band of runs of two points: low and high at each."""
+    (axes,) = plots.returns_over({"a": runs}, **options).axes
+    corners = axes.collections[0].get_paths()[0].vertices
+    return [(min(at), max(at)) for at in ([y for x, y in corners if x == step] for step in (0, 1))]
+
+
+def test_a_band_is_that_which_was_asked_for_and_the_legend_names_it():
     runs = [[(0, value), (1, value + 1)] for value in (0.0, 5.0, 1.0)]
-    ranges, intervals = (plots.returns_over({"a": runs}, interval=interval).axes[0] for interval in (False, True))
-    np.testing.assert_array_equal(
-        ranges.collections[0].get_paths()[0].vertices, intervals.collections[0].get_paths()[0].vertices
-    )
-    plots.svg_text(plots.returns_over({"a": [[(0, 1.0)], [(1, 1.0)]]}, interval=True), "a")
+    assert band_of(runs, band="range") == [(0, 5), (1, 6)]
+    error = np.std([0.0, 5.0, 1.0], ddof=1) / 3**0.5
+    assert band_of(runs, band="stderr") == [pytest.approx((mean - error, mean + error)) for mean in (2, 3)]
+    assert band_of(runs) == band_of(runs, band="bootstrap") == band_of(runs, band="range")  # of three runs
+    more = [*runs, *([(0, 2.0), (1, 3.0)] for _ in range(9))]
+    low, high = band_of(more)[0]
+    assert 0 < low < 2 < high < 5
+    for band, name in [("range", "lowest to highest run"), ("stderr", "one standard error"), ("bootstrap", "95 %")]:
+        (legend,) = plots.returns_over({"a": runs}, band=band).legends
+        assert name in legend.get_texts()[-1].get_text()
+    (legend,) = plots.returns_over({"a": runs[:1]}).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["a"]
+    plots.svg_text(plots.returns_over({"a": [[(0, 1.0)], [(1, 1.0)]]}), "a")  # no step in common
 
 
 def bars(axes):

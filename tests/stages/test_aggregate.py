@@ -20,6 +20,7 @@ from wmcli.metrics import atari
 from wmcli.progress import Progress
 from wmcli.settings import flatten, resolve
 from wmcli.stages import aggregate as stage
+from wmcli.stages import pools
 from wmcli.stages import score_pictures as pictures
 from wmcli.stages import scores as pooled
 from wmcli.stages.collect import collect
@@ -67,8 +68,10 @@ def compare_settings(runs: list[Path], keys: list[str]) -> list[dict[str, Any]]:
     return stage.compare_settings(read_scores(runs, "returns", QUIET), keys, QUIET)
 
 
-def draw_returns(runs: list[Path], keys: list[str], out: Path, over: pictures.Over = "steps") -> None:
-    pictures.draw_returns(read_scores(runs, "returns", QUIET), keys, out, QUIET, over)
+def draw_returns(runs: list[Path], keys: list[str], out: Path, over: pictures.Over = "steps", **options: Any) -> None:
+    scores = read_scores(runs, "returns", QUIET)
+    groups = pooled.label_groups(scores, keys) if keys else {str(score.run): [score] for score in scores}
+    pictures.draw_curves(groups, out, QUIET, over=over, **options)
 
 
 def damage(folder: Path, version: int) -> None:
@@ -217,7 +220,7 @@ def test_games_with_reference_scores_are_pooled_as_human_normalized_scores(tmp_p
     assert result["mean"]["value"] == pytest.approx(2.0)  # of the two games' means
     assert result["optimality_gap"]["value"] == pytest.approx((0.5 + 0 + 0) / 3)
     assert result["mean"]["low"] < 2.0 < result["mean"]["high"]
-    assert result["superhuman"] == 2
+    assert result["superhuman"] == {"value": 2, "low": 1, "high": 2}  # of Pong one run in four ways lies below 1
 
 
 def test_one_set_of_runs_against_another(tmp_path: Path) -> None:
@@ -267,9 +270,9 @@ def test_environments_stand_beside_each_other_and_are_not_pooled(tmp_path: Path)
         scored(tmp_path / "b", 12.0, normalized=0.9, settings=settings[1]),
     ]
     rows = compare_settings(runs, ["environment.id"])
-    assert [(row["environment.id"], row["mean"], row["unit"]) for row in rows] == [
-        ("wm/Catch-v0", 1.0, "return"),
-        ("ALE/Pong-v5", 0.9, "human-normalized score"),
+    assert [(row["environment.id"], row["mean"], row["unit"], row["human_normalized"]) for row in rows] == [
+        ("wm/Catch-v0", 1.0, "return", None),
+        ("ALE/Pong-v5", 12.0, "return", pytest.approx(atari.human_normalized("Pong", 12.0))),
     ]
     with pytest.raises(UsageError, match="different environments cannot be pooled"):
         compare_settings(runs, ["seed"])
@@ -314,13 +317,18 @@ def test_the_table_has_runs_aggregates_and_published_scores(tmp_path: Path) -> N
     rem = {(row["environment"], row["statistic"]): row["score"] for row in rows if row["name"] == "REM"}
     pong, breakout = (atari.reference(game, "REM") for game in ("Pong", "Breakout"))
     normalized = [atari.human_normalized("Pong", pong), atari.human_normalized("Breakout", breakout)]
+    every = np.sort(np.concatenate([atari.normalized_runs("REM")[game] for game in ("Pong", "Breakout")]))
+    middle = every[2:8]  # of ten
     assert rem == {
         ("ALE/Pong-v5", "mean"): pong,
         ("ALE/Breakout-v5", "mean"): breakout,
         ("all", "mean"): pytest.approx(np.mean(normalized)),
         ("all", "median"): pytest.approx(np.mean(normalized)),
+        ("all", "iqm"): pytest.approx(np.mean(middle)),
+        ("all", "optimality_gap"): pytest.approx(1 - np.minimum(every, 1).mean()),
         ("all", "superhuman"): sum(score >= 1 for score in normalized),
     }
+    assert {row["statistic"] for row in rows if row["name"] == "Drama"} == {"mean", "median", "superhuman"}
 
 
 def test_beside_an_unpublished_game_stands_random_play(tmp_path: Path) -> None:
@@ -337,7 +345,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     monkeypatch.setattr(
         "wmcli.stages.score_pictures.returns_over",
-        lambda groups, x_label, references, title: calls.append((groups, references, title, x_label)),
+        lambda groups, x_label, references, title, band: calls.append((groups, references, title, x_label, band)),
     )
     monkeypatch.setattr("wmcli.stages.score_pictures.write_figure", lambda *_: None)
     return calls
@@ -353,7 +361,7 @@ def test_curves_follow_the_newest_controller_and_its_parents(run: Path, tmp_path
     means = [latest(run, "evaluation").metrics["mean"]]
     means.append(Run.open(run, create=False).get("evaluation", 2).metrics["mean"])
     draw_returns([run], [], tmp_path / "x.png")
-    groups, references, title, x_label = drawn[0]
+    groups, references, title, x_label, _ = drawn[0]
     assert groups == {str(run): [[(90, means[0]), (180, means[1])]]}  # not evaluation@1, of controller@1
     assert set(references) == {"random"} and title == "wm/Catch-v0" and x_label == "environment steps"
     draw_returns([run], [], tmp_path / "x.png", "minutes")
@@ -387,9 +395,23 @@ def test_curves_are_written(tiny: Path, tmp_path: Path) -> None:
     draw_returns([tiny], [], tmp_path / "curves.png")
     with Image.open(tmp_path / "curves.png") as picture:
         picture.load()
-    pong = scored(tmp_path / "pong", 1.0)
-    with pytest.raises(UsageError, match=r"of one environment: these runs are of ALE/Pong-v5, wm/Catch-v0"):
-        draw_returns([tiny, pong], [], tmp_path / "no.png")
+
+
+def test_published_scores_are_lines_in_the_curves_of_their_game_and_games_have_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [scored(tmp_path / game, 1.0, f"ALE/{game}-v5") for game in ("Pong", "Krull")]
+    monkeypatch.setattr(pictures, "read_curve", lambda *_: [pictures.Point(100, None, 1.0)])
+    files: dict[Path, Any] = {}
+    monkeypatch.setattr(pictures, "write_figure", files.__setitem__)
+    columns = [atari.column_of(name) for name in ("REM", "REM-4x4-tokenizer")]
+    draw_returns(runs, [], tmp_path / "x.png", published=columns, band="range")
+    assert [file.name for file in files] == ["x-Pong-v5.png", "x-Krull-v5.png"]
+    pong, krull = ([text.get_text() for text in figure.axes[0].texts] for figure in files.values())
+    assert [text.split()[0] for text in pong] == ["random", "human", "REM"]
+    assert {text.split()[0] for text in krull} == {"random", "human", "REM", "REM-4x4-tokenizer"}
+    line = "the curves of ALE/Pong-v5 have no line of REM-4x4-tokenizer: no score is published"
+    assert warnings(capsys) == [f"warning: {line}"]
 
 
 def test_a_run_without_evaluation_ends_in_the_command_that_makes_one(tmp_path: Path, elsewhere: Path) -> None:
@@ -417,38 +439,111 @@ def profiles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[np.ndarray, dict[str
     return calls
 
 
-def draw_profiles(runs: list[Path], against: list[Path], keys: list[str], out: Path) -> None:
-    scores = read_scores([*runs, *against], "returns", QUIET)
-    pictures.draw_profiles(scores[: len(runs)], scores[len(runs) :], keys, out)
+def pooled_by(runs: list[Path], keys: list[str], *published: str) -> pools.Pools:
+    groups = pooled.label_groups(read_scores(runs, "returns", QUIET), keys)
+    return pools.pool_variants(groups, [atari.column_of(name) for name in published])
 
 
-def test_profiles_have_a_line_for_each_group(tmp_path: Path, profiles: list[Any]) -> None:
-    def run(name: str, mean: float, seed: int, kind: str) -> Path:
-        return scored(tmp_path / name, mean, settings={"seed": seed, "backbone": {"kind": kind}})
-
-    runs = [run("a", 1.0, 1, "gru"), run("b", 3.0, 2, "gru"), run("c", 2.0, 1, "s4"), run("d", 5.0, 2, "s4")]
-    draw_profiles(runs, [], ["backbone.kind"], tmp_path / "x.png")
-    draw_profiles(runs[:2], runs[2:], [], tmp_path / "x.png")
-    draw_profiles(runs[:2], [], [], tmp_path / "x.png")
-    grouped, sides, together = profiles
-    assert list(grouped[1]) == ["backbone.kind=gru", "backbone.kind=s4"]
-    assert list(sides[1]) == ["RUN", "--against"] and list(together[1]) == ["all runs"]
-    for taus, bands, xlabel in (grouped, sides):
-        assert (taus[0], taus[-1], xlabel) == (pytest.approx(0.8), pytest.approx(5.2), "return τ")
-        for (share, low, high), means in zip(bands.values(), ([1.0, 3.0], [2.0, 5.0]), strict=True):
-            assert np.array_equal(share, [np.mean(np.array(means) > tau) for tau in taus])
-            assert (low <= share).all() and (share <= high).all() and (low < high).any()
+def seeds(folder: Path, means: dict[str, list[float]], game: str = "Pong") -> list[Path]:
+    """A run of each mean, by backbone."""
+    return [
+        scored(
+            folder / f"{kind} {game} {seed}",
+            mean,
+            f"ALE/{game}-v5",
+            atari.human_normalized(game, mean),
+            settings={"seed": seed, "backbone": {"kind": kind}},
+        )
+        for kind, of_kind in means.items()
+        for seed, mean in enumerate(of_kind)
+    ]
 
 
-def test_profiles_of_different_environments_are_refused(tmp_path: Path) -> None:
-    pong = scored(tmp_path / "pong", 1.0, normalized=0.5)
-    breakout = scored(tmp_path / "breakout", 1.0, "ALE/Breakout-v5", normalized=0.5)
-    with pytest.raises(UsageError, match="the same environments in each group: RUN lacks ALE/Breakout-v5"):
-        draw_profiles([pong], [breakout], [], tmp_path / "x.png")
+def test_profiles_have_a_line_for_each_group_and_published_column_with_runs(
+    tmp_path: Path, profiles: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = seeds(tmp_path, {"gru": [1.0, 3.0], "s4": [2.0, 5.0]})
+    pictures.draw_profiles(pooled_by(runs, ["backbone.kind"], "REM", "Drama"), tmp_path / "x.png", QUIET)
+    ((taus, bands, xlabel),) = profiles
+    assert list(bands) == ["backbone.kind=gru", "backbone.kind=s4", "REM"] and xlabel == "human-normalized score τ"
+    line = "left out of the performance profiles: of Drama only means over runs are published"
+    assert warnings(capsys) == [f"warning: {line}"]
+    for (share, low, high), means in zip(
+        bands.values(), ([1.0, 3.0], [2.0, 5.0], atari.reference_runs("Pong", "REM")), strict=True
+    ):
+        normalized = np.array([atari.human_normalized("Pong", mean) for mean in means])
+        assert np.array_equal(share, [np.mean(normalized > tau) for tau in taus])
+        assert (low <= share).all() and (share <= high).all() and (low < high).any()
 
 
-def test_profiles_are_written(tmp_path: Path) -> None:
-    runs = [scored(tmp_path / f"run {mean}", mean, settings={"seed": int(mean)}) for mean in (1.0, 2.0, 4.0)]
-    draw_profiles(runs, [], [], tmp_path / "profiles.png")
-    with Image.open(tmp_path / "profiles.png") as picture:
-        assert picture.format == "PNG" and min(picture.size) > 400
+def test_profiles_are_of_the_environments_that_all_groups_have(
+    tmp_path: Path, profiles: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [*seeds(tmp_path, {"gru": [1.0], "s4": [2.0]}), *seeds(tmp_path, {"gru": [3.0]}, "Boxing")]
+    pictures.draw_profiles(pooled_by(runs, ["backbone.kind"]), tmp_path / "x.png", QUIET)
+    line = "the 1 environments that all variants have: backbone.kind=s4 lacks ALE/Boxing-v5"
+    assert warnings(capsys) == [f"warning: statistics are over {line}"]
+    apart = [*seeds(tmp_path / "apart", {"gru": [1.0]}), *seeds(tmp_path / "apart", {"s4": [1.0]}, "Boxing")]
+    with pytest.raises(UsageError, match="no environment has scores of all variants"):
+        pictures.draw_profiles(pooled_by(apart, ["backbone.kind"]), tmp_path / "x.png", QUIET)
+
+
+def test_intervals_have_a_panel_for_each_statistic_and_values_of_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(pictures, "interval_panels", lambda panels, x_label: drawn.append((panels, x_label)))
+    monkeypatch.setattr(pictures, "write_figure", lambda *_: None)
+    runs = [*seeds(tmp_path, {"gru": [1.0, 3.0]}), *seeds(tmp_path, {"gru": [30.0, 50.0]}, "Boxing")]
+    found = pooled_by(runs, ["backbone.kind"], "REM", "Drama")
+    pictures.draw_intervals(found, tmp_path / "x.png", QUIET)
+    ((panels, x_label),) = drawn
+    assert list(panels) == ["mean", "median", "interquartile mean", "optimality gap"]
+    assert x_label == "human-normalized score" and list(panels["mean"]) == ["backbone.kind=gru", "REM", "Drama"]
+    assert list(panels["interquartile mean"]) == ["backbone.kind=gru", "REM"]
+    games = [atari.normalized_runs("REM")[game] for game in ("Pong", "Boxing")]
+    assert panels["mean"]["REM"].value == pytest.approx(np.mean(games))
+    assert panels["mean"]["REM"].low < panels["mean"]["REM"].value < panels["mean"]["REM"].high
+    assert panels["mean"]["Drama"].low is None
+    pictures.draw_intervals(pooled_by(runs[:2], ["backbone.kind"], "REM"), tmp_path / "x.png", QUIET)
+    assert "median" not in drawn[1][0]  # of one game it is the mean
+
+
+def test_improvement_is_ours_over_our_first_and_over_published_ones_or_the_first_published_over_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(pictures, "improvement", drawn.append)
+    monkeypatch.setattr(pictures, "write_figure", lambda *_: None)
+    runs = seeds(tmp_path, {"gru": [-21.0, 18.0], "s4": [20.6, 30.0]})
+    pictures.draw_improvement(pooled_by(runs, ["backbone.kind"], "REM"), tmp_path / "x.png", QUIET)
+    gru, s4 = "backbone.kind=gru", "backbone.kind=s4"
+    # REM's runs of Pong are 8.15, 20, 20.15, 20.52 and 21.
+    assert {pair: chance.value for pair, chance in drawn[0].items()} == {
+        (s4, gru): 1.0,
+        (gru, "REM"): pytest.approx(1 / 10),
+        (s4, "REM"): pytest.approx(9 / 10),
+    }
+    alone = pools.pool_variants({}, [atari.column_of(name) for name in ("REM", "IRIS", "Drama")])
+    pictures.draw_improvement(alone, tmp_path / "x.png", QUIET)
+    assert {pair: round(chance.value, 3) for pair, chance in drawn[1].items()} == {("REM", "IRIS"): 0.594}
+
+
+def test_what_is_not_published_is_refused(tmp_path: Path) -> None:
+    catch = scored(tmp_path / "a", 1.0, "wm/Catch-v0", settings={"seed": 1})
+    with pytest.raises(UsageError, match=r"--published REM: .* these runs are of wm/Catch-v0: omit --published"):
+        pooled_by([catch], ["seed"], "REM")
+    means = pools.pool_variants({}, [atari.column_of("Drama")])
+    with pytest.raises(UsageError, match=r"no performance profiles: of Drama only means .* such as: --published REM"):
+        pictures.draw_profiles(means, tmp_path / "x.png", QUIET)
+    others = [scored(tmp_path / name, 1.0, f"wm/{name}", settings={"seed": 1}) for name in ("Catch-v0", "Rooms-v0")]
+    with pytest.raises(UsageError, match="returns of different environments cannot be pooled"):
+        pictures.draw_intervals(pooled_by(others, ["seed"]), tmp_path / "x.png", QUIET)
+
+
+def test_pictures_are_written(tmp_path: Path) -> None:
+    found = pooled_by(seeds(tmp_path, {"gru": [1.0, 3.0], "s4": [2.0, 5.0]}), ["backbone.kind"], "REM")
+    for draw in (pictures.draw_profiles, pictures.draw_intervals, pictures.draw_improvement):
+        draw(found, tmp_path / f"{draw.__name__}.png", QUIET)
+        with Image.open(tmp_path / f"{draw.__name__}.png") as picture:
+            assert picture.format == "PNG" and picture.size[0] > 400

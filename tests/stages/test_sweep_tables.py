@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import csv
+import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from test_aggregate import scored
 
+from wmcli.cli import main
 from wmcli.errors import ArtifactError
-from wmcli.metrics import atari
+from wmcli.metrics import atari, statistics
 from wmcli.progress import Progress
-from wmcli.stages.variants import AGGREGATES, COST, games_table, variants_table
+from wmcli.stages.scores import read_scores
+from wmcli.stages.variants import (
+    AGGREGATES,
+    COST,
+    GAMES,
+    compare_variants,
+    games_table,
+    improvement_table,
+    notes,
+    variants_table,
+)
 from wmcli.sweeps.attempt import write_record
 from wmcli.sweeps.plan import Sweep, read_sweep
 from wmcli.sweeps.tables import compare_sweep
@@ -80,7 +95,61 @@ def test_aggregates_are_over_games_and_seeds(sweep: Sweep) -> None:
     assert better["value"] == 1.0 and better["unit"] == "probability"
     assert not rows_of(found.rows, variant="retnet", statistic="improvement over retnet")
     table = variants_table(found.rows, AGGREGATES)
-    assert [row["variant"] for row in table] == ["retnet", "mamba2"] and table[0]["unit"] == "human-normalized score"
+    assert [row["variant"] for row in table][:2] == ["retnet", "mamba2"]
+    assert list(table[0])[-1] == "unit" and table[0]["unit"] == "human-normalized score"
+    (pair,) = improvement_table(found.rows)
+    assert pair == {"variant": "mamba2", "over": "retnet", "probability of improvement": "1.000 (1.000 to 1.000)"}
+
+
+def test_all_systems_stand_beside_with_values_alone(sweep: Sweep) -> None:
+    table = {row["variant"]: row for row in variants_table(compare_sweep(sweep, QUIET).rows, AGGREGATES)}
+    assert {column.name for column in atari.columns("system")} == table.keys() - MEANS.keys()
+    games = [atari.normalized_runs("REM")[game] for game in ("Pong", "Boxing")]
+    assert table["REM"]["mean"] == f"{np.mean(games):.3f}" and table["REM"]["superhuman"] == "2"
+    assert table["Drama"]["iqm"] == table["Drama"]["optimality_gap"] == "means only" != table["Drama"]["mean"]
+
+
+def test_named_columns_are_variants_with_intervals(sweep: Sweep) -> None:
+    found = compare_sweep(sweep, QUIET, [atari.column_of("REM"), atari.column_of("Drama")])
+    assert list(games_table(found.rows)[0]) == ["environment", "retnet", "mamba2", "REM", "Drama"]
+    (boxing,) = rows_of(found.rows, table="games", environment="ALE/Boxing-v5", variant="REM")
+    runs = atari.reference_runs("Boxing", "REM")
+    assert (boxing["lowest"], boxing["highest"], boxing["runs"]) == (min(runs), max(runs), 5)
+    assert boxing["lowest"] < boxing["low"] < boxing["value"] < boxing["high"] < boxing["highest"]
+    (drama,) = rows_of(found.rows, table="games", environment="ALE/Boxing-v5", variant="Drama")
+    assert (drama["value"], drama["low"], drama["runs"]) == (78.0, None, None) and "Training" in drama["caveat"]
+    chances = {(row["variant"], row["over"]) for row in improvement_table(found.rows)}
+    assert chances == {("mamba2", "retnet"), ("retnet", "REM"), ("mamba2", "REM")}
+    lines = notes(found.rows, [atari.column_of("REM"), atari.column_of("Drama")])
+    assert [line.partition(":")[0] for line in lines] == ["REM", "Drama"] and "5 runs per game" in lines[0]
+
+
+def test_a_variant_with_the_name_of_a_column_is_another_one(tmp_path: Path) -> None:
+    run = scored(tmp_path / "a", 1.0, normalized=0.5, settings={"seed": 1})
+    scores = {"REM": read_scores([run], "returns", QUIET)}
+    for published in (None, [atari.column_of("REM")]):
+        (line,) = games_table(compare_variants(scores, {}, QUIET, published))
+        assert line["REM"] == "1" and line["REM (published)"].startswith("17.96")
+
+
+def test_statistics_are_over_the_games_that_all_have_and_a_line_names_the_others(
+    sweep: Sweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = sweep.file.read_text().replace("ALE/Boxing-v5", "ALE/Krull-v5")
+    sweep.file.write_text(file)
+    krull = read_sweep(sweep.file)
+    for run in krull.runs:
+        if "Krull" in run.name:
+            settings = {"seed": int(run.name[-1]), "backbone": {"kind": run.name.split("/")[1]}}
+            normalized = atari.human_normalized("Krull", 3000.0)
+            scored(run.folder, 3000.0, "ALE/Krull-v5", normalized, settings=settings)
+    ablation = atari.column_of("REM-4x4-tokenizer")
+    rows = compare_sweep(krull, QUIET, [ablation]).rows
+    line = "statistics are over the 1 environments that all variants have: REM-4x4-tokenizer lacks ALE/Pong-v5"
+    assert f"warning: {line}" in capsys.readouterr().err
+    (mean,) = rows_of(rows, table=AGGREGATES, variant="retnet", statistic="mean")
+    assert mean["value"] == pytest.approx(atari.human_normalized("Krull", 3000.0))
+    assert [row["environment"] for row in games_table(rows)] == ["ALE/Pong-v5", "ALE/Krull-v5"]
 
 
 def test_cost_is_that_of_the_records(sweep: Sweep) -> None:
@@ -106,3 +175,40 @@ def test_without_human_scores_there_are_no_aggregates_over_games(
 def test_nothing_to_compare_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="no run of .* is evaluated yet; see: wm sweep status"):
         compare_sweep(sweep_of(tmp_path, ["wm/Catch-v0"]), QUIET)
+
+
+def test_runs_stand_beside_published_scores_by_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(statistics, "_resample", partial(few, statistics._resample))
+    runs = [
+        scored(tmp_path / f"{kind}{seed}", mean, "ALE/Pong-v5", atari.human_normalized("Pong", mean), settings=settings)
+        for kind, means in {"gru": [-21.0, 18.0], "s4": [20.6, 30.0]}.items()
+        for seed, mean in enumerate(means)
+        for settings in [{"seed": seed, "backbone": {"kind": kind}}]
+    ]
+    command = ["compare", *map(str, runs), "--published", "REM", "--published", "Drama", "--format", "csv"]
+    for options, variants in [
+        (["--by", "backbone.kind"], ["backbone.kind=gru", "backbone.kind=s4"]),
+        ([], ["all runs"]),
+    ]:
+        assert main.run([*command, *options]) == 0
+        shown = capsys.readouterr()
+        rows = list(csv.DictReader(io.StringIO(shown.out)))
+        games = [row for row in rows if row["table"] == GAMES]
+        assert [row["variant"] for row in games] == [*variants, "REM", "Drama"]
+        assert {row["unit"] for row in games} == {"return"} and games[-1]["value"] == "15.0"
+        chances = [(row["variant"], row["statistic"]) for row in rows if row["unit"] == "probability"]
+        assert [pair for pair in chances if pair[1].endswith("REM")] == [
+            (name, "improvement over REM") for name in variants
+        ]
+        assert ("different settings are pooled" in shown.err) == (not options)
+    against = [*command[:3], "--against", *map(str, runs[2:3]), *command[5:]]
+    assert main.run(against) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["variant"] for row in rows if row["table"] == GAMES] == ["RUN", "--against", "REM", "Drama"]
+
+
+def few(real: Any, sides: Any, compute: Any, rng: Any, repetitions: int) -> Any:
+    """Values need few resamples."""
+    return real(sides, compute, rng, 50)

@@ -1,9 +1,9 @@
-"""`wm compare`: compare the evaluations of several runs."""
+"""`wm compare`: compare the evaluations of several runs, and published scores."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,17 +12,24 @@ import typer
 
 from wmcli.cli.evaluate import ProtocolName
 from wmcli.cli.options import Format, Json, Quiet, complete_key, refuse_both_forms
-from wmcli.cli.output import EXACT, Form, Row, answer, chosen, emit_json, filled
+from wmcli.cli.output import EXACT, Form, Row, answer, chosen, emit_json, filled, remark
 from wmcli.cli.schema import describe_comparison
 from wmcli.errors import UsageError
 from wmcli.progress import Progress
 
 if TYPE_CHECKING:
+    from wmcli.metrics.atari import Column
     from wmcli.stages.protocol import Protocol
-    from wmcli.stages.score_pictures import Over
     from wmcli.stages.scores import Score
 
 PICTURES = "Pictures"
+Groups = Mapping[str, Sequence["Score"]]
+
+
+def complete_column() -> list[str]:
+    from wmcli.metrics.atari import columns
+
+    return [column.name for column in columns()]
 
 
 def compare(
@@ -33,7 +40,16 @@ def compare(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Compare the variants of a sweep: games, aggregates, cost. Curves of several games get a file each.",
+            help="Compare the variants of a sweep: games, aggregates, cost.",
+        ),
+    ] = None,
+    published: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Put published Atari-100k scores beside, as a variant with intervals. Repeatable. Without runs,"
+            " compare published scores alone. Without this option tables have the values of all systems.",
+            autocompletion=complete_column,
         ),
     ] = None,
     protocol: Annotated[
@@ -59,7 +75,7 @@ def compare(
         typer.Option(
             metavar="FILE",
             help="Draw curves in one picture (.png): returns over environment steps, with a line for each run or"
-            " value of --by, or the errors of --protocol generation or recall.",
+            " value of --by, or the errors of --protocol generation or recall. Several games get a file each.",
             rich_help_panel=PICTURES,
         ),
     ] = None,
@@ -70,12 +86,37 @@ def compare(
             rich_help_panel=PICTURES,
         ),
     ] = "steps",
+    band: Annotated[
+        Literal["bootstrap", "stderr", "range"],
+        typer.Option(
+            help="Band of --curves around the mean return of several runs: its 95 % bootstrap interval, one standard"
+            " error to either side, or the lowest to the highest run.",
+            rich_help_panel=PICTURES,
+        ),
+    ] = "bootstrap",
     profiles: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help="Draw performance profiles (.png): the share of runs above each score, with a line for each value of"
-            " --by, or for RUN... and --against.",
+            " --by, for RUN... and --against, and for --published.",
+            rich_help_panel=PICTURES,
+        ),
+    ] = None,
+    intervals: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw mean, median, interquartile mean and optimality gap of the same, with 95 % intervals (.png).",
+            rich_help_panel=PICTURES,
+        ),
+    ] = None,
+    improvement: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw the probability of improvement (.png): over the first of our variants, and over each published"
+            " one. Without runs: of the first published one over each other.",
             rich_help_panel=PICTURES,
         ),
     ] = None,
@@ -97,37 +138,54 @@ def compare(
     form: Format = None,
     quiet: Quiet = False,
 ) -> None:
-    """Compare the evaluations of several runs: tables, statistics, pictures.
+    """Compare the evaluations of several runs, and published scores: tables,
+    statistics, pictures.
 
     Examples:
         wm compare runs/a runs/b --against runs/c --against runs/d
         wm compare runs/* --by backbone.kind --curves returns.png
+        wm compare runs/* --published REM --published IRIS
+        wm compare --published REM --published IRIS --profiles profiles.png
         wm compare runs/* --format latex
         wm compare runs/mamba2 runs/gru --protocol gridworld
         wm compare --sweep backbones.toml --profiles profiles.png
     """
     refuse_both_forms(as_json, form)
-    if sweep is not None:
-        if runs or against or by or priors or strips or protocol != "returns":
-            raise UsageError(
-                "--sweep names runs and groups itself: omit RUN, --against, --by, --protocol, --priors, --strips."
-            )
-        _compare_sweep(sweep, curves, over, profiles, as_json, form, Progress(quiet))
-        return
+    drawn = {
+        "curves": curves,
+        "profiles": profiles,
+        "intervals": intervals,
+        "improvement": improvement,
+        "priors": priors,
+        "strips": strips,
+    }
+    pictures = {name: path for name, path in drawn.items() if path is not None}
+    _check_sources(runs, sweep, published, pictures, bool(against or by or protocol != "returns"))
+    if improvement is not None and sweep is None and not (by or against) and len(published or ()) + bool(runs) < 2:
+        raise UsageError("--improvement needs two to compare: add --by, --against or --published.")
+    style = _style(over, band, curves is not None and protocol == "returns")
+    columns, progress = _columns(published), Progress(quiet)
     if not runs:
-        raise UsageError("no runs: name some, or the file of a sweep with --sweep.")
+        if sweep is None:
+            _draw({}, columns, pictures, style, progress)
+            _compare_published({}, columns, as_json, form, progress)
+        else:
+            _compare_sweep(sweep, columns, pictures, style, as_json, form, progress)
+        return
     from wmcli.stages.protocols import PROTOCOLS
-    from wmcli.stages.scores import read_scores
+    from wmcli.stages.scores import differences, read_scores
 
     choice = PROTOCOLS[protocol]
-    _check(choice, against=against, by=by, curves=curves, profiles=profiles, priors=priors, strips=strips)
-    if over != "steps" and (curves is None or choice.needs == "dynamics"):
-        raise UsageError(f"--over {over} is for curves of returns: add --curves FILE.")
-    progress = Progress(quiet)
+    _check_protocol(choice, pictures, against=against, by=by, published=published)
     every = read_scores([*runs, *(against or ())], protocol, progress)
     scores, others = every[: len(runs)], every[len(runs) :]
-    pictures = {"curves": curves, "profiles": profiles, "priors": priors, "strips": strips}
-    _draw(scores, others, choice, by or (), progress, over, **pictures)
+    _draw_runs(scores, others, choice, columns, by or (), pictures, style, progress)
+    if columns:
+        groups = _groups(scores, others, by or ())
+        for line in differences(list(groups.values()), by or ()):
+            progress.warn(line)
+        _compare_published(groups, columns, as_json, form, progress)
+        return
     rows, statistics = _compare(scores, others, choice, by, progress)
     if as_json:
         emit_json(describe_comparison(protocol, scores, others, rows, statistics))
@@ -139,104 +197,186 @@ def compare(
         _show_statistics(rows, form)
 
 
-def _check(
-    protocol: Protocol,
-    *,
-    against: list[Path] | None,
-    by: list[str] | None,
-    curves: Path | None,
-    profiles: Path | None,
-    priors: Path | None,
-    strips: Path | None,
+# -- checks, before any work ------------------------------------------------------------------------------------------
+
+
+def _check_sources(
+    runs: list[Path] | None,
+    sweep: Path | None,
+    published: list[str] | None,
+    pictures: Mapping[str, Path],
+    chosen_runs: bool,
 ) -> None:
-    """Refuse options that exclude each other, and pictures that cannot be written."""
-    if against and (by or curves):
-        raise UsageError("--against compares two sets of runs: omit --by and --curves.")
-    if protocol.needs == "dynamics" and (against or by or priors or profiles):
-        raise UsageError(f"--protocol {protocol.name} scores dynamics: omit --against, --by, --priors and --profiles.")
-    if curves and protocol.needs == "dynamics" and protocol.plot_curves is None:
-        raise UsageError(f"--protocol {protocol.name} has no curves: omit --curves.")
-    if strips and protocol.draw_strips is None:
-        raise UsageError(f"--protocol {protocol.name} has no strips: add --protocol generation.")
+    """Refuse options that do not go with what is compared, and pictures that cannot be written.
+
+    Args:
+        runs: RUN...
+        sweep: --sweep.
+        published: --published.
+        pictures: Files by the name of their option.
+        chosen_runs: Whether --against, --by or --protocol was given.
+    """
     from wmcli.report.files import check_target
 
-    for picture in filter(None, (curves, profiles, priors, strips)):
+    if runs and sweep is not None:
+        raise UsageError("--sweep names the runs itself: omit RUN.")
+    if not runs and sweep is None and not published:
+        raise UsageError("no runs: name some, the file of a sweep with --sweep, or published scores with --published.")
+    of_runs = chosen_runs or not pictures.keys().isdisjoint(("priors", "strips"))
+    if not runs and of_runs:
+        what = "--published alone compares" if sweep is None else "--sweep compares"
+        raise UsageError(f"{what} variants: omit --against, --by, --protocol, --priors and --strips, or name runs.")
+    if not runs and sweep is None and "curves" in pictures:
+        raise UsageError("--curves is for runs: name some, or omit it; published scores are its dashed lines.")
+    for picture in pictures.values():
         check_target(picture, (".png", ".svg", ".pdf"))
 
 
-def _draw(
+def _style(over: str, band: str, has_curves: bool) -> dict[str, Any]:
+    """Return the options of curves of returns. Refuses them without such curves."""
+    for flag, value, default in (("over", over, "steps"), ("band", band, "bootstrap")):
+        if value != default and not has_curves:
+            raise UsageError(f"--{flag} {value} is for curves of returns: add --curves FILE.")
+    return {"over": over, "band": band}
+
+
+def _columns(names: Sequence[str] | None) -> list[Column]:
+    """Return the published columns of these names, of which there is none twice."""
+    from wmcli.metrics.atari import column_of
+
+    columns = [column_of(name) for name in names or ()]
+    if twice := [column.name for place, column in enumerate(columns) if column in columns[:place]]:
+        raise UsageError(f"--published {twice[0]} is given twice: give it once.")
+    return columns
+
+
+def _check_protocol(
+    protocol: Protocol,
+    pictures: Mapping[str, Path],
+    *,
+    against: list[Path] | None,
+    by: list[str] | None,
+    published: list[str] | None,
+) -> None:
+    """Refuse options that exclude each other, or that evaluations of this protocol do not have."""
+    if against and (by or "curves" in pictures):
+        raise UsageError("--against compares two sets of runs: omit --by and --curves.")
+    of_returns = {"against": against, "by": by, "published": published, **pictures}
+    given = [f"--{name}" for name, value in of_returns.items() if value and name not in ("curves", "strips")]
+    if protocol.needs == "dynamics" and given:
+        raise UsageError(f"--protocol {protocol.name} scores dynamics: omit {', '.join(given)}.")
+    if "curves" in pictures and protocol.needs == "dynamics" and protocol.plot_curves is None:
+        raise UsageError(f"--protocol {protocol.name} has no curves: omit --curves.")
+    if "strips" in pictures and protocol.draw_strips is None:
+        raise UsageError(f"--protocol {protocol.name} has no strips: add --protocol generation.")
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def _draw_runs(
     scores: Sequence[Score],
     against: Sequence[Score],
     protocol: Protocol,
+    columns: Sequence[Column],
     by: Sequence[str],
+    pictures: Mapping[str, Path],
+    style: Mapping[str, Any],
     progress: Progress,
-    over: Over,
-    *,
-    curves: Path | None,
-    profiles: Path | None,
-    priors: Path | None,
-    strips: Path | None,
 ) -> None:
-    """Draw the pictures that have a file."""
+    """Draw the pictures of runs that have a file."""
     from wmcli.report.plots import write_figure
-    from wmcli.stages.score_pictures import compare_priors, draw_profiles, draw_returns
+    from wmcli.stages.score_pictures import compare_priors
 
-    if profiles:
-        draw_profiles(scores, against, by, profiles)
-    if priors:
-        compare_priors(scores, priors)
-    if strips and protocol.draw_strips:
-        protocol.draw_strips([score.run for score in scores], strips)
-    if curves and protocol.plot_curves:
-        write_figure(curves, protocol.plot_curves([score.evaluation for score in scores]))
-    elif curves:
-        draw_returns(scores, by, curves, progress, over)
+    if "priors" in pictures:
+        compare_priors(scores, pictures["priors"])
+    if "strips" in pictures and protocol.draw_strips:
+        protocol.draw_strips([score.run for score in scores], pictures["strips"])
+    if protocol.needs == "controller":
+        lines = None if by else {str(score.run): [score] for score in scores}
+        _draw(_groups(scores, against, by), columns, pictures, style, progress, lines)
+    elif "curves" in pictures and protocol.plot_curves:
+        write_figure(pictures["curves"], protocol.plot_curves([score.evaluation for score in scores]))
 
 
-# -- sweeps -----------------------------------------------------------------------------------------------------------
+def _groups(scores: Sequence[Score], against: Sequence[Score], by: Sequence[str]) -> Groups:
+    """Return scores by the name of their variant: values of settings, one of two sides, or one for all."""
+    from wmcli.stages.scores import label_groups
+
+    if by:
+        return label_groups(scores, by)
+    return {"RUN": scores, "--against": against} if against else {"all runs": scores}
+
+
+def _draw(
+    groups: Groups,
+    columns: Sequence[Column],
+    pictures: Mapping[str, Path],
+    style: Mapping[str, Any],
+    progress: Progress,
+    lines: Groups | None = None,
+) -> None:
+    """Draw the pictures of scores that have a file. Curves have `lines` of their own, or those of the groups."""
+    from wmcli.stages.pools import pool_variants
+    from wmcli.stages.score_pictures import draw_curves, draw_improvement, draw_intervals, draw_profiles
+
+    drawers = {"profiles": draw_profiles, "intervals": draw_intervals, "improvement": draw_improvement}
+    if not pictures.keys().isdisjoint(drawers):
+        pools = pool_variants(groups, columns)
+        for name, draw in drawers.items():
+            if name in pictures:
+                draw(pools, pictures[name], progress)
+    if "curves" in pictures:
+        draw_curves(lines or groups, pictures["curves"], progress, published=columns, **style)
+
+
+# -- sweeps and published scores --------------------------------------------------------------------------------------
 
 
 def _compare_sweep(
     file: Path,
-    curves: Path | None,
-    over: Over,
-    profiles: Path | None,
+    columns: Sequence[Column],
+    pictures: Mapping[str, Path],
+    style: Mapping[str, Any],
     as_json: bool,
     form: Form | None,
     progress: Progress,
 ) -> None:
     """Compare the variants of a sweep: tables of games, aggregates and cost, and pictures."""
-    from wmcli.report.files import check_target
-    from wmcli.stages.score_pictures import draw_group_profiles, draw_lines
-    from wmcli.stages.variants import AGGREGATES, COLUMNS, COST, games_table, variants_table
     from wmcli.sweeps.plan import read_sweep
     from wmcli.sweeps.tables import compare_sweep
 
-    for picture in filter(None, (curves, profiles)):
-        check_target(picture, (".png", ".svg", ".pdf"))
-    found = compare_sweep(read_sweep(file), progress)
-    if profiles:
-        draw_group_profiles(found.scores, profiles)
-    if curves:
-        games = list(dict.fromkeys(score.environment for members in found.scores.values() for score in members))
-        for game in games:
-            lines = {
-                variant: some
-                for variant, members in found.scores.items()
-                if (some := [score for score in members if score.environment == game])
-            }
-            name = re.sub(r"[^\w.]+", "-", game.rpartition("/")[2])
-            draw_lines(lines, curves if len(games) == 1 else curves.with_stem(f"{curves.stem}-{name}"), progress, over)
+    found = compare_sweep(read_sweep(file), progress, columns or None)
+    _draw(found.scores, columns, pictures, style, progress)
     if found.missing:
         progress.warn(f"{len(found.missing)} runs have no evaluation yet: {', '.join(found.missing[:5])}, ...")
+    _show_variants(found.rows, columns, as_json, form, found.missing)
+
+
+def _compare_published(
+    groups: Groups, columns: Sequence[Column], as_json: bool, form: Form | None, progress: Progress
+) -> None:
+    """Compare published scores with each other, and with runs if there are some."""
+    from wmcli.stages.variants import compare_variants
+
+    _show_variants(compare_variants(groups, {}, progress, columns), columns, as_json, form)
+
+
+def _show_variants(
+    rows: list[dict[str, Any]], columns: Sequence[Column], as_json: bool, form: Form | None, missing: Sequence[str] = ()
+) -> None:
+    """Print the tables of variants, and what there is to say of the published scores in them."""
+    from wmcli.stages import variants
+
     if as_json:
-        emit_json({"rows": found.rows, "missing": found.missing})
+        emit_json({"rows": rows, "missing": missing})
     elif chosen(form) in EXACT:
-        answer(found.rows, COLUMNS, form)
+        answer(rows, variants.COLUMNS, form)
     else:
-        tables = [games_table(found.rows), variants_table(found.rows, AGGREGATES), variants_table(found.rows, COST)]
-        for table in filter(None, tables):
+        aggregates, cost = (variants.variants_table(rows, table) for table in (variants.AGGREGATES, variants.COST))
+        for table in filter(None, (variants.games_table(rows), aggregates, variants.improvement_table(rows), cost)):
             answer(table, list(dict.fromkeys(key for row in table for key in row)), form)
+        remark(variants.notes(rows, columns), form)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -266,12 +406,15 @@ def _show_statistics(rows: list[dict[str, Any]], form: Form | None) -> None:
     every = [row for part in parts for row in part]
     columns = filled(every, ["name", "score", "human-normalized", "environment", "episodes", "steps", "runs"])
     answer([row for part in parts for row in (*part, None)][:-1], columns, form)
+    remark(
+        [f"{name}: {caveat}" for name, caveat in {row["name"]: row["caveat"] for row in rows}.items() if caveat], form
+    )
 
 
 def _show_groups(rows: list[dict[str, Any]], keys: list[str], form: Form | None) -> None:
     """Print a row for each value of some settings."""
     cells = [row | {"mean": _with_interval(row["mean"], row["low"], row["high"])} for row in rows]
-    answer(cells, [*keys, "mean", "unit", "runs", "episodes", "steps"], form)
+    answer(cells, [*keys, "mean", "unit", *filled(rows, ["human_normalized"]), "runs", "episodes", "steps"], form)
 
 
 def _part(row: Row) -> str:

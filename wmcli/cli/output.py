@@ -101,6 +101,23 @@ def answer(rows: Rows, columns: Sequence[str], form: Form | None = None) -> None
         line(FORMS[chosen(form)](rows, columns))
 
 
+def remark(lines: Sequence[str], form: Form | None = None) -> None:
+    """Print remarks under a table, one line each, in forms for people. A terminal breaks long ones between words."""
+    if chosen(form) == "table" and lines:
+        from rich.console import Console
+
+        console = Console() if sys.stdout.isatty() else Console(width=_ENDLESS)
+        for text in lines:
+            console.print(text, markup=False, highlight=False)
+    elif chosen(form) == "latex":
+        for text in lines:
+            line(f"% {text}")
+    elif chosen(form) == "markdown" and lines:
+        line("")  # a line right under a table would be a row of it
+        for text in lines:
+            line(f"- {text}")
+
+
 def draw_table(rows: Rows, columns: Sequence[str], stream: TextIO, title: str | None = None) -> None:
     """Draw a Rich table with numbers aligned right and long texts broken.
 

@@ -18,13 +18,16 @@ import numpy as np
 from wmcli.config import did_you_mean
 from wmcli.errors import UsageError
 
+DEFAULT_KINDS = ("reference", "system")
+"""Kinds of columns that stand beside a score without being named."""
+
 
 class Column(NamedTuple):
     """The origin of one column of published scores."""
 
     name: str
     kind: str
-    """"reference" (random, human), "system" or "ablation"."""
+    """"reference" (random, human), "system", "ablation", or "copy": a system as the paper of another one prints it."""
     paper: str
     data: str
     """Public place of the numbers."""
@@ -66,9 +69,26 @@ def games() -> list[str]:
 
 
 def columns(kind: str | None = None) -> list[Column]:
-    """Return all published columns, or those of one kind: "reference", "system" or "ablation"."""
+    """Return all published columns, or those of one kind (see `Column`)."""
     every = [Column(name, **about) for name, about in _data()["columns"].items()]
     return [column for column in every if kind is None or column.kind == kind]
+
+
+def column_of(name: str) -> Column:
+    """Return the published column of a name.
+
+    Raises:
+        UsageError: There is no such column.
+    """
+    about = _data()["columns"]
+    if name not in about:
+        raise UsageError(f"no published scores called '{name}'; {did_you_mean(name, about)}")
+    return Column(name, **about[name])
+
+
+def has_runs(column: str) -> bool:
+    """Return whether the scores of single runs are published, not only a mean of each game."""
+    return any(len(runs) > 1 for runs in _data()["scores"][column_of(column).name].values())
 
 
 def game_name(environment: str) -> str | None:
@@ -95,11 +115,8 @@ def reference_runs(game: str, column: str) -> list[float]:
     Raises:
         UsageError: There is no such column.
     """
-    scores = _data()["scores"]
-    if column not in scores:
-        raise UsageError(f"no published scores called '{column}'; {did_you_mean(column, scores)}")
-    name = game_name(game)
-    return list(scores[column].get(name, ())) if name else []
+    scores, name = _data()["scores"][column_of(column).name], game_name(game)
+    return list(scores.get(name, ())) if name else []
 
 
 def reference(game: str, column: str) -> float | None:
@@ -123,7 +140,7 @@ def normalized_runs(column: str) -> dict[str, np.ndarray]:
 
 
 def game_table(game: str, ours: Sequence[float] = (), *, name: str = "this run") -> list[Row] | None:
-    """Return the published scores of one game without ablations, or None if it is none of the 26.
+    """Return the scores of one game of random play, people and systems, or None if it is none of the 26.
 
     Args:
         game: Name, or id of the environment.
@@ -135,7 +152,7 @@ def game_table(game: str, ours: Sequence[float] = (), *, name: str = "this run")
     rows = [_row(name, game, ours, "")] if len(ours) else []
     for column in columns():
         runs = reference_runs(game, column.name)
-        if runs and column.kind != "ablation":
+        if runs and column.kind in DEFAULT_KINDS:
             rows.append(_row(column.name, game, runs, column.caveat))
     return rows
 

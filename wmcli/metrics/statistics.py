@@ -33,7 +33,10 @@ _CHUNK = 1 << 18  # numbers at once while bootstrapping: 2 MiB, which fit the pr
 
 
 class Estimate(NamedTuple):
-    """A statistic and its bootstrap interval. `low` and `high` are None where no task has more than one run."""
+    """A statistic and its bootstrap interval.
+
+    `low` and `high` are None where no task has more than one run, or where no interval was asked for.
+    """
 
     value: float
     low: float | None
@@ -94,11 +97,6 @@ def performance_profile(
     return Profile(taus, value, low, high)
 
 
-def superhuman(scores: Scores) -> int:
-    """Return the number of tasks with a mean human-normalized score of at least 1, up to rounding."""
-    return sum(float(task.mean()) >= 1.0 - 1e-9 for task in by_task(scores))
-
-
 # -- bootstrap --------------------------------------------------------------------------------------------------------
 
 
@@ -149,18 +147,31 @@ def bootstrap_improvement(
     return Estimate(value, float(low), float(high))
 
 
-def aggregate(scores: Scores, rng: np.random.Generator, *, repetitions: int = REPETITIONS) -> dict[str, Estimate]:
-    """Return mean, median, IQM and optimality gap with their 95 % intervals: the last lines of an Atari-100k table."""
-    return _bootstrap(scores, list(STATISTICS), rng, repetitions)
+def aggregate(
+    scores: Scores,
+    rng: np.random.Generator | None,
+    names: Sequence[str] | None = None,
+    *,
+    repetitions: int = REPETITIONS,
+) -> dict[str, Estimate]:
+    """Return the last lines of an Atari-100k table with their 95 % intervals.
+
+    Args:
+        scores: Of all tasks.
+        rng: For the resamples; None computes no intervals.
+        names: Keys of STATISTICS; None takes all.
+        repetitions: Number of resamples.
+    """
+    return _bootstrap(scores, list(STATISTICS if names is None else names), rng, repetitions)
 
 
 def _bootstrap(
-    scores: Scores, names: list[str], rng: np.random.Generator, repetitions: int, confidence: float = 0.95
+    scores: Scores, names: list[str], rng: np.random.Generator | None, repetitions: int, confidence: float = 0.95
 ) -> dict[str, Estimate]:
     """Return statistics with their intervals, all of the same resamples."""
     tasks = by_task(scores)
     values = [float(STATISTICS[name](tasks)) for name in names]
-    if not _varies(tasks):
+    if rng is None or not _varies(tasks):
         return {name: Estimate(value, None, None) for name, value in zip(names, values, strict=True)}
 
     def compute(sample: list[list[np.ndarray]]) -> np.ndarray:
@@ -201,6 +212,11 @@ def _optimality_gap(tasks: list[np.ndarray]) -> np.ndarray:
     return 1.0 - np.minimum(np.concatenate(tasks, axis=-1), 1.0).mean(axis=-1)
 
 
+def _superhuman(tasks: list[np.ndarray]) -> np.ndarray:
+    """Return the number of tasks with a mean of at least 1, up to rounding."""
+    return (_means(tasks) >= 1.0 - 1e-9).sum(axis=-1).astype(np.float64)
+
+
 def _probability_of_improvement(ours: list[np.ndarray], theirs: list[np.ndarray]) -> np.ndarray:
     per_task = []
     for x, y in zip(ours, theirs, strict=True):
@@ -214,7 +230,12 @@ STATISTICS: dict[str, Statistic] = {
     "median": _median,
     "iqm": _iqm,
     "optimality_gap": _optimality_gap,
+    "superhuman": _superhuman,
 }
+OF_NORMALIZED = ("optimality_gap", "superhuman")
+"""Statistics of human-normalized scores alone, where 1 has a meaning."""
+OF_RUNS = ("iqm", "optimality_gap")
+"""Statistics over single runs, which the means over the runs of each task do not give."""
 
 
 # -- input and resampling ---------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
 
 import numpy as np
@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 
 Band = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]  # value, low, high: (K,) each
 Interval = tuple[float, float | None, float | None]  # value, low, high
+BandKind = Literal["bootstrap", "stderr", "range"]
+"""What a band over runs shows."""
+BAND: BandKind = "bootstrap"
+_BANDS: dict[BandKind, str] = {
+    "bootstrap": "95 % bootstrap interval of the mean over runs",
+    "stderr": "one standard error of the mean over runs to either side",
+    "range": "lowest to highest run",
+}
 
 # Distinct for color-blind readers too.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -245,12 +253,12 @@ def returns_over(
     x_label: str = STEPS,
     references: Mapping[str, float] | None = None,
     title: str = "",
-    interval: bool = False,
+    band: BandKind = BAND,
 ) -> Figure:
     """Draw mean returns of several runs against environment steps or time, one color per group of runs.
 
-    One run is one line. Several runs are thin lines with a thick one for their mean, and a band from the lowest to the
-    highest run. The mean covers the steps that all runs of the group reach; runs are interpolated linearly.
+    One run is one line. Several runs are thin lines with a thick one for their mean, and a band, which the legend
+    names. The mean covers the steps that all runs of the group reach; runs are interpolated linearly.
 
     Args:
         groups: name -> one sequence per run of (step or time, mean return) in any order. Of several returns at one
@@ -258,7 +266,8 @@ def returns_over(
         x_label: Of the horizontal axis.
         references: name -> return, drawn as dashed lines with their names.
         title: Title of the plot.
-        interval: Let the band be the 95 % bootstrap interval of the mean; of up to three runs it is their range.
+        band: The 95 % bootstrap interval of the mean (of up to three runs that is their range), one standard error of
+            the mean to either side, or the lowest and the highest run.
 
     Raises:
         UsageError: There is no group, or a run has no finite return.
@@ -282,10 +291,12 @@ def returns_over(
         common = np.unique([step for steps, _ in lines for step in steps if low <= step <= high])
         curves = np.array([np.interp(common, steps, returns) for steps, returns in lines])  # (runs, K)
         axes.plot(common, curves.mean(0), **style | _marked(len(common)), label=f"{name} ({len(lines)} runs)")
-        bottom, top = _bootstrapped(curves) if interval else (curves.min(0), curves.max(0))
+        bottom, top = _band(curves, band)
         axes.fill_between(common, bottom, top, color=style["color"], alpha=0.15, linewidth=0)
         if len(common) == 1:  # a band has no width there
             axes.vlines(common, bottom, top, color=style["color"], linewidth=1.2)
+    if any(len(runs) > 1 for runs in groups.values()):
+        axes.fill_between([], [], [], color=_GREY, alpha=0.3, linewidth=0, label=f"band: {_BANDS[band]}")
     _finish_returns(figure, axes, references or {}, title, x_label)
     return figure
 
@@ -402,7 +413,10 @@ def improvement(pairs: Mapping[tuple[str, str], Interval], *, title: str = "") -
     Source: Agarwal et al. 2021, arXiv 2108.13264, figure 11.
     """
     if not pairs:
-        raise UsageError("no pairs of variants to draw; compare runs of two with: wm compare RUN... --by KEY")
+        raise UsageError(
+            "no pairs of variants to draw; compare two with: wm compare RUN... --by KEY, or name published scores of"
+            " runs, such as: --published REM"
+        )
     figure = _figure(7.4, 0.3 * len(pairs) + 1.0)
     axes = figure.subplots()
     _rows(axes, [variant for variant, _ in pairs])
@@ -774,8 +788,13 @@ def _shortened(name: str, most: int = 34) -> str:
     return name if len(name) <= most else f"{name[:half]}…{name[-half:]}"
 
 
-def _bootstrapped(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the limits (K,) of the 95 % bootstrap interval of the mean over runs: curves (runs, K)."""
+def _band(curves: np.ndarray, kind: BandKind) -> tuple[np.ndarray, np.ndarray]:
+    """Return the limits (K,) of the band over runs: curves (runs, K), of two or more runs."""
+    if kind == "range":
+        return curves.min(0), curves.max(0)
+    if kind == "stderr":
+        middle, error = curves.mean(0), curves.std(0, ddof=1) / math.sqrt(len(curves))
+        return middle - error, middle + error
     chosen = np.random.default_rng(0).integers(len(curves), size=(2000, len(curves)))
     low, high = np.quantile([curves[runs].mean(0) for runs in chosen], [0.025, 0.975], axis=0)
     return low, high

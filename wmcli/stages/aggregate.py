@@ -9,6 +9,7 @@ import numpy as np
 
 from wmcli.metrics import atari, statistics
 from wmcli.progress import Progress
+from wmcli.stages.pools import estimate, published_pool
 from wmcli.stages.scores import GAMES, NORMALIZED, RETURN, Score, differences, group_scores, pool_scores, pooled_unit
 
 ALL = "all"
@@ -28,7 +29,8 @@ def aggregate(scores: Sequence[Score], against: Sequence[Score], progress: Progr
 
     Returns:
         `scores` by task, their `unit`, numbers of `runs` and `tasks`. An estimate `{"value", "low", "high"}` of each
-        statistic. `superhuman`: number of tasks with a mean human-normalized score of 1 or more. `performance_profile`.
+        statistic, of human-normalized scores also of `superhuman`, the number of tasks with a mean of 1 or more.
+        `performance_profile`.
         `rows`: the same as a table (see `_rows`).
 
     Raises:
@@ -48,8 +50,6 @@ def aggregate(scores: Sequence[Score], against: Sequence[Score], progress: Progr
         "tasks": len(ours),
         **_estimates(ours, unit, rng),
     }
-    if unit == NORMALIZED:
-        result["superhuman"] = statistics.superhuman(ours)
     low, high = min(map(np.min, ours.values())), max(map(np.max, ours.values()))
     thresholds = np.linspace(low, high, 21)
     profile = statistics.performance_profile(ours, thresholds)
@@ -60,11 +60,9 @@ def aggregate(scores: Sequence[Score], against: Sequence[Score], progress: Progr
 
 
 def _estimates(scores: Mapping[str, np.ndarray], unit: str, rng: np.random.Generator) -> dict[str, Any]:
-    """Return mean, median and IQM, and of human-normalized scores the optimality gap."""
-    estimates = {name: estimate._asdict() for name, estimate in statistics.aggregate(scores, rng).items()}
-    if unit != NORMALIZED:
-        del estimates["optimality_gap"]
-    return estimates
+    """Return mean, median and IQM, and of human-normalized scores the optimality gap and the superhuman games."""
+    names = [name for name in statistics.STATISTICS if unit == NORMALIZED or name not in statistics.OF_NORMALIZED]
+    return {name: estimate._asdict() for name, estimate in statistics.aggregate(scores, rng, names).items()}
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -99,8 +97,8 @@ def _rows(scores: Sequence[Score], result: Mapping[str, Any]) -> list[dict[str, 
     """
     rows = [_run_row(score) for score in sorted(scores, key=lambda score: score.environment)]
     for name, value in result.items():
-        if isinstance(value, Mapping) and "value" in value:
-            unit = "probability" if name == "probability_of_improvement" else result["unit"]
+        if isinstance(value, Mapping) and "value" in value and (name != "superhuman" or result["tasks"] > 1):
+            unit = {"probability_of_improvement": "probability", "superhuman": GAMES}.get(name, result["unit"])
             rows.append(
                 {
                     "name": ALL,
@@ -114,15 +112,12 @@ def _rows(scores: Sequence[Score], result: Mapping[str, Any]) -> list[dict[str, 
                     "runs": result["runs"],
                 }
             )
-    if "superhuman" in result and result["tasks"] > 1:
-        count = {"name": ALL, "environment": ALL, "statistic": "superhuman", "unit": GAMES}
-        rows.append(count | {"score": result["superhuman"], "runs": result["runs"]})
     for environment in sorted({score.environment for score in scores}):
         mine = [score.metrics for score in scores if score.environment == environment]
         for row in atari.references(environment, float(np.mean([metrics["random_mean"] for metrics in mine]))):
             rows.append({"environment": environment, "statistic": "mean", "unit": RETURN} | row)
     if result["tasks"] > 1:
-        rows += _published_aggregates({score.environment for score in scores})
+        rows += _published_aggregates(sorted({score.environment for score in scores}))
     return [{column: row.get(column) for column in COLUMNS} for row in rows]
 
 
@@ -143,31 +138,22 @@ def _run_row(score: Score) -> dict[str, Any]:
     }
 
 
-def _published_aggregates(environments: set[str]) -> list[dict[str, Any]]:
-    """Return mean, median and superhuman games of each published system that has all of these games.
+def _published_aggregates(environments: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the statistics of each published system that has all of these games, without intervals.
 
-    There are no IQM and optimality gap: of many systems only means over runs are published.
+    Statistics over runs are left out where only means over runs are published.
     """
-    games = {atari.game_name(environment) for environment in environments}
     rows = []
-    for statistic in (statistics.mean, statistics.median, statistics.superhuman):
-        unit = GAMES if statistic is statistics.superhuman else NORMALIZED
-        for column in atari.columns("system"):
-            scores = {game: runs for game, runs in atari.normalized_runs(column.name).items() if game in games}
-            if len(scores) == len(games):
-                value = statistic(scores)
-                rows.append(
-                    {
-                        "name": column.name,
-                        "environment": ALL,
-                        "statistic": statistic.__name__,
-                        "score": value,
-                        "unit": unit,
-                        "human_normalized": value if unit == NORMALIZED else None,
-                        "caveat": column.caveat or None,
-                    }
-                )
-    return rows
+    for column in atari.columns("system"):
+        pool = published_pool(column, environments)
+        if len(pool.returns) == len(environments):
+            for statistic, found in estimate(pool, NORMALIZED, None).items():
+                if found is not None:
+                    is_count = statistic == "superhuman"
+                    about = {"name": column.name, "environment": ALL, "statistic": statistic, "score": found.value}
+                    about |= {"unit": GAMES if is_count else NORMALIZED, "caveat": column.caveat or None}
+                    rows.append(about | {"human_normalized": None if is_count else found.value})
+    return sorted(rows, key=lambda row: list(statistics.STATISTICS).index(row["statistic"]))
 
 
 # -- groups by settings -----------------------------------------------------------------------------------------------
@@ -183,7 +169,9 @@ def compare_settings(scores: Sequence[Score], keys: Sequence[str], progress: Pro
 
     Returns:
         Rows of those values, the number of `runs`, and the `mean` of their scores in a `unit`, with its 95 % bootstrap
-        interval from `low` to `high`. `episodes` and environment `steps` are per run, "3 to 10" if they differ.
+        interval from `low` to `high`. With `environment.id` among the keys these are returns, and `human_normalized` is
+        the same mean, human-normalized (None without human scores). `episodes` and environment `steps` are per run,
+        "3 to 10" if they differ.
 
     Raises:
         UsageError: A key is unknown, or the scores cannot be pooled.
@@ -191,21 +179,22 @@ def compare_settings(scores: Sequence[Score], keys: Sequence[str], progress: Pro
     groups = group_scores(scores, keys)
     for line in differences(list(groups.values()), keys):
         progress.warn(line)
-    # Groups of one environment each need no common unit.
-    shared = None if "environment.id" in keys else pooled_unit(scores)
+    by_game = "environment.id" in keys  # returns of one environment need no common unit
+    unit = RETURN if by_game else pooled_unit(scores)
     rng = np.random.default_rng(0)
     rows = []
     for values, members in groups.items():
-        unit = shared or pooled_unit(members)
-        estimate = statistics.bootstrap(pool_scores(members, unit), "mean", rng)
+        mean = statistics.bootstrap(pool_scores(members, unit), "mean", rng)
+        normalized = atari.human_normalized(members[0].environment, mean.value) if by_game else None
         rows.append(
             {
                 **dict(zip(keys, values, strict=True)),
                 "runs": len(members),
-                "mean": estimate.value,
-                "low": estimate.low,
-                "high": estimate.high,
+                "mean": mean.value,
+                "low": mean.low,
+                "high": mean.high,
                 "unit": unit,
+                **({"human_normalized": normalized} if by_game else {}),
                 "episodes": _range([score.metrics["episodes"] for score in members]),
                 "steps": _range([score.metrics.get("total_steps", 0) for score in members]),
             }

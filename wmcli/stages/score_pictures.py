@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -15,10 +16,29 @@ from wmcli.assemble import settings_of
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.metrics import atari, statistics
 from wmcli.progress import Progress
-from wmcli.report.plots import STEPS, performance_profiles, returns_over, write_figure
+from wmcli.report.plots import (
+    BAND,
+    STEPS,
+    BandKind,
+    improvement,
+    interval_panels,
+    performance_profiles,
+    returns_over,
+    write_figure,
+)
 from wmcli.stages.evaluate import PROTOCOL
 from wmcli.stages.pictures import draw_priors
-from wmcli.stages.scores import Score, check_same_tasks, label_groups, pool_scores, pooled_unit
+from wmcli.stages.pools import (
+    Pool,
+    compared_pairs,
+    improvements,
+    in_unit,
+    leave_means_out,
+    share_environments,
+    unit_of,
+)
+from wmcli.stages.scores import Score, check_same_tasks
+from wmcli.stages.variants import aggregate_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,45 +51,70 @@ Over = Literal["steps", "minutes"]
 """Horizontal axis of curves."""
 
 
-def draw_returns(
-    scores: Sequence[Score], keys: Sequence[str], out: Path, progress: Progress, over: Over = "steps"
+STATISTICS = {
+    "mean": "mean",
+    "median": "median",
+    "iqm": "interquartile mean",
+    "optimality_gap": "optimality gap",
+}
+"""Statistics that have a panel, by their names in `statistics.STATISTICS`."""
+
+
+# -- curves -----------------------------------------------------------------------------------------------------------
+
+
+def draw_curves(
+    groups: Mapping[str, Sequence[Score]],
+    out: Path,
+    progress: Progress,
+    *,
+    over: Over = "steps",
+    band: BandKind = BAND,
+    published: Sequence[atari.Column] = (),
 ) -> None:
-    """Draw the returns of several runs: a line for each value of some settings (`section.key`), or for each run.
+    """Draw the mean returns of several runs over environment steps, or over minutes of work.
 
-    See `draw_lines`. An unknown key raises UsageError, too.
-    """
-    groups = label_groups(scores, keys) if keys else {str(score.run): [score] for score in scores}
-    draw_lines(groups, out, progress, over)
-
-
-def draw_lines(groups: Mapping[str, Sequence[Score]], out: Path, progress: Progress, over: Over = "steps") -> None:
-    """Draw the mean returns of several runs over environment steps, or over minutes of work, in one picture.
+    Runs of one environment are drawn in one picture. Of several environments each has a file of its own, with the name
+    of the environment behind that of the file.
 
     Args:
-        groups: Scores, one per run, all of one environment, by the label of their line.
+        groups: Scores, one per run, by the label of their line.
         out: A .png, .svg or .pdf.
-        progress: Gets a warning for each evaluation that cannot be read.
+        progress: Gets a warning for each evaluation that cannot be read, and for published scores that are missing.
         over: "minutes" counts all work in the run's directory until a controller was trained, evaluations included.
+        band: See `returns_over`.
+        published: Scores that are drawn as dashed lines, besides those of random play and people.
 
     Raises:
-        UsageError: The runs are of different environments, or the picture cannot be written.
+        UsageError: Runs have different rules of play, or a picture cannot be written.
     """
-    _check_one_environment([score for members in groups.values() for score in members])
     times = over == "minutes"
 
     def curve(score: Score) -> list[Point]:
         return read_curve(score, Run.open(score.run, create=False).history() if times else None, progress)
 
-    curves = {label: [curve(score) for score in members] for label, members in groups.items()}
-    write_figure(out, plot_lines(groups, curves, over))
+    environments = list(dict.fromkeys(score.environment for members in groups.values() for score in members))
+    for environment in environments:
+        alike = {
+            label: [each for each in members if each.environment == environment] for label, members in groups.items()
+        }
+        alike = {label: members for label, members in alike.items() if members}
+        curves = {label: [curve(score) for score in members] for label, members in alike.items()}
+        values = {column.name: atari.reference(environment, column.name) for column in published}
+        if lacking := [name for name, value in values.items() if value is None]:
+            progress.warn(f"the curves of {environment} have no line of {', '.join(lacking)}: no score is published")
+        baselines = {name: value for name, value in values.items() if value is not None}
+        name = re.sub(r"[^\w.]+", "-", environment.rpartition("/")[2])
+        file = out if len(environments) == 1 else out.with_stem(f"{out.stem}-{name}")
+        write_figure(file, plot_lines(alike, curves, over, band, baselines))
 
 
 def plot_lines(
     groups: Mapping[str, Sequence[Score]],
     curves: Mapping[str, Sequence[Sequence[Point]]],
     over: Over = "steps",
-    *,
-    interval: bool = False,
+    band: BandKind = BAND,
+    baselines: Mapping[str, float] | None = None,
 ) -> Figure:
     """Plot the curves of `read_curve`, one per score, with the scores of random play and people.
 
@@ -77,72 +122,112 @@ def plot_lines(
         groups: Scores, one per run, all of one environment, by the label of their line.
         curves: Of the same.
         over: Horizontal axis.
-        interval: Draw 95 % intervals of the mean over runs, not the range of the runs.
+        band: See `returns_over`.
+        baselines: More returns that are drawn as dashed lines, by name.
 
     Raises:
-        UsageError: The runs are of different environments.
+        UsageError: The runs have different rules of play.
     """
     scores = [score for members in groups.values() for score in members]
-    _check_one_environment(scores)
+    check_same_tasks(scores)
     lines = {label: [along(curve, over) for curve in members] for label, members in curves.items()}
     references = {"random": float(np.mean([score.metrics["random_mean"] for score in scores]))}
     human = atari.reference(scores[0].environment, "human")
-    references |= {} if human is None else {"human": human}
-    bands = {"interval": True} if interval else {}
-    return returns_over(lines, x_label=_LABELS[over], references=references, title=scores[0].environment, **bands)
+    references |= ({} if human is None else {"human": human}) | dict(baselines or {})
+    return returns_over(lines, x_label=_LABELS[over], references=references, title=scores[0].environment, band=band)
 
 
-def _check_one_environment(scores: Sequence[Score]) -> None:
-    environments = sorted({score.environment for score in scores})
-    if len(environments) > 1:
-        raise UsageError(f"curves are drawn of one environment: these runs are of {', '.join(environments)}.")
-    check_same_tasks(scores)
+# -- statistics over runs ---------------------------------------------------------------------------------------------
 
 
-def draw_profiles(scores: Sequence[Score], against: Sequence[Score], keys: Sequence[str], out: Path) -> None:
-    """Draw the performance profiles of `scores`: a line for each value of some settings, or one for all, and one for
-    `against` if there are any.
+def draw_profiles(pools: Mapping[str, Pool], out: Path, progress: Progress) -> None:
+    """Draw the picture of `plot_profiles` into a .png, .svg or .pdf, of the environments that all variants have.
 
-    See `draw_group_profiles`. An unknown key raises UsageError, too.
+    Variants of which only means over runs are published are left out with a warning.
     """
-    groups = label_groups(scores, keys) if keys else {"RUN" if against else "all runs": list(scores)}
-    draw_group_profiles(groups | ({"--against": list(against)} if against else {}), out)
+    kept = leave_means_out(share_environments(pools, progress), "performance profiles", progress)
+    write_figure(out, plot_profiles(kept))
 
 
-def draw_group_profiles(groups: Mapping[str, Sequence[Score]], out: Path) -> None:
-    """Draw the picture of `plot_profiles` into a .png, .svg or .pdf."""
-    write_figure(out, plot_profiles(groups))
-
-
-def plot_profiles(groups: Mapping[str, Sequence[Score]]) -> Figure:
-    """Plot performance profiles: for each group of runs, the share with a score above each threshold.
+def plot_profiles(pools: Mapping[str, Pool]) -> Figure:
+    """Plot performance profiles: for each variant, the share of runs with a score above each threshold.
 
     Bands are 95 % stratified bootstrap intervals.
 
     Args:
-        groups: Scores, one per run, by the label of their line.
+        pools: Scores of runs in the same environments, by the label of their line.
 
     Raises:
-        UsageError: The scores cannot be pooled, or the groups have different environments.
+        UsageError: The scores cannot be pooled.
 
     Source: Agarwal et al. (2021, arXiv 2108.13264).
     """
-    scores = [score for members in groups.values() for score in members]
-    check_same_tasks(scores)
-    unit = pooled_unit(scores)
-    tasks = {label: pool_scores(members, unit) for label, members in groups.items()}
-    every = set().union(*tasks.values())
-    for label, table in tasks.items():
-        if lacking := sorted(every - set(table)):
-            raise UsageError(
-                f"performance profiles need the same environments in each group: {label} lacks {', '.join(lacking)}."
-            )
+    unit = _pooled_unit(pools)
+    tasks = {label: in_unit(pool, unit) for label, pool in pools.items()}
     values = np.concatenate([runs for table in tasks.values() for runs in table.values()])
     margin = 0.05 * np.ptp(values)  # shows the lines at 100 % and at 0
     thresholds = np.linspace(values.min() - margin, values.max() + margin, PROFILE_POINTS)
     rng = np.random.default_rng(0)
     profiles = {label: statistics.performance_profile(table, thresholds, rng)[1:] for label, table in tasks.items()}
     return performance_profiles(thresholds, profiles, xlabel=f"{unit} τ")
+
+
+def draw_intervals(pools: Mapping[str, Pool], out: Path, progress: Progress) -> None:
+    """Draw the statistics of each variant with their 95 % stratified bootstrap intervals into a .png, .svg or .pdf.
+
+    Of means over runs only mean and median are drawn, as a value without interval.
+
+    Raises:
+        UsageError: The scores cannot be pooled, or the picture cannot be written.
+
+    Source: Agarwal et al. (2021, arXiv 2108.13264), figure 9.
+    """
+    pools = share_environments(pools, progress)
+    unit, rng = _pooled_unit(pools), np.random.default_rng(0)
+    rows = [row for name, pool in pools.items() for row in aggregate_rows(name, pool, unit, rng)]
+    write_figure(out, plot_intervals(rows, max(len(pool.returns) for pool in pools.values())))
+
+
+def plot_intervals(rows: Sequence[Mapping[str, Any]], environments: int) -> Figure:
+    """Plot the statistics of variants with their intervals: a panel for each statistic, a row for each variant.
+
+    Args:
+        rows: Of `aggregate_rows`.
+        environments: Their number. Of one the median is the mean, and has no panel.
+    """
+    panels: dict[str, dict[str, statistics.Estimate]] = {}
+    for row in rows:
+        panel = STATISTICS.get(row["statistic"])
+        if panel is not None and row["value"] is not None and (environments > 1 or panel != "median"):
+            estimate = statistics.Estimate(row["value"], row["low"], row["high"])
+            panels.setdefault(panel, {})[row["variant"]] = estimate
+    return interval_panels(panels, x_label=rows[0]["unit"])
+
+
+def draw_improvement(pools: Mapping[str, Pool], out: Path, progress: Progress) -> None:
+    """Draw how probably a run of one variant scores higher than one of another into a .png, .svg or .pdf.
+
+    The pairs are those of `compared_pairs`. Variants of which only means are published are left out with a warning.
+
+    Raises:
+        UsageError: There is no pair, or the picture cannot be written.
+
+    Source: Agarwal et al. (2021, arXiv 2108.13264), figure 11.
+    """
+    kept = leave_means_out(share_environments(pools, progress), "probability of improvement", progress)
+    write_figure(out, improvement(improvements(kept, compared_pairs(kept), np.random.default_rng(0))))
+
+
+def _pooled_unit(pools: Mapping[str, Pool]) -> str:
+    unit = unit_of(pools)
+    if unit is None:
+        raise UsageError(
+            "returns of different environments cannot be pooled without human scores; compare runs of one environment."
+        )
+    return unit
+
+
+# -- curves of runs ---------------------------------------------------------------------------------------------------
 
 
 class Point(NamedTuple):

@@ -16,39 +16,71 @@ from wmcli.artifacts import Run
 from wmcli.artifacts.overview import seconds_of_work
 from wmcli.errors import UsageError
 from wmcli.metrics import atari, statistics
+from wmcli.metrics.statistics import Estimate
 from wmcli.progress import Progress
-from wmcli.stages.scores import NORMALIZED, RETURN, Score, check_same_tasks, pool_scores, pooled_unit
+from wmcli.stages.pools import (
+    PUBLISHED,
+    Pool,
+    Pools,
+    compared_pairs,
+    estimate,
+    improvements,
+    pool_variants,
+    published_pool,
+    share_environments,
+    unit_of,
+)
+from wmcli.stages.scores import GAMES as COUNT
+from wmcli.stages.scores import NORMALIZED, RETURN, Score, check_same_tasks
 
 GAMES, AGGREGATES, COST = "games", "aggregates", "cost"
+PROBABILITY, IMPROVEMENT = "probability", "improvement over "
+"""Unit and beginning of the statistic of a pair of variants; the name of the other follows."""
 COLUMNS = (
     *("table", "variant", "environment", "statistic", "value", "low", "high", "unit", "human_normalized", "runs"),
-    "steps",
+    *("steps", "lowest", "highest", "caveat"),
 )
-"""Keys of all rows. Published scores stand under the name of their system as variant."""
+"""Keys of all rows. Published scores stand under the name of their column as variant."""
+MEANS_ONLY = "means only"
+"""In place of a statistic over runs, where only means over runs are published."""
 
 
 def compare_variants(
-    scores: Mapping[str, Sequence[Score]], records: Mapping[Path, Mapping[str, Any]], progress: Progress
+    scores: Mapping[str, Sequence[Score]],
+    records: Mapping[Path, Mapping[str, Any]],
+    progress: Progress,
+    published: Sequence[atari.Column] | None = None,
 ) -> list[dict[str, Any]]:
     """Return the rows of all three tables, with the keys of COLUMNS.
 
     Means over the runs of a game have 95 % bootstrap intervals over seeds, aggregates stratified ones. Aggregates need
-    human-normalized scores, or a single game; the probability of improvement over the first variant needs neither.
+    human-normalized scores, or a single game; the probability of improvement needs neither.
 
     Args:
-        scores: One per run, at least one for each variant.
+        scores: One per run, at least one for each variant. Without variants the tables are of published scores alone.
         records: What a sweep recorded of a run, `seconds` of work and `peak_bytes`, by its folder. Without, the seconds
             are those of its metrics.jsonl.
-        progress: Gets a warning for aggregates that are left out.
+        progress: Gets a warning for aggregates that are left out, and for environments that not all variants have.
+        published: Published scores that stand beside as variants of their own. None: all systems, with values alone.
 
     Raises:
-        UsageError: Runs have different rules of play.
+        UsageError: Runs have different rules of play, or published scores have no game in common with them.
 
     Source: Agarwal et al. (2021, arXiv 2108.13264).
     """
     check_same_tasks([score for members in scores.values() for score in members])
-    rows = [*_games(scores), *_aggregates(scores, progress), *_cost(scores, records)]
+    pools = pool_variants(scores, published or ())
+    if not scores:
+        pools = share_environments(pools, progress)
+    games = _games(pools, scores)
+    if published is None:
+        order = list(dict.fromkeys(row["environment"] for row in games))
+        games = sorted([*games, *_systems_by_game(scores)], key=lambda row: order.index(row["environment"]))
+    rows = [*games, *_aggregates(pools, progress, systems=published is None), *_cost(scores, records)]
     return [dict.fromkeys(COLUMNS) | row for row in rows]
+
+
+# -- tables for people ------------------------------------------------------------------------------------------------
 
 
 def games_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -64,68 +96,146 @@ def games_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def variants_table(rows: Sequence[Mapping[str, Any]], table: str) -> list[dict[str, Any]]:
     """Return the table of aggregates or cost for people: a row for each variant, a column for each statistic."""
     lines: dict[str, dict[str, Any]] = {}
+    units: dict[str, str] = {}
     for row in rows:
-        if row["table"] == table:
+        if row["table"] == table and row["unit"] != PROBABILITY:
             line = lines.setdefault(row["variant"], {"variant": row["variant"]})
             line[row["statistic"]] = with_interval(row)
-            line["unit"] = row["unit"] if table == AGGREGATES and row["unit"] != "probability" else line.get("unit")
-    return [{key: value for key, value in line.items() if value is not None} for line in lines.values()]
+            if table == AGGREGATES and row["unit"] != COUNT:
+                units[row["variant"]] = row["unit"]
+    return [line | ({"unit": units[name]} if name in units else {}) for name, line in lines.items()]
+
+
+def improvement_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the probabilities of improvement for people: a row for each pair of variants."""
+    return [
+        {"variant": row["variant"], "over": row["statistic"].removeprefix(IMPROVEMENT)}
+        | {"probability of improvement": with_interval(row)}
+        for row in rows
+        if row["unit"] == PROBABILITY
+    ]
 
 
 def with_interval(row: Mapping[str, Any]) -> str:
-    """Return the value of a row with its interval, if it has one."""
-    text = f"{row['value']:.4g}"
-    return text if row["low"] is None else f"{row['value']:.3g} ({row['low']:.3g} to {row['high']:.3g})"
+    """Return the value of a row with its interval, if it has one, in the digits that its unit has in papers."""
+    if row["value"] is None:
+        return MEANS_ONLY
+    exact = {NORMALIZED: ".3f", PROBABILITY: ".3f", COUNT: ".0f"}.get(row["unit"])
+    one, other = (exact, exact) if exact else (".4g", ".3g")
+    if row["unit"] == RETURN and abs(row["value"]) >= 100:
+        one = other = ".1f"
+    text = f"{row['value']:{one}}"
+    return text if row["low"] is None else f"{text} ({row['low']:{other}} to {row['high']:{other}})"
 
 
-def _games(scores: Mapping[str, Sequence[Score]]) -> list[dict[str, Any]]:
-    """Return a row for each game and variant, and for each published score of these games."""
+def notes(rows: Sequence[Mapping[str, Any]], columns: Sequence[atari.Column]) -> list[str]:
+    """Return a line for each published column: what its numbers are, and why they may not be comparable.
+
+    Args:
+        rows: Those of the tables.
+        columns: Columns that were named. Others have a line only for their caveat.
+    """
+    named = {column.name for column in columns}
+    lines = [f"{column.name}: {column.scores}; {column.paper}. {column.caveat}".rstrip() for column in columns]
+    caveats = {row["variant"]: row["caveat"] for row in rows if row["caveat"]}
+    return lines + [
+        f"{name}: {caveat}" for name, caveat in caveats.items() if name.removesuffix(PUBLISHED) not in named
+    ]
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _games(pools: Pools, scores: Mapping[str, Sequence[Score]]) -> list[dict[str, Any]]:
+    """Return a row for each game and variant."""
     rng = np.random.default_rng(0)
+    rows = []
+    for environment in dict.fromkeys(environment for pool in pools.values() for environment in pool.returns):
+        for variant, pool in pools.items():
+            if environment in pool.returns:
+                runs = pool.returns[environment]
+                mean = statistics.bootstrap({environment: runs}, "mean", rng)
+                steps = {
+                    score.metrics.get("total_steps")
+                    for score in scores.get(variant, ())
+                    if score.environment == environment
+                }
+                rows.append(
+                    _game_row(environment, variant, mean, None if pool.means_only else len(runs))
+                    | {"lowest": float(runs.min()), "highest": float(runs.max()), "caveat": _caveat(pool)}
+                    | {"steps": steps.pop() if len(steps) == 1 else None}
+                )
+    return rows
+
+
+def _game_row(environment: str, variant: str, mean: Estimate, runs: int | None) -> dict[str, Any]:
+    about = {"table": GAMES, "variant": variant, "environment": environment, "statistic": "mean", "unit": RETURN}
+    normalized = atari.human_normalized(environment, mean.value)
+    return about | mean._asdict() | {"human_normalized": normalized, "runs": runs}
+
+
+def _caveat(pool: Pool) -> str | None:
+    return (pool.column.caveat or None) if pool.column else None
+
+
+def _systems_by_game(scores: Mapping[str, Sequence[Score]]) -> list[dict[str, Any]]:
+    """Return a row for each published score of these games, or else for random play, as it was measured."""
     every = [score for members in scores.values() for score in members]
     rows = []
     for environment in dict.fromkeys(score.environment for score in every):
-        about = {"table": GAMES, "environment": environment, "statistic": "mean", "unit": RETURN}
-        for variant, members in scores.items():
-            metrics = [score.metrics for score in members if score.environment == environment]
-            if metrics:
-                estimate = statistics.bootstrap({environment: [each["mean"] for each in metrics]}, "mean", rng)
-                normalized = atari.human_normalized(environment, estimate.value)
-                steps: list[Any] = list({each.get("total_steps") for each in metrics})
-                rows.append(
-                    {**about, "variant": variant, **estimate._asdict(), "human_normalized": normalized}
-                    | {"runs": len(metrics), "steps": steps[0] if len(steps) == 1 else None}
-                )
         random = float(np.mean([score.metrics["random_mean"] for score in every if score.environment == environment]))
         for row in atari.references(environment, random):
-            published = {"variant": row["name"], "value": row["score"], "low": None, "high": None}
-            rows.append(about | published | {"human_normalized": row.get("human_normalized"), "runs": row.get("runs")})
+            name = row["name"] + PUBLISHED * (row["name"] in scores)
+            about = {key: row.get(key) for key in ("lowest", "highest", "caveat")}
+            rows.append(_game_row(environment, name, Estimate(row["score"], None, None), row.get("runs")) | about)
     return rows
 
 
-def _aggregates(scores: Mapping[str, Sequence[Score]], progress: Progress) -> list[dict[str, Any]]:
-    """Return the aggregates of each variant, and how probably its runs beat those of the first one."""
-    rng = np.random.default_rng(0)
+def _aggregates(pools: Pools, progress: Progress, *, systems: bool) -> list[dict[str, Any]]:
+    """Return the aggregates of each variant, perhaps of all systems, and how probably runs of one beat another's."""
+    rows, rng = [], np.random.default_rng(0)
     try:
-        unit = pooled_unit([score for members in scores.values() for score in members])
-    except UsageError:
+        pools = share_environments(pools, progress)
+    except UsageError as error:
+        progress.warn(f"no aggregates over games: {error}")
+        return []
+    unit = unit_of(pools)
+    if unit is None:
         progress.warn("no aggregates over games: they have no human scores to normalize by")
-        unit = None
-    rows, first = [], next(iter(scores))
-    for variant, members in scores.items():
-        about = {"table": AGGREGATES, "variant": variant, "runs": len(members)}
-        if unit is not None:
-            estimates = statistics.aggregate(pool_scores(members, unit), rng)
-            rows += [
-                {**about, "statistic": name, **estimate._asdict(), "unit": unit}
-                for name, estimate in estimates.items()
-                if name != "optimality_gap" or unit == NORMALIZED
-            ]
-        ours, theirs = (pool_scores(side, RETURN) for side in (members, scores[first]))
-        if variant != first and ours.keys() == theirs.keys():
-            estimate = statistics.bootstrap_improvement(ours, theirs, rng)
-            name = f"improvement over {first}"
-            rows.append({**about, "statistic": name, **estimate._asdict(), "unit": "probability"})
+    else:
+        rows += [row for name, pool in pools.items() for row in aggregate_rows(name, pool, unit, rng)]
+        rows += _systems(pools) if systems else []
+    for (variant, other), chance in improvements(pools, compared_pairs(pools), rng).items():
+        about = {"table": AGGREGATES, "variant": variant, "statistic": IMPROVEMENT + other, "unit": PROBABILITY}
+        rows.append({**about, **chance._asdict(), "runs": _runs(pools[variant])})
     return rows
+
+
+def aggregate_rows(name: str, pool: Pool, unit: str, rng: np.random.Generator | None) -> list[dict[str, Any]]:
+    """Return a row for each aggregate of a variant, see `estimate`."""
+    rows = []
+    for statistic, found in estimate(pool, unit, rng).items():
+        about = {"table": AGGREGATES, "variant": name, "statistic": statistic, "runs": _runs(pool)}
+        about |= {"unit": COUNT if statistic == "superhuman" else unit, "caveat": _caveat(pool)}
+        rows.append(about | (found._asdict() if found else dict.fromkeys(Estimate._fields)))
+    return rows
+
+
+def _systems(pools: Pools) -> list[dict[str, Any]]:
+    """Return the aggregates of every published system that has all of several games of ours."""
+    environments = list(dict.fromkeys(name for pool in pools.values() for name in pool.returns))
+    if len(environments) < 2 or not all(map(atari.game_name, environments)):
+        return []
+    rows = []
+    for column in atari.columns("system"):
+        pool = published_pool(column, environments)
+        if len(pool.returns) == len(environments):
+            rows += aggregate_rows(column.name + PUBLISHED * (column.name in pools), pool, NORMALIZED, None)
+    return rows
+
+
+def _runs(pool: Pool) -> int | None:
+    return None if pool.means_only else sum(map(len, pool.returns.values()))
 
 
 def _cost(scores: Mapping[str, Sequence[Score]], records: Mapping[Path, Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from wmcli.errors import ArtifactError
+from wmcli.metrics.atari import Column
 from wmcli.progress import Progress
 from wmcli.stages.evaluate import PROTOCOL
 from wmcli.stages.scores import Score, read_scores
@@ -24,12 +26,13 @@ class Comparison(NamedTuple):
     """Names of runs without an evaluation."""
 
 
-def compare_sweep(sweep: Sweep, progress: Progress) -> Comparison:
+def compare_sweep(sweep: Sweep, progress: Progress, published: Sequence[Column] | None = None) -> Comparison:
     """Compare the variants of a sweep by the runs that are evaluated.
 
     Args:
         sweep: The sweep.
         progress: Gets a warning for an interim evaluation, and for aggregates that are left out.
+        published: See `compare_variants`.
 
     Raises:
         UsageError: Runs have different rules of play.
@@ -48,4 +51,4 @@ def compare_sweep(sweep: Sweep, progress: Progress) -> Comparison:
     records = {run.folder: read_record(run, sweep.records) or {} for run in sweep.runs}
     # The first attempt at a run has no seconds before it ends.
     records = {folder: record | {"seconds": record.get("seconds") or None} for folder, record in records.items()}
-    return Comparison(scores, compare_variants(scores, records, progress), missing)
+    return Comparison(scores, compare_variants(scores, records, progress, published), missing)

@@ -64,7 +64,7 @@ def _curves(study: Study, scored: Mapping[str, Sequence[ReportedRun]], place: in
         return Text(f"{where}: each run was evaluated once, so its return has no curve.")
     for over, words in OVER.items():
         try:
-            figure = plot_lines(groups, points, over, interval=True)
+            figure = plot_lines(groups, points, over)
         except UsageError as error:
             return Text(f"{where}: no curves: {error}", "warning")
         alt = f"Mean return in {where} over {words}, a line for each variant."

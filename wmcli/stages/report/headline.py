@@ -98,7 +98,7 @@ def _score_tiles(study: Study) -> Iterator[Tile]:
     several = len(study.scores) > 1
     if len(games) > 1:
         for row in study.rows:
-            if row["table"] == AGGREGATES and row["statistic"] == "iqm":
+            if row["table"] == AGGREGATES and row["statistic"] == "iqm" and row["variant"] in study.scores:
                 yield Tile(row["variant"] if several else "All games", *_estimate(row, _UNITS[row["unit"]]))
         return
     for environment, rows in games:

@@ -10,19 +10,13 @@ import numpy as np
 from wmcli.errors import UsageError
 from wmcli.metrics import statistics
 from wmcli.report.document import Block, Section, Text
-from wmcli.report.plots import improvement, interval_panels
+from wmcli.report.plots import improvement
+from wmcli.stages.pools import improvements, pool_variants, share_environments
 from wmcli.stages.report.blocks import drawing, some, table, task
 from wmcli.stages.report.study import Study
-from wmcli.stages.score_pictures import plot_profiles
-from wmcli.stages.scores import RETURN, pool_scores
-from wmcli.stages.variants import AGGREGATES, variants_table, with_interval
+from wmcli.stages.score_pictures import STATISTICS, plot_intervals, plot_profiles
+from wmcli.stages.variants import AGGREGATES, PROBABILITY, variants_table, with_interval
 
-STATISTICS = {
-    "mean": "mean",
-    "median": "median",
-    "iqm": "interquartile mean",
-    "optimality_gap": "optimality gap",
-}
 MOST_COMPARED = 6
 """Variants that are compared in pairs."""
 
@@ -36,40 +30,38 @@ def several(study: Study) -> Section | None:
 
 
 def _aggregates(study: Study) -> Iterator[Block]:
-    rows = [row for row in study.rows if row["table"] == AGGREGATES and row["unit"] != "probability"]
-    if not rows:
+    rows = [row for row in study.rows if row["table"] == AGGREGATES and row["unit"] != PROBABILITY]
+    if not any(row["variant"] in study.scores for row in rows):
         if study.apart:
             yield Text(f"No statistics over all runs: {study.apart}")
         elif study.scores:
             yield Text(
                 "No statistics over environments: returns of different environments have no common unit without"
-                " published scores of people and of random play."
+                " published scores of people and of random play, and variants need environments in common."
             )
         return
-    several_games = len(study.environments) > 1  # of one, the median over environments is the mean
-    panels: dict[str, dict[str, statistics.Estimate]] = {}
-    for row in rows:
-        if several_games or row["statistic"] != "median":
-            estimate = statistics.Estimate(row["value"], row["low"], row["high"])
-            panels.setdefault(STATISTICS[row["statistic"]], {})[row["variant"]] = estimate
-    figure = interval_panels(panels, x_label=rows[0]["unit"])
+    figure = plot_intervals([row for row in rows if row["variant"] in study.scores], len(study.environments))
     yield drawing(figure, "aggregates", "Statistics over all runs of each variant, with their intervals.")
     readable = [
         {STATISTICS.get(key, key): value for key, value in row.items() if key != "unit"}
         for row in variants_table(rows, AGGREGATES)
     ]
-    yield table("aggregates", readable, _unit(rows[0]["unit"]), exact=rows)
+    ours = frozenset(place for place, row in enumerate(readable) if row["variant"] in study.scores)
+    yield table("aggregates", readable, _unit(rows[0]["unit"]), exact=rows, ours=ours)
 
 
 def _unit(unit: str) -> str:
-    return f"Unit: {unit}. Intervals of 95 % are by stratified bootstrap over runs (`wm compare`)."
+    return (
+        f"Unit: {unit}. Intervals of 95 % are by stratified bootstrap over runs (`wm compare`); published systems stand"
+        " beside without."
+    )
 
 
 def _profiles(study: Study) -> Iterator[Block]:
     if study.apart or sum(map(len, study.scores.values())) < 2:
         return
     try:
-        figure = plot_profiles(study.scores)
+        figure = plot_profiles(share_environments(pool_variants(study.scores, ()), study.notes))
     except UsageError as error:
         yield Text(f"No performance profiles: {error}")
         return
@@ -78,36 +70,28 @@ def _profiles(study: Study) -> Iterator[Block]:
 
 
 def _improvement(study: Study) -> Iterator[Block]:
-    """Yield how probably a run of one variant beats one of another, for all pairs with the same environments."""
-    if study.apart:
-        return
-    pooled = {name: pool_scores(members, RETURN) for name, members in list(study.scores.items())[:MOST_COMPARED]}
-    rng = np.random.default_rng(0)
-    first = next(iter(pooled), "")
+    """Yield how probably a run of one variant beats one of another, for all pairs."""
     over_first = {
         row["variant"]: statistics.Estimate(row["value"], row["low"], row["high"])
         for row in study.rows
-        if row["statistic"] == f"improvement over {first}"
+        if row["unit"] == PROBABILITY
     }
-    rows = []
-    pairs: dict[tuple[str, str], statistics.Estimate] = {}
-    for one, other in combinations(pooled, 2):
-        if pooled[one].keys() == pooled[other].keys():
-            if one == first:
-                estimate = over_first[other]
-            else:
-                estimate = statistics.bootstrap_improvement(pooled[other], pooled[one], rng)
-            pairs[other, one] = estimate
-            rows.append(
-                {"variant": other, "over": one, "probability of improvement": with_interval(estimate._asdict())}
-            )
-    if not pairs:
+    if not over_first:
         return
+    pools = share_environments(pool_variants(study.scores, ()), study.notes)
+    (first, *others) = list(pools)[:MOST_COMPARED]
+    pairs = {(other, first): over_first[other] for other in others}
+    later = [(other, one) for one, other in combinations(others, 2)]
+    pairs |= improvements(pools, later, np.random.default_rng(0))
     exact = [{"variant": one, "over": other} | estimate._asdict() for (one, other), estimate in pairs.items()]
+    rows = [
+        {"variant": row["variant"], "over": row["over"], "probability of improvement": with_interval(row)}
+        for row in (each | {"unit": PROBABILITY} for each in exact)
+    ]
     caption = "Probability that a run of one variant scores more than a run of the other, ties counting half."
     yield drawing(improvement(pairs), "improvement", "Probability of improvement of pairs of variants.", caption)
     yield table("improvement", rows, exact=exact)
-    if left := list(study.scores)[MOST_COMPARED:]:
+    if left := list(pools)[MOST_COMPARED:]:
         yield Text(f"Only the first {MOST_COMPARED} variants are compared in pairs; left out: {some(left)}.")
 
 
