@@ -26,7 +26,7 @@ from wmcli.experience import Replay
 from wmcli.kernels.dispatch import on_triton, using
 from wmcli.progress import Bar, Progress
 from wmcli.settings import resolve
-from wmcli.stages import compare, profile_experience, profile_kernels
+from wmcli.stages import compare, profile_cells, profile_experience, profile_kernels
 from wmcli.stages import profile as profile_module
 from wmcli.stages.compare import check_steps, equal_sizes, parameters
 from wmcli.stages.profile import profile
@@ -506,9 +506,11 @@ def test_the_recurrence_is_checked_in_the_form_that_is_timed(
 
 @pytest.mark.usefixtures("few_backbones")
 def test_slow_cases_are_reported_and_not_retried(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    patient = compare.time_call
+    patient = profile_cells.time_call
     slow = iter([False, True, True])  # it is asked twice, in case it was only compiled
-    monkeypatch.setattr(compare, "time_call", lambda job, device: 99.0 if next(slow, False) else patient(job, device))
+    monkeypatch.setattr(
+        profile_cells, "time_call", lambda job, device: 99.0 if next(slow, False) else patient(job, device)
+    )
     rows = profile(opened(run), compare="backbones", lengths=[8, 16]).metrics["rows"]
     (skipped,) = [row for row in rows if "skipped" in row]
     assert {name: skipped[name] for name in ("what", "backbone", "length", "skipped")} == {

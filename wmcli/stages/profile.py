@@ -19,11 +19,12 @@ from wmcli.envs import open_streams
 from wmcli.errors import UsageError
 from wmcli.kernels import tiles
 from wmcli.kernels.dispatch import using
-from wmcli.nn.actions import random_actions, random_observation
+from wmcli.nn.actions import random_observation
 from wmcli.settings import LearnedCollectSettings, Settings
-from wmcli.spaces import ActionSpace, describe_parts, first_part, map_parts
+from wmcli.spaces import describe_parts, map_parts
 from wmcli.stages.compare import LENGTHS, compare_backbones, draw_comparison
 from wmcli.stages.context import Context
+from wmcli.stages.profile_cells import random_batch
 from wmcli.stages.profile_experience import profile_experience
 from wmcli.stages.profile_kernels import profile_kernels
 from wmcli.trainers.dynamics import world_model_update
@@ -278,7 +279,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
     with machine.autocast():
         latents = map_parts(lambda part: part[0], world_model.encode(map_parts(lambda part: part[None], some)))
     batch, length = settings.dynamics.batch, world_model.segment
-    segments = _random_batch(latents if world_model.frozen_encoder else some, batch, length, spaces.action)
+    segments = random_batch(latents if world_model.frozen_encoder else some, batch, length, spaces.action)
     optimizer = optimizer_for(settings.dynamics, world_model.parameter_groups())
 
     def train_dynamics(machine: Machine) -> Job:
@@ -295,9 +296,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
 
     world_model = machine.freeze(world_model)
     if not settings.controller.acts:
-        yield list(
-            _imagination(context, world_model, _random_batch(latents, batch, world_model.context, spaces.action))
-        )
+        yield list(_imagination(context, world_model, random_batch(latents, batch, world_model.context, spaces.action)))
         return
     controller = build_controller(settings, world_model, machine).to(device)
     if settings.controller.searches:
@@ -305,7 +304,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
         return
     assert isinstance(controller, Learner)
     learns: Any = settings.controller
-    windows = _random_batch(latents, learns.batch, controller.window, spaces.action)
+    windows = random_batch(latents, learns.batch, controller.window, spaces.action)
     learner = optimizer_for(learns, controller.parameter_groups())
 
     rollouts, horizon = learns.batch, learns.imagination_horizon
@@ -352,7 +351,7 @@ def _searches(context: Context, world_model: WorldModel, frames: Any) -> Iterato
     search: Any = settings.controller
     acted, again = settings.environment.count, search.batch
     for roots in sorted({acted, again, MANY_ROOTS}):
-        windows = _random_batch(frames, roots, world_model.context, world_model.action_space)
+        windows = random_batch(frames, roots, world_model.context, world_model.action_space)
         with machine.autocast(), torch.no_grad():
             _, state = world_model.observe(world_model.encode(windows.inputs), windows.action, windows.is_first)
 
@@ -408,20 +407,3 @@ def _imagination(context: Context, world_model: WorldModel, windows: Batch) -> I
 
     for label, model in models.items():
         yield stage(label, model)
-
-
-def _random_batch(source: Any, rows: int, length: int, actions: ActionSpace) -> Batch:
-    """Return segments whose latents (or observations) are drawn from `source` (N, ...)."""
-    part = first_part(source)
-    device = part.device
-    where = torch.randint(len(part), (rows, length), device=device)
-    no = torch.zeros(rows, length, dtype=torch.bool, device=device)
-    return Batch(
-        inputs=map_parts(lambda part: part[where], source),
-        action=random_actions(actions, (rows, length), device=device),
-        reward=torch.zeros(rows, length, device=device),
-        terminated=no,
-        truncated=no,
-        is_first=no,
-        valid=~no,
-    )
