@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from wmcli.artifacts import Artifact
+from wmcli.artifacts import Artifact, Work
 from wmcli.assemble import build_controller, build_tokenizer, build_world_model
 from wmcli.controllers.agent import UniformAgent
 from wmcli.controllers.base import Actor, Learner
@@ -22,7 +23,6 @@ from wmcli.kernels.dispatch import using
 from wmcli.nn.actions import random_observation
 from wmcli.settings import LearnedCollectSettings, Settings
 from wmcli.spaces import describe_parts, map_parts
-from wmcli.stages.compare import LENGTHS, compare_backbones, draw_comparison
 from wmcli.stages.context import Context
 from wmcli.stages.profile_cells import random_batch
 from wmcli.stages.profile_experience import profile_experience
@@ -61,8 +61,6 @@ def profile(
     parts: Sequence[Part] = DEFAULT_PARTS,
     frames: int = FRAMES,
     trace: bool = False,
-    compare: Literal["backbones"] | None = None,
-    lengths: Sequence[int] = LENGTHS,
 ) -> Artifact:
     """Measure the machine's ceilings and then the parts, and publish.
 
@@ -73,12 +71,26 @@ def profile(
         parts: Parts to measure.
         frames: Frames of the experience that is written and read.
         trace: Leave one call of each stage in the artifact, for Perfetto.
-        compare: Compare all backbones instead of measuring the parts.
-        lengths: Lengths of the sequences of that comparison.
 
     Raises:
         WmError: A result is wrong at the shape that is to be timed.
     """
+    with measuring(context) as (work, bench):
+        metrics: dict[str, Any] = {"ceilings": bench.ceilings}
+        rows: dict[str, list[dict[str, Any]]] = {}
+        if "stages" in parts:
+            traces = work.payload / "traces" if trace else None
+            rows["stages"], metrics["operators"] = profile_stages(context, bench, traces)
+        if "kernels" in parts:
+            rows["kernels"] = profile_kernels(context.settings, context.machine, bench, elements_of(context))
+        if "experience" in parts:
+            rows["experience"] = profile_experience(context, bench, frames, work.path / "experience")
+        return publish_rows(context, work, metrics, rows)
+
+
+@contextmanager
+def measuring(context: Context) -> Iterator[tuple[Work, Bench]]:
+    """Begin a new profile of a run, and measure the machine's ceilings."""
     settings, machine = context.settings, context.machine
     job = context.run.job("profile", settings.identity(*type(settings).model_fields), {})
     with (
@@ -86,23 +98,15 @@ def profile(
         isolated_randomness(derived_seed(settings.seed, "profile"), machine.device),
     ):
         context.progress.say(f"profile: preset {context.preset} on {machine}")
-        bench = Bench(machine, context.progress)
-        metrics: dict[str, Any] = {"ceilings": bench.ceilings}
-        rows: dict[str, list[dict[str, Any]]] = {}
-        if compare == "backbones":
-            metrics["backbones"], rows["backbones"] = compare_backbones(settings, machine, bench, lengths)
-            if context.pictures:
-                draw_comparison(rows["backbones"], work.payload / "backbones.png")
-        else:
-            if "stages" in parts:
-                traces = work.payload / "traces" if trace else None
-                rows["stages"], metrics["operators"] = profile_stages(context, bench, traces)
-            if "kernels" in parts:
-                rows["kernels"] = profile_kernels(settings, machine, bench, elements_of(context))
-            if "experience" in parts:
-                rows["experience"] = profile_experience(context, bench, frames, work.path / "experience")
-        metrics["rows"] = [{"part": part, **row} for part, some in rows.items() for row in some]
-        artifact = context.publish(work, metrics)
+        yield work, Bench(machine, context.progress)
+
+
+def publish_rows(
+    context: Context, work: Work, metrics: dict[str, Any], rows: Mapping[str, Sequence[dict[str, Any]]]
+) -> Artifact:
+    """Publish a profile: its metrics, and the rows of its parts."""
+    metrics["rows"] = [{"part": part, **row} for part, some in rows.items() for row in some]
+    artifact = context.publish(work, metrics)
     context.progress.say(f"profile: published {artifact.name}")
     return artifact
 
@@ -214,16 +218,28 @@ def _with_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def collect_randomly(context: Context, bench: Bench) -> tuple[dict[str, Any], int]:
     """Time collecting with a random policy; see `time_collecting`."""
-    count, generator = context.settings.environment.count, torch.Generator().manual_seed(0)
-    agent = UniformAgent(context.spaces.action, count, generator=generator)
-    return time_collecting(context, bench, "collect, random policy", agent)
+    return time_collecting(context, bench, "collect, random policy", random_agent(context))
+
+
+def random_agent(context: Context) -> UniformAgent:
+    """Return an agent that plays at random in all environments."""
+    generator = torch.Generator().manual_seed(0)
+    return UniformAgent(context.spaces.action, context.settings.environment.count, generator=generator)
 
 
 def time_collecting(context: Context, bench: Bench, label: str, agent: Actor) -> tuple[dict[str, Any], int]:
     """Time collecting with an agent; return the row, and the steps of a call."""
+    with collecting(context, agent, quick=bench.quick) as (some_steps, steps, shape):
+        times = bench.time_jobs(label, {label: some_steps})[label]
+    return bench.row(label, shape, times, count=steps, unit="steps"), steps
+
+
+@contextmanager
+def collecting(context: Context, agent: Actor, *, quick: bool = False) -> Iterator[tuple[Job, int, str]]:
+    """Open the environments, and give a call in which an agent collects, the steps of it, and its shape."""
     settings = context.settings.environment
     streams = open_streams(settings, train=True, seed=0)
-    rounds = 2 if bench.quick else -(-COLLECT_STEPS // settings.count)
+    rounds = 2 if quick else -(-COLLECT_STEPS // settings.count)
     steps = rounds * settings.count
 
     def some_steps() -> None:
@@ -233,10 +249,10 @@ def time_collecting(context: Context, bench: Bench, label: str, agent: Actor) ->
             streams.step(action)
             agent.summarize_search()
 
-    times = bench.time_jobs(label, {label: some_steps})[label]
-    streams.close()
-    shape = f"{steps} steps, {settings.count} × {settings.id}"
-    return bench.row(label, shape, times, count=steps, unit="steps"), steps
+    try:
+        yield some_steps, steps, f"{steps} steps, {settings.count} × {settings.id}"
+    finally:
+        streams.close()
 
 
 def _steps_in_epoch(settings: Settings) -> int:

@@ -26,7 +26,7 @@ class Cell(NamedTuple):
     shape: str
     length: int
     """Of the sequences, in elements of a backbone or frames of an episode."""
-    count: int
+    units: int
     """Number of `unit` in a call."""
     unit: str
 
@@ -63,7 +63,7 @@ def measure_cell(
             bar.advance()
     rows = []
     for name, each in times.items():
-        row = bench.row(cell.what, cell.shape, each, count=cell.count, unit=cell.unit, memory=peaks[name])
+        row = bench.row(cell.what, cell.shape, each, count=cell.units, unit=cell.unit, memory=peaks[name])
         rows.append(row | {"length": cell.length, column: name} | spread(each, times.get(first)))
     about = {"what": cell.what, "shape": cell.shape, "length": cell.length}
     return rows + [{**about, column: name, "skipped": why} for name, why in skipped.items()]
