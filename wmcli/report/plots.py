@@ -452,7 +452,7 @@ def cost_by_length(
             handles[name] = _banded(axes, lengths, (costs, low, high), styles[name], name)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_xticks(sorted({length for points in lines.values() for length, _ in points}))
+        axes.set_xticks(sorted({length for points in lines.values() for length, *_ in points}))
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.minorticks_off()
         axes.xaxis.set_major_formatter(lambda length, _: f"{length:g}")

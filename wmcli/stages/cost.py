@@ -91,9 +91,9 @@ def epoch_costs(variants: Mapping[str, Sequence[Path]], progress: Progress) -> l
 
     Returns:
         Rows with the keys of COLUMNS, for each stage and for `EPOCH`, which is their sum. `seconds` is the mean over
-        runs of each run's median epoch. `seconds_25` and `seconds_75` are quartiles over all epochs that count, and of
-        `EPOCH` over those in which all stages of the run count (None without any). `lowest_run` and `highest_run` are
-        those of the runs; None for one run.
+        runs of each run's median epoch. `seconds_25` and `seconds_75` are quartiles over all epochs that count. Those
+        of `EPOCH` are over the epochs with the run's last stage, with the median for stages that they lack.
+        `lowest_run` and `highest_run` are those of the runs; None for one run.
 
     Raises:
         ArtifactError: No run has an epoch that counts.
@@ -109,13 +109,13 @@ def epoch_costs(variants: Mapping[str, Sequence[Path]], progress: Progress) -> l
             having = [run[stage] for run in runs if stage in run]
             medians = [statistics.median(epochs.values()) for epochs in having]
             rows.append(about | {"stage": stage} | _row(medians, [s for epochs in having for s in epochs.values()]))
-        sums = [sum(statistics.median(epochs.values()) for epochs in run.values()) for run in runs]
+        middle = [{stage: statistics.median(epochs.values()) for stage, epochs in run.items()} for run in runs]
         whole = [
-            sum(epochs[epoch] for epochs in run.values())
-            for run in runs
-            for epoch in set.intersection(*(set(epochs) for epochs in run.values()))
+            sum(run[stage].get(epoch, usual[stage]) for stage in run)
+            for run, usual in zip(runs, middle, strict=True)
+            for epoch in run[max(run, key=STAGES.index)]
         ]
-        rows.append(about | {"stage": EPOCH} | _row(sums, whole))
+        rows.append(about | {"stage": EPOCH} | _row([sum(usual.values()) for usual in middle], whole))
     if not rows:
         raise ArtifactError(f"no run has logged a whole epoch of wm run yet, of {', '.join(variants) or 'none'}.")
     return [{key: row[key] for key in COLUMNS} for row in rows]
@@ -148,10 +148,9 @@ def _silent(run: Run, records: Iterable[Mapping[str, Any]]) -> list[datetime]:
 
 def _row(of_runs: Sequence[float], of_epochs: Sequence[float]) -> dict[str, Any]:
     several = len(of_runs) > 1
-    none = {"seconds_25": None, "seconds_75": None}
     return {
         "seconds": statistics.fmean(of_runs),
-        **(quartiles("seconds", of_epochs) if of_epochs else none),
+        **quartiles("seconds", of_epochs),
         "lowest_run": min(of_runs) if several else None,
         "highest_run": max(of_runs) if several else None,
         "epochs": len(of_epochs),

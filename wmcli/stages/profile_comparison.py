@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from wmcli.artifacts import Artifact
+from wmcli.config import is_file
 from wmcli.errors import UsageError
 from wmcli.report.cost import draw_epochs
 from wmcli.settings import resolve
@@ -30,16 +32,18 @@ def compare(
     Args:
         context: The run, with the settings of the first preset.
         what: What to compare.
-        presets: Presets of the models or epochs; the run's own is the first.
+        presets: Presets of the models or epochs; the first is the run's own.
         lengths: Lengths of the sequences of backbones and models; None takes those of the comparison.
 
     Raises:
         UsageError: The presets cannot be compared. Nothing was measured.
         WmError: The steps of a backbone differ from its forward.
     """
-    contexts = {context.preset: context}
-    if what != "backbones":
-        contexts |= {name: _beside(context, name) for name in presets if name != context.preset}
+    contexts = {_name(context.preset): context}
+    for preset in presets[1:]:
+        if _name(preset) in contexts:
+            raise UsageError(f"--preset {preset}: two presets have the name {_name(preset)}, give each once.")
+        contexts[_name(preset)] = _beside(context, preset)
     if what == "models":
         models.check_models(contexts, lengths or models.LENGTHS)
     elif what == "presets":
@@ -68,6 +72,11 @@ def compare(
                 case "presets":
                     draw_epochs(rows, "preset", (COLLECT, TOKENIZER, DYNAMICS, IMAGINE), picture)
         return publish_rows(context, work, metrics, {what: rows})
+
+
+def _name(preset: str) -> str:
+    """Return the name of a preset in rows and pictures: of a file, without its folder and ending."""
+    return Path(preset).stem if is_file(preset) else preset
 
 
 def _beside(context: Context, preset: str) -> Context:
