@@ -43,6 +43,15 @@ SCORE = {
         },
         {"part": "stages", "what": "fast over slow", "shape": "1", "ratio": 2.04, "ratio_low": 1.5, "ratio_high": 3.0},
         {"part": "backbones", "what": "training", "backbone": "gru", "length": 4096, "skipped": "slower than 5 s"},
+        {
+            "part": "models", "what": "training", "preset": "rssm-tbtt-2d", "length": 500, "rate": 40.0,
+            "times_as_long": 2.5, "times_as_long_25": 2.25, "times_as_long_75": 3.0, "peak_bytes": 7_000_000,
+        },
+        {
+            "part": "presets", "what": "epoch", "preset": "iris", "stage": "imagine", "seconds": 309.0,
+            "seconds_25": 300.0, "seconds_75": 310.0,
+            "times_as_long": 15.5, "times_as_long_25": 15.0, "times_as_long_75": 16.0,
+        },
     ],
     "operators": [
         {
@@ -303,6 +312,7 @@ def test_context_belongs_to_imagination(recorder, capsys):
     (["eval"], ["0.5", "-0.5"]),
     (["profile"], ["encode", "125 ms (100 to 1,500)", "512 frames/s", "3 GFLOP/s, 25 %", "12.3 MB",
                    "2.04 times (1.5 to 3)", "gru", "skipped: slower than 5 s",
+                   "40/s, 2.5 times (2.25 to 3)", "7 MB", "309 s (300 to 310), 15.5 times",
                    "aten::silu", "62.5 %", "1.5", "7.5 GFLOP/s, 6.25 %"]),
 ])  # fmt: skip
 def test_a_person_gets_a_table_beside_the_path(line, expected, recorder, capsys, monkeypatch):

@@ -131,7 +131,7 @@ def epoch_seconds(settings: Settings, seconds: Mapping[str, float]) -> dict[str,
     totals: dict[str, list[float]] = {}
     for stages in work_by_epoch(settings):
         for stage, work in stages.items():
-            done = [count * seconds[what] for what, count in work.items() if what in seconds]
+            done = [count * seconds[what] for what, count in work.items() if count and what in seconds]
             if done:
                 totals.setdefault(stage, []).append(sum(done))
     return {stage: sum(each) / len(each) for stage, each in totals.items()}
