@@ -81,6 +81,11 @@ def test_pauses_and_what_was_interrupted_do_not_count() -> None:
     assert stage_seconds(records) == {(1, COLLECT): 3, (2, COLLECT): 4, (2, DYNAMICS): 9, (3, COLLECT): 5}
 
 
+def test_of_repeated_work_the_last_counts() -> None:
+    records = [epoch_of(began, began, 1, collect=taken, imagine=taken + 1) for began, taken in ((0, 3), (100, 30))]
+    assert stage_seconds([each for process in records for each in process]) == {(1, IMAGINE): 31}
+
+
 def test_an_evaluation_that_a_process_begins_with_takes_no_stage_away() -> None:
     records = epoch_of(0, 0, 1, imagine=3) + [record(100, 108, 1, "eval"), *epoch_of(100, 108, 2, collect=4)]
     assert stage_seconds(records) == {(1, IMAGINE): 3, (2, COLLECT): 4}

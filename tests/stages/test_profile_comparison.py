@@ -13,8 +13,7 @@ from tiny_run import TINY, TINY_S4WM
 
 from wmcli.errors import UsageError
 from wmcli.settings import resolve
-from wmcli.stages import profile as profile_module
-from wmcli.stages import profile_cells, profile_models
+from wmcli.stages import profile_cells, profile_models, profile_presets
 from wmcli.stages.context import Context
 from wmcli.stages.opening import open_context
 from wmcli.stages.profile_comparison import compare
@@ -40,7 +39,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "MATMUL_SIZES", (64, 64))
     monkeypatch.setattr(measure, "COPY_BYTES", (1 << 16, 1 << 16))
     monkeypatch.setattr(measure.gc, "collect", lambda: 0)  # slow where so much is loaded
-    monkeypatch.setattr(profile_module, "COLLECT_STEPS", 9)
+    monkeypatch.setattr(profile_presets, "COLLECTED", 9)
     monkeypatch.setattr(profile_models, "ROWS", {"cpu": 3})
 
 

@@ -52,7 +52,7 @@ def stage_seconds(
         began, time = moment(record.get("began")), moment(record.get("time"))
         if began is not None and time is not None:
             by_process.setdefault(began, []).append((time, record.get("epoch"), record.get("stage")))
-    spent: dict[tuple[int, str], list[float]] = {}  # of each process that worked on it
+    spent: dict[tuple[int, str], float] = {}
     resumed = set()
     for place, (began, own) in enumerate(sorted(by_process.items())):
         if _is_beside(began, own, by_process):
@@ -66,9 +66,8 @@ def stage_seconds(
             before = time
         if place:
             resumed.add(own[0][1:])
-        for key, value in seconds.items():
-            spent.setdefault(key, []).append(value)
-    return {key: each[0] for key, each in spent.items() if len(each) == 1 and key not in resumed}
+        spent |= seconds  # of work that was repeated the last counts
+    return {key: value for key, value in spent.items() if key not in resumed}
 
 
 def _is_beside(

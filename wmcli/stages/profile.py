@@ -229,17 +229,19 @@ def random_agent(context: Context) -> UniformAgent:
 
 def time_collecting(context: Context, bench: Bench, label: str, agent: Actor) -> tuple[dict[str, Any], int]:
     """Time collecting with an agent; return the row, and the steps of a call."""
-    with collecting(context, agent, quick=bench.quick) as (some_steps, steps, shape):
+    least = 2 * context.settings.environment.count if bench.quick else COLLECT_STEPS
+    with collecting(context, agent, least) as (some_steps, steps, shape):
         times = bench.time_jobs(label, {label: some_steps})[label]
     return bench.row(label, shape, times, count=steps, unit="steps"), steps
 
 
 @contextmanager
-def collecting(context: Context, agent: Actor, *, quick: bool = False) -> Iterator[tuple[Job, int, str]]:
-    """Open the environments, and give a call in which an agent collects, the steps of it, and its shape."""
+def collecting(context: Context, agent: Actor, least: int) -> Iterator[tuple[Job, int, str]]:
+    """Open the environments, and give a call in which an agent collects `least` steps or some more, their number, and
+    its shape."""
     settings = context.settings.environment
     streams = open_streams(settings, train=True, seed=0)
-    rounds = 2 if quick else -(-COLLECT_STEPS // settings.count)
+    rounds = -(-least // settings.count)
     steps = rounds * settings.count
 
     def some_steps() -> None:

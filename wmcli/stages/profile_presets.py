@@ -34,6 +34,7 @@ from wmcli.training.measure import Bench, Job
 
 BOTH = f"{DYNAMICS} and {IMAGINE}"
 """World model and controller together, the combined bar of REM's figures."""
+COLLECTED = 64  # steps in a call
 
 
 def compare_presets(contexts: Mapping[str, Context], bench: Bench) -> list[dict[str, Any]]:
@@ -77,7 +78,7 @@ def _rounds(contexts: Mapping[str, Context], bench: Bench) -> dict[str, dict[str
     for what, agent in ((RANDOM, random_agent), (ACTING, fresh_agent)):
         with ExitStack() as held:
             opened = {
-                name: held.enter_context(collecting(context, agent(context), quick=bench.quick))
+                name: held.enter_context(collecting(context, agent(context), COLLECTED))
                 for name, context in contexts.items()
             }
             measure(what, {name: (job, steps) for name, (job, steps, _) in opened.items()})
