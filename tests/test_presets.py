@@ -40,6 +40,18 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "rem-no-action-inputs": {"controller.action_inputs": False},
 }
 
+# What makes IRIS in REM's configuration (REM figure 11); its transformer has further keys of its own.
+IRIS_IN_REM = {
+    "dynamics.prediction": "sequential",
+    "dynamics.shared_embeddings": False,
+    "dynamics.initialization": "gpt",
+    "backbone.kind": "transformer",
+    "backbone.activation": "gelu",
+    "controller.input": "pixels",
+    "controller.action_inputs": False,
+}
+_OF_RETNET = ("decay", "decay_range_blocks", "chunk_size", "copied_layers")
+
 # What the public code chooses otherwise than its paper, or than what works better.
 CODE: dict[str, dict[str, Any]] = {
     "rem-code": {
@@ -460,7 +472,7 @@ def test_a_time_is_a_presets_own() -> None:
 
 
 def test_the_presets_of_the_papers_are_there() -> None:
-    assert {"rem", "iris", "unizero", "muzero", "quickstart", *BASES} <= set(PRESETS)
+    assert {"rem", "iris", "iris-rem-config", "unizero", "muzero", "quickstart", *BASES} <= set(PRESETS)
     files = (Path(__file__).parent.parent / "presets").glob("*.toml")
     assert sorted(PRESETS) == sorted(file.stem for file in files)
 
@@ -511,6 +523,14 @@ def test_a_preset_holds_the_numbers_of_its_paper(name: str, numbers: dict[str, A
     stated = flat(preset_values(name))
     if name not in BASES:
         assert numbers.keys() - stated.keys() <= {"seed"}, "the file states them, also where they are defaults"
+
+
+def test_iris_in_rems_configuration_is_iris_with_the_numbers_of_rem() -> None:
+    rem, mixed, iris = (flatten(resolve(name)) for name in ("rem", "iris-rem-config", "iris"))
+    assert {key: mixed[key] for key in rem if key in mixed and mixed[key] != rem[key]} == IRIS_IN_REM
+    assert rem.keys() - mixed.keys() == {f"backbone.{key}" for key in _OF_RETNET}
+    of_the_transformer = [key for key in mixed if key not in rem]
+    assert all(mixed[key] == iris[key] for key in (*IRIS_IN_REM, *of_the_transformer))
 
 
 def test_overrides_of_a_kind_and_of_its_keys_come_in_any_order() -> None:

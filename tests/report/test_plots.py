@@ -266,6 +266,18 @@ def test_costs_have_one_line_each_in_the_same_color_everywhere():
         plots.cost_by_length({})
 
 
+def test_costs_may_have_a_spread_and_another_axis():
+    panels = {"frames/s": {"s4": [(64, 10.0, 8.0, 11.0), (128, 9.0, 7.0, 9.5)]}, "MB": {"s4": [(64, 5.0), (128, 9.0)]}}
+    rates, memory = plots.cost_by_length(panels, x_label="frames of an episode").axes
+    (line,) = rates.get_lines()
+    assert line.get_xydata().tolist() == [[64, 10], [128, 9]]
+    (band,) = rates.collections
+    corners = {tuple(corner) for path in band.get_paths() for corner in path.vertices.tolist()}
+    assert {(64, 8), (64, 11), (128, 7), (128, 9.5)} <= corners
+    assert not memory.collections and {axes.get_xlabel() for axes in (rates, memory)} == {"frames of an episode"}
+    assert plots.cost_by_length({"MB": {"s4": [(64, 5.0)]}}).axes[0].get_xlabel() == "elements"
+
+
 def test_learned_priors_have_a_panel_per_layer_and_number_and_a_line_per_head():
     updates = [0, 1000, 2000]
     mean = 6 + np.arange(3 * 2 * 8).reshape(3, 2, 8) / 10  # (K, layers, heads)

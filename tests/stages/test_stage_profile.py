@@ -26,10 +26,11 @@ from wmcli.experience import Replay
 from wmcli.kernels.dispatch import on_triton, using
 from wmcli.progress import Bar, Progress
 from wmcli.settings import resolve
-from wmcli.stages import compare, profile_experience, profile_kernels
+from wmcli.stages import compare, profile_cells, profile_experience, profile_kernels
 from wmcli.stages import profile as profile_module
 from wmcli.stages.compare import check_steps, equal_sizes, parameters
 from wmcli.stages.profile import profile
+from wmcli.stages.profile_comparison import compare as compare_costs
 from wmcli.stages.profile_kernels import check, kernel_cases, profile_kernel
 from wmcli.tokenizers.vq import VQTokenizer
 from wmcli.training import graph, measure
@@ -416,7 +417,7 @@ def test_experience_that_cannot_be_read_leaves_nothing_behind(run: Path, monkeyp
 @pytest.mark.slow
 def test_all_backbones_are_compared_at_every_length(run: Path) -> None:
     context = opened(run, pictures=True)
-    artifact = profile(context, compare="backbones", lengths=[16, 8, 8])
+    artifact = compare_costs(context, what="backbones", lengths=[16, 8, 8])
     about = {row["backbone"]: row for row in artifact.metrics["backbones"]}
     assert set(about) == set(BACKBONES)
     assert (about["retnet"]["width"], about["retnet"]["layers"]) == (32, 1)  # the preset's
@@ -488,7 +489,7 @@ def test_steps_are_those_of_frozen_models_and_a_bar_is_there(run: Path, monkeypa
         return right(self, *rest)
 
     monkeypatch.setattr(RetNet, "step", step)
-    profile(context, compare="backbones", lengths=[8])
+    compare_costs(context, what="backbones", lengths=[8])
     assert dtypes == {torch.bfloat16} and bars == {1}
 
 
@@ -500,16 +501,18 @@ def test_the_recurrence_is_checked_in_the_form_that_is_timed(
     checked: list[str] = []
     monkeypatch.setattr(compare, "on_triton", lambda *_: answer)
     monkeypatch.setattr(compare, "check", lambda _, implementation: checked.append(implementation))
-    profile(opened(run), compare="backbones", lengths=[8])
+    compare_costs(opened(run), what="backbones", lengths=[8])
     assert checked == [form]
 
 
 @pytest.mark.usefixtures("few_backbones")
 def test_slow_cases_are_reported_and_not_retried(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    patient = compare.time_call
+    patient = profile_cells.time_call
     slow = iter([False, True, True])  # it is asked twice, in case it was only compiled
-    monkeypatch.setattr(compare, "time_call", lambda job, device: 99.0 if next(slow, False) else patient(job, device))
-    rows = profile(opened(run), compare="backbones", lengths=[8, 16]).metrics["rows"]
+    monkeypatch.setattr(
+        profile_cells, "time_call", lambda job, device: 99.0 if next(slow, False) else patient(job, device)
+    )
+    rows = compare_costs(opened(run), what="backbones", lengths=[8, 16]).metrics["rows"]
     (skipped,) = [row for row in rows if "skipped" in row]
     assert {name: skipped[name] for name in ("what", "backbone", "length", "skipped")} == {
         "what": "training",
@@ -527,6 +530,6 @@ def test_sizes_beyond_memory_are_reported(run: Path, monkeypatch: pytest.MonkeyP
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(GRU, "forward", full)
-    artifact = profile(opened(run), compare="backbones", lengths=[8])
+    artifact = compare_costs(opened(run), what="backbones", lengths=[8])
     (row,) = [row for row in artifact.metrics["rows"] if "skipped" in row]
     assert (row["what"], row["backbone"], row["skipped"]) == ("training", "gru", "out of memory")

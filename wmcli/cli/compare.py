@@ -134,6 +134,15 @@ def compare(
             rich_help_panel=PICTURES,
         ),
     ] = None,
+    cost: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Show seconds of an epoch by stage instead, and draw them (.png): of RUN... by --by, or by preset over"
+            " seeds, or of the variants of --sweep. Runs need no evaluation.",
+            rich_help_panel=PICTURES,
+        ),
+    ] = None,
     as_json: Json = False,
     form: Format = None,
     quiet: Quiet = False,
@@ -149,8 +158,14 @@ def compare(
         wm compare runs/* --format latex
         wm compare runs/mamba2 runs/gru --protocol gridworld
         wm compare --sweep backbones.toml --profiles profiles.png
+        wm compare runs/rem-1 runs/rem-2 runs/iris-1 --cost epochs.png
     """
     refuse_both_forms(as_json, form)
+    if cost is not None:
+        if published or against or curves or profiles or priors or strips or protocol != "returns" or (sweep and (runs or by)):
+            raise UsageError("--cost shows seconds of an epoch alone: give RUN... with --by, or --sweep, and no more.")
+        _compare_cost(runs or [], sweep, by or (), cost, as_json, form, Progress(quiet))
+        return
     drawn = {
         "curves": curves,
         "profiles": profiles,
@@ -377,6 +392,40 @@ def _show_variants(
         for table in filter(None, (variants.games_table(rows), aggregates, variants.improvement_table(rows), cost)):
             answer(table, list(dict.fromkeys(key for row in table for key in row)), form)
         remark(variants.notes(rows, columns), form)
+
+
+# -- cost -------------------------------------------------------------------------------------------------------------
+
+
+def _compare_cost(
+    runs: Sequence[Path],
+    sweep: Path | None,
+    by: Sequence[str],
+    picture: Path,
+    as_json: bool,
+    form: Form | None,
+    progress: Progress,
+) -> None:
+    """Show and draw the seconds of an epoch by variant and stage."""
+    from wmcli.report.cost import draw_epochs, epoch_table
+    from wmcli.report.files import check_target
+    from wmcli.stages.cost import COLUMNS, STAGES, epoch_costs, group_runs
+    from wmcli.sweeps.plan import read_sweep
+    from wmcli.sweeps.tables import begun_runs
+
+    check_target(picture, (".png", ".svg", ".pdf"))
+    if not runs and sweep is None:
+        raise UsageError("no runs: name some, or the file of a sweep with --sweep.")
+    variants = group_runs(runs, by) if sweep is None else begun_runs(read_sweep(sweep))
+    rows = epoch_costs(variants, progress)
+    draw_epochs(rows, "variant", STAGES, picture)
+    if as_json:
+        emit_json(rows)
+    elif chosen(form) in EXACT:
+        answer(rows, COLUMNS, form)
+    else:
+        table = epoch_table(rows, "variant")
+        answer(table, list(dict.fromkeys(key for row in table for key in row)), form)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -9,7 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from wmcli.cli.human import count
-from wmcli.cli.options import DEFAULT_RUN, Device, Force, Json, Preset, Quiet, RunFolder, Seed, Set, Trust, overrides
+from wmcli.cli.options import (
+    DEFAULT_RUN,
+    RUN_PANEL,
+    Device,
+    Force,
+    Json,
+    Quiet,
+    RunFolder,
+    Seed,
+    Set,
+    Trust,
+    complete_preset,
+    overrides,
+)
 from wmcli.cli.output import Row, answer, draw_beside, emit_json, line, published
 from wmcli.errors import UsageError
 from wmcli.progress import duration, size
@@ -18,13 +32,25 @@ if TYPE_CHECKING:
     from wmcli.artifacts import Artifact
 
 COMPARE_PANEL = "Comparison"
+SEVERAL = ("models", "presets")
+COMPARED = ("backbones", *SEVERAL)
 SUITE_PANEL = "Suite"
 SIZE = ("backbone", "layers", "width", "parameters", "note", "error")
+MODEL = ("preset", "backbone", "layers", "width", "cache", "parameters", "frames_at_once")
 
 
 def profile(
     run: RunFolder = DEFAULT_RUN,
-    preset: Preset = None,
+    presets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--preset",
+            metavar="NAME",
+            help="Preset of a new run, see wm presets. A run keeps its own. Repeatable with --compare models, presets.",
+            rich_help_panel=RUN_PANEL,
+            autocompletion=complete_preset,
+        ),
+    ] = None,
     settings: Set = None,
     seed: Seed = None,
     device: Device = None,
@@ -42,17 +68,22 @@ def profile(
         bool, typer.Option("--trace", help="Write a trace of one call of each stage into the artifact, for Perfetto.")
     ] = False,
     compare: Annotated[
-        Literal["backbones"] | None,
+        Literal["backbones", "models", "presets"] | None,
         typer.Option(
-            metavar="PARTS",
-            help="backbones: measure only the cost of each backbone by length, at equal parameter counts.",
+            metavar="WHAT",
+            help="Measure only the cost of each backbone by length, at equal parameter counts (backbones); of the whole"
+            " world models of each --preset by length, decoding included (models; without --preset S4WM's and its"
+            " baselines); or the seconds of an epoch of each --preset by stage (presets).",
             rich_help_panel=COMPARE_PANEL,
         ),
     ] = None,
     lengths: Annotated[
         str | None,
         typer.Option(
-            metavar="N,N,...", help="Lengths in elements. Default: 64,256,1024,4096.", rich_help_panel=COMPARE_PANEL
+            metavar="N,N,...",
+            help="Lengths in elements of a backbone, or in frames of an episode. Default: 64,256,1024,4096 for"
+            " backbones, 128,256,512,1024 for models.",
+            rich_help_panel=COMPARE_PANEL,
         ),
     ] = None,
     tune: Annotated[
@@ -94,11 +125,16 @@ def profile(
     Examples:
         wm profile --run runs/catch --device cuda
         wm profile --compare backbones --lengths 64,1024
+        wm profile --compare models --preset s4wm-2d --preset rssm-tbtt-2d --lengths 100,200
+        wm profile --compare presets --preset rem --preset rem-no-pop --preset iris-rem-config
         wm profile --estimate --preset drama-atari --set environment.id=ALE/Pong-v5
         wm profile --suite h100.json --device cuda
         wm profile --preset rem --tune --device cuda
     """
     changes = overrides(settings, {"seed": seed, "training.device": device})
+    preset = presets[0] if presets else None
+    if presets and len(presets) > 1 and compare not in SEVERAL:
+        raise UsageError("several presets are for --compare models and --compare presets: give one --preset.")
     if quick and not suite:
         raise UsageError("--quick is for --suite: give both.")
     if suite:
@@ -108,7 +144,7 @@ def profile(
             )
         _profile_suite(suite, preset, changes, quick, force, as_json, quiet)
         return
-    arguments: dict[str, Any] = {"parts": part and [part], "frames": frames, "trace": trace or None, "compare": compare}
+    arguments: dict[str, Any] = {"parts": part and [part], "frames": frames, "trace": trace or None}
     if estimate and (part or frames or trace or compare or lengths or tune or force):
         raise UsageError(
             "--estimate measures nothing else: omit --part, --frames, --trace, --compare, --tune, --force."
@@ -116,18 +152,23 @@ def profile(
     if tune and (part or frames or trace or compare or lengths or force):
         raise UsageError("--tune measures nothing else: omit --part, --frames, --trace, --compare, --lengths, --force.")
     if compare and (part or frames or trace):
-        raise UsageError("--compare measures backbones only: omit --part, --frames and --trace.")
+        raise UsageError(f"--compare measures {compare} only: omit --part, --frames and --trace.")
     if trace and part not in (None, "stages"):
         raise UsageError(f"--trace is a trace of the stages, and --part {part} measures none: omit one of them.")
     if frames and part != "experience":
         raise UsageError("--frames is for --part experience: give both.")
-    if lengths is not None:
-        if not compare:
-            raise UsageError("--lengths is for --compare backbones: give both.")
-        arguments["lengths"] = _lengths(lengths)
-    from wmcli.stages.opening import open_context
-    from wmcli.stages.profile import profile as stage
+    if lengths is not None and compare not in ("backbones", "models"):
+        raise UsageError("--lengths is for --compare backbones and --compare models: give both.")
+    some = None if lengths is None else _lengths(lengths)
+    if compare == "presets" and not presets:
+        raise UsageError("--compare presets needs two presets or more: repeat --preset NAME.")
+    if compare == "models" and not presets:
+        from wmcli.stages.profile_models import MODELS
 
+        presets = list(MODELS)
+    from wmcli.stages.opening import open_context
+
+    preset = presets[0] if presets else None
     context = open_context(run, preset, changes, create=True, quiet=quiet or estimate, force=force, trust=trust)
     if estimate:
         from wmcli.stages.profile_cycle import estimate_run
@@ -139,7 +180,14 @@ def profile(
 
         _show_tiles(tune_kernels(context), as_json)
         return
-    artifact = stage(context, **{name: value for name, value in arguments.items() if value is not None})
+    if compare:
+        from wmcli.stages.profile_comparison import compare as stage
+
+        artifact = stage(context, what=compare, presets=presets or (), lengths=some)
+    else:
+        from wmcli.stages.profile import profile as measure
+
+        artifact = measure(context, **{name: value for name, value in arguments.items() if value is not None})
     if not (as_json or quiet):
         show_profile(artifact)
     published(artifact, as_json)
@@ -212,17 +260,25 @@ def _lengths(text: str) -> list[int]:
 
 def show_profile(artifact: Artifact) -> None:
     """Draw the tables of a profile on the terminal."""
+    from wmcli.report.cost import epoch_table
     from wmcli.report.profile_tables import by_length, operator_share, readable
 
     metrics = artifact.metrics
+    of: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in metrics["rows"]:
+        of[row["part"]].append(row)
     tables: dict[str, Sequence[Row]] = {
         "ceilings": [readable(row) for row in metrics["ceilings"]],
         "backbones of about one size": [{name: row[name] for name in SIZE} for row in metrics.get("backbones", [])],
-        "elements a second, and how many times as long as the preset's backbone": by_length(metrics["rows"]),
+        "elements a second, and how many times as long as the preset's backbone": by_length(
+            of["backbones"], "backbone"
+        ),
+        "models": [{name: row[name] for name in MODEL} for row in metrics.get("models", [])],
+        "frames a second, and how many times as long as the first model": by_length(of["models"], "preset"),
+        "seconds of an epoch, and how many times as long as the first preset": epoch_table(of["presets"], "preset"),
     }
-    for row in metrics["rows"]:
-        if "backbone" not in row:
-            tables[row["part"]] = [*tables.get(row["part"], []), readable(row)]
+    tables |= {part: [readable(row) for row in rows] for part, rows in of.items() if part not in COMPARED}
+    tables["backbones"] = [readable(row) for row in of["backbones"] if "backbone" not in row]
     tables["where the time goes"] = [operator_share(row) for row in metrics.get("operators", [])]
     for title, rows in tables.items():
         columns = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None)

@@ -23,6 +23,7 @@ from wmcli.report.files import write_whole
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 Band = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]  # value, low, high: (K,) each
 Interval = tuple[float, float | None, float | None]  # value, low, high
@@ -435,13 +436,17 @@ def improvement(pairs: Mapping[tuple[str, str], Interval], *, title: str = "") -
     return figure
 
 
-def cost_by_length(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> Figure:
+def cost_by_length(
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, ...]]]], *, x_label: str = "elements"
+) -> Figure:
     """Draw cost against length, one panel per kind of cost, both axes logarithmic.
 
     A linear cost is a flat line where the panel shows the cost of one element.
 
     Args:
-        panels: title -> name -> (length, cost), in order of length. A name has one color and marker in all panels.
+        panels: title -> name -> (length, cost), or (length, cost, low, high) for a band, in order of length. A name has
+            one color and marker in all panels.
+        x_label: Of the horizontal axes.
 
     Raises:
         UsageError: There are no costs.
@@ -456,17 +461,18 @@ def cost_by_length(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float
     for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         _style(axes)
         for name, points in lines.items():
-            lengths, costs = zip(*points, strict=True)
-            (handles[name],) = axes.plot(lengths, costs, **styles[name], label=name)
+            lengths, costs, *limits = (np.array(column) for column in zip(*points, strict=True))
+            low, high = limits or (None, None)
+            handles[name] = _banded(axes, lengths, (costs, low, high), styles[name], name)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_xticks(sorted({length for points in lines.values() for length, _ in points}))
+        axes.set_xticks(sorted({length for points in lines.values() for length, *_ in points}))
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.minorticks_off()
         axes.xaxis.set_major_formatter(lambda length, _: f"{length:g}")
         axes.yaxis.set_major_formatter(_count)
         axes.set_title(title, loc="left", fontsize=9, color=_INK)
-        axes.set_xlabel("elements", color=_INK)
+        axes.set_xlabel(x_label, color=_INK)
     figure.legend(
         [handles[name] for name in names],
         [_shortened(name) for name in names],
@@ -755,12 +761,13 @@ def _marked(points: int) -> dict[str, Any]:
     return {} if points < 30 else {"marker": ""}
 
 
-def _banded(axes: Axes, x: Sequence[float] | np.ndarray, band: Band, style: dict[str, Any], name: str) -> None:
-    """Draw a line with its name, and the band between its limits if it has any."""
+def _banded(axes: Axes, x: Sequence[float] | np.ndarray, band: Band, style: dict[str, Any], name: str) -> Line2D:
+    """Draw a line with its name, and the band between its limits if it has any; return the line."""
     value, low, high = band
-    axes.plot(x, value, **style, markevery=max(1, len(x) // 8), label=name)
+    (line,) = axes.plot(x, value, **style, markevery=max(1, len(x) // 8), label=name)
     if low is not None and high is not None:
         axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    return line
 
 
 def _rows(axes: Axes, names: Sequence[str]) -> None:

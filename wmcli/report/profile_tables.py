@@ -69,23 +69,24 @@ def readable(row: Row) -> Row:
     return shown
 
 
-def by_length(rows: Sequence[Row]) -> list[Row]:
-    """Return a row for each length and backbone, training and imagination side by side."""
+def by_length(rows: Sequence[Row], column: str) -> list[Row]:
+    """Return a row for each length and backbone or preset (`column`), training and imagination side by side."""
     shown: dict[tuple[int, str], dict[str, Any]] = {}
     for row in rows:
-        if "backbone" in row:
-            cell = shown.setdefault(
-                (row["length"], row["backbone"]), {"length": row["length"], "backbone": row["backbone"]}
-            )
-            if "skipped" in row:
-                cell[row["what"]] = f"skipped: {row['skipped']}"
-                continue
-            times = "" if row["times_as_long"] is None else f", {row['times_as_long']:.3g} times"
-            cell[row["what"]] = f"{short_number(row['rate'])}/s{times}"
-            if "state_bytes" in row:
-                cell["state"] = megabytes(row["state_bytes"])
-            elif row["peak_bytes"] is not None:
-                cell["peak"] = megabytes(row["peak_bytes"])
+        if column not in row:
+            continue
+        cell = shown.setdefault((row["length"], row[column]), {"length": row["length"], column: row[column]})
+        if "skipped" in row:
+            cell[row["what"]] = f"skipped: {row['skipped']}"
+            continue
+        times = "" if row["times_as_long"] is None else f", {row['times_as_long']:.3g} times"
+        if times and row["times_as_long_25"] != row["times_as_long_75"]:
+            times += f" ({row['times_as_long_25']:.3g} to {row['times_as_long_75']:.3g})"
+        cell[row["what"]] = f"{short_number(row['rate'])}/s{times}"
+        if "state_bytes" in row:
+            cell["state"] = megabytes(row["state_bytes"])
+        elif row["peak_bytes"] is not None:
+            cell[f"{row['what']} peak"] = megabytes(row["peak_bytes"])
     return list(shown.values())
 
 

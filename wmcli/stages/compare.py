@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,14 @@ from wmcli.kernels.dispatch import on_triton
 from wmcli.kernels.linear_recurrence import linear_recurrence_step
 from wmcli.report.plots import cost_by_length, write_figure
 from wmcli.settings import Settings
+from wmcli.stages.profile_cells import Cell, measure_cell, select_jobs
 from wmcli.stages.profile_kernels import RandomOperands, check, state_space_duality
 from wmcli.training.device import Machine
-from wmcli.training.measure import Bench, Job, peak_memory, ratio, time_call
+from wmcli.training.measure import Bench, Job, ratio
 
 LENGTHS = (64, 256, 1024, 4096)
 TOKENS = {"cpu": 1 << 12, "cuda": 1 << 16}  # of a training batch, the same at every length
 ROWS = {"cpu": 16, "cuda": 64}  # imagined side by side
-CELL_SECONDS = 5.0  # a slower call is not timed, and its backbone is left out at longer lengths
 CHECKED_LENGTH = 150  # elements: more than one chunk of any backbone
 ALLOWED = {"float32": 1e-3, "bfloat16": 0.03}  # difference of steps from forward, as a share of the largest output
 # Its steps are in float32, and the products of its forward in bfloat16: they differ by up to 0.08.
@@ -72,10 +71,10 @@ def compare_backbones(
     mamba2 = settings.model_copy(update={"backbone": sizes["mamba2"]})
     recurrence_fits = True
     for length in sorted(set(lengths)):
-        training = list(_training(sizes, settings.backbone.kind, length, machine, bench))
+        training = _training(sizes, settings.backbone.kind, length, machine, bench)
         skipped = {row["backbone"] for row in training if "skipped" in row}
         sizes = {name: size for name, size in sizes.items() if name not in skipped}
-        imagination = list(_imagination(sizes, settings.backbone.kind, length, machine, bench))
+        imagination = _imagination(sizes, settings.backbone.kind, length, machine, bench)
         recurrence = list(_chunked_and_sequential(mamba2, length, machine, bench)) if recurrence_fits else []
         recurrence_fits = recurrence_fits and not any("skipped" in row for row in recurrence)
         rows += [*training, *imagination, *recurrence]
@@ -174,7 +173,7 @@ def check_steps(backbone: BackboneSettings, machine: Machine) -> float:
 Sizes = dict[str, BackboneSettings]
 
 
-def _training(sizes: Sizes, preset: str, length: int, machine: Machine, bench: Bench) -> Iterator[dict[str, Any]]:
+def _training(sizes: Sizes, preset: str, length: int, machine: Machine, bench: Bench) -> list[dict[str, Any]]:
     rows = max(TOKENS[machine.device.type] // length, 1)
 
     def job(backbone: BackboneSettings) -> Job:
@@ -190,12 +189,11 @@ def _training(sizes: Sizes, preset: str, length: int, machine: Machine, bench: B
         return forward_and_backward
 
     factories = {name: partial(job, size) for name, size in sizes.items()}
-    jobs, skipped = _select_jobs(factories, f"training, {length} elements", bench)
-    cell = partial(bench.row, "training", f"{rows} × {length} elements", count=rows * length, length=length)
-    yield from _timed(jobs, skipped, preset, cell, bench)
+    cell = Cell("training", f"{rows} × {length} elements", length, rows * length, "elements")
+    return measure_cell(cell, "backbone", factories, preset, bench)
 
 
-def _imagination(sizes: Sizes, preset: str, length: int, machine: Machine, bench: Bench) -> Iterator[dict[str, Any]]:
+def _imagination(sizes: Sizes, preset: str, length: int, machine: Machine, bench: Bench) -> list[dict[str, Any]]:
     rows = ROWS[machine.device.type]
     state_bytes: dict[str, int] = {}
 
@@ -211,10 +209,12 @@ def _imagination(sizes: Sizes, preset: str, length: int, machine: Machine, bench
 
         return step
 
-    jobs, skipped = _select_jobs({name: partial(job, name) for name in sizes}, f"imagination, {length} elements", bench)
-    cell = partial(bench.row, "imagination", f"{rows} rows behind {length - 1} elements", count=rows, length=length)
-    for row in _timed(jobs, skipped, preset, cell, bench):
-        yield row if "skipped" in row else row | {"state_bytes": state_bytes[row["backbone"]]}
+    factories = {name: partial(job, name) for name in sizes}
+    cell = Cell("imagination", f"{rows} rows behind {length - 1} elements", length, rows, "elements")
+    return [
+        row if "skipped" in row else row | {"state_bytes": state_bytes[row["backbone"]]}
+        for row in measure_cell(cell, "backbone", factories, preset, bench)
+    ]
 
 
 def _state_after(model: Backbone, length: int, rows: int, machine: Machine) -> State:
@@ -236,61 +236,6 @@ def _bytes(state: State) -> int:
     return sum(sizes)
 
 
-def _select_jobs(
-    factories: Mapping[str, Callable[[], Job]], title: str, bench: Bench
-) -> tuple[dict[str, Job], dict[str, str]]:
-    """Return the jobs that are fast enough and fit into memory, and why the others are skipped."""
-    jobs, skipped = {}, {}
-    with bench.progress.bar(f"profile {title}, first calls", len(factories), "jobs") as bar:
-        for name, factory in factories.items():
-            try:
-                job = factory()
-                # The first call may include compilation.
-                slow = time_call(job, bench.device) > CELL_SECONDS and time_call(job, bench.device) > CELL_SECONDS
-            except (RuntimeError, MemoryError) as error:
-                full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
-                if not full:
-                    raise
-                skipped[name] = "out of memory"
-            else:
-                if slow:
-                    skipped[name] = f"slower than {CELL_SECONDS:g} s"
-                else:
-                    jobs[name] = job
-            bar.advance()
-    return jobs, skipped
-
-
-def _timed(
-    jobs: dict[str, Job],
-    skipped: dict[str, str],
-    preset: str,
-    cell: partial[dict[str, Any]],
-    bench: Bench,
-) -> Iterator[dict[str, Any]]:
-    """Yield a row for each backbone. `cell` holds the columns that they share."""
-    label, shape = cell.args
-    length = cell.keywords["length"]
-    times = bench.time_jobs(f"{label}, {length} elements", jobs) if jobs else {}
-    peaks = {}
-    with bench.progress.bar(f"profile {label}, {length} elements, memory", len(jobs), "calls") as bar:
-        for name, job in jobs.items():
-            peaks[name] = peak_memory(job, bench.device)
-            bar.advance()
-    for name, each in times.items():
-        against = times.get(preset)
-        yield cell(
-            each,
-            unit="elements",
-            memory=peaks[name],
-            backbone=name,
-            # Pairs of the same round.
-            times_as_long=against and statistics.median(a / b for a, b in zip(each, against, strict=True)),
-        )
-    for name, why in skipped.items():
-        yield {"what": label, "shape": shape, "backbone": name, "length": length, "skipped": why}
-
-
 def _chunked_and_sequential(
     settings: Settings, length: int, machine: Machine, bench: Bench
 ) -> Iterator[dict[str, Any]]:
@@ -305,7 +250,7 @@ def _chunked_and_sequential(
     forms = {"in chunks": case.call, "element by element": _element_by_element}
     label = "recurrence of Mamba-2"
     factories = {form: partial(job, each) for form, each in forms.items()}
-    jobs, skipped = _select_jobs(factories, f"{label}, {length} elements", bench)
+    jobs, skipped = select_jobs(factories, f"{label}, {length} elements", bench)
     error = None if skipped else check(case, "triton" if on_triton(*case.operands) else "torch")
     times = bench.time_jobs(f"{label}, {length} elements", jobs)
     for form, each in times.items():

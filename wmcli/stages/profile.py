@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from wmcli.artifacts import Artifact
+from wmcli.artifacts import Artifact, Work
 from wmcli.assemble import build_controller, build_tokenizer, build_world_model
 from wmcli.controllers.agent import UniformAgent
 from wmcli.controllers.base import Actor, Learner
@@ -19,11 +20,11 @@ from wmcli.envs import open_streams
 from wmcli.errors import UsageError
 from wmcli.kernels import tiles
 from wmcli.kernels.dispatch import using
-from wmcli.nn.actions import random_actions, random_observation
+from wmcli.nn.actions import random_observation
 from wmcli.settings import LearnedCollectSettings, Settings
-from wmcli.spaces import ActionSpace, describe_parts, first_part, map_parts
-from wmcli.stages.compare import LENGTHS, compare_backbones, draw_comparison
+from wmcli.spaces import describe_parts, map_parts
 from wmcli.stages.context import Context
+from wmcli.stages.profile_cells import random_batch
 from wmcli.stages.profile_experience import profile_experience
 from wmcli.stages.profile_kernels import profile_kernels
 from wmcli.trainers.dynamics import world_model_update
@@ -60,8 +61,6 @@ def profile(
     parts: Sequence[Part] = DEFAULT_PARTS,
     frames: int = FRAMES,
     trace: bool = False,
-    compare: Literal["backbones"] | None = None,
-    lengths: Sequence[int] = LENGTHS,
 ) -> Artifact:
     """Measure the machine's ceilings and then the parts, and publish.
 
@@ -72,12 +71,26 @@ def profile(
         parts: Parts to measure.
         frames: Frames of the experience that is written and read.
         trace: Leave one call of each stage in the artifact, for Perfetto.
-        compare: Compare all backbones instead of measuring the parts.
-        lengths: Lengths of the sequences of that comparison.
 
     Raises:
         WmError: A result is wrong at the shape that is to be timed.
     """
+    with measuring(context) as (work, bench):
+        metrics: dict[str, Any] = {"ceilings": bench.ceilings}
+        rows: dict[str, list[dict[str, Any]]] = {}
+        if "stages" in parts:
+            traces = work.payload / "traces" if trace else None
+            rows["stages"], metrics["operators"] = profile_stages(context, bench, traces)
+        if "kernels" in parts:
+            rows["kernels"] = profile_kernels(context.settings, context.machine, bench, elements_of(context))
+        if "experience" in parts:
+            rows["experience"] = profile_experience(context, bench, frames, work.path / "experience")
+        return publish_rows(context, work, metrics, rows)
+
+
+@contextmanager
+def measuring(context: Context) -> Iterator[tuple[Work, Bench]]:
+    """Begin a new profile of a run, and measure the machine's ceilings."""
     settings, machine = context.settings, context.machine
     job = context.run.job("profile", settings.identity(*type(settings).model_fields), {})
     with (
@@ -85,23 +98,15 @@ def profile(
         isolated_randomness(derived_seed(settings.seed, "profile"), machine.device),
     ):
         context.progress.say(f"profile: preset {context.preset} on {machine}")
-        bench = Bench(machine, context.progress)
-        metrics: dict[str, Any] = {"ceilings": bench.ceilings}
-        rows: dict[str, list[dict[str, Any]]] = {}
-        if compare == "backbones":
-            metrics["backbones"], rows["backbones"] = compare_backbones(settings, machine, bench, lengths)
-            if context.pictures:
-                draw_comparison(rows["backbones"], work.payload / "backbones.png")
-        else:
-            if "stages" in parts:
-                traces = work.payload / "traces" if trace else None
-                rows["stages"], metrics["operators"] = profile_stages(context, bench, traces)
-            if "kernels" in parts:
-                rows["kernels"] = profile_kernels(settings, machine, bench, elements_of(context))
-            if "experience" in parts:
-                rows["experience"] = profile_experience(context, bench, frames, work.path / "experience")
-        metrics["rows"] = [{"part": part, **row} for part, some in rows.items() for row in some]
-        artifact = context.publish(work, metrics)
+        yield work, Bench(machine, context.progress)
+
+
+def publish_rows(
+    context: Context, work: Work, metrics: dict[str, Any], rows: Mapping[str, Sequence[dict[str, Any]]]
+) -> Artifact:
+    """Publish a profile: its metrics, and the rows of its parts."""
+    metrics["rows"] = [{"part": part, **row} for part, some in rows.items() for row in some]
+    artifact = context.publish(work, metrics)
     context.progress.say(f"profile: published {artifact.name}")
     return artifact
 
@@ -213,16 +218,30 @@ def _with_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def collect_randomly(context: Context, bench: Bench) -> tuple[dict[str, Any], int]:
     """Time collecting with a random policy; see `time_collecting`."""
-    count, generator = context.settings.environment.count, torch.Generator().manual_seed(0)
-    agent = UniformAgent(context.spaces.action, count, generator=generator)
-    return time_collecting(context, bench, "collect, random policy", agent)
+    return time_collecting(context, bench, "collect, random policy", random_agent(context))
+
+
+def random_agent(context: Context) -> UniformAgent:
+    """Return an agent that plays at random in all environments."""
+    generator = torch.Generator().manual_seed(0)
+    return UniformAgent(context.spaces.action, context.settings.environment.count, generator=generator)
 
 
 def time_collecting(context: Context, bench: Bench, label: str, agent: Actor) -> tuple[dict[str, Any], int]:
     """Time collecting with an agent; return the row, and the steps of a call."""
+    least = 2 * context.settings.environment.count if bench.quick else COLLECT_STEPS
+    with collecting(context, agent, least) as (some_steps, steps, shape):
+        times = bench.time_jobs(label, {label: some_steps})[label]
+    return bench.row(label, shape, times, count=steps, unit="steps"), steps
+
+
+@contextmanager
+def collecting(context: Context, agent: Actor, least: int) -> Iterator[tuple[Job, int, str]]:
+    """Open the environments, and give a call in which an agent collects `least` steps or some more, their number, and
+    its shape."""
     settings = context.settings.environment
     streams = open_streams(settings, train=True, seed=0)
-    rounds = 2 if bench.quick else -(-COLLECT_STEPS // settings.count)
+    rounds = -(-least // settings.count)
     steps = rounds * settings.count
 
     def some_steps() -> None:
@@ -232,10 +251,10 @@ def time_collecting(context: Context, bench: Bench, label: str, agent: Actor) ->
             streams.step(action)
             agent.summarize_search()
 
-    times = bench.time_jobs(label, {label: some_steps})[label]
-    streams.close()
-    shape = f"{steps} steps, {settings.count} × {settings.id}"
-    return bench.row(label, shape, times, count=steps, unit="steps"), steps
+    try:
+        yield some_steps, steps, f"{steps} steps, {settings.count} × {settings.id}"
+    finally:
+        streams.close()
 
 
 def _steps_in_epoch(settings: Settings) -> int:
@@ -278,7 +297,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
     with machine.autocast():
         latents = map_parts(lambda part: part[0], world_model.encode(map_parts(lambda part: part[None], some)))
     batch, length = settings.dynamics.batch, world_model.segment
-    segments = _random_batch(latents if world_model.frozen_encoder else some, batch, length, spaces.action)
+    segments = random_batch(latents if world_model.frozen_encoder else some, batch, length, spaces.action)
     optimizer = optimizer_for(settings.dynamics, world_model.parameter_groups())
 
     def train_dynamics(machine: Machine) -> Job:
@@ -295,9 +314,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
 
     world_model = machine.freeze(world_model)
     if not settings.controller.acts:
-        yield list(
-            _imagination(context, world_model, _random_batch(latents, batch, world_model.context, spaces.action))
-        )
+        yield list(_imagination(context, world_model, random_batch(latents, batch, world_model.context, spaces.action)))
         return
     controller = build_controller(settings, world_model, machine).to(device)
     if settings.controller.searches:
@@ -305,7 +322,7 @@ def _groups(context: Context) -> Iterator[list[Stage]]:
         return
     assert isinstance(controller, Learner)
     learns: Any = settings.controller
-    windows = _random_batch(latents, learns.batch, controller.window, spaces.action)
+    windows = random_batch(latents, learns.batch, controller.window, spaces.action)
     learner = optimizer_for(learns, controller.parameter_groups())
 
     rollouts, horizon = learns.batch, learns.imagination_horizon
@@ -352,7 +369,7 @@ def _searches(context: Context, world_model: WorldModel, frames: Any) -> Iterato
     search: Any = settings.controller
     acted, again = settings.environment.count, search.batch
     for roots in sorted({acted, again, MANY_ROOTS}):
-        windows = _random_batch(frames, roots, world_model.context, world_model.action_space)
+        windows = random_batch(frames, roots, world_model.context, world_model.action_space)
         with machine.autocast(), torch.no_grad():
             _, state = world_model.observe(world_model.encode(windows.inputs), windows.action, windows.is_first)
 
@@ -408,20 +425,3 @@ def _imagination(context: Context, world_model: WorldModel, windows: Batch) -> I
 
     for label, model in models.items():
         yield stage(label, model)
-
-
-def _random_batch(source: Any, rows: int, length: int, actions: ActionSpace) -> Batch:
-    """Return segments whose latents (or observations) are drawn from `source` (N, ...)."""
-    part = first_part(source)
-    device = part.device
-    where = torch.randint(len(part), (rows, length), device=device)
-    no = torch.zeros(rows, length, dtype=torch.bool, device=device)
-    return Batch(
-        inputs=map_parts(lambda part: part[where], source),
-        action=random_actions(actions, (rows, length), device=device),
-        reward=torch.zeros(rows, length, device=device),
-        terminated=no,
-        truncated=no,
-        is_first=no,
-        valid=~no,
-    )

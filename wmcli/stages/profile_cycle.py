@@ -72,12 +72,20 @@ UNITS = {
 
 
 def count_work(settings: Settings) -> Counter[str]:
-    """Count the work of all epochs of `wm run`, by the names of `UNITS`, and the episodes of evaluation (`EVALUATE`).
+    """Count the work of all epochs of `wm run`, by the names of `UNITS`, and episodes of evaluation (`EVALUATE`)."""
+    work: Counter[str] = Counter()
+    for stages in work_by_epoch(settings):
+        for done in stages.values():
+            work += done
+    return work
+
+
+def work_by_epoch(settings: Settings) -> Iterator[dict[str, Counter[str]]]:
+    """Count the work of each stage of each epoch as `count_work` does.
 
     Frames are counted where a stage encodes all of them: again whenever the encoder has been trained, else only the new
     ones.
     """
-    work: Counter[str] = Counter()
     trained: Counter[str] = Counter()  # versions of each model
     rows, encoded, encoded_by = 0, 0, None
     sections: dict[str, Any] = {
@@ -86,7 +94,9 @@ def count_work(settings: Settings) -> Counter[str]:
         IMAGINE: settings.controller,
     }
     for epoch in range(1, settings.run.epochs + 1):
+        stages: dict[str, Counter[str]] = {}
         for stage in due(settings, epoch):
+            work: Counter[str] = Counter()
             if stage == COLLECT:
                 steps = steps_in_epoch(settings)
                 work[ACTING if trained[IMAGINE] else RANDOM] += steps
@@ -94,7 +104,6 @@ def count_work(settings: Settings) -> Counter[str]:
             elif stage == EVALUATE:
                 last = epoch == settings.run.epochs
                 work[EVALUATE] += settings.evaluation.episodes if last else settings.run.evaluate_episodes
-                continue
             elif stage in sections:
                 if (encoder := _encoder(settings, stage, trained)) is not None:
                     work[ENCODE] += rows - (encoded if encoder == encoded_by else 0)
@@ -103,8 +112,29 @@ def count_work(settings: Settings) -> Counter[str]:
                 trained[stage] += 1
             else:
                 continue
-            work[around(stage)] += 1
-    return work
+            if stage != EVALUATE:
+                work[around(stage)] += 1
+            stages[stage] = work
+        yield stages
+
+
+def epoch_seconds(settings: Settings, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Project the seconds of each stage in an epoch: the mean over the epochs of the run in which it is due.
+
+    So epochs before a model is trained count for the other stages alone, and frames that are encoded again and again
+    count as in the middle of the run.
+
+    Args:
+        settings: Of the run.
+        seconds: Of one unit of each kind of work, by the names of `UNITS`. Others are left out, and so is evaluation.
+    """
+    totals: dict[str, list[float]] = {}
+    for stages in work_by_epoch(settings):
+        for stage, work in stages.items():
+            done = [count * seconds[what] for what, count in work.items() if count and what in seconds]
+            if done:
+                totals.setdefault(stage, []).append(sum(done))
+    return {stage: sum(each) / len(each) for stage, each in totals.items()}
 
 
 def steps_in_epoch(settings: Settings) -> int:
@@ -178,10 +208,10 @@ def profile_cycle(context: Context, bench: Bench, folder: Path) -> dict[str, Any
     measured: dict[str, dict[str, Any]] = {RANDOM: per_unit(*collect_randomly(context, bench))}
     with isolated_randomness(derived_seed(settings.seed, "profile"), machine.device):
         rows = steps_in_epoch(settings) if bench.quick else (work[RANDOM] + work[ACTING]) // 2
-        for what, shape, job, count in _updates(context, random_experience(context, rows), work):
+        for what, shape, job, count in updates_of(context, random_experience(context, rows), work):
             times = bench.time_jobs(what, {what: job})[what]
             measured[what] = per_unit(bench.row(what, shape, times), count)
-        measured[ACTING] = per_unit(*time_collecting(context, bench, ACTING, _agent(context)))
+        measured[ACTING] = per_unit(*time_collecting(context, bench, ACTING, fresh_agent(context)))
     small = _small_settings(context)
     made = count_work(small)
     for stage, seconds in _stages_of_small_run(context, small, folder).items():
@@ -205,22 +235,19 @@ def estimate_run(context: Context) -> dict[str, Any]:
         Starting and publishing of stages, and evaluation, are left out.
 
     Raises:
-        UsageError: The settings have no controller, or nothing is collected by acting.
+        UsageError: See `check_projected`.
     """
+    check_projected(context, "--estimate")
     settings, machine = context.settings, context.machine
-    if not settings.controller.acts or settings.collect.policy != "learned" or not settings.run.collect_epochs:
-        raise UsageError(
-            f"--estimate counts acting and imagination, and preset {context.preset} has not both: see wm profile."
-        )
     work = count_work(settings)
     bench = Bench(machine, context.progress, quick=True)
     measured = {RANDOM: per_unit(*collect_randomly(context, bench))}
     with isolated_randomness(derived_seed(settings.seed, "profile"), machine.device):
         rows = min(steps_in_epoch(settings), FEW_ROWS)
         replay = random_experience(context, rows)
-        for what, shape, job, count in _updates(context, replay, work):
+        for what, shape, job, count in updates_of(context, replay, work):
             measured[what] = per_unit(bench.row(what, shape, _some_calls(job, machine.device)), count)
-        measured[ACTING] = per_unit(*time_collecting(context, bench, ACTING, _agent(context)))
+        measured[ACTING] = per_unit(*time_collecting(context, bench, ACTING, fresh_agent(context)))
     to_come = (work[RANDOM] + work[ACTING] - rows) * bytes_of(replay.observation) // rows
     memory, device_memory = peak_resident(), None
     if machine.device.type == "cuda":
@@ -230,6 +257,19 @@ def estimate_run(context: Context) -> dict[str, Any]:
     else:
         device_memory += to_come
     return project(settings, measured) | {"memory": memory, "device_memory": device_memory}
+
+
+def check_projected(context: Context, option: str) -> None:
+    """Check that a run has all the work whose time is projected. `option` asks for it.
+
+    Raises:
+        UsageError: The settings have no controller, or nothing is collected by acting.
+    """
+    settings = context.settings
+    if not settings.controller.acts or settings.collect.policy != "learned" or not settings.run.collect_epochs:
+        raise UsageError(
+            f"{option} counts acting and imagination, and preset {context.preset} has not both: see wm profile."
+        )
 
 
 def _some_calls(job: Job, device: torch.device) -> list[float]:
@@ -275,7 +315,7 @@ def random_experience(context: Context, rows: int) -> Replay:
     return replay
 
 
-def _updates(context: Context, replay: Replay, work: Mapping[str, int]) -> Iterator[tuple[str, str, Job, int]]:
+def updates_of(context: Context, replay: Replay, work: Mapping[str, int]) -> Iterator[tuple[str, str, Job, int]]:
     """Yield name, shape, call and units of a call of the updates of all models, and of encoding, as far as due."""
     settings, machine = context.settings, context.machine
     parts: dict[str, Any] = {"machine": machine, "rng": np.random.default_rng(0)}
@@ -314,7 +354,7 @@ def _updates(context: Context, replay: Replay, work: Mapping[str, int]) -> Itera
     yield IMAGINE, f"{section.batch} × {section.imagination_horizon} steps, {held}", trainer.update, 1
 
 
-def _agent(context: Context) -> Agent:
+def fresh_agent(context: Context) -> Agent:
     """Return a fresh agent, which costs as much as a trained one."""
     settings, machine = context.settings, context.machine
     tokenizer = machine.freeze(build_tokenizer(settings, context.spaces)) if has_tokenizer(settings) else None

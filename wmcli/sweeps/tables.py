@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from wmcli.artifacts.store import BINDING
 from wmcli.errors import ArtifactError
 from wmcli.metrics.atari import Column
 from wmcli.progress import Progress
@@ -24,6 +26,21 @@ class Comparison(NamedTuple):
     """See `compare_variants`."""
     missing: list[str]
     """Names of runs without an evaluation."""
+
+
+def begun_runs(sweep: Sweep) -> dict[str, list[Path]]:
+    """Return the folders of the runs of each variant that have begun, in the order of the file.
+
+    Raises:
+        ArtifactError: None has.
+    """
+    folders: dict[str, list[Path]] = {}
+    for run in sweep.runs:
+        if (run.folder / BINDING).exists():
+            folders.setdefault(run.variant, []).append(run.folder)
+    if not folders:
+        raise ArtifactError(f"no run of {sweep.file} has begun yet; see: wm sweep status {sweep.file}")
+    return folders
 
 
 def compare_sweep(sweep: Sweep, progress: Progress, published: Sequence[Column] | None = None) -> Comparison:
