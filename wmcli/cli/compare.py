@@ -85,11 +85,21 @@ def compare(
             metavar="FILE", help="Draw the attention priors that the runs learned (.png).", rich_help_panel=PICTURES
         ),
     ] = None,
+    attention: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw attention priors as matrices, and the attention paid to stored episodes (.png), with a row for"
+            " each run or value of --by.",
+            rich_help_panel=PICTURES,
+        ),
+    ] = None,
     strips: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw a test episode as each run imagines it, below the real one (.png): --protocol generation.",
+            help="Draw a test episode as each run imagines it, below the real one (.png): --protocol generation,"
+            " recall, reward or doors.",
             rich_help_panel=PICTURES,
         ),
     ] = None,
@@ -108,9 +118,10 @@ def compare(
     """
     refuse_both_forms(as_json, form)
     if sweep is not None:
-        if runs or against or by or priors or strips or protocol != "returns":
+        if runs or against or by or priors or attention or strips or protocol != "returns":
             raise UsageError(
-                "--sweep names runs and groups itself: omit RUN, --against, --by, --protocol, --priors, --strips."
+                "--sweep names runs and groups itself: omit RUN, --against, --by, --protocol, --priors, --attention,"
+                " --strips."
             )
         _compare_sweep(sweep, curves, over, profiles, as_json, form, Progress(quiet))
         return
@@ -120,13 +131,13 @@ def compare(
     from wmcli.stages.scores import read_scores
 
     choice = PROTOCOLS[protocol]
-    _check(choice, against=against, by=by, curves=curves, profiles=profiles, priors=priors, strips=strips)
+    pictures = {"curves": curves, "profiles": profiles, "priors": priors, "attention": attention, "strips": strips}
+    _check(choice, against=against, by=by, **pictures)
     if over != "steps" and (curves is None or choice.needs == "dynamics"):
         raise UsageError(f"--over {over} is for curves of returns: add --curves FILE.")
     progress = Progress(quiet)
     every = read_scores([*runs, *(against or ())], protocol, progress)
     scores, others = every[: len(runs)], every[len(runs) :]
-    pictures = {"curves": curves, "profiles": profiles, "priors": priors, "strips": strips}
     _draw(scores, others, choice, by or (), progress, over, **pictures)
     rows, statistics = _compare(scores, others, choice, by, progress)
     if as_json:
@@ -147,6 +158,7 @@ def _check(
     curves: Path | None,
     profiles: Path | None,
     priors: Path | None,
+    attention: Path | None,
     strips: Path | None,
 ) -> None:
     """Refuse options that exclude each other, and pictures that cannot be written."""
@@ -157,10 +169,12 @@ def _check(
     if curves and protocol.needs == "dynamics" and protocol.plot_curves is None:
         raise UsageError(f"--protocol {protocol.name} has no curves: omit --curves.")
     if strips and protocol.draw_strips is None:
-        raise UsageError(f"--protocol {protocol.name} has no strips: add --protocol generation.")
+        raise UsageError(
+            f"--protocol {protocol.name} has no strips: add --protocol generation, recall, reward or doors."
+        )
     from wmcli.report.files import check_target
 
-    for picture in filter(None, (curves, profiles, priors, strips)):
+    for picture in filter(None, (curves, profiles, priors, attention, strips)):
         check_target(picture, (".png", ".svg", ".pdf"))
 
 
@@ -175,6 +189,7 @@ def _draw(
     curves: Path | None,
     profiles: Path | None,
     priors: Path | None,
+    attention: Path | None,
     strips: Path | None,
 ) -> None:
     """Draw the pictures that have a file."""
@@ -185,8 +200,12 @@ def _draw(
         draw_profiles(scores, against, by, profiles)
     if priors:
         compare_priors(scores, priors)
+    if attention:
+        from wmcli.stages.attention import draw_attention
+
+        draw_attention(scores, by, attention, progress)
     if strips and protocol.draw_strips:
-        protocol.draw_strips([score.run for score in scores], strips)
+        protocol.draw_strips([score.evaluation for score in scores], strips)
     if curves and protocol.plot_curves:
         write_figure(curves, protocol.plot_curves([score.evaluation for score in scores]))
     elif curves:
