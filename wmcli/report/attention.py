@@ -18,11 +18,12 @@ from wmcli.report.plots import new_figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 _INK, _MASKED = "#222222", "#dcdcdc"
-_PANEL = 1.35  # inches
-_TICKS = 13  # at most, along an axis
-_PANELS = 400  # in a picture
+_PANEL = 1.6  # inches
+_TICKS = 20  # at most, along an axis
+MOST = 400  # panels of a picture
 
 
 class AttentionMatrices(NamedTuple):
@@ -33,7 +34,7 @@ class AttentionMatrices(NamedTuple):
     factor: np.ndarray
     """(layers, heads, T, T): factors by which the prior changes weights or scores, NaN at masked keys."""
     about: str
-    """What the factors multiply."""
+    """The prior, and what its factors multiply."""
     weights: np.ndarray
     """(layers, heads, T, T), NaN at masked keys."""
     elements: Sequence[str]
@@ -44,6 +45,7 @@ def attention_figure(rows: Sequence[AttentionMatrices]) -> Figure:
     """Draw matrices: for each run and layer a line with the priors of all heads, and below it one with the weights.
 
     The two color scales are the same in all panels. That of the weights grows with their root, so that small ones show.
+    It ends at the largest weight of the later half of the queries, since the first ones have few keys to share among.
 
     Raises:
         UsageError: There are too many panels to see one.
@@ -51,48 +53,49 @@ def attention_figure(rows: Sequence[AttentionMatrices]) -> Figure:
     from matplotlib.colors import PowerNorm
 
     heads = max(row.factor.shape[1] for row in rows)
-    lines = [(row, layer) for row in rows for layer in range(len(row.factor))]
-    if 2 * len(lines) * heads > _PANELS:
+    parts = [(row, layer) for row in rows for layer in range(len(row.factor))]
+    if 2 * len(parts) * heads > MOST:
         raise UsageError(
-            f"these runs have {2 * len(lines) * heads} matrices, of which a picture holds {_PANELS}: give fewer runs."
+            f"these runs have {2 * len(parts) * heads} matrices, of which a picture holds {MOST}: give fewer runs."
         )
-    most = max(float(np.nanmax(row.weights)) for row in rows)
-    scales: dict[str, dict[str, Any]] = {
-        "factor": {"vmin": 0.0, "vmax": 1.0},
-        "weights": {"norm": PowerNorm(0.5, 0.0, most)},
-    }
-    figure = new_figure(_PANEL * heads + 2.0, _PANEL * 2 * len(lines) + 0.8)
-    grid = figure.subplots(2 * len(lines), heads, squeeze=False)
-    images: dict[str, Any] = {}
-    for index, (row, layer) in enumerate(lines):
-        for line, kind in enumerate(scales):
-            for head, axes in enumerate(grid[2 * index + line]):
-                if head >= row.factor.shape[1]:
-                    axes.set_axis_off()
-                    continue
-                images[kind] = axes.imshow(getattr(row, kind)[layer, head], cmap="viridis", **scales[kind])
-                _finish(axes, row.elements, names=(kind == "weights", head == 0))
-                if not index and not line:
-                    axes.set_title(f"head {head + 1}", fontsize=8, color=_INK)
-            about = f"prior ({row.about})" if kind == "factor" else "attention"
-            grid[2 * index + line, 0].set_ylabel(f"{row.label}\nlayer {layer + 1}: {about}", fontsize=7, color=_INK)
-    for kind, place in (("factor", grid[0::2]), ("weights", grid[1::2])):
-        text = "factor of the prior" if kind == "factor" else "attention weight, mean over windows"
-        bar = figure.colorbar(images[kind], ax=place.ravel().tolist(), fraction=0.03, shrink=min(1.0, 2 / len(lines)))
-        bar.set_label(text, fontsize=7, color=_INK)
-        bar.ax.tick_params(labelsize=6)
-    figure.supxlabel("keys: o observation, a action, with their time step; gray is masked", fontsize=8, color=_INK)
+    largest = max(float(np.nanmax(row.weights[:, :, row.weights.shape[2] // 2 :])) for row in rows)
+    figure = new_figure(_PANEL * heads + 1.2, (2 * _PANEL + 0.5) * len(parts) + 0.3)
+    for part, (row, layer) in zip(figure.subfigures(len(parts), 1, squeeze=False).flat, parts, strict=True):
+        grid = part.subplots(2, heads, squeeze=False)
+        part.suptitle(f"{row.label}, layer {layer + 1}", x=0.01, horizontalalignment="left", fontsize=8, color=_INK)
+        drawn: list[Any] = [
+            [
+                _draw(axes, row.factor[layer, head], {"vmin": 0.0, "vmax": 1.0}, row.elements)
+                for head, axes in enumerate(grid[0, : row.factor.shape[1]])
+            ],
+            [
+                _draw(axes, row.weights[layer, head], {"norm": PowerNorm(0.5, 0.0, largest)}, row.elements)
+                for head, axes in enumerate(grid[1, : row.weights.shape[1]])
+            ],
+        ]
+        for axes in grid[:, row.factor.shape[1] :].flat:
+            axes.set_axis_off()
+        for head, axes in enumerate(grid[0, : row.factor.shape[1]]):
+            axes.set_title(f"head {head + 1}", fontsize=7, color=_INK, pad=2)
+        for line, name, extend in ((0, row.about, "neither"), (1, "attention, mean over windows", "max")):
+            grid[line, 0].set_ylabel("query", fontsize=6, color=_INK)
+            bar = part.colorbar(drawn[line][0], ax=grid[line].tolist(), fraction=0.04, pad=0.01, extend=extend)
+            bar.set_label(name, fontsize=6, color=_INK)
+            bar.ax.tick_params(labelsize=5, length=1.5)
+    figure.supxlabel("key: o observation, a action, with their time step; gray: masked", fontsize=8, color=_INK)
     return figure
 
 
-def _finish(axes: Axes, elements: Sequence[str], names: tuple[bool, bool]) -> None:
-    """Name elements along both axes, as far as there is room; `names`: below, and at the left."""
+def _draw(axes: Axes, matrix: np.ndarray, scale: dict[str, Any], elements: Sequence[str]) -> AxesImage:
+    """Draw a matrix, and name elements along both axes as far as there is room."""
+    image = axes.imshow(matrix, cmap="viridis", **scale)
     axes.set_facecolor(_MASKED)
     named = [place for place, element in enumerate(elements) if element]
     shown = named[:: -(-len(named) // _TICKS)]
     texts = [elements[place] for place in shown]
-    axes.set_xticks(shown, texts if names[0] else [""] * len(shown), rotation=90)
-    axes.set_yticks(shown, texts if names[1] else [""] * len(shown))
-    axes.tick_params(length=1.5, labelsize=5, colors=_INK, pad=1)
+    axes.set_xticks(shown, texts, rotation=90)
+    axes.set_yticks(shown, texts)
+    axes.tick_params(length=1, labelsize=4, colors=_INK, pad=0.5, width=0.4)
     for spine in axes.spines.values():
         spine.set_visible(False)
+    return image

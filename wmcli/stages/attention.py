@@ -97,7 +97,8 @@ def _open(folder: Path) -> Opened:
     Raises:
         UsageError: Their backbone does not attend.
     """
-    context = open_context(folder, None, create=False, quiet=True)
+    # In bfloat16 a weight has three digits, and those of a row do not sum to 1.
+    context = open_context(folder, None, ["training.precision=float32"], create=False, quiet=True)
     model = context.run.resolve("dynamics", "dynamics")
     trained = settings_of(model)
     backbone, dynamics = trained.backbone, trained.dynamics
@@ -195,9 +196,8 @@ def _row(label: str, backbone: Attending, paid: Sequence[Paid]) -> AttentionMatr
     applied = torch.stack([each.prior.double() for each in paid])
     factor = (applied if prior.multiplies else applied.exp()).mean(0)
     weights = torch.stack([each.weights for each in paid]).mean(0).masked_fill(masked, float("nan"))
-    if prior.kind == "none":
-        about = "none: the mask"
-    else:
-        about = f"{prior.kind}, × score" if prior.multiplies else f"{prior.kind}, × weight"
+    about = "no prior: the mask"
+    if prior.kind != "none":
+        about = f"{prior.kind} prior, times the " + ("score" if prior.multiplies else "weight")
     names = element_names(sizes[0] // paid[0].elements, paid[0].elements)
     return AttentionMatrices(label, factor.numpy(), about, weights.numpy(), names)
