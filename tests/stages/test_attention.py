@@ -14,6 +14,7 @@ from tiny_run import copied, latest
 
 from wmcli.assemble import load_world_model
 from wmcli.backbones.attention_weights import watching, weights_of
+from wmcli.backbones.transformer import TransformerSettings
 from wmcli.cli.main import run as command
 from wmcli.errors import UsageError
 from wmcli.experience.load import find_held_out
@@ -119,9 +120,23 @@ def test_windows_are_as_long_as_half_of_the_episodes_allow() -> None:
 
 
 def test_elements_have_names() -> None:
-    assert stage.element_names(2, 1) == ["o0 a0", "o1 a1"]
+    assert stage.element_names(2, 1) == ["oa0", "oa1"]
     assert stage.element_names(2, 2) == ["o0", "a0", "o1", "a1"]
     assert stage.element_names(2, 4) == ["o0", "", "", "a0", "o1", "", "", "a1"]
+
+
+def test_a_group_is_the_mean_of_its_runs_and_they_must_match() -> None:
+    backbone = TransformerSettings()
+    prior = torch.zeros(1, 2, 4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), torch.nan)
+    one, other = (torch.rand(1, 2, 4, 4, dtype=torch.float64) for _ in range(2))
+    row = stage._row("a", backbone, [stage.Paid(prior, one, 2), stage.Paid(prior + 1, other, 2)])
+    visible = np.tril(np.ones((4, 4), bool))
+    np.testing.assert_allclose(row.weights[..., visible], ((one + other) / 2).numpy()[..., visible])
+    assert np.isnan(row.weights[..., ~visible]).all() and row.elements == ["o0", "a0", "o1", "a1"]
+    np.testing.assert_allclose(row.factor[..., visible], (1 + np.e) / 2)
+    short = stage.Paid(prior[..., :2, :2], one[..., :2, :2], 2)
+    with pytest.raises(UsageError, match="windows have 2 to 4 elements: omit --by"):
+        stage._row("a", backbone, [stage.Paid(prior, one, 2), short])
 
 
 def matrices(layers: int = 2, heads: int = 3, size: int = 6) -> AttentionMatrices:
@@ -190,10 +205,9 @@ def test_the_command_draws_variants_in_one_picture(
     assert not np.allclose(none.weights[..., visible], gaussian.weights[..., visible])
 
     drawn.clear()
-    twice = [*runs, str(evaluated["none"])]
-    assert command(["compare", *twice, "--by", "backbone.prior.kind", "--attention", str(file), "--quiet"]) == 0
+    assert command(["compare", *runs, "--by", "backbone.prior.kind", "--attention", str(file), "--quiet"]) == 0
     assert [row.label for row in drawn] == ["backbone.prior.kind=none", "backbone.prior.kind=gaussian"]
-    np.testing.assert_array_equal(drawn[0].weights, none.weights)  # the mean of equal runs
+    np.testing.assert_array_equal(drawn[0].weights, none.weights)
 
     capsys.readouterr()
     monkeypatch.setattr(stage, "measure", lambda *_: pytest.fail("computed before the refusal"))

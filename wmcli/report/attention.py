@@ -45,7 +45,7 @@ def attention_figure(rows: Sequence[AttentionMatrices]) -> Figure:
     """Draw matrices: for each run and layer a line with the priors of all heads, and below it one with the weights.
 
     The two color scales are the same in all panels. That of the weights grows with their root, so that small ones show.
-    It ends at the largest weight of the later half of the queries, since the first ones have few keys to share among.
+    It ends at the largest weight of all queries but the first quarter, which have few keys to share among.
 
     Raises:
         UsageError: There are too many panels to see one.
@@ -58,7 +58,7 @@ def attention_figure(rows: Sequence[AttentionMatrices]) -> Figure:
         raise UsageError(
             f"these runs have {2 * len(parts) * heads} matrices, of which a picture holds {MOST}: give fewer runs."
         )
-    largest = max(float(np.nanmax(row.weights[:, :, row.weights.shape[2] // 2 :])) for row in rows)
+    largest = max(float(np.nanmax(row.weights[:, :, row.weights.shape[2] // 4 :])) for row in rows)
     figure = new_figure(_PANEL * heads + 1.2, (2 * _PANEL + 0.5) * len(parts) + 0.3)
     for part, (row, layer) in zip(figure.subfigures(len(parts), 1, squeeze=False).flat, parts, strict=True):
         grid = part.subplots(2, heads, squeeze=False)
@@ -82,7 +82,9 @@ def attention_figure(rows: Sequence[AttentionMatrices]) -> Figure:
             bar = part.colorbar(drawn[line][0], ax=grid[line].tolist(), fraction=0.04, pad=0.01, extend=extend)
             bar.set_label(name, fontsize=6, color=_INK)
             bar.ax.tick_params(labelsize=5, length=1.5)
-    figure.supxlabel("key: o observation, a action, with their time step; gray: masked", fontsize=8, color=_INK)
+    figure.supxlabel(
+        "key: o observation, a action, oa both, with their time step; gray: masked", fontsize=8, color=_INK
+    )
     return figure
 
 

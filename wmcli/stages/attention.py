@@ -171,10 +171,10 @@ def mean_attention(world_model: WorldModel, replay: Replay, rows: np.ndarray) ->
 def element_names(frames: int, elements: int) -> list[str]:
     """Return the names of the elements of so many frames: o of an observation, a of the action taken in it.
 
-    Of several elements of an observation the first has a name. An element of both is named by its time step alone.
+    Of several elements of an observation the first has a name. An element of both is named oa.
     """
     if elements == 1:
-        return [f"o{frame} a{frame}" for frame in range(frames)]
+        return [f"oa{frame}" for frame in range(frames)]
     inner = [""] * (elements - 2)
     return [name for frame in range(frames) for name in (f"o{frame}", *inner, f"a{frame}")]
 
