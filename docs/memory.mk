@@ -8,6 +8,8 @@
 #                                     other settings, in another folder
 #   wm compare runs/memory-12/rooms-small-* --protocol recall --curves recall.png        the same as a picture
 #   wm compare runs/memory-12/rooms-small-* --protocol generation --strips rooms.png     imagination below the real frames
+#   wm compare runs/memory-12/rooms-small-* --protocol recall --strips recall-strip.png  the same behind the teleport
+#   wm compare runs/memory-12/doors-small-* --protocol doors --strips doors-strip.png    outcomes at the doors
 # All models have the same parameter count within 8 %. Each run uses one thread: choose -j by the number of cores.
 WIDTH := 12
 R := runs/memory-$(WIDTH)

@@ -175,8 +175,8 @@ def test_examples_name_presets_that_exist():
             "wm compare: --protocol doors has no",
         ),
         (
-            ["compare", "runs/a", "--protocol", "recall", "--strips", "x.png"],
-            "wm compare: --protocol recall has no",
+            ["compare", "runs/a", "--protocol", "probe", "--strips", "x.png"],
+            "wm compare: --protocol probe has no strips: add --protocol generation",
         ),
         (["compare", "runs/a", "--curves", "x.txt"], "wm compare: "),
         (["compare", "runs/a", "--over", "minutes"], "wm compare: --over minutes is for curves of returns: add"),

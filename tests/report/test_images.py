@@ -134,7 +134,9 @@ def test_a_caption_too_long_for_its_line_goes_on_below():
 @pytest.mark.parametrize("context", [3, 4])
 def test_strip_has_time_to_the_right_and_a_line_before_the_first_imagined_frame(context):
     real, imagined = frames(4, 7), frames(5, 7)
-    picture = images.strip({"real": real, "imagined": imagined}, every=2, context=context)  # columns 0, 2 | 4, 6
+    picture = images.strip(
+        {"real": real, "imagined": imagined}, steps=range(0, 7, 2), context=context
+    )  # columns 0, 2 | 4, 6
     tile, margin = 3 * W, picture.shape[1] - 4 * (3 * W + GAP) + GAP
     assert picture.shape[0] == BAR + 2 * 3 * H + GAP
     for column, step in enumerate((0, 2, 4, 6)):
@@ -148,11 +150,37 @@ def test_strip_has_time_to_the_right_and_a_line_before_the_first_imagined_frame(
 
 def test_a_strip_that_starts_late_keeps_its_time_steps():
     real = frames(4, 7)
-    late = images.strip({"real": real}, start=3, every=2, context=5)  # columns 3 | 5
+    late = images.strip({"real": real}, steps=(3, 5), context=5)  # columns 3 | 5
     first = images.strip({"real": real[[3, 5]]}, context=1)  # the same pictures, as columns 0 | 1
     assert late.shape == first.shape
     np.testing.assert_array_equal(late[BAR:], first[BAR:])
     assert (late[:BAR] != first[:BAR]).any()
+
+
+def test_phases_of_a_strip_are_named_over_their_columns():
+    real, blue, rule = frames(4, 9), (10, 20, 250), 3
+    phases = [images.Phase(0, "context"), images.Phase(4, "teleport", blue), images.Phase(7, "imagined", images.MARKER)]
+    shown = (2, 3, 4, 6, 7, 8)
+    picture = images.strip({"real": real}, steps=shown, phases=phases)
+    top, tile = BAR + rule + BAR, 3 * W
+    margin = picture.shape[1] - len(shown) * (tile + GAP) + GAP
+    assert picture.shape[0] == top + 3 * H
+    for column, step in enumerate(shown):
+        left = margin + column * (tile + GAP)
+        np.testing.assert_array_equal(picture[top + 1 :: 3, left + 1 : left + tile : 3], real[step])
+    bar = picture[BAR : BAR + rule, margin:]
+    for phase, columns in zip(phases, ((0, 2), (2, 4), (4, 6)), strict=True):
+        left, right = (column * (tile + GAP) for column in columns)
+        assert (bar[:, left : right - GAP] == phase.color).all()
+        before = picture[:, margin + left - GAP : margin + left]
+        assert (before == phase.color).all() == (phase.begin > 0)
+        name = picture[:BAR, margin + left : margin + right - GAP]
+        assert (name != images.BACKGROUND).any()
+    # A phase goes on in the next row without a line before it.
+    long = images.strip({"real": frames(6, 20)}, steps=range(20), phases=phases[:2])
+    half = len(long) // 2 + 2 * GAP
+    assert (long[half + BAR : half + BAR + rule, -W:] == blue).all()
+    assert not (long[half:] == blue).all(-1).all(0)[: margin + 1].any()
 
 
 @pytest.mark.parametrize(("side", "columns"), [(64, (9, 9, 8)), (160, (9, 9, 8)), (84, (9, 9, 8)), (16, (9, 9, 8))])

@@ -6,6 +6,7 @@ Models are tiny and the tasks the smallest there are; measures are held to model
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,17 @@ from wmcli.artifacts import Artifact, Run
 from wmcli.assemble import load_world_model
 from wmcli.config import preset_names
 from wmcli.envs import EnvironmentSettings, Streams, tiles
-from wmcli.envs.memory_task import play
+from wmcli.envs.memory_task import Task, play
+from wmcli.envs.multi_doors_keys import TOGGLE
+from wmcli.envs.rooms import TELEPORT
 from wmcli.envs.tasks import TASKS
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience import read_segment
 from wmcli.experience.load import HELD_OUT, SEGMENT
 from wmcli.metrics import memory_tasks as metrics
+from wmcli.report.images import Phase
 from wmcli.settings import resolve
+from wmcli.stages import memory_strips as stage_strips
 from wmcli.stages import memory_tasks as stage
 from wmcli.stages.checks import check_rows
 from wmcli.stages.collect import collect
@@ -522,31 +527,122 @@ def test_films_and_curves_are_written(memory_run: Path, tmp_path: Path) -> None:
 # -- the numbers ------------------------------------------------------------------------------------------------------
 
 
-def test_strips_of_several_runs_stand_below_the_truth(memory_run: Path, tmp_path: Path, monkeypatch) -> None:
-    drawn: list[dict[str, np.ndarray]] = []
+def drawn_strip(
+    measure: str, runs: list[Path], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, np.ndarray], list[int], list[Phase]]:
+    """Evaluate runs and draw their strip. Return its frames by row, the steps of its columns, and its phases."""
+    drawn: list[tuple[dict[str, np.ndarray], list[int], list[Phase]]] = []
     strip = stage.strip
-    monkeypatch.setattr(stage, "strip", lambda rows, **how: drawn.append(rows) or strip(rows, **how))
-    other = copied(memory_run, tmp_path / "other")
+
+    def watched(rows: dict[str, np.ndarray], *, steps: list[int], phases: list[Phase]) -> np.ndarray:
+        drawn.append((rows, steps, phases))
+        return strip(rows, steps=steps, phases=phases)
+
+    monkeypatch.setattr(stage, "strip", watched)
+    stage.draw_strips(measure, [stage.evaluate_memory(opened(run), measure) for run in runs], file)
+    (one,) = drawn
+    with Image.open(file) as picture:
+        assert picture.width <= 1600 and picture.height == 20 + 3 + 20 + len(one[0]) * (tile_of(one[0]) + 2) - 2
+    return one
+
+
+def tile_of(rows: dict[str, np.ndarray]) -> int:
+    side = rows[next(iter(rows))].shape[1]
+    return side * round(128 / side)
+
+
+def truth_of(run: Path) -> tuple[Task, np.ndarray]:
+    """Return the task and the frames of the first test episode, drawn from its compact states."""
+    task = TASKS[opened(run).settings.environment.id]
+    played = read_segment(latest(run, "experience").path / HELD_OUT["test"], "sketch")["sketch"]
+    return task, task.draw(played[: task.context + task.query])
+
+
+def test_strips_of_several_models_stand_below_the_truth(memory_run: Path, tmp_path: Path, monkeypatch) -> None:
+    other, third = (copied(memory_run, tmp_path / name) for name in ("other", "third"))
     train_dynamics(opened(other, "backbone.kind=gru"))
-    stage.draw_strips([memory_run, other], tmp_path / "both.png")
-    (rows,) = drawn
-    assert list(rows) == ["real", "run", "other"]
-    task = TASKS["wm/DistractingMemory-20-v0"]
-    played = read_segment(latest(memory_run, "experience").path / HELD_OUT["test"], "sketch")["sketch"]
-    truth = task.draw(played[: task.context + task.query])
-    assert np.array_equal(rows["real"], truth[-len(rows["real"]) :])
+    runs = [memory_run, other, third]
+    rows, steps, phases = drawn_strip("generation", runs, tmp_path / "all.png", monkeypatch)
+    assert list(rows) == ["real", "S4WM, run", "gru", "S4WM, third"]  # named as in the table
+    task, truth = truth_of(memory_run)
+    assert np.array_equal(rows["real"], truth)
+    assert np.array_equal(rows["S4WM, run"], rows["S4WM, third"])  # one model, one seed
     assert len({frames.tobytes() for frames in rows.values()}) == 3
-    with Image.open(tmp_path / "both.png") as picture:
-        assert picture.height > 3 * 40
+    assert [(phase.begin, phase.name) for phase in phases] == [(0, "context, observed"), (task.context, "imagined")]
+    assert steps[1:3] == [task.context - 1, task.context] and steps[-1] == len(truth) - 1
+    with Image.open(tmp_path / "all.png") as picture:
+        pixels = np.asarray(picture)
+    margin = pixels.shape[1] - len(steps) * (120 + 2) + 2
+    for row, frames in enumerate(rows.values()):
+        for column, step in enumerate(steps):
+            top, left = 43 + row * 122, margin + column * 122
+            assert np.array_equal(pixels[top : top + 120 : 3, left : left + 120 : 3], frames[step])
+
+
+def test_the_strip_of_rewards_tells_the_true_one_and_each_models(memory_run: Path, tmp_path: Path, monkeypatch) -> None:
+    rows, _, _ = drawn_strip("reward", [memory_run], tmp_path / "one.png", monkeypatch)
+    earned = opened(memory_run).held_out(latest(memory_run, "experience"), "test").reward[:50][-2]
+    real, imagined = rows
+    assert real == f"real: reward {float(earned):g}" and re.fullmatch(r"S4WM: reward -?\d\.\d\d", imagined)
+    generated, _, _ = drawn_strip("generation", [memory_run], tmp_path / "two.png", monkeypatch)
+    assert np.array_equal(rows[imagined], generated["S4WM"])
+
+
+@pytest.mark.slow
+def test_the_strip_of_recall_marks_the_teleport_and_what_was_observed_after_it(tmp_path: Path, monkeypatch) -> None:
+    run = begun(tmp_path / "run", *ROOMS)
+    train_dynamics(opened(run))
+    observed: list[int] = []
+    roll_out = stage.roll_out
+    monkeypatch.setattr(stage, "roll_out", lambda *given, **how: observed.append(given[3]) or roll_out(*given, **how))
+    rows, steps, phases = drawn_strip("recall", [run], tmp_path / "one.png", monkeypatch)
+    task, truth = truth_of(run)
+    assert (task.context, task.query) == (61, 31) and observed[-1] == 61 + 1 + 5  # k = 5: 18 of 31 frames at most
+    assert np.array_equal(rows["real"], truth)
+    names = ["context, observed", "teleport, observed", "imagined"]
+    assert [phase.begin for phase in phases] == [0, 61, 67] and [phase.name for phase in phases] == names
+    assert steps[1:5] == [60, 61, 64, 66] and steps[5] == 67 and steps[-1] == 91
+    action = opened(run).held_out(latest(run, "experience"), "test").action
+    assert int(action[60]) == TELEPORT
+    with Image.open(tmp_path / "one.png") as picture:
+        assert any((np.asarray(picture) == stage_strips.TELEPORTED).all(-1).all(0))
+
+
+@pytest.mark.slow
+def test_the_strip_of_doors_shows_what_came_of_each_attempt(tmp_path: Path, monkeypatch) -> None:
+    run = begun(tmp_path / "run", *DOORS)
+    train_dynamics(opened(run))
+    rows, steps, _ = drawn_strip("doors", [run], tmp_path / "one.png", monkeypatch)
+    task, truth = truth_of(run)
+    action = opened(run).held_out(latest(run, "experience"), "test").action[: len(truth)].tolist()
+    tried = [step + 1 for step, each in enumerate(action) if each == TOGGLE]
+    assert steps[2:] == tried and len(tried) == 6  # two after each of two keys, and both at the end
+    assert np.array_equal(rows["real"], truth)
+
+
+def test_columns_of_a_strip_are_at_even_distances_and_fit() -> None:
+    assert stage_strips.evenly(61, 92, 12) == [61 + round(30 * place / 11) for place in range(12)]
+    assert stage_strips.evenly(3, 6, 12) == [3, 4, 5] and stage_strips.evenly(3, 9, 1) == [3]
+    for name, task in TASKS.items():
+        nothing = np.zeros(task.context + task.query, int)
+        plans = [stage_strips.plan_query, *([stage_strips.plan_recall] if "Teleport" in name else [])]
+        for plan in plans:
+            shown = plan(task, nothing, len(nothing), 12)
+            assert len(shown.steps) <= 12 and shown.steps == sorted(set(shown.steps)), name
+            assert shown.steps[-1] == len(nothing) - 1 and shown.observed in shown.steps
+            assert shown.phases[-1].begin == shown.observed
+            assert sum(step < task.context for step in shown.steps) == 2
 
 
 def test_strips_of_other_episodes_are_refused(memory_run: Path, tmp_path: Path) -> None:
     other = begun(tmp_path / "other", "seed=2", "environment.id=wm/DistractingMemory-20-v0")
     train_dynamics(opened(other))
+    evaluations = [stage.evaluate_memory(opened(run), "generation") for run in (memory_run, other)]
     with pytest.raises(UsageError, match="have different test episodes"):
-        stage.draw_strips([memory_run, other], tmp_path / "x.png")
+        stage.draw_strips("generation", evaluations, tmp_path / "x.png")
     with pytest.raises(UsageError, match=r"\.png"):
-        stage.draw_strips([memory_run], tmp_path / "x.jpg")
+        stage.draw_strips("generation", evaluations[:1], tmp_path / "x.jpg")
+    assert not list(tmp_path.glob("x.*"))
 
 
 def test_padding_counts_nowhere() -> None:
@@ -558,8 +654,3 @@ def test_padding_counts_nowhere() -> None:
     half = 1.96 * np.sqrt(2) / np.sqrt(2)  # two values, one to either side of the mean
     assert curve["low"][0] == pytest.approx(2 - half) and curve["high"][0] == pytest.approx(2 + half)
     assert np.isnan(metrics.over_episodes(error, np.zeros_like(counts))).all()
-
-
-def test_strips_of_another_task_are_refused(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--strips needs a memory task, .* environment.id = wm/Catch-v0"):
-        stage.draw_strips([tiny], tmp_path / "x.png")

@@ -21,7 +21,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, BackboneSettings, BackboneSize, cache_dtype, for_each_block, replace_rows
+from wmcli.backbones.attention_weights import AttentionBackbone
+from wmcli.backbones.base import BackboneSettings, BackboneSize, cache_dtype, for_each_block, replace_rows
 from wmcli.errors import UsageError
 from wmcli.kernels.attention import attention, masked_attention
 from wmcli.nn.attention_prior import AnyAttentionPrior, AttentionPrior, NoPriorSettings, scaled_attention, spread
@@ -89,7 +90,7 @@ Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Attend = Callable[..., Tensor]
 
 
-class Transformer(Backbone):
+class Transformer(AttentionBackbone):
     """Transformer whose state is a `Cache` for at most `max_length` elements.
 
     With gradients on, every call makes a new cache and old ones stay valid. With gradients off, a call writes the cache
@@ -207,6 +208,18 @@ class Transformer(Backbone):
         y, answers = y.split((blocks, blocks * count), 1)
         return y, answers.unflatten(1, (blocks, count)), cache
 
+    def prior_matrix(self, count: int) -> Tensor:
+        places = torch.arange(count, device=self.layers[0].qkv.weight.device)
+        visible = places <= places[:, None]
+        if self.prior is None:
+            values = torch.zeros(len(self.layers), self.heads, count, count, device=places.device)
+        else:
+            offset = places[:, None] // self.unit - places // self.unit
+            values = torch.cat([spread(row, offset) for row in self.prior()])
+            if self._leaks():
+                return values.masked_fill(~visible, 0.0)
+        return values.masked_fill(~visible, float("nan"))
+
     def replace_rows(self, state: Cache, rows: Tensor, fresh: Cache) -> Cache:
         equal_lengths = state.equal_lengths and fresh.equal_lengths and state.filled == fresh.filled
         return replace_rows(state, rows, fresh)._replace(
@@ -242,7 +255,10 @@ class Transformer(Backbone):
                 assert extend is not None
                 kv, part = extend(cache.layers[index], kv)
                 parts.append(part)
-            y = attend(q, *kv.unbind(1), *rows[index : index + 1])
+            row = rows[index : index + 1]
+            y = attend(q, *kv.unbind(1), *row)
+            if self.watch is not None:
+                self.watch(index, partial(_attend_values, attend, q, kv[:, 0], row), kv[:, 1])
             if outputs is not None and layer is self.layers[-1]:
                 x, y = x[:, outputs], y[:, :, outputs]
             x = layer.finish(x, y)
@@ -398,6 +414,10 @@ def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = turn
     first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), -1).to(x.dtype)
+
+
+def _attend_values(attend: Attend, q: Tensor, k: Tensor, row: tuple[Tensor, ...], v: Tensor) -> Tensor:
+    return attend(q, k, v, *row)
 
 
 def _grown(state: Cache, count: int, filled: int) -> Cache:

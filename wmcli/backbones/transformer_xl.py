@@ -26,6 +26,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,10 +34,18 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wmcli.backbones.base import Backbone, BackboneSettings, BackboneSize, cache_dtype, for_each_block
+from wmcli.backbones.attention_weights import AttentionBackbone
+from wmcli.backbones.base import BackboneSettings, BackboneSize, cache_dtype, for_each_block
 from wmcli.errors import UsageError
 from wmcli.kernels.attention import masked_attention
-from wmcli.nn.attention_prior import AnyAttentionPrior, AttentionPrior, NoPriorSettings, PriorSettings, scaled_attention
+from wmcli.nn.attention_prior import (
+    AnyAttentionPrior,
+    AttentionPrior,
+    NoPriorSettings,
+    PriorSettings,
+    scaled_attention,
+    spread,
+)
 from wmcli.nn.dropout import dropout
 
 INIT_STD = 0.02
@@ -93,7 +102,7 @@ class KeyRange(NamedTuple):
     own: Tensor | None  # (B, T): first key of the query's segment, with constants before it; None without segments
 
 
-class TransformerXL(Backbone):
+class TransformerXL(AttentionBackbone):
     """Transformer-XL whose state is a `Memory`. No call writes in place: old states always stay valid."""
 
     layers: Any  # nn.ModuleList of TransformerXLLayer
@@ -135,7 +144,10 @@ class TransformerXL(Backbone):
         after = []
         for index, (layer, row) in enumerate(zip(self.layers, self._rows(), strict=True)):
             q, kv, fixed = layer.project(x, None if state is None else state.layers[index])
-            x = layer.finish(x, layer.attend(q, kv, fixed, table, visible, row))
+            y = layer.attend(q, kv, fixed, table, visible, row)
+            if self.watch is not None:
+                self.watch(index, partial(_attend_values, layer, q, kv[:, 0], table, visible, row), kv[:, 1])
+            x = layer.finish(x, y)
             after.append(kv)
         return self.norm(x), self._remember(state, after, start)
 
@@ -178,6 +190,18 @@ class TransformerXL(Backbone):
             after.append(kv)
         answers = self.norm(queries).unflatten(0, (-1, blocks))
         return self.norm(x), answers, self._remember(state, after, start)
+
+    def prior_matrix(self, count: int) -> Tensor:
+        place = torch.arange(count, device=self.norm.weight.device)
+        offset = place[:, None] - place
+        visible = (offset >= 0) & (offset <= self.window)
+        if self.segment:
+            visible &= place >= (place - place % self.segment - self.memory)[:, None]
+        if self.prior is None:
+            values = torch.zeros(len(self.layers), self.heads, count, count, device=place.device)
+        else:
+            values = torch.cat([spread(row, offset.clamp(max=self.window)) for row in self.prior()])
+        return values.masked_fill(~visible, float("nan"))
 
     def _start(self, x: Tensor, state: Memory | None, reset: Tensor | None) -> Tensor | None:
         """Return the index of the key at which each element's episode began, (B, T) or (B, 1).
@@ -351,6 +375,19 @@ class TransformerXLLayer(nn.Module):
 
     def _drop(self, x: Tensor) -> Tensor:
         return dropout(x, self.dropout, self.training)
+
+
+def _attend_values(
+    layer: TransformerXLLayer,
+    q: Tensor,
+    k: Tensor,
+    table: Tensor,
+    visible: KeyRange | None,
+    row: Tensor | None,
+    v: Tensor,
+) -> Tensor:
+    kv = torch.stack((k, v), 1)
+    return layer.attend(q, kv, kv, table, visible, row)
 
 
 def band(scores: Tensor, around: float = -math.inf) -> Tensor:

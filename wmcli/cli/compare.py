@@ -126,11 +126,21 @@ def compare(
             metavar="FILE", help="Draw the attention priors that the runs learned (.png).", rich_help_panel=PICTURES
         ),
     ] = None,
+    attention: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw attention priors as matrices, and the attention paid to stored episodes (.png), with a row for"
+            " each run or value of --by.",
+            rich_help_panel=PICTURES,
+        ),
+    ] = None,
     strips: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw a test episode as each run imagines it, below the real one (.png): --protocol generation.",
+            help="Draw a test episode as each run imagines it, below the real one (.png): --protocol generation,"
+            " recall, reward or doors.",
             rich_help_panel=PICTURES,
         ),
     ] = None,
@@ -162,7 +172,16 @@ def compare(
     """
     refuse_both_forms(as_json, form)
     if cost is not None:
-        if published or against or curves or profiles or priors or strips or protocol != "returns" or (sweep and (runs or by)):
+        if (
+            published
+            or against
+            or curves
+            or profiles
+            or priors
+            or strips
+            or protocol != "returns"
+            or (sweep and (runs or by))
+        ):
             raise UsageError("--cost shows seconds of an epoch alone: give RUN... with --by, or --sweep, and no more.")
         _compare_cost(runs or [], sweep, by or (), cost, as_json, form, Progress(quiet))
         return
@@ -172,6 +191,7 @@ def compare(
         "intervals": intervals,
         "improvement": improvement,
         "priors": priors,
+        "attention": attention,
         "strips": strips,
     }
     pictures = {name: path for name, path in drawn.items() if path is not None}
@@ -283,7 +303,9 @@ def _check_protocol(
     if "curves" in pictures and protocol.needs == "dynamics" and protocol.plot_curves is None:
         raise UsageError(f"--protocol {protocol.name} has no curves: omit --curves.")
     if "strips" in pictures and protocol.draw_strips is None:
-        raise UsageError(f"--protocol {protocol.name} has no strips: add --protocol generation.")
+        raise UsageError(
+            f"--protocol {protocol.name} has no strips: add --protocol generation, recall, reward or doors."
+        )
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------
@@ -305,8 +327,12 @@ def _draw_runs(
 
     if "priors" in pictures:
         compare_priors(scores, pictures["priors"])
+    if "attention" in pictures:
+        from wmcli.stages.attention import draw_attention
+
+        draw_attention(scores, by, pictures["attention"], progress)
     if "strips" in pictures and protocol.draw_strips:
-        protocol.draw_strips([score.run for score in scores], pictures["strips"])
+        protocol.draw_strips([score.evaluation for score in scores], pictures["strips"])
     if protocol.needs == "controller":
         lines = None if by else {str(score.run): [score] for score in scores}
         _draw(_groups(scores, against, by), columns, pictures, style, progress, lines)

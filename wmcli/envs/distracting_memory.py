@@ -91,6 +91,7 @@ class _DistractingEpisodes(EpisodeBatch):
             boards[episode, TARGETS, self._crossing] = targets
             boards[episode, *MEMORY] = targets[remembered[episode]]
         self._boards = Boards(boards, HALL, self._crossing // 2, EAST)
+        self.cells = self._boards.cells
         ends = np.stack([self._boards.cell(HALL - 1, self._crossing), self._boards.cell(HALL + 1, self._crossing)])
         self._ends = ends
         self._right = ends[remembered, np.arange(len(seeds))]
@@ -100,6 +101,12 @@ class _DistractingEpisodes(EpisodeBatch):
 
     def compact_state(self) -> np.ndarray:
         return self._boards.view()
+
+    def board(self) -> np.ndarray:
+        return self._boards.draw()
+
+    def position(self) -> np.ndarray:
+        return self._boards.position()
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         last = self._arrived() | (self._frame == self._frames - 1)

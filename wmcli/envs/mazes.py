@@ -26,6 +26,7 @@ import numpy as np
 
 from wmcli.envs.memory_task import EpisodeBatch, Task
 from wmcli.envs.ray_caster import SPHERE_COLORS, WALL_COLORS, RayCaster, axes
+from wmcli.envs.top_view import draw_maze
 from wmcli.envs.walking import (
     MEANINGS,
     MEASURED,
@@ -164,6 +165,7 @@ class _MazeWalk(EpisodeBatch):
     def __init__(self, task: Maze, seeds: np.ndarray) -> None:
         self._task = task
         self._frame = 0
+        self.cells = (task.cells + 2, task.cells + 2)
         draws = [_RandomMaze.of(task, int(seed)) for seed in seeds]
         self._walls = np.stack([draw.walls for draw in draws])
         self._textures = np.stack([draw.textures for draw in draws])
@@ -177,6 +179,14 @@ class _MazeWalk(EpisodeBatch):
     def compact_state(self) -> np.ndarray:
         state = self._state
         return self._task.write(MazeContent(state.position, state.heading, self._walls, self._textures, self._objects))
+
+    def board(self) -> np.ndarray:
+        content = self._task.read(self.compact_state())
+        colors = np.broadcast_to(np.arange(self._task.objects), content.objects.shape[:2])
+        return draw_maze(content.walls, _slots(self._task.cells), content.textures, content.objects, colors)
+
+    def position(self) -> np.ndarray:
+        return self._state.position
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         count, task = len(action), self._task

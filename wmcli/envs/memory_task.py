@@ -38,6 +38,19 @@ class EpisodeBatch(ABC):
         The last one is that of the last frame, where it has no effect.
         """
 
+    # What people see of an episode, and no agent: see top_view.py.
+
+    cells: tuple[int, int]
+    """Rows and columns of the boards."""
+
+    @abstractmethod
+    def board(self) -> np.ndarray:
+        """Draw the boards from above, without the agents: uint8 (E, height, width, 3)."""
+
+    @abstractmethod
+    def position(self) -> np.ndarray:
+        """Return where the agents are, float (E, 2): cells (x, y), y to the south, from the board's corner."""
+
 
 class Task(ABC):
     """A memory task. Its subclasses are frozen dataclasses with the sizes of its variants."""

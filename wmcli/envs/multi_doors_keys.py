@@ -100,6 +100,7 @@ class _DoorsEpisodes(EpisodeBatch):
             boards[episode, KEY_ROW, 2::PITCH] = tiles.KEY + random.permutation(doors)
             start[episode], heading[episode] = random.integers(keys), random.integers(4)
         self._boards = Boards(boards, TRAVEL_ROW, 2 + PITCH * start[:, 0], heading)
+        self.cells = self._boards.cells
 
         sweep = np.concatenate([start, np.broadcast_to(np.arange(keys), (len(seeds), keys)), start], axis=1)
         context, heading = _runs(sweep, (_LOOK,) * keys + (_COME,), heading)
@@ -116,6 +117,12 @@ class _DoorsEpisodes(EpisodeBatch):
 
     def compact_state(self) -> np.ndarray:
         return self._boards.view()
+
+    def board(self) -> np.ndarray:
+        return self._boards.draw()
+
+    def position(self) -> np.ndarray:
+        return self._boards.position()
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         last = np.full(len(action), self._frame == self._frames - 1)

@@ -29,6 +29,7 @@ import numpy as np
 
 from wmcli.envs.memory_task import EpisodeBatch, Task
 from wmcli.envs.ray_caster import SPHERE_COLORS, WALL_COLORS, RayCaster
+from wmcli.envs.top_view import draw_maze
 from wmcli.envs.walking import (
     COARSE,
     LEFT,
@@ -217,6 +218,7 @@ class _RoomsWalk(EpisodeBatch):
     def __init__(self, task: Rooms, seeds: np.ndarray) -> None:
         self._task = task
         self._frame = 0
+        self.cells = task.layout.walls.shape
         draws = [_RandomRooms.of(task, int(seed)) for seed in seeds]
         self._begin = np.array([draw.begin for draw in draws])
         self._return_to = np.array([draw.return_to for draw in draws])
@@ -232,6 +234,18 @@ class _RoomsWalk(EpisodeBatch):
     def compact_state(self) -> np.ndarray:
         pose = np.concatenate([self._state.position, self._state.heading[:, None]], -1).astype(np.float32)
         return np.concatenate([pose.view(np.uint8), self._fixed], -1)
+
+    def board(self) -> np.ndarray:
+        content, walls = self._task.read(self.compact_state()), self._task.layout.walls
+        count = len(content.heading)
+        textures = np.full((count, self._task.rooms * 4 + 1), CORRIDOR_TEXTURE)
+        textures[:, :-1] = content.textures.reshape(count, -1)
+        every = np.broadcast_to(walls, (count, *walls.shape))
+        objects, colors = content.objects.reshape(count, -1, 2), content.colors.reshape(count, -1)
+        return draw_maze(every, self._task.layout.slots, textures, objects, colors)
+
+    def position(self) -> np.ndarray:
+        return self._state.position
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         count, task = len(action), self._task

@@ -126,7 +126,7 @@ class Boards:
     """E boards with an agent on each. A cell is a position in `codes`, the tiles of all boards in one row.
 
     `codes`: uint8 (E * (H + 2) * (W + 2),), each board with the wall around it. `agent`: the agents' cells, (E,).
-    `heading`: (E,).
+    `heading`: (E,). `cells`: H and W.
     """
 
     def __init__(
@@ -134,6 +134,7 @@ class Boards:
     ) -> None:
         """Boards uint8 (E, H, W), agents at (row, column), each (E,) or one number for all."""
         episodes, self._height, self._width = boards.shape
+        self.cells = (self._height, self._width)
         padding = ((0, 0), (_EDGE, _EDGE), (_EDGE, _EDGE))
         self.codes = np.pad(boards, padding, constant_values=WALL).reshape(-1)
         self.agent = self.cell(row, column) + np.zeros(episodes, np.intp)
@@ -148,6 +149,18 @@ class Boards:
         height, width = self._height + 2 * _EDGE, self._width + 2 * _EDGE
         corners = np.arange(0, self.codes.size, height * width)
         return corners + (row + _EDGE) * width + column + _EDGE
+
+    def draw(self) -> np.ndarray:
+        """Draw whole boards without the wall around them and without agents, uint8 (E, 8 H, 8 W, 3)."""
+        codes = self.codes.reshape(-1, self._height + 2 * _EDGE, self._width + 2 * _EDGE)
+        pictures = PICTURES[codes[:, _EDGE:-_EDGE, _EDGE:-_EDGE]]  # (E, H, W, 8, 8, 3)
+        return pictures.swapaxes(2, 3).reshape(len(codes), self._height * PIXELS, self._width * PIXELS, 3)
+
+    def position(self) -> np.ndarray:
+        """Return the middles of the agents' cells (E, 2), (x, y) from the north-west corner of their board."""
+        height, width = self._height + 2 * _EDGE, self._width + 2 * _EDGE
+        row, column = np.divmod(self.agent % (height * width), width)
+        return np.stack([column, row], -1) - _EDGE + 0.5
 
     def ahead(self) -> np.ndarray:
         """The cell in front of each agent, (E,)."""

@@ -6,12 +6,13 @@ pixels.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -30,6 +31,7 @@ _PANEL = 192  # height of an animation's panel, about
 _TILE = 128  # height of a picture in a strip or grid, about
 _FONT = 13
 _BAR = 20  # height of a line of text
+_RULE = 3  # height of the bar over a phase
 _GAP = 2  # between two panels
 _SHARES = 40  # height of a bar for a share of 1
 _WIDEST = 1600  # a longer strip continues in the next row
@@ -188,37 +190,64 @@ def short_number(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:.7g}"
 
 
-def strip(rows: Mapping[str, np.ndarray], *, start: int = 0, every: int = 1, context: int = 0) -> np.ndarray:
+class Phase(NamedTuple):
+    """Consecutive frames of a strip, up to the next phase."""
+
+    begin: int
+    """Time step of the first frame."""
+    name: str
+    color: tuple[int, int, int] = FAINT
+    """Of the line that precedes it, and of the bar over its columns."""
+
+
+def strip(
+    rows: Mapping[str, np.ndarray],
+    *,
+    steps: Sequence[int] | None = None,
+    context: int = 0,
+    phases: Sequence[Phase] = (),
+) -> np.ndarray:
     """Draw frames as one picture: a row for each name, time to the right.
 
     A picture wider than 1,600 pixels is broken into rows of nearly equal length.
 
     Args:
         rows: name -> frames (T, H, W, 3), such as real and imagined ones.
-        start: Time step of the first frame to show.
-        every: Time steps between two frames of the picture. Each column has its time step as heading.
+        steps: Time steps to show, ascending; None shows all. Each column has its time step as heading.
         context: Number of leading frames that the model observed. An amber line precedes the first imagined frame.
+        phases: Instead of `context`: phases in order, the first from step 0 on. A second heading names them, and a line
+            in the color of each but the first precedes its first column.
 
     Returns:
         A picture (H', W', 3).
     """
     labels, frames = list(rows), [_frames(each) for each in rows.values()]
     assert len({each.shape for each in frames}) == 1, [each.shape for each in frames]
-    steps = list(range(start, len(frames[0]), every))
-    lines = -(-len(steps) // _columns(frames[0], labels))
-    columns = -(-len(steps) // lines)
-    first = next((step for step in steps if step >= context), None) if context else None
+    steps = range(len(frames[0])) if steps is None else steps
+    if context and not phases:
+        phases = (Phase(0, ""), Phase(context, "", MARKER))
+    begins = [phase.begin for phase in phases]
+    columns = -(-len(steps) // -(-len(steps) // columns_that_fit(frames[0], labels)))
     blocks = []
+    before = -1  # the phase of the column before
     for begin in range(0, len(steps), columns):
-        shown = steps[begin : begin + columns]
+        shown = list(steps[begin : begin + columns])
         block, tile, margin = _table([each[shown] for each in frames], labels)
-        for index, step in enumerate(shown):
+        bands = np.full((_BAR + _RULE, *block.shape[1:]), BACKGROUND, np.uint8)
+        of_column = [bisect.bisect_right(begins, step) - 1 for step in shown]
+        for index, (step, phase) in enumerate(zip(shown, of_column, strict=True)):
             left = margin + index * (tile + _GAP)
-            head = f"t = {step}" if step == start else str(step)
-            block[:_BAR, left : left + tile] = _text(head, tile, FAINT if step < context else TEXT, centre=True)
-            if step == first:
-                block[:, left - _GAP : left] = MARKER
-        blocks.append(block)
+            head = f"t = {step}" if not begin and not index else str(step)
+            color = FAINT if phases and phases[phase].color == FAINT else TEXT
+            block[:_BAR, left : left + tile] = _text(head, tile, color, centre=True)
+            if phases and before not in (-1, phase):
+                block[:, left - _GAP : left] = bands[:, left - _GAP : left] = phases[phase].color
+            if phases and (not index or before != phase):
+                wide = (tile + _GAP) * of_column.count(phase) - _GAP
+                bands[:_BAR, left : left + wide] = _text(phases[phase].name, wide, phases[phase].color)
+                bands[_BAR:, left : left + wide] = phases[phase].color
+            before = phase
+        blocks.append(np.concatenate((bands, block)) if any(phase.name for phase in phases) else block)
     return _stacked(blocks)
 
 
@@ -255,8 +284,8 @@ def _stacked(blocks: Sequence[np.ndarray]) -> np.ndarray:
     return picture
 
 
-def _columns(frames: np.ndarray, labels: Sequence[str]) -> int:
-    """Return the number of tiles of `_table` that fit into the widest picture."""
+def columns_that_fit(frames: np.ndarray, labels: Sequence[str]) -> int:
+    """Return the number of columns of a strip of frames (T, H, W, 3) that fit into one row, with these labels."""
     return max(1, (_WIDEST - _margin(labels) + _GAP) // (upscale(frames[:1], _TILE).shape[2] + _GAP))
 
 

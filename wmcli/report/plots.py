@@ -148,7 +148,7 @@ def learning_curves(
     columns = min(columns, max(len(metrics) for metrics in curves.values()))
     rows = {stage: math.ceil(len(metrics) / columns) for stage, metrics in curves.items()}
     heights = [1.75 * count + 0.35 for count in rows.values()]
-    figure = _figure(max(2.6 * columns, 4.0), sum(heights))
+    figure = new_figure(max(2.6 * columns, 4.0), sum(heights))
     figure.set_layout_engine("constrained", h_pad=0.07)  # inches: keeps the stages' names off the edge
     parts = figure.subfigures(len(curves), 1, squeeze=False, height_ratios=heights)[:, 0]
     for part, (stage, metrics), style in zip(parts, curves.items(), _styles(len(curves)), strict=True):
@@ -182,7 +182,7 @@ def compared_curves(
         raise UsageError("no training records to draw; train a stage first, for example with: wm train-dynamics")
     columns = min(columns, len(metrics))
     rows = math.ceil(len(metrics) / columns)
-    figure = _figure(max(2.6 * columns, 4.0), 1.75 * rows + 0.5)
+    figure = new_figure(max(2.6 * columns, 4.0), 1.75 * rows + 0.5)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold", color=_INK)
     styles = dict(zip(curves, _styles(len(curves)), strict=True))
     grid = figure.subplots(rows, columns, squeeze=False)
@@ -234,7 +234,7 @@ def return_curve(
         by_episodes.setdefault(evaluation["episodes"], {})[evaluation["environment_step"]] = evaluation
     if not by_episodes:
         raise UsageError("no evaluations to draw; make one with: wm eval")
-    figure = _figure(6.0, 3.8)
+    figure = new_figure(6.0, 3.8)
     axes = figure.subplots()
     _style(axes)
     for episodes, style in zip(sorted(by_episodes, reverse=True), _styles(len(by_episodes)), strict=True):
@@ -275,7 +275,7 @@ def returns_over(
     """
     if not groups:
         raise UsageError("no evaluations to draw; make one with: wm eval")
-    figure = _figure(6.4, 3.8)
+    figure = new_figure(6.4, 3.8)
     axes = figure.subplots()
     _style(axes)
     for (name, runs), style in zip(groups.items(), _styles(len(groups)), strict=True):
@@ -314,7 +314,7 @@ def returns_histogram(
     values = np.asarray(returns, dtype=float)
     if not values.size:
         raise UsageError("no episodes to draw; make some with: wm eval")
-    figure = _figure(6.0, 3.4)
+    figure = new_figure(6.0, 3.4)
     axes = figure.subplots()
     _style(axes)
     span = values.max() - values.min()
@@ -355,7 +355,7 @@ def performance_profiles(
 
     Source: Agarwal et al. 2021, arXiv 2108.13264.
     """
-    figure = _figure(6.0, 3.6)
+    figure = new_figure(6.0, 3.6)
     axes = figure.subplots()
     _style(axes)
     for (name, band), style in zip(profiles.items(), _styles(len(profiles)), strict=True):
@@ -386,7 +386,7 @@ def interval_panels(panels: Mapping[str, Mapping[str, Interval]], *, x_label: st
     names = list(dict.fromkeys(name for rows in panels.values() for name in rows))
     if not names:
         raise UsageError("no statistics to draw; compare some runs with: wm compare RUN...")
-    figure = _figure(7.4, 0.3 * len(names) + 1.0)
+    figure = new_figure(7.4, 0.3 * len(names) + 1.0)
     places = {name: place for place, name in enumerate(names)}
     grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for axes, (statistic, rows) in zip(grid, panels.items(), strict=True):
@@ -418,7 +418,7 @@ def improvement(pairs: Mapping[tuple[str, str], Interval], *, title: str = "") -
             "no pairs of variants to draw; compare two with: wm compare RUN... --by KEY, or name published scores of"
             " runs, such as: --published REM"
         )
-    figure = _figure(7.4, 0.3 * len(pairs) + 1.0)
+    figure = new_figure(7.4, 0.3 * len(pairs) + 1.0)
     axes = figure.subplots()
     _rows(axes, [variant for variant, _ in pairs])
     for place, interval in enumerate(pairs.values()):
@@ -457,7 +457,7 @@ def cost_by_length(
         raise UsageError("no costs to draw; measure some with: wm profile --compare backbones")
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     styles = dict(zip(names, _styles(len(names)), strict=True))
-    figure, handles = _figure(3.6 * len(panels) + 1.2, 3.4), {}
+    figure, handles = new_figure(3.6 * len(panels) + 1.2, 3.4), {}
     for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         _style(axes)
         for name, points in lines.items():
@@ -509,7 +509,7 @@ def learned_priors(
     except (KeyError, ValueError):
         raise UsageError("these runs differ in their priors' kind, heads, layers or logged updates.") from None
     layers, heads = values[names[0]].shape[2:]
-    figure = _figure(2.6 * len(names) + 1.2, 1.75 * layers + 0.35)
+    figure = new_figure(2.6 * len(names) + 1.2, 1.75 * layers + 0.35)
     grid = figure.subplots(layers, len(names), squeeze=False, sharex=True, sharey="col")
     for (layer, column), axes in np.ndenumerate(grid):
         name = names[column]
@@ -556,7 +556,7 @@ def error_curves(
 
     if not lines:
         raise UsageError("no curves to draw.")
-    figure = _figure(6.4, 3.2)
+    figure = new_figure(6.4, 3.2)
     axes = figure.subplots()
     _style(axes)
     for (name, (x, band)), style in zip(lines.items(), _styles(len(lines)), strict=True):
@@ -723,7 +723,7 @@ def _printable(text: str) -> str:
 # -- style ------------------------------------------------------------------------------------------------------------
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     """Return an empty figure of width x height inches that draws with Agg, whatever the user's backend is."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

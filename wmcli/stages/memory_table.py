@@ -165,6 +165,17 @@ def table(evaluations: Sequence[Artifact]) -> list[dict[str, Any]]:
     return [{column: row.get(column, "-") for column in dict.fromkeys(order)} for row in rows]
 
 
+def model_names(evaluations: Sequence[Artifact]) -> list[str]:
+    """Return the names of the models as in the table, with the run where several have one name."""
+    names = [_model(each.metrics) for each in evaluations]
+    runs = [each.run.name for each in evaluations]
+    pairs = list(zip(names, runs, strict=True))
+    return [
+        name if names.count(name) == 1 else f"{name}, {run if pairs.count((name, run)) == 1 else each.run}"
+        for (name, run), each in zip(pairs, evaluations, strict=True)
+    ]
+
+
 def plot_curves(evaluations: Sequence[Artifact]) -> Figure:
     """Plot error curves of `generation` or `recall`, a line for each model.
 

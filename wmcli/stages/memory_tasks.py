@@ -9,7 +9,7 @@ Source: S4WM (Deng, Park and Ahn 2023, arXiv 2307.02064).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,11 +33,12 @@ from wmcli.experience import read_segment
 from wmcli.experience.load import HELD_OUT
 from wmcli.metrics import memory_tasks as metrics
 from wmcli.report.files import check_target
-from wmcli.report.images import side_by_side, strip, write_png, write_webp
+from wmcli.report.images import columns_that_fit, side_by_side, strip, write_png, write_webp
 from wmcli.settings import Measure, Settings
 from wmcli.stages.checks import check_held_back
 from wmcli.stages.context import Context
-from wmcli.stages.memory_table import DISPLAYS, plot_curves, summarize, table, write_curves
+from wmcli.stages.memory_strips import RECALLED, Plan, plan_doors, plan_query, plan_recall
+from wmcli.stages.memory_table import DISPLAYS, model_names, plot_curves, summarize, table, write_curves
 from wmcli.stages.opening import open_context
 from wmcli.stages.probe import probe
 from wmcli.stages.protocol import Protocol
@@ -50,8 +51,6 @@ from wmcli.world_models.open_loop import open_loop
 BATCH = 32  # episodes imagined side by side
 FRAMES = 256  # decoded at a time
 FILMED = 3  # episodes of a film, one under the other
-COLUMNS = 16  # frames of a strip
-RECALLED = (0, 1, 2, 5, 10, 20)  # k: frames observed after the teleport, not counting the arrival
 
 
 class TaskEpisodes(NamedTuple):
@@ -266,7 +265,7 @@ def _generation(
         "reconstruction": metrics.curve(observed[:, start:], counts),
     }
     if context.pictures:
-        _write_film(work.payload, *films[0], start)
+        _write_film(work.payload, *films[0], task, episodes.action[0].cpu().numpy())
         lines = {name: (range(1, 1 + len(curve["mean"])), _band(curve)) for name, curve in error_curve.items()}
         write_curves(work.payload / "generation.png", "generation", lines, context.settings.environment.id)
     return {
@@ -356,8 +355,10 @@ class _Measure(NamedTuple):
     """Whether it needs dynamics that learn rewards."""
     settings: tuple[str, ...] = ()
     """Keys of `evaluation` that its results depend on."""
-    strips: bool = False
-    """Whether `wm compare --strips` draws it."""
+    plan: Plan | None = None
+    """Columns of `wm compare --strips`; None if it draws none."""
+    caption: Callable[[WorldModel, Tensor], str] | None = None
+    """Takes a model and the features (T, F) of an episode of a strip. Returns what to add to the model's name."""
     automatic: bool = True
     """Whether `evaluation.measures=auto` includes it."""
 
@@ -367,23 +368,27 @@ _MEASURES: dict[Measure, _Measure] = {
         _generation,
         Task,  # type: ignore[type-abstract]  # for isinstance only
         "a memory task, such as wm/DistractingMemory-100-v0",
-        strips=True,
+        plan=plan_query,
     ),
     "recall": _Measure(
         _recall,
         TeleportRooms,
         "a task with a teleport, such as wm/TwoRoomsTeleport-v0",
+        plan=plan_recall,
     ),
     "reward": _Measure(
         _reward,
         DistractingMemory,
         "a task whose last frame earns, such as wm/DistractingMemory-100-v0",
         rewards=True,
+        plan=plan_query,
+        caption=lambda world_model, features: f"reward {float(world_model.arrival_reward(features[-1])):.2f}",
     ),
     "doors": _Measure(
         _doors,
         MultiDoorsKeys,
         "a task with doors, such as wm/MultiDoorsKeys-3-v0",
+        plan=plan_doors,
     ),
     "probe": _Measure(
         probe,
@@ -406,49 +411,71 @@ def _decode(world_model: WorldModel, features: Tensor) -> np.ndarray:
     return pixels.unflatten(0, features.shape[:2]).cpu().numpy()
 
 
-def _write_film(folder: Path, real: np.ndarray, imagined: np.ndarray, context_frames: int) -> None:
+def _write_film(folder: Path, real: np.ndarray, imagined: np.ndarray, task: Task, action: np.ndarray) -> None:
     """Write `imagination.webp` (episodes below each other, real left, imagined right) and `imagination.png`.
 
     The latter is a strip of the first episode's query and the end of its context.
     """
+    context_frames = task.context
     stacked = [np.concatenate(list(frames), axis=1) for frames in (real, imagined)]
     write_webp(folder / "imagination.webp", side_by_side(stacked[0], stacked[1], context=context_frames), fps=10)
-    write_png(folder / "imagination.png", _query_strip({"real": real[0], "imagined": imagined[0]}, context_frames))
+    rows = {"real": real[0], "imagined": imagined[0]}
+    shown = plan_query(task, action, len(real[0]), columns_that_fit(real[0], list(rows)))
+    write_png(folder / "imagination.png", strip(rows, steps=shown.steps, phases=shown.phases))
 
 
-def _query_strip(rows: Mapping[str, np.ndarray], context_frames: int) -> np.ndarray:
-    """Draw the end of the context and the query of one episode, (T, H, W, 3) by name."""
-    length = len(next(iter(rows.values())))
-    every = max(1, (length - context_frames) // COLUMNS)
-    return strip(rows, start=max(0, context_frames - 2 * every), every=every, context=context_frames)
+class _Shown(NamedTuple):
+    """A row of a strip: a model, and the first test episode that it was measured on."""
+
+    context: Context
+    dynamics: Artifact
+    episode: TaskEpisodes
 
 
-def draw_strips(runs: Sequence[Path], path: Path) -> None:
-    """Draw one test episode as the newest dynamics model of each run imagines it, below the real one.
+def draw_strips(measure: Measure, evaluations: Sequence[Artifact], path: Path) -> None:
+    """Draw one test episode as each measured model imagines it, below the real one.
+
+    Args:
+        measure: Determines the frames that a model observes and those to show.
+        evaluations: Of this measure.
+        path: A .png.
 
     Raises:
         ArtifactError: A dynamics model or its experience is missing.
-        UsageError: The measure does not fit a model, or the runs have different test episodes.
+        UsageError: The runs have different test episodes, or the picture cannot be written.
     """
     check_target(path, (".png",))
-    rows: dict[str, np.ndarray] = {}
-    for folder in runs:
-        context = open_context(folder, None, create=False, quiet=True)
-        model = context.run.resolve("dynamics", "dynamics")
-        if reason := unfit("generation", settings_of(model)):
-            raise UsageError(f"{folder}: --strips {reason}.")
-        world_model, task = load_world_model(model, context.machine), task_of(context)
-        episodes = _episodes(context, model.input("experience"), task)
-        frames, action = to_device(episodes.frames[:1], context.machine.device), episodes.action[:1]
-        real = frames[0].cpu().numpy()
-        if not np.array_equal(rows.setdefault("real", real), real):
-            raise UsageError(f"{folder} and {runs[0]} have different test episodes: give runs of one task.")
-        seed = derived_seed(context.settings.seed, "eval memory")
-        with isolated_randomness(seed, context.machine.device), context.machine.autocast():
-            imagined = _decode(world_model, roll_out(world_model, frames, action, task.context))
-        name = folder.resolve().name
-        rows[str(folder) if name in rows else name] = imagined[0]
-    write_png(path, _query_strip(rows, task.context))
+    shown = [_open_strip(each) for each in evaluations]
+    names = model_names(evaluations)
+    real = shown[0].episode.frames[0].cpu().numpy()
+    for each, evaluation in zip(shown, evaluations, strict=True):
+        if not np.array_equal(each.episode.frames[0].cpu().numpy(), real):
+            raise UsageError(
+                f"{evaluation.run} and {evaluations[0].run} have different test episodes: give runs of one task and"
+                " seed."
+            )
+    task, episode, of = task_of(shown[0].context), shown[0].episode, _MEASURES[measure]
+    assert of.plan is not None
+    length = int(np.flatnonzero(episode.counts[0])[-1]) + 1
+    labels = [f"{name}: reward 0.00" if of.caption else name for name in ("real", *names)]
+    plan = of.plan(task, episode.action[0].cpu().numpy(), length, columns_that_fit(real, labels))
+    rows = {f"real: reward {episode.reward[0, -2]:g}" if of.caption else "real": real}
+    for name, each in zip(names, shown, strict=True):
+        machine = each.context.machine
+        world_model, frames = load_world_model(each.dynamics, machine), to_device(each.episode.frames, machine.device)
+        seed = derived_seed(each.context.settings.seed, "eval memory")
+        with isolated_randomness(seed, machine.device), machine.autocast():
+            features = roll_out(world_model, frames, each.episode.action, plan.observed)
+            label = f"{name}: {of.caption(world_model, features[0])}" if of.caption else name
+            rows[label] = _decode(world_model, features)[0]
+    write_png(path, strip(rows, steps=plan.steps, phases=plan.phases))
+
+
+def _open_strip(evaluation: Artifact) -> _Shown:
+    context = open_context(evaluation.run, None, create=False, quiet=True)
+    episodes = _episodes(context, evaluation.input("experience"), task_of(context))
+    first = TaskEpisodes._make(each[:1] for each in episodes)
+    return _Shown(context, evaluation.input("dynamics"), first)
 
 
 def _band(curve: dict[str, list[float | None]]) -> tuple[np.ndarray, ...]:
@@ -469,7 +496,7 @@ def _protocol(measure: Measure) -> Protocol:
         table=table,
         reads_experience=True,
         plot_curves=plot_curves if DISPLAYS[measure].curve else None,
-        draw_strips=draw_strips if _MEASURES[measure].strips else None,
+        draw_strips=partial(draw_strips, measure) if _MEASURES[measure].plan else None,
     )
 
 

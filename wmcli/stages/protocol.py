@@ -36,8 +36,8 @@ class Protocol:
     """Whether `evaluate` takes `experience`."""
     plot_curves: Callable[[Sequence[Artifact]], Figure] | None = None
     """Takes evaluations. Returns a figure."""
-    draw_strips: Callable[[Sequence[Path], Path], None] | None = None
-    """Takes run directories and a file."""
+    draw_strips: Callable[[Sequence[Artifact], Path], None] | None = None
+    """Takes evaluations and a file."""
 
     def check(self, settings: Settings) -> None:
         """Check that a run with these settings can be scored.

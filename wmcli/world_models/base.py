@@ -180,6 +180,16 @@ class ImaginedStep(NamedTuple):
     none. They have no gradient."""
 
 
+class Elements(NamedTuple):
+    """What a model's backbone reads of windows without a past: T time steps of n elements each."""
+
+    read: Tensor
+    """(B, T n, D). Of several elements the last of a step is its action."""
+    queries: Tensor | None = None
+    """(Q, D): what is asked behind every step but the last, in the places of the next one's first Q elements; None for
+    a model that asks nothing."""
+
+
 class Targets(NamedTuple):
     """Results of a search at each frame of a batch, for a model that learns a policy and a value."""
 
@@ -321,6 +331,15 @@ class WorldModel(nn.Module, ABC):
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss to minimize, a float32 scalar, and named scalars without gradient for the log."""
+
+    def elements_of(self, latent: Tensor, action: Tensor) -> Elements:
+        """Return what the backbone reads of windows of real frames. Not for a model without a backbone.
+
+        Args:
+            latent: (B, T, ...), from `encode`. Random latents are drawn with torch's global generator.
+            action: (B, T, ...).
+        """
+        raise NotImplementedError
 
     def learned_reward(self, reward: Tensor) -> Tensor:
         """Return what the model learns and imagines of real rewards (...), float32: the rewards themselves."""

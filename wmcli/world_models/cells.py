@@ -23,7 +23,7 @@ from wmcli.backbones.base import Backbone, replace_rows
 from wmcli.errors import UsageError
 from wmcli.nn.categorical import sample, uniform
 from wmcli.spaces import ActionSpace, Discrete, Image, to_action_space
-from wmcli.world_models.base import Batch, DynamicsSettings, ImaginedStep, Parts, WorldModel, masked_mean
+from wmcli.world_models.base import Batch, DynamicsSettings, Elements, ImaginedStep, Parts, WorldModel, masked_mean
 from wmcli.world_models.recent import RecentFrames, append_frame
 
 SIDE = 5  # cells in a row or column
@@ -173,6 +173,14 @@ class CellsWorldModel(WorldModel):
         kinds = torch.arange(KINDS, device=latent.device)
         return (latent[..., None, :] == kinds[:, None]).float().unflatten(-1, (SIDE, SIDE))
 
+    @staticmethod
+    def _tokens(latent: Tensor, action: Tensor) -> Tensor:
+        """Return cells (B, T, K) and the actions (B, T) behind them as tokens (B, T * L)."""
+        return torch.cat((latent, KINDS + action[..., None]), -1).flatten(1)
+
+    def elements_of(self, latent: Tensor, action: Tensor) -> Elements:
+        return Elements(self.embedding(self._tokens(latent, action)))
+
     # -- learning -----------------------------------------------------------------------------------------------------
 
     def _logits(self, y: Tensor) -> Tensor:
@@ -185,7 +193,7 @@ class CellsWorldModel(WorldModel):
         Returns:
             The tokens (B, T * L) and the logits (B, T * L - 1, V) of all but the first.
         """
-        tokens = torch.cat((latent, KINDS + action[..., None]), -1).flatten(1)
+        tokens = self._tokens(latent, action)
         y, _ = self.backbone(self.embedding(tokens[:, :-1]), None)
         return tokens, self._logits(y)
 
@@ -232,7 +240,7 @@ class CellsWorldModel(WorldModel):
         time = latent.shape[1]
         context = slice(max(0, time - self.settings.context), time)
         # The last action is left to `imagine`.
-        tokens = torch.cat((latent[:, context], KINDS + action[:, context, None]), -1).flatten(1)[:, :-1]
+        tokens = self._tokens(latent[:, context], action[:, context])[:, :-1]
         resets = F.pad(reset[:, context, None], (0, CELLS)).flatten(1)[:, :-1]  # True only at a frame's first cell
         return self._read(tokens, latent[:, -1], resets)
 

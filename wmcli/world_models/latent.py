@@ -47,7 +47,16 @@ from wmcli.nn.stems import Stem, build_stem
 from wmcli.nn.two_hot import TwoHot
 from wmcli.spaces import ActionSpace, map_parts, to_action_space
 from wmcli.tokenizers.categorical import CategoricalTokenizer, of_parts, summed
-from wmcli.world_models.base import Batch, DynamicsSettings, ImaginedStep, Parts, WorldModel, masked_mean, part_of
+from wmcli.world_models.base import (
+    Batch,
+    DynamicsSettings,
+    Elements,
+    ImaginedStep,
+    Parts,
+    WorldModel,
+    masked_mean,
+    part_of,
+)
 from wmcli.world_models.latent_states import ActingWindow, Carry, LatentState, detach
 
 
@@ -393,6 +402,12 @@ class LatentWorldModel(WorldModel):
     def _elements(self, z: Tensor, action: Tensor) -> Tensor:
         """Map sampled latents (..., K, C) and actions (..., *axes) to elements (..., D)."""
         return self.stem(torch.cat((z.flatten(-2), encode_action(self.action_space, action, z.dtype)), -1))
+
+    def elements_of(self, latent: Tensor, action: Tensor) -> Elements:
+        reset = torch.zeros(action.shape[:2], dtype=torch.bool, device=action.device)
+        reset[:, 0] = True
+        z = self._latents_and_past(self.observe(latent, action, reset)[0])[0]
+        return Elements(self._elements(z, action))
 
     def _prior(self, past: Tensor) -> Tensor:
         """Map pasts (..., D) to the next latent's log-probabilities (..., K, C)."""

@@ -32,7 +32,7 @@ from wmcli.nn.actions import action_embedding
 from wmcli.nn.categorical import IMPOSSIBLE, sample, uniform
 from wmcli.nn.ensemble import Ensemble
 from wmcli.spaces import ActionSpace, ObservationSpace, to_action_space
-from wmcli.world_models.base import Batch, DynamicsSettings, ImaginedStep, Parts, WorldModel, masked_mean
+from wmcli.world_models.base import Batch, DynamicsSettings, Elements, ImaginedStep, Parts, WorldModel, masked_mean
 from wmcli.world_models.recent import RecentFrames, append_frame
 
 
@@ -301,6 +301,11 @@ class TokenWorldModel(WorldModel):
     def _blocks(self, tokens: Tensor, action: Tensor) -> Tensor:
         """Embed tokens (..., k) and their actions (...) as sequence elements (..., k + 1, D), the action last."""
         return torch.cat([self._embed(tokens), self.action_embedding(action).unsqueeze(-2)], dim=-2)
+
+    def elements_of(self, latent: Tensor, action: Tensor) -> Elements:
+        return Elements(
+            self._blocks(latent, action).flatten(1, 2), None if self.queries is None else self.queries.weight
+        )
 
     def _token_logits(self, y: Tensor, places: int | slice = slice(None)) -> Tensor:
         """Return logits (..., N) of the tokens at `places` for outputs (..., D)."""

@@ -34,7 +34,7 @@ from wmcli.nn.policies import build_policy
 from wmcli.nn.residual_trunk import ACTIVATIONS, Activation, ResidualTrunk, side
 from wmcli.nn.simnorm import divergence, simnorm
 from wmcli.spaces import ActionSpace, ObservationSpace, map_parts, to_action_space, to_observation_space
-from wmcli.world_models.base import Batch, ImaginedStep, Parts, Prediction, masked_mean, part_of
+from wmcli.world_models.base import Batch, Elements, ImaginedStep, Parts, Prediction, masked_mean, part_of
 from wmcli.world_models.planners import (
     BootstrappedWorldModel,
     Channels,
@@ -240,6 +240,9 @@ class UniZero(BootstrappedWorldModel):
         """Encode frames, a tree of (B, T, *part), as latents (B, T, D)."""
         return self.encoder(observation)
 
+    def elements_of(self, latent: Tensor, action: Tensor) -> Elements:
+        return Elements(_pairs(latent, self.action_embedding(action)))
+
     def _next_latent(self, x: Tensor) -> Tensor:
         """Predict the latents (..., D) of the next frames from the outputs (..., D) at actions."""
         return simnorm(self.latent_head(x), self.settings.group)
@@ -310,7 +313,7 @@ class UniZero(BootstrappedWorldModel):
             embedding: Of actions.
             backbone: The model's or the target's.
         """
-        pairs, _ = backbone(torch.stack((z, embedding(action)), 2).flatten(1, 2), None)
+        pairs, _ = backbone(_pairs(z, embedding(action)), None)
         y, x = pairs.unflatten(1, (-1, 2)).unbind(2)
         return y, x
 
@@ -343,7 +346,7 @@ class UniZero(BootstrappedWorldModel):
         """Read every frame with as much of its past as acting would have. See `WorldModel.observe`."""
         rows, time = reset.shape
         window = 2 * self.context - 1
-        tokens = torch.stack((self._token(latent), self._token(self.action_embedding(action))), 2).flatten(1, 2)
+        tokens = _pairs(self._token(latent), self._token(self.action_embedding(action)))
         windows = F.pad(tokens, (0, 0, window - 1, 0)).unfold(1, window, 2).mT  # (B, T, window, D)
         steps = torch.arange(time, device=reset.device)
         since = steps - torch.where(reset, steps, 0).cummax(1).values  # frames since the last reset
@@ -440,6 +443,11 @@ class UniZero(BootstrappedWorldModel):
     def _token(self, element: Tensor) -> Tensor:
         """Convert an element to the precision of the backbone's projections, in which a window keeps it."""
         return element.to(cache_dtype(self.action_embedding.weight))
+
+
+def _pairs(latent: Tensor, action: Tensor) -> Tensor:
+    """Return latents and embedded actions, (B, T, D) each, in turn: (B, 2 T, D)."""
+    return torch.stack((latent, action), 2).flatten(1, 2)
 
 
 def _head(width: int, outputs: int, last_layer: type[nn.Linear] = Float32Linear) -> nn.Sequential:
