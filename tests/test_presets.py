@@ -97,6 +97,15 @@ MEMORY: dict[str, dict[str, Any]] = {
     "s4wm-no-mlp": {"backbone.ffn": 0},
     "s5wm": {"backbone.kind": "s5", "backbone.state_size": 256, "backbone.blocks": 8, "backbone.tied": None},
 }
+SHORT: dict[str, dict[str, Any]] = {
+    "s4wm-3d-short": {
+        "collect.episodes": 3000,
+        "collect.validation": 200,
+        "collect.test": 200,
+        "dynamics.updates": 7500,  # as many passes over the episodes
+        "evaluation.episodes": 200,
+    },
+}
 CACHES: dict[str, dict[str, Any]] = {
     "tssm-xl-3d-256": {"backbone.memory_length": 256, "backbone.segment_length": 256},
     "tssm-xl-3d-512": {"backbone.memory_length": 512, "backbone.segment_length": 512},
@@ -105,7 +114,7 @@ BASES = (
     dict.fromkeys(ABLATIONS, "rem")
     | {name: name.removesuffix("-code") for name in CODE}
     | dict.fromkeys(VARIANTS, "unizero")
-    | dict.fromkeys(MEMORY, "s4wm-3d")
+    | dict.fromkeys(MEMORY | SHORT, "s4wm-3d")
     | dict.fromkeys(CACHES, "tssm-xl-3d")
 )
 
@@ -151,9 +160,9 @@ _S4 = {
 }
 S4WM_3D = S4WM_2D | {
     "environment.size": 64,
-    "collect.episodes": 3000,
-    "collect.validation": 200,
-    "collect.test": 200,
+    "collect.episodes": 28000,
+    "collect.validation": 1000,
+    "collect.test": 1000,
     "tokenizer.channels": [48, 96, 192, 384],
     "tokenizer.posterior_width": 1000,
     "dynamics.prior_width": 1000,
@@ -385,6 +394,13 @@ MUZERO = PLANNING | {
     "controller.updates": 0,  # nothing is searched again
 }
 
+ROOMS = [f"wm/{rooms}Rooms{kind}-v0" for rooms in ("Two", "Four", "Ten") for kind in ("", "Teleport")]
+PAPER_TASKS = {  # by the side of their frames
+    40: [f"wm/{task}-v0" for task in ("DistractingMemory-100", "DistractingMemory-200", "DistractingMemory-400")]
+    + [f"wm/MultiDoorsKeys-{keys}-v0" for keys in (3, 5, 7)],
+    64: ROOMS,
+}
+
 QUICK = [  # one update of each kind in an environment that costs nothing
     "environment.count=1",
     "tokenizer.batch=2",
@@ -484,7 +500,7 @@ def test_a_variant_states_only_differing_settings(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "base"), BASES.items())
 def test_an_ablation_changes_only_the_ablated_settings(name: str, base: str) -> None:
-    assert changes(name, base) == (ABLATIONS | CODE | VARIANTS | MEMORY | CACHES)[name]
+    assert changes(name, base) == (ABLATIONS | CODE | VARIANTS | MEMORY | SHORT | CACHES)[name]
 
 
 @pytest.mark.parametrize(
@@ -552,13 +568,49 @@ def test_steps_and_updates_of_a_whole_run_are_those_of_the_benchmark() -> None:
     ("name", "epochs"),
     [
         *((name, 50) for name in ("s4wm-2d", "rssm-tbtt-2d", "tssm-xl-2d")),
-        *((name, 20) for name in ("s4wm-3d", "rssm-tbtt-3d", "tssm-xl-3d", *MEMORY, *CACHES)),
+        *((name, 20) for name in ("s4wm-3d", "rssm-tbtt-3d", "tssm-xl-3d", *MEMORY, *SHORT, *CACHES)),
     ],
 )
 def test_memory_models_go_through_their_data_equally_often(name: str, epochs: int) -> None:
-    """Within half an update."""
-    settings = resolve(name)
-    assert abs(epochs_of(settings) / epochs - 1) * settings.dynamics.updates <= 0.5
+    """Within half an update, on each task of the paper: every row holds its episode, or a part of fixed length."""
+    for task in PAPER_TASKS[resolve(name).environment.size]:
+        settings = resolve(name, [f"environment.id={task}"])
+        assert abs(epochs_of(settings) / epochs - 1) * settings.dynamics.updates <= 0.5
+        episode = TASKS[task].context + TASKS[task].query
+        assert settings.dynamics.sequence_length == (48 if settings.dynamics.rows == "streams" else episode)
+
+
+def test_numbers_of_a_task_can_be_given_as_numbers() -> None:
+    """They are the same settings then, so the jobs of runs that were given numbers are recognized."""
+    doors = "environment.id=wm/MultiDoorsKeys-7-v0"
+    words, numbers = resolve("s4wm-2d", [doors]), ["dynamics.sequence_length=720", "dynamics.updates=50000"]
+    assert resolve("s4wm-2d", [doors, *numbers]) == words
+    assert resolve("s4wm-2d", base=words.plain()) == words
+    assert words.identity("dynamics").values == resolve("s4wm-2d", [doors, *numbers]).identity("dynamics").values
+    assert resolve("s4wm-2d", ["dynamics.updates=1 epoch"]).dynamics.updates == 1_000
+    assert resolve("s4wm-2d", ["dynamics.updates=3 epochs", "collect.episodes=80"]).dynamics.updates == 30
+    assert resolve("s4wm-2d", ["dynamics.updates=3 epochs", "dynamics.batch=4"]).dynamics.updates == 6_000
+    windows = ["dynamics.rows=windows", "dynamics.sequence_length=50", "dynamics.updates=1 epoch"]
+    assert resolve("s4wm-2d", windows).dynamics.updates == 5_000
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["environment.id=Pong"], ["sequence_length = 'episode'", "'Pong' is none", "set dynamics.sequence_length="]),
+        (
+            ["environment.id=Pong", "dynamics.sequence_length=9"],
+            ["updates = '50 epochs'", "'Pong' is none", "set dynamics.updates="],
+        ),
+        (["collect.policy=learned"], ["updates = '50 epochs'", "collect.policy = learned", "set dynamics.updates="]),
+        (["dynamics.sequence_length=epsiode"], ["dynamics.sequence_length = 'epsiode'", "valid integer"]),
+        (["dynamics.updates=0 epochs"], ["dynamics.updates = '0 epochs'", "valid integer"]),
+        (["dynamics.batch=0"], ["dynamics.batch = 0", "greater than or equal to 1"]),
+    ],
+)
+def test_numbers_of_no_task_are_one_line(overrides: list[str], words: list[str]) -> None:
+    message = complaint("s4wm-2d", *overrides)
+    assert all(word in message for word in words), message
 
 
 @pytest.mark.parametrize("name", ["unizero", *VARIANTS, "muzero"])
@@ -839,7 +891,7 @@ def test_another_kind_starts_its_section_from_the_defaults() -> None:
 
 def test_another_kind_keeps_the_keys_that_it_shares() -> None:
     recorded = resolve("s4wm-3d", ["collect.policy=recorded", "collect.recordings=here"]).collect
-    assert (recorded.policy, recorded.episodes, recorded.recordings) == ("recorded", 3000, "here")
+    assert (recorded.policy, recorded.episodes, recorded.recordings) == ("recorded", 28_000, "here")
     bound = resolve("s4wm-3d").plain()
     learned = resolve("s4wm-3d", ["collect.steps=9", "collect.policy=learned"], base=bound).collect
     assert learned == resolve("rem", ["collect.steps=9"]).collect
