@@ -57,6 +57,23 @@ CODE: dict[str, dict[str, Any]] = {
         "controller.returns": "drama",
     },
 }
+# And what the paper prints otherwise than its public code, where the preset of the bare name has the code's.
+PAPER: dict[str, dict[str, Any]] = {
+    "rem-paper": {
+        "tokenizer.reconstruction": "l1",  # equation 8
+        "backbone.activation": "gelu",  # the equation of its feed-forward layers
+        "backbone.decay": "paper",
+        "dynamics.pop_calls": 2,  # table 6, the default mode
+    },
+    "drama-paper": {
+        "dynamics.free_nats_of": "each",  # equation 7
+        "backbone.head_width": 128,  # table 6
+        "controller.actor_layers": 2,  # table 8
+        "controller.critic_layers": 2,
+        "controller.normalize_inputs": False,
+        "controller.slow_target": "values",  # DreamerV3's losses, section 2.3
+    },
+}
 PRIOR = "backbone.prior"
 # The numbers of the paper's table, by the kinds of prior that have them.
 LEARNED_PRIOR = {f"{PRIOR}.form": "additive", f"{PRIOR}.unit": "token", f"{PRIOR}.leak": False}
@@ -65,6 +82,7 @@ SPAN = {
     f"{PRIOR}.span_mask": "ramp",  # the paper's equation is hard, which no gradient passes; its table has a ramp
     f"{PRIOR}.ramp": 3.0,
     f"{PRIOR}.strength": 0.025,
+    f"{PRIOR}.span_limit": 20.0,
 }
 # Keys that the table has no number for.
 FREE_GAUSSIAN = {f"{PRIOR}.mean_bound": "sigmoid"}
@@ -78,6 +96,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "unizero-combined": {f"{PRIOR}.kind": "gaussian_span", f"{PRIOR}.span": 10.0, f"{PRIOR}.regularizer": "l1"}
     | (LEARNED_PRIOR | GAUSSIAN | SPAN | FREE_GAUSSIAN | FREE_SPAN),
     "unizero-reference": {
+        "environment.protocol": "unizero",
         "dynamics.activation": "gelu_tanh",
         "dynamics.clip": 20.0,
         "dynamics.end_on_truncation": True,
@@ -113,6 +132,7 @@ CACHES: dict[str, dict[str, Any]] = {
 BASES = (
     dict.fromkeys(ABLATIONS, "rem")
     | {name: name.removesuffix("-code") for name in CODE}
+    | {name: name.removesuffix("-paper") for name in PAPER}
     | dict.fromkeys(VARIANTS, "unizero")
     | dict.fromkeys(MEMORY | SHORT, "s4wm-3d")
     | dict.fromkeys(CACHES, "tssm-xl-3d")
@@ -301,11 +321,40 @@ IRIS = REM | {
     "training.sampling": "episodes",
 }
 
+# Wang et al. 2024, tables 5 to 8, and what all three presets take from the public code.
+DRAMA = {
+    "environment.size": 64,
+    "tokenizer.channels": [16, 32, 48, 64, 64],
+    "tokenizer.kernel": 5,
+    "tokenizer.activation": "silu",
+    "tokenizer.norm": "batch",
+    "dynamics.head_layers": 1,
+    "dynamics.head_width": 256,
+    "dynamics.context": 8,
+    "dynamics.dynamics_weight": 1.0,  # equation 6, as the next two
+    "dynamics.representation_weight": 0.1,
+    "dynamics.free_nats": 1.0,
+    "backbone.kind": "mamba2",
+    "backbone.width": 512,
+    "backbone.layers": 2,
+    "backbone.state_size": 16,
+    "controller.actor_width": 256,
+    "controller.critic_width": 512,
+    "controller.norm": "rms",
+    "controller.activation": "silu",
+    "controller.discount": 0.985,
+    "controller.trace_decay": 0.95,
+    "controller.entropy_weight": 3e-4,
+    "controller.clip": 100.0,
+    "controller.batch": 1024,
+    "training.sampling": "dfs",
+}
+
 # De Dios Allegue et al. 2025, table of hyper-parameters, and what stands behind it: the encoder, the transformer and
 # the losses of UniZero. Where the paper says nothing, or cannot be meant, a comment says what is taken.
 PLANNING = {
     "seed": 1,
-    "environment.protocol": "unizero",  # one frame of 4, signs of rewards; nothing repeats an action, as in the code
+    "environment.protocol": "unizero",  # one frame of 4, signs of rewards; no sticky actions, as in LightZero
     "environment.size": 64,
     "environment.count": 8,  # public code
     "collect.temperature": 0.25,
@@ -330,6 +379,7 @@ PLANNING = {
     "training.sampling": "uniform",  # from all there is: 100,000 steps are less than the paper's 1,000,000
 }
 UNIZERO = PLANNING | {
+    "environment.protocol": "unizero-sticky",  # appendix A, twice; not in the code
     "dynamics.kind": "unizero",
     "dynamics.sequence_length": 10,
     "dynamics.context": 4,
@@ -365,8 +415,7 @@ UNIZERO = PLANNING | {
     "controller.batch": 32,
     "controller.updates": 1,
 }
-# Beside the kind, in every preset with a prior of the paper's. Offsets are elements: two to a step. The paper's largest
-# span, 20, is no setting: it is the length of a segment, beyond which there are no offsets.
+# Beside the kind, in every preset with a prior of the paper's. Offsets are elements: two to a step.
 # As LightZero trains it on Atari 100k (Niu et al. 2023), from which the paper's column is quoted.
 MUZERO = PLANNING | {
     "dynamics.kind": "muzero",
@@ -500,14 +549,17 @@ def test_a_variant_states_only_differing_settings(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "base"), BASES.items())
 def test_an_ablation_changes_only_the_ablated_settings(name: str, base: str) -> None:
-    assert changes(name, base) == (ABLATIONS | CODE | VARIANTS | MEMORY | SHORT | CACHES)[name]
+    assert changes(name, base) == (ABLATIONS | CODE | PAPER | VARIANTS | MEMORY | SHORT | CACHES)[name]
 
 
 @pytest.mark.parametrize(
     ("name", "numbers"),
     [
         ("rem", REM | {"backbone.decay": "log"}),
+        ("rem-paper", REM | {"tokenizer.reconstruction": "l1", "backbone.activation": "gelu"}),
         ("iris", IRIS),
+        ("drama", DRAMA),
+        ("drama-paper", DRAMA | PAPER["drama-paper"]),
         ("unizero", UNIZERO),
         ("unizero-gaussian", LEARNED_PRIOR | GAUSSIAN),
         ("unizero-span", LEARNED_PRIOR | SPAN | {f"{PRIOR}.span": 6.0}),
@@ -527,6 +579,16 @@ def test_a_preset_holds_the_numbers_of_its_paper(name: str, numbers: dict[str, A
     stated = flat(preset_values(name))
     if name not in BASES:
         assert numbers.keys() - stated.keys() <= {"seed"}, "the file states them, also where they are defaults"
+
+
+def test_drama_and_the_small_dreamer_are_as_large_as_the_paper_says() -> None:
+    """A world model of 7 million parameters, in all 10 with the slow critic. Its Dreamer is the public code's `size12m`,
+    whose numbers `tests/test_dreamer_sizes.py` has."""
+    assert resolve("dreamer-xs") == resolve("dreamer")
+    for actions in (3, 18):
+        counted = counts(resolve("drama-paper"), actions)
+        assert round(counted["dynamics"] / 1e6) == 7
+        assert round((counted["dynamics"] + counted["controller"]) / 1e6) == 10
 
 
 def test_overrides_of_a_kind_and_of_its_keys_come_in_any_order() -> None:
@@ -873,6 +935,16 @@ def test_models_that_cannot_be_built_are_one_line(preset: str, overrides: list[s
     with pytest.raises(UsageError) as caught:
         counts(resolve(preset, overrides), 3)
     assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words)
+
+
+def test_calls_of_parallel_prediction_are_how_and_not_what() -> None:
+    """They reach the model, and identify no job."""
+    two = resolve("rem-quick", ["dynamics.pop_calls=2"])
+    spaces = Spaces.of_images(two.environment.size, 3)
+    assert build_world_model(two, build_tokenizer(two, spaces), spaces).settings.pop_calls == 2
+    assert two.identity("dynamics", "backbone").values == resolve("rem-quick").identity("dynamics", "backbone").values
+    for name in ("rem-no-pop", "iris"):
+        assert "set pop_calls = 1" in complaint(name, "dynamics.pop_calls=2")
 
 
 def test_another_kind_starts_its_section_from_the_defaults() -> None:

@@ -33,7 +33,7 @@ NOW = ["training.device=cpu", "training.precision=float32"]
 
 CHANGED = {
     *("drama-quick", "muzero-quick", "unizero-quick", "quickstart"),
-    *("rssm-quick", "rssm-tbtt-2d", "rssm-tbtt-3d", "storm"),
+    *("rssm-quick", "rssm-tbtt-2d", "rssm-tbtt-3d", "storm", "dreamer-xs"),
 }
 """Presets whose values were changed since."""
 
@@ -41,6 +41,9 @@ FEWER = ["collect.episodes=3000", "collect.validation=200", "collect.test=200"]
 AS_BEFORE: dict[str, list[str]] = dict.fromkeys(
     ("s4wm-3d", "s4wm-full-posterior", "s4wm-no-mlp", "s5wm", "tssm-xl-3d", "tssm-xl-3d-256", "tssm-xl-3d-512"), FEWER
 )
+STEADY = "environment.protocol=unizero"
+AS_BEFORE |= dict.fromkeys(("unizero", "unizero-gaussian"), [STEADY])
+AS_BEFORE |= dict.fromkeys(("unizero-span", "unizero-combined"), [STEADY, "backbone.prior.span_limit=0"])
 """Settings that give a preset the values that it had."""
 
 

@@ -242,6 +242,40 @@ def test_imagination_starts_again_from_the_last_frame_when_positions_run_out(pre
     assert lengths[fit] < lengths[fit - 1]
 
 
+@pytest.mark.parametrize("backbone", NAMES)
+def test_two_calls_for_a_frame_are_as_good_as_one(backbone):
+    """REM's default mode and its alternative (table 6), over more frames than a cache of positions holds."""
+    one, two = make(backbone), make(backbone, pop_calls=2)
+    tokens, action = segment(9)
+    states = [each.observe(tokens[:, :2], action[:, :2], torch.zeros(B, 2, dtype=torch.bool))[1] for each in (one, two)]
+    want, got = (follow(*pair, tokens[:, 2:], action[:, 1:-1]) for pair in zip((one, two), states, strict=True))
+    assert_close(got, want, rtol=1e-4, atol=1e-5)
+    for t in range(7):
+        uniforms = torch.rand(B, one.uniforms_per_step)
+        drawn, alike = (each.imagine(state, action[:, t], uniforms) for each, state in zip((one, two), states, strict=True))
+        assert_close(alike[0]._replace(prior=None), drawn[0]._replace(prior=None))
+        states = [drawn[1], alike[1]]
+
+
+def test_calls_and_elements_of_both_modes_are_those_of_the_paper():
+    """Table 6, with the action's token: K + 1 and K elements in two calls, or 2 K + 1 in one."""
+    for calls, elements in ((1, [L + K]), (2, [L, K])):
+        model = make(pop_calls=calls)
+        _, state = model.observe(*segment(2), torch.zeros(B, 2, dtype=torch.bool))
+        read = []
+        for name in ("fork", "forward"):
+            plain = getattr(type(model.backbone), name)
+
+            def counted(*given, plain=plain, fork=name == "fork"):
+                read.append(given[0].shape[-2] + (len(given[1]) if fork else 0))
+                return plain(model.backbone, *given)
+
+            setattr(model.backbone, name, counted)
+        for _ in range(3):
+            _, state = model.imagine(state, torch.zeros(B, dtype=torch.long))
+        assert read[calls:] == elements * 2  # the first block is longer
+
+
 def test_a_backbone_without_positions_never_starts_again():
     model = make("retnet")
     _, state = model.observe(*segment(2), torch.zeros(B, 2, dtype=torch.bool))
