@@ -31,8 +31,13 @@ _MEMORY = ["tokenizer.categoricals=3", "tokenizer.classes=5", "tokenizer.channel
 _MEMORY += ["tokenizer.kernel=4", "tokenizer.posterior_width=8", "dynamics.prior_width=7", "dynamics.head_width=9"]
 _MEMORY += ["backbone.width=16", "backbone.layers=1", "dynamics.sequence_length=12"]
 _WINDOWS = [*LATENTS, "dynamics.sequence_length=9", "dynamics.context=3"]
-_DREAMER = [*LATENTS, "dynamics.sequence_length=9", "dynamics.burn_in=2", "dynamics.context=5", "dynamics.prior_width=7"]
-_DREAMER += ["tokenizer.posterior_width=8", "tokenizer.decoder_blocks=2", "tokenizer.decoder_width=8"]
+_DREAMER = [*LATENTS, "dynamics.sequence_length=9", "dynamics.burn_in=2", "dynamics.context=5"]
+_DREAMER += [
+    "dynamics.prior_width=7",
+    "tokenizer.posterior_width=8",
+    "tokenizer.decoder_blocks=2",
+    "tokenizer.decoder_width=8",
+]
 _DREAMER += ["backbone.blocks=2", "backbone.hidden_size=6", "backbone.input_width=8", "controller.starts=3"]
 
 PRESETS: dict[str, list[str]] = {

@@ -47,8 +47,8 @@ class TokenWorldModelSettings(DynamicsSettings):
     prediction: Literal["pop", "sequential"] = "pop"
     """Prediction of the next frame: "pop" all tokens at once (REM), "sequential" token by token (IRIS)."""
     pop_calls: Literal[1, 2] = 1
-    """Calls of the backbone for an imagined frame with prediction "pop": one for block and queries together, or one after
-    the other (REM, table 6: its alternative mode, and the one of its runs). Results differ by rounding only. [calls]"""
+    """Calls of the backbone for an imagined frame with prediction "pop": 1 for block and queries together, 2 for one
+    after the other (REM, table 6: its alternative and its default mode). Results differ by rounding only. [calls]"""
     shared_embeddings: bool = True
     """Embed tokens of images as the tokenizer's code vectors, without gradient (REM); false: in a learned table (IRIS).
     Other tokens are in a learned table anyway."""
@@ -526,7 +526,7 @@ class TokenWorldModel(WorldModel):
             The output at the block's last element (B, D), the answers (B, K, D), and the backbone's state behind the
                 block, which the queries did not enter.
 
-        Source: REM (Cohen et al. 2024), appendix A.1.2 and table 6: two calls are its default mode, one its alternative.
+        Source: REM (Cohen et al. 2024), appendix A.1.2 and table 6: two calls are the default mode, one the other.
         """
         if self.settings.pop_calls == 1:
             y, answers, state = self.backbone.fork(block[:, None], queries, state)
