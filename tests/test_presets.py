@@ -582,7 +582,7 @@ def test_a_preset_holds_the_numbers_of_its_paper(name: str, numbers: dict[str, A
 
 
 def test_drama_and_the_small_dreamer_are_as_large_as_the_paper_says() -> None:
-    """A world model of 7 million parameters, in all 10 with the slow critic. Its Dreamer is DreamerV3's `size12m`, whose
+    """A world model of 7 million parameters, in all 10 with the slow critic. Its Dreamer is the size 12m, whose
     numbers `tests/test_dreamer_sizes.py` has."""
     assert resolve("dreamer-xs") == resolve("dreamer")
     for actions in (3, 18):

@@ -46,7 +46,7 @@ class TokenWorldModelSettings(DynamicsSettings):
     """Tokens of a frozen tokenizer (REM, IRIS)."""
     prediction: Literal["pop", "sequential"] = "pop"
     """Prediction of the next frame: "pop" all tokens at once (REM), "sequential" token by token (IRIS)."""
-    pop_calls: Literal[1, 2] = 1
+    pop_calls: int = Field(1, ge=1, le=2)
     """Calls of the backbone for an imagined frame with prediction "pop": 1 for block and queries together, 2 for one
     after the other (REM, table 6: its alternative and its default mode). Results differ by rounding only. [calls]"""
     shared_embeddings: bool = True
