@@ -39,7 +39,7 @@ cache-4 := $(tssm-xl) backbone.memory_length=4 backbone.segment_length=4
 
 FRAMES := $(shell expr $(WIDTH) '*' 5 / 2)
 HALF := $(shell expr $(FRAMES) / 2)
-memory-small := environment.id=wm/DistractingMemory-$(WIDTH)-v0 dynamics.sequence_length=$(FRAMES)
+memory-small := environment.id=wm/DistractingMemory-$(WIDTH)-v0
 memory-small-tssm-xl := backbone.memory_length=$(HALF) backbone.segment_length=$(HALF)
 doors-small-tssm-xl := backbone.memory_length=70 backbone.segment_length=70
 rooms-small-s5 := backbone.width=124

@@ -72,7 +72,8 @@ def dynamics_update(preset: str, *overrides: str) -> Memory:
     spaces = Spaces.of_images(settings.environment.size, 6)
     machine = Machine(torch.device("cpu"), "bfloat16", 1)
     with FakeTensorMode(allow_non_fake_inputs=True), Alive() as alive:
-        model = build_world_model(settings, build_tokenizer(settings, spaces), spaces).train()
+        inside = build_tokenizer(settings, spaces) if settings.dynamics.trains_tokenizer else None
+        model = build_world_model(settings, inside, spaces).train()
         shape, size = (settings.dynamics.batch, model.segment), settings.environment.size
         flag = torch.zeros(shape, dtype=torch.bool)
         batch = Batch(

@@ -6,15 +6,27 @@ The public code of REM (leor-c/REM) keeps parameters that are never used; ours d
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 from wmcli.assemble import build_tokenizer, build_world_model, count, parameter_counts
 from wmcli.backbones import BACKBONES
+from wmcli.cli.presets import count_parameters
+from wmcli.config import preset_names
 from wmcli.settings import resolve
 from wmcli.spaces import Spaces
 
+ROOT = Path(__file__).parent.parent
 ACTIONS = [3, 4, 18]
+
+
+def text_of(preset: str) -> str:
+    """A preset file, with the lines of its comments joined."""
+    text = (ROOT / "presets" / f"{preset}.toml").read_text(encoding="utf-8")
+    return " ".join(re.sub(r"^# ?", "", text, flags=re.MULTILINE).split())
 
 
 def counts(preset: str, actions: int = 4, *overrides: str) -> dict[str, int]:
@@ -389,6 +401,45 @@ def test_muzero(actions: int) -> None:
     assert parts == want
     assert learning(found) == 7_990_226 + 609 * actions
     assert found["controller"] == 0
+
+
+# -- what texts say ---------------------------------------------------------------------------------------------------
+
+SAID = re.compile(r"([\d.]+) (?:M|million) parameters")
+OF_PRESET = re.compile(r"`([\w-]+)` has ([\d.]+) M parameters")
+IN_ALL = re.compile(r"`([\w-]+)` has [\d.]+ M parameters, ([\d.]+) M with its controller")
+OTHERWISE = {("drama-paper", "5.6"): ["backbone.expand=1"]}
+"""Numbers of a preset with other settings, which the text names."""
+
+
+def in_millions(number: int, like: str) -> str:
+    """Write a number of parameters with as many digits as another one has."""
+    return f"{number / 1e6:.{len(like.partition('.')[2])}f}"
+
+
+def printed(preset: str, *overrides: str) -> dict[str, int]:
+    """What `wm presets show PRESET --parameters` prints: with the actions of its environment."""
+    return count_parameters(resolve(preset, overrides))
+
+
+@pytest.mark.parametrize("preset", [name for name in preset_names() if SAID.search(text_of(name))])
+def test_a_preset_says_how_many_parameters_are_counted(preset: str) -> None:
+    for said in SAID.findall(text_of(preset)):
+        counted = printed(preset, *OTHERWISE.get((preset, said), ()))["dynamics"]
+        assert said == in_millions(counted, like=said), f"{preset} says {said} M parameters, and has {counted}"
+
+
+def test_the_page_of_systems_says_how_many_parameters_are_counted() -> None:
+    page = " ".join((ROOT / "docs" / "systems.md").read_text(encoding="utf-8").split())
+    said = OF_PRESET.findall(page)
+    assert len(said) == len(SAID.findall(page)), "each number names its preset: `NAME` has N M parameters"
+    for preset, number in said:
+        assert number == in_millions(printed(preset)["dynamics"], like=number), preset
+    whole = IN_ALL.findall(page)
+    for preset, number in whole:
+        counted = printed(preset)
+        assert number == in_millions(counted["dynamics"] + counted["controller"], like=number), preset
+    assert {"s4wm-2d", "drama-paper"} <= dict(said).keys() and "drama-paper" in dict(whole)
 
 
 # -- the counting itself ----------------------------------------------------------------------------------------------

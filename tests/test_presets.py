@@ -69,6 +69,23 @@ CODE: dict[str, dict[str, Any]] = {
         "controller.returns": "drama",
     },
 }
+# And what the paper prints otherwise than its public code, where the preset of the bare name has the code's.
+PAPER: dict[str, dict[str, Any]] = {
+    "rem-paper": {
+        "tokenizer.reconstruction": "l1",  # equation 8
+        "backbone.activation": "gelu",  # the equation of its feed-forward layers
+        "backbone.decay": "paper",
+        "dynamics.pop_calls": 2,  # table 6, the default mode
+    },
+    "drama-paper": {
+        "dynamics.free_nats_of": "each",  # equation 7
+        "backbone.head_width": 128,  # table 6
+        "controller.actor_layers": 2,  # table 8
+        "controller.critic_layers": 2,
+        "controller.normalize_inputs": False,
+        "controller.slow_target": "values",  # DreamerV3's losses, section 2.3
+    },
+}
 PRIOR = "backbone.prior"
 # The numbers of the paper's table, by the kinds of prior that have them.
 LEARNED_PRIOR = {f"{PRIOR}.form": "additive", f"{PRIOR}.unit": "token", f"{PRIOR}.leak": False}
@@ -77,6 +94,7 @@ SPAN = {
     f"{PRIOR}.span_mask": "ramp",  # the paper's equation is hard, which no gradient passes; its table has a ramp
     f"{PRIOR}.ramp": 3.0,
     f"{PRIOR}.strength": 0.025,
+    f"{PRIOR}.span_limit": 20.0,
 }
 # Keys that the table has no number for.
 FREE_GAUSSIAN = {f"{PRIOR}.mean_bound": "sigmoid"}
@@ -90,6 +108,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "unizero-combined": {f"{PRIOR}.kind": "gaussian_span", f"{PRIOR}.span": 10.0, f"{PRIOR}.regularizer": "l1"}
     | (LEARNED_PRIOR | GAUSSIAN | SPAN | FREE_GAUSSIAN | FREE_SPAN),
     "unizero-reference": {
+        "environment.protocol": "unizero",
         "dynamics.activation": "gelu_tanh",
         "dynamics.clip": 20.0,
         "dynamics.end_on_truncation": True,
@@ -109,6 +128,15 @@ MEMORY: dict[str, dict[str, Any]] = {
     "s4wm-no-mlp": {"backbone.ffn": 0},
     "s5wm": {"backbone.kind": "s5", "backbone.state_size": 256, "backbone.blocks": 8, "backbone.tied": None},
 }
+SHORT: dict[str, dict[str, Any]] = {
+    "s4wm-3d-short": {
+        "collect.episodes": 3000,
+        "collect.validation": 200,
+        "collect.test": 200,
+        "dynamics.updates": 7500,  # as many passes over the episodes
+        "evaluation.episodes": 200,
+    },
+}
 CACHES: dict[str, dict[str, Any]] = {
     "tssm-xl-3d-256": {"backbone.memory_length": 256, "backbone.segment_length": 256},
     "tssm-xl-3d-512": {"backbone.memory_length": 512, "backbone.segment_length": 512},
@@ -116,8 +144,9 @@ CACHES: dict[str, dict[str, Any]] = {
 BASES = (
     dict.fromkeys(ABLATIONS, "rem")
     | {name: name.removesuffix("-code") for name in CODE}
+    | {name: name.removesuffix("-paper") for name in PAPER}
     | dict.fromkeys(VARIANTS, "unizero")
-    | dict.fromkeys(MEMORY, "s4wm-3d")
+    | dict.fromkeys(MEMORY | SHORT, "s4wm-3d")
     | dict.fromkeys(CACHES, "tssm-xl-3d")
 )
 
@@ -163,9 +192,9 @@ _S4 = {
 }
 S4WM_3D = S4WM_2D | {
     "environment.size": 64,
-    "collect.episodes": 3000,
-    "collect.validation": 200,
-    "collect.test": 200,
+    "collect.episodes": 28000,
+    "collect.validation": 1000,
+    "collect.test": 1000,
     "tokenizer.channels": [48, 96, 192, 384],
     "tokenizer.posterior_width": 1000,
     "dynamics.prior_width": 1000,
@@ -304,11 +333,40 @@ IRIS = REM | {
     "training.sampling": "episodes",
 }
 
+# Wang et al. 2024, tables 5 to 8, and what all three presets take from the public code.
+DRAMA = {
+    "environment.size": 64,
+    "tokenizer.channels": [16, 32, 48, 64, 64],
+    "tokenizer.kernel": 5,
+    "tokenizer.activation": "silu",
+    "tokenizer.norm": "batch",
+    "dynamics.head_layers": 1,
+    "dynamics.head_width": 256,
+    "dynamics.context": 8,
+    "dynamics.dynamics_weight": 1.0,  # equation 6, as the next two
+    "dynamics.representation_weight": 0.1,
+    "dynamics.free_nats": 1.0,
+    "backbone.kind": "mamba2",
+    "backbone.width": 512,
+    "backbone.layers": 2,
+    "backbone.state_size": 16,
+    "controller.actor_width": 256,
+    "controller.critic_width": 512,
+    "controller.norm": "rms",
+    "controller.activation": "silu",
+    "controller.discount": 0.985,
+    "controller.trace_decay": 0.95,
+    "controller.entropy_weight": 3e-4,
+    "controller.clip": 100.0,
+    "controller.batch": 1024,
+    "training.sampling": "dfs",
+}
+
 # De Dios Allegue et al. 2025, table of hyper-parameters, and what stands behind it: the encoder, the transformer and
 # the losses of UniZero. Where the paper says nothing, or cannot be meant, a comment says what is taken.
 PLANNING = {
     "seed": 1,
-    "environment.protocol": "unizero",  # one frame of 4, signs of rewards; nothing repeats an action, as in the code
+    "environment.protocol": "unizero",  # one frame of 4, signs of rewards; no sticky actions, as in LightZero
     "environment.size": 64,
     "environment.count": 8,  # public code
     "collect.temperature": 0.25,
@@ -333,6 +391,7 @@ PLANNING = {
     "training.sampling": "uniform",  # from all there is: 100,000 steps are less than the paper's 1,000,000
 }
 UNIZERO = PLANNING | {
+    "environment.protocol": "unizero-sticky",  # appendix A, twice; not in the code
     "dynamics.kind": "unizero",
     "dynamics.sequence_length": 10,
     "dynamics.context": 4,
@@ -368,8 +427,7 @@ UNIZERO = PLANNING | {
     "controller.batch": 32,
     "controller.updates": 1,
 }
-# Beside the kind, in every preset with a prior of the paper's. Offsets are elements: two to a step. The paper's largest
-# span, 20, is no setting: it is the length of a segment, beyond which there are no offsets.
+# Beside the kind, in every preset with a prior of the paper's. Offsets are elements: two to a step.
 # As LightZero trains it on Atari 100k (Niu et al. 2023), from which the paper's column is quoted.
 MUZERO = PLANNING | {
     "dynamics.kind": "muzero",
@@ -395,6 +453,13 @@ MUZERO = PLANNING | {
     "dynamics.decay_after": [25_000, 50_000],
     "dynamics.clip": 10.0,
     "controller.updates": 0,  # nothing is searched again
+}
+
+ROOMS = [f"wm/{rooms}Rooms{kind}-v0" for rooms in ("Two", "Four", "Ten") for kind in ("", "Teleport")]
+PAPER_TASKS = {  # by the side of their frames
+    40: [f"wm/{task}-v0" for task in ("DistractingMemory-100", "DistractingMemory-200", "DistractingMemory-400")]
+    + [f"wm/MultiDoorsKeys-{keys}-v0" for keys in (3, 5, 7)],
+    64: ROOMS,
 }
 
 QUICK = [  # one update of each kind in an environment that costs nothing
@@ -496,14 +561,17 @@ def test_a_variant_states_only_differing_settings(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "base"), BASES.items())
 def test_an_ablation_changes_only_the_ablated_settings(name: str, base: str) -> None:
-    assert changes(name, base) == (ABLATIONS | CODE | VARIANTS | MEMORY | CACHES)[name]
+    assert changes(name, base) == (ABLATIONS | CODE | PAPER | VARIANTS | MEMORY | SHORT | CACHES)[name]
 
 
 @pytest.mark.parametrize(
     ("name", "numbers"),
     [
         ("rem", REM | {"backbone.decay": "log"}),
+        ("rem-paper", REM | {"tokenizer.reconstruction": "l1", "backbone.activation": "gelu"}),
         ("iris", IRIS),
+        ("drama", DRAMA),
+        ("drama-paper", DRAMA | PAPER["drama-paper"]),
         ("unizero", UNIZERO),
         ("unizero-gaussian", LEARNED_PRIOR | GAUSSIAN),
         ("unizero-span", LEARNED_PRIOR | SPAN | {f"{PRIOR}.span": 6.0}),
@@ -531,6 +599,16 @@ def test_iris_in_rems_configuration_is_iris_with_the_numbers_of_rem() -> None:
     assert rem.keys() - mixed.keys() == {f"backbone.{key}" for key in _OF_RETNET}
     of_the_transformer = [key for key in mixed if key not in rem]
     assert all(mixed[key] == iris[key] for key in (*IRIS_IN_REM, *of_the_transformer))
+
+
+def test_drama_and_the_small_dreamer_are_as_large_as_the_paper_says() -> None:
+    """A world model of 7 million parameters, in all 10 with the slow critic. Its Dreamer is the size 12m, whose
+    numbers `tests/test_dreamer_sizes.py` has."""
+    assert resolve("dreamer-xs") == resolve("dreamer")
+    for actions in (3, 18):
+        counted = counts(resolve("drama-paper"), actions)
+        assert round(counted["dynamics"] / 1e6) == 7
+        assert round((counted["dynamics"] + counted["controller"]) / 1e6) == 10
 
 
 def test_overrides_of_a_kind_and_of_its_keys_come_in_any_order() -> None:
@@ -572,13 +650,49 @@ def test_steps_and_updates_of_a_whole_run_are_those_of_the_benchmark() -> None:
     ("name", "epochs"),
     [
         *((name, 50) for name in ("s4wm-2d", "rssm-tbtt-2d", "tssm-xl-2d")),
-        *((name, 20) for name in ("s4wm-3d", "rssm-tbtt-3d", "tssm-xl-3d", *MEMORY, *CACHES)),
+        *((name, 20) for name in ("s4wm-3d", "rssm-tbtt-3d", "tssm-xl-3d", *MEMORY, *SHORT, *CACHES)),
     ],
 )
 def test_memory_models_go_through_their_data_equally_often(name: str, epochs: int) -> None:
-    """Within half an update."""
-    settings = resolve(name)
-    assert abs(epochs_of(settings) / epochs - 1) * settings.dynamics.updates <= 0.5
+    """Within half an update, on each task of the paper: every row holds its episode, or a part of fixed length."""
+    for task in PAPER_TASKS[resolve(name).environment.size]:
+        settings = resolve(name, [f"environment.id={task}"])
+        assert abs(epochs_of(settings) / epochs - 1) * settings.dynamics.updates <= 0.5
+        episode = TASKS[task].context + TASKS[task].query
+        assert settings.dynamics.sequence_length == (48 if settings.dynamics.rows == "streams" else episode)
+
+
+def test_numbers_of_a_task_can_be_given_as_numbers() -> None:
+    """They are the same settings then, so the jobs of runs that were given numbers are recognized."""
+    doors = "environment.id=wm/MultiDoorsKeys-7-v0"
+    words, numbers = resolve("s4wm-2d", [doors]), ["dynamics.sequence_length=720", "dynamics.updates=50000"]
+    assert resolve("s4wm-2d", [doors, *numbers]) == words
+    assert resolve("s4wm-2d", base=words.plain()) == words
+    assert words.identity("dynamics").values == resolve("s4wm-2d", [doors, *numbers]).identity("dynamics").values
+    assert resolve("s4wm-2d", ["dynamics.updates=1 epoch"]).dynamics.updates == 1_000
+    assert resolve("s4wm-2d", ["dynamics.updates=3 epochs", "collect.episodes=80"]).dynamics.updates == 30
+    assert resolve("s4wm-2d", ["dynamics.updates=3 epochs", "dynamics.batch=4"]).dynamics.updates == 6_000
+    windows = ["dynamics.rows=windows", "dynamics.sequence_length=50", "dynamics.updates=1 epoch"]
+    assert resolve("s4wm-2d", windows).dynamics.updates == 5_000
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["environment.id=Pong"], ["sequence_length = 'episode'", "'Pong' is none", "set dynamics.sequence_length="]),
+        (
+            ["environment.id=Pong", "dynamics.sequence_length=9"],
+            ["updates = '50 epochs'", "'Pong' is none", "set dynamics.updates="],
+        ),
+        (["collect.policy=learned"], ["updates = '50 epochs'", "collect.policy = learned", "set dynamics.updates="]),
+        (["dynamics.sequence_length=epsiode"], ["dynamics.sequence_length = 'epsiode'", "valid integer"]),
+        (["dynamics.updates=0 epochs"], ["dynamics.updates = '0 epochs'", "valid integer"]),
+        (["dynamics.batch=0"], ["dynamics.batch = 0", "greater than or equal to 1"]),
+    ],
+)
+def test_numbers_of_no_task_are_one_line(overrides: list[str], words: list[str]) -> None:
+    message = complaint("s4wm-2d", *overrides)
+    assert all(word in message for word in words), message
 
 
 @pytest.mark.parametrize("name", ["unizero", *VARIANTS, "muzero"])
@@ -843,6 +957,16 @@ def test_models_that_cannot_be_built_are_one_line(preset: str, overrides: list[s
     assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words)
 
 
+def test_calls_of_parallel_prediction_are_how_and_not_what() -> None:
+    """They reach the model, and identify no job."""
+    two = resolve("rem-quick", ["dynamics.pop_calls=2"])
+    spaces = Spaces.of_images(two.environment.size, 3)
+    assert build_world_model(two, build_tokenizer(two, spaces), spaces).settings.pop_calls == 2
+    assert two.identity("dynamics", "backbone").values == resolve("rem-quick").identity("dynamics", "backbone").values
+    for name in ("rem-no-pop", "iris"):
+        assert "set pop_calls = 1" in complaint(name, "dynamics.pop_calls=2")
+
+
 def test_another_kind_starts_its_section_from_the_defaults() -> None:
     mixed = ["controller.kind=actor-critic", "controller.imagination_horizon=6", "dynamics.sequence_length=12"]
     settings = resolve("quickstart", mixed)
@@ -859,7 +983,7 @@ def test_another_kind_starts_its_section_from_the_defaults() -> None:
 
 def test_another_kind_keeps_the_keys_that_it_shares() -> None:
     recorded = resolve("s4wm-3d", ["collect.policy=recorded", "collect.recordings=here"]).collect
-    assert (recorded.policy, recorded.episodes, recorded.recordings) == ("recorded", 3000, "here")
+    assert (recorded.policy, recorded.episodes, recorded.recordings) == ("recorded", 28_000, "here")
     bound = resolve("s4wm-3d").plain()
     learned = resolve("s4wm-3d", ["collect.steps=9", "collect.policy=learned"], base=bound).collect
     assert learned == resolve("rem", ["collect.steps=9"]).collect

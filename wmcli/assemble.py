@@ -99,9 +99,19 @@ def load_tokenizer(artifact: Artifact, machine: Machine) -> Tokenizer:
     return _frozen(lambda: build_tokenizer(settings_of(artifact), spaces_of(artifact)), "tokenizer", artifact, machine)
 
 
-def load_world_model(artifact: Artifact, machine: Machine) -> WorldModel:
-    """Load a published dynamics model with its tokenizer, both frozen."""
+def load_world_model(artifact: Artifact, machine: Machine, now: Settings | None = None) -> WorldModel:
+    """Load a published dynamics model with its tokenizer, both frozen.
+
+    Args:
+        artifact: The dynamics model.
+        machine: Device of both.
+        now: Settings in force. Of a model of their kind they replace the keys that say how it computes and not what
+            (`Section.incidental`). None keeps those that it was trained with.
+    """
     settings = settings_of(artifact)
+    if now is not None and now.dynamics.kind == settings.dynamics.kind:
+        how = {key: getattr(now.dynamics, key) for key in now.dynamics.incidental}
+        settings = settings.model_copy(update={"dynamics": settings.dynamics.model_copy(update=how)})
 
     def build() -> WorldModel:
         tokenizer = None

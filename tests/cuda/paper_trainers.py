@@ -31,13 +31,21 @@ _MEMORY = ["tokenizer.categoricals=3", "tokenizer.classes=5", "tokenizer.channel
 _MEMORY += ["tokenizer.kernel=4", "tokenizer.posterior_width=8", "dynamics.prior_width=7", "dynamics.head_width=9"]
 _MEMORY += ["backbone.width=16", "backbone.layers=1", "dynamics.sequence_length=12"]
 _WINDOWS = [*LATENTS, "dynamics.sequence_length=9", "dynamics.context=3"]
+_DREAMER = [*LATENTS, "dynamics.sequence_length=9", "dynamics.burn_in=2", "dynamics.context=5"]
+_DREAMER += [
+    "dynamics.prior_width=7",
+    "tokenizer.posterior_width=8",
+    "tokenizer.decoder_blocks=2",
+    "tokenizer.decoder_width=8",
+]
+_DREAMER += ["backbone.blocks=2", "backbone.hidden_size=6", "backbone.input_width=8", "controller.starts=3"]
 
 PRESETS: dict[str, list[str]] = {
     "rem": [*_TOKENS, "controller.latent_channels=[10]"],
     "iris": [*_TOKENS, "tokenizer.channels=32", "controller.pixel_channels=[4, 6, 8]"],
     "drama": [*_WINDOWS, "dynamics.act_window=4", "backbone.head_width=8"],
     "storm": [*_WINDOWS, "dynamics.act_window=4", "backbone.heads=2"],
-    "dreamer-xs": _WINDOWS,
+    "dreamer": _DREAMER,
     "unizero": [*_PLANNER, "dynamics.sequence_length=4", "dynamics.context=2", *_BACKBONE],
     "muzero": [*_PLANNER, "dynamics.unroll_steps=2", "dynamics.frame_stack=3"],
     "s4wm-2d": [*_MEMORY, "backbone.state_size=4"],

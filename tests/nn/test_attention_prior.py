@@ -251,8 +251,9 @@ def test_penalties_are_sums_over_heads_and_layers():
 
 
 def test_the_max_norm_scales_down_only_larger_gradients():
-    for regularizer, limit in (("max", 5.0), ("l1", math.inf)):
-        each = model(regularizer=regularizer, max_span=5.0, span=8.0)
+    bounds = (("max", 0.0, 5.0), ("max", 4.5, 4.5), ("max", 20.0, 5.0), ("l1", 20.0, 20.0), ("l1", 0.0, math.inf))
+    for regularizer, span_limit, limit in bounds:
+        each = model(regularizer=regularizer, max_span=5.0, span=4.2, span_limit=span_limit)
         spans = each[1].raw_span
         with torch.no_grad():
             spans[0] = torch.tensor([1.0, 4.0, 30.0])
@@ -262,6 +263,12 @@ def test_the_max_norm_scales_down_only_larger_gradients():
         assert_close(prior_values(each)["mean"], before["mean"])
         assert spans.requires_grad and spans.grad_fn is None
         project(each)
+
+
+def test_a_span_begins_within_its_limit():
+    assert prior_settings(kind="span", span=20.0, span_limit=20.0).largest_span == 20
+    with pytest.raises(UsageError, match="span = 21 is more than span_limit = 20: lower span"):
+        prior_settings(kind="span", span=21.0, span_limit=20.0)
 
 
 def test_a_frozen_copy_does_not_count():

@@ -453,5 +453,5 @@ def test_a_model_that_decodes_from_its_state_dreams_too(
 
 
 def test_the_presets_are_there() -> None:
-    wanted = {"drama", "drama-s", "drama-mamba1", "drama-uniform", "storm", "dreamer-xs", "drama-quick"}
-    assert wanted | {"drama-pong-small", "drama-code"} <= set(preset_names())
+    wanted = {"drama", "drama-s", "drama-mamba1", "drama-uniform", "storm", "drama-quick"}
+    assert wanted | {"drama-pong-small", "drama-code", "drama-paper"} <= set(preset_names())

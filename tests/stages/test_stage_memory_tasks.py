@@ -23,15 +23,16 @@ from wmcli.envs.memory_task import Task, play
 from wmcli.envs.multi_doors_keys import TOGGLE
 from wmcli.envs.rooms import TELEPORT
 from wmcli.envs.tasks import TASKS
-from wmcli.errors import ArtifactError, UsageError
+from wmcli.errors import ArtifactError, MachineError, UsageError
 from wmcli.experience import read_segment
 from wmcli.experience.load import HELD_OUT, SEGMENT
+from wmcli.memory import Memory
 from wmcli.metrics import memory_tasks as metrics
 from wmcli.report.images import Phase
 from wmcli.settings import resolve
 from wmcli.stages import memory_strips as stage_strips
 from wmcli.stages import memory_tasks as stage
-from wmcli.stages.checks import check_rows
+from wmcli.stages.checks import check_memory, check_rows
 from wmcli.stages.collect import collect
 from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
@@ -414,8 +415,8 @@ SIZES_3D = [f"wm/{rooms}Rooms{kind}-v0" for rooms in ("Two", "Four", "Ten") for 
 SIZES_3D += ["wm/Maze-9-v0", "wm/Maze-15-v0"]
 ADVERTISED = {  # by `about`, the comments of a preset, README and docs/
     **dict.fromkeys(("s4wm-2d", "rssm-tbtt-2d", "tssm-xl-2d"), SIZES_2D),
-    **dict.fromkeys(("s4wm-3d", "s4wm-full-posterior", "s4wm-no-mlp", "s5wm", "rssm-tbtt-3d"), SIZES_3D),
-    **dict.fromkeys(("tssm-xl-3d", "tssm-xl-3d-256", "tssm-xl-3d-512"), SIZES_3D),
+    **dict.fromkeys(("s4wm-3d", "s4wm-3d-short", "s4wm-full-posterior", "s4wm-no-mlp", "s5wm"), SIZES_3D),
+    **dict.fromkeys(("rssm-tbtt-3d", "tssm-xl-3d", "tssm-xl-3d-256", "tssm-xl-3d-512"), SIZES_3D),
     "memory-small": [f"wm/DistractingMemory-{width}-v0" for width in (12, 20)],
     "doors-small": ["wm/MultiDoorsKeys-2-v0"],
     "rooms-small": ["wm/TwoRoomsSmallTeleport-v0", "wm/TwoRoomsSmall-v0"],
@@ -435,14 +436,13 @@ def test_every_preset_of_a_memory_task_is_looked_at() -> None:
 
 @pytest.mark.parametrize(("preset", "task"), [(name, task) for name, tasks in ADVERTISED.items() for task in tasks])
 def test_presets_measure_with_protocols_that_fit_their_tasks(preset: str, task: str) -> None:
-    """And an episode that is longer than a row is refused with the setting that makes it fit."""
+    """A row holds an episode of each, and one that is too short is refused with the setting that makes it fit."""
     settings = resolve(preset, [f"environment.id={task}"])
-    frames = TASKS[task].context + TASKS[task].query
-    if settings.dynamics.rows == "episodes" and frames > settings.dynamics.sequence_length:
-        with pytest.raises(UsageError, match=f"set dynamics.sequence_length={frames},"):
-            check_rows(settings)
-        settings = resolve(preset, [f"environment.id={task}", f"dynamics.sequence_length={frames}"])
     check_rows(settings)
+    frames = TASKS[task].context + TASKS[task].query
+    if settings.dynamics.rows == "episodes":
+        with pytest.raises(UsageError, match=f"set dynamics.sequence_length={frames},"):
+            check_rows(resolve(preset, [f"environment.id={task}", f"dynamics.sequence_length={frames - 1}"]))
     stage.check_measures(settings)
     assert stage.measures_of(settings) == fitting(task)
     assert settings.environment.size == TASKS[task].side
@@ -497,6 +497,26 @@ def test_failures_after_training_are_refused_before_it(tmp_path: Path, overrides
         run_loop(context)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_collecting_refuses_episodes_that_no_row_holds(tmp_path: Path) -> None:
+    """`wm collect` as well as `wm run`: else all episodes would be played before `wm train-dynamics` says so."""
+    context = opened(tmp_path / "run", "dynamics.sequence_length=49", new=True)
+    with pytest.raises(UsageError, match="dynamics.sequence_length = 49: .*set dynamics.sequence_length=50"):
+        collect(context)
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_frames_than_fit_in_memory_are_refused_before_they_are_played(tmp_path: Path, monkeypatch) -> None:
+    """An episode has 50 frames of 40 x 40 pixels: 240,000 bytes."""
+    context = opened(tmp_path / "run", "collect.episodes=100", new=True, bind=True)
+    monkeypatch.setattr("wmcli.stages.checks.machine_memory", lambda: Memory(0, 23_999_999, is_limited=False))
+    with pytest.raises(MachineError, match="collect.episodes = 100: .* lower collect.episodes, to 49 for instance"):
+        run_loop(context)
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr("wmcli.stages.checks.machine_memory", lambda: Memory(0, 24_000_000, is_limited=False))
+    check_memory(context.settings)
+    check_memory(resolve("rem", ["collect.steps=1000000"]))  # only of episodes by a script
 
 
 def test_measures_are_refused_only_where_they_are_due(tmp_path: Path) -> None:

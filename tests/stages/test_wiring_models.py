@@ -15,7 +15,7 @@ from small_systems import STAGES, Make, learn, opened, same, tensors, weights
 from tiny_run import copied, latest, sha256
 from torch import Tensor, nn
 
-from wmcli.assemble import load_controller, load_tokenizer
+from wmcli.assemble import load_controller, load_tokenizer, load_world_model
 from wmcli.stages import profile
 from wmcli.stages.collect import collect
 from wmcli.stages.context import Context
@@ -125,6 +125,24 @@ def test_costly_parts_run_in_the_chosen_precision(
     learn(run, kind, *change)
     assert list(lower) == LOSSES[name, kind] and all(all(each) for each in lower.values())
     assert name != "s4wm" or len(*lower.values()) == 2
+
+
+def test_a_model_that_is_trained_imagines_in_as_many_calls_as_are_set_now(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same frames to rounding, by an answer that is not `fork`; its dynamics model stays the one of one call."""
+    run, forks = make("rem"), []
+    made = train_dynamics(opened(run))
+    assert train_dynamics(opened(run, "dynamics.pop_calls=2")).path == made.path
+    backbone = type(load_world_model(made, opened(run).machine).backbone)
+    fork = backbone.fork
+    monkeypatch.setattr(backbone, "fork", lambda *given: [forks.append(given), fork(*given)][1])
+    updates = ["controller.updates=1"]
+    _, (one,) = learn(run, "controller", *updates)
+    called = len(forks)
+    _, (two,) = learn(run, "controller", *updates, "dynamics.pop_calls=2", force=True)
+    assert called and len(forks) == called
+    assert two.metrics["loss"] == pytest.approx(one.metrics["loss"], rel=1e-4)
 
 
 def test_the_tokenizer_is_measured_as_it_will_be_used(make: Make) -> None:

@@ -242,6 +242,44 @@ def test_imagination_starts_again_from_the_last_frame_when_positions_run_out(pre
     assert lengths[fit] < lengths[fit - 1]
 
 
+@pytest.mark.parametrize("backbone", NAMES)
+def test_two_calls_for_a_frame_are_as_good_as_one(backbone):
+    """REM's default mode and its alternative (table 6), over more frames than a cache of positions holds."""
+    one, two = make(backbone), make(backbone, pop_calls=2)
+    tokens, action = segment(9)
+    states = [each.observe(tokens[:, :2], action[:, :2], torch.zeros(B, 2, dtype=torch.bool))[1] for each in (one, two)]
+    want, got = (follow(*pair, tokens[:, 2:], action[:, 1:-1]) for pair in zip((one, two), states, strict=True))
+    assert_close(got, want, rtol=1e-4, atol=1e-5)
+    for t in range(7):
+        uniforms = torch.rand(B, one.uniforms_per_step)
+        pairs = zip((one, two), states, strict=True)
+        drawn, alike = (each.imagine(state, action[:, t], uniforms) for each, state in pairs)
+        assert_close(alike[0]._replace(prior=None), drawn[0]._replace(prior=None))
+        states = [drawn[1], alike[1]]
+
+
+@pytest.mark.parametrize(("calls", "elements"), [(1, [L + K]), (2, [L, K])])
+def test_calls_and_elements_of_both_modes_are_those_of_the_paper(monkeypatch, calls, elements):
+    """Table 6, with the action's token: 2 K + 1 elements in one call, or K + 1 and K in two."""
+    model, read = make(pop_calls=calls), []
+    fork, forward = model.backbone.fork, model.backbone.forward
+    _, state = model.observe(*segment(2), torch.zeros(B, 2, dtype=torch.bool))
+
+    def counted_fork(x, queries, state):
+        read.append(x.shape[2] + len(queries))
+        return fork(x, queries, state)
+
+    def counted_forward(x, *given):
+        read.append(x.shape[1])
+        return forward(x, *given)
+
+    monkeypatch.setattr(model.backbone, "fork", counted_fork)
+    monkeypatch.setattr(model.backbone, "forward", counted_forward)
+    for _ in range(3):
+        _, state = model.imagine(state, torch.zeros(B, dtype=torch.long))
+    assert read[calls:] == elements * 2  # the first block is longer
+
+
 def test_a_backbone_without_positions_never_starts_again():
     model = make("retnet")
     _, state = model.observe(*segment(2), torch.zeros(B, 2, dtype=torch.bool))

@@ -120,6 +120,20 @@ class _Span(Section):
     """Weight of the regularizers l1 and l2 in the loss."""
     max_span: float = Field(default=6.0, gt=0)
     """Largest span, for the regularizer max. [offsets]"""
+    span_limit: float = Field(default=0.0, ge=0)
+    """Largest span under any regularizer, as adaptive spans have it (the paper's table: 20); 0 for none. [offsets]"""
+
+    @model_validator(mode="after")
+    def _begins_within_its_limit(self) -> _Span:
+        if self.span_limit and self.span > self.span_limit:
+            raise ValueError(f"span = {self.span:g} is more than span_limit = {self.span_limit:g}: lower span")
+        return self
+
+    @property
+    def largest_span(self) -> float | None:
+        """Span that no head exceeds; None without such a limit."""
+        limits = [self.span_limit] if self.span_limit else []
+        return min([*limits, self.max_span] if self.regularizer == "max" else limits, default=None)
 
 
 class GaussianPriorSettings(_Gaussian, LearnedPriorSettings):
@@ -237,10 +251,10 @@ class AttentionPrior(nn.Module):
 
     @torch.no_grad()
     def project(self) -> None:
-        """Clamp the spans to max_span if the regularizer is max."""
-        if isinstance(self.settings, _Span) and self.settings.regularizer == "max":
+        """Clamp the spans to their limit, if they have one."""
+        if isinstance(self.settings, _Span) and (largest := self.settings.largest_span) is not None:
             assert self.raw_span is not None
-            self.raw_span.clamp_(max=_raw(self.settings.max_span))
+            self.raw_span.clamp_(max=_raw(largest))
 
 
 def log_prior(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wmcli.errors import UsageError
-from wmcli.report.plots import _INK, COLORS, _figure, _legend_below, _rows, write_figure
+from wmcli.report.plots import _INK, COLORS, new_figure, _legend_below, _rows, write_figure
 from wmcli.report.profile_tables import short_number
 from wmcli.report.tables import Row
 
@@ -57,7 +57,7 @@ def epoch_bars(rows: Sequence[Row], column: str, stages: Sequence[str], *, title
     shown = [stage for stage in stages if any(stage in bar for bar in bars.values())]
     if not shown:
         raise UsageError("no epochs to draw; time some with: wm profile --compare presets")
-    figure = _figure(6.4, 0.42 * len(bars) + 1.2)
+    figure = new_figure(6.4, 0.42 * len(bars) + 1.2)
     axes = figure.subplots()
     _rows(axes, list(bars))
     ends = dict.fromkeys(bars, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, Tag, field_validator, model_validator
@@ -23,6 +24,7 @@ from wmcli.settings.sections import (
     RunSettings,
     ScriptedCollectSettings,
 )
+from wmcli.settings.words import in_numbers
 from wmcli.tokenizers.base import NoTokenizerSettings
 from wmcli.tokenizers.categorical import CategoricalTokenizerSettings
 from wmcli.tokenizers.vq import TokenizerSettings
@@ -96,6 +98,11 @@ class Settings(Section):
     run: RunSettings = RunSettings()
     training: TrainingSettings = TrainingSettings()
     alternatives: Alternatives = Alternatives()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _replace_words(cls, values: Any) -> Any:
+        return in_numbers(values) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
     def _check_sections(self) -> Settings:

@@ -6,7 +6,8 @@ from typing import Literal
 
 from wmcli import ranks
 from wmcli.envs.tasks import TASKS
-from wmcli.errors import UsageError
+from wmcli.errors import MachineError, UsageError
+from wmcli.memory import machine_memory
 from wmcli.settings import Settings
 from wmcli.trainers.batches import check_episode_fits
 
@@ -21,11 +22,31 @@ def check_rows(settings: Settings, *, is_held_out: bool = False) -> None:
     Raises:
         UsageError: They will not.
     """
-    dynamics, task = settings.dynamics, TASKS.get(settings.environment.id)
-    if dynamics.needs_validation and not is_held_out:
+    if settings.dynamics.needs_validation and not is_held_out:
         check_held_back(settings, "validation", "dynamics.validate_every", none="0")
-    if dynamics.longest_episode is not None and task is not None and settings.collect.policy != "learned":
-        check_episode_fits(task.context + task.query, dynamics.longest_episode)
+    check_episodes(settings)
+
+
+def check_episodes(settings: Settings) -> None:
+    """Raise UsageError if the episodes of a script are longer than the rows that dynamics learn from."""
+    longest, task = settings.dynamics.longest_episode, TASKS.get(settings.environment.id)
+    if longest is not None and task is not None and settings.collect.policy != "learned":
+        check_episode_fits(task.context + task.query, longest)
+
+
+def check_memory(settings: Settings) -> None:
+    """Raise MachineError if training could not hold the frames of the episodes that a script is to play."""
+    task = TASKS.get(settings.environment.id)
+    if task is None or settings.collect.policy != "scripted":
+        return
+    episodes, frames = settings.collect.episodes, task.context + task.query
+    size, memory = episodes * frames * task.side**2 * 3, machine_memory().total
+    if size > memory:
+        raise MachineError(
+            f"collect.episodes = {episodes}: as many episodes of {frames:,} frames take {size / 1e9:,.0f} GB of memory"
+            f" while dynamics learn, and this machine has {memory / 1e9:,.0f} GB: lower collect.episodes, to"
+            f" {memory // (size // episodes) // 2:,} for instance."
+        )
 
 
 def check_batches(settings: Settings) -> None:

@@ -19,6 +19,7 @@ from wmcli.reading import damage
 from wmcli.settings import LearnedCollectSettings
 from wmcli.spaces import parts_of
 from wmcli.stages.apart import play_apart
+from wmcli.stages.checks import check_episodes
 from wmcli.stages.context import Context
 from wmcli.stages.player import STREAMS, Player, check_seed, played_before, streams_tensors
 from wmcli.stages.recorded import collect_recorded, recorded_job
@@ -49,7 +50,8 @@ def collect(
 
     Raises:
         ArtifactError: The previous experience is of another environment or policy.
-        UsageError: `steps` or `controller` are given for whole episodes, or the environment is imported data.
+        UsageError: `steps` or `controller` are given for whole episodes, these are longer than the rows that dynamics
+            learn from, or the environment is imported data.
         EnvironmentFault: The environment failed. The same call resumes.
         Stopped: A signal arrived. The same call resumes.
     """
@@ -70,6 +72,7 @@ def collect(
     if not isinstance(settings.collect, LearnedCollectSettings):
         if controller not in (None, "random") or steps:
             raise UsageError(f"--policy {policy} adds whole episodes: omit --controller and --steps.")
+        check_episodes(settings)
         return (collect_scripted if policy == "scripted" else collect_recorded)(context, before)
     played = played_before(before)
     if played is not None and not (played.path / STREAMS).exists():

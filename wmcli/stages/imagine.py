@@ -94,7 +94,7 @@ def _imagination(
     """Load the world model and build the controller that learns in its imagination."""
     settings, machine, replay = context.settings, context.machine, context.experience(frames)
     assert not isinstance(settings.controller, NoControllerSettings)
-    world_model = load_world_model(model, machine)
+    world_model = load_world_model(model, machine, settings)
     if not world_model.learns_rewards:
         raise UsageError(
             f"{model.name} has learned no rewards (dynamics.reward = none), and without them there is nothing to gain:"

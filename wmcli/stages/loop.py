@@ -27,7 +27,7 @@ from wmcli.errors import BusyError, Stopped, UsageError
 from wmcli.experience.load import find_held_out
 from wmcli.interrupt import stop_requests
 from wmcli.settings import Settings, resolve
-from wmcli.stages.checks import check_rows
+from wmcli.stages.checks import check_memory, check_rows
 from wmcli.stages.collect import collect, collect_job
 from wmcli.stages.collector import Collector
 from wmcli.stages.context import Context, PrunedInputError
@@ -66,6 +66,8 @@ def run_loop(context: Context, importing: Importing | None = None) -> Artifact:
     held_out = importing is not None and importing.held_out > 0
     _check_own(context.for_loop().at(1), start, importing)
     _check_last(context.binding.at(plan.epochs), start, is_data=importing is not None, held_out=held_out)
+    if _collects(context.settings) and not context.run.versions("experience"):
+        check_memory(context.settings)
     if importing is not None:
         data = importing
         ranks.first(lambda: import_experience(context, data))

@@ -111,6 +111,7 @@ NOT_LEARNING = (
     "environment.size",
     "environment.processes",
     "environment.step_seconds",
+    "dynamics.pop_calls",
     "evaluation.",
     "run.keep",
     "run.evaluate_",

@@ -112,7 +112,7 @@ class CategoricalTokenizerSettings(Section):
     """Hidden layers of the MLP that reads vectors and categories, and of the one that predicts them. They have the norm
     after convolutions, or RMSNorm in place of batch statistics. [layers]"""
     mlp_width: int = Field(256, ge=1)
-    """Width of the two MLPs (DreamerV3: 256 with 12 M parameters, 1024 with 200 M). [features]"""
+    """Width of the two MLPs (DreamerV3: 256 in size 12m, 1024 in size 200m). [features]"""
     initialization: Literal["fan-average", "fan-in", "torch"] = "fan-average"
     """Initialization: truncated normal by the average fan (Dreamer, Drama) or by the inputs (DreamerV3), or torch's
     defaults (STORM). A posterior without hidden layers always has torch's."""

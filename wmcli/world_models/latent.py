@@ -121,7 +121,7 @@ class LatentWorldModelSettings(DynamicsSettings):
     first_frame: bool = True
     """Reconstruct the frame that opens an episode as well. S4WM, which has no prior of it, does not."""
     sequence_length: int = Field(128, ge=2)
-    """Training sequence length. [frames]"""
+    """Training sequence length; the word "episode" in its place is the length of a memory task's episodes. [frames]"""
     burn_in: int = Field(0, ge=0)
     """Frames before a training sequence that are read without a gradient, for the state at its start. DreamerV3 takes
     the state that was recorded with it. [frames]"""
@@ -162,7 +162,8 @@ class LatentWorldModelSettings(DynamicsSettings):
     batch: int = Field(16, ge=1)
     """Segments in an update. [sequences]"""
     updates: int = Field(200, ge=0)
-    """Updates in one call of the stage. [updates]"""
+    """Updates in one call of the stage; words such as "50 epochs" are as many as learn 50 times from each frame of a
+    memory task's scripted episodes. [updates]"""
     optimizer: Literal["laprop", "adamw", "adam"] = "laprop"
     """Optimizer of tokenizer and dynamics together."""
     learning_rate: float = Field(4e-5, gt=0)

@@ -40,11 +40,15 @@ class TokenWorldModelSettings(DynamicsSettings):
     """A world model over the tokens of a frozen tokenizer, and its training. Defaults: REM on Atari."""
 
     tokenizer_kind: ClassVar[str] = "vq"
+    incidental: ClassVar[tuple[str, ...]] = ("pop_calls",)
 
     kind: Literal["token"] = "token"
     """Tokens of a frozen tokenizer (REM, IRIS)."""
     prediction: Literal["pop", "sequential"] = "pop"
     """Prediction of the next frame: "pop" all tokens at once (REM), "sequential" token by token (IRIS)."""
+    pop_calls: int = Field(1, ge=1, le=2)
+    """Calls of the backbone for an imagined frame with prediction "pop": 1 for block and queries together, 2 for one
+    after the other (REM, table 6: its alternative and its default mode). Results differ by rounding only. [calls]"""
     shared_embeddings: bool = True
     """Embed tokens of images as the tokenizer's code vectors, without gradient (REM); false: in a learned table (IRIS).
     Other tokens are in a learned table anyway."""
@@ -102,6 +106,10 @@ class TokenWorldModelSettings(DynamicsSettings):
                 raise ValueError(
                     f"{key} = {getattr(self, key)} must be less than sequence_length = {self.sequence_length} blocks."
                 )
+        if self.pop_calls != 1 and self.prediction != "pop":
+            raise ValueError(
+                f"pop_calls = {self.pop_calls} has an effect with prediction = 'pop' alone: set pop_calls = 1"
+            )
         if 0 < self.min_segment < self.context:
             raise ValueError(
                 f"min_segment = {self.min_segment} must be at least context = {self.context} frames, or 0: a dream"
@@ -500,10 +508,8 @@ class TokenWorldModel(WorldModel):
         block = self._blocks(latent[:, tokens_read:], action)
         length += block.shape[1]
         if self.queries is not None:
-            # One call: the queries predict the next frame while the block becomes part of the past.
-            y, answers, backbone_state = self.backbone.fork(block[:, None], self.queries.weight, backbone_state)
-            at_action, tokens_read = y[:, 0], 0
-            at_tokens = answers[:, 0]
+            at_action, at_tokens, backbone_state = self._answer(block, self.queries.weight, backbone_state)
+            tokens_read = 0
             latent = choose(self._token_logits(at_tokens), 0)
         else:
             y, backbone_state = self.backbone(block, backbone_state)
@@ -517,6 +523,22 @@ class TokenWorldModel(WorldModel):
             latent, length = torch.cat(choices, dim=1), length + tokens_read
         state = TokenState(backbone_state, latent, tokens_read, length)
         return self.reward_head(at_action), self.termination_head(at_action), at_tokens, state
+
+    def _answer(self, block: Tensor, queries: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
+        """Read a block (B, L, D), and answer the queries (K, D) as if they followed it.
+
+        Returns:
+            The output at the block's last element (B, D), the answers (B, K, D), and the backbone's state behind the
+                block, which the queries did not enter.
+
+        Source: REM (Cohen et al. 2024), appendix A.1.2 and table 6: two calls are the default mode, one the other.
+        """
+        if self.settings.pop_calls == 1:
+            y, answers, state = self.backbone.fork(block[:, None], queries, state)
+            return y[:, 0], answers[:, 0], state
+        y, state = self.backbone.read(block, state)
+        answers, _ = self.backbone(queries.to(block.dtype).expand(len(block), -1, -1), state)
+        return y, answers, state
 
     @torch.no_grad()
     def replace_rows(self, state: TokenState, rows: Tensor, fresh: TokenState) -> TokenState:
