@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wmcli.errors import UsageError
-from wmcli.report.plots import _INK, COLORS, new_figure, _legend_below, _rows, write_figure
+from wmcli.report.plots import _INK, COLORS, _legend_below, _rows, new_figure, write_figure
 from wmcli.report.profile_tables import short_number
 from wmcli.report.tables import Row
 
