@@ -40,7 +40,8 @@ def compare(
         ProtocolName,
         typer.Option(
             metavar="NAME",
-            help="Evaluations to compare: returns, gridworld, held-out, generation, recall, reward, doors or probe.",
+            help="Evaluations to compare: returns, training, gridworld, held-out, generation, recall, reward, doors or"
+            " probe.",
         ),
     ] = "returns",
     against: Annotated[
@@ -58,8 +59,8 @@ def compare(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw curves in one picture (.png): returns over environment steps, with a line for each run or"
-            " value of --by, or the errors of --protocol generation or recall.",
+            help="Draw curves in one picture (.png): returns (--protocol returns or training) over environment steps,"
+            " with a line for each run or value of --by, or the errors of --protocol generation or recall.",
             rich_help_panel=PICTURES,
         ),
     ] = None,
@@ -103,6 +104,7 @@ def compare(
         wm compare runs/a runs/b --against runs/c --against runs/d
         wm compare runs/* --by backbone.kind --curves returns.png
         wm compare runs/* --format latex
+        wm compare runs/drama-* --protocol training --curves training.png
         wm compare runs/mamba2 runs/gru --protocol gridworld
         wm compare --sweep backbones.toml --profiles profiles.png
     """
@@ -121,7 +123,7 @@ def compare(
 
     choice = PROTOCOLS[protocol]
     _check(choice, against=against, by=by, curves=curves, profiles=profiles, priors=priors, strips=strips)
-    if over != "steps" and (curves is None or choice.needs == "dynamics"):
+    if over != "steps" and (curves is None or choice.needs != "controller"):
         raise UsageError(f"--over {over} is for curves of returns: add --curves FILE.")
     progress = Progress(quiet)
     every = read_scores([*runs, *(against or ())], protocol, progress)

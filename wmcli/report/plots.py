@@ -277,7 +277,7 @@ def returns_over(
             axes.plot(steps, returns, **style | _marked(len(steps)), label=name)
             continue
         for steps, returns in lines:
-            axes.plot(steps, returns, **style | _THIN)
+            axes.plot(steps, returns, **style | _THIN | _marked(len(steps)))
         low, high = max(steps[0] for steps, _ in lines), min(steps[-1] for steps, _ in lines)
         common = np.unique([step for steps, _ in lines for step in steps if low <= step <= high])
         curves = np.array([np.interp(common, steps, returns) for steps, returns in lines])  # (runs, K)

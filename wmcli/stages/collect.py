@@ -12,6 +12,7 @@ from wmcli.artifacts.environment import check_same_environment, is_recorded
 from wmcli.envs.vector import MOST_LIVES
 from wmcli.errors import ArtifactError, MachineError, UsageError
 from wmcli.experience import write_segment
+from wmcli.experience.games import finished_spans
 from wmcli.experience.load import SEGMENT, lives_end_episodes
 from wmcli.experience.segment import lives_left, opens_game
 from wmcli.memory import machine_memory
@@ -174,22 +175,13 @@ def _summary(arrays: dict[str, np.ndarray], at_start: np.ndarray | None) -> dict
     for stream in np.unique(arrays["stream"]):
         rows = np.flatnonzero(arrays["stream"] == stream)
         reward, first = arrays["reward"][rows], arrays["first"][rows]
-        episodes += _returns(reward, first, ended[rows])
+        episodes += finished_spans(reward, first, ended[rows]).total.tolist()
         if at_start is not None:
             before = np.append(-1 if at_start[stream] else MOST_LIVES, left[rows][:-1])
-            games += _returns(reward, opens_game(first, arrays["lives"][rows], before), (ended & (left < 0))[rows])
+            opens = opens_game(first, arrays["lives"][rows], before)
+            games += finished_spans(reward, opens, (ended & (left < 0))[rows]).total.tolist()
     metrics: dict[str, Any] = {"steps": len(arrays["action"])} | _mean("episodes", "mean_return", episodes)
     return metrics if at_start is None else metrics | _mean("games", "mean_game_return", games)
-
-
-def _returns(reward: np.ndarray, opens: np.ndarray, ended: np.ndarray) -> list[float]:
-    """Return the sums of the rewards (n,) from each row that `opens` on to the one before the next, if that `ended`."""
-    starts = np.flatnonzero(opens)
-    if not len(starts):
-        return []
-    totals = np.add.reduceat(reward, starts)
-    lasts = np.append(starts[1:], len(reward)) - 1  # the last row ended nothing where an episode was cut
-    return totals[ended[lasts]].tolist()
 
 
 def _mean(count: str, mean: str, returns: list[float]) -> dict[str, Any]:

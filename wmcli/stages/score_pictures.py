@@ -18,7 +18,8 @@ from wmcli.progress import Progress
 from wmcli.report.plots import STEPS, performance_profiles, returns_over, write_figure
 from wmcli.stages.evaluate import PROTOCOL
 from wmcli.stages.pictures import draw_priors
-from wmcli.stages.scores import Score, check_same_tasks, label_groups, pool_scores, pooled_unit
+from wmcli.stages.scores import Score, check_same_tasks, label_groups, pool_scores, pooled_unit, random_mean
+from wmcli.stages.training_games import TRAINING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -85,9 +86,8 @@ def plot_lines(
     scores = [score for members in groups.values() for score in members]
     _check_one_environment(scores)
     lines = {label: [along(curve, over) for curve in members] for label, members in curves.items()}
-    references = {"random": float(np.mean([score.metrics["random_mean"] for score in scores]))}
-    human = atari.reference(scores[0].environment, "human")
-    references |= {} if human is None else {"human": human}
+    known = {"random": random_mean(scores), "human": atari.reference(scores[0].environment, "human")}
+    references = {name: value for name, value in known.items() if value is not None}
     bands = {"interval": True} if interval else {}
     return returns_over(lines, x_label=_LABELS[over], references=references, title=scores[0].environment, **bands)
 
@@ -146,10 +146,10 @@ def plot_profiles(groups: Mapping[str, Sequence[Score]]) -> Figure:
 
 
 class Point(NamedTuple):
-    """An evaluation on a run's line of controllers."""
+    """An evaluation on a run's line of controllers, or the running mean behind a training game."""
 
     steps: int
-    """Environment steps in the experience of the controller."""
+    """Environment steps in the experience of the controller, or until the game ended."""
     minutes: float | None
     """Of work until the controller was trained; None where they were not asked for."""
     mean: float
@@ -159,11 +159,15 @@ class Point(NamedTuple):
 def read_curve(score: Score, history: Sequence[Mapping[str, Any]] | None, progress: Progress) -> list[Point]:
     """Read the evaluations of a run's newest controller and its ancestors, in order of their versions.
 
+    A score of training games has its own curve, without minutes.
+
     Args:
         score: Of the run.
         history: The run's log, for the minutes of work; None leaves them out.
         progress: Gets a warning for each evaluation that cannot be read.
     """
+    if score.metrics["protocol"] == TRAINING.name:
+        return [Point(steps, None, mean) for steps, mean in score.metrics["curve"]]
     run, lineage = Run.open(score.run, create=False), _lineage(score, progress)
     points = []
     for version in run.versions("evaluation"):

@@ -17,7 +17,7 @@ from wmcli.artifacts.overview import seconds_of_work
 from wmcli.errors import UsageError
 from wmcli.metrics import atari, statistics
 from wmcli.progress import Progress
-from wmcli.stages.scores import NORMALIZED, RETURN, Score, check_same_tasks, pool_scores, pooled_unit
+from wmcli.stages.scores import NORMALIZED, RETURN, Score, check_same_tasks, pool_scores, pooled_unit, random_mean
 
 GAMES, AGGREGATES, COST = "games", "aggregates", "cost"
 COLUMNS = (
@@ -95,7 +95,7 @@ def _games(scores: Mapping[str, Sequence[Score]]) -> list[dict[str, Any]]:
                     {**about, "variant": variant, **estimate._asdict(), "human_normalized": normalized}
                     | {"runs": len(metrics), "steps": steps[0] if len(steps) == 1 else None}
                 )
-        random = float(np.mean([score.metrics["random_mean"] for score in every if score.environment == environment]))
+        random = random_mean([score for score in every if score.environment == environment])
         for row in atari.references(environment, random):
             published = {"variant": row["name"], "value": row["score"], "low": None, "high": None}
             rows.append(about | published | {"human_normalized": row.get("human_normalized"), "runs": row.get("runs")})
