@@ -10,6 +10,8 @@ from wmcli.errors import UsageError
 from wmcli.settings import Settings
 from wmcli.trainers.batches import check_episode_fits
 
+HELD_OUT_EVERY = "training.held_out_every"  # needs episodes, whoever plays them
+
 
 def check_rows(settings: Settings, *, is_held_out: bool = False) -> None:
     """Check that dynamics will have rows that hold their episodes, and validation episodes if they need some.
@@ -22,6 +24,8 @@ def check_rows(settings: Settings, *, is_held_out: bool = False) -> None:
         UsageError: They will not.
     """
     dynamics, task = settings.dynamics, TASKS.get(settings.environment.id)
+    if settings.training.held_out_every and not is_held_out:
+        check_held_back(settings, "test", HELD_OUT_EVERY, none="0")
     if dynamics.needs_validation and not is_held_out:
         check_held_back(settings, "validation", "dynamics.validate_every", none="0")
     if dynamics.longest_episode is not None and task is not None and settings.collect.policy != "learned":
@@ -52,11 +56,11 @@ def check_held_back(settings: Settings, part: Literal["validation", "test"], key
     Raises:
         UsageError: It holds back none.
     """
-    policy = settings.collect.policy
-    if policy == "learned":
+    if settings.collect.policy == "learned" and key != HELD_OUT_EVERY:
         lacking = "collect.policy = learned holds none back: set collect.policy=scripted"
     elif not getattr(settings.collect, part):
-        lacking = f"collect.{part} = 0: set collect.{part}=100"
+        some = 5 if settings.collect.policy == "learned" else 100
+        lacking = f"collect.{part} = 0: set collect.{part}={some}"
     else:
         return
     raise UsageError(f"{key} needs {part} episodes, and {lacking}, or {key}={none}.")

@@ -13,7 +13,7 @@ from wmcli.envs.vector import MOST_LIVES
 from wmcli.errors import ArtifactError, MachineError, UsageError
 from wmcli.experience import write_segment
 from wmcli.experience.games import finished_spans
-from wmcli.experience.load import SEGMENT, lives_end_episodes
+from wmcli.experience.load import HELD_OUT, SEGMENT, lives_end_episodes
 from wmcli.experience.segment import lives_left, opens_game
 from wmcli.memory import machine_memory
 from wmcli.reading import damage
@@ -21,6 +21,7 @@ from wmcli.settings import LearnedCollectSettings
 from wmcli.spaces import parts_of
 from wmcli.stages.apart import play_apart
 from wmcli.stages.context import Context
+from wmcli.stages.held_back import holds_back, play_test_games
 from wmcli.stages.player import STREAMS, Player, check_seed, played_before, streams_tensors
 from wmcli.stages.recorded import collect_recorded, recorded_job
 from wmcli.stages.scripted import collect_scripted, scripted_job
@@ -94,6 +95,8 @@ def collect(
         context.progress.say(f"collect: {rounds * settings.environment.count} steps of {environment['id']} by {who}")
         if played is None and not work.resumed and settings.environment.protocol == "plain":
             check_seed(context)
+        # Before the segment, whose checkpoints then lose nothing.
+        held_back = play_test_games(context, before, actor, work.path) if holds_back(context, before) else None
         streams = None
         if settings.collect.apart:
             arrays, state = play_apart(context, work.path, before, actor, rounds)
@@ -101,10 +104,14 @@ def collect(
             arrays, streams = Player(context, before, actor, rounds).play(work.path)
             state = streams.state()
         write_segment(work.payload / SEGMENT, arrays)
+        if held_back is not None:
+            write_segment(work.payload / HELD_OUT["test"], held_back)
         save_tensors(work.payload / STREAMS, *streams_tensors(state))
         total = len(arrays["action"]) + (before.metrics["total_steps"] if before else 0)
         lives = lives_end_episodes(environment)
         metrics = _summary(arrays, _at_start(before, settings.environment.count) if lives else None)
+        if held_back is not None:
+            metrics["test"] = settings.collect.test
         context.log(job, total, {"stage": "collect", **metrics})
         artifact = context.publish(work, metrics | {"total_steps": total})
     if streams is not None:
