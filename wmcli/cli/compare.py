@@ -86,6 +86,15 @@ def compare(
             metavar="FILE", help="Draw the attention priors that the runs learned (.png).", rich_help_panel=PICTURES
         ),
     ] = None,
+    losses: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw the losses of dynamics models on held-out episodes over updates (.png), dotted in training, with"
+            " a line for each run or value of --by: training.held_out_every.",
+            rich_help_panel=PICTURES,
+        ),
+    ] = None,
     strips: Annotated[
         Path | None,
         typer.Option(
@@ -103,6 +112,7 @@ def compare(
     Examples:
         wm compare runs/a runs/b --against runs/c --against runs/d
         wm compare runs/* --by backbone.kind --curves returns.png
+        wm compare runs/rem-* --by dynamics.prediction --losses losses.png
         wm compare runs/* --format latex
         wm compare runs/drama-* --protocol training --curves training.png
         wm compare runs/mamba2 runs/gru --protocol gridworld
@@ -110,9 +120,10 @@ def compare(
     """
     refuse_both_forms(as_json, form)
     if sweep is not None:
-        if runs or against or by or priors or strips or protocol != "returns":
+        if runs or against or by or priors or losses or strips or protocol != "returns":
             raise UsageError(
-                "--sweep names runs and groups itself: omit RUN, --against, --by, --protocol, --priors, --strips."
+                "--sweep names runs and groups itself: omit RUN, --against, --by, --protocol, --priors, --losses,"
+                " --strips."
             )
         _compare_sweep(sweep, curves, over, profiles, as_json, form, Progress(quiet))
         return
@@ -122,13 +133,13 @@ def compare(
     from wmcli.stages.scores import read_scores
 
     choice = PROTOCOLS[protocol]
-    _check(choice, against=against, by=by, curves=curves, profiles=profiles, priors=priors, strips=strips)
+    pictures = {"curves": curves, "profiles": profiles, "priors": priors, "losses": losses, "strips": strips}
+    _check(choice, against=against, by=by, **pictures)
     if over != "steps" and (curves is None or choice.needs != "controller"):
         raise UsageError(f"--over {over} is for curves of returns: add --curves FILE.")
     progress = Progress(quiet)
     every = read_scores([*runs, *(against or ())], protocol, progress)
     scores, others = every[: len(runs)], every[len(runs) :]
-    pictures = {"curves": curves, "profiles": profiles, "priors": priors, "strips": strips}
     _draw(scores, others, choice, by or (), progress, over, **pictures)
     rows, statistics = _compare(scores, others, choice, by, progress)
     if as_json:
@@ -149,11 +160,12 @@ def _check(
     curves: Path | None,
     profiles: Path | None,
     priors: Path | None,
+    losses: Path | None,
     strips: Path | None,
 ) -> None:
     """Refuse options that exclude each other, and pictures that cannot be written."""
-    if against and (by or curves):
-        raise UsageError("--against compares two sets of runs: omit --by and --curves.")
+    if against and (by or curves or losses):
+        raise UsageError("--against compares two sets of runs: omit --by, --curves and --losses.")
     if protocol.needs == "dynamics" and (against or by or priors or profiles):
         raise UsageError(f"--protocol {protocol.name} scores dynamics: omit --against, --by, --priors and --profiles.")
     if curves and protocol.needs == "dynamics" and protocol.plot_curves is None:
@@ -162,7 +174,7 @@ def _check(
         raise UsageError(f"--protocol {protocol.name} has no strips: add --protocol generation.")
     from wmcli.report.files import check_target
 
-    for picture in filter(None, (curves, profiles, priors, strips)):
+    for picture in filter(None, (curves, profiles, priors, losses, strips)):
         check_target(picture, (".png", ".svg", ".pdf"))
 
 
@@ -177,6 +189,7 @@ def _draw(
     curves: Path | None,
     profiles: Path | None,
     priors: Path | None,
+    losses: Path | None,
     strips: Path | None,
 ) -> None:
     """Draw the pictures that have a file."""
@@ -187,6 +200,10 @@ def _draw(
         draw_profiles(scores, against, by, profiles)
     if priors:
         compare_priors(scores, priors)
+    if losses:
+        from wmcli.stages.loss_pictures import draw_losses
+
+        draw_losses(scores, by, losses, progress)
     if strips and protocol.draw_strips:
         protocol.draw_strips([score.run for score in scores], strips)
     if curves and protocol.plot_curves:
