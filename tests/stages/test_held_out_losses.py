@@ -13,13 +13,16 @@ from small_systems import SYSTEMS, same, tensors, weights
 from tiny_run import Killed, copied, kill_at, latest, opened
 
 from wmcli.artifacts import Artifact, Run
+from wmcli.cli import main
 from wmcli.errors import ArtifactError, Stopped, UsageError
 from wmcli.experience import Replay, read_segment
 from wmcli.experience.load import HELD_OUT, SEGMENT
-from wmcli.stages import held_back
+from wmcli.stages import held_back, loss_pictures
 from wmcli.stages import train as training
 from wmcli.stages.collect import collect
 from wmcli.stages.dynamics import train_dynamics
+from wmcli.stages.evaluate import evaluate
+from wmcli.stages.imagine import imagine
 from wmcli.stages.opening import open_context
 from wmcli.stages.tokenizer import train_tokenizer
 from wmcli.trainers.held_out import fixed_windows
@@ -296,3 +299,64 @@ def test_what_is_not_held_out_cannot_be_measured(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="experience@1 holds no test episodes back; .* collect.test=N; .*every=0"):
         train_dynamics(opened(folder, "training.held_out_every=5"))
     assert len(list(folder.rglob("*"))) == before
+
+
+# -- pictures of several runs -----------------------------------------------------------------------------------------
+
+
+def _run(folder: Path, losses: dict[int, float], *overrides: str) -> Path:
+    """A run with a controller that was scored and a dynamics model that logged these losses by update."""
+    context = opened(folder, "dynamics.updates=0", "controller.updates=1", *overrides, new=True)
+    collect(context)
+    train_tokenizer(context)
+    job = train_dynamics(context).manifest["job"]
+    imagine(context)
+    evaluate(opened(folder), episodes=1)
+    with (folder / "metrics.jsonl").open("a") as file:
+        for update, loss in losses.items():
+            line = {"stage": "train-dynamics", "job": job, "update": update, "observation_loss": loss + 1}
+            for other in (job, "another job"):
+                held = {"held_out_observation_loss": loss if other == job else 99.0, "held_out_nonzero_rewards": 0.5}
+                file.write(json.dumps(line | held | {"job": other}) + "\n")
+    return folder
+
+
+@pytest.mark.slow
+def test_losses_of_variants_are_drawn_with_a_band_over_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sequential = "dynamics.prediction=sequential"
+    runs = [
+        _run(tmp_path / "a", {10: 4.0, 20: 2.0, 30: 1.0}),
+        _run(tmp_path / "b", {10: 6.0, 20: 5.0}, "seed=1"),
+        _run(tmp_path / "c", {10: 8.0, 20: 7.0}, sequential),
+    ]
+    drawn: list[Any] = []
+    draw = loss_pictures.compared_curves
+    monkeypatch.setattr(loss_pictures, "compared_curves", lambda *a, **k: drawn.append((a[0], k)) or draw(*a, **k))
+    words = ["compare", *map(str, runs), "--losses", str(tmp_path / "l.png"), "--by", "dynamics.prediction"]
+    assert main.run(words) == 0
+    ((held, given),) = drawn
+    updates, mean, low, high = held["dynamics.prediction=pop (2 runs)"]["observation_loss"]
+    assert updates.tolist() == [10, 20] and mean.tolist() == [5.0, 3.5]
+    np.testing.assert_allclose(high - mean, np.std([[4, 2], [6, 5]], axis=0, ddof=1))
+    np.testing.assert_allclose(mean - low, high - mean)
+    assert [len(curve) for curve in held["dynamics.prediction=sequential"].values()] == [2]
+    trained = given["faint"]["dynamics.prediction=pop (2 runs)"]["observation_loss"]
+    assert [each.tolist() for each in trained] == [[10, 20], [6.0, 4.5]]
+    assert (tmp_path / "l.png").stat().st_size > 5000 and "other frames" not in capsys.readouterr().err
+    burned = _run(tmp_path / "d", {10: 9.0, 20: 7.0}, sequential, "dynamics.observation_burn_in=0", "seed=3")
+    assert main.run(["compare", str(runs[0]), str(burned), "--losses", str(tmp_path / "m.png")]) == 0
+    assert "dynamics.observation_burn_in = 0, 2 with dynamics.prediction = pop, sequential" in capsys.readouterr().err
+    without = _run(tmp_path / "e", {})
+    assert main.run(["compare", str(without), "--losses", str(tmp_path / "n.png")]) == 2
+    assert "has no losses on held-out episodes; train with --set training.held_out_every=N" in capsys.readouterr().err
+    assert not (tmp_path / "n.png").exists()
+
+
+def test_the_loop_refuses_before_it_collects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    words = ["run", "quickstart", "--run", str(folder), "--set", "training.held_out_every=5", "-q"]
+    assert main.run(words) == 2
+    expected = "training.held_out_every needs test episodes, and collect.test = 0: set collect.test=5, or"
+    assert expected in capsys.readouterr().err and not (folder / "experience").exists()
