@@ -28,7 +28,7 @@ from wmcli.stages.tokenizer import train_tokenizer
 from wmcli.trainers.held_out import fixed_windows
 
 GAMES = 4
-HOLDS = f"collect.test={GAMES}"
+HOLDS = f"collect.test_games={GAMES}"
 LENGTH = 7  # steps of every game of Catch
 
 
@@ -95,7 +95,7 @@ def test_they_are_whole_games_of_their_own(holding: Path) -> None:
 
 def test_they_are_held_back_at_an_interval(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    opened(folder, "collect.test=1", "collect.test_every=3", "collect.steps=9", new=True)
+    opened(folder, "collect.test_games=1", "collect.test_games_every=3", "collect.steps=9", new=True)
     for _ in range(7):
         collect(opened(folder))
     run = Run.open(folder, create=False)
@@ -219,7 +219,7 @@ def test_every_world_model_is_measured(tmp_path: Path, name: str) -> None:
     context = open_context(folder, preset, [*overrides, *([HOLDS] * (name != "s4wm"))], create=True, quiet=True)
     context.pictures = False
     if name == "cells":  # games never end, so none are held back
-        with pytest.raises(UsageError, match=r"collect.test = 4: episodes of .* never end.*collect.test=0"):
+        with pytest.raises(UsageError, match=r"collect.test_games = 4: episodes of .* never end.*collect.test_games=0"):
             collect(context)
         return
     collect(context)
@@ -296,7 +296,9 @@ def test_what_is_not_held_out_cannot_be_measured(tmp_path: Path) -> None:
     collect(opened(folder, new=True))
     train_tokenizer(opened(folder))
     before = len(list(folder.rglob("*")))
-    with pytest.raises(ArtifactError, match="experience@1 holds no test episodes back; .* collect.test=N; .*every=0"):
+    with pytest.raises(
+        ArtifactError, match="experience@1 holds no test episodes back; .*test_games=N .*held_out_every=0"
+    ):
         train_dynamics(opened(folder, "training.held_out_every=5"))
     assert len(list(folder.rglob("*"))) == before
 
@@ -358,5 +360,5 @@ def test_the_loop_refuses_before_it_collects(tmp_path: Path, capsys: pytest.Capt
     folder = tmp_path / "run"
     words = ["run", "quickstart", "--run", str(folder), "--set", "training.held_out_every=5", "-q"]
     assert main.run(words) == 2
-    expected = "training.held_out_every needs test episodes, and collect.test = 0: set collect.test=5, or"
+    expected = "training.held_out_every needs test episodes, and collect.test_games = 0: set collect.test_games=5, or"
     assert expected in capsys.readouterr().err and not (folder / "experience").exists()

@@ -8,6 +8,7 @@ from wmcli import ranks
 from wmcli.envs.tasks import TASKS
 from wmcli.errors import UsageError
 from wmcli.settings import Settings
+from wmcli.settings.sections import CollectSettings
 from wmcli.trainers.batches import check_episode_fits
 
 HELD_OUT_EVERY = "training.held_out_every"  # needs episodes, whoever plays them
@@ -56,11 +57,21 @@ def check_held_back(settings: Settings, part: Literal["validation", "test"], key
     Raises:
         UsageError: It holds back none.
     """
-    if settings.collect.policy == "learned" and key != HELD_OUT_EVERY:
+    learned = settings.collect.policy == "learned"
+    name = f"collect.{_key(settings.collect, part)}"
+    if learned and key != HELD_OUT_EVERY:
         lacking = "collect.policy = learned holds none back: set collect.policy=scripted"
-    elif not getattr(settings.collect, part):
-        some = 5 if settings.collect.policy == "learned" else 100
-        lacking = f"collect.{part} = 0: set collect.{part}={some}"
+    elif not held_back_by(settings.collect, part):
+        lacking = f"{name} = 0: set {name}={5 if learned else 100}"
     else:
         return
     raise UsageError(f"{key} needs {part} episodes, and {lacking}, or {key}={none}.")
+
+
+def held_back_by(collecting: CollectSettings, part: Literal["validation", "test"]) -> int:
+    """Return the number of episodes, or games, of a part that a collect holds back."""
+    return int(getattr(collecting, _key(collecting, part), 0))
+
+
+def _key(collecting: CollectSettings, part: str) -> str:
+    return f"{part}_games" if collecting.policy == "learned" else part

@@ -111,7 +111,7 @@ def collect(
         lives = lives_end_episodes(environment)
         metrics = _summary(arrays, _at_start(before, settings.environment.count) if lives else None)
         if held_back is not None:
-            metrics["test"] = settings.collect.test
+            metrics["test"] = settings.collect.test_games
         context.log(job, total, {"stage": "collect", **metrics})
         artifact = context.publish(work, metrics | {"total_steps": total})
     if streams is not None:

@@ -1,7 +1,7 @@
-"""Whole games that `wm collect` plays beside a segment and holds back (`collect.test`): nothing is trained on them.
+"""Whole games that `wm collect` plays beside a segment and holds back (`collect.test_games`).
 
 They are played as the segment is, by the same controller and by the rules of training, in environments and with random
-numbers of their own. So the segment is the same with and without them.
+numbers of their own. So the segment is the same with and without them. Nothing is trained on them.
 
 T steps, E environments, N rows.
 """
@@ -34,18 +34,19 @@ FILE = "test-games.safetensors"  # in the folder of unfinished work
 
 
 def holds_back(context: Context, before: Artifact | None) -> bool:
-    """Return whether the collect behind `before` plays games to hold back: none of the last `test_every` - 1 has.
+    """Return whether the collect behind `before` plays games to hold back: none of the last `test_games_every` - 1 has.
 
     Raises:
         UsageError: Games of the environment never end.
     """
     collecting = context.settings.collect
     assert isinstance(collecting, LearnedCollectSettings)
-    if not collecting.test:
+    if not collecting.test_games:
         return False
     if reason := unfit(context.settings):
-        raise UsageError(f"collect.test = {collecting.test}: {reason.partition(':')[0]}; set collect.test=0.")
-    for _ in range(collecting.test_every - 1):
+        why = reason.partition(":")[0]
+        raise UsageError(f"collect.test_games = {collecting.test_games}: {why}; set collect.test_games=0.")
+    for _ in range(collecting.test_games_every - 1):
         if before is None or is_imported(before):
             return True
         if (before.path / HELD_OUT["test"]).exists():
@@ -57,7 +58,7 @@ def holds_back(context: Context, before: Artifact | None) -> bool:
 def play_test_games(
     context: Context, before: Artifact | None, actor: Artifact | None, folder: Path
 ) -> dict[str, np.ndarray]:
-    """Play `collect.test` games, or load those that were played before an interruption.
+    """Play `collect.test_games` games, or load those that were played before an interruption.
 
     Every game that starts counts, however long it takes.
 
@@ -79,7 +80,7 @@ def play_test_games(
         return {name: tensor.numpy() for name, tensor in load_work(folder / FILE)[0].items()}
     settings, collecting = context.settings, context.settings.collect
     assert isinstance(collecting, LearnedCollectSettings)
-    count = min(collecting.test, settings.evaluation.environments)
+    count = min(collecting.test_games, settings.evaluation.environments)
     environment = settings.environment.model_copy(update={"count": count})
     number = before.version if before else 0
     models = load_models(context, actor)
@@ -87,10 +88,10 @@ def play_test_games(
     agent = actor_of(context, models, count, generator)
     streams = open_streams(environment, train=True, seed=derived_seed(settings.seed, "collect test", number))
     try:
-        arrays = _play(context, streams, agent, collecting.test)
+        arrays = _play(context, streams, agent, collecting.test_games)
     except EnvironmentFault as fault:
         raise EnvironmentFault(
-            f"{fault} The games that are held back begin again; to hold none back: --set collect.test=0"
+            f"{fault} The games that are held back begin again; to hold none back: --set collect.test_games=0"
         ) from fault
     streams.close()
     save_work(folder / FILE, {name: torch.from_numpy(array) for name, array in arrays.items()}, {})
@@ -118,7 +119,7 @@ def _play(context: Context, streams: AnyStreams, agent: Any, games: int) -> dict
             if not streams.has_time_limit and length[number < games].max() > LONGEST_EPISODE:
                 raise UsageError(
                     f"{context.settings.environment.id}: a game has not ended after {LONGEST_EPISODE:,} steps, and the"
-                    " environment has no time limit; set collect.test=0"
+                    " environment has no time limit; set collect.test_games=0"
                 )
             for stream in np.flatnonzero(after.game_over):
                 bar.advance(int(number[stream] < games))

@@ -27,7 +27,7 @@ from wmcli.errors import BusyError, Stopped, UsageError
 from wmcli.experience.load import find_held_out
 from wmcli.interrupt import stop_requests
 from wmcli.settings import Settings, resolve
-from wmcli.stages.checks import HELD_OUT_EVERY, check_rows
+from wmcli.stages.checks import HELD_OUT_EVERY, check_rows, held_back_by
 from wmcli.stages.collect import collect, collect_job
 from wmcli.stages.collector import Collector
 from wmcli.stages.context import Context, PrunedInputError
@@ -238,7 +238,7 @@ def _check_last(settings: Settings, start: Artifact | None, *, is_data: bool, he
     is_data |= start is not None and is_imported(start)
     if DYNAMICS in stages:
         needs = {"dynamics.validate_every": "validation"} if settings.dynamics.needs_validation else {}
-        if settings.training.held_out_every and not getattr(settings.collect, "test", 0):
+        if settings.training.held_out_every and not held_back_by(settings.collect, "test"):
             needs[HELD_OUT_EVERY] = "test"
         for key, part in needs.items() if is_data and not held_out else ():
             raise UsageError(

@@ -84,7 +84,7 @@ def read_losses(path: Path) -> Losses:
     if not held_out:
         raise UsageError(
             f"{path} has no losses on held-out episodes; train with --set training.held_out_every=N, which needs"
-            " episodes that are held out (collect.test, or wm import --held-out)"
+            " episodes that are held out (collect.test_games, or wm import --held-out)"
         )
     return Losses(held_out, {name: curves[name] for name in held_out if name in curves})
 

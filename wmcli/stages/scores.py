@@ -112,6 +112,7 @@ NOT_LEARNING = (
     "environment.size",
     "environment.processes",
     "environment.step_seconds",
+    "collect.test_games",
     "evaluation.",
     "run.keep",
     "run.evaluate_",
@@ -125,6 +126,7 @@ NOT_LEARNING = (
     "training.threads",
     "training.checkpoint_seconds",
     "training.log_every",
+    "training.held_out_every",
     "training.log_to",
 )
 """Settings in which runs of one system may differ: seeds, tasks, and settings without influence on the weights."""
