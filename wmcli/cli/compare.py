@@ -135,6 +135,15 @@ def compare(
             rich_help_panel=PICTURES,
         ),
     ] = None,
+    losses: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw the losses of dynamics models on held-out episodes over updates (.png), dotted in training, with"
+            " a line for each run or value of --by: training.held_out_every.",
+            rich_help_panel=PICTURES,
+        ),
+    ] = None,
     strips: Annotated[
         Path | None,
         typer.Option(
@@ -192,6 +201,7 @@ def compare(
         "improvement": improvement,
         "priors": priors,
         "attention": attention,
+        "losses": losses,
         "strips": strips,
     }
     pictures = {name: path for name, path in drawn.items() if path is not None}
@@ -331,6 +341,10 @@ def _draw_runs(
         from wmcli.stages.attention import draw_attention
 
         draw_attention(scores, by, pictures["attention"], progress)
+    if "losses" in pictures:
+        from wmcli.stages.loss_pictures import draw_losses
+
+        draw_losses(scores, by, pictures["losses"], progress)
     if "strips" in pictures and protocol.draw_strips:
         protocol.draw_strips([score.evaluation for score in scores], pictures["strips"])
     if protocol.needs == "controller":

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from wmcli.artifacts import Artifact
     from wmcli.stages.protocol import Protocol
 
-ProtocolName = Literal["returns", "gridworld", "held-out", "generation", "recall", "reward", "doors", "probe"]
+ProtocolName = Literal[
+    "returns", "training", "gridworld", "held-out", "generation", "recall", "reward", "doors", "probe"
+]
 """Keys of `stages.protocols.PROTOCOLS`, repeated since help and completion must not import torch."""
 
 
@@ -53,7 +55,7 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="REF",
-            help="Experience with the test episodes to imagine. Default: that of the dynamics.",
+            help="Experience with the test episodes to imagine (default: that of the dynamics) or training games.",
             rich_help_panel=INPUT_PANEL,
         ),
     ] = None,
@@ -61,8 +63,8 @@ def evaluate(
         ProtocolName,
         typer.Option(
             metavar="NAME",
-            help="returns: the controller's episodes. gridworld: errors and cost of dynamics on cells."
-            " held-out: dreams beside held-out episodes."
+            help="returns: the controller's episodes. training: the last 5 (--episodes) games of collecting."
+            " gridworld: errors and cost of dynamics on cells. held-out: dreams beside held-out episodes."
             " generation, recall, reward, doors, probe: memory of the dynamics in a memory task.",
         ),
     ] = "returns",
@@ -72,11 +74,12 @@ def evaluate(
     trust: Trust = False,
     quiet: Quiet = False,
 ) -> None:
-    """Score the controller of one run over complete episodes, or its dynamics with --protocol.
+    """Score the controller of one run over complete episodes, or its training games or dynamics with --protocol.
 
     Examples:
         wm eval --run runs/catch --episodes 100
         wm eval --controller robot-controller
+        wm eval --run runs/drama --protocol training
         wm eval --run runs/s4wm --protocol generation
         wm eval --run runs/mamba2 --protocol gridworld
     """
@@ -96,6 +99,8 @@ def evaluate(
     inputs: dict[str, Any]
     if choice.needs == "controller":
         inputs = {"controller": controller, "episodes": episodes}
+    elif choice.needs == "experience":
+        inputs = {"experience": experience, "episodes": episodes}
     else:
         short["evaluation.episodes"] = episodes
         inputs = {"dynamics": dynamics} | ({"experience": experience} if choice.reads_experience else {})
@@ -114,11 +119,14 @@ def _is_handed_on(reference: str) -> bool:
 def _check_inputs(protocol: Protocol, *, controller: str | None, dynamics: str | None, experience: str | None) -> None:
     """Refuse inputs that the protocol does not read."""
     if controller and protocol.needs != "controller":
-        raise UsageError(f"--protocol {protocol.name} scores dynamics: omit --controller.")
+        raise UsageError(f"--protocol {protocol.name} scores {protocol.needs}: omit --controller.")
     if dynamics and protocol.needs != "dynamics":
-        raise UsageError("--dynamics is for protocols that score dynamics: give --controller instead.")
+        raise UsageError(f"--dynamics is for protocols that score dynamics: give --{protocol.needs} instead.")
     if experience and not protocol.reads_experience:
-        raise UsageError(f"--experience is for held-out episodes: --protocol {protocol.name} plays its own episodes.")
+        raise UsageError(
+            "--experience is for held-out episodes and training games:"
+            f" --protocol {protocol.name} plays its own episodes."
+        )
 
 
 def report(evaluation: Artifact, as_json: bool, quiet: bool) -> None:

@@ -48,7 +48,7 @@ class Evaluation(Published):
     protocol: str
     environment: str
     model: str
-    """Controller or dynamics under evaluation, `kind@version`, possibly of another run."""
+    """Controller or dynamics under evaluation, or experience, `kind@version`, possibly of another run."""
     episodes: int
     """Episodes or sequences that make the score."""
     references: list[Reference]
@@ -107,7 +107,7 @@ def _describe(artifact: Artifact) -> Published:
 
 def _describe_evaluation(artifact: Artifact) -> Evaluation:
     metrics = artifact.metrics
-    (model,) = (each for role, each in artifact.inputs.items() if role != "experience")
+    (model,) = (each for role, each in artifact.inputs.items() if role != "experience" or len(artifact.inputs) == 1)
     return {
         **_describe(artifact),
         "protocol": metrics["protocol"],

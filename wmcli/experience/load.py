@@ -24,6 +24,11 @@ SEGMENT = "segment.zarr"
 """Segment of an experience artifact. Earlier segments are in its inputs."""
 HELD_OUT = {"validation": "validation.zarr", "test": "test.zarr"}
 """Segments of held-out episodes in scripted and recorded experience."""
+NONE_HELD_OUT = (
+    "holds no test episodes back; import some with wm import --held-out N, or collect some with collect.test_games=N"
+    " (by a script collect.test=N)"
+)
+"""Of an experience, in a message."""
 DRAWN_AT_ONCE = 4096  # frames
 
 

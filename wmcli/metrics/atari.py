@@ -157,15 +157,15 @@ def game_table(game: str, ours: Sequence[float] = (), *, name: str = "this run")
     return rows
 
 
-def references(environment: str, random_mean: float) -> list[dict[str, Any]]:
-    """Return the published scores of an environment, or else the measured score of random play.
+def references(environment: str, random_mean: float | None) -> list[dict[str, Any]]:
+    """Return the published scores of an environment, or else the measured score of random play, None if it was not.
 
     Returns:
         Rows of name, score, lowest and highest run (None of a single value), runs, human_normalized and caveat.
     """
     table = game_table(environment)
     if table is None:
-        return [{"name": "random", "score": random_mean}]
+        return [] if random_mean is None else [{"name": "random", "score": random_mean}]
     return [
         {
             "name": row.name,

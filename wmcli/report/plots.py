@@ -165,12 +165,18 @@ def learning_curves(
 
 
 def compared_curves(
-    curves: Mapping[str, Mapping[str, tuple[np.ndarray, np.ndarray]]], *, title: str = "", columns: int = 3
+    curves: Mapping[str, Mapping[str, tuple[np.ndarray, ...]]],
+    *,
+    faint: Mapping[str, Mapping[str, tuple[np.ndarray, ...]]] | None = None,
+    title: str = "",
+    columns: int = 3,
 ) -> Figure:
     """Draw one panel per metric against the updates, a line for each name.
 
     Args:
-        curves: name -> metric -> (updates (K,), values (K,)), such as one stage of `curves_by_stage` of several runs.
+        curves: name -> metric -> (updates (K,), values (K,)), such as one stage of `curves_by_stage` of several runs;
+            behind them possibly the limits of a band, low and high (K,).
+        faint: Dotted lines in the colors of the same names, without limits.
         title: Title of the figure.
         columns: Largest number of panels side by side.
 
@@ -193,7 +199,12 @@ def compared_curves(
         for name, lines in curves.items():
             look = {key: styles[name][key] for key in ("color", "linestyle")}
             if metrics[index] in lines:
-                _line(axes, *lines[metrics[index]], **look)
+                x, y, *limits = lines[metrics[index]]
+                _line(axes, x, y, **look)
+                if limits:
+                    axes.fill_between(x, *limits, color=look["color"], alpha=0.15, linewidth=0)
+            if faint and metrics[index] in faint.get(name, {}):
+                axes.plot(*faint[name][metrics[index]], color=look["color"], linestyle=":", linewidth=1, alpha=0.7)
             if index == 0 and len(curves) > 1:
                 axes.plot([], [], **look, label=name)
         _finish_metric(axes, metrics[index], lowest=index + columns >= len(metrics))
@@ -287,7 +298,7 @@ def returns_over(
             axes.plot(steps, returns, **style | _marked(len(steps)), label=name)
             continue
         for steps, returns in lines:
-            axes.plot(steps, returns, **style | _THIN)
+            axes.plot(steps, returns, **style | _THIN | _marked(len(steps)))
         low, high = max(steps[0] for steps, _ in lines), min(steps[-1] for steps, _ in lines)
         common = np.unique([step for steps, _ in lines for step in steps if low <= step <= high])
         curves = np.array([np.interp(common, steps, returns) for steps, returns in lines])  # (runs, K)

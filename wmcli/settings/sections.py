@@ -44,6 +44,11 @@ class LearnedCollectSettings(CollectSettings):
     longest_game: int = Field(30_000, ge=1)
     """A game that has lasted longer when a collect begins is given up, and a new one begins: a later process would play
     all of it again first. Its episode counts as truncated. Games of Atari are shorter. [decisions]"""
+    test_games: int = Field(0, ge=0)
+    """Whole games that a collect plays besides, by the same controller, and holds back: no model is trained on them and
+    their steps do not count. For `training.held_out_every` and `wm eval --protocol held-out`. [games]"""
+    test_games_every: int = Field(1, ge=1)
+    """Interval at which games are held back; the newest ones are measured on until then. [collects]"""
     apart: bool = False
     """Play each environment by itself, one after another, on one thread and with random numbers of its own, instead of
     all in one batch. It takes longer here, and the same experience can be made on several machines, see `on`."""

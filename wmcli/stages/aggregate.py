@@ -10,7 +10,17 @@ import numpy as np
 from wmcli.metrics import atari, statistics
 from wmcli.progress import Progress
 from wmcli.stages.pools import estimate, published_pool
-from wmcli.stages.scores import GAMES, NORMALIZED, RETURN, Score, differences, group_scores, pool_scores, pooled_unit
+from wmcli.stages.scores import (
+    GAMES,
+    NORMALIZED,
+    RETURN,
+    Score,
+    differences,
+    group_scores,
+    pool_scores,
+    pooled_unit,
+    random_mean,
+)
 
 ALL = "all"
 """In the rows of a table, all runs or all their environments."""
@@ -113,8 +123,8 @@ def _rows(scores: Sequence[Score], result: Mapping[str, Any]) -> list[dict[str, 
                 }
             )
     for environment in sorted({score.environment for score in scores}):
-        mine = [score.metrics for score in scores if score.environment == environment]
-        for row in atari.references(environment, float(np.mean([metrics["random_mean"] for metrics in mine]))):
+        mine = [score for score in scores if score.environment == environment]
+        for row in atari.references(environment, random_mean(mine)):
             rows.append({"environment": environment, "statistic": "mean", "unit": RETURN} | row)
     if result["tasks"] > 1:
         rows += _published_aggregates(sorted({score.environment for score in scores}))

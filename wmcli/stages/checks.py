@@ -9,7 +9,10 @@ from wmcli.envs.tasks import TASKS
 from wmcli.errors import MachineError, UsageError
 from wmcli.memory import machine_memory
 from wmcli.settings import Settings
+from wmcli.settings.sections import CollectSettings
 from wmcli.trainers.batches import check_episode_fits
+
+HELD_OUT_EVERY = "training.held_out_every"  # needs episodes, whoever plays them
 
 
 def check_rows(settings: Settings, *, is_held_out: bool = False) -> None:
@@ -22,6 +25,8 @@ def check_rows(settings: Settings, *, is_held_out: bool = False) -> None:
     Raises:
         UsageError: They will not.
     """
+    if settings.training.held_out_every and not is_held_out:
+        check_held_back(settings, "test", HELD_OUT_EVERY, none="0")
     if settings.dynamics.needs_validation and not is_held_out:
         check_held_back(settings, "validation", "dynamics.validate_every", none="0")
     check_episodes(settings)
@@ -73,11 +78,21 @@ def check_held_back(settings: Settings, part: Literal["validation", "test"], key
     Raises:
         UsageError: It holds back none.
     """
-    policy = settings.collect.policy
-    if policy == "learned":
+    learned = settings.collect.policy == "learned"
+    name = f"collect.{_key(settings.collect, part)}"
+    if learned and key != HELD_OUT_EVERY:
         lacking = "collect.policy = learned holds none back: set collect.policy=scripted"
-    elif not getattr(settings.collect, part):
-        lacking = f"collect.{part} = 0: set collect.{part}=100"
+    elif not held_back_by(settings.collect, part):
+        lacking = f"{name} = 0: set {name}={5 if learned else 100}"
     else:
         return
     raise UsageError(f"{key} needs {part} episodes, and {lacking}, or {key}={none}.")
+
+
+def held_back_by(collecting: CollectSettings, part: Literal["validation", "test"]) -> int:
+    """Return the number of episodes, or games, of a part that a collect holds back."""
+    return int(getattr(collecting, _key(collecting, part), 0))
+
+
+def _key(collecting: CollectSettings, part: str) -> str:
+    return f"{part}_games" if collecting.policy == "learned" else part

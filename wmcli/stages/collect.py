@@ -12,7 +12,8 @@ from wmcli.artifacts.environment import check_same_environment, is_recorded
 from wmcli.envs.vector import MOST_LIVES
 from wmcli.errors import ArtifactError, MachineError, UsageError
 from wmcli.experience import write_segment
-from wmcli.experience.load import SEGMENT, lives_end_episodes
+from wmcli.experience.games import finished_spans
+from wmcli.experience.load import HELD_OUT, SEGMENT, lives_end_episodes
 from wmcli.experience.segment import lives_left, opens_game
 from wmcli.memory import machine_memory
 from wmcli.reading import damage
@@ -21,6 +22,7 @@ from wmcli.spaces import parts_of
 from wmcli.stages.apart import play_apart
 from wmcli.stages.checks import check_episodes
 from wmcli.stages.context import Context
+from wmcli.stages.held_back import holds_back, play_test_games
 from wmcli.stages.player import STREAMS, Player, check_seed, played_before, streams_tensors
 from wmcli.stages.recorded import collect_recorded, recorded_job
 from wmcli.stages.scripted import collect_scripted, scripted_job
@@ -96,6 +98,8 @@ def collect(
         context.progress.say(f"collect: {rounds * settings.environment.count} steps of {environment['id']} by {who}")
         if played is None and not work.resumed and settings.environment.protocol == "plain":
             check_seed(context)
+        # Before the segment, whose checkpoints then lose nothing.
+        held_back = play_test_games(context, before, actor, work.path) if holds_back(context, before) else None
         streams = None
         if settings.collect.apart:
             arrays, state = play_apart(context, work.path, before, actor, rounds)
@@ -103,10 +107,14 @@ def collect(
             arrays, streams = Player(context, before, actor, rounds).play(work.path)
             state = streams.state()
         write_segment(work.payload / SEGMENT, arrays)
+        if held_back is not None:
+            write_segment(work.payload / HELD_OUT["test"], held_back)
         save_tensors(work.payload / STREAMS, *streams_tensors(state))
         total = len(arrays["action"]) + (before.metrics["total_steps"] if before else 0)
         lives = lives_end_episodes(environment)
         metrics = _summary(arrays, _at_start(before, settings.environment.count) if lives else None)
+        if held_back is not None:
+            metrics["test"] = settings.collect.test_games
         context.log(job, total, {"stage": "collect", **metrics})
         artifact = context.publish(work, metrics | {"total_steps": total})
     if streams is not None:
@@ -177,22 +185,13 @@ def _summary(arrays: dict[str, np.ndarray], at_start: np.ndarray | None) -> dict
     for stream in np.unique(arrays["stream"]):
         rows = np.flatnonzero(arrays["stream"] == stream)
         reward, first = arrays["reward"][rows], arrays["first"][rows]
-        episodes += _returns(reward, first, ended[rows])
+        episodes += finished_spans(reward, first, ended[rows]).total.tolist()
         if at_start is not None:
             before = np.append(-1 if at_start[stream] else MOST_LIVES, left[rows][:-1])
-            games += _returns(reward, opens_game(first, arrays["lives"][rows], before), (ended & (left < 0))[rows])
+            opens = opens_game(first, arrays["lives"][rows], before)
+            games += finished_spans(reward, opens, (ended & (left < 0))[rows]).total.tolist()
     metrics: dict[str, Any] = {"steps": len(arrays["action"])} | _mean("episodes", "mean_return", episodes)
     return metrics if at_start is None else metrics | _mean("games", "mean_game_return", games)
-
-
-def _returns(reward: np.ndarray, opens: np.ndarray, ended: np.ndarray) -> list[float]:
-    """Return the sums of the rewards (n,) from each row that `opens` on to the one before the next, if that `ended`."""
-    starts = np.flatnonzero(opens)
-    if not len(starts):
-        return []
-    totals = np.add.reduceat(reward, starts)
-    lasts = np.append(starts[1:], len(reward)) - 1  # the last row ended nothing where an episode was cut
-    return totals[ended[lasts]].tolist()
 
 
 def _mean(count: str, mean: str, returns: list[float]) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import build_tokenizer, build_world_model, load_tokenizer, settings_of
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience import SearchTargets
+from wmcli.experience.load import NONE_HELD_OUT, find_held_out
 from wmcli.nn import attention_prior
 from wmcli.stages.context import Context
 from wmcli.stages.pictures import draw_priors, imagined_beside_real, write_imagination
 from wmcli.stages.train import check_descent, latents_of, newest_fitted_alone, parent_of, train
-from wmcli.trainers import DynamicsTrainer
+from wmcli.trainers import DynamicsTrainer, HeldOutLosses
 from wmcli.training.checkpoint import TRAINING, WEIGHTS, load_modules, load_tensors, read_part, save_tensors
 from wmcli.training.device import derived_seed
 
@@ -62,6 +63,11 @@ def train_dynamics(
         inputs["controller"] = planner
     for artifact in inputs.values():
         check_same_environment(environment, artifact)
+    if context.settings.training.held_out_every and find_held_out(frames, "test") is None:
+        raise ArtifactError(
+            f"training.held_out_every = {context.settings.training.held_out_every}: {frames.name} {NONE_HELD_OUT}; or"
+            " measure no such losses: --set training.held_out_every=0"
+        )
     for line in attention_prior.warnings(context.settings.attention_prior):
         context.progress.warn(line)
     if "parent" in inputs and fitted is not None:
@@ -77,11 +83,19 @@ def train_dynamics(
         elif fitted is not None:
             model = load_tokenizer(fitted, machine)
         world_model = build_world_model(context.settings, model, context.spaces).to(machine.device).train()
-        latents = targets = held_out = None
+        latents = targets = held_out = losses = None
         if world_model.frozen_encoder:
             latents = latents_of(context, world_model, "rules" if fitted is None else fitted.digest, replay)
         if settings.needs_validation:
             held_out = context.held_out(frames, "validation")
+        if context.settings.training.held_out_every:
+            losses = HeldOutLosses(
+                world_model,
+                lambda: context.held_out(frames, "test"),
+                rows=settings.batch,
+                machine=machine,
+                seed=derived_seed(context.settings.seed, "held-out losses"),
+            )
         if planner is not None:
             targets = SearchTargets(replay, world_model.action_space)
             targets.load(read_part(planner.file(TRAINING), "targets"))
@@ -96,6 +110,7 @@ def train_dynamics(
             targets=targets,
             held_out=held_out,
             validation_seed=derived_seed(context.settings.seed, "validation"),
+            losses=losses,
         )
 
     def draw(payload: Path, trainer: DynamicsTrainer) -> None:

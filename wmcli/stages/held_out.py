@@ -21,7 +21,7 @@ from wmcli.artifacts.environment import check_same_environment
 from wmcli.assemble import load_world_model, settings_of
 from wmcli.errors import ArtifactError, UsageError
 from wmcli.experience import Replay
-from wmcli.experience.load import find_held_out
+from wmcli.experience.load import NONE_HELD_OUT, find_held_out
 from wmcli.metrics.memory_tasks import curve, estimate
 from wmcli.report.plots import Band, error_curves, write_figure
 from wmcli.settings import Settings
@@ -80,7 +80,7 @@ def evaluate_held_out(context: Context, *, dynamics: str | None = None, experien
         check_same_environment(context.environment, artifact)
     source = find_held_out(newest, "test")
     if source is None:
-        raise ArtifactError(f"{newest.name} holds no test episodes back; import some with: wm import --held-out N")
+        raise ArtifactError(f"{newest.name} {NONE_HELD_OUT}")
     trained = settings_of(model)
     HELD_OUT.check(trained)
     identity = settings.identity("seed", "environment") | {

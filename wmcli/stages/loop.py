@@ -27,7 +27,7 @@ from wmcli.errors import BusyError, Stopped, UsageError
 from wmcli.experience.load import find_held_out
 from wmcli.interrupt import stop_requests
 from wmcli.settings import Settings, resolve
-from wmcli.stages.checks import check_memory, check_rows
+from wmcli.stages.checks import HELD_OUT_EVERY, check_memory, check_rows, held_back_by
 from wmcli.stages.collect import collect, collect_job
 from wmcli.stages.collector import Collector
 from wmcli.stages.context import Context, PrunedInputError
@@ -239,10 +239,13 @@ def _check_last(settings: Settings, start: Artifact | None, *, is_data: bool, he
     held_out |= start is not None and find_held_out(start, "validation") is not None
     is_data |= start is not None and is_imported(start)
     if DYNAMICS in stages:
-        if is_data and settings.dynamics.needs_validation and not held_out:
+        needs = {"dynamics.validate_every": "validation"} if settings.dynamics.needs_validation else {}
+        if settings.training.held_out_every and not held_back_by(settings.collect, "test"):
+            needs[HELD_OUT_EVERY] = "test"
+        for key, part in needs.items() if is_data and not held_out else ():
             raise UsageError(
-                "dynamics.validate_every needs validation episodes, and none of the data are held out: import with"
-                " --held-out N, or set dynamics.validate_every=0."
+                f"{key} needs {part} episodes, and none of the data are held out: import with --held-out N, or set"
+                f" {key}=0."
             )
         check_rows(settings, is_held_out=held_out)
     if MEASURE in stages and not is_data:

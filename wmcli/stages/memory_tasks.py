@@ -28,9 +28,10 @@ from wmcli.envs.memory_task import Task
 from wmcli.envs.multi_doors_keys import MultiDoorsKeys
 from wmcli.envs.rooms import TELEPORT, TeleportRooms
 from wmcli.envs.tasks import TASKS
-from wmcli.errors import UsageError
-from wmcli.experience import read_segment
+from wmcli.errors import ArtifactError, UsageError
+from wmcli.experience import read_segment, segment_about
 from wmcli.experience.load import HELD_OUT
+from wmcli.experience.segment import SKETCH
 from wmcli.metrics import memory_tasks as metrics
 from wmcli.report.files import check_target
 from wmcli.report.images import columns_that_fit, side_by_side, strip, write_png, write_webp
@@ -165,7 +166,10 @@ def check_measures(settings: Settings) -> None:
 
 def _episodes(context: Context, experience: Artifact, task: Task) -> TaskEpisodes:
     replay = context.held_out(experience, "test")
-    compact_states = read_segment(experience.path / HELD_OUT["test"], "sketch")["sketch"]
+    folder = experience.path / HELD_OUT["test"]
+    if SKETCH not in segment_about(folder)["columns"]:
+        raise ArtifactError(f"{experience.name}: its test episodes follow no script, so their states are unknown.")
+    compact_states = read_segment(folder, SKETCH)[SKETCH]
     time = task.context + task.query
     count = min(len(replay) // time, context.settings.evaluation.episodes)
     shape, rows = (count, time), count * time  # whole episodes of one length, one after the other

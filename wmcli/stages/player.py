@@ -67,7 +67,7 @@ class Player:
         self.context = context
         self.before = before
         self.rounds = rounds
-        self._models = None if actor is None else load_controller(actor, context.machine, context.settings.acting)
+        self._models = load_models(context, actor)
 
     def play(self, folder: Path, stream: int | None = None) -> Played:
         """Play from the checkpoint in a folder on, if it has one, to the end of the segment.
@@ -152,13 +152,7 @@ class Player:
         settings = context.settings
         place = ("collect actions", number) if stream is None else ("collect actions", number, stream)
         generator = torch.Generator().manual_seed(derived_seed(settings.seed, *place))
-        count = settings.environment.count if stream is None else 1
-        collecting = settings.collect
-        assert isinstance(collecting, LearnedCollectSettings)
-        if self._models is None:
-            hold = collecting.random_actions == "held"
-            return UniformAgent(context.spaces.action, count, hold=hold, generator=generator)
-        return build_agent(settings, *self._models, environments=count, generator=generator)
+        return actor_of(context, self._models, settings.environment.count if stream is None else 1, generator)
 
     def _fill(
         self, folder: Path, streams: AnyStreams, recorder: Recorder, agent: Actor, parts: int, stream: int | None
@@ -241,6 +235,23 @@ def check_seed(context: Context) -> None:
             f"collect: {environment.id} does not follow the seed given to reset(): the same actions led elsewhere."
             " Results cannot be repeated exactly, and each later command begins new episodes."
         )
+
+
+def load_models(context: Context, actor: Artifact | None) -> tuple[WorldModel, Controller] | None:
+    """Load the world model and the controller of an artifact, frozen; None for random play."""
+    return None if actor is None else load_controller(actor, context.machine, context.settings.acting)
+
+
+def actor_of(
+    context: Context, models: tuple[WorldModel, Controller] | None, environments: int, generator: torch.Generator
+) -> Actor:
+    """Build what acts while collecting: with the models, or at random without them."""
+    settings, collecting = context.settings, context.settings.collect
+    assert isinstance(collecting, LearnedCollectSettings)
+    if models is None:
+        hold = collecting.random_actions == "held"
+        return UniformAgent(context.spaces.action, environments, hold=hold, generator=generator)
+    return build_agent(settings, *models, environments=environments, generator=generator)
 
 
 def build_agent(

@@ -22,7 +22,7 @@ class Protocol:
     """One way to score a run."""
 
     name: str
-    needs: Literal["controller", "dynamics"]
+    needs: Literal["controller", "dynamics", "experience"]
     """The kind of artifact that it scores."""
     evaluate: Callable[..., Artifact]
     """Takes a context and, by keyword, references to inputs. Publishes an evaluation."""

@@ -37,7 +37,8 @@ from wmcli.stages.pools import (
     share_environments,
     unit_of,
 )
-from wmcli.stages.scores import Score, check_same_tasks
+from wmcli.stages.scores import Score, check_same_tasks, random_mean
+from wmcli.stages.training_games import TRAINING
 from wmcli.stages.variants import aggregate_rows
 
 if TYPE_CHECKING:
@@ -131,9 +132,8 @@ def plot_lines(
     scores = [score for members in groups.values() for score in members]
     check_same_tasks(scores)
     lines = {label: [along(curve, over) for curve in members] for label, members in curves.items()}
-    references = {"random": float(np.mean([score.metrics["random_mean"] for score in scores]))}
-    human = atari.reference(scores[0].environment, "human")
-    references |= ({} if human is None else {"human": human}) | dict(baselines or {})
+    known = {"random": random_mean(scores), "human": atari.reference(scores[0].environment, "human")}
+    references = {name: value for name, value in known.items() if value is not None} | dict(baselines or {})
     return returns_over(lines, x_label=_LABELS[over], references=references, title=scores[0].environment, band=band)
 
 
@@ -231,10 +231,10 @@ def _pooled_unit(pools: Mapping[str, Pool]) -> str:
 
 
 class Point(NamedTuple):
-    """An evaluation on a run's line of controllers."""
+    """An evaluation on a run's line of controllers, or the running mean behind a training game."""
 
     steps: int
-    """Environment steps in the experience of the controller."""
+    """Environment steps in the experience of the controller, or until the game ended."""
     minutes: float | None
     """Of work until the controller was trained; None where they were not asked for."""
     mean: float
@@ -244,11 +244,15 @@ class Point(NamedTuple):
 def read_curve(score: Score, history: Sequence[Mapping[str, Any]] | None, progress: Progress) -> list[Point]:
     """Read the evaluations of a run's newest controller and its ancestors, in order of their versions.
 
+    A score of training games has its own curve, without minutes.
+
     Args:
         score: Of the run.
         history: The run's log, for the minutes of work; None leaves them out.
         progress: Gets a warning for each evaluation that cannot be read.
     """
+    if score.metrics["protocol"] == TRAINING.name:
+        return [Point(steps, None, mean) for steps, mean in score.metrics["curve"]]
     run, lineage = Run.open(score.run, create=False), _lineage(score, progress)
     points = []
     for version in run.versions("evaluation"):

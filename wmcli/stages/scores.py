@@ -16,6 +16,7 @@ from wmcli.errors import ArtifactError, UsageError
 from wmcli.progress import Progress
 from wmcli.settings import flatten
 from wmcli.stages.evaluate import PROTOCOL
+from wmcli.stages.training_games import TRAINING
 
 NORMALIZED, RETURN, GAMES = "human-normalized score", "return", "games"
 """Units of scores."""
@@ -111,6 +112,7 @@ NOT_LEARNING = (
     "environment.size",
     "environment.processes",
     "environment.step_seconds",
+    "collect.test_games",
     "dynamics.pop_calls",
     "evaluation.",
     "run.keep",
@@ -125,6 +127,7 @@ NOT_LEARNING = (
     "training.threads",
     "training.checkpoint_seconds",
     "training.log_every",
+    "training.held_out_every",
     "training.log_to",
 )
 """Settings in which runs of one system may differ: seeds, tasks, and settings without influence on the weights."""
@@ -183,12 +186,14 @@ def _differ_in_environment(scores: Sequence[Score]) -> Iterator[tuple[str, str]]
 def _conditions(score: Score) -> dict[str, Any]:
     """Return the conditions of a score besides environment and weights, by name."""
     settings, metrics = settings_of(score.evaluation), score.metrics
+    played = {"episodes": metrics["episodes"], "environment steps": metrics.get("total_steps")}
+    if metrics["protocol"] == TRAINING.name:  # as collecting plays
+        return played | {f"collect.{key}": getattr(settings.collect, key) for key in ("temperature", "epsilon")}
     acting = settings.acting
     section = "controller" if acting["controller"] else "dynamics"
     values = acting[section]
     return {
-        "episodes": metrics["episodes"],
-        "environment steps": metrics.get("total_steps"),
+        **played,
         "evaluation.temperature": settings.evaluation.temperature,
         **{f"{section}.{key}": value for key, value in values.items()},
     }
@@ -257,6 +262,12 @@ def pool_scores(scores: Sequence[Score], unit: str) -> dict[str, np.ndarray]:
     for score in scores:
         table.setdefault(score.environment, []).append(score.metrics[key])
     return {task: np.array(values) for task, values in table.items()}
+
+
+def random_mean(scores: Sequence[Score]) -> float | None:
+    """Return the mean return of random play in the one environment of some scores, None if a score has none."""
+    means = [score.metrics["random_mean"] for score in scores]
+    return None if None in means else float(np.mean(means))
 
 
 def group_scores(scores: Sequence[Score], keys: Sequence[str]) -> dict[tuple[str, ...], list[Score]]:

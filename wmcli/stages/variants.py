@@ -31,7 +31,7 @@ from wmcli.stages.pools import (
     unit_of,
 )
 from wmcli.stages.scores import GAMES as COUNT
-from wmcli.stages.scores import NORMALIZED, RETURN, Score, check_same_tasks
+from wmcli.stages.scores import NORMALIZED, RETURN, Score, check_same_tasks, random_mean
 
 GAMES, AGGREGATES, COST = "games", "aggregates", "cost"
 PROBABILITY, IMPROVEMENT = "probability", "improvement over "
@@ -183,7 +183,7 @@ def _systems_by_game(scores: Mapping[str, Sequence[Score]]) -> list[dict[str, An
     every = [score for members in scores.values() for score in members]
     rows = []
     for environment in dict.fromkeys(score.environment for score in every):
-        random = float(np.mean([score.metrics["random_mean"] for score in every if score.environment == environment]))
+        random = random_mean([score for score in every if score.environment == environment])
         for row in atari.references(environment, random):
             name = row["name"] + PUBLISHED * (row["name"] in scores)
             about = {key: row.get(key) for key in ("lowest", "highest", "caveat")}

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from wmcli.trainers.dynamics import DynamicsTrainer
+from wmcli.trainers.held_out import HeldOutLosses
 from wmcli.trainers.imagination import ImaginationTrainer
 from wmcli.trainers.reanalysis import ReanalysisTrainer
 from wmcli.trainers.tokenizer import TokenizerTrainer
 
-__all__ = ["DynamicsTrainer", "ImaginationTrainer", "ReanalysisTrainer", "TokenizerTrainer"]
+__all__ = ["DynamicsTrainer", "HeldOutLosses", "ImaginationTrainer", "ReanalysisTrainer", "TokenizerTrainer"]

@@ -14,6 +14,7 @@ from wmcli.experience import PrioritySampler, Replay, SearchTargets
 from wmcli.nn import attention_prior
 from wmcli.trainers.batches import build_segment_sampler, encode_frames, gather
 from wmcli.trainers.best_weights import BestWeights, validation_loss
+from wmcli.trainers.held_out import HeldOutLosses
 from wmcli.trainers.streams import StreamState
 from wmcli.training.checkpoint import Resumable, TrainState
 from wmcli.training.device import Machine, Metrics
@@ -37,6 +38,7 @@ class DynamicsTrainer(Trainer):
         targets: Search results, for a model that learns from them; None takes those of the experience.
         held_out: Validation episodes that select the best weights; None keeps the last weights.
         validation_seed: Seed of the samples in validation.
+        losses: Measures losses on held-out episodes every `training.held_out_every` updates; None measures none.
 
     Raises:
         UsageError: The experience or the held-out episodes do not fit the settings.
@@ -55,11 +57,13 @@ class DynamicsTrainer(Trainer):
         targets: SearchTargets | None = None,
         held_out: Replay | None = None,
         validation_seed: int = 0,
+        losses: HeldOutLosses | None = None,
     ) -> None:
         self.world_model = world_model
         self.replay = replay
         self.settings = settings
         self.machine = machine
+        self._losses, self._losses_every = losses, training.held_out_every
         rows = ranks.own_count(settings.batch, "dynamics.batch")
         self._sampler = build_segment_sampler(training, replay, world_model, rng)
         parts: dict[str, Resumable] = {"sampler": self._sampler}
@@ -111,6 +115,16 @@ class DynamicsTrainer(Trainer):
         values = attention_prior.prior_values(self.world_model)
         priors = {"priors": {name: value.tolist() for name, value in values.items()}} if values else {}
         return priors | ({} if self._best is None else self._best.metrics())
+
+    def measure_held_out(self, since: int) -> dict[str, float]:
+        """Return the losses on held-out episodes if a multiple of `training.held_out_every` lies after `since`.
+
+        Updates count on from version to version.
+        """
+        if self._losses is None:
+            return {}
+        before, now = ((self.state.trained + update) // self._losses_every for update in (since, self.state.update))
+        return self._losses() if now > before else {}
 
     def select_weights(self) -> None:
         """Load the weights with the lowest validation loss."""

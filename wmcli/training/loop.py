@@ -61,6 +61,13 @@ class Trainer(ABC):
         """Return metrics of the trained model, to publish beside the losses."""
         return {}
 
+    def measure_held_out(self, since: int) -> dict[str, float]:
+        """Return what was due to be measured on held-out episodes in the updates after `since`, to log with them.
+
+        It has no influence on training. All ranks call it at the same updates.
+        """
+        return {}
+
     def select_weights(self) -> None:  # noqa: B027 (most keep the last weights)
         """Load the weights to keep into the modules, unless they are the last ones."""
 
@@ -130,8 +137,9 @@ def fit(
                 state.metrics, state.unlogged = means, []
                 rate = (state.update - started_update) / max(time.monotonic() - started, 1e-9)
                 record = {"stage": stage, "update": state.trained + state.update, "updates_per_second": rate}
+                held_out = trainer.measure_held_out((state.update - 1) // settings.log_every * settings.log_every)
                 if ranks.is_first():
-                    log(record | means | _counts(trainer) | trainer.status())
+                    log(record | means | _counts(trainer) | trainer.status() | held_out)
             if finished or due:
                 _check_weights(state, stage)
             if due and checkpoint is not None:

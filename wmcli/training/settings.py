@@ -70,6 +70,10 @@ class TrainingSettings(Section):
     [seconds]"""
     log_every: int = Field(50, ge=1)
     """Interval of lines in metrics.jsonl. [updates]"""
+    held_out_every: int = Field(0, ge=0)
+    """Interval of the dynamics model's losses on held-out test episodes, as `held_out_` metrics in the next line of
+    metrics.jsonl; 0 measures none. Training is the same. Played experience has such episodes by `collect.test_games`.
+    [updates]"""
     log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(("tensorboard",), strict=False)
     """Programs that get the lines of metrics.jsonl as curves: TensorBoard's event files in the run; Weights & Biases
     (extra wandb), offline where there is no account; Trackio (extra trackio), on this machine."""

@@ -33,6 +33,7 @@ _NO_SCORES = {
 }
 """Columns of the protocols' tables that say what was scored."""
 TITLES = {
+    "training": "Training games",
     "gridworld": "Grid world",
     "held-out": "Held-out episodes",
     "generation": "Generation",

@@ -1,0 +1,116 @@
+"""`wm compare --losses`: losses of dynamics models on held-out episodes over updates, beside those in training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from wmcli.artifacts import Run
+from wmcli.assemble import settings_of
+from wmcli.errors import ArtifactError, UsageError
+from wmcli.progress import Progress
+from wmcli.report.plots import along, compared_curves, curves_by_stage, write_figure
+from wmcli.settings import flatten
+from wmcli.stages.scores import Score, label_groups
+from wmcli.trainers.held_out import PREFIX
+
+STAGE = "train-dynamics"
+NO_LOSSES = ("nonzero_rewards", "nonzero_rewards_hit")  # logged beside losses, to compute a recall
+SCORED = "dynamics.observation_burn_in"
+"""Which frames of a segment count in the observation loss of a token model."""
+
+Curve = tuple[np.ndarray, np.ndarray]
+
+
+class Losses(NamedTuple):
+    """Curves of the dynamics of a run, (updates, values) by metric without `PREFIX`."""
+
+    held_out: dict[str, Curve]
+    trained: dict[str, Curve]
+    """Of the same metrics, on the batches of training."""
+
+
+def draw_losses(scores: Sequence[Score], keys: Sequence[str], out: Path, progress: Progress) -> None:
+    """Draw the losses of runs on held-out episodes, and faintly those in training, a panel for each.
+
+    A line is a run, or the mean of the runs with the same values of `keys`, with a band of a standard deviation over
+    them on either side.
+
+    Args:
+        scores: One per run.
+        keys: Settings (`section.key`) that make the lines; without them each run is one.
+        out: A .png, .svg or .pdf.
+        progress: Gets a warning where losses are not of the same frames.
+
+    Raises:
+        UsageError: A run measured no such losses, a key is unknown, or the picture cannot be written.
+
+    Source: REM (Cohen et al. 2024, arXiv 2402.05643), figure 15.
+    """
+    groups = label_groups(scores, keys) if keys else {str(score.run): [score] for score in scores}
+    _warn_of_other_frames(scores, progress)
+    losses = {label: [read_losses(score.run) for score in members] for label, members in groups.items()}
+    held_out = {label: _over_runs([run.held_out for run in runs]) for label, runs in losses.items()}
+    trained = {label: _over_runs([run.trained for run in runs]) for label, runs in losses.items()}
+    names = {label: f"{label} ({len(runs)} runs)" if len(runs) > 1 else label for label, runs in losses.items()}
+    figure = compared_curves(
+        {names[label]: curves for label, curves in held_out.items()},
+        faint={names[label]: {name: curve[:2] for name, curve in curves.items()} for label, curves in trained.items()},
+        title="On held-out episodes; dotted: in training",
+    )
+    write_figure(out, figure)
+
+
+def read_losses(path: Path) -> Losses:
+    """Read the losses of a run's newest dynamics model and its ancestors.
+
+    Raises:
+        UsageError: It measured none on held-out episodes.
+    """
+    run = Run.open(path, create=False)
+    jobs, version = [], run.latest("dynamics")
+    while version is not None:
+        jobs.append(version.manifest["job"])
+        try:
+            version = version.input("parent") if "parent" in version.inputs else None
+        except ArtifactError:  # removed, and so are earlier ones
+            break
+    curves = curves_by_stage(along(run.history(), jobs)).get(STAGE, {})
+    held_out = {name.removeprefix(PREFIX): curve for name, curve in curves.items() if name.startswith(PREFIX)}
+    held_out = {name: curve for name, curve in held_out.items() if name not in NO_LOSSES}
+    if not held_out:
+        raise UsageError(
+            f"{path} has no losses on held-out episodes; train with --set training.held_out_every=N, which needs"
+            " episodes that are held out (collect.test_games, or wm import --held-out)"
+        )
+    return Losses(held_out, {name: curves[name] for name in held_out if name in curves})
+
+
+def _over_runs(runs: Sequence[Mapping[str, Curve]]) -> dict[str, tuple[np.ndarray, ...]]:
+    """Return updates, mean, and of several runs the limits of the band, for each metric that all runs have."""
+    shared = [name for name in runs[0] if all(name in run for run in runs)]
+    found: dict[str, tuple[np.ndarray, ...]] = {}
+    for name in shared:
+        curves = [run[name] for run in runs]
+        first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+        updates = np.unique([x for each, _ in curves for x in each if first <= x <= last])
+        if not len(updates):  # no update that all runs have reached
+            continue
+        values = np.array([np.interp(updates, x, y) for x, y in curves])
+        mean, spread = values.mean(0), values.std(0, ddof=1) if len(runs) > 1 else None
+        found[name] = (updates, mean) if spread is None else (updates, mean, mean - spread, mean + spread)
+    return found
+
+
+def _warn_of_other_frames(scores: Sequence[Score], progress: Progress) -> None:
+    settings = [flatten(settings_of(score.evaluation)) for score in scores]
+    frames = {str(each[SCORED]) for each in settings if SCORED in each}
+    predictions = {str(each.get("dynamics.prediction")) for each in settings}
+    if len(frames) > 1 or (frames == {"0"} and len(predictions) > 1):
+        progress.warn(
+            f"{SCORED} = {', '.join(sorted(frames))} with dynamics.prediction = {', '.join(sorted(predictions))}:"
+            f" observation losses are means over other frames; train all with one {SCORED} of 1 or more"
+        )
