@@ -300,12 +300,12 @@ def test_priors_of_several_runs_are_drawn_together(run: Path, played: Path, tmp_
     scores = [Score(folder, evaluate(opened(folder), episodes=1)) for folder in (run, tmp_path / "other")]
     if version(run, "dynamics", 1).settings["dynamics"]["kind"] != "unizero":
         with pytest.raises(UsageError, match="no priors to draw"):
-            compare_priors(scores[:1], out)
+            compare_priors({"all": scores[:1]}, out, Progress(quiet=True))
         return
-    compare_priors(scores, out)
+    compare_priors({"all": scores}, out, Progress(quiet=True))
     assert out.read_bytes().startswith(b"\x89PNG")
     train_dynamics(opened(run, more=True))  # its newer records are not in the other run
-    compare_priors(scores, out)
+    compare_priors({"all": scores}, out, Progress(quiet=True))
 
 
 @pytest.mark.parametrize("controller", ["reinforce", "actor-critic"])

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
+from wmcli.cli.compare_tables import show_groups, show_statistics, show_variants
 from wmcli.cli.evaluate import ProtocolName
 from wmcli.cli.options import Format, Json, Quiet, complete_key, refuse_both_forms
-from wmcli.cli.output import EXACT, Form, Row, answer, chosen, emit_json, filled, remark
+from wmcli.cli.output import EXACT, Form, answer, chosen, emit_json
 from wmcli.cli.schema import describe_comparison
 from wmcli.errors import UsageError
 from wmcli.progress import Progress
@@ -21,9 +20,12 @@ if TYPE_CHECKING:
     from wmcli.metrics.atari import Column
     from wmcli.stages.protocol import Protocol
     from wmcli.stages.scores import Score
+    from wmcli.sweeps.plan import Sweep
 
 PICTURES = "Pictures"
 Groups = Mapping[str, Sequence["Score"]]
+OF_PUBLISHED = {"profiles", "intervals", "improvement"}
+"""Pictures of scores, without the runs that they are of."""
 
 
 def complete_column() -> list[str]:
@@ -40,7 +42,8 @@ def compare(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Compare the variants of a sweep: games, aggregates, cost.",
+            help="Compare the variants of a sweep, a file or the name of a suite: games, aggregates, cost, or the table"
+            " of --protocol.",
         ),
     ] = None,
     published: Annotated[
@@ -177,23 +180,10 @@ def compare(
         wm compare runs/* --format latex
         wm compare runs/mamba2 runs/gru --protocol gridworld
         wm compare --sweep backbones.toml --profiles profiles.png
+        wm compare --sweep s4wm-rooms:cpu --protocol generation --strips rooms.png
         wm compare runs/rem-1 runs/rem-2 runs/iris-1 --cost epochs.png
     """
     refuse_both_forms(as_json, form)
-    if cost is not None:
-        if (
-            published
-            or against
-            or curves
-            or profiles
-            or priors
-            or strips
-            or protocol != "returns"
-            or (sweep and (runs or by))
-        ):
-            raise UsageError("--cost shows seconds of an epoch alone: give RUN... with --by, or --sweep, and no more.")
-        _compare_cost(runs or [], sweep, by or (), cost, as_json, form, Progress(quiet))
-        return
     drawn = {
         "curves": curves,
         "profiles": profiles,
@@ -203,76 +193,111 @@ def compare(
         "attention": attention,
         "losses": losses,
         "strips": strips,
+        "cost": cost,
     }
     pictures = {name: path for name, path in drawn.items() if path is not None}
-    _check_sources(runs, sweep, published, pictures, bool(against or by or protocol != "returns"))
-    if improvement is not None and sweep is None and not (by or against) and len(published or ()) + bool(runs) < 2:
-        raise UsageError("--improvement needs two to compare: add --by, --against or --published.")
-    style = _style(over, band, curves is not None and protocol == "returns")
+    _check_sources(runs or (), sweep, against or (), by or (), published or (), pictures, protocol)
     columns, progress = _columns(published), Progress(quiet)
-    if not runs:
-        if sweep is None:
-            _draw({}, columns, pictures, style, progress)
-            _compare_published({}, columns, as_json, form, progress)
-        else:
-            _compare_sweep(sweep, columns, pictures, style, as_json, form, progress)
+    if cost is not None:
+        _compare_cost(runs or (), sweep, by or (), cost, as_json, form, progress)
         return
     from wmcli.stages.protocols import PROTOCOLS
-    from wmcli.stages.scores import differences, read_scores
 
     choice = PROTOCOLS[protocol]
-    _check_protocol(choice, pictures, against=against, by=by, published=published)
-    every = read_scores([*runs, *(against or ())], protocol, progress)
-    scores, others = every[: len(runs)], every[len(runs) :]
-    _draw_runs(scores, others, choice, columns, by or (), pictures, style, progress)
-    if columns:
-        groups = _groups(scores, others, by or ())
-        for line in differences(list(groups.values()), by or ()):
-            progress.warn(line)
-        _compare_published(groups, columns, as_json, form, progress)
-        return
-    rows, statistics = _compare(scores, others, choice, by, progress)
-    if as_json:
-        emit_json(describe_comparison(protocol, scores, others, rows, statistics))
-    elif choice.needs == "dynamics" or chosen(form) in EXACT:
-        answer(rows, list(rows[0]), form)
-    elif by:
-        _show_groups(rows, by, form)
+    _check_protocol(choice, pictures, against or by or published)
+    style = _style(over, band, "curves" in pictures and choice.needs != "dynamics")
+    if sweep is not None:
+        found = _of_sweep(sweep, protocol, progress)
     else:
-        _show_statistics(rows, form)
+        found = _of_runs(runs or (), against or (), by or (), protocol, progress)
+    _draw(found, choice, columns, pictures, style, progress)
+    if found.missing:
+        shown = ", ".join(found.missing[:5])
+        more = f" and {len(found.missing) - 5} more" if len(found.missing) > 5 else ""
+        progress.warn(f"{len(found.missing)} runs have no evaluation of --protocol {protocol} yet: {shown}{more}")
+    if choice.needs == "dynamics":
+        rows = choice.table([score.evaluation for score in found.scores])
+        if as_json:
+            emit_json(describe_comparison(protocol, found.scores, (), rows, {}))
+        else:
+            answer(rows, list(rows[0]), form)
+    elif sweep is not None or columns:
+        show_variants(_compare_variants(found, columns, progress), columns, found.missing, as_json, form)
+    else:
+        _compare_scores(found, by or (), protocol, as_json, form, progress)
+
+
+class _Found(NamedTuple):
+    """The scores to compare."""
+
+    scores: Sequence[Score]
+    """Of RUN... or of all runs of a sweep."""
+    groups: Groups
+    """The same by variant: values of settings, one of two sides, or one for all."""
+    lines: Groups
+    """The same by the name of their line in pictures."""
+    against: Sequence[Score] = ()
+    missing: Sequence[str] = ()
+    """Names of runs of a sweep without an evaluation."""
+    sweep: Sweep | None = None
+    by: Sequence[str] = ()
+    """Settings that make the groups."""
+
+
+def _of_sweep(file: Path, protocol: str, progress: Progress) -> _Found:
+    from wmcli.sweeps.plan import read_sweep
+    from wmcli.sweeps.tables import sweep_scores
+
+    sweep = read_sweep(file)
+    groups, missing = sweep_scores(sweep, protocol, progress)
+    scores = [score for members in groups.values() for score in members]
+    return _Found(scores, groups, groups, missing=missing, sweep=sweep)
+
+
+def _of_runs(
+    runs: Sequence[Path], against: Sequence[Path], by: Sequence[str], protocol: str, progress: Progress
+) -> _Found:
+    from wmcli.stages.scores import label_groups, read_scores
+
+    every = read_scores([*runs, *against], protocol, progress)
+    scores, others = every[: len(runs)], every[len(runs) :]
+    if by:
+        groups = label_groups(scores, by)
+        return _Found(scores, groups, groups, by=by)
+    groups = {"RUN": scores, "--against": others} if others else {"all runs": scores} if scores else {}
+    return _Found(scores, groups, {str(score.run): [score] for score in scores}, others)
 
 
 # -- checks, before any work ------------------------------------------------------------------------------------------
 
 
 def _check_sources(
-    runs: list[Path] | None,
+    runs: Sequence[Path],
     sweep: Path | None,
-    published: list[str] | None,
+    against: Sequence[Path],
+    by: Sequence[str],
+    published: Sequence[str],
     pictures: Mapping[str, Path],
-    chosen_runs: bool,
+    protocol: str,
 ) -> None:
-    """Refuse options that do not go with what is compared, and pictures that cannot be written.
-
-    Args:
-        runs: RUN...
-        sweep: --sweep.
-        published: --published.
-        pictures: Files by the name of their option.
-        chosen_runs: Whether --against, --by or --protocol was given.
-    """
+    """Refuse options that do not go with what is compared, and pictures that cannot be written."""
     from wmcli.report.files import check_target
 
-    if runs and sweep is not None:
-        raise UsageError("--sweep names the runs itself: omit RUN.")
+    if sweep is not None and (runs or against or by):
+        raise UsageError("--sweep names runs and groups itself: omit RUN, --against and --by.")
     if not runs and sweep is None and not published:
         raise UsageError("no runs: name some, the file of a sweep with --sweep, or published scores with --published.")
-    of_runs = chosen_runs or not pictures.keys().isdisjoint(("priors", "strips"))
-    if not runs and of_runs:
-        what = "--published alone compares" if sweep is None else "--sweep compares"
-        raise UsageError(f"{what} variants: omit --against, --by, --protocol, --priors and --strips, or name runs.")
-    if not runs and sweep is None and "curves" in pictures:
-        raise UsageError("--curves is for runs: name some, or omit it; published scores are its dashed lines.")
+    if not runs and sweep is None:
+        of_runs = [name for name in pictures if name not in OF_PUBLISHED]
+        if against or by or of_runs or protocol != "returns":
+            given = ", ".join(f"--{name}" for name in of_runs) or "--against, --by and --protocol"
+            raise UsageError(f"{given}: for runs, and --published alone has none: name some, or a sweep.")
+    if against and (by or not pictures.keys() <= OF_PUBLISHED):
+        raise UsageError("--against compares two sets of runs: omit --by and pictures of single runs.")
+    if "cost" in pictures and (published or against or len(pictures) > 1 or protocol != "returns"):
+        raise UsageError("--cost shows seconds of an epoch alone: give RUN... with --by, or --sweep, and no more.")
+    if "improvement" in pictures and sweep is None and not (by or against) and len(published) + bool(runs) < 2:
+        raise UsageError("--improvement needs two to compare: add --by, --against or --published.")
     for picture in pictures.values():
         check_target(picture, (".png", ".svg", ".pdf"))
 
@@ -295,23 +320,15 @@ def _columns(names: Sequence[str] | None) -> list[Column]:
     return columns
 
 
-def _check_protocol(
-    protocol: Protocol,
-    pictures: Mapping[str, Path],
-    *,
-    against: list[Path] | None,
-    by: list[str] | None,
-    published: list[str] | None,
-) -> None:
-    """Refuse options that exclude each other, or that evaluations of this protocol do not have."""
-    if against and (by or "curves" in pictures):
-        raise UsageError("--against compares two sets of runs: omit --by and --curves.")
-    of_returns = {"against": against, "by": by, "published": published, **pictures}
-    given = [f"--{name}" for name, value in of_returns.items() if value and name not in ("curves", "strips")]
-    if protocol.needs == "dynamics" and given:
-        raise UsageError(f"--protocol {protocol.name} scores dynamics: omit {', '.join(given)}.")
-    if "curves" in pictures and protocol.needs == "dynamics" and protocol.plot_curves is None:
-        raise UsageError(f"--protocol {protocol.name} has no curves: omit --curves.")
+def _check_protocol(protocol: Protocol, pictures: Mapping[str, Path], sides: Sequence[Any] | None) -> None:
+    """Refuse `sides`, which are --against, --by or --published, and pictures that this protocol does not have."""
+    if protocol.needs == "dynamics":
+        if sides or not pictures.keys().isdisjoint(OF_PUBLISHED):
+            pictured = "".join(f", --{name}" for name in sorted(OF_PUBLISHED & pictures.keys()))
+            omitted = f"--against, --by, --published{pictured}"
+            raise UsageError(f"--protocol {protocol.name} scores dynamics: omit {omitted}.")
+        if "curves" in pictures and protocol.plot_curves is None:
+            raise UsageError(f"--protocol {protocol.name} has no curves: omit --curves.")
     if "strips" in pictures and protocol.draw_strips is None:
         raise UsageError(
             f"--protocol {protocol.name} has no strips: add --protocol generation, recall, reward or doors."
@@ -321,120 +338,99 @@ def _check_protocol(
 # -- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def _draw_runs(
-    scores: Sequence[Score],
-    against: Sequence[Score],
+def _draw(
+    found: _Found,
     protocol: Protocol,
     columns: Sequence[Column],
-    by: Sequence[str],
     pictures: Mapping[str, Path],
     style: Mapping[str, Any],
     progress: Progress,
 ) -> None:
-    """Draw the pictures of runs that have a file."""
-    from wmcli.report.plots import write_figure
-    from wmcli.stages.score_pictures import compare_priors
+    """Draw the pictures that have a file."""
+    from wmcli.stages.pools import pool_variants
+    from wmcli.stages.score_pictures import (
+        compare_priors,
+        draw_curves,
+        draw_improvement,
+        draw_intervals,
+        draw_profiles,
+    )
 
+    of_scores = {"profiles": draw_profiles, "intervals": draw_intervals, "improvement": draw_improvement}
+    if not pictures.keys().isdisjoint(of_scores):
+        pools = pool_variants(found.groups, columns)
+        for name, draw in of_scores.items():
+            if name in pictures:
+                draw(pools, pictures[name], progress)
     if "priors" in pictures:
-        compare_priors(scores, pictures["priors"])
+        compare_priors(found.groups, pictures["priors"], progress)
     if "attention" in pictures:
         from wmcli.stages.attention import draw_attention
 
-        draw_attention(scores, by, pictures["attention"], progress)
+        draw_attention(found.lines, pictures["attention"], progress)
     if "losses" in pictures:
         from wmcli.stages.loss_pictures import draw_losses
 
-        draw_losses(scores, by, pictures["losses"], progress)
-    if "strips" in pictures and protocol.draw_strips:
-        protocol.draw_strips([score.evaluation for score in scores], pictures["strips"])
-    if protocol.needs == "controller":
-        lines = None if by else {str(score.run): [score] for score in scores}
-        _draw(_groups(scores, against, by), columns, pictures, style, progress, lines)
-    elif "curves" in pictures and protocol.plot_curves:
-        write_figure(pictures["curves"], protocol.plot_curves([score.evaluation for score in scores]))
+        draw_losses(found.lines, pictures["losses"], progress)
+    if "curves" in pictures and protocol.needs != "dynamics":
+        draw_curves(found.lines, pictures["curves"], progress, published=columns, **style)
+    elif "curves" in pictures or "strips" in pictures:
+        _draw_by_task(found, protocol, pictures)
 
 
-def _groups(scores: Sequence[Score], against: Sequence[Score], by: Sequence[str]) -> Groups:
-    """Return scores by the name of their variant: values of settings, one of two sides, or one for all."""
-    from wmcli.stages.scores import label_groups
+def _draw_by_task(found: _Found, protocol: Protocol, pictures: Mapping[str, Path]) -> None:
+    """Draw curves and strips of evaluations of dynamics. Of several tasks each has a file of its own."""
+    from wmcli.report.plots import write_figure
+    from wmcli.stages.score_pictures import beside
+
+    tasks = list(dict.fromkeys(score.environment for score in found.scores))
+    for task in tasks:
+        files = {
+            name: path if len(tasks) == 1 else beside(path, task.rpartition("/")[2]) for name, path in pictures.items()
+        }
+        lines = [[score for score in members if score.environment == task] for members in found.lines.values()]
+        if "curves" in pictures and protocol.plot_curves:
+            alike = [score.evaluation for members in lines for score in members]
+            write_figure(files["curves"], protocol.plot_curves(alike))
+        if "strips" in pictures and protocol.draw_strips:  # a model a row, of a variant the first run
+            protocol.draw_strips([members[0].evaluation for members in lines if members], files["strips"])
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _compare_variants(found: _Found, columns: Sequence[Column], progress: Progress) -> list[dict[str, Any]]:
+    """Return the rows of our variants, and of published ones."""
+    from wmcli.stages.scores import differences
+    from wmcli.stages.variants import compare_variants
+    from wmcli.sweeps.tables import sweep_records
+
+    if found.sweep is not None:
+        return compare_variants(found.groups, sweep_records(found.sweep), progress, columns or None)
+    for line in differences(list(found.groups.values()), found.by):
+        progress.warn(line)
+    return compare_variants(found.groups, {}, progress, columns)
+
+
+def _compare_scores(
+    found: _Found, by: Sequence[str], protocol: str, as_json: bool, form: Form | None, progress: Progress
+) -> None:
+    """Show runs with their statistics, or a row for each value of some settings."""
+    from wmcli.stages.aggregate import aggregate, compare_settings
 
     if by:
-        return label_groups(scores, by)
-    return {"RUN": scores, "--against": against} if against else {"all runs": scores}
-
-
-def _draw(
-    groups: Groups,
-    columns: Sequence[Column],
-    pictures: Mapping[str, Path],
-    style: Mapping[str, Any],
-    progress: Progress,
-    lines: Groups | None = None,
-) -> None:
-    """Draw the pictures of scores that have a file. Curves have `lines` of their own, or those of the groups."""
-    from wmcli.stages.pools import pool_variants
-    from wmcli.stages.score_pictures import draw_curves, draw_improvement, draw_intervals, draw_profiles
-
-    drawers = {"profiles": draw_profiles, "intervals": draw_intervals, "improvement": draw_improvement}
-    if not pictures.keys().isdisjoint(drawers):
-        pools = pool_variants(groups, columns)
-        for name, draw in drawers.items():
-            if name in pictures:
-                draw(pools, pictures[name], progress)
-    if "curves" in pictures:
-        draw_curves(lines or groups, pictures["curves"], progress, published=columns, **style)
-
-
-# -- sweeps and published scores --------------------------------------------------------------------------------------
-
-
-def _compare_sweep(
-    file: Path,
-    columns: Sequence[Column],
-    pictures: Mapping[str, Path],
-    style: Mapping[str, Any],
-    as_json: bool,
-    form: Form | None,
-    progress: Progress,
-) -> None:
-    """Compare the variants of a sweep: tables of games, aggregates and cost, and pictures."""
-    from wmcli.sweeps.plan import read_sweep
-    from wmcli.sweeps.tables import compare_sweep
-
-    found = compare_sweep(read_sweep(file), progress, columns or None)
-    _draw(found.scores, columns, pictures, style, progress)
-    if found.missing:
-        progress.warn(f"{len(found.missing)} runs have no evaluation yet: {', '.join(found.missing[:5])}, ...")
-    _show_variants(found.rows, columns, as_json, form, found.missing)
-
-
-def _compare_published(
-    groups: Groups, columns: Sequence[Column], as_json: bool, form: Form | None, progress: Progress
-) -> None:
-    """Compare published scores with each other, and with runs if there are some."""
-    from wmcli.stages.variants import compare_variants
-
-    _show_variants(compare_variants(groups, {}, progress, columns), columns, as_json, form)
-
-
-def _show_variants(
-    rows: list[dict[str, Any]], columns: Sequence[Column], as_json: bool, form: Form | None, missing: Sequence[str] = ()
-) -> None:
-    """Print the tables of variants, and what there is to say of the published scores in them."""
-    from wmcli.stages import variants
-
-    if as_json:
-        emit_json({"rows": rows, "missing": missing})
-    elif chosen(form) in EXACT:
-        answer(rows, variants.COLUMNS, form)
+        rows, statistics = compare_settings(found.scores, by, progress), {}
     else:
-        aggregates, cost = (variants.variants_table(rows, table) for table in (variants.AGGREGATES, variants.COST))
-        for table in filter(None, (variants.games_table(rows), aggregates, variants.improvement_table(rows), cost)):
-            answer(table, list(dict.fromkeys(key for row in table for key in row)), form)
-        remark(variants.notes(rows, columns), form)
-
-
-# -- cost -------------------------------------------------------------------------------------------------------------
+        statistics = aggregate(found.scores, found.against, progress)
+        rows = statistics.pop("rows")
+    if as_json:
+        emit_json(describe_comparison(protocol, found.scores, found.against, rows, statistics))
+    elif chosen(form) in EXACT:
+        answer(rows, list(rows[0]), form)
+    elif by:
+        show_groups(rows, by, form)
+    else:
+        show_statistics(rows, form)
 
 
 def _compare_cost(
@@ -448,14 +444,10 @@ def _compare_cost(
 ) -> None:
     """Show and draw the seconds of an epoch by variant and stage."""
     from wmcli.report.cost import draw_epochs, epoch_table
-    from wmcli.report.files import check_target
     from wmcli.stages.cost import COLUMNS, STAGES, epoch_costs, group_runs
     from wmcli.sweeps.plan import read_sweep
     from wmcli.sweeps.tables import begun_runs
 
-    check_target(picture, (".png", ".svg", ".pdf"))
-    if not runs and sweep is None:
-        raise UsageError("no runs: name some, or the file of a sweep with --sweep.")
     variants = group_runs(runs, by) if sweep is None else begun_runs(read_sweep(sweep))
     rows = epoch_costs(variants, progress)
     draw_epochs(rows, "variant", STAGES, picture)
@@ -466,72 +458,3 @@ def _compare_cost(
     else:
         table = epoch_table(rows, "variant")
         answer(table, list(dict.fromkeys(key for row in table for key in row)), form)
-
-
-# -- tables -----------------------------------------------------------------------------------------------------------
-
-
-def _compare(
-    scores: Sequence[Score],
-    against: Sequence[Score],
-    protocol: Protocol,
-    by: Sequence[str] | None,
-    progress: Progress,
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the table and the statistics of a comparison."""
-    from wmcli.stages.aggregate import aggregate, compare_settings
-
-    if protocol.needs == "dynamics":
-        return protocol.table([score.evaluation for score in scores]), {}
-    if by:
-        return compare_settings(scores, by, progress), {}
-    statistics = aggregate(scores, against, progress)
-    return statistics.pop("rows"), statistics
-
-
-def _show_statistics(rows: list[dict[str, Any]], form: Form | None) -> None:
-    """Print each run's score and their statistics, with a line between parts."""
-    parts = [[_readable(row) for row in part] for _, part in groupby(rows, key=_part)]
-    every = [row for part in parts for row in part]
-    columns = filled(every, ["name", "score", "human-normalized", "environment", "episodes", "steps", "runs"])
-    answer([row for part in parts for row in (*part, None)][:-1], columns, form)
-    remark(
-        [f"{name}: {caveat}" for name, caveat in {row["name"]: row["caveat"] for row in rows}.items() if caveat], form
-    )
-
-
-def _show_groups(rows: list[dict[str, Any]], keys: list[str], form: Form | None) -> None:
-    """Print a row for each value of some settings."""
-    cells = [row | {"mean": _with_interval(row["mean"], row["low"], row["high"])} for row in rows]
-    answer(cells, [*keys, "mean", "unit", *filled(rows, ["human_normalized"]), "runs", "episodes", "steps"], form)
-
-
-def _part(row: Row) -> str:
-    """Return the part of the table of a row: runs, their aggregates, or published scores of one kind."""
-    from wmcli.stages.aggregate import ALL
-
-    if row["evaluation"]:
-        return "runs"
-    return ALL if row["name"] == ALL else f"{row['environment']} {row['statistic']}"
-
-
-def _readable(row: Row) -> dict[str, Any]:
-    """Return a row of `aggregate` in fewer columns, each number with its error."""
-    from wmcli.stages.aggregate import ALL
-    from wmcli.stages.scores import NORMALIZED
-
-    cells = {key: row[key] for key in ("name", "episodes", "steps", "runs")}
-    cells["environment"] = re.sub(r"^(ALE|wm)/|-v\d+$", "", row["environment"])
-    if ALL in (row["name"], row["environment"]):
-        cells["name"] += f": {row['statistic'].replace('_', ' ')}"
-    if row["stderr"] is not None:
-        score = f"{row['score']:.4g} ± {row['stderr']:.2g}"
-    else:
-        score = _with_interval(row["score"], row["low"], row["high"])
-    if row["unit"] == NORMALIZED:
-        return cells | {"human-normalized": score}
-    return cells | {"score": score, "human-normalized": row["human_normalized"]}
-
-
-def _with_interval(value: float, low: float | None, high: float | None) -> str:
-    return f"{value:.4g}" if low is None or high is None else f"{value:.3g} ({low:.3g} to {high:.3g})"

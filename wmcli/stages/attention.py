@@ -7,7 +7,7 @@ Axes: B windows, T frames, E elements, D width of the backbone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from wmcli.report.attention import AttentionMatrices, attention_figure
 from wmcli.report.plots import write_figure
 from wmcli.stages.context import Context
 from wmcli.stages.opening import open_context
-from wmcli.stages.scores import Score, label_groups
+from wmcli.stages.scores import Score
 from wmcli.training.device import derived_seed, isolated_randomness
 from wmcli.transfer import take_rows
 from wmcli.world_models.base import WorldModel
@@ -61,12 +61,11 @@ class Paid(NamedTuple):
     """Of the backbone in a time step."""
 
 
-def draw_attention(scores: Sequence[Score], keys: Sequence[str], out: Path, progress: Progress) -> None:
+def draw_attention(groups: Mapping[str, Sequence[Score]], out: Path, progress: Progress) -> None:
     """Draw the priors and the attention of the newest dynamics of each run, or means over the runs of a group.
 
     Args:
-        scores: One per run.
-        keys: Settings (`section.key`) that make the groups; none makes a row for each run.
+        groups: Scores, one per run, by the name of their row.
         out: A .png, .svg or .pdf.
         progress: Of the command.
 
@@ -74,14 +73,13 @@ def draw_attention(scores: Sequence[Score], keys: Sequence[str], out: Path, prog
         ArtifactError: Dynamics or their experience are missing.
         UsageError: A backbone does not attend, or runs of a group differ in its size.
     """
-    groups = label_groups(scores, keys) if keys else {str(score.run): [score] for score in scores}
     opened = {label: [_open(score.run) for score in members] for label, members in groups.items()}
     for label, members in opened.items():
         sizes = {(each.backbone.layers, each.backbone.heads) for each in members}
         if len(sizes) > 1:
             raise UsageError(f"--attention: the runs of {label} differ in layers or heads: group them with --by, too.")
     rows = []
-    with progress.bar("attention", len(scores), "runs") as bar:
+    with progress.bar("attention", sum(map(len, opened.values())), "runs") as bar:
         for label, members in opened.items():
             paid = []
             for each in members:

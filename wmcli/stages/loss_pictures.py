@@ -14,7 +14,7 @@ from wmcli.errors import ArtifactError, UsageError
 from wmcli.progress import Progress
 from wmcli.report.plots import along, compared_curves, curves_by_stage, write_figure
 from wmcli.settings import flatten
-from wmcli.stages.scores import Score, label_groups
+from wmcli.stages.scores import Score
 from wmcli.trainers.held_out import PREFIX
 
 STAGE = "train-dynamics"
@@ -33,25 +33,22 @@ class Losses(NamedTuple):
     """Of the same metrics, on the batches of training."""
 
 
-def draw_losses(scores: Sequence[Score], keys: Sequence[str], out: Path, progress: Progress) -> None:
+def draw_losses(groups: Mapping[str, Sequence[Score]], out: Path, progress: Progress) -> None:
     """Draw the losses of runs on held-out episodes, and faintly those in training, a panel for each.
 
-    A line is a run, or the mean of the runs with the same values of `keys`, with a band of a standard deviation over
-    them on either side.
+    A line is a run, or the mean of several with a band of a standard deviation over them on either side.
 
     Args:
-        scores: One per run.
-        keys: Settings (`section.key`) that make the lines; without them each run is one.
+        groups: Scores, one per run, by the name of their line.
         out: A .png, .svg or .pdf.
         progress: Gets a warning where losses are not of the same frames.
 
     Raises:
-        UsageError: A run measured no such losses, a key is unknown, or the picture cannot be written.
+        UsageError: A run measured no such losses, or the picture cannot be written.
 
     Source: REM (Cohen et al. 2024, arXiv 2402.05643), figure 15.
     """
-    groups = label_groups(scores, keys) if keys else {str(score.run): [score] for score in scores}
-    _warn_of_other_frames(scores, progress)
+    _warn_of_other_frames([score for members in groups.values() for score in members], progress)
     losses = {label: [read_losses(score.run) for score in members] for label, members in groups.items()}
     held_out = {label: _over_runs([run.held_out for run in runs]) for label, runs in losses.items()}
     trained = {label: _over_runs([run.trained for run in runs]) for label, runs in losses.items()}

@@ -27,7 +27,7 @@ from wmcli.report.plots import (
     write_figure,
 )
 from wmcli.stages.evaluate import PROTOCOL
-from wmcli.stages.pictures import draw_priors
+from wmcli.stages.pictures import logged_priors, plot_priors
 from wmcli.stages.pools import (
     Pool,
     compared_pairs,
@@ -105,8 +105,7 @@ def draw_curves(
         if lacking := [name for name, value in values.items() if value is None]:
             progress.warn(f"the curves of {environment} have no line of {', '.join(lacking)}: no score is published")
         baselines = {name: value for name, value in values.items() if value is not None}
-        name = re.sub(r"[^\w.]+", "-", environment.rpartition("/")[2])
-        file = out if len(environments) == 1 else out.with_stem(f"{out.stem}-{name}")
+        file = out if len(environments) == 1 else beside(out, environment.rpartition("/")[2])
         write_figure(file, plot_lines(alike, curves, over, band, baselines))
 
 
@@ -292,11 +291,37 @@ def _lineage(score: Score, progress: Progress) -> set[str]:
     return digests
 
 
-def compare_priors(scores: Sequence[Score], out: Path) -> None:
-    """Draw the attention priors that runs learned.
+# -- attention priors -------------------------------------------------------------------------------------------------
+
+
+def compare_priors(groups: Mapping[str, Sequence[Score]], out: Path, progress: Progress) -> None:
+    """Draw the attention priors that runs learned: a line is the mean of the runs of a group.
+
+    Of several groups each has a file of its own, with the name of the group behind that of the file.
+
+    Args:
+        groups: Scores, one per run, by the name of their group.
+        out: A .png, .svg or .pdf.
+        progress: Gets a warning for groups that learned none.
 
     Raises:
-        UsageError: They learned none, or priors that do not match.
+        UsageError: None learned any, or those of a group do not match.
     """
-    runs = [Run.open(score.run, create=False) for score in scores]
-    draw_priors(runs, settings_of(scores[0].evaluation), out)
+    logged = {
+        name: [logged_priors(Run.open(score.run, create=False).history()) for score in members]
+        for name, members in groups.items()
+    }
+    learned = {name: runs for name, runs in logged.items() if any(runs)}
+    if not learned:
+        raise UsageError("no priors to draw; train dynamics whose backbone.prior.kind learns one.")
+    if without := [name for name in logged if name not in learned]:
+        progress.warn(f"no picture of {', '.join(without)}: no attention prior was learned")
+    for name, runs in learned.items():
+        figure = plot_priors(runs, settings_of(groups[name][0].evaluation))
+        write_figure(out if len(learned) == 1 else beside(out, name), figure)
+
+
+def beside(path: Path, name: str) -> Path:
+    """Return a file for one of several pictures: with a name behind that of `path`."""
+    ending = re.sub(r"[^\w.]+", "-", name)
+    return path.with_stem(f"{path.stem}-{ending}")

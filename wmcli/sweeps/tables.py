@@ -43,29 +43,54 @@ def begun_runs(sweep: Sweep) -> dict[str, list[Path]]:
     return folders
 
 
-def compare_sweep(sweep: Sweep, progress: Progress, published: Sequence[Column] | None = None) -> Comparison:
+def sweep_scores(sweep: Sweep, protocol: str, progress: Progress) -> tuple[dict[str, list[Score]], list[str]]:
+    """Find the evaluation of each run of a sweep under a protocol.
+
+    Args:
+        sweep: The sweep.
+        protocol: Name of the protocol.
+        progress: Gets a warning for an interim evaluation.
+
+    Returns:
+        Scores by variant, in the order of the file, and the names of runs without such an evaluation.
+
+    Raises:
+        ArtifactError: No run has one.
+    """
+    scores: dict[str, list[Score]] = {run.variant: [] for run in sweep.runs}
+    missing = []
+    for run in sweep.runs:
+        try:
+            scores[run.variant] += read_scores([run.folder], protocol, progress)
+        except ArtifactError:
+            missing.append(run.name)
+    scores = {variant: members for variant, members in scores.items() if members}
+    if not scores:
+        what = "is evaluated yet" if protocol == PROTOCOL else f"has an evaluation of --protocol {protocol}"
+        raise ArtifactError(f"no run of {sweep.file} {what}; see: wm sweep status {sweep.file}")
+    return scores, missing
+
+
+def compare_sweep(
+    sweep: Sweep, progress: Progress, published: Sequence[Column] | None = None, protocol: str = PROTOCOL
+) -> Comparison:
     """Compare the variants of a sweep by the runs that are evaluated.
 
     Args:
         sweep: The sweep.
         progress: Gets a warning for an interim evaluation, and for aggregates that are left out.
         published: See `compare_variants`.
+        protocol: Of returns.
 
     Raises:
         UsageError: Runs have different rules of play.
         ArtifactError: No run is evaluated.
     """
-    scores: dict[str, list[Score]] = {run.variant: [] for run in sweep.runs}
-    missing = []
-    for run in sweep.runs:
-        try:
-            scores[run.variant] += read_scores([run.folder], PROTOCOL, progress)
-        except ArtifactError:
-            missing.append(run.name)
-    scores = {variant: members for variant, members in scores.items() if members}
-    if not scores:
-        raise ArtifactError(f"no run of {sweep.file} is evaluated yet; see: wm sweep status {sweep.file}")
+    scores, missing = sweep_scores(sweep, protocol, progress)
+    return Comparison(scores, compare_variants(scores, sweep_records(sweep), progress, published), missing)
+
+
+def sweep_records(sweep: Sweep) -> dict[Path, dict[str, Any]]:
+    """Return what a sweep recorded of each run, by its folder. The first attempt at a run has no seconds yet."""
     records = {run.folder: read_record(run, sweep.records) or {} for run in sweep.runs}
-    # The first attempt at a run has no seconds before it ends.
-    records = {folder: record | {"seconds": record.get("seconds") or None} for folder, record in records.items()}
-    return Comparison(scores, compare_variants(scores, records, progress, published), missing)
+    return {folder: record | {"seconds": record.get("seconds") or None} for folder, record in records.items()}
