@@ -300,12 +300,17 @@ def test_priors_of_several_runs_are_drawn_together(run: Path, played: Path, tmp_
     scores = [Score(folder, evaluate(opened(folder), episodes=1)) for folder in (run, tmp_path / "other")]
     if version(run, "dynamics", 1).settings["dynamics"]["kind"] != "unizero":
         with pytest.raises(UsageError, match="no priors to draw"):
-            compare_priors(scores[:1], out)
+            compare_priors(scores[:1], (), out)
+        with pytest.raises(UsageError, match="has learned no priors: omit it"):
+            compare_priors(scores, ("seed",), out)
+        assert not out.exists()
         return
-    compare_priors(scores, out)
+    compare_priors(scores, (), out)
     assert out.read_bytes().startswith(b"\x89PNG")
     train_dynamics(opened(run, more=True))  # its newer records are not in the other run
-    compare_priors(scores, out)
+    compare_priors(scores, (), out)
+    compare_priors(scores, ("backbone.prior.kind",), tmp_path / "bars.png")
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("controller", ["reinforce", "actor-critic"])

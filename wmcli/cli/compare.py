@@ -82,7 +82,10 @@ def compare(
     priors: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Draw the attention priors that the runs learned (.png).", rich_help_panel=PICTURES
+            metavar="FILE",
+            help="Draw the attention priors that the runs learned (.png): over updates, or with --by the last ones of"
+            " each value.",
+            rich_help_panel=PICTURES,
         ),
     ] = None,
     attention: Annotated[
@@ -199,7 +202,7 @@ def _draw(
     if profiles:
         draw_profiles(scores, against, by, profiles)
     if priors:
-        compare_priors(scores, priors)
+        compare_priors(scores, by, priors)
     if attention:
         from wmcli.stages.attention import draw_attention
 

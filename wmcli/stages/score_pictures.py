@@ -17,7 +17,7 @@ from wmcli.metrics import atari, statistics
 from wmcli.progress import Progress
 from wmcli.report.plots import STEPS, performance_profiles, returns_over, write_figure
 from wmcli.stages.evaluate import PROTOCOL
-from wmcli.stages.pictures import draw_priors
+from wmcli.stages.pictures import draw_priors, plot_prior_groups
 from wmcli.stages.scores import Score, check_same_tasks, label_groups, pool_scores, pooled_unit
 
 if TYPE_CHECKING:
@@ -203,11 +203,17 @@ def _lineage(score: Score, progress: Progress) -> set[str]:
     return digests
 
 
-def compare_priors(scores: Sequence[Score], out: Path) -> None:
-    """Draw the attention priors that runs learned.
+def compare_priors(scores: Sequence[Score], keys: Sequence[str], out: Path) -> None:
+    """Draw the attention priors that runs learned: over updates, or with `keys` what each group of runs ended with.
 
     Raises:
         UsageError: They learned none, or priors that do not match.
     """
+    if keys:
+        groups = label_groups(scores, keys)
+        opened = {label: [Run.open(score.run, create=False) for score in group] for label, group in groups.items()}
+        settings = {label: settings_of(group[0].evaluation) for label, group in groups.items()}
+        write_figure(out, plot_prior_groups(opened, settings))
+        return
     runs = [Run.open(score.run, create=False) for score in scores]
     draw_priors(runs, settings_of(scores[0].evaluation), out)
