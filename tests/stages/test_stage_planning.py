@@ -18,6 +18,7 @@ from wmcli.assemble import load_controller
 from wmcli.errors import UsageError
 from wmcli.experience import read_segment
 from wmcli.experience.load import SEGMENT
+from wmcli.progress import Progress
 from wmcli.stages.collect import collect
 from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
@@ -34,6 +35,7 @@ from wmcli.training.checkpoint import TRAINING, read_part
 from wmcli.training.device import Machine
 
 CPU = Machine(torch.device("cpu"), "float32", 1)
+QUIET = Progress(quiet=True)
 COMMON = [
     "environment.size=16",
     "environment.count=3",
@@ -300,12 +302,15 @@ def test_priors_of_several_runs_are_drawn_together(run: Path, played: Path, tmp_
     scores = [Score(folder, evaluate(opened(folder), episodes=1)) for folder in (run, tmp_path / "other")]
     if version(run, "dynamics", 1).settings["dynamics"]["kind"] != "unizero":
         with pytest.raises(UsageError, match="no priors to draw"):
-            compare_priors({"all": scores[:1]}, out, Progress(quiet=True))
+            compare_priors({"one": scores[:1], "two": scores[1:]}, out, QUIET)
+        assert not out.exists()
         return
-    compare_priors({"all": scores}, out, Progress(quiet=True))
+    compare_priors({"all": scores}, out, QUIET)
     assert out.read_bytes().startswith(b"\x89PNG")
     train_dynamics(opened(run, more=True))  # its newer records are not in the other run
-    compare_priors({"all": scores}, out, Progress(quiet=True))
+    compare_priors({"all": scores}, out, QUIET)
+    compare_priors({"one": scores[:1], "two": scores[1:]}, tmp_path / "bars.png", QUIET)
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("controller", ["reinforce", "actor-critic"])

@@ -126,7 +126,10 @@ def compare(
     priors: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Draw the attention priors that the runs learned (.png).", rich_help_panel=PICTURES
+            metavar="FILE",
+            help="Draw the attention priors that the runs learned (.png): over updates, or with --by the last ones of"
+            " each value.",
+            rich_help_panel=PICTURES,
         ),
     ] = None,
     attention: Annotated[

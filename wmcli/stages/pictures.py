@@ -15,6 +15,7 @@ from torch import Tensor
 from wmcli.artifacts import Run
 from wmcli.artifacts.manifest import IMAGINATION
 from wmcli.envs.vector import Transition
+from wmcli.errors import UsageError
 from wmcli.experience.replay import Replay
 from wmcli.report.files import write_whole
 from wmcli.report.images import (
@@ -29,6 +30,7 @@ from wmcli.report.images import (
 )
 from wmcli.report.observations import draw_observations
 from wmcli.report.plots import learned_priors, write_figure
+from wmcli.report.prior_bars import prior_bars
 from wmcli.settings import Settings
 from wmcli.spaces import ObservationSpace, column_names, first_part, from_columns, map_parts, stack_parts
 from wmcli.transfer import take_rows
@@ -293,11 +295,41 @@ def plot_priors(logged: Sequence[LoggedPriors], settings: Settings) -> Figure:
         UsageError: There are none, or those of the runs do not match.
     """
     common = sorted(set.intersection(*(set(records) for records in logged)))
-    names = list(logged[0][common[0]]) if common else []
+    kinds = {tuple(records[common[0]]) for records in logged} if common else {()}
+    if len(kinds) > 1:
+        raise UsageError("these runs learned priors of different kinds: add --by backbone.prior.kind.")
+    names = list(kinds.pop())
     lines = [{name: [records[update][name] for update in common] for name in names} for records in logged]
     prior = settings.attention_prior
     initial = {name: getattr(prior, name) for name in names if hasattr(prior, name)}  # of one learned since, none
     return learned_priors(common, lines, initial)
+
+
+def plot_prior_groups(groups: Mapping[str, Sequence[LoggedPriors]], settings: Mapping[str, Settings]) -> Figure:
+    """Plot the priors that groups of runs ended with, each with a column of its own.
+
+    Args:
+        groups: Of each run, by the name of its group.
+        settings: Of each group; give the initial values.
+
+    Raises:
+        UsageError: A run has none, or those of a group do not match.
+    """
+    ended: dict[str, list[dict[str, np.ndarray]]] = {}
+    for label, runs in groups.items():
+        for logged in runs:
+            if not logged:
+                raise UsageError(f"a run of {label} has learned no priors: omit it.")
+            last = {name: np.array(values, float) for name, values in logged[max(logged)].items()}
+            ended.setdefault(label, []).append(last)
+        shapes = {str({name: value.shape for name, value in last.items()}) for last in ended[label]}
+        if len(shapes) > 1:
+            raise UsageError(f"the priors of {label} differ in kind, heads or layers: group them with --by, too.")
+    initial = {
+        label: {name: getattr(settings[label].attention_prior, name) for name in runs[0]}
+        for label, runs in ended.items()
+    }
+    return prior_bars(ended, initial)
 
 
 def logged_priors(history: Iterable[Mapping[str, Any]]) -> LoggedPriors:

@@ -27,7 +27,7 @@ from wmcli.report.plots import (
     write_figure,
 )
 from wmcli.stages.evaluate import PROTOCOL
-from wmcli.stages.pictures import logged_priors, plot_priors
+from wmcli.stages.pictures import logged_priors, plot_prior_groups, plot_priors
 from wmcli.stages.pools import (
     Pool,
     compared_pairs,
@@ -295,9 +295,7 @@ def _lineage(score: Score, progress: Progress) -> set[str]:
 
 
 def compare_priors(groups: Mapping[str, Sequence[Score]], out: Path, progress: Progress) -> None:
-    """Draw the attention priors that runs learned: a line is the mean of the runs of a group.
-
-    Of several groups each has a file of its own, with the name of the group behind that of the file.
+    """Draw the attention priors that runs learned: of one group over updates, of several what each ended with.
 
     Args:
         groups: Scores, one per run, by the name of their group.
@@ -315,10 +313,13 @@ def compare_priors(groups: Mapping[str, Sequence[Score]], out: Path, progress: P
     if not learned:
         raise UsageError("no priors to draw; train dynamics whose backbone.prior.kind learns one.")
     if without := [name for name in logged if name not in learned]:
-        progress.warn(f"no picture of {', '.join(without)}: no attention prior was learned")
-    for name, runs in learned.items():
-        figure = plot_priors(runs, settings_of(groups[name][0].evaluation))
-        write_figure(out if len(learned) == 1 else beside(out, name), figure)
+        progress.warn(f"not in the picture: {', '.join(without)}, without attention priors that are learned")
+    settings = {name: settings_of(groups[name][0].evaluation) for name in learned}
+    if len(learned) == 1:
+        ((name, runs),) = learned.items()
+        write_figure(out, plot_priors(runs, settings[name]))
+    else:
+        write_figure(out, plot_prior_groups(learned, settings))
 
 
 def beside(path: Path, name: str) -> Path:
