@@ -93,6 +93,7 @@ def test_they_are_whole_games_of_their_own(holding: Path) -> None:
     assert len(np.unique(held["action"])) > 1
 
 
+@pytest.mark.slow
 def test_they_are_held_back_at_an_interval(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     opened(folder, "collect.test_games=1", "collect.test_games_every=3", "collect.steps=9", new=True)
@@ -107,6 +108,7 @@ def test_they_are_held_back_at_an_interval(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["among the games", "in the segment"])
+@pytest.mark.slow
 def test_a_stopped_collect_ends_with_the_same(
     holding: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -237,6 +239,7 @@ def test_every_world_model_is_measured(tmp_path: Path, name: str) -> None:
     assert parts == set(losses) and len(parts) >= 3 and all(np.isfinite(value) for value in losses.values())
 
 
+@pytest.mark.slow
 def test_a_resumed_training_measures_the_same(holding: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = ["training.held_out_every=2", "training.log_every=1", "dynamics.updates=6"]
     whole = copied(holding, tmp_path / "whole")
