@@ -63,6 +63,7 @@ def opened(folder: Path, name: str, overrides: list[str]) -> Context:
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_models_are_compared_at_every_length(models: list[str], tmp_path: Path) -> None:
     artifact = compare(opened(tmp_path, models[0], S4WM), what="models", presets=models, lengths=[12, 6, 6])
     about = {row["preset"]: row for row in artifact.metrics["models"]}
@@ -131,6 +132,7 @@ def test_training_reads_every_frame_once(
     assert all(before is after for (_, after), (before, _) in zip(carries[:-1], carries[1:], strict=True))
 
 
+@pytest.mark.slow
 def test_a_model_that_is_too_slow_is_left_out_at_longer_lengths(
     models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +175,7 @@ def token_models(tmp_path: Path) -> list[str]:
     return ["quickstart", preset(tmp_path, "sequential", "quickstart", f'dynamics.prediction = "sequential"\n{pixels}')]
 
 
+@pytest.mark.slow
 def test_epochs_of_presets_are_projected_side_by_side(token_models: list[str], tmp_path: Path) -> None:
     artifact = compare(opened(tmp_path, "quickstart", TINY), what="presets", presets=token_models)
     rows = {(row["preset"], row["stage"]): row for row in artifact.metrics["rows"]}
