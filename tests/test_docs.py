@@ -17,7 +17,7 @@ TEXTS = [
     *PAGES,
     *sorted((ROOT / "docs").glob("*.mk")),
     ROOT / "docs" / "Makefile",
-    *sorted((ROOT / "presets").iterdir()),
+    *sorted((ROOT / "presets").rglob("*.toml")),
 ]
 
 

@@ -15,7 +15,7 @@ from wmcli.envs import make
 from wmcli.settings import resolve
 from wmcli.spaces import Spaces
 from wmcli.stages.checks import check_rows
-from wmcli.stages.memory_tasks import check_measures
+from wmcli.stages.measures import check_measures
 
 DOCS = Path(__file__).parent.parent / "docs"
 STUDIES = sorted(DOCS.glob("*.mk"))

@@ -24,12 +24,13 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_wrong_use_is_refused_before_a_server_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "file"
+    file = tmp_path / "file.toml"
     file.write_text("preset = 3")
     assert "omit RUN" in refused(capsys, str(tmp_path), "--sweep", str(file))
     assert f"{file}: is a file" in refused(capsys, str(file))
     assert f"{file}: preset" in refused(capsys, "--sweep", str(file))
-    assert "no such file" in refused(capsys, "--sweep", str(tmp_path / "none"))
+    assert "no such file" in refused(capsys, "--sweep", str(tmp_path / "none.toml"))
+    assert "no suite called" in refused(capsys, "--sweep", "none")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "--port" in refused(capsys, str(tmp_path), "--no-open", "--port", str(taken.getsockname()[1]))
 

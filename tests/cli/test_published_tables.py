@@ -212,18 +212,18 @@ def test_games_that_a_column_lacks_are_named(capsys: pytest.CaptureFixture[str])
     [
         (["--published", "RME"], "no published scores called 'RME'; did you mean 'REM'?"),
         (["--published", "REM", "--published", "REM"], "--published REM is given twice"),
-        (["--published", "REM", "--curves", "x.png"], "--curves is for runs"),
-        (["--published", "REM", "--by", "seed"], "--published alone compares variants: omit"),
+        (["--published", "REM", "--curves", "x.png"], "--curves: for runs, and --published alone has none"),
+        (["--published", "REM", "--by", "seed"], "--against, --by and --protocol: for runs"),
         (["--published", "REM", "--improvement", "x.png"], "--improvement needs two to compare"),
         (["runs/a", "--improvement", "x.png"], "--improvement needs two to compare"),
         (["--published", "REM", "--profiles", "x.txt"], "x.txt"),
         (["--published", "REM", "--profiles", "x.png", "--band", "range"], "--band range is for curves"),
-        (["runs/a", "--protocol", "doors", "--published", "REM"], "scores dynamics: omit --published"),
+        (["runs/a", "--protocol", "doors", "--published", "REM"], "scores dynamics: omit --against, --by, --published."),
         (
             ["runs/a", "--protocol", "recall", "--curves", "x.png", "--over", "minutes"],
             "--over minutes is for curves of returns",
         ),
-        (["runs/a", "--sweep", "x.toml"], "--sweep names the runs itself"),
+        (["runs/a", "--sweep", "x.toml"], "--sweep names runs and groups itself"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(

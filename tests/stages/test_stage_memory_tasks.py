@@ -37,6 +37,7 @@ from wmcli.stages.collect import collect
 from wmcli.stages.context import Context
 from wmcli.stages.dynamics import train_dynamics
 from wmcli.stages.loop import run_loop
+from wmcli.stages.measures import check_measures, measures_of
 from wmcli.stages.memory_table import table
 from wmcli.stages.opening import open_context
 from wmcli.trainers.best_weights import BestWeights
@@ -431,7 +432,8 @@ def fitting(task: str) -> tuple[str, ...]:
 def test_every_preset_of_a_memory_task_is_looked_at() -> None:
     scripted = {name for name in preset_names() if resolve(name).collect.policy != "learned"}
     assert scripted == set(ADVERTISED)
-    assert not [name for name in preset_names() if name not in scripted and resolve(name).evaluation.measures]
+    measured = {name for name in preset_names() if name not in scripted and resolve(name).evaluation.measures}
+    assert measured == {"gridworld", "gridworld-long"}
 
 
 @pytest.mark.parametrize(("preset", "task"), [(name, task) for name, tasks in ADVERTISED.items() for task in tasks])
@@ -443,8 +445,8 @@ def test_presets_measure_with_protocols_that_fit_their_tasks(preset: str, task: 
     if settings.dynamics.rows == "episodes":
         with pytest.raises(UsageError, match=f"set dynamics.sequence_length={frames},"):
             check_rows(resolve(preset, [f"environment.id={task}", f"dynamics.sequence_length={frames - 1}"]))
-    stage.check_measures(settings)
-    assert stage.measures_of(settings) == fitting(task)
+    check_measures(settings)
+    assert measures_of(settings) == fitting(task)
     assert settings.environment.size == TASKS[task].side
 
 
@@ -529,11 +531,11 @@ def test_measures_are_refused_only_where_they_are_due(tmp_path: Path) -> None:
 def test_measures_that_are_named_are_those_made() -> None:
     """Those of runs whose run.toml names them, and the probe, which trains networks of its own."""
     named = 'evaluation.measures=["reward", "generation"]'
-    assert stage.measures_of(resolve("s4wm-2d", [named])) == ("reward", "generation")
+    assert measures_of(resolve("s4wm-2d", [named])) == ("reward", "generation")
     maze = resolve("s4wm-3d", ["environment.id=wm/Maze-9-v0", 'evaluation.measures=["probe"]'])
-    stage.check_measures(maze)
-    assert stage.measures_of(maze) == ("probe",)
-    assert stage.measures_of(resolve("rem", ["evaluation.measures=auto"])) == ()
+    check_measures(maze)
+    assert measures_of(maze) == ("probe",)
+    assert measures_of(resolve("rem", ["evaluation.measures=auto"])) == ()
 
 
 @pytest.mark.slow

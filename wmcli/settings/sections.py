@@ -8,8 +8,8 @@ from pydantic import Field, field_validator, model_validator
 
 from wmcli.config import KINDS, Section, did_you_mean
 
-Measure = Literal["generation", "recall", "reward", "doors", "probe"]
-"""A measure of a memory model, see `wmcli.stages.memory_tasks` and `wmcli.stages.probe`."""
+Measure = Literal["generation", "recall", "reward", "doors", "probe", "gridworld", "held-out", "training"]
+"""A protocol of `wm eval` besides returns, see `wmcli.stages.protocols`."""
 
 MAX_EPISODES = 50_000
 """Episodes whose returns and lengths fit into the manifest of an evaluation."""
@@ -103,8 +103,8 @@ class EvaluationSettings(Section):
     temperature: float = Field(0.5, ge=0)
     """Divisor of the policy's logits before an action is sampled. 0 takes the most probable action."""
     measures: tuple[Measure, ...] | Literal["auto"] = ()
-    """Measures that `wm run` evaluates at its end, for a dynamics model of a memory task. `auto` takes all that fit
-    the task and the model, except the probe, which trains networks of its own."""
+    """Protocols that `wm run` evaluates at its end besides returns. `auto` takes all of memory tasks that fit the task
+    and the model, except the probe, which trains networks of its own."""
     probe_updates: int = Field(2000, ge=1)
     """Training of the probes of `wm eval --protocol probe`. [updates]"""
 

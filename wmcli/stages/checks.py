@@ -26,7 +26,7 @@ def check_rows(settings: Settings, *, is_held_out: bool = False) -> None:
         UsageError: They will not.
     """
     if settings.training.held_out_every and not is_held_out:
-        check_held_back(settings, "test", HELD_OUT_EVERY, none="0")
+        check_held_back(settings, "test", HELD_OUT_EVERY, none="0", played=True)
     if settings.dynamics.needs_validation and not is_held_out:
         check_held_back(settings, "validation", "dynamics.validate_every", none="0")
     check_episodes(settings)
@@ -66,7 +66,9 @@ def check_batches(settings: Settings) -> None:
             ranks.own_count(batch, f"{name}.batch")
 
 
-def check_held_back(settings: Settings, part: Literal["validation", "test"], key: str, *, none: str) -> None:
+def check_held_back(
+    settings: Settings, part: Literal["validation", "test"], key: str, *, none: str, played: bool = False
+) -> None:
     """Check that collecting holds back episodes of a part.
 
     Args:
@@ -74,13 +76,14 @@ def check_held_back(settings: Settings, part: Literal["validation", "test"], key
         part: The part that is needed.
         key: The setting that needs it.
         none: Its value that needs none.
+        played: Whether games that a controller played do, too.
 
     Raises:
         UsageError: It holds back none.
     """
     learned = settings.collect.policy == "learned"
     name = f"collect.{_key(settings.collect, part)}"
-    if learned and key != HELD_OUT_EVERY:
+    if learned and not played:
         lacking = "collect.policy = learned holds none back: set collect.policy=scripted"
     elif not held_back_by(settings.collect, part):
         lacking = f"{name} = 0: set {name}={5 if learned else 100}"

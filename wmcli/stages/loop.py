@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
 
@@ -36,7 +36,7 @@ from wmcli.stages.evaluate import RETURNS, best_evaluation, evaluate
 from wmcli.stages.held_out import HELD_OUT
 from wmcli.stages.imagine import imagine
 from wmcli.stages.imported import Importing, import_experience
-from wmcli.stages.memory_tasks import check_measures, measures_of
+from wmcli.stages.measures import check_measures, measures_of
 from wmcli.stages.protocols import PROTOCOLS
 from wmcli.stages.tokenizer import train_tokenizer
 
@@ -378,15 +378,16 @@ def _measure(context: Context, newest: dict[str, Artifact]) -> Iterator[Artifact
 
 
 def _measured(context: Context, newest: dict[str, Artifact]) -> Iterator[Artifact]:
-    dynamics, start = str(newest["dynamics"].path), _start(context)
-    if start is None or not is_imported(start):
-        for measure in measures_of(context.settings):
-            yield PROTOCOLS[measure].evaluate(context, dynamics=dynamics)
-    elif find_held_out(newest["experience"], "test") is not None:
+    start = _start(context)
+    measures: Sequence[str] = measures_of(context.settings)
+    if start is not None and is_imported(start):
+        measures = [HELD_OUT.name] if find_held_out(newest["experience"], "test") is not None else []
+    for measure in measures:
+        needs = PROTOCOLS[measure].needs
         try:
-            measured = HELD_OUT.evaluate(context, dynamics=dynamics)
-        except UsageError as reason:
-            context.progress.warn(f"run: dreams are not measured: {reason}")
+            measured = PROTOCOLS[measure].evaluate(context, **{needs: str(newest[needs].path)})
+        except UsageError as reason:  # of the experience: `check_measures` knows the settings
+            context.progress.warn(f"run: {measure} is not measured: {reason}")
         else:
             yield measured
 

@@ -36,7 +36,6 @@ from wmcli.metrics import memory_tasks as metrics
 from wmcli.report.files import check_target
 from wmcli.report.images import columns_that_fit, side_by_side, strip, write_png, write_webp
 from wmcli.settings import Measure, Settings
-from wmcli.stages.checks import check_held_back
 from wmcli.stages.context import Context
 from wmcli.stages.memory_strips import RECALLED, Plan, plan_doors, plan_query, plan_recall
 from wmcli.stages.memory_table import DISPLAYS, model_names, plot_curves, summarize, table, write_curves
@@ -136,32 +135,6 @@ def unfit(measure: Measure, settings: Settings) -> str | None:
     if needs.rewards and not dynamics.learns_rewards:
         return "needs dynamics that learn rewards, and dynamics.reward = none"
     return None
-
-
-def measures_of(settings: Settings) -> tuple[Measure, ...]:
-    """Return the measures of `wm run`: those of the settings, or with "auto" all that fit but the probe."""
-    measures = settings.evaluation.measures
-    return _fitting(settings) if measures == "auto" else measures
-
-
-def _fitting(settings: Settings) -> tuple[Measure, ...]:
-    return tuple(name for name, measure in _MEASURES.items() if measure.automatic and unfit(name, settings) is None)
-
-
-def check_measures(settings: Settings) -> None:
-    """Check that `wm run` can take its measures.
-
-    Raises:
-        UsageError: A measure does not fit the dynamics, or no test episodes are collected.
-    """
-    measures = measures_of(settings)
-    for measure in measures:
-        if reason := unfit(measure, settings):
-            fitting = ", ".join(_fitting(settings))
-            remedy = f"auto, here {fitting}" if fitting else "[]"
-            raise UsageError(f"evaluation.measures holds {measure}, which {reason}: set evaluation.measures={remedy}.")
-    if measures:
-        check_held_back(settings, "test", "evaluation.measures", none="[]")
 
 
 def _episodes(context: Context, experience: Artifact, task: Task) -> TaskEpisodes:
@@ -505,3 +478,5 @@ def _protocol(measure: Measure) -> Protocol:
 
 
 MEASURES = tuple(_protocol(measure) for measure in _MEASURES)
+AUTOMATIC = tuple(name for name, measure in _MEASURES.items() if measure.automatic)
+"""Names of those that `evaluation.measures = "auto"` takes where they fit."""
