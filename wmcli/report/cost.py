@@ -81,7 +81,7 @@ def epoch_bars(rows: Sequence[Row], column: str, stages: Sequence[str], *, title
             fontsize=8,
             color=_INK,
         )
-    axes.margins(x=0.12)
+    axes.margins(x=0.16)
     axes.set_xlim(left=0)
     axes.set_xlabel("seconds of an epoch", fontsize=9, color=_INK)
     axes.set_title(title, loc="left", fontsize=10, color=_INK)
