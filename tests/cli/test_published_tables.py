@@ -218,7 +218,7 @@ def test_games_that_a_column_lacks_are_named(capsys: pytest.CaptureFixture[str])
         (["runs/a", "--improvement", "x.png"], "--improvement needs two to compare"),
         (["--published", "REM", "--profiles", "x.txt"], "x.txt"),
         (["--published", "REM", "--profiles", "x.png", "--band", "range"], "--band range is for curves"),
-        (["runs/a", "--protocol", "doors", "--published", "REM"], "scores dynamics: omit --against, --by, --published."),
+        (["runs/a", "--protocol", "doors", "--published", "REM"], "omit --against, --by, --published."),
         (
             ["runs/a", "--protocol", "recall", "--curves", "x.png", "--over", "minutes"],
             "--over minutes is for curves of returns",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wmcli.errors import UsageError
-from wmcli.report.plots import _INK, COLORS, _legend_below, _rows, new_figure, write_figure
+from wmcli.report.plots import COLORS, INK, legend_below, named_rows, new_figure, write_figure
 from wmcli.report.profile_tables import short_number
 from wmcli.report.tables import Row
 
@@ -59,7 +59,7 @@ def epoch_bars(rows: Sequence[Row], column: str, stages: Sequence[str], *, title
         raise UsageError("no epochs to draw; time some with: wm profile --compare presets")
     figure = new_figure(6.4, 0.42 * len(bars) + 1.2)
     axes = figure.subplots()
-    _rows(axes, list(bars))
+    named_rows(axes, list(bars))
     ends = dict.fromkeys(bars, 0.0)
     for stage, color in zip(shown, COLORS, strict=False):
         widths = {name: bar[stage]["seconds"] if stage in bar else 0.0 for name, bar in bars.items()}
@@ -71,7 +71,7 @@ def epoch_bars(rows: Sequence[Row], column: str, stages: Sequence[str], *, title
         whole, edge = bar[EPOCH], ends[name]
         if whole.get("seconds_25") is not None:
             edge = max(edge, whole["seconds_75"])
-            axes.plot([whole["seconds_25"], whole["seconds_75"]], [place, place], color=_INK, linewidth=1.2)
+            axes.plot([whole["seconds_25"], whole["seconds_75"]], [place, place], color=INK, linewidth=1.2)
         axes.annotate(
             f"{short_number(whole['seconds'])} s",
             (edge, place),
@@ -79,13 +79,13 @@ def epoch_bars(rows: Sequence[Row], column: str, stages: Sequence[str], *, title
             textcoords="offset points",
             va="center",
             fontsize=8,
-            color=_INK,
+            color=INK,
         )
     axes.margins(x=0.16)
     axes.set_xlim(left=0)
-    axes.set_xlabel("seconds of an epoch", fontsize=9, color=_INK)
-    axes.set_title(title, loc="left", fontsize=10, color=_INK)
-    _legend_below(figure, axes)
+    axes.set_xlabel("seconds of an epoch", fontsize=9, color=INK)
+    axes.set_title(title, loc="left", fontsize=10, color=INK)
+    legend_below(figure, axes)
     return figure
 
 

@@ -40,7 +40,7 @@ _BANDS: dict[BandKind, str] = {
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*")
 _THIN = {"linewidth": 0.7, "alpha": 0.5, "marker": ".", "markersize": 3}
-_INK, _GREY, _GRID = "#222222", "#777777", "#e6e6e6"
+INK, _GREY, _GRID = "#222222", "#777777", "#e6e6e6"
 _NOT_METRICS = ("time", "began", "stage", "job", "version", "epoch", "environment_step", "update")
 STEPS = "environment steps"
 _SMOOTH_FROM = 60  # points from which a smoothed line is laid over the raw one
@@ -152,7 +152,7 @@ def learning_curves(
     figure.set_layout_engine("constrained", h_pad=0.07)  # inches: keeps the stages' names off the edge
     parts = figure.subfigures(len(curves), 1, squeeze=False, height_ratios=heights)[:, 0]
     for part, (stage, metrics), style in zip(parts, curves.items(), _styles(len(curves)), strict=True):
-        part.suptitle(stage, x=0.01, ha="left", fontsize=10, fontweight="bold", color=_INK)
+        part.suptitle(stage, x=0.01, ha="left", fontsize=10, fontweight="bold", color=INK)
         grid = part.subplots(rows[stage], columns, squeeze=False)
         for index, axes in enumerate(grid.flat):
             if index >= len(metrics):
@@ -189,7 +189,7 @@ def compared_curves(
     columns = min(columns, len(metrics))
     rows = math.ceil(len(metrics) / columns)
     figure = new_figure(max(2.6 * columns, 4.0), 1.75 * rows + 0.5)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold", color=_INK)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold", color=INK)
     styles = dict(zip(curves, _styles(len(curves)), strict=True))
     grid = figure.subplots(rows, columns, squeeze=False)
     for index, axes in enumerate(grid.flat):
@@ -208,14 +208,14 @@ def compared_curves(
             if index == 0 and len(curves) > 1:
                 axes.plot([], [], **look, label=name)
         _finish_metric(axes, metrics[index], lowest=index + columns >= len(metrics))
-    _legend_below(figure, grid[0, 0])
+    legend_below(figure, grid[0, 0])
     return figure
 
 
 def _finish_metric(axes: Axes, name: str, *, lowest: bool) -> None:
     """Give a small panel of one metric its name and few ticks, and the `lowest` of a column its axis' name."""
     _style(axes)
-    axes.set_title(name.replace("_", " "), loc="left", fontsize=8, color=_INK)
+    axes.set_title(name.replace("_", " "), loc="left", fontsize=8, color=INK)
     axes.margins(x=0.02)
     axes.locator_params(axis="y", nbins=4)
     axes.locator_params(axis="x", nbins=4)
@@ -340,12 +340,12 @@ def returns_histogram(
         axes.update_datalim([(edges[0] - 2, 0), (edges[-1] + 2, 0)])
     axes.axvline(values.mean(), color=COLORS[1], linewidth=1.8, label=f"mean {values.mean():.4g}")
     for (name, value), dash in zip((references or {}).items(), ((4, 3), (1, 2), (6, 2, 1, 2)) * 9, strict=False):
-        axes.axvline(value, color=_INK, linewidth=1.2, linestyle=(0, dash), label=f"{name} {value:.4g}")
+        axes.axvline(value, color=INK, linewidth=1.2, linestyle=(0, dash), label=f"{name} {value:.4g}")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    axes.set_xlabel("return of an episode", color=_INK)
-    axes.set_ylabel("episodes", color=_INK)
-    axes.set_title(title or _episodes(values.size), loc="left", fontsize=10, color=_INK)
-    _legend_below(figure, axes)
+    axes.set_xlabel("return of an episode", color=INK)
+    axes.set_ylabel("episodes", color=INK)
+    axes.set_title(title or _episodes(values.size), loc="left", fontsize=10, color=INK)
+    legend_below(figure, axes)
     return figure
 
 
@@ -374,10 +374,10 @@ def performance_profiles(
     axes.set_ylim(0, 1.02)
     axes.margins(x=0)
     axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f} %")
-    axes.set_xlabel(xlabel, color=_INK)
-    axes.set_ylabel("runs with a score above τ", color=_INK)
-    axes.set_title(title, loc="left", fontsize=10, color=_INK)
-    _legend_below(figure, axes)
+    axes.set_xlabel(xlabel, color=INK)
+    axes.set_ylabel("runs with a score above τ", color=INK)
+    axes.set_title(title, loc="left", fontsize=10, color=INK)
+    legend_below(figure, axes)
     return figure
 
 
@@ -401,14 +401,14 @@ def interval_panels(panels: Mapping[str, Mapping[str, Interval]], *, x_label: st
     places = {name: place for place, name in enumerate(names)}
     grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for axes, (statistic, rows) in zip(grid, panels.items(), strict=True):
-        _rows(axes, names)
+        named_rows(axes, names)
         for name, interval in rows.items():
             _interval(axes, places[name], interval, COLORS[places[name] % len(COLORS)])
-        axes.set_title(statistic, loc="left", fontsize=9, color=_INK)
+        axes.set_title(statistic, loc="left", fontsize=9, color=INK)
         axes.margins(x=0.12)
         axes.locator_params(axis="x", nbins=3 if len(panels) > 2 else 6)
-    figure.supxlabel(x_label, fontsize=9, color=_INK)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10, color=_INK)
+    figure.supxlabel(x_label, fontsize=9, color=INK)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10, color=INK)
     return figure
 
 
@@ -431,19 +431,19 @@ def improvement(pairs: Mapping[tuple[str, str], Interval], *, title: str = "") -
         )
     figure = new_figure(7.4, 0.3 * len(pairs) + 1.0)
     axes = figure.subplots()
-    _rows(axes, [variant for variant, _ in pairs])
+    named_rows(axes, [variant for variant, _ in pairs])
     for place, interval in enumerate(pairs.values()):
         _interval(axes, place, interval, COLORS[0])
     others = axes.secondary_yaxis("right")
     others.set_yticks(range(len(pairs)), [_shortened(other) for _, other in pairs])
-    others.tick_params(length=0, labelsize=8, labelcolor=_INK)
+    others.tick_params(length=0, labelsize=8, labelcolor=INK)
     others.spines["right"].set_visible(False)
-    axes.axvline(0.5, color=_INK, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    axes.axvline(0.5, color=INK, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
     axes.set_xlim(0, 1)
     axes.set_xticks(np.linspace(0, 1, 5))
     axes.xaxis.set_major_formatter(_count)
-    axes.set_xlabel("probability that a run of the left scores higher than one of the right", fontsize=9, color=_INK)
-    axes.set_title(title, loc="left", fontsize=10, color=_INK)
+    axes.set_xlabel("probability that a run of the left scores higher than one of the right", fontsize=9, color=INK)
+    axes.set_title(title, loc="left", fontsize=10, color=INK)
     return figure
 
 
@@ -482,8 +482,8 @@ def cost_by_length(
         axes.minorticks_off()
         axes.xaxis.set_major_formatter(lambda length, _: f"{length:g}")
         axes.yaxis.set_major_formatter(_count)
-        axes.set_title(title, loc="left", fontsize=9, color=_INK)
-        axes.set_xlabel(x_label, color=_INK)
+        axes.set_title(title, loc="left", fontsize=9, color=INK)
+        axes.set_xlabel(x_label, color=INK)
     figure.legend(
         [handles[name] for name in names],
         [_shortened(name) for name in names],
@@ -491,7 +491,7 @@ def cost_by_length(
         handlelength=3.2,
         frameon=False,
         fontsize=8,
-        labelcolor=_INK,
+        labelcolor=INK,
     )
     return figure
 
@@ -532,18 +532,18 @@ def learned_priors(
             band = (middle, None, None) if spread is None else (middle, middle - spread, middle + spread)
             _banded(axes, updates, band, style, f"head {head + 1}")
         if name in initial:
-            axes.axhline(initial[name], color=_INK, linewidth=1, linestyle=(0, (4, 3)), zorder=3)
+            axes.axhline(initial[name], color=INK, linewidth=1, linestyle=(0, (4, 3)), zorder=3)
         axes.margins(x=0.02)
         axes.locator_params(nbins=4)
         axes.xaxis.set_major_formatter(_count)
         if layer == 0:
-            axes.set_title(name, loc="left", fontsize=9, color=_INK)
+            axes.set_title(name, loc="left", fontsize=9, color=INK)
         if column == 0:
-            axes.set_ylabel(f"layer {layer + 1}", fontsize=8, color=_INK)
+            axes.set_ylabel(f"layer {layer + 1}", fontsize=8, color=INK)
         if layer == layers - 1:
             axes.set_xlabel("updates", fontsize=8, color=_GREY)
     figure.legend(
-        *grid[0, 0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8, labelcolor=_INK
+        *grid[0, 0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8, labelcolor=INK
     )
     return figure
 
@@ -579,11 +579,11 @@ def error_curves(
         axes.minorticks_off()
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    axes.set_xlabel(x_label, color=_INK)
-    axes.set_ylabel(y_label, color=_INK)
-    axes.set_title(title, loc="left", fontsize=10, color=_INK)
+    axes.set_xlabel(x_label, color=INK)
+    axes.set_ylabel(y_label, color=INK)
+    axes.set_title(title, loc="left", fontsize=10, color=INK)
     if len(lines) > 1:
-        _legend_below(figure, axes)
+        legend_below(figure, axes)
     return figure
 
 
@@ -611,7 +611,7 @@ def _rendered(figure: Figure, suffix: str) -> bytes:
 # -- SVG within a page -------------------------------------------------------------------------------------------------
 
 _VARIABLES = {
-    _INK: "var(--ink)",
+    INK: "var(--ink)",
     _GREY: "var(--muted)",
     _GRID: "var(--line)",
     "#ffffff": "var(--paper)",
@@ -667,7 +667,7 @@ def _inlined(parent: ElementTree.Element, ids: Mapping[str, str]) -> list[Elemen
         element = ElementTree.Element(tag, _attributes(child, ids))
         if tag == "text":
             element.text = child.text
-            element.attrib.setdefault("fill", _VARIABLES[_INK])
+            element.attrib.setdefault("fill", _VARIABLES[INK])
         element.extend(_inlined(child, ids))
         if tag == "g" and not element.attrib:
             kept += list(element)
@@ -747,7 +747,7 @@ def new_figure(width: float, height: float) -> Figure:
 def _style(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(_GREY)
-    axes.tick_params(colors=_INK, labelsize=8, length=3, color=_GREY)
+    axes.tick_params(colors=INK, labelsize=8, length=3, color=_GREY)
     axes.grid(True, color=_GRID, linewidth=0.7)
     axes.set_axisbelow(True)
 
@@ -781,7 +781,7 @@ def _banded(axes: Axes, x: Sequence[float] | np.ndarray, band: Band, style: dict
     return line
 
 
-def _rows(axes: Axes, names: Sequence[str]) -> None:
+def named_rows(axes: Axes, names: Sequence[str]) -> None:
     """Prepare axes with a named row for each interval, the first on top."""
     _style(axes)
     axes.spines["left"].set_visible(False)
@@ -836,13 +836,13 @@ def _finish_returns(
     _name_lines(axes, references)
     axes.locator_params(axis="x", nbins=7)
     axes.xaxis.set_major_formatter(_count)
-    axes.set_xlabel(x_label, color=_INK)
-    axes.set_ylabel("mean return", color=_INK)
-    axes.set_title(title, loc="left", fontsize=10, color=_INK)
-    _legend_below(figure, axes)
+    axes.set_xlabel(x_label, color=INK)
+    axes.set_ylabel("mean return", color=INK)
+    axes.set_title(title, loc="left", fontsize=10, color=INK)
+    legend_below(figure, axes)
 
 
-def _legend_below(figure: Figure, axes: Axes) -> None:
+def legend_below(figure: Figure, axes: Axes) -> None:
     """Put the legend below the plot, in as many columns as fit."""
     handles, names = axes.get_legend_handles_labels()
     if not names:
@@ -858,7 +858,7 @@ def _legend_below(figure: Figure, axes: Axes) -> None:
         handlelength=3.2,
         frameon=False,
         fontsize=8,
-        labelcolor=_INK,
+        labelcolor=INK,
     )
 
 
