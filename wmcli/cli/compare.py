@@ -213,6 +213,7 @@ def compare(
         found = _of_sweep(sweep, protocol, progress)
     else:
         found = _of_runs(runs or (), against or (), by or (), protocol, progress)
+    columns = _known(columns, found.scores, progress)
     _draw(found, choice, columns, pictures, style, progress)
     if found.missing:
         shown = ", ".join(found.missing[:5])
@@ -321,6 +322,17 @@ def _columns(names: Sequence[str] | None) -> list[Column]:
     if twice := [column.name for place, column in enumerate(columns) if column in columns[:place]]:
         raise UsageError(f"--published {twice[0]} is given twice: give it once.")
     return columns
+
+
+def _known(columns: Sequence[Column], scores: Sequence[Score], progress: Progress) -> Sequence[Column]:
+    """Leave all columns out, with a warning, where none of our runs plays a game that has published scores."""
+    from wmcli.metrics.atari import game_name
+
+    environments = dict.fromkeys(score.environment for score in scores)
+    if not columns or not environments or any(map(game_name, environments)):
+        return columns
+    progress.warn(f"no published scores of {', '.join(environments)}: --published is left out")
+    return ()
 
 
 def _check_protocol(protocol: Protocol, pictures: Mapping[str, Path], sides: Sequence[Any] | None) -> None:
