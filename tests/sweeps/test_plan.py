@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from wmcli.assemble import parameter_counts
 from wmcli.errors import UsageError
+from wmcli.settings import Settings, resolve
+from wmcli.spaces import Spaces
+from wmcli.stages.checks import check_rows
+from wmcli.stages.measures import check_measures
 from wmcli.sweeps.plan import Sweep, check_settings, list_runs, read_sweep
 from wmcli.sweeps.suite_file import suite_names
 
@@ -221,3 +226,29 @@ def test_seeds_alone_are_not_checked_again(tmp_path: Path, monkeypatch: pytest.M
     check_settings(sweep)
     pairs = [("1", "2"), ("1", "4"), ("2", "2"), ("3", "2")]  # each seed and each batch once
     assert resolved == [[f"seed={seed}", f"dynamics.batch={batch}"] for seed, batch in pairs]
+
+
+# -- the suites of memory ----------------------------------------------------------------------------------------------
+
+MEMORY = ("s4wm-distracting-memory", "s4wm-doors", "s4wm-rooms", "s4wm-recall", "s4wm-mazes")
+
+
+def settings_by_variant(suite: str) -> dict[str, Settings]:
+    sweep = read_sweep(Path(suite))
+    return {run.variant: resolve(run.arguments[1], list(run.arguments[5::2])) for run in sweep.runs}
+
+
+@pytest.mark.parametrize("suite", MEMORY)
+def test_memory_is_compared_at_equal_size_over_as_many_frames(suite: str) -> None:
+    """Models are equal within a tenth, and a run of each learns from as many frames as the others."""
+    models = settings_by_variant(f"{suite}:cpu")
+    assert len(models) == 3
+    sizes, frames = [], set()
+    for settings in models.values():
+        counted = parameter_counts(settings, Spaces.of_images(settings.environment.size, 5))
+        sizes.append(counted["dynamics"])
+        frames.add(settings.dynamics.updates * settings.dynamics.batch * settings.dynamics.sequence_length)
+        check_rows(settings)
+        check_measures(settings)
+    assert max(sizes) < 1.1 * min(sizes)
+    assert max(frames) <= 1.05 * min(frames)
