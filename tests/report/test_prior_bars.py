@@ -10,7 +10,7 @@ import pytest
 
 from wmcli.errors import UsageError
 from wmcli.report.prior_bars import prior_bars
-from wmcli.stages.pictures import plot_prior_groups, plot_priors
+from wmcli.stages.pictures import LoggedPriors, plot_prior_groups, plot_priors
 
 
 def test_bars_are_means_and_deviations_over_runs_by_head_and_layer() -> None:
@@ -32,18 +32,15 @@ def test_bars_are_means_and_deviations_over_runs_by_head_and_layer() -> None:
         assert axes.get_lines()[-1].get_ydata()[0] == start and not axes.collections  # of one run no deviation
 
 
-def learned(**values: Any) -> Any:
-    return SimpleNamespace(path="runs/a", history=lambda: [{"update": 3, "priors": values}, {"update": 1}])
-
-
 def test_kinds_that_differ_are_refused_in_one_line() -> None:
-    one, other = {3: {"mean": [[1.0]]}}, {3: {"span": [[1.0]]}}
+    one: LoggedPriors = {3: {"mean": [[1.0]]}}
+    other: LoggedPriors = {3: {"span": [[1.0]]}}
     with pytest.raises(UsageError, match="learned priors of different kinds: add --by backbone.prior.kind"):
         plot_priors([one, other], SimpleNamespace())  # type: ignore[arg-type]
     settings: Any = {"g": SimpleNamespace(attention_prior=SimpleNamespace(mean=6.0, span=6.0))}
     with pytest.raises(UsageError, match="the priors of g differ in kind, heads or layers"):
-        plot_prior_groups({"g": [learned(mean=[[1.0]]), learned(span=[[1.0]])]}, settings)
-    with pytest.raises(UsageError, match="runs/a has learned no priors: omit it"):
-        plot_prior_groups({"g": [SimpleNamespace(path="runs/a", history=list)]}, settings)  # type: ignore[list-item]
-    figure = plot_prior_groups({"g": [learned(mean=[[1.0, 2.0]])]}, settings)
+        plot_prior_groups({"g": [one, other]}, settings)
+    with pytest.raises(UsageError, match="a run of g has learned no priors: omit it"):
+        plot_prior_groups({"g": [one, {}]}, settings)
+    figure = plot_prior_groups({"g": [{3: {"mean": [[1.0, 2.0]]}}]}, settings)
     assert len(figure.axes) == 1

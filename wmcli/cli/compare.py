@@ -208,13 +208,13 @@ def compare(
 
     choice = PROTOCOLS[protocol]
     _check_protocol(choice, pictures, against or by or published)
-    style = _style(over, band, "curves" in pictures and choice.needs != "dynamics")
+    style = _style(over, band, choice if "curves" in pictures else None)
     if sweep is not None:
         found = _of_sweep(sweep, protocol, progress)
     else:
         found = _of_runs(runs or (), against or (), by or (), protocol, progress)
-    columns = _known(columns, found.scores, progress)
-    _draw(found, choice, columns, pictures, style, progress)
+    known = _known(columns, found.scores, progress)
+    _draw(found, choice, known, pictures, style, progress)
     if found.missing:
         shown = ", ".join(found.missing[:5])
         more = f" and {len(found.missing) - 5} more" if len(found.missing) > 5 else ""
@@ -225,8 +225,8 @@ def compare(
             emit_json(describe_comparison(protocol, found.scores, (), rows, {}))
         else:
             answer(rows, list(rows[0]), form)
-    elif sweep is not None or columns:
-        show_variants(_compare_variants(found, columns, progress), columns, found.missing, as_json, form)
+    elif sweep is not None or known:
+        show_variants(_compare_variants(found, known, progress), known, found.missing, as_json, form)
     else:
         _compare_scores(found, by or (), protocol, as_json, form, progress)
 
@@ -287,7 +287,10 @@ def _check_sources(
     """Refuse options that do not go with what is compared, and pictures that cannot be written."""
     from wmcli.report.files import check_target
 
-    if sweep is not None and (runs or against or by):
+    two_sources = sweep is not None and (runs or against or by)
+    if "cost" in pictures and (published or against or len(pictures) > 1 or protocol != "returns" or two_sources):
+        raise UsageError("--cost shows seconds of an epoch alone: give RUN... with --by, or --sweep, and no more.")
+    if two_sources:
         raise UsageError("--sweep names runs and groups itself: omit RUN, --against and --by.")
     if not runs and sweep is None and not published:
         raise UsageError("no runs: name some, the file of a sweep with --sweep, or published scores with --published.")
@@ -298,19 +301,18 @@ def _check_sources(
             raise UsageError(f"{given}: for runs, and --published alone has none: name some, or a sweep.")
     if against and (by or not pictures.keys() <= OF_PUBLISHED):
         raise UsageError("--against compares two sets of runs: omit --by and pictures of single runs.")
-    if "cost" in pictures and (published or against or len(pictures) > 1 or protocol != "returns"):
-        raise UsageError("--cost shows seconds of an epoch alone: give RUN... with --by, or --sweep, and no more.")
     if "improvement" in pictures and sweep is None and not (by or against) and len(published) + bool(runs) < 2:
         raise UsageError("--improvement needs two to compare: add --by, --against or --published.")
     for picture in pictures.values():
         check_target(picture, (".png", ".svg", ".pdf"))
 
 
-def _style(over: str, band: str, has_curves: bool) -> dict[str, Any]:
-    """Return the options of curves of returns. Refuses them without such curves."""
-    for flag, value, default in (("over", over, "steps"), ("band", band, "bootstrap")):
-        if value != default and not has_curves:
-            raise UsageError(f"--{flag} {value} is for curves of returns: add --curves FILE.")
+def _style(over: str, band: str, curves: Protocol | None) -> dict[str, Any]:
+    """Return the options of curves of returns. Refuses them without such `curves`."""
+    if over != "steps" and (curves is None or curves.needs != "controller"):  # training games have no minutes
+        raise UsageError(f"--over {over} is for curves of returns: add --curves FILE.")
+    if band != "bootstrap" and (curves is None or curves.needs == "dynamics"):
+        raise UsageError(f"--band {band} is for curves of returns: add --curves FILE.")
     return {"over": over, "band": band}
 
 
