@@ -30,7 +30,7 @@ SAMPLE = 6
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", default="0/1", metavar="K/N", help="every Nth of the slow tests, K from 0 to N - 1")
+    parser.addoption("--part", default="0/1", metavar="K/N", help="every Nth of the slow tests and of those of papers, K from 0 to N - 1")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in rest:
             item.add_marker(pytest.mark.slow)
         left_out |= set(rest) - set(rest[first::step])
-    slow = [item for item in items if item.get_closest_marker("slow")]
+    slow = [item for item in items if any(map(item.get_closest_marker, ("slow", "papers")))]
     others = [item for item in slow if not any(map(item.get_closest_marker, ("matrix", "takes_part")))]
     left_out |= set(others) - set(others[first::step])
     items[:] = [item for item in items if item not in left_out]
