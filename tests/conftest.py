@@ -30,7 +30,12 @@ SAMPLE = 6
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", default="0/1", metavar="K/N", help="every Nth of the slow tests and of those of papers, K from 0 to N - 1")
+    parser.addoption(
+        "--part",
+        default="0/1",
+        metavar="K/N",
+        help="every Nth of the slow tests and of those of papers, K from 0 to N - 1",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from small_systems import Make, learn
+from sweep_comparison import compare_sweep
 from test_aggregate import scored
 from test_stage_imported import made
 from test_stage_offline import runs
@@ -51,7 +52,6 @@ from wmcli.stages.scores import label_groups, read_scores
 from wmcli.stages.variants import GAMES, compare_variants
 from wmcli.sweeps.attempt import write_record
 from wmcli.sweeps.plan import read_sweep
-from wmcli.sweeps.tables import compare_sweep
 
 OLD_RUNS = Path(__file__).parents[1] / "old_runs"
 QUIET = Progress(quiet=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sweep_comparison import compare_sweep
 from test_aggregate import scored
 
 from wmcli.cli import main
@@ -29,7 +30,6 @@ from wmcli.stages.variants import (
 )
 from wmcli.sweeps.attempt import write_record
 from wmcli.sweeps.plan import Sweep, read_sweep
-from wmcli.sweeps.tables import compare_sweep
 
 QUIET = Progress(quiet=True)
 MEANS = {

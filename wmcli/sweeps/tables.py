@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from wmcli.artifacts.store import BINDING
 from wmcli.errors import ArtifactError
-from wmcli.metrics.atari import Column
 from wmcli.progress import Progress
 from wmcli.stages.evaluate import PROTOCOL
 from wmcli.stages.scores import Score, read_scores
-from wmcli.stages.variants import compare_variants
 from wmcli.sweeps.attempt import read_record
 from wmcli.sweeps.plan import Sweep
-
-
-class Comparison(NamedTuple):
-    """Results of a sweep."""
-
-    scores: dict[str, list[Score]]
-    """Of each variant, in the order of the file."""
-    rows: list[dict[str, Any]]
-    """See `compare_variants`."""
-    missing: list[str]
-    """Names of runs without an evaluation."""
 
 
 def begun_runs(sweep: Sweep) -> dict[str, list[Path]]:
@@ -69,25 +55,6 @@ def sweep_scores(sweep: Sweep, protocol: str, progress: Progress) -> tuple[dict[
         what = "is evaluated yet" if protocol == PROTOCOL else f"has an evaluation of --protocol {protocol}"
         raise ArtifactError(f"no run of {sweep.file} {what}; see: wm sweep status {sweep.file}")
     return scores, missing
-
-
-def compare_sweep(
-    sweep: Sweep, progress: Progress, published: Sequence[Column] | None = None, protocol: str = PROTOCOL
-) -> Comparison:
-    """Compare the variants of a sweep by the runs that are evaluated.
-
-    Args:
-        sweep: The sweep.
-        progress: Gets a warning for an interim evaluation, and for aggregates that are left out.
-        published: See `compare_variants`.
-        protocol: Of returns.
-
-    Raises:
-        UsageError: Runs have different rules of play.
-        ArtifactError: No run is evaluated.
-    """
-    scores, missing = sweep_scores(sweep, protocol, progress)
-    return Comparison(scores, compare_variants(scores, sweep_records(sweep), progress, published), missing)
 
 
 def sweep_records(sweep: Sweep) -> dict[Path, dict[str, Any]]:
