@@ -330,8 +330,8 @@ def _known(columns: Sequence[Column], scores: Sequence[Score], progress: Progres
     """Leave all columns out, with a warning, where none of our runs plays a game that has published scores."""
     from wmcli.metrics.atari import game_name
 
-    environments = dict.fromkeys(score.environment for score in scores)
-    if not columns or not environments or any(map(game_name, environments)):
+    environments = dict.fromkeys(score.environment for score in scores) if columns else {}
+    if not environments or any(map(game_name, environments)):
         return columns
     progress.warn(f"no published scores of {', '.join(environments)}: --published is left out")
     return ()
