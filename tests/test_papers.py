@@ -56,8 +56,9 @@ def test_the_counts_above_are_those_of_the_rows(paper: str) -> None:
 
 
 def test_every_suite_makes_a_row() -> None:
+    """But for the one that has the backbones which no paper has."""
     named = {suite for row in ROWS for suite in re.findall(r"([\w-]+):(?:paper|cpu)", row.command)}
-    assert named == set(suite_names())
+    assert named == {*suite_names()} - {"memory-backbones"}
 
 
 # -- commands at their smallest scale ----------------------------------------------------------------------------------

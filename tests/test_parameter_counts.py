@@ -323,7 +323,8 @@ def trunk(inputs: int) -> int:
 
 def learning(found: dict[str, int]) -> int:
     """Of the dynamics model: the target, a copy that follows, is no part of the paper's numbers."""
-    return found["dynamics"] - found["dynamics.target"]
+    assert found["dynamics.trained"] == found["dynamics"] - found["dynamics.target"]
+    return found["dynamics.trained"]
 
 
 @pytest.mark.parametrize(("actions", "total"), UNIZERO_TOTALS)
@@ -398,7 +399,7 @@ def test_muzero(actions: int) -> None:
         "target": trunk(4) + residual_block(64) + muzero_head(601),
     }
     parts = {name.removeprefix("dynamics."): n for name, n in found.items() if name.startswith("dynamics.")}
-    assert parts == want
+    assert parts == want | {"trained": learning(found)}
     assert learning(found) == 7_990_226 + 609 * actions
     assert found["controller"] == 0
 
@@ -449,6 +450,8 @@ def test_the_page_of_systems_says_how_many_parameters_are_counted() -> None:
 def test_the_parts_make_the_whole_and_nothing_is_counted_twice(preset: str) -> None:
     found = counts(preset, 4)
     assert ("tokenizer" in found) == (preset not in ("unizero-gaussian", "muzero"))
+    trained = {name.removesuffix(".trained"): found.pop(name) for name in [*found] if name.endswith(".trained")}
+    assert all(number < found[model] for model, number in trained.items())
     for model in (name for name in found if "." not in name):
         assert found[model] == sum(number for name, number in found.items() if name.startswith(f"{model}."))
 

@@ -55,24 +55,3 @@ def test_every_run_of_a_study_is_one_that_can_be_built(study: Path, given: str) 
         assert parameter_counts(settings, Spaces.of_images(settings.environment.size, ACTIONS))
         check_rows(settings)
         check_measures(settings)
-
-
-def test_memory_is_compared_at_equal_size() -> None:
-    """Within a tenth of S4WM's."""
-    counts: dict[str, list[int]] = {}
-    for preset, overrides in commands(DOCS / "memory.mk"):
-        settings = resolve(preset, overrides)
-        counted = parameter_counts(settings, Spaces.of_images(settings.environment.size, ACTIONS))
-        counts.setdefault(preset, []).append(counted["dynamics"])
-    assert len(counts) == 2
-    for sizes in counts.values():
-        assert len(sizes) == 10 and all(abs(size / sizes[0] - 1) < 0.1 for size in sizes)
-
-
-@pytest.mark.parametrize("given", shown(DOCS / "memory.mk"))
-def test_memory_is_compared_over_as_many_frames(given: str) -> None:
-    found: dict[str, set[float]] = {}
-    for preset, overrides in commands(DOCS / "memory.mk", *shlex.split(given)):
-        dynamics = resolve(preset, overrides).dynamics
-        found.setdefault(preset, set()).add(dynamics.updates * dynamics.batch * dynamics.sequence_length)
-    assert found and all(len(frames) == 1 for frames in found.values()), found

@@ -163,7 +163,7 @@ def count(module: nn.Module) -> int:
 def parameter_counts(settings: Settings, spaces: Spaces) -> dict[str, int]:
     """Count the parameters of each model and its parts, as `model` and `model.part`.
 
-    Both the dynamics model and a tokenizer inside it count the tokenizer. Models are built on torch's meta device,
+    `model.trained` leaves out slow copies, and stands where a model has one. Both the dynamics model and a tokenizer inside it count the tokenizer. Models are built on torch's meta device,
     without memory.
     """
     with torch.device("meta"):
@@ -178,6 +178,9 @@ def parameter_counts(settings: Settings, spaces: Spaces) -> dict[str, int]:
         if module is None:
             continue
         counts[name] = count(module)
+        trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+        if trained < counts[name]:
+            counts[f"{name}.trained"] = trained
         for part, child in module.named_children():
             counts[f"{name}.{part}"] = count(child)
     return counts

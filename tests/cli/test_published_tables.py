@@ -154,6 +154,20 @@ def test_the_means_and_medians_of_drama_and_of_the_priors(
             assert NOT_AS_PRINTED.get(column, {}).get(statistic, "") in atari.column_of(column).caveat
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "games"),
+    [("Drama", "Drama-uniform", (17, 1, 8)), ("UniZero-gaussian", "UniZero", (22, 0, 4)), ("REM", "IRIS", (15, 0, 11))],
+)
+def test_games_won_by_the_tables(
+    one: str, other: str, games: tuple[int, int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The texts of Drama and of the priors count 11, 13 and 2, and 19 of 26: not what their tables have."""
+    rows = compared(capsys, (one, other))
+    cells = [rows[f"games {than} {other}", one]["value"] for than in ("better than", "equal to", "worse than")]
+    counts = tuple(map(int, cells))
+    assert counts == games and sum(counts) == 26
+
+
 def test_the_median_of_ppo_is_that_of_rounded_scores() -> None:
     """Drama prints 3 %: with its own rounded scores of people and of random play the median is 2.9 %."""
 

@@ -22,10 +22,11 @@ from wmcli.stages.variants import (
     AGGREGATES,
     COST,
     GAMES,
+    PAIRS,
     compare_variants,
     games_table,
-    improvement_table,
     notes,
+    pairs_table,
     variants_table,
 )
 from wmcli.sweeps.attempt import write_record
@@ -91,14 +92,19 @@ def test_aggregates_are_over_games_and_seeds(sweep: Sweep) -> None:
     assert value("retnet", "mean")["low"] < value("retnet", "mean")["high"]
     for statistic in ("median", "iqm", "optimality_gap"):
         assert value("retnet", statistic)["unit"] == "human-normalized score"
-    better = value("mamba2", "improvement over retnet")
+    (better,) = rows_of(found.rows, table=PAIRS, variant="mamba2", statistic="improvement over retnet")
     assert better["value"] == 1.0 and better["unit"] == "probability"
     assert not rows_of(found.rows, variant="retnet", statistic="improvement over retnet")
     table = variants_table(found.rows, AGGREGATES)
     assert [row["variant"] for row in table][:2] == ["retnet", "mamba2"]
     assert list(table[0])[-1] == "unit" and table[0]["unit"] == "human-normalized score"
-    (pair,) = improvement_table(found.rows)
-    assert pair == {"variant": "mamba2", "over": "retnet", "probability of improvement": "1.000 (1.000 to 1.000)"}
+    (pair,) = pairs_table(found.rows)
+    assert pair == {
+        "variant": "mamba2",
+        "over": "retnet",
+        "probability of improvement": "1.000 (1.000 to 1.000)",
+        "games better, equal, worse": "2, 0, 0",
+    }
 
 
 def test_all_systems_stand_beside_with_values_alone(sweep: Sweep) -> None:
@@ -118,8 +124,11 @@ def test_named_columns_are_variants_with_intervals(sweep: Sweep) -> None:
     assert boxing["lowest"] < boxing["low"] < boxing["value"] < boxing["high"] < boxing["highest"]
     (drama,) = rows_of(found.rows, table="games", environment="ALE/Boxing-v5", variant="Drama")
     assert (drama["value"], drama["low"], drama["runs"]) == (78.0, None, None) and "Training" in drama["caveat"]
-    chances = {(row["variant"], row["over"]) for row in improvement_table(found.rows)}
-    assert chances == {("mamba2", "retnet"), ("retnet", "REM"), ("mamba2", "REM")}
+    pairs = {(row["variant"], row["over"]): row for row in pairs_table(found.rows)}
+    with_runs = {("mamba2", "retnet"), ("retnet", "REM"), ("mamba2", "REM")}
+    assert pairs.keys() == with_runs | {("retnet", "Drama"), ("mamba2", "Drama")}
+    assert all((pairs[pair]["probability of improvement"] == "means only") == (pair not in with_runs) for pair in pairs)
+    assert pairs["mamba2", "Drama"]["games better, equal, worse"] == "0, 0, 2"
     lines = notes(found.rows, [atari.column_of("REM"), atari.column_of("Drama")])
     assert [line.partition(":")[0] for line in lines] == ["REM", "Drama"] and "5 runs per game" in lines[0]
 
@@ -167,8 +176,13 @@ def test_without_human_scores_there_are_no_aggregates_over_games(
         settings = {"seed": int(seed[-1]), "backbone": {"kind": backbone}}
         scored(run.folder, float(backbone == "mamba2"), f"wm/{game}", settings=settings)
     rows = compare_sweep(found, QUIET).rows
-    assert [row["statistic"] for row in rows_of(rows, table=AGGREGATES)] == ["improvement over retnet"]
-    assert rows_of(rows, table=AGGREGATES)[0]["value"] == 1.0
+    assert not rows_of(rows, table=AGGREGATES)
+    assert [(row["statistic"].removesuffix(" retnet"), row["value"]) for row in rows_of(rows, table=PAIRS)] == [
+        ("improvement over", 1.0),
+        ("games better than", 2),
+        ("games equal to", 0),
+        ("games worse than", 0),
+    ]
     assert "no aggregates over games" in capsys.readouterr().err
 
 

@@ -230,7 +230,10 @@ def test_seeds_alone_are_not_checked_again(tmp_path: Path, monkeypatch: pytest.M
 
 # -- the suites of memory ----------------------------------------------------------------------------------------------
 
-MEMORY = ("s4wm-distracting-memory", "s4wm-doors", "s4wm-rooms", "s4wm-recall", "s4wm-mazes")
+MEMORY = {
+    **dict.fromkeys(("s4wm-distracting-memory", "s4wm-doors", "s4wm-rooms", "s4wm-recall", "s4wm-mazes"), 3),
+    "memory-backbones": 10,
+}
 
 
 def settings_by_variant(suite: str) -> dict[str, Settings]:
@@ -242,7 +245,7 @@ def settings_by_variant(suite: str) -> dict[str, Settings]:
 def test_memory_is_compared_at_equal_size_over_as_many_frames(suite: str) -> None:
     """Models are equal within a tenth, and a run of each learns from as many frames as the others."""
     models = settings_by_variant(f"{suite}:cpu")
-    assert len(models) == 3
+    assert len(models) == MEMORY[suite]
     sizes, frames = [], set()
     for settings in models.values():
         counted = parameter_counts(settings, Spaces.of_images(settings.environment.size, 5))

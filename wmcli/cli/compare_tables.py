@@ -25,7 +25,7 @@ def show_variants(
         answer(rows, variants.COLUMNS, form)
     else:
         aggregates, cost = (variants.variants_table(rows, table) for table in (variants.AGGREGATES, variants.COST))
-        for table in filter(None, (variants.games_table(rows), aggregates, variants.improvement_table(rows), cost)):
+        for table in filter(None, (variants.games_table(rows), aggregates, variants.pairs_table(rows), cost)):
             answer(table, list(dict.fromkeys(key for row in table for key in row)), form)
         remark(variants.notes(rows, columns), form)
 

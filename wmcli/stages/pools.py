@@ -161,17 +161,27 @@ def estimate(pool: Pool, unit: str, rng: np.random.Generator | None) -> dict[str
     return {name: found.get(name) for name in names}
 
 
-def compared_pairs(pools: Mapping[str, Pool]) -> list[tuple[str, str]]:
-    """Return the pairs (variant, other) of which the probability of improvement is computed.
+def compared_pairs(pools: Mapping[str, Pool], *, with_means: bool = False) -> list[tuple[str, str]]:
+    """Return the pairs (variant, other) that are compared.
 
-    These are ours over the first of ours, ours over each published variant with runs, and without any of ours the first
+    These are ours over the first of ours, ours over each published variant, and without any of ours the first
     published one over each other.
+
+    Args:
+        pools: By name.
+        with_means: Take published variants of which there are means over runs alone, too.
     """
     ours = [name for name, pool in pools.items() if pool.column is None]
-    theirs = [name for name, pool in pools.items() if pool.column is not None and not pool.means_only]
+    theirs = [name for name, pool in pools.items() if pool.column is not None and (with_means or not pool.means_only)]
     if not ours:
         return [(theirs[0], other) for other in theirs[1:]]
     return [(other, ours[0]) for other in ours[1:]] + [(name, other) for name in ours for other in theirs]
+
+
+def games_won(one: Pool, other: Pool) -> tuple[int, int, int]:
+    """Return in how many environments the mean over runs of one is higher than that of the other, equal, and lower."""
+    signs = [np.sign(one.returns[name].mean() - other.returns[name].mean()) for name in one.returns]
+    return signs.count(1), signs.count(0), signs.count(-1)
 
 
 def improvements(

@@ -24,6 +24,7 @@ from wmcli.stages.pools import (
     Pools,
     compared_pairs,
     estimate,
+    games_won,
     improvements,
     pool_variants,
     published_pool,
@@ -33,9 +34,11 @@ from wmcli.stages.pools import (
 from wmcli.stages.scores import GAMES as COUNT
 from wmcli.stages.scores import NORMALIZED, RETURN, Score, check_same_tasks, random_mean
 
-GAMES, AGGREGATES, COST = "games", "aggregates", "cost"
+GAMES, AGGREGATES, PAIRS, COST = "games", "aggregates", "pairs", "cost"
 PROBABILITY, IMPROVEMENT = "probability", "improvement over "
 """Unit and beginning of the statistic of a pair of variants; the name of the other follows."""
+WON = ("games better than ", "games equal to ", "games worse than ")
+"""Beginnings of the numbers of games of a pair, by the means over runs."""
 COLUMNS = (
     *("table", "variant", "environment", "statistic", "value", "low", "high", "unit", "human_normalized", "runs"),
     *("steps", "lowest", "highest", "caveat"),
@@ -51,7 +54,7 @@ def compare_variants(
     progress: Progress,
     published: Sequence[atari.Column] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the rows of all three tables, with the keys of COLUMNS.
+    """Return the rows of all four tables, with the keys of COLUMNS.
 
     Means over the runs of a game have 95 % bootstrap intervals over seeds, aggregates stratified ones. Aggregates need
     human-normalized scores, or a single game; the probability of improvement needs neither.
@@ -98,7 +101,7 @@ def variants_table(rows: Sequence[Mapping[str, Any]], table: str) -> list[dict[s
     lines: dict[str, dict[str, Any]] = {}
     units: dict[str, str] = {}
     for row in rows:
-        if row["table"] == table and row["unit"] != PROBABILITY:
+        if row["table"] == table:
             line = lines.setdefault(row["variant"], {"variant": row["variant"]})
             line[row["statistic"]] = with_interval(row)
             if table == AGGREGATES and row["unit"] != COUNT:
@@ -106,14 +109,20 @@ def variants_table(rows: Sequence[Mapping[str, Any]], table: str) -> list[dict[s
     return [line | ({"unit": units[name]} if name in units else {}) for name, line in lines.items()]
 
 
-def improvement_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the probabilities of improvement for people: a row for each pair of variants."""
-    return [
-        {"variant": row["variant"], "over": row["statistic"].removeprefix(IMPROVEMENT)}
-        | {"probability of improvement": with_interval(row)}
-        for row in rows
-        if row["unit"] == PROBABILITY
-    ]
+def pairs_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the probabilities of improvement and numbers of games for people: a row for each pair of variants."""
+    lines: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        if row["table"] == PAIRS:
+            begin = next(each for each in (IMPROVEMENT, *WON) if row["statistic"].startswith(each))
+            other = row["statistic"].removeprefix(begin)
+            line = lines.setdefault((row["variant"], other), {"variant": row["variant"], "over": other})
+            if begin == IMPROVEMENT:
+                line["probability of improvement"] = with_interval(row)
+            else:
+                column = "games better, equal, worse"
+                line[column] = ", ".join(filter(None, (line.get(column), with_interval(row))))
+    return list(lines.values())
 
 
 def with_interval(row: Mapping[str, Any]) -> str:
@@ -205,9 +214,22 @@ def _aggregates(pools: Pools, progress: Progress, *, systems: bool) -> list[dict
     else:
         rows += [row for name, pool in pools.items() for row in aggregate_rows(name, pool, unit, rng)]
         rows += _systems(pools) if systems else []
-    for (variant, other), chance in improvements(pools, compared_pairs(pools), rng).items():
-        about = {"table": AGGREGATES, "variant": variant, "statistic": IMPROVEMENT + other, "unit": PROBABILITY}
-        rows.append({**about, **chance._asdict(), "runs": _runs(pools[variant])})
+    return rows + _pairs(pools, rng)
+
+
+def _pairs(pools: Pools, rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Return how probably runs of one variant beat another's, and of several games those where its mean is higher."""
+    chances = improvements(pools, compared_pairs(pools), rng)
+    rows = []
+    for variant, other in compared_pairs(pools, with_means=True):
+        about = {"table": PAIRS, "variant": variant, "runs": _runs(pools[variant])}
+        chance = chances.get((variant, other))
+        values = chance._asdict() if chance else dict.fromkeys(Estimate._fields)
+        rows.append({**about, "statistic": IMPROVEMENT + other, "unit": PROBABILITY, **values})
+        if len(pools[variant].returns) > 1:
+            counts = games_won(pools[variant], pools[other])
+            for name, count in zip(WON, counts, strict=True):
+                rows.append(about | {"statistic": name + other, "unit": COUNT, "value": count})
     return rows
 
 

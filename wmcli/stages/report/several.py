@@ -30,7 +30,7 @@ def several(study: Study) -> Section | None:
 
 
 def _aggregates(study: Study) -> Iterator[Block]:
-    rows = [row for row in study.rows if row["table"] == AGGREGATES and row["unit"] != PROBABILITY]
+    rows = [row for row in study.rows if row["table"] == AGGREGATES]
     if not any(row["variant"] in study.scores for row in rows):
         if study.apart:
             yield Text(f"No statistics over all runs: {study.apart}")
@@ -74,7 +74,7 @@ def _improvement(study: Study) -> Iterator[Block]:
     over_first = {
         row["variant"]: statistics.Estimate(row["value"], row["low"], row["high"])
         for row in study.rows
-        if row["unit"] == PROBABILITY
+        if row["unit"] == PROBABILITY and row["value"] is not None
     }
     if not over_first:
         return
