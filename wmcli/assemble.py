@@ -163,8 +163,8 @@ def count(module: nn.Module) -> int:
 def parameter_counts(settings: Settings, spaces: Spaces) -> dict[str, int]:
     """Count the parameters of each model and its parts, as `model` and `model.part`.
 
-    `model.trained` leaves out slow copies, and stands where a model has one. Both the dynamics model and a tokenizer inside it count the tokenizer. Models are built on torch's meta device,
-    without memory.
+    `model.trained` leaves out slow copies, and stands where a model has one. Both the dynamics model and a tokenizer
+    inside it count the tokenizer. Models are built on torch's meta device, without memory.
     """
     with torch.device("meta"):
         tokenizer = (

@@ -25,9 +25,11 @@ HERE = Path(__file__).parent
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=2", "-m", "--", "wmcli")
 MODULES = [
-    *("wmcli.cli.main", "wmcli.artifacts", "wmcli.stages.apart", "wmcli.stages.collect", "wmcli.stages.compare"),
+    *("wmcli.cli.main", "wmcli.artifacts", "wmcli.stages.apart", "wmcli.stages.collect"),
     *("wmcli.stages.dynamics", "wmcli.stages.evaluate", "wmcli.stages.exported", "wmcli.stages.imagine"),
     *("wmcli.stages.imported", "wmcli.stages.loop", "wmcli.stages.opening", "wmcli.stages.pictures"),
+    *("wmcli.stages.profile_backbones",),
+    *("wmcli.stages.profile_backbones",),
     *("wmcli.stages.play", "wmcli.stages.profile", "wmcli.stages.profile_cycle", "wmcli.stages.profile_kernels"),
     *("wmcli.stages.profile_experience", "wmcli.stages.tokenizer", "wmcli.stages.train", "wmcli.stages.variants"),
     *("wmcli.stages.score_pictures", "wmcli.exchange", "wmcli.sweeps.local", "wmcli.artifacts.remote"),

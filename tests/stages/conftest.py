@@ -12,6 +12,7 @@ from tiny_run import EVERY_STAGE, copied, opened
 
 from wmcli.stages.collect import collect
 from wmcli.stages.tokenizer import train_tokenizer
+from wmcli.training import measure
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +33,16 @@ def same_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def quick_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure in samples that are as short as can be."""
+    monkeypatch.setattr(measure, "REPEATS", 2)
+    monkeypatch.setattr(measure, "SAMPLE_SECONDS", 1e-4)
+    monkeypatch.setattr(measure, "MATMUL_SIZES", (64, 64))
+    monkeypatch.setattr(measure, "COPY_BYTES", (1 << 16, 1 << 16))
+    monkeypatch.setattr(measure.gc, "collect", lambda: 0)  # slow where so much is loaded
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,6 @@ from wmcli.stages.opening import open_context
 from wmcli.stages.profile_comparison import compare
 from wmcli.stages.profile_cycle import count_work, epoch_seconds
 from wmcli.stages.profile_models import episodes, imagine_frames, model_for, training_job
-from wmcli.training import measure
 from wmcli.training.measure import Bench
 from wmcli.world_models.latent import LatentWorldModel
 
@@ -33,12 +32,7 @@ S4WM = [text for text in TINY_S4WM if not text.startswith("backbone.")] + ["back
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "REPEATS", 2)
-    monkeypatch.setattr(measure, "SAMPLE_SECONDS", 1e-4)
-    monkeypatch.setattr(measure, "MATMUL_SIZES", (64, 64))
-    monkeypatch.setattr(measure, "COPY_BYTES", (1 << 16, 1 << 16))
-    monkeypatch.setattr(measure.gc, "collect", lambda: 0)  # slow where so much is loaded
+def quick(quick_samples: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile_presets, "COLLECTED", 9)
     monkeypatch.setattr(profile_models, "ROWS", {"cpu": 3})
 

@@ -26,10 +26,10 @@ from wmcli.experience import Replay
 from wmcli.kernels.dispatch import on_triton, using
 from wmcli.progress import Bar, Progress
 from wmcli.settings import resolve
-from wmcli.stages import compare, profile_cells, profile_experience, profile_kernels
 from wmcli.stages import profile as profile_module
-from wmcli.stages.compare import check_steps, equal_sizes, parameters
+from wmcli.stages import profile_backbones, profile_cells, profile_experience, profile_kernels
 from wmcli.stages.profile import profile
+from wmcli.stages.profile_backbones import check_steps, equal_sizes, parameters
 from wmcli.stages.profile_comparison import compare as compare_costs
 from wmcli.stages.profile_kernels import check, kernel_cases, profile_kernel
 from wmcli.tokenizers.vq import VQTokenizer
@@ -42,16 +42,11 @@ CPU = Machine(torch.device("cpu"), "float32", 1)
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "REPEATS", 2)
-    monkeypatch.setattr(measure, "SAMPLE_SECONDS", 1e-4)
-    monkeypatch.setattr(measure, "MATMUL_SIZES", (64, 64))
-    monkeypatch.setattr(measure, "COPY_BYTES", (1 << 16, 1 << 16))
-    monkeypatch.setattr(measure.gc, "collect", lambda: 0)  # slow where so much is loaded
+def quick(quick_samples: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile_module, "COLLECT_STEPS", 9)
-    monkeypatch.setattr(compare, "TOKENS", {"cpu": 32})
-    monkeypatch.setattr(compare, "ROWS", {"cpu": 3})
-    monkeypatch.setattr(compare, "CHECKED_LENGTH", 12)
+    monkeypatch.setattr(profile_backbones, "TOKENS", {"cpu": 32})
+    monkeypatch.setattr(profile_backbones, "ROWS", {"cpu": 3})
+    monkeypatch.setattr(profile_backbones, "CHECKED_LENGTH", 12)
 
 
 def measured(row: dict[str, Any]) -> bool:
@@ -447,7 +442,7 @@ def test_sizes_are_equal_at_the_depth_of_the_preset(preset: str) -> None:
     assert sizes[wanted.kind] == wanted
     for kind, size in sizes.items():
         assert size.kind == kind and size.layers == wanted.layers
-        assert parameters(size) == pytest.approx(parameters(wanted), rel=compare.CLOSE)
+        assert parameters(size) == pytest.approx(parameters(wanted), rel=profile_backbones.CLOSE)
 
 
 def test_positions_are_not_counted() -> None:
@@ -473,8 +468,8 @@ def test_steps_that_differ_from_forward_are_refused(monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def few_backbones(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {kind: SECTIONS[kind](width=32, layers=1) for kind in ("retnet", "gru", "mamba2")}
-    monkeypatch.setattr(compare, "equal_sizes", lambda _: few)
-    monkeypatch.setattr(compare, "check_steps", lambda *_: 0.0)
+    monkeypatch.setattr(profile_backbones, "equal_sizes", lambda _: few)
+    monkeypatch.setattr(profile_backbones, "check_steps", lambda *_: 0.0)
 
 
 @pytest.mark.usefixtures("few_backbones")
@@ -499,8 +494,8 @@ def test_the_recurrence_is_checked_in_the_form_that_is_timed(
     answer: bool, form: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[str] = []
-    monkeypatch.setattr(compare, "on_triton", lambda *_: answer)
-    monkeypatch.setattr(compare, "check", lambda _, implementation: checked.append(implementation))
+    monkeypatch.setattr(profile_backbones, "on_triton", lambda *_: answer)
+    monkeypatch.setattr(profile_backbones, "check", lambda _, implementation: checked.append(implementation))
     compare_costs(opened(run), what="backbones", lengths=[8])
     assert checked == [form]
 

@@ -228,7 +228,7 @@ def compare(
     elif sweep is not None or known:
         show_variants(_compare_variants(found, known, progress), known, found.missing, as_json, form)
     else:
-        _compare_scores(found, by or (), protocol, as_json, form, progress)
+        _compare_scores(found, protocol, as_json, form, progress)
 
 
 class _Found(NamedTuple):
@@ -429,14 +429,12 @@ def _compare_variants(found: _Found, columns: Sequence[Column], progress: Progre
     return compare_variants(found.groups, {}, progress, columns)
 
 
-def _compare_scores(
-    found: _Found, by: Sequence[str], protocol: str, as_json: bool, form: Form | None, progress: Progress
-) -> None:
+def _compare_scores(found: _Found, protocol: str, as_json: bool, form: Form | None, progress: Progress) -> None:
     """Show runs with their statistics, or a row for each value of some settings."""
     from wmcli.stages.aggregate import aggregate, compare_settings
 
-    if by:
-        rows, statistics = compare_settings(found.scores, by, progress), {}
+    if found.by:
+        rows, statistics = compare_settings(found.scores, found.by, progress), {}
     else:
         statistics = aggregate(found.scores, found.against, progress)
         rows = statistics.pop("rows")
@@ -444,8 +442,8 @@ def _compare_scores(
         emit_json(describe_comparison(protocol, found.scores, found.against, rows, statistics))
     elif chosen(form) in EXACT:
         answer(rows, list(rows[0]), form)
-    elif by:
-        show_groups(rows, by, form)
+    elif found.by:
+        show_groups(rows, found.by, form)
     else:
         show_statistics(rows, form)
 

@@ -11,7 +11,7 @@ from wmcli.config import is_file
 from wmcli.errors import UsageError
 from wmcli.report.cost import draw_epochs
 from wmcli.settings import resolve
-from wmcli.stages import compare as backbones
+from wmcli.stages import profile_backbones as backbones
 from wmcli.stages import profile_models as models
 from wmcli.stages.binding import fix_precision
 from wmcli.stages.checks import check_batches

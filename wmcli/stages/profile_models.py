@@ -25,9 +25,9 @@ from wmcli.nn.actions import random_observation
 from wmcli.report.plots import cost_by_length, write_figure
 from wmcli.settings import Settings
 from wmcli.spaces import Spaces
-from wmcli.stages.compare import ROWS
 from wmcli.stages.context import Context
 from wmcli.stages.memory_tasks import roll_out
+from wmcli.stages.profile_backbones import ROWS
 from wmcli.stages.profile_cells import Cell, measure_cell, random_batch
 from wmcli.training.device import Machine
 from wmcli.training.measure import Bench, Job
