@@ -59,7 +59,8 @@ def compare(
         ProtocolName,
         typer.Option(
             metavar="NAME",
-            help="Evaluations to compare: returns, gridworld, held-out, generation, recall, reward, doors or probe.",
+            help="Evaluations to compare: returns, training, gridworld, held-out, generation, recall, reward, doors or"
+            " probe.",
         ),
     ] = "returns",
     against: Annotated[
