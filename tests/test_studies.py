@@ -19,7 +19,7 @@ from wmcli.stages.measures import check_measures
 
 DOCS = Path(__file__).parent.parent / "docs"
 STUDIES = sorted(DOCS.glob("*.mk"))
-ACTIONS = 5  # the grid world takes no other number
+ACTIONS = 18
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
@@ -32,7 +32,6 @@ def commands(study: Path, *given: str) -> list[tuple[str, list[str]]]:
     found = []
     for run in runs:
         overrides = re.findall(r"--set (\S+)", run)
-        overrides += [f"backbone.kind={name}" for name in re.findall(r"--backbone (\S+)", run)]
         found.append((run.split()[2], overrides))
     return found
 
@@ -55,3 +54,8 @@ def test_every_run_of_a_study_is_one_that_can_be_built(study: Path, given: str) 
         assert parameter_counts(settings, Spaces.of_images(settings.environment.size, ACTIONS))
         check_rows(settings)
         check_measures(settings)
+
+
+def test_documents_name_no_study_that_is_not_there() -> None:
+    named = {name for page in DOCS.rglob("*.md") for name in re.findall(r"[\w/-]+\.mk\b", page.read_text())}
+    assert named and {Path(name).name for name in named} <= {study.name for study in STUDIES}
