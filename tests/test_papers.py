@@ -15,6 +15,9 @@ from filelock import FileLock
 from wmcli.cli import main
 from wmcli.config import to_toml
 from wmcli.config.tables import parse_override, unflat
+from wmcli.settings import resolve
+from wmcli.stages.measures import check_measures, measures_of
+from wmcli.sweeps.plan import read_sweep
 from wmcli.sweeps.suite_file import suite_names
 
 PAGE = Path(__file__).parent.parent / "docs" / "papers.md"
@@ -61,6 +64,27 @@ def test_every_suite_makes_a_row() -> None:
     assert named == {*suite_names()} - {"memory-backbones"}
 
 
+MEASURED = sorted(
+    {
+        (suite, scale, protocol)
+        for row in ROWS
+        for suite, own, protocol in re.findall(r"wm compare --sweep ([\w-]+):(\w+) --protocol ([\w-]+)", row.command)
+        for scale in (own, "smoke")
+    }
+)
+
+
+@pytest.mark.parametrize(("suite", "scale", "protocol"), MEASURED)
+def test_every_variant_of_a_suite_is_measured_as_its_row_says(suite: str, scale: str, protocol: str) -> None:
+    measured: dict[str, bool] = {}
+    for run in read_sweep(Path(f"{suite}:{scale}")).runs:
+        if ("seed", "seed-1") in run.values:
+            settings = resolve(run.arguments[1], list(run.arguments[5::2]))
+            check_measures(settings)
+            measured[run.variant] = protocol in measures_of(settings) or measured.get(run.variant, False)
+    assert measured and all(measured.values()), measured
+
+
 # -- commands at their smallest scale ----------------------------------------------------------------------------------
 
 _REM = ["tokenizer.batch=2", "dynamics.batch=2", "controller.batch=2", "controller.imagination_horizon=2"]
@@ -68,7 +92,10 @@ _LATENT = ["posterior_width=8", "categoricals=2", "classes=2"]
 _S4WM = [*(f"tokenizer.{each}" for each in _LATENT), "dynamics.prior_width=8", "dynamics.batch=2", "backbone.width=16"]
 SMALL = {
     **dict.fromkeys(("rem", "iris", "iris-rem-config"), _REM),
-    "drama": ["dynamics.batch=2", "dynamics.sequence_length=20", "controller.batch=4", "backbone.width=64"],
+    "drama": [
+        *("dynamics.batch=2", "dynamics.sequence_length=20", "backbone.width=64"),
+        *("controller.batch=4", "controller.imagination_horizon=4"),
+    ],
     "unizero": ["environment.count=2", "dynamics.batch=2", "controller.simulations=2", "controller.batch=2"],
     "gridworld": ["dynamics.batch=2"],
     "memory-small": _S4WM,

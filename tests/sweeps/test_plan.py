@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from wmcli.assemble import parameter_counts
+from wmcli.envs.tasks import TASKS
 from wmcli.errors import UsageError
-from wmcli.settings import Settings, resolve
+from wmcli.settings import Settings, flatten, resolve
 from wmcli.spaces import Spaces
 from wmcli.stages.checks import check_rows
 from wmcli.stages.measures import check_measures
@@ -228,17 +229,65 @@ def test_seeds_alone_are_not_checked_again(tmp_path: Path, monkeypatch: pytest.M
     assert resolved == [[f"seed={seed}", f"dynamics.batch={batch}"] for seed, batch in pairs]
 
 
-# -- the suites of memory ----------------------------------------------------------------------------------------------
-
-MEMORY = {
-    **dict.fromkeys(("s4wm-distracting-memory", "s4wm-doors", "s4wm-rooms", "s4wm-recall", "s4wm-mazes"), 3),
-    "memory-backbones": 10,
-}
+def distinct_settings(suite: str) -> list[Settings]:
+    """Return the settings of the runs of a suite, of those that differ in their seeds the first."""
+    runs = {
+        tuple(word for word in run.arguments[4:] if not word.startswith("seed=")): run
+        for run in read_sweep(Path(suite)).runs
+    }
+    return [resolve(run.arguments[1], list(run.arguments[5::2])) for run in runs.values()]
 
 
 def settings_by_variant(suite: str) -> dict[str, Settings]:
     sweep = read_sweep(Path(suite))
     return {run.variant: resolve(run.arguments[1], list(run.arguments[5::2])) for run in sweep.runs}
+
+
+PRESETS = {
+    **{("rem-ablations", name): f"rem-{name}" for name in ("no-pop", "separate-embeddings", "no-action-inputs")},
+    ("rem-ablations", "coarse-tokens"): "rem-4x4",
+    ("rem-ablations", "c-iris"): "rem-pixel-controller",
+    ("drama-sampling", "uniform"): "drama-uniform",
+    ("drama-backbones", "mamba1"): "drama-mamba1",
+    ("drama-sizes", "s"): "drama-s",
+    **{("s4wm-variants", name): f"s4wm-{name}" for name in ("full-posterior", "no-mlp")},
+    ("priors-initialization", "span-6"): "unizero-span",
+    ("priors-initialization", "mean-6"): "unizero-gaussian",
+    ("priors-regularization", "l1"): "unizero-span",
+}
+"""Variants of suites at paper scale that are presets, too."""
+MODEL_SECTIONS = ("tokenizer", "dynamics", "backbone", "controller", "training.sampling")
+
+
+@pytest.mark.parametrize(("suite", "variant"), PRESETS)
+def test_a_variant_is_the_preset_of_its_name(suite: str, variant: str) -> None:
+    settings = settings_by_variant(f"{suite}:paper")[variant]
+    preset = resolve(PRESETS[suite, variant], [f"environment.id={settings.environment.id}"])
+    ours, theirs = (
+        {key: value for key, value in flatten(each).items() if key.startswith(MODEL_SECTIONS)}
+        for each in (settings, preset)
+    )
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("suite", suite_names())
+def test_memory_tasks_have_frames_of_their_own_size_and_rows_that_hold_their_episodes(suite: str, scale: str) -> None:
+    """A game is scaled to any size; a memory task is drawn at one."""
+    for settings in distinct_settings(f"{suite}:{scale}"):
+        if task := TASKS.get(settings.environment.id):
+            assert settings.environment.size == task.side
+        check_rows(settings)
+        check_measures(settings)
+
+
+# -- the suites of memory ----------------------------------------------------------------------------------------------
+
+MEMORY = {
+    **dict.fromkeys(("s4wm-distracting-memory", "s4wm-doors", "s4wm-rooms", "s4wm-recall"), 3),
+    "s4wm-mazes": 4,
+    "memory-backbones": 10,
+}
 
 
 @pytest.mark.parametrize("suite", MEMORY)
