@@ -102,7 +102,7 @@ SMALL = {
     "priors-study": ["dynamics.batch=2", "controller.simulations=2"],
     **dict.fromkeys(("s4wm-3d", "s4wm-full-posterior", "s4wm-no-mlp"), [*_S4WM, "backbone.layers=1"]),
     "tssm-xl-3d": [*_S4WM, "backbone.layers=1", "backbone.memory_length=4", "backbone.segment_length=4"],
-    "rssm-tbtt-3d": [*_S4WM, "dynamics.sequence_length=4"],
+    "rssm-tbtt-3d": [*_S4WM, "dynamics.sequence_length=4", "dynamics.context=2"],
 }
 """What makes the presets of commands small that train, act or measure."""
 EPOCH = ["collect.steps=40", "tokenizer.updates=1", "dynamics.updates=1", "controller.updates=1"]
