@@ -19,6 +19,7 @@ from wmcli.errors import MachineError, Stopped, UsageError
 from wmcli.progress import Progress
 from wmcli.sweeps import local, run
 from wmcli.sweeps.attempt import write_record
+from wmcli.sweeps.estimate import estimate_sweep
 from wmcli.sweeps.local import LocalSettings, share_out
 from wmcli.sweeps.plan import PlannedRun, Sweep, read_sweep
 from wmcli.sweeps.run import FailedRuns, run_sweep, runs_left, shell_lines
@@ -188,6 +189,22 @@ def test_the_state_of_a_run(sweep: Sweep, tmp_path: Path) -> None:
 def test_a_dry_run_prints_shell_lines(sweep: Sweep) -> None:
     lines = shell_lines(sweep, sweep.runs)
     assert lines[0] == f"wm run quickstart --run {sweep.folder}/seed-1 --set seed=1" and len(lines) == 4
+
+
+def test_the_estimate_is_of_the_first_run_of_each_variant(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[list[str]] = []
+
+    def stand_in(command: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
+        measured.append(command[3:])
+        return subprocess.CompletedProcess(command, 0, '{"seconds": 60, "memory": 2e9}', "")
+
+    monkeypatch.setattr(subprocess, "run", stand_in)
+    estimate_sweep(sweep, sweep.runs, "local", Progress())
+    options = ["--preset", "quickstart", "--run", str(sweep.folder / "seed-1"), "--set", "seed=1"]
+    assert measured == [["profile", "--estimate", "--json", "--quiet", *options]]
+    assert "4 min in all, 2 min with 2 at a time" in capsys.readouterr().err
 
 
 def test_executors_are_those_of_the_command() -> None:

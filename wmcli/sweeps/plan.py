@@ -61,9 +61,19 @@ class PlannedRun(NamedTuple):
     folder: Path
     """Its run directory, absolute."""
     arguments: tuple[str, ...]
-    """Behind `wm`."""
+    """Behind `wm`: `run PRESET --run FOLDER`, and `--set` before each of the settings."""
     values: tuple[tuple[str, str], ...] = ()
     """What varies, with its value in this run, as in the name."""
+
+    @property
+    def preset(self) -> str:
+        """The name or file of its preset."""
+        return self.arguments[1]
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Its settings over those of the preset, each as `section.key=value`."""
+        return self.arguments[5::2]
 
     @property
     def variant(self) -> str:
@@ -121,7 +131,7 @@ def read_sweep(path: Path) -> Sweep:
     for number, rule in enumerate(content.where):
         _check_rule(rule, dimensions, f"{path}: where[{number}]")
     runs = [_plan(content, path, folder, choices) for choices in itertools.product(*dimensions)]
-    for preset in dict.fromkeys(run.arguments[1] for run in runs):
+    for preset in dict.fromkeys(run.preset for run in runs):
         preset_header(preset)  # a wrong name is an error now
     return Sweep(path, folder, tuple(runs), content.local, content.slurm, content.ray)
 
@@ -146,13 +156,12 @@ def check_settings(sweep: Sweep) -> None:
 
     checked: set[tuple[str, ...]] = set()
     for run in sweep.runs:
-        _, preset, _, _, *sets = run.arguments
-        seeds = tuple(each for each in sets if each.startswith(f"{SEED}="))
-        parts = {(preset, *(each for each in sets if each not in seeds)), seeds}
+        seeds = tuple(each for each in run.overrides if each.startswith(f"{SEED}="))
+        parts = {(run.preset, *(each for each in run.overrides if each not in seeds)), seeds}
         if parts <= checked:  # runs of other seeds are many
             continue
         try:
-            resolve(preset, sets[1::2])
+            resolve(run.preset, run.overrides)
         except UsageError as error:
             raise UsageError(f"{sweep.file}: {run.name}: {error}") from None
         checked |= parts
