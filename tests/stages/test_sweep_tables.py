@@ -32,6 +32,7 @@ from wmcli.stages.variants import (
 )
 from wmcli.sweeps.attempt import write_record
 from wmcli.sweeps.plan import PlannedRun, Sweep, read_sweep
+from wmcli.sweeps.tables import sweep_records
 
 QUIET = Progress(quiet=True)
 MEANS = {
@@ -171,6 +172,14 @@ def test_cost_is_that_of_the_records(sweep: Sweep) -> None:
     found = compare_sweep(sweep, QUIET)
     costs = {row["statistic"]: row["value"] for row in rows_of(found.rows, table=COST, variant="retnet")}
     assert costs == {"hours": 150 / 3600, "memory": 2.0, "steps per second": pytest.approx(4 * 400 / 600)}
+
+
+def test_the_cost_of_an_attempt_with_other_settings_is_not_that_of_the_run(sweep: Sweep) -> None:
+    run = sweep.runs[0]
+    recorded(sweep, run._replace(arguments=(*run.arguments, "--set", "seed=9")), "failed", seconds=7.0)
+    assert sweep_records(sweep)[run.folder] == {"seconds": None}
+    recorded(sweep, run._replace(arguments=("run", run.preset, "--run", "elsewhere", *run.arguments[4:])), seconds=7.0)
+    assert sweep_records(sweep)[run.folder]["seconds"] == 7.0
 
 
 def test_without_human_scores_there_are_no_aggregates_over_games(

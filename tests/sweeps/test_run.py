@@ -85,6 +85,45 @@ def test_a_run_with_other_arguments_is_run_again(sweep: Sweep, attempts: list[An
     assert len(attempts) == 8
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"state": "done", "code": 0},
+        {"state": "failed", "code": 5, "last": "diverged"},
+        {"state": "stopped", "code": 75},
+        {"state": "running", "host": "elsewhere", "pid": 1},
+    ],
+    ids=lambda record: record["state"],
+)
+def test_records_of_another_sweep_in_the_folder_say_nothing_about_this_one(
+    sweep: Sweep, attempts: list[Any], tmp_path: Path, record: dict[str, Any]
+) -> None:
+    """Two files name one folder, or the file has changed: the names of the runs agree."""
+    sweep.records.mkdir(parents=True)
+    for planned in sweep.runs:
+        about = {"arguments": list(planned.arguments), "seconds": 5.0, "attempts": 3}
+        write_record(planned, sweep.records, about | record)
+    (tmp_path / "other.toml").write_text(FILE.format(folder=sweep.folder) + "[settings]\nrun.epochs = 2\n")
+    other = read_sweep(tmp_path / "other.toml")
+    assert other.records == sweep.records
+    for row in describe_sweep(other):
+        assert row["state"] == "waiting"
+        assert not any(row[key] for key in ("seconds", "attempts", "code", "last", "host"))
+    assert runs_left(other, retry=False) == list(other.runs)
+    assert [row["state"] for row in run_sweep(other, "local", QUIET)] == ["done"] * 4
+    assert [row["state"] for row in describe_sweep(sweep)] == ["waiting"] * 4
+
+
+def test_a_job_of_other_arguments_that_ended_is_no_end_of_the_sweep(
+    sweep: Sweep, attempts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM's queue had a job of these names from before the file changed."""
+    others = [planned._replace(arguments=(*planned.arguments, "--set", "seed=9")) for planned in sweep.runs]
+    monkeypatch.setitem(run.EXECUTORS, "slurm", lambda sweep, runs, progress: local.run_local(sweep, others, progress))
+    with pytest.raises(Stopped, match="not all runs have ended; the same command goes on"):
+        run_sweep(sweep, "slurm", QUIET)
+
+
 def test_a_failed_run_stops_no_other_and_waits_for_retry(sweep: Sweep, attempts: list[Any]) -> None:
     set_codes(seed_2=[5], seed_3=[0])
     with pytest.raises(

@@ -85,8 +85,12 @@ def sweep_scores(sweep: Sweep, protocol: str, progress: Progress) -> tuple[dict[
 
 
 def sweep_records(sweep: Sweep) -> dict[Path, dict[str, Any]]:
-    """Return what a sweep recorded of each run, by its folder. The first attempt at a run has no seconds yet."""
-    records = {run.folder: read_record(run, sweep.records) or {} for run in sweep.runs}
+    """Return what a sweep recorded of each run, by its folder. The first attempt at a run has no seconds yet.
+
+    Records of other settings are left out.
+    """
+    found = ((run, read_record(run, sweep.records)) for run in sweep.runs)
+    records = {run.folder: record if record is not None and _is_of(run, record) else {} for run, record in found}
     return {folder: record | {"seconds": record.get("seconds") or None} for folder, record in records.items()}
 
 
@@ -135,15 +139,19 @@ def _changed_keys(run: PlannedRun, record: Mapping[str, Any] | None, made: Mappi
     without `wm sweep`; what its preset says may since have changed with the version of wm. Any other may have begun
     anew, and has its old result until it makes a new one.
     """
-    if record is not None and record["state"] == DONE:
-        before = run._replace(arguments=tuple(record["arguments"]))
-        if (Path(before.preset).name, before.overrides) == (Path(run.preset).name, run.overrides):
-            return []
+    if record is not None and record["state"] == DONE and _is_of(run, record):
+        return []
     settings = resolve(run.preset, run.overrides)
     then, now = flatten(made), flatten(settings)
     asked = list(now) if record is not None else [text.partition("=")[0] for text in run.overrides]
     without = (*settings.incidental_keys, *_NO_RESULT)
     return [key for key in asked if key in then and then[key] != now.get(key) and not key.startswith(without)]
+
+
+def _is_of(run: PlannedRun, record: Mapping[str, Any]) -> bool:
+    """Return whether a record is of the preset and overrides of a run, wherever its folder was then."""
+    before = run._replace(arguments=tuple(record["arguments"]))
+    return (Path(before.preset).name, before.overrides) == (Path(run.preset).name, run.overrides)
 
 
 def _first(names: Sequence[str]) -> str:
