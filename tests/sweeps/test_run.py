@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from wmcli.cli import main
 from wmcli.errors import MachineError, Stopped, UsageError
 from wmcli.progress import Progress
 from wmcli.sweeps import local, run
@@ -175,13 +176,17 @@ def test_slots_by_cores_gpus_and_memory(monkeypatch: pytest.MonkeyPatch) -> None
     assert slots(3) == [{"OMP_NUM_THREADS": "2"}] * 3
     assert slots(threads=4) == [{"OMP_NUM_THREADS": "4"}] * 2
     assert slots(memory=8.0) == [{"OMP_NUM_THREADS": "2"}] * 3
-    with pytest.raises(MachineError, match=r"local.memory = 40 GiB: only 30.0"):
-        slots(memory=40.0)
+    assert len(slots(memory=8.0, slots=5)) == 3 and len(slots(memory=8.0, slots=2)) == 2
+    assert len(slots(memory=8.0, slots=5, threads=8)) == 3, "slots stand in place of the cores, not of the memory"
+    for count in (0, 2):
+        with pytest.raises(MachineError, match=r"local.memory = 40 GiB: only 30.0 are free; lower it"):
+            slots(memory=40.0, slots=count)
     with pytest.raises(UsageError, match=r"local.gpus = 1: this machine has 0"):
         slots(gpus=1)
     monkeypatch.setattr(local, "visible_gpus", lambda: ["3", "5", "6"])
     assert slots() == [{"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": gpu} for gpu in "356"]
     assert slots(gpus=2, threads=3) == [{"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "3,5"}]
+    assert len(slots(gpus=0.5, memory=8.0)) == 3 and len(slots(gpus=0.5, memory=8.0, slots=6)) == 3
     assert slots(gpus=0, slots=1) == [{"OMP_NUM_THREADS": "8", "CUDA_VISIBLE_DEVICES": ""}]
     assert [slot["CUDA_VISIBLE_DEVICES"] for slot in slots(gpus=0.4)] == [*"356356"]
     assert [slot["CUDA_VISIBLE_DEVICES"] for slot in slots(gpus=0.5, slots=4)] == [*"3563"]
@@ -195,6 +200,19 @@ def test_slots_by_cores_gpus_and_memory(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.undo()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,4")
     assert local.visible_gpus() == ["2", "4"]
+
+
+def test_a_run_that_does_not_fit_into_memory_is_refused_before_the_work(
+    sweep: Sweep, attempts: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local, "free_memory", lambda: 30 * 2**30)
+    sweep.file.write_text(sweep.file.read_text() + "memory = 40\n")
+    for options in ([], ["--no-estimate"]):
+        assert main.run(["sweep", str(sweep.file), *options]) == 6
+        shown = capsys.readouterr()
+        assert not shown.out and not attempts
+        (line,) = shown.err.splitlines()
+        assert line.startswith("wm sweep: local.memory = 40 GiB: only 30.0 are free")
 
 
 def test_the_state_of_a_run(sweep: Sweep, tmp_path: Path) -> None:
