@@ -92,6 +92,22 @@ def test_a_text_that_looks_like_a_number_stays_a_text(tmp_path: Path) -> None:
         ('preset = "rem"\n[vary]\nseed = []', r"vary.seed = \[\]: write a list"),
         ('preset = "rem"\n[vary]\nseed = [1, 1]', "two values would have the same folder 'seed-1'"),
         ('preset = "rem"\n[vary]\nenvironment.id = ["a/Pong", "b/Pong"]', "the same folder 'Pong'"),
+        (
+            'preset = "rem"\n[vary]\nseed = [1, 2]\n[variants.a]\nseed = 5',
+            "variant 'a' and vary both set seed; leave it out of one of them",
+        ),
+        (
+            '[vary]\npreset = ["rem", "iris"]\n[variants.a]\n[variants."b c"]\npreset = "drama"',
+            "variant 'b c' and vary both set preset;",
+        ),
+        (
+            'preset = "rem"\n[vary]\nenvironment.id = ["wm/Catch-v0"]\n[variants.a]\nenvironment = {id = "Pong"}',
+            "variant 'a' and vary both set environment.id;",
+        ),
+        (
+            'preset = "rem"\n[vary]\nenvironment.kwargs = [{a = 1}, {a = 2}]\n[variants.a]\nenvironment.kwargs.a = 3',
+            "variant 'a' and vary both set environment.kwargs.a;",
+        ),
         ('preset = "rem"\n[local]\nslots = -1', "local.slots = -1"),
         ('preset = "rem"\n[local]\nmemory = "8"', "local.memory = '8'"),
         ('preset = "rem"\n[slurm]\npartitions = "a"', "did you mean 'partition'"),
@@ -175,6 +191,15 @@ def test_a_scale_may_be_laid_over_another_and_a_rule_without_values_matches_ever
     smoke = scale_of(tmp_path, SUITE, "smoke")
     assert [run.name for run in smoke.runs] == ["plain/Catch-v0", "wide/Catch-v0"] and smoke.local.slots == 3
     assert all("controller.width=8" in run.overrides and run.preset == "drama-quick" for run in smoke.runs)
+
+
+def test_a_rule_may_set_what_varies_and_what_a_variant_sets(tmp_path: Path) -> None:
+    text = 'preset = "rem-quick"\n[vary]\nseed = [1, 2]\n[variants.a]\nrun.epochs = 3\n'
+    rule = '[[where]]\nmatch = {variant = "a", seed = 2}\nsettings = {seed = 7, run.epochs = 4}\n'
+    assert [run.overrides for run in sweep_of(tmp_path, text + rule).runs] == [
+        ("run.epochs=3", "seed=1"),
+        ("run.epochs=4", "seed=7"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,11 @@ class _Choice(NamedTuple):
     preset: str | None
     settings: dict[str, Any]
 
+    @property
+    def keys(self) -> set[str]:
+        """What it sets."""
+        return {*flat(self.settings), *([PRESET] if self.preset else ())}
+
 
 def read_sweep(path: Path) -> Sweep:
     """Read the file of a sweep. `check_settings` checks the settings of its runs.
@@ -169,12 +174,15 @@ def check_settings(sweep: Sweep) -> None:
 
 def _dimensions(content: SuiteFile, path: Path) -> Iterator[list[_Choice]]:
     """Yield the choices of each thing that varies: variants, then the lists in the order of the file."""
-    if content.variants:
-        yield _distinct(path, "variants", [_variant(name, values) for name, values in content.variants.items()])
+    variants = [_variant(name, values) for name, values in content.variants.items()]
+    if variants:
+        yield _distinct(path, "variants", variants)
     for key, values in flat(content.vary).items():
         if not isinstance(values, list) or not values:
             raise UsageError(f"{path}: vary.{key} = {values!r}: write a list of values, such as {key} = [1, 2].")
-        yield _distinct(path, f"vary.{key}", [_choice(key, value) for value in values])
+        choices = [_choice(key, value) for value in values]
+        _check_once(path, variants, choices)
+        yield _distinct(path, f"vary.{key}", choices)
 
 
 def _variant(name: str, values: Mapping[str, Any]) -> _Choice:
@@ -218,6 +226,20 @@ def _distinct(path: Path, where: str, choices: list[_Choice]) -> list[_Choice]:
                 f"{path}: {where}: two values would have the same folder '{label}'; leave one of them out."
             )
     return choices
+
+
+def _check_once(path: Path, variants: list[_Choice], choices: list[_Choice]) -> None:
+    """Check that no variant sets what varies: runs under several names would be the same.
+
+    Raises:
+        UsageError: One does.
+    """
+    varied = {key for choice in choices for key in choice.keys}
+    for variant in variants:
+        if twice := sorted(varied & variant.keys):
+            raise UsageError(
+                f"{path}: variant '{variant.value}' and vary both set {twice[0]}; leave it out of one of them."
+            )
 
 
 def _check_rule(rule: Where, dimensions: list[list[_Choice]], place: str) -> None:
