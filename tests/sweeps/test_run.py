@@ -135,9 +135,7 @@ def test_a_failed_run_stops_no_other_and_waits_for_retry(sweep: Sweep, attempts:
     with pytest.raises(FailedRuns):
         run_sweep(sweep, "local", QUIET)
     assert len(attempts) == 4
-    assert [line.split()[4] for line in shell_lines(sweep, runs_left(sweep, retry=True))] == [
-        str(sweep.folder / "seed-2")
-    ]
+    assert [line.split()[4] for line in shell_lines(runs_left(sweep, retry=True))] == [str(sweep.folder / "seed-2")]
     run_sweep(sweep, "local", QUIET, retry=True)
     assert attempts[-1][0] == "seed-2" and len(attempts) == 5
 
@@ -244,8 +242,21 @@ def test_the_state_of_a_run(sweep: Sweep, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_prints_shell_lines(sweep: Sweep) -> None:
-    lines = shell_lines(sweep, sweep.runs)
+    lines = shell_lines(sweep.runs)
     assert lines[0] == f"wm run quickstart --run {sweep.folder}/seed-1 --set seed=1" and len(lines) == 4
+
+
+def test_a_dry_run_is_one_document_too(sweep: Sweep, attempts: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    set_codes(seed_2=[5])
+    with pytest.raises(FailedRuns):
+        run_sweep(sweep, "local", QUIET)
+    assert main.run(["sweep", str(sweep.file), "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    assert main.run(["sweep", str(sweep.file), "--dry-run", "--json", "--retry"]) == 0
+    folder = str(sweep.folder / "seed-2")
+    command = ["wm", "run", "quickstart", "--run", folder, "--set", "seed=2"]
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == [{"run": "seed-2", "folder": folder, "command": command}] and not shown.err
 
 
 def test_the_estimate_is_of_the_first_run_of_each_variant(

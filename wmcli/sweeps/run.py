@@ -72,6 +72,6 @@ def run_sweep(sweep: Sweep, executor: Executor, progress: Progress, *, retry: bo
     return rows
 
 
-def shell_lines(sweep: Sweep, runs: Sequence[PlannedRun]) -> list[str]:
+def shell_lines(runs: Sequence[PlannedRun]) -> list[str]:
     """Return a shell command for each run."""
     return [shlex.join(("wm", *run.arguments)) for run in runs]
