@@ -284,7 +284,7 @@ def test_runs_stay_where_folders_or_the_way_to_compute_changed(sweep: Sweep) -> 
         if number % 2:
             recorded(sweep, run._replace(arguments=("run", run.preset, "--run", "elsewhere", *run.arguments[4:])))
         else:
-            (sweep.records / f"{run.name.replace('/', '__')}.json").unlink(missing_ok=True)
+            (sweep.records / f"{run.stem}.json").unlink(missing_ok=True)
     assert sum(map(len, compare_sweep(sweep, QUIET).scores.values())) == 6
     sweep.file.write_text(sweep.file.read_text().replace("[vary]", "[settings]\ntraining.threads = 2\n[vary]"))
     assert sum(map(len, compare_sweep(read_sweep(sweep.file), QUIET).scores.values())) == 6

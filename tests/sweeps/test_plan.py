@@ -108,6 +108,10 @@ def test_a_text_that_looks_like_a_number_stays_a_text(tmp_path: Path) -> None:
             'preset = "rem"\n[vary]\nenvironment.kwargs = [{a = 1}, {a = 2}]\n[variants.a]\nenvironment.kwargs.a = 3',
             "variant 'a' and vary both set environment.kwargs.a;",
         ),
+        (
+            'preset = "rem"\n[vary]\nbackbone.kind = ["c", "b__c"]\n[variants.a]\n[variants.a__b]',
+            "runs a/b__c and a__b/c would share the record a__b__c.json; rename one of them",
+        ),
         ('preset = "rem"\n[local]\nslots = -1', "local.slots = -1"),
         ('preset = "rem"\n[local]\nmemory = "8"', "local.memory = '8'"),
         ('preset = "rem"\n[slurm]\npartitions = "a"', "did you mean 'partition'"),

@@ -66,6 +66,11 @@ class PlannedRun(NamedTuple):
     """What varies, with its value in this run, as in the name."""
 
     @property
+    def stem(self) -> str:
+        """The name of its record and its log, without suffix."""
+        return self.name.replace("/", "__")
+
+    @property
     def preset(self) -> str:
         """The name or file of its preset."""
         return self.arguments[1]
@@ -123,7 +128,7 @@ def read_sweep(path: Path) -> Sweep:
         path: A file, or the name of a suite of the package, perhaps with `:SCALE` behind it.
 
     Raises:
-        UsageError: The file is missing or wrong, or two runs would stand in one folder.
+        UsageError: The file is missing or wrong, or two runs would have the same folder or record.
     """
     content, name = read_suite(path)
     folder = Path(content.folder or f"runs/{name}").absolute()
@@ -136,6 +141,13 @@ def read_sweep(path: Path) -> Sweep:
     for number, rule in enumerate(content.where):
         _check_rule(rule, dimensions, f"{path}: where[{number}]")
     runs = [_plan(content, path, folder, choices) for choices in itertools.product(*dimensions)]
+    stems: dict[str, str] = {}
+    for run in runs:
+        if (other := stems.setdefault(run.stem, run.name)) != run.name:
+            raise UsageError(
+                f"{path}: runs {other} and {run.name} would share the record {run.stem}.json; rename one of them: '/'"
+                " is '__' there."
+            )
     for preset in dict.fromkeys(run.preset for run in runs):
         preset_header(preset)  # a wrong name is an error now
     return Sweep(path, folder, tuple(runs), content.local, content.slurm, content.ray)
