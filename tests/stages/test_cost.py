@@ -233,11 +233,14 @@ def test_the_variants_of_a_sweep_have_their_cost(tmp_path: Path, capsys: pytest.
     file.write_text(f'folder = "{tmp_path}/runs"\n[vary]\npreset = ["rem-quick", "iris-quick"]\nseed = [1, 2]\n')
     sweep = read_sweep(file)
     with pytest.raises(ArtifactError, match="has begun yet; see: wm sweep status"):
-        begun_runs(sweep)
+        begun_runs(sweep, QUIET)
     for run in sweep.runs[:3]:
-        run_of(run.folder, epoch_of(0, 0, 1, collect=3, imagine=5 if run.variant == "rem-quick" else 50))
+        records = epoch_of(0, 0, 1, collect=3, imagine=5 if run.variant == "rem-quick" else 50)
+        run_of(run.folder, records, seed=int(run.name[-1]))
     assert main.run(["compare", "--sweep", str(file), "--cost", str(tmp_path / "a.svg"), "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    rows = json.loads(shown.out)
+    assert "warning: 1 runs have not begun yet: iris-quick/seed-2\n" in shown.err
     assert {(row["variant"], row["runs"]): row["seconds"] for row in rows if row["stage"] == "imagine"} == {
         ("rem-quick", 2): 5,
         ("iris-quick", 1): 50,

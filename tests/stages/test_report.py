@@ -173,7 +173,8 @@ def test_a_sweep_has_the_rows_of_its_comparison(tmp_path: Path) -> None:
         settings = {"seed": int(seed[-1]), "backbone": {"kind": backbone}, "environment": {"id": f"ALE/{game}"}}
         name = f"ALE/{game}"
         scored(run.folder, float(number), name, atari.human_normalized(name, number), settings=settings)
-        write_record(run, sweep.records, {"seconds": 100.0 * (number + 1), "peak_bytes": 10**9, "attempts": 2})
+        record = {"state": "done", "arguments": [*run.arguments], "attempts": 2}
+        write_record(run, sweep.records, record | {"seconds": 100.0 * (number + 1), "peak_bytes": 10**9})
     document = composed(suite=_read_suite(file))
     rows = compare_sweep(sweep, QUIET).rows
     assert exact(document, "scores") == [row for row in rows if row["table"] == GAMES]

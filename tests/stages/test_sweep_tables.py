@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from sweep_comparison import compare_sweep
-from test_aggregate import scored
+from test_aggregate import damage, scored
 
 from wmcli.cli import main
 from wmcli.errors import ArtifactError
 from wmcli.metrics import atari, statistics
 from wmcli.progress import Progress
+from wmcli.settings import resolve
 from wmcli.stages.scores import read_scores
 from wmcli.stages.variants import (
     AGGREGATES,
@@ -30,7 +31,8 @@ from wmcli.stages.variants import (
     variants_table,
 )
 from wmcli.sweeps.attempt import write_record
-from wmcli.sweeps.plan import Sweep, read_sweep
+from wmcli.sweeps.plan import PlannedRun, Sweep, read_sweep
+from wmcli.sweeps.tables import sweep_records
 
 QUIET = Progress(quiet=True)
 MEANS = {
@@ -57,11 +59,15 @@ def sweep(tmp_path: Path) -> Sweep:
         means = MEANS[backbone][game]
         if (number := int(seed[-1]) - 1) < len(means):
             name, mean = f"ALE/{game}", means[number]
-            settings = {"seed": number, "backbone": {"kind": backbone}}
+            settings = resolve(run.preset, run.overrides).plain()
             scored(run.folder, mean, name, atari.human_normalized(name, mean), settings=settings)
-            found.records.mkdir(parents=True, exist_ok=True)
-            write_record(run, found.records, {"seconds": 100.0 * (number + 1), "peak_bytes": 10**9 * (number + 1)})
+            recorded(found, run, seconds=100.0 * (number + 1), peak_bytes=10**9 * (number + 1))
     return found
+
+
+def recorded(sweep: Sweep, run: PlannedRun, state: str = "done", **record: Any) -> None:
+    sweep.records.mkdir(parents=True, exist_ok=True)
+    write_record(run, sweep.records, {"state": state, "arguments": [*run.arguments], **record})
 
 
 def rows_of(rows: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
@@ -150,6 +156,7 @@ def test_statistics_are_over_the_games_that_all_have_and_a_line_names_the_others
     for run in krull.runs:
         if "Krull" in run.name:
             settings = {"seed": int(run.name[-1]), "backbone": {"kind": run.name.split("/")[1]}}
+            settings["environment"] = {"id": "ALE/Krull-v5"}
             normalized = atari.human_normalized("Krull", 3000.0)
             scored(run.folder, 3000.0, "ALE/Krull-v5", normalized, settings=settings)
     ablation = atari.column_of("REM-4x4-tokenizer")
@@ -167,13 +174,21 @@ def test_cost_is_that_of_the_records(sweep: Sweep) -> None:
     assert costs == {"hours": 150 / 3600, "memory": 2.0, "steps per second": pytest.approx(4 * 400 / 600)}
 
 
+def test_the_cost_of_an_attempt_with_other_settings_is_not_that_of_the_run(sweep: Sweep) -> None:
+    run = sweep.runs[0]
+    recorded(sweep, run._replace(arguments=(*run.arguments, "--set", "seed=9")), "failed", seconds=7.0)
+    assert sweep_records(sweep)[run.folder] == {"seconds": None}
+    recorded(sweep, run._replace(arguments=("run", run.preset, "--run", "elsewhere", *run.arguments[4:])), seconds=7.0)
+    assert sweep_records(sweep)[run.folder]["seconds"] == 7.0
+
+
 def test_without_human_scores_there_are_no_aggregates_over_games(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = sweep_of(tmp_path, ["wm/Catch-v0", "wm/Quarters-v0"])
     for run in found.runs:
         game, backbone, seed = run.name.split("/")
-        settings = {"seed": int(seed[-1]), "backbone": {"kind": backbone}}
+        settings = {"seed": int(seed[-1]), "backbone": {"kind": backbone}, "environment": {"id": f"wm/{game}"}}
         scored(run.folder, float(backbone == "mamba2"), f"wm/{game}", settings=settings)
     rows = compare_sweep(found, QUIET).rows
     assert not rows_of(rows, table=AGGREGATES)
@@ -189,6 +204,90 @@ def test_without_human_scores_there_are_no_aggregates_over_games(
 def test_nothing_to_compare_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="no run of .* is evaluated yet; see: wm sweep status"):
         compare_sweep(sweep_of(tmp_path, ["wm/Catch-v0"]), QUIET)
+
+
+# -- runs that are left out -------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_evaluation_leaves_no_run_out(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+    run = sweep.runs[0]
+    damage(run.folder, 1)
+    assert main.run(["compare", "--sweep", str(sweep.file)]) == 3
+    shown = capsys.readouterr()
+    assert not shown.out
+    (line,) = shown.err.splitlines()
+    assert line.startswith(f"wm compare: the newest evaluation of {run.folder} cannot be read")
+    assert line.endswith(f"make another with: wm eval --run {run.folder} --force")
+
+
+def test_runs_without_an_evaluation_are_named(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+    scored(sweep.runs[3].folder, 1.0, "ALE/Boxing-v5", kind="recall")
+    found = compare_sweep(sweep, Progress(quiet=True))
+    assert found.missing == ["Pong-v5/mamba2/seed-2", "Boxing-v5/mamba2/seed-2"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "warning: 2 runs have no evaluation of --protocol returns yet: Pong-v5/mamba2/seed-2, Boxing-v5/mamba2/seed-2"
+    )
+
+
+@pytest.mark.parametrize("begun_again", [False, True], ids=["changed", "and begun again"])
+def test_runs_of_other_settings_are_left_out_by_name(
+    sweep: Sweep, begun_again: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs that begin again have their old evaluation until they make a new one, and keep it where they fail."""
+    text = sweep.file.read_text()
+    rule = '[[where]]\nmatch = {backbone.kind = "mamba2"}\nsettings = {dynamics.batch = 64}\n'
+    sweep.file.write_text(text + rule)
+    changed = read_sweep(sweep.file)
+    if begun_again:
+        recorded(changed, changed.runs[2], state="failed", seconds=1.0)
+    found = compare_sweep(changed, QUIET)
+    assert [*found.scores] == ["retnet"]
+    assert set(found.missing) == {run.name for run in changed.runs if run.variant == "mamba2"}
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"warning: 2 runs were made with other settings than {sweep.file} has now, and are left out:"
+        " Pong-v5/mamba2/seed-1, Boxing-v5/mamba2/seed-1 (dynamics.batch); to keep both set another folder in the"
+        f" file, to run them again: wm sweep {sweep.file}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("[vary]", "[settings]\ncontroller.width = 64\n[vary]", "controller.width"),
+        ("[vary]", '[settings]\ntraining.sampling = "dfs"\n[vary]', "training.sampling"),
+        ('"rem-quick"', '"iris-quick"', r"collect.steps, tokenizer.* and \d+ more"),
+    ],
+)
+def test_without_a_run_of_these_settings_there_is_nothing_to_compare(
+    sweep: Sweep, old: str, new: str, key: str
+) -> None:
+    sweep.file.write_text(sweep.file.read_text().replace(old, new))
+    with pytest.raises(ArtifactError, match=rf"^6 runs were made with other settings .* \({key}\); .*: wm sweep"):
+        compare_sweep(read_sweep(sweep.file), QUIET)
+
+
+def test_a_setting_that_is_gone_from_the_file_counts(sweep: Sweep) -> None:
+    run = sweep.runs[0]
+    recorded(sweep, run._replace(arguments=(*run.arguments, "--set", "dynamics.batch=64")))
+    assert run.name not in compare_sweep(sweep, QUIET).missing, "its result is of the file's settings yet"
+    for state, arguments in [("done", (*run.arguments, "--set", "dynamics.batch=64")), ("failed", run.arguments)]:
+        recorded(sweep, run._replace(arguments=arguments), state)
+        settings = resolve(run.preset, [*run.overrides, "dynamics.batch=64"]).plain()
+        scored(run.folder, 1.0, "ALE/Pong-v5", 0.1, settings=settings)
+        assert run.name in compare_sweep(sweep, QUIET).missing
+
+
+def test_runs_stay_where_folders_or_the_way_to_compute_changed(sweep: Sweep) -> None:
+    """A sweep that was moved, that other programs ran, or whose file says otherwise how to compute."""
+    for number, run in enumerate(sweep.runs):
+        if number % 2:
+            recorded(sweep, run._replace(arguments=("run", run.preset, "--run", "elsewhere", *run.arguments[4:])))
+        else:
+            (sweep.records / f"{run.stem}.json").unlink(missing_ok=True)
+    assert sum(map(len, compare_sweep(sweep, QUIET).scores.values())) == 6
+    sweep.file.write_text(sweep.file.read_text().replace("[vary]", "[settings]\ntraining.threads = 2\n[vary]"))
+    assert sum(map(len, compare_sweep(read_sweep(sweep.file), QUIET).scores.values())) == 6
 
 
 def test_runs_stand_beside_published_scores_by_the_command(

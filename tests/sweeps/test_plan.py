@@ -71,16 +71,16 @@ def test_variants_are_a_dimension_and_what_comes_later_wins(tmp_path: Path) -> N
     """
     plain, big = sweep_of(tmp_path, text).runs
     assert (plain.name, big.name) == ("plain/seed-1", "big-batch/seed-1")
-    assert plain.arguments[1] == "rem-quick" and plain.arguments[4:] == ("--set", "seed=1")
-    assert big.arguments[1] == "drama-quick" and big.arguments[4:] == ("--set", "seed=1", "--set", "dynamics.batch=32")
+    assert plain.preset == "rem-quick" and plain.overrides == ("seed=1",)
+    assert big.preset == "drama-quick" and big.overrides == ("seed=1", "dynamics.batch=32")
     assert (plain.variant, big.variant) == ("plain", "big-batch")
 
 
 def test_a_text_that_looks_like_a_number_stays_a_text(tmp_path: Path) -> None:
     text = 'preset = "rem-quick"\n[settings]\nenvironment.kwargs = {map_name = "8", slippery = true}\n'
     (run,) = sweep_of(tmp_path, text).runs
-    assert run.name == "run" and 'environment.kwargs.map_name="8"' in run.arguments
-    assert "environment.kwargs.slippery=true" in run.arguments
+    assert run.name == "run" and 'environment.kwargs.map_name="8"' in run.overrides
+    assert "environment.kwargs.slippery=true" in run.overrides
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,26 @@ def test_a_text_that_looks_like_a_number_stays_a_text(tmp_path: Path) -> None:
         ('preset = "rem"\n[vary]\nseed = []', r"vary.seed = \[\]: write a list"),
         ('preset = "rem"\n[vary]\nseed = [1, 1]', "two values would have the same folder 'seed-1'"),
         ('preset = "rem"\n[vary]\nenvironment.id = ["a/Pong", "b/Pong"]', "the same folder 'Pong'"),
+        (
+            'preset = "rem"\n[vary]\nseed = [1, 2]\n[variants.a]\nseed = 5',
+            "variant 'a' and vary both set seed; leave it out of one of them",
+        ),
+        (
+            '[vary]\npreset = ["rem", "iris"]\n[variants.a]\n[variants."b c"]\npreset = "drama"',
+            "variant 'b c' and vary both set preset;",
+        ),
+        (
+            'preset = "rem"\n[vary]\nenvironment.id = ["wm/Catch-v0"]\n[variants.a]\nenvironment = {id = "Pong"}',
+            "variant 'a' and vary both set environment.id;",
+        ),
+        (
+            'preset = "rem"\n[vary]\nenvironment.kwargs = [{a = 1}, {a = 2}]\n[variants.a]\nenvironment.kwargs.a = 3',
+            "variant 'a' and vary both set environment.kwargs.a;",
+        ),
+        (
+            'preset = "rem"\n[vary]\nbackbone.kind = ["c", "b__c"]\n[variants.a]\n[variants.a__b]',
+            "runs a/b__c and a__b/c would share the record a__b__c.json; rename one of them",
+        ),
         ('preset = "rem"\n[local]\nslots = -1', "local.slots = -1"),
         ('preset = "rem"\n[local]\nmemory = "8"', "local.memory = '8'"),
         ('preset = "rem"\n[slurm]\npartitions = "a"', "did you mean 'partition'"),
@@ -151,9 +171,9 @@ def scale_of(folder: Path, text: str, scale: str) -> Sweep:
 
 
 def test_a_rule_sets_settings_of_the_runs_that_it_matches_and_of_no_other(tmp_path: Path) -> None:
-    runs = {run.name: run.arguments for run in scale_of(tmp_path, SUITE, "paper").runs}
+    runs = {run.name: run.overrides for run in scale_of(tmp_path, SUITE, "paper").runs}
     assert len(runs) == 8
-    matched = {name for name, arguments in runs.items() if "collect.temperature=0.01" in arguments}
+    matched = {name for name, overrides in runs.items() if "collect.temperature=0.01" in overrides}
     assert matched == {"wide/Freeway-v5/seed-1", "wide/Freeway-v5/seed-2"}
     assert "controller.width=32" in runs["wide/Freeway-v5/seed-1"]  # it comes last, so it wins over the variant's
     assert "controller.width=64" in runs["wide/Pong-v5/seed-1"]
@@ -165,7 +185,7 @@ def test_a_scale_is_laid_over_the_file_and_has_a_folder_of_its_own(
     monkeypatch.chdir(tmp_path)
     cpu = scale_of(tmp_path, SUITE, "cpu")
     assert cpu.folder == tmp_path / "runs" / "suite-cpu" and cpu.local.slots == 3
-    assert [(run.name, run.arguments[1]) for run in cpu.runs] == [
+    assert [(run.name, run.preset) for run in cpu.runs] == [
         ("plain/Catch-v0", "drama-quick"),
         ("wide/Catch-v0", "drama-quick"),
     ]
@@ -175,7 +195,16 @@ def test_a_scale_is_laid_over_the_file_and_has_a_folder_of_its_own(
 def test_a_scale_may_be_laid_over_another_and_a_rule_without_values_matches_every_run(tmp_path: Path) -> None:
     smoke = scale_of(tmp_path, SUITE, "smoke")
     assert [run.name for run in smoke.runs] == ["plain/Catch-v0", "wide/Catch-v0"] and smoke.local.slots == 3
-    assert all("controller.width=8" in run.arguments and run.arguments[1] == "drama-quick" for run in smoke.runs)
+    assert all("controller.width=8" in run.overrides and run.preset == "drama-quick" for run in smoke.runs)
+
+
+def test_a_rule_may_set_what_varies_and_what_a_variant_sets(tmp_path: Path) -> None:
+    text = 'preset = "rem-quick"\n[vary]\nseed = [1, 2]\n[variants.a]\nrun.epochs = 3\n'
+    rule = '[[where]]\nmatch = {variant = "a", seed = 2}\nsettings = {seed = 7, run.epochs = 4}\n'
+    assert [run.overrides for run in sweep_of(tmp_path, text + rule).runs] == [
+        ("run.epochs=3", "seed=1"),
+        ("run.epochs=4", "seed=7"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +255,7 @@ def test_seeds_alone_are_not_checked_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("wmcli.settings.resolve", lambda preset, sets: resolved.append(sets))
     check_settings(sweep)
     pairs = [("1", "2"), ("1", "4"), ("2", "2"), ("3", "2")]  # each seed and each batch once
-    assert resolved == [[f"seed={seed}", f"dynamics.batch={batch}"] for seed, batch in pairs]
+    assert resolved == [(f"seed={seed}", f"dynamics.batch={batch}") for seed, batch in pairs]
 
 
 def distinct_settings(suite: str) -> list[Settings]:
@@ -240,7 +269,7 @@ def distinct_settings(suite: str) -> list[Settings]:
 
 def settings_by_variant(suite: str) -> dict[str, Settings]:
     sweep = read_sweep(Path(suite))
-    return {run.variant: resolve(run.arguments[1], list(run.arguments[5::2])) for run in sweep.runs}
+    return {run.variant: resolve(run.preset, run.overrides) for run in sweep.runs}
 
 
 PRESETS = {

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from wmcli.cli import main
 from wmcli.errors import MachineError, Stopped, UsageError
 from wmcli.progress import Progress
 from wmcli.sweeps import local, run
 from wmcli.sweeps.attempt import write_record
+from wmcli.sweeps.estimate import estimate_sweep
 from wmcli.sweeps.local import LocalSettings, share_out
 from wmcli.sweeps.plan import PlannedRun, Sweep, read_sweep
 from wmcli.sweeps.run import FailedRuns, run_sweep, runs_left, shell_lines
@@ -84,6 +86,45 @@ def test_a_run_with_other_arguments_is_run_again(sweep: Sweep, attempts: list[An
     assert len(attempts) == 8
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"state": "done", "code": 0},
+        {"state": "failed", "code": 5, "last": "diverged"},
+        {"state": "stopped", "code": 75},
+        {"state": "running", "host": "elsewhere", "pid": 1},
+    ],
+    ids=lambda record: record["state"],
+)
+def test_records_of_another_sweep_in_the_folder_say_nothing_about_this_one(
+    sweep: Sweep, attempts: list[Any], tmp_path: Path, record: dict[str, Any]
+) -> None:
+    """Two files name one folder, or the file has changed: the names of the runs agree."""
+    sweep.records.mkdir(parents=True)
+    for planned in sweep.runs:
+        about = {"arguments": list(planned.arguments), "seconds": 5.0, "attempts": 3}
+        write_record(planned, sweep.records, about | record)
+    (tmp_path / "other.toml").write_text(FILE.format(folder=sweep.folder) + "[settings]\nrun.epochs = 2\n")
+    other = read_sweep(tmp_path / "other.toml")
+    assert other.records == sweep.records
+    for row in describe_sweep(other):
+        assert row["state"] == "waiting"
+        assert not any(row[key] for key in ("seconds", "attempts", "code", "last", "host"))
+    assert runs_left(other, retry=False) == list(other.runs)
+    assert [row["state"] for row in run_sweep(other, "local", QUIET)] == ["done"] * 4
+    assert [row["state"] for row in describe_sweep(sweep)] == ["waiting"] * 4
+
+
+def test_a_job_of_other_arguments_that_ended_is_no_end_of_the_sweep(
+    sweep: Sweep, attempts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM's queue had a job of these names from before the file changed."""
+    others = [planned._replace(arguments=(*planned.arguments, "--set", "seed=9")) for planned in sweep.runs]
+    monkeypatch.setitem(run.EXECUTORS, "slurm", lambda sweep, runs, progress: local.run_local(sweep, others, progress))
+    with pytest.raises(Stopped, match="not all runs have ended; the same command goes on"):
+        run_sweep(sweep, "slurm", QUIET)
+
+
 def test_a_failed_run_stops_no_other_and_waits_for_retry(sweep: Sweep, attempts: list[Any]) -> None:
     set_codes(seed_2=[5], seed_3=[0])
     with pytest.raises(
@@ -94,9 +135,7 @@ def test_a_failed_run_stops_no_other_and_waits_for_retry(sweep: Sweep, attempts:
     with pytest.raises(FailedRuns):
         run_sweep(sweep, "local", QUIET)
     assert len(attempts) == 4
-    assert [line.split()[4] for line in shell_lines(sweep, runs_left(sweep, retry=True))] == [
-        str(sweep.folder / "seed-2")
-    ]
+    assert [line.split()[4] for line in shell_lines(runs_left(sweep, retry=True))] == [str(sweep.folder / "seed-2")]
     run_sweep(sweep, "local", QUIET, retry=True)
     assert attempts[-1][0] == "seed-2" and len(attempts) == 5
 
@@ -135,13 +174,17 @@ def test_slots_by_cores_gpus_and_memory(monkeypatch: pytest.MonkeyPatch) -> None
     assert slots(3) == [{"OMP_NUM_THREADS": "2"}] * 3
     assert slots(threads=4) == [{"OMP_NUM_THREADS": "4"}] * 2
     assert slots(memory=8.0) == [{"OMP_NUM_THREADS": "2"}] * 3
-    with pytest.raises(MachineError, match=r"local.memory = 40 GiB: only 30.0"):
-        slots(memory=40.0)
+    assert len(slots(memory=8.0, slots=5)) == 3 and len(slots(memory=8.0, slots=2)) == 2
+    assert len(slots(memory=8.0, slots=5, threads=8)) == 3, "slots stand in place of the cores, not of the memory"
+    for count in (0, 2):
+        with pytest.raises(MachineError, match=r"local.memory = 40 GiB: only 30.0 are free; lower it"):
+            slots(memory=40.0, slots=count)
     with pytest.raises(UsageError, match=r"local.gpus = 1: this machine has 0"):
         slots(gpus=1)
     monkeypatch.setattr(local, "visible_gpus", lambda: ["3", "5", "6"])
     assert slots() == [{"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": gpu} for gpu in "356"]
     assert slots(gpus=2, threads=3) == [{"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "3,5"}]
+    assert len(slots(gpus=0.5, memory=8.0)) == 3 and len(slots(gpus=0.5, memory=8.0, slots=6)) == 3
     assert slots(gpus=0, slots=1) == [{"OMP_NUM_THREADS": "8", "CUDA_VISIBLE_DEVICES": ""}]
     assert [slot["CUDA_VISIBLE_DEVICES"] for slot in slots(gpus=0.4)] == [*"356356"]
     assert [slot["CUDA_VISIBLE_DEVICES"] for slot in slots(gpus=0.5, slots=4)] == [*"3563"]
@@ -155,6 +198,19 @@ def test_slots_by_cores_gpus_and_memory(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.undo()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,4")
     assert local.visible_gpus() == ["2", "4"]
+
+
+def test_a_run_that_does_not_fit_into_memory_is_refused_before_the_work(
+    sweep: Sweep, attempts: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local, "free_memory", lambda: 30 * 2**30)
+    sweep.file.write_text(sweep.file.read_text() + "memory = 40\n")
+    for options in ([], ["--no-estimate"]):
+        assert main.run(["sweep", str(sweep.file), *options]) == 6
+        shown = capsys.readouterr()
+        assert not shown.out and not attempts
+        (line,) = shown.err.splitlines()
+        assert line.startswith("wm sweep: local.memory = 40 GiB: only 30.0 are free")
 
 
 def test_the_state_of_a_run(sweep: Sweep, tmp_path: Path) -> None:
@@ -186,8 +242,37 @@ def test_the_state_of_a_run(sweep: Sweep, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_prints_shell_lines(sweep: Sweep) -> None:
-    lines = shell_lines(sweep, sweep.runs)
+    lines = shell_lines(sweep.runs)
     assert lines[0] == f"wm run quickstart --run {sweep.folder}/seed-1 --set seed=1" and len(lines) == 4
+
+
+def test_a_dry_run_is_one_document_too(sweep: Sweep, attempts: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    set_codes(seed_2=[5])
+    with pytest.raises(FailedRuns):
+        run_sweep(sweep, "local", QUIET)
+    assert main.run(["sweep", str(sweep.file), "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    assert main.run(["sweep", str(sweep.file), "--dry-run", "--json", "--retry"]) == 0
+    folder = str(sweep.folder / "seed-2")
+    command = ["wm", "run", "quickstart", "--run", folder, "--set", "seed=2"]
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == [{"run": "seed-2", "folder": folder, "command": command}] and not shown.err
+
+
+def test_the_estimate_is_of_the_first_run_of_each_variant(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[list[str]] = []
+
+    def stand_in(command: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
+        measured.append(command[3:])
+        return subprocess.CompletedProcess(command, 0, '{"seconds": 60, "memory": 2e9}', "")
+
+    monkeypatch.setattr(subprocess, "run", stand_in)
+    estimate_sweep(sweep, sweep.runs, "local", Progress())
+    options = ["--preset", "quickstart", "--run", str(sweep.folder / "seed-1"), "--set", "seed=1"]
+    assert measured == [["profile", "--estimate", "--json", "--quiet", *options]]
+    assert "4 min in all, 2 min with 2 at a time" in capsys.readouterr().err
 
 
 def test_executors_are_those_of_the_command() -> None:

@@ -216,10 +216,6 @@ def compare(
         found = _of_runs(runs or (), against or (), by or (), protocol, progress)
     known = _known(columns, found.scores, progress)
     _draw(found, choice, known, pictures, style, progress)
-    if found.missing:
-        shown = ", ".join(found.missing[:5])
-        more = f" and {len(found.missing) - 5} more" if len(found.missing) > 5 else ""
-        progress.warn(f"{len(found.missing)} runs have no evaluation of --protocol {protocol} yet: {shown}{more}")
     if choice.needs == "dynamics":
         rows = choice.table([score.evaluation for score in found.scores])
         if as_json:
@@ -243,7 +239,7 @@ class _Found(NamedTuple):
     """The same by the name of their line in pictures."""
     against: Sequence[Score] = ()
     missing: Sequence[str] = ()
-    """Names of runs of a sweep without an evaluation."""
+    """Names of runs of a sweep that are left out."""
     sweep: Sweep | None = None
     by: Sequence[str] = ()
     """Settings that make the groups."""
@@ -464,7 +460,7 @@ def _compare_cost(
     from wmcli.sweeps.plan import read_sweep
     from wmcli.sweeps.tables import begun_runs
 
-    variants = group_runs(runs, by) if sweep is None else begun_runs(read_sweep(sweep))
+    variants = group_runs(runs, by) if sweep is None else begun_runs(read_sweep(sweep), progress)
     rows = epoch_costs(variants, progress)
     draw_epochs(rows, "variant", STAGES, picture)
     if as_json:

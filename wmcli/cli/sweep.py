@@ -69,7 +69,7 @@ def run(
         typer.Option("--on", metavar="WHERE", help="local (this machine), slurm or ray; see docs/scale.md."),
     ] = "local",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print a shell line for each run that is left.")
+        bool, typer.Option("--dry-run", help="Only print the command of each run that is left, as a shell line.")
     ] = False,
     retry: Annotated[
         bool, typer.Option("--retry", help="Run failed runs again.", rich_help_panel=REPEAT_PANEL)
@@ -92,12 +92,15 @@ def run(
 
     plan = read_sweep(file)
     check_settings(plan)
+    left = runs_left(plan, retry=retry)
+    if dry_run and as_json:
+        emit_json([{"run": each.name, "folder": str(each.folder), "command": ["wm", *each.arguments]} for each in left])
+        return
     if dry_run:
-        for command in shell_lines(plan, runs_left(plan, retry=retry)):
+        for command in shell_lines(left):
             line(command)
         return
     progress = Progress(quiet)
-    left = runs_left(plan, retry=retry)
     if estimate and left and not quiet:
         from wmcli.sweeps.estimate import estimate_sweep
 

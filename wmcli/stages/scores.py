@@ -22,6 +22,10 @@ NORMALIZED, RETURN, GAMES = "human-normalized score", "return", "games"
 """Units of scores."""
 
 
+class NoEvaluationError(ArtifactError):
+    """A run has no evaluation under a protocol."""
+
+
 class Score(NamedTuple):
     """The evaluation that represents a run."""
 
@@ -53,7 +57,8 @@ def read_scores(runs: Sequence[Path], protocol: str, progress: Progress) -> list
         progress: Gets the warnings.
 
     Raises:
-        ArtifactError: A run has no such evaluation, or a damaged one that may be the newest.
+        NoEvaluationError: A run has no such evaluation.
+        ArtifactError: There is no such run, or a damaged evaluation of it may be the newest.
         UsageError: Two runs are one, by the same path, a link or a copy.
     """
     scores = [Score(path, _choose_evaluation(path, protocol, progress)) for path in runs]
@@ -88,7 +93,7 @@ def _choose_evaluation(path: Path, protocol: str, progress: Progress) -> Artifac
             others.add(evaluation.metrics["protocol"])
     if interim is None:
         choices = f" (it has some of --protocol {', '.join(sorted(others))})" if others else ""
-        raise ArtifactError(f"{path} has no evaluation of --protocol {protocol}{choices}; make one with: {command}")
+        raise NoEvaluationError(f"{path} has no evaluation of --protocol {protocol}{choices}; make one with: {command}")
     progress.warn(
         f"{path} has no final evaluation: taking {interim.name}, of epoch {interim.manifest['extra']['epoch']} of"
         f" {settings_of(interim).run.epochs}."

@@ -141,7 +141,7 @@ def _ending(code: int, last: str) -> dict[str, Any]:
 
 
 def _file(run: PlannedRun, records: Path, suffix: str) -> Path:
-    return records / f"{run.name.replace('/', '__')}{suffix}"
+    return records / f"{run.stem}{suffix}"
 
 
 def _last_line(log: Path) -> str:

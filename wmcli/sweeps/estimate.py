@@ -47,8 +47,8 @@ def estimate_sweep(sweep: Sweep, runs: Sequence[PlannedRun], executor: str, prog
 
 def _measure(run: PlannedRun, environment: Mapping[str, str], progress: Progress) -> dict[str, Any] | None:
     """Measure a run in a process of its own; None, and a warning, where that is not possible."""
-    _, preset, *rest = run.arguments
-    command = [sys.executable, "-m", "wmcli", "profile", "--estimate", "--json", "--quiet", "--preset", preset, *rest]
+    command = [sys.executable, "-m", "wmcli", "profile", "--estimate", "--json", "--quiet", "--preset", run.preset]
+    command += ["--run", str(run.folder), *(word for each in run.overrides for word in ("--set", each))]
     try:
         done = subprocess.run(
             command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=SECONDS, check=False

@@ -35,7 +35,7 @@ class LocalSettings(Section):
     threads: int = Field(0, ge=0)
     """CPU threads of a run; 0 shares the cores out among the slots, or is 1 where nothing limits the slots."""
     memory: float = Field(0.0, ge=0)
-    """Memory of a run in GiB: no more run at a time than fit. 0 does not limit them."""
+    """Memory of a run in GiB: no more run at a time than fit, also with `slots`. 0 does not limit them."""
 
     @model_validator(mode="after")
     def _check_gpus(self) -> LocalSettings:
@@ -63,16 +63,18 @@ def share_out(settings: LocalSettings, runs: int) -> list[dict[str, str]]:
     if wanted > len(gpus):
         raise UsageError(f"local.gpus = {wanted:g}: this machine has {len(gpus)}; lower it, or use --on slurm.")
     shares = _share_gpus(gpus, wanted)
-    most = len(shares) if wanted else max(1, cores // (settings.threads or 1))
-    if settings.memory:
-        most = min(most, int(free_memory() / settings.memory / GIB))
-        if most < 1:
-            raise MachineError(f"local.memory = {settings.memory:g} GiB: only {free_memory() / GIB:.1f} are free.")
-    count = min(settings.slots or most, runs)
+    count = min(settings.slots or (len(shares) if wanted else max(1, cores // (settings.threads or 1))), runs)
     if wanted and count > len(shares):
         raise UsageError(
             f"local.slots = {count} with {wanted:g} GPUs each: this machine has {len(gpus)}; lower one of them."
         )
+    if settings.memory:
+        free = free_memory() / GIB
+        if free < settings.memory:
+            raise MachineError(
+                f"local.memory = {settings.memory:g} GiB: only {free:.1f} are free; lower it, or use --on slurm."
+            )
+        count = int(min(count, free / settings.memory))
     threads = settings.threads or max(1, cores // count)
     slots = [{"OMP_NUM_THREADS": str(threads)} for _ in range(count)]
     if gpus:

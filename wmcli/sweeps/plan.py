@@ -61,9 +61,24 @@ class PlannedRun(NamedTuple):
     folder: Path
     """Its run directory, absolute."""
     arguments: tuple[str, ...]
-    """Behind `wm`."""
+    """Behind `wm`: `run PRESET --run FOLDER`, and `--set` before each of the settings."""
     values: tuple[tuple[str, str], ...] = ()
     """What varies, with its value in this run, as in the name."""
+
+    @property
+    def stem(self) -> str:
+        """The name of its record and its log, without suffix."""
+        return self.name.replace("/", "__")
+
+    @property
+    def preset(self) -> str:
+        """The name or file of its preset."""
+        return self.arguments[1]
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Its settings over those of the preset, each as `section.key=value`."""
+        return self.arguments[5::2]
 
     @property
     def variant(self) -> str:
@@ -100,6 +115,11 @@ class _Choice(NamedTuple):
     preset: str | None
     settings: dict[str, Any]
 
+    @property
+    def keys(self) -> set[str]:
+        """What it sets."""
+        return {*flat(self.settings), *([PRESET] if self.preset else ())}
+
 
 def read_sweep(path: Path) -> Sweep:
     """Read the file of a sweep. `check_settings` checks the settings of its runs.
@@ -108,7 +128,7 @@ def read_sweep(path: Path) -> Sweep:
         path: A file, or the name of a suite of the package, perhaps with `:SCALE` behind it.
 
     Raises:
-        UsageError: The file is missing or wrong, or two runs would stand in one folder.
+        UsageError: The file is missing or wrong, or two runs would have the same folder or record.
     """
     content, name = read_suite(path)
     folder = Path(content.folder or f"runs/{name}").absolute()
@@ -121,7 +141,14 @@ def read_sweep(path: Path) -> Sweep:
     for number, rule in enumerate(content.where):
         _check_rule(rule, dimensions, f"{path}: where[{number}]")
     runs = [_plan(content, path, folder, choices) for choices in itertools.product(*dimensions)]
-    for preset in dict.fromkeys(run.arguments[1] for run in runs):
+    stems: dict[str, str] = {}
+    for run in runs:
+        if (other := stems.setdefault(run.stem, run.name)) != run.name:
+            raise UsageError(
+                f"{path}: runs {other} and {run.name} would share the record {run.stem}.json; rename one of them: '/'"
+                " is '__' there."
+            )
+    for preset in dict.fromkeys(run.preset for run in runs):
         preset_header(preset)  # a wrong name is an error now
     return Sweep(path, folder, tuple(runs), content.local, content.slurm, content.ray)
 
@@ -146,13 +173,12 @@ def check_settings(sweep: Sweep) -> None:
 
     checked: set[tuple[str, ...]] = set()
     for run in sweep.runs:
-        _, preset, _, _, *sets = run.arguments
-        seeds = tuple(each for each in sets if each.startswith(f"{SEED}="))
-        parts = {(preset, *(each for each in sets if each not in seeds)), seeds}
+        seeds = tuple(each for each in run.overrides if each.startswith(f"{SEED}="))
+        parts = {(run.preset, *(each for each in run.overrides if each not in seeds)), seeds}
         if parts <= checked:  # runs of other seeds are many
             continue
         try:
-            resolve(preset, sets[1::2])
+            resolve(run.preset, run.overrides)
         except UsageError as error:
             raise UsageError(f"{sweep.file}: {run.name}: {error}") from None
         checked |= parts
@@ -160,12 +186,15 @@ def check_settings(sweep: Sweep) -> None:
 
 def _dimensions(content: SuiteFile, path: Path) -> Iterator[list[_Choice]]:
     """Yield the choices of each thing that varies: variants, then the lists in the order of the file."""
-    if content.variants:
-        yield _distinct(path, "variants", [_variant(name, values) for name, values in content.variants.items()])
+    variants = [_variant(name, values) for name, values in content.variants.items()]
+    if variants:
+        yield _distinct(path, "variants", variants)
     for key, values in flat(content.vary).items():
         if not isinstance(values, list) or not values:
             raise UsageError(f"{path}: vary.{key} = {values!r}: write a list of values, such as {key} = [1, 2].")
-        yield _distinct(path, f"vary.{key}", [_choice(key, value) for value in values])
+        choices = [_choice(key, value) for value in values]
+        _check_once(path, variants, choices)
+        yield _distinct(path, f"vary.{key}", choices)
 
 
 def _variant(name: str, values: Mapping[str, Any]) -> _Choice:
@@ -209,6 +238,20 @@ def _distinct(path: Path, where: str, choices: list[_Choice]) -> list[_Choice]:
                 f"{path}: {where}: two values would have the same folder '{label}'; leave one of them out."
             )
     return choices
+
+
+def _check_once(path: Path, variants: list[_Choice], choices: list[_Choice]) -> None:
+    """Check that no variant sets what varies: runs under several names would be the same.
+
+    Raises:
+        UsageError: One does.
+    """
+    varied = {key for choice in choices for key in choice.keys}
+    for variant in variants:
+        if twice := sorted(varied & variant.keys):
+            raise UsageError(
+                f"{path}: variant '{variant.value}' and vary both set {twice[0]}; leave it out of one of them."
+            )
 
 
 def _check_rule(rule: Where, dimensions: list[list[_Choice]], place: str) -> None:

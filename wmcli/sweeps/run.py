@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from wmcli.errors import Stopped, WmError
@@ -12,7 +12,7 @@ from wmcli.sweeps.local import run_local
 from wmcli.sweeps.plan import PlannedRun, Sweep
 from wmcli.sweeps.ray_tasks import run_ray
 from wmcli.sweeps.slurm import run_slurm
-from wmcli.sweeps.status import FAILED, count_states, describe, describe_sweep, is_done
+from wmcli.sweeps.status import DONE, FAILED, count_states, describe, describe_sweep, is_done
 
 Executor = Literal["local", "slurm", "ray"]
 EXECUTORS: dict[str, Callable[[Sweep, Sequence[PlannedRun], Progress], dict[str, int]]] = {
@@ -47,18 +47,19 @@ def run_sweep(sweep: Sweep, executor: Executor, progress: Progress, *, retry: bo
 
     Raises:
         FailedRuns: Some failed, now or before.
-        Stopped: A signal arrived. The same call goes on.
+        Stopped: A signal arrived, or a run that another process works on has not ended. The same call goes on.
     """
     left = runs_left(sweep, retry=retry)
     found = sum(is_done(run, sweep.records) for run in sweep.runs)
     if found:
         progress.say(f"sweep: {found} of {len(sweep.runs)} runs are done")
+    codes: Mapping[str, int] = {}
     if left:
         sweep.records.mkdir(parents=True, exist_ok=True)
         codes = EXECUTORS[executor](sweep, left, progress)
-        if Stopped.exit_code in codes.values():
-            raise Stopped("not all runs have ended; the same command goes on with them.")
     rows = describe_sweep(sweep)
+    if Stopped.exit_code in codes.values() or any(row["state"] not in (DONE, FAILED) for row in rows):
+        raise Stopped("not all runs have ended; the same command goes on with them.")
     progress.say(f"sweep: {count_states(rows)}")
     if failed := [row for row in rows if row["state"] == FAILED]:
         first = failed[0]
@@ -71,6 +72,6 @@ def run_sweep(sweep: Sweep, executor: Executor, progress: Progress, *, retry: bo
     return rows
 
 
-def shell_lines(sweep: Sweep, runs: Sequence[PlannedRun]) -> list[str]:
+def shell_lines(runs: Sequence[PlannedRun]) -> list[str]:
     """Return a shell command for each run."""
     return [shlex.join(("wm", *run.arguments)) for run in runs]

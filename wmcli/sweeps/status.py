@@ -32,9 +32,10 @@ def describe_sweep(sweep: Sweep, describe_run: DescribeRun = describe_run) -> li
 def describe(run: PlannedRun, records: Path, describe_run: DescribeRun = describe_run) -> dict[str, Any]:
     """Return the state of a run, its progress, its newest score, and its cost so far, with the keys of COLUMNS.
 
-    `seconds` are those of work, without time in queues.
+    `seconds` are those of work, without time in queues. A record of other arguments says nothing: the file has changed,
+    or another one names the same folder.
     """
-    record = read_record(run, records) or {}
+    record = _record(run, records) or {}
     row: dict[str, Any] = dict.fromkeys(COLUMNS) | {"run": run.name, "folder": str(run.folder)}
     row |= {key: record.get(key) for key in COLUMNS if record.get(key) is not None}
     try:
@@ -42,7 +43,7 @@ def describe(run: PlannedRun, records: Path, describe_run: DescribeRun = describ
     except WmError as error:
         found = {"problem": str(error)}
     row |= {key: found.get(key) for key in ("epoch", "epochs", "score", "stderr")}
-    row["state"] = _state(run, record, str(found.get("status")))
+    row["state"] = _state(record, str(found.get("status")))
     if row["state"] == RUNNING:
         row["seconds"] = (row["seconds"] or 0.0) + _since(record.get("began"))
         row |= _progress(run.folder, row)
@@ -51,8 +52,8 @@ def describe(run: PlannedRun, records: Path, describe_run: DescribeRun = describ
 
 def is_done(run: PlannedRun, records: Path) -> bool:
     """Return whether a run was done with these very arguments."""
-    record = read_record(run, records)
-    return record is not None and record["state"] == DONE and tuple(record["arguments"]) == run.arguments
+    record = _record(run, records)
+    return record is not None and record["state"] == DONE
 
 
 def count_states(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -61,15 +62,19 @@ def count_states(rows: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{number} {state}" for state, number in counts.items() if number)
 
 
-def _state(run: PlannedRun, record: Mapping[str, Any], status: str) -> str:
+def _record(run: PlannedRun, records: Path) -> dict[str, Any] | None:
+    """Return the record of a run's newest attempt with these very arguments, None without one."""
+    record = read_record(run, records)
+    return record if record is not None and tuple(record["arguments"]) == run.arguments else None
+
+
+def _state(record: Mapping[str, Any], status: str) -> str:
     state = record.get("state")
-    if state == DONE:
-        return DONE if tuple(record["arguments"]) == run.arguments else WAITING
     if state == RUNNING:
         return RUNNING if _is_alive(record, status) else REQUEUED
     if state is None:
         return WAITING
-    return FAILED if state == FAILED else REQUEUED
+    return state if state in (DONE, FAILED) else REQUEUED
 
 
 def _is_alive(record: Mapping[str, Any], status: str) -> bool:
