@@ -405,6 +405,16 @@ def test_settings_without_effect_on_results_may_change(finished: Path) -> None:
     assert Run.open(finished, create=False).bound()["settings"]["training"]["log_every"] == 3
 
 
+def test_another_measure_of_a_finished_run_is_all_that_is_done(finished: Path) -> None:
+    """The controllers that were scored on the way are pruned."""
+    before = results(finished)
+    assert run_loop(bound(finished, 'evaluation.measures=["training"]')).name == "evaluation@2"
+    run = Run.open(finished, create=False)
+    assert run.versions("evaluation") == [1, 2, 3] and run.get("evaluation", 3).metrics["protocol"] == "training"
+    assert results(finished)["content"] == before["content"]
+    assert run_loop(bound(finished)).name == "evaluation@2" and run.versions("evaluation") == [1, 2, 3]
+
+
 def test_models_trained_by_hand_are_no_reason_to_refuse(tmp_path: Path) -> None:
     collect(opened(tmp_path / "run", *LOOP, "run.epochs=1", new=True))
     train_tokenizer(opened(tmp_path / "run", "tokenizer.updates=1"))
