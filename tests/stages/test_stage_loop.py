@@ -27,6 +27,7 @@ from wmcli.stages.imagine import imagine
 from wmcli.stages.loop import run_loop
 from wmcli.stages.opening import open_context
 from wmcli.stages.play import play
+from wmcli.stages.scores import read_scores
 from wmcli.stages.tokenizer import train_tokenizer
 from wmcli.trainers import dynamics as dynamics_trainer
 from wmcli.trainers import imagination as imagination_trainer
@@ -533,6 +534,8 @@ def test_patience_ends_the_run_and_scores_the_best_controller(
     run = Run.open(tmp_path / "run", create=False)
     assert last.metrics["episodes"] == 3 and last.metrics["mean"] == 0.125
     said = capsys.readouterr().err
+    assert read_scores([run.path], "returns", Progress())[0].evaluation.digest == last.digest
+    assert capsys.readouterr().err == ""
     if ends_after is None:
         assert "run: ends after" not in said and len(run.versions("controller")) == 6
         assert last.inputs["controller"].version == 6 and f"controller@{best} scored better" in said

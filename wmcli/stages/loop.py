@@ -141,7 +141,8 @@ def _walk(
             bar.advance()
             if any(ranks.agree(inside.worked > before)) or epoch == plan.epochs:
                 own = ranks.first(partial(_prune, inside, own, plan.keep))
-            if epoch < plan.epochs and (best := _stalled(on_the_way, plan.patience)) is not None:
+            if epoch < plan.epochs and (peak := stalled(on_the_way, plan.patience)) is not None:
+                best = peak.input("controller")
                 context.progress.say(
                     f"run: ends after epoch {epoch} of {plan.epochs}: none of the last {plan.patience} evaluations"
                     f" exceeds that of controller@{best.version}"
@@ -153,8 +154,8 @@ def _walk(
     return newest, scores
 
 
-def _stalled(evaluations: list[Artifact], patience: int) -> Artifact | None:
-    """Return the best controller of some evaluations, the newest of equals, if none of the last `patience` is better.
+def stalled(evaluations: Sequence[Artifact], patience: int) -> Artifact | None:
+    """Return the best of some evaluations, the newest of equals, if none of the last `patience` is better.
 
     None if one is.
     """
@@ -163,7 +164,7 @@ def _stalled(evaluations: list[Artifact], patience: int) -> Artifact | None:
     means = [evaluation.metrics["mean"] for evaluation in evaluations]
     if len(means) - 1 - means.index(max(means)) < patience:
         return None
-    return next(each for each in reversed(evaluations) if each.metrics["mean"] == max(means)).input("controller")
+    return next(each for each in reversed(evaluations) if each.metrics["mean"] == max(means))
 
 
 def _collects(settings: Settings) -> bool:
