@@ -17,9 +17,11 @@ from wmcli.cli import main
 from wmcli.errors import UsageError
 from wmcli.experience import read_segment
 from wmcli.experience.load import SEGMENT
+from wmcli.settings import resolve
 from wmcli.stages.collect import collect
+from wmcli.stages.measures import check_measures
 from wmcli.stages.opening import open_context
-from wmcli.stages.training_games import GAMES, evaluate_training
+from wmcli.stages.training_games import GAMES, TRAINING, evaluate_training
 
 LENGTH = 7  # steps of every game of Catch
 SEGMENTS = (45, 9, 66)  # steps of three environments, none a multiple of their games'
@@ -85,6 +87,21 @@ def test_what_has_no_such_games_says_so(runs: list[Path], tmp_path: Path) -> Non
     collect(context)
     with pytest.raises(UsageError, match="collect.policy = scripted: no controller plays"):
         evaluate_training(context)
+
+
+@pytest.mark.parametrize("protocol", ["rem", "drama", "unizero", "unizero-sticky"])
+def test_sums_of_clipped_rewards_are_no_scores(protocol: str) -> None:
+    """They are clipped before they are stored."""
+    atari = ["environment.id=Pong", f"environment.protocol={protocol}"]
+    settings = resolve("quickstart", [*atari, 'evaluation.measures=["training"]'])
+    if not protocol.startswith("unizero"):
+        TRAINING.check(settings)
+        check_measures(settings)
+        return
+    with pytest.raises(UsageError, match=f"--protocol training: sums .* environment.protocol = {protocol} clips them"):
+        TRAINING.check(settings)
+    with pytest.raises(UsageError, match=r"holds training, which sums .* set evaluation.measures=\[\]\."):
+        check_measures(settings)
 
 
 def test_runs_are_compared_by_it(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

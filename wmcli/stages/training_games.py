@@ -16,6 +16,7 @@ import numpy as np
 
 from wmcli.artifacts import Artifact
 from wmcli.artifacts.environment import check_same_environment
+from wmcli.envs.atari import PROTOCOLS as ATARI
 from wmcli.envs.grid_world import ENDLESS
 from wmcli.errors import UsageError
 from wmcli.experience import read_segment
@@ -120,9 +121,11 @@ def _as_csv(games: Games) -> str:
 
 def unfit(settings: Settings) -> str | None:
     """Return why a run has no training games, or None if it has some."""
-    name = settings.environment.id
+    name, protocol = settings.environment.id, settings.environment.protocol
     if name in ENDLESS:
         return f"episodes of {name} never end, so they have no return: use --protocol gridworld"
+    if protocol in ATARI and ATARI[protocol].train.clip_reward:
+        return f"sums stored rewards, and environment.protocol = {protocol} clips them: use --protocol returns"
     if settings.collect.policy != "learned":
         return f"collect.policy = {settings.collect.policy}: no controller plays while the run trains"
     return None
