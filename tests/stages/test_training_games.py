@@ -89,6 +89,22 @@ def test_what_has_no_such_games_says_so(runs: list[Path], tmp_path: Path) -> Non
         evaluate_training(context)
 
 
+def test_games_of_a_script_are_not_the_run_s_own(tmp_path: Path) -> None:
+    task = ["environment.id=wm/DistractingMemory-20-v0", "environment.size=40", "environment.count=2"]
+    task += ["tokenizer.downsamples=3"]
+    script = ["collect.policy=scripted", "collect.episodes=3", "collect.validation=1", "collect.test=1"]
+    run = tmp_path / "run"
+    collect(open_context(run, "quickstart", task, create=True, quiet=True), steps=200)
+    played = evaluate_training(opened(run), episodes=1)
+    assert collect(opened(run, *script)).metrics["train"] == 3
+    behind = evaluate_training(opened(run), episodes=1)
+    assert games_of(behind) == games_of(played) and len(games_of(played)) == 4
+    assert behind.metrics["total_steps"] == 350
+    collect(open_context(tmp_path / "script", "quickstart", [*task, *script], create=True, quiet=True))
+    with pytest.raises(UsageError, match="last 5 games, and 0 have ended in experience@1"):
+        evaluate_training(opened(tmp_path / "script", "collect.policy=learned"))
+
+
 @pytest.mark.parametrize("protocol", ["rem", "drama", "unizero", "unizero-sticky"])
 def test_sums_of_clipped_rewards_are_no_scores(protocol: str) -> None:
     """They are clipped before they are stored."""

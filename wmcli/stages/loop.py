@@ -39,6 +39,7 @@ from wmcli.stages.imported import Importing, import_experience
 from wmcli.stages.measures import check_measures, measures_of
 from wmcli.stages.protocols import PROTOCOLS
 from wmcli.stages.tokenizer import train_tokenizer
+from wmcli.stages.training_games import TRAINING
 
 MODELS = ("tokenizer", "dynamics", "controller")
 COLLECT, TOKENIZER, DYNAMICS, IMAGINE = "collect", "train-tokenizer", "train-dynamics", "imagine"
@@ -172,6 +173,11 @@ def _collects(settings: Settings) -> bool:
     return COLLECT in due(settings, 1)
 
 
+def _measures_of_play(settings: Settings) -> list[str]:
+    """Return the measures of the settings that apply behind imported data: of what the epochs collect."""
+    return [each for each in measures_of(settings) if each == TRAINING.name and _collects(settings)]
+
+
 def _start(context: Context) -> Artifact | None:
     """Return the experience that the loop begins with: the newest, or what was imported first if epochs collect."""
     run = context.run
@@ -199,7 +205,7 @@ def _describe(context: Context, start: Artifact) -> None:
         )
     if is_recorded(settings.environment.id) and settings.controller.acts:
         progress.say(f"run: nobody can play {settings.environment.id}, so the controller's returns are not measured")
-    if named := measures_of(settings):
+    if named := [each for each in measures_of(settings) if each not in _measures_of_play(settings)]:
         progress.say(f"run: imported data have no states to measure {', '.join(named)} by: left out")
 
 
@@ -374,7 +380,8 @@ def run_epoch(context: Context, beside: Collector, newest: dict[str, Artifact]) 
 
 
 def _measure(context: Context, newest: dict[str, Artifact]) -> Iterator[Artifact]:
-    """Yield each measure of the newest dynamics model: those that the settings name, or on imported data dreams."""
+    """Yield each measure of the newest models: those that the settings name; behind imported data dreams, and those of
+    play."""
     yield from ranks.first(lambda: list(_measured(context, newest)))
 
 
@@ -382,7 +389,8 @@ def _measured(context: Context, newest: dict[str, Artifact]) -> Iterator[Artifac
     start = _start(context)
     measures: Sequence[str] = measures_of(context.settings)
     if start is not None and is_imported(start):
-        measures = [HELD_OUT.name] if find_held_out(newest["experience"], "test") is not None else []
+        held_out = [HELD_OUT.name] if find_held_out(newest["experience"], "test") is not None else []
+        measures = [*held_out, *_measures_of_play(context.settings)]
     for measure in measures:
         needs = PROTOCOLS[measure].needs
         try:
