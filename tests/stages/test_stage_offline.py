@@ -135,6 +135,7 @@ def seen_rows(patch: pytest.MonkeyPatch) -> list[tuple[np.ndarray, int]]:
     return seen
 
 
+@pytest.mark.slow
 def test_training_games_are_those_played_behind_the_data(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
